@@ -11,7 +11,7 @@ Paper:     the TL;DR row of its settings. Pythia 410M about 15 steps off-policy,
 Command:   python -m tba_jax.main --config=configs/tldr_pythia.py:410m --workdir=runs/tldr
            Policy, reward model and data come from the hub. --config.model.path, --config.task.tldr.reward_path and
            --config.task.tldr.{train,heldout}_path name local files instead (models as safetensors).
-Score:     python -m tba_jax evaluate --workdir=runs/tldr
+Score:     python -m tba_jax evaluate --workdir=runs/tldr --step=last
              --config.task.tldr.gold_path=cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr
            prints greedy_win_rate and the perplexities, greedy_ref_perplexity and ref_perplexity. The gold model takes 14 GB.
            The run itself evaluates without it, unless gold_path is set. Not measured here.

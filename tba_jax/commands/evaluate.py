@@ -1,6 +1,6 @@
 """Evaluates a policy snapshot of a run on its held-out queries and prints the report, without changing the run.
 
-python -m tba_jax evaluate --workdir=DIR [--step=N] [--output=FILE] [--config=RECIPE[:NAME] | --trust_task]
+python -m tba_jax evaluate --workdir=DIR [--step=best|last|N] [--output=FILE] [--config=RECIPE[:NAME] | --trust_task]
   [--config.SETTING=VALUE …]
 
 Flags change settings of the evaluation, such as evaluation.queries, evaluation.samples_per_query and task.tldr.gold_path.
@@ -18,11 +18,13 @@ from tba_jax.run import layout, places, privacy
 from tba_jax.text.visible import visible_json
 
 
-def evaluate(workdir: Path, *, step: int | None, settings: existing_run.Source = existing_run.AS_IT_IS) -> dict[str, Any]:
+def evaluate(
+    workdir: Path, *, step: snapshot_step.Asked, settings: existing_run.Source = existing_run.AS_IT_IS
+) -> dict[str, Any]:
     """The report of one snapshot, as in DIR/evaluations (see Evaluator.report). Disturbs no process of the run.
 
     Args:
-      step: of a published snapshot; None: the newest.
+      step: of a published snapshot, see snapshot_step.
       settings: what the user says of the run's settings.
 
     Raises:
@@ -37,7 +39,7 @@ def evaluate(workdir: Path, *, step: int | None, settings: existing_run.Source =
     run = layout.open_run_dir(workdir)
     stored = contract.read_run(run, called=str(workdir))
     experiment = composition.rebuild(stored, existing_run.config_of(stored, settings, called=str(workdir)), called=str(workdir))
-    step = snapshot_step.chosen(run.policies, step, called=str(workdir))
+    step = snapshot_step.chosen(run, step, called=str(workdir))
     needed = experiment.contract.has_reference or experiment.policy.lora is not None
     if needed and not places.exists(run.initial_reference):
         raise ValueError(f"{run.initial_reference} is gone: it names the policy of step 0, which the evaluator loads")

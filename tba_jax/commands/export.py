@@ -1,8 +1,8 @@
 """Writes a policy snapshot of a run as a Hugging Face folder, for transformers, vLLM or lm-eval.
 
-python -m tba_jax export --workdir=DIR --output=DIR [--step=N] [--dtype=float32|bfloat16|float16] [--adapter]
+python -m tba_jax export --workdir=DIR --output=DIR [--step=best|last|N] [--dtype=float32|bfloat16|float16] [--adapter]
 
-Adapters are merged into the weights; with --adapter they are written alone, as a folder that peft reads.
+Adapters are merged into the weights; with --adapter they are written alone, as a folder that peft reads. Both have a model card.
 """
 
 import contextlib
@@ -19,15 +19,16 @@ from tba_jax.run.places import Place
 from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
+    from tba_jax.reporting.model_card import Exported
     from tba_jax.text.tokenizers import Tokenizer
 
 
-def export(workdir: Path, output: Path, *, step: int | None, dtype: str | None, adapter: bool = False) -> str:
-    """Writes the folder; one tensor at a time is in memory. Adapters are merged.
+def export(workdir: Path, output: Path, *, step: snapshot_step.Asked, dtype: str | None, adapter: bool = False) -> str:
+    """Writes the folder, with a model card; one tensor at a time is in memory. Adapters are merged.
 
     Args:
       output: outside of workdir, whose folders belong to the run's processes.
-      step: of a published snapshot; None: the newest. dtype: of the weights written; None: the snapshot's.
+      step: of a published snapshot, see snapshot_step. dtype: of the weights written; None: the snapshot's.
       adapter: writes the adapters alone, for peft.
 
     Returns:
@@ -41,31 +42,48 @@ def export(workdir: Path, output: Path, *, step: int | None, dtype: str | None, 
     from tba_jax.models import lora
     from tba_jax.models.hugging_face import adapters, load
     from tba_jax.models.hugging_face import export as export_lib
+    from tba_jax.reporting import model_card
     from tba_jax.run import snapshots
 
     run = layout.open_run_dir(workdir)
     stored = stored_run.read(run, called=str(workdir))
     _check_output(output, run)
     config, policy, tokenizer = stored.config, stored.policy, stored.tokenizer
-    step = snapshot_step.chosen(run.policies, step, called=str(workdir))
+    step = snapshot_step.chosen(run, step, called=str(workdir))
     source = load.resolve_folder(config.model.path) if config.model.path else None
     base = _adapted_checkpoint(run, config) if adapter else ""
     write_tokenizer, ids = _tokenizer_files(tokenizer, source)
+    export_lib.check_free(output)
     folder = run.policies / layout.step_name(step)
     with contextlib.ExitStack() as kept:
         kept.enter_context(_committed(folder, f"snapshot {step}"))
         params = snapshots.open_arrays(folder, policy.trained_specs)
         dtype = dtype or str(layout.read_json(folder / snapshots.COMMIT)["dtype"])
+        exported = model_card.Exported(name=output.resolve().name, step=step, dtype=dtype, adapter=adapter)
+        more = [write_tokenizer, _card(run, config, source, exported)]
         if adapter:
             assert policy.lora is not None
-            adapters.save(output, policy.model, params, policy.lora, base=base, dtype=dtype, more=[write_tokenizer])
+            adapters.save(output, policy.model, params, policy.lora, base=base, dtype=dtype, more=more)
             return f"the adapters of step {step} of {workdir} are in {output}, for {base} ({policy.model.architecture}, {dtype})"
         if policy.lora is not None:
             reference = _reference(run)
             kept.enter_context(_committed(reference, "the reference policy, which the adapters belong to,"))
             params = lora.merge_lazily(snapshots.open_arrays(reference, policy.model_specs), params, policy.lora)
-        export_lib.save(output, policy.model, params, dtype=dtype, source=source, token_ids=ids, more=[write_tokenizer])
+        export_lib.save(output, policy.model, params, dtype=dtype, source=source, token_ids=ids, more=more)
     return f"step {step} of {workdir} is in {output} ({policy.model.architecture}, {dtype})"
+
+
+def _card(run: layout.RunDir, config: Any, source: Path | None, exported: "Exported") -> Callable[[Path], None]:
+    """A function that writes the model card into a folder. Args: source: the folder of the checkpoint at model.path."""
+    from tba_jax.reporting import model_card
+
+    base = model_card.base_of(str(config.model.path), source)
+
+    def write(folder: Path) -> None:
+        card = model_card.text(run, config, base=base, exported=exported)
+        (folder / model_card.CARD).write_text(card, encoding="utf-8")
+
+    return write
 
 
 def _adapted_checkpoint(run: layout.RunDir, config: Any) -> str:

@@ -2,7 +2,8 @@
 
 python -m tba_jax show --workdir=DIR [--order=newest|best|worst] [--count=10]
 
-The run's contract and tokenizer are enough for that: no task is imported. Control characters of the text are escaped.
+The first lines say how many rows there are, and which step has the best held-out score. The run's contract and tokenizer are
+enough for that: no task is imported. Control characters of the text are escaped.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from absl import flags
 
-from tba_jax.commands import command_line
+from tba_jax.commands import command_line, snapshot_step
 from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # imported late: a mistyped flag is answered at once
     from tba_jax.replay.reader import LogReader
+    from tba_jax.run import layout
     from tba_jax.trajectory import Rows
 
 ROWS_PER_READ = 4096
@@ -64,7 +66,15 @@ def show(workdir: Path, order: str, count: int) -> str:
     total = sum(len(each) for ranges in kept.values() for each in ranges)
     gone = sum(ranges[-1].stop for ranges in kept.values()) - total
     removed = f" ({gone} more were removed by retention)" if gone else ""
-    return "\n\n".join([f"{total} rows of {len(kept)} writers{removed}, {order} first", *sections])
+    return "\n\n".join([f"{total} rows of {len(kept)} writers{removed}, {order} first{_best(run)}", *sections])
+
+
+def _best(run: "layout.RunDir") -> str:
+    """A line about the snapshot with the best held-out score, "" where there is none."""
+    from tba_jax.run import snapshots
+
+    best = snapshot_step.best(run, snapshots.committed_steps(run.policies))
+    return "" if best is None else f"\nbest held-out score of a snapshot: {best.score:.3f} at step {best.step}"
 
 
 def newest(ranges: Sequence[range], count: int, rows_per_append: int) -> list[range]:

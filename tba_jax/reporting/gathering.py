@@ -21,8 +21,8 @@ from tba_jax.reporting import marks as marks_lib
 from tba_jax.reporting import rows, series, timeline
 from tba_jax.reporting.draws import Draws
 from tba_jax.run import alarms as alarms_lib
+from tba_jax.run import best_step, layout, places
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places
 from tba_jax.schemas import flatten
 from tba_jax.text.tokenizers import Tokenizer
 
@@ -199,11 +199,13 @@ def _starts(found: Gathered, role: str) -> list[float]:
 
 
 def _read_evaluations(found: Gathered) -> None:
-    """The figures of the evaluation reports: numbers alone, and of very many reports some, evenly."""
+    """The figures of the evaluation reports: numbers alone, and of very many reports some, evenly, and the best."""
     steps = layout.steps_in(found.run.evaluations) if found.run.evaluations.is_dir() else []
     chosen = (
         {steps[i] for i in np.linspace(0, len(steps) - 1, min(len(steps), _MOST_EVALUATIONS)).astype(int)} if steps else set()
     )
+    if (best := best_step.Scores(found.run.evaluations).best()) is not None:
+        chosen.add(best.step)
     for step in sorted(chosen):
         with found.part(f"the evaluation of step {step}"):
             report = layout.read_json(found.run.evaluations / f"{layout.step_name(step)}.json")

@@ -24,7 +24,7 @@ def held_out(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     if len(found) == 1:
         return "", f"The held-out reward is {first['greedy_reward']:.3f} at step {first['step']}; there is no second one yet."
     rewards = np.array([each["greedy_reward"] for each in found])
-    best = found[int(rewards.argmax())]
+    best = max(found, key=lambda each: (each["greedy_reward"], each["step"]))  # as run/best_step.py has it
     # The standard deviation of a reward in [low, high] is at most half of the range.
     spread = max(1.0, float(np.ptp(rewards))) / 2
     error = spread * np.sqrt(sum(1.0 / max(1.0, each.get("queries", 1.0)) for each in (first, last)))
@@ -33,9 +33,8 @@ def held_out(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
         f"The held-out reward {verb} {first['greedy_reward']:.3f} at step {first['step']} to {last['greedy_reward']:.3f} at step "
     )
     told += f"{last['step']:,}"
-    if best["step"] != last["step"] and best["greedy_reward"] > last["greedy_reward"]:
-        told += f"; the best is {best['greedy_reward']:.3f} at step {best['step']:,}"
-    return verdict, told + "."
+    others = f"; the best is {best['greedy_reward']:.3f} at step {best['step']:,}"
+    return verdict, told + (", the best so far" if best["step"] == last["step"] else others) + "."
 
 
 def trained(series: Series) -> tuple[str, str]:

@@ -18,8 +18,8 @@ from tba_jax.reporting.metric_lines import MetricLines
 from tba_jax.reporting.row_filter import Orders
 from tba_jax.reporting.series import is_moment
 from tba_jax.run import alarms as alarms_lib
+from tba_jax.run import best_step, json_lines, layout, places
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import json_lines, layout, places
 from tba_jax.run import status as status_lib
 from tba_jax.text.visible import visible
 from tba_jax.trajectory import Rows
@@ -47,7 +47,7 @@ class LiveRun:
 
     Attributes: called: what pages call the run. run, stored, contract: see contract_lib. table, draws, trainer: kept up to date.
     tokenizer: None where the run's cannot be read here; problems: sentences about what cannot be read, found at the start.
-    is_read: whether all that was there has been read.
+    is_read: whether all that was there has been read. scores: of the held-out queries.
     """
 
     def __init__(self, workdir: Path | str):
@@ -80,6 +80,7 @@ class LiveRun:
         self._reading = threading.Lock()
         self._snapshots: tuple[float, list[int]] = (-float("inf"), [])
         self._evaluations: dict[int, dict[str, Any]] = {}
+        self.scores = best_step.Scores(self.run.evaluations)
         self._odd = ""
 
     def _mounts(self) -> tuple[places.Place, ...]:

@@ -136,9 +136,15 @@ def _held_out(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
 
 
 def _evaluations(run: LiveRun) -> tuple[list[dict[str, Any]], list[str]]:
-    """The figures of some reports, the first and the last among them; and sentences about those that cannot be read."""
-    steps, found, unread = run.evaluation_steps(), [], []
-    for step in sorted({steps[i] for i in np.linspace(0, len(steps) - 1, min(len(steps), 40)).astype(int)} if steps else ()):
+    """The figures of some reports, the first, the best and the last among them; and sentences about what cannot be read."""
+    steps, found, unread = run.evaluation_steps(), [], list[str]()
+    chosen = {steps[i] for i in np.linspace(0, len(steps) - 1, min(len(steps), 40)).astype(int)} if steps else set()
+    try:
+        best = run.scores.best()
+        chosen |= {best.step} if best is not None else set()
+    except OSError as error:
+        unread.append(f"The held-out scores cannot be read: {error}")
+    for step in sorted(chosen):
         try:
             found.append({"step": step, **dict(figures(run.evaluation(step)))})
         except UNREADABLE as error:

@@ -21,8 +21,8 @@ from tba_jax.roles import evaluation_alarms, reference, sampler
 from tba_jax.roles.reference import policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler
 from tba_jax.roles.work import Work, policy_peaks
+from tba_jax.run import best_step, layout, metrics, places, snapshots
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, metrics, places, snapshots
 from tba_jax.run.damaged_snapshots import DamagedSnapshots
 from tba_jax.run.metrics import TimeAccount
 from tba_jax.run.record import Record
@@ -32,9 +32,10 @@ from tba_jax.text.tokenizers import Tokenizer
 log = logging.getLogger(__name__)
 
 
-# The figures of every report besides the task's own; those of the reference only where the run has one.
+# What every report and the metrics hold besides the task's own figures; those of the reference only where the run has one.
 REPORTED = (
-    *("step", "time", "queries", "greedy_reward", "sampled_reward", "finished", "unscored"),
+    *("step", "time", "queries", "score_name", "greedy_reward", "sampled_reward", "finished", "unscored"),
+    *(best_step.BEST_STEP, best_step.BEST_SCORE),
     *("ref_nll_per_token", "ref_perplexity", "greedy_ref_perplexity", "kl_to_ref", "seconds", "samples"),
 )
 
@@ -109,6 +110,7 @@ class Evaluator:
             "step": step,
             "time": begin,
             "queries": len(self._queries),
+            "score_name": self._task.score_name,
             self._task.score_name: _mean(greedy, "reward"),
             "greedy_reward": _mean(greedy, "reward"),
             "sampled_reward": _mean(sampled, "reward"),
@@ -355,7 +357,7 @@ def run_evaluator(
     record = account.record
     writer = metrics.open_writer(config, run, "evaluator", role="evaluator", cost=record.cost)
     record.status.phase("")
-    damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
+    damaged, scores = DamagedSnapshots(run.policies, follows=NOT_EVALUATED), best_step.Scores(run.evaluations)
     watchdog = evaluation_alarms.watchdog(run, config)
     record.profiler.starts_at(max(layout.steps_in(run.evaluations), default=0))
 
@@ -385,9 +387,10 @@ def run_evaluator(
             continue
         if report is None:
             continue
-        record.step = report["step"]
-        writer.write(report["step"], report_scalars(report) | evaluator.rates | account.shares())
+        record.step, best = report["step"], scores.best()
+        writer.write(report["step"], report_scalars(report) | best_step.figures(best) | evaluator.rates | account.shares())
         watchdog.look(report["step"], evaluation_alarms.point(report, config))
         writer.table("samples", report["step"], sample_rows(report))
-        log.info("step %d: greedy reward %.3f, sampled %.3f", report["step"], report["greedy_reward"], report["sampled_reward"])
+        figures = f"greedy reward {report['greedy_reward']:.3f}, sampled {report['sampled_reward']:.3f}"
+        log.info("; ".join(filter(None, (f"step {step}: {figures}", best_step.told(best, apart_from=step)))))
     writer.close()

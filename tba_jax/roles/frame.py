@@ -10,6 +10,7 @@ from rich.text import Text
 
 from tba_jax.roles import plain
 from tba_jax.roles.standing import Standing
+from tba_jax.run import best_step
 
 _LABEL = 11  # columns
 # How many roles that do something else than their work are named, and by how many lines each at most.
@@ -93,6 +94,8 @@ def _reward(standing: Standing) -> list[str | Text]:
 def _heldout(standing: Standing) -> list[str | Text]:
     step, score = standing.evaluations[-1]
     parts: list[str | Text] = [f"{score:.3f} at step {step}"]
+    if best := best_step.told(standing.best, apart_from=step):
+        parts.append(f"({best})")
     if len(standing.evaluations) > 1:
         first, before = standing.evaluations[0]
         parts.append(f"({before:.3f} at step {first})")

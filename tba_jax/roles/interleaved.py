@@ -18,7 +18,7 @@ from tba_jax.roles.trainer.loop import end
 from tba_jax.roles.trainer.recorder import Recorder
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.roles.work import Work, policy_peaks
-from tba_jax.run import layout, metrics, processes, snapshots
+from tba_jax.run import best_step, layout, metrics, processes, snapshots
 from tba_jax.run.damaged_snapshots import DamagedSnapshots
 from tba_jax.run.status import Status
 
@@ -139,7 +139,7 @@ class _Evaluations:
         self._config = config = trainer.config
         self._watchdog = evaluation_alarms.watchdog(run, config)
         self._damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
-        self._evaluator = evaluator
+        self._evaluator, self._scores = evaluator, best_step.Scores(run.evaluations)
         self._record = trainer.record
         self._writer = metrics.open_writer(config, run, "evaluator", role="evaluator", cost=self._record.cost)
         self._pending = PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=config.learner.steps)
@@ -149,7 +149,8 @@ class _Evaluations:
             with self._record.timeline.measure("evaluate"):
                 report = self._damaged.attempt(step, functools.partial(self._evaluator.evaluate, step))
             if report is not None:
-                self._writer.write(step, report_scalars(report) | self._evaluator.rates)
+                best = best_step.figures(self._scores.best())
+                self._writer.write(step, report_scalars(report) | best | self._evaluator.rates)
                 self._watchdog.look(step, evaluation_alarms.point(report, self._config))
                 self._writer.table("samples", step, sample_rows(report))
 

@@ -1,6 +1,7 @@
 """A run's standing as one line of text, for output that is not a terminal."""
 
 from tba_jax.roles.standing import Standing
+from tba_jax.run import best_step
 
 # Of the roles that do something else than their work, so many are named.
 _MOST_NAMED = 4
@@ -46,7 +47,8 @@ def _figures(standing: Standing) -> list[str]:
         parts.append("searchers " + searchers(standing))
     if standing.evaluations:
         step, score = standing.evaluations[-1]
-        parts.append(f"held-out {score:.3f} at step {step}")
+        best = best_step.told(standing.best, apart_from=step)
+        parts.append(f"held-out {score:.3f} at step {step}" + (f" ({best})" if best else ""))
     return parts
 
 

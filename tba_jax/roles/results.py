@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.run import layout, metrics
+from tba_jax.run import best_step, layout, metrics
 from tba_jax.text.visible import visible_line
 
 
@@ -55,22 +55,28 @@ def tell(run: layout.RunDir, *, label: str, score_name: str, outcome: str | None
 def _last_line(
     reports: Sequence[Mapping[str, Any]], told: Mapping[str, float], *, label: str, score_name: str, outcome: str, where: str
 ) -> str:
-    scores = f"{score_name} {reports[0]['greedy_reward']:.2f} -> {reports[-1]['greedy_reward']:.2f}" if reports else ""
+    scores, best = "", _best(reports)
+    if reports:
+        scores = f"{score_name} {reports[0]['greedy_reward']:.2f} -> {reports[-1]['greedy_reward']:.2f}"
+    if best is not None and best.step != reports[-1]["step"]:
+        scores += f" (best {best.score:.2f} at step {best.step})"
     staleness = f"mean staleness {told['mean staleness (steps)']:.1f} steps" if told else ""
     parts = (" ".join(filter(None, (scores, outcome))), staleness, f"results in {where}")
     return visible_line(f"{label}: {', '.join(filter(None, parts))}")
 
 
 def _print_tables(reports: Sequence[Mapping[str, Any]], told: Mapping[str, float], *, score_name: str) -> None:
-    """The evaluations of the first and the last step, and the figures of the whole run."""
+    """The evaluations of the first, the best and the last step, and the figures of the whole run."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(markup=False, highlight=False, emoji=False)
     if reports:
-        ends = (reports[0], reports[-1]) if len(reports) > 1 else (reports[0],)
+        found = _best(reports) if len(reports) > 1 else None
+        best = found.step if found is not None else None
+        ends = [r for i, r in enumerate(reports) if i in (0, len(reports) - 1) or r["step"] == best]
         table = Table(title="held-out queries")
-        for column in ("", *(f"step {report['step']}" for report in ends)):
+        for column in ("", *(f"step {r['step']}{', the best' if r['step'] == best else ''}" for r in ends)):
             table.add_column(column, justify="left" if not column else "right")
         rows = {
             f"greedy {visible_line(score_name)}": "greedy_reward",
@@ -88,6 +94,10 @@ def _print_tables(reports: Sequence[Mapping[str, Any]], told: Mapping[str, float
         for title, value in told.items():
             table.add_row(title, f"{value:.3g}" if value < 100 else f"{value:.0f}")
         console.print(table)
+
+
+def _best(reports: Sequence[Mapping[str, Any]]) -> best_step.Scored | None:
+    return best_step.best((report["step"], report[best_step.SCORE]) for report in reports)
 
 
 def by_step(lines: Iterable[Mapping[str, Any]], names: Sequence[str]) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tba_jax.roles.lives import Life, State, Supervised
 from tba_jax.roles.tails import Line, Tails
-from tba_jax.run import layout, places, status
+from tba_jax.run import best_step, layout, places, status
 from tba_jax.text.visible import visible_line
 
 # Lines of a role that are looked at; rates are those of the last so many seconds, but of a few lines at least.
@@ -40,7 +40,7 @@ class Standing:
     rewards: of the trainer's last lines, by step, for a trend.
     steps_per_second, eta_seconds: None where the pace is not known. tokens_per_second: the trainer's; it and mfu likewise.
     searchers: name -> tokens per second, None where that is not known. joined: how many of them were started elsewhere.
-    evaluations: the first and the newest line of the evaluator's that are known.
+    evaluations: (step, held-out score) of the evaluator's lines that are known. best: the best of all steps that were evaluated.
     says: (role, sentence) of each role that does something else than its work.
     troubles: role -> what is wrong with its rewards, "" where nothing is; of roles that have said so since they were started.
     """
@@ -56,6 +56,7 @@ class Standing:
     searchers: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     joined: int = 0
     evaluations: Sequence[tuple[int, float]] = ()
+    best: best_step.Scored | None = None
     says: Sequence[tuple[str, str]] = ()
     troubles: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -117,7 +118,7 @@ class Lookout:
         roles = self.roles()
         told = {name: status.read(self._run.metrics(name)) for name in roles}
         news = {name: each for name, each in told.items() if each.time >= self._life(known, name).began}
-        lines = self._tails(self._run.metrics("trainer"))
+        lines, evaluated = self._tails(self._run.metrics("trainer")), self._tails(self._run.metrics("evaluator"))
         present = _since(lines, self._life(known, "trainer").began)
         step = int(lines[-1]["step"]) if lines else 0
         trains = self._life(known, "trainer").state is State.RUNS and step < self.steps
@@ -138,7 +139,8 @@ class Lookout:
             eta_seconds=max(0.0, (self.steps - step) / pace - (now - present[-1]["time"])) if pace else None,
             searchers={name: speed for name, speed in speeds.items() if name in self._searchers or speed is not None},
             joined=sum(speed is not None for name, speed in speeds.items() if name in self._joined),
-            evaluations=_scores(self._tails(self._run.metrics("evaluator"))),
+            evaluations=_scores(evaluated),
+            best=_best(evaluated),
             says=self._says(known, [name for name in roles if not (name == "reference" and is_warm)], news),
             troubles={name: each.trouble for name, each in news.items()},
         )
@@ -298,3 +300,11 @@ def _scores(lines: Sequence[Line]) -> list[tuple[int, float]]:
     """(step, held-out reward of greedy responses) in the order of steps; of a step that was evaluated twice, the later one."""
     scores = {int(line["step"]): float(line["greedy_reward"]) for line in lines if "greedy_reward" in line}
     return sorted(scores.items())
+
+
+def _best(lines: Sequence[Line]) -> best_step.Scored | None:
+    """The best step, as the newest of the evaluator's lines that says has it."""
+    for line in reversed(lines):
+        if best_step.BEST_STEP in line and best_step.BEST_SCORE in line:
+            return best_step.Scored(int(line[best_step.BEST_STEP]), float(line[best_step.BEST_SCORE]))
+    return None

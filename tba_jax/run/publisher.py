@@ -1,8 +1,9 @@
 """The trainer's publishing: a thread writes snapshots, and each process of the trainer writes its own shards of them."""
 
 import concurrent.futures
+import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -95,6 +96,7 @@ class Publisher:
         keep: int,
         keep_every: int,
         final_step: int,
+        scores: Callable[[], Mapping[int, float]] = dict,
         all_durable: bool = False,
         check: Callable[[], None] = snapshots.no_check,
         group: Group | None = None,
@@ -102,6 +104,7 @@ class Publisher:
     ):
         """
         Args:
+          keep, keep_every, final_step, scores: see snapshots.prune.
           all_durable: whether a reader may need a snapshot again after a loss of power.
           check: called before a snapshot becomes visible; if it raises, the snapshot stays hidden and `wait` raises.
           group: of the processes that hold the weights; they are called to `publish`. None: this process alone.
@@ -112,7 +115,10 @@ class Publisher:
         self._policies, self._check, self._all_durable = policies, check, all_durable
         self._dtype = dtype
         self.copy = sharding.copy_program(dtype)
-        self._retention = dict(keep=keep, keep_every=keep_every, final_step=final_step)
+        self._keep_every, self._final_step = keep_every, final_step
+        self._prune = functools.partial(
+            snapshots.prune, policies, keep=keep, keep_every=keep_every, final_step=final_step, scores=scores
+        )
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._lock = threading.Lock()
         # Snapshots that are not being written yet; only the last may be dropped for a newer one. Guarded by the lock.
@@ -142,7 +148,7 @@ class Publisher:
 
     def _stays(self, step: int) -> bool:
         """Whether retention keeps the snapshot of a step for good."""
-        return step % self._retention["keep_every"] == 0 or step == self._retention["final_step"]
+        return step % self._keep_every == 0 or step == self._final_step
 
     def _write_waiting(self) -> None:
         while True:
@@ -164,7 +170,7 @@ class Publisher:
                     others=self._others,
                 )
                 self._record.events.tell("publish", step=info.step)
-                snapshots.prune(self._policies, **self._retention)
+                self._prune()
 
     def wait(self) -> None:
         """Returns when every snapshot handed over is visible. If a write failed, raises its error and drops the waiting ones."""

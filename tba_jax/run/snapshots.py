@@ -24,7 +24,7 @@ import tensorstore as ts
 
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Params, Specs
-from tba_jax.run import held_folders, layout, places, processes
+from tba_jax.run import best_step, held_folders, layout, places, processes
 from tba_jax.run.places import Place
 
 COMMIT = "commit.json"
@@ -338,12 +338,21 @@ def load_step(policies: Place, step: int, specs: Specs, shardings: Params, *, dt
     return load(policies / layout.step_name(step), specs, shardings, dtype=dtype)
 
 
-def prune(policies: Place, *, keep: int, keep_every: int, final_step: int) -> list[int]:
-    """Removes old snapshots: all but the newest `keep` (0: keeps all), step 0, multiples of keep_every, final_step."""
+def prune(
+    policies: Place, *, keep: int, keep_every: int, final_step: int, scores: Callable[[], Mapping[int, float]] = dict
+) -> list[int]:
+    """Removes old snapshots: all but the newest `keep` (0: keeps all), step 0, multiples of keep_every, final_step, and the best.
+
+    Args: scores: gives step -> held-out score. The best is that of the steps that have a snapshot (see best_step).
+    """
     if not keep:
         return []
-    old = committed_steps(policies)[:-keep]
-    removed = [step for step in old if step % keep_every and step != final_step]
+    there = committed_steps(policies)
+    removed = [step for step in there[:-keep] if step % keep_every and step != final_step]
+    scored = scores() if removed else {}
+    if not scored.keys().isdisjoint(removed):
+        best = best_step.best((step, scored[step]) for step in there if step in scored)
+        removed = [step for step in removed if best is None or step != best.step]
     for step in removed:
         remove(policies, step)
     return removed

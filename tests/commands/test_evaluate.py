@@ -9,7 +9,7 @@ import pytest
 from tba_jax.commands import command_line, evaluate, existing_run, rescore
 from tba_jax.experiment import jobs
 from tba_jax.replay.reader import LogReader
-from tba_jax.run import contract, layout, processes
+from tba_jax.run import best_step, contract, layout, processes
 from tba_jax.tasks.interface import Scores
 from tba_jax.tasks.tldr import TLDR
 from tests.support import random_checkpoints, tiny_run
@@ -60,7 +60,8 @@ def test_the_report_is_that_of_the_runs_evaluator(run):
         found = evaluate.evaluate(run.root, step=step, settings=existing_run.Source(overrides=ON_ONE_DEVICE))
         theirs = json.loads(before)
         assert found.keys() == theirs.keys() and "greedy_win_rate" not in found
-        for name in theirs.keys() - {*_OF_THE_CLOCK, "samples"}:
+        assert found["score_name"] == theirs["score_name"] == "reward"
+        for name in theirs.keys() - {*_OF_THE_CLOCK, "samples", "score_name"}:
             assert found[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
         assert path.read_bytes() == before, "the run's own report stays"
 
@@ -71,7 +72,8 @@ def test_other_settings_and_a_gold_model(run, capsys, tmp_path):
     command_line.execute(evaluate, [f"--workdir={run.root}", f"--output={tmp_path / 'report.json'}", *flags])
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "report.json").read_text())
-    assert printed["step"] == 2 and printed["queries"] == 3
+    best = best_step.Scores(run.evaluations).best()
+    assert best is not None and printed["step"] == best.step and printed["queries"] == 3
     assert 0 <= printed["greedy_win_rate"] <= 1 and 0 <= printed["sampled_win_rate"] <= 1
 
 
@@ -79,6 +81,7 @@ def test_other_settings_and_a_gold_model(run, capsys, tmp_path):
     "flags, sentence",
     [
         (["--step=1000"], "--step=1000 is not a snapshot of"),
+        (["--step=foo"], "--step=foo: it is best (by held-out score), last (the newest snapshot) or the number"),
         (["--config.evaluation.querys=3"], "no setting 'evaluation.querys'; did you mean 'evaluation.queries'?"),
         (["--config.task.response_length=5"], "is a run of another contract; task.response_length: 6 there, 5 here"),
         (["--config.evaluation.queries=0"], "evaluation.queries=0 must be at least 1"),

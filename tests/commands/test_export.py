@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import jax
 import numpy as np
 import pytest
@@ -51,11 +52,11 @@ def written_run(workdir, **changes):
 
 
 def refusal(capsys, workdir, output) -> str:
-    """The one line that the command says before it exits with 2."""
+    """The one line that the command says before it exits with 2, after the log."""
     with pytest.raises(SystemExit, match=r"^2$"):
         command_line.execute(export, [f"--workdir={workdir}", f"--output={output}"])
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1
+    *told, said = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: ") and not any("error" in line for line in told)
     return said
 
 
@@ -81,6 +82,9 @@ def test_an_exported_step_is_the_snapshot(tmp_path, changes):
     s = finished_run(tmp_path / "run", **changes)
     said = export.export(tmp_path / "run", tmp_path / "model", step=2, dtype="float32")
     assert said == f"step 2 of {tmp_path / 'run'} is in {tmp_path / 'model'} (llama, float32)"
+    card = huggingface_hub.ModelCard.load(tmp_path / "model" / "README.md")
+    assert card.data.library_name == "transformers" and "weights of trainer step 2 of 3" in card.text
+    assert "| rows trained on | 24 |" in card.text and "has been evaluated" in card.text
     config = load.read_config(tmp_path / "model", compute_dtype="float32")
     assert config == s.experiment.policy.model
     params = load.load_params(tmp_path / "model", config, applied.shardings(config, mesh_of_one()))
@@ -125,7 +129,7 @@ def test_adapters_alone_are_published_and_optimised(tmp_path):
     assert changed == {"layers.attention.query.weight", "layers.feed_forward.down.weight"}
 
 
-def test_the_newest_step_and_its_dtype_are_the_default(tmp_path, capsys):
+def test_without_held_out_scores_the_newest_step_is_the_default_and_its_dtype(tmp_path, capsys):
     finished_run(tmp_path / "run", publish__dtype="bfloat16")
     flags = [f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'model'}"]
     command_line.execute(export, flags)
@@ -134,11 +138,32 @@ def test_the_newest_step_and_its_dtype_are_the_default(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         command_line.execute(export, flags)
     assert f"{tmp_path / 'model'} exists and is not an empty folder" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"--step=7 is not a snapshot of .*; there are 0, 1, 2, 3"):
+    with pytest.raises(
+        ValueError, match=r"--step=7 is not a snapshot of .*; the nearest step that is kept is 3; there are 0, 1, 2, 3"
+    ):
         export.export(tmp_path / "run", tmp_path / "other", step=7, dtype=None)
     with pytest.raises(ValueError, match="holds no run"):
         export.export(tmp_path, tmp_path / "other", step=None, dtype=None)
     assert not (tmp_path / "other").exists()
+
+
+def test_the_step_with_the_best_score_is_the_default(tmp_path, capsys):
+    run = finished_run(tmp_path / "run").run
+    run.evaluations.mkdir()
+    for step, reward in ((0, 0.25), (1, 0.75), (3, 0.5)):
+        report = {"step": step, "greedy_reward": reward, "score_name": "accuracy", "queries": 8}
+        layout.write_json(run.evaluations / f"{layout.step_name(step)}.json", report)
+    for flags, step in (([], 1), (["--step=best"], 1), (["--step=last"], 3), (["--step=2"], 2)):
+        output = tmp_path / f"model{''.join(flags)}"
+        command_line.execute(export, [f"--workdir={run.root}", f"--output={output}", *flags])
+        said = capsys.readouterr()
+        assert f"step {step} of {run.root} is in {output}" in said.out
+        assert ("step 1 has the best held-out score, 0.750, of 3 evaluated snapshots" in said.err) == (step == 1)
+        found, expected = (load_file(folder / "model.safetensors") for folder in (output, tmp_path / "model"))
+        same = all(np.array_equal(found[name], expected[name]) for name in expected)
+        assert same == (step == 1)
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "| accuracy (reward of greedy responses) | 0.250 | 0.750 |" in card and "best of 3 evaluated steps" in card
 
 
 def test_adapters_alone_are_written_for_the_checkpoint_they_belong_to(tmp_path):
@@ -153,6 +178,8 @@ def test_adapters_alone_are_written_for_the_checkpoint_they_belong_to(tmp_path):
     lora_a = np.asarray(trained["layers"]["feed_forward"]["down"]["lora_a"][1])
     np.testing.assert_array_equal(found["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"], lora_a.T)
     assert HuggingFaceTokenizer(tmp_path / "adapter").vocab_size == HuggingFaceTokenizer(model).vocab_size
+    card = huggingface_hub.ModelCard.load(tmp_path / "adapter" / "README.md")
+    assert card.data.library_name == "peft" and f"pretrained={model},peft=FOLDER" in card.text
 
 
 @pytest.mark.parametrize("changes, sentence", [({}, "has no adapters (lora.rank=0)"), (LORA, "not the checkpoint model.path=''")])

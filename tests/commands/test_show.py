@@ -9,6 +9,7 @@ from tba_jax.commands import show
 from tba_jax.replay.expiry import remove_segments
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
+from tba_jax.run import layout
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
@@ -53,6 +54,14 @@ def test_the_rows_that_are_there_are_shown_in_order(source, order, count, monkey
     assert re.findall(r"^── (\S+)", text, re.MULTILINE) == expected(s, order, count)
     total = head + 3 * 4 * APPENDS - 24
     assert text.startswith(f"{total} rows of 4 writers (24 more were removed by retention), {order} first")
+
+
+def test_the_step_with_the_best_held_out_score_is_named(source):
+    run = source[0].run
+    assert "best held-out" not in show.show(run.root, "newest", 1)
+    run.evaluations.mkdir()
+    layout.write_json(run.evaluations / "00000000.json", {"step": 0, "greedy_reward": 0.25})
+    assert show.show(run.root, "newest", 1).splitlines()[1] == "best held-out score of a snapshot: 0.250 at step 0"
 
 
 def test_the_newest_rows_are_read_from_the_ends(source, monkeypatch):

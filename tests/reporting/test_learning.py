@@ -23,9 +23,12 @@ def test_held_out_rewards_decide_where_they_differ_by_more_than_chance(first, la
     assert told == verdict and f"{first:.3f}" in sentence and f"{last:.3f}" in sentence and "100" in sentence
 
 
-def test_the_best_score_is_told_where_it_is_not_the_last():
+def test_the_best_step_is_told():
     found = [{"step": step, "greedy_reward": reward, "queries": 256} for step, reward in ((0, 0.1), (50, 0.9), (100, 0.5))]
-    assert "the best is 0.900 at step 50" in learning.held_out(found)[1]
+    assert learning.held_out(found)[1].endswith("0.500 at step 100; the best is 0.900 at step 50.")
+    assert learning.held_out(found[:2])[1].endswith("0.900 at step 50, the best so far.")
+    found[2]["greedy_reward"] = 0.9
+    assert learning.held_out(found)[1].endswith("0.900 at step 100, the best so far.")
 
 
 def test_without_scores_nothing_is_claimed():

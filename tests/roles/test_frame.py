@@ -1,5 +1,6 @@
 """The picture on a terminal: it fits, and shows the texts of roles as they are."""
 
+import dataclasses
 import io
 
 import pytest
@@ -7,6 +8,7 @@ from rich.console import Console
 
 from tba_jax.roles import frame, plain
 from tba_jax.roles.standing import Standing
+from tba_jax.run import best_step
 
 LONG = "has waited 42 s for rows: 2 of 3 queries; in 18 s it publishes step 300 unless that is there, or lets searchers go on"
 BUSY = Standing(
@@ -57,6 +59,16 @@ def test_eighty_columns_hold_the_figures():
         "rows       50,000 in the buffer  staleness 5.0  largest 9",
     ]
     assert lines[6].startswith("trainer: has waited 42 s") and lines[-1].strip() == "and 35 more"
+
+
+def test_the_best_step_is_named_where_it_is_not_the_newest():
+    better = dataclasses.replace(BUSY, best=best_step.Scored(200, 1.0))
+    assert "held-out   0.990 at step 300  (best 1.000 at step 200)  (0.470 at step 0)  ▁█" in [
+        each.rstrip() for each in shown(better, 80)
+    ]
+    assert "held-out 0.990 at step 300 (best 1.000 at step 200)  trainer" in plain.line(better)
+    newest = dataclasses.replace(BUSY, best=best_step.Scored(300, 0.99))
+    assert shown(newest, 80) == shown(BUSY, 80) and plain.line(newest) == plain.line(BUSY)
 
 
 def test_markup_and_brackets_are_text():

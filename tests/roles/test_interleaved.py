@@ -6,8 +6,8 @@ import pytest
 
 from tba_jax import sharding, trajectory
 from tba_jax.replay.reader import LogReader
+from tba_jax.run import best_step, metrics, snapshots
 from tba_jax.run import layout as layout_lib
-from tba_jax.run import metrics, snapshots
 from tests.support import applied, frozen_runs, tiny_checkpoints, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
@@ -30,6 +30,10 @@ def test_a_run_leaves_what_the_readme_promises(tmp_path):
     report = layout_lib.read_json(layout.evaluations / "00000006.json")
     assert report["queries"] == 8 and len(report["samples"]["greedy"]) == 2
     assert {"query", "answer", "response", "reward"} <= set(report["samples"]["greedy"][0])
+    evaluated, scores = metrics.read_lines(layout.metrics("evaluator")), best_step.Scores(layout.evaluations)
+    best = scores.best()
+    assert best is not None and (evaluated[-1]["best_step"], evaluated[-1]["best_greedy_reward"]) == best
+    assert report["score_name"] == "accuracy" and report["accuracy"] == report["greedy_reward"] == scores()[6]
     assert snapshots.committed_steps(layout.policies) == list(range(7))
     assert (tmp_path / "progress.png").read_bytes()[:4] == b"\x89PNG"
     line = metrics.read_lines(layout.metrics("trainer"))[-1]

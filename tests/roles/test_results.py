@@ -57,6 +57,20 @@ def test_a_run_that_was_stopped_early_shows_what_is_there(tmp_path, capsys):
     assert (tmp_path / "progress.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_the_best_step_is_named(tmp_path, capsys):
+    run = layout.RunDir(tmp_path)
+    for step, reward in ((0, 0.125), (10, 0.75), (20, 0.75), (30, 0.5)):
+        evaluation(run, step, reward)
+    results.tell(run, label="demo", score_name="accuracy", outcome="in 3 s")
+    told = capsys.readouterr().out
+    assert "step 0" in told and "step 20, the best" in told and "step 30" in told and "step 10" not in told
+    assert told.splitlines()[-1].startswith("demo: accuracy 0.12 -> 0.50 (best 0.75 at step 20) in 3 s")
+    evaluation(run, 30, 0.875)
+    results.tell(run, label="demo", score_name="accuracy", outcome="in 3 s")
+    told = capsys.readouterr().out
+    assert "step 30, the best" in told and "step 20" not in told and "accuracy 0.12 -> 0.88 in 3 s" in told
+
+
 def test_a_task_s_name_of_its_score_is_text(tmp_path, capsys):
     """Neither markup of rich, nor mathematics of matplotlib, nor a control character of a terminal."""
     run = layout.RunDir(tmp_path)

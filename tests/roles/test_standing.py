@@ -163,6 +163,15 @@ def test_held_out_scores_stand_in_the_order_of_steps(run):
     assert look(run).evaluations == [(0, 0.1), (10, 0.3), (20, 0.4)]
 
 
+def test_the_best_step_is_that_of_the_newest_line_that_names_one(run):
+    """It may be older than the lines that are looked at, and lines of other versions may lack it."""
+    assert look(run).best is None
+    told = {"best_step": 10.0, "best_greedy_reward": 0.9}
+    write_lines(run, "evaluator", [{"step": 900, "ago": 4.0, "greedy_reward": 0.5, **told}])
+    write_lines(run, "evaluator", [{"step": 1000, "ago": 3.0, "greedy_reward": 0.25}])
+    assert look(run).best == (10, 0.9) and look(run).evaluations[-1] == (1000, 0.25)
+
+
 def test_a_warm_start_counts_its_steps(tmp_path):
     run = layout.RunDir(tmp_path)
     write_lines(run, "reference", [{"step": 5, "ago": 1.0, "loss": 0.25}])

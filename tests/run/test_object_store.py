@@ -204,23 +204,24 @@ def test_snapshots_are_published_loaded_and_pruned(root):
         keep=2,
         keep_every=10,
         final_step=99,
+        scores=lambda: {0: 0.25, 1: 0.75},
         check=lambda: checked.append(places.folders_with(root, "commit.json")),
     )
-    for step in range(4):
+    for step in range(5):
         publisher.publish(jax.device_put(random_params(step), shardings()), SnapshotInfo(step=step, epoch=1))
         publisher.wait()
     publisher.close()
-    assert snapshots.committed_steps(root) == [0, 2, 3]
+    assert snapshots.committed_steps(root) == [0, 1, 3, 4], "the best stays"
     assert ["00000000"] in checked and all(f"{step:08d}" not in seen for step, seen in enumerate(checked))
-    assert snapshots.latest_step(root) == 3 and snapshots.latest_step(root, newer_than=3) is None
+    assert snapshots.latest_step(root) == 4 and snapshots.latest_step(root, newer_than=4) is None
     step, params = DamagedSnapshots(root, follows="").load_newest(SPECS, shardings((2, 2, 2)), newer_than=0)
-    assert step == 3
-    assert_same_bits(params, random_params(3))
+    assert step == 4
+    assert_same_bits(params, random_params(4))
     # A leftover of a killed write is not seen, and swept; what is committed stays.
     places.write_bytes(root / "00000007" / "embedding.weight" / "zarr.json", b"{")
-    assert snapshots.latest_step(root) == 3
+    assert snapshots.latest_step(root) == 4
     snapshots.sweep(root)
-    assert layout.steps_in(root) == [0, 2, 3]
+    assert layout.steps_in(root) == [0, 1, 3, 4]
 
 
 def test_a_snapshot_meets_the_arrays_of_a_request_whose_reply_was_lost(root, monkeypatch):

@@ -176,6 +176,25 @@ def test_pruning_keeps_the_newest_and_what_is_evaluated(tmp_path):
     assert snapshots.prune(tmp_path, keep=3, keep_every=10, final_step=13) == []
 
 
+def test_pruning_keeps_the_best_while_it_is_the_best(tmp_path):
+    """The run was resumed with another evaluation.every_steps and more learner.steps: 7 and 14 were evaluated before."""
+    for step in [0, 7, 10, 14, 20, 21, 22]:
+        (tmp_path / layout.step_name(step)).mkdir()
+        (tmp_path / layout.step_name(step) / snapshots.COMMIT).write_text("{}")
+    settings, asked = dict(keep=2, keep_every=10, final_step=99), []
+    scores = {5: 0.99, 7: 0.9, 10: 0.1, 14: 0.8}  # the snapshot of step 5 is gone: it is nobody's best any more
+
+    def told() -> dict[int, float]:
+        asked.append(dict(scores))
+        return scores
+
+    assert snapshots.prune(tmp_path, **settings, scores=told) == [14]
+    assert snapshots.committed_steps(tmp_path) == [0, 7, 10, 20, 21, 22]
+    scores[20] = 0.95
+    assert snapshots.prune(tmp_path, **settings, scores=told) == [7] and len(asked) == 2
+    assert snapshots.prune(tmp_path, **settings, scores=told) == [] and len(asked) == 2, "where nothing goes, nobody is asked"
+
+
 def test_the_fingerprint_is_that_of_the_weights(tmp_path):
     first, same, other = save(tmp_path / "a", 1), save(tmp_path / "b", 2, random_params(1)), save(tmp_path, 3)
     assert snapshots.fingerprint(first) == snapshots.fingerprint(same)

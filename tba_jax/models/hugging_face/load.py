@@ -69,7 +69,7 @@ def resolve_folder(name: Path | str, *, weights: bool = True) -> Path:
         raise ValueError(f"model folder {name} does not exist, and is not a hub id of the form org/name either")
     import huggingface_hub
 
-    patterns = ["*.json", *(["*.safetensors"] if weights else []), "*.model", "*.txt"]
+    patterns = ["*.json", *(["*.safetensors"] if weights else []), "*.model", "*.txt", "README.md"]  # the last tells the licence
     away: BaseException | None = None
     try:
         ask = functools.partial(huggingface_hub.HfApi().model_info, str(name), timeout=hub.TIMEOUT_SECONDS)

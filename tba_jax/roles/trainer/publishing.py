@@ -3,7 +3,7 @@
 from typing import Any
 
 from tba_jax.models.parameters import Params
-from tba_jax.run import layout, publisher, snapshots
+from tba_jax.run import best_step, layout, publisher, snapshots
 from tba_jax.run.lease import EpochLease
 from tba_jax.run.process_group import Group
 from tba_jax.run.record import Record
@@ -26,6 +26,8 @@ class Publishing:
             keep=config.publish.keep,
             keep_every=self._evaluated_every_steps,
             final_step=self._final_step,
+            # A resumed run may have other steps that are evaluated, and another last one.
+            scores=best_step.Scores(run.evaluations),
             # A run that is resumed samples with those of the last steps again.
             all_durable=config.schedule.mode == "interleaved" and config.schedule.lag > 0,
             check=lease.check,

@@ -71,7 +71,7 @@ def test_one_adapter_of_summed_rank_where_three_maps_lie_in_one_tensor(tmp_path,
 @pytest.mark.parametrize("lora", [EVERYWHERE, TWO_OF_THREE], ids=["everywhere", "query and value"])
 @pytest.mark.parametrize("name", MODELS)
 def test_peft_computes_the_same(torch, tmp_path, name, lora):
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="peft is not installed: it is in the extra `parity`, which make parity installs")
     from transformers import AutoModelForCausalLM
 
     policy, merged = saved(tmp_path, name, lora)

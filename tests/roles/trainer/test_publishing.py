@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tba_jax.run import snapshots
+from tba_jax.run import layout, snapshots
 from tba_jax.run.lease import StaleEpoch
 from tests.support import frozen_runs
 
@@ -54,3 +54,24 @@ def test_a_replaced_trainer_publishes_nothing_more(tmp_path, frozen, monkeypatch
             with pytest.raises(StaleEpoch, match=f"epoch {later} has been taken"):
                 look()
         assert snapshots.committed_steps(s.run.policies) == [0, 1]
+
+
+def test_the_best_step_stays_until_another_is_better(tmp_path, frozen):
+    """No setting keeps step 2, which was evaluated all the same: as the last step of a run that was extended, say."""
+    s = frozen(tmp_path / "run", publish__keep=3)
+    s.run.evaluations.mkdir()
+
+    def score(step: int, reward: float) -> None:
+        layout.write_json(s.run.evaluations / f"{layout.step_name(step)}.json", {"step": step, "greedy_reward": reward})
+
+    with frozen_runs.trainer(s, publish_every_steps=1) as trainer:
+        trainer.poll()
+        for step in range(1, 9):
+            assert trainer.step() is not None
+            trainer.flush_snapshot()
+            if step == 2:
+                score(2, 0.5)
+            if step == 7:
+                assert snapshots.committed_steps(s.run.policies) == [0, 2, 5, 6, 7]
+                score(7, 0.75)
+        assert snapshots.committed_steps(s.run.policies) == [0, 6, 7, 8]

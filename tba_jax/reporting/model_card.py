@@ -1,0 +1,310 @@
+"""The model card of an exported snapshot: README.md, as the hub reads it, with the run's results and where the weights are from.
+
+Names and texts that others wrote (of tasks, paths and checkpoints) are code or plain text on the page, and nothing else.
+"""
+
+import dataclasses
+import math
+import re
+import shlex
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tba_jax.replay import journal
+from tba_jax.run import beginnings, best_step, events, layout, metrics
+from tba_jax.run.secrets_of_config import without_secrets
+from tba_jax.schemas import flatten
+from tba_jax.text.visible import visible_line
+
+CARD = "README.md"
+# What damaged files of a run raise: the card says that it does not know.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+# A folder of the hub's cache, which names the model and the commit.
+_OF_HUB = re.compile(r"models--([\w.-]+)/snapshots/([0-9a-f]{7,64})$")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_LICENCE = re.compile(r"^(license|license_name|license_link):[ \t]*['\"]?(\S[^'\"\n]{0,199}?)['\"]?[ \t]*$", re.MULTILINE)
+_LICENCE_NAME = re.compile(r"[\w.+-]{1,96}")
+_OPENING_BYTES = 1 << 16  # of a card, which hold its front matter
+# Figures of reports that have titles; others go by their names.
+_TITLES = {
+    "greedy_reward": "reward of greedy responses",
+    "sampled_reward": "reward of samples",
+    "finished": "greedy responses that end by themselves",
+    "ref_nll_per_token": "−log π_ref of samples, nats per token",
+    "kl_to_ref": "KL to π_ref, nats per response",
+}
+_TRAJECTORY_BALANCE = ("trajectory_balance", "learned_log_z", "tba_prime")
+_NOT_SHOWN = ("step", "time", "queries", "seconds", "unscored")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Base:
+    """The checkpoint that a run began with. path: as its model.path names it, "" for random weights; hub_id, revision: "" where
+    they are not known; licence: what the front matter of its card says, by key."""
+
+    path: str
+    hub_id: str
+    revision: str
+    licence: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What is exported. name: of the folder; step; dtype of the weights; adapter: whether the adapters alone are."""
+
+    name: str
+    step: int
+    dtype: str
+    adapter: bool
+
+
+def base_of(path: str, source: Path | None) -> Base:
+    """Args: path: model.path; source: the local folder of that checkpoint, None where there is none."""
+    if source is None:
+        return Base(path="", hub_id="", revision="", licence={})
+    cached = _OF_HUB.search(source.absolute().as_posix())
+    named = path if _HUB_ID.fullmatch(path) and not Path(path).is_dir() else ""
+    hub_id = named or (cached[1].replace("--", "/", 1) if cached else "")
+    return Base(path=path, hub_id=hub_id, revision=cached[2] if cached else "", licence=_licence(source / CARD))
+
+
+def _licence(card: Path) -> dict[str, str]:
+    """license, license_name and license_link of the front matter of a card; {} where it names none."""
+    try:
+        if not card.is_file():
+            return {}
+        with card.open("rb") as file:
+            opening = file.read(_OPENING_BYTES).decode("utf-8", "replace").replace("\r\n", "\n")
+    except OSError:
+        return {}
+    front = re.match(r"\ufeff?---\n(.*?)\n---", opening, re.DOTALL)
+    found = dict(_LICENCE.findall(front[1])) if front else {}
+    names = {name: value for name, value in found.items() if name == "license_link" or _LICENCE_NAME.fullmatch(value)}
+    return {name: visible_line(value) for name, value in names.items()} if "license" in names else {}
+
+
+def text(run: layout.RunDir, config: Any, *, base: Base, exported: Exported) -> str:
+    """The card. Args: config: of the run."""
+    c = flatten(without_secrets(config.to_dict()))
+    sections = [
+        _front_matter(c, base, exported),
+        f"# {_plain(exported.name)}",
+        _summary(c, base, exported),
+        "## Held-out scores",
+        *_scores(run, exported.step),
+        "## Training",
+        _table(("", ""), [*_training(run, c, base, exported)]),
+        "## Use",
+        _usage(c, base, exported),
+        *_licence_section(base),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _front_matter(c: Mapping[str, Any], base: Base, exported: Exported) -> str:
+    import huggingface_hub
+
+    balance = ["trajectory-balance"] if c["learner.objective"] in _TRAJECTORY_BALANCE else []
+    tags = ["tba_jax", *balance, "reinforcement-learning", *(["lora"] if exported.adapter else [])]
+    data: dict[str, Any] = dict(library_name="peft" if exported.adapter else "transformers", tags=tags, **base.licence)
+    if base.hub_id:  # the hub refuses what is no id of a model there
+        data |= dict(base_model=base.hub_id, base_model_relation="adapter" if exported.adapter else "finetune")
+    return f"---\n{huggingface_hub.ModelCardData(pipeline_tag='text-generation', **data).to_yaml()}\n---"
+
+
+def _summary(c: Mapping[str, Any], base: Base, exported: Exported) -> str:
+    what = "LoRA adapters of a language model" if exported.adapter else "A language model"
+    origin = f"post-trained from {_base_in_words(base)}" if base.path else "trained from random weights"
+    loss = f"the loss {_code(c['learner.objective'])}"
+    if c["learner.objective"] in _TRAJECTORY_BALANCE:
+        loss = "[Trajectory Balance with Asynchrony](https://arxiv.org/abs/2503.18929)"
+    return (
+        f"{what}, {origin} by {loss} with tba_jax, on the task {_code(c['task.name'])}. These are the weights of trainer step "
+        f"{exported.step} of {c['learner.steps']}, in {exported.dtype}, exported on {time.strftime('%Y-%m-%d', time.gmtime())}."
+    )
+
+
+def _base_in_words(base: Base) -> str:
+    named = f"[{_plain(base.hub_id)}](https://huggingface.co/{base.hub_id})" if base.hub_id else _code(base.path)
+    return f"{named} at revision {_code(base.revision)}" if base.revision else named
+
+
+def _scores(run: layout.RunDir, step: int) -> Iterator[str]:
+    """The table of steps 0 and `step`, and sentences about how far it is to be trusted."""
+    reports = {each: report for each in dict.fromkeys((0, step)) if (report := _report(run, each))}
+    if not reports:
+        yield "Neither this step nor step 0 has been evaluated."
+        return
+    newest = reports[max(reports)]
+    queries = newest.get("queries")
+    score_name = str(newest.get("score_name", "score"))
+    ordered = dict.fromkeys((*_TITLES, *newest))
+    names = [name for name in ordered if name not in (*_NOT_SHOWN, score_name) and _is_number(newest.get(name))]
+    titles = _TITLES | {"greedy_reward": f"{score_name} ({_TITLES['greedy_reward']})"}
+    rows = [(_plain(titles.get(name, name)), *(_figure(report.get(name)) for report in reports.values())) for name in names]
+    yield _table(("", *(f"step {each}{' (this model)' if each == step else ''}" for each in reports)), rows)
+    told = [f"Means over {queries} held-out queries of the task."] if _is_number(queries) else []
+    if step not in reports:
+        told.append(f"Step {step} has not been evaluated.")
+    yield " ".join([*told, *_of_best(run, step)])
+
+
+def _of_best(run: layout.RunDir, step: int) -> Iterator[str]:
+    """A sentence about the best step."""
+    scores = best_step.Scores(run.evaluations)()
+    best = best_step.best(scores.items())
+    if best is None:
+        return
+    if best.step != step:
+        yield f"The best of {len(scores)} evaluated steps is step {best.step}, with {best.score:.3f}."
+    elif len(scores) > 1:
+        yield (
+            f"This is the best of {len(scores)} evaluated steps. The same queries have chosen it, so expect a little less "
+            "on other queries."
+        )
+
+
+def _report(run: layout.RunDir, step: int) -> Mapping[str, Any]:
+    """The evaluator's report of a step, {} where there is none that can be read."""
+    try:
+        report = layout.read_json(run.evaluations / f"{layout.step_name(step)}.json")
+    except _UNREADABLE:
+        return {}
+    return report if isinstance(report, dict) else {}
+
+
+def _training(run: layout.RunDir, c: Mapping[str, Any], base: Base, exported: Exported) -> Iterator[tuple[str, str]]:
+    """Title and content of each row of the table of settings."""
+    yield "base model", _base_in_words(base) if base.path else "none: random weights"
+    stored = layout.read_json(run.config)
+    if stored.get("init_from"):
+        yield "began from", f"the policy of another run, {_code(stored['init_from'])}"
+    if c["warm_start.steps"]:
+        yield "warm start", f"{c['warm_start.steps']} supervised steps on worked examples of the task"
+    yield "task", _code(c["task.name"])
+    yield "loss", _code(c["learner.objective"])
+    yield "β", _linear(c, "beta")
+    yield "reference policy", _code(c["learner.reference.kind"])
+    yield "queries × responses (K) of a step", f"{c['learner.queries']} × {c['learner.completions']}"
+    yield "steps", f"{exported.step} of {c['learner.steps']}"
+    yield "rows trained on", _rows_trained(run, exported.step)
+    yield "learning rate", f"{c['learner.learning_rate']:g} ({c['learner.schedule']}, {c['learner.warmup_steps']} warm-up steps)"
+    if c["lora.rank"]:
+        yield "LoRA", f"rank {c['lora.rank']}, alpha {c['lora.alpha']:g}, targets {_code(', '.join(c['lora.targets']))}"
+    yield "schedule", _schedule(run, c, exported.step)
+    if c["replay.mount"]:
+        yield "rows of other runs", f"of {len(c['replay.mount'])} runs (replay.mount)"
+    yield "temperature of the policy", f"{c['sampling.scoring_temperature']:g}"
+    yield "tokens", f"prompts up to {c['task.prompt_length']}, responses up to {c['task.response_length']}"
+    yield "seed", str(c["seed"])
+    yield "run", _code(stored.get("id", ""))
+    yield "versions", _versions(run)
+
+
+def _linear(c: Mapping[str, Any], name: str) -> str:
+    start, end, steps = (c[f"learner.{name}_{part}"] for part in ("start", "end", "steps"))
+    return f"{start:g}" if start == end or not steps else f"{start:g} → {end:g} over {steps} steps"
+
+
+def _schedule(run: layout.RunDir, c: Mapping[str, Any], step: int) -> str:
+    if c["schedule.mode"] == "interleaved":
+        lag = c["schedule.lag"]
+        return f"search and training in turn, rows of the policy of {lag} steps ago" if lag else "on-policy, in turn"
+    told = f"asynchronous, {c['searchers.count']} searchers, a snapshot every {c['publish.every_steps']} steps"
+    try:
+        ages = [line["staleness_mean"] for line in metrics.each_line(run.metrics("trainer")) if line["step"] <= step]
+    except _UNREADABLE:
+        ages = []
+    return f"{told}; rows were {sum(ages) / len(ages):.1f} steps old on average" if ages else told
+
+
+def _rows_trained(run: layout.RunDir, step: int) -> str:
+    """How many rows the updates up to a step were made of, by the trainer's journal."""
+    count, last = 0, 0
+    try:
+        for line in journal.read_lineage(run.journal):
+            if line["step"] > step:
+                break
+            count, last = count + len(line["rows"]), line["step"]
+    except _UNREADABLE:
+        return "not known: the journal cannot be read"
+    return f"{count:,}" if last == step else "not known: this workdir does not hold the trainer's journal"
+
+
+def _versions(run: layout.RunDir) -> str:
+    """Of the trainer's newest process; where it has left none, of this one."""
+    here = beginnings.told(())
+    try:
+        starts = [event for event in events.read(run.metrics("trainer")) if event["event"] == "start"]
+        newest = starts[-1] if starts else here
+        version, commit = newest["code"]["version"], newest["code"]["commit"]
+        packages = [f"{name} {there}" for name, there in newest["versions"].items()]
+    except _UNREADABLE:
+        version, commit, packages = here["code"]["version"], "", []
+    own = f"tba_jax {version}" + (f" (commit {commit[:12]})" if commit else "")
+    return _plain(", ".join([own, *packages]))
+
+
+def _usage(c: Mapping[str, Any], base: Base, exported: Exported) -> str:
+    """How to load the folder, and the commands of vLLM and lm-eval."""
+    folder, start = "FOLDER", _shell(base.hub_id or base.path)
+    if exported.adapter:
+        python = f'base = AutoModelForCausalLM.from_pretrained("{_quoted(base.hub_id or base.path)}")\n'
+        python += f'model = PeftModel.from_pretrained(base, "{folder}")'
+        # vLLM takes powers of two.
+        rank = 1 << max(3, (c["lora.rank"] - 1).bit_length())
+        served = f"vllm serve {start} --enable-lora --max-lora-rank {rank} --lora-modules NAME={folder}"
+        measured, imports = f"pretrained={start},peft={folder}", "from peft import PeftModel\n"
+    else:
+        python = f'model = AutoModelForCausalLM.from_pretrained("{folder}")'
+        served, measured, imports = f"vllm serve {folder}", f"pretrained={folder}", ""
+    template = "messages of a user in the tokenizer's chat template" if c["task.chat_template"] else "plain texts"
+    return (
+        f"Prompts were {template}. FOLDER is this folder or its id on the hub.\n\n"
+        f"```python\n{imports}from transformers import AutoModelForCausalLM, AutoTokenizer\n\n{python}\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("{folder}")\n```\n\n'
+        f"```\n{served}\nlm_eval --model hf --model_args {measured} --tasks TASKS\n```"
+    )
+
+
+def _licence_section(base: Base) -> list[str]:
+    if not base.licence:
+        return []
+    named = base.licence.get("license_name", base.licence["license"])
+    link = f" ({_code(base.licence['license_link'])})" if "license_link" in base.licence else ""
+    return [f"## Licence\n\nThe card of the base model names its licence as {_code(named)}{link}; it may bind these weights too."]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.3f}" if _is_number(value) else "–"
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---", *("---:" for _ in head[1:])) if len(head) > 2 else ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _plain(text: str) -> str:
+    """Text that is no markup."""
+    return re.sub(r"([\\`*_{}\[\]<>|#&$~])", r"\\\1", visible_line(text))
+
+
+def _code(value: Any) -> str:
+    """A value as code, in a cell of a table too."""
+    shown = visible_line(str(value)).replace("`", "'").replace("|", "\\|")
+    return f"`{shown}`" if shown.strip() else "–"
+
+
+def _quoted(text: str) -> str:
+    """Inside of quotes, in a block of code."""
+    return visible_line(text).replace("\\", "\\\\").replace('"', '\\"').replace("```", "'''")
+
+
+def _shell(text: str) -> str:
+    return shlex.quote(visible_line(text).replace("```", "'''"))

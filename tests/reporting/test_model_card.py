@@ -1,0 +1,154 @@
+"""Model cards: what the hub reads of them, what they say of the run, and texts of others that stay texts."""
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from tba_jax.experiment.schema import SCHEMA
+from tba_jax.replay.journal import Journal
+from tba_jax.reporting import model_card
+from tba_jax.run import layout
+from tba_jax.run.contract import plain
+
+MERGED = model_card.Exported(name="gsm8k-policy", step=2, dtype="bfloat16", adapter=False)
+ADAPTER = model_card.Exported(name="gsm8k-lora", step=2, dtype="float32", adapter=True)
+NO_BASE = model_card.base_of("", None)
+
+
+def config(**changes):
+    made = SCHEMA.defaults()
+    made.update_from_flattened_dict({name.replace("__", "."): value for name, value in changes.items()})
+    return made
+
+
+@pytest.fixture
+def run(tmp_path) -> layout.RunDir:
+    """A run of three journalled steps, of which two were evaluated."""
+    made = layout.RunDir(tmp_path / "run")
+    for folder in (made.root, made.evaluations):
+        folder.mkdir()
+    layout.write_json(made.config, {"id": "ab12", "config": plain(config().to_dict()), "init_from": ""})
+    journal = Journal(made.journal, 1)
+    for step in (1, 2, 3):
+        journal.append({"step": step, "writers": ["w0"], "rows": [[0, row] for row in range(5 + step)]})
+    journal.close()
+    for step, reward in ((0, 0.25), (2, 0.75)):
+        evaluate(made, step, reward)
+    return made
+
+
+def evaluate(run: layout.RunDir, step: int, reward: float | None, name: str = "accuracy") -> None:
+    figures = {"greedy_reward": reward, name: reward, "sampled_reward": 0.5, "pass@4": 0.875, "queries": 256, "unscored": 0}
+    report = {"step": step, "score_name": name, "time": 1e9, "seconds": 3.0, "samples": {"greedy": []}, **figures}
+    layout.write_json(run.evaluations / f"{layout.step_name(step)}.json", report)
+
+
+def checkpoint(folder: Path, card: str) -> Path:
+    folder.mkdir(parents=True)
+    (folder / model_card.CARD).write_text(card, encoding="utf-8")
+    return folder
+
+
+def read(text: str) -> huggingface_hub.ModelCard:
+    """The card as the hub's library reads it."""
+    return huggingface_hub.ModelCard(text)
+
+
+def test_the_front_matter_is_what_the_hub_reads(run, tmp_path):
+    cached = tmp_path / "models--openai-community--gpt2" / "snapshots" / "607a30d783dfa663caf39e06633721c8d4cfcd7e"
+    base = model_card.base_of("openai-community/gpt2", checkpoint(cached, "---\nlanguage: en\nlicense: mit\n---\n# GPT-2\n"))
+    for exported, library, relation in ((MERGED, "transformers", "finetune"), (ADAPTER, "peft", "adapter")):
+        card = read(model_card.text(run, config(model__path="openai-community/gpt2"), base=base, exported=exported))
+        told = card.data.to_dict()
+        assert told["library_name"] == library and told["base_model_relation"] == relation
+        assert told["base_model"] == "openai-community/gpt2" and told["license"] == "mit"
+        assert told["pipeline_tag"] == "text-generation" and {"tba_jax", "trajectory-balance"} <= set(told["tags"])
+        assert ("lora" in told["tags"]) == exported.adapter
+        assert "at revision `607a30d783dfa663caf39e06633721c8d4cfcd7e`" in card.text and "licence as `mit`" in card.text
+
+
+def test_other_losses_are_no_trajectory_balance(run):
+    card = read(model_card.text(run, config(learner__objective="grpo"), base=NO_BASE, exported=MERGED))
+    assert "trajectory-balance" not in card.data.tags and "Trajectory Balance" not in card.text and "the loss `grpo`" in card.text
+
+
+def test_a_local_checkpoint_is_no_model_of_the_hub(run, tmp_path):
+    """The hub refuses a card whose base_model is a path."""
+    folder = checkpoint(tmp_path / "checkpoint", "no front matter\nlicense: mit\n")
+    base = model_card.base_of(str(folder), folder)
+    card = read(model_card.text(run, config(model__path=str(folder)), base=base, exported=MERGED))
+    assert "base_model" not in card.data.to_dict() and "license" not in card.data.to_dict() and "Licence" not in card.text
+    assert f"`{folder}`" in card.text
+    untold = read(model_card.text(run, config(), base=NO_BASE, exported=MERGED))
+    assert "trained from random weights" in untold.text and "base_model" not in untold.data.to_dict()
+
+
+def test_the_scores_of_the_step_and_of_step_0(run):
+    told = model_card.text(run, config(), base=NO_BASE, exported=MERGED)
+    assert "|  | step 0 | step 2 (this model) |" in told
+    assert "| accuracy (reward of greedy responses) | 0.250 | 0.750 |" in told and "| pass@4 | 0.875 | 0.875 |" in told
+    assert "256 held-out queries" in told and "the best of 2 evaluated steps" in told
+    evaluate(run, 3, 0.875)
+    told = model_card.text(run, config(), base=NO_BASE, exported=MERGED)
+    assert "The best of 3 evaluated steps is step 3, with 0.875." in told
+
+
+def test_a_step_that_was_not_evaluated_has_no_score(run):
+    (run.evaluations / "00000002.json").write_text("{")
+    told = model_card.text(run, config(), base=NO_BASE, exported=MERGED)
+    assert "Step 2 has not been evaluated." in told and "|  | step 0 |" in told
+    (run.evaluations / "00000000.json").unlink()
+    assert "Neither this step nor step 0 has been evaluated." in model_card.text(run, config(), base=NO_BASE, exported=MERGED)
+    evaluate(run, 2, None)
+    told = model_card.text(run, config(), base=NO_BASE, exported=MERGED)
+    assert "|  | step 2 (this model) |" in told and "reward of greedy" not in told and "| reward of samples | 0.500 |" in told
+
+
+def test_the_settings_that_matter_and_the_rows(run):
+    settings = dict(
+        learner__beta_start=0.05, learner__beta_end=0.01, learner__beta_steps=40, learner__completions=6, learner__queries=3
+    )
+    lora = dict(lora__rank=9, lora__targets=("layers.attention.*",), model__path="base")
+    told = model_card.text(run, config(**settings, **lora), base=NO_BASE, exported=ADAPTER)
+    for row in (
+        "| loss | `trajectory_balance` |",
+        "| β | 0.05 → 0.01 over 40 steps |",
+        "| queries × responses (K) of a step | 3 × 6 |",
+        "| steps | 2 of 500 |",
+        "| rows trained on | 13 |",
+        "| LoRA | rank 9, alpha 16, targets `layers.attention.*` |",
+        "| run | `ab12` |",
+    ):
+        assert row in told
+    assert "| versions | tba\\_jax " in told and "jax 0." in told and "--max-lora-rank 16 " in told
+    lagged = config(schedule__mode="interleaved", schedule__lag=4, learner__beta_end=0.012)
+    told = model_card.text(run, lagged, base=NO_BASE, exported=MERGED)
+    assert "rows of the policy of 4 steps ago" in told and "| β | 0.012 |" in told
+
+
+def test_what_cannot_be_read_is_not_known(run):
+    later = model_card.Exported(name="x", step=9, dtype="float32", adapter=False)
+    assert "not known: this workdir does not hold" in model_card.text(run, config(), base=NO_BASE, exported=later)
+    next(run.journal.glob("*.jsonl")).write_text("{}\n{}\n{}\n")
+    assert "not known: the journal cannot be read" in model_card.text(run, config(), base=NO_BASE, exported=MERGED)
+
+
+def test_texts_of_others_are_no_markup_and_no_settings_of_the_card(run, tmp_path):
+    evil = "a|b`c\n---\nlicense: gpl\n---\n<script>[x](http://y)"
+    folder = checkpoint(tmp_path / "models", '---\nlicense: "mit # |`<b>"\nlicense_link: LICENSE|`\n---\n')
+    assert model_card.base_of(str(folder), folder).licence == {}
+    (folder / model_card.CARD).write_text("---\nlicense: other\nlicense_name: my-own\nlicense_link: LI|`CENSE\n---\n")
+    base = model_card.base_of(str(folder), folder)
+    evaluate(run, 2, 0.75, name=evil)
+    exported = model_card.Exported(name=evil, step=2, dtype="float32", adapter=False)
+    told = model_card.text(run, config(task__name=evil, model__path=evil), base=base, exported=exported)
+    data = read(told).data.to_dict()
+    assert data["license"] == "other" and data["license_name"] == "my-own" and data["license_link"] == "LI|`CENSE"
+    assert told.count("\n---\n") == 1, "the front matter has one end"
+    outside_of_code = told.replace("`a\\|b'c\\x0a---\\x0alicense: gpl\\x0a---\\x0a<script>[x](http://y)`", "")
+    assert len(outside_of_code) < len(told) and "<script>" not in outside_of_code and "[x](" not in outside_of_code
+    cells = [line.replace("\\|", "").count("|") for line in told.splitlines() if line.startswith("| ")]
+    assert set(cells) == {3, 4}
+    secret = config(model__path="https://me:secret@host/x", task__name="arithmetic")
+    assert "secret" not in model_card.text(run, secret, base=NO_BASE, exported=MERGED)
