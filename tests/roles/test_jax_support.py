@@ -91,7 +91,7 @@ def test_support_that_is_installed_and_does_not_start_is_not_asked_for_again(roo
 
 
 def test_a_tpu_without_libtpu_is_told_what_to_install(root, monkeypatch):
-    monkeypatch.setattr(jax_support, "installed", lambda: {})
+    monkeypatch.setattr(jax_support, "installed", dict)
     for number in range(4):
         tpu(root, number, "0x0063")
     tpu(root, 4, "0x0042")  # Google's network card
