@@ -99,10 +99,10 @@ def test_small_recipes_find_their_models_and_data(python, tmp_path):
 
 
 def test_a_recipe_of_ones_own_begins_with_the_defaults(python, tmp_path):
-    text = "from configs import demo\n\ndef get_config():\n    c = demo.get_config()\n    c.learner.steps = 7\n    return c\n"
+    text = "from configs import demo\n\ndef get_config():\n    c = demo.get_config()\n    c.learner.steps = 77\n    return c\n"
     (tmp_path / "mine.py").write_text(text)
     done = call(python, "-m", "tba_jax.main", "--config=mine.py", "--workdir=run", "--dry_run=full", at=tmp_path)
-    assert done.returncode == 0 and '"steps": 7' in done.stdout, done.stderr
+    assert done.returncode == 0 and '"steps": 77' in done.stdout, done.stderr
 
 
 def test_plan_runs_by_the_name_of_a_recipe(python, tmp_path):
