@@ -145,7 +145,8 @@ def jax_devices() -> list[Any]:
         found = jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS names a platform that JAX cannot use
         told = f"JAX finds no device of JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
-        without = jax_support.unused(told) or f"{told}: {' '.join(str(error).split())[:300]}"
+        reason = f" ({' '.join(str(error).split())[:300]})" if str(error) else ""
+        without = jax_support.unused(told) or f"{told}{reason}: name there a platform that this machine has, such as cpu"
         raise ValueError(f"{names}, but {told}: {jax_support.gpu_advice()}" if given else without) from error
     told, platform = f"JAX finds {len(found)} × {found[0].device_kind}", found[0].platform
     if given and platform == "cpu":
