@@ -42,30 +42,31 @@ def file_of(constraints: str) -> Path | None:
 def install(file: Path | None, arguments: Sequence[str]) -> int:
     """The exit code of pip."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
-    pins = file.read_text().splitlines() if file else []
+    pins, reason = file.read_text().splitlines() if file else [], ""
     for _ in range(_ATTEMPTS if pins else 0):
         done = _attempt([*command, *arguments], pins)
         if done.returncode == 0:
             return 0
-        if "Retrying (" in done.stderr:  # nobody answers, and pip has already waited
-            break
+        reason = next((line for line in done.stderr.splitlines() if line.startswith("ERROR: ")), "")
         dropped = {name.lower() for name in _CONSTRAINT.findall(done.stdout + done.stderr)}
         kept = [pin for pin in pins if pin.partition("==")[0].lower() not in dropped]
-        if len(kept) == len(pins):
+        if len(kept) == len(pins) or "Retrying (" in done.stderr:  # nobody answers, and pip has already waited
             break
         named = ", ".join(sorted(set(pins) - set(kept)))
         print(f"The package index has no {named} that goes with the other packages, as {file} asks: pip chooses", flush=True)
         pins = kept
     if file:
-        print(f"The versions of {file} cannot be installed here: pip chooses all versions", flush=True)
+        print(f"The versions of {file} cannot be installed here: pip chooses all versions. {reason}", flush=True)
     return subprocess.run([*command, "--quiet", *arguments], check=False).returncode
 
 
 def _attempt(command: Sequence[str], pins: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs pip, which names the constraints in its way only where it is not quiet."""
+    loud = [word for word in command if word not in ("-q", "--quiet")]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
         constraints.write("\n".join(pins))
         constraints.flush()
-        return subprocess.run([*command, "-c", constraints.name], capture_output=True, text=True, check=False)
+        return subprocess.run([*loud, "-c", constraints.name], capture_output=True, text=True, check=False)
 
 
 def main(arguments: Sequence[str]) -> int:
