@@ -4,6 +4,7 @@
 #   PYTHON=…       the Python (3.11 or newer) that makes .venv; default: the first of python3, python3.13 … that works
 #   VENV=…         another environment than .venv; PARITY_VENV=… than .venv-parity. That of another checkout is used as it is
 #   ACCELERATOR=…  cuda12, cuda13 or tpu: also installs JAX' support for it
+#   CONSTRAINTS=…  a constraint file of pip; default: the tested versions for this Python (launch/constraints); empty: none
 #   WORKERS=…      processes that run the tests; default: one a core, 8 at most
 #   ARGS=…         further flags of tba_jax.main, or further arguments of pytest
 
@@ -23,7 +24,8 @@ ARGS ?=
 # Relative, so that the path of the checkout may hold spaces; `python -m` everywhere, so that no script's first line matters.
 PY := $(VENV)/bin/python
 CANDIDATES := python3 python3.13 python3.12 python3.11
-PIP := -m pip --disable-pip-version-check install --quiet
+CONSTRAINTS ?= tested
+INSTALL := -m launch.constraints.install
 
 # Stamps lie inside the environment, so they go when it goes.
 BASE := $(VENV)/.installed
@@ -36,7 +38,7 @@ READY := $(if $(ACCELERATOR),$(VENV)/.installed-$(ACCELERATOR),$(BASE))
 # The environment of another checkout is never installed into: outside of this one, and its stamp does not name this one.
 OTHERS := $(shell [ -e "$(BASE)" ] || exit 0; here=$$(pwd -P); case "$$(cd "$(VENV)" && pwd -P)" in ("$$here"/*) exit 0;; esac; \
   [ "$$(cat "$(BASE)")" = "$$here" ] || echo yes)
-REQUIREMENTS := $(if $(OTHERS),,requirements.txt)
+REQUIREMENTS := $(if $(OTHERS),,requirements.txt $(wildcard launch/constraints/*.txt))
 EXTRAS := $(if $(OTHERS),,pyproject.toml)
 
 VERSION_OF = $(shell { "$(1)" -c 'import sys; print(*sys.version_info[:3])'; } 2>/dev/null)
@@ -89,6 +91,10 @@ docs: $(DOCS) ## the guide and the API reference as a site, in build/site
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "the site begins at build/site/index.html"
 
+.PHONY: constraints
+constraints: $(BASE) ## launch/constraints written anew, for each of Python 3.11, 3.12 and 3.13 that this machine has
+	@$(PY) -m launch.constraints.resolve $(ARGS)
+
 .PHONY: clean
 clean: ## removes the environments and caches, never runs/
 	rm -rf $(VENV) $(PARITY_VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info
@@ -111,14 +117,15 @@ $(BASE): $(REQUIREMENTS)
 	  echo "Making $(VENV) with $$("$$found" -c 'import sys; print(sys.executable, sys.version.split()[0])')"; \
 	  "$$found" -m venv --clear "$(VENV)"; fi
 	@echo "Installing requirements.txt into $(VENV) (a minute or two)"
-	@$(PY) $(PIP) -r requirements.txt
+	@$(PY) $(INSTALL) "$(CONSTRAINTS)" -r requirements.txt
 	@pwd -P > $@
 
 # What an extra of pyproject.toml lists, exactly as it is spelt there: another spelling of torch is another, far larger build.
+# PyTorch is pinned there already, and comes with packages of CUDA that are not those of JAX.
 # $(call install_extra,the extra,the environment)
 install_extra = $(if $(OTHERS),[ "$(2)" != "$(VENV)" ] || { exec >&2; echo "error: VENV=$(VENV) is the environment of another" \
   "checkout and lacks the extra $(1): install it there or name another VENV"; exit 2; };) $(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"], sep="\n")' \
-	> $(2)/$(1).txt && echo "Installing $$(tr '\n' ' ' < $(2)/$(1).txt)into $(2)" && $(2)/bin/python $(PIP) -r $(2)/$(1).txt
+	> $(2)/$(1).txt && echo "Installing $$(tr '\n' ' ' < $(2)/$(1).txt)into $(2)" && $(2)/bin/python $(INSTALL) "$(if $(filter parity,$(1)),,$(CONSTRAINTS))" -r $(2)/$(1).txt
 
 $(DEV): $(EXTRAS) $(BASE)
 	@$(call install_extra,dev,$(VENV))

@@ -1,4 +1,4 @@
-"""What MkDocs shows besides the pages of docs/: the README, the results of benchmarks/, and the API reference, a page a room."""
+"""What MkDocs shows besides docs/: the README, CONTRIBUTING, the results of benchmarks/, and the API reference, a page a room."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,18 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tba_jax"
 # Files outside of docs/, as pages of docs/ link to them -> their pages.
-OUTSIDE = {"../README.md": "readme.md", "../benchmarks/RESULTS.md": "results.md"}
+OUTSIDE = {
+    "../README.md": "readme.md",
+    "../benchmarks/RESULTS.md": "results.md",
+    "../.github/CONTRIBUTING.md": "contributing.md",
+}
+# How these files link to pages -> how their own pages do.
+LINKS = {
+    "](docs/": "](",
+    "](../docs/": "](",
+    "](benchmarks/RESULTS.md": "](results.md",
+    "](.github/CONTRIBUTING.md": "](contributing.md",
+}
 
 
 def rooms() -> list[str]:
@@ -26,7 +37,7 @@ def on_files(files: Files, config: Any) -> None:
     """Adds the pages that are no files of docs/."""
     for link, page in OUTSIDE.items():
         text = (ROOT / link.removeprefix("../")).read_text()
-        for there, here in {"](docs/": "](", "](benchmarks/RESULTS.md": "](results.md"}.items():
+        for there, here in LINKS.items():
             text = text.replace(there, here)
         files.append(File.generated(config, page, content=text))
     for room in rooms():

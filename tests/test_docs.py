@@ -20,7 +20,8 @@ from tba_jax.tasks import custom_task
 from tests import test_layers
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+FIRST = [ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md", ROOT / "benchmarks" / "RESULTS.md"]
+PAGES = [*FIRST, *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")

@@ -1,4 +1,7 @@
-"""--config=FILE.py[:NAME]: a recipe is loaded, and flags --config.SETTING=VALUE change its settings."""
+"""--config=FILE.py[:NAME]: a recipe is loaded, and flags --config.SETTING=VALUE change its settings.
+
+A recipe of this project is also found by its name alone, and from any folder: configs/demo.py, demo.py and demo are the same.
+"""
 
 import functools
 import inspect
@@ -12,7 +15,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_dict, config_flags
 
-from tba_jax.commands import command_line
+from tba_jax.commands import command_line, settings_help
 from tba_jax.commands.settings_help import PROGRAMS, Program, entries
 from tba_jax.run import user_code
 from tba_jax.schemas import flatten, hint, nearest
@@ -45,9 +48,10 @@ def label_of(recipe: str) -> str:
 def _made(recipe: str, program: Program) -> config_dict.ConfigDict:
     """What the recipe's get_config returns."""
     text, colon, name = recipe.partition(":")
-    file, called = Path(text), f"--config={recipe}"
+    file, called = _file(text), f"--config={recipe}"
     if not file.is_file():
-        raise ValueError(f"there is no recipe {text}{hint(_like(file))}")
+        there = ", ".join(Path(each).stem for each in settings_help.recipes())
+        raise ValueError(f"there is no recipe {text}; it is a file of your own or one of {there}{hint(_like(file))}")
     get_config = getattr(user_code.load(file, "tba_jax_recipe", called=called), "get_config", None)
     if not inspect.isfunction(get_config):
         raise ValueError(f"{called}: {text} has no function get_config")
@@ -78,10 +82,20 @@ def _is_of(config: config_dict.ConfigDict, program: Program) -> bool:
     return {entry.name.partition(".")[0] for entry in entries(program.schema)} <= set(config)
 
 
+def _file(text: str) -> Path:
+    """The file that is named, or else the recipe of this project of that name; it need not exist."""
+    file, name = Path(text), text.removeprefix("configs/").removesuffix(".py")
+    ours = settings_help.CONFIGS / f"{name}.py"
+    is_ours = not file.is_file() and name.isidentifier() and name != "__init__" and ours.is_file()
+    return ours if is_ours else file
+
+
 def _like(file: Path) -> str:
     """The existing recipe whose name is most like that of `file`, "" if none is similar."""
-    folder = file.parent if file.parent.is_dir() and file.parent != Path() else Path("configs")
-    there = {path.stem: str(path) for path in sorted(folder.glob("*.py")) if path.stem != "__init__"}
+    if file.parent.is_dir() and file.parent != Path():
+        there = {path.stem: str(path) for path in sorted(file.parent.glob("*.py")) if path.stem != "__init__"}
+    else:
+        there = {path.stem: f"configs/{path.name}" for path in settings_help.CONFIGS.glob("*.py") if path.stem != "__init__"}
     return there.get(nearest(file.stem, there), "")
 
 

@@ -9,7 +9,7 @@ from tba_jax.experiment.joining import Invocation
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.models import hardware
 from tba_jax.rewards import task_models
-from tba_jax.roles import gpus
+from tba_jax.roles import gpus, jax_support
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,8 @@ def computed_on(s: Invocation, *roles: str, name: str = "") -> Invocation:
     Args: name: of the role, if not its own.
     """
     devices = gpus.jax_devices()
+    if devices[0].platform == "cpu" and (told := jax_support.hidden_gpus()):
+        log.warning("%s", told)
     experiment = s.experiment.on_device(devices[0])
     meshed = compiling.of_trainer(s.experiment, devices) if "trainer" in roles else s.experiment
     for role in roles:

@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
+from tba_jax.roles import jax_support
+
 # nvidia-smi may take seconds on a machine with many GPUs.
 _DRIVER_SECONDS = 60
 # The share of a GPU's memory that JAX may take for all roles on it together.
@@ -132,24 +134,27 @@ def jax_devices() -> list[Any]:
     """The devices of this process.
 
     Raises:
-      ValueError: JAX does not use all the GPUs that the process was given; names both.
+      ValueError: JAX does not use all the GPUs that the process was given, or computes on the CPU beside GPUs or TPUs; names what
+        is there, what JAX finds, and the command that installs what JAX lacks.
     """
     import jax
 
     given = visible()
+    names = f"this process may use {len(given)} × GPU ({', '.join(gpu.name for gpu in given)})"
     try:
         found = jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS names a platform that JAX cannot use
-        raise ValueError(_unused(given, f"JAX finds no device of JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}")) from error
-    platform = found[0].platform
-    if given and (platform == "cpu" or (platform != "tpu" and len(found) < len(given))):
-        raise ValueError(_unused(given, f"JAX finds {len(found)} × {found[0].device_kind}"))
+        told = f"JAX finds no device of JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
+        reason = f" ({' '.join(str(error).split())[:300]})" if str(error) else ""
+        without = jax_support.unused(told) or f"{told}{reason}: name there a platform that this machine has, such as cpu"
+        raise ValueError(f"{names}, but {told}: {jax_support.gpu_advice()}" if given else without) from error
+    told, platform = f"JAX finds {len(found)} × {found[0].device_kind}", found[0].platform
+    if given and platform == "cpu":
+        raise ValueError(f"{names}, but {told}: {jax_support.gpu_advice()}")
+    if given and platform != "tpu" and len(found) < len(given):
+        raise ValueError(
+            f"{names}, but {told}: name by CUDA_VISIBLE_DEVICES those that it finds, or ask for the CPU by JAX_PLATFORMS=cpu"
+        )
+    if platform == "cpu" and (sentence := jax_support.unused(told)):
+        raise ValueError(sentence)
     return found
-
-
-def _unused(given: Sequence[Gpu], found: str) -> str:
-    names = ", ".join(gpu.name for gpu in given)
-    return (
-        f"this process may use {len(given)} × GPU ({names}), but {found}: install JAX' support for it, cuda12 or cuda13 "
-        "(pip install -e '.[cuda12]'), or ask for the CPU by JAX_PLATFORMS=cpu"
-    )

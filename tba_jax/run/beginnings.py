@@ -18,14 +18,25 @@ def told(devices: Sequence[Any]) -> dict[str, Any]:
     """The fields of the event "start", see run/events.py. Args: devices: of the process."""
     names = [device.device_kind for device in devices]
     kinds = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]
-    found = ((package, _version(package)) for package in _PACKAGES)
     return {
         "pid": os.getpid(),
         "host": platform.node(),
         "devices": " + ".join(kinds),
-        "versions": {"python": platform.python_version()} | {package: version for package, version in found if version},
-        "code": {"version": _version("tba_jax") or _written(_CHECKOUT / "pyproject.toml"), "commit": commit(_CHECKOUT)},
+        "versions": versions(),
+        "code": code(),
     }
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that decide what a run computes, as far as they are installed -> their versions. Imports none."""
+    found = ((package, _version(package)) for package in _PACKAGES)
+    return {"python": platform.python_version()} | {package: version for package, version in found if version}
+
+
+def code() -> dict[str, str]:
+    """The version of this package, and the git commit of the checkout that it is in, "" where it is in none."""
+    written = _written(_CHECKOUT / "pyproject.toml")  # of a checkout, beside which an older version may be installed
+    return {"version": written or _version("tba_jax"), "commit": commit(_CHECKOUT)}
 
 
 def _version(package: str) -> str:

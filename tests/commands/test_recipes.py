@@ -65,11 +65,28 @@ def test_a_run_is_called_by_its_recipe_and_its_name(recipe, label):
     assert recipes.label_of(recipe) == label
 
 
-@pytest.mark.parametrize("recipe", ["configs/demoo.py", "demo", "demo.py", "configs/dem.py:x"])
+@pytest.mark.parametrize("recipe", ["configs/demoo.py", "demo_", "dem.py", "configs/dem.py:x"])
 def test_a_recipe_that_does_not_exist_names_the_nearest(recipe):
     told = refusal(recipe)
     assert recipe.partition(":")[0] in told and "did you mean 'configs/demo.py'" in told
     assert "did you mean" not in refusal("configs/zzzzzz.py")
+    for each in settings_help.recipes():
+        assert each.removeprefix("configs/").removesuffix(".py") in told
+
+
+@pytest.mark.parametrize("recipe", ["configs/demo.py", "demo.py", "demo", "demo:small"])
+def test_a_recipe_of_the_project_is_found_from_any_folder(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load(recipe).task.name == "arithmetic"
+    (tmp_path / "demo.py").write_text(RECIPE.format(line="c.task.name = 'gsm8k'", parameter="name=''"))
+    ours = recipe.startswith("demo.py")  # the user's file has this very name
+    assert load(recipe).task.name == ("gsm8k" if ours else "arithmetic")
+
+
+@pytest.mark.parametrize("recipe", ["../configs/demo", "__init__", "configs/small_data"])
+def test_what_is_no_recipe_is_not_found_by_a_name(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "there is no recipe" in refusal(recipe)
 
 
 @pytest.mark.parametrize(

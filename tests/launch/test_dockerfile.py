@@ -13,6 +13,7 @@ from tests.support import dockerfiles, kustomize, manifests, tiny_run
 ROOT = tiny_run.ROOT
 TEXT = (ROOT / "launch" / "Dockerfile").read_text()
 IGNORED = (ROOT / "launch" / "Dockerfile.dockerignore").read_text()
+INSTALL = 'python -m launch.constraints.install "${CONSTRAINTS}"'
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
 
@@ -97,7 +98,7 @@ def test_the_steps_make_an_environment_that_runs_roles(tmp_path):
     for name, rest in instructions:
         if name == "COPY":
             dockerfiles.copy(rest.split()[0], ROOT, IGNORED, image.root)
-        if name == "RUN" and "pip install" in rest:
+        if name == "RUN" and ("pip install" in rest or INSTALL in rest):
             done.append(rest)
             step = image.run("sh", "-c", rest, **values)
             assert step.returncode == 0, step.stderr
@@ -116,7 +117,8 @@ def _check_accelerator(image: Image, instructions: list[dockerfiles.Instruction]
     """What pip would install for this CUDA, with the JAX that is installed already."""
     values = dockerfiles.arguments(instructions, CUDA=cuda)
     (line,) = (rest for name, rest in instructions if name == "RUN" and "extras.txt" in rest)
-    asked = image.run("sh", "-c", line.replace("pip install", "pip install --dry-run"), **values)
+    tested = f"launch/constraints/python{sys.version_info[0]}.{sys.version_info[1]}.txt"
+    asked = image.run("sh", "-c", line.replace(INSTALL, f"python -m pip install --dry-run -c {tested}"), **values)
     assert asked.returncode == 0, asked.stderr
     (would,) = (words for words in asked.stdout.splitlines() if words.startswith("Would install"))
     jax = image.run("python", "-c", "import jax; print(jax.__version__)").stdout.strip()

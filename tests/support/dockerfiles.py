@@ -48,7 +48,8 @@ def problems(text: str, *, extras: set[str]) -> Iterator[str]:
     yield from _of_arguments(instructions, extras)
     lines = [f"{name} {rest}" for name, rest in instructions]
     position = {line: lines.index(line) for line in lines}
-    order = ["COPY requirements.txt ./", "RUN pip install -r requirements.txt", "COPY pyproject.toml ./", "COPY . ."]
+    install = 'RUN python -m launch.constraints.install "${CONSTRAINTS}" -r requirements.txt'
+    order = ["COPY requirements.txt ./", install, "COPY pyproject.toml ./", "COPY . ."]
     if missing := [step for step in order if step not in position]:
         yield f"{missing} are not there"
     elif sorted(order, key=position.__getitem__) != order:
@@ -89,13 +90,14 @@ def copy(source: str, root: Path, ignored: str, to: Path) -> None:
     """COPY of one path of `root`, without what the text of a .dockerignore leaves out."""
     paths = [root / source] if source != "." else sorted(root.iterdir())
     for path in paths:
-        if not _is_kept(path.name, ignored):
+        relative = path.relative_to(root)
+        if not _is_kept(relative.parts[0], ignored):
             if source != ".":
                 raise ValueError(f"COPY {source}: .dockerignore leaves it out")
         elif path.is_dir():
-            shutil.copytree(path, to / path.name, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+            shutil.copytree(path, to / relative, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
         else:
-            shutil.copy(path, to)
+            shutil.copy(path, to / relative)
 
 
 def _is_kept(name: str, ignored: str) -> bool:

@@ -1,0 +1,71 @@
+"""Writes the constraint files: the versions that pip chooses today, for each Python of this machine that tba_jax is tested with.
+
+python -m launch.constraints.resolve [VERSION …]      from the root of the checkout; `make constraints` calls it
+
+A file has every package of requirements.txt and of all extras but `parity`, whose PyTorch has an environment of its own. One file
+serves the CPU and all accelerators, because pip resolves them to one set: the packages of CUDA 12, of CUDA 13 and of TPUs have
+different names, and all go with the same JAX. A constraint of a package that nobody asks for installs nothing.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.constraints import pythons
+
+ROOT = pythons.FOLDER.parent.parent
+# PyTorch comes in builds whose own packages of CUDA contradict those of JAX.
+LEFT_OUT = ("parity",)
+
+
+def wanted(root: Path = ROOT) -> list[str]:
+    """What pip is asked for: the lines of requirements.txt, and those of the extras."""
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    of_extras = {one for name, listed in extras.items() if name not in LEFT_OUT for one in listed}
+    lines = (line.partition("#")[0].strip() for line in (root / "requirements.txt").read_text().splitlines())
+    return [*filter(None, lines), *sorted(of_extras)]
+
+
+def text_of(version: str, report: dict[str, Any]) -> str:
+    """The constraint file. Args: version: of Python, "3.12"; report: pip's, as --report writes it."""
+    found = {canonical(one["metadata"]["name"]): one["metadata"]["version"] for one in report["install"]}
+    head = f"# The tested packages of Python {version}, for the CPU and every accelerator. Written by `make constraints`.\n"
+    return head + "".join(f"{name}=={found[name]}\n" for name in sorted(found))
+
+
+def canonical(name: str) -> str:
+    """The name of a package as indexes spell it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def resolve(python: str, requirements: Iterable[str]) -> dict[str, Any]:
+    """pip's report on what it would install into an empty environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked, report = Path(folder) / "wanted.txt", Path(folder) / "report.json"
+        asked.write_text("\n".join(requirements))
+        options = ["--dry-run", "--ignore-installed", "--quiet", "--disable-pip-version-check"]
+        command = [python, "-m", "pip", "install", *options, f"--report={report}", "-r", str(asked)]
+        subprocess.run(command, check=True)
+        told: dict[str, Any] = json.loads(report.read_text())
+    return told
+
+
+def main(versions: Sequence[str]) -> int:
+    for version in versions or pythons.VERSIONS:
+        python, file = pythons.find(version), pythons.constraints_of(version)
+        if not python:
+            print(f"Python {version} is not on this machine: {file.name} stays as it is")
+            continue
+        file.write_text(text_of(version, resolve(python, wanted())))
+        print(f"{file.relative_to(ROOT)}: {len(file.read_text().splitlines()) - 1} packages")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,106 @@
+"""Prints the versions, devices and settings of this environment that a bug report needs.
+
+python -m tba_jax version [--json]
+
+A process of its own asks JAX for its devices, so that a driver that fails, ends its process or hangs is told of like everything
+else. Of the variables of the environment only those are printed that steer JAX and its libraries.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from typing import Any
+
+from absl import flags
+
+from tba_jax.commands import command_line
+from tba_jax.roles import jax_support
+from tba_jax.run import beginnings, machine
+from tba_jax.text.visible import visible
+
+_PREFIXES = ("JAX_", "XLA_", "TPU_", "LIBTPU_", "NCCL_", "CUDA_", "NVIDIA_", "TF_CPP_")
+_NAMES = ("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "GLIBC_TUNABLES")
+# To find its devices JAX starts its backends, which may take a minute on a large machine.
+_DEVICE_SECONDS = 120
+# Prints in its last line what JAX finds. It takes no GPU's memory that a run beside it may need.
+_ASK = """
+import json, jax
+found = jax.devices()
+print(json.dumps([f"{device.platform}: {device.device_kind}" for device in found]))
+"""
+_MOST_LINES = 12  # of what JAX says
+
+
+def add_flags(values: flags.FlagValues) -> None:
+    flags.DEFINE_bool("json", False, "print one JSON object", flag_values=values)
+
+
+def run(given: command_line.Given) -> int:
+    told = gather()
+    print(json.dumps(told, indent=2) if given.json else visible(describe(told)))
+    return 0
+
+
+def gather() -> dict[str, Any]:
+    """All that is printed, by name: package, versions, python, system, devices, driver and environment."""
+    devices, said = ask_devices()
+    return {
+        "tba_jax": beginnings.code(),
+        "versions": beginnings.versions() | jax_support.installed(),
+        "python": sys.executable,
+        "system": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(machine.memory() / (1 << 30), 1),
+        "devices": devices,
+        "jax_says": said,
+        "nvidia_driver": jax_support.driver_version(),
+        "gpu_nodes": jax_support.gpu_nodes(),
+        "tpu_chips": jax_support.tpu_chips(),
+        "environment": environment(),
+    }
+
+
+def environment() -> dict[str, str]:
+    """The variables of the environment that steer JAX and its libraries."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES) or name in _NAMES}
+
+
+def ask_devices() -> tuple[list[str], list[str]]:
+    """The devices that JAX finds, [] where it does not start, and the last lines that it wrote to stderr."""
+    its_own = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    asked = [sys.executable, "-c", _ASK]
+    try:
+        done = subprocess.run(
+            asked, env=its_own, capture_output=True, text=True, errors="replace", check=False, timeout=_DEVICE_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return [], [f"JAX has not found its devices within {_DEVICE_SECONDS} s"]
+    lines = done.stderr.strip().splitlines()[-_MOST_LINES:]
+    if done.returncode:
+        return [], [*lines, f"the process that asks JAX for its devices ended with code {done.returncode}"]
+    devices: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return devices, lines
+
+
+def describe(told: dict[str, Any]) -> str:
+    """The text that is printed."""
+    code, versions, devices = told["tba_jax"], dict(told["versions"]), told["devices"]
+    kinds = [f"{devices.count(name)} × {name}" for name in dict.fromkeys(devices)]
+    there = [*told["gpu_nodes"], *([f"{told['tpu_chips']} TPU chips"] if told["tpu_chips"] else [])]
+    rows = [
+        ("tba_jax", f"{code['version']}, {'commit ' + code['commit'] if code['commit'] else 'not in a git checkout'}"),
+        ("Python", f"{versions.pop('python')}, {told['python']}"),
+        ("system", f"{told['system']}, {told['cpus']} CPUs, {told['memory_gib']} GiB"),
+        *versions.items(),
+        ("devices", ", ".join(kinds) or "none: JAX does not start, see below"),
+        ("driver", f"NVIDIA {told['nvidia_driver']}" if told["nvidia_driver"] else "no NVIDIA driver found"),
+        ("in /dev", ", ".join(there) or "no GPU or TPU"),
+        *told["environment"].items(),
+    ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:{width}}  {value}" for name, value in rows]
+    if told["jax_says"]:
+        lines += ["", "JAX says:", *(f"  {line}" for line in told["jax_says"])]
+    return "\n".join(lines)
