@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-from tba_jax.roles import plain, terminal
+from tba_jax.roles import plain, tails, terminal
 from tba_jax.roles.lives import Supervised
 from tba_jax.roles.news import News
 from tba_jax.roles.standing import Lookout, Standing
@@ -17,7 +17,10 @@ _JOIN_SECONDS = 5.0
 
 
 class Progress:
-    """Shows where the run stands, from `with` to its end, in a thread of its own: a compilation takes a minute, and is named."""
+    """Shows where the run stands, from `with` to its end, in a thread of its own: a compilation takes a minute, and is named.
+
+    Attributes: first_step: the newest step that the run had done when this was made, 0 of a new run.
+    """
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class Progress:
         supervised: what the supervisor of the roles knows of them; None: the roles are in this process, and it logs their alarms.
         plain_seconds: between two lines where the output is no terminal.
         """
+        self.first_step = tails.last_step(run.metrics("trainer"))
         self._lookout = Lookout(
             run, steps=steps, searchers=searchers, warm_start_steps=warm_start_steps, supervised=supervised or Supervised
         )
@@ -42,6 +46,11 @@ class Progress:
         self._seconds = plain_seconds if self._terminal is None else _LIVE_SECONDS
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._go_on, name="progress", daemon=True)
+
+    @property
+    def spent(self) -> str:
+        """The time since it was made, in words; of a run that is resumed it also says from where, because steps came before."""
+        return f"{self.seconds:.0f} s" + (f" from step {self.first_step} on" if self.first_step else "")
 
     @property
     def seconds(self) -> float:

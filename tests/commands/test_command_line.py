@@ -123,6 +123,15 @@ def test_the_nearest_name_is_alike_in_its_last_part(name, near):
         ("--compile=maybe", "--compile=maybe must be true or false"),
         ("--nodry_run=3", "--nodry_run=3: --nodry_run takes no value"),
         ("--role=nobody", "--role=nobody must be one of all, reference, trainer, searcher, evaluator"),
+        ("config.learner.steps=3", "config.learner.steps=3 is no argument; did you mean --config.learner.steps=3?"),
+        (
+            "--learner.beta_end=3",
+            "there is no argument '--learner.beta_end'; did you mean '--config.learner.beta_end'?; --help tells which there are",
+        ),
+        (
+            "--completions=3",
+            "there is no argument '--completions'; did you mean '--config.learner.completions'?; --help tells which there are",
+        ),
         ("--allow_change", "--allow_change needs a value: A,B: schedule settings that a resumed run may change"),
     ],
 )
