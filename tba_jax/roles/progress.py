@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-from tba_jax.roles import plain, tails, terminal
+from tba_jax.roles import plain, terminal
 from tba_jax.roles.lives import Supervised
 from tba_jax.roles.news import News
 from tba_jax.roles.standing import Lookout, Standing
@@ -17,10 +17,7 @@ _JOIN_SECONDS = 5.0
 
 
 class Progress:
-    """Shows where the run stands, from `with` to its end, in a thread of its own: a compilation takes a minute, and is named.
-
-    Attributes: first_step: the newest step that the run had done when this was made, 0 of a new run.
-    """
+    """Shows where the run stands, from `with` to its end, in a thread of its own: a compilation takes a minute, and is named."""
 
     def __init__(
         self,
@@ -37,7 +34,6 @@ class Progress:
         supervised: what the supervisor of the roles knows of them; None: the roles are in this process, and it logs their alarms.
         plain_seconds: between two lines where the output is no terminal.
         """
-        self.first_step = tails.last_step(run.metrics("trainer"))
         self._lookout = Lookout(
             run, steps=steps, searchers=searchers, warm_start_steps=warm_start_steps, supervised=supervised or Supervised
         )
@@ -50,7 +46,8 @@ class Progress:
     @property
     def spent(self) -> str:
         """The time since it was made, in words; of a run that is resumed it also says from where, because steps came before."""
-        return f"{self.seconds:.0f} s" + (f" from step {self.first_step} on" if self.first_step else "")
+        first = self._lookout.first_step
+        return f"{self.seconds:.0f} s" + (f" from step {first} on" if first else "")
 
     @property
     def seconds(self) -> float:
