@@ -194,12 +194,13 @@ def failures(workdir: Path | None = None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:  # before the command asks for signals itself
-        print("stopped", file=sys.stderr)
-        sys.exit(processes.STOPPED)
+        _stopped()
     except BrokenPipeError:  # whoever reads our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
+        if _is_interrupted(error):
+            _stopped()
         sentence = sentence_of(error)
         if processes.is_storage_failure(error):
             with contextlib.suppress(OSError):  # the log may lie there too
@@ -215,6 +216,18 @@ def failures(workdir: Path | None = None) -> Iterator[None]:
         print(visible(traceback.format_exc()), end="", file=sys.stderr)
         print(f"error: {type(error).__name__}: {sentence}", file=sys.stderr)
         sys.exit(1)
+
+
+def _stopped() -> NoReturn:
+    print("stopped", file=sys.stderr)
+    sys.exit(processes.STOPPED)
+
+
+def _is_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: a library whose import it interrupts says that it cannot be imported."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 class _VisibleFormatter(logging.Formatter):
