@@ -49,7 +49,7 @@ class Rule:
             holds = f" holds {wrong[0]!r}, which" if several else ""
             raise ValueError(f"{name}={value!r}{holds} is not one of {', '.join(filter(None, choices))}{hint}")
         if self.given and not value:
-            raise ValueError(f"{name} is not given")
+            raise ValueError(f"{name} is not given: set --config.{name}=VALUE")
         if isinstance(value, int | float) and not isinstance(value, bool) and not self._allows(value):
             finite = "finite" if isinstance(value, float) and self.at_most is None and self.below is None else ""
             raise ValueError(f"{name}={value} must be {' and '.join(filter(None, (self.limits(), finite)))}")
