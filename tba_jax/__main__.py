@@ -44,4 +44,5 @@ if __name__ == "__main__":
     from tba_jax.run import processes
 
     processes.hold()
-    sys.exit(main(sys.argv[1:]))
+    with processes.to_the_end():
+        sys.exit(main(sys.argv[1:]))

@@ -251,4 +251,5 @@ def _check_shared(run: "layout.RunDir", given: command_line.Given) -> None:
 
 if __name__ == "__main__":
     processes.hold()
-    sys.exit(command_line.execute(sys.modules[__name__], sys.argv[1:]))
+    with processes.to_the_end():
+        sys.exit(command_line.execute(sys.modules[__name__], sys.argv[1:]))

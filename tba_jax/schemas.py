@@ -49,7 +49,7 @@ class Rule:
             holds = f" holds {wrong[0]!r}, which" if several else ""
             raise ValueError(f"{name}={value!r}{holds} is not one of {', '.join(filter(None, choices))}{hint}")
         if self.given and not value:
-            raise ValueError(f"{name} is not given")
+            raise ValueError(f"{name} is not given: set --config.{name}=VALUE")
         if isinstance(value, int | float) and not isinstance(value, bool) and not self._allows(value):
             finite = "finite" if isinstance(value, float) and self.at_most is None and self.below is None else ""
             raise ValueError(f"{name}={value} must be {' and '.join(filter(None, (self.limits(), finite)))}")
@@ -163,6 +163,14 @@ def nearest(name: str, names: Collection[str]) -> str:
     return best if best and likeness(best) else ""
 
 
-def hint(near: str) -> str:
-    """The part of a sentence that offers the nearest name, if there is one."""
-    return f"; did you mean {near!r}?" if near else ""
+def offers(name: str, names: Collection[str]) -> list[str]:
+    """The dotted names that `name` may stand for: those that it begins, those of its last part, or else the nearest one."""
+    begun = [other for other in names if other.startswith(f"{name}_")]
+    same = [other for other in names if other.rpartition(".")[2] == name]
+    return begun or same or list(filter(None, [nearest(name, names)]))
+
+
+def hint(*near: str) -> str:
+    """The part of a sentence that offers the nearest names, if there are any."""
+    offered = " or ".join(map(repr, filter(None, near)))
+    return f"; did you mean {offered}?" if offered else ""

@@ -96,7 +96,7 @@ def test_each_of_several_choices_is_looked_at():
 def test_a_text_that_must_be_given():
     made = schema(path=setting("", given=True))
     config = made.defaults()
-    assert made.refusals(config, {}) == {"part.path": "part.path is not given"}
+    assert made.refusals(config, {}) == {"part.path": "part.path is not given: set --config.part.path=VALUE"}
     config.part.path = "x"
     assert not made.refusals(config, {})
 

@@ -128,7 +128,10 @@ def _read(source: str, experiment: "Experiment", unfit: str) -> tuple[list[Given
         else:
             raise ValueError(f"{row.where}: the response {reason}; --unfit=skip leaves such ones out")
     if not kept:
-        raise ValueError(f"--responses={source!r}: none of its {left_out.total()} responses is one that this run can have")
+        told = "; ".join(f"{count}, each of which {reason}" for reason, count in left_out.most_common())
+        raise ValueError(
+            f"--responses={source!r}: none of its {left_out.total()} responses is one that this run can have: {told}"
+        )
     return kept, left_out
 
 
@@ -138,7 +141,8 @@ def _query(row: "Row", queries: dict[str, "EncodedQuery"], task: str) -> "Encode
     if "prompt" not in row:
         raise ValueError(f"{row.where}: field 'prompt' is missing, and task.name={task!r} has {len(queries)} train queries")
     if row["prompt"] not in queries:
-        raise ValueError(f"{row.where}: prompt {row['prompt'][:60]!r} is none of the {len(queries)} train queries of the task")
+        told = f"prompt {row['prompt'][:60]!r} is none of the {len(queries)} train queries of the task"
+        raise ValueError(f"{row.where}: {told}, such as {next(iter(queries))[:60]!r}")
     return queries[row["prompt"]]
 
 

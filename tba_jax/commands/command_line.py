@@ -29,6 +29,7 @@ Given = SimpleNamespace  # name of a flag -> its value; overrides: the flags tha
 
 # A flag that changes a setting: --config.NAME=VALUE, or --noconfig.NAME of a setting that is true or false.
 OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
+_NO_DASHES = re.compile(r"(?:no)?config\.\w[\w.]*=")
 
 
 class SettingsHelp(Protocol):
@@ -37,6 +38,8 @@ class SettingsHelp(Protocol):
     def describe(self, asked: str) -> str: ...
 
     def overview(self) -> str: ...
+
+    def flags_like(self, name: str) -> list[str]: ...
 
 
 class Command(Protocol):
@@ -104,6 +107,8 @@ def _parse(values: flags.FlagValues, arguments: Sequence[str], settings: Setting
     last: list[str] = []
     for each in arguments:
         name = each.lstrip("-").partition("=")[0]
+        if _NO_DASHES.match(each):
+            refuse(ValueError(f"{each} is no argument; did you mean --{each}?"))
         if settings is not None and OVERRIDE.match(each):
             last = overrides
         elif each.startswith("-") and (name in values or name.removeprefix("no") in values):
@@ -112,15 +117,20 @@ def _parse(values: flags.FlagValues, arguments: Sequence[str], settings: Setting
             last[-1] += f"={each}"
             continue
         else:
-            near = difflib.get_close_matches(name, list(values), n=1)
-            told = f"--{near[0]}" if near else ""
-            refuse(ValueError(f"there is no argument {each.partition('=')[0]!r}{hint(told)}; --help tells which there are"))
+            near = _alike(values, name, cutoff=0.8) or (settings.flags_like(name) if settings is not None else [])
+            near = near or _alike(values, name, cutoff=0.6)
+            refuse(ValueError(f"there is no argument {each.partition('=')[0]!r}{hint(*near)}; --help tells which there are"))
         last.append(each)
     try:
         values(["", *known])
     except (flags.Error, ValueError) as error:
         refuse(ValueError(_in_words(values, str(error))))
     return Given(**values.flag_values_dict(), overrides=overrides)
+
+
+def _alike(values: flags.FlagValues, name: str, *, cutoff: float) -> list[str]:
+    """The flag whose name is most like `name`, none if none is similar by so much (see difflib)."""
+    return [f"--{flag}" for flag in difflib.get_close_matches(name, list(values), n=1, cutoff=cutoff)]
 
 
 def _in_words(values: flags.FlagValues, told: str) -> str:
@@ -184,12 +194,13 @@ def failures(workdir: Path | None = None) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:  # before the command asks for signals itself
-        print("stopped", file=sys.stderr)
-        sys.exit(processes.STOPPED)
+        _stopped()
     except BrokenPipeError:  # whoever reads our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:
+        if _is_interrupted(error):
+            _stopped()
         sentence = sentence_of(error)
         if processes.is_storage_failure(error):
             with contextlib.suppress(OSError):  # the log may lie there too
@@ -205,6 +216,18 @@ def failures(workdir: Path | None = None) -> Iterator[None]:
         print(visible(traceback.format_exc()), end="", file=sys.stderr)
         print(f"error: {type(error).__name__}: {sentence}", file=sys.stderr)
         sys.exit(1)
+
+
+def _stopped() -> NoReturn:
+    print("stopped", file=sys.stderr)
+    sys.exit(processes.STOPPED)
+
+
+def _is_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: a library whose import it interrupts says that it cannot be imported."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 class _VisibleFormatter(logging.Formatter):

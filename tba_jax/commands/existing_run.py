@@ -60,6 +60,12 @@ def config_of(stored: Mapping[str, Any], source: Source, *, called: str) -> Any:
     if source.recipe:
         config.task = recipes.load(source.recipe, (), program=settings_help.BASE).task
     config = recipes.override(config, source.overrides)
+    if _short(config.task.name) != _short(theirs):
+        by = f"--config={source.recipe} has" if source.recipe else "--config.task.name asks for"
+        raise ValueError(
+            f"{called} is a run of task.name={theirs!r}, and {by} task.name={config.task.name!r}: a run keeps its task; another "
+            "task needs another run, in a new --workdir"
+        )
     named_by_user = source.recipe or config.task.name != theirs
     if custom_task.is_named(config.task.name) and not (named_by_user or source.trust_task):
         raise ValueError(
@@ -67,3 +73,10 @@ def config_of(stored: Mapping[str, Any], source: Source, *, called: str) -> Any:
             "your own recipe, whose task is taken instead, and --trust_task says that you trust this file"
         )
     return config
+
+
+def _short(name: str) -> str:
+    """The name of a task as the contract has it: a file may lie elsewhere on another machine."""
+    from tba_jax.tasks import custom_task
+
+    return custom_task.short(name) if custom_task.is_named(name) else name

@@ -18,10 +18,12 @@ from ml_collections import config_dict, config_flags
 from tba_jax.commands import command_line, settings_help
 from tba_jax.commands.settings_help import PROGRAMS, Program, entries
 from tba_jax.run import user_code
-from tba_jax.schemas import flatten, hint, nearest
+from tba_jax.schemas import flatten, hint, nearest, offers
 
 # How a locked config says that it has no such key, when it is set and when it is read.
 _NO_KEY = re.compile(r"""Key "(\w+)" does not exist|^['"\\]+(\w+)['"\\]""")
+# What a flag of a setting takes, by the type of the setting.
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list of texts or numbers"}
 
 
 def add_flag(values: flags.FlagValues, *, required: bool = True, what: str = "the recipe, a file under configs/") -> None:
@@ -143,7 +145,9 @@ def _check_name(flag: str, leaves: Mapping[str, Any]) -> None:
         return
     if inside := [leaf for leaf in leaves if leaf.startswith(f"{name}.")]:
         raise ValueError(f"{flag}: {name} is a section; name one of its settings, such as {inside[0]}")
-    raise ValueError(f"the config has no setting {name!r}{hint(nearest(name, leaves))}")
+    section = name.partition(".")[0]
+    listed = f"; --help={section} lists those of {section}" if any(leaf.startswith(f"{section}.") for leaf in leaves) else ""
+    raise ValueError(f"the config has no setting {name!r}{hint(*offers(name, leaves)) or listed}")
 
 
 def _ill_typed(message: str, config: config_dict.ConfigDict) -> str:
@@ -153,4 +157,5 @@ def _ill_typed(message: str, config: config_dict.ConfigDict) -> str:
     *path, leaf = name.split(".")
     section = functools.reduce(operator.getitem, path, config)
     like = f", as {section[leaf]!r} is" if section[leaf] is not None else ""
-    return f"{flag}: {text!r} is not of type {section.get_type(leaf).__name__}{like}"
+    kind = section.get_type(leaf)
+    return f"--config.{name}={text} must be {_KINDS.get(kind, f'of type {kind.__name__}')}{like}"

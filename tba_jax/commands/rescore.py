@@ -52,7 +52,8 @@ def rescore(workdir: Path, settings: existing_run.Source = existing_run.AS_IT_IS
     experiment, theirs, retention = _compared(run, workdir, settings)
     version = experiment.contract.reward_version
     if version == theirs.reward_version:
-        return f"the rows of {workdir} have reward version {version}, that of task.name={theirs.task_name}: nothing to do"
+        told = f"the rows of {workdir} have reward version {version}, that of task.name={theirs.task_name}: nothing to do"
+        return f"{told}; where the reward means something else now, raise reward_version of the task's class"
     if theirs.step_ends:
         raise ValueError(
             f"the rows of {workdir} hold values of states (task.step_ends={tuple(theirs.step_ends)}), which are mean rewards of "
@@ -94,7 +95,7 @@ def _compared(
     experiment = composition.build(existing_run.config_of(stored, settings, called=str(workdir)))
     here, there = ({k: v for k, v in c.to_json().items() if k not in _OF_REWARD} for c in (experiment.contract, theirs))
     if different := contract_lib.differences(there, here):
-        raise ValueError(f"the task of {workdir} is not what it was in more than its reward; " + "; ".join(different))
+        raise ValueError(f"the task of {workdir} is not what it was in more than its reward; " + contract_lib.in_words(different))
     return experiment, theirs, stored["config"]["replay"]["retention"]
 
 

@@ -37,6 +37,11 @@ class Program(NamedTuple):
             told += entry.lines()
         return "\n".join(told).replace("\n\n\n", "\n\n")
 
+    def flags_like(self, name: str) -> list[str]:
+        """The flags of the settings that a flag --NAME may stand for; a setting's flag begins with --config."""
+        settings = [entry.name for entry in entries(self.schema) if entry.default]
+        return [f"--config.{each}" for each in settings if each == name or each.rpartition(".")[2] == name][:3]
+
     def overview(self) -> str:
         """What --help tells after the arguments: where settings are, and the recipes."""
         sections = dict.fromkeys(entry.name.partition(".")[0] for entry in entries(self.schema) if not entry.default)

@@ -142,10 +142,12 @@ def _steps(training: Any, examples: int) -> int:
         f"training.batch_size={training.batch_size} is more than the {examples} examples to train on",
     )
     steps = training.steps or math.ceil(training.epochs * examples / training.batch_size)
+    n, size = f"{training.epochs:g}", training.batch_size
+    made = "" if training.steps else f", which training.epochs={n} of {examples} examples in training.batch_size={size} makes"
     require(
         training.warmup_steps + training.decay_steps <= steps,
         f"training.warmup_steps={training.warmup_steps} + training.decay_steps={training.decay_steps} exceed the {steps} steps "
-        "of training",
+        f"of training{made}",
     )
     return steps
 
@@ -167,6 +169,7 @@ def _join(run: layout.RunDir, config: Any, fingerprint: str) -> None:
 
     plain = json.loads(json.dumps(config.to_dict()))
     if not places.exists(run.config):
+        layout.check_can_be_made(run)
         try:
             contract = {"supervised": config.kind, "examples": fingerprint}
             mine = {"format": contract_lib.FORMAT, "id": uuid.uuid4().hex}

@@ -73,7 +73,7 @@ def _refused_by_themselves(config: Any) -> dict[str, str]:
         ("task.banned_tokens", _is_token, "token ids, whole numbers from 0"),
         ("task.stop_strings", _is_text, "texts of at least one character"),
         ("task.step_ends", _is_text, "texts of at least one character"),
-        ("replay.mount", _is_text, 'folders of runs, such as \'("runs/first", "runs/second")\''),
+        ("replay.mount", _is_folder, 'folders of runs, such as \'("runs/first", "runs/second")\''),
     ):
         values = tuple(flatten(config.to_dict())[name])
         if wrong := [value for value in values if not allowed(value)]:
@@ -93,6 +93,10 @@ def _is_token(value: object) -> bool:
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
+
+
+def _is_folder(value: object) -> bool:
+    return _is_text(value) and not str(value).startswith("(")  # a tuple whose texts have lost their quotes to the shell
 
 
 def _check_together(config: Any, require: Require, *, weights: bool) -> None:

@@ -170,7 +170,7 @@ def rebuild(stored: Mapping[str, Any], config: Any, *, called: str) -> Experimen
     """
     experiment = build(config)
     if different := contract_lib.differences(stored["contract"], experiment.contract.to_json()):
-        raise ValueError(f"{called} is a run of another contract; " + "; ".join(different))
+        raise ValueError(f"{called} is a run of another contract; " + contract_lib.in_words(different))
     return experiment
 
 

@@ -89,7 +89,7 @@ def searcher(s: Invocation) -> Job:
                 with _started_task(here, s.config.searchers.task_devices):
                     made = make_searcher(joined, name=name, account=account, writer=writer)
                     run_searcher(made, joined.config, s.run, name=name, account=account, stop=stop)
-            record.close(recording.reason(s.run))
+            recording.end(record, s.run, role="searcher")
         return 0
 
     return job
@@ -134,7 +134,7 @@ def evaluator(s: Invocation) -> Job:
                 with _started_task(here, s.config.evaluation.task_devices):
                     made = make_evaluator(joined.experiment, s.run, record)
                     run_evaluator(made, joined.config, s.run, account=TimeAccount(record), stop=stop)
-            record.close(recording.reason(s.run))
+            recording.end(record, s.run, role="evaluator")
         return 0
 
     return job
@@ -164,17 +164,18 @@ def _tell_again(s: Invocation) -> int:
     return 0
 
 
-def _conclude(s: Invocation, seconds: float, code: int) -> None:
+def _conclude(s: Invocation, spent: str, code: int) -> None:
+    """Args: spent: the time that this start of the run took, see Progress.spent."""
     tell = functools.partial(results.tell, s.run, label=s.label, score_name=s.experiment.task.score_name)
     if code == 0:
-        tell(outcome=f"in {seconds:.0f} s")
+        tell(outcome=f"in {spent}")
         return
     try:
         tell()
     except (OSError, ValueError, KeyError) as error:  # the run has ended already, and the next line says how to go on
         log.warning("no tables and no picture of the run: %s: %s", type(error).__name__, error)
     step = tails.last_step(s.run.metrics("trainer"))
-    stopped = f"stopped after {seconds:.0f} s at step {step} of {s.config.learner.steps}"
+    stopped = f"stopped after {spent}, at step {step} of {s.config.learner.steps}"
     if code in processes_lib.FINAL_CODES:
         print(f"{stopped}; the run is in {s.run.root}", file=sys.stderr)
     else:
@@ -200,7 +201,7 @@ def _in_turn(s: Invocation) -> Job:
         with _progress(s, ["searcher-0"]) as progress:
             finished = train()
         code = 0 if finished else processes_lib.STOPPED
-        _conclude(s, progress.seconds, code)
+        _conclude(s, progress.spent, code)
         return code
 
     def train() -> bool:
@@ -286,7 +287,7 @@ def _as_processes(s: Invocation) -> Job:
                 code = code or processes.run(commands, until=until, stop=stop)
             finally:
                 processes.close()
-        _conclude(s, progress.seconds, code)
+        _conclude(s, progress.spent, code)
         return code
 
     return job

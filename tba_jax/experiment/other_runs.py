@@ -124,9 +124,21 @@ def _check_rows(folder: str, other: layout.RunDir, stored: Mapping[str, Any], ou
             "only runs with replay.retention=all can be mounted"
         )
     if different := contract_lib.differences(theirs, ours):
+        if theirs.get("init_from") != ours.get("init_from"):
+            begin = _how_to_begin(folder, theirs["init_from"], ours["init_from"])
+            different = [begin, *(name for name in different if not name.startswith("init_from:"))]
         if any(name.startswith("reward_version:") for name in different):
             different.append(f"python -m tba_jax rescore --workdir={folder} scores its rows again by the task as it is now")
-        raise ValueError(f"replay.mount: the rows of {folder} belong to a run of another contract; " + "; ".join(different))
+        told = contract_lib.in_words(different)
+        raise ValueError(f"replay.mount: the rows of {folder} belong to a run of another contract; {told}")
+
+
+def _how_to_begin(folder: str, there: str, here: str) -> str:
+    """The flag that gives a new run the reference policy of a mounted one. Args: there, here: RUN@STEP, or ""."""
+    if not there:
+        return f"leave out --init_from={here}: {folder} began from what its config says"
+    instead = f", not --init_from={here}" if here else ""
+    return f"it began from the policy {there}: begin this run with --init_from={there} too{instead}"
 
 
 def _warn_of_finished_mounts(config: Any) -> None:
@@ -212,7 +224,7 @@ def check_init_from(run: layout.RunDir, config: Any, contract: contract_lib.Cont
     other, stored, step = _open_init_from(init_from)
     mine, theirs = contract.to_json(), stored["contract"]
     if different := contract_lib.differences({k: theirs[k] for k in _OF_WEIGHTS}, {k: mine[k] for k in _OF_WEIGHTS}):
-        raise ValueError(f"--init_from={init_from} is of another model or tokenizer; " + "; ".join(different))
+        raise ValueError(f"--init_from={init_from} is of another model or tokenizer; " + contract_lib.in_words(different))
     steps = snapshots.committed_steps(other.policies)
     if step not in steps:
         there = f"there are {layout.listed(steps)}" if steps else "it holds none"

@@ -1,6 +1,7 @@
 """The record of a role: begun when its process has joined the run, and ended with the reason why the process ends."""
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
 from tba_jax.experiment.joining import Invocation
@@ -8,6 +9,8 @@ from tba_jax.roles import gpus
 from tba_jax.run import beginnings, compilations, contract, layout, places
 from tba_jax.run.record import Record
 from tba_jax.text.visible import visible
+
+log = logging.getLogger(__name__)
 
 
 def of_role(s: Invocation, name: str) -> Record:
@@ -24,12 +27,20 @@ def begin(s: Invocation, name: str) -> Record:
     return record
 
 
-def reason(run: layout.RunDir) -> str:
-    """Why a role ends that no error ended: "finished" with its run, or "stopped", also where storage does not say."""
+def end(record: Record, run: layout.RunDir, *, role: str) -> None:
+    """Closes the record of a role that no error ended, and says in its log why it ends: with the run, or because it was asked to.
+
+    Args: role: how the log calls it.
+    """
     try:
-        return "finished" if contract.is_finished(run) else "stopped"
-    except places.STORAGE_ERRORS:
-        return "stopped"
+        steps = contract.steps_of(run) if contract.is_finished(run) else None
+    except places.STORAGE_ERRORS:  # which does not say
+        steps = None
+    record.close("stopped" if steps is None else "finished")
+    if steps is None:
+        log.info("stopped; the same command starts this %s again", role)
+    else:
+        log.info("the run in %s has finished its %d steps: this %s is done", run.shared, steps, role)
 
 
 @contextlib.contextmanager

@@ -41,7 +41,8 @@ def read(run: layout.RunDir, *, called: str) -> StoredRun:
     model = {name: value for name, value in dataclasses.asdict(policy.model).items() if name not in FREE_FIELDS}
     here = contract_lib.plain({"model": model, "tokenizer": tokenizer.fingerprint})
     if different := contract_lib.differences({name: stored["contract"][name] for name in here}, here):
-        raise ValueError(f"model.path={config.model.path!r} is not what {called} was made with; " + "; ".join(different))
+        told = contract_lib.in_words(different)
+        raise ValueError(f"model.path={config.model.path!r} is not what {called} was made with; {told}")
     return StoredRun(config=config, contract=contract, policy=policy, tokenizer=tokenizer)
 
 

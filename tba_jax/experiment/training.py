@@ -222,6 +222,8 @@ def trainer(s: Invocation) -> Job:
         with group.guard(), recording.told_failures(record):
             finished = run_trainer(made, s.run, stop=lambda: stop() or group.is_asked_to_stop())
             lease.release()
+        how = "all of them are done" if finished else "stopped; the same command goes on from here"
+        log.info("step %d of %d: %s", made.step_number, made.config.learner.steps, how)
         code = 0 if finished else processes_lib.STOPPED
         group.end(code)
         return code

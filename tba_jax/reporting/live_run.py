@@ -142,6 +142,13 @@ class LiveRun:
         except UNREADABLE:
             return True
 
+    @property
+    def columns(self) -> rows_lib.Columns:
+        """The table's rows, with -1 as the steps of mounted rows: they are those of another run, and rank as older than any."""
+        columns = self.table.columns
+        own = [self.table.is_own(writer) for writer in tuple(self.table.writers)]
+        return columns if all(own) else rows_lib.with_steps_of_run(columns, own)
+
     def is_own(self, writer: str) -> bool:
         """Whether a writer's rows are of this run, and not of one that it mounts."""
         with self._reading:

@@ -100,6 +100,10 @@ class RowTable:
         with self._lock:
             return Columns(**{name: array[: self._count] for name, array in self._arrays.items()})
 
+    def is_own(self, writer: str) -> bool:
+        """Whether a writer's rows are of this run, and not of one that it mounts."""
+        return self._reader.is_own(writer)
+
     @property
     def progress(self) -> tuple[int, int]:
         """Committed rows that are done with (read, or known to be unreadable), and all committed rows."""

@@ -26,7 +26,7 @@ class Sample:
 
     name: WRITER:ROW. tokens: of the response, at most MOST_TOKENS; more: how many follow. steps: that drew the row, at most
     MOST_STEPS; draws: how many there are. oldest_step, newest_step: of the policies that sampled it. not_again: why the row
-    cannot be generated again, as half a sentence; "" where it can.
+    cannot be generated again, as half a sentence; "" where it can. mounted: whether the row and its steps are of a mounted run.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Sample:
     steps: list[int]
     draws: int
     not_again: str
+    mounted: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,6 +161,7 @@ def made(source: Source, columns: rows_lib.Columns, indices: Sequence[int]) -> t
             steps=steps[:MOST_STEPS],
             draws=len(steps),
             not_again=not_again(source, writer, oldest, newest),
+            mounted=not source.reader.is_own(writer),
         )
     return found, [f"row {writer}:{row} is not shown: {why}" for (writer, row), why in list(lost.items())[:5]]
 

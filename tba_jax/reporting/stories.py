@@ -26,7 +26,10 @@ MOST_POLICIES = 200  # that the page of a query lists
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """A row in a list. lost: why it cannot be read; then the texts are "" and the figures are those of the table."""
+    """A row in a list. oldest_step, newest_step: of the run that made it. mounted: whether that is another run than this one.
+
+    lost: why it cannot be read; then the texts are "" and the figures are those of the table.
+    """
 
     writer: str
     row: int
@@ -39,6 +42,7 @@ class Line:
     length: int = 0
     finished: bool = False
     draws: int = 0
+    mounted: bool = False
     lost: str = ""
 
 
@@ -54,7 +58,6 @@ class Story:
     policy_sum: float
     ref_sum: float
     steps: list[int]
-    own: bool
     info: list[tuple[str, str]]
     not_again: str
     siblings: list[Line]
@@ -90,6 +93,7 @@ def _line(run: LiveRun, rows: Rows, i: int, *, writer: str, draws: int) -> Line:
         length=int(rows["response_length"][i]),
         finished=bool(rows["finished"][i]),
         draws=draws,
+        mounted=not run.is_own(writer),
     )
 
 
@@ -100,7 +104,7 @@ def names_of(run: LiveRun, columns: rows_lib.Columns, indices: np.ndarray) -> li
 
 def worst(run: LiveRun, count: int) -> list[Line]:
     """Some rows of the lowest rewards; among equals, those that a step drew come first, then those of the newest policy."""
-    columns = run.table.columns
+    columns = run.columns
     ranked = run.orders.matching(columns, run.table.writers, Filter(order="worst"))
     if not len(ranked):
         return []
@@ -146,7 +150,6 @@ def story(run: LiveRun, writer: str, row: int) -> Story:
         raise ValueError(f"row {writer}:{row} cannot be read: {lost.get((writer, row), 'it is not there')}")
     steps = run.draws.steps_of(writer, row)
     line = _line(run, rows, 0, writer=writer, draws=len(steps))
-    own = run.is_own(writer)
     source = samples.Source(
         reader=run.reader,
         table=run.table,
@@ -170,7 +173,6 @@ def story(run: LiveRun, writer: str, row: int) -> Story:
         policy_sum=float(rows["policy_logprobs"][0, : line.length].sum()),
         ref_sum=float(rows["ref_logprobs"][0, : line.length].sum()),
         steps=steps,
-        own=own,
         info=[(str(name), str(value)[:300]) for name, value in run.writer_info(writer).items()],
         not_again=samples.not_again(source, writer, line.oldest_step, line.newest_step),
         siblings=lines(run, _siblings(run, rows, writer, row)),
@@ -179,7 +181,7 @@ def story(run: LiveRun, writer: str, row: int) -> Story:
 
 def _siblings(run: LiveRun, rows: Rows, writer: str, row: int) -> list[tuple[str, int]]:
     """The rows of the same query that the writer sampled nearest to this one."""
-    columns = run.table.columns
+    columns = run.columns
     if writer not in run.table.writers:
         return []
     mine = columns.writer == run.table.writers.index(writer)
@@ -198,7 +200,7 @@ class Query:
     mean: float
     least: float
     greatest: float
-    newest_step: int
+    newest_step: int  # of this run's policies, -1 where all rows are of mounted runs
 
 
 QUERY_ORDERS = {"hardest": "lowest mean reward first", "easiest": "highest mean reward first", "spread": "most disagreeing first",
@@ -207,7 +209,7 @@ QUERY_ORDERS = {"hardest": "lowest mean reward first", "easiest": "highest mean 
 
 def queries(run: LiveRun, order: str, page: int) -> tuple[list[Query], int]:
     """A page of queries, and how many queries there are."""
-    columns = run.table.columns
+    columns = run.columns
     by_query = np.argsort(columns.query_id, kind="stable")
     ids = columns.query_id[by_query]
     begins = np.flatnonzero(np.append(True, ids[1:] != ids[:-1])) if len(ids) else np.zeros(0, np.int64)
@@ -249,8 +251,8 @@ def queries(run: LiveRun, order: str, page: int) -> tuple[list[Query], int]:
 
 def of_query(run: LiveRun, query: str) -> tuple[list[tuple[int, int, float]], dict[int, np.ndarray]]:
     """The rows of a query by the policy that sampled them, ascending: (policy step, rows, mean reward), and policy step -> table
-    indices."""
-    columns = run.table.columns
+    indices. Rows of mounted runs share the step -1."""
+    columns = run.columns
     mine = np.flatnonzero(columns.query_id == np.uint64(int(query, 16)))
     mine = mine[np.argsort(columns.newest_step[mine], kind="stable")]
     steps, begins = np.unique(columns.newest_step[mine], return_index=True)
@@ -267,7 +269,7 @@ def listed(summary: Sequence[tuple[int, int, float]], chosen: Sequence[int]) -> 
 
 def of_policy(run: LiveRun, indices: np.ndarray) -> list[Line]:
     """Some rows of one policy and query, the lowest and the highest rewards."""
-    columns = run.table.columns
+    columns = run.columns
     ranked = indices[np.argsort(columns.reward[indices], kind="stable")]
     half = _ROWS_OF_A_POLICY // 2
     some = ranked if len(ranked) <= _ROWS_OF_A_POLICY else np.concatenate([ranked[:half], ranked[-half:]])

@@ -171,7 +171,7 @@ class _Pages:
 
     def rows(self, which: int) -> str:
         run, asked = self._run(which), row_filter.parse(flask.request.args)
-        begin, columns = time.perf_counter(), run.table.columns
+        begin, columns = time.perf_counter(), run.columns
         of = min(asked.of or len(columns), len(columns))
         columns = columns.first(of)
         matching = run.orders.matching(columns, run.table.writers, asked)

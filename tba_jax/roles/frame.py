@@ -36,7 +36,7 @@ def frame(standing: Standing, *, width: int, console: Console) -> RenderableType
 
 def _bar(standing: Standing, width: int) -> RenderableType:
     """The step, the share of steps that are done, the time so far and the time to come."""
-    spent = plain.duration(standing.seconds)
+    spent = plain.duration(standing.seconds) + (f" since step {standing.first_step}" if standing.first_step else "")
     texts = [Text(f"step {standing.step}/{standing.steps}", style="bold")]
     if standing.eta_seconds is not None:
         texts.append(Text(f"ETA {plain.duration(standing.eta_seconds)}", style="cyan"))

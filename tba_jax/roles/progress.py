@@ -44,6 +44,12 @@ class Progress:
         self._thread = threading.Thread(target=self._go_on, name="progress", daemon=True)
 
     @property
+    def spent(self) -> str:
+        """The time since it was made, in words; of a run that is resumed it also says from where, because steps came before."""
+        first = self._lookout.first_step
+        return f"{self.seconds:.0f} s" + (f" from step {first} on" if first else "")
+
+    @property
     def seconds(self) -> float:
         """Since it was made."""
         return self._lookout.seconds

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.run import best_step, layout, metrics
+from tba_jax.run import best_step, events, json_lines, layout, metrics
 from tba_jax.text.visible import visible_line
 
 
@@ -21,7 +21,7 @@ def evaluations(run: layout.RunDir) -> list[dict[str, Any]]:
 
 
 def figures(run: layout.RunDir) -> dict[str, float]:
-    """Title -> figure of the whole run: staleness, draws per row, waiting share, rows and speeds."""
+    """Title -> figure: staleness, draws per row and rows of the whole run; waiting share and speed since the newest start."""
     last: dict[str, Any] = {}
     count, staleness, largest, gap = 0, 0.0, -math.inf, -math.inf
     for last in metrics.each_line(run.metrics("trainer")):
@@ -29,13 +29,15 @@ def figures(run: layout.RunDir) -> dict[str, float]:
         largest, gap = max(largest, last["staleness_max"]), max(gap, last.get("logprob_gap_max", gap))
     if not last:
         return {}
+    told = json_lines.each(run.metrics("trainer") / events.FILE)
+    since = ", since it resumed" if any(line.get("event") == "resume" for line in told) else ""
     return {
         "mean staleness (steps)": staleness / count,
         "largest staleness (steps)": largest,
         "draws per row": last["draws_per_row"],
         "rows seen by the trainer": last["rows_seen"],
-        "trainer waits for rows (% of its time)": 100 * last.get("time_wait_rows", 0.0),
-        "trainer steps per second": last["steps_per_second"],
+        f"trainer waits for rows (% of its time{since})": 100 * last.get("time_wait_rows", 0.0),
+        f"trainer steps per second{since}": last["steps_per_second"],
     } | ({"largest gap sampler – learner (nats)": gap} if gap > -math.inf else {})
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tba_jax.roles.lives import Life, State, Supervised
-from tba_jax.roles.tails import Line, Tails
+from tba_jax.roles.tails import Line, Tails, last_step
 from tba_jax.run import best_step, layout, places, status
 from tba_jax.text.visible import visible_line
 
@@ -34,6 +34,7 @@ _WARM_START = "warm start"
 class Standing:
     """What there is to say of a run. Texts are of one line, and hold no control characters.
 
+    seconds: since this start of the run, which may have done steps before: first_step is the newest of these.
     step: the newest that is known, also from before a restart. steps: of the whole run.
     headline: what to say in place of figures, "" where they hold.
     trainer: the newest line of the trainer's metrics; {} where it has written none since it was started.
@@ -46,6 +47,7 @@ class Standing:
     """
 
     seconds: float
+    first_step: int = 0
     step: int = 0
     steps: int
     headline: str = ""
@@ -87,6 +89,7 @@ class Lookout:
         self._run, self.steps, self._searchers, self._warm_start_steps = run, steps, list(searchers), warm_start_steps
         self._supervised = supervised
         self._begin, self._began = time.monotonic(), time.time()
+        self.first_step = last_step(run.metrics("trainer"))
         self._tails = Tails(count=POINTS)
         self._joined: list[str] = []
         self._next_list = self._next_ask = 0.0
@@ -130,6 +133,7 @@ class Lookout:
         is_warm = headline.startswith(_WARM_START)  # its role says the same, without the loss
         return Standing(
             seconds=self.seconds,
+            first_step=self.first_step,
             step=step,
             steps=self.steps,
             headline=headline,

@@ -136,6 +136,7 @@ _SETTINGS = {
         for name in ("prompt_length", "response_length", "min_response_length", "missing_eos_reward", "stop_strings", "step_ends")
     },
 }
+_MOST_TOLD = 8  # fields that differ, of which a sentence tells
 _LONG = 6  # values of a list that a sentence may hold
 
 
@@ -149,7 +150,15 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         return f"task.{section}.{name[5:]}" if section and name.startswith("task.") else _SETTINGS.get(name, name)
 
     different = [name for name in sorted(theirs | ours, key=_order) if theirs.get(name) != ours.get(name)]
+    if "task_name" in different:  # another task has other settings
+        different = [name for name in different if not name.startswith("task.")]
     return [f"{called(name)}: {_compared(theirs.get(name), ours.get(name))}" for name in different]
+
+
+def in_words(different: Sequence[str]) -> str:
+    """Fields that differ, as part of a sentence. Args: different: see `differences`."""
+    more = len(different) - _MOST_TOLD
+    return "; ".join(different[:_MOST_TOLD]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _order(name: str) -> tuple[bool, str]:
@@ -196,7 +205,7 @@ def check_joins(run: layout.RunDir, config: Any, contract: Contract, *, init_fro
     stored = read_run(run, called=f"workdir {str(run.shared)!r}")
     if different := differences(stored["contract"], contract.to_json()):
         raise ValueError(
-            f"workdir {str(run.shared)!r} belongs to a run of another contract; {'; '.join(different)}. A run keeps its "
+            f"workdir {str(run.shared)!r} belongs to a run of another contract; {in_words(different)}. A run keeps its "
             "contract: take its settings, or begin another run in a new --workdir"
         )
     lacking = flatten(config.to_dict()).keys() - flatten(stored["config"]).keys()
@@ -228,6 +237,7 @@ def is_finished(run: layout.RunDir) -> bool:
 
 
 def _make(run: layout.RunDir, mine: Mapping[str, Any]) -> None:
+    layout.check_can_be_made(run)
     try:
         run.root.mkdir(parents=True, exist_ok=True)
         if isinstance(run.shared, Path):

@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 # Exit codes of a role. roles/supervisor.py says what follows from each.
 BAD_INPUT = 2
@@ -132,6 +132,18 @@ def hold() -> None:
     read, parent = os.environ.pop(_LIFELINE, ""), os.environ.pop(_PARENT, "")
     if read:
         die_with(int(read), parent=int(parent))
+
+
+@contextlib.contextmanager
+def to_the_end() -> Iterator[None]:
+    """What a process does from its start to its end: Ctrl-C ends it by one word wherever no role waits for it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(STOPPED)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while Python ends
 
 
 def expected_run() -> str:

@@ -141,7 +141,8 @@ class Tuning:
 
     def _tell_what_it_learned(self) -> None:
         """Tells an alarm where a reward model has learned nothing of use."""
-        found = alarm_rules.reward_model_guesses(self.first, self.newest, pairs=len(self._evaluated))
+        training, pairs = self._plan.config.training, len(self._evaluated)
+        found = alarm_rules.reward_model_guesses(self.first, self.newest, pairs=pairs, training=training, steps=self.step)
         if found is not None:
             alarms = Alarms(self._plan.run.metrics("supervised"))
             told = dict(sentence=found.sentence, advice=found.advice)

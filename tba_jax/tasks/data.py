@@ -146,7 +146,9 @@ def _read_folder(path: Path, where: str, schema: Schema, split: str) -> Iterator
     try:
         records = datasets.load_dataset(str(path), split=split)
     except Exception as error:  # the library raises its own errors and errors of the format's parsers
-        raise ValueError(f"{where} (split {split!r}) cannot be read as a data set: {_one_line(error)}") from error
+        why = _one_line(error.__cause__ or error)  # the library's own error may only say that there was another
+        told = f"cannot be read as a data set: {why}; for one file of it, name the file"
+        raise ValueError(f"{where} is a folder, and its split {split!r} {told}") from error
     return _read_records(records, f"{where} (split {split!r})", schema)
 
 

@@ -80,6 +80,11 @@ def test_what_fits_is_kept_and_the_rest_counted(s, tmp_path):
     assert "2 responses are rows" in told and "left out: 2, each of which has more than task.response_length=6" in told
     with pytest.raises(ValueError, match=r"these 2 responses are in .* already, as writer given-"):
         append.append(s.run.root, path, unfit="skip")
+    path = write_rows(tmp_path / "none.jsonl", texts[1::2])
+    with pytest.raises(
+        ValueError, match=r"none of its 2 responses .* 2, each of which has more than task\.response_length=6 tokens"
+    ):
+        append.append(s.run.root, path, unfit="skip")
 
 
 def test_what_is_interrupted_is_not_seen_and_may_be_repeated(s, tmp_path, monkeypatch):
@@ -160,7 +165,7 @@ def test_stop_strings_templates_and_models_of_the_task(summaries, tmp_path):
 @pytest.mark.parametrize(
     "rows, sentence",
     [
-        ([{"prompt": "9+9=", "response": "18"}], "prompt '9+9=' is none of the 40 train queries"),
+        ([{"prompt": "9+9=", "response": "18"}], "prompt '9+9=' is none of the 40 train queries of the task, such as '"),
         ([{"response": "18"}], "field 'prompt' is missing, and task.name='arithmetic' has 40 train queries"),
         ([{"prompt": "9+9="}], "field 'response'"),
         ([], "holds no rows"),

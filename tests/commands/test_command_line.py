@@ -3,6 +3,8 @@
 import errno
 import os
 import re
+import signal
+import subprocess
 import sys
 import types
 
@@ -40,6 +42,26 @@ def test_ctrl_c_before_a_command_asks_for_signals_is_no_failure(capsys):
     with pytest.raises(SystemExit) as ended, command_line.failures():
         raise KeyboardInterrupt
     assert ended.value.code == processes.STOPPED and "Traceback" not in capsys.readouterr().err
+
+
+def test_ctrl_c_while_a_library_is_imported_is_no_failure(capsys):
+    """A module written in C turns it into an error of its own."""
+    with pytest.raises(SystemExit) as ended, command_line.failures():
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as interrupt:
+            raise ImportError("initialization failed") from interrupt
+    assert ended.value.code == processes.STOPPED and capsys.readouterr().err == "stopped\n"
+
+
+def test_ctrl_c_while_python_ends_shows_no_traceback():
+    entry = "import atexit, signal\nfrom tba_jax.run import processes\natexit.register(signal.raise_signal, signal.SIGINT)\n"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{entry}with processes.to_the_end():\n    pass"], capture_output=True, text=True
+    )
+    assert ended.returncode == -signal.SIGINT and ended.stderr == ""
+    stopped = f"{entry}with processes.to_the_end():\n    signal.raise_signal(signal.SIGINT)"
+    assert subprocess.run([sys.executable, "-c", stopped], capture_output=True, text=True).stderr == "stopped\n"
 
 
 @pytest.mark.parametrize("error", [ValueError("steps=0\nmust be positive"), LeaseHeld("steps=0 must be positive")], ids=repr)
@@ -123,6 +145,15 @@ def test_the_nearest_name_is_alike_in_its_last_part(name, near):
         ("--compile=maybe", "--compile=maybe must be true or false"),
         ("--nodry_run=3", "--nodry_run=3: --nodry_run takes no value"),
         ("--role=nobody", "--role=nobody must be one of all, reference, trainer, searcher, evaluator"),
+        ("config.learner.steps=3", "config.learner.steps=3 is no argument; did you mean --config.learner.steps=3?"),
+        (
+            "--learner.beta_end=3",
+            "there is no argument '--learner.beta_end'; did you mean '--config.learner.beta_end'?; --help tells which there are",
+        ),
+        (
+            "--completions=3",
+            "there is no argument '--completions'; did you mean '--config.learner.completions'?; --help tells which there are",
+        ),
         ("--allow_change", "--allow_change needs a value: A,B: schedule settings that a resumed run may change"),
     ],
 )

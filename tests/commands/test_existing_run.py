@@ -104,6 +104,14 @@ def test_ones_own_recipe_is_compared_with_the_run(given, capsys):
         assert "response_length: 6 there, 5 here" in said and "task.custom.count: 40 there, 39 here" in said
 
 
+def test_another_task_than_the_runs_is_named(given, capsys):
+    """Not the settings of its own that the run's task has, which the other one does not take."""
+    for command in (evaluate, rescore, main):
+        said = refusal(given, capsys, command, "--config.task.name=arithmetic")
+        assert f"is a run of task.name='{given.file}:Ones', and --config.task.name asks for task.name='arithmetic'" in said
+    assert not given.mark.exists()
+
+
 def test_a_report_is_json_without_control_characters(given, tmp_path, capsys):
     output = tmp_path / "report.json"
     assert given.call(evaluate, f"--config={given.own}", f"--output={output}", "--config.evaluation.samples=8") == 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -236,3 +237,21 @@ def test_another_version_is_neither_mounted_nor_begun_from(source, tmp_path):
     s = tiny_run.settings(tmp_path / "new", frozen_runs.config(replay__mount=(str(other.root),)))
     with pytest.raises(ValueError, match=rf"{other.config} has format 0, "):
         other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from="")
+
+
+def test_a_run_that_began_from_another_policy_is_mounted_by_one_that_begins_so_too(source, tmp_path):
+    origin, theirs = f"{source.run.root}@3", begin(tmp_path / "theirs", f"{source.run.root}@3").run.root
+    mounts = frozen_runs.config(replay__mount=(str(theirs),))
+
+    def refusal(folder: Path, init_from: str) -> str:
+        s = tiny_run.settings(folder, mounts)
+        with pytest.raises(ValueError) as refused:
+            other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=init_from)
+        return str(refused.value)
+
+    assert refusal(tmp_path / "new", "").endswith(
+        f"it began from the policy {origin}: begin this run with --init_from={origin} too"
+    )
+    assert refusal(tmp_path / "new", "x@1").endswith(f"with --init_from={origin} too, not --init_from=x@1")
+    s = tiny_run.settings(tmp_path / "new", mounts)
+    other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=origin)

@@ -82,13 +82,22 @@ def test_an_error_is_the_reason_of_the_end(tmp_path):
     assert status.read(s.run.metrics("trainer")).phase == end["reason"]
 
 
-def test_a_storage_that_does_not_say_why_a_role_ends_ends_no_role(tmp_path):
+def test_the_log_says_why_a_role_ends_also_where_storage_does_not(tmp_path, caplog):
     s = tiny_run.settings(tmp_path / "run", tiny_run.config())
     contract.join(s.run, s.config, s.experiment.contract)
-    assert recording.reason(s.run) == "stopped"
-    layout.write_json(s.run.finished, {"step": s.config.learner.steps})
-    assert recording.reason(s.run) == "finished"
-    assert recording.reason(dataclasses.replace(s.run, id="another")) == "stopped"  # RunIsAway
+
+    def told(run: layout.RunDir) -> str:
+        """What the record and the log say of the end of a searcher."""
+        caplog.clear()
+        recording.end(recording.of_role(s, "searcher-0"), run, role="searcher")
+        assert events.read(s.run.metrics("searcher-0"))[-1]["reason"] == status.read(s.run.metrics("searcher-0")).phase
+        return f"{status.read(s.run.metrics('searcher-0')).phase}: {caplog.messages[-1]}"
+
+    with caplog.at_level("INFO", logger="tba_jax"):
+        assert told(s.run) == "stopped: stopped; the same command starts this searcher again"
+        layout.write_json(s.run.finished, {"step": s.config.learner.steps})
+        assert told(s.run).startswith(f"finished: the run in {s.run.root} has finished its {s.config.learner.steps} steps")
+        assert told(dataclasses.replace(s.run, id="another")).startswith("stopped")  # RunIsAway
 
 
 def test_a_checkpoint_that_is_not_there_in_the_end_is_no_event(tmp_path, frozen):

@@ -258,6 +258,13 @@ def test_rows_of_a_mounted_run_are_shown_as_such(tmp_path):
     assert "32 rows match" in texts(page(client, "/run/0/rows"))
     assert "of a mounted run" in texts(page(client, "/run/0/row/w9/3"))
     assert "of a mounted run" not in texts(page(client, "/run/0/row/w0/3"))
+    first = texts(page(client, "/run/0/rows?order=newest")).partition("w9:")
+    assert "w0:" in first[0] and first[1], "steps of another run are not newer than those of this one"
+    assert "of a mounted run" not in first[0] and "of a mounted run" in first[2]
+    assert "16 rows match" in texts(page(client, "/run/0/rows?step_from=0"))
+    query = re.search(r"/run/0/query/([0-9a-f]{16})", page(client, "/run/0/queries"))[1]
+    assert "Sampled by mounted runs" in texts(page(client, f"/run/0/query/{query}"))
+    assert "16 rows match" in texts(page(client, "/run/0/rows?step_from=-1&step_to=-1"))
     shutil.rmtree(other.root)
     client = enter(read(run.root))
     content = texts(page(client, "/run/0/rows"))

@@ -51,6 +51,8 @@ def test_it_fits_every_width_and_a_small_height(width):
 def test_eighty_columns_hold_the_figures():
     lines = shown(BUSY, 80)
     assert lines[0].startswith("step 300/400  75 %  ━") and lines[0].rstrip().endswith("ETA 0:32  after 2:05")
+    resumed = shown(dataclasses.replace(BUSY, first_step=200), 80)
+    assert resumed[0].rstrip().endswith("ETA 0:32  after 2:05 since step 200")
     assert [line.rstrip() for line in lines[1:6]] == [
         "reward     0.750  (own 0.800, mounted 0.500)  ▲ +0.125 in 95 steps",
         "held-out   0.990 at step 300  (0.470 at step 0)  ▁█",

@@ -92,3 +92,10 @@ def test_output_of_another_encoding_gets_what_it_can_write(tmp_path, monkeypatch
     status.Status(run.metrics("trainer")).phase("downloading naïve")
     shown.look()
     assert content.getvalue().endswith(b"s  starting  trainer: downloading na?ve\n")
+
+
+def test_the_time_of_a_resumed_run_is_said_to_be_that_of_its_last_steps(tmp_path):
+    run = layout.RunDir(tmp_path)
+    assert re.fullmatch(r"\d+ s", progress(run).spent)
+    write_lines(run, "trainer", steps(1, 7, ago=0.5, seconds=0.5))
+    assert re.fullmatch(r"\d+ s from step 7 on", progress(run).spent)

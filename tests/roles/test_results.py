@@ -4,7 +4,8 @@ import json
 import tracemalloc
 
 from tba_jax.roles import results
-from tba_jax.run import layout, metrics
+from tba_jax.run import events, layout, metrics
+from tba_jax.run.cost import Cost
 from tests.support import role_files
 
 
@@ -55,6 +56,11 @@ def test_a_run_that_was_stopped_early_shows_what_is_there(tmp_path, capsys):
     told = capsys.readouterr().out
     assert "step 0" in told and "0.125" in told and "rows seen by the trainer" in told and "results in" not in told
     assert (tmp_path / "progress.png").read_bytes()[:4] == b"\x89PNG"
+    assert "since it resumed" not in told
+    events.Events(run.metrics("trainer"), cost=Cost()).tell("resume", step=3)
+    results.tell(run, label="demo", score_name="accuracy")
+    told = capsys.readouterr().out
+    assert "trainer steps per second, since it resumed" in told and "rows seen by the trainer  " in told
 
 
 def test_the_best_step_is_named(tmp_path, capsys):

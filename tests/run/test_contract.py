@@ -82,11 +82,16 @@ def test_another_contract_is_refused_by_field(tmp_path):
     ]
 
 
+def test_of_many_differences_the_first_are_told():
+    assert contract_lib.in_words(["a: 1 there, 2 here", "b: 1 there, 2 here"]) == "a: 1 there, 2 here; b: 1 there, 2 here"
+    assert contract_lib.in_words([f"f{i}" for i in range(20)]).endswith("; f7; and 12 more")
+
+
 def test_another_task_is_told_first():
     there = {"banned_tokens": [1], "model": {"width": 8}, "task": {"digits": 2}, "task_name": "arithmetic"}
     told = contract_lib.differences(there, {"banned_tokens": [], "model": {"width": 16}, "task": {}, "task_name": "countdown"})
-    assert told[0] == "task.name: 'arithmetic' there, 'countdown' here" and len(told) == 4
-    assert [each.partition(":")[0] for each in told[1:]] == ["banned_tokens", "model.width", "task.countdown.digits"]
+    assert told[0] == "task.name: 'arithmetic' there, 'countdown' here" and len(told) == 3
+    assert [each.partition(":")[0] for each in told[1:]] == ["banned_tokens", "model.width"]  # settings follow from the task
 
 
 def test_two_long_lists_are_told_by_what_one_of_them_holds():
@@ -130,7 +135,7 @@ def test_a_workdir_that_cannot_be_written_is_refused(tmp_path, inside):
     (tmp_path / "file").write_text("not a folder")
     root = tmp_path / "file" / inside
     config = base.get_config()
-    with pytest.raises(ValueError, match=rf"workdir '{root}' cannot be written: (File exists|Not a directory)"):
+    with pytest.raises(ValueError, match=rf"workdir '{root}' cannot be written: {tmp_path}/file is a file"):
         contract_lib.join(RunDir(root), config, composition.build(config).contract)
 
 

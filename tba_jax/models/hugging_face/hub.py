@@ -33,7 +33,11 @@ def away(ask: Callable[[], object], *, called: str) -> BaseException | None:
     except Exception as error:  # the errors depend on the version of the hub's HTTP client
         if not is_away(error):
             raise
-        log.warning("the hub cannot be reached (%s); a copy of %s that was fetched before is used", type(error).__name__, called)
+        log.warning(
+            "the hub cannot be reached (%s); %s comes from its cache, if it was fetched before",
+            type(error).__name__,
+            called,
+        )
         return error
     return None
 
