@@ -1,6 +1,7 @@
 """The NVIDIA GPUs of this machine, by what the driver says: nothing here makes a process take memory of one."""
 
 import dataclasses
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -102,6 +103,12 @@ def _listed_by_driver() -> list[tuple[str, Gpu]]:
     ]
 
 
+def check_supported(found: Sequence[Gpu]) -> None:
+    """Raises ValueError where JAX' support for NVIDIA GPUs is not installed. JAX is not asked: it would take them."""
+    if not any(importlib.util.find_spec(f"jax_{extra}_plugin") for extra in ("cuda12", "cuda13")):
+        raise ValueError(_unused(found, "JAX has no support for GPUs here"))
+
+
 def check_free() -> None:
     """Raises ValueError where others hold so much of this process' GPUs that JAX' share is not free; names GPU, free and wanted.
 
@@ -151,5 +158,5 @@ def _unused(given: Sequence[Gpu], found: str) -> str:
     names = ", ".join(gpu.name for gpu in given)
     return (
         f"this process may use {len(given)} × GPU ({names}), but {found}: install JAX' support for it, cuda12 or cuda13 "
-        "(pip install -e '.[cuda12]'), or ask for the CPU by JAX_PLATFORMS=cpu"
+        "(make: ACCELERATOR=cuda12; pip install -e '.[cuda12]'), or ask for the CPU by JAX_PLATFORMS=cpu"
     )
