@@ -78,12 +78,15 @@ class Demand:
     def fits(self) -> bool:
         return self.size <= self.free
 
+    @property
+    def numbers(self) -> str:
+        """What is needed, what is there, and the files."""
+        there = f"{fitting.in_words(self.free)} left on the file system of {self.folder}"
+        return f"about {fitting.in_words(self.size)} of the {there}: {', '.join(each.what for each in self.files)}"
+
     def describe(self) -> str:
-        """The estimate in words."""
-        numbers = (
-            f"about {fitting.in_words(self.size)} of the {fitting.in_words(self.free)} left on the file system of {self.folder}"
-        )
-        return f"{'fits' if self.fits else 'does not fit'}: {numbers}: {', '.join(each.what for each in self.files)}"
+        """The verdict of a dry run."""
+        return f"{'fits' if self.fits else 'does not fit'}: {self.numbers}"
 
 
 def demands(experiment: Experiment, run: layout.RunDir, *, trains: bool = True) -> list[Demand]:
@@ -114,7 +117,6 @@ def check(experiment: Experiment, run: layout.RunDir, *, trains: bool) -> None:
     for demand in demands(experiment, run, trains=trains):
         if not demand.fits:
             raise ValueError(
-                f"the disk is too small for this run, which {demand.describe()}; keep fewer snapshots or checkpoints by these "
-                "settings (publish.dtype=bfloat16 halves a snapshot, lora.rank keeps adapters alone), free some disk, or name "
-                "another --workdir"
+                f"this run would fill its disk, {demand.numbers}; keep fewer of them by these settings, halve snapshots by "
+                "publish.dtype=bfloat16, train adapters alone (lora.rank), free some disk, or name another --workdir"
             )
