@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -48,11 +49,15 @@ def snapshots(experiment: Experiment) -> Files:
 def checkpoints(experiment: Experiment) -> Files:
     """The checkpoints that are kept, and one that is being written."""
     c, trained = experiment.config, parameters.count(experiment.policy.trained_specs)
-    written = c.learner.steps // c.checkpoint.every_steps + 1
-    count = min(c.checkpoint.keep + 1, written)
-    size = (_STATE_BYTES + (4 if c.learner.reference.kind in HELD_REFERENCES else 0)) * trained
+    moving = 4 * trained if c.learner.reference.kind in HELD_REFERENCES else 0
+    return _checkpoints(c.checkpoint, _STATE_BYTES * trained + moving, steps=c.learner.steps)
+
+
+def _checkpoints(settings: Any, size: int, *, steps: int) -> Files:
+    """Args: settings: the section `checkpoint` of a config; size: bytes of each."""
+    count = min(settings.keep + 1, steps // settings.every_steps + 1)
     return Files(
-        what=f"{count} checkpoints of {fitting.in_words(size)} (checkpoint.keep={c.checkpoint.keep})", count=count, size=size
+        what=f"{count} checkpoints of {fitting.in_words(size)} (checkpoint.keep={settings.keep})", count=count, size=size
     )
 
 
@@ -120,3 +125,18 @@ def check(experiment: Experiment, run: layout.RunDir, *, trains: bool) -> None:
                 f"this run would fill its disk, {demand.numbers}; keep fewer of them by these settings, halve snapshots by "
                 "publish.dtype=bfloat16, train adapters alone (lora.rank), free some disk, or name another --workdir"
             )
+
+
+def check_supervised(folder: Path, settings: Any, *, trained: int, steps: int) -> None:
+    """Raises ValueError where the checkpoints of supervised training would fill the disk.
+
+    Args: folder: of the run; settings: the section `checkpoint` of its config; trained: parameters.
+    """
+    if (free := file_systems.free(folder)) is None:
+        return
+    demand = Demand(folder=folder, free=free, files=(_checkpoints(settings, _STATE_BYTES * trained, steps=steps),))
+    if not demand.fits:
+        raise ValueError(
+            f"this run would fill its disk, {demand.numbers}; keep fewer by checkpoint.keep, free some disk, or name another "
+            "--workdir"
+        )

@@ -19,8 +19,9 @@ log = logging.getLogger(__name__)
 
 Settings = Mapping[str, Any]
 
-# Of the memory that roles may take: estimates leave out XLA's temporary arrays and the libraries of each process.
-_SHARE = 0.85
+# Of the memory that roles may take, by the kind of device: estimates leave out XLA's temporary arrays and the libraries of each
+# process, and on a CPU a checkpoint that is being written as well.
+_SHARES = {"gpu": 0.85, "other": 0.85, "cpu": 0.7}
 # A tokenizer that changes more of the prompts than this is not the one for them. Fewer are an alarm of the run.
 _CHANGED_PROMPTS = 0.1
 # A CPU computes a hundredth of what a GPU does: short sequences, small batches and a fifth of the steps.
@@ -81,7 +82,7 @@ def choose(config: Any, recipe: Any, run: layout.RunDir, *, named: Collection[st
     problems, told = list[str](), tuple[str, ...]()
     for policy in _policies(config, named):
         trained = _with(experiment, flags.applied(config, policy))
-        budgets = _Search(trained, flags, lambda e: [(v.fits, str(v)) for v in answer.verdicts(e, share=_SHARE)])
+        budgets = _Search(trained, flags, lambda e: [(v.fits, str(v)) for v in answer.verdicts(e, share=_SHARES[kind])])
         disks = _Search(trained, flags, lambda e: [(d.fits, f"disk       {d.describe()}") for d in disk.demands(e, run)])
         budgets.over(_budgets(trained.config, kind=kind, count=count))
         disks.over(_disks(trained.config))
@@ -216,7 +217,7 @@ def _budgets(config: Any, *, kind: str, count: int) -> Iterator[Settings]:
         for section in (searchers, evaluation):
             name = "searchers" if section is searchers else "evaluation"
             found[f"{name}.score_tokens"] = min(section.score_tokens or 2 * rows * row, 2 * rows * row)
-            if rows == 1 and not config.lora.rank and searchers.weights == "full":
+            if rows == 1 and kind != "cpu" and not config.lora.rank and searchers.weights == "full":
                 found[f"{name}.swap_memory"] = "in_place"
         yield found
 
