@@ -3,13 +3,15 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from configs import gsm8k_qwen2_5_1_5b as recipe
 from tba_jax import main
 from tba_jax.commands import command_line
-from tba_jax.experiment import this_machine
+from tba_jax.experiment import checks, this_machine
 from tba_jax.run import file_systems, layout
 from tests.support import random_checkpoints, tiny_checkpoints, tiny_run
 
@@ -36,7 +38,9 @@ def choose(tmp_path, tokenizer):
         c = recipe.get_config()
         c.update_from_flattened_dict(settings)
         run = layout.RunDir(tmp_path / "run")
-        return this_machine.choose(c, recipe.get_config(), run, named=[*settings, "learner.queries"], small=SMALL)
+        chosen = this_machine.choose(c, recipe.get_config(), run, named=settings, small=SMALL)
+        checks.check(chosen.config, weights=False, new=True)
+        return chosen
 
     return choose
 
@@ -151,6 +155,15 @@ def test_gpus_get_what_fits_them(count, gib, preset, searchers, rank, choose, ma
     c = choose(preset, task__long_prompts="skip").config
     assert (c.searchers.count, c.lora.rank, c.schedule.mode) == (searchers, rank, "asynchronous")
     assert (c.task.response_length, c.learner.steps) == (512, 1000), "the recipe's own"
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_the_roles_of_a_tpu_take_turns_in_one_process(count, choose, free, monkeypatch):
+    chip = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", memory_stats=lambda: {"bytes_limit": int(15.75 * GIB)})
+    monkeypatch.setattr(jax, "devices", lambda *_: [chip] * count)
+    c = choose(task__long_prompts="skip").config
+    assert (c.schedule.mode, c.task.response_length, c.learner.steps) == ("interleaved", 512, 1000)
+    assert c.learner.queries * c.learner.completions % count == 0 and c.evaluation.batch_size % count == 0
 
 
 def test_a_gpu_that_is_too_small_is_refused(choose, machine, free):
