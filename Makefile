@@ -68,6 +68,18 @@ stories: $(READY) $(STORIES) ## happy endings with a pretrained model: MODEL=<fo
 	@exec $(PY) -m tba_jax.main --config=configs/story_sentiment.py --workdir="runs/stories-$$(date +%Y%m%d-%H%M%S)" \
 	  --config.model.path="$(MODEL)" --config.task.story_sentiment.data_path="$(DATA)" $(ARGS)
 
+.PHONY: gsm8k
+gsm8k: $(READY) ## grade-school maths on this machine: MODEL=<folder or hub id> [DATA=<folder of train.jsonl and test.jsonl>]
+	@test -n "$(MODEL)" || { \
+	  echo "error: name the model: make gsm8k MODEL=Qwen/Qwen2.5-0.5B, or MODEL=<a folder with config.json, weights and tokenizer>" >&2; \
+	  exit 2; }
+	@for file in train.jsonl test.jsonl; do test -z "$(DATA)" || test -f "$(DATA)/$$file" || { \
+	  echo "error: DATA=$(DATA) holds no $$file: it must be a folder of train.jsonl and test.jsonl, whose lines have the" \
+	    'fields "question" and "answer"; without DATA they come from the hub' >&2; exit 2; }; done
+	@exec $(PY) -m tba_jax.main --config=configs/gsm8k_qwen2_5_1_5b.py --for_this_machine --config.model.path="$(MODEL)" \
+	  $(if $(DATA),--config.task.gsm8k.train_path="$(DATA)/train.jsonl" --config.task.gsm8k.heldout_path="$(DATA)/test.jsonl") \
+	  --workdir="runs/gsm8k-$$(date +%Y%m%d-%H%M%S)" $(ARGS)
+
 .PHONY: test
 test: $(DEV) ## the fast tests
 	@exec $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)

@@ -9,7 +9,8 @@ Paper:     no row of its own. Objective, β, batch, temperature, replay and sche
            the next question after its answer, and a number in it would count as the answer.
 Command:   python -m tba_jax.main --config=configs/gsm8k_qwen2_5_1_5b.py --workdir=runs/gsm8k_qwen
            Policy and data come from the hub. --config.model.path=FOLDER and --config.task.gsm8k.{train,heldout}_path=FILE.jsonl
-           name local files instead.
+           name local files instead. `make gsm8k MODEL=Qwen/Qwen2.5-0.5B` runs it with settings for the machine that is there
+           (--for_this_machine): any devices, any model of these sizes.
 Hardware:  8 × 80 GB or 1 × 80 GB; docs/fit.md has the memory of each role. Disk: five snapshots of 3 GB, besides those that were
            evaluated (one every 100 steps), and two checkpoints of 19 GB.
 Score:     not measured here. Time: not measured here.

@@ -36,6 +36,7 @@ def get_config(variant: str = ""):
     c.task.name = f"{__file__}:Mention"
     c.task.custom.train_path = c.task.custom.heldout_path = ""
     c.task.prompt_length, c.task.response_length, c.learner.learning_rate = 48, 48, 2e-4
+    c.publish.keep, c.publish.dtype = 5, "bfloat16"  # all 251 snapshots of a model of 1.5B would take 1.5 TB in float32
     # --config=configs/own_task.py:small tries everything out, with a tiny model on a few rows.
     inputs = {"model.path": "llama", "task.custom.train_path": "openings.jsonl", "task.custom.heldout_path": "openings.jsonl"}
     return small.shrink(c, inputs) if small.is_the(variant) else c

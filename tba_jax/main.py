@@ -1,12 +1,14 @@
 """The entry of every role.
 
 python -m tba_jax.main --config=configs/X.py --workdir=DIR [--role=all|reference|trainer|searcher|evaluator] [--dry_run]
+python -m tba_jax.main --config=configs/X.py --workdir=DIR --for_this_machine [--dry_run]
 python -m tba_jax.main --config=configs/X.py --workdir=DIR --dry_run [--compile|--topology=v5p:2x2x2]
 python -m tba_jax.main --workdir=DIR [--role=…] [--trust_task]
 python -m tba_jax.main --config=configs/X.py --workdir=DIR --role=trainer --coordinator=HOST:PORT --processes=N --process=I
 
-The second compiles the programs of each role, and says whether they fit its devices. The third joins or resumes the run in
-DIR with its own config. The fourth is one of the N processes of a trainer. Flags --config.SETTING=VALUE change settings of this
+The second chooses lengths, budgets and files that fit the devices and the disk here, or says that none fit. The third compiles
+the programs of each role, and says whether they fit its devices. The fourth joins or resumes the run in DIR with its own config.
+The fifth is one of the N processes of a trainer. Flags --config.SETTING=VALUE change settings of this
 role; the schedule of a run (seed, learner, replay, publish, schedule) is changed by its trainer alone, with --allow_change.
 """
 
@@ -46,6 +48,8 @@ def add_flags(values: flags.FlagValues) -> settings_help.Program:
     what = "name of this role's metrics; default: the role (searchers add their writer id)"
     flags.DEFINE_string("name", "", what, flag_values=values)
     _add_dry_run(values)
+    what = "settings of a new run that fit the devices, memory and disk of this machine, but for those that flags name"
+    flags.DEFINE_bool("for_this_machine", False, what, flag_values=values)
     what = "where searchers and trainer meet, if not in --workdir: a folder, gs://bucket/prefix or s3://bucket/prefix"
     flags.DEFINE_string("shared", "", what, flag_values=values)
     what = "RUN@STEP: a new run begins from another run's policy of that step"
@@ -122,7 +126,10 @@ def run(given: command_line.Given) -> int | command_line.Job:
     _check_shared(folder, given)
     folder = contract.known(folder, processes.expected_run())
     with contract.failures_of_storage(folder):
-        job = _prepare(given, _config_of_run(folder, given) if recipe is None else recipe, folder)
+        config, chosen = _config_of_run(folder, given) if recipe is None else recipe, list[str]()
+        if given.for_this_machine:
+            config, chosen = _for_this_machine(given, config, folder)
+        job = _prepare(given, config, folder, chosen=chosen)
 
     def run_job() -> int:
         with contract.failures_of_storage(contract.known(folder, folder.id)):
@@ -131,7 +138,33 @@ def run(given: command_line.Given) -> int | command_line.Job:
     return run_job
 
 
-def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") -> command_line.Job:
+def _for_this_machine(given: command_line.Given, config: Any, folder: "layout.RunDir") -> tuple[Any, list[str]]:
+    """The config that fits this machine, and the flags that give the same anywhere.
+
+    Raises:
+      ValueError: the flag is given for a run that is there, or for one role; or nothing fits.
+    """
+    from tba_jax.experiment import storage, this_machine
+    from tba_jax.run import places
+
+    if places.exists(folder.config):
+        raise ValueError(
+            f"--for_this_machine is for a new run, and workdir {str(folder.shared)!r} holds one: leave it out to go on"
+        )
+    if given.role != "all":
+        raise ValueError(f"--for_this_machine places all roles of a run on this machine: it is for --role=all, not {given.role}")
+    _check_answers(storage.of_config(config), given)
+    named = [found[1] for flag in given.overrides if (found := command_line.OVERRIDE.match(flag))]
+    recipe = recipes.load(given.config, (), program=settings_help.BASE)
+    small = recipes.small_form(given.config, program=settings_help.BASE)
+    command = f"python -m tba_jax.main --config={small} --workdir=runs/small" if small else ""
+    chosen = this_machine.choose(config, recipe, folder, named=named, small=command)
+    this_machine.tell(chosen)
+    return chosen.config, chosen.flags
+
+
+def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *, chosen: Sequence[str]) -> command_line.Job:
+    """Args: chosen: flags that this process adds to those it was called with, for the processes that it starts."""
     from tba_jax.experiment import compiling, composition, jobs, mistakes, named_task, other_runs, storage
     from tba_jax.roles import gpus
     from tba_jax.run import log_files, places, privacy, profiles
@@ -169,7 +202,7 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir") ->
         name=given.name,
         label=recipes.label_of(given.config) if given.config else folder.root.name,
         allow_change=tuple(given.allow_change),
-        arguments=tuple(sys.argv[1:]),
+        arguments=(*(each for each in sys.argv[1:] if each.lstrip("-").partition("=")[0] != "for_this_machine"), *chosen),
         init_from=init_from or "",
         world=world,
         profile=profile,

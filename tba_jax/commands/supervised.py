@@ -66,7 +66,8 @@ def prepare(config: Any, run: layout.RunDir, output: Path) -> "Plan":
     Raises:
       ValueError: one sentence about the first thing that is wrong.
     """
-    from tba_jax.models import hardware
+    from tba_jax.experiment import disk
+    from tba_jax.models import decoder, hardware, parameters
     from tba_jax.models.hugging_face import load
     from tba_jax.supervised import examples, tuning
 
@@ -82,6 +83,9 @@ def prepare(config: Any, run: layout.RunDir, output: Path) -> "Plan":
             load.check_weights(folder, model, new_heads=config.kind == "reward")
     data = examples.load(config.data, config.kind, tokenizer)
     steps = _steps(config.training, len(data.train))
+    if not places.exists(run.config):
+        trained = parameters.count(decoder.define(model).specs)
+        disk.check_supervised(run.root, config.checkpoint, trained=trained, steps=steps)
     _join(run, config, data.fingerprint)
     return tuning.Plan(
         config=config,

@@ -1,17 +1,18 @@
 """What a dry run answers first: whether each role fits the devices that it would have, and how fast it could be at most."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from tba_jax.experiment import bounds, estimate, fitting, meshes, placing, smallest_mesh
+from tba_jax.experiment import bounds, disk, estimate, fitting, meshes, placing, smallest_mesh
 from tba_jax.experiment.composition import Experiment
 from tba_jax.models.hugging_face import load
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, placement
-from tba_jax.run import machine
+from tba_jax.run import layout, machine, places
 from tba_jax.run.device_peaks import PEAKS
 
 
@@ -29,21 +30,64 @@ class Devices:
     placed_on: Sequence[gpus.Gpu] = ()
 
 
-def describe(experiment: Experiment) -> str:
-    """The answer of a dry run that compiles nothing: an estimate for this machine, bounds, and what was not checked."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether a role fits its devices, by the estimate from shapes. who: the role, or "together". fits: None: not known."""
+
+    who: str
+    fits: bool | None
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.who:9}  {self.sentence}"
+
+
+def describe(experiment: Experiment, run: layout.RunDir | None = None) -> str:
+    """The answer of a dry run that compiles nothing: an estimate for this machine, bounds, and what was not checked.
+
+    Args: run: not there yet; None, or a run that is there: nothing is said of its disk.
+    """
     there, refused = _here(experiment)
-    if trains := there.get("trainer"):
-        experiment = meshes.by_need(experiment, devices=trains.count, memory=None if trains.on_host else trains.limit)
-    memory = estimate.memory(experiment, {role: devices.count for role, devices in there.items()})
-    lines = [f"{role:9}  {_verdict(experiment, role, devices, memory)}" for role, devices in there.items()]
-    lines += [f"{role:9}  does not fit: {sentence}" for role, sentence in refused.items()]
-    if there and not refused and (_interleaved(experiment) or all(devices.on_host for devices in there.values())):
-        lines.append(f"together   {_together(experiment, there, memory)}")
-    lines += [f"These are estimates from shapes, for this machine: {_machine()}.", ""]
+    experiment, memory = _memory(experiment, there)
+    lines = [str(verdict) for verdict in _verdicts(experiment, there, refused, memory)]
+    new = run is not None and not places.exists(run.config)
+    lines += [f"{'disk':9}  {demand.describe()}" for demand in (disk.demands(experiment, run) if run and new else [])]
+    lines += [f"These are estimates from shapes, for this machine: {machine_in_words()}.", ""]
     lines += [*describe_bounds(experiment, there), ""] if there else []
     lines += [estimate.describe_memory(memory), ""]
     unchecked = ["the programs, which --compile and --topology compile", *unchecked_inputs(experiment)]
     return "\n".join([*lines, f"not checked: {'; '.join(unchecked)}", "--dry_run=full prints config and shapes as well"])
+
+
+def verdicts(experiment: Experiment, *, share: float) -> list[Verdict]:
+    """Of each role on the devices that it would have on this machine, and of all together where they share these.
+
+    Args: share: of the memory that a role may take there, up to which it is said to fit.
+    """
+    there, refused = _here(experiment)
+    there = {
+        role: dataclasses.replace(each, limit=int(share * each.limit)) if each.limit else each for role, each in there.items()
+    }
+    experiment, memory = _memory(experiment, there)
+    return _verdicts(experiment, there, refused, memory)
+
+
+def _memory(experiment: Experiment, there: Mapping[str, Devices]) -> tuple[Experiment, dict[str, dict[str, int]]]:
+    """The experiment with the mesh that the trainer needs there, and the estimate of each role."""
+    if trains := there.get("trainer"):
+        experiment = meshes.by_need(experiment, devices=trains.count, memory=None if trains.on_host else trains.limit)
+    return experiment, estimate.memory(experiment, {role: devices.count for role, devices in there.items()})
+
+
+def _verdicts(
+    experiment: Experiment, there: Mapping[str, Devices], refused: Mapping[str, str], memory: Mapping[str, Mapping[str, int]]
+) -> list[Verdict]:
+    """Args: there, refused: see `_here`; memory: see `_memory`."""
+    found = [_verdict(experiment, role, devices, memory) for role, devices in there.items()]
+    found += [Verdict(who=role, fits=False, sentence=f"does not fit: {sentence}") for role, sentence in refused.items()]
+    if there and not refused and (_interleaved(experiment) or all(devices.on_host for devices in there.values())):
+        found.append(_together(experiment, there, memory))
+    return found
 
 
 def _here(experiment: Experiment) -> tuple[dict[str, Devices], dict[str, str]]:
@@ -149,27 +193,30 @@ def _without_gpus(config: Any, roles: Sequence[str]) -> dict[str, Devices]:
     return {role: Devices(count=counts[role], kind="cpu", limit=limit, where="the CPU", on_host=True) for role in roles}
 
 
-def _machine() -> str:
+def machine_in_words() -> str:
+    """The accelerators of this machine, or its cores and memory where it has none."""
     kinds = [gpu.kind for gpu in gpus.visible()] or [device.device_kind for device in jax.devices() if device.platform != "cpu"]
     if kinds:
         return ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
     return f"{len(placement.available_cpus())} cores, {fitting.in_words(machine.memory())} of memory"
 
 
-def _verdict(experiment: Experiment, role: str, devices: Devices, memory: Mapping[str, Mapping[str, int]]) -> str:
+def _verdict(experiment: Experiment, role: str, devices: Devices, memory: Mapping[str, Mapping[str, int]]) -> Verdict:
     """Says whether the role fits, by its own devices or those of its task, whichever hold more."""
+    make = functools.partial(Verdict, who=role)
     parts = max((memory[name] for name in (role, f"{role}, task") if name in memory), key=estimate.on_device)
     size = _on_host(parts, devices.count) if devices.on_host else estimate.on_device(parts)
     if devices.limit is None:
-        return f"takes about {fitting.in_words(size)} of each device ({devices.where}), whose memory is not known"
+        told = f"takes about {fitting.in_words(size)} of each device ({devices.where}), whose memory is not known"
+        return make(fits=None, sentence=told)
     numbers = f"about {fitting.in_words(size)} of {fitting.in_words(devices.limit)} ({devices.where})"
     if size <= devices.limit:
-        return f"fits: {numbers}"
+        return make(fits=True, sentence=f"fits: {numbers}")
     name, most = max(parts.items(), key=lambda part: part[1])
     told = f"does not fit: {numbers}; most of it: {name}, {fitting.in_words(most)}"
-    if devices.on_host:
-        return told
-    return told + advice(experiment, role, size=size, limit=devices.limit, devices=devices.count, of=devices.placed_on)
+    if not devices.on_host:
+        told += advice(experiment, role, size=size, limit=devices.limit, devices=devices.count, of=devices.placed_on)
+    return make(fits=False, sentence=told)
 
 
 def _on_host(parts: Mapping[str, int], count: int) -> int:
@@ -178,25 +225,25 @@ def _on_host(parts: Mapping[str, int], count: int) -> int:
     return on_device * count + sum(parts.values()) - on_device
 
 
-def _together(experiment: Experiment, there: Mapping[str, Devices], memory: Mapping[str, Mapping[str, int]]) -> str:
+def _together(experiment: Experiment, there: Mapping[str, Devices], memory: Mapping[str, Mapping[str, int]]) -> Verdict:
     """Of all processes on a machine without accelerators, or of all roles on the devices that one process has."""
-    config = experiment.config
+    config, make = experiment.config, functools.partial(Verdict, who="together")
     if (first := next(iter(there.values()))).limit is None:
-        return "not known: the devices do not say how much memory they have"
+        return make(fits=None, sentence="not known: the devices do not say how much memory they have")
     if not first.on_host:
         size = sum(estimate.on_device(memory[role]) for role in there)
-        verdict = "fits" if size <= first.limit else "does not fit"
-        return f"{verdict}: about {fitting.in_words(size)} of {fitting.in_words(first.limit)} of each device"
-    processes = {"searcher": config.searchers.count if config.schedule.mode == "asynchronous" else 1}
-    size = sum(
-        processes.get(role, 1) * _on_host(parts, there[role].count if name == role else 1)
-        for name, parts in memory.items()
-        if (role := name.split(",")[0]) in there
-    )
-    limit = machine.memory()
-    verdict = "fits" if size <= limit else "does not fit"
-    several = f", with {processes['searcher']} searchers" if processes["searcher"] > 1 else ""
-    return f"{verdict}: about {fitting.in_words(size)} of {fitting.in_words(limit)}{several}"
+        told = f"about {fitting.in_words(size)} of {fitting.in_words(first.limit)} of each device"
+    else:
+        processes = {"searcher": config.searchers.count if config.schedule.mode == "asynchronous" else 1}
+        size = sum(
+            processes.get(role, 1) * _on_host(parts, there[role].count if name == role else 1)
+            for name, parts in memory.items()
+            if (role := name.split(",")[0]) in there
+        )
+        several = f", with {processes['searcher']} searchers" if processes["searcher"] > 1 else ""
+        told = f"about {fitting.in_words(size)} of {fitting.in_words(first.limit)}{several}"
+    fits = size <= first.limit
+    return make(fits=fits, sentence=f"{'fits' if fits else 'does not fit'}: {told}")
 
 
 def describe_bounds(experiment: Experiment, there: Mapping[str, Devices]) -> list[str]:

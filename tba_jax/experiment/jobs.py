@@ -42,7 +42,7 @@ def dry_run(s: Invocation, *, full: bool) -> Job:
 
     def job() -> int:
         parts = [
-            answer.describe(s.experiment),
+            answer.describe(s.experiment, s.run),
             placing.describe(s.experiment),
             *([estimate.describe(s.experiment)] if full else []),
         ]

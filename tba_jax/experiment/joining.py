@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tba_jax.experiment import checks, composition, initial_policy, meshes, other_runs, schedule_changes
+from tba_jax.experiment import checks, composition, disk, initial_policy, meshes, other_runs, schedule_changes
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.replay import journal
 from tba_jax.rewards import task_models
@@ -116,6 +116,8 @@ def join(s: Invocation, *, may_change_schedule: bool, check: Callable[[], None] 
     found = s.mistakes.copy()
     if not s.mistakes:  # after a mistake no device is asked for, and no weights are fetched
         found.attempt(check)
+    if not places.exists(s.run.config):  # a run that goes on has an alarm for its disk
+        found.attempt(disk.check, s.experiment, s.run, trains=may_change_schedule)
     _check_run(s, found, may_change_schedule=may_change_schedule, fetch=not s.mistakes)
     contract_lib.join(s.run, s.config, s.experiment.contract, init_from=s.init_from)
     if may_change_schedule:

@@ -41,7 +41,7 @@ def policy_and_tokenizer(config: Any, *, alphabet: str, weights: bool = True) ->
             )
         tokenizer = CharacterTokenizer(alphabet)
         model = _model_from_shape(config, tokenizer.vocab_size)
-    policy = Policy(model=model, lora=_lora(config))
+    policy = Policy(model=model, lora=adapters(config))
     _ = policy.trained_specs  # refuses targets that the model does not have
     return policy, tokenizer
 
@@ -54,7 +54,8 @@ def _model_from_shape(config: Any, vocab: int) -> DecoderConfig:
     return DecoderConfig(vocab=vocab, max_positions=config.task.prompt_length + config.task.response_length, **shape)
 
 
-def _lora(config: Any) -> LoraConfig | None:
+def adapters(config: Any) -> LoraConfig | None:
+    """The adapters that config.lora asks for, None where it asks for none."""
     c = config.lora
     return LoraConfig(rank=c.rank, alpha=c.alpha, targets=tuple(c.targets)) if c.rank else None
 

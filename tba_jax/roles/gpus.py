@@ -1,6 +1,7 @@
 """The NVIDIA GPUs of this machine, by what the driver says: nothing here makes a process take memory of one."""
 
 import dataclasses
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -104,6 +105,12 @@ def _listed_by_driver() -> list[tuple[str, Gpu]]:
     ]
 
 
+def check_supported(found: Sequence[Gpu]) -> None:
+    """Raises ValueError where JAX' support for NVIDIA GPUs is not installed. JAX is not asked: it would take them."""
+    if not any(importlib.util.find_spec(f"jax_{extra}_plugin") for extra in ("cuda12", "cuda13")):
+        raise ValueError(f"{_given(found)}, but JAX has no support for GPUs here: {jax_support.gpu_advice()}")
+
+
 def check_free() -> None:
     """Raises ValueError where others hold so much of this process' GPUs that JAX' share is not free; names GPU, free and wanted.
 
@@ -140,7 +147,7 @@ def jax_devices() -> list[Any]:
     import jax
 
     given = visible()
-    names = f"this process may use {len(given)} × GPU ({', '.join(gpu.name for gpu in given)})"
+    names = _given(given)
     try:
         found = jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS names a platform that JAX cannot use
@@ -158,3 +165,7 @@ def jax_devices() -> list[Any]:
     if platform == "cpu" and (sentence := jax_support.unused(told)):
         raise ValueError(sentence)
     return found
+
+
+def _given(found: Sequence[Gpu]) -> str:
+    return f"this process may use {len(found)} × GPU ({', '.join(gpu.name for gpu in found)})"

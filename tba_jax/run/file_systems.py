@@ -23,6 +23,20 @@ def mount(folder: Path) -> tuple[Path, str]:
     return found
 
 
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+
+
+def free(folder: Path) -> int | None:
+    """Bytes that are left on the file system of a folder, which need not be there yet; None where it does not tell."""
+    try:
+        room = os.statvfs(existing(folder))
+    except OSError:
+        return None
+    return room.f_frsize * room.f_bavail if room.f_blocks else None
+
+
 def no_room(error: BaseException, folder: Path | None) -> str:
     """A sentence about the file system that is full, and what to do; "" where `error` is about something else.
 
@@ -37,7 +51,7 @@ def no_room(error: BaseException, folder: Path | None) -> str:
     named = next((Path(os.fsdecode(each.filename)) for each in full if isinstance(each, OSError) and each.filename), folder)
     if named is None:
         return _ADVICE
-    there = next(each for each in (named.absolute(), *named.absolute().parents) if each.exists())
+    there = existing(named)
     point, kind = mount(there)
     try:
         room = os.statvfs(there)

@@ -170,7 +170,8 @@ def _read_hub(source: str, where: str, schema: Schema, split: str) -> Iterator[t
             records = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the errors depend on the version of the hub's HTTP client
         told = f"the hub cannot be reached, and its cache has no copy: {_one_line(away)}" if away else _one_line(error)
-        raise ValueError(f"{refused} (split {split!r}): {told}") from error
+        advice = f"a local file needs no hub: --config.{where.partition('=')[0]}=FILE.jsonl"
+        raise ValueError(f"{refused} (split {split!r}): {told}; {advice}") from error
     return _read_records(records, f"{where} (split {split!r})", schema)
 
 

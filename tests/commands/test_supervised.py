@@ -334,6 +334,10 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "seed": ({"seed": 2**40}, "seed=1099511627776 must be within [0, 4294967296)"),
     "batch": ({"training__batch_size": 64}, "training.batch_size=64 is more than the "),
     "fields": ({"data__response_field": "prompt"}, "the fields of an example must differ: data.*_field are prompt, prompt"),
+    "disk": (
+        {"checkpoint__keep": 10**13, "checkpoint__every_steps": 1, "training__steps": 10**13},
+        "this run would fill its disk, about ",
+    ),
     "share": ({"data__heldout_share": 1.0}, "data.heldout_share=1.0 must be within [0, 1)"),
 }
 

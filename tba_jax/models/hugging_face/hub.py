@@ -10,6 +10,16 @@ TIMEOUT_SECONDS = 10.0  # for the hub's first answer; its libraries would try fo
 _HTTP_CLIENTS = ("httpx", "httpcore", "requests", "urllib3")
 
 
+class NotFetched(ValueError):
+    """What a setting names is neither on this machine nor given by the hub."""
+
+
+def advised(error: ValueError, setting: str) -> str:
+    """What an error says, and of NotFetched the flag by which a setting names a local folder in place of a hub id."""
+    advice = f"; a local folder needs no hub: --config.{setting}=FOLDER" if isinstance(error, NotFetched) else ""
+    return f"{error}{advice}"
+
+
 def is_away(error: BaseException) -> bool:
     """Whether an error of the hub's client means that the hub does not answer, or answers that it cannot serve (429, 5xx)."""
     status = getattr(getattr(error, "response", None), "status_code", None)
@@ -33,11 +43,7 @@ def away(ask: Callable[[], object], *, called: str) -> BaseException | None:
     except Exception as error:  # the errors depend on the version of the hub's HTTP client
         if not is_away(error):
             raise
-        log.warning(
-            "the hub cannot be reached (%s); %s comes from its cache, if it was fetched before",
-            type(error).__name__,
-            called,
-        )
+        log.warning("the hub cannot be reached (%s); %s is taken from its cache, if it is there", type(error).__name__, called)
         return error
     return None
 

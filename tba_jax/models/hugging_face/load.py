@@ -49,7 +49,7 @@ def named(setting: str, path: Path | str) -> Iterator[None]:
     except ValueError as error:
         if str(error).startswith(f"{setting}="):
             raise
-        raise ValueError(f"{setting}={str(path)!r}: {error}") from error
+        raise ValueError(f"{setting}={str(path)!r}: {hub.advised(error, setting)}") from error
 
 
 def resolve_folder(name: Path | str, *, weights: bool = True) -> Path:
@@ -81,7 +81,7 @@ def resolve_folder(name: Path | str, *, weights: bool = True) -> Path:
         cause = away if unreached and away else error
         reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         told = "it is not in the hub's cache, and the hub cannot be reached" if unreached else "the hub did not give it"
-        raise ValueError(f"there is no local folder {name}, and {told}: {reason.removeprefix('Got: ')}") from error
+        raise hub.NotFetched(f"there is no local folder {name}, and {told}: {reason.removeprefix('Got: ')}") from error
 
 
 def holds_weights(name: Path | str) -> bool:

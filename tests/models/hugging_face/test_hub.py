@@ -26,7 +26,7 @@ def call(home: Path, program: str) -> subprocess.CompletedProcess:
     """In a process of its own: the hub's libraries read their settings when they are imported. Nobody listens on that port."""
     settings = {"HF_HOME": str(home), "HF_ENDPOINT": "http://127.0.0.1:9", "PYTHONPATH": str(REPOSITORY)}
     there = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING", "TRANSFORMERS"))}
-    begin = "import logging; logging.basicConfig(format='%(message)s'); "
+    begin = "import logging; logging.basicConfig(format='%(message)s')\n"
     command = [sys.executable, "-c", begin + program]
     return subprocess.run(command, env=there | settings, capture_output=True, text=True, timeout=120, check=False)
 
@@ -69,12 +69,22 @@ def test_a_data_set_that_was_fetched_before_is_taken(tmp_path):
     assert done.stderr.count("the hub cannot be reached") == 1 and "task.x.path='org/rows'" in done.stderr
 
 
-@pytest.mark.parametrize("program, name", [(MODEL, "org/tiny"), (DATA, "task.x.path='org/rows'")], ids=["model", "data"])
-def test_without_a_copy_one_sentence_says_so(tmp_path, program, name):
+NAMED = "from tba_jax.models.hugging_face import load\nwith load.named('model.path', 'org/tiny'): load.resolve_folder('org/tiny')"
+
+
+@pytest.mark.parametrize(
+    "program, name, advice",
+    [
+        (NAMED, "model.path='org/tiny'", "--config.model.path=FOLDER"),
+        (DATA, "task.x.path='org/rows'", "--config.task.x.path=FILE.jsonl"),
+    ],
+    ids=["model", "data"],
+)
+def test_without_a_copy_one_sentence_says_so(tmp_path, program, name, advice):
     done = call(tmp_path, program)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and last.startswith("ValueError") and name in last
-    assert "the hub cannot be reached" in last and "cache" in last
+    assert "the hub cannot be reached" in last and "cache" in last and last.endswith(f"needs no hub: {advice}")
 
 
 class Answered(Exception):

@@ -1,0 +1,100 @@
+"""The disk that a run takes, against counts by hand and against a disk that is too small."""
+
+from pathlib import Path
+
+import pytest
+
+from configs import base, own_task
+from tba_jax.experiment import answer, composition, disk, joining
+from tba_jax.models import parameters
+from tba_jax.run import layout
+from tests.support import random_checkpoints, tiny_run
+
+TOO_MANY = 10**13  # steps whose snapshots no disk holds
+
+
+def experiment(**changes):
+    return composition.build(tiny_run.config(**changes))
+
+
+def listed(*, steps: int, every: int, evaluated: int, keep: int) -> int:
+    """Steps that have a snapshot at the end, step by step, and one that is being written."""
+    published = [step for step in range(steps + 1) if step % every == 0 or step % evaluated == 0 or step == steps]
+    if not keep:
+        return len(published)
+    kept = [step for step in published if step % evaluated == 0 or step == steps]
+    return min(len(published), len(kept) + keep + 1)
+
+
+@pytest.mark.parametrize(
+    "steps, every, evaluated, keep", [(12, 2, 100, 0), (12, 2, 5, 3), (7, 3, 2, 0), (6, 2, 3, 4), (40, 4, 6, 3)]
+)
+def test_snapshots_are_counted(steps, every, evaluated, keep):
+    e = experiment(learner__steps=steps, publish__every_steps=every, evaluation__every_steps=evaluated, publish__keep=keep)
+    found = disk.snapshots(e)
+    assert found.count == listed(steps=steps, every=every, evaluated=evaluated, keep=keep)
+    assert found.size == 4 * parameters.count(e.policy.trained_specs) and f"publish.keep={keep}" in found.what
+
+
+def test_a_run_in_turn_publishes_every_step():
+    assert disk.snapshots(experiment(schedule__mode="interleaved", learner__steps=9)).count == 10
+
+
+def test_adapters_alone_are_published_and_kept():
+    whole, adapters = experiment(publish__dtype="bfloat16"), experiment(publish__dtype="bfloat16", lora__rank=1)
+    for files in (disk.snapshots, disk.checkpoints):
+        assert files(adapters).size < files(whole).size
+    assert disk.reference(adapters).size == disk.reference(whole).size == 2 * disk.snapshots(whole).size
+
+
+def test_a_moving_reference_is_part_of_checkpoints():
+    sizes = [disk.checkpoints(experiment(learner__reference__kind=kind)).size for kind in ("initial", "ema")]
+    assert 3 * sizes[1] == 4 * sizes[0]
+
+
+def test_every_new_run_is_refused_whose_snapshots_the_disk_does_not_hold(tmp_path):
+    s = tiny_run.settings(tmp_path / "run", tiny_run.config(learner__steps=TOO_MANY))
+    with pytest.raises(ValueError, match=r"would fill its disk.*GiB left on .*publish.keep=0, all.*--workdir") as told:
+        joining.join(s, may_change_schedule=True)
+    assert str(tmp_path / "run") in str(told.value) and not s.run.root.exists()
+
+
+def test_the_disk_of_a_run_that_is_there_is_not_asked_about(tmp_path):
+    joining.join(tiny_run.settings(tmp_path / "run", tiny_run.config()), may_change_schedule=True)
+    longer = tiny_run.settings(tmp_path / "run", tiny_run.config(learner__steps=TOO_MANY))
+    joining.join(longer, may_change_schedule=False)
+
+
+def test_a_dry_run_says_what_the_disk_lacks(tmp_path):
+    run = layout.RunDir(tmp_path / "run")
+    lines = answer.describe(experiment(learner__steps=TOO_MANY), run).splitlines()
+    (said,) = (line for line in lines if line.startswith("disk "))
+    assert said.startswith("disk       does not fit: about") and "publish.keep=0, all" in said
+    assert "disk       fits: about" in answer.describe(experiment(), run)
+
+
+def test_checkpoints_and_snapshots_may_lie_on_two_disks(tmp_path):
+    e, run = experiment(), layout.RunDir(tmp_path / "run", tmp_path / "shared")
+    (demand,) = disk.demands(e, run)
+    assert demand.size == disk.snapshots(e).total + disk.checkpoints(e).total + disk.reference(e).total
+    if not Path("/dev/shm").is_dir() or Path("/dev/shm").stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no second file system at /dev/shm")
+    shared, local = disk.demands(e, layout.RunDir(tmp_path / "run", Path("/dev/shm/run")))
+    assert shared.size == disk.snapshots(e).total + disk.reference(e).total and local.size == disk.checkpoints(e).total
+
+
+def test_ones_own_task_keeps_few_snapshots(tmp_path):
+    """Of a model of 1.5B parameters, all snapshots of the default config in float32 would take 1.5 TB."""
+    tokenizer = random_checkpoints.byte_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"opening": "Once upon", "words": "a"}\n' * 2 + '{"opening": "Twice", "words": "b"}\n' * 2)
+    inputs = {"model.path": str(tokenizer), "model.preset": "qwen2.5-1.5b", "learner.queries": 2}
+    inputs |= {f"task.custom.{split}_path": str(rows) for split in ("train", "heldout")}
+    c = own_task.get_config()
+    c.update_from_flattened_dict(inputs)
+    e = composition.build(c, weights=False)
+    assert disk.snapshots(e).total < 40e9
+    c.publish.update(base.get_config().publish)
+    e = composition.build(c, weights=False)
+    assert disk.snapshots(e).total > 1.5e12

@@ -1,0 +1,115 @@
+"""docs/from_zero.md, block by block, as a user types it: with a tiny random Qwen2 model, Qwen's tokenizer and GSM8K's rows."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tba_jax.run import layout
+from tests.support import doc_blocks, random_checkpoints, tiny_checkpoints, tiny_run
+
+PAGE = tiny_run.ROOT / "docs" / "from_zero.md"
+HUB_ID = "Qwen/Qwen2.5-0.5B"
+# A few minutes of a real model are a few steps of a tiny one.
+FEW = "--config.learner.steps=3 --config.evaluation.queries=4 --config.evaluation.samples=1 --config.learner.learning_rate=0.01"
+SHOWN = "--config.evaluation.queries=4"
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Of the environment that runs the tests, without network."""
+    return tiny_run.environment() | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "XDG_CACHE_HOME": str(folder / "cache")}
+
+
+def make(*arguments: str, folder: Path = tiny_run.ROOT) -> subprocess.CompletedProcess[str]:
+    """Skips where the tests run in an environment that make did not make: it would install one."""
+    if not (Path(sys.prefix) / ".installed").is_file():
+        pytest.skip(f"make has not made the environment {sys.prefix}: `make test` runs this test in one that it has made")
+    if shutil.which("make") is None:
+        pytest.skip("there is no make")
+    command = ["make", *arguments, f"VENV={sys.prefix}"]
+    return subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ([], "name the model: make gsm8k MODEL=Qwen/Qwen2.5-0.5B, or MODEL=<a folder with config.json"),
+        (["MODEL=anything", "DATA=docs"], "DATA=docs holds no train.jsonl"),
+    ],
+    ids=["no model", "no rows"],
+)
+def test_what_make_gsm8k_lacks_is_told_at_once(arguments, said):
+    done = make("gsm8k", *arguments)
+    (sentence,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert done.returncode != 0 and said in sentence and done.stdout == ""
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """The files of this checkout as a clone has them, with the environment that runs the tests."""
+    if not (Path(sys.prefix) / ".installed").is_file():
+        pytest.skip(f"make has not made the environment {sys.prefix}: `make test` runs this test in one that it has made")
+    asked = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(asked, cwd=tiny_run.ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip(f"this is no checkout of git: {listed.stderr.strip()}")
+    folder = tmp_path / "tba_jax"
+    for name in listed.stdout.splitlines():
+        if (tiny_run.ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(tiny_run.ROOT / name, folder / name)
+    (folder / ".venv").symlink_to(sys.prefix)
+    return folder
+
+
+def script(model: Path, data: Path) -> str:
+    """The page as one script: with a local model and data in place of the hub's, and without the clone."""
+    lines = ["set -ex"]
+    for block in doc_blocks.blocks(PAGE):
+        if block.language == "python":
+            lines += [f"cat > {block.file} <<'END_OF_FILE'", block.text.replace(HUB_ID, str(model)), "END_OF_FILE"]
+            continue
+        text = "\n".join(line for line in block.text.splitlines() if not line.startswith("git clone"))
+        text = text.replace(f"make gsm8k MODEL={HUB_ID}", f"make gsm8k MODEL={model} DATA={data} ARGS='{FEW}'")
+        text = text.replace("--for_this_machine", f"--for_this_machine {FEW}").replace(" evaluate ", f" evaluate {SHOWN} ")
+        lines.append(text)
+    return "\n".join(lines)
+
+
+def check_export(folder: Path, model: Path) -> None:
+    """The folder is a checkpoint of the model's kind whose weights have moved further than by rounding to bfloat16."""
+    exported, params = tiny_checkpoints.load(folder)
+    original, before = tiny_checkpoints.load(model)
+    assert exported == original
+    rounded = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16).astype(jnp.float32), before)
+    moved = jax.tree.map(lambda new, old: float(jnp.abs(new - old).max()), params, rounded)
+    assert max(jax.tree.leaves(moved)) > 1e-3, "nothing was learned"
+
+
+@pytest.mark.slow
+def test_the_page_runs_as_it_stands(checkout, data_dir, tmp_path):
+    model = random_checkpoints.write(
+        tmp_path / "model", "qwen2.5-0.5b", data_dir / "tokenizers" / "qwen2.5", p_end=1 / 12, temperature=0.7
+    )
+    done = subprocess.run(
+        ["bash", "-c", script(model, data_dir / "gsm8k")],
+        cwd=checkout.parent,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    (tmp_path / "transcript.txt").write_text(done.stdout + done.stderr)
+    assert done.returncode == 0, done.stderr[-6000:]
+    (run,) = (layout.RunDir(folder) for folder in (checkout / "runs").glob("gsm8k-*"))
+    assert layout.read_json(run.finished)["step"] == 3
+    assert "<html" in (checkout / "report.html").read_text()[:500]
+    assert json.loads((checkout / "report.json").read_text())["step"] == 3
+    for name in ("gsm8k-policy", "my-policy"):
+        check_export(checkout / name, model)
