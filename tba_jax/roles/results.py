@@ -3,12 +3,15 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tba_jax.run import layout, metrics
 from tba_jax.text.visible import visible_line
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def evaluations(run: layout.RunDir) -> list[dict[str, Any]]:
@@ -100,17 +103,20 @@ def by_step(lines: Iterable[Mapping[str, Any]], names: Sequence[str]) -> np.ndar
 
 def plot(run: layout.RunDir, *, score_name: str, path: Path) -> None:
     """Draws held-out score, reward of training batches and staleness by trainer step."""
-    import matplotlib
+    draw(run, score_name=score_name).savefig(path, dpi=120)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+
+def draw(run: layout.RunDir, *, score_name: str) -> "Figure":
+    """The picture of `plot`. No window or notebook keeps it: it has no part in pyplot."""
+    from matplotlib.figure import Figure
 
     names = ("reward", "staleness_mean", "staleness_max")
     score_name = visible_line(score_name).replace("$", r"\$")  # between two of them matplotlib expects mathematics
     steps, reward, mean, largest = by_step(metrics.each_line(run.metrics("trainer")), names).T
     reports = evaluations(run)
     evaluated = [x["step"] for x in reports]
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[3, 1], layout="constrained")
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     top.plot(steps, reward, color="tab:blue", alpha=0.5, label="reward of training batches")
     top.plot(evaluated, [x["greedy_reward"] for x in reports], "o-", color="tab:red", label=f"held-out greedy {score_name}")
     top.plot(evaluated, [x["sampled_reward"] for x in reports], "s--", color="tab:orange", label="held-out reward of samples")
@@ -123,5 +129,4 @@ def plot(run: layout.RunDir, *, score_name: str, path: Path) -> None:
     bottom.set_xlabel("trainer step")
     bottom.legend(loc="upper left")
     bottom.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return figure
