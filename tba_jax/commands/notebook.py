@@ -175,7 +175,7 @@ def watch(run: BackgroundRun, *, every_seconds: float = 4.0) -> None:
 class Panel:
     """Widgets with a button that starts a run with their values, and a picture of all runs that it has started.
 
-    Attributes: widget: to be displayed. runs: label -> run, in the order of their starts.
+    Attributes: widget: to be displayed. button: starts a run. runs: label -> run, in the order of their starts.
     """
 
     def __init__(self, settings: Sequence[Any], begin: Callable[[], tuple[str, BackgroundRun]], *, every_seconds: float = 4.0):
@@ -184,13 +184,13 @@ class Panel:
 
         self.runs: dict[str, BackgroundRun] = {}
         self._begin, self._seconds, self._thread = begin, every_seconds, threading.Thread()
-        self._start = ipywidgets.Button(description="Start a run", button_style="primary")
+        self.button = ipywidgets.Button(description="Start a run", button_style="primary")
         self._stop = ipywidgets.Button(description="Stop it", disabled=True)
         self._said, self._image = ipywidgets.HTML("No run was started yet."), ipywidgets.Image(format="png", width=720)
         self._image.layout.display = "none"
-        self._start.on_click(lambda _: self.start())
+        self.button.on_click(lambda _: self.start())
         self._stop.on_click(lambda _: self.stop())
-        buttons = ipywidgets.HBox([self._start, self._stop])
+        buttons = ipywidgets.HBox([self.button, self._stop])
         self.widget = ipywidgets.VBox([*settings, buttons, self._said, self._image])
 
     def start(self) -> None:
@@ -199,7 +199,7 @@ class Panel:
             return
         label, run = self._begin()
         self.runs[label] = run
-        self._start.disabled, self._stop.disabled = True, False
+        self.button.disabled, self._stop.disabled = True, False
         self._thread = threading.Thread(target=self._follow, args=(label, run), name="follows a run", daemon=True)
         self._thread.start()
 
@@ -218,9 +218,8 @@ class Panel:
 
     def picture(self) -> bytes:
         """PNG of all runs."""
-        return compared(
-            {label: run.workdir for label, run in self.runs.items()}, score_name=next(iter(self.runs.values())).score_name
-        )
+        (score_name, *_) = (run.score_name for run in self.runs.values())
+        return compared({label: run.workdir for label, run in self.runs.items()}, score_name=score_name)
 
     def _follow(self, label: str, run: BackgroundRun) -> None:
         goes_on = True
@@ -230,7 +229,7 @@ class Panel:
             if run.has_trained:
                 self._image.value, self._image.layout.display = self.picture(), ""
             time.sleep(self._seconds if goes_on else 0)
-        self._start.disabled, self._stop.disabled = False, True
+        self.button.disabled, self._stop.disabled = False, True
 
 
 def compared(runs: Mapping[str, Path], *, score_name: str) -> bytes:
@@ -239,6 +238,7 @@ def compared(runs: Mapping[str, Path], *, score_name: str) -> bytes:
     Args: runs: label -> workdir.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
@@ -250,9 +250,11 @@ def compared(runs: Mapping[str, Path], *, score_name: str) -> bytes:
         top.plot([x["step"] for x in reports], [x["greedy_reward"] for x in reports], "o-", color=color, label=label)
         bottom.plot(steps, staleness, color=color)
     top.set_ylabel(f"held-out greedy {score_name}\n(pale: reward of training batches)")
-    top.legend(loc="lower right")
-    bottom.set_ylabel("mean staleness (steps)")
+    top.legend(loc="best")
+    bottom.set_ylabel("mean staleness\n(steps)")
+    bottom.set_ylim(bottom=0)
     bottom.set_xlabel("trainer step")
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
     return _png(figure)
@@ -277,10 +279,10 @@ def side_by_side(workdir: Path | str) -> str:
     files = [run.evaluations / f"{layout.step_name(step)}.json" for step in (steps[0], steps[-1])]
     before, after = (layout.read_json(file)["samples"]["greedy"] for file in files)
     style = "text-align:left;vertical-align:top;white-space:pre-wrap"
-    rows = [("query", f"step {steps[0]}", f"step {steps[-1]}")]
+    rows = [tuple(f"<b>{name}</b>" for name in ("query", f"step {steps[0]}", f"step {steps[-1]}"))]
     rows += [(_text(old["query"]), _response(old), _response(new)) for old, new in zip(before, after, strict=True)]
     cells = ("".join(f"<td style='{style}'>{cell}</td>" for cell in row) for row in rows)
-    return f"<table style='max-width:70em'>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+    return f"<table class='tex2jax_ignore mathjax_ignore' style='max-width:70em'>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 def _response(response: Mapping[str, Any]) -> str:
@@ -297,7 +299,7 @@ def _text(text: str) -> str:
 def frame(page: Path | str, *, height: int = 700) -> str:
     """HTML that shows a page which needs no other file, such as a report, inside the notebook."""
     content = html.escape(Path(page).read_text(encoding="utf-8"))
-    return f'<iframe srcdoc="{content}" style="width:100%;height:{height}px;border:1px solid #ccc"></iframe>'
+    return f'<div><iframe srcdoc="{content}" style="width:100%;height:{height}px;border:1px solid #ccc"></iframe></div>'
 
 
 def command(*arguments: str) -> str:

@@ -109,6 +109,7 @@ def plot(run: layout.RunDir, *, score_name: str, path: Path) -> None:
 def draw(run: layout.RunDir, *, score_name: str) -> "Figure":
     """The picture of `plot`. No window or notebook keeps it: it has no part in pyplot."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     names = ("reward", "staleness_mean", "staleness_max")
     score_name = visible_line(score_name).replace("$", r"\$")  # between two of them matplotlib expects mathematics
@@ -121,12 +122,14 @@ def draw(run: layout.RunDir, *, score_name: str) -> "Figure":
     top.plot(evaluated, [x["greedy_reward"] for x in reports], "o-", color="tab:red", label=f"held-out greedy {score_name}")
     top.plot(evaluated, [x["sampled_reward"] for x in reports], "s--", color="tab:orange", label="held-out reward of samples")
     top.set_ylabel(score_name)
-    top.legend(loc="lower right")
+    top.legend(loc="best")
     top.grid(alpha=0.3)
     bottom.plot(steps, mean, color="tab:green", label="mean")
     bottom.plot(steps, largest, color="tab:green", alpha=0.3, label="largest")
     bottom.set_ylabel("staleness (steps)")
+    bottom.set_ylim(bottom=0)
     bottom.set_xlabel("trainer step")
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     bottom.legend(loc="upper left")
     bottom.grid(alpha=0.3)
     return figure

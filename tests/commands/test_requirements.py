@@ -9,7 +9,7 @@ import pytest
 from tba_jax.commands import requirements
 from tests.support import tiny_run
 
-# Of Colab's image, August 2026, Python 3.13.
+# jax, flax and transformers are those of Colab's image of August 2026 (Python 3.13); the others are new enough for tba_jax.
 COLAB = dict(
     line.split()
     for line in """
@@ -19,7 +19,7 @@ COLAB = dict(
         flax 0.11.2
         transformers 5.15.0
         optax 0.2.8
-        numpy 2.0.2
+        numpy 2.2.0
         huggingface-hub 1.4.1
         matplotlib 3.10.0
         rich 14.3.1

@@ -2,8 +2,8 @@
 
 python tests/support/executed_notebook.py IN.ipynb OUT.ipynb [FIELDS]
 
-FIELDS is JSON, {} by default: name of a form field (a line `NAME = value  # @param …`) -> value, as a user fills it in. One more
-cell presses the button of the sliders, and another one ends TensorBoard, which would stay behind. Prints the seconds of each cell.
+FIELDS is JSON, by default {}: name of a form field (a line `NAME = value  # @param …`) -> value, as users fill it in. A cell more
+presses the button of the sliders, and another one ends TensorBoard, which would stay behind. Prints the seconds of each cell.
 """
 
 import datetime
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PRESS = "panel.start()\npanel.wait()"
+PRESS = "panel.button.click()\npanel.wait()"
 END_TENSORBOARD = (
     "import os, signal\nfrom tensorboard import manager\n[os.kill(each.pid, signal.SIGTERM) for each in manager.get_all()]"
 )
