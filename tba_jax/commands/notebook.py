@@ -65,8 +65,8 @@ def runtime_of(platform: str, count: int, kind: str) -> Runtime:
         why = f"{count} × {kind}: a trainer, two searchers and an evaluator share what is there, in float32"
         return Runtime(platform=platform, steps=400, searchers=2, flags=("--config.model.compute_dtype=float32",), why=why)
     cores = os.cpu_count()
-    why = f"a CPU with {cores} cores: a trainer, two searchers and an evaluator share them, in float32, with half of the steps"
-    return Runtime(platform=platform, steps=200, searchers=2, flags=("--config.model.compute_dtype=float32",), why=why)
+    why = f"a CPU with {cores} cores: a trainer, two searchers and an evaluator share them, in float32, with fewer steps"
+    return Runtime(platform=platform, steps=150, searchers=2, flags=("--config.model.compute_dtype=float32",), why=why)
 
 
 def schedule(*, searchers: int, lag: int = 0) -> list[str]:

@@ -28,8 +28,8 @@ class Unmet:
 
     def __str__(self) -> str:
         if not self.installed:
-            return f"{self.package} is not here: it is installed"
-        return f"{self.package} {self.installed} is here and {self.bounds} is needed: it is replaced"
+            return f"{self.package} is missing: it is installed now"
+        return f"{self.package} {self.installed} is here and {self.bounds} is needed: it is replaced now"
 
 
 def listed(root: Path, *extras: str) -> list[str]:

@@ -186,7 +186,7 @@ def test_all_of_it_runs(tmp_path, data_dir, version, way, packages):
     outputs = {cell["id"]: cell["outputs"] for cell in json.loads(result.read_text())["cells"] if cell["cell_type"] == "code"}
     texts = {name: json.dumps(each, ensure_ascii=False) for name, each in outputs.items()}
     assert all(each.get("output_type") != "error" for cell in outputs.values() for each in cell)
-    replaced = "jax 0.7.2 is here and >=0.10 is needed: it is replaced"
+    replaced = "jax 0.7.2 is here and >=0.10 is needed: it is replaced now"
     assert (replaced in texts["packages"]) is bool(packages) and "a CPU with" in texts["device"]
     for name in ("run_demo", "run_stories"):
         assert any("image/png" in each.get("data", {}) for each in outputs[name]), name
