@@ -282,7 +282,9 @@ def side_by_side(workdir: Path | str) -> str:
     rows = [tuple(f"<b>{name}</b>" for name in ("query", f"step {steps[0]}", f"step {steps[-1]}"))]
     rows += [(_text(old["query"]), _response(old), _response(new)) for old, new in zip(before, after, strict=True)]
     cells = ("".join(f"<td style='{style}'>{cell}</td>" for cell in row) for row in rows)
-    return f"<table class='tex2jax_ignore mathjax_ignore' style='max-width:70em'>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+    # The classes keep MathJax from reading mathematics into a text with two dollars.
+    head = "<table class='tex2jax_ignore mathjax_ignore' style='max-width:70em'>"
+    return head + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
 
 
 def _response(response: Mapping[str, Any]) -> str:
