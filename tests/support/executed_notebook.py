@@ -34,6 +34,7 @@ def execute(given: Path, result: Path, fields: dict[str, Any]) -> None:
     from nbclient import NotebookClient
 
     notebook = nbformat.read(given, as_version=4)
+    nbformat.validate(notebook)
     left = set(fields)
     cells = []
     for cell in notebook.cells:
