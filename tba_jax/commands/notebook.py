@@ -254,7 +254,7 @@ def compared(runs: Mapping[str, Path], *, score_name: str) -> bytes:
     bottom.set_ylabel("mean staleness\n(steps)")
     bottom.set_ylim(bottom=0)
     bottom.set_xlabel("trainer step")
-    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
     return _png(figure)

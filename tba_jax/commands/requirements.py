@@ -5,6 +5,7 @@ This module imports nothing that requirements.txt lists.
 
 import dataclasses
 import importlib.metadata
+import re
 import subprocess
 import sys
 import tomllib
@@ -101,11 +102,10 @@ def bring_up_to_date(root: Path, *extras: str) -> None:
     lines = [*listed(root, *extras), *([f"jax[{extra}]"] if extra else [])]
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *lines]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    told = done.stderr.strip()[-2000:]
     if done.returncode:
-        raise RuntimeError(f"pip could not install them: {told}")
-    if told:
-        print(f"pip says of packages that tba_jax does not use, or of itself: {told}")
+        raise RuntimeError(f"pip could not install them: {done.stderr.strip()[-2000:]}")
+    for line in conflicts(done.stderr):
+        print(f"pip says of another package: {line}")
     _drop_plugins_of_another_jax(extra)
     after = installed()
     print("Installed:", ", ".join(f"{name} {after[name]}" for name in sorted(after) if after[name] != before.get(name)))
@@ -114,6 +114,12 @@ def bring_up_to_date(root: Path, *extras: str) -> None:
             f"this session had imported {', '.join(stale)} before: restart it (on Colab: Runtime, Restart session), and run "
             "all cells again; nothing is installed twice"
         )
+
+
+def conflicts(told: str) -> list[str]:
+    """The lines of pip's stderr about installed packages that ask for other versions of what it has installed."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", told)  # pip colours its lines
+    return [line.strip() for line in plain.splitlines() if "which is incompatible" in line]
 
 
 def _drop_plugins_of_another_jax(extra: str) -> None:

@@ -129,7 +129,7 @@ def draw(run: layout.RunDir, *, score_name: str) -> "Figure":
     bottom.set_ylabel("staleness (steps)")
     bottom.set_ylim(bottom=0)
     bottom.set_xlabel("trainer step")
-    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     bottom.legend(loc="upper left")
     bottom.grid(alpha=0.3)
     return figure

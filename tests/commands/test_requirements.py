@@ -72,6 +72,12 @@ def test_the_accelerator_is_that_of_the_machine():
     assert of({"jax-cuda13-plugin": "0.12.0"}, gpu=True, tpu=False) == "cuda13"
 
 
+def test_of_what_pip_says_only_conflicts_are_told():
+    conflict = "dopamine-rl 4.1.2 requires jax<0.8, but you have jax 0.12.0 which is incompatible."
+    told = f"\x1b[33mWARNING: Location 'x' is ignored\x1b[0m\n\x1b[31mERROR: pip's dependency resolver …\n{conflict}\x1b[0m\n"
+    assert requirements.conflicts(told) == [conflict] and requirements.conflicts("") == []
+
+
 def test_an_imported_module_is_known_by_its_package():
     assert requirements.imported(["pytest", "numpy", "no-such-package"]) == ["numpy", "pytest"]
 
