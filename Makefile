@@ -32,6 +32,7 @@ BASE := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 STORIES := $(VENV)/.installed-stories
 DOCS := $(VENV)/.installed-docs
+COLAB := $(VENV)/.installed-colab
 PARITY := $(PARITY_VENV)/.installed
 READY := $(if $(ACCELERATOR),$(VENV)/.installed-$(ACCELERATOR),$(BASE))
 
@@ -91,6 +92,10 @@ parity: $(PARITY) ## the tests that compare with PyTorch, in .venv-parity
 .PHONY: test-slow
 test-slow: $(DEV) ## the tests that take minutes
 	@exec $(PY) -m pytest -m 'slow and not gpu' -o timeout=3600 -o faulthandler_timeout=3660 $(ARGS)
+
+.PHONY: colab
+colab: $(READY) $(COLAB) ## executes colab/tba_jax.ipynb into build/tba_jax.ipynb: ARGS='{"STEPS": 50}' fills in its form
+	@mkdir -p build && exec $(PY) tests/support/executed_notebook.py colab/tba_jax.ipynb build/tba_jax.ipynb '$(ARGS)'
 
 .PHONY: check
 check: $(DEV) ## linter, formatter and type check, changing nothing
@@ -153,6 +158,6 @@ $(PARITY): pyproject.toml $(DEV)
 	@$(call install_extra,parity,$(PARITY_VENV))
 	@touch $@
 
-$(STORIES) $(DOCS) $(VENV)/.installed-cuda12 $(VENV)/.installed-cuda13 $(VENV)/.installed-tpu: $(VENV)/.installed-%: $(EXTRAS) $(BASE)
+$(STORIES) $(DOCS) $(COLAB) $(VENV)/.installed-cuda12 $(VENV)/.installed-cuda13 $(VENV)/.installed-tpu: $(VENV)/.installed-%: $(EXTRAS) $(BASE)
 	@$(call install_extra,$*,$(VENV))
 	@touch $@

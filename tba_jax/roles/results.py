@@ -3,12 +3,15 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tba_jax.run import best_step, events, json_lines, layout, metrics
 from tba_jax.text.visible import visible_line
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def evaluations(run: layout.RunDir) -> list[dict[str, Any]]:
@@ -112,28 +115,33 @@ def by_step(lines: Iterable[Mapping[str, Any]], names: Sequence[str]) -> np.ndar
 
 def plot(run: layout.RunDir, *, score_name: str, path: Path) -> None:
     """Draws held-out score, reward of training batches and staleness by trainer step."""
-    import matplotlib
+    draw(run, score_name=score_name).savefig(path, dpi=120)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+
+def draw(run: layout.RunDir, *, score_name: str) -> "Figure":
+    """The picture of `plot`. No window or notebook keeps it: it has no part in pyplot."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     names = ("reward", "staleness_mean", "staleness_max")
     score_name = visible_line(score_name).replace("$", r"\$")  # between two of them matplotlib expects mathematics
     steps, reward, mean, largest = by_step(metrics.each_line(run.metrics("trainer")), names).T
     reports = evaluations(run)
     evaluated = [x["step"] for x in reports]
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[3, 1], layout="constrained")
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     top.plot(steps, reward, color="tab:blue", alpha=0.5, label="reward of training batches")
     top.plot(evaluated, [x["greedy_reward"] for x in reports], "o-", color="tab:red", label=f"held-out greedy {score_name}")
     top.plot(evaluated, [x["sampled_reward"] for x in reports], "s--", color="tab:orange", label="held-out reward of samples")
     top.set_ylabel(score_name)
-    top.legend(loc="lower right")
+    top.legend(loc="best")
     top.grid(alpha=0.3)
     bottom.plot(steps, mean, color="tab:green", label="mean")
     bottom.plot(steps, largest, color="tab:green", alpha=0.3, label="largest")
     bottom.set_ylabel("staleness (steps)")
+    bottom.set_ylim(bottom=0)
     bottom.set_xlabel("trainer step")
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     bottom.legend(loc="upper left")
     bottom.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return figure

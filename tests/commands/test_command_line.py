@@ -213,7 +213,9 @@ def test_every_command_is_listed_and_asked_by_its_name():
         "__init__",
         "command_line",
         "existing_run",
+        "notebook",
         "recipes",
+        "requirements",
         "settings_help",
         "snapshot_step",
     }

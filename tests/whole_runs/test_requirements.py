@@ -26,7 +26,7 @@ def call(arguments: list[str], timeout: float = 300) -> subprocess.CompletedProc
 def test_the_tests_have_every_extra_that_is_no_accelerators():
     extras = tomllib.loads((tiny_run.ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {extra for _, extra in EXTRAS.values()} <= extras.keys()
-    for name in extras.keys() - {"cuda12", "cuda13", "tpu", "parity", "docs"}:
+    for name in extras.keys() - {"cuda12", "cuda13", "tpu", "parity", "docs", "colab"}:
         assert set(extras[name]) <= set(extras["dev"]), name
 
 

@@ -1,0 +1,157 @@
+"""What the notebook shows of runs, and the settings that it takes for a device."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from configs import base
+from tba_jax.commands import notebook, recipes, settings_help
+from tba_jax.experiment import checks
+from tba_jax.run import layout
+from tests.support import role_files, tiny_run
+
+
+def config(flags: list[str]):
+    return recipes.load("configs/demo.py", tuple(flags), program=settings_help.BASE)
+
+
+@pytest.mark.parametrize(("platform", "kind"), [("cpu", "cpu"), ("gpu", "Tesla T4"), ("tpu", "TPU v5 lite")])
+def test_settings_of_a_device_can_be_run(platform, kind):
+    found = notebook.runtime_of(platform, 1, kind)
+    c = config([*found.flags, *notebook.schedule(searchers=found.searchers), f"--config.learner.steps={found.steps}"])
+    checks.check(c, new=True)
+    assert c.schedule.mode == ("interleaved" if platform == "tpu" else "asynchronous"), "one process at a time may use a TPU"
+    assert c.model.compute_dtype == ("bfloat16" if platform == "tpu" else "float32") and c.learner.steps >= 100
+    assert c.model.compute_dtype in found.why and (platform == "cpu" or kind in found.why)
+
+
+@pytest.mark.parametrize("lag", [0, 7, 50])
+def test_a_lag_keeps_the_snapshots_that_it_needs(lag):
+    c = config(notebook.schedule(searchers=0, lag=lag))
+    checks.check(c, new=True)
+    assert c.schedule.lag == lag and c.schedule.mode == "interleaved"
+
+
+def test_searchers_are_processes_of_their_own():
+    c = config(notebook.schedule(searchers=3, lag=7))
+    assert c.searchers.count == 3 and c.schedule.mode == base.get_config().schedule.mode == "asynchronous"
+
+
+def evaluation(run: layout.RunDir, step: int, response: str, reward: float | None) -> None:
+    run.evaluations.mkdir(parents=True, exist_ok=True)
+    greedy = [{"query": "1 + 1 =", "response": response, "reward": reward}]
+    layout.write_json(
+        run.evaluations / f"{layout.step_name(step)}.json",
+        {"step": step, "greedy_reward": reward, "sampled_reward": 0.5, "samples": {"greedy": greedy, "sampled": []}},
+    )
+
+
+def test_responses_stand_side_by_side_as_text(tmp_path):
+    run = layout.RunDir(tmp_path)
+    evaluation(run, 0, "<script>alert(1)</script>\x1b[2J", 0.0)
+    evaluation(run, 20, "2", None)
+    found = notebook.side_by_side(tmp_path)
+    assert "step 0" in found and "step 20" in found and "1 + 1 =" in found
+    assert "&lt;script&gt;" in found and "<script>" not in found and "\x1b" not in found
+    assert "reward 0.00" in found and "no reward" in found
+
+
+def test_responses_need_two_evaluations(tmp_path):
+    evaluation(layout.RunDir(tmp_path), 0, "2", 1.0)
+    with pytest.raises(ValueError, match="has 1 evaluations"):
+        notebook.side_by_side(tmp_path)
+
+
+def test_runs_are_compared_in_one_picture(tmp_path):
+    """Of one of them there is nothing yet."""
+    run = layout.RunDir(tmp_path / "first")
+    role_files.write_lines(run, "trainer", role_files.steps(1, 5, ago=0.0, seconds=1.0))
+    evaluation(run, 0, "2", 0.25)
+    png = notebook.compared({"lag 3": run.root, "lag 0": tmp_path / "second"}, score_name="accuracy")
+    assert png[:4] == b"\x89PNG"
+
+
+def test_a_page_is_framed_as_text(tmp_path):
+    (tmp_path / "page.html").write_text('<p class="x">a & b</p>')
+    framed = notebook.frame(tmp_path / "page.html")
+    assert "<iframe srcdoc=" in framed and "&lt;p class=&quot;x&quot;&gt;a &amp; b&lt;/p&gt;" in framed
+
+
+def test_a_command_that_fails_says_why(tmp_path):
+    with pytest.raises(RuntimeError, match="nowhere"):
+        notebook.command("show", f"--workdir={tmp_path / 'nowhere'}")
+
+
+def test_a_run_that_fails_says_why(tmp_path):
+    run = notebook.BackgroundRun(tmp_path / "run", "--config=configs/demo.py", "--config.learner.stepz=3", score_name="accuracy")
+    assert run._process.wait(60) == 2 and not run.goes_on and not run.has_trained
+    assert run.failure().startswith("run: error: ") and "learner.stepz" in run.failure() and run.said().startswith("error: ")
+
+
+PARENT = """
+import sys, time
+from tba_jax.commands import notebook
+run = notebook.BackgroundRun(sys.argv[1], "--config=configs/demo.py", score_name="accuracy")
+print(run._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_run_ends_with_its_notebook(tmp_path):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path / "run")], cwd=tiny_run.ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 60
+    while is_alive(child):
+        assert time.monotonic() < deadline, "the run outlives its notebook"
+        time.sleep(0.1)
+
+
+def is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{process}/stat") as file:  # init may not have taken it yet
+        return file.read().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_without_a_network_the_pretrained_model_is_left_out_with_a_sentence(tmp_path):
+    """In a process of its own: the hub's client reads the address of the hub when it is imported."""
+    code = """
+        import pathlib, sys
+        from tba_jax.commands import notebook
+        for model in ("nobody/no-model", sys.argv[1]):
+            try:
+                notebook.pretrained(model, "nobody/no-stories", into=pathlib.Path(sys.argv[1]))
+            except ValueError as error:
+                print(str(error).splitlines()[0])
+    """
+    closed = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home"), "no_proxy": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
+        cwd=tiny_run.ROOT,
+        env=os.environ | closed,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and all("no-stories" in line and "hub" in line for line in lines), done.stdout
+
+
+def test_local_stories_and_a_local_model_ask_no_hub(tmp_path):
+    stories = tmp_path / "stories.json"
+    stories.write_text('["Once there was a cat."]')
+    assert notebook.pretrained(str(tmp_path), str(stories), into=tmp_path / "runs") == (tmp_path, stories)
+    assert not (tmp_path / "runs").exists()
