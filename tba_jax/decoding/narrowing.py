@@ -24,14 +24,14 @@ def narrower(config: SlotsConfig) -> list[SlotsConfig]:
         groups, width = found[-1].groups, found[-1].width
         if groups * width == 1:
             break
-        halved = dict(width=-(-width // 2)) if width > 1 else dict(groups=-(-groups // 2))
-        found.append(dataclasses.replace(found[-1], **halved))
+        groups, width = (groups, -(-width // 2)) if width > 1 else (-(-groups // 2), width)
+        found.append(dataclasses.replace(found[-1], groups=groups, width=width))
     return found[1:]
 
 
 def holds(config: SlotsConfig, running: np.ndarray) -> bool:
     """Whether slots of these sizes hold the running samples. Args: running: int[J], samples of each group."""
-    return np.count_nonzero(running) <= config.groups and running.max(initial=0) <= config.width
+    return np.count_nonzero(running) <= config.groups and int(running.max(initial=0)) <= config.width
 
 
 def move(prompts: Prompts, slots: Slots, groups: jax.Array, *, config: SlotsConfig) -> tuple[Prompts, Slots, jax.Array]:
