@@ -31,7 +31,7 @@ def narrower(config: SlotsConfig) -> list[SlotsConfig]:
 
 def holds(config: SlotsConfig, running: np.ndarray) -> bool:
     """Whether slots of these sizes hold the running samples. Args: running: int[J], samples of each group."""
-    return np.count_nonzero(running) <= config.groups and int(running.max(initial=0)) <= config.width
+    return bool(np.count_nonzero(running) <= config.groups and running.max(initial=0) <= config.width)
 
 
 def move(prompts: Prompts, slots: Slots, groups: jax.Array, *, config: SlotsConfig) -> tuple[Prompts, Slots, jax.Array]:
