@@ -131,7 +131,7 @@ def test_decoding_and_scoring_are_those_of_a_real_searcher(made):
     c = lane._config
     call = (lane._weights, lane._prompts, lane._slots, lane._oldest_first())
     whole = dict(buffers=c.buffers, window=slots.own_entries(c))
-    decode = lane._decode.lower(*call, np.int32(0), np.int32(1), None, **whole).compile().memory_analysis()
+    decode = lane._decode[0].lower(*call, np.int32(0), np.int32(1), None, **whole).compile().memory_analysis()
     fit = fit_of(found["searcher"], "decode")
     assert fit.temporaries == decode.temp_size_in_bytes and fit.aliased == decode.alias_size_in_bytes
     assert fit.beside["reference"] == bytes_of(reference.params)

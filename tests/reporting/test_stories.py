@@ -11,9 +11,9 @@ from tests.reporting.test_samples import columns
 
 def test_a_query_groups_its_rows_by_policy_and_lists_some_of_very_many():
     steps = np.random.default_rng(0).permutation(np.repeat(np.arange(0, 3000, 3), 2))
-    table = SimpleNamespace(columns=columns(np.arange(2000), np.tile([7, 8], 1000), steps))
-    summary, groups = stories.of_query(SimpleNamespace(table=table), "7")
-    mine = np.flatnonzero(table.columns.query_id == 7)
+    run = SimpleNamespace(columns=columns(np.arange(2000), np.tile([7, 8], 1000), steps))
+    summary, groups = stories.of_query(run, "7")
+    mine = np.flatnonzero(run.columns.query_id == 7)
     assert [step for step, _, _ in summary] == sorted(set(steps[mine].tolist())) == [*groups]
     for step, count, mean in summary:
         there = mine[steps[mine] == step]
