@@ -22,7 +22,10 @@ SHOWN = "--config.evaluation.queries=4"
 
 def environment(folder: Path) -> dict[str, str]:
     """Of the environment that runs the tests, without network."""
-    return tiny_run.environment() | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "XDG_CACHE_HOME": str(folder / "cache")}
+    own = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "XDG_CACHE_HOME": str(folder / "cache")}
+    # A make within `make test` would say which folder it enters.
+    outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    return {name: value for name, value in tiny_run.environment().items() if name not in outer} | own
 
 
 def make(*arguments: str, folder: Path = tiny_run.ROOT) -> subprocess.CompletedProcess[str]:

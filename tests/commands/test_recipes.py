@@ -140,10 +140,10 @@ def test_a_setting_that_a_recipe_misspells_is_told_whole(write, line, words):
         ("--config.completions=1", ["'completions'", "did you mean 'learner.completions'"]),
         ("--config.learner.zzz=1", ["'learner.zzz'"]),
         ("--config.learner=1", ["learner is a section"]),
-        ("--config.learner.steps=many", ["--config.learner.steps=many", "int", "500"]),
-        ("--config.learner.beta_end=x", ["--config.learner.beta_end=x", "float"]),
-        ("--config.task.missing_eos_reward=x", ["task.missing_eos_reward=x", "float"]),
-        ("--config.evaluation.enabled=perhaps", ["--config.evaluation.enabled=perhaps", "bool"]),
+        ("--config.learner.steps=many", ["--config.learner.steps=many", "a whole number", "500"]),
+        ("--config.learner.beta_end=x", ["--config.learner.beta_end=x", "a number"]),
+        ("--config.task.missing_eos_reward=x", ["task.missing_eos_reward=x", "a number"]),
+        ("--config.evaluation.enabled=perhaps", ["--config.evaluation.enabled=perhaps", "true or false"]),
     ],
 )
 def test_a_flag_that_changes_no_setting_is_one_sentence(flag, words):

@@ -156,7 +156,7 @@ def test_a_folder_that_holds_a_data_set(tmp_path, monkeypatch):
     assert rows[1].where == f"task.x.path={str(folder)!r} (split 'train') row 2"
     with pytest.raises(ValueError, match=re.escape("(split 'train'): field 'z' is missing (it has q, n, extra)")):
         read(folder, {"z": str})
-    with pytest.raises(ValueError, match=r"\(split 'dev'\) cannot be read as a data set: ValueError: Unknown split"):
+    with pytest.raises(ValueError, match="its split 'dev' cannot be read as a data set: ValueError: Unknown split"):
         data.read(str(folder), fields=FIELDS, setting="task.x.path", split="dev")
 
 

@@ -76,7 +76,8 @@ def test_an_asynchronous_run_is_joined_stopped_and_resumed(tmp_path, one_device,
     assert not processes(workdir)
     last = done.stdout.strip().splitlines()[-1]
     assert re.fullmatch(
-        rf"base: accuracy -?\d\.\d\d -> -?\d\.\d\d in \d+ s, mean staleness \d+\.\d steps, results in {workdir}", last
+        rf"base: accuracy -?\d\.\d\d -> -?\d\.\d\d in \d+ s from step \d+ on, mean staleness \d+\.\d steps, results in {workdir}",
+        last,
     )
 
     check_what_is_left(layout.RunDir(workdir), steps)
