@@ -13,7 +13,7 @@ from tests.support import tiny_run
 pytestmark = pytest.mark.slow
 
 OTHERS = [version for version in pythons.VERSIONS if version != ".".join(map(str, sys.version_info[:2]))]
-PACKAGES = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+PACKAGES = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "vaderSentiment")
 # Fast tests of every kind: settings and their checks, mathematics, storage, text, an update, a run in one process.
 QUICK = (
     "tests/test_schemas.py",
@@ -42,7 +42,8 @@ print(len(names))
 
 
 def call(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    ours = ("PYTHONPATH", "VIRTUAL_ENV", "PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST")
+    # XLA_FLAGS: those of this Python's XLA may end a newer one.
+    ours = ("PYTHONPATH", "VIRTUAL_ENV", "PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "XLA_FLAGS")
     seen = {name: value for name, value in tiny_run.environment().items() if name not in ours}
     return subprocess.run(arguments, cwd=tiny_run.ROOT, env=seen, capture_output=True, text=True, timeout=timeout, check=False)
 
