@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tba_jax
+from benchmarks.decode import tail_lengths
 from benchmarks.rollout import rollout
 from benchmarks.trainer_update import SIZES
 from configs import base, demo
@@ -149,10 +150,15 @@ def random_batch(config: Any, contract: contract_lib.Contract, vocab: int) -> st
     )
 
 
-def generator_of(config: Any, vocab: int, *, rows: int, response_length: int) -> Callable[[int], None]:
-    """A function that generates `rows` responses, each to its own prompt, by the decoder of searchers.
+def generator_of(
+    config: Any, vocab: int, *, rows: int, lengths: np.ndarray, samples: int = 1, prompt: int = _PROMPT
+) -> Callable[[int], None]:
+    """A function that generates responses of these lengths by the decoder of searchers, `rows` at a time.
 
     The function's argument numbers the random keys.
+
+    Args: lengths: int32[Q · samples], tokens of the responses, those of a query side by side; samples: responses to a query;
+      prompt: tokens of a prompt.
     """
     model, mesh = model_of(config, vocab), sharding.make_mesh((-1, 1, 1), setting="benchmark")
     engine = Engine(
@@ -160,25 +166,26 @@ def generator_of(config: Any, vocab: int, *, rows: int, response_length: int) ->
         space_of_all_tokens(),
         mesh,
         slots=rows,
-        samples=1,
-        prompt_length=_PROMPT,
-        response_length=response_length,
+        samples=samples,
+        prompt_length=prompt,
+        response_length=int(lengths.max()),
         pad_id=0,
-        lockstep=True,
+        lockstep=len(lengths) == rows,
     )
     params = jax.jit(decoder.define(model).init)(jax.random.key(0))
     engine.set_policy(parameters.cast(params, model.compute_dtype), 0)
-    prompts = np.random.default_rng(1).integers(3, vocab, (rows, _PROMPT)).tolist()
-    sampling = sampling_lib.constant(1, temperature=1.0)
+    limits = lengths.reshape(-1, samples)
+    prompts = np.random.default_rng(1).integers(3, vocab, (len(limits), prompt)).tolist()
+    sampling = sampling_lib.constant(samples, temperature=1.0)
 
     def generate(number: int) -> None:
-        keys = np.asarray(row_keys(number, 0, np.arange(rows, dtype=np.uint32)))
-        requests = [Request(name=str(q), prompt=prompts[q], keys=keys[q : q + 1], sampling=sampling) for q in range(rows)]
-        lengths = [int(made.length[0]) for made in engine.generate(requests)]
-        if min(lengths) < response_length:
-            raise ValueError(
-                f"a response ended after {min(lengths)} of {response_length} tokens, so there was less work than meant"
-            )
+        keys = np.asarray(row_keys(number, 0, np.arange(len(lengths), dtype=np.uint32))).reshape(*limits.shape, 2)
+        requests = [
+            Request(name=str(q), prompt=prompts[q], keys=keys[q], sampling=sampling, limit=limits[q]) for q in range(len(limits))
+        ]
+        made = np.concatenate([made.length for made in engine.generate(requests)])
+        if (made < lengths).any():
+            raise ValueError(f"responses have {made.sum()} of {lengths.sum()} tokens, so there was less work than meant")
 
     return generate
 
@@ -244,9 +251,14 @@ def update_piece(config: Any, vocab: int = 0, *, updates: int = 1) -> Piece:
     return Piece(run, memory_of(program))
 
 
-def decode_piece(config: Any, vocab: int, *, rows: int, response_length: int) -> Piece:
-    """Seconds of one generation, from host arrays to host arrays."""
-    generate, numbers = generator_of(config, vocab, rows=rows, response_length=response_length), itertools.count()
+def uniform(rows: int, tokens: int) -> np.ndarray:
+    """int32[rows], responses of one length."""
+    return np.full(rows, tokens, np.int32)
+
+
+def decode_piece(config: Any, vocab: int, **sizes: Any) -> Piece:
+    """Seconds of one generation, from host arrays to host arrays. Args: sizes: see generator_of."""
+    generate, numbers = generator_of(config, vocab, **sizes), itertools.count()
 
     def run() -> dict[str, float]:
         return {_SECONDS: timed(generate, next(numbers))[0]}
@@ -336,9 +348,11 @@ PIECES: dict[str, Callable[[], Piece]] = {
     "update_demo": lambda: update_piece(demo.get_config(), updates=4),
     "update_v4096": lambda: update_piece(recipe(SIZES), 4096),
     "update_v32000": lambda: update_piece(recipe(SIZES | {"learner.queries": 2}), 32_000),
-    "decode_v4096": lambda: decode_piece(recipe(SIZES), 4096, rows=64, response_length=64),
+    "decode_v4096": lambda: decode_piece(recipe(SIZES), 4096, rows=64, lengths=uniform(64, 64)),
+    "decode_samples": lambda: decode_piece(recipe(SIZES), 4096, rows=64, lengths=uniform(64, 64), samples=16, prompt=512),
+    "decode_tail": lambda: decode_piece(recipe(SIZES), 4096, rows=64, lengths=tail_lengths(256)),
     # Programs of decoding hold each layer by itself, so that fewer are compiled sooner; here the vocabulary is most of the work.
-    "decode_v32000": lambda: decode_piece(recipe(SIZES | {"model.layers": 2}), 32_000, rows=64, response_length=32),
+    "decode_v32000": lambda: decode_piece(recipe(SIZES | {"model.layers": 2}), 32_000, rows=64, lengths=uniform(64, 32)),
     "compile_update": lambda: compile_piece(*update_to_compile(recipe(SIZES), 4096), donate=(0,)),
     "compile_decode": lambda: compile_piece(*rollout_of(recipe(SIZES | {"model.layers": 1}), 4096, rows=4, response_length=128)),
     "lower_28_layers": lambda: lower_piece(*update_to_compile(recipe(_DEEP), 4096), donate=(0,)),

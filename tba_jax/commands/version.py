@@ -2,8 +2,8 @@
 
 python -m tba_jax version [--json]
 
-A process of its own asks JAX for its devices, so that a driver that fails, ends its process or hangs is told of like everything
-else. Of the variables of the environment only those are printed that steer JAX and its libraries.
+A process of its own asks JAX for its devices, so that the command reports a driver that fails, ends its process or hangs, and
+still prints the rest. The environment variables that steer JAX and its libraries are printed, no others.
 """
 
 import json

@@ -289,7 +289,7 @@ class Lane:
         return sum((group, u) in self._parts for u in range(self._config.buffers))
 
     def _oldest_first(self) -> np.ndarray:
-        """int32[J, U]: see decode_loop.prefill. Of the groups that the state holds."""
+        """int32[J, U], for the groups that the state holds: see decode_loop.prefill."""
         return np.argsort(self._filled_at[self._groups], axis=1).astype(np.int32)
 
     @property

@@ -85,7 +85,7 @@ class Demand:
 
     @property
     def numbers(self) -> str:
-        """What is needed, what is there, and the files."""
+        """The bytes that the run needs and those that are free, and the files that need them, as a clause of a sentence."""
         there = f"{fitting.in_words(self.free)} left on the file system of {self.folder}"
         return f"about {fitting.in_words(self.size)} of the {there}: {', '.join(each.what for each in self.files)}"
 

@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 Settings = Mapping[str, Any]
 
-# Of the memory that roles may take, by the kind of device: estimates leave out XLA's temporary arrays and the libraries of each
-# process, and on a CPU a checkpoint that is being written as well.
+# The shares of a device's memory that roles may take by estimate, by the kind of device: estimates leave out XLA's temporary
+# arrays and the libraries of each process, and on a CPU a checkpoint that is being written as well.
 _SHARES = {"gpu": 0.85, "other": 0.85, "cpu": 0.7}
 # A tokenizer that changes more of the prompts than this is not the one for them. Fewer are an alarm of the run.
 _CHANGED_PROMPTS = 0.1
@@ -39,7 +39,7 @@ _AT_MOST_ON_CPU: Settings = {
     "evaluation.batch_size": 32,
 }
 _ON_CPU: Settings = {"model.compute_dtype": "float32", "task.long_prompts": "skip"}
-# What is counted in steps, and becomes less in proportion where a run has fewer steps than its recipe.
+# Settings in steps, which a run of fewer steps than its recipe has in proportion.
 _IN_PROPORTION = (
     *("learner.warmup_steps", "learner.decay_steps", "learner.beta_steps"),
     *("learner.ref_temperature_steps", "learner.reward_temperature_steps"),

@@ -52,7 +52,7 @@ class Base:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What is exported. name: of the folder; step; dtype of the weights; adapter: whether the adapters alone are."""
+    """An export. name: its folder's name; step: the trainer's; dtype: of the weights; adapter: it holds the adapters alone."""
 
     name: str
     step: int
@@ -234,7 +234,7 @@ def _rows_trained(run: layout.RunDir, step: int) -> str:
 
 
 def _versions(run: layout.RunDir) -> str:
-    """Of the trainer's newest process; where it has left none, of this one."""
+    """The versions that the trainer's newest process told; those of this process where the trainer told none."""
     here = beginnings.told(())
     try:
         starts = [event for event in events.read(run.metrics("trainer")) if event["event"] == "start"]

@@ -8,8 +8,9 @@ from tba_jax.run.alarms import Finding
 
 REWARD_MODEL_GUESSES = "reward_model_guesses"
 
-# A guess is right in half of the pairs. What is this good, or within two standard errors of a guess, orders no responses. Who was
-# better than that before training, and is not clearly better after it, has learned nothing unless it orders most pairs.
+# Pair accuracies. A guess is right in half of the pairs. A model below _OF_USE, or within two standard errors of a guess, orders
+# no responses. A model above _OF_USE before training that is not clearly better afterwards has learned nothing, unless it is
+# above _GOOD.
 _GUESS, _OF_USE, _GOOD = 0.5, 0.55, 0.75
 _RAISE = 10.0  # a learning rate to try next, in place of one that hardly moved the model
 

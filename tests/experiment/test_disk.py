@@ -84,7 +84,7 @@ def test_checkpoints_and_snapshots_may_lie_on_two_disks(tmp_path):
 
 
 def test_ones_own_task_keeps_few_snapshots(tmp_path):
-    """Of a model of 1.5B parameters, all snapshots of the default config in float32 would take 1.5 TB."""
+    """All snapshots that the default config writes of a model of 1.5B parameters would take 1.5 TB in float32."""
     tokenizer = random_checkpoints.byte_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "tokenizer" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     rows = tmp_path / "rows.jsonl"

@@ -76,7 +76,7 @@ def memory(monkeypatch):
 
 @pytest.fixture
 def free(monkeypatch):
-    """What is left on every disk."""
+    """A function that sets the free space of every disk, in GiB."""
 
     def make(gib: float) -> None:
         monkeypatch.setattr(file_systems, "free", lambda folder: int(gib * GIB))
