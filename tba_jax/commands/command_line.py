@@ -210,6 +210,8 @@ def failures(workdir: Path | None = None) -> Iterator[None]:
             os._exit(processes.STORAGE_FAILED)
         if isinstance(error, processes.BadInput):
             refuse(error)
+        if missing := processes.missing_package(error):
+            refuse(ValueError(missing))
         if isinstance(error, FloatingPointError | processes.NoRewards | processes.PeerLost):
             print(f"error: {sentence}", file=sys.stderr)
             sys.exit(processes.exit_code(error))

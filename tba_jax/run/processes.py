@@ -99,8 +99,24 @@ def exit_code(error: BaseException) -> int:
         return STOPPED
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if missing_package(error):
+        return BAD_INPUT
     codes = {BadInput: BAD_INPUT, FloatingPointError: NOT_FINITE, NoRewards: NO_REWARDS, PeerLost: PEER_LOST}
     return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
+
+
+def missing_package(error: BaseException) -> str:
+    """The sentence about a package that an import did not find, "" where `error` is another one.
+
+    The environment is a setting of the user's: a role that lacks a package fails in the same way however often it is started.
+    """
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package in ("", "tba_jax"):
+        return ""
+    return (
+        f"the package {package!r} is not installed in the environment of {sys.executable}: `{sys.executable} -m pip install -r "
+        "requirements.txt` installs what tba_jax needs, and what a task or reward of your own imports is to be installed likewise"
+    )
 
 
 class Lifeline:

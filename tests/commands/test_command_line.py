@@ -25,6 +25,8 @@ from tests.support import tiny_run
         (OSError(errno.EROFS, "Read-only file system"), processes.STORAGE_FAILED, "Read-only file system"),
         (RuntimeError("write: No space left on device"), processes.STORAGE_FAILED, "what was committed stays readable"),
         (processes.BadInput("slots=3\ncannot be divided"), processes.BAD_INPUT, "error: slots=3 cannot be divided"),
+        (ModuleNotFoundError("No module named 'nosuch'", name="nosuch.part"), processes.BAD_INPUT, "the package 'nosuch' is not"),
+        (ModuleNotFoundError("No module named 'tba_jax.x'", name="tba_jax.x"), 1, "No module named 'tba_jax.x'"),
         (FloatingPointError("step 3: loss nan"), processes.NOT_FINITE, "error: step 3: loss nan"),
         (RuntimeError("of another kind\nin two lines"), 1, "error: RuntimeError: of another kind in two lines"),
     ],
