@@ -185,7 +185,10 @@ c.replay.merge_edit_distance = setting(0.0, at_least=0, below=1, fixed=True)
 c.replay.merge_cosine_distance = setting(0.0, at_least=0, below=2, fixed=True)  # needs task.embedding_path
 c.replay.drop = setting("oldest", one_of=("oldest", "lowest_reward"), fixed=True)  # the row that leaves a full query or window
 c.replay.recent_probability = setting(0.95, at_least=0, at_most=1)  # m: share of queries drawn from recent rows
-c.replay.recent_window = setting(0, at_least=0)  # trainer steps that count as recent; 0: publish.every_steps
+# Recent is what became visible in the last so many trainer steps at which rows did. 0: publish.every_steps
+c.replay.recent_window = setting(0, at_least=0)
+# The rows of a recent query that has fewer than learner.completions recent ones. repeat: these repeated; older: its newest.
+c.replay.recent_fill = setting("repeat", one_of=("repeat", "older"))
 c.replay.strategy = setting("uniform", registry="strategies")  # how the rows of the other queries are drawn; softmax: of reward
 c.replay.inverse_temperature = setting(1.0, above=0)  # of the softmax strategy
 c.replay.max_draws_per_row = setting(0, at_least=0)  # 0: no limit

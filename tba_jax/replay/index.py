@@ -126,7 +126,7 @@ class ReplayIndex(Window):
         row_in: dict[int, int] = {}
         for arrival, row in zip(arrivals, valid.tolist(), strict=True):
             slot = heapq.heappop(self._free_slots)
-            self._arrival[slot] = arrival
+            self._arrival[slot], self._visible_step[slot] = arrival, step
             row_in[slot] = row
             if self._near is not None:
                 self._near.put(slot, rows, row)
@@ -134,7 +134,7 @@ class ReplayIndex(Window):
             self._insert(slot, query_ids[row], identity, rewards[row], counts)
         self._slot_top = max(self._slot_top, max(row_in) + 1)
         slots, put = np.fromiter(row_in.keys(), np.int64), np.fromiter(row_in.values(), np.int64)
-        self._slot_writer[slots], self._visible_step[slots], self._row_step[slots] = number, step, row_steps[put]
+        self._slot_writer[slots], self._row_step[slots] = number, row_steps[put]
         for name, column in self._columns.items():
             column[slots] = rows[name][put]
 
@@ -214,6 +214,8 @@ class ReplayIndex(Window):
         self._slot_query[slot] = number
         self._query_rows[number] = len(group)
         self._newest_slot[number] = slot
+        visible = int(self._visible_step[slot])
+        self._rows_of_step[visible] = self._rows_of_step.get(visible, 0) + 1
         members = self._members[number]
         self._place[slot] = len(members)
         members.append(slot)
@@ -239,6 +241,10 @@ class ReplayIndex(Window):
         self._row_draws[slot] = 0  # as in every free slot
         self._query_rows[number] = len(group)
         self._slot_query[slot] = self._arrival[slot] = -1
+        visible = int(self._visible_step[slot])
+        self._rows_of_step[visible] -= 1
+        if not self._rows_of_step[visible]:
+            del self._rows_of_step[visible]
         heapq.heappush(self._free_slots, slot)
         members, place = self._members[number], self._place[slot]
         last = members.pop()

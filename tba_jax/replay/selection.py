@@ -25,6 +25,8 @@ def _uniform(rewards: np.ndarray, inverse_temperature: float) -> np.ndarray:
 # (rewards float64[n], inverse temperature) -> log-weights float64[n] of the responses of a query.
 STRATEGIES: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {"softmax": _softmax, "uniform": _uniform}
 
+RECENT_FILLS = ("repeat", "older")
+
 # In a group of more rows the largest keys are selected before they are sorted.
 LARGE_GROUP = 2048
 
@@ -35,7 +37,10 @@ class Selection:
 
     queries, completions: Q, K.
     recent_probability: m, the probability that a position draws from the recent pool.
-    recent_window: trainer steps for which a row counts as recent after it became visible.
+    recent_window: a row is recent if it became visible in the last so many trainer steps at which rows did (see
+      `Window.recent_since`). What becomes visible at one step is whole appends of searchers.
+    recent_fill: the rows of a recent query with fewer than K recent ones. repeat: these alone, repeated; older: its newest K.
+      Under max_draws_per_row it is always the newest K: repeats would draw rows past the limit.
     strategy: a key of STRATEGIES, for the responses of positions outside the recent pool.
     inverse_temperature: of the softmax strategy.
     max_draws_per_row: a row drawn as often is not eligible (0 = off). A query then waits until K of its rows are, or until new
@@ -49,12 +54,15 @@ class Selection:
     recent_window: int
     strategy: str
     inverse_temperature: float
+    recent_fill: str = "repeat"
     max_draws_per_row: int = 0
     max_staleness: int = 0
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy={self.strategy!r} is not one of {sorted(STRATEGIES)}")
+        if self.recent_fill not in RECENT_FILLS:
+            raise ValueError(f"recent_fill={self.recent_fill!r} is not one of {list(RECENT_FILLS)}")
         if not 0 <= self.recent_probability <= 1:
             raise ValueError(f"recent_probability={self.recent_probability} must be within [0, 1]")
         at_least = {"queries": 1, "completions": 1, "recent_window": 0, "max_draws_per_row": 0, "max_staleness": 0}
@@ -77,14 +85,16 @@ def draw_batch(index: ReplayIndex, selection: Selection, *, rng: np.random.Gener
     live = _live(index, selection, spent)
     if len(live) < Q:
         return None
-    from_recent, oldest = rng.random(Q) < selection.recent_probability, step - selection.recent_window + 1
+    from_recent, oldest = rng.random(Q) < selection.recent_probability, index.recent_since(selection.recent_window)
     slots, group = index.rows_of(_choose_queries(index, live, from_recent, rng, oldest=oldest))
     if spent is not None:
         fresh = ~spent[slots]
         slots, group = slots[fresh], group[fresh]
     recent = np.flatnonzero(from_recent[group])
     inside = index.visible_step[slots[recent]] >= oldest
-    older = recent[~newest_rows(group[recent], index.arrival[slots[recent]], inside, Q=Q, minimum=K)]
+    repeats = selection.recent_fill == "repeat" and not selection.max_draws_per_row
+    newest = newest_rows(group[recent], index.arrival[slots[recent]], inside, Q=Q, K=K, minimum=1 if repeats else K)
+    older = recent[~newest]
     slots, group = np.delete(slots, older), np.delete(group, older)
     log_weights = STRATEGIES[selection.strategy](index.reward[slots].astype(np.float64), selection.inverse_temperature)
     log_weights[from_recent[group]] = 0.0
@@ -169,14 +179,14 @@ def least_drawn(draws: np.ndarray, count: int, rng: np.random.Generator) -> np.n
     return rng.permutation(np.concatenate([below, ties]))
 
 
-def newest_rows(group: np.ndarray, arrival: np.ndarray, inside: np.ndarray, *, Q: int, minimum: int) -> np.ndarray:
-    """bool[n], the rows `inside` the window, and in a group with fewer than `minimum` of them its newest `minimum`.
+def newest_rows(group: np.ndarray, arrival: np.ndarray, inside: np.ndarray, *, Q: int, K: int, minimum: int) -> np.ndarray:
+    """bool[n], the rows `inside` the window, and in a group with fewer than `minimum` of them its newest K.
 
     group: int64[n] in [0, Q); arrival: int64[n]; inside: bool[n], true for the newest rows of a group.
     """
     short = np.bincount(group[inside], minlength=Q) < minimum
     rows = np.flatnonzero(short[group])
-    order, _ = _largest(group[rows], arrival[rows], Q=Q, count=minimum)
+    order, _ = _largest(group[rows], arrival[rows], Q=Q, count=K)
     result = inside & ~short[group]
     result[rows[order]] = True
     return result

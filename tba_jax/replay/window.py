@@ -2,6 +2,7 @@
 
 import array
 import collections
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -58,6 +59,8 @@ class Window:
         # Query number -> its slots in no order (int32); slot -> its place there.
         self._members: dict[int, array.array[int]] = {}
         self._place = array.array("i", bytes(4 * slots))
+        # Trainer step -> resident rows that became visible then; the keys ascend.
+        self._rows_of_step: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._order)
@@ -76,6 +79,13 @@ class Window:
     newest_arrival = property(lambda self: self._arrival[self._newest_slot[: self._query_top]])
     newest_visible_step = property(lambda self: self._visible_step[self._newest_slot[: self._query_top]])
     newest_row_step = property(lambda self: self._row_step[self._newest_slot[: self._query_top]])
+
+    def recent_since(self, window: int) -> int:
+        """The first of the last `window` trainer steps at which any resident row became visible; 0 where there are fewer.
+
+        Steps at which nothing arrived do not count. So what a starved trainer calls recent stays until something newer comes.
+        """
+        return next(itertools.islice(reversed(self._rows_of_step), window - 1, None), 0) if window else np.iinfo(np.int64).max
 
     def rows_of(self, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """All rows of some queries; the cost grows with their rows, not with the window.

@@ -130,6 +130,7 @@ def flows(draw: Any) -> Any:
     }
     c.update_from_flattened_dict({name: draw(st.integers(*limits)) for name, limits in ranges.items()})
     c.replay.recent_probability = draw(st.floats(0, 1))
+    c.replay.recent_fill = draw(st.sampled_from(("repeat", "older")))
     c.replay.capacity_per_query = draw(st.integers(K, 2 * S))
     c.replay.capacity = Q * S + draw(st.integers(0, 30))
     return c

@@ -318,6 +318,7 @@ def test_a_restored_index_goes_on_as_the_original(tmp_path, options):
             completions=4,
             recent_probability=0.5,
             recent_window=2,
+            recent_fill=("repeat", "older")[step % 2],
             strategy="softmax",
             inverse_temperature=1.0,
         )

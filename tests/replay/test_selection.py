@@ -14,7 +14,8 @@ SHAPE = RowShape(prompt_length=1, response_length=2, reward_parts=())
 
 def index_of(groups: dict[int, int], *, step: int = 1, index: ReplayIndex | None = None, policy_step: int = 0) -> ReplayIndex:
     """Adds, for each query id, that many distinct rows of reward 0, 1, 2, … visible from `step` on."""
-    index = index or ReplayIndex(shape=SHAPE, capacity=10_000, capacity_per_query=10_000, vocab_size=100_000)
+    if index is None:
+        index = ReplayIndex(shape=SHAPE, capacity=10_000, capacity_per_query=10_000, vocab_size=100_000)
     count, first = sum(groups.values()), index.heads.get("w", 0)
     rows = {name: np.zeros((count, *row), dtype) for name, (dtype, row) in SHAPE.columns().items()}
     rows["row"] = np.arange(first, first + count)
@@ -85,13 +86,13 @@ def test_the_share_of_the_recent_pool_is_m():
     index_of(dict.fromkeys(range(200, 240), 2), step=50, index=index)
     rng, m, recent, trials = np.random.default_rng(2), 0.3, 0, 300
     for _ in range(trials):
-        slots = draw(index, rng, step=50, queries=10, completions=2, recent_probability=m, recent_window=5)
+        slots = draw(index, rng, step=50, queries=10, completions=2, recent_probability=m, recent_window=1)
         recent += int((queries_of(index, slots, 2) >= 200).sum())
     # The general pool is all 240 queries, of which at most 40 are recent and not drawn yet in this batch.
     n = 10 * trials
     expected = np.array([m + (1 - m) * (40 - 10 * m) / (240 - 10 * m)])
     assert abs(recent / n - expected) < 4.5 * np.sqrt(expected * (1 - expected) / n)
-    only = draw(index, rng, step=50, queries=40, completions=2, recent_probability=1.0, recent_window=5)
+    only = draw(index, rng, step=50, queries=40, completions=2, recent_probability=1.0, recent_window=1)
     assert set(queries_of(index, only, 2).tolist()) == set(range(200, 240))
 
 
@@ -131,20 +132,61 @@ def test_too_few_queries_draw_nothing():
     assert draw(empty, rng) is None
 
 
-def test_a_recent_query_gives_its_rows_of_the_window_or_newest():
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        ({}, {1: {12, 13, 14, 15, 16}, 2: {17, 18}}),  # the two recent rows of query 2 are repeated
+        ({"recent_fill": "older"}, {1: {12, 13, 14, 15, 16}, 2: {10, 11, 17, 18}}),
+        ({"max_draws_per_row": 1}, {1: {12, 13, 14, 15, 16}, 2: {10, 11, 17, 18}}),
+    ],
+)
+def test_a_recent_query_gives_its_recent_rows(settings, rows):
     index = index_of({1: 6, 2: 6}, step=1)
     index_of({1: 5, 2: 2}, step=10, index=index)
     rng, seen = np.random.default_rng(5), {1: set(), 2: set()}
-    for _ in range(60):
-        slots = draw(index, rng, step=12, queries=2, completions=4, recent_probability=1.0, recent_window=3).reshape(2, 4)
-        for query, group in zip(queries_of(index, slots.ravel(), 4).tolist(), slots, strict=True):
-            assert len(set(group.tolist())) == 4
+    fixed = dict(queries=2, completions=4, recent_probability=1.0, recent_window=1, **settings)
+    for step in range(10, 70):  # nothing newer comes: what is recent stays
+        groups = draw(index, rng, step=step, **fixed).reshape(2, 4)
+        for query, group in zip(queries_of(index, groups.ravel(), 4).tolist(), groups, strict=True):
+            counts = np.unique(group, return_counts=True)[1]
+            assert counts.max() - counts.min() <= 1
             seen[query] |= set(index.slot_row[group].tolist())
-    # Rows 12–16 and 17–18 are of the window; query 2 has only two there, so its newest four are all it gives.
-    assert seen == {1: {12, 13, 14, 15, 16}, 2: {10, 11, 17, 18}}
-    # One step later the window is empty: the pool is the newest queries, with their newest rows.
-    slots = draw(index, rng, step=13, queries=1, completions=2, recent_probability=1.0, recent_window=3)
-    assert sorted(index.slot_row[slots].tolist()) == [17, 18]
+    assert seen == rows
+
+
+def test_a_recent_pool_without_recent_rows_gives_the_newest():
+    """Q=2 queries are asked for, and one alone has recent rows: the other gives its newest K."""
+    index = index_of({1: 6, 2: 6}, step=1)
+    index_of({1: 4}, step=10, index=index)
+    slots = draw(index, np.random.default_rng(0), queries=2, completions=3, recent_probability=1.0, recent_window=1)
+    of_the_old = index.slot_row[slots][index.gather(slots)["query_id"] == 2]
+    assert sorted(of_the_old.tolist()) == [9, 10, 11]
+
+
+def test_steps_at_which_nothing_arrived_do_not_count():
+    """What is recent is a function of the steps of resident rows, checked against a list of them."""
+    index, rng = ReplayIndex(shape=SHAPE, capacity=40, capacity_per_query=6, vocab_size=100_000), np.random.default_rng(7)
+    step = 0
+    for _ in range(60):
+        step += int(rng.integers(0, 4))
+        index_of({int(rng.integers(0, 9)): int(rng.integers(1, 5))}, step=step, index=index)
+        resident = np.unique(index.visible_step[index.slot_query >= 0])[::-1]
+        for window in (1, 2, 5):
+            assert index.recent_since(window) == (resident[window - 1] if len(resident) >= window else 0)
+    assert index.recent_since(0) > step and len(resident) > 5
+
+
+def test_a_starved_trainer_draws_all_of_the_last_appends():
+    """Four updates an append of 20 queries: the recent pool keeps the 20, and does not shrink to the newest Q."""
+    rng, index, K = np.random.default_rng(8), None, 2
+    drawn = []
+    for step in range(40):
+        if step % 4 == 0:
+            index = index_of(dict.fromkeys(range(5 * step, 5 * step + 20), K), step=step, index=index)
+        slots = draw(index, rng, step=step, queries=5, completions=K, recent_probability=1.0, recent_window=1)
+        drawn += queries_of(index, slots, K).tolist()
+        index.mark_drawn(slots)
+    assert len(set(drawn)) == len(drawn) == 200
 
 
 def test_the_recent_pool_is_extended_by_policy_step_then_arrival():
@@ -230,7 +272,7 @@ def test_large_groups_give_what_sorting_gives(monkeypatch, large):
     for Q, K in [(1, 5), (4, 3), (7, 20)]:
         group, arrival = rng.integers(0, Q, 300), rng.permutation(300)
         inside = arrival > 250
-        newest = newest_rows(group, arrival, inside, Q=Q, minimum=K)
+        newest = newest_rows(group, arrival, inside, Q=Q, K=K, minimum=K)
         log_weights = np.where(rng.random(300) < 0.3, -np.inf, rng.normal(size=300))
         seed = int(rng.integers(1000))
         drawn = draw_within_groups(group, log_weights, np.random.default_rng(seed), Q=Q, K=K)

@@ -43,6 +43,7 @@ def make_selection(config: Any, *, recent_window: int) -> Selection:
         completions=c.completions,
         recent_probability=replay.recent_probability,
         recent_window=replay.recent_window or recent_window,
+        recent_fill=replay.recent_fill,
         strategy=replay.strategy,
         inverse_temperature=replay.inverse_temperature,
         max_draws_per_row=replay.max_draws_per_row,
@@ -66,7 +67,7 @@ class ReplayBuffer:
     """
 
     def __init__(self, config: Any, contract: contract_lib.Contract, run: layout.RunDir, *, recent_window: int):
-        """Args: recent_window: trainer steps that count as recent where replay.recent_window is 0."""
+        """Args: recent_window: what stands for replay.recent_window where that is 0."""
         self._seed, self._min_rows = config.seed, config.replay.min_rows
         self._selection = make_selection(config, recent_window=recent_window)
         mounts = contract_lib.mounted_logs(config.replay.mount, reward_version=contract.reward_version)
