@@ -304,6 +304,7 @@ c.evaluation.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1))
 
 c.schedule = ConfigDict()
 c.schedule.mode = setting("asynchronous", one_of=("asynchronous", "interleaved"))  # interleaved: in turn, in one process
+c.schedule.updates_per_search = setting(1, at_least=1)  # interleaved: updates after each batch of the searcher
 c.schedule.lag = setting(0, at_least=0)  # interleaved: fresh rows come from the policy of this many steps ago; 0: on-policy
 
 c.trainer = ConfigDict()

@@ -210,8 +210,11 @@ def _linear(c: Mapping[str, Any], name: str) -> str:
 
 def _schedule(run: layout.RunDir, c: Mapping[str, Any], step: int) -> str:
     if c["schedule.mode"] == "interleaved":
-        lag = c["schedule.lag"]
-        return f"search and training in turn, rows of the policy of {lag} steps ago" if lag else "on-policy, in turn"
+        lag, updates = c["schedule.lag"], c["schedule.updates_per_search"]
+        often = f", {updates} updates a batch of the searcher" if updates > 1 else ""
+        if not lag and not often:
+            return "on-policy, in turn"
+        return f"search and training in turn, fresh rows of the policy of {lag} steps ago{often}"
     told = f"asynchronous, {c['searchers.count']} searchers, a snapshot every {c['publish.every_steps']} steps"
     try:
         ages = [line["staleness_mean"] for line in metrics.each_line(run.metrics("trainer")) if line["step"] <= step]

@@ -31,9 +31,11 @@ def run_interleaved(
     *,
     stop: Callable[[], bool],
 ) -> bool:
-    """One search batch, one update, until learner.steps are done. Returns whether the run is finished.
+    """One search batch, then schedule.updates_per_search updates, until learner.steps are done. Returns whether the run has
+    finished.
 
-    Fresh rows of step n come from the weights after n − 1 − lag updates.
+    Fresh rows of step n come from the weights after n − 1 − lag updates. Where the trainer finds too few rows for an update, the
+    next batch comes at once.
     """
     recorder = Recorder(trainer, run)
     record = trainer.record
@@ -57,23 +59,27 @@ def run_interleaved(
             pass
         return reports
 
+    report, lacks_rows = None, False
     while not trainer.is_done and goes_on():
-        if not search_record.watch.may_search:
+        searches = lacks_rows or trainer.step_number % trainer.config.schedule.updates_per_search == 0
+        if searches and not search_record.watch.may_search:
             time.sleep(trainer.config.searchers.poll_seconds)
             continue
         with record.profiler.step(trainer.step_number + 1):
-            if not (reports := search()):
-                break
-            (report,) = reports
-            search_record.note(trainer.step_number + 1, report)
+            if searches:
+                if not (reports := search()):
+                    break
+                (report,) = reports
+                search_record.note(trainer.step_number + 1, report)
             trainer.poll()
             measurements = trainer.step()
+        lacks_rows = measurements is None
         record.profiler.ended(trainer.step_number)
         trainer.report_problems()
         if measurements is None:
             continue
         trainer.flush_snapshot()
-        if recorder.note(measurements):
+        if recorder.note(measurements) and report is not None:
             search_record.write(trainer.step_number, report)
         if evaluations:
             evaluations.catch_up()

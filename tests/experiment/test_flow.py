@@ -32,6 +32,7 @@ IN_TURN = {
     "replay.max_draws_per_row": (0, 1, 2),
     "replay.max_staleness": (0, 1, 3),
     "schedule.lag": (0, 1, 3, 4),
+    "schedule.updates_per_search": (1, 3),
     "replay.recent_probability": (0.0, 1.0),
     "replay.min_rows": (0, 9),
     "replay.capacity": (6, 40),

@@ -23,6 +23,27 @@ def test_rows_come_from_exactly_lag_steps_ago(tmp_path, lag):
     assert [line["staleness_mean"] for line in lines] == [min(step, lag) for step in range(8)]
 
 
+def test_several_updates_follow_a_batch_of_the_searcher(tmp_path):
+    changes = {"replay__merge_duplicates": False, "evaluation__enabled": False, "schedule__updates_per_search": 3}
+    run = layout_lib.RunDir(tmp_path)
+    assert frozen_runs.run(tmp_path, learner__steps=7, **changes) == 0
+    lines = metrics.read_lines(run.metrics("trainer"))
+    rows = [line["rows_seen"] for line in lines]
+    assert rows == [rows[0] * (1 + step // 3) for step in range(7)]
+    assert [line["staleness_max"] for line in lines][:3] == [0, 1, 2]
+
+
+def test_a_batch_comes_early_where_an_update_finds_too_few_rows(tmp_path):
+    """Each row is drawn once at most, and a batch of the searcher holds a few more rows than an update takes."""
+    changes = {"schedule__updates_per_search": 3, "replay__max_draws_per_row": 1, "evaluation__enabled": False}
+    run = layout_lib.RunDir(tmp_path)
+    assert frozen_runs.run(tmp_path, learner__steps=5, replay__merge_duplicates=False, **changes) == 0
+    rows = [line["rows_seen"] for line in metrics.read_lines(run.metrics("trainer"))]
+    assert rows[0] > 0 and rows == [rows[0] * batches for batches in (1, 2, 3, 4, 4)], (
+        "what the four leave is enough for the fifth"
+    )
+
+
 def test_a_run_leaves_what_the_readme_promises(tmp_path):
     assert frozen_runs.run(tmp_path, learner__steps=6, evaluation__every_steps=3) == 0
     layout = layout_lib.RunDir(tmp_path)

@@ -167,12 +167,14 @@ class World:
 def goes_on_in_turn(world: World, *, rounds: int) -> bool:
     """As `World.goes_on`, in one process: the loop of roles/interleaved.py."""
     (searcher,) = world.searchers
-    for _ in range(rounds):
+    lacks_rows = False
+    for _ in range(rounds * world.config.schedule.updates_per_search):
         if world.is_done:
             return True
-        searcher.step = max(0, world.step - world.config.schedule.lag)
-        searcher.quota.renew()
-        searcher.search()
-        searcher.deliver()
-        world.train()
+        if lacks_rows or world.step % world.config.schedule.updates_per_search == 0:
+            searcher.step = max(0, world.step - world.config.schedule.lag)
+            searcher.quota.renew()
+            searcher.search()
+            searcher.deliver()
+        lacks_rows = not world.train()
     return world.is_done
