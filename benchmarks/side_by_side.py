@@ -22,7 +22,8 @@ class Job:
     """One run of tba_jax.main.
 
     root: the study's folder; name: the run's, below root; recipe: a file under configs/, with its variant; settings: leaf of the
-    config -> value; warm: the run begins from root's warm start (warm_start.ensure makes it), else as its recipe says.
+    config -> value; warm: the run begins from root's warm start (warm_start.ensure makes it), else as its recipe says; checkout:
+    the folder whose code runs, here by default.
     """
 
     root: Path
@@ -30,6 +31,7 @@ class Job:
     recipe: str
     settings: Mapping[str, Any]
     warm: bool = False
+    checkout: Path = Path()
 
     @property
     def workdir(self) -> Path:
@@ -105,6 +107,7 @@ def run(job: Job, *, cores: Sequence[int]) -> None:
             stdout=file,
             stderr=subprocess.STDOUT,
             env=environment,
+            cwd=job.checkout,
             check=False,
         )
     if ended.returncode == processes.NOT_FINITE:
