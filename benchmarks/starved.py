@@ -42,10 +42,10 @@ def job(root: Path, name: str, checkout: Path, seed: int) -> side_by_side.Job:
         "learner.beta_steps": _STEPS.value,
         "schedule.mode": "interleaved",
         "schedule.updates_per_search": _UPDATES.value,
-        # One append brings half of what its updates draw, and the window is that of the asynchronous recipe.
-        "searchers.queries_per_batch": 14,
+        # One append brings the queries that its updates draw, and the window is that of the asynchronous recipe.
+        "searchers.queries_per_batch": 7 * _UPDATES.value,
         "searchers.samples_per_query": 20,
-        "searchers.slots": 280,
+        "searchers.slots": 140 * _UPDATES.value,
         "replay.recent_window": 2,
         "evaluation.every_steps": max(1, _STEPS.value // 4),
         "evaluation.batch_size": 64,
