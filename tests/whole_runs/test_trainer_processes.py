@@ -108,7 +108,7 @@ def kill_and_resume(workdir: Path, flags: list[str], *, killed: int, at: int, co
     return seconds
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_process_ends_the_others_and_all_resume_bit_for_bit(tmp_path, source, killed):
     flags = trainers.offline_flags(source, learner__steps=30, checkpoint__every_steps=8)
     seconds = kill_and_resume(tmp_path / "killed", flags, killed=killed, at=11)
@@ -202,6 +202,7 @@ def start_with(code: dict[int, str], workdir: Path, *flags: str) -> list[subproc
     return started
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_end_all_while_a_snapshot_is_written(tmp_path, source):
     """Process 0 waits for nobody's shards then, and its end is that of the run."""
     flags = trainers.offline_flags(source, **LONG | {"publish__every_steps": 3})
@@ -222,6 +223,7 @@ def test_a_signal_while_a_snapshot_is_written_waits_for_it(tmp_path, source):
     assert layout.steps_in(tmp_path / "run" / "checkpoints")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_another_process_cannot_write_ends_all_at_once(tmp_path, source):
     flags = trainers.offline_flags(source, learner__steps=30, checkpoint__every_steps=5)
     begin = time.monotonic()
@@ -245,6 +247,7 @@ def test_a_silent_process_is_seen_after_the_heartbeat(tmp_path, source):
     assert seconds < 8.0
 
 
+@pytest.mark.slow
 def test_a_supervised_trainer_of_two_processes_is_started_again_as_a_whole(tmp_path):
     workdir = tmp_path / "run"
     flags = ["--config.trainer.processes=2", "--config.searchers.count=1", "--config.learner.steps=40", "--profile=38:2"]

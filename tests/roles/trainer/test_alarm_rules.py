@@ -150,6 +150,7 @@ def test_a_run_whose_responses_differ_gives_no_alarm(tmp_path):
     assert len([*(tmp_path / "run" / "metrics").glob("*/metrics.jsonl")]) >= 3
 
 
+@pytest.mark.slow
 def test_a_clip_far_below_every_gradient_is_named(tmp_path):
     # A batch of equal rewards has no gradient, and rows differ from run to run: in 40 steps there are 8 in a row that have one.
     settings: dict[str, Any] = {"evaluation__enabled": False, "learner__steps": 40, "task__missing_eos_reward": -1.0}
@@ -179,6 +180,7 @@ def run_of(tmp_path: Path, reward: str, **settings: Any) -> dict[str, alarms.Ala
     return told(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_rewards_that_are_not_finite_are_named_by_all_who_see_them(tmp_path):
     found = run_of(tmp_path, 'np.nan if response.count("1") % 2 else len(response)', learner__steps=12, evaluation__enabled=True)
     assert found.keys() == {"rows_rejected"} and "are not valid" in found["rows_rejected"].sentence
@@ -194,6 +196,7 @@ def test_updates_that_are_left_out_again_and_again_are_named(tmp_path):
     assert "updates_refused" in found and "learner.non_finite=skip" in found["updates_refused"].sentence
 
 
+@pytest.mark.slow
 def test_a_run_that_has_solved_its_queries_is_told_so(tmp_path):
     """The first four rewards are 0, and all others 1: a single one might never be resident, as a duplicate of a later one."""
     reward = 'float(len(self.__dict__.setdefault("seen", [])) >= 4 or bool(self.seen.append(1)))'
