@@ -19,6 +19,7 @@ from tba_jax.run.places import Place
 _STEP = re.compile(r"\d{8}")
 _SHARED = "shared.json"
 _TRAINER = "trainer.json"
+_OWN_FOLDERS = ("policy", "reference", "replay", "checkpoints", "journal")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,10 +155,18 @@ def open_run_dir(workdir: Path | str, shared: str = "") -> RunDir:
 
 
 def check_can_be_made(run: RunDir) -> None:
-    """Raises ValueError where the workdir is no folder and cannot become one, or cannot be written; writes nothing."""
+    """Raises ValueError where the workdir is no folder and cannot become one, cannot be written, or holds folders of the names
+    that a run gives its own, in which the trainer removes what it does not know; writes nothing."""
     there = next(folder for folder in (run.root, *run.root.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"workdir {str(run.root)!r} cannot be written: {there} is {'read-only' if there.is_dir() else 'a file'}")
+    folders = dict.fromkeys(folder for folder in (run.root, run.shared) if isinstance(folder, Path))
+    foreign = [folder / name for folder in folders for name in _OWN_FOLDERS if any(places.names_in(folder / name))]
+    if foreign and not places.exists(run.config):  # looked for last: whoever makes the run writes it before these folders
+        raise ValueError(
+            f"workdir {str(foreign[0].parent)!r} holds no run, for there is no {run.config}, and yet has {foreign[0].name}/, as the "
+            "folder of a run is called: take another --workdir; of a run that has lost this file, restore it from a copy"
+        )
 
 
 def note_shared(run: RunDir) -> None:

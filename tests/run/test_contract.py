@@ -139,6 +139,19 @@ def test_a_workdir_that_cannot_be_written_is_refused(tmp_path, inside):
         contract_lib.join(RunDir(root), config, composition.build(config).contract)
 
 
+@pytest.mark.parametrize("name", ["policy", "reference", "replay", "checkpoints", "journal"])
+def test_folders_of_others_are_left_alone(tmp_path, name):
+    """A trainer would remove from policy/ what is no snapshot of its own."""
+    notes = tmp_path / "run" / name / "mine" / "notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("precious")
+    with pytest.raises(ValueError, match=rf"workdir '{tmp_path}/run' holds no run, .*run/config.json, and yet has {name}/"):
+        join(tmp_path)
+    assert notes.read_text() == "precious" and not (tmp_path / "run" / "config.json").exists()
+    (tmp_path / "run" / name / "mine").rename(tmp_path / "run" / "mine")
+    join(tmp_path)  # an empty folder of that name, and others beside it, are no obstacle
+
+
 def test_a_damaged_config_is_named(tmp_path):
     join(tmp_path)
     (tmp_path / "run" / "config.json").write_text('{"config": ')
