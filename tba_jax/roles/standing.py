@@ -140,7 +140,7 @@ class Lookout:
             trainer=present[-1] if present else {},
             rewards=[(int(line["step"]), float(line["reward"])) for line in present if "reward" in line],
             steps_per_second=pace,
-            eta_seconds=max(0.0, (self.steps - step) / pace - (now - present[-1]["time"])) if pace else None,
+            eta_seconds=_seconds_left(self.steps - step, pace, since=now - present[-1]["time"]) if pace else None,
             searchers={name: speed for name, speed in speeds.items() if name in self._searchers or speed is not None},
             joined=sum(speed is not None for name, speed in speeds.items() if name in self._joined),
             evaluations=_scores(evaluated),
@@ -252,7 +252,9 @@ def _doing(life: Life, told: status.Told, *, makes_rows: bool) -> tuple[_Doing, 
         return _Doing(text="has ended and is not started again"), 0.0
     if life.state is not State.RUNS or told.phase in _ENDS:
         return _Doing(), 0.0
-    if told.waits and told.seconds >= WAIT_SECONDS and not makes_rows:  # searchers may wait for a snapshot in a run that is well
+    # What began after the wait has ended it, such as the compilation of the first update once there are rows.
+    waits = told.waits and not (told.phase and told.phase_seconds < told.seconds)
+    if waits and told.seconds >= WAIT_SECONDS and not makes_rows:  # searchers may wait for a snapshot in a run that is well
         return _Doing(text=told.waits, waits=True), told.seconds
     return _Doing(text=told.phase, done=told.done, total=told.total), told.phase_seconds
 
@@ -298,6 +300,12 @@ def _pace(lines: Sequence[Line], now: float) -> float | None:
         return None
     steps, seconds = recent[-1]["step"] - recent[0]["step"], recent[-1]["time"] - recent[0]["time"]
     return steps / seconds if steps > 0 and seconds >= _LEAST_SECONDS else None
+
+
+def _seconds_left(steps: int, pace: float, *, since: float) -> float | None:
+    """At that pace; None where all of it has gone by. Args: since: seconds since the newest step that is known."""
+    left = steps / pace - since
+    return left if left > 0 else None
 
 
 def _scores(lines: Sequence[Line]) -> list[tuple[int, float]]:

@@ -48,6 +48,13 @@ def test_slow_steps_keep_their_pace_for_longer(run):
     assert found.eta_seconds == pytest.approx(94 * 120 - 60, abs=1)
 
 
+def test_a_time_to_come_that_has_gone_by_is_not_told(run):
+    """Ten seconds a step: the last two are four seconds late, as behind a compilation."""
+    write_lines(run, "trainer", steps(88, 98, ago=24.0, seconds=10.0))
+    found = look(run)
+    assert found.steps_per_second == pytest.approx(0.1, rel=0.01) and found.eta_seconds is None
+
+
 def test_no_pace_stands_after_the_steps_have_stopped(run):
     write_lines(run, "trainer", steps(1, 20, ago=11.0, seconds=0.5, tokens_per_second=900.0, mfu=0.3))
     found = look(run)
@@ -105,6 +112,20 @@ def test_who_waits_is_told_with_the_searchers_that_wait_too(run):
     assert found.says == [("trainer", sentence)] and found.steps_per_second is None
     again = look(run, trainer=Life(state=State.RUNS, began=time.time() + 0.2))
     assert again.says == [("trainer", "its process starts")], "its last life waited"
+
+
+@pytest.mark.parametrize(
+    "ago, says", [(8.0, "compiling the update 8 s"), (60.0, "has waited 42 s for rows: 2 of 3 queries")], ids=["after", "before"]
+)
+def test_what_began_after_a_wait_is_told_in_its_place(run, ago, says):
+    now = time.time()
+    run.metrics("trainer").mkdir(parents=True)
+    times = [now - ago]
+    told = status.Status(run.metrics("trainer"), clock=lambda: times[-1])
+    told.phase("compiling the update")
+    times.append(now)
+    told.waits("rows: 2 of 3 queries", seconds=42.0)
+    assert look(run).says == [("trainer", says)]
 
 
 def test_roles_in_the_same_phase_share_an_entry(run):
