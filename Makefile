@@ -12,6 +12,10 @@ ifeq ($(filter output-sync,$(.FEATURES)),)
 $(error GNU make 4 or newer is needed; this is $(MAKE_VERSION) (on macOS: brew install make, then gmake))
 endif
 
+ifneq ($(filter-out cuda12 cuda13 tpu,$(ACCELERATOR)),)
+$(error ACCELERATOR=$(ACCELERATOR) must be one of cuda12, cuda13 and tpu; without it the CPU is used)
+endif
+
 SHELL := /bin/sh
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -62,21 +66,28 @@ venv: $(READY) ## the environment with requirements.txt
 demo: $(READY) ## the embedded demo: warm start, then TBA with two searchers, in runs/demo-<time>
 	@exec $(PY) -m tba_jax.main --config=configs/demo.py --workdir="runs/demo-$$(date +%Y%m%d-%H%M%S)" $(ARGS)
 
-.PHONY: stories
-stories: $(READY) $(STORIES) ## happy endings with a pretrained model: MODEL=<folder or hub id> DATA=<JSON list of stories>
+# What a target lacks is told before anything is installed for it.
+.PHONY: stories-asked
+stories-asked:
 	@test -n "$(MODEL)" && test -n "$(DATA)" || { \
 	  echo "error: name the model and the stories: make stories MODEL=<folder or hub id> DATA=<stories.json>" >&2; exit 2; }
+
+.PHONY: stories
+stories: stories-asked $(READY) $(STORIES) ## happy endings with a pretrained model: MODEL=<folder or hub id> DATA=<JSON list of stories>
 	@exec $(PY) -m tba_jax.main --config=configs/story_sentiment.py --workdir="runs/stories-$$(date +%Y%m%d-%H%M%S)" \
 	  --config.model.path="$(MODEL)" --config.task.story_sentiment.data_path="$(DATA)" $(ARGS)
 
-.PHONY: gsm8k
-gsm8k: $(READY) ## grade-school maths on this machine: MODEL=<folder or hub id> [DATA=<folder of train.jsonl and test.jsonl>]
+.PHONY: gsm8k-asked
+gsm8k-asked:
 	@test -n "$(MODEL)" || { \
 	  echo "error: name the model: make gsm8k MODEL=Qwen/Qwen2.5-0.5B, or MODEL=<a folder with config.json, weights and tokenizer>" >&2; \
 	  exit 2; }
 	@for file in train.jsonl test.jsonl; do test -z "$(DATA)" || test -f "$(DATA)/$$file" || { \
 	  echo "error: DATA=$(DATA) holds no $$file: it must be a folder of train.jsonl and test.jsonl, whose lines have the" \
 	    'fields "question" and "answer"; without DATA they come from the hub' >&2; exit 2; }; done
+
+.PHONY: gsm8k
+gsm8k: gsm8k-asked $(READY) ## grade-school maths on this machine: MODEL=<folder or hub id> [DATA=<folder of train.jsonl and test.jsonl>]
 	@exec $(PY) -m tba_jax.main --config=configs/gsm8k_qwen2_5_1_5b.py --for_this_machine --config.model.path="$(MODEL)" \
 	  $(if $(DATA),--config.task.gsm8k.train_path="$(DATA)/train.jsonl" --config.task.gsm8k.heldout_path="$(DATA)/test.jsonl") \
 	  --workdir="runs/gsm8k-$$(date +%Y%m%d-%H%M%S)" $(ARGS)
