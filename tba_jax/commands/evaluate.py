@@ -1,4 +1,4 @@
-"""Evaluates a policy snapshot of a run on its held-out queries and prints the report, without changing the run.
+"""Evaluates a policy snapshot of a run on its held-out queries and prints or writes the report, without changing the run.
 
 python -m tba_jax evaluate --workdir=DIR [--step=best|last|N] [--output=FILE] [--config=RECIPE[:NAME] | --trust_task]
   [--config.SETTING=VALUE …]
@@ -15,7 +15,7 @@ from absl import flags
 
 from tba_jax.commands import command_line, existing_run, settings_help, snapshot_step
 from tba_jax.run import layout, places, privacy
-from tba_jax.text.visible import visible_json
+from tba_jax.text.visible import visible_json, visible_line
 
 
 def evaluate(
@@ -58,7 +58,7 @@ def evaluate(
 def add_flags(values: flags.FlagValues) -> settings_help.Program:
     settings = existing_run.add_flags(values)
     snapshot_step.add_flag(values)
-    command_line.add_path(values, "output", "a file that the report is written to as well")
+    command_line.add_path(values, "output", "a file that the report is written to; without it the report is printed")
     return settings
 
 
@@ -73,7 +73,10 @@ def run(given: command_line.Given) -> int:
 
     report = evaluate(given.workdir, step=given.step, settings=existing_run.source(given))
     text = visible_json(json.dumps(plain(report), indent=1, ensure_ascii=False))
-    print(text)
-    if output is not None:
-        output.write_text(text + "\n", encoding="utf-8")
+    if output is None:
+        print(text)
+        return 0
+    output.write_text(text + "\n", encoding="utf-8")
+    score = f"{report['score_name']} {report['greedy_reward']:.3f} of greedy responses to {report['queries']} held-out queries"
+    print(visible_line(f"step {report['step']}: {score}; the report is in {output}"))
     return 0

@@ -69,9 +69,14 @@ def test_the_report_is_that_of_the_runs_evaluator(run):
 def test_other_settings_and_a_gold_model(run, capsys, tmp_path):
     gold = f"--config.task.tldr.gold_path={run.root.parent / 'gold'}"
     flags = [gold, "--config.evaluation.queries=3", *ON_ONE_DEVICE]
-    command_line.execute(evaluate, [f"--workdir={run.root}", f"--output={tmp_path / 'report.json'}", *flags])
+    output = tmp_path / "report.json"
+    command_line.execute(evaluate, [f"--workdir={run.root}", f"--output={output}", *flags])
+    said, written = capsys.readouterr().out, json.loads(output.read_text())
+    figure = f"reward {written['greedy_reward']:.3f} of greedy responses to 3 held-out queries"
+    assert said == f"step {written['step']}: {figure}; the report is in {output}\n", "the samples fill a terminal"
+    command_line.execute(evaluate, [f"--workdir={run.root}", *flags])
     printed = json.loads(capsys.readouterr().out)
-    assert printed == json.loads((tmp_path / "report.json").read_text())
+    assert printed.keys() == written.keys() and printed["greedy_reward"] == pytest.approx(written["greedy_reward"])
     best = best_step.Scores(run.evaluations).best()
     assert best is not None and printed["step"] == best.step and printed["queries"] == 3
     assert 0 <= printed["greedy_win_rate"] <= 1 and 0 <= printed["sampled_win_rate"] <= 1
