@@ -15,8 +15,9 @@ class NotFetched(ValueError):
 
 
 def advised(error: ValueError, setting: str) -> str:
-    """What an error says, and of NotFetched the flag by which a setting names a local folder in place of a hub id."""
-    advice = f"; a local folder needs no hub: --config.{setting}=FOLDER" if isinstance(error, NotFetched) else ""
+    """What an error says, and of NotFetched how a setting names a local folder in place of a hub id."""
+    with_make = " (with make: MODEL=FOLDER)" if setting == "model.path" else ""
+    advice = f"; a local folder needs no hub: --config.{setting}=FOLDER{with_make}" if isinstance(error, NotFetched) else ""
     return f"{error}{advice}"
 
 

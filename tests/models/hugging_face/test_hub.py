@@ -75,10 +75,16 @@ NAMED = "from tba_jax.models.hugging_face import load\nwith load.named('model.pa
 @pytest.mark.parametrize(
     "program, name, advice",
     [
-        (NAMED, "model.path='org/tiny'", "--config.model.path=FOLDER"),
+        (NAMED, "model.path='org/tiny'", "--config.model.path=FOLDER (with make: MODEL=FOLDER)"),
+        (NAMED.replace("model.path", "task.tldr.reward_path"), "task.tldr.reward_path=", "--config.task.tldr.reward_path=FOLDER"),
         (DATA, "task.x.path='org/rows'", "--config.task.x.path=FILE.jsonl"),
+        (
+            DATA.replace("task.x.path", "task.gsm8k.train_path"),
+            "task.gsm8k.train_path='org/rows'",
+            "--config.task.gsm8k.train_path=FILE.jsonl (with make: DATA=FOLDER, with train.jsonl and test.jsonl)",
+        ),
     ],
-    ids=["model", "data"],
+    ids=["model", "reward model", "data", "data of make gsm8k"],
 )
 def test_without_a_copy_one_sentence_says_so(tmp_path, program, name, advice):
     done = call(tmp_path, program)
