@@ -128,7 +128,8 @@ def describe_ledger(run: Run) -> tuple[str, bool]:
     lines.append(f"evicted by a capacity without ever being trained on: {sum(a.evicted_untrained for a in found.values())}")
     lines += _describe_expired(run, list(found))
     epochs = run.lines.epochs
-    lines.append(f"{len(run.lines)} journalled steps, each once, by {len(epochs)} trainer epochs {epochs}")
+    by = f"trainer epoch{'' if len(epochs) == 1 else 's'} {', '.join(map(str, epochs))}"
+    lines.append(f"{len(run.lines)} journalled steps, each once, by {by}" if epochs else "no journalled steps")
     lines += sorted(map(visible_line, run.reader.problems.values()))
     balanced = all(account.balances for account in found.values())
     lines.append("the ledger balances" if balanced else "THE LEDGER DOES NOT BALANCE")
@@ -180,7 +181,9 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     if not writer or not number.isdigit():
         raise ValueError(f"--regenerate={name!r} must be WRITER:ROW, as the other reports name rows")
     if writer not in run.reader.heads():
-        raise ValueError(f"--regenerate={name!r}: the run has no writer {writer!r}")
+        there = sorted(run.reader.heads())
+        listed = ", ".join(there[:4]) + (f" … ({len(there)})" if len(there) > 4 else "")
+        raise ValueError(f"--regenerate={name!r}: the run has no writer {writer!r}; it has {listed or 'none'}")
     rows = run.reader.read_ids([(writer, int(number))])
     row = {column: value[0] for column, value in rows.items()}
     if not run.reader.is_own(writer):  # its weights are those of the run that it is mounted from

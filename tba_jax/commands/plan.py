@@ -49,7 +49,11 @@ def run(given: command_line.Given) -> command_line.Job:
     if not roles:
         raise ValueError(f"--topology names no role of this run; its roles: {', '.join(meshes.roles_of(config))}")
     for topology in [*asked.values(), *([gpu_plans.stand_in(1)] if machine else [])]:
-        topologies.devices(topology)
+        try:
+            topologies.devices(topology)
+        except ValueError as error:
+            stands_in = f"--gpus={given.gpus}: TPU chips stand in for GPUs; " if machine else ""
+            raise ValueError(f"{stands_in}{error}") from error
     processes.stop_at_once()
     experiment = composition.build(config, reward_models={}, weights=False)
     nowhere = layout.RunDir(Path(os.devnull))  # no run is there: programs are made from shapes

@@ -104,6 +104,8 @@ def _file(text: str) -> Path:
 
 def _like(file: Path) -> str:
     """The existing recipe whose name is most like that of `file`, "" if none is similar."""
+    if (whole := file.with_name(f"{file.name}.py")).is_file():
+        return str(whole)
     if file.parent.is_dir() and file.parent != Path():
         there = {path.stem: str(path) for path in sorted(file.parent.glob("*.py")) if path.stem != "__init__"}
     else:

@@ -34,6 +34,8 @@ _TITLES = {
     "finished": "greedy responses that end by themselves",
     "ref_nll_per_token": "−log π_ref of samples, nats per token",
     "kl_to_ref": "KL to π_ref, nats per response",
+    "greedy_ref_perplexity": "perplexity of greedy responses under π_ref",
+    "ref_perplexity": "perplexity of samples under π_ref",
 }
 _TRAJECTORY_BALANCE = ("trajectory_balance", "learned_log_z", "tba_prime")
 _NOT_SHOWN = ("step", "time", "queries", "seconds", "unscored")
@@ -190,7 +192,7 @@ def _training(run: layout.RunDir, c: Mapping[str, Any], base: Base, exported: Ex
     yield "queries × responses (K) of a step", f"{c['learner.queries']} × {c['learner.completions']}"
     yield "steps", f"{exported.step} of {c['learner.steps']}"
     yield "rows trained on", _rows_trained(run, exported.step)
-    yield "learning rate", f"{c['learner.learning_rate']:g} ({c['learner.schedule']}, {c['learner.warmup_steps']} warm-up steps)"
+    yield "learning rate", f"{c['learner.learning_rate']:g} ({c['learner.schedule']}, {_counted(c['learner.warmup_steps'], 'warm-up step')})"
     if c["lora.rank"]:
         yield "LoRA", f"rank {c['lora.rank']}, alpha {c['lora.alpha']:g}, targets {_code(', '.join(c['lora.targets']))}"
     yield "schedule", _schedule(run, c, exported.step)
@@ -201,6 +203,10 @@ def _training(run: layout.RunDir, c: Mapping[str, Any], base: Base, exported: Ex
     yield "seed", str(c["seed"])
     yield "run", _code(stored.get("id", ""))
     yield "versions", _versions(run)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _linear(c: Mapping[str, Any], name: str) -> str:
@@ -215,7 +221,8 @@ def _schedule(run: layout.RunDir, c: Mapping[str, Any], step: int) -> str:
         if not lag and not often:
             return "on-policy, in turn"
         return f"search and training in turn, fresh rows of the policy of {lag} steps ago{often}"
-    told = f"asynchronous, {c['searchers.count']} searchers, a snapshot every {c['publish.every_steps']} steps"
+    searchers, steps = _counted(c["searchers.count"], "searcher"), _counted(c["publish.every_steps"], "step")
+    told = f"asynchronous, {searchers}, a snapshot every {steps}"
     try:
         ages = [line["staleness_mean"] for line in metrics.each_line(run.metrics("trainer")) if line["step"] <= step]
     except _UNREADABLE:

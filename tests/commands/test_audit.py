@@ -52,7 +52,7 @@ def test_every_row_is_accounted_for(finished):
     drawn = {tuple(row) for line in run.lines for row in line["rows"]}
     assert audit.trained_rows(run) == {writer: len(drawn)}
     text, balanced = audit.describe_ledger(run)
-    assert balanced and "the ledger balances" in text and "6 journalled steps, each once, by 1 trainer epochs [1]" in text
+    assert balanced and "the ledger balances" in text and "6 journalled steps, each once, by trainer epoch 1" in text
 
 
 def test_unseen_rows_and_invalid_rows_are_told_apart(finished, copied):

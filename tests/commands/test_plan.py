@@ -51,7 +51,8 @@ def test_without_the_compiler_of_tpus_the_extra_is_named(capsys):
     for flag in ("--gpus=H100x8", "--topology=v5p:2x2x1"):
         with pytest.raises(SystemExit):
             __main__.main(call(flag))
-        assert "the extra `tpu`" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "the extra `tpu`" in said and ("--gpus=H100x8: TPU chips stand in for GPUs" in said) == ("gpus" in flag)
 
 
 def planned(*flags: str) -> tuple[str, list[str]]:

@@ -74,6 +74,13 @@ def test_a_recipe_that_does_not_exist_names_the_nearest(recipe):
         assert each.removeprefix("configs/").removesuffix(".py") in told
 
 
+def test_a_recipe_of_ones_own_without_its_ending_is_offered_with_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_task.py").write_text("")
+    assert "did you mean 'my_task.py'" in refusal("my_task")
+    assert f"did you mean '{tmp_path}/my_task.py'" in refusal(f"{tmp_path}/my_task")
+
+
 @pytest.mark.parametrize("recipe", ["configs/demo.py", "demo.py", "demo", "demo:small"])
 def test_a_recipe_of_the_project_is_found_from_any_folder(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
