@@ -56,7 +56,7 @@ class _PathParser(flags.ArgumentParser):
     def parse(self, argument: str) -> Path:
         if not argument:  # an unset variable of the shell; Path("") would be the current folder
             raise ValueError("a path is needed")
-        return Path(argument)
+        return file_systems.without_parents(Path(argument))
 
 
 def add_path(values: flags.FlagValues, name: str, text: str, *, required: bool = False) -> None:

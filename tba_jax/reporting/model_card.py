@@ -192,7 +192,8 @@ def _training(run: layout.RunDir, c: Mapping[str, Any], base: Base, exported: Ex
     yield "queries × responses (K) of a step", f"{c['learner.queries']} × {c['learner.completions']}"
     yield "steps", f"{exported.step} of {c['learner.steps']}"
     yield "rows trained on", _rows_trained(run, exported.step)
-    yield "learning rate", f"{c['learner.learning_rate']:g} ({c['learner.schedule']}, {_counted(c['learner.warmup_steps'], 'warm-up step')})"
+    warmup = _counted(c["learner.warmup_steps"], "warm-up step")
+    yield "learning rate", f"{c['learner.learning_rate']:g} ({c['learner.schedule']}, {warmup})"
     if c["lora.rank"]:
         yield "LoRA", f"rank {c['lora.rank']}, alpha {c['lora.alpha']:g}, targets {_code(', '.join(c['lora.targets']))}"
     yield "schedule", _schedule(run, c, exported.step)

@@ -15,7 +15,14 @@ from jax import monitoring
 from tba_jax.run.record import Record
 
 # The function of a program -> what people call it; other programs are called as their functions.
-_CALLED = {"train_step": "the update", "decode": "the decoder", "prefill": "the prefill", "score": "the scoring"}
+_CALLED = {
+    "train_step": "the update",
+    "decode": "the decoder",
+    "prefill": "the prefill",
+    "score": "the scoring",
+    "_score_snapshot": "the log-prob comparison",
+    "row_keys": "the keys of rows",
+}
 # A compilation that takes less is no event.
 EVENT_SECONDS = 0.5
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"

@@ -23,6 +23,17 @@ def mount(folder: Path) -> tuple[Path, str]:
     return found
 
 
+def without_parents(path: Path) -> Path:
+    """The path without "..", which tensorstore refuses in the paths of its arrays. A path without ".." stays, links and all.
+
+    Only what is before the last ".." is looked up: the parent of a link is not the folder above the link's target.
+    """
+    if ".." not in path.parts:
+        return path
+    after = path.parts[::-1].index("..")
+    return Path(*path.parts[: len(path.parts) - after]).resolve().joinpath(*path.parts[len(path.parts) - after :])
+
+
 def existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that is there."""
     return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())

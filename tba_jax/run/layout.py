@@ -164,8 +164,8 @@ def check_can_be_made(run: RunDir) -> None:
     foreign = [folder / name for folder in folders for name in _OWN_FOLDERS if any(places.names_in(folder / name))]
     if foreign and not places.exists(run.config):  # looked for last: whoever makes the run writes it before these folders
         raise ValueError(
-            f"workdir {str(foreign[0].parent)!r} holds no run, for there is no {run.config}, and yet has {foreign[0].name}/, as the "
-            "folder of a run is called: take another --workdir; of a run that has lost this file, restore it from a copy"
+            f"workdir {str(foreign[0].parent)!r} holds no run, for there is no {run.config}, and yet has {foreign[0].name}/, a "
+            "name that a run gives its own folder: take another --workdir; where a run has lost that file, restore it from a copy"
         )
 
 

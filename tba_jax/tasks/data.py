@@ -171,7 +171,7 @@ def _read_hub(source: str, where: str, schema: Schema, split: str) -> Iterator[t
     except Exception as error:  # the errors depend on the version of the hub's HTTP client
         told = f"the hub cannot be reached, and its cache has no copy: {_one_line(away)}" if away else _one_line(error)
         setting = where.partition("=")[0]
-        with_make = f" (with make: DATA=FOLDER, with train.jsonl and test.jsonl)" if setting.startswith("task.gsm8k.") else ""
+        with_make = " (with make: DATA=FOLDER, with train.jsonl and test.jsonl)" if setting.startswith("task.gsm8k.") else ""
         advice = f"a local file needs no hub: --config.{setting}=FILE.jsonl{with_make}"
         raise ValueError(f"{refused} (split {split!r}): {told}; {advice}") from error
     return _read_records(records, f"{where} (split {split!r})", schema)

@@ -26,7 +26,9 @@ class StorySentiment:
 
         path = Path(data_path).expanduser()
         if path.is_dir():
-            raise ValueError(f"task.story_sentiment.data_path={data_path!r} is a folder; it must be a file: a JSON list of stories")
+            raise ValueError(
+                f"task.story_sentiment.data_path={data_path!r} is a folder; it must be a file, a JSON list of strings"
+            )
         try:
             stories = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:

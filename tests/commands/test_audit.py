@@ -140,6 +140,8 @@ def test_rows_are_generated_again_bit_for_bit(finished, copied):
     shutil.rmtree(copied / "policy" / layout.step_name(step))
     with pytest.raises(ValueError, match=f"the snapshot of its policy step {step} has been removed"):
         audit.regenerate(run, f"{writer}:{plain}")
+    with pytest.raises(ValueError, match=f"the run has no writer 'nobody'; it has forged-1, {writer}"):
+        audit.regenerate(run, "nobody:0")
     with pytest.raises(ValueError, match="must be WRITER:ROW"):
         audit.regenerate(run, "12")
 

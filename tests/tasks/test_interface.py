@@ -136,7 +136,7 @@ def test_the_reward_is_the_sentiment_of_the_continuation(story_file):
     "content, sentence",
     [
         (None, "cannot be read: No such file or directory"),
-        ("folder", "is a folder; it must be a file: a JSON list of stories"),
+        ("folder", "is a folder; it must be a file, a JSON list of strings"),
         (b"[", "is not valid JSON: Expecting value"),
         (b"", "is not valid JSON: Expecting value"),
         (b'["caf\xe9"]', "is not valid JSON: 'utf-8' codec can't decode"),
