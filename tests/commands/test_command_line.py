@@ -223,6 +223,14 @@ def test_every_command_is_listed_and_asked_by_its_name():
     }
 
 
+def test_a_path_may_lead_upwards(capsys, tmp_path, monkeypatch):
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    with pytest.raises(SystemExit):
+        command_line.execute(show, ["--workdir=../run"])
+    assert f"{tmp_path.resolve()}/run holds no run" in capsys.readouterr().err
+
+
 def test_an_unset_variable_is_no_path(capsys):
     with pytest.raises(SystemExit) as ended:
         command_line.execute(show, ["--workdir="])

@@ -173,6 +173,7 @@ def test_places_are_parsed_and_written_back(tmp_path, monkeypatch):
         assert str(place) == "memory://store/a/b" == places.absolute(url)
         assert place == places.place(url) and place != place / "c" and place.parent / "b" == place
     assert places.place("a/b") == Path.cwd() / "a" / "b" and places.absolute("a/b/") == str(Path.cwd() / "a" / "b")
+    assert places.place("../b") == Path.cwd().resolve().parent / "b", "tensorstore takes no path with .."
     for wrong in ("ftp://host/path", "S3://bucket/x", "gs://", "s3:///path", "://x"):
         with pytest.raises(ValueError, match=r"must be a folder, or one of gs://bucket/prefix, s3://bucket/prefix"):
             places.place(wrong)
