@@ -220,6 +220,7 @@ def _inputs(
         reward_temperature=jnp.asarray(schedules.reward_temperature(step), jnp.float32),
         settings=config.settings,
         state_values=batch.state_values if config.objective.state_values else None,
+        prompt_length=batch.prompt_length,
     )
 
 

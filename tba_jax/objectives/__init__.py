@@ -33,7 +33,7 @@ OBJECTIVES: dict[str, Objective] = {
         behavior_logprobs=True,
         positive_beta=True,
         full_support=True,
-        settings=("beta", *TEMPERATURES, "importance_clip", "log_ratio_clip"),
+        settings=("beta", *TEMPERATURES, "importance_clip", "log_ratio_clip", "row_divisor"),
     ),
     "reinforce": Objective(loss=reinforce, settings=("beta",)),
     "rloo": Objective(loss=rloo, settings=("beta",)),

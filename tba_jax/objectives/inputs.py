@@ -13,7 +13,8 @@ class ObjectiveSettings:
     """Static settings of objectives, with the defaults of experiment/schema.py.
 
     completions: K. importance_clip: upper bound of π_θ/π_behaviour in TBA′, 0 for no importance weights. log_ratio_clip: bound
-    of a token's log π_θ − log π_ref in TBA′, nats. clip_low, clip_high: ratios are clipped to [1 − low, 1 + high].
+    of a token's log π_θ − log π_ref in TBA′, nats. row_divisor: what TBA′ divides the sum over a row's tokens by, `response_budget`
+    (R) or `row_length` (tokens of its prompt and response). clip_low, clip_high: ratios are clipped to [1 − low, 1 + high].
     sequence_clip_low, sequence_clip_high: the same for GSPO. icepop_low, icepop_high: IcePop drops tokens whose ratio is outside
     of these bounds. gae_lambda: λ of GAE. value_coefficient: weight of PPO's value loss.
     """
@@ -21,6 +22,7 @@ class ObjectiveSettings:
     completions: int
     importance_clip: float = 8.0
     log_ratio_clip: float = 10.0
+    row_divisor: str = "response_budget"
     clip_low: float = 0.2
     clip_high: float = 0.2
     sequence_clip_low: float = 3e-4
@@ -53,7 +55,7 @@ class ObjectiveInputs:
     of the sampling distribution, 0 where masked; mask: bool[B, R]; reward: float32[B]; beta: float32[], the KL
     coefficient β; ref_temperature: float32[], γ; reward_temperature: float32[], τ; state_values: float32[B, R], in units of the
     reward, Monte-Carlo estimates for the state before each token, NaN if it was not estimated (see step_advantages), arbitrary
-    where masked, None if the rows have no such estimates.
+    where masked, None if the rows have no such estimates; prompt_length: int32[B], tokens, None if no objective asks for it.
     """
 
     ref_logprobs: chex.Array
@@ -65,6 +67,7 @@ class ObjectiveInputs:
     reward_temperature: chex.Array
     settings: ObjectiveSettings = flax.struct.field(pytree_node=False)
     state_values: chex.Array | None = None
+    prompt_length: chex.Array | None = None
 
     def masked(self, per_token: jax.Array) -> jax.Array:
         """The values with 0 where masked: [B, R] -> [B, R].
@@ -100,6 +103,11 @@ class ObjectiveInputs:
     def mean_per_budget(self, per_token: jax.Array) -> jax.Array:
         """mean_{i,j} Σ_t x_t / R: [B, R] -> []. R, the most tokens a response may have, is the same for all rows."""
         return jnp.mean(self.token_sum(per_token)) / self.mask.shape[1]
+
+    def mean_per_row_length(self, per_token: jax.Array) -> jax.Array:
+        """mean_{i,j} Σ_t x_t / (|x_i| + |y_ij|), tokens of the prompt and the response: [B, R] -> []."""
+        chex.assert_equal_shape([self.prompt_length, self.reward])
+        return jnp.mean(self.token_sum(per_token) / (self.prompt_length + jnp.sum(self.mask, axis=1)))
 
     def log_target(self) -> jax.Array:
         """log p̃(y|x) = ( log π_ref(y|x) / γ + r(y;x) / β ) / τ: float32[B], nats (TBA paper; γ and τ: red-teaming).

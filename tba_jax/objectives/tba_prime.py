@@ -22,12 +22,14 @@ def tba_prime_advantage(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> 
 
 
 def tba_prime(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
-    """L = −mean_{i,j} Σ_t w_t A_ij / R,  w_t = min( π_θ/π_behaviour, importance_clip ), or log π_θ if importance_clip is 0.
+    """L = −mean_{i,j} Σ_t w_t A_ij / n_ij,  w_t = min( π_θ/π_behaviour, importance_clip ), or log π_θ if importance_clip is 0.
 
-    R, the most tokens a response may have, is the same for all rows: long responses are not favoured.
+    n = R, the most tokens a response may have, for all rows (row_divisor `response_budget`): long responses are not favoured. Or
+    n_ij = |x_i| + |y_ij|, the tokens of prompt and response (`row_length`): each token of a long row counts less. That is what
+    the authors' code does where a micro-batch is one row, because it divides by the tokens of the micro-batch.
 
     Returns:
-      float32[] loss. If importance_clip is 0 and no log ratio is clipped, its gradient is β/(2R) times the gradient of
+      float32[] loss. If importance_clip is 0, no log ratio is clipped and n = R, its gradient is β/(2R) times the gradient of
       trajectory balance.
     """
     advantage = tba_prime_advantage(outputs.logprobs, inputs).reshape(-1, 1)
@@ -36,4 +38,8 @@ def tba_prime(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
         # Clipped before the exponential, so that neither the value nor the gradient of a large ratio is infinite.
         bound = jnp.log(inputs.settings.importance_clip)
         weight = jnp.exp(jnp.minimum(outputs.logprobs - inputs.behavior_logprobs, bound))
-    return -inputs.mean_per_budget(weight * advantage)
+    return -DIVIDED[inputs.settings.row_divisor](inputs, weight * advantage)
+
+
+# By ObjectiveSettings.row_divisor: the mean over rows of the sum over tokens, divided.
+DIVIDED = {"response_budget": ObjectiveInputs.mean_per_budget, "row_length": ObjectiveInputs.mean_per_row_length}

@@ -1,6 +1,7 @@
 """What the baselines are to each other and to the policy gradient, their advantages by hand, and what they declare."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -221,9 +222,10 @@ def test_random_batches_stay_below_the_bound_of_ratios():
 
 
 # Setting -> another value, which changes something wherever the setting is read.
-OTHER_VALUES = {
+OTHER_VALUES: dict[str, Any] = {
     "importance_clip": 1.5,
     "log_ratio_clip": 0.5,
+    "row_divisor": "row_length",
     "clip_low": 0.9,
     "clip_high": 3.0,
     "sequence_clip_low": 0.9,

@@ -26,6 +26,7 @@ EXPECTED_SCALE = {
     "learned_log_z": lambda K: -(2 / BETA),
     "tba_prime": lambda K: -(1 - 1 / K),
     "tba_prime, unweighted": lambda K: -(1 - 1 / K),
+    "tba_prime, by row": lambda K: -(1 - 1 / K) / 4,  # a prompt of 3 tokens, and a response of one
     "reinforce": lambda K: -(1 - 1 / K),
     "rloo": lambda K: -1.0,
     "proximal_rloo": lambda K: -1.0,
@@ -73,6 +74,7 @@ def group_gradient(theta: jax.Array, group: jax.Array, behavior: jax.Array, form
         reward_temperature=jnp.ones(()),
         settings=ObjectiveSettings(completions=K, **settings | UNCLIPPED),
         state_values=jnp.full((K, 1), log_z),
+        prompt_length=jnp.full(K, 3),
     )
 
     def loss(theta: jax.Array) -> jax.Array:
@@ -122,7 +124,7 @@ def test_off_policy_only_importance_weights_keep_it(form):
     """Of responses of one token, where no weight is clipped."""
     found = np.asarray(expected_gradient(jnp.asarray(THETA), jnp.asarray(SKEWED), K=2, form=form))
     expected = EXPECTED_SCALE[form](2) * np.asarray(jax.grad(regularised_reward)(jnp.asarray(THETA)))
-    if form in ("tba_prime", "proximal_rloo", "ppo"):
+    if form in ("tba_prime", "tba_prime, by row", "proximal_rloo", "ppo"):
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
     else:
         assert np.abs(found - expected).max() > 0.1 * np.abs(expected).max()

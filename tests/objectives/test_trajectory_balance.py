@@ -135,7 +135,7 @@ def test_more_padding_changes_nothing(form):
     names = ("ref_logprobs", "behavior_logprobs", "mask", "state_values")
     padded = dataclasses.replace(inputs, **{name: wider(getattr(inputs, name)) for name in names})
     outputs_padded = dataclasses.replace(outputs, logprobs=wider(outputs.logprobs), values=wider(outputs.values))
-    scale = 7 / 10 if name in PER_BUDGET else 1.0
+    scale = 7 / 10 if name in PER_BUDGET and inputs.settings.row_divisor == "response_budget" else 1.0
     loss, gradient = evaluate(name, outputs, inputs)
     padded_loss, padded_gradient = evaluate(name, outputs_padded, padded)
     np.testing.assert_allclose(padded_loss, loss * scale, rtol=1e-12)
@@ -174,6 +174,19 @@ def test_log_probs_of_another_shape_are_refused(form, wrong):
     }[wrong]
     with pytest.raises(AssertionError):
         OBJECTIVES[name].loss(dataclasses.replace(outputs, logprobs=jnp.asarray(logprobs)), inputs)
+
+
+def test_tba_prime_by_row_weighs_each_token_by_the_length_of_its_row():
+    """The sum over tokens of a row, divided by the tokens of its prompt and response, and never by R."""
+    outputs, inputs = batch_of("tba_prime, by row", (2, 3, 5))
+    expected = 0.0
+    for row, advantage in enumerate(held_by("tba_prime", outputs, inputs)):
+        weights = [min(8.0, np.exp(outputs.logprobs[row, t] - inputs.behavior_logprobs[row, t])) for t in range(5)]
+        tokens = [t for t in range(5) if inputs.mask[row, t]]
+        expected -= sum(weights[t] * advantage for t in tokens) / (inputs.prompt_length[row] + len(tokens)) / 6
+    np.testing.assert_allclose(evaluate("tba_prime", outputs, inputs)[0], expected, rtol=1e-12)
+    with pytest.raises(AssertionError):
+        OBJECTIVES["tba_prime"].loss(outputs, dataclasses.replace(inputs, prompt_length=inputs.prompt_length[:1]))
 
 
 @pytest.mark.parametrize("field", ["ref_logprobs", "behavior_logprobs", "mask", "reward"])

@@ -12,11 +12,12 @@ from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
 
 # Name of the form -> name of the objective, settings.
-FORMS: dict[str, tuple[str, dict[str, float]]] = {
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "trajectory_balance": ("trajectory_balance", {}),
     "learned_log_z": ("learned_log_z", {}),
     "tba_prime": ("tba_prime", {}),
     "tba_prime, unweighted": ("tba_prime", {"importance_clip": 0.0}),
+    "tba_prime, by row": ("tba_prime", {"row_divisor": "row_length"}),
     "reinforce": ("reinforce", {}),
     "rloo": ("rloo", {}),
     "proximal_rloo": ("proximal_rloo", {"clip_low": 0.9, "clip_high": 2.0}),
@@ -33,7 +34,7 @@ FORMS: dict[str, tuple[str, dict[str, float]]] = {
 # Objectives that do not compare the rows of a query, and those that divide by R.
 UNCOUPLED = ("learned_log_z", "ppo", "vine_ppo")
 PER_BUDGET = ("tba_prime", "ppo", "vine_ppo", "dr_grpo", "cispo")
-PER_ROW = ("ref_logprobs", "behavior_logprobs", "mask", "reward", "state_values")
+PER_ROW = ("ref_logprobs", "behavior_logprobs", "mask", "reward", "state_values", "prompt_length")
 LARGEST_LOG_RATIO = 20.0
 
 
@@ -48,7 +49,7 @@ def random_batch(
     reward_temperature: float = 1.0,
     outliers: float = 0.0,
     dtype: type = np.float64,
-    **settings: float,
+    **settings: Any,
 ) -> tuple[PolicyOutputs, ObjectiveInputs]:
     """Ragged lengths from 0 to R with holes; what is masked holds numbers that must not count.
 
@@ -75,6 +76,7 @@ def random_batch(
         reward_temperature=dtype(reward_temperature),
         settings=ObjectiveSettings(completions=K, **settings),
         state_values=state_values,
+        prompt_length=rng.integers(1, 2 * R + 1, B).astype(np.int32),
     )
     return PolicyOutputs(logprobs=policy, log_z=log_z, values=values), inputs
 
@@ -156,17 +158,19 @@ def tba_prime_advantages(policy: np.ndarray, inputs: ObjectiveInputs) -> list[fl
 
 
 def weighted_advantages(policy: np.ndarray, advantages: list[float], inputs: ObjectiveInputs) -> float:
-    """−mean Σ_t w_t A / R."""
+    """−mean Σ_t w_t A / n, n the response budget or the tokens of the row."""
     B, R = policy.shape
     bound, total = inputs.settings.importance_clip, 0.0
     for row in range(B):
+        own = int(inputs.prompt_length[row]) + len(real_tokens(inputs.mask, row))
+        n = {"response_budget": R, "row_length": own}[inputs.settings.row_divisor]
         for t in range(R):
             if inputs.mask[row, t]:
                 weight = float(policy[row, t])
                 if bound:
                     weight = min(bound, math.exp(weight - float(inputs.behavior_logprobs[row, t])))
-                total += weight * advantages[row]
-    return -total / (B * R)
+                total += weight * advantages[row] / n
+    return -total / B
 
 
 def bounded_exp(log_ratio: float) -> float:

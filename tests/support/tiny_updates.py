@@ -117,6 +117,11 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "trajectory_balance": ({}, "", ""),
     "learned_log_z": ({"objective": OBJECTIVES["learned_log_z"]}, "log_z_head", ""),
     "tba_prime": ({"objective": OBJECTIVES["tba_prime"]}, "", ""),
+    "tba_prime, by row": (
+        {"objective": OBJECTIVES["tba_prime"], "settings": ObjectiveSettings(completions=K, row_divisor="row_length")},
+        "",
+        "",
+    ),
     "moving reference": ({"objective": OBJECTIVES["tba_prime"]}, "", "moving_ref_logprobs"),
     "surrogate": ({"surrogate_decay": 0.8}, "", ""),
     "ppo": ({"objective": OBJECTIVES["ppo"]}, "value_head", ""),
