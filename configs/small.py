@@ -21,6 +21,7 @@ _SIZES: dict[str, Any] = {
     "learner.completions": 4,
     "learner.warmup_steps": 0,
     "learner.decay_steps": 0,
+    "learner.schedule_steps": 0,
     "searchers.count": 1,
     "searchers.queries_per_batch": 2,
     "searchers.samples_per_query": 4,

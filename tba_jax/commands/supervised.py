@@ -35,14 +35,19 @@ log = logging.getLogger("tba_jax.supervised")
 def check(config: Any) -> None:
     """Checks every rule that the config can break by itself. Raises ValueError: sentences with value, limit and setting."""
     from tba_jax.experiment.mistakes import Mistakes
-    from tba_jax.learner.optimizer import SCHEDULES
+    from tba_jax.learner.optimizer import DECAYS, SCHEDULES
     from tba_jax.models import layers
     from tba_jax.run import sinks
     from tba_jax.run.sinks import session
     from tba_jax.supervised import objectives
 
     found = Mistakes()
-    registries: dict[str, Collection[str]] = {"kinds": objectives.OBJECTIVES, "schedules": SCHEDULES, "remat": layers.REMAT}
+    registries: dict[str, Collection[str]] = {
+        "kinds": objectives.OBJECTIVES,
+        "schedules": SCHEDULES,
+        "decays": DECAYS,
+        "remat": layers.REMAT,
+    }
     registries["sinks"] = sinks.NAMES
     for sentence in (*SCHEMA.refusals(config, registries).values(), *session.refused_names(config.metrics)):
         found.require(False, sentence)

@@ -11,7 +11,7 @@ from typing import Any
 from tba_jax.experiment import flow, meshes
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.experiment.schema import SCHEMA
-from tba_jax.learner.optimizer import SCHEDULES
+from tba_jax.learner.optimizer import DECAYS, SCHEDULES
 from tba_jax.learner.settings import HELD_REFERENCES
 from tba_jax.models import device_defaults, layers
 from tba_jax.models.presets import PRESETS
@@ -120,6 +120,7 @@ def _registries(task: str) -> dict[str, Collection[str]]:
         "tasks": [*TASKS, *([task] if custom_task.is_named(task) else [])],
         "objectives": OBJECTIVES,
         "schedules": SCHEDULES,
+        "decays": DECAYS,
         "strategies": STRATEGIES,
         "presets": ["", *PRESETS],
         "remat": (*layers.REMAT, device_defaults.AUTO),
@@ -169,9 +170,15 @@ def _check_batch(config: Any, require: Require) -> None:
         f"learner.completions={learner.completions}",
     )
     require(
-        learner.warmup_steps + learner.decay_steps <= learner.steps,
-        f"learner.warmup_steps={learner.warmup_steps} + learner.decay_steps={learner.decay_steps} exceed "
-        f"learner.steps={learner.steps}",
+        not learner.schedule_steps or learner.schedule_steps >= learner.steps,
+        f"learner.schedule_steps={learner.schedule_steps} is less than learner.steps={learner.steps}: the last updates would have "
+        "a learning rate of 0",
+    )
+    steps = "learner.schedule_steps" if learner.schedule_steps else "learner.steps"
+    most = learner.schedule_steps or learner.steps
+    require(
+        learner.warmup_steps + learner.decay_steps <= most,
+        f"learner.warmup_steps={learner.warmup_steps} + learner.decay_steps={learner.decay_steps} exceed {steps}={most}",
     )
 
 
@@ -319,7 +326,8 @@ def _check_swaps(config: Any, require: Require) -> None:
 def _check_all_are_read(config: Any, require: Require) -> None:
     """Refuses a setting that differs from its default although the run would not use it.
 
-    These are settings of objectives other than the config's own, and settings of the values of states without task.step_ends. β
+    These are settings of objectives and of learning-rate schedules other than the config's own, and settings of the values of
+    states without task.step_ends. β
     is not among them: it scales a metric of every run. A run that exists goes on as it began: this check is for new runs and for
     --dry_run.
     """
@@ -332,6 +340,12 @@ def _check_all_are_read(config: Any, require: Require) -> None:
         require(
             name.removesuffix("_start").removesuffix("_end") in read or learner[name] == defaults.learner[name],
             f"learner.{name}={learner[name]} would not be used: learner.objective={learner.objective} does not read it; leave it "
+            f"at {defaults.learner[name]}",
+        )
+    for name, readers in (("decay", ("wsd",)), ("schedule_steps", ("linear", "wsd"))):
+        require(
+            learner.schedule in readers or learner[name] == defaults.learner[name],
+            f"learner.{name}={learner[name]} would not be used: learner.schedule={learner.schedule} does not read it; leave it "
             f"at {defaults.learner[name]}",
         )
     for name in ("value_samples", "value_states"):

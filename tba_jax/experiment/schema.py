@@ -221,9 +221,12 @@ c.learner.logit_megabytes = setting(128, at_least=1, free=True)  # most memory o
 # What the backward pass recomputes of a layer: none | dots | full; auto: by the kind of device (models/device_defaults.py).
 c.learner.remat = setting("auto", registry="remat", free=True)
 c.learner.learning_rate = setting(1e-5, above=0)
-c.learner.schedule = setting("constant", registry="schedules")  # constant | linear | wsd
-c.learner.warmup_steps = setting(10, at_least=0)
+c.learner.schedule = setting("constant", registry="schedules")  # constant | linear | wsd: warm-up, stable, decay
+c.learner.warmup_steps = setting(10, at_least=0)  # the first update has 1/warmup_steps of the learning rate
 c.learner.decay_steps = setting(0, at_least=0)  # of wsd
+c.learner.decay = setting("linear", registry="decays")  # of wsd: linear | cosine
+# Updates after which the learning rate of linear and wsd is 0; above learner.steps, the run ends in mid-decay. 0: learner.steps
+c.learner.schedule_steps = setting(0, at_least=0)
 # The optimum is ∝ exp((log π_ref / γ + r / β) / τ). Only trajectory balance and TBA′ have γ and τ. Each of the three is linear
 # from start to end over so many steps, and constant after them. β = 0 leaves the KL term out, if the objective allows it.
 c.learner.beta_start = setting(0.012, at_least=0)  # β, the KL coefficient; raft, gspo and cispo use it in metrics alone
@@ -239,6 +242,8 @@ c.learner.log_z_learning_rate = setting(1e-2, above=0)  # of the head of learned
 # The objective's name stands before what it reads. On-policy, every ratio π_θ/π_behaviour is 1.
 c.learner.importance_clip = setting(8.0, above=1, or_zero=True)  # tba_prime: most that π_θ/π_behaviour counts; 0: not weighted
 c.learner.log_ratio_clip = setting(10.0, above=0)  # tba_prime: most that a token's log π_θ − log π_ref counts, in nats
+# tba_prime: what the sum over a row's tokens is divided by. response_budget: R | row_length: the tokens of its prompt and response
+c.learner.row_divisor = setting("response_budget", one_of=("response_budget", "row_length"))
 c.learner.clip_low = setting(0.2, above=0, at_most=1)  # proximal_rloo, ppo, vine_ppo, grpo, dr_grpo: ratio from 1 − clip_low …
 c.learner.clip_high = setting(0.2, above=0)  # … to 1 + clip_high; cispo too
 c.learner.sequence_clip_low = setting(3e-4, above=0, at_most=1)  # gspo: likewise, of the response's length-normalised ratio

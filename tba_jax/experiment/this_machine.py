@@ -41,7 +41,7 @@ _AT_MOST_ON_CPU: Settings = {
 _ON_CPU: Settings = {"model.compute_dtype": "float32", "task.long_prompts": "skip"}
 # Settings in steps, which a run of fewer steps than its recipe has in proportion.
 _IN_PROPORTION = (
-    *("learner.warmup_steps", "learner.decay_steps", "learner.beta_steps"),
+    *("learner.warmup_steps", "learner.decay_steps", "learner.schedule_steps", "learner.beta_steps"),
     *("learner.ref_temperature_steps", "learner.reward_temperature_steps"),
     *("evaluation.every_steps", "checkpoint.every_steps"),
 )

@@ -3,29 +3,44 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import optax
 
 Schedule = Callable[[jax.Array], jax.Array]
 
 
-def constant(*, peak: float, steps: int, warmup_steps: int, decay_steps: int) -> Schedule:
+def _warm_up(count: jax.Array, warmup_steps: int) -> jax.Array:
+    """Linear from 1/warmup_steps at the first update to 1 at update number warmup_steps. Args: count: updates done before."""
+    return jnp.minimum(1.0, (count + 1) / max(1, warmup_steps))
+
+
+def constant(*, peak: float, steps: int, warmup_steps: int, decay_steps: int, decay: str) -> Schedule:
     """Linear warm-up over warmup_steps, then constant."""
-    return optax.schedules.warmup_constant_schedule(0.0, peak, warmup_steps) if warmup_steps else optax.constant_schedule(peak)
+    return lambda count: peak * _warm_up(count, warmup_steps)
 
 
-def linear(*, peak: float, steps: int, warmup_steps: int, decay_steps: int) -> Schedule:
-    """Linear warm-up over warmup_steps, then linear to 0 at `steps`."""
-    down = optax.linear_schedule(peak, 0.0, max(1, steps - warmup_steps))
-    return optax.join_schedules([optax.linear_schedule(0.0, peak, max(1, warmup_steps)), down], [warmup_steps])
+def linear(*, peak: float, steps: int, warmup_steps: int, decay_steps: int, decay: str) -> Schedule:
+    """Linear warm-up over warmup_steps, then linear to 0 after update number `steps`."""
+    return lambda count: peak * jnp.clip((steps - count) / max(1, steps - warmup_steps), 0.0, _warm_up(count, warmup_steps))
 
 
-def wsd(*, peak: float, steps: int, warmup_steps: int, decay_steps: int) -> Schedule:
-    """Warm-up, stable, decay: linear up over warmup_steps, constant, linear to 0 over the last decay_steps."""
-    down = optax.linear_schedule(peak, 0.0, max(1, decay_steps))
-    rise = optax.linear_schedule(0.0, peak, max(1, warmup_steps))
-    return optax.join_schedules([rise, optax.constant_schedule(peak), down], [warmup_steps, steps - decay_steps])
+def wsd(*, peak: float, steps: int, warmup_steps: int, decay_steps: int, decay: str) -> Schedule:
+    """Warm-up, stable, decay: linear up over warmup_steps, constant, then to 0 over the last decay_steps of `steps`."""
+
+    def schedule(count: jax.Array) -> jax.Array:
+        progress = jnp.clip((count - (steps - decay_steps)) / max(1, decay_steps), 0.0, 1.0)
+        return peak * _warm_up(count, warmup_steps) * DECAYS[decay](progress)
+
+    return schedule
 
 
+# The learning rate over its peak, by the share of the decay that is done.
+DECAYS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + jnp.cos(jnp.pi * progress)),
+}
+
+# By the number of updates done before: the first update has count 0, and the last one steps − 1.
 SCHEDULES = {"constant": constant, "linear": linear, "wsd": wsd}
 
 
@@ -34,7 +49,7 @@ def linear_then_constant(*, start: float, end: float, steps: int) -> Schedule:
     if not steps:
         return optax.constant_schedule(end)
     ramp = optax.linear_schedule(start, end, steps)
-    return lambda step: jax.numpy.where(step >= steps, end, ramp(step))  # rounding would leave the ramp beside its end
+    return lambda step: jnp.where(step >= steps, end, ramp(step))  # rounding would leave the ramp beside its end
 
 
 def adamw(
@@ -56,5 +71,5 @@ def restart_moments(opt_state: optax.OptState) -> optax.OptState:
         return isinstance(node, optax.ScaleByAdamState)
 
     return jax.tree.map(
-        lambda node: jax.tree.map(jax.numpy.zeros_like, node) if is_adam(node) else node, opt_state, is_leaf=is_adam
+        lambda node: jax.tree.map(jnp.zeros_like, node) if is_adam(node) else node, opt_state, is_leaf=is_adam
     )

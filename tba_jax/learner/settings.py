@@ -24,7 +24,8 @@ HELD_REFERENCES = ("reset", "ema")
 
 def make_schedule(c: Any, *, peak: float, steps: int) -> optimizer.Schedule:
     """The schedule of a learning rate that ends at `steps`."""
-    return optimizer.SCHEDULES[c.schedule](peak=peak, steps=steps, warmup_steps=c.warmup_steps, decay_steps=c.decay_steps)
+    parts = dict(warmup_steps=c.warmup_steps, decay_steps=c.decay_steps, decay=c.decay)
+    return optimizer.SCHEDULES[c.schedule](peak=peak, steps=steps, **parts)
 
 
 def make_adamw(c: Any, schedule: optimizer.Schedule, *, weight_decay: float) -> optax.GradientTransformation:
@@ -39,8 +40,11 @@ def make_optimizers(c: Any) -> state.Optimizers:
         rates["log_z_head"] = c.log_z_learning_rate
     if objective.value_head:
         rates["value_head"] = c.value_learning_rate
+    steps = c.schedule_steps or c.steps
     return {
-        part: make_adamw(c, make_schedule(c, peak=peak, steps=c.steps), weight_decay=c.weight_decay if part == "policy" else 0.0)
+        part: make_adamw(
+            c, make_schedule(c, peak=peak, steps=steps), weight_decay=c.weight_decay if part == "policy" else 0.0
+        )
         for part, peak in rates.items()
     }
 

@@ -43,6 +43,7 @@ c.training.learning_rate = setting(1e-5, above=0)  # the schedule's peak
 c.training.schedule = setting("linear", registry="schedules")  # constant | linear | wsd
 c.training.warmup_steps = setting(10, at_least=0)
 c.training.decay_steps = setting(0, at_least=0)  # of wsd
+c.training.decay = setting("linear", registry="decays")  # of wsd: linear | cosine
 c.training.adam_beta1 = setting(0.9, at_least=0, below=1)
 c.training.adam_beta2 = setting(0.95, at_least=0, below=1)
 c.training.adam_epsilon = setting(1e-8, above=0)

@@ -44,7 +44,7 @@ def _jitted(
     config: DecoderConfig, mesh: Mesh, R: int, *, seed: int, steps: int, batch_size: int, learning_rate: float, warmup_steps: int
 ) -> tuple[sharding.OnMesh, sharding.OnMesh, state_lib.TrainState]:
     """The programs () -> state and (state, Examples) -> (state, measurements), and the state as jax.ShapeDtypeStruct."""
-    schedule = optimizer_lib.linear(peak=learning_rate, steps=steps, warmup_steps=warmup_steps, decay_steps=0)
+    schedule = optimizer_lib.linear(peak=learning_rate, steps=steps, warmup_steps=warmup_steps, decay_steps=0, decay="linear")
     optimizer = optimizer_lib.adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, clip_norm=1.0)
     optimizers = {"policy": optimizer}
     step_config = objectives.StepConfig(R=R, micro_batch_rows=batch_size, logit_bytes=1 << 30, remat="none")

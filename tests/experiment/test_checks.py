@@ -15,6 +15,7 @@ from configs import base, baselines, demo_baselines
 from tba_jax import sharding
 from tba_jax.experiment import checks, composition
 from tba_jax.experiment.schema import SCHEMA
+from tba_jax.learner.optimizer import SCHEDULES
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.schemas import Rule, flatten
 from tests.support import tiny_run
@@ -162,6 +163,15 @@ def test_the_schema_loads_without_jax():
             {"learner.schedule": "wsd", "learner.decay_steps": 491},
             "learner.warmup_steps=10 + learner.decay_steps=491 exceed learner.steps=500",
         ),
+        (
+            {"learner.schedule": "wsd", "learner.decay_steps": 591, "learner.schedule_steps": 600},
+            "learner.warmup_steps=10 + learner.decay_steps=591 exceed learner.schedule_steps=600",
+        ),
+        (
+            {"learner.schedule": "linear", "learner.schedule_steps": 499},
+            "learner.schedule_steps=499 is less than learner.steps=500: the last updates would have a learning rate of 0",
+        ),
+        ({"learner.decay": "cosin"}, "learner.decay='cosin' is not one of linear, cosine (did you mean 'cosine'?)"),
         ({"replay.capacity": 139}, "replay.capacity=139 cannot hold the 168 responses to learner.queries=7 queries"),
         (
             {"searchers.count": 1, "searchers.queries_per_batch": 2, "searchers.max_rows_per_snapshot": 144},
@@ -269,6 +279,7 @@ def test_what_the_base_config_says_goes_with_every_objective(name):
 NOT_READ_BY_ALL = {
     "importance_clip": 3.0,
     "log_ratio_clip": 7.0,
+    "row_divisor": "row_length",
     "clip_low": 0.1,
     "clip_high": 0.3,
     "sequence_clip_low": 1e-3,
@@ -285,7 +296,7 @@ NOT_READ_BY_ALL = {
 READ = {
     "trajectory_balance": {"ref_temperature_end", "reward_temperature_start"},
     "learned_log_z": {"ref_temperature_end", "reward_temperature_start", "log_z_learning_rate"},
-    "tba_prime": {"ref_temperature_end", "reward_temperature_start", "importance_clip", "log_ratio_clip"},
+    "tba_prime": {"ref_temperature_end", "reward_temperature_start", "importance_clip", "log_ratio_clip", "row_divisor"},
     **dict.fromkeys(("proximal_rloo", "vine_ppo", "grpo", "dr_grpo"), frozenset({"clip_low", "clip_high"})),
     "ppo": {"clip_low", "clip_high", "gae_lambda", "value_coefficient", "value_learning_rate"},
     "gspo": {"sequence_clip_low", "sequence_clip_high"},
@@ -308,6 +319,21 @@ def test_settings_that_an_objective_does_not_read_are_refused(name):
         sentence = f"learner.{setting}={value} would not be used: learner.objective={name} does not read it; leave it at "
         with pytest.raises(ValueError, match=re.escape(sentence)):
             checks.check(config, new=True)
+
+
+@pytest.mark.parametrize(
+    "setting, value, read_by", [("decay", "cosine", {"wsd"}), ("schedule_steps", 600, {"linear", "wsd"})], ids=["decay", "steps"]
+)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_settings_that_a_schedule_does_not_read_are_refused(schedule, setting, value, read_by):
+    config = tiny_run.config_with({"learner.schedule": schedule, f"learner.{setting}": value})
+    checks.check(config)
+    if schedule in read_by:
+        checks.check(config, new=True)
+        return
+    sentence = rf"learner\.{setting}={value} would not be used: learner\.schedule={schedule} does not read it; leave it at "
+    with pytest.raises(ValueError, match=sentence):
+        checks.check(config, new=True)
 
 
 @pytest.mark.parametrize("setting, value", [("value_samples", 3), ("value_states", 1)])

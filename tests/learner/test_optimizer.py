@@ -1,5 +1,7 @@
 """Schedules at steps computed by hand, which parameters decay, and clipping."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,25 +15,46 @@ from tba_jax.models.config import DecoderConfig
 from tests.support import applied
 
 
-@pytest.mark.parametrize(
-    "name, settings, expected",
-    [
-        ("constant", dict(steps=100, warmup_steps=4, decay_steps=0), {0: 0.0, 1: 0.5, 3: 1.5, 4: 2.0, 99: 2.0}),
-        ("constant", dict(steps=100, warmup_steps=0, decay_steps=0), {0: 2.0, 50: 2.0}),
-        ("linear", dict(steps=12, warmup_steps=4, decay_steps=0), {0: 0.0, 2: 1.0, 4: 2.0, 5: 1.75, 8: 1.0, 11: 0.25, 12: 0.0}),
-        ("linear", dict(steps=10, warmup_steps=0, decay_steps=0), {0: 2.0, 5: 1.0, 9: 0.2, 10: 0.0, 15: 0.0}),
-        ("linear", dict(steps=4, warmup_steps=4, decay_steps=0), {0: 0.0, 3: 1.5, 4: 2.0, 5: 0.0}),
-        ("wsd", dict(steps=20, warmup_steps=4, decay_steps=5), {0: 0, 2: 1, 4: 2, 14: 2, 15: 2, 16: 1.6, 19: 0.4, 20: 0, 25: 0}),
-        ("wsd", dict(steps=20, warmup_steps=0, decay_steps=5), {0: 2.0, 15: 2.0, 17: 1.2, 20: 0.0}),
-        ("wsd", dict(steps=20, warmup_steps=4, decay_steps=0), {1: 0.5, 4: 2.0, 19: 2.0}),
-        ("wsd", dict(steps=20, warmup_steps=0, decay_steps=0), {0: 2.0, 19: 2.0}),
-        ("wsd", dict(steps=9, warmup_steps=4, decay_steps=5), {2: 1.0, 4: 2.0, 5: 1.6, 9: 0.0}),
-    ],
-)
-def test_learning_rates(name, settings, expected):
+def rate_of_update(n: int, name: str, *, steps: int, warmup_steps: int, decay_steps: int, decay: str) -> float:
+    """The learning rate of update n, counted from 1, over its peak, from the words of the schedule."""
+    if n < warmup_steps:
+        return n / warmup_steps
+    before = n - 1  # updates done: the decay is complete after update number `steps`, and that update still learns
+    if name == "linear" and n > warmup_steps:
+        return max(0.0, 1 - (before - warmup_steps) / max(1, steps - warmup_steps))
+    if name == "wsd" and before > steps - decay_steps:
+        done = min(1.0, (before - (steps - decay_steps)) / max(1, decay_steps))
+        return 1 - done if decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return 1.0
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+@pytest.mark.parametrize("steps, warmup_steps, decay_steps", [(20, 4, 5), (20, 0, 5), (20, 4, 0), (9, 4, 5), (4, 4, 0), (1, 0, 0)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_learning_rates(name, steps, warmup_steps, decay_steps, decay):
+    settings = dict(steps=steps, warmup_steps=warmup_steps, decay_steps=decay_steps, decay=decay)
     schedule = SCHEDULES[name](peak=2.0, **settings)
-    found = jax.jit(jax.vmap(schedule))(jnp.array(list(expected)))
-    np.testing.assert_allclose(found, list(expected.values()), atol=1e-6)
+    found = jax.jit(jax.vmap(schedule))(jnp.arange(steps))
+    expected = [2.0 * rate_of_update(n, name, **settings) for n in range(1, steps + 1)]
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert min(found) > 0, "no update is without effect"
+
+
+def test_a_decay_ends_in_nothing_and_stays_there():
+    settings = dict(peak=2.0, steps=9, warmup_steps=2, decay_steps=5, decay="cosine")
+    for name, there in (("constant", 2.0), ("linear", 0.0), ("wsd", 0.0)):
+        assert [float(SCHEDULES[name](**settings)(jnp.int32(count))) for count in (9, 30)] == [there] * 2
+
+
+def test_warm_up_stable_and_cosine_decay_are_those_of_the_paper():
+    """1000 updates as 50 / 450 / 500, and 700 of 50 / 350 / 600, whose decay is at half of its way when the run ends."""
+    long = SCHEDULES["wsd"](peak=1e-5, steps=1000, warmup_steps=50, decay_steps=500, decay="cosine")
+    short = SCHEDULES["wsd"](peak=1e-5, steps=1000, warmup_steps=50, decay_steps=600, decay="cosine")
+    for schedule in (long, short):
+        assert float(schedule(jnp.int32(0))) == pytest.approx(1e-5 / 50)
+        assert float(schedule(jnp.int32(49))) == float(schedule(jnp.int32(399))) == pytest.approx(1e-5)
+    assert float(long(jnp.int32(500))) == pytest.approx(1e-5) and float(long(jnp.int32(750))) == pytest.approx(0.5e-5)
+    assert float(short(jnp.int32(700))) == pytest.approx(0.5e-5)
 
 
 def test_the_end_is_exactly_the_end():
@@ -50,7 +73,7 @@ def test_beta_goes_linearly_from_start_to_end_and_stays():
 def update_of(params, grads, **settings) -> dict:
     """Parameters after one step with learning rate 0.1."""
     settings = dict(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=0.0) | settings
-    optimizer = adamw(optimizer_lib.constant(peak=0.1, steps=1, warmup_steps=0, decay_steps=0), **settings)
+    optimizer = adamw(optimizer_lib.constant(peak=0.1, steps=1, warmup_steps=0, decay_steps=0, decay="linear"), **settings)
 
     @jax.jit
     def step(params, grads):
@@ -79,7 +102,7 @@ def test_two_steps_equal_adamw_by_hand():
     b1, b2, epsilon, decay, rate = 0.8, 0.9, 1e-3, 0.2, 0.1
     rng = np.random.default_rng(0)
     weight, grads = rng.normal(size=(3, 2)), rng.normal(size=(2, 3, 2))
-    schedule = optimizer_lib.constant(peak=rate, steps=2, warmup_steps=0, decay_steps=0)
+    schedule = optimizer_lib.constant(peak=rate, steps=2, warmup_steps=0, decay_steps=0, decay="linear")
     optimizer = adamw(schedule, beta1=b1, beta2=b2, epsilon=epsilon, weight_decay=decay, clip_norm=0.0)
     params = {"weight": jnp.asarray(weight, jnp.float32)}
     state = optimizer.init(params)

@@ -47,6 +47,20 @@ def test_schedules_of_the_coefficients():
         np.testing.assert_allclose(found, np.interp(range(7), [0, steps], [start, end]), rtol=1e-6, err_msg=name)
 
 
+def test_the_schedule_of_the_learning_rate_may_be_longer_than_the_run():
+    """The run of 4 updates ends in the middle of a decay of 4, which begins after update 2."""
+    changes = dict(schedule="wsd", decay="cosine", steps=4, warmup_steps=0, decay_steps=4, learning_rate=1.0)
+    for schedule_steps, expected in ((6, [1, 1, 1, 0.853553]), (0, [1, 0.853553, 0.5, 0.146447])):
+        flags = {f"learner__{name}": value for name, value in (changes | {"schedule_steps": schedule_steps}).items()}
+        optimizer = settings.make_optimizers(tiny_run.config(**flags).learner)["policy"]
+        params = {"weight": jnp.ones(1)}
+        state, rates = optimizer.init(params), []
+        for _ in range(4):  # of a constant gradient, Adam's update is the learning rate
+            updates, state = optimizer.update({"weight": jnp.ones(1)}, state, params)
+            rates.append(-float(updates["weight"][0]))
+        np.testing.assert_allclose(rates, expected, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_heads_that_are_learned_have_optimizers_of_their_own(name):
     rates = {"learner__log_z_learning_rate": 0.25, "learner__value_learning_rate": 0.125}
