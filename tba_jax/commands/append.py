@@ -173,6 +173,8 @@ def _encoded(row: "Row", query: "EncodedQuery", experiment: "Experiment", stops:
         return tokens, f"holds token {min(banned)}, which is special or one of task.banned_tokens"
     if len(tokens) > contract.response_length:
         return tokens, f"has more than task.response_length={contract.response_length} tokens, end of sequence included"
+    if contract.force_eos and ended_by_text and len(tokens) == contract.response_length:
+        return tokens, f"has no end of sequence at token task.response_length={contract.response_length} (task.force_eos)"
     if len(tokens) < contract.min_response_length and not ended_by_text:
         return tokens, f"has fewer than task.min_response_length={contract.min_response_length} tokens"
     return tokens, ""

@@ -38,16 +38,20 @@ def _draw(
 ) -> tuple[Tokens, jax.Array]:
     """Token `count` of B responses (leaves [B]), and the stop strings' states after it."""
     space = config.space
+    is_last = count + 1 >= samples.limit
     uniform = jax.vmap(lambda key, t: jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key), t)))(
         samples.key, count
     )
     logits = scoring.restrict(logits, count, space)
-    drawn = sampling.draw(logits, uniform, samples.sampling, scoring_temperature=space.temperature, tiled=config.tiled)
-    finished = drawn.token == space.eos_id
+    forced = (space.eos_id, is_last) if space.force_eos else None
+    drawn = sampling.draw(
+        logits, uniform, samples.sampling, scoring_temperature=space.temperature, tiled=config.tiled, forced=forced
+    )
+    finished = drawn.drawn == space.eos_id
     if stop_table is not None:
         stop_state = stop_table[stop_state, drawn.token]
         finished |= stop_state == config.stop_accept
-    status = jnp.where(finished, FINISHED, jnp.where(count + 1 >= samples.limit, CUT, RUNNING))
+    status = jnp.where(finished, FINISHED, jnp.where(is_last, CUT, RUNNING))
     return Tokens(drawn.token, status, drawn.policy_logprob, drawn.behavior_logprob), stop_state
 
 

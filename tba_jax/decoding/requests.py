@@ -39,7 +39,7 @@ class Generation:
 
     tokens: int32[B, R], right-padded.
     length: int32[B], end-of-sequence included.
-    finished: bool[B], whether an end-of-sequence token or a stop string ended the response.
+    finished: bool[B], whether the response ended by itself: by a stop string, or an end of sequence that was drawn.
     policy_logprobs: float32[B, R], nats at the scoring temperature; 0 where masked, and on given tokens.
     behavior_logprobs: float32[B, R], nats of the distribution that was sampled; 0 likewise.
     policy_step: int32[B, R], of the weights that drew each token; -1 where masked, and on given tokens.

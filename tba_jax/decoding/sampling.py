@@ -43,19 +43,20 @@ def explore(
     rng: np.random.Generator,
     *,
     temperature_probability: float,
+    temperature_low_factor: float,
     temperature_factor: float,
     top_p_probability: float,
     top_p_low: float,
 ) -> Sampling:
-    """The paper's exploration (TBA paper, method): with some probability a hotter temperature, with some a random top-p.
+    """The paper's exploration (TBA paper, method): with some probability another temperature, with some a random top-p.
 
     Args:
-      temperature_probability: chance of a temperature drawn uniformly from [T, T · temperature_factor].
+      temperature_probability: chance of a temperature drawn uniformly from [T · temperature_low_factor, T · temperature_factor].
       top_p_probability: chance of a top-p drawn uniformly from [top_p_low, 1]; the other rows keep their top-p.
     """
     rows = len(sampling.temperature)
-    hotter = rng.random(rows) < temperature_probability
-    factor = np.where(hotter, rng.uniform(1.0, temperature_factor, rows), 1.0)
+    changed = rng.random(rows) < temperature_probability
+    factor = np.where(changed, rng.uniform(temperature_low_factor, temperature_factor, rows), 1.0)
     truncated = rng.random(rows) < top_p_probability
     top_p = np.where(truncated, rng.uniform(top_p_low, 1.0, rows), sampling.top_p)
     temperature = (sampling.temperature * factor).astype(np.float32)
@@ -88,16 +89,27 @@ _ROWS_AT_A_TIME = 16
 class Draw:
     """One token a row with its log-probabilities.
 
-    token: int32[B]; policy_logprob: float32[B], nats at the scoring temperature over the whole response space;
-    behavior_logprob: float32[B], nats of the distribution that was sampled, 0 in a greedy row.
+    token: int32[B]; drawn: int32[B], the token that was drawn, which `token` is but in forced rows;
+    policy_logprob: float32[B], of `token`, nats at the scoring temperature over the whole response space;
+    behavior_logprob: float32[B], of `token`, nats of the distribution that was sampled, 0 in a greedy row. In a forced row it is
+    of that distribution before truncation, which might have left the token out.
     """
 
     token: chex.Array
+    drawn: chex.Array
     policy_logprob: chex.Array
     behavior_logprob: chex.Array
 
 
-def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling, *, scoring_temperature: float, tiled: bool = False) -> Draw:
+def draw(
+    logits: jax.Array,
+    uniform: jax.Array,
+    sampling: Sampling,
+    *,
+    scoring_temperature: float,
+    tiled: bool = False,
+    forced: tuple[int, jax.Array] | None = None,
+) -> Draw:
     """Draws a token of every row: temperature, top-k, top-p of what is left, min-p, then the inverse CDF at `uniform`.
 
     Made for a decode loop: one pass of exponentials over [B, V] serves greedy rows and rows at the scoring temperature. A second
@@ -109,6 +121,7 @@ def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling, *, scoring_t
       uniform: float32[B] in [0, 1). sampling: settings over B rows, traced.
       scoring_temperature: temperature of the policy's log-probs, above 0.
       tiled: static: sums go over the tiles of a TPU. They are rounded in another order, and slower on CPUs.
+      forced: a token, static, and the rows that get it whatever they draw, bool[B]; its logit there must be finite.
 
     Returns:
       Draw over B rows. A token of probability 0 is never drawn, a greedy row draws the first of the most likely tokens. In
@@ -137,7 +150,11 @@ def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling, *, scoring_t
     behavior_total = jnp.sum(mass, axis=-1)
 
     mass = jnp.where(greedy[:, None], (block_best == best[:, None]).astype(jnp.float32), mass)
-    token = _inverse_cdf(logits, uniform, mass, best, temperature, threshold, greedy, block)
+    token = drawn = _inverse_cdf(logits, uniform, mass, best, temperature, threshold, greedy, block)
+    if forced is not None:
+        token = jnp.where(forced[1], jnp.int32(forced[0]), drawn)
+        truncates &= ~forced[1]
+        behavior_total = jnp.where(forced[1], full_total, behavior_total)
     # log softmax(l / T)[token] = (l[token] − max l) / T − log Σ exp((l − max l) / T)
     shifted = _pick(logits, token) - best
     as_scored = temperature == jnp.float32(scoring_temperature)
@@ -147,7 +164,8 @@ def draw(logits: jax.Array, uniform: jax.Array, sampling: Sampling, *, scoring_t
     behavior_logprob = shifted * _inverse(temperature) - jnp.log(behavior_total)
     # Equal but for how XLA orders the two sums; importance weights of such rows are to be 1 exactly.
     behavior_logprob = jnp.where(as_scored & ~truncates, policy_logprob, behavior_logprob)
-    return Draw(token=token, policy_logprob=policy_logprob, behavior_logprob=jnp.where(greedy, 0.0, behavior_logprob))
+    behavior_logprob = jnp.where(greedy, 0.0, behavior_logprob)
+    return Draw(token=token, drawn=drawn, policy_logprob=policy_logprob, behavior_logprob=behavior_logprob)
 
 
 def _policy_total(

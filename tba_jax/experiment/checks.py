@@ -133,6 +133,10 @@ def _check_responses(task: Any, require: Require) -> None:
         task.min_response_length <= task.response_length,
         f"task.min_response_length={task.min_response_length} is more than task.response_length={task.response_length}",
     )
+    require(
+        task.response_length > 1 or not task.force_eos,
+        f"task.response_length={task.response_length} must be at least 2 with task.force_eos, which makes the last token the end",
+    )
     for stop, step in itertools.product(task.stop_strings, task.step_ends):
         require(
             stop not in step,
@@ -171,8 +175,8 @@ def _check_batch(config: Any, require: Require) -> None:
     )
     require(
         not learner.schedule_steps or learner.schedule_steps >= learner.steps,
-        f"learner.schedule_steps={learner.schedule_steps} is less than learner.steps={learner.steps}: the last updates would have "
-        "a learning rate of 0",
+        f"learner.schedule_steps={learner.schedule_steps} is less than learner.steps={learner.steps}: the last updates would "
+        "have a learning rate of 0",
     )
     steps = "learner.schedule_steps" if learner.schedule_steps else "learner.steps"
     most = learner.schedule_steps or learner.steps
@@ -213,6 +217,10 @@ def _check_replay(config: Any, require: Require) -> None:
     require(
         not (share or distance) or replay.merge_duplicates,
         f"{both} merge near-duplicates, which replay.merge_duplicates=False forbids",
+    )
+    require(
+        replay.merge_keep == "newest" or replay.merge_duplicates,
+        f"replay.merge_keep={replay.merge_keep} would not be used: replay.merge_duplicates=False merges no responses",
     )
 
 

@@ -143,6 +143,7 @@ def _contract(named: _Named, task: Task, settings: Mapping[str, Any], **of_build
         prompt_length=c.prompt_length,
         response_length=c.response_length,
         min_response_length=c.min_response_length,
+        force_eos=c.force_eos,
         stop_strings=tuple(sorted(set(c.stop_strings))),
         step_ends=tuple(sorted(set(c.step_ends))),
         scoring_temperature=config.sampling.scoring_temperature,

@@ -21,6 +21,9 @@ c.task.name = setting("arithmetic", registry="tasks")  # a task of tba_jax/tasks
 c.task.prompt_length = setting(16, at_least=1)  # P, tokens; task.long_prompts says what happens to longer prompts
 c.task.response_length = setting(32, at_least=1)  # R, tokens, including end-of-sequence
 c.task.min_response_length = setting(0, at_least=0)  # tokens before which end-of-sequence has probability 0; 0: any length
+# True: the last of R tokens is the end of sequence, whatever was drawn, and is scored like every other token. A response that is
+# cut so pays for how improbable its end is. It counts as cut: task.missing_eos_reward holds for it.
+c.task.force_eos = False
 c.task.banned_tokens = ()  # ids of tokens that have probability 0 in responses, besides the special tokens
 # Texts that end a response, such as ("\n\n", "Question:"). The response ends with the token that completes such a text, whatever
 # its length, and keeps both. "<|im_end|>" or the text of another special token allows that token in responses.
@@ -140,7 +143,9 @@ c.sampling.temperature = setting(1.0, above=0)
 c.sampling.top_k = setting(0, at_least=0)  # 0: off
 c.sampling.top_p = setting(1.0, above=0, at_most=1)
 c.sampling.min_p = setting(0.0, at_least=0, below=1)
-c.sampling.explore_temperature_probability = setting(0.0, at_least=0, at_most=1)  # share of rows at [T, T * factor]
+# Share of rows whose temperature is uniform in [T * low_factor, T * factor]; the others have T.
+c.sampling.explore_temperature_probability = setting(0.0, at_least=0, at_most=1)
+c.sampling.explore_temperature_low_factor = setting(1.0, above=0, at_most=1)
 c.sampling.explore_temperature_factor = setting(1.1 / 0.7, at_least=1)
 c.sampling.explore_top_p_probability = setting(0.0, at_least=0, at_most=1)  # share of rows with top-p in [low, 1]
 c.sampling.explore_top_p_low = setting(0.7, above=0, at_most=1)
@@ -179,10 +184,13 @@ c.searchers.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1))  # data=-1: all d
 c.replay = ConfigDict()
 c.replay.capacity = setting(50_000, at_least=1, fixed=True)  # resident rows; the oldest leave first
 c.replay.capacity_per_query = setting(100, at_least=1, fixed=True)
-c.replay.merge_duplicates = setting(True, fixed=True)  # identical responses to a query are kept once, the newest wins
-# Responses to a query up to this distance count as the same: the share of tokens that differ, or of embeddings. 0: off.
+c.replay.merge_duplicates = setting(True, fixed=True)  # identical responses to a query are kept once
+# Responses to a query count as the same too if their edit distance over tokens is below this share of both lengths together, or
+# if the cosine distance of their embeddings is at most this. 0: off.
 c.replay.merge_edit_distance = setting(0.0, at_least=0, below=1, fixed=True)
 c.replay.merge_cosine_distance = setting(0.0, at_least=0, below=2, fixed=True)  # needs task.embedding_path
+# Which of two responses that count as the same stays: the newest | best: the one of the higher reward, of equal ones the newest.
+c.replay.merge_keep = setting("newest", one_of=("newest", "best"), fixed=True)
 c.replay.drop = setting("oldest", one_of=("oldest", "lowest_reward"), fixed=True)  # the row that leaves a full query or window
 c.replay.recent_probability = setting(0.95, at_least=0, at_most=1)  # m: share of queries drawn from recent rows
 # Recent is what became visible in the last so many trainer steps at which rows did. 0: publish.every_steps
@@ -242,7 +250,7 @@ c.learner.log_z_learning_rate = setting(1e-2, above=0)  # of the head of learned
 # The objective's name stands before what it reads. On-policy, every ratio π_θ/π_behaviour is 1.
 c.learner.importance_clip = setting(8.0, above=1, or_zero=True)  # tba_prime: most that π_θ/π_behaviour counts; 0: not weighted
 c.learner.log_ratio_clip = setting(10.0, above=0)  # tba_prime: most that a token's log π_θ − log π_ref counts, in nats
-# tba_prime: what the sum over a row's tokens is divided by. response_budget: R | row_length: the tokens of its prompt and response
+# tba_prime: what the sum over a row's tokens is divided by. response_budget: R | row_length: tokens of its prompt and response
 c.learner.row_divisor = setting("response_budget", one_of=("response_budget", "row_length"))
 c.learner.clip_low = setting(0.2, above=0, at_most=1)  # proximal_rloo, ppo, vine_ppo, grpo, dr_grpo: ratio from 1 − clip_low …
 c.learner.clip_high = setting(0.2, above=0)  # … to 1 + clip_high; cispo too

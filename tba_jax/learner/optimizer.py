@@ -70,6 +70,4 @@ def restart_moments(opt_state: optax.OptState) -> optax.OptState:
     def is_adam(node: object) -> bool:
         return isinstance(node, optax.ScaleByAdamState)
 
-    return jax.tree.map(
-        lambda node: jax.tree.map(jnp.zeros_like, node) if is_adam(node) else node, opt_state, is_leaf=is_adam
-    )
+    return jax.tree.map(lambda node: jax.tree.map(jnp.zeros_like, node) if is_adam(node) else node, opt_state, is_leaf=is_adam)

@@ -42,9 +42,7 @@ def make_optimizers(c: Any) -> state.Optimizers:
         rates["value_head"] = c.value_learning_rate
     steps = c.schedule_steps or c.steps
     return {
-        part: make_adamw(
-            c, make_schedule(c, peak=peak, steps=steps), weight_decay=c.weight_decay if part == "policy" else 0.0
-        )
+        part: make_adamw(c, make_schedule(c, peak=peak, steps=steps), weight_decay=c.weight_decay if part == "policy" else 0.0)
         for part, peak in rates.items()
     }
 

@@ -12,14 +12,18 @@ class ResponseSpace:
 
     temperature: the run's scoring temperature T (TBA paper: one constant that defines the policy and the reference alike);
     banned_tokens: ids below V that no response holds; eos_id: the end of sequence, -1: there is none; min_length: tokens,
-    0 and 1: any.
+    0 and 1: any; force_eos: a response that has not ended before its last token gets the end of sequence there, scored by the
+    softmax above.
     """
 
     temperature: float
     banned_tokens: tuple[int, ...]
     eos_id: int
     min_length: int = 0
+    force_eos: bool = False
 
     def __post_init__(self) -> None:
         if self.min_length > 1 and self.eos_id < 0:
             raise ValueError(f"min_length={self.min_length} holds back the end of sequence, and eos_id={self.eos_id} names none")
+        if self.force_eos and self.eos_id < 0:
+            raise ValueError(f"force_eos=True puts an end of sequence, and eos_id={self.eos_id} names none")

@@ -13,10 +13,10 @@ class ObjectiveSettings:
     """Static settings of objectives, with the defaults of experiment/schema.py.
 
     completions: K. importance_clip: upper bound of π_θ/π_behaviour in TBA′, 0 for no importance weights. log_ratio_clip: bound
-    of a token's log π_θ − log π_ref in TBA′, nats. row_divisor: what TBA′ divides the sum over a row's tokens by, `response_budget`
-    (R) or `row_length` (tokens of its prompt and response). clip_low, clip_high: ratios are clipped to [1 − low, 1 + high].
-    sequence_clip_low, sequence_clip_high: the same for GSPO. icepop_low, icepop_high: IcePop drops tokens whose ratio is outside
-    of these bounds. gae_lambda: λ of GAE. value_coefficient: weight of PPO's value loss.
+    of a token's log π_θ − log π_ref in TBA′, nats. row_divisor: what TBA′ divides the sum over a row's tokens by:
+    `response_budget` (R) or `row_length` (tokens of its prompt and response). clip_low, clip_high: ratios are clipped to
+    [1 − low, 1 + high]. sequence_clip_low, sequence_clip_high: the same for GSPO. icepop_low, icepop_high: IcePop drops tokens
+    whose ratio is outside of these bounds. gae_lambda: λ of GAE. value_coefficient: weight of PPO's value loss.
     """
 
     completions: int

@@ -37,11 +37,13 @@ class Rules:
     """What stays in the window: settings of the section replay, which the schema and experiment/checks.py check.
 
     capacity: resident rows in total (replay.capacity). capacity_per_query: of one query.
-    merge_duplicates: an identical response to a query replaces the older one; otherwise both stay, and frequent responses weigh
-      more in what is drawn.
-    merge_edit_distance: a response replaces the nearest older one of its query also where the edit distance over tokens is at
-      most this share of the longer of the two; 0 = identical responses only.
+    merge_duplicates: of identical responses to a query one stays; otherwise all stay, and frequent responses weigh more in what
+      is drawn.
+    merge_edit_distance: a response is merged with the nearest older one of its query also where the edit distance over tokens is
+      below this share of both lengths together; 0 = identical responses only.
     merge_cosine_distance: likewise where the cosine distance of their embeddings is at most this; one of the two settings.
+    merge_keep: which of two merged responses stays. newest: the one that came later; best: the one of the higher reward, and of
+      equal rewards the newer.
     drop: what leaves a full query and a full window. oldest: by arrival; lowest_reward: by reward, among equal rewards by
       arrival, and it may be the new row.
     """
@@ -51,6 +53,7 @@ class Rules:
     merge_duplicates: bool = True
     merge_edit_distance: float = 0.0
     merge_cosine_distance: float = 0.0
+    merge_keep: str = "newest"
     drop: str = "oldest"
 
     def near(self, shape: RowShape, vocab_size: int) -> NearByEdits | NearByEmbedding | None:
@@ -94,8 +97,9 @@ class ReplayIndex(Window):
 
         own: whether they are of this run. Weights of other runs count as those of step 0, where this run begins.
 
-        Invalid rows are counted and left out. A response its query already has replaces the older row. Else a full query
-        loses a row, then a full window, by the rule `drop`. How rows are split over calls makes no difference.
+        Invalid rows are counted and left out. Of a response that its query already has and the new one, `merge_keep` says which
+        leaves. Else a full query loses a row, then a full window, by the rule `drop`. How rows are split over calls makes no
+        difference.
 
         Raises:
           ValueError: rows of another schema, row numbers that are not consecutive, or rows below the writer's head.
@@ -127,6 +131,7 @@ class ReplayIndex(Window):
         for arrival, row in zip(arrivals, valid.tolist(), strict=True):
             slot = heapq.heappop(self._free_slots)
             self._arrival[slot], self._visible_step[slot] = arrival, step
+            self._columns["reward"][slot] = rows["reward"][row]  # what the next rows of this call may be compared with
             row_in[slot] = row
             if self._near is not None:
                 self._near.put(slot, rows, row)
@@ -185,6 +190,11 @@ class ReplayIndex(Window):
         replaced = group.get(identity)
         if self._near is not None and replaced is None:
             replaced = self._near.nearest(slot, np.array(self._members[number], np.int32), self._arrival)
+        if replaced is not None and self.rules.merge_keep == "best" and self._columns["reward"][replaced] > np.float32(reward):
+            counts[_EVICTED["duplicate"]] += 1
+            self._arrival[slot] = -1
+            heapq.heappush(self._free_slots, slot)
+            return
         if replaced is not None:
             del group[self._order[replaced][1]]
         self._enter(slot, query_id, identity, reward, counts)

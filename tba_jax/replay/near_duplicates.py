@@ -24,7 +24,7 @@ class NearByEdits:
     """
 
     def __init__(self, *, slots: int, share: float, vocab_size: int):
-        """Args: share: in (0, 1), the edit distance up to which two responses count as the same, over the longer one's length."""
+        """Args: share: in (0, 1), of both lengths together, below which the edit distance of two like responses is."""
         if vocab_size > _MAX_VOCAB:
             raise ValueError(f"vocab_size={vocab_size} is more than {_MAX_VOCAB}, the most merge_edit_distance={share} can take")
         self._share = share
@@ -49,9 +49,9 @@ class NearByEdits:
         """
         # take() gathers several times faster than an index; `others` may be all rows of a run.
         length, lengths = self._lengths[slot], self._lengths.take(others)
-        # By the other's length: d / max(n_a, n_b) <= share; the small term keeps 29 of 100 within a share of 0.29.
+        # By the other's length, the largest d < share · (n_a + n_b); the small term keeps 29 of 100 out of a share of 0.29.
         possible = np.arange(max(int(lengths.max(initial=0)), int(length)) + 1)
-        limits = (self._share * np.maximum(possible, length) + 1e-9).astype(np.int32)
+        limits = np.ceil(self._share * (possible + length) - 1e-9).astype(np.int32) - 1
         differences = np.abs(possible - length).astype(np.int32)
         near, bounds = others, differences.take(lengths)
         for L1 in (self._differing_buckets, self._differing_counts):

@@ -18,7 +18,7 @@ from tba_jax.schemas import flatten
 
 # The format of a run's folder. Raise it with every change after which config.json, rows or weights mean something else: a version
 # of tba_jax with another number refuses the run.
-FORMAT = 4
+FORMAT = 5
 # The reference_id of rows without a reference policy, as 16 hex digits. No hash of weights is 0.
 NO_REFERENCE = 16 * "0"
 _ANOTHER_VERSION = "go on with the version that made the run, or begin another run in a new --workdir"
@@ -32,7 +32,8 @@ class Contract:
     tokenizer: fingerprint. alphabet: the characters of the tokenizer that the task defines, "" with model.path. task: the
     settings that define queries and reward, without paths. reward_parts, reward_version: as in trajectory.RowShape. embedding:
     width and digest of the encoder that embeds responses, {} without an encoder. banned_tokens: ids that no response holds.
-    min_response_length: tokens before which end-of-sequence has probability 0. stop_strings: texts that end a response, sorted.
+    min_response_length: tokens before which end-of-sequence has probability 0. force_eos: whether the last of R tokens is always
+    the end of sequence. stop_strings: texts that end a response, sorted.
     step_ends: texts that end a step of a response, sorted; () if rows hold no values of states. chat_template: the text around a
     prompt, "" without one. reward_models: setting -> digest of the reward model that it names. reference: the policy that
     ref_logprobs in rows come from, "initial" (that of step 0), or "none": then they are 0. private_files: whether the files of
@@ -57,6 +58,7 @@ class Contract:
     warm_start: dict[str, Any]
     embedding: dict[str, Any]
     min_response_length: int
+    force_eos: bool
     stop_strings: tuple[str, ...]
     step_ends: tuple[str, ...]
     chat_template: str
@@ -75,6 +77,7 @@ class Contract:
             banned_tokens=tuple(self.banned_tokens),
             eos_id=self.eos_id,
             min_length=self.min_response_length,
+            force_eos=self.force_eos,
         )
 
     @property
@@ -133,7 +136,10 @@ _SETTINGS = {
     "reference": "learner.reference.kind",
     **{
         name: f"task.{name}"
-        for name in ("prompt_length", "response_length", "min_response_length", "missing_eos_reward", "stop_strings", "step_ends")
+        for name in (
+            *("prompt_length", "response_length", "min_response_length", "force_eos"),
+            *("missing_eos_reward", "stop_strings", "step_ends"),
+        )
     },
 }
 _MOST_TOLD = 8  # fields that differ, of which a sentence tells

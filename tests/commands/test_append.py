@@ -119,6 +119,7 @@ def summaries(tmp_path):
         task__prompt_length=110,
         task__response_length=12,
         task__min_response_length=4,
+        task__force_eos=True,
         task__stop_strings=("\n",),
         task__chat_template=True,
         task__banned_tokens=(7,),
@@ -140,6 +141,7 @@ def test_stop_strings_templates_and_models_of_the_task(summaries, tmp_path):
         " one<|endoftext|>": "",  # 5 tokens, the end of sequence once
         "a\n": "",  # ended by the stop string, whatever its length
         "a\nb": "goes on after one of task.stop_strings=('\\n',)",
+        "abcdefghijk\n": "has no end of sequence at token task.response_length=12 (task.force_eos)",
         "ab": "has fewer than task.min_response_length=4 tokens",
         f"abc{banned}": "holds token 7, which is special or one of task.banned_tokens",
         "abcd<|endoftext|>e": "goes on after the end of sequence",

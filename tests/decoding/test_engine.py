@@ -119,6 +119,30 @@ def test_logprobs_equal_teacher_forced_ones(stream, grouped):
     assert (found.policy_step == np.where(mask, 5, -1)).all()
 
 
+def test_a_response_that_is_cut_ends_with_the_end_of_sequence_and_its_logprobs(stream, alone):
+    """Its last token alone differs; the sampler's log-probs of it are those of its own weights at that place."""
+    engine = make_engine(*SIZES["groups of four"], space=dataclasses.replace(SPACE, force_eos=True))
+    found = decoded_together(engine, stream)
+    cut, rows = ~alone.finished, np.arange(len(alone.length))
+    last = alone.length - 1
+    assert 0 < cut.sum() < len(cut) and len(set(last[cut].tolist())) > 5 and last[cut].max() == R - 1
+    expected = alone.tokens.copy()
+    expected[rows[cut], last[cut]] = EOS
+    np.testing.assert_array_equal(found.tokens, expected)
+    np.testing.assert_array_equal(found.length, alone.length)
+    np.testing.assert_array_equal(found.finished, alone.finished)
+    np.testing.assert_allclose(found.policy_logprobs, scores(PARAMS, stream, found), rtol=0, atol=1e-5)
+    logits, sampling = teacher_forced_logits(stream, found.tokens), mixed_sampling(len(rows))
+    for row in rows:
+        t, temperature = last[row], sampling.temperature[row].item()
+        np.testing.assert_allclose(found.behavior_logprobs[row, :t], alone.behavior_logprobs[row, :t], rtol=0, atol=1e-5)
+        if cut[row]:
+            behavior = np.log(numpy_distribution(logits[row, t], temperature, 0, 1.0, 0.0)[EOS]) if temperature else 0.0
+            np.testing.assert_allclose(found.behavior_logprobs[row, t], behavior, rtol=0, atol=2e-5)
+    (first,) = engine.generate([make_request([5, 7], 4, limit=np.ones(4, int))])
+    assert first.length.tolist() == [1] * 4 and (first.tokens[:, 0] == EOS).all() and not first.finished.all()
+
+
 def test_local_layers_read_a_window_of_prompt_and_response():
     """Prompts and responses are longer than the window, and slots take up another buffer's prompt while others run."""
     model = dataclasses.replace(MODEL, layers=3, layer_pattern="lg", window=5, local_rope_theta=50.0)

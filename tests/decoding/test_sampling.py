@@ -94,6 +94,31 @@ def test_every_token_owns_its_stretch_and_has_its_logprobs(V):
     assert {x.dtype.name for x in jax.tree.leaves(found)} == {"int32", "float32"}
 
 
+def test_a_forced_token_has_its_logprobs_under_what_was_sampled_before_truncation():
+    """Also where top-k leaves it out, and without a change of what is drawn or of the rows beside it."""
+    rng, V = np.random.default_rng(4), 59
+    logits = np.stack([random_logits(rng, V) for _ in SETTINGS])
+    token = int(np.flatnonzero(np.isfinite(logits).all(axis=0))[0])
+    uniform, sampling, forced = rng.random(len(SETTINGS), np.float32), sampling_of(SETTINGS), np.arange(len(SETTINGS)) % 4 != 3
+    free = draw(logits, uniform, sampling)
+    found = draw(logits, uniform, sampling, forced=(token, forced))
+    np.testing.assert_array_equal(found.drawn, free.token)
+    np.testing.assert_array_equal(found.token, np.where(forced, token, free.token))
+    left_out = 0
+    for row, settings in enumerate(SETTINGS):
+        if not forced[row]:
+            for field in ("policy_logprob", "behavior_logprob"):
+                assert getattr(found, field)[row] == getattr(free, field)[row]
+            continue
+        settings = OFF | settings
+        untruncated = numpy_distribution(logits[row], **OFF | {"temperature": settings["temperature"]})
+        left_out += numpy_distribution(logits[row], **settings)[token] == 0
+        behavior = np.log(untruncated[token]) if settings["temperature"] else 0.0
+        np.testing.assert_allclose(found.behavior_logprob[row], behavior, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(found.policy_logprob[row], policy_logprobs(logits[row])[token], rtol=0, atol=1e-5)
+    assert left_out >= 2
+
+
 @pytest.mark.parametrize("V", [17, 300])
 def test_the_support_is_exact_and_ties_at_a_threshold_all_stay(V):
     """Few distinct logits, zeros of both signs among them, so that every rule cuts through ties: all tokens that stay appear."""
@@ -328,6 +353,7 @@ def test_exploration_has_the_asked_shares():
         plain,
         np.random.default_rng(0),
         temperature_probability=0.3,
+        temperature_low_factor=1.0,
         temperature_factor=1.1 / 0.7,
         top_p_probability=0.2,
         top_p_low=0.6,
@@ -340,5 +366,22 @@ def test_exploration_has_the_asked_shares():
     assert 0.6 <= found.top_p[truncated].min() < 0.61 and found.top_p[truncated].mean() == pytest.approx(0.8, abs=0.01)
     for field in dataclasses.fields(found):
         assert getattr(found, field.name).dtype == getattr(plain, field.name).dtype
-    off = dict(temperature_probability=0.0, temperature_factor=2.0, top_p_probability=0.0, top_p_low=0.5)
+    off = dict(
+        temperature_probability=0.0, temperature_low_factor=0.5, temperature_factor=2.0, top_p_probability=0.0, top_p_low=0.5
+    )
     jax.tree.map(np.testing.assert_array_equal, sampling_lib.explore(plain, np.random.default_rng(0), **off), plain)
+
+
+def test_half_of_the_rows_may_have_one_temperature_and_the_rest_a_range_around_it():
+    found = sampling_lib.explore(
+        sampling_lib.constant(20_000, temperature=1.0),
+        np.random.default_rng(0),
+        temperature_probability=0.5,
+        temperature_low_factor=0.5,
+        temperature_factor=2.0,
+        top_p_probability=0.0,
+        top_p_low=1.0,
+    ).temperature
+    others = found[found != 1]
+    assert len(others) / len(found) == pytest.approx(0.5, abs=0.015)
+    np.testing.assert_allclose(np.quantile(others, [0, 0.25, 0.5, 0.75, 1]), [0.5, 0.875, 1.25, 1.625, 2.0], atol=0.02)

@@ -179,6 +179,10 @@ def test_the_schema_loads_without_jax():
         ),
         ({"task.arithmetic.train_queries": 6}, "learner.queries=7 is more than the 6 train queries of the task"),
         ({"replay.capacity_per_query": 19}, "replay.capacity_per_query=19 is less than learner.completions=20"),
+        (
+            {"replay.merge_keep": "best", "replay.merge_duplicates": False},
+            "replay.merge_keep=best would not be used: replay.merge_duplicates=False merges no responses",
+        ),
         ({"sampling.top_p": 0.9}, "sampling.top_p=0.9 would truncate every row; learner.objective=trajectory_balance needs full"),
         ({"sampling.top_k": 5}, "sampling.top_k=5 would truncate every row"),
         ({"sampling.min_p": 0.1}, "sampling.min_p=0.1 would truncate every row"),
@@ -218,6 +222,10 @@ def test_the_schema_loads_without_jax():
             "task.arithmetic.train_queries=4000 + heldout_queries=256 exceed half of the 81 sums that task.arithmetic.digits=1",
         ),
         ({"task.min_response_length": 33}, "task.min_response_length=33 is more than task.response_length=32"),
+        (
+            {"task.response_length": 1, "task.force_eos": True},
+            "task.response_length=1 must be at least 2 with task.force_eos, which makes the last token the end",
+        ),
         ({"task.banned_tokens": (4, "5")}, "task.banned_tokens=(4, '5') must hold token ids, whole numbers from 0, not '5'"),
         ({"task.banned_tokens": (4, True)}, "must hold token ids, whole numbers from 0, not True"),
         ({"task.banned_tokens": (-1,)}, "must hold token ids, whole numbers from 0, not -1"),

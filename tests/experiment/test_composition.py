@@ -89,7 +89,12 @@ def test_long_prompts_may_be_left_out(model_folder):
 
 
 def test_what_ends_and_bounds_responses_is_in_the_contract():
-    changes = {"task.min_response_length": 32, "task.banned_tokens": (7, 4, 7), "task.stop_strings": ("=", "1+", "=")}
+    changes = {
+        "task.min_response_length": 32,
+        "task.force_eos": True,
+        "task.banned_tokens": (7, 4, 7),
+        "task.stop_strings": ("=", "1+", "="),
+    }
     changes |= {"task.step_ends": (",", "#", ",")}
     contract = composition.build(tiny_run.config_with(changes)).contract
     assert (contract.min_response_length, contract.stop_strings) == (32, ("1+", "="))

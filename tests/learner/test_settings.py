@@ -26,7 +26,7 @@ POLICY = Policy(model=DecoderConfig(layers=1, width=16, heads=2, kv_heads=1, hea
 
 @functools.cache
 def contract() -> Contract:
-    values: dict[str, Any] = dict(scoring_temperature=0.7, banned_tokens=[3], eos_id=2, min_response_length=5)  # as in JSON
+    values: dict[str, Any] = dict(scoring_temperature=0.7, banned_tokens=[3], eos_id=2, min_response_length=5, force_eos=True)
     return dataclasses.replace(composition.build(tiny_run.config()).contract, **values)
 
 
@@ -104,7 +104,7 @@ def test_static_settings_of_an_update():
     assert made.objective is OBJECTIVES["tba_prime"] and made.surrogate_decay == 0
     assert made.settings == ObjectiveSettings(completions=4, importance_clip=3.0, log_ratio_clip=7.0, **OTHER_SETTINGS)
     assert (made.limits.full_rows, made.limits.ways, made.logit_bytes) == (6, 3, 3 * (2 << 20))
-    assert made.space == scoring.ResponseSpace(temperature=0.7, banned_tokens=(3,), eos_id=2, min_length=5)
+    assert made.space == scoring.ResponseSpace(temperature=0.7, banned_tokens=(3,), eos_id=2, min_length=5, force_eos=True)
     changes = {"learner__reference__kind": "surrogate", "learner__reference__ema_decay": 0.8}
     made = settings.make_learner_config(tiny_run.config(**changes).learner, contract(), POLICY, mesh_of(1))
     assert made.surrogate_decay == 0.8 and made.limits.full_rows == 12 and made.limits.shares

@@ -134,6 +134,8 @@ def test_spaces_are_static_and_checked():
     assert hash(space()) == hash(space()) and space() == space() and space() != space(min_length=2)
     with pytest.raises(ValueError, match="min_length=2 holds back the end of sequence, and eos_id=-1 names none"):
         space(min_length=2, eos_id=-1)
+    with pytest.raises(ValueError, match="force_eos=True puts an end of sequence, and eos_id=-1 names none"):
+        space(force_eos=True, eos_id=-1)
 
 
 SCORED = DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=V, max_positions=16)

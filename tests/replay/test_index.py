@@ -1,6 +1,7 @@
 """The resident window against a slow model of it, its ledger, and restoring it from the log."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,16 +133,16 @@ def test_a_row_that_leaves_at_once_is_not_its_querys_newest():
 def test_the_nearest_response_within_the_share_is_replaced():
     shape = RowShape(prompt_length=1, response_length=12, reward_parts=())
     index = ReplayIndex(
-        shape=shape, capacity=50, capacity_per_query=50, vocab_size=2000, merge_edit_distance=0.25, drop="lowest_reward"
+        shape=shape, capacity=50, capacity_per_query=50, vocab_size=2000, merge_edit_distance=0.13, drop="lowest_reward"
     )
     responses = [
         [5] * 8,
         [5, 69, 133, 197, 5, 69, 133, 197],  # other tokens of the same bucket
         [1, 2, 3, 4, 5, 6, 7, 8],
-        [1, 2, 3, 4, 5, 6, 9, 9],  # 2 of 8 from the one before: it goes
-        [1, 2, 3, 4, 5, 9, 9, 9, 9],  # 3 of 9: too far
-        [2, 3, 4, 5, 6, 9, 9],  # an insertion, 1 of 8 from row 3; 3 of 9 from row 4
-        [1, 2, 3, 9, 4, 5, 9, 9, 9, 9, 9],  # 2 of 11 from row 4
+        [1, 2, 3, 4, 5, 6, 9, 9],  # 2 of 8 + 8 from the one before: it goes
+        [1, 2, 3, 4, 5, 9, 9, 9, 9],  # 3 of 9 + 8: too far
+        [2, 3, 4, 5, 6, 9, 9],  # an insertion, 1 of 7 + 8 from row 3; 3 of 7 + 9 from row 4
+        [1, 2, 3, 9, 4, 5, 9, 9, 9, 9, 9],  # 2 of 11 + 9 from row 4
         [],
         [1500],
         [1501],
@@ -157,6 +158,30 @@ def test_the_nearest_response_within_the_share_is_replaced():
     # Another query's responses are not compared.
     index.add("b", {name: column[:1] for name, column in rows.items()} | {"query_id": np.uint64([3])}, step=1)
     assert len(index) == 8
+
+
+@pytest.mark.parametrize("rules", [{}, {"merge_edit_distance": 0.3}], ids=str)
+def test_the_better_of_two_stays_and_of_equals_the_newer(rules):
+    """(0, 1, 2) and (0, 1, 3) are near. What a response is compared with may have come in the same call."""
+    index = index_of(merge_keep="best", **rules)
+    responses = [(0, 1, 2), (0, 1, 2), (4,), (0, 1, 2), (0, 1, 3)]
+    rows = make_rows(0, [7] * 5, responses) | {"reward": np.float32([2, 1, 0, 2, 1.5])}
+    index.add("a", rows, step=1)
+    # Row 1 is worse than row 0, and row 3 as good; row 4 is near, and worse.
+    assert resident(index) == [("a", 2), ("a", 3), *([] if rules else [("a", 4)])]
+    slots = index.slots_of([("a", 2), ("a", 3)])
+    index.mark_drawn(slots)
+    worse = make_rows(0, [7, 8, 7], [(0, 1, 2), (0, 1, 2), (0, 1, 2)]) | {"reward": np.float32([1.9, 1, 1.8])}
+    index.add("b", worse, step=9)
+    query = index.slot_query[slots[0]]
+    assert index.newest_visible_step[query] == 1 and index.recent_draws[query] == 1, "nothing came that stayed"
+    assert index.slots_of([("b", 0), ("b", 2)]).tolist() == [-1, -1] and index.slots_of([("b", 1)])[0] >= 0
+    assert index.ledger()["b"] | {"seen": 3, "resident": 1} == index.ledger()["b"]
+    assert index.ledger()["b"]["evicted"] == {"duplicate": 2, "query_capacity": 0, "capacity": 0}
+    assert index.ledger()["b"]["evicted_untrained"] == 0
+    index.add("b", make_rows(3, [7], [(0, 1, 2)]) | {"reward": np.float32([2.5])}, step=10)
+    assert index.slots_of([("a", 3)]).tolist() == [-1] and index.newest_visible_step[query] == 10
+    assert index.row_draws[index.slots_of([("b", 3)])[0]] == 0
 
 
 def test_near_embeddings_are_merged_within_their_query():
@@ -182,8 +207,8 @@ def test_near_embeddings_are_merged_within_their_query():
 class Model:
     """The window as a plain list of dicts, oldest first."""
 
-    def __init__(self, capacity, capacity_per_query, drop):
-        self.drop = drop
+    def __init__(self, capacity, capacity_per_query, drop, keep="newest"):
+        self.drop, self.keep = drop, keep
         self.capacity, self.capacity_per_query, self.rows = capacity, capacity_per_query, []
         self.evicted = {"duplicate": 0, "query_capacity": 0, "capacity": 0}
         self.queries, self.round = {}, 0
@@ -197,6 +222,9 @@ class Model:
             new = {"id": (writer, int(rows["row"][i])), "query": query, "response": response, "step": step, "draws": 0}
             new["reward"] = float(rows["reward"][i])
             same = [row for row in self.rows if (row["query"], row["response"]) == (query, response)]
+            if self.keep == "best" and same and same[0]["reward"] > new["reward"]:
+                self.evicted["duplicate"] += 1
+                continue
             self.rows.append(new)
             self.queries.setdefault(query, {"draws": self.round, "recent": 0})
             of_query = [row for row in self.rows if row["query"] == query]
@@ -229,12 +257,14 @@ class Model:
         self.round = min(query["draws"] for query in self.queries.values())
 
 
+@pytest.mark.parametrize("keep", ["newest", "best"])
 @pytest.mark.parametrize("drop", ["oldest", "lowest_reward"])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_operation_agrees_with_a_slow_model(seed, drop):
+def test_random_operation_agrees_with_a_slow_model(seed, drop, keep):
     rng = np.random.default_rng(seed)
     capacity, capacity_per_query = [(12, 3), (40, 40), (5, 2), (1, 1)][seed]
-    index, model = index_of(capacity, capacity_per_query, drop=drop), Model(capacity, capacity_per_query, drop)
+    index = index_of(capacity, capacity_per_query, drop=drop, merge_keep=keep)
+    model = Model(capacity, capacity_per_query, drop, keep)
     heads = {"a": 0, "b": 0}
     for step in range(60):
         writer, count = str(rng.choice(["a", "b"])), int(rng.integers(1, 9))
@@ -278,9 +308,10 @@ def test_random_operation_agrees_with_a_slow_model(seed, drop):
     assert index.slots_of([("a", 10**6), ("nobody", 0)]).tolist() == [-1, -1]
 
 
-def test_how_rows_are_split_over_calls_makes_no_difference():
+@pytest.mark.parametrize("rules", [{}, {"merge_keep": "best"}, {"merge_keep": "best", "merge_edit_distance": 0.3}], ids=str)
+def test_how_rows_are_split_over_calls_makes_no_difference(rules):
     rng = np.random.default_rng(0)
-    whole, split = index_of(capacity=20, capacity_per_query=5), index_of(capacity=20, capacity_per_query=5)
+    whole, split = (index_of(capacity=20, capacity_per_query=5, **rules) for _ in range(2))
     for step in range(1, 20):
         responses = [tuple(rng.integers(0, 3, 2).tolist()) for _ in range(12)]
         rows = make_rows(12 * (step - 1), rng.integers(0, 9, 12).tolist(), responses)
@@ -295,7 +326,12 @@ def test_how_rows_are_split_over_calls_makes_no_difference():
             np.testing.assert_array_equal(split.gather(drawn)[name], column)
 
 
-OPTIONS = [{}, {"drop": "lowest_reward"}, {"merge_edit_distance": 0.4}, {"merge_edit_distance": 0.4, "drop": "lowest_reward"}]
+OPTIONS: list[dict[str, Any]] = [
+    near | drop | keep
+    for near in ({}, {"merge_edit_distance": 0.2})
+    for drop in ({}, {"drop": "lowest_reward"})
+    for keep in ({}, {"merge_keep": "best"})
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

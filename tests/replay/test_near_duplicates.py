@@ -24,7 +24,7 @@ def as_row(tokens) -> dict[str, np.ndarray]:
 
 def test_the_nearest_is_the_one_that_comparing_all_finds():
     rng = np.random.default_rng(0)
-    for share in (0.1, 0.6):
+    for share in (0.07, 0.3):
         near, texts, found = NearByEdits(slots=120, share=share, vocab_size=300), [], 0
         for slot in range(120):
             # Copies of earlier texts with a few tokens replaced, and texts of their own.
@@ -39,13 +39,22 @@ def test_the_nearest_is_the_one_that_comparing_all_finds():
             if slot % 4:
                 continue
             distances = [edit_distance(text, other) for other in texts[:-1]]
-            within = [d for d, other in zip(distances, texts, strict=False) if d <= share * max(len(text), len(other))]
+            within = [d for d, other in zip(distances, texts, strict=False) if d < share * (len(text) + len(other))]
             nearest = near.nearest(slot, rng.permutation(slot), np.arange(120))
             assert (nearest is None) == (not within)
             if within:
                 found += 1
                 assert distances[nearest] == min(within)
         assert found >= 3
+
+
+def test_the_limit_itself_is_no_duplicate():
+    """1 edit of 2 + 2 tokens is not below a quarter of 4, and is below a share that is a little larger."""
+    for share, found in ((0.25, None), (0.2501, 0)):
+        near = NearByEdits(slots=2, share=share, vocab_size=10)
+        near.put(0, as_row([1, 2]), 0)
+        near.put(1, as_row([1, 3]), 0)
+        assert near.nearest(1, np.array([0]), np.arange(2)) == found
 
 
 def unit(vectors) -> np.ndarray:
@@ -76,7 +85,7 @@ def test_the_nearest_embedding_is_that_of_comparing_all():
 def test_one_query_of_many_rows_takes_near_duplicates_in_time():
     """30,000 resident responses of up to 64 tokens: comparing with them costs milliseconds a row."""
     rng, slots, V = np.random.default_rng(0), 30_000, 50_000
-    near = NearByEdits(slots=slots + 1, share=0.1, vocab_size=V)
+    near = NearByEdits(slots=slots + 1, share=0.05, vocab_size=V)
     # Every bucket of token ids is as frequent as in text: few tokens are most of it.
     tokens = (V ** rng.random((slots, 64))).astype(np.int32) - 1
     lengths = rng.integers(32, 65, slots)

@@ -83,6 +83,7 @@ class World:
             capacity_per_query=replay.capacity_per_query,
             merge_duplicates=True,
             drop=replay.drop,
+            merge_keep=replay.merge_keep,
         )
         self.step, self.newest, self.grants, self.clock = 0, 0, 0, 0.0
         self.arrived: list[tuple[str, dict[str, np.ndarray]]] = []

@@ -310,6 +310,7 @@ class Searcher:
             self._plain_sampling(self._config.searchers.samples_per_query),
             self._rng,
             temperature_probability=s.explore_temperature_probability,
+            temperature_low_factor=s.explore_temperature_low_factor,
             temperature_factor=s.explore_temperature_factor,
             top_p_probability=s.explore_top_p_probability,
             top_p_low=s.explore_top_p_low,

@@ -25,6 +25,7 @@ ADAPTERS = {"lora__rank": 2, "model__compute_dtype": "bfloat16", "learner__logpr
 RESUMED = {
     "whole policy": {},
     "adapters in bfloat16": ADAPTERS,
+    "the better of two near-duplicates": {"replay__merge_keep": "best", "replay__merge_edit_distance": 0.3},
     "learned log Z": {"learner__objective": "learned_log_z"},
     "value head": {"learner__objective": "ppo"},
     # 5, the checkpoint, is between two resets.
@@ -44,7 +45,7 @@ RESUMED = {
 }
 
 # Whose states hold what no other's does; the others take their time in the slow tests.
-BY_DEFAULT = ("whole policy", "moving average of adapters in host memory")
+BY_DEFAULT = ("whole policy", "the better of two near-duplicates", "moving average of adapters in host memory")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in RESUMED])
