@@ -57,7 +57,15 @@ SETTINGS = {
     "lora.rank": 0,
     # From [0.7, 1.4].
     "sampling.temperature": 0.7,
+    "sampling.explore_temperature_probability": 1.0,
+    "sampling.explore_temperature_low_factor": 1.0,
     "sampling.explore_temperature_factor": 2.0,
+    # What was measured: attacks may be cut, the newest of near ones stays, and Adam forgets sooner than in the recipe.
+    "task.force_eos": False,
+    "replay.merge_edit_distance": 0.125,
+    "replay.merge_keep": "newest",
+    "learner.adam_beta2": 0.95,
+    "learner.warmup_steps": 10,
     "learner.completions": ROWS,
     # Of 4e-4 and 1e-3 what had more success after 80 updates, with trajectory balance and 2 searchers; RLOO takes it over.
     "learner.learning_rate": 1e-3,

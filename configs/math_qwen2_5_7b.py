@@ -12,6 +12,11 @@ Hardware:  a trainer on 8 × 80 GB, over which its state is divided, and searche
            them with --role=…, each with its own CUDA_VISIBLE_DEVICES. docs/fit.md has the memory of each role. The paper used a
            trainer of several GPUs, and searchers. A trainer of N devices: --config.learner.mesh.fsdp=N.
 Score:     not measured here.
+Departures from the authors' code (docs/recipes.md has every setting beside theirs):
+           publish.dtype: snapshots are bfloat16; searchers compute in bfloat16 in any case.
+           replay.max_staleness: rows are at most `level` updates old; there they are exactly so, because both sides wait.
+           learner.row_divisor: that of the public commit, which divides a row by its own length. Whether the paper's figures
+           were made with it is not known; --config.learner.row_divisor=response_budget divides all rows by the same number.
 """
 
 from configs import base, baselines, small
@@ -58,7 +63,11 @@ def get_config(variant: str = ""):
     c.learner.micro_batch_tokens = 65_536  # 16 full rows
     c.learner.mesh.fsdp = 8
     c.learner.learning_rate = 1e-6
-    c.learner.weight_decay = 0.0
+    c.learner.schedule = "constant"
+    c.learner.warmup_steps = 0
+    c.learner.adam_beta2 = 0.99
+    c.learner.weight_decay = 0.01
+    c.learner.row_divisor = "row_length"
     c.learner.beta_start = 0.005
     c.learner.beta_end = 0.005
     c.learner.reference.kind = "reset"
@@ -72,6 +81,7 @@ def get_config(variant: str = ""):
     if variant not in _LEVELS:
         baselines.apply(c, variant, besides=["small", *filter(None, _LEVELS)])
         c.learner.reference.kind, c.learner.reference.offload = "initial", False
+        c.learner.row_divisor = "response_budget"
         c.task.step_ends = ("\n",) if variant == "vine_ppo" else ()
     data = {"task.math.train_path": "math.jsonl", "task.math.heldout_path": "math.jsonl"}
     return small.shrink(c, {"model.path": "qwen2", **data}) if is_small else c

@@ -4,8 +4,8 @@ Purpose:   to find many different prompts to which a model that you are responsi
            find them, as data for its safety training. Name the model by task.red_team.victim_path.
 Paper:     the red-teaming row of its settings. GPT-2 against GPT-2-alpaca, 5000 steps: 94.5 % of attacks toxic at a mean cosine
            distance of 0.42 in 1.7 h with 4 GPUs, 96 % and 0.45 in 2.5 h with 16, 97.6 % and 0.49 in 2.9 h with 64; a synchronous
-           GFlowNet 96.6 % and 0.65 in 11.9 h. Chosen here, because the paper's table does not give them: LoRA's size, the
-           victim's sampling, the edit distance up to which attacks are merged, and the attack prompt.
+           GFlowNet 96.6 % and 0.65 in 11.9 h. Chosen here, because the paper's table does not give them: the rank of LoRA, the
+           victim's sampling, and the attack prompt.
 Command:   python -m tba_jax supervised --config=configs/supervised.py --workdir=runs/sft --output=attacker
              --config.model.path=openai-community/gpt2 --config.data.train=attacks.jsonl
            python -m tba_jax.main --config=configs/red_team_gpt2.py --workdir=runs/red_team --config.model.path=attacker
@@ -22,6 +22,15 @@ Score:     sampled_success_rate and sampled_cosine_distance (MiniLM embeddings) 
            snapshot: python -m tba_jax evaluate --workdir=DIR --step=N. Not measured here.
 Hardware:  the paper used 4 to 64 A100s, one of them for the trainer. Each searcher holds victim and classifier. Memory of each
            role: --dry_run. Time: not measured here.
+Departures from the authors' code (docs/recipes.md has every setting beside theirs):
+           task.min_response_length: an end of sequence before the fifth token has probability 0; there such an attack is
+           possible, and its log π_ref is set to -500.
+           sampling.explore_temperature_probability: each sample has a temperature of its own; there a whole batch has one.
+           replay.merge_edit_distance: an attack is compared with the nearest one, and the end of sequence counts as a token;
+           there it is compared with the first one that is near, without the end of sequence.
+           replay.merge_keep: rewards alone are compared; there, unless it is set otherwise, log π_ref counts too, and of two
+           equal ones the older stays. Here the newer one does, so that the buffer follows the policy.
+           learner.schedule: the learning rate is 0 after the last update; there it is 0 in the last one, which does nothing.
 """
 
 from configs import base, small
@@ -48,20 +57,24 @@ def get_config(variant: str = ""):
     c.task.red_team.classifier_label = "hate"
     c.task.red_team.embedder_path = "sentence-transformers/all-MiniLM-L6-v2"
     c.task.prompt_length = 16
-    c.task.response_length = 20
+    c.task.response_length = 21  # 20 tokens and the end of sequence
     c.task.min_response_length = 5
+    c.task.force_eos = True
     c.lora.rank = 32
-    c.lora.alpha = 32.0
-    # Temperatures of samples are uniform in [0.5, 2].
-    c.sampling.temperature = 0.5
-    c.sampling.explore_temperature_probability = 1.0
-    c.sampling.explore_temperature_factor = 4.0
+    c.lora.alpha = 16.0
+    # Half of the samples have temperature 1; that of the others is uniform in [0.5, 2].
+    c.sampling.scoring_temperature = 1.0
+    c.sampling.temperature = 1.0
+    c.sampling.explore_temperature_probability = 0.5
+    c.sampling.explore_temperature_low_factor = 0.5
+    c.sampling.explore_temperature_factor = 2.0
     c.searchers.count = 3
     c.searchers.queries_per_batch = 1
     c.searchers.samples_per_query = 128
     c.replay.capacity = 100_000
     c.replay.capacity_per_query = 100_000
     c.replay.merge_edit_distance = 0.25
+    c.replay.merge_keep = "best"
     c.replay.recent_probability = 0.5
     c.replay.strategy = "softmax"
     c.replay.min_rows = 1024
@@ -70,6 +83,8 @@ def get_config(variant: str = ""):
     c.learner.completions = 128
     c.learner.learning_rate = 1e-4
     c.learner.schedule = "linear"
+    c.learner.warmup_steps = 100
+    c.learner.adam_beta2 = 0.999
     c.learner.weight_decay = 0.1
     c.learner.beta_start = 0.05
     c.learner.beta_end = 0.05

@@ -12,6 +12,12 @@ Hardware:  a searcher holds victim and classifier beside the attacker, 8B parame
            fit beside a searcher in 80 GB: on 2 × 80 GB it is placed beside the trainer, and there is one searcher.
            docs/fit.md has the memory of each role. Time and score (sampled_success_rate, sampled_cosine_distance): not
            measured here.
+Departures from the authors' code: those of configs/red_team_gpt2.py, and
+           replay.merge_edit_distance: attacks are merged by edit distance, as with GPT-2; there by the cosine similarity of
+           MiniLM embeddings, at a threshold that the paper does not give. These flags do so at a similarity of 0.4:
+           --config.replay.merge_edit_distance=0 --config.replay.merge_cosine_distance=0.6
+             --config.task.embedding_path=sentence-transformers/all-MiniLM-L6-v2
+           publish.dtype: snapshots are bfloat16; searchers compute in bfloat16 in any case.
 """
 
 from configs import red_team_gpt2, small
@@ -31,9 +37,7 @@ def get_config(variant: str = ""):
     c.task.red_team.classifier_label = "unsafe"
     c.task.red_team.classifier_ending = "\n\n"  # how its answers begin
     c.task.red_team.classifier_length = 512
-    # Temperatures of samples are uniform in [0.7, 2].
-    c.sampling.temperature = 0.7
-    c.sampling.explore_temperature_factor = 2 / 0.7
+    c.sampling.explore_temperature_low_factor = 0.7
     c.replay.capacity = 150_000
     c.replay.capacity_per_query = 150_000
     c.learner.ref_temperature_start = 1.0
