@@ -6,7 +6,8 @@ VARIANT: 8x80gb (the default: a node of eight GPUs of 80 GB) | 1x80gb (one such 
 Paper:     no row of its own. Objective, β, batch, temperature, replay and schedule are those of its GSM8K row
            (configs/gsm8k_rho1b.py). The learning rate is that of its other Qwen2.5 model, in its MATH row. Chosen here, because a
            base model has seen no prompt of this task: a prompt that asks for steps, and stop strings. A base model goes on with
-           the next question after its answer, and a number in it would count as the answer.
+           the next question after its answer, and a number in it would count as the answer. Gradients are clipped, because the
+           settings also serve other models and adapters (--for_this_machine).
 Command:   python -m tba_jax.main --config=configs/gsm8k_qwen2_5_1_5b.py --workdir=runs/gsm8k_qwen
            Policy and data come from the hub. --config.model.path=FOLDER and --config.task.gsm8k.{train,heldout}_path=FILE.jsonl
            name local files instead. `make gsm8k MODEL=Qwen/Qwen2.5-0.5B` runs it with settings for the machine that is there
@@ -29,6 +30,7 @@ def get_config(variant: str = ""):
     c.task.stop_strings = ("\nQuestion:", "<|im_end|>")
     c.model.path = "Qwen/Qwen2.5-1.5B"
     c.learner.learning_rate = 1e-6
+    c.learner.clip_norm = 1.0
     c.checkpoint.keep = 2
     if variant == "1x80gb":
         c.searchers.count = 1
