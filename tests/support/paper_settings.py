@@ -66,6 +66,7 @@ _GSM8K = {
     "learner.beta_steps": 500,
     "searchers.samples_per_query": 24,
     "replay.recent_probability": 0.95,
+    "replay.recent_fill": "repeat",
     "replay.strategy": "uniform",
     "replay.min_rows": 500,
     "publish.every_steps": 2,
@@ -85,6 +86,7 @@ _TLDR = {
     "learner.beta_end": 0.05,
     "searchers.samples_per_query": 20,
     "replay.recent_probability": 0.5,
+    "replay.recent_fill": "repeat",
     "replay.strategy": "softmax",
     "replay.min_rows": 10_000,
     "publish.every_steps": 10,
@@ -241,6 +243,7 @@ UNSTATED: dict[str, Any] = {
     "replay.merge_keep": "newest",
     "replay.drop": "oldest",
     "replay.recent_window": 0,
+    "replay.recent_fill": "repeat",
     "replay.inverse_temperature": 1.0,
     "replay.max_draws_per_row": 0,
     "replay.max_staleness": 0,
@@ -264,6 +267,7 @@ UNSTATED: dict[str, Any] = {
     "publish.dtype": "float32",
     "schedule.mode": "asynchronous",
     "schedule.lag": 0,
+    "schedule.updates_per_search": 1,
 }
 
 
