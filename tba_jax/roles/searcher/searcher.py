@@ -306,15 +306,9 @@ class Searcher:
     def _sampling(self) -> sampling_lib.Sampling:
         """Settings for the samples of one query, with exploration."""
         s = self._config.sampling
-        return sampling_lib.explore(
-            self._plain_sampling(self._config.searchers.samples_per_query),
-            self._rng,
-            temperature_probability=s.explore_temperature_probability,
-            temperature_low_factor=s.explore_temperature_low_factor,
-            temperature_factor=s.explore_temperature_factor,
-            top_p_probability=s.explore_top_p_probability,
-            top_p_low=s.explore_top_p_low,
-        )
+        names = ("temperature_probability", "temperature_low_factor", "temperature_factor", "top_p_probability", "top_p_low")
+        explored = {name: s[f"explore_{name}"] for name in names}
+        return sampling_lib.explore(self._plain_sampling(self._config.searchers.samples_per_query), self._rng, **explored)
 
 
 def _rows_per_batch(config: Any) -> int:
