@@ -106,6 +106,7 @@ class ObjectiveInputs:
 
     def mean_per_row_length(self, per_token: jax.Array) -> jax.Array:
         """mean_{i,j} Σ_t x_t / (|x_i| + |y_ij|), tokens of the prompt and the response: [B, R] -> []."""
+        assert self.prompt_length is not None
         chex.assert_equal_shape([self.prompt_length, self.reward])
         return jnp.mean(self.token_sum(per_token) / (self.prompt_length + jnp.sum(self.mask, axis=1)))
 
