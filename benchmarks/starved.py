@@ -83,7 +83,9 @@ def main(argv: Sequence[str]) -> None:
         distinct = [distinct_queries(run) for run in runs]
         figures[name] = {"distinct_queries": distinct, "accuracy": curves.tolist()}
         middle = curves.shape[1] // 2
-        warm_start.row(name, warm_start.spread(distinct, ".1f"), *(warm_start.spread(curves[:, at]) for at in (0, middle, -1)))
+        warm_start.row(
+            name, warm_start.spread(distinct, ".1f"), *(warm_start.spread(list(curves[:, at])) for at in (0, middle, -1))
+        )
     print(f"\n{_UPDATES.value} updates an append, {_STEPS.value} in all, {len(seeds)} seeds; {time.monotonic() - begin:.0f} s")
     (root / "starved.json").write_text(json.dumps(figures, indent=1))
 
