@@ -72,6 +72,7 @@ def save(
     durable: bool = True,
     check: Callable[[], None] = no_check,
     others: Others | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> None:
     """Writes one snapshot; it becomes visible as a whole at the end.
 
@@ -83,6 +84,7 @@ def save(
         says so, and a resumed trainer derives it again from journal and log.
       check: called right before the snapshot becomes visible. If it raises, so does this function, and nothing is visible.
       others: the other processes that hold shards of `params`; None: this one holds all of them.
+      beside: name -> content of files that become visible and are removed with the snapshot; see `read_beside`.
 
     Raises:
       OSError: the storage refused (full, read-only). ValueError: a trainer of a later epoch has written this step. Nothing is
@@ -98,6 +100,8 @@ def save(
     try:
         try:
             _write(draft, params, info.step, dtype=dtype, durable=durable, others=others)
+            for name, content in (beside or {}).items():
+                places.write_bytes(draft / name, content)
         except places.STORAGE_ERRORS as error:  # tensorstore mostly raises ValueError, which here would mean a user's mistake
             raise OSError(f"snapshot {folder} could not be written: {error}") from error
         check()
@@ -332,6 +336,11 @@ def latest_step(policies: Place, *, newer_than: int = -1) -> int | None:
     """The newest step above `newer_than` with a visible snapshot; looks at no more folders than it must."""
     newest_first = reversed(layout.steps_in(policies, newer_than=newer_than))
     return next((step for step in newest_first if is_committed(policies, step)), None)
+
+
+def read_beside(policies: Place, step: int, name: str) -> bytes:
+    """A file that was written beside the parameters of a step. Raises FileNotFoundError where there is none (any more)."""
+    return layout.read_file(policies / layout.step_name(step) / name)
 
 
 def load_step(policies: Place, step: int, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
