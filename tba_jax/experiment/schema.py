@@ -162,8 +162,8 @@ c.searchers.swap = setting("at_once", one_of=("at_once", "new_sequences"))
 # Where the next policy is loaded. beside: on the devices, beside the one in use. in_place: in host memory; its parameters then
 # take the places of those in use, one after the other, and decoding pauses. in_place needs less memory of the devices.
 c.searchers.swap_memory = setting("beside", one_of=("beside", "in_place"))
-# uniform: each searcher goes through all queries in an order of its own, pass after pass. posterior: each batch takes queries whose
-# success rates, drawn from their Beta posteriors, are nearest to target_success_rate (MoPPS); rewards must be within [0, 1].
+# uniform: each searcher goes through all queries in an order of its own, pass after pass. posterior: each batch takes queries
+# whose success rates, drawn from Beta posteriors, are nearest to target_success_rate (MoPPS); rewards must be within [0, 1].
 c.searchers.prompt_selection = setting("uniform", one_of=("uniform", "posterior"))
 c.searchers.target_success_rate = setting(0.5, above=0, below=1)
 c.searchers.prompt_candidates = setting(8, at_least=1)  # random candidates for each query of a batch; posterior takes the nearest
