@@ -336,9 +336,9 @@ def _check_prompt_selection(config: Any, require: Require) -> None:
 def _check_all_are_read(config: Any, require: Require) -> None:
     """Refuses a setting that differs from its default although the run would not use it.
 
-    These are settings of objectives other than the config's own, of the values of states without task.step_ends, of the choice of
-    queries where there is none, and of the weights of rows where none are drawn by weight. β is not among them: it scales a metric
-    of every run. A run that exists goes on as it began: this check is for new runs and for --dry_run.
+    These are settings of objectives other than the config's own, of the values of states without task.step_ends, of the choice
+    of queries where there is none, and of the weights of rows where none are drawn by weight. β is not among them: it scales a
+    metric of every run. A run that exists goes on as it began: this check is for new runs and for --dry_run.
     """
     learner, objective, defaults = config.learner, OBJECTIVES[config.learner.objective], SCHEMA.defaults()
     heads = {"log_z_learning_rate": objective.log_z_head, "value_learning_rate": objective.value_head}
