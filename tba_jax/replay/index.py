@@ -129,8 +129,7 @@ class ReplayIndex(Window):
         self._next_arrival = arrivals.stop
         query_ids, rewards = rows["query_id"].tolist(), rows["reward"].tolist()
         if own and not writer.startswith(GIVEN):  # sampled by the policy of this run
-            numbers = rows["row"][valid].tolist()
-            self.success_counts.add(writer, numbers, rows["query_id"][valid].tolist(), rows["reward"][valid].tolist())
+            self.success_counts.add(writer, *(rows[name][valid].tolist() for name in ("row", "query_id", "reward")))
         # The row that was put into a slot last; what a free slot holds does not matter.
         row_in: dict[int, int] = {}
         for arrival, row in zip(arrivals, valid.tolist(), strict=True):

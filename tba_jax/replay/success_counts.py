@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from tba_jax.run import layout
+from tba_jax.run.places import Place
+
 # The name of the file beside the parameters of a snapshot.
 FILE = "success_counts.npz"
 # Queries that are counted at most. The one whose last visit is the oldest is forgotten for a new one.
@@ -54,6 +57,15 @@ def from_bytes(content: bytes) -> QueryCounts:
             return QueryCounts(*(columns[name] for name in names))
     except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{FILE} is damaged: {error}") from error
+
+
+def read(policies: Place, step: int) -> QueryCounts:
+    """The counts beside the snapshot of a step.
+
+    Raises:
+      FileNotFoundError: there are none, or the snapshot is gone. ValueError: they are damaged. OSError: the storage failed.
+    """
+    return from_bytes(layout.read_file(policies / layout.step_name(step) / FILE))
 
 
 def refusal(reward: float, row: str) -> str:

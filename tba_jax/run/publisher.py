@@ -122,14 +122,12 @@ class Publisher:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._lock = threading.Lock()
         # Snapshots that are not being written yet; only the last may be dropped for a newer one. Guarded by the lock.
-        self._waiting: list[tuple[Params, SnapshotInfo, Mapping[str, bytes]]] = []
+        self._waiting: list[tuple[Params, SnapshotInfo]] = []
         self._current: int | None = None  # the step that is being written. Guarded by the lock.
         self._writing: concurrent.futures.Future[None] | None = None
 
-    def publish(self, params: Params, info: SnapshotInfo, beside: Mapping[str, bytes] | None = None) -> None:
+    def publish(self, params: Params, info: SnapshotInfo) -> None:
         """Hands a snapshot over, and waits only while two snapshots that cannot be dropped are waiting.
-
-        Args: beside: see snapshots.save.
 
         Raises: the error of an earlier write.
         """
@@ -138,13 +136,13 @@ class Publisher:
         with self._lock:
             if self._waiting and not self._stays(self._waiting[-1][1].step):
                 self._waiting.pop()
-            held = [step for step in (self._current, *(waiting.step for _, waiting, _ in self._waiting)) if step is not None]
+            held = [step for step in (self._current, *(waiting.step for _, waiting in self._waiting)) if step is not None]
         self._group.call("publish", step=info.step, held=held)
         # A copy on the device: the caller donates its buffers to the next update while the thread reads this one. It has the
         # published dtype already, so that no more bytes go to the host than to storage.
         snapshot = jax.block_until_ready(self.copy(params))
         with self._lock:
-            self._waiting.append((snapshot, info, beside or {}))
+            self._waiting.append((snapshot, info))
             if self._writing is None:
                 self._writing = self._thread.submit(self._write_waiting)
 
@@ -159,7 +157,7 @@ class Publisher:
                 if not self._waiting:
                     self._writing = None
                     return
-                params, info, beside = self._waiting.pop(0)
+                params, info = self._waiting.pop(0)
                 self._current = info.step
             with self._record.timeline.measure("publish"):
                 snapshots.save(
@@ -170,7 +168,6 @@ class Publisher:
                     durable=self._all_durable or self._stays(info.step),
                     check=self._check,
                     others=self._others,
-                    beside=beside,
                 )
                 self._record.events.tell("publish", step=info.step)
                 self._prune()

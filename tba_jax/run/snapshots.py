@@ -39,10 +39,14 @@ class Damaged(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class SnapshotInfo:
-    """What commit.json says. step: trainer step of the weights; epoch: lease epoch of the trainer that wrote them."""
+    """What commit.json says. step: trainer step of the weights; epoch: lease epoch of the trainer that wrote them.
+
+    beside: name -> content of files beside the parameters, which become visible and are removed with them.
+    """
 
     step: int
     epoch: int
+    beside: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 
 def _spec(folder: Place, name: str) -> dict[str, Any]:
@@ -72,7 +76,6 @@ def save(
     durable: bool = True,
     check: Callable[[], None] = no_check,
     others: Others | None = None,
-    beside: Mapping[str, bytes] | None = None,
 ) -> None:
     """Writes one snapshot; it becomes visible as a whole at the end.
 
@@ -84,7 +87,6 @@ def save(
         says so, and a resumed trainer derives it again from journal and log.
       check: called right before the snapshot becomes visible. If it raises, so does this function, and nothing is visible.
       others: the other processes that hold shards of `params`; None: this one holds all of them.
-      beside: name -> content of files that become visible and are removed with the snapshot; see `read_beside`.
 
     Raises:
       OSError: the storage refused (full, read-only). ValueError: a trainer of a later epoch has written this step. Nothing is
@@ -99,14 +101,12 @@ def save(
         _remove(folder)
     try:
         try:
-            _write(draft, params, info.step, dtype=dtype, durable=durable, others=others)
-            for name, content in (beside or {}).items():
-                places.write_bytes(draft / name, content)
+            _write(draft, params, info, dtype=dtype, durable=durable, others=others)
         except places.STORAGE_ERRORS as error:  # tensorstore mostly raises ValueError, which here would mean a user's mistake
             raise OSError(f"snapshot {folder} could not be written: {error}") from error
         check()
         _refuse_later_epoch(folder, info)
-        layout.write_json(draft / COMMIT, dataclasses.asdict(info) | {"dtype": dtype})
+        layout.write_json(draft / COMMIT, {"step": info.step, "epoch": info.epoch, "dtype": dtype})
         if isinstance(draft, Path) and isinstance(folder, Path):
             if folder.exists():
                 _remove(folder)
@@ -118,15 +118,17 @@ def save(
         raise
 
 
-def _write(folder: Place, params: Params, step: int, *, dtype: str, durable: bool, others: Others | None) -> None:
-    """Makes the arrays of a snapshot, and returns once all processes have written their shards."""
+def _write(folder: Place, params: Params, info: SnapshotInfo, *, dtype: str, durable: bool, others: Others | None) -> None:
+    """Makes the files and arrays of a snapshot, and returns once all processes have written their shards."""
+    for name, content in info.beside.items():
+        places.write_bytes(folder / name, content)
     with held_folders.holding(folder) as held:
         stores = _make_arrays(held, params, dtype=dtype, durable=durable)
         if others is not None:
-            others.start(folder, step, durable=durable)
+            others.start(folder, info.step, durable=durable)
         _write_shards(stores, params)
     if others is not None:
-        others.wait(step)
+        others.wait(info.step)
 
 
 def _refuse_later_epoch(folder: Place, info: SnapshotInfo) -> None:
@@ -336,11 +338,6 @@ def latest_step(policies: Place, *, newer_than: int = -1) -> int | None:
     """The newest step above `newer_than` with a visible snapshot; looks at no more folders than it must."""
     newest_first = reversed(layout.steps_in(policies, newer_than=newer_than))
     return next((step for step in newest_first if is_committed(policies, step)), None)
-
-
-def read_beside(policies: Place, step: int, name: str) -> bytes:
-    """A file that was written beside the parameters of a step. Raises FileNotFoundError where there is none (any more)."""
-    return layout.read_file(policies / layout.step_name(step) / name)
 
 
 def load_step(policies: Place, step: int, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:

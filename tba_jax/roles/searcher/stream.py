@@ -15,7 +15,6 @@ import numpy as np
 from tba_jax import trajectory
 from tba_jax.replay import success_counts
 from tba_jax.replay.success_counts import QueryCounts
-from tba_jax.run import snapshots
 from tba_jax.run.places import Place
 from tba_jax.tasks.interface import EncodedQuery
 
@@ -114,7 +113,7 @@ class SelectedQueries(QueryStream):
     def look(self, step: int) -> None:
         """Takes up the counts beside the policy of a step. Without them, or where they are damaged, the last ones stay."""
         try:
-            counts = success_counts.from_bytes(snapshots.read_beside(self._policies, step, success_counts.FILE))
+            counts = success_counts.read(self._policies, step)
         except FileNotFoundError:  # the snapshot may also have been removed meanwhile
             self._tell(f"there are no counts beside the snapshot of step {step}: the trainer publishes them with this setting")
         except ValueError as error:

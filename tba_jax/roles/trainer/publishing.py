@@ -45,11 +45,11 @@ class Publishing:
     def publish(self, params: Params, step: int, beside: Mapping[str, bytes]) -> None:
         """Hands the weights of a step to the publishing thread. Raises StaleEpoch where another trainer has taken over.
 
-        Args: beside: see snapshots.save.
+        Args: beside: see snapshots.SnapshotInfo.
         """
         self._lease.check()
         self._published_step = step
-        self._publisher.publish(params, snapshots.SnapshotInfo(step=step, epoch=self._lease.epoch), beside)
+        self._publisher.publish(params, snapshots.SnapshotInfo(step=step, epoch=self._lease.epoch, beside=beside))
 
     def publish_unless_there(self, params: Params, step: int, beside: Mapping[str, bytes]) -> bool:
         """Does nothing where the step has a snapshot: a second one would take the first away from whoever reads it.

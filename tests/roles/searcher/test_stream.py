@@ -93,8 +93,8 @@ def test_certain_rates_are_taken_by_their_distance_and_few_queries_again_and_aga
 def published(s, step: int, counts: QueryCounts | None) -> None:
     """A snapshot with counts beside it."""
     beside = {} if counts is None else {success_counts.FILE: counts.to_bytes()}
-    info = snapshots.SnapshotInfo(step=step, epoch=1)
-    snapshots.save(s.run.policies / layout.step_name(step), weights(s, step), info, dtype="float32", beside=beside)
+    info = snapshots.SnapshotInfo(step=step, epoch=1, beside=beside)
+    snapshots.save(s.run.policies / layout.step_name(step), weights(s, step), info, dtype="float32")
 
 
 def counts_of(s, easy: int) -> QueryCounts:
