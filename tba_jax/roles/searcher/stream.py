@@ -21,9 +21,14 @@ from tba_jax.tasks.interface import EncodedQuery
 log = logging.getLogger(__name__)
 
 
+def _key(seed: int, writer: int, number: int) -> np.ndarray:
+    """uint64[2]. A list would become float64 from 2^63 on, and lose the number. Args: all of them below 2^32."""
+    return np.array([seed, (writer << 32) | number], np.uint64)
+
+
 def query_order(count: int, *, seed: int, writer: int, epoch: int) -> np.ndarray:
     """int64[count]: the order in which a searcher takes the queries in its pass `epoch` over them."""
-    return np.random.Generator(np.random.Philox(key=[seed, (writer << 32) | epoch])).permutation(count)
+    return np.random.Generator(np.random.Philox(key=_key(seed, writer, epoch))).permutation(count)
 
 
 def chosen_queries(
@@ -49,7 +54,7 @@ def chosen_queries(
       int64[size], the nearest first, distinct unless n < size: then all of them again and again.
     """
     # The counter keeps these numbers apart from those of query_order.
-    rng = np.random.Generator(np.random.Philox(counter=[0, 0, 0, 1], key=[seed, (writer << 32) | batch]))
+    rng = np.random.Generator(np.random.Philox(counter=[0, 0, 0, 1], key=_key(seed, writer, batch)))
     among = rng.permutation(len(trials))[: candidates * size]
     rates = rng.beta(1 + successes[among], 1 + trials[among] - successes[among])
     nearest = among[np.argsort((rates - target) ** 2, kind="stable")]

@@ -83,6 +83,14 @@ def test_a_batch_is_a_function_of_its_key_and_the_counts():
     assert not np.array_equal(chosen(nothing, nothing, size=40)[:3], stream.query_order(40, seed=1, writer=2, epoch=3)[:3])
 
 
+@pytest.mark.parametrize("writer", [7, 2**31 + 7, 2**32 - 1])
+def test_no_two_passes_and_no_two_batches_of_a_searcher_are_alike(writer):
+    """Half of all writer numbers are above 2^31, where a key of two numbers is above 2^63."""
+    passes = {tuple(stream.query_order(30, seed=1, writer=writer, epoch=epoch).tolist()) for epoch in range(20)}
+    batches = {tuple(chosen(np.zeros(30), np.zeros(30), writer=writer, batch=batch).tolist()) for batch in range(20)}
+    assert len(passes) == len(batches) == 20
+
+
 def test_certain_rates_are_taken_by_their_distance_and_few_queries_again_and_again():
     many = np.full(10, 1e9)
     found = chosen(many * np.arange(10) / 10, many, size=4, candidates=10, target=0.31)

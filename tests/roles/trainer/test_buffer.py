@@ -45,7 +45,7 @@ def by_hand(s) -> dict[int, tuple[float, float]]:
         for begin in range(0, head, S):
             rewards = rows["reward"][begin : begin + S].astype(float)
             successes, trials = found.get(query := int(rows["query_id"][begin]), (0.0, 0.0))
-            found[query] = successes / 2 + rewards.sum(), trials / 2 + S
+            found[query] = successes / 2 + float(rewards.sum()), trials / 2 + S
     return found
 
 
@@ -83,14 +83,14 @@ def test_counts_lie_beside_every_snapshot_and_a_resume_comes_to_the_same(tmp_pat
     assert beside(s, 0) == {}
     frozen_runs.train(s, until=3, abandon=True)
     expected = by_hand(s)
-    assert beside(s, 2) == pytest.approx(expected)
+    assert beside(s, 2) == expected
     more = jobs.make_searcher(s, name="later", account=TimeAccount())
     more.refresh()
     more.search()
     more.close()
     frozen_runs.train(s, until=8, abandon=True)  # with a checkpoint of step 5
     there = {step: beside(s, step) for step in (2, 4, 6, 8)}
-    assert there[2] == pytest.approx(expected) and there[4] != there[2] and there[4] == there[8]
+    assert there[2] == expected and there[4] != there[2] and there[4] == there[8]
     shutil.rmtree(s.run.policies)
     with frozen_runs.trainer(s) as again:  # from the checkpoint
         again.flush_snapshot()
