@@ -95,7 +95,7 @@ class ReplayIndex(Window):
         """How many valid rows have come, resident or not."""
         return self._next_arrival
 
-    def add(self, writer: str, rows: Rows, *, step: int, own: bool = True) -> None:
+    def add(self, writer: str, rows: Rows, *, step: int, own: bool = True, rows_per_append: int = 1) -> None:
         """Integrates rows of one writer's log, in order, as visible from trainer step `step` on.
 
         own: whether they are of this run. Weights of other runs count as those of step 0, where this run begins.
@@ -116,8 +116,7 @@ class ReplayIndex(Window):
             )
         self._open_writer(writer)
         self.heads[writer] = first + count
-        number = self._writer_number[writer]
-        counts = self._counts[number]
+        counts = self._counts[number := self._writer_number[writer]]
         counts["seen"] += count
         self.totals["seen"] += count
 
@@ -129,7 +128,7 @@ class ReplayIndex(Window):
         self._next_arrival = arrivals.stop
         query_ids, rewards = rows["query_id"].tolist(), rows["reward"].tolist()
         if own and not writer.startswith(GIVEN):  # sampled by the policy of this run
-            self.success_counts.add(writer, *(rows[name][valid].tolist() for name in ("row", "query_id", "reward")))
+            self._count_successes(writer, rows, valid, rows_per_append)
         # The row that was put into a slot last; what a free slot holds does not matter.
         row_in: dict[int, int] = {}
         for arrival, row in zip(arrivals, valid.tolist(), strict=True):
@@ -145,6 +144,11 @@ class ReplayIndex(Window):
         self._slot_writer[slots], self._row_step[slots] = number, row_steps[put]
         for name, column in self._columns.items():
             column[slots] = rows[name][put]
+
+    def _count_successes(self, writer: str, rows: Rows, valid: np.ndarray, rows_per_append: int) -> None:
+        """Args: rows_per_append: of the writer."""
+        sampled = (rows[name][valid].tolist() for name in ("row", "query_id", "reward"))
+        self.success_counts.add(writer, *sampled, rows_per_append=rows_per_append)
 
     def _valid(self, writer: str, rows: Rows, counts: collections.Counter[str]) -> np.ndarray:
         """int64[n], which rows are valid, ascending; the others are counted, by reason."""

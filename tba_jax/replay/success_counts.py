@@ -85,8 +85,8 @@ def first_outside(rewards: np.ndarray) -> int | None:
 class SuccessCounts:
     """Counts of the responses that searchers of this run sampled.
 
-    A visit of a query is made of the rows of one writer that follow each other and are of this query. With λ = `decay`, a visit
-    of k rows with rewards r changes the counts of its query so:
+    A visit of a query is made of its rows in one append of a writer, which follow each other. With λ = `decay`, a visit of k rows
+    with rewards r changes the counts of its query so:
         successes ← λ · successes + Σ r
         trials    ← λ · trials + k
     A reward within (0, 1) is so much of a success. Under the prior Beta(1, 1) the posterior of the success rate is
@@ -101,11 +101,13 @@ class SuccessCounts:
         self._decay, self._most_queries = decay, most_queries
         # Query id -> successes, trials, and both of its last visit alone; in the order of the last visits.
         self._counts: collections.OrderedDict[int, _Entry] = collections.OrderedDict()
-        # Writer -> the query of its last row.
-        self._last: dict[str, int] = {}
+        # Writer -> the visit of its last row: query id, and number of the append.
+        self._last: dict[str, tuple[int, int]] = {}
         self.outside: tuple[str, float] | None = None
 
-    def add(self, writer: str, rows: Sequence[int], query_ids: Sequence[int], rewards: Sequence[float]) -> None:
+    def add(
+        self, writer: str, rows: Sequence[int], query_ids: Sequence[int], rewards: Sequence[float], *, rows_per_append: int
+    ) -> None:
         """Counts rows of a writer that follow those before. Args: their numbers, query ids and finite rewards, one each."""
         last = self._last.get(writer)
         for row, query_id, reward in zip(rows, query_ids, rewards, strict=True):
@@ -114,9 +116,10 @@ class SuccessCounts:
             if not 0 <= reward <= 1:
                 self.outside = f"{writer}:{row}", reward
                 return
-            if query_id != last or query_id not in self._counts:
+            visit = query_id, row // rows_per_append
+            if visit != last or query_id not in self._counts:
                 self._visit(query_id)
-                last = self._last[writer] = query_id
+                last = self._last[writer] = visit
             successes, trials, newest, k = self._counts[query_id]
             self._counts[query_id] = successes + reward, trials + 1, newest + reward, k + 1
 
@@ -163,7 +166,7 @@ class SuccessCounts:
             "most_queries": self._most_queries,
             "query_id": list(self._counts),
             "counts": [list(entry) for entry in self._counts.values()],
-            "last": self._last.copy(),
+            "last": {writer: list(visit) for writer, visit in self._last.items()},
             "outside": list(self.outside) if self.outside else [],
         }
 
@@ -173,6 +176,6 @@ class SuccessCounts:
         made = cls(decay=state["decay"], most_queries=state["most_queries"])
         entries = zip(state["query_id"], state["counts"], strict=True)
         made._counts.update((query_id, (a, b, c, d)) for query_id, (a, b, c, d) in entries)
-        made._last = dict(state["last"])
+        made._last = {writer: (visit[0], visit[1]) for writer, visit in state["last"].items()}
         made.outside = (state["outside"][0], state["outside"][1]) if state["outside"] else None
         return made

@@ -12,15 +12,11 @@ K = 4
 
 
 def visits(seed: int, count: int, *, queries: int = 5, fractions: bool = False) -> list[tuple[str, int, np.ndarray]]:
-    """(writer, query, K rewards) of visits of two writers, no two visits of a writer in a row to the same query."""
-    rng, last, found = np.random.default_rng(seed), dict[str, int](), list[tuple[str, int, np.ndarray]]()
-    while len(found) < count:
-        writer, query = "ab"[rng.integers(2)], int(rng.integers(queries))
-        if last.get(writer) == query:
-            continue
-        last[writer] = query
+    """(writer, query, K rewards) of visits of two writers, an append each."""
+    rng, found = np.random.default_rng(seed), list[tuple[str, int, np.ndarray]]()
+    for _ in range(count):
         rewards = rng.random(K) if fractions else rng.integers(0, 2, K).astype(float)
-        found.append((writer, query, rewards.astype(np.float32)))
+        found.append(("ab"[rng.integers(2)], int(rng.integers(queries)), rewards.astype(np.float32)))
     return found
 
 
@@ -30,7 +26,7 @@ def counted(given: list[tuple[str, int, np.ndarray]], *, decay: float, parts: in
     for writer, query, rewards in given:
         for part in np.array_split(rewards, parts):
             head = heads.get(writer, 0)
-            counts.add(writer, range(head, head + len(part)), [query] * len(part), part.tolist())
+            counts.add(writer, range(head, head + len(part)), [query] * len(part), part.tolist(), rows_per_append=K)
             heads[writer] = head + len(part)
     return counts
 
@@ -56,7 +52,7 @@ def test_splits_and_restores_change_nothing():
     half = SuccessCounts.restore(json.loads(json.dumps(counted(given[:23], decay=0.7).state())))
     heads = {writer: K * sum(each == writer for each, *_ in given[:23]) for writer in "ab"}
     for writer, query, rewards in given[23:]:
-        half.add(writer, range(heads[writer], heads[writer] + K), [query] * K, rewards.tolist())
+        half.add(writer, range(heads[writer], heads[writer] + K), [query] * K, rewards.tolist(), rows_per_append=K)
         heads[writer] += K
     assert half.state() == whole.state()
 
@@ -64,7 +60,7 @@ def test_splits_and_restores_change_nothing():
 def test_memory_is_bounded_and_the_oldest_visit_is_forgotten():
     counts = SuccessCounts(decay=1.0, most_queries=3)
     for row, query in enumerate((1, 2, 3, 1, 4, 5)):
-        counts.add("w", [row], [query], [1.0])
+        counts.add("w", [row], [query], [1.0], rows_per_append=9)
     published = counts.published()
     assert published.query_id.tolist() == [1, 4, 5] and published.trials.tolist() == [2, 1, 1]
 
@@ -73,7 +69,7 @@ def test_shares_are_of_each_query_s_last_visit():
     """Query 1 fails now, query 2 is solved now, query 3 had one success of four, query 4 half a success."""
     counts = SuccessCounts(decay=0.5)
     for query, rewards in [(1, (1, 1)), (2, (0, 0)), (3, (0, 0, 1, 0)), (1, (0, 0)), (2, (1, 1)), (4, (0.5,))]:
-        counts.add("w", range(len(rewards)), [query] * len(rewards), rewards)
+        counts.add("w", range(len(rewards)), [query] * len(rewards), rewards, rows_per_append=4)
     rates = [1 / 3, 2 / 3, 1 / 4, 1 / 2]
     assert sorted(counts.success_rates()) == pytest.approx(sorted(rates))
     shares = {"queries_failed": 0.25, "queries_solved": 0.25, "queries_mixed": 0.5}
@@ -84,8 +80,8 @@ def test_shares_are_of_each_query_s_last_visit():
 @pytest.mark.parametrize("reward", [-0.25, 1.5])
 def test_a_reward_that_is_no_success_rate_ends_the_count(reward):
     counts = SuccessCounts(decay=1.0)
-    counts.add("w", [0, 1, 2], [7, 7, 7], [1.0, reward, 1.0])
-    counts.add("w", [3], [8], [1.0])
+    counts.add("w", [0, 1, 2], [7, 7, 7], [1.0, reward, 1.0], rows_per_append=3)
+    counts.add("w", [3], [8], [1.0], rows_per_append=3)
     assert counts.outside == ("w:1", reward) and counts.published().trials.tolist() == [1.0]
     assert counts.scalars() == {} and not counts.success_rates().size
     assert SuccessCounts.restore(json.loads(json.dumps(counts.state()))).outside == ("w:1", reward)
