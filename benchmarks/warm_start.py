@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ def begin(root: Path, name: str) -> Path:
     """A fresh workdir root/name that holds the warm start and nothing else."""
     workdir = clear(root, name)
     shutil.copytree(root / "warm" / "reference", workdir / "reference")
+    # A workdir with folders of a run needs its config.json. At step 0 every setting of the schedule may change.
+    stored = layout.read_json(root / "warm" / "config.json")
+    layout.write_json(workdir / "config.json", stored | {"id": uuid.uuid4().hex})
     return workdir
 
 

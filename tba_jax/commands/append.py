@@ -57,8 +57,7 @@ def append(workdir: Path, source: str, *, unfit: str, settings: existing_run.Sou
       FloatingPointError: the policy of step 0 gave log-probs that are not finite.
     """
     from tba_jax.experiment import composition
-    from tba_jax.experiment.other_runs import GIVEN
-    from tba_jax.replay.log import LogWriter, registration
+    from tba_jax.replay.log import GIVEN, LogWriter, registration
     from tba_jax.run import contract as contract_lib
 
     run = layout.open_run_dir(workdir)

@@ -2,10 +2,11 @@
 
 python -m tba_jax show --workdir=DIR [--order=newest|best|worst] [--count=10]
 
-The first lines say how many rows there are, and which step has the best held-out score. The run's contract and tokenizer are
-enough for that: no task is imported. Control characters of the text are escaped.
+The first lines say how many rows there are, how hard the queries are, and which step has the best held-out score. The run's
+contract and tokenizer are enough for that: no task is imported. Control characters of the text are escaped.
 """
 
+import collections
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,7 +67,21 @@ def show(workdir: Path, order: str, count: int) -> str:
     total = sum(len(each) for ranges in kept.values() for each in ranges)
     gone = sum(ranges[-1].stop for ranges in kept.values()) - total
     removed = f" ({gone} more were removed by retention)" if gone else ""
-    return "\n\n".join([f"{total} rows of {len(kept)} writers{removed}, {order} first{_best(run)}", *sections])
+    return "\n\n".join([f"{total} rows of {len(kept)} writers{removed}, {order} first{_difficulty(run)}{_best(run)}", *sections])
+
+
+def _difficulty(run: "layout.RunDir") -> str:
+    """A line about the success of the queries, by the newest point of the trainer's metrics; "" where that has none."""
+    from tba_jax.run import metrics
+
+    newest = collections.deque(metrics.each_line(run.metrics("trainer")), maxlen=1)
+    told = newest[0] if newest else {}
+    if not {"queries_failed", "queries_solved", "queries_mixed", "success_rate_histogram"} <= told.keys():
+        return ""
+    return (
+        f"\nof {sum(told['success_rate_histogram']['counts'])} queries, by their newest responses at step {told['step']}: "
+        f"{told['queries_failed']:.0%} fail, {told['queries_solved']:.0%} are solved, {told['queries_mixed']:.0%} are in between"
+    )
 
 
 def _best(run: "layout.RunDir") -> str:

@@ -110,6 +110,7 @@ def _check_together(config: Any, require: Require, *, weights: bool) -> None:
     _check_interleaved(config, require)
     _check_searchers(config, require)
     _check_swaps(config, require)
+    _check_prompt_selection(config, require)
     for sentence in (*flow.refusals(config), *session.refused_names(config.metrics)):
         require(False, sentence)
 
@@ -331,12 +332,28 @@ def _check_swaps(config: Any, require: Require) -> None:
     )
 
 
+def _check_prompt_selection(config: Any, require: Require) -> None:
+    searchers, queries, missing_eos = config.searchers, config.learner.queries, config.task.missing_eos_reward
+    if searchers.prompt_selection != "posterior":
+        return
+    require(
+        searchers.queries_per_batch >= queries,
+        f"searchers.queries_per_batch={searchers.queries_per_batch} is less than learner.queries={queries}: with "
+        "searchers.prompt_selection=posterior a batch must have the queries of an update, since the next may have the same ones",
+    )
+    require(
+        missing_eos is None or 0 <= missing_eos <= 1,
+        f"task.missing_eos_reward={missing_eos} must be within [0, 1] with searchers.prompt_selection=posterior, which counts "
+        "successes",
+    )
+
+
 def _check_all_are_read(config: Any, require: Require) -> None:
     """Refuses a setting that differs from its default although the run would not use it.
 
-    These are settings of objectives and of learning-rate schedules other than the config's own, and settings of the values of
-    states without task.step_ends. β
-    is not among them: it scales a metric of every run. A run that exists goes on as it began: this check is for new runs and for
+    These are settings of objectives and of learning-rate schedules other than the config's own, of the values of states without
+    task.step_ends, of the choice of queries where there is none, and of the weights of rows where none are drawn by weight. β is
+    not among them: it scales a metric of every run. A run that exists goes on as it began: this check is for new runs and for
     --dry_run.
     """
     learner, objective, defaults = config.learner, OBJECTIVES[config.learner.objective], SCHEMA.defaults()
@@ -362,3 +379,15 @@ def _check_all_are_read(config: Any, require: Require) -> None:
             config.task.step_ends or value == default,
             f"searchers.{name}={value} would not be used without task.step_ends; leave it at {default}",
         )
+    for name in ("target_success_rate", "prompt_candidates"):
+        value, default = config.searchers[name], defaults.searchers[name]
+        require(
+            config.searchers.prompt_selection == "posterior" or value == default,
+            f"searchers.{name}={value} would not be used with searchers.prompt_selection={config.searchers.prompt_selection}; "
+            f"leave it at {default}",
+        )
+    require(
+        config.replay.recent_probability < 1 or not config.replay.age_decay_steps,
+        f"replay.age_decay_steps={config.replay.age_decay_steps} would not be used: with replay.recent_probability=1 every query "
+        "draws its newest rows; leave it at 0",
+    )

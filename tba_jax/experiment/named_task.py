@@ -8,7 +8,7 @@ from typing import Any
 from tba_jax.rewards import task_models
 from tba_jax.roles import evaluator
 from tba_jax.tasks import EXTRAS, TASKS, custom_task
-from tba_jax.tasks.interface import SPLITS, Query, Shortens, Task, private_files
+from tba_jax.tasks.interface import SPLITS, Query, Shortens, Task, private_files, reward_range
 from tba_jax.text import prompts
 from tba_jax.text.tokenizers import Tokenizer
 
@@ -53,6 +53,12 @@ def make(config: Any) -> tuple[Task, dict[str, Any]]:
     if task.score_name in evaluator.REPORTED:
         raise ValueError(
             f"the task's score_name={task.score_name!r} is that of another figure of evaluation reports; call it otherwise"
+        )
+    given = reward_range(task)
+    if given is not None and config.searchers.prompt_selection == "posterior" and not 0 <= given[0] <= given[1] <= 1:
+        raise ValueError(
+            f"searchers.prompt_selection=posterior counts successes, so every reward must be within [0, 1], and those of "
+            f"task.name={config.task.name!r} are within [{given[0]:g}, {given[1]:g}]: scale them, or use uniform"
         )
     for section in ("searchers", "evaluation"):
         devices = config[section].task_devices

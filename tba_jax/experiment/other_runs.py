@@ -21,7 +21,7 @@ from tba_jax.models.lora import LoraConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.replay.log import REGISTER, registration
+from tba_jax.replay.log import GIVEN, REGISTER, registration
 from tba_jax.roles.trainer.buffer import make_index
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, snapshots
@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 
 # Fields of the contract that say nothing about rows.
 _FREE_OF_ROWS = ("lora", "private_files")
-# The beginning of a writer's name, if its rows come from a file (the command append).
-GIVEN = "given-"
 # Fields of the contract that say what weights mean.
 _OF_WEIGHTS = ("model", "tokenizer", "eos_id", "pad_id")
 

@@ -167,6 +167,11 @@ c.searchers.swap = setting("at_once", one_of=("at_once", "new_sequences"))
 # Where the next policy is loaded. beside: on the devices, beside the one in use. in_place: in host memory; its parameters then
 # take the places of those in use, one after the other, and decoding pauses. in_place needs less memory of the devices.
 c.searchers.swap_memory = setting("beside", one_of=("beside", "in_place"))
+# uniform: each searcher goes through all queries in an order of its own, pass after pass. posterior: each batch takes queries
+# whose success rates, drawn from Beta posteriors, are nearest to target_success_rate (MoPPS); rewards must be within [0, 1].
+c.searchers.prompt_selection = setting("uniform", one_of=("uniform", "posterior"))
+c.searchers.target_success_rate = setting(0.5, above=0, below=1)
+c.searchers.prompt_candidates = setting(8, at_least=1)  # random candidates for each query of a batch; posterior takes the nearest
 c.searchers.reward_batches = setting(32, at_least=1)  # batches that may wait for their rewards while the next are decoded
 c.searchers.cpu_devices = setting(1, at_least=1)  # data-parallel decoders of a searcher process on CPUs, at best one per core
 c.searchers.task_devices = setting(0, at_least=0)  # last devices of a searcher, for the task's models alone; 0: they share all
@@ -199,6 +204,11 @@ c.replay.recent_window = setting(0, at_least=0)
 c.replay.recent_fill = setting("repeat", one_of=("repeat", "older"))
 c.replay.strategy = setting("uniform", registry="strategies")  # how the rows of the other queries are drawn; softmax: of reward
 c.replay.inverse_temperature = setting(1.0, above=0)  # of the softmax strategy
+# Trainer steps τ: the weight of a row that is drawn by `strategy` is multiplied by exp(−age / τ), where its age is the number of
+# steps since its policy (FreshPER). 0: off.
+c.replay.age_decay_steps = setting(0.0, at_least=0.01, or_zero=True)
+# Factor on a query's earlier counts of successes and trials whenever a searcher has sampled it again; 1: nothing is forgotten.
+c.replay.success_decay = setting(0.5, at_least=0, at_most=1, fixed=True)
 c.replay.max_draws_per_row = setting(0, at_least=0)  # 0: no limit
 c.replay.max_staleness = setting(0, at_least=0)  # trainer steps; 0: no limit
 c.replay.min_rows = setting(0, at_least=0)  # good rows that must have come before the first step; 0: as many as it needs

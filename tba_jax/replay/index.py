@@ -17,8 +17,10 @@ import numpy as np
 from tba_jax.replay import resident
 from tba_jax.replay.eviction import LowestReward
 from tba_jax.replay.gaps import KINDS, Gap, KnownGaps
+from tba_jax.replay.log import GIVEN
 from tba_jax.replay.near_duplicates import NearByEdits, NearByEmbedding
 from tba_jax.replay.reader import LogReader
+from tba_jax.replay.success_counts import SuccessCounts
 from tba_jax.replay.validation import REJECTIONS, validate_rows
 from tba_jax.replay.window import Identity, Window
 from tba_jax.trajectory import Rows, RowShape, check_rows, response, response_mask
@@ -69,13 +71,17 @@ class Rules:
 class ReplayIndex(Window):
     """A window that integrates rows: which response replaces which, and what leaves when a query or the window is full."""
 
-    def __init__(self, *, shape: RowShape, vocab_size: int, reference_id: int | None = None, **rules: Any):
-        """Args: reference_id: of the policy that ref_logprobs must be of, None: of any. rules: fields of Rules."""
+    def __init__(
+        self, *, shape: RowShape, vocab_size: int, reference_id: int | None = None, success_decay: float = 1.0, **rules: Any
+    ):
+        """Args: reference_id: of the policy that ref_logprobs must be of, None: of any. success_decay: λ of SuccessCounts.
+        rules: fields of Rules."""
         self.rules = Rules(**rules)
         super().__init__(shape, self.rules.capacity)
         self.shape, self.vocab_size, self.reference_id = shape, vocab_size, reference_id
         self.heads: dict[str, int] = {}
         self._next_arrival = 0
+        self.success_counts = SuccessCounts(decay=success_decay)
         # Only filled under drop=lowest_reward: by query number, and of the window.
         self._lowest: collections.defaultdict[int, LowestReward] = collections.defaultdict(LowestReward)
         self._near = self.rules.near(shape, vocab_size)
@@ -92,7 +98,7 @@ class ReplayIndex(Window):
         """How many valid rows have come, resident or not."""
         return self._next_arrival
 
-    def add(self, writer: str, rows: Rows, *, step: int, own: bool = True) -> None:
+    def add(self, writer: str, rows: Rows, *, step: int, own: bool = True, rows_per_append: int = 1) -> None:
         """Integrates rows of one writer's log, in order, as visible from trainer step `step` on.
 
         own: whether they are of this run. Weights of other runs count as those of step 0, where this run begins.
@@ -114,8 +120,7 @@ class ReplayIndex(Window):
             )
         self._open_writer(writer)
         self.heads[writer] = first + count
-        number = self._writer_number[writer]
-        counts = self._counts[number]
+        counts = self._counts[number := self._writer_number[writer]]
         counts["seen"] += count
         self.totals["seen"] += count
 
@@ -126,6 +131,8 @@ class ReplayIndex(Window):
         arrivals = range(self._next_arrival, self._next_arrival + len(valid))
         self._next_arrival = arrivals.stop
         query_ids, rewards = rows["query_id"].tolist(), rows["reward"].tolist()
+        if own and not writer.startswith(GIVEN):  # sampled by the policy of this run
+            self._count_successes(writer, rows, valid, rows_per_append)
         # The row that was put into a slot last; what a free slot holds does not matter.
         row_in: dict[int, int] = {}
         for arrival, row in zip(arrivals, valid.tolist(), strict=True):
@@ -142,6 +149,11 @@ class ReplayIndex(Window):
         self._slot_writer[slots], self._row_step[slots] = number, row_steps[put]
         for name, column in self._columns.items():
             column[slots] = rows[name][put]
+
+    def _count_successes(self, writer: str, rows: Rows, valid: np.ndarray, rows_per_append: int) -> None:
+        """Args: rows_per_append: of the writer."""
+        sampled = (rows[name][valid].tolist() for name in ("row", "query_id", "reward"))
+        self.success_counts.add(writer, *sampled, rows_per_append=rows_per_append)
 
     def _valid(self, writer: str, rows: Rows, counts: collections.Counter[str]) -> np.ndarray:
         """int64[n], which rows are valid, ascending; the others are counted, by reason."""
@@ -298,6 +310,7 @@ class ReplayIndex(Window):
             "counts": [{name: int(count) for name, count in counts.items()} for counts in self._counts],
             "next_arrival": self._next_arrival,
             "round": self._round,
+            "success_counts": self.success_counts.state(),
             # Residents in order of arrival.
             "slot": slots.tolist(),
             "query": self._slot_query[slots].tolist(),
@@ -330,6 +343,7 @@ class ReplayIndex(Window):
         index._writer_number = {writer: number for number, writer in enumerate(index.writers)}
         index._counts = [collections.Counter(counts) for counts in state["counts"]]
         index._next_arrival, index._round = state["next_arrival"], state["round"]
+        index.success_counts = SuccessCounts.restore(state["success_counts"])
         numbers = np.array(state["queries"], np.int64)
         index._query_draws[numbers] = state["query_draws"]
         index._recent_draws[numbers] = state["recent_draws"]

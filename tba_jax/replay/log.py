@@ -23,6 +23,8 @@ from tba_jax.run.places import STORAGE_ERRORS, Place
 from tba_jax.trajectory import Rows, RowShape, check_rows
 
 REGISTER = "writers"
+# The beginning of a writer's id, if its responses come from a file (the command append).
+GIVEN = "given-"
 WRITER_NAME = re.compile(rf"(?!{REGISTER}$)[a-z0-9][a-z0-9-]{{0,99}}")
 
 

@@ -111,7 +111,7 @@ def _merge(runs: Iterable[Rows]) -> list[Rows]:
 def take_part(index: ReplayIndex, reader: LogReader, writer: str, part: Part, *, step: int) -> None:
     """Gives the index the next rows of a writer, and the number of those that it does not get."""
     for rows in _merge(part.runs):
-        index.add(writer, rows, step=step, own=reader.is_own(writer))
+        index.add(writer, rows, step=step, own=reader.is_own(writer), rows_per_append=reader.schema(writer).rows_per_append)
     for gap in part.gaps:
         index.skip(writer, gap.start, gap.stop, kind=gap.kind)
 

@@ -46,6 +46,12 @@ _CURVES: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
         (("equal_reward_groups", "equal rewards"),),
     ),
     (
+        "Difficulty of the queries",
+        "Shares of the queries of whose newest responses none, some and all succeed. Only those in between can be compared.",
+        "share of queries",
+        (("queries_failed", "fail"), ("queries_mixed", "in between"), ("queries_solved", "solved")),
+    ),
+    (
         "Clipped tokens",
         "Share of the tokens whose ratio to the sampler is clipped. Always above 0: the searchers are too far behind.",
         "share of tokens",

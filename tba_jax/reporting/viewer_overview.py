@@ -23,6 +23,7 @@ CHARTS = {
     "effective_sample_share": "Effective sample share",
     "staleness_mean": "Staleness, steps",
     "equal_reward_groups": "Groups of equal rewards",
+    "queries_mixed": "Queries neither failed nor solved",
     "steps_per_second": "Steps a second",
 }
 _SHARES_SHOWN = 4

@@ -170,6 +170,7 @@ def _scalars(report: SearchReport) -> dict[str, float]:
         "rows_per_second": report.rows / report.seconds,
         "tokens_per_second": report.tokens / report.seconds,
         "reward": report.reward,
+        "equal_reward_groups": report.equal_reward_groups,
         "policy_step": report.policy_step,
     }
     return scalars | ({"value_tokens_per_second": report.value_tokens / report.seconds} if report.value_tokens else {})

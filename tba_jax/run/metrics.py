@@ -147,8 +147,9 @@ def _tell_once(folder: Path, kind: str, sentence: str, advice: str) -> None:
 
 
 def _histogram(array: np.ndarray) -> dict[str, list[float]]:
-    """What is written of the numbers of an array: counts between edges."""
-    counts, edges = np.histogram(array, bins=min(20, max(1, int(np.ptp(array)) + 1)) if array.size else 1)
+    """What is written of the numbers of an array: counts between edges, of whole numbers at least 1 apart."""
+    most = int(np.ptp(array)) + 1 if array.size and array.dtype.kind in "iu" else 20
+    counts, edges = np.histogram(array, bins=min(20, most) if array.size else 1)
     return {"counts": counts.tolist(), "edges": edges.tolist()}
 
 

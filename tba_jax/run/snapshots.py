@@ -39,10 +39,12 @@ class Damaged(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class SnapshotInfo:
-    """What commit.json says. step: trainer step of the weights; epoch: lease epoch of the trainer that wrote them."""
+    """What commit.json says. step: trainer step of the weights; epoch: lease epoch of the trainer that wrote them. And
+    beside: name -> content of files beside the parameters, which become visible and are removed with them."""
 
     step: int
     epoch: int
+    beside: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 
 def _spec(folder: Place, name: str) -> dict[str, Any]:
@@ -97,12 +99,12 @@ def save(
         _remove(folder)
     try:
         try:
-            _write(draft, params, info.step, dtype=dtype, durable=durable, others=others)
+            _write(draft, params, info, dtype=dtype, durable=durable, others=others)
         except places.STORAGE_ERRORS as error:  # tensorstore mostly raises ValueError, which here would mean a user's mistake
             raise OSError(f"snapshot {folder} could not be written: {error}") from error
         check()
         _refuse_later_epoch(folder, info)
-        layout.write_json(draft / COMMIT, dataclasses.asdict(info) | {"dtype": dtype})
+        layout.write_json(draft / COMMIT, {"step": info.step, "epoch": info.epoch, "dtype": dtype})
         if isinstance(draft, Path) and isinstance(folder, Path):
             if folder.exists():
                 _remove(folder)
@@ -114,15 +116,17 @@ def save(
         raise
 
 
-def _write(folder: Place, params: Params, step: int, *, dtype: str, durable: bool, others: Others | None) -> None:
-    """Makes the arrays of a snapshot, and returns once all processes have written their shards."""
+def _write(folder: Place, params: Params, info: SnapshotInfo, *, dtype: str, durable: bool, others: Others | None) -> None:
+    """Makes the files and arrays of a snapshot, and returns once all processes have written their shards."""
+    for name, content in info.beside.items():
+        places.write_bytes(folder / name, content)
     with held_folders.holding(folder) as held:
         stores = _make_arrays(held, params, dtype=dtype, durable=durable)
         if others is not None:
-            others.start(folder, step, durable=durable)
+            others.start(folder, info.step, durable=durable)
         _write_shards(stores, params)
     if others is not None:
-        others.wait(step)
+        others.wait(info.step)
 
 
 def _refuse_later_epoch(folder: Place, info: SnapshotInfo) -> None:

@@ -24,6 +24,7 @@ class Arithmetic:
     alphabet = CHARACTERS
     score_name = "accuracy"
     reward_parts = ("correct",)
+    reward_range = (0.0, 1.0)
     reward_version = 1
 
     def __init__(self, *, digits: int, train_queries: int, heldout_queries: int, seed: int):

@@ -77,6 +77,7 @@ class Countdown:
     alphabet = CHARACTERS
     score_name = "accuracy"
     reward_parts = ("correct",)
+    reward_range = (0.0, 1.0)
     reward_version = 1
 
     def __init__(

@@ -33,6 +33,7 @@ class GSM8K:
 
     score_name = "accuracy"
     reward_parts = ("correct",)
+    reward_range = (0.0, 1.0)
     reward_version = 1
 
     def __init__(self, *, train_path: str, heldout_path: str, prompt: str):

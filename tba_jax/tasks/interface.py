@@ -59,6 +59,8 @@ class Task(Protocol):
     reward_parts: names of the M parts. reward_version: a number to increase when the definition of the reward changes.
     A class may have an attribute `alphabet`: all characters of its prompts and responses. It then needs no pretrained model.
     A class may have an attribute `private_files`: whether the files of its runs are for their owner alone to read.
+    A task may have an attribute `reward_range`: (lowest, highest) reward that it may give, perhaps infinite. What needs rewards
+    within a range is refused before a run begins then, and otherwise at the first reward outside of it.
     """
 
     @property
@@ -89,6 +91,18 @@ class Task(Protocol):
 def private_files(task: object) -> bool:
     """Whether files of runs of a task, or of a class of tasks, are for their owner alone to read: see Task."""
     return bool(getattr(task, "private_files", False))
+
+
+def reward_range(task: object) -> tuple[float, float] | None:
+    """The lowest and the highest reward of a task, None where it does not say: see Task. Raises ValueError where it says else."""
+    found = getattr(task, "reward_range", None)
+    if found is None:
+        return None
+    try:
+        lowest, highest = map(float, found)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the task's reward_range={found!r} must be two numbers, the lowest and the highest reward") from error
+    return lowest, highest
 
 
 @runtime_checkable

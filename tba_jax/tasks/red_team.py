@@ -72,6 +72,7 @@ class RedTeam:
 
     score_name = "log_toxicity"
     reward_parts = ("toxicity", "success")
+    reward_range = (LEAST_LOG_TOXICITY, 0.0)
     reward_version = 1
     private_files = True  # rows, snapshots and reports are attacks, or write them
 

@@ -18,6 +18,7 @@ class StorySentiment:
 
     score_name = "reward"
     reward_parts = ("compound",)
+    reward_range = (-1.0, 1.0)
     reward_version = 1
 
     def __init__(self, *, data_path: str, opening_words: int, heldout_queries: int):

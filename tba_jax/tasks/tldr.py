@@ -7,6 +7,7 @@ compares responses with the reference summaries under a second, larger reward mo
 """
 
 import bisect
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ class TLDR:
 
     score_name = "reward"
     reward_parts = ("score",)
+    reward_range = (-math.inf, math.inf)
     reward_version = 1
 
     def __init__(

@@ -247,6 +247,14 @@ def test_the_schema_loads_without_jax():
             "searchers.samples_per_query=1 must be at least 2 with task.step_ends: the value of the state before a response is",
         ),
         (
+            {"searchers.prompt_selection": "posterior", "searchers.queries_per_batch": 6},
+            "searchers.queries_per_batch=6 is less than learner.queries=7: with searchers.prompt_selection=posterior",
+        ),
+        (
+            {"searchers.prompt_selection": "posterior", "task.missing_eos_reward": -1.0},
+            "task.missing_eos_reward=-1.0 must be within [0, 1] with searchers.prompt_selection=posterior",
+        ),
+        (
             {"learner.objective": "vine_ppo"},
             "learner.objective=vine_ppo needs rows with the values of the states between steps: say by task.step_ends what ends",
         ),
@@ -345,6 +353,22 @@ def test_settings_of_values_that_no_row_holds_are_refused(setting, value):
         checks.check(config, new=True)
     config.task.step_ends = (",",)
     checks.check(config, new=True)
+
+
+@pytest.mark.parametrize(
+    "changes, read_with",
+    [
+        ({"searchers.target_success_rate": 0.3}, {"searchers.prompt_selection": "posterior"}),
+        ({"searchers.prompt_candidates": 4}, {"searchers.prompt_selection": "posterior"}),
+        ({"replay.age_decay_steps": 8.0, "replay.recent_probability": 1.0}, {"replay.recent_probability": 0.9}),
+    ],
+)
+def test_settings_of_choices_that_nobody_makes_are_refused(changes, read_with):
+    (name, value), *_ = changes.items()
+    checks.check(tiny_run.config_with(changes))
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value} would not be used")):
+        checks.check(tiny_run.config_with(changes), new=True)
+    checks.check(tiny_run.config_with(changes | read_with), new=True)
 
 
 @pytest.mark.parametrize("name", baselines.BASELINES)

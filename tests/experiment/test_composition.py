@@ -71,6 +71,20 @@ def test_a_pretrained_model_and_its_limits(model_folder):
         composition.build(story_config(model_folder, model__path=str(model_folder / "nowhere")))
 
 
+def test_rewards_that_are_no_success_rates_are_refused_where_queries_are_chosen_by_them(model_folder, monkeypatch):
+    chosen = {"searchers__prompt_selection": "posterior"}
+    with pytest.raises(
+        ValueError, match=r"must be within \[0, 1\], and those of task.name='story_sentiment' are within \[-1, 1\]: scale them"
+    ):
+        composition.build(story_config(model_folder, **chosen))
+    monkeypatch.setattr("tba_jax.tasks.story_sentiment.StorySentiment.reward_range", "all of them")
+    with pytest.raises(ValueError, match="reward_range='all of them' must be two numbers"):
+        composition.build(story_config(model_folder, **chosen))
+    for says in (None, (0.0, 1.0)):
+        monkeypatch.setattr("tba_jax.tasks.story_sentiment.StorySentiment.reward_range", says)
+        composition.build(story_config(model_folder, **chosen))
+
+
 def test_the_extra_of_a_task_is_named_before_its_model(model_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "vaderSentiment", None)
     with pytest.raises(

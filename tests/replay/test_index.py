@@ -308,6 +308,23 @@ def test_random_operation_agrees_with_a_slow_model(seed, drop, keep):
     assert index.slots_of([("a", 10**6), ("nobody", 0)]).tolist() == [-1, -1]
 
 
+def test_successes_are_counted_of_the_run_s_own_valid_rows_that_its_policy_sampled():
+    index = index_of(success_decay=0.5)
+    rows = make_rows(0, [1, 1, 1, 2], [(0,), (1,), (2,), (0,)])
+    rows["reward"][:] = 1.0, np.nan, 0.25, 0.0
+    index.add("a", rows, step=1, rows_per_append=4)
+    for writer, own in (("given-0", True), ("b", False)):
+        index.add(writer, make_rows(0, [1, 2], [(3,), (3,)]), step=1, own=own)  # rewards of 0 and 1
+    published = index.success_counts.published()
+    assert published.query_id.tolist() == [1, 2]
+    assert published.successes.tolist() == [1.25, 0] and published.trials.tolist() == [2, 1]
+    # Identical responses are merged in the window, and count all the same.
+    again = make_rows(4, [1], [(0,)])
+    again["reward"][:] = 1.0
+    index.add("a", again, step=2, rows_per_append=4)
+    assert index.success_counts.published().trials.tolist() == [0.5 * 2 + 1, 1]
+
+
 @pytest.mark.parametrize("rules", [{}, {"merge_keep": "best"}, {"merge_keep": "best", "merge_edit_distance": 0.3}], ids=str)
 def test_how_rows_are_split_over_calls_makes_no_difference(rules):
     rng = np.random.default_rng(0)
@@ -357,6 +374,7 @@ def test_a_restored_index_goes_on_as_the_original(tmp_path, options):
             recent_fill=("repeat", "older")[step % 2],
             strategy="softmax",
             inverse_temperature=1.0,
+            age_decay_steps=3.0,
         )
         slots = draw_batch(index, selection, rng=np.random.default_rng(step), step=step)
         index.mark_drawn(slots)

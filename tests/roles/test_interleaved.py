@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding, trajectory
+from tba_jax.replay import success_counts
 from tba_jax.replay.reader import LogReader
+from tba_jax.roles.searcher import stream
 from tba_jax.run import best_step, metrics, snapshots
 from tba_jax.run import layout as layout_lib
 from tests.support import applied, frozen_runs, tiny_checkpoints, tiny_run
@@ -42,6 +44,27 @@ def test_a_batch_comes_early_where_an_update_finds_too_few_rows(tmp_path):
     assert rows[0] > 0 and rows == [rows[0] * batches for batches in (1, 2, 3, 4, 4)], (
         "what the four leave is enough for the fifth"
     )
+
+
+def test_queries_are_chosen_by_the_counts_of_the_policy_that_samples(tmp_path):
+    """Batch after batch, at a lag of 1: by the file beside the snapshot and the searcher's key, and by nothing else."""
+    chosen = {"searchers__prompt_selection": "posterior", "searchers__prompt_candidates": 3, "schedule__lag": 1}
+    assert frozen_runs.run(tmp_path, learner__steps=6, evaluation__enabled=False, **chosen) == 0
+    s = tiny_run.settings(tmp_path, tiny_run.config())
+    ids = np.array([trajectory.query_id(query.prompt) for query in s.experiment.queries["train"]], np.uint64)
+    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
+    ((writer, head),) = reader.heads().items()
+    rows, counted = reader.read(writer, 0, head), list[float]()
+    for batch, asked in enumerate(rows["query_id"].reshape(6, 4, 4)):
+        successes, trials = success_counts.read(s.run.policies, max(0, batch - 1)).of(ids)
+        key = dict(seed=s.config.seed, writer=stream.writer_number(writer), batch=batch)
+        taken = stream.chosen_queries(successes, trials, size=4, candidates=3, target=0.5, **key)
+        assert asked[:, 0].tolist() == ids[taken].tolist()
+        counted.append(trials.sum())
+    assert counted[:2] == [0, 0] and counted[2] == 16, "the rows of the first batch are counted at step 1"
+    line = metrics.read_lines(s.run.metrics("searcher-0"))[-1]
+    groups = rows["reward"].reshape(6, 4, 4)[-1]
+    assert line["equal_reward_groups"] == np.mean([len(set(group)) == 1 for group in groups.tolist()])
 
 
 def test_a_run_leaves_what_the_readme_promises(tmp_path):

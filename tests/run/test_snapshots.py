@@ -12,7 +12,7 @@ import pytest
 
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Params
-from tba_jax.run import layout, processes, snapshots
+from tba_jax.run import layout, places, processes, snapshots
 from tba_jax.run.snapshots import SnapshotInfo
 from tests.support import applied
 from tests.support.tiny_snapshots import MODEL, SPECS, assert_same_bits, random_params, shardings
@@ -57,6 +57,26 @@ def test_bfloat16_snapshots_hold_the_rounded_parameters(tmp_path):
     assert_same_bits(found, rounded)
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(found))
     assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file() and p.suffix != ".json") < 3 * applied.count(MODEL)
+
+
+@pytest.mark.parametrize("kind", ["folder", "memory"])
+def test_files_beside_the_parameters_come_and_go_with_the_snapshot(tmp_path, kind):
+    policies = places.place("memory://beside/policy") if kind == "memory" else tmp_path
+    folder, file = policies / layout.step_name(5), policies / layout.step_name(5) / "counts"
+    info = SnapshotInfo(step=5, epoch=3, beside={"counts": b"\0 and more"})
+
+    def refused() -> None:
+        raise OSError("no more")
+
+    with pytest.raises(OSError, match="no more"):
+        snapshots.save(folder, random_params(), info, dtype="float32", check=refused)
+    assert not snapshots.is_committed(policies, 5)
+    snapshots.save(folder, random_params(), info, dtype="float32")
+    assert places.read_bytes(file) == b"\0 and more"
+    assert json.loads(places.read_bytes(folder / snapshots.COMMIT)) == {"step": 5, "epoch": 3, "dtype": "float32"}
+    assert_same_bits(snapshots.load(folder, SPECS, shardings()), random_params())
+    snapshots.save(folder, random_params(), SnapshotInfo(step=5, epoch=4), dtype="float32")  # written again without it
+    assert not places.exists(file)
 
 
 def test_storage_that_refuses_is_no_mistake_of_the_user(tmp_path):

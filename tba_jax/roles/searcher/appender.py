@@ -18,10 +18,12 @@ import numpy as np
 
 from tba_jax.decoding.requests import Generation
 from tba_jax.decoding.state_values import ValuedStates
+from tba_jax.replay import success_counts
 from tba_jax.replay.log import LogWriter
 from tba_jax.rewards.responses import response_texts, reward_texts
 from tba_jax.roles.searcher.samples import Samples
 from tba_jax.roles.work import Work
+from tba_jax.run import processes
 from tba_jax.run.timeline import Timeline
 from tba_jax.tasks.interface import CountsGrades, EncodedQuery, Scores, Task
 from tba_jax.text.tokenizers import Tokenizer
@@ -39,6 +41,7 @@ class SearchReport:
     reward: mean reward of the rows that have one. unscored: rows whose reward could not be found, NaN in the log.
     finished: share of the responses that ended by themselves.
     failure: why the first of them could not be scored, "" if the task does not say.
+    equal_reward_groups: share of its queries whose rows all have the same reward.
     policy_step: of the weights in use when it was decoded. slot_idle: share of all slot-steps so far that gave no token.
     useful_token_share: of all tokens so far that prefill and reference computed, those of prompts and rows.
     work: of the sampler so far. samples: the rows, for tables.
@@ -56,6 +59,7 @@ class SearchReport:
     seconds: float
     value_tokens: int
     failure: str
+    equal_reward_groups: float = float("nan")
     work: Work = dataclasses.field(default_factory=Work)
     samples: Samples = dataclasses.field(default_factory=Samples)
 
@@ -124,16 +128,18 @@ class Appender:
         tokenizer: Tokenizer,
         missing_eos_reward: float | None,
         most_waiting: int,
+        success_rates: bool = False,
         timeline: Timeline | None = None,
     ):
         """
         Args:
           most_waiting: the most batches that wait for rewards, and the most calls of the task's rewards at a time.
+          success_rates: whether a reward that is not within [0, 1] is refused, see success_counts.
           timeline: of the process; None: nothing is recorded.
         """
         self._timeline = timeline or Timeline(None)
         self._log, self._task, self._tokenizer, self._missing_eos_reward = log, task, tokenizer, missing_eos_reward
-        self._most_waiting = most_waiting
+        self._most_waiting, self._success_rates = most_waiting, success_rates
         self._calls, self._appends = _Threads(most_waiting, "reward"), _Threads(1, "append")
         self._failed, self._appending = False, threading.Lock()
         self._waiting: deque[Future[SearchReport]] = deque()
@@ -200,6 +206,9 @@ class Appender:
         try:
             scores = batch.scores.result()
             count = len(scores.reward)
+            if self._success_rates and (i := success_counts.first_outside(scores.reward)) is not None:
+                row = f"{self._log.writer}:{self._log.next_row + i}"
+                raise processes.BadInput(success_counts.refusal(float(scores.reward[i]), row))
             rows = {
                 "row": np.arange(self._log.next_row, self._log.next_row + count),
                 "reward": scores.reward,
@@ -231,5 +240,12 @@ class Appender:
             seconds=now - batch.begin,
             value_tokens=0 if batch.values is None else batch.values.tokens,
             failure=scores.failure,
+            equal_reward_groups=_equal_reward_groups(rows["query_id"], scores.reward),
             samples=Samples(batch.texts, batch.queries, rows),
         )
+
+
+def _equal_reward_groups(query_id: np.ndarray, reward: np.ndarray) -> float:
+    """The share of groups whose rewards are all equal. Args: uint64[B], float32[B]: the rows of a group follow each other."""
+    begins = np.flatnonzero(np.r_[True, query_id[1:] != query_id[:-1]])
+    return float(np.mean(np.maximum.reduceat(reward, begins) == np.minimum.reduceat(reward, begins)))

@@ -121,6 +121,7 @@ class Rates:
                 **work.shares(elapsed, self._peaks),
                 "reward": report.reward,
                 "finished": report.finished,
+                "equal_reward_groups": report.equal_reward_groups,
                 "policy_step": report.policy_step,
                 "slot_idle": report.slot_idle,
                 "useful_token_share": report.useful_token_share,

@@ -27,9 +27,9 @@ from tba_jax.rewards.embeddings import ResponseEmbedder
 from tba_jax.roles import reference, sampler
 from tba_jax.roles.reference import policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler, automaton
+from tba_jax.roles.searcher import stream
 from tba_jax.roles.searcher.appender import Appender, DecodedBatch, SearchReport
 from tba_jax.roles.searcher.quota import Quota
-from tba_jax.roles.searcher.stream import QueryStream, writer_number
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout
 from tba_jax.run.metrics import TimeAccount
@@ -76,8 +76,8 @@ class Searcher:
         self._engine, self._reference = self._sampler.engine, self._sampler.reference
         self.mesh = self._reference.mesh
         self._embedder = ResponseEmbedder(config.task.embedding_path, self.mesh) if contract.embedding else None
-        self.writer, self._writer_number = writer, writer_number(writer)
-        self._stream = QueryStream(queries, seed=config.seed, writer=self._writer_number)
+        self.writer, self._writer_number = writer, stream.writer_number(writer)
+        self._stream = stream.make(config, queries, run.policies, writer=self._writer_number)
         self._rng = np.random.default_rng([config.seed, self._writer_number])
         self._appender = Appender(
             self._open_log(run),
@@ -85,6 +85,7 @@ class Searcher:
             tokenizer=tokenizer,
             missing_eos_reward=contract.missing_eos_reward,
             most_waiting=1 if config.schedule.mode == "interleaved" else config.searchers.reward_batches,
+            success_rates=config.searchers.prompt_selection == "posterior",
             timeline=account.record.timeline,
         )
         self._value_states = self._make_state_values(automaton(contract.step_ends, tokenizer, vocab=policy.model.vocab))
@@ -101,14 +102,13 @@ class Searcher:
         return _rows_per_batch(self._config)
 
     def _open_log(self, run: layout.RunDir) -> LogWriter:
-        devices = str(self.mesh.devices.size)
         return LogWriter(
             run.replay,
             self.writer,
             self._contract.row_shape(),
             rows_per_append=self.rows_per_batch,
             segment_appends=self._config.replay.segment_appends,
-            info={"host": platform.node(), "pid": os.getpid(), "started": time.time(), "devices": devices},
+            info=dict(host=platform.node(), pid=os.getpid(), started=time.time(), devices=str(self.mesh.devices.size)),
         )
 
     def _make_state_values(self, step_ends: StopStrings | None) -> StateValues | None:
@@ -133,15 +133,16 @@ class Searcher:
         begin = time.monotonic()
         if found := self._sampler.load_newest():
             self._note_load(begin)
-            self._quota.renew()
         return found
 
     def _note_load(self, begin: float) -> None:
-        """Records that a snapshot was taken up. Args: begin: of its loading, time.monotonic."""
+        """A snapshot was taken up. Args: begin: of its loading, time.monotonic."""
+        self._stream.look(self._sampler.step)
         record = self._account.record
         record.timeline.note("load_policy", begin, time.monotonic())
         record.events.tell("swap", step=self._sampler.step)
         record.step = max(record.step, self._sampler.step)
+        self._quota.renew()
 
     def load_step(self, step: int) -> None:
         """Takes up the snapshot of exactly this trainer step."""
@@ -149,7 +150,6 @@ class Searcher:
             begin = time.monotonic()
             self._sampler.load_step(step)
             self._note_load(begin)
-            self._quota.renew()
 
     @property
     def may_search(self) -> bool:

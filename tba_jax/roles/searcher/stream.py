@@ -1,17 +1,64 @@
-"""The queries of one searcher, in an order of its own: every query comes once before any comes again."""
+"""The queries of one searcher, in an order of its own: all of them pass after pass, or those that are neither easy nor hard.
+
+What a searcher takes is a function of the run's seed, its writer id, and how many queries it has taken; under
+searchers.prompt_selection=posterior also of the counts that lie beside its policy. A row needs none of this to be made again.
+"""
 
 import hashlib
+import logging
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from tba_jax import trajectory
+from tba_jax.replay import success_counts
+from tba_jax.replay.success_counts import QueryCounts
+from tba_jax.run.places import Place
 from tba_jax.tasks.interface import EncodedQuery
+
+log = logging.getLogger(__name__)
+
+
+def _key(seed: int, writer: int, number: int) -> np.ndarray:
+    """uint64[2]. A list would become float64 from 2^63 on, and lose the number. Args: all of them below 2^32."""
+    return np.array([seed, (writer << 32) | number], np.uint64)
 
 
 def query_order(count: int, *, seed: int, writer: int, epoch: int) -> np.ndarray:
     """int64[count]: the order in which a searcher takes the queries in its pass `epoch` over them."""
-    return np.random.Generator(np.random.Philox(key=[seed, (writer << 32) | epoch])).permutation(count)
+    return np.random.Generator(np.random.Philox(key=_key(seed, writer, epoch))).permutation(count)
+
+
+def chosen_queries(
+    successes: np.ndarray,
+    trials: np.ndarray,
+    *,
+    size: int,
+    candidates: int,
+    target: float,
+    seed: int,
+    writer: int,
+    batch: int,
+) -> np.ndarray:
+    """The queries of a searcher's batch, by posterior success rates (MoPPS, arXiv 2507.04632, Thompson sampling and top-B).
+
+    Of `candidates` · `size` queries, drawn at random without replacement, those `size` are taken whose
+    γ ~ Beta(1 + successes, 1 + trials − successes) is nearest to γ* = `target`.
+
+    Args:
+      successes, trials: float64[n] of all queries. writer: see `writer_number`; batch: how many the searcher has taken before.
+
+    Returns:
+      int64[size], the nearest first, distinct unless n < size: then all of them again and again.
+    """
+    # The counter keeps these numbers apart from those of query_order.
+    rng = np.random.Generator(np.random.Philox(counter=[0, 0, 0, 1], key=_key(seed, writer, batch)))
+    among = rng.permutation(len(trials))[: candidates * size]
+    rates = rng.beta(1 + successes[among], 1 + trials[among] - successes[among])
+    nearest = among[np.argsort((rates - target) ** 2, kind="stable")]
+    return np.resize(nearest, max(size, len(nearest)))[:size]
 
 
 def writer_id(name: str) -> str:
@@ -32,9 +79,91 @@ class QueryStream:
         self._order = np.zeros(0, np.int64)
         self.taken = 0
 
+    def look(self, step: int) -> None:
+        """Called when the policy of a step is taken up, which may be in another thread. The order does not depend on it."""
+
     def __next__(self) -> EncodedQuery:
         epoch, position = divmod(self.taken, len(self._queries))
         if position == 0:
             self._order = query_order(len(self._queries), seed=self._seed, writer=self._writer, epoch=epoch)
         self.taken += 1
         return self._queries[self._order[position]]
+
+
+class SelectedQueries(QueryStream):
+    """Batch after batch of the queries that `chosen_queries` takes, by the newest counts that it has seen.
+
+    Before it has seen any, and for queries that nobody has counted, every success rate is as likely as any other.
+    """
+
+    def __init__(
+        self,
+        queries: Sequence[EncodedQuery],
+        policies: Place,
+        *,
+        seed: int,
+        writer: int,
+        size: int,
+        candidates: int,
+        target: float,
+    ):
+        """Args: policies: where the snapshots are. size: queries of a batch; others: see `chosen_queries`."""
+        super().__init__(queries, seed=seed, writer=writer)
+        self._policies = policies
+        self._size, self._candidates, self._target = size, candidates, target
+        self._ids = np.array([trajectory.query_id(query.prompt) for query in queries], np.uint64)
+        self._counts = np.zeros(len(queries)), np.zeros(len(queries))
+        self._told = False
+
+    def look(self, step: int) -> None:
+        """Takes up the counts beside the policy of a step. Without them, or where they are damaged, the last ones stay."""
+        try:
+            counts = success_counts.read(self._policies, step)
+        except FileNotFoundError:  # the snapshot may also have been removed meanwhile
+            self._tell(f"there are no counts beside the snapshot of step {step}: the trainer publishes them with this setting")
+        except ValueError as error:
+            self._tell(f"the counts beside the snapshot of step {step} cannot be read: {error}")
+        else:
+            self.see(counts)
+
+    def see(self, counts: QueryCounts) -> None:
+        """The next batch is chosen by these counts."""
+        self._counts = counts.of(self._ids)
+
+    def _tell(self, why: str) -> None:
+        if not self._told:
+            log.warning("searchers.prompt_selection=posterior goes on with the counts that it has: %s", why)
+            self._told = True
+
+    def __next__(self) -> EncodedQuery:
+        batch, position = divmod(self.taken, self._size)
+        if position == 0:
+            successes, trials = self._counts
+            self._order = chosen_queries(
+                successes,
+                trials,
+                size=self._size,
+                candidates=self._candidates,
+                target=self._target,
+                seed=self._seed,
+                writer=self._writer,
+                batch=batch,
+            )
+        self.taken += 1
+        return self._queries[self._order[position]]
+
+
+def make(config: Any, queries: Sequence[EncodedQuery], policies: Place, *, writer: int) -> QueryStream:
+    """The stream that the config of a searcher names. Args: policies: where the snapshots are; writer: see `writer_number`."""
+    s = config.searchers
+    if s.prompt_selection == "uniform":
+        return QueryStream(queries, seed=config.seed, writer=writer)
+    return SelectedQueries(
+        queries,
+        policies,
+        seed=config.seed,
+        writer=writer,
+        size=s.queries_per_batch,
+        candidates=s.prompt_candidates,
+        target=s.target_success_rate,
+    )

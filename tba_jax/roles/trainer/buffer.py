@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tba_jax import trajectory
-from tba_jax.replay import gaps, journal
+from tba_jax.replay import gaps, journal, success_counts
 from tba_jax.replay.again import Again
 from tba_jax.replay.gaps import Gap, KnownGaps, Losses
 from tba_jax.replay.index import ReplayIndex, Rules
@@ -16,7 +16,7 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.replay.selection import Selection, draw_batch, drawable
 from tba_jax.replay.tail import Tail
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places
+from tba_jax.run import layout, places, processes
 from tba_jax.run.requests import RequestRate
 
 # A trainer that is further behind than so many windows passes over the oldest rows. More than one: identical responses, and those
@@ -27,7 +27,13 @@ _CAPACITIES_BEHIND = 2
 def make_index(config: Any, contract: contract_lib.Contract, *, reference_id: int | None = None) -> ReplayIndex:
     """The empty index of a run. Args: reference_id: that its rows must have, see reference_of_rows; None: any."""
     rules = {field.name: config.replay[field.name] for field in dataclasses.fields(Rules)}
-    return ReplayIndex(shape=contract.row_shape(), vocab_size=contract.model["vocab"], reference_id=reference_id, **rules)
+    return ReplayIndex(
+        shape=contract.row_shape(),
+        vocab_size=contract.model["vocab"],
+        reference_id=reference_id,
+        success_decay=config.replay.success_decay,
+        **rules,
+    )
 
 
 def reference_of_rows(contract: contract_lib.Contract, run: layout.RunDir) -> int:
@@ -46,6 +52,7 @@ def make_selection(config: Any, *, recent_window: int) -> Selection:
         recent_fill=replay.recent_fill,
         strategy=replay.strategy,
         inverse_temperature=replay.inverse_temperature,
+        age_decay_steps=replay.age_decay_steps,
         max_draws_per_row=replay.max_draws_per_row,
         max_staleness=replay.max_staleness,
     )
@@ -72,7 +79,7 @@ class ReplayBuffer:
         self._selection = make_selection(config, recent_window=recent_window)
         mounts = contract_lib.mounted_logs(config.replay.mount, reward_version=contract.reward_version)
         self._has_mounts = bool(mounts)
-        self._searchers = config.searchers.count
+        self._searchers, self._counts_matter = config.searchers.count, config.searchers.prompt_selection == "posterior"
         self._mounted_runs = [layout.open_run_dir(folder) for folder in config.replay.mount]
         per_minute = config.replay.requests_per_minute
         self.reader = LogReader(run.replay, contract.row_shape(), mounts=mounts, requests_per_minute=per_minute)
@@ -147,10 +154,19 @@ class ReplayBuffer:
         return self._tail
 
     def integrate(self, *, step: int) -> None:
-        """Adds the rows that have arrived to the index, as visible from `step` on."""
+        """Adds the rows that have arrived to the index, as visible from `step` on.
+
+        Raises: BadInput where searchers choose queries by success rate, and a reward is none.
+        """
         if visible := self.tail.integrate(self.index, step=step):
             self._visible += visible
             self._rows_came = time.monotonic()
+        if self._counts_matter and (outside := self.index.success_counts.outside):
+            raise processes.BadInput(success_counts.refusal(outside[1], outside[0]))
+
+    def beside_policy(self) -> dict[str, bytes]:
+        """Files that go beside a snapshot: what searchers choose queries by, if they do."""
+        return {success_counts.FILE: self.index.success_counts.published().to_bytes()} if self._counts_matter else {}
 
     def take_visible(self) -> list[dict[str, Any]]:
         """What the next journal line records; it is in no later one."""
@@ -239,5 +255,6 @@ class ReplayBuffer:
             "buffer_queries": float(np.count_nonzero(self.index.query_rows)),
             "rows_seen": float(totals["seen"]),
             "rows_rejected": float(totals["rejected"] + totals["damaged"]),
+            **self.index.success_counts.scalars(),
             **self._requests.scalars(),
         }

@@ -1,5 +1,6 @@
 """Publishes snapshots of the policy when they are due, only while the trainer holds its lease."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from tba_jax.models.parameters import Params
@@ -41,13 +42,16 @@ class Publishing:
         """At every k-th step, at steps that are evaluated, and at the last."""
         return is_due(step, every_steps=self._every_steps, evaluated=self._evaluated_every_steps, final=self._final_step)
 
-    def publish(self, params: Params, step: int) -> None:
-        """Hands the weights of a step to the publishing thread. Raises StaleEpoch where another trainer has taken over."""
+    def publish(self, params: Params, step: int, beside: Mapping[str, bytes]) -> None:
+        """Hands the weights of a step to the publishing thread. Raises StaleEpoch where another trainer has taken over.
+
+        Args: beside: see snapshots.SnapshotInfo.
+        """
         self._lease.check()
         self._published_step = step
-        self._publisher.publish(params, snapshots.SnapshotInfo(step=step, epoch=self._lease.epoch))
+        self._publisher.publish(params, snapshots.SnapshotInfo(step=step, epoch=self._lease.epoch, beside=beside))
 
-    def publish_unless_there(self, params: Params, step: int) -> bool:
+    def publish_unless_there(self, params: Params, step: int, beside: Mapping[str, bytes]) -> bool:
         """Does nothing where the step has a snapshot: a second one would take the first away from whoever reads it.
 
         Returns:
@@ -55,13 +59,13 @@ class Publishing:
         """
         missing = step not in snapshots.committed_steps(self._policies)
         if missing:
-            self.publish(params, step)
+            self.publish(params, step, beside)
         return missing
 
-    def publish_again(self, params: Params, step: int) -> None:
+    def publish_again(self, params: Params, step: int, beside: Mapping[str, bytes]) -> None:
         """Publishes a step whose snapshot another process may have left damaged, unless this process has published it."""
         if self._published_step != step:
-            self.publish(params, step)
+            self.publish(params, step, beside)
 
     def wait(self) -> None:
         """Returns when the last published snapshot is visible."""

@@ -62,7 +62,8 @@ class Recorder:
             **self._trainer.scalars(),
         }
         step = self._trainer.step_number
-        self._writer.write(step, scalars, {"staleness": staleness})
+        rates = self._trainer.index.success_counts.success_rates()
+        self._writer.write(step, scalars, {"staleness": staleness} | ({"success_rate": rates} if rates.size else {}))
         self._watchdog.look(step, {"step": step, **scalars, **self._circumstances()})
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -170,6 +170,8 @@ class Trainer:
             self.lease.check()
             # The line becomes durable while the devices compute: nothing shows the update's result before it is.
             durable = self._submit_line(drawn)
+            # Of the rows that the journal tells of up to this step: a resume comes to the same.
+            beside_policy = self.buffer.beside_policy() if due.publish else {}
         try:
             beside()  # 4
             prepared = self._draw(step) if due.prepare else None
@@ -179,7 +181,7 @@ class Trainer:
             with self.account.measure("journal"):
                 durable.result()
         self._next = prepared
-        self._follow_up(due)  # 6
+        self._follow_up(due, beside_policy)  # 6
         return measurements | drawn.provenance | self._last_gap
 
     def _due(self, step: int, *, ahead: bool) -> due_lib.Due:
@@ -275,12 +277,12 @@ class Trainer:
         self.program.move_reference(self.step_number)
         return measurements
 
-    def _follow_up(self, due: due_lib.Due) -> None:
-        """Does what is due after a step."""
+    def _follow_up(self, due: due_lib.Due, beside_policy: Mapping[str, bytes]) -> None:
+        """Does what is due after a step. Args: beside_policy: files of a snapshot, see ReplayBuffer.beside_policy."""
         self.checkpoints.look()
         if due.publish:
             with self.account.measure("publish"):
-                self.publish()
+                self.publish(beside_policy)
         if due.checkpoint:
             with self.account.measure("checkpoint"):
                 self.save_checkpoint()
@@ -290,17 +292,18 @@ class Trainer:
             if (gap := self._gap.take(self.program.frozen, wait=due.settle)) is not None:
                 self._last_gap = gap
 
-    def publish(self) -> None:
-        """Hands the current weights to the publishing thread."""
-        self.publishing.publish(self.program.policy_params, self.step_number)
+    def publish(self, beside_policy: Mapping[str, bytes] | None = None) -> None:
+        """Hands the current weights to the publishing thread. Args: beside_policy: see `_follow_up`; None: as of now."""
+        beside = self.buffer.beside_policy() if beside_policy is None else beside_policy
+        self.publishing.publish(self.program.policy_params, self.step_number, beside)
 
     def publish_unless_there(self) -> bool:
         """As `publish`, unless this step has a snapshot. Returns whether it was published now."""
-        return self.publishing.publish_unless_there(self.program.policy_params, self.step_number)
+        return self.publishing.publish_unless_there(self.program.policy_params, self.step_number, self.buffer.beside_policy())
 
     def publish_again(self) -> None:
         """See Publishing.publish_again."""
-        self.publishing.publish_again(self.program.policy_params, self.step_number)
+        self.publishing.publish_again(self.program.policy_params, self.step_number, self.buffer.beside_policy())
 
     def publish_what_is_new(self) -> bool:
         """As `publish_unless_there`, after what is being published is there."""

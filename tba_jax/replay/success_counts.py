@@ -1,0 +1,181 @@
+"""How often responses to each query succeed: the counts behind prompt selection (MoPPS, arXiv 2507.04632).
+
+The trainer, which reads each row once, counts. It publishes the counts beside each policy snapshot, where searchers read them.
+"""
+
+import collections
+import dataclasses
+import io
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tba_jax.run import layout
+from tba_jax.run.places import Place
+
+# The name of the file beside the parameters of a snapshot.
+FILE = "success_counts.npz"
+# Queries that are counted at most. The one whose last visit is the oldest is forgotten for a new one.
+MOST_QUERIES = 1 << 18
+
+_Entry = tuple[float, float, float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryCounts:
+    """Discounted counts of queries as they are published.
+
+    query_id: uint64[n], ascending. successes, trials: float64[n], see SuccessCounts.
+    """
+
+    query_id: np.ndarray
+    successes: np.ndarray
+    trials: np.ndarray
+
+    def of(self, query_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(successes, trials) float64[m] of queries, 0 where nothing is counted. Args: query_ids: uint64[m]."""
+        if not len(self.query_id):
+            return np.zeros(len(query_ids)), np.zeros(len(query_ids))
+        at = np.minimum(np.searchsorted(self.query_id, query_ids), len(self.query_id) - 1)
+        counted = self.query_id[at] == query_ids
+        return np.where(counted, self.successes[at], 0.0), np.where(counted, self.trials[at], 0.0)
+
+    def to_bytes(self) -> bytes:
+        """The content of FILE: an .npz, whose parts have checksums."""
+        file = io.BytesIO()
+        np.savez(file, query_id=self.query_id, successes=self.successes, trials=self.trials)
+        return file.getvalue()
+
+
+def from_bytes(content: bytes) -> QueryCounts:
+    """The counts in the content of FILE. Raises ValueError where that is damaged."""
+    names = [field.name for field in dataclasses.fields(QueryCounts)]
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as columns:
+            return QueryCounts(*(columns[name] for name in names))
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{FILE} is damaged: {error}") from error
+
+
+def read(policies: Place, step: int) -> QueryCounts:
+    """The counts beside the snapshot of a step.
+
+    Raises:
+      FileNotFoundError: there are none, or the snapshot is gone. ValueError: they are damaged. OSError: the storage failed.
+    """
+    return from_bytes(layout.read_file(policies / layout.step_name(step) / FILE))
+
+
+def refusal(reward: float, row: str) -> str:
+    """The sentence about a reward that is no success rate. Args: row: its name, "WRITER:ROW"."""
+    return (
+        f"searchers.prompt_selection=posterior counts successes, so every reward must be within [0, 1], and row {row} has the "
+        f"reward {reward:g}: scale the task's reward, or set searchers.prompt_selection=uniform"
+    )
+
+
+def first_outside(rewards: np.ndarray) -> int | None:
+    """The place of the first reward that is not within [0, 1], None where there is none. NaN, no reward, is not outside."""
+    outside = np.flatnonzero((rewards < 0) | (rewards > 1))
+    return int(outside[0]) if len(outside) else None
+
+
+class SuccessCounts:
+    """Counts of the responses that searchers of this run sampled.
+
+    A visit of a query is made of its rows in one append of a writer, which follow each other. With λ = `decay`, a visit of k rows
+    with rewards r changes the counts of its query so:
+        successes ← λ · successes + Σ r
+        trials    ← λ · trials + k
+    A reward within (0, 1) is so much of a success. Under the prior Beta(1, 1) the posterior of the success rate is
+    Beta(1 + successes, 1 + trials − successes): these are α and β of MoPPS, α ← λ α + (1 − λ) α⁰ + s, with α⁰ = β⁰ = 1.
+
+    The state is a function of the rows in their order, however they are split over calls.
+
+    Attributes: outside: (row, reward) of the first row whose reward is not within [0, 1]; nothing is counted from it on.
+    """
+
+    def __init__(self, *, decay: float, most_queries: int = MOST_QUERIES):
+        self._decay, self._most_queries = decay, most_queries
+        # Query id -> successes, trials, and both of its last visit alone; in the order of the last visits.
+        self._counts: collections.OrderedDict[int, _Entry] = collections.OrderedDict()
+        # Writer -> the visit of its last row: query id, and number of the append.
+        self._last: dict[str, tuple[int, int]] = {}
+        self.outside: tuple[str, float] | None = None
+
+    def add(
+        self, writer: str, rows: Sequence[int], query_ids: Sequence[int], rewards: Sequence[float], *, rows_per_append: int
+    ) -> None:
+        """Counts rows of a writer that follow those before. Args: their numbers, query ids and finite rewards, one each."""
+        last = self._last.get(writer)
+        for row, query_id, reward in zip(rows, query_ids, rewards, strict=True):
+            if self.outside is not None:
+                return
+            if not 0 <= reward <= 1:
+                self.outside = f"{writer}:{row}", reward
+                return
+            visit = query_id, row // rows_per_append
+            if visit != last or query_id not in self._counts:
+                self._visit(query_id)
+                last = self._last[writer] = visit
+            successes, trials, newest, k = self._counts[query_id]
+            self._counts[query_id] = successes + reward, trials + 1, newest + reward, k + 1
+
+    def _visit(self, query_id: int) -> None:
+        successes, trials, *_ = self._counts.get(query_id, (0.0, 0.0))
+        self._counts[query_id] = self._decay * successes, self._decay * trials, 0.0, 0.0
+        self._counts.move_to_end(query_id)
+        if len(self._counts) > self._most_queries:
+            self._counts.popitem(last=False)
+
+    def published(self) -> QueryCounts:
+        """The counts by query id."""
+        ids, columns = self._columns()
+        order = np.argsort(ids)
+        return QueryCounts(ids[order], columns[order, 0], columns[order, 1])
+
+    def _columns(self) -> tuple[np.ndarray, np.ndarray]:
+        """uint64[n] query ids, and float64[n, 4] their counts."""
+        values = np.array(list(self._counts.values()), np.float64).reshape(-1, 4)
+        return np.fromiter(self._counts, np.uint64, len(self._counts)), values
+
+    def success_rates(self) -> np.ndarray:
+        """float64[n]: successes / trials of the queries. Empty where rewards are not within [0, 1]."""
+        values = self._columns()[1]
+        return values[:, 0] / values[:, 1] if self.outside is None else np.zeros(0)
+
+    def scalars(self) -> dict[str, float]:
+        """Sizes for the metrics; {} where nothing is counted, or rewards are not within [0, 1].
+
+        success_rate: the mean of successes / trials over queries. queries_failed, queries_solved, queries_mixed: shares of the
+        queries of whose last visit no response, every response, and anything between succeeded; a partial success is between.
+        """
+        values = self._columns()[1]
+        if self.outside is not None or not len(values):
+            return {}
+        failed, solved = (values[:, 2] == 0).mean(), (values[:, 2] == values[:, 3]).mean()
+        shares = {"queries_failed": failed, "queries_mixed": 1 - failed - solved, "queries_solved": solved}
+        return {"success_rate": float((values[:, 0] / values[:, 1]).mean()), **{k: float(v) for k, v in shares.items()}}
+
+    def state(self) -> dict[str, Any]:
+        """All that `restore` needs (JSON)."""
+        return {
+            "decay": self._decay,
+            "most_queries": self._most_queries,
+            "query_id": list(self._counts),
+            "counts": [list(entry) for entry in self._counts.values()],
+            "last": {writer: list(visit) for writer, visit in self._last.items()},
+            "outside": list(self.outside) if self.outside else [],
+        }
+
+    @classmethod
+    def restore(cls, state: Mapping[str, Any]) -> "SuccessCounts":
+        """The object whose `state` this is."""
+        made = cls(decay=state["decay"], most_queries=state["most_queries"])
+        entries = zip(state["query_id"], state["counts"], strict=True)
+        made._counts.update((query_id, (a, b, c, d)) for query_id, (a, b, c, d) in entries)
+        made._last = {writer: (visit[0], visit[1]) for writer, visit in state["last"].items()}
+        made.outside = (state["outside"][0], state["outside"][1]) if state["outside"] else None
+        return made
