@@ -248,6 +248,12 @@ def _check_objective(config: Any, objective: Objective, require: Require) -> Non
         )
     if objective.full_support:
         _check_full_support(config.sampling, named, require)
+    share = config.sampling.explore_top_p_probability
+    require(
+        not objective.untruncated or share in (0, 1),  # 1 is refused for full support
+        f"sampling.explore_top_p_probability={share} must be 0: {named} weighs every row by π_ref/π_behaviour, and a truncated row "
+        "says nothing of the responses that it could not have been",
+    )
     require(
         objective.moving_reference or learner.reference.kind in ("initial", "none"),
         f"learner.reference.kind={learner.reference.kind} moves a reference that {named} does not read: leave it at initial",
