@@ -1,5 +1,6 @@
 """TOPR: tapered off-policy REINFORCE (Le Roux et al. 2025, eq. 8)."""
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -19,7 +20,9 @@ def topr(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     Needs: behaviour log-probs. K may be 1. Returns:
       float32[] loss.
     """
+    policy = inputs.token_sum(outputs.logprobs)
+    chex.assert_equal_shape([policy, inputs.reward])
     reward = inputs.reward - inputs.settings.topr_baseline
     ratio = jnp.minimum(sequence_ratios(outputs.logprobs, inputs), 1.0)
     weight = jax.lax.stop_gradient(jnp.where(reward < 0, ratio, 1.0))
-    return -jnp.mean(weight * reward * inputs.token_sum(outputs.logprobs))
+    return -jnp.mean(weight * reward * policy)
