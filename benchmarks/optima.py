@@ -21,7 +21,13 @@ def uniform_log_probs() -> Array:
 
 
 def expected_by_response(
-    estimate: Callable[[Array, Array, Array], Array], rewards: Array, log_mu: Array, log_ref: Array, *, others: int, groups: int = 4000
+    estimate: Callable[[Array, Array, Array], Array],
+    rewards: Array,
+    log_mu: Array,
+    log_ref: Array,
+    *,
+    others: int,
+    groups: int = 4000,
 ) -> Array:
     """E[ estimate | y ] over so many other rows of the group, drawn from μ: float64[N].
 

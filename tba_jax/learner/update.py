@@ -162,9 +162,7 @@ def _gradient(
     rate = None
     if config.effective_sample_scaling:
         rate = measurements["effective_sample_scale"] = effective_sample_scale(measurements["effective_sample_share"])
-    return descent.Gradient(
-        loss=loss, by_part=grads, finite=jnp.all(row_finite), measurements=measurements, policy_rate=rate
-    )
+    return descent.Gradient(loss=loss, by_part=grads, finite=jnp.all(row_finite), measurements=measurements, policy_rate=rate)
 
 
 def effective_sample_scale(share: jax.Array) -> jax.Array:

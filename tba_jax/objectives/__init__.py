@@ -63,12 +63,8 @@ OBJECTIVES: dict[str, Objective] = {
         loss=gspo, behavior_logprobs=True, moving_reference=False, settings=("sequence_clip_low", "sequence_clip_high")
     ),
     "cispo": Objective(loss=cispo, behavior_logprobs=True, moving_reference=False, settings=("clip_high",)),
-    "oapl": Objective(
-        loss=oapl, behavior_logprobs=True, positive_beta=True, moving_reference=False, settings=("beta",)
-    ),
-    "pmd_mean": Objective(
-        loss=pmd_mean, behavior_logprobs=True, positive_beta=True, moving_reference=False, settings=("beta",)
-    ),
+    "oapl": Objective(loss=oapl, behavior_logprobs=True, positive_beta=True, moving_reference=False, settings=("beta",)),
+    "pmd_mean": Objective(loss=pmd_mean, behavior_logprobs=True, positive_beta=True, moving_reference=False, settings=("beta",)),
     "flowrl": Objective(
         loss=flowrl,
         behavior_logprobs=True,
@@ -86,7 +82,5 @@ OBJECTIVES: dict[str, Objective] = {
         settings=("beta",),
     ),
     "asymre": Objective(loss=asymre, moving_reference=False, settings=("asymre_delta",)),
-    "topr": Objective(
-        loss=topr, min_completions=1, behavior_logprobs=True, moving_reference=False, settings=("topr_baseline",)
-    ),
+    "topr": Objective(loss=topr, min_completions=1, behavior_logprobs=True, moving_reference=False, settings=("topr_baseline",)),
 }

@@ -369,7 +369,8 @@ def test_what_an_objective_needs_is_refused_where_it_is_missing(name):
         "some rows explored": ({"sampling.explore_top_p_probability": 0.3}, name != "a_star_po"),
         "no β": (
             {"learner.beta_start": 0.0, "learner.beta_end": 0.0},
-            name not in ("trajectory_balance", "learned_log_z", "tba_prime", "online_dpo", "oapl", "pmd_mean", "flowrl", "a_star_po"),
+            name
+            not in ("trajectory_balance", "learned_log_z", "tba_prime", "online_dpo", "oapl", "pmd_mean", "flowrl", "a_star_po"),
         ),
         "a moving reference": ({"learner.reference.kind": "ema"}, name not in without_reference),
         "no reference": ({"learner.reference.kind": "none"}, name not in ("grpo", "dr_grpo", "vine_ppo", "icepop")),

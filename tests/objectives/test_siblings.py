@@ -129,9 +129,7 @@ def test_more_rows_of_a_group_bring_old_rows_nearer_to_the_tilted_sampler():
     """OAPL to π_lag·exp(r/β) / Z and A*-PO to p*, both from the side of who drew the rows."""
     mu = np.array(UNIFORM)
     for name, ideal in (("oapl", np.log(mu) + REWARD / BETA), ("a_star_po", OPTIMUM)):
-        at_ideal = [
-            np.abs(expected_gradient(jnp.asarray(ideal), jnp.asarray(mu), K=rows, form=name)).max() for rows in (2, 3, 5)
-        ]
+        at_ideal = [np.abs(expected_gradient(jnp.asarray(ideal), jnp.asarray(mu), K=rows, form=name)).max() for rows in (2, 3, 5)]
         assert at_ideal[0] > at_ideal[1] > at_ideal[2] > 1e-3, (name, at_ideal)
 
 
@@ -161,7 +159,7 @@ def test_on_policy_oapl_does_not_rest_at_p_star():
 def test_the_mean_over_pairs_is_trajectory_balance(sizes):
     """mean over pairs of (δ_j − δ_k)², δ = log π_θ − log p̃, is 2K/(K − 1) times the loss, and so is its gradient."""
     outputs, inputs = random_batch(*sizes, ref_temperature=1.3, reward_temperature=0.7)
-    queries, completions, R = sizes
+    queries, completions, _ = sizes
     loss, gradient = evaluate("trajectory_balance", outputs, inputs)
     delta = np.array(row_sums(outputs.logprobs, inputs.mask)) - np.array(log_targets(inputs))
     pairs, by_row = 0.0, np.zeros(queries * completions)
