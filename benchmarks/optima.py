@@ -21,7 +21,7 @@ def uniform_log_probs() -> Array:
 
 
 def expected_by_response(
-    estimate: Callable[[Array, Array, Array], Array],
+    estimate: Callable[[Array, Array, float], Array],
     rewards: Array,
     log_mu: Array,
     log_ref: Array,
@@ -34,7 +34,7 @@ def expected_by_response(
     Args: estimate: of (rewards [groups, others] and log π_ref/μ [groups, others] of the other rows; reward of the row itself).
     """
     drawn = np.random.default_rng(0).choice(len(rewards), size=(groups, others), p=np.exp(log_mu) / np.exp(log_mu).sum())
-    return np.array([estimate(rewards[drawn], (log_ref - log_mu)[drawn], own).mean() for own in rewards])
+    return np.array([estimate(rewards[drawn], (log_ref - log_mu)[drawn], float(own)).mean() for own in rewards])
 
 
 def regression(log_mu: Array, aim: Array) -> Array:
