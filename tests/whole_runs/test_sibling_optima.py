@@ -44,15 +44,16 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(0.5 * np.abs(a - b).sum(axis=-1).mean())
 
 
-def train(name: str, behavior: str, target: np.ndarray, *, steps: int) -> tuple[np.ndarray, np.ndarray]:
+@functools.cache
+def compiled(name: str):
+    settings, beta, _ = FORMS[name]
+    return posterior.compile_train(queries=QUERIES, steps=STEPS, every=STEPS // 10, objective=name, beta=beta, settings=settings)
+
+
+def train(name: str, behavior: str, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """TV to the target, means over queries, [points]; and the last policy, float64[Q, N]."""
-    settings, beta, _ = FORMS.get(name, ((), posterior.BETA, {}))
-    compiled = posterior.compile_train(
-        queries=QUERIES, steps=steps, every=steps // 10, objective=name, beta=beta, settings=settings
-    )
-    state, found, measured = compiled(
-        problem().replace(target=target.astype(np.float32)), 0, behavior=posterior.BEHAVIORS[behavior]
-    )
+    of = problem().replace(target=target.astype(np.float32))
+    state, found, measured = compiled(name)(of, 0, behavior=posterior.BEHAVIORS[behavior])
     assert np.all(np.asarray(measured["finite"]) == 1)
     logprobs = posterior.enumerate_logprobs(state.params["policy"], QUERIES)
     return np.asarray(found).mean(axis=-1), np.exp(np.asarray(logprobs, np.float64).sum(axis=-1))
@@ -98,7 +99,7 @@ def test_a_reward_below_the_baseline_has_no_such_optimum():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_uniform_rows_lead_to_the_objectives_own_optimum(name):
-    found, _ = train(name, "uniform", optimum(name, optima.uniform_log_probs()), steps=STEPS)
+    found, _ = train(name, "uniform", optimum(name, optima.uniform_log_probs()))
     assert found[0] > 0.2, "π_ref is far from it"
     assert found[-1] <= BOUND, found
 
@@ -106,18 +107,20 @@ def test_uniform_rows_lead_to_the_objectives_own_optimum(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("behavior", ["on-policy", "50 updates old"])
 @pytest.mark.parametrize("name", ["oapl", "pmd_mean"])
-def test_rows_of_a_sampler_that_follows_lead_beyond_p_star(name, behavior):
-    """To larger rewards than p* has: nothing holds the policy near π_ref."""
+def test_rows_of_a_sampler_that_follows_lead_away_from_p_star(name, behavior):
+    """Nothing holds the policy near π_ref: it ends on few responses, with the rewards of old rows on good ones."""
     p_star = np.asarray(problem().target, np.float64)
-    found, policy = train(name, behavior, p_star, steps=1000)
-    rewards = np.asarray(problem().rewards, np.float64)
-    reached, at_p_star, largest = ((p * rewards).sum(-1).mean() for p in (policy, p_star, rewards == rewards.max(-1)[:, None]))
-    assert reached > at_p_star + 0.5 * (largest - at_p_star), (reached, at_p_star, largest)
-    assert found[-1] > 0.3
+    found, policy = train(name, behavior, p_star)
+    assert found[0] < 0.6 and found[-1] > 0.8, found
+    if behavior != "on-policy":
+        rewards = np.asarray(problem().rewards, np.float64)
+        best = rewards == rewards.max(axis=-1, keepdims=True)
+        reached, at_p_star, largest = ((p * rewards).sum(axis=-1).mean() for p in (policy, p_star, best))
+        assert reached > at_p_star + 0.5 * (largest - at_p_star), (reached, at_p_star, largest)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("behavior, bound", [("on-policy", 0.07), ("50 updates old", 0.1)])
 def test_rows_of_the_policy_lead_a_star_po_to_p_star(behavior, bound):
-    found, _ = train("a_star_po", behavior, np.asarray(problem().target, np.float64), steps=STEPS)
+    found, _ = train("a_star_po", behavior, np.asarray(problem().target, np.float64))
     assert found[0] > 0.3 and found[-1] <= bound, found
