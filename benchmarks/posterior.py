@@ -212,13 +212,13 @@ def as_batch(rows: Rollout, problem: Problem, policy_step: jax.Array) -> state_l
     )
 
 
-def learner_config(objective: str, *, completions: int, rows: int) -> update.LearnerConfig:
+def learner_config(objective: str, *, settings: ObjectiveSettings, rows: int) -> update.LearnerConfig:
     """The whole batch is one micro-batch."""
     return update.LearnerConfig(
         policy=Policy(model=MODEL),
         objective=OBJECTIVES[objective],
-        settings=ObjectiveSettings(completions=completions),
-        limits=Limits(rows=rows, group=completions, prompt=1, response=R, shares=False),
+        settings=settings,
+        limits=Limits(rows=rows, group=settings.completions, prompt=1, response=R, shares=False),
         logit_bytes=1 << 30,
         space=SPACE,
         remat="none",
@@ -229,7 +229,7 @@ def learner_config(objective: str, *, completions: int, rows: int) -> update.Lea
 MEASURED = ("loss", "grad_norm", "finite", "ratio_max")
 
 
-@functools.partial(jax.jit, static_argnames=("objective", "completions", "steps", "every"))
+@functools.partial(jax.jit, static_argnames=("objective", "completions", "beta", "settings", "steps", "every"))
 def train(
     problem: Problem,
     seed: jax.Array,
@@ -239,8 +239,10 @@ def train(
     every: int,
     objective: str = "trajectory_balance",
     completions: int = K,
+    beta: float = BETA,
+    settings: tuple[tuple[str, float], ...] = (),
 ) -> tuple[state_lib.TrainState, jax.Array, dict[str, jax.Array]]:
-    """Trains from π_ref. Key of an update's rows: fold_in(seed's key, number of the update).
+    """Trains from π_ref. Key of an update's rows: fold_in(seed's key, number of the update). settings: of ObjectiveSettings.
 
     Returns:
       the last state; TV float32[steps/every + 1, Q], at the start and after every `every` updates; the measurements of
@@ -253,8 +255,9 @@ def train(
     optimizers |= {"log_z_head": of_head} if learned else {}
     optimizers |= {"value_head": of_head} if valued else {}
     one = optax.constant_schedule(1.0)
-    config = learner_config(objective, completions=completions, rows=len(problem.rewards) * K)
-    schedules = update.Schedules(beta=optax.constant_schedule(BETA), ref_temperature=one, reward_temperature=one)
+    made = ObjectiveSettings(completions=completions, **dict(settings))
+    config = learner_config(objective, settings=made, rows=len(problem.rewards) * K)
+    schedules = update.Schedules(beta=optax.constant_schedule(beta), ref_temperature=one, reward_temperature=one)
     state = state_lib.init_state(config.policy, problem.ref_params, optimizers)
     key, delay = jax.random.fold_in(jax.random.key(seed), 1), behavior.delay
 

@@ -1,14 +1,18 @@
 """What staleness does to each objective: equal updates on rows of a fixed age, the demo's sums, all from one warm start.
 
     python -m benchmarks.staleness --workdir=runs/staleness [--objectives=…] [--lags=1,16,64] [--seeds=3] [--steps=200] [--jobs=2]
+    python -m benchmarks.staleness --workdir=runs/staleness --objectives=siblings
 
 Search and training take turns in one process (schedule.mode=interleaved): the rows of an update were drawn with the weights of
 `lag` updates before (the first ones: with those of the start), all of them, and none is drawn twice. Every objective has the same
-learning rate, β, rows and number of updates; nothing is tuned for any of them. A run that is done is not made again, so the
+learning rate, β, rows and number of updates; nothing is tuned for any of them. `siblings` stands for the objectives that fit
+log-ratios to rewards; each has the numbers of its row in configs/baselines.py, since its β or its baseline may mean another
+quantity. A run that is done is not made again, so the
 command resumes where it was stopped. It prints a markdown table of held-out greedy accuracy, mean and standard deviation over
 seeds, and draws workdir/staleness.png.
 """
 
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -18,6 +22,7 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import side_by_side, warm_start
+from configs import baselines
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.roles import results
 from tba_jax.run import layout
@@ -26,7 +31,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required
 _OBJECTIVES = flags.DEFINE_list(
     "objectives",
     ["trajectory_balance", "tba_prime", "rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo"],
-    f"Of {', '.join(OBJECTIVES)}.",
+    f"Of {', '.join(OBJECTIVES)}; siblings: all that fit log-ratios to rewards.",
 )
 _LAGS = flags.DEFINE_list("lags", ["1", "16", "64"], "Ages of the rows, in updates.")
 _SEEDS = flags.DEFINE_integer(
@@ -36,6 +41,7 @@ _STEPS = flags.DEFINE_integer("steps", 200, "Updates of each run.", lower_bound=
 _JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of the cores; 0: one a core.", lower_bound=0)
 
 RECIPE = "configs/demo.py"
+SIBLINGS = ("oapl", "pmd_mean", "flowrl", "a_star_po", "asymre", "topr")
 # 64 rows an update, all of them from the batch that the searcher has just appended.
 ROWS = {
     "learner.queries": 4,
@@ -67,6 +73,8 @@ def job(root: Path, objective: str, lag: int, seed: int) -> side_by_side.Job:
         "checkpoint.every_steps": _STEPS.value,
         "publish.keep": lag + 3,
     }
+    if objective in SIBLINGS:
+        settings |= {f"learner.{name}": value for name, value in baselines.BASELINES[objective].items()}
     return side_by_side.Job(root=root, name=name_of(objective, lag, seed), recipe=RECIPE, settings=settings, warm=True)
 
 
@@ -110,7 +118,8 @@ def plot(path: Path, curves: Curves, objectives: Sequence[str], lags: Sequence[i
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    objectives, lags = _OBJECTIVES.value, [int(lag) for lag in _LAGS.value]
+    named = [SIBLINGS if name == "siblings" else (name,) for name in _OBJECTIVES.value]
+    objectives, lags = list(dict.fromkeys(itertools.chain(*named))), [int(lag) for lag in _LAGS.value]
     if unknown := [name for name in objectives if name not in OBJECTIVES]:
         raise app.UsageError(f"--objectives={','.join(unknown)} is not among {', '.join(OBJECTIVES)}")
     root = Path(_WORKDIR.value).absolute()

@@ -4,6 +4,9 @@
 has them. A β belongs to the rewards of its paper: the β of RLOO and Proximal RLOO to TL;DR, the β of VinePPO, PPO and Online DPO
 to GSM8K, where a right answer is worth 1. A baseline without a β in its row keeps the β of the recipe. Trajectory balance and
 TBA′ have their own recipes.
+
+OAPL and A*-PO have two temperatures in their papers, one in the value and one before the log-ratio. There is one β here, for
+which neither paper gives a number: these rows keep the recipe's.
 """
 
 import difflib
@@ -33,11 +36,19 @@ BASELINES: dict[str, dict[str, float]] = {
     "icepop": {"icepop_low": 0.5, "icepop_high": 5.0},  # Ling team 2025
     "gspo": {"sequence_clip_low": 3e-4, "sequence_clip_high": 4e-4},  # Zheng et al. 2025, section 5.1
     "cispo": {"clip_high": 0.2},  # the paper gives no number; public implementations have 0.2 to 4
+    "oapl": {},
+    "pmd_mean": _beta(0.01),  # τ in the code of Xu et al. 2026
+    "flowrl": {**_CLIP, **_beta(1 / 15)},  # the code of Zhu et al. 2025: β = 15, which is 1/β here
+    "a_star_po": {},
+    "asymre": {"asymre_delta": -0.1},  # Arnal et al. 2025 give the sign; the number is this project's
+    "topr": {"topr_baseline": 0.5},  # right and wrong answers, worth 1 and 0, become ±1/2: Le Roux et al. 2025 have ±1
 }
+# Objectives that refuse truncated rows.
+_UNTRUNCATED = ("a_star_po",)
 
 
 def apply(c: Any, name: str, *, besides: Sequence[str] = ()) -> None:
-    """Sets learner.objective to `name`, and the settings of its row.
+    """Sets learner.objective to `name`, the settings of its row, and no truncation where it allows none.
 
     Args:
       c: a config of configs/base.py; name: the text after the colon in --config, "" without one; besides: further names that the
@@ -53,3 +64,5 @@ def apply(c: Any, name: str, *, besides: Sequence[str] = ()) -> None:
         raise ValueError(f"{given}: --config=RECIPE:NAME takes one of {', '.join(names)}")
     c.learner.objective = name
     c.learner.update(BASELINES[name])
+    if name in _UNTRUNCATED:
+        c.sampling.explore_top_p_probability = 0.0

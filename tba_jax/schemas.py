@@ -51,7 +51,8 @@ class Rule:
         if self.given and not value:
             raise ValueError(f"{name} is not given: set --config.{name}=VALUE")
         if isinstance(value, int | float) and not isinstance(value, bool) and not self._allows(value):
-            finite = "finite" if isinstance(value, float) and self.at_most is None and self.below is None else ""
+            ends = (self.at_least, self.above), (self.at_most, self.below)
+            finite = "finite" if isinstance(value, float) and (None, None) in ends else ""
             raise ValueError(f"{name}={value} must be {' and '.join(filter(None, (self.limits(), finite)))}")
 
     def limits(self) -> str:

@@ -93,12 +93,11 @@ def append(workdir: Path, source: str, *, unfit: str, settings: existing_run.Sou
 
 
 def _check_objective(experiment: "Experiment") -> None:
-    from tba_jax.objectives import OBJECTIVES
+    from tba_jax.experiment.other_runs import behavior_reader
 
-    name = experiment.config.learner.objective
-    if OBJECTIVES[name].behavior_logprobs:
+    if reader := behavior_reader(experiment.config.learner):
         raise ValueError(
-            f"learner.objective={name} weighs rows by π_θ/π_behaviour, and responses of a file have no known behaviour; "
+            f"{reader} reads π_behaviour of every row, and responses of a file have no known behaviour; "
             "trajectory_balance and others need none"
         )
     if experiment.contract.step_ends:

@@ -263,7 +263,7 @@ def _check_objective(config: Any, objective: Objective, require: Require) -> Non
             f"learner.{name}={learner[name]} must be above 0: {named} has no optimum, or nothing to learn from, without β",
         )
     if objective.full_support:
-        _check_full_support(config.sampling, named, require)
+        _check_full_support(config.sampling, named, require, of_every_row=objective.untruncated)
     require(
         objective.moving_reference or learner.reference.kind in ("initial", "none"),
         f"learner.reference.kind={learner.reference.kind} moves a reference that {named} does not read: leave it at initial",
@@ -279,11 +279,16 @@ def _check_objective(config: Any, objective: Objective, require: Require) -> Non
     )
 
 
-def _check_full_support(sampling: Any, named: str, require: Require) -> None:
-    advice = f"{named} needs full support: truncate a share of the rows by sampling.explore_top_p_probability below 1"
+def _check_full_support(sampling: Any, named: str, require: Require, *, of_every_row: bool) -> None:
+    share = sampling.explore_top_p_probability
+    if of_every_row:
+        advice = f"{named} weighs rows by π_ref/π_behaviour, and a truncated row tells nothing of what it could not have been"
+        require(share == 0, f"sampling.explore_top_p_probability={share} must be 0: {advice}")
+    else:
+        advice = f"{named} needs full support: truncate a share of the rows by sampling.explore_top_p_probability below 1"
+        require(share < 1, f"sampling.explore_top_p_probability=1 would truncate every row; {advice}")
     for name, on in (("top_k", sampling.top_k > 0), ("top_p", sampling.top_p < 1), ("min_p", sampling.min_p > 0)):
         require(not on, f"sampling.{name}={sampling[name]} would truncate every row; {advice}")
-    require(sampling.explore_top_p_probability < 1, f"sampling.explore_top_p_probability=1 would truncate every row; {advice}")
 
 
 def _check_interleaved(config: Any, require: Require) -> None:

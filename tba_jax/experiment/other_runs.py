@@ -151,8 +151,8 @@ def _warn_of_finished_mounts(config: Any) -> None:
 
 
 def check_behavior_is_known(run: layout.RunDir, config: Any) -> None:
-    """Raises ValueError where the objective needs π_behaviour, and rows come from a file, which does not say it."""
-    if not OBJECTIVES[config.learner.objective].behavior_logprobs:
+    """Raises ValueError where the learner reads π_behaviour, and rows come from a file, which does not say it."""
+    if not (reader := behavior_reader(config.learner)):
         return
     for place in (run, *map(layout.open_run_dir, config.replay.mount)):
         for writer in _writers(place):
@@ -160,9 +160,16 @@ def check_behavior_is_known(run: layout.RunDir, config: Any) -> None:
                 continue
             if source := layout.read_json(registration(place.replay, writer))["info"].get("responses"):
                 raise ValueError(
-                    f"learner.objective={config.learner.objective} weighs rows by π_θ/π_behaviour, and nobody knows that of "
-                    f"writer {writer} in {place.replay}, which are of {source}; trajectory_balance and others need none"
+                    f"{reader} reads π_behaviour of every row, and nobody knows that of writer {writer} in {place.replay}, "
+                    f"whose rows are of {source}; trajectory_balance and others need none"
                 )
+
+
+def behavior_reader(learner: Any) -> str:
+    """SETTING=VALUE of the setting by which the learner reads the rows' behaviour log-probs; "" if none does."""
+    if OBJECTIVES[learner.objective].behavior_logprobs:
+        return f"learner.objective={learner.objective}"
+    return "learner.effective_sample_scaling=True" if learner.effective_sample_scaling else ""
 
 
 def _identity(run: layout.RunDir) -> Place:

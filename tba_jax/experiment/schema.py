@@ -227,11 +227,12 @@ c.replay.mount = ()
 c.learner = ConfigDict()
 # trajectory_balance (VarGrad) | learned_log_z (a head predicts log Z from the prompt) | tba_prime (token level, TBA′) |
 # reinforce | rloo | proximal_rloo | ppo (a head predicts values) | vine_ppo (Monte-Carlo values in rows) | grpo | dr_grpo |
-# online_dpo | raft | icepop | gspo | cispo. What each needs: tba_jax/objectives/__init__.py
+# online_dpo | raft | icepop | gspo | cispo | oapl | pmd_mean | flowrl (a head predicts log Z) | a_star_po | asymre | topr. What
+# each needs: tba_jax/objectives/__init__.py
 c.learner.objective = setting("trajectory_balance", registry="objectives")
 c.learner.steps = setting(500, at_least=1)
 c.learner.queries = setting(7, at_least=1)  # Q
-c.learner.completions = setting(20, at_least=1)  # K; 1 is enough for learned_log_z, ppo and vine_ppo
+c.learner.completions = setting(20, at_least=1)  # K; 1 is enough for learned_log_z, ppo, vine_ppo and topr
 # Tokens of the sequences that go through the model at a time, on all devices together; at least P + R on each of the mesh's ways,
 # which then has two sequences, each as long as the longer of P and R. 0: the whole batch.
 c.learner.micro_batch_tokens = setting(0, at_least=0, free=True)
@@ -247,7 +248,7 @@ c.learner.decay = setting("linear", registry="decays")  # of wsd: linear | cosin
 c.learner.schedule_steps = setting(0, at_least=0)
 # The optimum is ∝ exp((log π_ref / γ + r / β) / τ). Only trajectory balance and TBA′ have γ and τ. Each of the three is linear
 # from start to end over so many steps, and constant after them. β = 0 leaves the KL term out, if the objective allows it.
-c.learner.beta_start = setting(0.012, at_least=0)  # β, the KL coefficient; raft, gspo and cispo use it in metrics alone
+c.learner.beta_start = setting(0.012, at_least=0)  # β, the KL coefficient; raft, gspo, cispo, asymre and topr: metrics alone
 c.learner.beta_end = setting(0.004, at_least=0)
 c.learner.beta_steps = setting(500, at_least=0)
 c.learner.ref_temperature_start = setting(1.0, above=0)  # γ
@@ -256,14 +257,14 @@ c.learner.ref_temperature_steps = setting(0, at_least=0)
 c.learner.reward_temperature_start = setting(1.0, above=0)  # τ
 c.learner.reward_temperature_end = setting(1.0, above=0)
 c.learner.reward_temperature_steps = setting(0, at_least=0)
-c.learner.log_z_learning_rate = setting(1e-2, above=0)  # of the head of learned_log_z; its schedule is the policy's
+c.learner.log_z_learning_rate = setting(1e-2, above=0)  # of the head of learned_log_z and flowrl; schedule: the policy's
 # The objective's name stands before what it reads. On-policy, every ratio π_θ/π_behaviour is 1.
 c.learner.importance_clip = setting(8.0, above=1, or_zero=True)  # tba_prime: most that π_θ/π_behaviour counts; 0: not weighted
 c.learner.log_ratio_clip = setting(10.0, above=0)  # tba_prime: most that a token's log π_θ − log π_ref counts, in nats
 # tba_prime: what the sum over a row's tokens is divided by. response_budget: R | row_length: tokens of its prompt and response
 c.learner.row_divisor = setting("response_budget", one_of=("response_budget", "row_length"))
 c.learner.clip_low = setting(0.2, above=0, at_most=1)  # proximal_rloo, ppo, vine_ppo, grpo, dr_grpo: ratio from 1 − clip_low …
-c.learner.clip_high = setting(0.2, above=0)  # … to 1 + clip_high; cispo too
+c.learner.clip_high = setting(0.2, above=0)  # … to 1 + clip_high; flowrl's both, cispo this one
 c.learner.sequence_clip_low = setting(3e-4, above=0, at_most=1)  # gspo: likewise, of the response's length-normalised ratio
 c.learner.sequence_clip_high = setting(4e-4, above=0)
 c.learner.icepop_low = setting(0.5, at_least=0, below=1)  # icepop: tokens with a ratio below icepop_low …
@@ -271,6 +272,11 @@ c.learner.icepop_high = setting(5.0, above=1)  # … or above icepop_high do not
 c.learner.gae_lambda = setting(0.95, at_least=0, at_most=1)  # ppo: λ
 c.learner.value_coefficient = setting(0.1, above=0)  # ppo: weight of the value loss beside the policy loss
 c.learner.value_learning_rate = setting(1e-4, above=0)  # of the head of ppo; its schedule is the policy's
+c.learner.asymre_delta = setting(-0.1, at_most=0)  # asymre: the baseline less the group's mean reward, in units of the reward
+c.learner.topr_baseline = 0.0  # topr: subtracted from every reward, of which only negative ones are weighed
+# The policy's learning rate, times √((Σw)²/(B Σw²)) with each row's w = π_θ/π_behaviour: shorter steps where a few rows have all
+# the weight (VCPO: Huang et al. 2026). Of any objective; heads keep their own learning rates.
+c.learner.effective_sample_scaling = False
 c.learner.reference = ConfigDict()
 # initial: the policy of step 0 | reset: the policy of the last multiple of reset_steps | ema: ref ← α·ref + (1 − α)·θ at each
 # step | surrogate: that average to first order, from the log-probs that searchers stored, without a reference in memory. For

@@ -17,13 +17,15 @@ from tba_jax.models.parameters import Params
 class Gradient:
     """The loss on a batch, float32[], and its gradient by part, like TrainState.params.
 
-    finite: bool[], whether all else that the batch gave is finite; measurements: arrays by name.
+    finite: bool[], whether all else that the batch gave is finite; measurements: arrays by name; policy_rate: float32[], a
+    factor of the learning rate of the part "policy" in this step, None for 1.
     """
 
     loss: chex.Array
     by_part: Params
     finite: chex.Array | bool = True
     measurements: dict[str, jax.Array]
+    policy_rate: chex.Array | None = None
 
 
 # (state, the frozen part of the policy, batch) -> Gradient
@@ -45,11 +47,11 @@ def step(
     finite = gradient.finite & jnp.all(jnp.isfinite(jnp.stack([gradient.loss, grad_norm, *of_heads])))
     # The squares of the new weights too: an optimiser may overflow where its gradient did not. The new weights are computed
     # twice, and not kept the first time: once all is decided the state changes in place, without a second copy of it.
-    tried = jax.tree.leaves(_descend(state, gradient.by_part, optimizers).params)
+    tried = jax.tree.leaves(_descend(state, gradient, optimizers).params)
     finite &= jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf * leaf)) for leaf in tried]))
     new = jax.lax.cond(
         finite,
-        lambda state, grads: _descend(state, grads, optimizers),
+        lambda state, grads: _descend(state, dataclasses.replace(gradient, by_part=grads), optimizers),
         lambda state, _: dataclasses.replace(state, step=state.step + 1, skipped=state.skipped + 1),
         state,
         gradient.by_part,
@@ -63,10 +65,12 @@ def step(
     }
 
 
-def _descend(state: TrainState, grads: Params, optimizers: Optimizers) -> TrainState:
-    """Each part of what is trained, moved by its own optimiser. Args: grads: like state.params."""
+def _descend(state: TrainState, gradient: Gradient, optimizers: Optimizers) -> TrainState:
+    """Each part of what is trained, moved by its own optimiser."""
     params, opt_state = {}, {}
     for part, optimizer in optimizers.items():
-        updates, opt_state[part] = optimizer.update(grads[part], state.opt_state[part], state.params[part])
+        updates, opt_state[part] = optimizer.update(gradient.by_part[part], state.opt_state[part], state.params[part])
+        if part == "policy" and gradient.policy_rate is not None:
+            updates = optax.tree.scale(gradient.policy_rate, updates)  # weight decay is in them, and scaled too
         params[part] = optax.apply_updates(state.params[part], updates)
     return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)

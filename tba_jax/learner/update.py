@@ -40,7 +40,8 @@ class LearnerConfig:
     limits: of micro-batches; logit_bytes: what logits may take at a time, over
     all devices, see scoring.token_logprobs; space: the run's response space; remat: a name of layers.REMAT;
     surrogate_decay: α of the moving average that `surrogate_ref_logprobs` stands for, 0 = the log-probs of the batch.
-    has_reference: whether there is a reference policy to measure the distance from.
+    has_reference: whether there is a reference policy to measure the distance from. effective_sample_scaling: whether the
+    policy's learning rate is scaled, see `effective_sample_scale`.
     """
 
     policy: Policy
@@ -52,6 +53,7 @@ class LearnerConfig:
     remat: str
     surrogate_decay: float = 0.0
     has_reference: bool = True
+    effective_sample_scaling: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,7 +121,8 @@ def train_step(
     Returns:
       the new state and float32[] measurements, see descent.step. `row_finite`, bool[B], says which rows are finite: a row that
       is not refuses the step. Others: see diagnostics; kl_to_initial, nats per response, where the reference moves;
-      value_error, the root of the mean over tokens of (V − r)², where values are learned.
+      value_error, the root of the mean over tokens of (V − r)², where values are learned; effective_sample_scale, the factor of
+      the policy's learning rate, where it is scaled.
     """
     settings: dict[str, Any] = dict(whole_groups=whole_groups, schedules=schedules, config=config)
     gradient_of = functools.partial(_gradient, **settings)
@@ -156,7 +159,18 @@ def _gradient(
     if outputs.values is not None:
         squares = inputs.masked((outputs.values - inputs.reward[:, None]) ** 2)
         measurements["value_error"] = jnp.sqrt(jnp.sum(squares) / jnp.maximum(jnp.sum(inputs.mask), 1))
-    return descent.Gradient(loss=loss, by_part=grads, finite=jnp.all(row_finite), measurements=measurements)
+    rate = None
+    if config.effective_sample_scaling:
+        rate = measurements["effective_sample_scale"] = effective_sample_scale(measurements["effective_sample_share"])
+    return descent.Gradient(loss=loss, by_part=grads, finite=jnp.all(row_finite), measurements=measurements, policy_rate=rate)
+
+
+def effective_sample_scale(share: jax.Array) -> jax.Array:
+    """η_eff/η = √share,  share = (Σ_i w_i)² / (B Σ_i w_i²),  w_i = π_θ(y_i|x)/π_behaviour(y_i|x) (VCPO: Huang et al. 2026).
+
+    The square root is that of Adam's step size by batch size. On-policy the factor is 1, and 1/√B if one row has all weight.
+    """
+    return jnp.sqrt(share)
 
 
 def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfig) -> tuple[jax.Array, Any]:

@@ -1,16 +1,22 @@
 """The objectives by name, each with its requirements."""
 
+from tba_jax.objectives.a_star_po import a_star_po
+from tba_jax.objectives.asymre import asymre
 from tba_jax.objectives.cispo import cispo
+from tba_jax.objectives.flowrl import flowrl
 from tba_jax.objectives.grpo import dr_grpo, grpo
 from tba_jax.objectives.gspo import gspo
 from tba_jax.objectives.icepop import icepop
+from tba_jax.objectives.oapl import oapl
 from tba_jax.objectives.objective import TEMPERATURES, Objective
 from tba_jax.objectives.online_dpo import online_dpo
+from tba_jax.objectives.pmd_mean import pmd_mean
 from tba_jax.objectives.ppo import ppo
 from tba_jax.objectives.proximal_rloo import proximal_rloo
 from tba_jax.objectives.raft import raft
 from tba_jax.objectives.reinforce import reinforce, rloo
 from tba_jax.objectives.tba_prime import tba_prime
+from tba_jax.objectives.topr import topr
 from tba_jax.objectives.trajectory_balance import learned_log_z, trajectory_balance
 from tba_jax.objectives.vine_ppo import vine_ppo
 
@@ -57,4 +63,24 @@ OBJECTIVES: dict[str, Objective] = {
         loss=gspo, behavior_logprobs=True, moving_reference=False, settings=("sequence_clip_low", "sequence_clip_high")
     ),
     "cispo": Objective(loss=cispo, behavior_logprobs=True, moving_reference=False, settings=("clip_high",)),
+    "oapl": Objective(loss=oapl, behavior_logprobs=True, positive_beta=True, moving_reference=False, settings=("beta",)),
+    "pmd_mean": Objective(loss=pmd_mean, behavior_logprobs=True, positive_beta=True, moving_reference=False, settings=("beta",)),
+    "flowrl": Objective(
+        loss=flowrl,
+        behavior_logprobs=True,
+        positive_beta=True,
+        full_support=True,
+        log_z_head=True,
+        settings=("beta", *_CLIP),
+    ),
+    "a_star_po": Objective(
+        loss=a_star_po,
+        behavior_logprobs=True,
+        positive_beta=True,
+        full_support=True,
+        untruncated=True,
+        settings=("beta",),
+    ),
+    "asymre": Objective(loss=asymre, moving_reference=False, settings=("asymre_delta",)),
+    "topr": Objective(loss=topr, min_completions=1, behavior_logprobs=True, moving_reference=False, settings=("topr_baseline",)),
 }

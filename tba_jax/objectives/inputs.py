@@ -16,7 +16,8 @@ class ObjectiveSettings:
     of a token's log π_θ − log π_ref in TBA′, nats. row_divisor: what TBA′ divides the sum over a row's tokens by:
     `response_budget` (R) or `row_length` (tokens of its prompt and response). clip_low, clip_high: ratios are clipped to
     [1 − low, 1 + high]. sequence_clip_low, sequence_clip_high: the same for GSPO. icepop_low, icepop_high: IcePop drops tokens
-    whose ratio is outside of these bounds. gae_lambda: λ of GAE. value_coefficient: weight of PPO's value loss.
+    whose ratio is outside of these bounds. gae_lambda: λ of GAE. value_coefficient: weight of PPO's value loss. asymre_delta: δ
+    of AsymRE, at most 0. topr_baseline: c of TOPR. Both are in units of the reward.
     """
 
     completions: int
@@ -31,6 +32,8 @@ class ObjectiveSettings:
     icepop_high: float = 5.0
     gae_lambda: float = 0.95
     value_coefficient: float = 0.1
+    asymre_delta: float = -0.1
+    topr_baseline: float = 0.0
 
 
 @flax.struct.dataclass

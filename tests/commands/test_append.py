@@ -184,7 +184,7 @@ def test_objectives_with_behaviour_weights_refuse(tmp_path):
     s = tiny_run.settings(tmp_path / "run", tiny_run.config(learner__objective="grpo"))
     training.reference(s)()
     path = write_rows(tmp_path / "given.jsonl", [{"prompt": queries_of(s)[0], "response": "1"}])
-    with pytest.raises(ValueError, match=r"learner\.objective=grpo weighs rows by π_θ/π_behaviour"):
+    with pytest.raises(ValueError, match=r"learner\.objective=grpo reads π_behaviour of every row, and responses of a file"):
         append.append(s.run.root, path, unfit="refuse")
 
 
@@ -192,12 +192,15 @@ def test_objectives_with_behaviour_weights_do_not_train_on_them(s, tmp_path):
     """Neither the run itself, with another objective, nor one that mounts it."""
     path = write_rows(tmp_path / "given.jsonl", [{"prompt": queries_of(s)[0], "response": "1"}])
     append.append(s.run.root, path, unfit="refuse")
-    sentence = r"learner\.objective=grpo weighs rows by π_θ/π_behaviour, and nobody knows that of writer given-.*given\.jsonl"
+    sentence = r" reads π_behaviour of every row, and nobody knows that of writer given-.*given\.jsonl"
     own = tiny_run.settings(s.run.root, frozen_runs.config(learner__objective="grpo"))
     mounted = frozen_runs.config(learner__objective="grpo", replay__mount=(str(s.run.root),), searchers__count=0)
     for settings in (own, tiny_run.settings(tmp_path / "offline", mounted)):
-        with pytest.raises(ValueError, match=sentence):
+        with pytest.raises(ValueError, match=r"learner\.objective=grpo" + sentence):
             training.trainer(settings)
+    scaled = tiny_run.settings(s.run.root, frozen_runs.config(learner__effective_sample_scaling=True))
+    with pytest.raises(ValueError, match=r"learner\.effective_sample_scaling=True" + sentence):
+        training.trainer(scaled)
 
 
 def test_a_folder_without_a_run_or_a_reference(tmp_path):

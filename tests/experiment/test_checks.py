@@ -37,7 +37,8 @@ def test_every_setting_has_a_rule_or_needs_none():
     without = SCHEMA.rules.keys() - LIMITED.keys()
     checked = {name for name in without if name.startswith(CHECKED_BY_TASKS)}
     leaves = flatten(SCHEMA.defaults().to_dict())
-    bounded = {name for name in without if isinstance(leaves[name], bool) or name == "task.missing_eos_reward"}
+    any_number = ("task.missing_eos_reward", "learner.topr_baseline")
+    bounded = {name for name in without if isinstance(leaves[name], bool) or name in any_number}
     assert without - checked - bounded == FREE
 
 
@@ -49,6 +50,13 @@ def outside(rule: Rule, default: Any) -> list[Any]:
     limits = ((rule.above, 0), (rule.below, 0), (rule.at_least, -step), (rule.at_most, step))
     values = [type(default)(limit + beyond) for limit, beyond in limits if limit is not None]
     return values if isinstance(default, int) else [*values, math.inf, math.nan]
+
+
+@pytest.mark.parametrize("name", ["learner.asymre_delta", "learner.topr_baseline"])
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+def test_a_number_without_a_lower_limit_must_still_be_finite(name, value):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{name}={value} ')}.*finite"):
+        checks.check(tiny_run.config_with({name: value}))
 
 
 @pytest.mark.parametrize("name", LIMITED)
@@ -302,6 +310,8 @@ NOT_READ_BY_ALL = {
     "reward_temperature_start": 2.0,
     "log_z_learning_rate": 0.5,
     "value_learning_rate": 0.5,
+    "asymre_delta": -0.3,
+    "topr_baseline": 0.5,
 }
 READ = {
     "trajectory_balance": {"ref_temperature_end", "reward_temperature_start"},
@@ -313,6 +323,10 @@ READ = {
     "cispo": {"clip_high"},
     "icepop": {"icepop_low", "icepop_high"},
     **dict.fromkeys(("reinforce", "rloo", "online_dpo", "raft"), frozenset()),
+    **dict.fromkeys(("oapl", "pmd_mean", "a_star_po"), frozenset()),
+    "flowrl": {"clip_low", "clip_high", "log_z_learning_rate"},
+    "asymre": {"asymre_delta"},
+    "topr": {"topr_baseline"},
 }
 
 
@@ -378,29 +392,39 @@ def test_the_recipe_of_every_baseline_is_allowed(name):
     checks.check(config, new=True)
     assert config.learner.objective == name
     published = {setting for setting in baselines.BASELINES[name] if not setting.startswith("beta_")}
-    assert published == READ[name] - {"value_learning_rate"}, "a number for each setting that it reads but the pace of heads"
+    paces = {"value_learning_rate", "log_z_learning_rate"}
+    assert published == READ[name] - paces, "a number for each setting that it reads but the pace of heads"
 
 
 def test_every_baseline_has_a_recipe():
-    assert set(baselines.BASELINES) == {name for name, objective in OBJECTIVES.items() if not objective.full_support}
+    assert set(baselines.BASELINES) == set(OBJECTIVES) - {"trajectory_balance", "learned_log_z", "tba_prime"}
+
+
+def test_the_recipe_of_a_baseline_that_refuses_truncation_has_none():
+    for name in baselines.BASELINES:
+        c = base.get_config()
+        c.sampling.explore_top_p_probability = 0.3
+        baselines.apply(c, name)
+        assert c.sampling.explore_top_p_probability == (0 if OBJECTIVES[name].untruncated else 0.3)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_what_an_objective_needs_is_refused_where_it_is_missing(name):
     """Completions to compare with, full support, and a reference that it reads, where it has need of them."""
+    any_support = name not in ("trajectory_balance", "learned_log_z", "tba_prime", "flowrl", "a_star_po")
+    without_reference = ("raft", "gspo", "cispo", "oapl", "pmd_mean", "asymre", "topr")
     cases = {
-        "one completion": ({"learner.completions": 1}, name in ("learned_log_z", "ppo", "vine_ppo")),
+        "one completion": ({"learner.completions": 1}, name in ("learned_log_z", "ppo", "vine_ppo", "topr")),
         "two completions": ({"learner.completions": 2}, True),
-        "all rows truncated": ({"sampling.top_p": 0.9}, name not in ("trajectory_balance", "learned_log_z", "tba_prime")),
-        "all rows explored": (
-            {"sampling.explore_top_p_probability": 1.0},
-            name not in ("trajectory_balance", "learned_log_z", "tba_prime"),
-        ),
+        "all rows truncated": ({"sampling.top_p": 0.9}, any_support),
+        "all rows explored": ({"sampling.explore_top_p_probability": 1.0}, any_support),
+        "some rows explored": ({"sampling.explore_top_p_probability": 0.3}, name != "a_star_po"),
         "no β": (
             {"learner.beta_start": 0.0, "learner.beta_end": 0.0},
-            name not in ("trajectory_balance", "learned_log_z", "tba_prime", "online_dpo"),
+            name
+            not in ("trajectory_balance", "learned_log_z", "tba_prime", "online_dpo", "oapl", "pmd_mean", "flowrl", "a_star_po"),
         ),
-        "a moving reference": ({"learner.reference.kind": "ema"}, name not in ("raft", "gspo", "cispo")),
+        "a moving reference": ({"learner.reference.kind": "ema"}, name not in without_reference),
         "no reference": ({"learner.reference.kind": "none"}, name not in ("grpo", "dr_grpo", "vine_ppo", "icepop")),
     }
     for what, (settings, allowed) in cases.items():

@@ -65,7 +65,7 @@ def test_the_schedule_of_the_learning_rate_may_be_longer_than_the_run():
 def test_heads_that_are_learned_have_optimizers_of_their_own(name):
     rates = {"learner__log_z_learning_rate": 0.25, "learner__value_learning_rate": 0.125}
     optimizers = settings.make_optimizers(tiny_run.config(learner__objective=name, learner__warmup_steps=0, **rates).learner)
-    assert ("log_z_head" in optimizers) == (name == "learned_log_z")
+    assert ("log_z_head" in optimizers) == (name in ("learned_log_z", "flowrl"))
     assert ("value_head" in optimizers) == (name == "ppo")
     for part, optimizer in optimizers.items():
         params = {"weight": jnp.ones(3)}
@@ -75,7 +75,7 @@ def test_heads_that_are_learned_have_optimizers_of_their_own(name):
 
 def test_the_defaults_of_objectives_are_those_of_the_base_config():
     made = settings.make_learner_config(base.get_config().learner, contract(), POLICY, mesh_of(1))
-    assert made.settings == ObjectiveSettings(completions=20)
+    assert made.settings == ObjectiveSettings(completions=20) and not made.effective_sample_scaling
 
 
 OTHER_SETTINGS = {
@@ -87,6 +87,8 @@ OTHER_SETTINGS = {
     "icepop_high": 4.0,
     "gae_lambda": 0.9,
     "value_coefficient": 0.2,
+    "asymre_delta": -0.3,
+    "topr_baseline": 0.7,
 }
 
 
@@ -99,9 +101,10 @@ def test_static_settings_of_an_update():
         "learner__reference__ema_decay": 0.8,
         "learner__micro_batch_tokens": 6 * 13,
         "learner__logit_megabytes": 2,
+        "learner__effective_sample_scaling": True,
     }
     made = settings.make_learner_config(tiny_run.config(**changes).learner, contract(), POLICY, mesh_of(3))
-    assert made.objective is OBJECTIVES["tba_prime"] and made.surrogate_decay == 0
+    assert made.objective is OBJECTIVES["tba_prime"] and made.surrogate_decay == 0 and made.effective_sample_scaling
     assert made.settings == ObjectiveSettings(completions=4, importance_clip=3.0, log_ratio_clip=7.0, **OTHER_SETTINGS)
     assert (made.limits.full_rows, made.limits.ways, made.logit_bytes) == (6, 3, 3 * (2 << 20))
     assert made.space == scoring.ResponseSpace(temperature=0.7, banned_tokens=(3,), eos_id=2, min_length=5, force_eos=True)

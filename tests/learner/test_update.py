@@ -217,6 +217,44 @@ def test_most_objectives_do_not_read_values_of_states():
     assert_same(found, one_pass("grpo"))
 
 
+@pytest.mark.parametrize("form", ["trajectory_balance", "flowrl"])
+def test_the_policy_steps_by_the_root_of_the_effective_sample_share_and_heads_as_ever(form):
+    """√((Σw)² / (B Σw²)), w = π_θ/π_behaviour of each row."""
+    batch, mask = batch_of(form), trajectory.response_mask(random_batch().response_length, R)
+    log_weight = np.where(mask, scores()[0].astype(np.float64) - batch.behavior_logprobs, 0.0).sum(axis=1)
+    weight = np.exp(log_weight)
+    factor = np.sqrt(weight.sum() ** 2 / (B * (weight**2).sum()))
+    assert factor < 0.8
+    state, optimizers = state_of(form)
+    config = settings(**FORMS[form][0], effective_sample_scaling=True)
+    loss, gradient, found = measured(make_step(config, optimizers=optimizers), state, batch)
+    expected_loss, expected, usual = one_pass(form)
+    np.testing.assert_allclose(found["effective_sample_scale"], factor, rtol=1e-4)
+    assert "effective_sample_scale" not in usual and found["grad_norm"] == pytest.approx(usual["grad_norm"], rel=1e-6)
+    scaled = {"policy": jax.tree.map(lambda g: factor * g, expected["policy"]), "head": expected["head"]}
+    assert_same((loss, gradient, {}), (expected_loss, scaled, {}))
+
+
+def test_on_policy_the_policy_steps_as_ever():
+    batch = dataclasses.replace(random_batch(), behavior_logprobs=scores()[0])
+    found = measured(make_step(settings(effective_sample_scaling=True)), state_of("trajectory_balance")[0], batch)
+    np.testing.assert_allclose(found[2].pop("effective_sample_scale"), 1.0, rtol=1e-5)
+    assert_same((*found[:2], {}), (*one_pass("trajectory_balance")[:2], {}))
+
+
+def test_weight_decay_is_scaled_with_the_learning_rate():
+    """Of AdamW the whole step is: it is proportional to the learning rate."""
+    optimizers = {"policy": optax.adamw(0.3, weight_decay=0.5)}
+    state, _ = state_of("trajectory_balance", optimizers)
+    (_, usual, _), (_, scaled, found) = (
+        measured(make_step(settings(effective_sample_scaling=on), optimizers=optimizers), state, random_batch())
+        for on in (False, True)
+    )
+    factor = found["effective_sample_scale"]
+    expected = {"policy": jax.tree.map(lambda step: factor * step, usual["policy"]), "head": {}}
+    assert_same((0.0, scaled, {}), (0.0, expected, {}))
+
+
 def test_coefficients_follow_the_step():
     """The objective here is made of them, so that the loss shows what it was given."""
     given = {

@@ -234,6 +234,8 @@ OTHER_VALUES: dict[str, Any] = {
     "icepop_high": 1.1,
     "gae_lambda": 0.3,
     "value_coefficient": 0.9,
+    "asymre_delta": -0.7,
+    "topr_baseline": 0.3,
 }
 COEFFICIENTS = ("beta", *TEMPERATURES)
 

@@ -1,25 +1,16 @@
 """What the TBA paper says of trajectory balance, TBA′ and policy gradients: expectations by enumeration, optima. In float64."""
 
 import dataclasses
-import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.objectives import OBJECTIVES
-from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
+from tba_jax.objectives.inputs import ObjectiveInputs, PolicyOutputs
+from tests.support.expected_gradients import BETA, OPTIMUM, REF_LOGPROBS, REWARD, SKEWED, THETA, UNIFORM, expected_gradient
 from tests.support.objective_loops import FORMS, evaluate, group_means, log_targets, random_batch, row_sums
 
-BETA = 0.4
-# The choices of a policy over five responses: all on one query.
-REWARD = np.array([1.0, 0.0, 0.3, -0.5, 2.0])
-REF_LOGPROBS = np.log([0.1, 0.3, 0.25, 0.2, 0.15])
-OPTIMUM = REF_LOGPROBS + REWARD / BETA
-THETA = np.array([0.4, -0.7, 0.1, 0.9, -0.3])
-UNIFORM, SKEWED = [0.2] * 5, [0.6, 0.05, 0.05, 0.1, 0.2]
 # By form, the gradient expected over on-policy groups of K divided by ∇(E[r] − β KL).
 EXPECTED_SCALE = {
     "trajectory_balance": lambda K: -(2 / BETA) * (1 - 1 / K),
@@ -31,8 +22,8 @@ EXPECTED_SCALE = {
     "rloo": lambda K: -1.0,
     "proximal_rloo": lambda K: -1.0,
     "ppo": lambda K: -1.0,
+    "a_star_po": lambda K: -2 * BETA,
 }
-UNCLIPPED = {"clip_low": 1.0, "clip_high": 1e6}
 
 
 @pytest.fixture(autouse=True)
@@ -58,41 +49,6 @@ def test_the_gradient_is_reinforce_with_a_mean_baseline(sizes, beta, dtype):
     found = evaluate("trajectory_balance", outputs, inputs)[1].logprobs
     tolerance = 1e-5 if dtype == np.float32 else 1e-12
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
-
-
-def group_gradient(theta: jax.Array, group: jax.Array, behavior: jax.Array, form: str, log_z: float) -> jax.Array:
-    """∇_θ L of the policy softmax(θ) on one group, int[K], of responses that `behavior` drew: float64[n]."""
-    name, settings = FORMS[form]
-    K = group.shape[0]
-    inputs = ObjectiveInputs(
-        ref_logprobs=jnp.asarray(REF_LOGPROBS)[group][:, None],
-        behavior_logprobs=jnp.log(behavior)[group][:, None],
-        mask=jnp.ones((K, 1), bool),
-        reward=jnp.asarray(REWARD)[group],
-        beta=jnp.asarray(BETA),
-        ref_temperature=jnp.ones(()),
-        reward_temperature=jnp.ones(()),
-        settings=ObjectiveSettings(completions=K, **settings | UNCLIPPED),
-        state_values=jnp.full((K, 1), log_z),
-        prompt_length=jnp.full(K, 3),
-    )
-
-    def loss(theta: jax.Array) -> jax.Array:
-        logprobs = jax.nn.log_softmax(theta)[group][:, None]
-        outputs = PolicyOutputs(logprobs=logprobs, log_z=jnp.full(K, log_z), values=jnp.full((K, 1), log_z))
-        return OBJECTIVES[name].loss(outputs, inputs)
-
-    return jax.grad(loss)(theta)
-
-
-@functools.partial(jax.jit, static_argnames=("K", "form", "log_z"))
-def expected_gradient(
-    theta: jax.Array, behavior: jax.Array, *, K: int, form: str = "trajectory_balance", log_z: float = 0.7
-) -> jax.Array:
-    """E[∇_θ L] over all n^K groups that `behavior`, float64[n] probabilities, can draw."""
-    groups = jnp.asarray(list(itertools.product(range(theta.shape[0]), repeat=K)))
-    gradients = jax.vmap(lambda group: group_gradient(theta, group, behavior, form, log_z))(groups)
-    return jnp.prod(behavior[groups], axis=1) @ gradients
 
 
 def regularised_reward(theta: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import numpy as np
 
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
+from tests.support import sibling_loops
 
 # Name of the form -> name of the objective, settings.
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,9 +31,15 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "icepop": ("icepop", {}),
     "gspo": ("gspo", {"sequence_clip_low": 0.3, "sequence_clip_high": 0.2}),
     "cispo": ("cispo", {}),
+    "oapl": ("oapl", {}),
+    "pmd_mean": ("pmd_mean", {}),
+    "flowrl": ("flowrl", {"clip_low": 0.7, "clip_high": 1.5}),
+    "a_star_po": ("a_star_po", {}),
+    "asymre": ("asymre", {"asymre_delta": -0.4}),
+    "topr": ("topr", {"topr_baseline": 0.2}),
 }
 # Objectives that do not compare the rows of a query, and those that divide by R.
-UNCOUPLED = ("learned_log_z", "ppo", "vine_ppo")
+UNCOUPLED = ("learned_log_z", "ppo", "vine_ppo", "topr")
 PER_BUDGET = ("tba_prime", "ppo", "vine_ppo", "dr_grpo", "cispo")
 PER_ROW = ("ref_logprobs", "behavior_logprobs", "mask", "reward", "state_values", "prompt_length")
 LARGEST_LOG_RATIO = 20.0
@@ -286,6 +293,8 @@ def held_by(name: str, outputs: PolicyOutputs, inputs: ObjectiveInputs) -> Any:
     def of_tokens(per_row: list[float]) -> np.ndarray:
         return np.repeat(np.array(per_row)[:, None], R, axis=1)
 
+    if name in sibling_loops.NAMES:
+        return sibling_loops.held_weights(name, outputs, inputs)
     if name == "cispo":
         B = len(inputs.mask)
         weights = [[bounded_exp(log_ratio(outputs, inputs, row, t)) for t in range(R)] for row in range(B)]
@@ -309,6 +318,8 @@ def loop_loss(name: str, outputs: PolicyOutputs, held: Any, inputs: ObjectiveInp
     """The loss of an objective in float64. held: see held_by."""
     policy, (B, R), s, beta = outputs.logprobs, inputs.mask.shape, inputs.settings, float(inputs.beta)
     K, total = s.completions, 0.0
+    if name in sibling_loops.NAMES:
+        return sibling_loops.sibling_loss(name, outputs, held, inputs)
     if name in ("trajectory_balance", "learned_log_z"):
         return squared_residuals(policy, held or [float(z) for z in outputs.log_z], inputs)
     if name == "tba_prime":

@@ -127,6 +127,7 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "ppo": ({"objective": OBJECTIVES["ppo"]}, "value_head", ""),
     "vine_ppo": ({"objective": OBJECTIVES["vine_ppo"]}, "", "state_values"),
     "grpo": ({"objective": OBJECTIVES["grpo"]}, "", ""),
+    "flowrl": ({"objective": OBJECTIVES["flowrl"]}, "log_z_head", ""),
 }
 
 

@@ -1,0 +1,250 @@
+"""The objectives that fit log-ratios to rewards: the optimum of each, on which rows, and what tells them from each other.
+
+Expectations are exact sums over all groups of responses. Optima are computed from the equations, not by descent.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import optimize, special
+
+from tba_jax.objectives.a_star_po import reference_values
+from tba_jax.objectives.oapl import soft_value
+from tests.support.expected_gradients import (
+    BETA,
+    OPTIMUM,
+    REF_LOGPROBS,
+    REWARD,
+    SKEWED,
+    THETA,
+    UNIFORM,
+    expected_gradient,
+    expected_gradients,
+)
+from tests.support.objective_loops import evaluate, log_targets, random_batch, row_sums
+
+K = 3
+DELTA, BASELINE = -3.0, -1.0  # every advantage of AsymRE and every R of TOPR is above 0
+CHANGES = {"asymre": {"asymre_delta": DELTA}, "topr": {"topr_baseline": BASELINE}}
+BEHAVIORS = {"uniform": np.array(UNIFORM), "skewed": np.array(SKEWED)}
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def expected_estimate(estimate, mu: np.ndarray, *, others: int) -> np.ndarray:
+    """E[ estimate(other responses, own response) ] by own response, over all others that μ can draw."""
+    found = np.zeros(len(mu))
+    for group in itertools.product(range(len(mu)), repeat=others):
+        weight = np.prod(mu[list(group)])
+        found += weight * np.array([estimate(list(group), own) for own in range(len(mu))])
+    return found
+
+
+def regression(mu: np.ndarray, aim: np.ndarray) -> np.ndarray:
+    """The distribution that minimises E_μ ( log π/μ − aim )², by constrained minimisation."""
+    start = np.log(mu)
+    found = optimize.minimize(
+        lambda z: float(mu @ (special.log_softmax(z) - np.log(mu) - aim) ** 2), start, method="BFGS", options={"gtol": 1e-12}
+    )
+    return special.softmax(found.x)
+
+
+def value_of(rewards: list[float], log_weights: list[float]) -> float:
+    return BETA * np.log(np.mean(np.exp(np.array(log_weights) + np.array(rewards) / BETA)))
+
+
+def optimum(name: str, mu: np.ndarray) -> np.ndarray:
+    """What groups of K rows of μ lead to."""
+    if name == "oapl":
+        values = expected_estimate(lambda group, own: value_of([*REWARD[group], REWARD[own]], [0.0] * K), mu, others=K - 1)
+        return regression(mu, (REWARD - values) / BETA)
+    if name == "pmd_mean":
+        return regression(mu, (1 - 1 / K) * (REWARD - mu @ REWARD) / BETA)
+    if name == "a_star_po":
+        log_weight = REF_LOGPROBS - np.log(mu)
+        values = expected_estimate(lambda group, _: value_of(REWARD[group], log_weight[group]), mu, others=K - 1)
+        return regression(mu, log_weight + (REWARD - values) / BETA)
+    if name == "asymre":
+        weight = mu * ((1 - 1 / K) * (REWARD - mu @ REWARD) - DELTA)
+    else:
+        assert name == "topr"
+        weight = mu * (REWARD - BASELINE)
+    return weight / weight.sum()
+
+
+@functools.partial(jax.jit, static_argnames=("name", "steps"))
+def descend(theta: jax.Array, behavior: jax.Array, *, name: str, steps: int = 6000) -> jax.Array:
+    def step(_: int, theta: jax.Array) -> jax.Array:
+        return theta - 0.5 * expected_gradient(theta, behavior, K=K, form=name, **CHANGES.get(name, {}))
+
+    return jax.nn.softmax(jax.lax.fori_loop(0, steps, step, theta))
+
+
+@pytest.mark.parametrize("behavior", BEHAVIORS)
+@pytest.mark.parametrize("name", ["oapl", "pmd_mean", "a_star_po", "asymre", "topr"])
+def test_descent_on_rows_of_one_policy_ends_at_the_objectives_own_optimum(name, behavior):
+    mu = BEHAVIORS[behavior]
+    expected = optimum(name, mu)
+    assert np.abs(expected - mu).sum() / 2 > 0.05, "it is not who drew the rows"
+    for start in (THETA, -THETA):
+        np.testing.assert_allclose(descend(jnp.asarray(start), jnp.asarray(mu), name=name), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("behavior", BEHAVIORS)
+def test_flowrl_ends_where_its_residual_is_zero_on_average(behavior):
+    """Responses of one token: π_ref·exp(E[r̂|y]/β) / Z, with r̂ of the group."""
+    mu = BEHAVIORS[behavior]
+
+    def standardised(group: list[int], own: int) -> float:
+        rewards = np.array([REWARD[own], *REWARD[group]])
+        return float((rewards[0] - rewards.mean()) / (rewards.std() + 1e-6))
+
+    scaled = expected_estimate(standardised, mu, others=K - 1) / BETA
+    log_target = REF_LOGPROBS + scaled
+
+    @jax.jit
+    def descend(theta: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def step(_: int, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            by_theta, by_log_z = expected_gradients(*at, jnp.asarray(mu), K=K, form="flowrl", changes=(("clip_high", 1e6),))
+            return at[0] - 0.3 * by_theta, at[1] - 0.3 * by_log_z
+
+        return jax.lax.fori_loop(0, 6000, step, (theta, jnp.zeros(())))
+
+    theta, log_z = descend(jnp.asarray(THETA))
+    np.testing.assert_allclose(jax.nn.softmax(theta), special.softmax(log_target), atol=1e-5)
+    np.testing.assert_allclose(log_z, special.logsumexp(log_target), atol=1e-4)
+    assert np.abs(special.softmax(log_target) - special.softmax(OPTIMUM)).sum() / 2 > 0.02, "it is not p*"
+
+
+def test_more_rows_of_a_group_bring_old_rows_nearer_to_the_tilted_sampler():
+    """OAPL to π_lag·exp(r/β) / Z and A*-PO to p*, both from the side of who drew the rows."""
+    mu = np.array(UNIFORM)
+    for name, ideal in (("oapl", np.log(mu) + REWARD / BETA), ("a_star_po", OPTIMUM)):
+        at_ideal = [np.abs(expected_gradient(jnp.asarray(ideal), jnp.asarray(mu), K=rows, form=name)).max() for rows in (2, 3, 5)]
+        assert at_ideal[0] > at_ideal[1] > at_ideal[2] > 1e-3, (name, at_ideal)
+
+
+@pytest.mark.parametrize("behavior", [UNIFORM, SKEWED, None], ids=["uniform", "skewed", "on-policy"])
+def test_only_rows_of_the_policy_itself_make_p_star_the_optimum_of_a_star_po(behavior):
+    mu = jax.nn.softmax(jnp.asarray(OPTIMUM)) if behavior is None else jnp.asarray(behavior)
+    at_optimum = np.abs(expected_gradient(jnp.asarray(OPTIMUM), mu, K=K, form="a_star_po")).max()
+    assert at_optimum < 1e-12 if behavior is None else at_optimum > 1e-3
+
+
+@pytest.mark.parametrize("name, scale", [("pmd_mean", 2 * BETA * (1 - 1 / K)), ("asymre", 1 - 1 / K), ("topr", 1.0)])
+def test_on_policy_they_follow_the_reward_alone(name, scale):
+    """There is no optimum but the largest reward: at p*, too, descent goes the way of ∇E[r]."""
+    for theta in (OPTIMUM, THETA):
+        ascent = np.asarray(jax.grad(lambda theta: jax.nn.softmax(theta) @ REWARD)(jnp.asarray(theta)))
+        found = expected_gradient(jnp.asarray(theta), jax.nn.softmax(theta), K=K, form=name, **CHANGES.get(name, {}))
+        np.testing.assert_allclose(found, -scale * ascent, rtol=1e-9, atol=1e-12)
+
+
+def test_on_policy_oapl_does_not_rest_at_p_star():
+    at_optimum = expected_gradient(jnp.asarray(OPTIMUM), jax.nn.softmax(OPTIMUM), K=K, form="oapl")
+    ascent = jax.grad(lambda theta: jax.nn.softmax(theta) @ REWARD)(jnp.asarray(OPTIMUM))
+    assert np.abs(at_optimum).max() > 1e-2 and at_optimum @ ascent < 0
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 5), (2, 5, 4), (1, 16, 7)], ids=str)
+def test_the_mean_over_pairs_is_trajectory_balance(sizes):
+    """mean over pairs of (δ_j − δ_k)², δ = log π_θ − log p̃, is 2K/(K − 1) times the loss, and so is its gradient."""
+    outputs, inputs = random_batch(*sizes, ref_temperature=1.3, reward_temperature=0.7)
+    queries, completions, _ = sizes
+    loss, gradient = evaluate("trajectory_balance", outputs, inputs)
+    delta = np.array(row_sums(outputs.logprobs, inputs.mask)) - np.array(log_targets(inputs))
+    pairs, by_row = 0.0, np.zeros(queries * completions)
+    count = queries * completions * (completions - 1) / 2
+    for first in range(0, queries * completions, completions):
+        for j, k in itertools.combinations(range(first, first + completions), 2):
+            pairs += (delta[j] - delta[k]) ** 2 / count
+            by_row[j] += 2 * (delta[j] - delta[k]) / count
+            by_row[k] -= 2 * (delta[j] - delta[k]) / count
+    scale = 2 * completions / (completions - 1)
+    np.testing.assert_allclose(pairs, scale * loss, rtol=1e-10)
+    np.testing.assert_allclose(
+        np.where(inputs.mask, by_row[:, None], 0.0), scale * gradient.logprobs, rtol=1e-9, atol=1e-12 * np.abs(by_row).max()
+    )
+
+
+def test_values_of_equal_rewards_are_that_reward():
+    """However small β is, and no value is above the largest reward or below the mean."""
+    rewards = jnp.array([[0.7, 0.7, 0.7], [0.0, 1.0, 0.0], [-3.0, 5.0, 5.0]])
+    for beta in (1e-3, 0.3, 1e3):
+        found = np.asarray(soft_value(rewards, jnp.asarray(beta)))
+        np.testing.assert_allclose(found[0], 0.7, rtol=1e-9)
+        assert np.all(found <= rewards.max(axis=1) + 1e-12) and np.all(found >= rewards.mean(axis=1) - 1e-9)
+    np.testing.assert_allclose(soft_value(rewards, jnp.asarray(1e-3))[1], 1 + 1e-3 * np.log(1 / 3), rtol=1e-9)
+
+
+def test_a_value_from_rows_of_p_star_is_exact():
+    """π_ref/p* · exp(r/β) = Z for every response: one other row is enough."""
+    _, inputs = random_batch(3, 2, 5)
+    inputs.mask[:, 0] = True
+    log_z = np.repeat([-2.0, 0.5, 3.0], 2)
+    behavior = inputs.behavior_logprobs.copy()
+    target = np.array(row_sums(inputs.ref_logprobs, inputs.mask)) + inputs.reward / float(inputs.beta)
+    behavior[:, 0] += target - log_z - np.array(row_sums(behavior, inputs.mask))
+    found = reference_values(dataclasses.replace(inputs, behavior_logprobs=behavior))
+    np.testing.assert_allclose(found.reshape(-1), float(inputs.beta) * log_z, rtol=1e-9)
+
+
+def test_a_value_of_the_reference_leaves_the_own_row_out():
+    _, inputs = random_batch(1, 3, 5)
+    other = dataclasses.replace(inputs, reward=inputs.reward + np.array([1.0, 0.0, 0.0]))
+    before, after = np.asarray(reference_values(inputs)), np.asarray(reference_values(other))
+    assert before[0, 0] == after[0, 0] and np.all(after[0, 1:] > before[0, 1:])
+
+
+def test_a_negative_row_of_topr_loses_its_weight_and_no_row_gains_any():
+    """∂L/∂ log π of a token: −w R / B, with w = 1, or π_θ/μ of the response if that is less and R is below 0."""
+    outputs, inputs = random_batch(2, 4, 5)
+    inputs.mask[:] = True
+    far = np.array([-4.0, 3.0, -0.1, 0.2, -4.0, 3.0, -0.1, 0.2])  # log π_θ/μ of the response
+    behavior = outputs.logprobs - far[:, None] / 5
+    reward = np.array([-1.0, -1.0, -2.0, 0.0, 1.0, 1.0, -0.5, -1.0])
+    inputs = dataclasses.replace(inputs, behavior_logprobs=behavior, reward=reward)
+    expected = -np.where(reward < 0, np.minimum(np.exp(far), 1), 1) * reward / 8
+    np.testing.assert_allclose(evaluate("topr", outputs, inputs)[1].logprobs, np.repeat(expected[:, None], 5, axis=1), rtol=1e-9)
+
+
+def test_at_delta_0_asymre_is_reinforce_without_a_kl_term():
+    outputs, inputs = random_batch(3, 4, 7, asymre_delta=0.0)
+    without = dataclasses.replace(inputs, beta=np.float64(0.0))
+    expected = evaluate("reinforce", outputs, without)
+    found = evaluate("asymre", outputs, inputs)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-12)
+    np.testing.assert_allclose(found[1].logprobs, expected[1].logprobs, rtol=1e-12)
+
+
+def test_at_the_sampler_pmd_mean_has_the_gradient_of_reinforce():
+    """Where π_θ = π_old: −2β (r − r̄) ∇ log π_θ, however large β is beside the rewards."""
+    outputs, inputs = random_batch(3, 4, 7)
+    inputs = dataclasses.replace(inputs, behavior_logprobs=outputs.logprobs)
+    expected = evaluate("reinforce", outputs, dataclasses.replace(inputs, beta=np.float64(0.0)))[1].logprobs
+    found = evaluate("pmd_mean", outputs, inputs)[1].logprobs
+    np.testing.assert_allclose(found, 2 * float(inputs.beta) * expected, rtol=1e-9, atol=1e-15)
+
+
+def test_flowrl_without_weights_on_responses_of_one_length_is_learned_log_z():
+    """Of T tokens each: 1/T² of learned_log_z with T r̂ in the place of r and T log Z in that of log Z."""
+    T = 5
+    outputs, inputs = random_batch(3, 4, T, clip_low=1.0, clip_high=0.5)
+    inputs.mask[:] = True
+    inputs = dataclasses.replace(inputs, behavior_logprobs=outputs.logprobs)
+    grouped = inputs.reward.reshape(3, 4)
+    scaled = (grouped - grouped.mean(1, keepdims=True)) / (grouped.std(1, keepdims=True) + 1e-6)
+    other = dataclasses.replace(inputs, reward=T * scaled.reshape(-1))
+    expected = evaluate("learned_log_z", dataclasses.replace(outputs, log_z=T * outputs.log_z), other)
+    found = evaluate("flowrl", outputs, inputs)
+    np.testing.assert_allclose(found[0], expected[0] / T**2, rtol=1e-9)
+    np.testing.assert_allclose(found[1].logprobs, expected[1].logprobs / T**2, rtol=1e-9, atol=1e-15)
