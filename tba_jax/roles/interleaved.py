@@ -51,14 +51,6 @@ def run_interleaved(
         search_record.look(searcher)
         return not stop()
 
-    def search() -> list[SearchReport]:
-        """One batch, whose report comes once it is in the log; none where the run stops before."""
-        _load(searcher, max(0, trainer.step_number - trainer.config.schedule.lag))
-        searcher.advance(waits=goes_on)
-        while not (reports := searcher.appended(wait_seconds=LOOK_SECONDS)) and goes_on():
-            pass
-        return reports
-
     report, lacks_rows = None, False
     while not trainer.is_done and goes_on():
         searches = lacks_rows or trainer.step_number % trainer.config.schedule.updates_per_search == 0
@@ -67,7 +59,7 @@ def run_interleaved(
             continue
         with record.profiler.step(trainer.step_number + 1):
             if searches:
-                if not (reports := search()):
+                if not (reports := _search(trainer, searcher, goes_on)):
                     break
                 (report,) = reports
                 search_record.note(trainer.step_number + 1, report)
@@ -89,6 +81,15 @@ def run_interleaved(
     if evaluations:
         evaluations.close()
     return finished
+
+
+def _search(trainer: Trainer, searcher: Searcher, goes_on: Callable[[], bool]) -> list[SearchReport]:
+    """One batch, whose report comes once it is in the log; none where the run stops before."""
+    _load(searcher, max(0, trainer.step_number - trainer.config.schedule.lag))
+    searcher.advance(waits=goes_on)
+    while not (reports := searcher.appended(wait_seconds=LOOK_SECONDS)) and goes_on():
+        pass
+    return reports
 
 
 class _SearchRecord:

@@ -236,6 +236,7 @@ UNSTATED: dict[str, Any] = {
     "sampling.explore_temperature_factor": 1.1 / 0.7,
     "sampling.explore_top_p_probability": 0.0,
     "sampling.explore_top_p_low": 0.7,
+    "searchers.prompt_selection": "uniform",
     "searchers.weights": "full",
     "replay.capacity": 50_000,
     "replay.merge_edit_distance": 0.0,
@@ -247,6 +248,8 @@ UNSTATED: dict[str, Any] = {
     "replay.inverse_temperature": 1.0,
     "replay.max_draws_per_row": 0,
     "replay.max_staleness": 0,
+    "replay.age_decay_steps": 0.0,
+    "replay.success_decay": 0.5,
     "replay.retention": "all",
     "replay.mount": (),
     "learner.decay": "linear",
@@ -262,6 +265,7 @@ UNSTATED: dict[str, Any] = {
     "learner.reference.reset_steps": 50,
     "learner.reference.reset_optimizer": False,
     "learner.reference.ema_decay": 0.95,
+    "learner.effective_sample_scaling": False,
     "learner.non_finite": "stop",
     "learner.clip_norm": 1.0,
     "publish.dtype": "float32",
@@ -304,7 +308,14 @@ OWN: dict[str, dict[str, Any]] = {
 
 _SECTIONS = ("learner.", "replay.", "sampling.", "lora.", "publish.", "schedule.")
 _BESIDES = (
-    *("searchers.samples_per_query", "searchers.weights", "task.prompt_length", "task.response_length", "task.long_prompts"),
+    *(
+        "searchers.samples_per_query",
+        "searchers.prompt_selection",
+        "searchers.weights",
+        "task.prompt_length",
+        "task.response_length",
+        "task.long_prompts",
+    ),
     *("task.min_response_length", "task.force_eos", "task.missing_eos_reward"),
     *("task.banned_tokens", "task.stop_strings", "task.step_ends"),
 )
