@@ -8,7 +8,6 @@ baselines: the same for each objective with a KL term, on rows of one age; draws
 """
 
 import concurrent.futures
-import dataclasses
 import functools
 import itertools
 import os
@@ -256,7 +255,8 @@ def train(
     optimizers |= {"log_z_head": of_head} if learned else {}
     optimizers |= {"value_head": of_head} if valued else {}
     one = optax.constant_schedule(1.0)
-    made = dataclasses.replace(ObjectiveSettings(completions=completions), **dict(settings))
+    changes: dict[str, Any] = dict(settings)
+    made = ObjectiveSettings(completions=completions, **changes)
     config = learner_config(objective, settings=made, rows=len(problem.rewards) * K)
     schedules = update.Schedules(beta=optax.constant_schedule(beta), ref_temperature=one, reward_temperature=one)
     state = state_lib.init_state(config.policy, problem.ref_params, optimizers)

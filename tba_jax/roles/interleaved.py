@@ -31,11 +31,9 @@ def run_interleaved(
     *,
     stop: Callable[[], bool],
 ) -> bool:
-    """One search batch, then schedule.updates_per_search updates, until learner.steps are done. Returns whether the run has
-    finished.
+    """A search batch and schedule.updates_per_search updates, until learner.steps are done. Returns whether the run is finished.
 
-    Fresh rows of step n come from the weights after n − 1 − lag updates. Where the trainer finds too few rows for an update, the
-    next batch comes at once.
+    Fresh rows of step n come from the weights after n − 1 − lag updates. If an update finds too few rows, a batch comes at once.
     """
     recorder = Recorder(trainer, run)
     record = trainer.record
@@ -46,11 +44,7 @@ def run_interleaved(
     if evaluations:
         evaluations.catch_up()
     search_record = _SearchRecord(run, trainer, searcher)
-
-    def goes_on() -> bool:
-        search_record.look(searcher)
-        return not stop()
-
+    goes_on = functools.partial(search_record.goes_on, searcher, stop)
     report, lacks_rows = None, False
     while not trainer.is_done and goes_on():
         searches = lacks_rows or trainer.step_number % trainer.config.schedule.updates_per_search == 0
@@ -58,11 +52,8 @@ def run_interleaved(
             time.sleep(trainer.config.searchers.poll_seconds)
             continue
         with record.profiler.step(trainer.step_number + 1):
-            if searches:
-                if not (reports := _search(trainer, searcher, goes_on)):
-                    break
-                (report,) = reports
-                search_record.note(trainer.step_number + 1, report)
+            if searches and (report := _search(trainer, searcher, search_record, goes_on)) is None:
+                break
             trainer.poll()
             measurements = trainer.step()
         lacks_rows = measurements is None
@@ -76,20 +67,25 @@ def run_interleaved(
         if evaluations:
             evaluations.catch_up()
     finished = end(trainer, recorder)
-    searcher.close()
-    search_record.close()
-    if evaluations:
-        evaluations.close()
+    for each in (searcher, search_record, evaluations):
+        if each is not None:
+            each.close()
     return finished
 
 
-def _search(trainer: Trainer, searcher: Searcher, goes_on: Callable[[], bool]) -> list[SearchReport]:
-    """One batch, whose report comes once it is in the log; none where the run stops before."""
+def _search(
+    trainer: Trainer, searcher: Searcher, search_record: "_SearchRecord", goes_on: Callable[[], bool]
+) -> SearchReport | None:
+    """Appends one batch to the log, and tells of it; None where the run stops before."""
     _load(searcher, max(0, trainer.step_number - trainer.config.schedule.lag))
     searcher.advance(waits=goes_on)
     while not (reports := searcher.appended(wait_seconds=LOOK_SECONDS)) and goes_on():
         pass
-    return reports
+    if not reports:
+        return None
+    (report,) = reports
+    search_record.note(trainer.step_number + 1, report)
+    return report
 
 
 class _SearchRecord:
@@ -107,10 +103,11 @@ class _SearchRecord:
         self._watchdog = alarm_rules.watchdog(run, config, name=name)
         self.watch = RewardWatch(give_up_seconds=config.searchers.give_up_seconds)
 
-    def look(self, searcher: Searcher) -> None:
-        """Raises NoRewards where no reward has come for too long."""
+    def goes_on(self, searcher: Searcher, stop: Callable[[], bool]) -> bool:
+        """Whether nobody asks to stop. Raises NoRewards where no reward has come for too long."""
         self.watch.look(waiting=searcher.unrewarded, grades=searcher.grades)
         self._status.trouble(self.watch.trouble)
+        return not stop()
 
     def note(self, step: int, report: SearchReport) -> None:
         """A batch was appended, of whose rows update number `step` may be made."""

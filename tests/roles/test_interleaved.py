@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding, trajectory
+from tba_jax.experiment import training
 from tba_jax.replay import success_counts
 from tba_jax.replay.reader import LogReader
 from tba_jax.roles.searcher import stream
@@ -141,6 +142,7 @@ def logprobs_by_prefix(params, row, model, contract):
 
 
 def test_what_is_left_out_of_training_is_told(tmp_path, caplog):
+    training.reference(tiny_run.settings(tmp_path / "run", tiny_run.config(evaluation__enabled=False, learner__steps=2)))()
     (tmp_path / "run" / "replay" / "notes").mkdir(parents=True)
     assert frozen_runs.run(tmp_path / "run", learner__steps=2, evaluation__enabled=False) == 0
     assert "notes is ignored: no writer is registered under this name" in caplog.text
