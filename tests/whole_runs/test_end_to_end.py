@@ -3,6 +3,8 @@
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from tba_jax.commands import audit, command_line, show
 from tba_jax.replay import journal
 from tba_jax.replay.log import REGISTER
 from tba_jax.run import layout, log_files, metrics, snapshots
+from tba_jax.run import processes as processes_lib
 from tests.support import tiny_run
 from tests.support.tiny_run import processes
 
@@ -152,3 +155,17 @@ def check_what_is_left(run: layout.RunDir, steps: int) -> None:
     assert searching and all(line["tokens_per_second"] > 0 for line in searching)
     # Not in every line: the account begins with the first batch, and the second may be appended at once with it.
     assert {"time_decode", "time_reference", "time_wait_rewards"} <= set().union(*searching)
+
+
+def test_a_package_that_is_not_installed_ends_a_new_run_by_one_sentence(tmp_path):
+    """The supervisor's own process does not import it, so a role is the first to miss it."""
+    (tmp_path / "tensorboardX").mkdir()
+    missing = 'raise ModuleNotFoundError("No module named \'tensorboardX\'", name="tensorboardX")'
+    (tmp_path / "tensorboardX" / "__init__.py").write_text(missing)
+    seen = tiny_run.environment() | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        tiny_run.command(tmp_path / "run"), cwd=tiny_run.ROOT, env=seen, capture_output=True, text=True, timeout=120, check=False
+    )
+    sentences = [line for line in done.stderr.splitlines() if "tensorboardX" in line]
+    assert done.returncode == processes_lib.BAD_INPUT and len(sentences) == 1, done.stdout + done.stderr
+    assert "requirements.txt" in sentences[0] and sys.executable in sentences[0] and "starting it again" not in done.stderr
