@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from tba_jax.objectives.inputs import ObjectiveInputs, PolicyOutputs
-from tba_jax.objectives.ratios import token_log_ratios
+from tba_jax.objectives.ratios import sequence_log_ratios
 
 
 def soft_value(rewards: jax.Array, beta: jax.Array) -> jax.Array:
@@ -28,7 +28,7 @@ def oapl(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     Needs: behaviour log-probs, K at least 2, β above 0. Returns:
       float32[] loss, in squared units of the reward.
     """
-    log_ratio = inputs.grouped(jnp.sum(token_log_ratios(outputs.logprobs, inputs), axis=1))
+    log_ratio = inputs.grouped(sequence_log_ratios(outputs.logprobs, inputs))
     rewards = inputs.grouped(inputs.reward)
     advantage = rewards - soft_value(rewards, inputs.beta)[:, None]
     return jnp.mean((inputs.beta * log_ratio - advantage) ** 2)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from tba_jax.objectives.advantages import centred
 from tba_jax.objectives.inputs import ObjectiveInputs, PolicyOutputs
-from tba_jax.objectives.ratios import token_log_ratios
+from tba_jax.objectives.ratios import sequence_log_ratios
 
 
 def pmd_mean(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
@@ -22,5 +22,5 @@ def pmd_mean(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     Needs: behaviour log-probs, K at least 2, β above 0. Returns:
       float32[] loss, in squared units of the reward.
     """
-    log_ratio = inputs.grouped(jnp.sum(token_log_ratios(outputs.logprobs, inputs), axis=1))
+    log_ratio = inputs.grouped(sequence_log_ratios(outputs.logprobs, inputs))
     return jnp.mean((centred(inputs.grouped(inputs.reward)) - inputs.beta * log_ratio) ** 2)

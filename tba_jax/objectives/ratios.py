@@ -29,9 +29,14 @@ def token_ratios(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Arr
     return bounded_exp(token_log_ratios(policy_logprobs, inputs))
 
 
+def sequence_log_ratios(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
+    """log π_θ(y|x) − log π_behaviour(y|x) of each response, not clipped: float32[B], nats."""
+    return jnp.sum(token_log_ratios(policy_logprobs, inputs), axis=1)
+
+
 def sequence_ratios(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
     """ρ = Π_t ρ_t of each response: float32[B]."""
-    return bounded_exp(jnp.sum(token_log_ratios(policy_logprobs, inputs), axis=1))
+    return bounded_exp(sequence_log_ratios(policy_logprobs, inputs))
 
 
 def clipped_surrogate(ratio: jax.Array, advantage: jax.Array, *, low: float, high: float) -> jax.Array:
