@@ -31,7 +31,7 @@ def expected_by_response(
 ) -> Array:
     """E[ estimate | y ] over so many other rows of the group, drawn from μ: float64[N].
 
-    Args: estimate: of (rewards [groups, others] and log π_ref/μ [groups, others] of the other rows; reward of the row itself).
+    Args: estimate: (rewards of the other rows, their log π_ref/μ, both [groups, others]; reward of the row itself) -> [groups].
     """
     drawn = np.random.default_rng(0).choice(len(rewards), size=(groups, others), p=np.exp(log_mu) / np.exp(log_mu).sum())
     return np.array([estimate(rewards[drawn], (log_ref - log_mu)[drawn], float(own)).mean() for own in rewards])
@@ -54,11 +54,6 @@ def regression(log_mu: Array, aim: Array) -> Array:
 
 def _log_mean_exp(terms: Array) -> Array:
     return special.logsumexp(terms, axis=1) - np.log(terms.shape[1])
-
-
-def trajectory_balance(rewards: Array, log_mu: Array, log_ref: Array, *, beta: float, K: int) -> Array:
-    del log_mu, K
-    return special.softmax(log_ref + rewards / beta)
 
 
 def oapl(rewards: Array, log_mu: Array, log_ref: Array, *, beta: float, K: int) -> Array:
