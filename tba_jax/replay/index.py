@@ -102,6 +102,7 @@ class ReplayIndex(Window):
         """Integrates rows of one writer's log, in order, as visible from trainer step `step` on.
 
         own: whether they are of this run. Weights of other runs count as those of step 0, where this run begins.
+        rows_per_append: of the writer, see SuccessCounts.
 
         Invalid rows are counted and left out. Of a response that its query already has and the new one, `merge_keep` says which
         leaves. Else a full query loses a row, then a full window, by the rule `drop`. How rows are split over calls makes no
@@ -113,26 +114,23 @@ class ReplayIndex(Window):
         count = check_rows(rows, self.shape)
         if not count:
             return
-        first, head = int(rows["row"][0]), self.heads.get(writer, 0)
-        if first < head or not np.array_equal(rows["row"], np.arange(first, first + count)):
-            raise ValueError(
-                f"rows {first} to {rows['row'][-1]} ({count}) of writer {writer} must be consecutive and not below row {head}"
-            )
+        end = _end(writer, rows["row"], head=self.heads.get(writer, 0))
         self._open_writer(writer)
-        self.heads[writer] = first + count
-        counts = self._counts[number := self._writer_number[writer]]
+        self.heads[writer] = end
+        number = self._writer_number[writer]
+        counts = self._counts[number]
         counts["seen"] += count
         self.totals["seen"] += count
 
-        valid = self._valid(writer, rows, counts)
-        if not len(valid):
+        if not len(valid := self._valid(writer, rows, counts)):
             return
         row_steps = _row_steps(rows) if own else np.zeros(count, np.int64)
         arrivals = range(self._next_arrival, self._next_arrival + len(valid))
         self._next_arrival = arrivals.stop
         query_ids, rewards = rows["query_id"].tolist(), rows["reward"].tolist()
         if own and not writer.startswith(GIVEN):  # sampled by the policy of this run
-            self._count_successes(writer, rows, valid, rows_per_append)
+            sampled = (rows[name][valid].tolist() for name in ("row", "query_id", "reward"))
+            self.success_counts.add(writer, *sampled, rows_per_append=rows_per_append)
         # The row that was put into a slot last; what a free slot holds does not matter.
         row_in: dict[int, int] = {}
         for arrival, row in zip(arrivals, valid.tolist(), strict=True):
@@ -149,11 +147,6 @@ class ReplayIndex(Window):
         self._slot_writer[slots], self._row_step[slots] = number, row_steps[put]
         for name, column in self._columns.items():
             column[slots] = rows[name][put]
-
-    def _count_successes(self, writer: str, rows: Rows, valid: np.ndarray, rows_per_append: int) -> None:
-        """Args: rows_per_append: of the writer."""
-        sampled = (rows[name][valid].tolist() for name in ("row", "query_id", "reward"))
-        self.success_counts.add(writer, *sampled, rows_per_append=rows_per_append)
 
     def _valid(self, writer: str, rows: Rows, counts: collections.Counter[str]) -> np.ndarray:
         """int64[n], which rows are valid, ascending; the others are counted, by reason."""
@@ -382,6 +375,14 @@ class ReplayIndex(Window):
                 self._near.put(slot, rows, i)
             identity = self._identity(rows, i, int(there["arrival"][i]))
             self._enter(slot, query_ids[i], identity, rewards[i], self._counts[there["writer"][i]])
+
+
+def _end(writer: str, rows: np.ndarray, *, head: int) -> int:
+    """The row number after `rows`. Raises ValueError where they are not consecutive, or begin below `head`."""
+    first, count = int(rows[0]), len(rows)
+    if first < head or not np.array_equal(rows, np.arange(first, first + count)):
+        raise ValueError(f"rows {first} to {rows[-1]} ({count}) of writer {writer} must be consecutive and not below row {head}")
+    return first + count
 
 
 def _row_steps(rows: Rows) -> np.ndarray:

@@ -319,9 +319,7 @@ def test_successes_are_counted_of_the_run_s_own_valid_rows_that_its_policy_sampl
     assert published.query_id.tolist() == [1, 2]
     assert published.successes.tolist() == [1.25, 0] and published.trials.tolist() == [2, 1]
     # Identical responses are merged in the window, and count all the same.
-    again = make_rows(4, [1], [(0,)])
-    again["reward"][:] = 1.0
-    index.add("a", again, step=2, rows_per_append=4)
+    index.add("a", make_rows(4, [1], [(0,)]) | {"reward": np.float32([1])}, step=2, rows_per_append=4)
     assert index.success_counts.published().trials.tolist() == [0.5 * 2 + 1, 1]
 
 
