@@ -5,11 +5,10 @@
 
 Search and training take turns in one process (schedule.mode=interleaved): the rows of an update were drawn with the weights of
 `lag` updates before (the first ones: with those of the start), all of them, and none is drawn twice. Every objective has the same
-learning rate, β, rows and number of updates; nothing is tuned for any of them. `siblings` stands for the objectives that fit
-log-ratios to rewards; each has the numbers of its row in configs/baselines.py, since its β or its baseline may mean another
-quantity. A run that is done is not made again, so the
-command resumes where it was stopped. It prints a markdown table of held-out greedy accuracy, mean and standard deviation over
-seeds, and draws workdir/staleness.png.
+learning rate, β, rows and number of updates; nothing is tuned for any of them. `siblings` stands for the siblings of trajectory
+balance (docs/objectives.md). Each of these has the numbers of its row in configs/baselines.py, since its β or its baseline may
+mean another quantity. A run that is done is not made again, so the command resumes where it was stopped. It prints a markdown
+table of held-out greedy accuracy, mean and standard deviation over seeds, and draws workdir/staleness.png.
 """
 
 import itertools
@@ -27,11 +26,13 @@ from tba_jax.objectives import OBJECTIVES
 from tba_jax.roles import results
 from tba_jax.run import layout
 
+SIBLINGS = ("oapl", "pmd_mean", "flowrl", "a_star_po", "asymre", "topr")
+
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
 _OBJECTIVES = flags.DEFINE_list(
     "objectives",
     ["trajectory_balance", "tba_prime", "rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo"],
-    f"Of {', '.join(OBJECTIVES)}; siblings: all that fit log-ratios to rewards.",
+    f"Of {', '.join(OBJECTIVES)}; siblings: {', '.join(SIBLINGS)}.",
 )
 _LAGS = flags.DEFINE_list("lags", ["1", "16", "64"], "Ages of the rows, in updates.")
 _SEEDS = flags.DEFINE_integer(
@@ -41,7 +42,6 @@ _STEPS = flags.DEFINE_integer("steps", 200, "Updates of each run.", lower_bound=
 _JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of the cores; 0: one a core.", lower_bound=0)
 
 RECIPE = "configs/demo.py"
-SIBLINGS = ("oapl", "pmd_mean", "flowrl", "a_star_po", "asymre", "topr")
 # 64 rows an update, all of them from the batch that the searcher has just appended.
 ROWS = {
     "learner.queries": 4,

@@ -1,4 +1,4 @@
-"""The objectives that fit log-ratios to rewards: the optimum of each, on which rows, and what tells them from each other.
+"""The siblings of trajectory balance: the optimum of each, on which rows, and what tells them from each other.
 
 Expectations are exact sums over all groups of responses. Optima are computed from the equations, not by descent.
 """

@@ -1,4 +1,4 @@
-"""The objectives that fit log-ratios to rewards, as plain Python loops; see objective_loops.py."""
+"""The losses of the siblings of trajectory balance, as plain Python loops; see objective_loops.py."""
 
 import math
 
