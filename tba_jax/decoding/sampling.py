@@ -89,7 +89,7 @@ _ROWS_AT_A_TIME = 16
 class Draw:
     """One token a row with its log-probabilities.
 
-    token: int32[B]; drawn: int32[B], the token that was drawn, which `token` is but in forced rows;
+    token: int32[B]; drawn: int32[B], the token that was drawn, which differs from `token` in forced rows alone;
     policy_logprob: float32[B], of `token`, nats at the scoring temperature over the whole response space;
     behavior_logprob: float32[B], of `token`, nats of the distribution that was sampled, 0 in a greedy row. In a forced row it is
     of that distribution before truncation, which might have left the token out.
@@ -121,7 +121,8 @@ def draw(
       uniform: float32[B] in [0, 1). sampling: settings over B rows, traced.
       scoring_temperature: temperature of the policy's log-probs, above 0.
       tiled: static: sums go over the tiles of a TPU. They are rounded in another order, and slower on CPUs.
-      forced: a token, static, and the rows that get it whatever they draw, bool[B]; its logit there must be finite.
+      forced: (token, rows): a static token id, and bool[B], the rows that get this token whatever they draw; its logit must be
+        finite in these rows.
 
     Returns:
       Draw over B rows. A token of probability 0 is never drawn, a greedy row draws the first of the most likely tokens. In

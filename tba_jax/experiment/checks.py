@@ -356,10 +356,10 @@ def _check_prompt_selection(config: Any, require: Require) -> None:
 def _check_all_are_read(config: Any, require: Require) -> None:
     """Refuses a setting that differs from its default although the run would not use it.
 
-    These are settings of objectives and of learning-rate schedules other than the config's own, of the values of states without
-    task.step_ends, of the choice of queries where there is none, and of the weights of rows where none are drawn by weight. β is
-    not among them: it scales a metric of every run. A run that exists goes on as it began: this check is for new runs and for
-    --dry_run.
+    Such settings are those of other objectives and learning-rate schedules; those of state values, without task.step_ends; those
+    of prompt selection, with searchers.prompt_selection=uniform; and replay.age_decay_steps, where every query draws its newest
+    rows. β is not among them: it scales a metric of every run. This check is for new runs and for --dry_run, since a run that
+    exists goes on as it began.
     """
     learner, objective, defaults = config.learner, OBJECTIVES[config.learner.objective], SCHEMA.defaults()
     heads = {"log_z_learning_rate": objective.log_z_head, "value_learning_rate": objective.value_head}

@@ -58,7 +58,8 @@ def make(config: Any) -> tuple[Task, dict[str, Any]]:
     if given is not None and config.searchers.prompt_selection == "posterior" and not 0 <= given[0] <= given[1] <= 1:
         raise ValueError(
             f"searchers.prompt_selection=posterior counts successes, so every reward must be within [0, 1], and those of "
-            f"task.name={config.task.name!r} are within [{given[0]:g}, {given[1]:g}]: scale them, or use uniform"
+            f"task.name={config.task.name!r} are within [{given[0]:g}, {given[1]:g}]: scale them, or set "
+            "searchers.prompt_selection=uniform"
         )
     for section in ("searchers", "evaluation"):
         devices = config[section].task_devices

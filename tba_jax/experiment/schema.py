@@ -21,8 +21,8 @@ c.task.name = setting("arithmetic", registry="tasks")  # a task of tba_jax/tasks
 c.task.prompt_length = setting(16, at_least=1)  # P, tokens; task.long_prompts says what happens to longer prompts
 c.task.response_length = setting(32, at_least=1)  # R, tokens, including end-of-sequence
 c.task.min_response_length = setting(0, at_least=0)  # tokens before which end-of-sequence has probability 0; 0: any length
-# True: the last of R tokens is the end of sequence, whatever was drawn, and is scored like every other token. A response that is
-# cut so pays for how improbable its end is. It counts as cut: task.missing_eos_reward holds for it.
+# True: the last of R tokens is the end of sequence, whatever was drawn, and is scored like every other token: a response that is
+# cut pays for how improbable its end is there. It still counts as cut, so task.missing_eos_reward holds for it.
 c.task.force_eos = False
 c.task.banned_tokens = ()  # ids of tokens that have probability 0 in responses, besides the special tokens
 # Texts that end a response, such as ("\n\n", "Question:"). The response ends with the token that completes such a text, whatever
@@ -198,7 +198,7 @@ c.replay.merge_cosine_distance = setting(0.0, at_least=0, below=2, fixed=True)  
 c.replay.merge_keep = setting("newest", one_of=("newest", "best"), fixed=True)
 c.replay.drop = setting("oldest", one_of=("oldest", "lowest_reward"), fixed=True)  # the row that leaves a full query or window
 c.replay.recent_probability = setting(0.95, at_least=0, at_most=1)  # m: share of queries drawn from recent rows
-# Recent is what became visible in the last so many trainer steps at which rows did. 0: publish.every_steps
+# Rows are recent if they became visible in the last so many trainer steps at which any did. 0: publish.every_steps
 c.replay.recent_window = setting(0, at_least=0)
 # The rows of a recent query that has fewer than learner.completions recent ones. repeat: these repeated; older: its newest.
 c.replay.recent_fill = setting("repeat", one_of=("repeat", "older"))
@@ -264,7 +264,7 @@ c.learner.log_ratio_clip = setting(10.0, above=0)  # tba_prime: most that a toke
 # tba_prime: what the sum over a row's tokens is divided by. response_budget: R | row_length: tokens of its prompt and response
 c.learner.row_divisor = setting("response_budget", one_of=("response_budget", "row_length"))
 c.learner.clip_low = setting(0.2, above=0, at_most=1)  # proximal_rloo, ppo, vine_ppo, grpo, dr_grpo: ratio from 1 − clip_low …
-c.learner.clip_high = setting(0.2, above=0)  # … to 1 + clip_high; flowrl's both, cispo this one
+c.learner.clip_high = setting(0.2, above=0)  # … to 1 + clip_high; flowrl reads both, cispo this one
 c.learner.sequence_clip_low = setting(3e-4, above=0, at_most=1)  # gspo: likewise, of the response's length-normalised ratio
 c.learner.sequence_clip_high = setting(4e-4, above=0)
 c.learner.icepop_low = setting(0.5, at_least=0, below=1)  # icepop: tokens with a ratio below icepop_low …
@@ -273,9 +273,9 @@ c.learner.gae_lambda = setting(0.95, at_least=0, at_most=1)  # ppo: λ
 c.learner.value_coefficient = setting(0.1, above=0)  # ppo: weight of the value loss beside the policy loss
 c.learner.value_learning_rate = setting(1e-4, above=0)  # of the head of ppo; its schedule is the policy's
 c.learner.asymre_delta = setting(-0.1, at_most=0)  # asymre: the baseline less the group's mean reward, in units of the reward
-c.learner.topr_baseline = 0.0  # topr: subtracted from every reward, of which only negative ones are weighed
+c.learner.topr_baseline = 0.0  # topr: subtracted from every reward; rows below 0 are weighed by π_θ/π_behaviour
 # The policy's learning rate, times √((Σw)²/(B Σw²)) with each row's w = π_θ/π_behaviour: shorter steps where a few rows have all
-# the weight (VCPO: Huang et al. 2026). Of any objective; heads keep their own learning rates.
+# the weight (VCPO: Huang et al. 2026). With any objective; heads keep their own learning rates.
 c.learner.effective_sample_scaling = False
 c.learner.reference = ConfigDict()
 # initial: the policy of step 0 | reset: the policy of the last multiple of reset_steps | ema: ref ← α·ref + (1 − α)·θ at each

@@ -58,7 +58,8 @@ class ObjectiveInputs:
     of the sampling distribution, 0 where masked; mask: bool[B, R]; reward: float32[B]; beta: float32[], the KL
     coefficient β; ref_temperature: float32[], γ; reward_temperature: float32[], τ; state_values: float32[B, R], in units of the
     reward, Monte-Carlo estimates for the state before each token, NaN if it was not estimated (see step_advantages), arbitrary
-    where masked, None if the rows have no such estimates; prompt_length: int32[B], tokens, None if no objective asks for it.
+    where masked, None if the rows have no such estimates; prompt_length: int32[B], tokens, which row_divisor
+    `row_length` alone reads.
     """
 
     ref_logprobs: chex.Array

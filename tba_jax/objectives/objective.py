@@ -20,9 +20,9 @@ class Objective:
 
     loss: see Loss; min_completions: the smallest K; behavior_logprobs: whether it reads the log-probs of π_behaviour;
     positive_beta: whether it has no optimum or no gradient at β = 0 (for other objectives β = 0 drops the KL term);
-    full_support: whether its optimum requires a sampler that can draw every response; untruncated: whether every single row must
-    be drawn by one; log_z_head, value_head: whether PolicyOutputs must have a learned log_z or learned values; state_values:
-    whether rows must carry Monte-Carlo state values;
+    full_support: whether its optimum requires a sampler that can draw every response; untruncated: whether no row may come from a
+    truncated sampler; log_z_head, value_head: whether PolicyOutputs must have a learned log_z or learned values;
+    state_values: whether rows must carry Monte-Carlo state values;
     moving_reference: whether it reads ref_logprobs, so that a moving reference has an effect; k3: whether at β > 0 it has the k3
     estimate of KL(π_θ‖π_ref), which needs a π_ref that is a distribution; settings: names of the settings learner.* that it
     reads (fields of ObjectiveSettings, and the schedules `beta`, `ref_temperature`, `reward_temperature`).

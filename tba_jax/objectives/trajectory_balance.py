@@ -26,7 +26,8 @@ def vargrad_log_z(policy_logprob_sum: jax.Array, log_target: jax.Array) -> jax.A
 def trajectory_balance(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = mean_{i,j} ( log Ẑ(x_i) + log π_θ(y_ij|x_i) − log p̃(y_ij|x_i) )²,  log p̃ = log π_ref + r/β at γ = τ = 1.
 
-    The mean over pairs of a group of (δ_j − δ_k)², δ being log π_θ − log p̃, is 2K/(K − 1) times L: a loss of pairs would be this.
+    With δ = log π_θ − log p̃, the mean of (δ_j − δ_k)² over the pairs of a group is 2K/(K − 1) times L, so a pairwise loss has the
+    same gradient up to that factor.
 
     Returns:
       float32[] loss in nats². Its gradient is −(2/β) mean A ∇ log π_θ, with A as in tba_prime_advantage without clipping.

@@ -24,7 +24,7 @@ class NearByEdits:
     """
 
     def __init__(self, *, slots: int, share: float, vocab_size: int):
-        """Args: share: in (0, 1), of both lengths together, below which the edit distance of two like responses is."""
+        """Args: share: in (0, 1). Responses of n and m tokens are near if their edit distance is below share · (n + m)."""
         if vocab_size > _MAX_VOCAB:
             raise ValueError(f"vocab_size={vocab_size} is more than {_MAX_VOCAB}, the most merge_edit_distance={share} can take")
         self._share = share
@@ -49,7 +49,7 @@ class NearByEdits:
         """
         # take() gathers several times faster than an index; `others` may be all rows of a run.
         length, lengths = self._lengths[slot], self._lengths.take(others)
-        # By the other's length, the largest d < share · (n_a + n_b); the small term keeps 29 of 100 out of a share of 0.29.
+        # limits[n_b]: the largest distance d < share · (n_a + n_b). The small term keeps d = 29 of 100 out of a share of 0.29.
         possible = np.arange(max(int(lengths.max(initial=0)), int(length)) + 1)
         limits = np.ceil(self._share * (possible + length) - 1e-9).astype(np.int32) - 1
         differences = np.abs(possible - length).astype(np.int32)

@@ -69,7 +69,7 @@ def read(policies: Place, step: int) -> QueryCounts:
 
 
 def refusal(reward: float, row: str) -> str:
-    """The sentence about a reward that is no success rate. Args: row: its name, "WRITER:ROW"."""
+    """The sentence about a reward that is not within [0, 1]. Args: row: its name, "WRITER:ROW"."""
     return (
         f"searchers.prompt_selection=posterior counts successes, so every reward must be within [0, 1], and row {row} has the "
         f"reward {reward:g}: scale the task's reward, or set searchers.prompt_selection=uniform"
@@ -108,7 +108,7 @@ class SuccessCounts:
     def add(
         self, writer: str, rows: Sequence[int], query_ids: Sequence[int], rewards: Sequence[float], *, rows_per_append: int
     ) -> None:
-        """Counts rows of a writer that follow those before. Args: their numbers, query ids and finite rewards, one each."""
+        """Counts the next valid rows of a writer, in order. Args: one number, query id and finite reward of each row."""
         last = self._last.get(writer)
         for row, query_id, reward in zip(rows, query_ids, rewards, strict=True):
             if self.outside is not None:

@@ -303,7 +303,10 @@ def _pace(lines: Sequence[Line], now: float) -> float | None:
 
 
 def _seconds_left(steps: int, pace: float, *, since: float) -> float | None:
-    """At that pace; None where all of it has gone by. Args: since: seconds since the newest step that is known."""
+    """Until `steps` more are done, None where that time has passed.
+
+    Args: pace: steps a second. since: seconds since the newest step that is known.
+    """
     left = steps / pace - since
     return left if left > 0 else None
 

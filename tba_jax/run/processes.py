@@ -106,7 +106,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def missing_package(error: BaseException) -> str:
-    """The sentence about a package that an import did not find, "" where `error` is another one.
+    """The sentence about a package that an import did not find, "" for any other error.
 
     The environment is a setting of the user's: a role that lacks a package fails in the same way however often it is started.
     """

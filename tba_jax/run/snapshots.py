@@ -39,8 +39,8 @@ class Damaged(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class SnapshotInfo:
-    """What commit.json says. step: trainer step of the weights; epoch: lease epoch of the trainer that wrote them. And
-    beside: name -> content of files beside the parameters, which become visible and are removed with them."""
+    """What is saved with the parameters of a snapshot. step: trainer step of the weights; epoch: lease epoch of the trainer that
+    wrote them; beside: name -> content of further files, which become visible and are removed with the parameters."""
 
     step: int
     epoch: int

@@ -59,8 +59,8 @@ class Task(Protocol):
     reward_parts: names of the M parts. reward_version: a number to increase when the definition of the reward changes.
     A class may have an attribute `alphabet`: all characters of its prompts and responses. It then needs no pretrained model.
     A class may have an attribute `private_files`: whether the files of its runs are for their owner alone to read.
-    A task may have an attribute `reward_range`: (lowest, highest) reward that it may give, perhaps infinite. What needs rewards
-    within a range is refused before a run begins then, and otherwise at the first reward outside of it.
+    A task may have an attribute `reward_range`: (lowest, highest) reward that it may give, perhaps infinite. A setting that needs
+    rewards within other limits is then refused before a run begins; without the attribute, at the first reward beyond them.
     """
 
     @property
@@ -94,7 +94,8 @@ def private_files(task: object) -> bool:
 
 
 def reward_range(task: object) -> tuple[float, float] | None:
-    """The lowest and the highest reward of a task, None where it does not say: see Task. Raises ValueError where it says else."""
+    """The lowest and the highest reward of a task, None where it has no `reward_range`: see Task. Raises ValueError where
+    `reward_range` is not two numbers."""
     found = getattr(task, "reward_range", None)
     if found is None:
         return None

@@ -156,7 +156,7 @@ class ReplayBuffer:
     def integrate(self, *, step: int) -> None:
         """Adds the rows that have arrived to the index, as visible from `step` on.
 
-        Raises: BadInput where searchers choose queries by success rate, and a reward is none.
+        Raises: BadInput where searchers choose queries by success rates, and a reward is not within [0, 1].
         """
         if visible := self.tail.integrate(self.index, step=step):
             self._visible += visible
