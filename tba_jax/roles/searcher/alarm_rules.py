@@ -44,9 +44,9 @@ def missing_eos_reward(points: Sequence[Point], c: Any) -> Finding | None:
 
 
 def never_ends(points: Sequence[Point], c: Any) -> Finding | None:
-    """No response ends by itself, although it could."""
-    may_end = c.task.min_response_length < c.task.response_length
-    if c.task.missing_eos_reward is not None or not may_end or (found := _of_responses(points, "finished_rows")) is None:
+    """No response ends by itself, although it could, and nothing says that cut responses are meant."""
+    may_be_cut = c.task.force_eos or c.task.min_response_length == c.task.response_length
+    if c.task.missing_eos_reward is not None or may_be_cut or (found := _of_responses(points, "finished_rows")) is None:
         return None
     finished, rows = found
     if finished >= _ENDS * rows:

@@ -35,6 +35,7 @@ def test_responses_that_end_and_have_rewards_are_no_alarm():
 def test_what_is_meant_to_be_cut_is_no_alarm():
     assert told(0.0) == ["never_ends"]
     assert told(0.0, task__min_response_length=6) == []  # as long as the limit: no response may end
+    assert told(0.0, task__force_eos=True) == []
     assert told_under(story_sentiment.get_config(), 0.0) == []  # continuations of stories, which are longer
 
 
