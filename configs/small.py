@@ -20,7 +20,6 @@ _SIZES: dict[str, Any] = {
     "learner.queries": 2,
     "learner.completions": 4,
     "learner.warmup_steps": 0,
-    "learner.decay_steps": 0,
     "learner.schedule_steps": 0,
     "searchers.count": 1,
     "searchers.queries_per_batch": 2,
@@ -68,6 +67,7 @@ def shrink(c: Any, inputs: Mapping[str, str], **sizes: Any) -> Any:
     of_policy = _SIZES_OF_MODEL if inputs else _SIZES_OF_WARM_START
     paths = {setting: str(FOLDER / name) for setting, name in inputs.items()}
     c.update_from_flattened_dict(_SIZES | of_policy | paths | {name.replace("__", "."): size for name, size in sizes.items()})
+    c.learner.decay_steps = min(c.learner.decay_steps, STEPS)
     c.learner.micro_batch_tokens = c.learner.completions * (c.task.prompt_length + c.task.response_length)
     if c.learner.reference.kind == "reset":
         c.learner.reference.reset_steps = 1  # so that it is reset at all

@@ -372,7 +372,12 @@ def _check_all_are_read(config: Any, require: Require) -> None:
             f"learner.{name}={learner[name]} would not be used: learner.objective={learner.objective} does not read it; leave it "
             f"at {defaults.learner[name]}",
         )
-    for name, readers in (("decay", ("wsd",)), ("schedule_steps", ("linear", "wsd"))):
+    require(
+        learner.schedule != "wsd" or learner.decay_steps > 0,
+        f"learner.decay_steps={learner.decay_steps} must be at least 1 with learner.schedule=wsd, whose rate would never decay; "
+        "learner.schedule=constant is meant to",
+    )
+    for name, readers in (("decay", ("wsd",)), ("decay_steps", ("wsd",)), ("schedule_steps", ("linear", "wsd"))):
         require(
             learner.schedule in readers or learner[name] == defaults.learner[name],
             f"learner.{name}={learner[name]} would not be used: learner.schedule={learner.schedule} does not read it; leave it "
@@ -390,6 +395,19 @@ def _check_all_are_read(config: Any, require: Require) -> None:
             config.searchers.prompt_selection == "posterior" or value == default,
             f"searchers.{name}={value} would not be used with searchers.prompt_selection={config.searchers.prompt_selection}; "
             f"leave it at {default}",
+        )
+    for name in ("recent_window", "recent_fill"):
+        value, default = config.replay[name], defaults.replay[name]
+        require(
+            config.replay.recent_probability > 0 or value == default,
+            f"replay.{name}={value} would not be used with replay.recent_probability=0; leave it at {default}",
+        )
+    for name in ("lag", "updates_per_search"):
+        value, default = config.schedule[name], defaults.schedule[name]
+        require(
+            config.schedule.mode == "interleaved" or value == default,
+            f"schedule.{name}={value} would not be used with schedule.mode=asynchronous; leave it at {default}, or set "
+            "schedule.mode=interleaved",
         )
     require(
         config.replay.recent_probability < 1 or not config.replay.age_decay_steps,

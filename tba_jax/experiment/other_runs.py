@@ -151,10 +151,13 @@ def _warn_of_finished_mounts(config: Any) -> None:
 
 
 def check_behavior_is_known(run: layout.RunDir, config: Any) -> None:
-    """Raises ValueError where the learner reads π_behaviour, and rows come from a file, which does not say it."""
+    """Raises ValueError where the learner reads π_behaviour, and rows come from a file, which does not say it; or where every row
+    must be untruncated, and the settings that this run or a mounted one was made with truncate some."""
     if not (reader := behavior_reader(config.learner)):
         return
     for place in (run, *map(layout.open_run_dir, config.replay.mount)):
+        if OBJECTIVES[config.learner.objective].untruncated:
+            _check_is_untruncated(place, reader)
         for writer in _writers(place):
             if not writer.startswith(GIVEN):
                 continue
@@ -163,6 +166,18 @@ def check_behavior_is_known(run: layout.RunDir, config: Any) -> None:
                     f"{reader} reads π_behaviour of every row, and nobody knows that of writer {writer} in {place.replay}, "
                     f"whose rows are of {source}; trajectory_balance and others need none"
                 )
+
+
+def _check_is_untruncated(run: layout.RunDir, reader: str) -> None:
+    if not places_lib.exists(run.config):  # a new run, which has no rows
+        return
+    sampling = contract_lib.read(run)["config"]["sampling"]
+    for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("explore_top_p_probability", 0.0)):
+        if sampling[name] != off:
+            raise ValueError(
+                f"{reader} needs rows that are not truncated, and those of {run.root} are drawn with sampling.{name}="
+                f"{sampling[name]}: begin a run of its own for it, or take trajectory_balance"
+            )
 
 
 def behavior_reader(learner: Any) -> str:

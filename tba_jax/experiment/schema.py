@@ -200,7 +200,8 @@ c.replay.drop = setting("oldest", one_of=("oldest", "lowest_reward"), fixed=True
 c.replay.recent_probability = setting(0.95, at_least=0, at_most=1)  # m: share of queries drawn from recent rows
 # Rows are recent if they became visible in the last so many trainer steps at which any did. 0: publish.every_steps
 c.replay.recent_window = setting(0, at_least=0)
-# The rows of a recent query that has fewer than learner.completions recent ones. repeat: these repeated; older: its newest.
+# The rows of a recent query that has fewer than learner.completions recent ones. repeat: these repeated; older: its newest. Under
+# max_draws_per_row it is always its newest.
 c.replay.recent_fill = setting("repeat", one_of=("repeat", "older"))
 c.replay.strategy = setting("uniform", registry="strategies")  # how the rows of the other queries are drawn; softmax: of reward
 c.replay.inverse_temperature = setting(1.0, above=0)  # of the softmax strategy

@@ -22,6 +22,11 @@ from tba_jax.run import contract as contract_lib
 HELD_REFERENCES = ("reset", "ema")
 
 
+def policy_rate(c: Any) -> optimizer.Schedule:
+    """The policy's learning rate by the number of updates done before. Args: c: the section learner."""
+    return make_schedule(c, peak=c.learning_rate, steps=c.schedule_steps or c.steps)
+
+
 def make_schedule(c: Any, *, peak: float, steps: int) -> optimizer.Schedule:
     """The schedule of a learning rate that ends at `steps`."""
     parts = dict(warmup_steps=c.warmup_steps, decay_steps=c.decay_steps, decay=c.decay)

@@ -68,8 +68,16 @@ def read(policies: Place, step: int) -> QueryCounts:
     return from_bytes(layout.read_file(policies / layout.step_name(step) / FILE))
 
 
+def uncounted(row: str, reward: float) -> str:
+    """The sentence about a row, "WRITER:ROW", that is trained on, and whose reward is no part of a success."""
+    return (
+        f"searchers.prompt_selection=posterior counts rewards within [0, 1]: row {row} has the reward {reward:g} and is "
+        "not counted, nor are others like it; scale the task's reward, or set searchers.prompt_selection=uniform"
+    )
+
+
 def refusal(reward: float, row: str) -> str:
-    """The sentence about a reward that is not within [0, 1]. Args: row: its name, "WRITER:ROW"."""
+    """The sentence that refuses a batch for a reward that is not within [0, 1]. Args: row: its name, "WRITER:ROW"."""
     return (
         f"searchers.prompt_selection=posterior counts successes, so every reward must be within [0, 1], and row {row} has the "
         f"reward {reward:g}: scale the task's reward, or set searchers.prompt_selection=uniform"
@@ -94,7 +102,7 @@ class SuccessCounts:
 
     The state is a function of the rows in their order, however they are split over calls.
 
-    Attributes: outside: (row, reward) of the first row whose reward is not within [0, 1]; nothing is counted from it on.
+    Attributes: outside: (row, reward) of the first row whose reward is not within [0, 1]. Such rows are not counted.
     """
 
     def __init__(self, *, decay: float, most_queries: int = MOST_QUERIES):
@@ -111,11 +119,9 @@ class SuccessCounts:
         """Counts the next valid rows of a writer, in order. Args: one number, query id and finite reward of each row."""
         last = self._last.get(writer)
         for row, query_id, reward in zip(rows, query_ids, rewards, strict=True):
-            if self.outside is not None:
-                return
             if not 0 <= reward <= 1:
-                self.outside = f"{writer}:{row}", reward
-                return
+                self.outside = self.outside or (f"{writer}:{row}", reward)
+                continue
             visit = query_id, row // rows_per_append
             if visit != last or query_id not in self._counts:
                 self._visit(query_id)

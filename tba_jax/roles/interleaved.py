@@ -64,6 +64,7 @@ def run_interleaved(
         trainer.flush_snapshot()
         if recorder.note(measurements) and report is not None:
             search_record.write(trainer.step_number, report)
+            report = None
         if evaluations:
             evaluations.catch_up()
     finished = end(trainer, recorder)

@@ -160,9 +160,11 @@ def check_can_be_made(run: RunDir) -> None:
     there = next(folder for folder in (run.root, *run.root.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"workdir {str(run.root)!r} cannot be written: {there} is {'read-only' if there.is_dir() else 'a file'}")
-    folders = dict.fromkeys(folder for folder in (run.root, run.shared) if isinstance(folder, Path))
+    if places.exists(run.config):
+        return
+    folders: dict[Place, None] = dict.fromkeys((run.root, run.shared))
     foreign = [folder / name for folder in folders for name in _OWN_FOLDERS if any(places.names_in(folder / name))]
-    if foreign and not places.exists(run.config):  # looked for last: whoever makes the run writes it before these folders
+    if foreign and not places.exists(run.config):  # looked for again: whoever makes the run writes it before these folders
         raise ValueError(
             f"workdir {str(foreign[0].parent)!r} holds no run, for there is no {run.config}, and yet has {foreign[0].name}/, a "
             "name that a run gives its own folder: take another --workdir; where a run has lost that file, restore it from a copy"

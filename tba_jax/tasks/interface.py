@@ -1,6 +1,7 @@
 """The interface of tasks: queries, rewards and worked examples, optional methods, and the models with which a task scores."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -95,15 +96,19 @@ def private_files(task: object) -> bool:
 
 def reward_range(task: object) -> tuple[float, float] | None:
     """The lowest and the highest reward of a task, None where it has no `reward_range`: see Task. Raises ValueError where
-    `reward_range` is not two numbers."""
+    `reward_range` is not two numbers, the lower one first."""
     found = getattr(task, "reward_range", None)
     if found is None:
         return None
     try:
         lowest, highest = map(float, found)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the task's reward_range={found!r} must be two numbers, the lowest and the highest reward") from error
-    return lowest, highest
+    except (TypeError, ValueError):
+        lowest, highest = math.nan, math.nan
+    if lowest <= highest and not isinstance(found, str):  # NaN is not
+        return lowest, highest
+    raise ValueError(
+        f"reward_range={found!r} of the task ({type(task).__name__}) must be two numbers, the lowest and the highest reward"
+    )
 
 
 @runtime_checkable

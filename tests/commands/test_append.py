@@ -188,6 +188,17 @@ def test_objectives_with_behaviour_weights_refuse(tmp_path):
         append.append(s.run.root, path, unfit="refuse")
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_objectives_of_untruncated_rows_do_not_train_on_truncated_ones(tmp_path, own):
+    """Neither the run that was made so, with another objective, nor one that mounts it."""
+    made = tiny_run.settings(tmp_path / "run", frozen_runs.config(sampling__explore_top_p_probability=0.25))
+    training.reference(made)()
+    changes = {} if own else {"replay__mount": (str(made.run.root),), "searchers__count": 0}
+    s = tiny_run.settings(tmp_path / ("run" if own else "offline"), frozen_runs.config(learner__objective="a_star_po", **changes))
+    with pytest.raises(ValueError, match=r"a_star_po .*sampling\.explore_top_p_probability=0\.25"):
+        training.trainer(s)
+
+
 def test_objectives_with_behaviour_weights_do_not_train_on_them(s, tmp_path):
     """Neither the run itself, with another objective, nor one that mounts it."""
     path = write_rows(tmp_path / "given.jsonl", [{"prompt": queries_of(s)[0], "response": "1"}])

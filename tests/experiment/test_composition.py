@@ -1,6 +1,7 @@
 """What a config is built into: policy and tokenizer, task and queries, contract."""
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -71,14 +72,15 @@ def test_a_pretrained_model_and_its_limits(model_folder):
         composition.build(story_config(model_folder, model__path=str(model_folder / "nowhere")))
 
 
-def test_rewards_that_are_no_success_rates_are_refused_where_queries_are_chosen_by_them(model_folder, monkeypatch):
+@pytest.mark.parametrize("wrong", ["all of them", "01", (1.0, 0.0), (0.0, math.nan), 5])
+def test_rewards_that_are_no_success_rates_are_refused_where_queries_are_chosen_by_them(model_folder, monkeypatch, wrong):
     chosen = {"searchers__prompt_selection": "posterior"}
     with pytest.raises(
         ValueError, match=r"must be within \[0, 1\], and those of task.name='story_sentiment' are within \[-1, 1\]: scale them"
     ):
         composition.build(story_config(model_folder, **chosen))
-    monkeypatch.setattr("tba_jax.tasks.story_sentiment.StorySentiment.reward_range", "all of them")
-    with pytest.raises(ValueError, match="reward_range='all of them' must be two numbers"):
+    monkeypatch.setattr("tba_jax.tasks.story_sentiment.StorySentiment.reward_range", wrong)
+    with pytest.raises(ValueError, match=re.escape(f"reward_range={wrong!r}") + ".*StorySentiment.*must be two numbers"):
         composition.build(story_config(model_folder, **chosen))
     for says in (None, (0.0, 1.0)):
         monkeypatch.setattr("tba_jax.tasks.story_sentiment.StorySentiment.reward_range", says)

@@ -48,6 +48,14 @@ READ = {
 }
 
 
+@pytest.mark.parametrize("name, value", [("lag", 2), ("updates_per_search", 4)])
+def test_settings_of_turns_are_refused_without_them(name, value):
+    config = tiny_run.config_with({f"schedule.{name}": value, "schedule.mode": "asynchronous"})
+    with pytest.raises(ValueError, match=rf"schedule\.{name}={value} .*schedule\.mode=asynchronous"):
+        checks.check(config, new=True)
+    checks.check(tiny_run.config_with({f"schedule.{name}": value, "schedule.mode": "interleaved"}), new=True)
+
+
 @pytest.mark.parametrize("name", READ)
 def test_settings_that_an_objective_does_not_read_are_refused(name):
     assert set(READ) == set(OBJECTIVES)
@@ -64,17 +72,34 @@ def test_settings_that_an_objective_does_not_read_are_refused(name):
 
 
 @pytest.mark.parametrize(
-    "setting, value, read_by", [("decay", "cosine", {"wsd"}), ("schedule_steps", 600, {"linear", "wsd"})], ids=["decay", "steps"]
+    "setting, value, read_by",
+    [("decay", "cosine", {"wsd"}), ("schedule_steps", 600, {"linear", "wsd"}), ("decay_steps", 3, {"wsd"})],
+    ids=["decay", "steps", "decay steps"],
 )
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_settings_that_a_schedule_does_not_read_are_refused(schedule, setting, value, read_by):
-    config = tiny_run.config_with({"learner.schedule": schedule, f"learner.{setting}": value})
+    of_wsd = {"learner.decay_steps": 2} if schedule == "wsd" else {}
+    config = tiny_run.config_with({"learner.schedule": schedule, **of_wsd, f"learner.{setting}": value})
     checks.check(config)
     if schedule in read_by:
         checks.check(config, new=True)
         return
     sentence = rf"learner\.{setting}={value} would not be used: learner\.schedule={schedule} does not read it; leave it at "
     with pytest.raises(ValueError, match=sentence):
+        checks.check(config, new=True)
+
+
+def test_a_schedule_that_never_decays_is_refused():
+    config = tiny_run.config_with({"learner.schedule": "wsd"})
+    checks.check(config)  # a run that exists goes on
+    with pytest.raises(ValueError, match=r"learner\.decay_steps=0 must be at least 1 with learner\.schedule=wsd"):
+        checks.check(config, new=True)
+
+
+@pytest.mark.parametrize("name, value", [("recent_window", 3), ("recent_fill", "older")])
+def test_settings_of_recent_rows_are_refused_where_none_are_drawn(name, value):
+    config = tiny_run.config_with({f"replay.{name}": value, "replay.recent_probability": 0.0})
+    with pytest.raises(ValueError, match=rf"replay\.{name}={value} would not be used with replay\.recent_probability=0"):
         checks.check(config, new=True)
 
 

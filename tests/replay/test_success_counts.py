@@ -78,11 +78,11 @@ def test_shares_are_of_each_query_s_last_visit():
 
 
 @pytest.mark.parametrize("reward", [-0.25, 1.5])
-def test_a_reward_that_is_no_success_rate_ends_the_count(reward):
+def test_a_reward_that_is_no_success_rate_is_not_counted(reward):
     counts = SuccessCounts(decay=1.0)
     counts.add("w", [0, 1, 2], [7, 7, 7], [1.0, reward, 1.0], rows_per_append=3)
     counts.add("w", [3], [8], [1.0], rows_per_append=3)
-    assert counts.outside == ("w:1", reward) and counts.published().trials.tolist() == [1.0]
+    assert counts.outside == ("w:1", reward) and counts.published().trials.tolist() == [2.0, 1.0]
     assert counts.scalars() == {} and not counts.success_rates().size
     assert SuccessCounts.restore(json.loads(json.dumps(counts.state()))).outside == ("w:1", reward)
     sentence = success_counts.refusal(reward, "w:1")

@@ -28,11 +28,14 @@ def test_rows_come_from_exactly_lag_steps_ago(tmp_path, lag):
 
 def test_several_updates_follow_a_batch_of_the_searcher(tmp_path):
     changes = {"replay__merge_duplicates": False, "evaluation__enabled": False, "schedule__updates_per_search": 3}
+    changes |= {"learner__schedule": "constant", "learner__warmup_steps": 4, "learner__learning_rate": 0.01}
     run = layout_lib.RunDir(tmp_path)
     assert frozen_runs.run(tmp_path, learner__steps=7, **changes) == 0
     lines = metrics.read_lines(run.metrics("trainer"))
     rows = [line["rows_seen"] for line in lines]
     assert rows == [rows[0] * (1 + step // 3) for step in range(7)]
+    np.testing.assert_allclose([line["learning_rate"] for line in lines], 0.01 * np.minimum(np.arange(1, 8) / 4, 1), rtol=1e-6)
+    assert len(metrics.read_lines(run.metrics("searcher-0"))) == 3, "a point for each batch"
     assert [line["staleness_max"] for line in lines][:3] == [0, 1, 2]
 
 

@@ -246,6 +246,9 @@ class Appender:
 
 
 def _equal_reward_groups(query_id: np.ndarray, reward: np.ndarray) -> float:
-    """The share of groups whose rewards are all equal. Args: uint64[B], float32[B]: the rows of a group follow each other."""
+    """The share of groups whose rewards are all equal. Args: uint64[B], float32[B]: the rows of a group follow each other.
+
+    A row without a reward, NaN, counts as any other of its group; a group without any reward is not equal.
+    """
     begins = np.flatnonzero(np.r_[True, query_id[1:] != query_id[:-1]])
-    return float(np.mean(np.maximum.reduceat(reward, begins) == np.minimum.reduceat(reward, begins)))
+    return float(np.mean(np.fmax.reduceat(reward, begins) == np.fmin.reduceat(reward, begins)))

@@ -16,7 +16,7 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.replay.selection import Selection, draw_batch, drawable
 from tba_jax.replay.tail import Tail
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places, processes
+from tba_jax.run import layout, places
 from tba_jax.run.requests import RequestRate
 
 # A trainer that is further behind than so many windows passes over the oldest rows. More than one: identical responses, and those
@@ -154,15 +154,10 @@ class ReplayBuffer:
         return self._tail
 
     def integrate(self, *, step: int) -> None:
-        """Adds the rows that have arrived to the index, as visible from `step` on.
-
-        Raises: BadInput where searchers choose queries by success rates, and a reward is not within [0, 1].
-        """
+        """Adds the rows that have arrived to the index, as visible from `step` on."""
         if visible := self.tail.integrate(self.index, step=step):
             self._visible += visible
             self._rows_came = time.monotonic()
-        if self._counts_matter and (outside := self.index.success_counts.outside):
-            raise processes.BadInput(success_counts.refusal(outside[1], outside[0]))
 
     def beside_policy(self) -> dict[str, bytes]:
         """Files that go beside a snapshot: what searchers choose queries by, if they do."""
@@ -233,7 +228,9 @@ class ReplayBuffer:
             "out and counted"
             for (writer, reason), row in self.index.rejected_first.items()
         ]
-        return [*self.tail.problems(), *map(str, self._lost), *rejected]
+        outside = self.index.success_counts.outside if self._counts_matter else None
+        uncounted = [success_counts.uncounted(*outside)] if outside else []
+        return [*self.tail.problems(), *map(str, self._lost), *rejected, *uncounted]
 
     def _in_words(self, reason: str) -> str:
         if reason != "reference":

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from tba_jax.learner import settings
 from tba_jax.roles.trainer import alarm_rules
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.roles.work import WorkRates, policy_peaks
@@ -21,6 +22,7 @@ class Recorder:
         self._circumstances = alarm_rules.Circumstances(trainer)
         self._begin, self._rates = time.monotonic(), WorkRates(policy_peaks(trainer.program.mesh, trainer.config))
         self._taken: dict[str, Any] | None = None
+        self._policy_rate = settings.policy_rate(trainer.config.learner)
 
     def take(self, measurements: dict[str, Any]) -> None:
         """Takes the measurements of the step that was just done, on the devices; `flush` fetches and writes them."""
@@ -52,16 +54,19 @@ class Recorder:
 
     def _write(self, *, staleness: Any, **measurements: Any) -> None:
         """staleness: int64[B], of the rows of the batch, in steps."""
-        steps = self._trainer.step_number - self._first - 1
+        step = self._trainer.step_number
+        steps = step - self._first - 1
+        # Updates that were left out do not count in the schedule.
+        updates = step - 1 - (measurements["skipped_steps"] - (1 - measurements["finite"]))
         scalars = {
             **measurements,
+            "learning_rate": float(self._policy_rate(updates)) * measurements.get("effective_sample_scale", 1.0),
             "staleness_mean": staleness.mean(),
             "staleness_max": staleness.max(),
             "steps_per_second": steps / max(time.monotonic() - self._begin, 1e-9),
             **self._rates.scalars(),
             **self._trainer.scalars(),
         }
-        step = self._trainer.step_number
         rates = self._trainer.index.success_counts.success_rates()
         self._writer.write(step, scalars, {"staleness": staleness} | ({"success_rate": rates} if rates.size else {}))
         self._watchdog.look(step, {"step": step, **scalars, **self._circumstances()})

@@ -10,7 +10,7 @@ from tba_jax.commands import audit, show
 from tba_jax.experiment import jobs, training
 from tba_jax.replay import success_counts
 from tba_jax.replay.reader import LogReader
-from tba_jax.run import layout, metrics, processes
+from tba_jax.run import metrics
 from tba_jax.run.metrics import TimeAccount
 from tba_jax.tasks.interface import Scores
 from tests.support import frozen_runs, tiny_run
@@ -127,19 +127,17 @@ def test_the_metrics_tell_how_hard_the_queries_are(tmp_path):
     assert show.show(s.run.root, "newest", 1).splitlines()[1].startswith(f"of {len(rates)} queries, ")
 
 
-def test_a_row_whose_reward_is_no_success_rate_ends_the_trainer_with_a_sentence(tmp_path):
-    """A searcher that chooses uniformly writes such rows. Nothing is lost: without the setting, the run goes on."""
+def test_a_row_whose_reward_is_no_success_rate_is_told_and_not_counted(tmp_path, caplog):
+    """A searcher that chooses uniformly writes such rows: they are trained on, and the counts of the others go on."""
     s = searched(tmp_path / "run")
     frozen_runs.append_changed(s, "another-1", reward=(2, 7.5))
-    with (
-        frozen_runs.trainer(s) as trainer,
-        pytest.raises(processes.BadInput, match=r"within \[0, 1\], and row another-1:2 has the reward 7.5: .*=uniform"),
-    ):
-        trainer.poll()
-        trainer.step()
-    c = s.config.copy_and_resolve_references()
-    c.searchers.prompt_selection = "uniform"
-    uniform = tiny_run.settings(tmp_path / "run", c)
-    assert int(frozen_runs.train(uniform, until=12, abandon=False).step) == 12
-    assert "success_rate" not in layout.read_json(s.run.finished)
-    assert not (s.run.policies / layout.step_name(12) / success_counts.FILE).exists()
+    assert int(frozen_runs.train(s, until=12, abandon=False).step) == 12
+    with frozen_runs.trainer(s) as trainer:
+        trainer.report_problems()
+        trainer.report_problems()
+    assert caplog.text.count("row another-1:2 has the reward 7.5") == 1
+    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
+    assert reader.heads().keys() > {"another-1"}
+    rows = {writer: reader.read(writer, 0, head) for writer, head in reader.heads().items()}
+    known = {int(query) for each in rows.values() for query in each["query_id"]}
+    assert beside(s, 12).keys() == known and max(trials for _, trials in beside(s, 12).values()) < 8
