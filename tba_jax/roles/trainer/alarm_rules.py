@@ -106,8 +106,8 @@ def equal_rewards(points: Sequence[Point], c: Any) -> Finding | None:
     else:
         where = f"at a mean reward of {reward:.3g} (rewards go from {low:g} to {high:g})"
         advice = (
-            "take queries of which some responses succeed (searchers.prompt_selection=posterior finds them for rewards of 0 and 1), "
-            "more responses (learner.completions, searchers.samples_per_query), a better initial policy "
+            "take queries of which some responses succeed (searchers.prompt_selection=posterior finds them for rewards of 0 and "
+            "1), more responses (learner.completions, searchers.samples_per_query), a better initial policy "
             "(warm_start.steps, model.path) or a reward in steps; where responses are the same, raise sampling.temperature"
         )
     entropy = series(points, "entropy", count=POINTS)
