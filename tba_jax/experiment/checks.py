@@ -3,12 +3,11 @@
 Every sentence names the values, the limit and the settings. Nothing is compiled or written before all rules hold.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Collection
 from typing import Any
 
-from tba_jax.experiment import flow, meshes
+from tba_jax.experiment import flow, meshes, unread
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.learner.optimizer import DECAYS, SCHEDULES
@@ -16,8 +15,7 @@ from tba_jax.learner.settings import HELD_REFERENCES
 from tba_jax.models import device_defaults, layers
 from tba_jax.models.presets import PRESETS
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.objectives.inputs import ObjectiveSettings
-from tba_jax.objectives.objective import TEMPERATURES, Objective
+from tba_jax.objectives.objective import Objective
 from tba_jax.replay.selection import STRATEGIES
 from tba_jax.run import sinks
 from tba_jax.run.sinks import session
@@ -62,7 +60,7 @@ def gather(config: Any, found: Mistakes, *, weights: bool = True, new: bool = Fa
     mesh = config.learner.mesh
     found.attempt(meshes.micro_batch_rows, config, ways=max(mesh.data, 1) * max(mesh.fsdp, 1))
     if new:
-        _check_all_are_read(config, found.require)
+        unread.check(config, found.require)
     return config, not any(name.startswith(_BUILT_FROM) for name in wrong)
 
 
@@ -350,67 +348,4 @@ def _check_prompt_selection(config: Any, require: Require) -> None:
         missing_eos is None or 0 <= missing_eos <= 1,
         f"task.missing_eos_reward={missing_eos} must be within [0, 1] with searchers.prompt_selection=posterior, which counts "
         "successes",
-    )
-
-
-def _check_all_are_read(config: Any, require: Require) -> None:
-    """Refuses a setting that differs from its default although the run would not use it.
-
-    Such settings are those of other objectives and learning-rate schedules; those of state values, without task.step_ends; those
-    of prompt selection, with searchers.prompt_selection=uniform; and replay.age_decay_steps, where every query draws its newest
-    rows. β is not among them: it scales a metric of every run. This check is for new runs and for --dry_run, since a run that
-    exists goes on as it began.
-    """
-    learner, objective, defaults = config.learner, OBJECTIVES[config.learner.objective], SCHEMA.defaults()
-    heads = {"log_z_learning_rate": objective.log_z_head, "value_learning_rate": objective.value_head}
-    read = {"completions", *objective.settings, *(name for name, learned in heads.items() if learned)}
-    names = [*(field.name for field in dataclasses.fields(ObjectiveSettings)), *heads]
-    names += [f"{name}_{part}" for name in TEMPERATURES for part in ("start", "end")]
-    for name in names:
-        require(
-            name.removesuffix("_start").removesuffix("_end") in read or learner[name] == defaults.learner[name],
-            f"learner.{name}={learner[name]} would not be used: learner.objective={learner.objective} does not read it; leave it "
-            f"at {defaults.learner[name]}",
-        )
-    require(
-        learner.schedule != "wsd" or learner.decay_steps > 0,
-        f"learner.decay_steps={learner.decay_steps} must be at least 1 with learner.schedule=wsd, whose rate would never decay; "
-        "learner.schedule=constant is meant to",
-    )
-    for name, readers in (("decay", ("wsd",)), ("decay_steps", ("wsd",)), ("schedule_steps", ("linear", "wsd"))):
-        require(
-            learner.schedule in readers or learner[name] == defaults.learner[name],
-            f"learner.{name}={learner[name]} would not be used: learner.schedule={learner.schedule} does not read it; leave it "
-            f"at {defaults.learner[name]}",
-        )
-    for name in ("value_samples", "value_states"):
-        value, default = config.searchers[name], defaults.searchers[name]
-        require(
-            config.task.step_ends or value == default,
-            f"searchers.{name}={value} would not be used without task.step_ends; leave it at {default}",
-        )
-    for name in ("target_success_rate", "prompt_candidates"):
-        value, default = config.searchers[name], defaults.searchers[name]
-        require(
-            config.searchers.prompt_selection == "posterior" or value == default,
-            f"searchers.{name}={value} would not be used with searchers.prompt_selection={config.searchers.prompt_selection}; "
-            f"leave it at {default}",
-        )
-    for name in ("recent_window", "recent_fill"):
-        value, default = config.replay[name], defaults.replay[name]
-        require(
-            config.replay.recent_probability > 0 or value == default,
-            f"replay.{name}={value} would not be used with replay.recent_probability=0; leave it at {default}",
-        )
-    for name in ("lag", "updates_per_search"):
-        value, default = config.schedule[name], defaults.schedule[name]
-        require(
-            config.schedule.mode == "interleaved" or value == default,
-            f"schedule.{name}={value} would not be used with schedule.mode=asynchronous; leave it at {default}, or set "
-            "schedule.mode=interleaved",
-        )
-    require(
-        config.replay.recent_probability < 1 or not config.replay.age_decay_steps,
-        f"replay.age_decay_steps={config.replay.age_decay_steps} would not be used: with replay.recent_probability=1 every query "
-        "draws its newest rows; leave it at 0",
     )
