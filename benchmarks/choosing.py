@@ -68,8 +68,8 @@ def job(root: Path, task: str, kind: str, seed: int) -> side_by_side.Job:
 
 
 def generated(workdir: Path, samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of the rows that a run generated, batch after batch: int64[batches], tokens up to each batch; and float64[batches], the
-    share of each batch's groups whose rewards are all equal. Args: samples: rows of a group."""
+    """(int64[batches], float64[batches]): the tokens that a run generated up to each batch, and the share of each batch's groups
+    whose rewards are all equal. Args: samples: rows of a group."""
     run = open_run(workdir)
     ((writer, head),) = run.reader.heads().items()
     rows, size = run.reader.read(writer, 0, head), run.reader.schema(writer).rows_per_append
@@ -79,7 +79,7 @@ def generated(workdir: Path, samples: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def measured(made: side_by_side.Job) -> dict[str, Any]:
-    """Of a run: tokens and greedy accuracy at each evaluation, and the share of equal groups."""
+    """The tokens and the greedy accuracy of a run at each evaluation, and its share of groups with equal rewards."""
     samples = open_run(made.workdir).config.searchers.samples_per_query
     tokens, equal = generated(made.workdir, samples)
     evaluations = results.evaluations(layout.RunDir(made.workdir))

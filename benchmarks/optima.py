@@ -1,7 +1,7 @@
 """Where each objective ends up on the enumerated space of benchmarks/posterior.py, computed from its equation, without training.
 
-An objective of groups compares a row with an estimate from K rows. What it then regresses on is the estimate's mean given that
-row: `expected_by_response` draws the rest of the group many times, and `regression` solves the population's problem exactly.
+An objective of groups compares a row with an estimate from K rows, so it regresses on the mean of that estimate given the
+row. `expected_by_response` draws the rest of the group many times, and `regression` solves the population's problem exactly.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from scipy import optimize, special
 
 from benchmarks import posterior
 
-# Of a query, float64[N] each: rewards, and log-probs of responses.
+# float64[N], the rewards or the log-probs of a query's N responses.
 Array = np.ndarray
 
 

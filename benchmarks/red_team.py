@@ -60,7 +60,8 @@ SETTINGS = {
     "sampling.explore_temperature_probability": 1.0,
     "sampling.explore_temperature_low_factor": 1.0,
     "sampling.explore_temperature_factor": 2.0,
-    # What was measured: attacks may be cut, the newest of near ones stays, and Adam forgets sooner than in the recipe.
+    # The figures in RESULTS.md are of these settings: attacks may be cut, the newest of near ones stays, and Adam forgets sooner
+    # than in the recipe.
     "task.force_eos": False,
     "replay.merge_edit_distance": 0.125,
     "replay.merge_keep": "newest",

@@ -7,6 +7,8 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from tba_jax import sharding
@@ -22,9 +24,10 @@ from tba_jax.run import contract as contract_lib
 HELD_REFERENCES = ("reset", "ema")
 
 
-def policy_rate(c: Any) -> optimizer.Schedule:
-    """The policy's learning rate by the number of updates done before. Args: c: the section learner."""
-    return make_schedule(c, peak=c.learning_rate, steps=c.schedule_steps or c.steps)
+def policy_rates(c: Any) -> np.ndarray:
+    """float32[learner.steps]: the policy's learning rate by the number of updates done before. Args: c: the section learner."""
+    schedule = make_schedule(c, peak=c.learning_rate, steps=c.schedule_steps or c.steps)
+    return np.asarray(jax.vmap(lambda count: jnp.asarray(schedule(count), jnp.float32))(jnp.arange(c.steps)))
 
 
 def make_schedule(c: Any, *, peak: float, steps: int) -> optimizer.Schedule:

@@ -104,7 +104,7 @@ class ReplayIndex(Window):
         own: whether they are of this run. Weights of other runs count as those of step 0, where this run begins.
         rows_per_append: of the writer, see SuccessCounts.
 
-        Invalid rows are counted and left out. Of a response that its query already has and the new one, `merge_keep` says which
+        Invalid rows are counted and left out. Where the query already has the response, `merge_keep` says which of the two rows
         leaves. Else a full query loses a row, then a full window, by the rule `drop`. How rows are split over calls makes no
         difference.
 

@@ -147,23 +147,21 @@ class SuccessCounts:
         values = np.array(list(self._counts.values()), np.float64).reshape(-1, 4)
         return np.fromiter(self._counts, np.uint64, len(self._counts)), values
 
-    def success_rates(self) -> np.ndarray:
-        """float64[n]: successes / trials of the queries. Empty where rewards are not within [0, 1]."""
-        values = self._columns()[1]
-        return values[:, 0] / values[:, 1] if self.outside is None else np.zeros(0)
+    def measure(self) -> tuple[dict[str, float], np.ndarray]:
+        """Numbers for the metrics; ({}, empty) where nothing is counted, or rewards are not within [0, 1].
 
-    def scalars(self) -> dict[str, float]:
-        """Sizes for the metrics; {} where nothing is counted, or rewards are not within [0, 1].
-
-        success_rate: the mean of successes / trials over queries. queries_failed, queries_solved, queries_mixed: shares of the
-        queries of whose last visit no response, every response, and anything between succeeded; a partial success is between.
+        Returns:
+          success_rate, the mean of successes / trials over queries; queries_failed, queries_solved and queries_mixed, the shares
+          of the queries of whose last visit no response, every response, and anything between succeeded. A partial success is
+          between. And float64[n], successes / trials of each query.
         """
         values = self._columns()[1]
         if self.outside is not None or not len(values):
-            return {}
-        failed, solved = (values[:, 2] == 0).mean(), (values[:, 2] == values[:, 3]).mean()
+            return {}, np.zeros(0)
+        rates = values[:, 0] / values[:, 1]
+        failed, solved = float((values[:, 2] == 0).mean()), float((values[:, 2] == values[:, 3]).mean())
         shares = {"queries_failed": failed, "queries_mixed": 1 - failed - solved, "queries_solved": solved}
-        return {"success_rate": float((values[:, 0] / values[:, 1]).mean()), **{k: float(v) for k, v in shares.items()}}
+        return {"success_rate": float(rates.mean()), **shares}, rates
 
     def state(self) -> dict[str, Any]:
         """All that `restore` needs (JSON)."""

@@ -71,10 +71,11 @@ def test_shares_are_of_each_query_s_last_visit():
     for query, rewards in [(1, (1, 1)), (2, (0, 0)), (3, (0, 0, 1, 0)), (1, (0, 0)), (2, (1, 1)), (4, (0.5,))]:
         counts.add("w", range(len(rewards)), [query] * len(rewards), rewards, rows_per_append=4)
     rates = [1 / 3, 2 / 3, 1 / 4, 1 / 2]
-    assert sorted(counts.success_rates()) == pytest.approx(sorted(rates))
+    scalars, of_queries = counts.measure()
+    assert sorted(of_queries) == pytest.approx(sorted(rates))
     shares = {"queries_failed": 0.25, "queries_solved": 0.25, "queries_mixed": 0.5}
-    assert counts.scalars() == pytest.approx({"success_rate": np.mean(rates), **shares})
-    assert SuccessCounts(decay=0.5).scalars() == {}
+    assert scalars == pytest.approx({"success_rate": np.mean(rates), **shares})
+    assert SuccessCounts(decay=0.5).measure()[0] == {}
 
 
 @pytest.mark.parametrize("reward", [-0.25, 1.5])
@@ -83,7 +84,8 @@ def test_a_reward_that_is_no_success_rate_is_not_counted(reward):
     counts.add("w", [0, 1, 2], [7, 7, 7], [1.0, reward, 1.0], rows_per_append=3)
     counts.add("w", [3], [8], [1.0], rows_per_append=3)
     assert counts.outside == ("w:1", reward) and counts.published().trials.tolist() == [2.0, 1.0]
-    assert counts.scalars() == {} and not counts.success_rates().size
+    scalars, of_queries = counts.measure()
+    assert scalars == {} and not of_queries.size
     assert SuccessCounts.restore(json.loads(json.dumps(counts.state()))).outside == ("w:1", reward)
     sentence = success_counts.refusal(reward, "w:1")
     assert "w:1" in sentence and f"{reward:g}" in sentence and "[0, 1]" in sentence and "searchers.prompt_selection" in sentence

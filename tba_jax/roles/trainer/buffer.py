@@ -252,6 +252,5 @@ class ReplayBuffer:
             "buffer_queries": float(np.count_nonzero(self.index.query_rows)),
             "rows_seen": float(totals["seen"]),
             "rows_rejected": float(totals["rejected"] + totals["damaged"]),
-            **self.index.success_counts.scalars(),
             **self._requests.scalars(),
         }

@@ -1,6 +1,6 @@
 """Publishes snapshots of the policy when they are due, only while the trainer holds its lease."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tba_jax.models.parameters import Params
@@ -51,21 +51,23 @@ class Publishing:
         self._published_step = step
         self._publisher.publish(params, snapshots.SnapshotInfo(step=step, epoch=self._lease.epoch, beside=beside))
 
-    def publish_unless_there(self, params: Params, step: int, beside: Mapping[str, bytes]) -> bool:
+    def publish_unless_there(self, params: Params, step: int, beside: Callable[[], Mapping[str, bytes]]) -> bool:
         """Does nothing where the step has a snapshot: a second one would take the first away from whoever reads it.
+
+        Args: beside: makes what `publish` asks for, where it is needed.
 
         Returns:
           whether it was published now.
         """
         missing = step not in snapshots.committed_steps(self._policies)
         if missing:
-            self.publish(params, step, beside)
+            self.publish(params, step, beside())
         return missing
 
-    def publish_again(self, params: Params, step: int, beside: Mapping[str, bytes]) -> None:
+    def publish_again(self, params: Params, step: int, beside: Callable[[], Mapping[str, bytes]]) -> None:
         """Publishes a step whose snapshot another process may have left damaged, unless this process has published it."""
         if self._published_step != step:
-            self.publish(params, step, beside)
+            self.publish(params, step, beside())
 
     def wait(self) -> None:
         """Returns when the last published snapshot is visible."""

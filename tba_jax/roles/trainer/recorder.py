@@ -22,7 +22,8 @@ class Recorder:
         self._circumstances = alarm_rules.Circumstances(trainer)
         self._begin, self._rates = time.monotonic(), WorkRates(policy_peaks(trainer.program.mesh, trainer.config))
         self._taken: dict[str, Any] | None = None
-        self._policy_rate = settings.policy_rate(trainer.config.learner)
+        # A table on the host: to ask the schedule itself would wait for the update that the devices are at.
+        self._policy_rates = settings.policy_rates(trainer.config.learner)
 
     def take(self, measurements: dict[str, Any]) -> None:
         """Takes the measurements of the step that was just done, on the devices; `flush` fetches and writes them."""
@@ -57,18 +58,20 @@ class Recorder:
         step = self._trainer.step_number
         steps = step - self._first - 1
         # Updates that were left out do not count in the schedule.
-        updates = step - 1 - (measurements["skipped_steps"] - (1 - measurements["finite"]))
+        updates = step - 1 - int(measurements["skipped_steps"] - (1 - measurements["finite"]))
+        successes, success_rates = self._trainer.index.success_counts.measure()
         scalars = {
             **measurements,
-            "learning_rate": float(self._policy_rate(updates)) * measurements.get("effective_sample_scale", 1.0),
+            "learning_rate": self._policy_rates[updates] * measurements.get("effective_sample_scale", 1.0),
+            **successes,
             "staleness_mean": staleness.mean(),
             "staleness_max": staleness.max(),
             "steps_per_second": steps / max(time.monotonic() - self._begin, 1e-9),
             **self._rates.scalars(),
             **self._trainer.scalars(),
         }
-        rates = self._trainer.index.success_counts.success_rates()
-        self._writer.write(step, scalars, {"staleness": staleness} | ({"success_rate": rates} if rates.size else {}))
+        arrays = {"staleness": staleness} | ({"success_rate": success_rates} if success_rates.size else {})
+        self._writer.write(step, scalars, arrays)
         self._watchdog.look(step, {"step": step, **scalars, **self._circumstances()})
 
     def close(self) -> None:

@@ -170,7 +170,7 @@ class Trainer:
             self.lease.check()
             # The line becomes durable while the devices compute: nothing shows the update's result before it is.
             durable = self._submit_line(drawn)
-            # Of the rows that the journal tells of up to this step: a resume comes to the same.
+            # These counts are of the rows that the journal names up to this step, so a resume publishes the same ones.
             beside_policy = self.buffer.beside_policy() if due.publish else {}
         try:
             beside()  # 4
@@ -292,18 +292,17 @@ class Trainer:
             if (gap := self._gap.take(self.program.frozen, wait=due.settle)) is not None:
                 self._last_gap = gap
 
-    def publish(self, beside_policy: Mapping[str, bytes] | None = None) -> None:
-        """Hands the current weights to the publishing thread. Args: beside_policy: see `_follow_up`; None: as of now."""
-        beside = self.buffer.beside_policy() if beside_policy is None else beside_policy
-        self.publishing.publish(self.program.policy_params, self.step_number, beside)
+    def publish(self, beside_policy: Mapping[str, bytes]) -> None:
+        """Hands the current weights to the publishing thread. Args: beside_policy: see `_follow_up`."""
+        self.publishing.publish(self.program.policy_params, self.step_number, beside_policy)
 
     def publish_unless_there(self) -> bool:
         """As `publish`, unless this step has a snapshot. Returns whether it was published now."""
-        return self.publishing.publish_unless_there(self.program.policy_params, self.step_number, self.buffer.beside_policy())
+        return self.publishing.publish_unless_there(self.program.policy_params, self.step_number, self.buffer.beside_policy)
 
     def publish_again(self) -> None:
         """See Publishing.publish_again."""
-        self.publishing.publish_again(self.program.policy_params, self.step_number, self.buffer.beside_policy())
+        self.publishing.publish_again(self.program.policy_params, self.step_number, self.buffer.beside_policy)
 
     def publish_what_is_new(self) -> bool:
         """As `publish_unless_there`, after what is being published is there."""
