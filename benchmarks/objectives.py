@@ -2,10 +2,10 @@
 
     python -m benchmarks.objectives --workdir=runs/objectives [--only=posterior,baselines,…] [--steps=N]
 
-posterior: the distance to the exact optimum, by who produced the rows; baselines: likewise, by objective. The others train the
-demo's policy on sums, all from one warm start. references: TBA′ with each kind of reference, asynchronous. surrogate: how far the
-first-order surrogate is from the moving average that it stands for, by staleness. noise: accuracy where rewards are flipped or
-rows are planted.
+posterior: the distance to the exact optimum, by who produced the rows; baselines: likewise, by objective; siblings: those of
+trajectory balance, to optima of their own. The others train the demo's policy on sums, all from one warm start. references: TBA′
+with each kind of reference, asynchronous. surrogate: how far the first-order surrogate is from the moving average that it stands
+for, by staleness. noise: accuracy where rewards are flipped or rows are planted.
 Prints markdown tables; output of the runs themselves goes to stderr and into the workdir.
 """
 
@@ -14,14 +14,16 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-from benchmarks import noise, posterior, references, surrogate
+from benchmarks import noise, posterior, references, siblings, surrogate
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
-_ONLY = flags.DEFINE_list("only", [], "Parts, of posterior, baselines, references, surrogate and noise; all of them by default.")
+_ONLY = flags.DEFINE_list(
+    "only", [], "Parts, of posterior, baselines, siblings, references, surrogate and noise; all of them by default."
+)
 _STEPS = flags.DEFINE_integer(
     "steps",
     0,
-    "Trainer steps of each run; 0: posterior 4000, baselines 2000, references 300, surrogate and noise 200.",
+    "Trainer steps of each run; 0: posterior and siblings 4000, baselines 2000, references 300, surrogate and noise 200.",
     lower_bound=0,
 )
 
@@ -29,6 +31,7 @@ _STEPS = flags.DEFINE_integer(
 PARTS: dict[str, Callable[..., None]] = {
     "posterior": posterior.compare,
     "baselines": posterior.compare_objectives,
+    "siblings": siblings.compare,
     "references": references.compare,
     "surrogate": surrogate.compare,
     "noise": noise.compare,
