@@ -73,6 +73,16 @@ def root_log() -> Iterator[None]:
     root.setLevel(level)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_programs() -> Iterator[None]:
+    """A compiled program takes some mappings of memory, of which Linux lets a process have 65,530: then LLVM crashes."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()
+
+
 @pytest.fixture
 def torch() -> Iterator[Any]:
     """PyTorch, without gradients."""

@@ -9,6 +9,7 @@ import functools
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -27,6 +28,9 @@ from tba_jax.run import processes
 from tba_jax.run.timeline import Timeline
 from tba_jax.tasks.interface import CountsGrades, EncodedQuery, Scores, Task
 from tba_jax.text.tokenizers import Tokenizer
+
+# What waits for a thread: a future and the call that gives it; None ends a thread.
+_Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 # A batch that waits for room looks this often whether it is still to wait.
 LOOK_SECONDS = 2.0
@@ -86,32 +90,37 @@ class DecodedBatch:
 
 
 class _Threads:
-    """Threads that do calls in their order. Unlike those of an executor, they do not hold up the end of the process."""
+    """Threads that do calls in their order. Unlike those of an executor, they do not hold up the end of the process.
+
+    close: the threads end once the calls that were submitted are done. So they do when nobody holds this object any more.
+    """
 
     def __init__(self, count: int, name: str):
-        self._count = count
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._calls: _Calls = queue.SimpleQueue()
         for number in range(count):
-            threading.Thread(target=self._run, name=f"{name}-{number}" if count > 1 else name, daemon=True).start()
+            own = f"{name}-{number}" if count > 1 else name
+            threading.Thread(target=_do, args=(self._calls,), name=own, daemon=True).start()
+        self.close = weakref.finalize(self, _end, self._calls, count)
 
     def submit(self, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Future[Any]:
         future: Future[Any] = Future()
         self._calls.put((future, functools.partial(function, *arguments, **settings)))
         return future
 
-    def close(self) -> None:
-        """The threads end once the calls that were submitted are done."""
-        for _ in range(self._count):
-            self._calls.put(None)
 
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            future, function = call
-            try:
-                future.set_result(function())
-            except BaseException as error:  # raised where the result is asked for
-                future.set_exception(error)
-            del call, future, function  # they may hold large arrays
+def _do(calls: _Calls) -> None:
+    while (call := calls.get()) is not None:
+        future, function = call
+        try:
+            future.set_result(function())
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
+        del call, future, function  # they may hold large arrays
+
+
+def _end(calls: _Calls, threads: int) -> None:
+    for _ in range(threads):
+        calls.put(None)
 
 
 class Appender:

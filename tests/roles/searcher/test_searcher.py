@@ -1,6 +1,7 @@
 """What a searcher appends, in which order, and on which weights, whatever its decoder is ahead with."""
 
 import functools
+import gc
 import threading
 from collections.abc import Callable
 
@@ -224,3 +225,23 @@ def test_rows_without_a_reward_are_kept_and_counted(make):
     assert report.unscored == failed.sum() and report.reward == pytest.approx(rows["reward"][~failed].mean())
     reasons = validate_rows(rows, vocab_size=s.experiment.policy.model.vocab)
     assert [REJECTIONS[reason] for reason in reasons] == ["reward" if each else "valid" for each in failed]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_threads_end_with_their_searcher(make, closed):
+    before = set(threading.enumerate())
+    _, made = make()
+    made.refresh()
+    made.search()
+    threads = [
+        thread for thread in threading.enumerate() if thread not in before and thread.name.startswith(("reward", "append"))
+    ]
+    assert len(threads) > 1
+    if closed:
+        made.close()
+    else:
+        del made
+        gc.collect()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert not any(thread.is_alive() for thread in threads)
