@@ -97,6 +97,7 @@ class Feed:
             if not self._said:  # somebody killed it, or it did not begin
                 self._tell(f"{self._name}: the process that hands points to it has ended (code {code})", _ADVICE)
         child.wait()
+        hears.join(CLOSE_SECONDS)  # what it said last; what its library has started may keep the pipe open
 
     def _repeat(self, child: "subprocess.Popen[str]") -> None:
         """Hands on what a tracker's process says."""
