@@ -3,10 +3,12 @@ decay, on the demo's sums and on Countdown, all from one warm start a task.
 
     python -m benchmarks.choosing --workdir=runs/choosing [--tasks=demo,countdown] [--kinds=…] [--seeds=3] [--steps=200]
 
-Search and training take turns in one process: every update has one new batch, whose policy is 4 updates old. So runs differ in
-nothing but what they choose, and in how many tokens their responses have. Accuracies are compared at equal generated tokens: at
-the fewest that a run of the task generated in all, between two evaluations by interpolation. A run that is done is not made
-again, so the command resumes where it was stopped. It prints a markdown table, mean and standard deviation over seeds, and writes
+A task has few training queries here (--queries), so that a run samples each of them several times: nobody knows the success
+rate of a query that was never sampled. Warm starts take other ones, and held-out queries are as many as ever. Search and
+training take turns in one process: every update has one new batch, whose policy is 4 updates old. So runs differ in nothing but
+what they choose, and in how many tokens their responses have. Accuracies are compared at equal generated tokens: at the fewest
+that a run of the task generated in all, between two evaluations by interpolation. A run that is done is not made again, so the
+command resumes where it was stopped. It prints a markdown table, mean and standard deviation over seeds, and writes
 workdir/choosing.json. --small takes the small variants of the recipes: to try the command out.
 """
 
@@ -24,6 +26,7 @@ from tba_jax.roles import results
 from tba_jax.run import layout
 
 RECIPES = {"demo": "configs/demo.py", "countdown": "configs/countdown.py"}
+TASKS = {"demo": "arithmetic", "countdown": "countdown"}
 _PRIORITY = {"replay.strategy": "softmax", "replay.inverse_temperature": 2.0, "replay.recent_probability": 0.5}
 # What differs between runs: name -> settings.
 KINDS: dict[str, dict[str, Any]] = {
@@ -42,6 +45,7 @@ _SEEDS = flags.DEFINE_integer(
     "seeds", 3, "Runs of each kind; they differ in queries and draws, not in their start.", lower_bound=1
 )
 _STEPS = flags.DEFINE_integer("steps", 200, "Updates of each run.", lower_bound=EVALUATIONS)
+_QUERIES = flags.DEFINE_integer("queries", 100, "Training queries of each task.", lower_bound=1)
 _JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of the cores; 0: one a core.", lower_bound=0)
 _SMALL = flags.DEFINE_bool("small", False, "Take the small variants of the recipes.")
 
@@ -50,9 +54,18 @@ def recipe_of(task: str) -> str:
     return RECIPES[task] + (":small" if _SMALL.value else "")
 
 
+def folder(root: Path, task: str) -> Path:
+    return root / f"{task}-{_QUERIES.value}-queries"
+
+
+def training_queries(task: str) -> dict[str, int]:
+    return {f"task.{TASKS[task]}.train_queries": _QUERIES.value}
+
+
 def job(root: Path, task: str, kind: str, seed: int) -> side_by_side.Job:
     settings = {
         **KINDS[kind],
+        **training_queries(task),
         "seed": seed,
         "learner.steps": _STEPS.value,
         "learner.warmup_steps": 1,
@@ -64,7 +77,7 @@ def job(root: Path, task: str, kind: str, seed: int) -> side_by_side.Job:
         "publish.keep": LAG + 3,
     }
     name = f"{_STEPS.value}-updates/{kind.replace(', ', '-').replace(' ', '-')}-seed{seed}"
-    return side_by_side.Job(root=root / task, name=name, recipe=recipe_of(task), settings=settings, warm=True)
+    return side_by_side.Job(root=folder(root, task), name=name, recipe=recipe_of(task), settings=settings, warm=True)
 
 
 def generated(workdir: Path, samples: int) -> tuple[np.ndarray, np.ndarray]:
@@ -98,7 +111,8 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"--tasks={','.join(unknown)} is not among {', '.join(RECIPES)}")
     root, seeds = Path(_WORKDIR.value).absolute(), range(_SEEDS.value)
     for task in tasks:
-        warm_start.ensure(root / task, recipe=recipe_of(task))
+        given = (f"--config.{leaf}={value}" for leaf, value in training_queries(task).items())
+        warm_start.ensure(folder(root, task), *given, recipe=recipe_of(task))
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
     jobs = {(task, kind, seed): job(root, task, kind, seed) for seed in seeds for task in tasks for kind in kinds}
     side_by_side.run_all(list(jobs.values()), at_a_time=_JOBS.value)

@@ -28,10 +28,10 @@ def call(workdir: Path, *arguments: str, recipe: str = RECIPE) -> float:
     return time.monotonic() - begin
 
 
-def ensure(root: Path, *, recipe: str = RECIPE) -> None:
-    """Makes root/warm/reference, unless it is there."""
+def ensure(root: Path, *arguments: str, recipe: str = RECIPE) -> None:
+    """Makes root/warm/reference, unless it is there. arguments: further ones of tba_jax.main."""
     if not (root / "warm" / "reference" / "initial.json").exists():
-        print(f"warm start: {call(root / 'warm', '--role=reference', recipe=recipe):.0f} s\n", file=sys.stderr)
+        print(f"warm start: {call(root / 'warm', '--role=reference', *arguments, recipe=recipe):.0f} s\n", file=sys.stderr)
 
 
 def begin(root: Path, name: str) -> Path:
