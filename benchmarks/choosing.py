@@ -4,11 +4,11 @@ decay, on the demo's sums and on Countdown, all from one warm start a task.
     python -m benchmarks.choosing --workdir=runs/choosing [--tasks=demo,countdown] [--kinds=…] [--seeds=3] [--steps=200]
 
 A task has few training queries here (--queries), so that a run samples each of them several times: nobody knows the success
-rate of a query that was never sampled. Warm starts take other ones, and held-out queries are as many as ever. Search and
-training take turns in one process: every update has one new batch, whose policy is 4 updates old. So runs differ in nothing but
-what they choose, and in how many tokens their responses have. Accuracies are compared at equal generated tokens: at the fewest
-that a run of the task generated in all, between two evaluations by interpolation. A run that is done is not made again, so the
-command resumes where it was stopped. It prints a markdown table, mean and standard deviation over seeds, and writes
+rate of a query that was never sampled. Warm starts draw from all problems that are not held out. Search and training take turns
+in one process: every update has one new batch, whose policy is 4 updates old. So runs differ in nothing but what they choose,
+and in how many tokens their responses have. Accuracies are compared at equal generated tokens: at the fewest that a run of the
+task generated in all, and at parts of them, between two evaluations by interpolation. A run that is done is not made again, so
+the command resumes where it was stopped. It prints a markdown table a task, mean and standard deviation over seeds, and writes
 workdir/choosing.json. --small takes the small variants of the recipes: to try the command out.
 """
 
@@ -37,6 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 LAG = 4
 EVALUATIONS = 5  # of a run, besides the one before it
+SHARES = (0.35, 0.5, 0.7, 1.0)  # of the tokens at which accuracies are compared
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
 _TASKS = flags.DEFINE_list("tasks", list(RECIPES), f"Of {', '.join(RECIPES)}.")
@@ -117,17 +118,18 @@ def main(argv: Sequence[str]) -> None:
     jobs = {(task, kind, seed): job(root, task, kind, seed) for seed in seeds for task in tasks for kind in kinds}
     side_by_side.run_all(list(jobs.values()), at_a_time=_JOBS.value)
     found = {each: measured(made) for each, made in jobs.items()}
-    warm_start.table("task", "choice", "groups of equal rewards", "accuracy before", "accuracy after", "thousand tokens")
     for task in tasks:
         tokens = min(found[each]["tokens"][-1] for each in jobs if each[0] == task)
+        after = (f"after {share * tokens / 1000:.0f} thousand tokens" for share in SHARES)
+        print()
+        warm_start.table(task, "groups of equal rewards", "accuracy before", *after)
         for kind in kinds:
             runs = [found[task, kind, seed] for seed in seeds]
             warm_start.row(
-                *(task, kind),
+                kind,
                 warm_start.spread([run["equal_groups"] for run in runs]),
                 warm_start.spread([run["accuracy"][0] for run in runs]),
-                warm_start.spread([at_equal_tokens(run, tokens) for run in runs]),
-                f"{tokens / 1000:.0f}",
+                *(warm_start.spread([at_equal_tokens(run, share * tokens) for run in runs]) for share in SHARES),
             )
     print(f"\n{_STEPS.value} updates at most, {_SEEDS.value} seeds")
     (root / "choosing.json").write_text(json.dumps({", ".join(map(str, each)): figures for each, figures in found.items()}))
