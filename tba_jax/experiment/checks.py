@@ -261,7 +261,9 @@ def _check_objective(config: Any, objective: Objective, require: Require) -> Non
             f"learner.{name}={learner[name]} must be above 0: {named} has no optimum, or nothing to learn from, without β",
         )
     if objective.full_support:
-        _check_full_support(config.sampling, named, require, of_every_row=objective.untruncated)
+        _check_full_support(config.sampling, named, require, of_every_row=objective.as_drawn)
+    if objective.as_drawn:
+        _check_rows_as_drawn(config, named, require)
     require(
         objective.moving_reference or learner.reference.kind in ("initial", "none"),
         f"learner.reference.kind={learner.reference.kind} moves a reference that {named} does not read: leave it at initial",
@@ -275,6 +277,14 @@ def _check_objective(config: Any, objective: Objective, require: Require) -> Non
         not objective.state_values or config.task.step_ends,
         f"{named} needs rows with the values of the states between steps: say by task.step_ends what ends a step",
     )
+
+
+def _check_rows_as_drawn(config: Any, named: str, require: Require) -> None:
+    replay, weighs = config.replay, f"{named} weighs rows by π_ref/π_behaviour, as π_behaviour drew them"
+    require(not config.task.force_eos, f"task.force_eos=True must be False: {weighs}, and a forced end was not drawn")
+    by_reward = {"strategy": "softmax", "drop": "lowest_reward", "merge_keep": "best"}
+    for name, value in by_reward.items():
+        require(replay[name] != value, f"replay.{name}={value} chooses rows by their rewards: {weighs}")
 
 
 def _check_full_support(sampling: Any, named: str, require: Require, *, of_every_row: bool) -> None:

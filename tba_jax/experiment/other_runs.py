@@ -22,6 +22,7 @@ from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.replay.log import GIVEN, REGISTER, registration
+from tba_jax.roles.trainer.behavior import behavior_reader
 from tba_jax.roles.trainer.buffer import make_index
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, snapshots
@@ -156,7 +157,7 @@ def check_behavior_is_known(run: layout.RunDir, config: Any) -> None:
     if not (reader := behavior_reader(config.learner)):
         return
     for place in (run, *map(layout.open_run_dir, config.replay.mount)):
-        if OBJECTIVES[config.learner.objective].untruncated:
+        if OBJECTIVES[config.learner.objective].as_drawn:
             _check_is_untruncated(place, reader)
         for writer in _writers(place):
             if not writer.startswith(GIVEN):
@@ -178,13 +179,6 @@ def _check_is_untruncated(run: layout.RunDir, reader: str) -> None:
                 f"{reader} needs rows that are not truncated, and those of {run.root} are drawn with sampling.{name}="
                 f"{sampling[name]}: begin a run of its own for it, or take trajectory_balance"
             )
-
-
-def behavior_reader(learner: Any) -> str:
-    """SETTING=VALUE of the setting by which the learner reads the rows' behaviour log-probs; "" if none does."""
-    if OBJECTIVES[learner.objective].behavior_logprobs:
-        return f"learner.objective={learner.objective}"
-    return "learner.effective_sample_scaling=True" if learner.effective_sample_scaling else ""
 
 
 def _identity(run: layout.RunDir) -> Place:

@@ -78,7 +78,7 @@ OBJECTIVES: dict[str, Objective] = {
         behavior_logprobs=True,
         positive_beta=True,
         full_support=True,
-        untruncated=True,
+        as_drawn=True,
         settings=("beta",),
     ),
     "asymre": Objective(loss=asymre, moving_reference=False, settings=("asymre_delta",)),

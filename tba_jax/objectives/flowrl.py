@@ -21,8 +21,8 @@ def flowrl(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     distribution. Longer responses are moved further, and r̂ depends on who drew the rows: it is not p*.
 
     Log Z is linear in the mean state of the prompt's tokens, through which no gradient flows (`learned_log_z` has the same head).
-    The paper has a network of three layers there and lets the gradient through. The authors' later code bounds w by 10 above
-    alone (clip_low=1, clip_high=9).
+    The paper has a network of three layers there and lets the gradient through. In the authors' code for verl w is not
+    clipped by default; variants clip it to [0.8, 1.28], or to at most 10.
 
     Needs: behaviour log-probs, the log Z head, K at least 2, β above 0. Returns:
       float32[] loss in squared nats per token.

@@ -17,7 +17,8 @@ def oapl(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
 
     Reference: π_lag is the policy that drew the row, as it was sampled: the row's behaviour log-probs. A moving reference would
     be another policy than the one over whose rows V̂ is a mean. The paper synchronises π_lag every L updates and then drops
-    older rows; here publish.every_steps and replay.recent_probability=1 do. γ, τ and π_ref are not read.
+    older rows: here publish.every_steps=L, searchers.swap=new_sequences and replay.max_staleness=L − 1. γ, τ and π_ref are not
+    read.
 
     Optimum, on rows of one fixed π_lag: π_lag·exp(r/β) / Z, on the responses that π_lag can draw. It is exact as K grows. V̂ of
     K rows is too low on average, which leaves the optimum nearer to π_lag. If the sampler follows the policy, so does the

@@ -20,9 +20,9 @@ class Objective:
 
     loss: see Loss; min_completions: the smallest K; behavior_logprobs: whether it reads the log-probs of π_behaviour;
     positive_beta: whether it has no optimum or no gradient at β = 0 (for other objectives β = 0 drops the KL term);
-    full_support: whether its optimum requires a sampler that can draw every response; untruncated: whether no row may come from a
-    truncated sampler; log_z_head, value_head: whether PolicyOutputs must have a learned log_z or learned values;
-    state_values: whether rows must carry Monte-Carlo state values;
+    full_support: whether its optimum requires a sampler that can draw every response; as_drawn: whether rows must be what
+    π_behaviour draws by itself: none truncated, none with a forced end, none chosen by its reward; log_z_head, value_head:
+    whether PolicyOutputs must have a learned log_z or values; state_values: whether rows must carry Monte-Carlo state values;
     moving_reference: whether it reads ref_logprobs, so that a moving reference has an effect; k3: whether at β > 0 it has the k3
     estimate of KL(π_θ‖π_ref), which needs a π_ref that is a distribution; settings: names of the settings learner.* that it
     reads (fields of ObjectiveSettings, and the schedules `beta`, `ref_temperature`, `reward_temperature`).
@@ -33,7 +33,7 @@ class Objective:
     behavior_logprobs: bool = False
     positive_beta: bool = False
     full_support: bool = False
-    untruncated: bool = False
+    as_drawn: bool = False
     log_z_head: bool = False
     value_head: bool = False
     state_values: bool = False

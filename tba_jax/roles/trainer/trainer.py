@@ -19,6 +19,7 @@ from tba_jax.replay.index import ReplayIndex
 from tba_jax.roles.trainer import due as due_lib
 from tba_jax.roles.trainer import logprob_gap
 from tba_jax.roles.trainer.account import TrainerAccount
+from tba_jax.roles.trainer.behavior import BehaviorCheck
 from tba_jax.roles.trainer.buffer import ReplayBuffer
 from tba_jax.roles.trainer.checkpointing import Checkpointing
 from tba_jax.roles.trainer.logprob_gap import LogprobGap, SnapshotScores
@@ -88,6 +89,7 @@ class Trainer:
         self.buffer = ReplayBuffer(config, contract, run, recent_window=publish_every_steps)
         self.publishing = Publishing(config, run, lease, self.group, self.record, every_steps=publish_every_steps)
         self.checkpoints = Checkpointing(config, run, lease, self.buffer, self.group, self.record)
+        self._check_behavior = BehaviorCheck(config.learner)
         self._refusals = Refusals(skips=config.learner.non_finite == "skip", journal=run.journal)
         learner, sampler_weights = self.program.config, config.searchers.weights
         self._scores = SnapshotScores(learner, self.program.mesh, run.policies, sampler_weights=sampler_weights)
@@ -170,7 +172,8 @@ class Trainer:
             self.lease.check()
             # The line becomes durable while the devices compute: nothing shows the update's result before it is.
             durable = self._submit_line(drawn)
-            # These counts are of the rows that the journal names up to this step, so a resume publishes the same ones.
+            # These counts are of the rows that the journal names up to this step, so a resume publishes the same ones; after a
+            # stop it also counts what had come by then.
             beside_policy = self.buffer.beside_policy() if due.publish else {}
         try:
             beside()  # 4
@@ -207,6 +210,7 @@ class Trainer:
             if slots is None:
                 return None
             rows = self.index.gather(slots)
+            self._check_behavior(rows, self.index.ids(slots))
         return self._place(slots, rows, step=step)
 
     def _place(self, slots: np.ndarray, rows: trajectory.Rows, *, step: int) -> _Drawn:

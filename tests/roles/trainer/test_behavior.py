@@ -1,0 +1,52 @@
+"""Rows that an objective cannot learn from, and that no setting told of when the trainer began."""
+
+import pytest
+
+from tba_jax.run import processes
+from tests.support import frozen_runs, tiny_run
+
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
+
+
+def steps(s, count, **changes):
+    """Trains with another objective, from where the run stands. Returns the step at which it ends."""
+    changed = tiny_run.settings(s.run.root, frozen_runs.config(**changes))
+    with frozen_runs.trainer(changed) as trainer:
+        trainer.poll()
+        for _ in range(count):
+            assert trainer.step(ahead=True) is not None
+        return trainer.step_number
+
+
+@pytest.mark.parametrize("objective", ["a_star_po", "pmd_mean", "trajectory_balance"])
+@pytest.mark.parametrize("name, value", [("top_p", 0.5), ("top_k", 3), ("min_p", 0.25), ("temperature", 2.0)])
+def test_a_truncated_row_is_refused_where_it_is_drawn(frozen, tmp_path, objective, name, value):
+    s = frozen(tmp_path / "run")
+    frozen_runs.append_changed(s, "later-1", **{name: (slice(None), value)})
+    if objective != "a_star_po" or name == "temperature":
+        assert steps(s, 12, learner__objective=objective) == 12
+        return
+    with pytest.raises(processes.BadInput, match=rf"a_star_po needs .* row later-1:[0-3] was drawn with .*{name}={value}"):
+        steps(s, 12, learner__objective=objective)
+    assert steps(s, 12, learner__objective="trajectory_balance") >= 12, "nothing is lost"
+
+
+@pytest.mark.parametrize(
+    "changes, reader",
+    [
+        ({"learner__objective": "grpo"}, r"learner\.objective=grpo"),
+        ({"learner__effective_sample_scaling": True}, r"learner\.effective_sample_scaling=True"),
+        ({}, ""),
+    ],
+)
+def test_a_row_of_a_file_is_refused_where_its_behaviour_is_read(frozen, tmp_path, changes, reader):
+    """It may come after the trainer has begun, by a mounted run."""
+    s = frozen(tmp_path / "run")
+    frozen_runs.append_changed(s, "given-0123456789abcdef")
+    if not reader:
+        assert steps(s, 12) == 12
+        return
+    with pytest.raises(
+        processes.BadInput, match=rf"{reader} reads π_behaviour .* row given-0123456789abcdef:[0-3], a response of"
+    ):
+        steps(s, 12, **changes)
