@@ -20,9 +20,17 @@ Changes = dict[str, tuple[Any, Any]]  # setting -> (there, here): its value in c
 
 _SECTIONS = ("seed", "learner", "replay", "publish", "schedule")
 _SCHEDULE = [name for name, rule in SCHEMA.rules.items() if name.split(".")[0] in _SECTIONS and not rule.free]
+
+
+def _heads(objective: str) -> tuple[str, bool]:
+    """What heads of an objective's policy hold. A log Z is of the objective that learned it: in nats, or in nats per token."""
+    declared = OBJECTIVES[objective]
+    return (objective if declared.log_z_head else "", declared.value_head)
+
+
 # Settings that decide which state a checkpoint holds: setting -> value -> that state.
 _STATEFUL: dict[str, dict[str, object]] = {
-    "learner.objective": {name: (o.log_z_head, o.value_head) for name, o in OBJECTIVES.items()},
+    "learner.objective": {name: _heads(name) for name in OBJECTIVES},
     "learner.reference.kind": dict.fromkeys(HELD_REFERENCES, "reference"),
 }
 
