@@ -14,10 +14,11 @@ from tba_jax.schemas import flatten
 def check(config: Any, require: Callable[[object, str], None]) -> None:
     """Refuses a setting that differs from its default although the run would not use it.
 
-    Such settings are those of other objectives and learning-rate schedules; those of state values, without task.step_ends; those
-    of prompt selection, with searchers.prompt_selection=uniform; those of recent rows, or of older ones, where none are drawn;
-    and those of search and training in turn. A wsd schedule without its decay is refused likewise. β is not among them: it scales
-    a metric of every run. This check is for new runs and for --dry_run, since a run that exists goes on as it began.
+    Such settings are those of other objectives, references and learning-rate schedules; those of state values, without
+    task.step_ends; those of prompt selection, with searchers.prompt_selection=uniform; those of recent rows, or of older ones,
+    where none are drawn; and those of search and training in turn. A wsd schedule without its decay is refused likewise. β is
+    not among them: it scales a metric of every run. This check is for new runs and for --dry_run, since a run that exists goes
+    on as it began.
     """
     values, defaults = flatten(config.to_dict()), flatten(SCHEMA.defaults().to_dict())
 
@@ -44,7 +45,12 @@ def check(config: Any, require: Callable[[object, str], None]) -> None:
     for name in ("recent_window", "recent_fill"):
         used(f"replay.{name}", replay.recent_probability > 0, " with replay.recent_probability=0")
     every_query = " with replay.recent_probability=1: every query draws its newest rows"
-    used("replay.age_decay_steps", replay.recent_probability < 1, every_query)
+    for name in ("age_decay_steps", "strategy"):
+        used(f"replay.{name}", replay.recent_probability < 1, every_query)
+    used("replay.inverse_temperature", replay.strategy == "softmax", f" with replay.strategy={replay.strategy}")
+    kind = learner.reference.kind
+    used("learner.reference.reset_steps", kind == "reset", f" with learner.reference.kind={kind}")
+    used("learner.reference.ema_decay", kind in ("ema", "surrogate"), f" with learner.reference.kind={kind}")
     for name in ("lag", "updates_per_search"):
         used(f"schedule.{name}", config.schedule.mode == "interleaved", " without schedule.mode=interleaved")
     require(

@@ -118,6 +118,10 @@ def test_settings_of_values_that_no_row_holds_are_refused(setting, value):
         ({"searchers.target_success_rate": 0.3}, {"searchers.prompt_selection": "posterior"}),
         ({"searchers.prompt_candidates": 4}, {"searchers.prompt_selection": "posterior"}),
         ({"replay.age_decay_steps": 8.0, "replay.recent_probability": 1.0}, {"replay.recent_probability": 0.9}),
+        ({"replay.strategy": "softmax", "replay.recent_probability": 1.0}, {"replay.recent_probability": 0.9}),
+        ({"replay.inverse_temperature": 3.0}, {"replay.strategy": "softmax"}),
+        ({"learner.reference.reset_steps": 3}, {"learner.reference.kind": "reset"}),
+        ({"learner.reference.ema_decay": 0.5}, {"learner.reference.kind": "ema"}),
     ],
 )
 def test_settings_of_choices_that_nobody_makes_are_refused(changes, read_with):
@@ -147,5 +151,7 @@ def test_the_recipe_of_a_baseline_that_refuses_truncation_has_none():
     for name in baselines.BASELINES:
         c = base.get_config()
         c.sampling.explore_top_p_probability = 0.3
+        c.replay.strategy = "softmax"
         baselines.apply(c, name)
-        assert c.sampling.explore_top_p_probability == (0 if OBJECTIVES[name].untruncated else 0.3)
+        assert c.sampling.explore_top_p_probability == (0 if OBJECTIVES[name].as_drawn else 0.3)
+        assert c.replay.strategy == ("uniform" if OBJECTIVES[name].as_drawn else "softmax")
