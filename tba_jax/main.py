@@ -116,8 +116,20 @@ def _topologies(given: command_line.Given) -> dict[str, str]:
     return topologies.parse(given.topology, roles=compiling.ROLES)
 
 
+def _check_name(name: str) -> None:
+    """Raises ValueError for a --name that cannot be part of a writer id, or that would stand for responses of a file."""
+    from tba_jax.replay.log import GIVEN, NAME
+
+    if name and not NAME.fullmatch(name):
+        limit = "at most 90 lower-case letters, digits and hyphens, and begin with no hyphen"
+        raise ValueError(f"--name={name!r} must be {limit}: folders are called by it")
+    if f"{name}-".startswith(GIVEN):
+        raise ValueError(f"--name={name!r} must not begin with {GIVEN!r}, which stands for responses of a file")
+
+
 def run(given: command_line.Given) -> int | command_line.Job:
     """Checks everything that a user's mistake can break; the job is the role's."""
+    _check_name(given.name)
     recipe = recipes.load(given.config, given.overrides, program=settings_help.BASE) if given.config else None
     from tba_jax.run import contract, layout
 

@@ -25,6 +25,8 @@ from tba_jax.trajectory import Rows, RowShape, check_rows
 REGISTER = "writers"
 # The beginning of a writer's id, if its responses come from a file (the command append).
 GIVEN = "given-"
+# A name of a searcher, which its writer ids begin with.
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,89}")
 WRITER_NAME = re.compile(rf"(?!{REGISTER}$)[a-z0-9][a-z0-9-]{{0,99}}")
 
 
