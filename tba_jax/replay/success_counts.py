@@ -55,7 +55,7 @@ def from_bytes(content: bytes) -> QueryCounts:
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as columns:
             return QueryCounts(*(columns[name] for name in names))
-    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, KeyError, OSError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{FILE} is damaged: {error}") from error
 
 
@@ -159,8 +159,9 @@ class SuccessCounts:
         if self.outside is not None or not len(values):
             return {}, np.zeros(0)
         rates = values[:, 0] / values[:, 1]
-        failed, solved = float((values[:, 2] == 0).mean()), float((values[:, 2] == values[:, 3]).mean())
-        shares = {"queries_failed": failed, "queries_mixed": 1 - failed - solved, "queries_solved": solved}
+        failed, solved = values[:, 2] == 0, values[:, 2] == values[:, 3]
+        of_kind = {"queries_failed": failed, "queries_mixed": ~(failed | solved), "queries_solved": solved}
+        shares = {name: float(queries.mean()) for name, queries in of_kind.items()}
         return {"success_rate": float(rates.mean()), **shares}, rates
 
     def state(self) -> dict[str, Any]:

@@ -104,6 +104,7 @@ def test_what_is_published_is_read_back_and_damage_is_seen():
     empty = success_counts.from_bytes(SuccessCounts(decay=1.0).published().to_bytes())
     assert empty.of(asked)[1].tolist() == [0, 0, 0] and isinstance(empty, QueryCounts)
     middle = content.index(counts.trials.tobytes())
-    for damaged in (content[:-30], b"", content[:middle] + b"\xff" + content[middle + 1 :]):
+    method = content.index(b"PK\x01\x02") + 10  # of the compression, in the directory of the archive
+    for damaged in (content[:-30], b"", *(content[:at] + b"\xff" + content[at + 1 :] for at in (middle, method))):
         with pytest.raises(ValueError, match="is damaged"):
             success_counts.from_bytes(damaged)
