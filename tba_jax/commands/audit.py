@@ -194,7 +194,8 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     steps = sorted(set(row["policy_step"][:length].tolist()))
     if len(steps) != 1:
         raise ValueError(f"{name} cannot be generated again: its weights were swapped midway (policy steps {steps})")
-    return _compared(name, rows, _generated(run, name, row, step=steps[0]))
+    again = _generated(run, name, row, step=steps[0])
+    return _compared(name, rows, again, weights=run.config.searchers.weights)
 
 
 def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int) -> Any:
@@ -238,12 +239,14 @@ def _home(run: Run, writer: str) -> str:
     return next(mount for mount, place in shared.items() if str(run.reader.folder(writer)).startswith(f"{place}/"))
 
 
-def _compared(name: str, rows: trajectory.Rows, again: Any) -> tuple[str, bool]:
-    """The verdict on one row made again. Args: rows: the row as it is in the log, alone."""
+def _compared(name: str, rows: trajectory.Rows, again: Any, *, weights: str) -> tuple[str, bool]:
+    """The verdict on one row made again. Args: rows: the row as it is in the log, alone. weights: searchers.weights of
+    the run, with which the row was made again."""
     there, here, length = trajectory.response_tokens(rows)[0], again.tokens[0], int(rows["response_length"][0])
     if int(again.length[0]) != length or not np.array_equal(here[:length], there[:length]):
         first = int((here != there).argmax())
-        return f"{name} differs from token {first} on: {there[first]} there, {here[first]} here", False
+        told = f"{name} differs from token {first} on: {there[first]} there, {here[first]} here"
+        return f"{told}, with searchers.weights={weights}, which its searcher may have had otherwise", False
     gap = float(np.abs(again.policy_logprobs - rows["policy_logprobs"])[0, :length].max(initial=0.0))
     return f"{name} is identical: {length} tokens; its log-probs differ by {gap:.2g} nats at most", True
 
