@@ -56,7 +56,7 @@ def recipe_of(task: str) -> str:
 
 
 def folder(root: Path, task: str) -> Path:
-    return root / f"{task}-{_QUERIES.value}-queries"
+    return root / f"{task}-{_QUERIES.value}-queries{'-small' if _SMALL.value else ''}"
 
 
 def training_queries(task: str) -> dict[str, int]:

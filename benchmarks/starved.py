@@ -28,7 +28,7 @@ _UPDATES = flags.DEFINE_integer("updates", 4, "Updates on each append.", lower_b
 _SEEDS = flags.DEFINE_integer(
     "seeds", 3, "Runs of each kind; they differ in queries and draws, not in their start.", lower_bound=1
 )
-_STEPS = flags.DEFINE_integer("steps", 200, "Updates of each run.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 200, "Updates of each run.", lower_bound=15)  # 100 groups and more
 _JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of the cores; 0: one a core.", lower_bound=0)
 
 RECIPE = "configs/demo.py"
@@ -47,11 +47,11 @@ def job(root: Path, name: str, checkout: Path, seed: int) -> side_by_side.Job:
         "searchers.samples_per_query": 20,
         "searchers.slots": 140 * _UPDATES.value,
         "replay.recent_window": 2,
-        "evaluation.every_steps": max(1, _STEPS.value // 4),
+        "evaluation.every_steps": _STEPS.value // 2,
         "evaluation.batch_size": 64,
         "checkpoint.every_steps": _STEPS.value,
     }
-    name = f"{_STEPS.value}-updates/{name}-seed{seed}"
+    name = f"{_UPDATES.value}-an-append-{_STEPS.value}-updates/{name}-{checkout.name}-seed{seed}"
     return side_by_side.Job(root=root, name=name, recipe=RECIPE, settings=settings, warm=True, checkout=checkout)
 
 
@@ -82,10 +82,7 @@ def main(argv: Sequence[str]) -> None:
         curves = np.array([[report["greedy_reward"] for report in results.evaluations(run)] for run in runs])
         distinct = [distinct_queries(run) for run in runs]
         figures[name] = {"distinct_queries": distinct, "accuracy": curves.tolist()}
-        middle = curves.shape[1] // 2
-        warm_start.row(
-            name, warm_start.spread(distinct, ".1f"), *(warm_start.spread(list(curves[:, at])) for at in (0, middle, -1))
-        )
+        warm_start.row(name, warm_start.spread(distinct, ".1f"), *(warm_start.spread(list(curves[:, at])) for at in (0, 1, -1)))
     print(f"\n{_UPDATES.value} updates an append, {_STEPS.value} in all, {len(seeds)} seeds; {time.monotonic() - begin:.0f} s")
     (root / "starved.json").write_text(json.dumps(figures, indent=1))
 
