@@ -39,7 +39,7 @@ class BehaviorCheck:
             if writer.startswith(GIVEN):
                 raise BadInput(
                     f"{self._reader} reads π_behaviour of every row, and nobody knows that of row {writer}:{row}, a response of "
-                    "a file: resume with another objective, such as trajectory_balance (--allow_change=learner.objective)"
+                    f"a file: resume without it (--allow_change={self._reader.partition('=')[0]})"
                 )
         truncated = (rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["min_p"] > 0)
         if self._as_drawn and truncated.any():
