@@ -31,6 +31,7 @@ def call(workdir: Path, *arguments: str, recipe: str = RECIPE) -> float:
 def ensure(root: Path, *arguments: str, recipe: str = RECIPE) -> None:
     """Makes root/warm/reference, unless it is there. arguments: further ones of tba_jax.main."""
     if not (root / "warm" / "reference" / "initial.json").exists():
+        print(f"warm start begins, its output is in {root / 'warm.out'}", file=sys.stderr, flush=True)
         print(f"warm start: {call(root / 'warm', '--role=reference', *arguments, recipe=recipe):.0f} s\n", file=sys.stderr)
 
 

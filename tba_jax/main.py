@@ -116,10 +116,12 @@ def _topologies(given: command_line.Given) -> dict[str, str]:
     return topologies.parse(given.topology, roles=compiling.ROLES)
 
 
-def _check_name(name: str) -> None:
-    """Raises ValueError for a --name that cannot be part of a writer id, or that would stand for responses of a file."""
+def _check_name(name: str, *, role: str) -> None:
+    """Raises ValueError for a --name without a role, or that cannot begin a writer id, or that stands for responses of a file."""
     from tba_jax.replay.log import GIVEN, NAME
 
+    if name and role == "all":
+        raise ValueError(f"--name={name!r} is of one role, and would not be used: give it with --role")
     if name and not NAME.fullmatch(name):
         limit = "at most 90 lower-case letters, digits and hyphens, and begin with no hyphen"
         raise ValueError(f"--name={name!r} must be {limit}: folders are called by it")
@@ -129,7 +131,7 @@ def _check_name(name: str) -> None:
 
 def run(given: command_line.Given) -> int | command_line.Job:
     """Checks everything that a user's mistake can break; the job is the role's."""
-    _check_name(given.name)
+    _check_name(given.name, role=given.role)
     recipe = recipes.load(given.config, given.overrides, program=settings_help.BASE) if given.config else None
     from tba_jax.run import contract, layout
 

@@ -78,9 +78,10 @@ REFUSALS = {
     "a setting without a value": (["--config.learner.steps"], ["--config.learner.steps needs a value"]),
     "worked examples": (["--config.warm_start.steps=5", "--config.task.response_length=3"], ["tokens", "(task.response_length)"]),
     "role": (["--role=nobody"], ["nobody", "trainer"]),
-    "name": (["--name=../other"], ["--name='../other'", "lower-case letters, digits and hyphens"]),
-    "long name": (["--name=" + "n" * 91], ["--name='nnn", "at most 90"]),
-    "name of a file's responses": (["--name=given"], ["--name='given'", "responses of a file"]),
+    "name of all roles": (["--name=other"], ["--name='other' is of one role", "--role"]),
+    "name": (["--role=searcher", "--name=../other"], ["--name='../other'", "lower-case letters, digits and hyphens"]),
+    "long name": (["--role=trainer", "--name=" + "n" * 91], ["--name='nnn", "at most 90"]),
+    "name of a file's responses": (["--role=searcher", "--name=given"], ["--name='given'", "responses of a file"]),
 }
 
 

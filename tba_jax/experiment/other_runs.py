@@ -177,7 +177,7 @@ def _check_is_untruncated(run: layout.RunDir, reader: str) -> None:
         if sampling[name] != off:
             raise ValueError(
                 f"{reader} needs rows that are not truncated, and those of {run.root} are drawn with sampling.{name}="
-                f"{sampling[name]}: begin a run of its own for it, or take trajectory_balance"
+                f"{sampling[name]}: begin a run of its own for it"
             )
 
 
