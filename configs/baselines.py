@@ -59,7 +59,7 @@ def apply(c: Any, name: str, *, besides: Sequence[str] = ()) -> None:
       ValueError: there is no such baseline; the sentence names the nearest one.
     """
     if name not in BASELINES:
-        names = [*besides, *BASELINES]
+        names = [*BASELINES, *besides]
         close = difflib.get_close_matches(name, names, n=1)
         given = f"no baseline {name!r}" + (f" (did you mean {close[0]!r}?)" if close else "") if name else "no baseline is named"
         raise ValueError(f"{given}: --config=RECIPE:NAME takes one of {', '.join(names)}")

@@ -17,5 +17,5 @@ def get_config(name: str = ""):
     """The recipe of the objective `name`, the text after the colon in --config. Raises ValueError if there is none."""
     is_small, name = small.asked(name)
     c = demo_vine_ppo.get_config() if name == "vine_ppo" else demo.get_config()
-    baselines.apply(c, name)
+    baselines.apply(c, name, besides=["small-NAME"])
     return small.shrink(c, {}) if is_small else c
