@@ -35,12 +35,11 @@ class BehaviorCheck:
         """
         if not self._reader:
             return
-        for writer, row in ids:
-            if writer.startswith(GIVEN):
-                raise BadInput(
-                    f"{self._reader} reads π_behaviour of every row, and nobody knows that of row {writer}:{row}, a response of "
-                    f"a file: resume without it (--allow_change={self._reader.partition('=')[0]})"
-                )
+        if given := next((f"{writer}:{row}" for writer, row in ids if writer.startswith(GIVEN)), ""):
+            raise BadInput(
+                f"{self._reader} reads π_behaviour of every row, and nobody knows that of row {given}, a response of a file: "
+                f"resume without it (--allow_change={self._reader.partition('=')[0]})"
+            )
         truncated = (rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["min_p"] > 0)
         if self._as_drawn and truncated.any():
             at = int(np.argmax(truncated))

@@ -209,14 +209,14 @@ class Trainer:
             slots = self.buffer.draw(step=step)
             if slots is None:
                 return None
-            rows = self.index.gather(slots)
-            self._check_behavior(rows, self.index.ids(slots))
-        return self._place(slots, rows, step=step)
+            rows, ids = self.index.gather(slots), self.index.ids(slots)
+            self._check_behavior(rows, ids)
+        return self._place(slots, rows, ids, step=step)
 
-    def _place(self, slots: np.ndarray, rows: trajectory.Rows, *, step: int) -> _Drawn:
+    def _place(self, slots: np.ndarray, rows: trajectory.Rows, ids: Sequence[tuple[str, int]], *, step: int) -> _Drawn:
         with self.account.measure("draw"):
             # A slot may hold another row once more rows are integrated, so all that is told of the rows is read now.
-            ids, provenance = self.index.ids(slots), self.buffer.provenance(slots, rows["reward"], step=step + 1)
+            provenance = self.buffer.provenance(slots, rows["reward"], step=step + 1)
             self.group.call("place", rows)
             placed = self.program.place(rows)
         new = self.program.is_new(placed)
@@ -249,7 +249,7 @@ class Trainer:
         Raises:
           FloatingPointError: the update is not finite, and is not to be left out.
         """
-        drawn = self._place(slots, rows, step=self.step_number)
+        drawn = self._place(slots, rows, self.index.ids(slots), step=self.step_number)
         return self._take_result(drawn, self._dispatch(drawn), was_passed=was_passed)
 
     def _dispatch(self, drawn: _Drawn) -> dict[str, Any]:
