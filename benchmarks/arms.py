@@ -1,0 +1,107 @@
+"""One recipe in several arms, such as settings, checkouts or objectives, over warm starts and seeds, at equal rows an update.
+
+    python -m benchmarks.arms --workdir=runs/clipping --recipe=configs/demo.py --other=../before --seeds=3
+    python -m benchmarks.arms --workdir=runs/noise --recipe=configs/demo.py --warm_starts=3 --seeds=2 --set="learner.clip_norm=0"
+        --arm="trajectory_balance learner.objective=trajectory_balance" --arm="rloo learner.objective=rloo"
+
+An arm is a name and settings; --set holds settings of all arms. With --other, every arm is also run by the code of another
+checkout. Search and training take turns in one process, so every update of every arm has as many new rows, of a policy that is 4
+updates old. A run that is done is not made again, so the command resumes where it was stopped. It prints a markdown table of the
+recipe's held-out greedy score, mean and standard deviation over warm starts and seeds, and of the trainer's metrics that
+--columns names, mean over the run, and of `clipped`: the share of updates whose gradient norm is above learner.clip_norm. It
+writes workdir/arms.json.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+
+from benchmarks import side_by_side, warm_start
+from tba_jax.roles import results
+from tba_jax.run import layout, metrics
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
+_RECIPE = flags.DEFINE_string("recipe", "configs/demo.py", "A recipe with a warm start.")
+_ARMS = flags.DEFINE_multi_string("arm", ["recipe"], "A name, and settings of the form leaf=value between spaces.")
+_SET = flags.DEFINE_string("set", "", "Settings of all arms, leaf=value between spaces.")
+_OTHER = flags.DEFINE_string("other", "", "Folder of a checkout that this one is compared with.")
+_WARM_STARTS = flags.DEFINE_integer("warm_starts", 1, "Warm starts, of the seeds 1, 2 …", lower_bound=1)
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each arm from each warm start.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 200, "Updates of each run.", lower_bound=4)
+_COLUMNS = flags.DEFINE_list("columns", ["grad_norm", "advantage_std", "equal_reward_groups"], "Metrics of the trainer.")
+_JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of the cores; 0: one a core.", lower_bound=0)
+
+EVALUATIONS = 4  # of a run, besides the one before it
+LAG = 4
+
+
+def settings_of(text: str) -> dict[str, str]:
+    return dict(pair.split("=", 1) for pair in text.split())
+
+
+def job(root: Path, arm: str, own: str, checkout: Path, seed: int) -> side_by_side.Job:
+    settings: dict[str, Any] = {
+        "seed": seed,
+        "learner.steps": _STEPS.value,
+        "learner.beta_steps": _STEPS.value,
+        "schedule.mode": "interleaved",
+        "schedule.lag": LAG,
+        "evaluation.every_steps": _STEPS.value // EVALUATIONS,
+        "checkpoint.every_steps": _STEPS.value,
+        "publish.keep": LAG + 3,
+        **settings_of(_SET.value),
+        **settings_of(own),
+    }
+    name = f"{_STEPS.value}-updates/{arm}-seed{seed}"
+    return side_by_side.Job(root=root, name=name, recipe=_RECIPE.value, settings=settings, warm=True, checkout=checkout)
+
+
+def measured(workdir: Path) -> dict[str, Any]:
+    """The held-out greedy score by step, and the means of the trainer's metrics."""
+    run = layout.RunDir(workdir)
+    curve = {report["step"]: report["greedy_reward"] for report in results.evaluations(run)}
+    lines = list(metrics.each_line(run.metrics("trainer")))
+    limit = layout.read_json(run.config)["config"]["learner"]["clip_norm"]
+    found = {name: float(np.mean([line[name] for line in lines if name in line] or [np.nan])) for name in _COLUMNS.value}
+    return {"curve": curve, "clipped": float(np.mean([0 < limit < line["grad_norm"] for line in lines])), **found}
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    root = Path(_WORKDIR.value).absolute()
+    checkouts = {"": Path.cwd()} | ({"-other": Path(_OTHER.value).absolute()} if _OTHER.value else {})
+    warm = [root / f"start{number}" for number in range(1, _WARM_STARTS.value + 1)]
+    for number, folder in enumerate(warm, 1):
+        warm_start.ensure(folder, f"--config.seed={number}", recipe=_RECIPE.value)
+    arms = {
+        f"{name}{of}": (own, path)
+        for name, _, own in (arm.partition(" ") for arm in _ARMS.value)
+        for of, path in checkouts.items()
+    }
+    # Seed by seed, so that a study that is stopped is one of fewer seeds.
+    jobs = {
+        (arm, folder.name, seed): job(folder, arm, own, path, seed)
+        for seed in range(_SEEDS.value)
+        for folder in warm
+        for arm, (own, path) in arms.items()
+    }
+    side_by_side.run_all(list(jobs.values()), at_a_time=_JOBS.value)
+    found = {each: measured(made.workdir) for each, made in jobs.items()}
+    steps = list(next(iter(found.values()))["curve"])
+    warm_start.table("arm", *(f"score at {step}" for step in steps), "clipped", *_COLUMNS.value)
+    for arm in arms:
+        runs = [figures for (name, _, _), figures in found.items() if name == arm]
+        scores = (warm_start.spread([run["curve"].get(step, np.nan) for run in runs]) for step in steps)
+        warm_start.row(
+            arm, *scores, *(warm_start.spread([run[name] for run in runs], ".3g") for name in ("clipped", *_COLUMNS.value))
+        )
+    print(f"\n{_STEPS.value} updates, {_WARM_STARTS.value} warm starts × {_SEEDS.value} seeds")
+    (root / "arms.json").write_text(json.dumps({", ".join(map(str, each)): figures for each, figures in found.items()}, indent=1))
+
+
+if __name__ == "__main__":
+    app.run(main)
