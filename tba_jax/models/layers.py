@@ -128,11 +128,18 @@ class Einsum(nnx.Module):
         return dict(zip(letters, self.weight.shape, strict=True))
 
     def adapt(self, rank: int, scale: float, rngs: nnx.Rngs) -> None:
-        """Adds a low-rank adapter (LoRA, Hu et al., 2021): y = einsum(x, weight) + scale · (x A) B; A is random, B is 0."""
+        """Adds a low-rank adapter (LoRA, Hu et al., 2021): y = einsum(x, weight) + scale · (x A) B.
+
+        B is 0, and A uniform in ±1/√(size of x), as in PEFT, so that published learning rates of adapters hold here.
+        """
         sizes, stacked = self.sizes() | {"r": rank}, self._stacked()
-        fan_in = functools.reduce(lambda product, letter: product * sizes[letter], self.inputs, 1)
+        bound = math.prod(sizes[letter] for letter in self.inputs) ** -0.5
         self.lora_scale = scale
-        random, zeros = nnx.initializers.normal(fan_in**-0.5), nnx.initializers.zeros_init()
+
+        def random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+            return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+        zeros = nnx.initializers.zeros_init()
         self.lora_a = parameter(f"{stacked}{self.inputs}r", sizes, random, rngs, nnx.LoRAParam)
         self.lora_b = parameter(f"{stacked}r{self.outputs}", sizes, zeros, rngs, nnx.LoRAParam)
 

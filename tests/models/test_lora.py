@@ -92,6 +92,18 @@ def test_a_run_starts_from_its_base():
     jax.tree.map(np.testing.assert_array_equal, parameters.pure(full.for_training(base, {})), base)
 
 
+def test_adapters_begin_as_those_of_peft():
+    """Kaiming's uniform initialiser at a = √5: A in ±1/√fan_in, whose deviation is 1/√(3 fan_in), and B 0."""
+    policy = Policy(model=MODEL, lora=ALL)
+    adapters = parameters.flatten(policy.initial(random_tree(policy.model_specs, 0), jax.random.key(0)))
+    for name in (name for name in adapters if name.endswith("lora_a")):
+        a = np.asarray(adapters[name], np.float64)
+        fan_in = np.prod(a.shape[name.startswith("layers.") : -1])
+        assert np.abs(a).max() <= fan_in**-0.5 < 1.1 * np.abs(a).max()
+        np.testing.assert_allclose(a.std(), (3 * fan_in) ** -0.5, rtol=0.15)
+        assert not np.any(adapters[name.replace("lora_a", "lora_b")])
+
+
 def test_a_merge_with_bfloat16_weights_keeps_small_updates():
     policy = Policy(model=dataclasses.replace(MODEL, compute_dtype="bfloat16"), lora=ALL)
     base, adapters = random_tree(policy.model_specs, 0), random_tree(policy.trained_specs, 1)
