@@ -239,6 +239,11 @@ def _check_reference(config: Any, require: Require) -> None:
         "learner.reference.kind=surrogate compares with the policy of an earlier step of this run, which rows of "
         f"replay.mount={tuple(config.replay.mount)} do not come from",
     )
+    require(
+        reference.kind != "ema" or not config.lora.rank,
+        f"lora.rank={config.lora.rank} trains adapters, and the product of averages of A and B is not the average of A B: "
+        "learner.reference.kind=ema needs lora.rank=0; take learner.reference.kind=reset",
+    )
     for name in ("ref_temperature_start", "ref_temperature_end"):
         require(
             reference.kind != "none" or config.learner[name] == 1,
@@ -260,6 +265,11 @@ def _check_objective(config: Any, objective: Objective, require: Require) -> Non
             learner[name] > 0 or not objective.positive_beta,
             f"learner.{name}={learner[name]} must be above 0: {named} has no optimum, or nothing to learn from, without β",
         )
+    require(
+        not learner.clip_norm or objective.reward_unit is not None,
+        f"learner.clip_norm={learner.clip_norm} is in units of the reward, and {named} does not say what a gradient of its loss "
+        "is in that unit (reward_unit in tba_jax/objectives/__init__.py): set it to 0",
+    )
     if objective.full_support:
         _check_full_support(config.sampling, named, require, of_every_row=objective.as_drawn)
     if objective.as_drawn:

@@ -17,6 +17,7 @@ from tba_jax.models.parameters import Params
 class Gradient:
     """The loss on a batch, float32[], and its gradient by part, like TrainState.params.
 
+    unit: float32[], the factor that brings the gradient into the unit of learner.clip_norm (Objective.reward_unit);
     finite: bool[], whether all else that the batch gave is finite; measurements: arrays by name; policy_rate: float32[], a
     factor of the learning rate of the part "policy" in this step, None for 1.
     """
@@ -25,6 +26,7 @@ class Gradient:
     by_part: Params
     finite: chex.Array | bool = True
     measurements: dict[str, jax.Array]
+    unit: chex.Array | float = 1.0
     policy_rate: chex.Array | None = None
 
 
@@ -35,14 +37,14 @@ GradientOf = Callable[[TrainState, Params, Any], Gradient]
 def step(
     state: TrainState, frozen: Params, batch: Any, *, gradient_of: GradientOf, optimizers: Optimizers
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """The state after one step, and measurements: loss, grad_norm (of the policy's part), finite, skipped_steps, and the
-    measurements of the gradient.
+    """The state after one step, and measurements: loss, grad_norm (of the policy's part before clipping, in `unit`), finite,
+    skipped_steps, and the measurements of the gradient.
 
     `finite`, float32[], is 0 if the loss, the gradient, the new weights or the batch's results are not finite. The state then
     changes only in `step` and `skipped`.
     """
     gradient = gradient_of(state, frozen, batch)
-    grad_norm = optax.tree.norm(gradient.by_part["policy"])
+    grad_norm = gradient.unit * optax.tree.norm(gradient.by_part["policy"])
     of_heads = [optax.tree.norm(tree) for name, tree in gradient.by_part.items() if name != "policy"]
     finite = gradient.finite & jnp.all(jnp.isfinite(jnp.stack([gradient.loss, grad_norm, *of_heads])))
     # The squares of the new weights too: an optimiser may overflow where its gradient did not. The new weights are computed
@@ -69,7 +71,8 @@ def _descend(state: TrainState, gradient: Gradient, optimizers: Optimizers) -> T
     """Each part of what is trained, moved by its own optimiser."""
     params, opt_state = {}, {}
     for part, optimizer in optimizers.items():
-        updates, opt_state[part] = optimizer.update(gradient.by_part[part], state.opt_state[part], state.params[part])
+        update = optax.with_extra_args_support(optimizer).update
+        updates, opt_state[part] = update(gradient.by_part[part], state.opt_state[part], state.params[part], unit=gradient.unit)
         if part == "policy" and gradient.policy_rate is not None:
             updates = optax.tree.scale(gradient.policy_rate, updates)  # weight decay is in them, and scaled too
         params[part] = optax.apply_updates(state.params[part], updates)

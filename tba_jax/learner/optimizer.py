@@ -1,6 +1,7 @@
 """The optimiser and its schedules: AdamW with global-norm clipping; constant, linear and WSD learning rates; β, γ, τ."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,15 +53,24 @@ def linear_then_constant(*, start: float, end: float, steps: int) -> Schedule:
     return lambda step: jnp.where(step >= steps, end, ramp(step))  # rounding would leave the ramp beside its end
 
 
+def clip_by_norm(clip_norm: float) -> optax.GradientTransformationExtraArgs:
+    """g ← g · min( 1, clip_norm / ‖u g‖ ), with the factor u of the step, float32[] (`update(…, unit=u)`; default: 1)."""
+
+    def update(grads: optax.Updates, state: Any, params: Any = None, *, unit: jax.Array | float = 1.0, **_: Any) -> Any:
+        return optax.clip_by_global_norm(clip_norm / unit).update(grads, state, params)
+
+    return optax.GradientTransformationExtraArgs(optax.clip_by_global_norm(clip_norm).init, update)
+
+
 def adamw(
     schedule: Schedule, *, beta1: float, beta2: float, epsilon: float, weight_decay: float, clip_norm: float
-) -> optax.GradientTransformation:
-    """AdamW after clipping by global norm (clip_norm = 0: no clipping). Norm scales and biases are not decayed."""
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW after `clip_by_norm` (clip_norm = 0: no clipping). Norm scales and biases are not decayed."""
 
     def decayed(params: optax.Params) -> optax.Params:
         return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("weight", "lora_a", "lora_b"), params)
 
-    clip = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
+    clip = [clip_by_norm(clip_norm)] if clip_norm else []
     return optax.chain(*clip, optax.adamw(schedule, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay, mask=decayed))
 
 

@@ -162,7 +162,10 @@ def _gradient(
     rate = None
     if config.effective_sample_scaling:
         rate = measurements["effective_sample_scale"] = effective_sample_scale(measurements["effective_sample_share"])
-    return descent.Gradient(loss=loss, by_part=grads, finite=jnp.all(row_finite), measurements=measurements, policy_rate=rate)
+    unit = config.objective.reward_unit(inputs) if config.objective.reward_unit is not None else 1.0
+    return descent.Gradient(
+        loss=loss, by_part=grads, finite=jnp.all(row_finite), measurements=measurements, policy_rate=rate, unit=unit
+    )
 
 
 def effective_sample_scale(share: jax.Array) -> jax.Array:

@@ -69,7 +69,7 @@ _CURVES: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
         "loss",
         (("loss", "loss"),),
     ),
-    ("Gradient norm", "Before clipping.", "norm", (("grad_norm", "gradient norm"),)),
+    ("Gradient norm", "Before clipping, in units of the reward.", "norm", (("grad_norm", "gradient norm"),)),
     ("Response length", "Of the trained rows.", "tokens", (("response_length", "mean length"),)),
     ("Speed of the trainer", "Updates a second since the process started.", "steps/s", (("steps_per_second", "steps/s"),)),
     (

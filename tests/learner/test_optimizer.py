@@ -72,14 +72,14 @@ def test_beta_goes_linearly_from_start_to_end_and_stays():
     assert float(linear_then_constant(start=0.012, end=0.004, steps=0)(jnp.int32(0))) == pytest.approx(0.004)
 
 
-def update_of(params, grads, **settings) -> dict:
+def update_of(params, grads, unit=1.0, **settings) -> dict:
     """Parameters after one step with learning rate 0.1."""
     settings = dict(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=0.0) | settings
     optimizer = adamw(optimizer_lib.constant(peak=0.1, steps=1, warmup_steps=0, decay_steps=0, decay="linear"), **settings)
 
     @jax.jit
     def step(params, grads):
-        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        updates, _ = optax.with_extra_args_support(optimizer).update(grads, optimizer.init(params), params, unit=unit)
         return optax.apply_updates(params, updates)
 
     return step(params, grads)
@@ -123,7 +123,9 @@ def test_gradients_are_clipped_by_their_global_norm():
     params = {"a": jnp.zeros((2, 2)), "b": jnp.zeros((2, 2))}
     grads = {"a": jnp.full((2, 2), 3.0), "b": jnp.full((2, 2), 4.0)}  # norm sqrt(4 * 9 + 4 * 16) = 10
     free, clipped, untouched = (update_of(params, grads, epsilon=1e6, clip_norm=limit) for limit in (0.0, 2.0, 11.0))
+    halved = update_of(params, grads, unit=0.5, epsilon=1e6, clip_norm=4.0)  # norm 5 in its unit
     for name in params:
+        np.testing.assert_allclose(halved[name], free[name] * 4 / 5, rtol=1e-5)
         np.testing.assert_allclose(clipped[name], free[name] / 5, rtol=1e-5)
         np.testing.assert_allclose(untouched[name], free[name], rtol=1e-6)
         assert np.abs(free[name]).min() > 0

@@ -13,8 +13,9 @@ import pytest
 from tba_jax import trajectory
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
-from tba_jax.learner.optimizer import linear_then_constant
+from tba_jax.learner.optimizer import clip_by_norm, linear_then_constant
 from tba_jax.models.parameters import Params
+from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.objective import Objective
 from tba_jax.packing import row_packing
 from tests.support import applied
@@ -113,7 +114,27 @@ def test_one_pass_equals_the_loss_by_hand():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
     by_hand = gradient_of(np.where(mask, 2 / B * residual.reshape(B, 1), 0.0))
     assert_same((loss, gradient, {}), (expected["loss"], {"policy": by_hand, "head": {}}, {}))
-    np.testing.assert_allclose(found["grad_norm"], optax.tree.norm(by_hand), rtol=1e-5)
+    np.testing.assert_allclose(found["grad_norm"], BETA / 2 * optax.tree.norm(by_hand), rtol=1e-5)
+
+
+@pytest.mark.parametrize("beta", [0.01, 0.5])
+@pytest.mark.parametrize("limit", [0.05, 100.0])
+def test_a_gradient_is_clipped_in_units_of_the_reward(beta, limit):
+    """On any batch β/2 times the gradient of trajectory balance is that of REINFORCE: so it is told, and so it is clipped."""
+    optimizers = {"policy": optax.chain(clip_by_norm(limit), optax.sgd(1.0))}
+    constant = linear_then_constant(start=beta, end=beta, steps=0)
+    moves, norms = {}, {}
+    for name in ("trajectory_balance", "reinforce"):
+        state = state_lib.init_state(POLICY, random_params(), optimizers)
+        step = make_step(settings(objective=OBJECTIVES[name]), optimizers=optimizers, changes={"beta": constant})
+        after, found = step(state, {}, random_batch())
+        moves[name] = jax.tree.map(np.subtract, state.params["policy"], after.params["policy"])
+        norms[name] = float(found["grad_norm"])
+    assert 0.05 < norms["reinforce"] < 100 and norms["trajectory_balance"] == pytest.approx(norms["reinforce"], rel=1e-4)
+    moved = float(optax.tree.norm(moves["reinforce"]))
+    assert moved == pytest.approx(min(limit, norms["reinforce"]), rel=1e-3)
+    scaled = jax.tree.map(lambda x: x * beta / 2, moves["trajectory_balance"])
+    assert float(optax.tree.norm(jax.tree.map(np.subtract, scaled, moves["reinforce"]))) < 1e-3 * moved
 
 
 def test_the_learned_log_z_is_that_of_the_mean_prompt_state():

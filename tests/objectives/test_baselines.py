@@ -158,15 +158,64 @@ def test_online_dpo_moves_the_best_and_the_worst_only():
     np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
-def test_raft_is_the_likelihood_of_the_first_of_the_best():
+def test_raft_is_the_likelihood_of_the_best_rows():
     outputs, inputs = random_batch(2, 4, 5)
     inputs.mask[:] = True
-    reward = np.array([1.0, 3.0, 3.0, 1.0, 2.0, 2.0, 2.0, 2.0])
+    reward = np.array([-1.0, 3.0, 3.0, 1.0, -2.0, -3.0, -1.5, -2.0])
     loss, gradient = evaluate("raft", outputs, dataclasses.replace(inputs, reward=reward))
     expected = np.zeros((8, 5))
-    expected[[1, 4]] = -1 / 2
+    expected[[1, 2, 6]] = -1 / 8
     np.testing.assert_array_equal(gradient.logprobs, expected)
-    np.testing.assert_allclose(loss, -(outputs.logprobs[1].sum() + outputs.logprobs[4].sum()) / 2, rtol=1e-12)
+    np.testing.assert_allclose(loss, -outputs.logprobs[[1, 2, 6]].sum() / 8, rtol=1e-12)
+
+
+def test_raft_learns_nothing_from_equal_rewards_that_are_not_above_0():
+    outputs, inputs = random_batch(2, 4, 5)
+    reward = np.repeat([0.0, -1.0], 4)
+    assert not np.any(gradient_of("raft", outputs, dataclasses.replace(inputs, reward=reward)))
+
+
+def test_raft_of_right_and_wrong_answers_is_reinforce_without_a_baseline():
+    """−Σ r log π_θ / K of each query; one query is all wrong, one all right."""
+    outputs, inputs = random_batch(4, 4, 5)
+    reward = np.array([0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0, 0], np.float64)
+    loss, gradient = evaluate("raft", outputs, dataclasses.replace(inputs, reward=reward))
+    sums = row_sums(outputs.logprobs, inputs.mask)
+    np.testing.assert_allclose(loss, -sum(r * s for r, s in zip(reward, sums, strict=True)) / 16, rtol=1e-12)
+    np.testing.assert_allclose(gradient.logprobs, -reward[:, None] * inputs.mask / 16, rtol=1e-12)
+
+
+# At the reference and on-policy, what is left of a gradient is the reward; of these two their estimates of V* depend on β.
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in ("oapl", "a_star_po")])
+def test_in_units_of_the_reward_a_gradient_does_not_depend_on_its_temperatures(name):
+    outputs, inputs = random_batch(*SIZES)
+    here = np.where(inputs.mask, outputs.logprobs, 0.0)
+    inputs = dataclasses.replace(inputs, ref_logprobs=here, behavior_logprobs=here)
+    outputs = dataclasses.replace(outputs, log_z=np.zeros_like(outputs.log_z))
+    found = []
+    for beta, temperature in ((0.01, 1.0), (0.7, 1.0), (0.7, 2.0)):
+        if temperature != 1 and "reward_temperature" not in OBJECTIVES[name].settings:
+            continue
+        # log π_θ = log π_ref/(γτ) at the reference.
+        at = {
+            "beta": np.float64(beta),
+            "reward_temperature": np.float64(temperature),
+            "ref_temperature": np.float64(1 / temperature),
+        }
+        these = dataclasses.replace(inputs, **at)
+        found.append(np.asarray(OBJECTIVES[name].reward_unit(these)) * gradient_of(name, outputs, these))
+    assert np.abs(found[0]).max() > 0
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["oapl", "a_star_po", "pmd_mean"])
+def test_in_units_of_the_reward_a_square_of_rewards_is_reinforce_of_its_residual(name):
+    """The loss is mean (βu − A)², and times 1/(2β) its gradient is mean (βu − A) ∇u."""
+    outputs, inputs = random_batch(*SIZES)
+    loss, gradient = evaluate(name, outputs, inputs)
+    residuals = np.asarray(OBJECTIVES[name].reward_unit(inputs)) * B * gradient.logprobs[:, 0]
+    np.testing.assert_allclose(np.mean(residuals**2), loss, rtol=1e-6)
 
 
 def test_icepop_leaves_out_tokens_on_both_sides_and_cispo_none():

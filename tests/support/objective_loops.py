@@ -360,7 +360,9 @@ def preference_loss(name: str, policy: np.ndarray, first: int, inputs: Objective
     best, worst = first + rewards.index(max(rewards)), first + rewards.index(min(rewards))
     sums = row_sums(policy, inputs.mask)
     if name == "raft":
-        return -sums[best]
+        if max(rewards) == min(rewards) <= 0:
+            return 0.0
+        return -sum(sums[first + j] for j, reward in enumerate(rewards) if reward == max(rewards)) / len(rewards)
     if max(rewards) == min(rewards):
         return 0.0
     deltas = row_sums(policy - inputs.ref_logprobs, inputs.mask)

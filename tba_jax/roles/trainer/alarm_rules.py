@@ -28,7 +28,7 @@ _EQUAL_BELOW_BEST = 0.5
 # Hardly a group differs, while the mean reward is this share of the way from the lowest to the best: not all queries are solved.
 _HARDLY_ANY_DIFFERS, _NEAR_BEST = 0.95, 0.9
 _SOLVED, _STEPS_LEFT = 0.99, 0.2
-# How far above learner.clip_norm every gradient is, in units of the reward: the demo learns with 2 to 17 times that norm.
+# How far above learner.clip_norm every gradient is: the demo learns with up to 17 times that norm.
 _CLIPPED_BY = 30.0
 # Of the sampler's tokens at most 1/clip have a ratio above the clip, since their mean ratio is 1: a quarter of that is very many.
 _RATIOS_CLIPPED = 0.25
@@ -132,23 +132,14 @@ def solved(points: Sequence[Point], c: Any) -> Finding | None:
 
 
 def gradient_clipped(points: Sequence[Point], c: Any) -> Finding | None:
-    """Every gradient is far above learner.clip_norm: all updates are of one size, whatever their batches say.
-
-    The loss of trajectory balance is in nats², and its gradient 2/β times that of the reward: this factor is no alarm.
-    """
-    norms, betas = series(points, "grad_norm", count=POINTS), series(points, "beta", count=POINTS)
-    limit = c.learner.clip_norm
-    if not (norms and betas and limit):
+    """Every gradient is far above learner.clip_norm: all updates are of one size, whatever their batches say."""
+    norms, limit = series(points, "grad_norm", count=POINTS), c.learner.clip_norm
+    if not (norms and limit) or min(norms) <= _CLIPPED_BY * limit:
         return None
-    squared = c.learner.objective in ("trajectory_balance", "learned_log_z")
-    scaled = [norm * beta / 2 if squared else norm for norm, beta in zip(norms, betas, strict=True)]
-    if min(scaled) <= _CLIPPED_BY * limit:
-        return None
-    unit = ", also measured in rewards (times β/2)" if squared else ""
     return Finding(
         sentence=f"the clip of gradients is always active: norms of the last {POINTS} measured batches are {min(norms):.3g} to "
-        f"{max(norms):.3g}, far above learner.clip_norm={limit:g}{unit}; all updates have one size, whatever their batches say",
-        advice="raise learner.clip_norm, or give rewards a smaller scale; a larger learner.beta_end also makes gradients smaller",
+        f"{max(norms):.3g}, far above learner.clip_norm={limit:g}; all updates have one size, whatever their batches say",
+        advice="raise learner.clip_norm, or give rewards a smaller scale",
     )
 
 

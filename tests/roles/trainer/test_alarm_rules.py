@@ -21,7 +21,7 @@ HEALTHY = dict(
     reward_high=1.0,
     resident_rows=100,
     entropy=0.5,
-    grad_norm=600.0,
+    grad_norm=4.0,
     beta=0.012,
     ratio_clipped=0.0,
     newest_row_lag=6,
@@ -84,14 +84,15 @@ def test_solved_queries_matter_while_much_of_the_run_is_left():
 @pytest.mark.parametrize(
     ("objective", "norm", "found"),
     [
-        ("trajectory_balance", 1500.0, []),  # the demo's largest, at β 0.012
-        ("trajectory_balance", 1e5, ["gradient_clipped"]),
+        ("trajectory_balance", 9.0, []),  # the demo's largest
+        ("trajectory_balance", 100.0, ["gradient_clipped"]),
         ("rloo", 20.0, []),
         ("rloo", 100.0, ["gradient_clipped"]),
     ],
 )
-def test_gradients_are_measured_in_rewards(objective, norm, found):
-    assert kinds(points(grad_norm=norm), learner__objective=objective) == found
+def test_a_clip_that_is_always_active_is_told_at_every_beta(objective, norm, found):
+    for beta in (0.012, 0.5):
+        assert kinds(points(grad_norm=norm, beta=beta), learner__objective=objective) == found
     assert kinds(points(grad_norm=norm), learner__objective=objective, learner__clip_norm=0.0) == []
 
 
