@@ -1,5 +1,4 @@
-"""What choosing does: uniform queries or queries by their posterior success rates, and softmax priorities with and without age
-decay, on the demo's sums and on Countdown, all from one warm start a task.
+"""What choosing does: queries by their posterior success rates, and softmax priorities, on the demo's sums and on Countdown.
 
     python -m benchmarks.choosing --workdir=runs/choosing [--tasks=demo,countdown] [--kinds=…] [--seeds=3] [--steps=200]
 
@@ -33,7 +32,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "uniform": {},
     "posterior": {"searchers.prompt_selection": "posterior"},
     "priority": _PRIORITY,
-    "priority, age decay": {**_PRIORITY, "replay.age_decay_steps": 16.0},
 }
 LAG = 4
 EVALUATIONS = 5  # of a run, besides the one before it

@@ -1,11 +1,10 @@
-"""What objectives and references do: the optimum that is reached, TBA′ at work, its surrogate reference, rewards with noise.
+"""What objectives and references do: the optimum that is reached, TBA′ at work, rewards with noise.
 
     python -m benchmarks.objectives --workdir=runs/objectives [--only=posterior,baselines,…] [--steps=N]
 
 posterior: the distance to the exact optimum, by who produced the rows; baselines: likewise, by objective; siblings: those of
 trajectory balance, to optima of their own. The others train the demo's policy on sums, all from one warm start. references: TBA′
-with each kind of reference, asynchronous. surrogate: how far the first-order surrogate is from the moving average that it stands
-for, by staleness. noise: accuracy where rewards are flipped or rows are planted.
+with each kind of reference, asynchronous. noise: accuracy where rewards are flipped or rows are planted.
 Prints markdown tables; output of the runs themselves goes to stderr and into the workdir.
 """
 
@@ -14,16 +13,14 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-from benchmarks import noise, posterior, references, siblings, surrogate
+from benchmarks import noise, posterior, references, siblings
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
-_ONLY = flags.DEFINE_list(
-    "only", [], "Parts, of posterior, baselines, siblings, references, surrogate and noise; all of them by default."
-)
+_ONLY = flags.DEFINE_list("only", [], "Parts, of posterior, baselines, siblings, references and noise; all of them by default.")
 _STEPS = flags.DEFINE_integer(
     "steps",
     0,
-    "Trainer steps of each run; 0: posterior and siblings 4000, baselines 2000, references 300, surrogate and noise 200.",
+    "Trainer steps of each run; 0: posterior and siblings 4000, baselines 2000, references 300, noise 200.",
     lower_bound=0,
 )
 
@@ -33,7 +30,6 @@ PARTS: dict[str, Callable[..., None]] = {
     "baselines": posterior.compare_objectives,
     "siblings": siblings.compare,
     "references": references.compare,
-    "surrogate": surrogate.compare,
     "noise": noise.compare,
 }
 

@@ -13,7 +13,6 @@ RUNS: dict[str, dict[str, str]] = {
     "tba_prime, initial": {"reference.kind": "initial"},
     "tba_prime, reset every 50 steps": {"reference.kind": "reset", "reference.reset_steps": "50"},
     "tba_prime, ema 0.95": {"reference.kind": "ema", "reference.ema_decay": "0.95"},
-    "tba_prime, surrogate 0.95": {"reference.kind": "surrogate", "reference.ema_decay": "0.95"},
 }
 # Of the last metrics, which are written every 5 steps.
 LAST_LINES = 5

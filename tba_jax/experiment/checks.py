@@ -235,11 +235,6 @@ def _check_reference(config: Any, require: Require) -> None:
         f"{reference.kind}",
     )
     require(
-        reference.kind != "surrogate" or not config.replay.mount,
-        "learner.reference.kind=surrogate compares with the policy of an earlier step of this run, which rows of "
-        f"replay.mount={tuple(config.replay.mount)} do not come from",
-    )
-    require(
         reference.kind != "ema" or not config.lora.rank,
         f"lora.rank={config.lora.rank} trains adapters, and the product of averages of A and B is not the average of A B: "
         "learner.reference.kind=ema needs lora.rank=0; take learner.reference.kind=reset",

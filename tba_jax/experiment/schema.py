@@ -205,9 +205,6 @@ c.replay.recent_window = setting(0, at_least=0)
 c.replay.recent_fill = setting("repeat", one_of=("repeat", "older"))
 c.replay.strategy = setting("uniform", registry="strategies")  # how the rows of the other queries are drawn; softmax: of reward
 c.replay.inverse_temperature = setting(1.0, above=0)  # of the softmax strategy
-# Trainer steps τ: the weight of a row that is drawn by `strategy` is multiplied by exp(−age / τ), where its age is the number of
-# steps since its policy (FreshPER). 0: off.
-c.replay.age_decay_steps = setting(0.0, at_least=0.01, or_zero=True)
 # Factor on a query's earlier counts of successes and trials whenever a searcher has sampled it again; 1: nothing is forgotten.
 c.replay.success_decay = setting(0.5, at_least=0, at_most=1, fixed=True)
 c.replay.max_draws_per_row = setting(0, at_least=0)  # 0: no limit
@@ -275,19 +272,14 @@ c.learner.value_coefficient = setting(0.1, above=0)  # ppo: weight of the value 
 c.learner.value_learning_rate = setting(1e-4, above=0)  # of the head of ppo; its schedule is the policy's
 c.learner.asymre_delta = setting(-0.1, at_most=0)  # asymre: the baseline less the group's mean reward, in units of the reward
 c.learner.topr_baseline = 0.0  # topr: subtracted from every reward; rows below 0 are weighed by π_θ/π_behaviour
-# The policy's learning rate, times √((Σw)²/(B Σw²)) with each row's w = π_θ/π_behaviour: shorter steps where a few rows have all
-# the weight (VCPO: Huang et al. 2026). With any objective; heads keep their own learning rates.
-c.learner.effective_sample_scaling = False
 c.learner.reference = ConfigDict()
 # initial: the policy of step 0 | reset: the policy of the last multiple of reset_steps | ema: ref ← α·ref + (1 − α)·θ at each
-# step | surrogate: that average to first order, from the log-probs that searchers stored, without a reference in memory. For
-# fresh rows it is the policy itself. Differences between samplers and learner (bfloat16, int8) count up to α/(1 − α) times.
-# none: log π_ref is 0 for every token, and searchers score nothing. The optimum is then ∝ exp(r / (β τ)) over responses. A
+# step | none: log π_ref is 0 for every token, and searchers score nothing. The optimum is then ∝ exp(r / (β τ)) over responses. A
 # run has a reference or has none from its first row on. (contract)
-c.learner.reference.kind = setting("initial", one_of=("initial", "reset", "ema", "surrogate", "none"))
+c.learner.reference.kind = setting("initial", one_of=("initial", "reset", "ema", "none"))
 c.learner.reference.reset_steps = setting(50, at_least=1)  # ρ
 c.learner.reference.reset_optimizer = False  # reset: Adam's moments begin anew, too
-c.learner.reference.ema_decay = setting(0.95, above=0, below=1)  # α of ema and surrogate
+c.learner.reference.ema_decay = setting(0.95, above=0, below=1)  # α of ema
 c.learner.reference.offload = setting(False, free=True)  # reset and ema: the reference rests in host memory between uses
 # If a loss or a gradient is not finite. skip: the update is left out and counted; the run still stops if no row is usable, or
 # after 10 such steps in a row.

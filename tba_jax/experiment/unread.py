@@ -45,12 +45,11 @@ def check(config: Any, require: Callable[[object, str], None]) -> None:
     for name in ("recent_window", "recent_fill"):
         used(f"replay.{name}", replay.recent_probability > 0, " with replay.recent_probability=0")
     every_query = " with replay.recent_probability=1: every query draws its newest rows"
-    for name in ("age_decay_steps", "strategy"):
-        used(f"replay.{name}", replay.recent_probability < 1, every_query)
+    used("replay.strategy", replay.recent_probability < 1, every_query)
     used("replay.inverse_temperature", replay.strategy == "softmax", f" with replay.strategy={replay.strategy}")
     kind = learner.reference.kind
     used("learner.reference.reset_steps", kind == "reset", f" with learner.reference.kind={kind}")
-    used("learner.reference.ema_decay", kind in ("ema", "surrogate"), f" with learner.reference.kind={kind}")
+    used("learner.reference.ema_decay", kind == "ema", f" with learner.reference.kind={kind}")
     for name in ("lag", "updates_per_search"):
         used(f"schedule.{name}", config.schedule.mode == "interleaved", " without schedule.mode=interleaved")
     require(

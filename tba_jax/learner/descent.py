@@ -18,8 +18,7 @@ class Gradient:
     """The loss on a batch, float32[], and its gradient by part, like TrainState.params.
 
     unit: float32[], the factor that brings the gradient into the unit of learner.clip_norm (Objective.reward_unit);
-    finite: bool[], whether all else that the batch gave is finite; measurements: arrays by name; policy_rate: float32[], a
-    factor of the learning rate of the part "policy" in this step, None for 1.
+    finite: bool[], whether all else that the batch gave is finite; measurements: arrays by name.
     """
 
     loss: chex.Array
@@ -27,7 +26,6 @@ class Gradient:
     finite: chex.Array | bool = True
     measurements: dict[str, jax.Array]
     unit: chex.Array | float = 1.0
-    policy_rate: chex.Array | None = None
 
 
 # (state, the frozen part of the policy, batch) -> Gradient
@@ -73,7 +71,5 @@ def _descend(state: TrainState, gradient: Gradient, optimizers: Optimizers) -> T
     for part, optimizer in optimizers.items():
         update = optax.with_extra_args_support(optimizer).update
         updates, opt_state[part] = update(gradient.by_part[part], state.opt_state[part], state.params[part], unit=gradient.unit)
-        if part == "policy" and gradient.policy_rate is not None:
-            updates = optax.tree.scale(gradient.policy_rate, updates)  # weight decay is in them, and scaled too
         params[part] = optax.apply_updates(state.params[part], updates)
     return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)

@@ -80,9 +80,7 @@ def make_learner_config(c: Any, contract: contract_lib.Contract, policy: Policy,
         logit_bytes=(c.logit_megabytes << 20) * mesh.size,
         space=contract.response_space(),
         remat=device_defaults.value("learner.remat", c.remat, mesh.devices.flat[0].platform),
-        surrogate_decay=c.reference.ema_decay if c.reference.kind == "surrogate" else 0.0,
         has_reference=contract.has_reference,
-        effective_sample_scaling=c.effective_sample_scaling,
     )
 
 

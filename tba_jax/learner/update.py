@@ -39,9 +39,7 @@ class LearnerConfig:
 
     limits: of micro-batches; logit_bytes: what logits may take at a time, over
     all devices, see scoring.token_logprobs; space: the run's response space; remat: a name of layers.REMAT;
-    surrogate_decay: α of the moving average that `surrogate_ref_logprobs` stands for, 0 = the log-probs of the batch.
-    has_reference: whether there is a reference policy to measure the distance from. effective_sample_scaling: whether the
-    policy's learning rate is scaled, see `effective_sample_scale`.
+    has_reference: whether there is a reference policy to measure the distance from.
     """
 
     policy: Policy
@@ -51,9 +49,7 @@ class LearnerConfig:
     logit_bytes: int
     space: scoring.ResponseSpace
     remat: str
-    surrogate_decay: float = 0.0
     has_reference: bool = True
-    effective_sample_scaling: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,8 +117,7 @@ def train_step(
     Returns:
       the new state and float32[] measurements, see descent.step. `row_finite`, bool[B], says which rows are finite: a row that
       is not refuses the step. Others: see diagnostics; kl_to_initial, nats per response, where the reference moves;
-      value_error, the root of the mean over tokens of (V − r)², where values are learned; effective_sample_scale, the factor of
-      the policy's learning rate, where it is scaled.
+      value_error, the root of the mean over tokens of (V − r)², where values are learned.
     """
     settings: dict[str, Any] = dict(whole_groups=whole_groups, schedules=schedules, config=config)
     gradient_of = functools.partial(_gradient, **settings)
@@ -152,28 +147,15 @@ def _gradient(
         **{field.name: getattr(inputs, field.name) for field in dataclasses.fields(schedules)},
         **diagnostics(outputs.logprobs, entropy, inputs, has_reference=config.has_reference),
     }
-    if config.surrogate_decay or batch.moving_ref_logprobs is not None:
+    if batch.moving_ref_logprobs is not None:
         measurements["kl_to_initial"] = jnp.mean(jnp.sum(outputs.logprobs - batch.ref_logprobs, axis=1))
     if "log_z_head" in state.params:
         measurements["learned_log_z"] = jnp.mean(log_z)
     if outputs.values is not None:
         squares = inputs.masked((outputs.values - inputs.reward[:, None]) ** 2)
         measurements["value_error"] = jnp.sqrt(jnp.sum(squares) / jnp.maximum(jnp.sum(inputs.mask), 1))
-    rate = None
-    if config.effective_sample_scaling:
-        rate = measurements["effective_sample_scale"] = effective_sample_scale(measurements["effective_sample_share"])
     unit = config.objective.reward_unit(inputs) if config.objective.reward_unit is not None else 1.0
-    return descent.Gradient(
-        loss=loss, by_part=grads, finite=jnp.all(row_finite), measurements=measurements, policy_rate=rate, unit=unit
-    )
-
-
-def effective_sample_scale(share: jax.Array) -> jax.Array:
-    """η_eff/η = √share,  share = (Σ_i w_i)² / (B Σ_i w_i²),  w_i = π_θ(y_i|x)/π_behaviour(y_i|x) (VCPO: Huang et al. 2026).
-
-    The square root is that of Adam's step size by batch size. On-policy the factor is 1, and 1/√B if one row has all weight.
-    """
-    return jnp.sqrt(share)
+    return descent.Gradient(loss=loss, by_part=grads, finite=jnp.all(row_finite), measurements=measurements, unit=unit)
 
 
 def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfig) -> tuple[jax.Array, Any]:
@@ -198,39 +180,13 @@ def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfi
     return log_z, lambda cotangent: pull_back(cotangent)[0]
 
 
-def surrogate_ref_logprobs(policy_logprobs: jax.Array, batch: Batch, *, step: jax.Array, decay: float) -> jax.Array:
-    """log π_ema ≈ log π_θ − (1 − αⁿ) · α / (Δ (1 − α)) · (log π_θ − log π_{n−Δ}), to first order (TBA paper, TBA′).
-
-    The moving average ref ← α·ref + (1 − α)·θ trails a policy of constant speed by α/(1 − α) updates, and by 1 − αⁿ of that
-    after n updates, since it begins at θ_0. The policy's own change since a token was sampled, Δ updates ago, stands for its
-    speed. No reference is held.
-
-    Args:
-      policy_logprobs: float32[B, R], of π_θ; batch.policy_logprobs are those of the sampler's weights, π_{n−Δ}.
-      step: int32[], n, updates done; batch.policy_step: that of each token's weights.
-
-    Returns:
-      float32[B, R], detached. At Δ = 0 it is log π_θ.
-    """
-    policy_logprobs = jax.lax.stop_gradient(policy_logprobs)
-    staleness = step - batch.policy_step
-    speed = (policy_logprobs - batch.policy_logprobs) / jnp.maximum(staleness, 1)
-    lag = (1 - decay**step) * decay / (1 - decay)
-    return policy_logprobs - jnp.where(staleness > 0, lag * speed, 0.0)
-
-
 def _inputs(
     batch: Batch, policy_logprobs: jax.Array, step: jax.Array, schedules: Schedules, config: LearnerConfig
 ) -> ObjectiveInputs:
-    mask = _mask(batch)
-    ref_logprobs = batch.ref_logprobs if batch.moving_ref_logprobs is None else batch.moving_ref_logprobs
-    if config.surrogate_decay:
-        moving = surrogate_ref_logprobs(policy_logprobs, batch, step=step, decay=config.surrogate_decay)
-        ref_logprobs = jnp.where(mask, moving, 0.0)
     return ObjectiveInputs(
-        ref_logprobs=ref_logprobs,
+        ref_logprobs=batch.ref_logprobs if batch.moving_ref_logprobs is None else batch.moving_ref_logprobs,
         behavior_logprobs=batch.behavior_logprobs,
-        mask=mask,
+        mask=_mask(batch),
         reward=batch.reward,
         beta=jnp.asarray(schedules.beta(step), jnp.float32),
         ref_temperature=jnp.asarray(schedules.ref_temperature(step), jnp.float32),

@@ -44,8 +44,6 @@ class Selection:
       Under max_draws_per_row it is always the newest K: repeats would draw rows past the limit.
     strategy: a key of STRATEGIES, for the responses of positions outside the recent pool.
     inverse_temperature: of the softmax strategy.
-    age_decay_steps: τ; outside the recent pool the weight of a row is multiplied by exp(−age / τ), where its age is the number of
-      trainer steps since the oldest weights that produced it (FreshPER, arXiv 2604.16918); 0 = off.
     max_draws_per_row: a row drawn as often is not eligible (0 = off). A query then waits until K of its rows are, or until new
       ones have come since it was drawn: a policy that has few different responses to it would never give K.
     max_staleness: a row whose oldest weights are more trainer steps old is not eligible (0 = off).
@@ -58,7 +56,6 @@ class Selection:
     strategy: str
     inverse_temperature: float
     recent_fill: str = "repeat"
-    age_decay_steps: float = 0.0
     max_draws_per_row: int = 0
     max_staleness: int = 0
 
@@ -69,7 +66,7 @@ class Selection:
             raise ValueError(f"recent_fill={self.recent_fill!r} is not one of {list(RECENT_FILLS)}")
         if not 0 <= self.recent_probability <= 1:
             raise ValueError(f"recent_probability={self.recent_probability} must be within [0, 1]")
-        at_least = dict(queries=1, completions=1, recent_window=0, age_decay_steps=0, max_draws_per_row=0, max_staleness=0)
+        at_least = dict(queries=1, completions=1, recent_window=0, max_draws_per_row=0, max_staleness=0)
         for name, least in at_least.items():
             if (value := getattr(self, name)) < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
@@ -101,9 +98,6 @@ def draw_batch(index: ReplayIndex, selection: Selection, *, rng: np.random.Gener
     older = recent[~newest]
     slots, group = np.delete(slots, older), np.delete(group, older)
     log_weights = STRATEGIES[selection.strategy](index.reward[slots].astype(np.float64), selection.inverse_temperature)
-    if selection.age_decay_steps:
-        # w ∝ p(y) · exp(−age / τ)
-        log_weights -= (step - index.row_step[slots]) / selection.age_decay_steps
     log_weights[from_recent[group]] = 0.0
     return slots[draw_within_groups(group, log_weights, rng, Q=Q, K=K)].reshape(-1)
 

@@ -209,9 +209,6 @@ def test_objectives_with_behaviour_weights_do_not_train_on_them(s, tmp_path):
     for settings in (own, tiny_run.settings(tmp_path / "offline", mounted)):
         with pytest.raises(ValueError, match=r"learner\.objective=grpo" + sentence):
             training.trainer(settings)
-    scaled = tiny_run.settings(s.run.root, frozen_runs.config(learner__effective_sample_scaling=True))
-    with pytest.raises(ValueError, match=r"learner\.effective_sample_scaling=True" + sentence):
-        training.trainer(scaled)
 
 
 def test_a_folder_without_a_run_or_a_reference(tmp_path):

@@ -22,8 +22,8 @@ def test_a_section_is_told_with_its_comments():
     told = BASE.describe("learner.reference").splitlines()
     assert "learner.reference.reset_steps = 50  [at_least=1]  # ρ" in told
     kind = next(i for i, line in enumerate(told) if line.startswith("learner.reference.kind = 'initial'"))
-    assert "'surrogate'" in told[kind]
-    assert told[kind - 1].startswith("# ") and "surrogate" in " ".join(told[:kind])
+    assert "'ema'" in told[kind]
+    assert told[kind - 1].startswith("# ") and "reset_steps" in " ".join(told[:kind])
     assert not any(line.startswith("learner.steps") for line in told)
 
 

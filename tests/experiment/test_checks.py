@@ -119,7 +119,7 @@ def test_the_schema_loads_without_jax():
         ({"learner.objective": "learned_log_y"}, "(did you mean 'learned_log_z'?)"),
         ({"learner.reference.reset_optimizer": True}, "needs learner.reference.kind=reset, not initial"),
         (
-            {"learner.reference.offload": True, "learner.reference.kind": "surrogate"},
+            {"learner.reference.offload": True, "learner.reference.kind": "initial"},
             "learner.reference.offload=True needs a reference that the learner holds: learner.reference.kind=reset or ema",
         ),
         (
@@ -137,8 +137,8 @@ def test_the_schema_loads_without_jax():
         ({"learner.beta_steps": 0}, "learner.beta_start=0.012 would not be used: learner.beta_steps=0 means 0.004"),
         ({"learner.reward_temperature_start": 2.0}, "learner.reward_temperature_start=2.0 would not be used"),
         (
-            {"learner.reference.kind": "surrogate", "replay.mount": ("runs/other",)},
-            "which rows of replay.mount=('runs/other',) do not come from",
+            {"learner.reference.kind": "ema", "lora.rank": 4},
+            "lora.rank=4 trains adapters, and the product of averages of A and B is not the average of A B",
         ),
         ({"searchers.samples_per_query": 19}, "searchers.samples_per_query=19 is less than learner.completions=20"),
         (

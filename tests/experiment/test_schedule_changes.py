@@ -108,7 +108,6 @@ def test_past_schedules_of_steps_after_a_checkpoint(tmp_path):
     "name, there, here, refused",
     [
         ("learner.reference.kind", "initial", "ema", True),
-        ("learner.reference.kind", "reset", "surrogate", True),
         ("learner.reference.kind", "reset", "ema", False),
         ("learner.objective", "trajectory_balance", "learned_log_z", True),
         ("learner.objective", "learned_log_z", "tba_prime", True),

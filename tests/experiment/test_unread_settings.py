@@ -117,7 +117,6 @@ def test_settings_of_values_that_no_row_holds_are_refused(setting, value):
     [
         ({"searchers.target_success_rate": 0.3}, {"searchers.prompt_selection": "posterior"}),
         ({"searchers.prompt_candidates": 4}, {"searchers.prompt_selection": "posterior"}),
-        ({"replay.age_decay_steps": 8.0, "replay.recent_probability": 1.0}, {"replay.recent_probability": 0.9}),
         ({"replay.strategy": "softmax", "replay.recent_probability": 1.0}, {"replay.recent_probability": 0.9}),
         ({"replay.inverse_temperature": 3.0}, {"replay.strategy": "softmax"}),
         ({"learner.reference.reset_steps": 3}, {"learner.reference.kind": "reset"}),

@@ -227,13 +227,3 @@ def test_an_offloaded_reference_leaves_the_device():
         plain.advance(shifted(params, 0.1 * step), step)
     expected = rescored(plain, mesh)
     np.testing.assert_array_equal(batch.moving_ref_logprobs, expected.moving_ref_logprobs)
-
-
-def test_the_surrogate_holds_no_reference_and_is_zero_on_policy(tmp_path):
-    fresh = lines_of(tmp_path / "fresh", reference_kind="surrogate", schedule__lag=0, learner__steps=4)
-    assert all(abs(line["kl_to_ref"]) < 1e-5 for line in fresh)
-    stale = lines_of(tmp_path / "stale", reference_kind="surrogate", schedule__lag=2)
-    # Of rows that are drawn anew each time, a step's mean may happen to be near zero.
-    assert max(abs(line["kl_to_ref"]) for line in stale[2:]) > 1e-4
-    with pytest.raises(ValueError, match="reference"):
-        reference_in_checkpoint(tmp_path / "stale")

@@ -75,7 +75,7 @@ def test_heads_that_are_learned_have_optimizers_of_their_own(name):
 
 def test_the_defaults_of_objectives_are_those_of_the_base_config():
     made = settings.make_learner_config(base.get_config().learner, contract(), POLICY, mesh_of(1))
-    assert made.settings == ObjectiveSettings(completions=20) and not made.effective_sample_scaling
+    assert made.settings == ObjectiveSettings(completions=20)
 
 
 OTHER_SETTINGS = {
@@ -98,24 +98,19 @@ def test_static_settings_of_an_update():
         "learner__importance_clip": 3.0,
         "learner__log_ratio_clip": 7.0,
         **{f"learner__{name}": value for name, value in OTHER_SETTINGS.items()},
-        "learner__reference__ema_decay": 0.8,
         "learner__micro_batch_tokens": 6 * 13,
         "learner__logit_megabytes": 2,
-        "learner__effective_sample_scaling": True,
     }
     made = settings.make_learner_config(tiny_run.config(**changes).learner, contract(), POLICY, mesh_of(3))
-    assert made.objective is OBJECTIVES["tba_prime"] and made.surrogate_decay == 0 and made.effective_sample_scaling
+    assert made.objective is OBJECTIVES["tba_prime"]
     assert made.settings == ObjectiveSettings(completions=4, importance_clip=3.0, log_ratio_clip=7.0, **OTHER_SETTINGS)
     assert (made.limits.full_rows, made.limits.ways, made.logit_bytes) == (6, 3, 3 * (2 << 20))
     assert made.space == scoring.ResponseSpace(temperature=0.7, banned_tokens=(3,), eos_id=2, min_length=5, force_eos=True)
-    changes = {"learner__reference__kind": "surrogate", "learner__reference__ema_decay": 0.8}
-    made = settings.make_learner_config(tiny_run.config(**changes).learner, contract(), POLICY, mesh_of(1))
-    assert made.surrogate_decay == 0.8 and made.limits.full_rows == 12 and made.limits.shares
+    made = settings.make_learner_config(tiny_run.config().learner, contract(), POLICY, mesh_of(1))
+    assert made.limits.full_rows == 12 and made.limits.shares
 
 
-@pytest.mark.parametrize(
-    "kind, moves_at", [("initial", None), ("surrogate", None), ("reset", [3, 6]), ("ema", [1, 2, 3, 4, 5, 6])]
-)
+@pytest.mark.parametrize("kind, moves_at", [("initial", None), ("reset", [3, 6]), ("ema", [1, 2, 3, 4, 5, 6])])
 def test_which_references_are_held_and_when_they_move(kind, moves_at):
     changes = {"kind": kind, "reset_steps": 3, "ema_decay": 0.5}
     c = tiny_run.config(**{f"learner__reference__{name}": value for name, value in changes.items()}).learner

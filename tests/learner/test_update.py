@@ -192,34 +192,6 @@ def test_values_are_learned_from_states_shared_with_the_policy():
     assert not (set(one_pass("grpo")[2]) - set(one_pass("trajectory_balance")[2]))
 
 
-def test_the_surrogate_trails_by_each_rows_own_staleness():
-    batch, policy = random_batch(), scores()[0]
-    staleness = 2 - batch.policy_step[:, 0]  # at step 2
-    expected = np.empty_like(policy)
-    for row in range(B):
-        for t in range(R):
-            drift = policy[row, t] - batch.policy_logprobs[row, t]
-            lag = (1 - 0.9**2) * 0.9 / (1 - 0.9)
-            expected[row, t] = policy[row, t] - lag / staleness[row] * drift
-    found = update_lib.surrogate_ref_logprobs(policy, batch, step=2, decay=0.9)
-    mask = trajectory.response_mask(batch.response_length, R)
-    np.testing.assert_allclose(found[mask], expected[mask], rtol=1e-5)
-    fresh = dataclasses.replace(batch, policy_step=np.full((B, R), 2, np.int32))
-    np.testing.assert_array_equal(update_lib.surrogate_ref_logprobs(policy, fresh, step=2, decay=0.9), policy)
-
-
-def test_the_surrogate_is_exact_for_a_policy_of_constant_speed():
-    """log π_j = j·v for the policy after j updates; the average from θ_0 by its recursion, rows of every age."""
-    decay, steps, speed = 0.8, 7, np.float32(0.3)
-    average = 0.0
-    for step in range(1, steps + 1):
-        average = decay * average + (1 - decay) * step * speed
-    made_at = np.arange(B * R).reshape(B, R) % steps
-    batch = dataclasses.replace(random_batch(), policy_step=made_at, policy_logprobs=made_at * speed)
-    found = update_lib.surrogate_ref_logprobs(np.full((B, R), steps * speed), batch, step=steps, decay=decay)
-    np.testing.assert_allclose(found, average, rtol=1e-5)
-
-
 def test_a_reference_that_moves_takes_the_place_of_the_rows_own():
     """And the distance to the initial reference, which the rows carry, is measured beside it."""
     batch, policy = batch_of("moving reference"), scores()[0]
@@ -236,44 +208,6 @@ def test_most_objectives_do_not_read_values_of_states():
     batch = dataclasses.replace(random_batch(), state_values=np.full((B, R), np.nan, np.float32))
     found = measured(make_step(settings(**FORMS["grpo"][0])), state_of("grpo")[0], batch)
     assert_same(found, one_pass("grpo"))
-
-
-@pytest.mark.parametrize("form", ["trajectory_balance", "flowrl"])
-def test_the_policy_steps_by_the_root_of_the_effective_sample_share_and_heads_as_ever(form):
-    """√((Σw)² / (B Σw²)), w = π_θ/π_behaviour of each row."""
-    batch, mask = batch_of(form), trajectory.response_mask(random_batch().response_length, R)
-    log_weight = np.where(mask, scores()[0].astype(np.float64) - batch.behavior_logprobs, 0.0).sum(axis=1)
-    weight = np.exp(log_weight)
-    factor = np.sqrt(weight.sum() ** 2 / (B * (weight**2).sum()))
-    assert factor < 0.8
-    state, optimizers = state_of(form)
-    config = settings(**FORMS[form][0], effective_sample_scaling=True)
-    loss, gradient, found = measured(make_step(config, optimizers=optimizers), state, batch)
-    expected_loss, expected, usual = one_pass(form)
-    np.testing.assert_allclose(found["effective_sample_scale"], factor, rtol=1e-4)
-    assert "effective_sample_scale" not in usual and found["grad_norm"] == pytest.approx(usual["grad_norm"], rel=1e-6)
-    scaled = {"policy": jax.tree.map(lambda g: factor * g, expected["policy"]), "head": expected["head"]}
-    assert_same((loss, gradient, {}), (expected_loss, scaled, {}))
-
-
-def test_on_policy_the_policy_steps_as_ever():
-    batch = dataclasses.replace(random_batch(), behavior_logprobs=scores()[0])
-    found = measured(make_step(settings(effective_sample_scaling=True)), state_of("trajectory_balance")[0], batch)
-    np.testing.assert_allclose(found[2].pop("effective_sample_scale"), 1.0, rtol=1e-5)
-    assert_same((*found[:2], {}), (*one_pass("trajectory_balance")[:2], {}))
-
-
-def test_weight_decay_is_scaled_with_the_learning_rate():
-    """Of AdamW the whole step is: it is proportional to the learning rate."""
-    optimizers = {"policy": optax.adamw(0.3, weight_decay=0.5)}
-    state, _ = state_of("trajectory_balance", optimizers)
-    (_, usual, _), (_, scaled, found) = (
-        measured(make_step(settings(effective_sample_scaling=on), optimizers=optimizers), state, random_batch())
-        for on in (False, True)
-    )
-    factor = found["effective_sample_scale"]
-    expected = {"policy": jax.tree.map(lambda step: factor * step, usual["policy"]), "head": {}}
-    assert_same((0.0, scaled, {}), (0.0, expected, {}))
 
 
 def test_coefficients_follow_the_step():

@@ -372,7 +372,6 @@ def test_a_restored_index_goes_on_as_the_original(tmp_path, options):
             recent_fill=("repeat", "older")[step % 2],
             strategy="softmax",
             inverse_temperature=1.0,
-            age_decay_steps=3.0,
         )
         slots = draw_batch(index, selection, rng=np.random.default_rng(step), step=step)
         index.mark_drawn(slots)

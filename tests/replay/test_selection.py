@@ -81,36 +81,6 @@ def test_a_whole_draw_follows_the_softmax():
     assert_frequencies(np.bincount(np.array(rewards, int), minlength=3), weights / weights.sum())
 
 
-@pytest.mark.parametrize("strategy", ["uniform", "softmax"])
-def test_weights_decay_with_the_age_of_the_policy(strategy):
-    """Two of four rows of a query, drawn in order: P(a, then b) ∝ w_a · w_b / (1 − w_a), w = p(reward) · exp(−age / τ)."""
-    steps, tau, now, trials = np.array([0, 5, 9, 12]), 4.0, 12, 20_000
-    index = index_of({7: 1}, policy_step=0)
-    for step in steps[1:].tolist():
-        index_of({7: 1}, index=index, policy_step=step)
-    index.reward[:] = rewards = np.array([2.0, 1.0, 0.0, 0.5])
-    w = np.exp((steps - now) / tau) * np.exp(0.8 * rewards if strategy == "softmax" else np.zeros(4))
-    w /= w.sum()
-    pairs = np.array([[0 if a == b else w[a] * w[b] / (1 - w[a]) for b in range(4)] for a in range(4)])
-    rng, counts = np.random.default_rng(12), np.zeros((4, 4), int)
-    changes = dict(completions=2, strategy=strategy, inverse_temperature=0.8, age_decay_steps=tau, step=now)
-    for _ in range(trials):
-        counts[tuple(index.slot_row[draw(index, rng, **changes)])] += 1
-    assert_frequencies(counts.ravel(), pairs.ravel())
-
-
-def test_recent_rows_do_not_decay_and_a_short_decay_draws_the_newest():
-    index = index_of({1: 1}, policy_step=0)
-    index_of({1: 1}, index=index, policy_step=10**8)
-    rng, decayed = np.random.default_rng(13), dict(age_decay_steps=0.01, step=10**8 + 1)
-    assert {int(index.slot_row[draw(index, rng, **decayed)[0]]) for _ in range(200)} == {1}
-    recent = [index.slot_row[draw(index, rng, recent_probability=1.0, recent_window=10**9, **decayed)[0]] for _ in range(400)]
-    assert_frequencies(np.bincount(recent, minlength=2), np.full(2, 0.5))
-    # A query whose rows are all old gives them all the same.
-    both = draw(index, rng, completions=2, age_decay_steps=0.01, step=10**9)
-    assert sorted(index.slot_row[both].tolist()) == [0, 1]
-
-
 def test_the_share_of_the_recent_pool_is_m():
     index = index_of(dict.fromkeys(range(200), 2), step=1)
     index_of(dict.fromkeys(range(200, 240), 2), step=50, index=index)
@@ -270,7 +240,6 @@ def test_bad_settings_are_named():
         ({"strategy": "greedy"}, "strategy='greedy'"),
         ({"recent_probability": 1.5}, "recent_probability=1.5"),
         ({"queries": 0}, "queries=0"),
-        ({"age_decay_steps": -1.0}, "age_decay_steps=-1.0"),
     ]:
         with pytest.raises(ValueError, match=words):
             draw(index, rng, **changes)

@@ -123,7 +123,6 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
         "",
     ),
     "moving reference": ({"objective": OBJECTIVES["tba_prime"]}, "", "moving_ref_logprobs"),
-    "surrogate": ({"surrogate_decay": 0.8}, "", ""),
     "ppo": ({"objective": OBJECTIVES["ppo"]}, "value_head", ""),
     "vine_ppo": ({"objective": OBJECTIVES["vine_ppo"]}, "", "state_values"),
     "grpo": ({"objective": OBJECTIVES["grpo"]}, "", ""),

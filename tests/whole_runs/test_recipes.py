@@ -30,7 +30,6 @@ PRETRAINED = {
     "gsm8k_rho1b:small-vine_ppo": "accuracy",
     "gsm8k_qwen2_5_1_5b:small": "accuracy",
     "math_qwen2_5_7b:small": "accuracy",
-    "countdown_qwen2_5:small": "accuracy",
     "tldr_pythia:small": "reward",
     "own_task:small": "mentioned",
     "story_sentiment:small": "reward",

@@ -13,9 +13,7 @@ from tba_jax.trajectory import Rows
 
 def behavior_reader(learner: Any) -> str:
     """SETTING=VALUE of the setting by which the learner reads the rows' behaviour log-probs; "" if none does."""
-    if OBJECTIVES[learner.objective].behavior_logprobs:
-        return f"learner.objective={learner.objective}"
-    return "learner.effective_sample_scaling=True" if learner.effective_sample_scaling else ""
+    return f"learner.objective={learner.objective}" if OBJECTIVES[learner.objective].behavior_logprobs else ""
 
 
 class BehaviorCheck:

@@ -52,7 +52,6 @@ def make_selection(config: Any, *, recent_window: int) -> Selection:
         recent_fill=replay.recent_fill,
         strategy=replay.strategy,
         inverse_temperature=replay.inverse_temperature,
-        age_decay_steps=replay.age_decay_steps,
         max_draws_per_row=replay.max_draws_per_row,
         max_staleness=replay.max_staleness,
     )

@@ -62,7 +62,7 @@ class Recorder:
         successes, success_rates = self._trainer.index.success_counts.measure()
         scalars = {
             **measurements,
-            "learning_rate": self._policy_rates[updates] * measurements.get("effective_sample_scale", 1.0),
+            "learning_rate": self._policy_rates[updates],
             **successes,
             "staleness_mean": staleness.mean(),
             "staleness_max": staleness.max(),

@@ -35,7 +35,6 @@ def test_a_truncated_row_is_refused_where_it_is_drawn(frozen, tmp_path, objectiv
     "changes, reader",
     [
         ({"learner__objective": "grpo"}, r"learner\.objective=grpo"),
-        ({"learner__effective_sample_scaling": True}, r"learner\.effective_sample_scaling=True"),
         ({}, ""),
     ],
 )

@@ -41,12 +41,7 @@ RESUMED = {
         "learner__reference__ema_decay": 0.8,
         "learner__reference__offload": True,
     },
-    "weights that decay with age": {
-        "replay__strategy": "softmax",
-        "replay__recent_probability": 0.5,
-        "replay__age_decay_steps": 3.0,
-    },
-    "surrogate": {"learner__objective": "tba_prime", "learner__reference__kind": "surrogate"},
+    "weights by reward": {"replay__strategy": "softmax", "replay__recent_probability": 0.5},
 }
 
 # Whose states hold what no other's does; the others take their time in the slow tests.
