@@ -29,13 +29,12 @@ def queries_per_snapshot(config: Any) -> int:
 def _reward_order(config: Any) -> str:
     replay = config.replay
     limits = [name for name in ("max_draws_per_row", "max_staleness") if replay[name]]
-    for name, by_reward, other in (("drop", "lowest_reward", "oldest"), ("merge_keep", "best", "newest")):
-        if replay[name] == by_reward and limits:
-            return (
-                f"replay.{name}={by_reward} and replay.{limits[0]}={replay[limits[0]]} exclude each other: rows of high reward "
-                f"that may not be drawn any more would stay in the window for ever; use replay.{name}={other}"
-            )
-    return ""
+    if replay.drop == "oldest" or not limits:
+        return ""
+    return (
+        f"replay.drop={replay.drop} and replay.{limits[0]}={replay[limits[0]]} exclude each other: rows of high reward that may "
+        "not be drawn any more would stay in the window for ever; use replay.drop=oldest"
+    )
 
 
 def _lag(config: Any) -> str:

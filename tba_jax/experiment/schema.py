@@ -191,7 +191,8 @@ c.replay.capacity = setting(50_000, at_least=1, fixed=True)  # resident rows; th
 c.replay.capacity_per_query = setting(100, at_least=1, fixed=True)
 c.replay.merge_duplicates = setting(True, fixed=True)  # identical responses to a query are kept once
 # Responses to a query count as the same too if their edit distance over tokens is below this share of both lengths together, or
-# if the cosine distance of their embeddings is at most this. 0: off.
+# if the cosine distance of their embeddings is at most this. 0: off. Under either, or merge_keep=best, rows are merged when they
+# leave the recent window, and until then they are drawn as they came.
 c.replay.merge_edit_distance = setting(0.0, at_least=0, below=1, fixed=True)
 c.replay.merge_cosine_distance = setting(0.0, at_least=0, below=2, fixed=True)  # needs task.embedding_path
 # Which of two responses that count as the same stays: the newest | best: the one of the higher reward, of equal ones the newest.

@@ -54,7 +54,7 @@ class Again:
             self._counted, self._lost_before = counted, KnownGaps(counted)
 
     def _integrate(self, record: Mapping[str, Any], *, step: int) -> None:
-        """What Tail.integrate did when it returned the record."""
+        """What ReplayBuffer.integrate did when it made the record."""
         own = KnownGaps([record])
         for writer, head in sorted(record["heads"].items()):
             if (begin := self._index.heads.get(writer, 0)) >= head:
@@ -63,6 +63,8 @@ class Again:
             part = read_part(self._reader, writer, begin, head, known, wait=True)
             take_part(self._index, self._reader, writer, part, step=step)
             self.lost += [gap for gap in part.gaps if gap not in known]
+        if "merged_before" in record:
+            self._index.merge(before=record["merged_before"])
 
 
 def _not_resident(reader: LogReader, line: Mapping[str, Any], slots: np.ndarray) -> ValueError:

@@ -3,7 +3,8 @@
 A journal line has a record of each integration of its step: the heads after it, and the gaps below them. A resume leaves the same
 rows out, whether or not they can be read by then, so its index is that of the trainer before. A resume may also find that rows
 which were read before cannot be read any more. It takes them out of the index where it begins, and the first line after it has a
-record of that loss, with the step where that was: who begins earlier takes them out at the same step.
+record of that loss, with the step where that was: who begins earlier takes them out at the same step. Another record tells where
+the recent window began when rows that had left it were merged.
 """
 
 import bisect
@@ -54,6 +55,11 @@ def merged(gaps: Iterable[Gap]) -> list[Gap]:
 def integration(heads: Mapping[str, int], gaps: Iterable[Gap] = ()) -> dict[str, Any]:
     """The record of one integration. JSON. Args: heads: writer -> rows, after it; gaps: below them."""
     return {"heads": dict(heads), "skipped": _ranges(gaps)}
+
+
+def merging(before: int) -> dict[str, Any]:
+    """The record of a move of the recent window, JSON. Args: before: see ReplayIndex.merge."""
+    return {"heads": {}, "skipped": {}, "merged_before": before}
 
 
 def loss(gaps: Iterable[Gap], *, since: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ calls of its journal draws the same batches.
 import array
 import collections
 import dataclasses
-import hashlib
 import heapq
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,17 +17,15 @@ from tba_jax.replay import resident
 from tba_jax.replay.eviction import LowestReward
 from tba_jax.replay.gaps import KINDS, Gap, KnownGaps
 from tba_jax.replay.log import GIVEN
-from tba_jax.replay.near_duplicates import NearByEdits, NearByEmbedding
+from tba_jax.replay.near_duplicates import MergedResponses, NearByEdits, NearByEmbedding
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.success_counts import SuccessCounts
 from tba_jax.replay.validation import REJECTIONS, validate_rows
-from tba_jax.replay.window import Identity, Window
-from tba_jax.trajectory import Rows, RowShape, check_rows, response, response_mask
+from tba_jax.replay.window import Window
+from tba_jax.trajectory import Rows, RowShape, check_rows, response_mask
 
-# Why a resident row left: an identical (or near) response arrived, its query was full, the window was full.
+# Why a resident row left: it was merged with an identical (or near) response, its query was full, the window was full.
 EVICTIONS = ("duplicate", "query_capacity", "capacity")
-
-_EVICTED = {rule: f"evicted/{rule}" for rule in EVICTIONS}
 
 # Stands for the whole window where a query number would stand for a query.
 _WINDOW = -1
@@ -42,7 +39,7 @@ class Rules:
     merge_duplicates: of identical responses to a query one stays; otherwise all stay, and frequent responses weigh more in what
       is drawn.
     merge_edit_distance: a response is merged with the nearest older one of its query also where the edit distance over tokens is
-      below this share of both lengths together; 0 = identical responses only.
+      below this share of both lengths together; 0 = identical responses only. See `merges_late`.
     merge_cosine_distance: likewise where the cosine distance of their embeddings is at most this; one of the two settings.
     merge_keep: which of two merged responses stays. newest: the one that came later; best: the one of the higher reward, and of
       equal rewards the newer.
@@ -57,6 +54,16 @@ class Rules:
     merge_cosine_distance: float = 0.0
     merge_keep: str = "newest"
     drop: str = "oldest"
+
+    @property
+    def merges_late(self) -> bool:
+        """Whether rows are merged when they leave the recent window (ReplayIndex.merge), and not as they arrive.
+
+        Recent rows stand for the policy. If they were merged with near-copies or with an older row of a higher reward, a policy
+        that repeats one response would have few or none of its rows drawn, and no update would make that response less likely.
+        Where the newest of identical responses stays, every response of the policy keeps a row, so these are merged at once.
+        """
+        return self.merge_duplicates and bool(self.merge_edit_distance or self.merge_cosine_distance or self.merge_keep == "best")
 
     def near(self, shape: RowShape, vocab_size: int) -> NearByEdits | NearByEmbedding | None:
         """What finds the response nearest to another one; None where only identical responses are merged."""
@@ -84,7 +91,7 @@ class ReplayIndex(Window):
         self.success_counts = SuccessCounts(decay=success_decay)
         # Only filled under drop=lowest_reward: by query number, and of the window.
         self._lowest: collections.defaultdict[int, LowestReward] = collections.defaultdict(LowestReward)
-        self._near = self.rules.near(shape, vocab_size)
+        self._responses, self._merged = MergedResponses(self.rules.near(shape, vocab_size)), 0  # rows that came before have been
         # Per writer, in the order of `writers`.
         self._counts: list[collections.Counter[str]] = []
         self._writer_number: dict[str, int] = {}
@@ -104,9 +111,8 @@ class ReplayIndex(Window):
         own: whether they are of this run. Weights of other runs count as those of step 0, where this run begins.
         rows_per_append: of the writer, see SuccessCounts.
 
-        Invalid rows are counted and left out. Where the query already has the response, `merge_keep` says which of the two rows
-        leaves. Else a full query loses a row, then a full window, by the rule `drop`. How rows are split over calls makes no
-        difference.
+        Invalid rows are counted and left out. Of identical responses the older row leaves, unless rows are merged late. A full
+        query loses a row, then a full window, by the rule `drop`. How rows are split over calls makes no difference.
 
         Raises:
           ValueError: rows of another schema, row numbers that are not consecutive, or rows below the writer's head.
@@ -136,17 +142,36 @@ class ReplayIndex(Window):
         for arrival, row in zip(arrivals, valid.tolist(), strict=True):
             slot = heapq.heappop(self._free_slots)
             self._arrival[slot], self._visible_step[slot] = arrival, step
-            self._columns["reward"][slot] = rows["reward"][row]  # what the next rows of this call may be compared with
             row_in[slot] = row
-            if self._near is not None:
-                self._near.put(slot, rows, row)
-            identity = self._identity(rows, row, arrival)
-            self._insert(slot, query_ids[row], identity, rewards[row], counts)
+            self._insert(slot, rows, row, query_ids[row], rewards[row], counts)
         self._slot_top = max(self._slot_top, max(row_in) + 1)
         slots, put = np.fromiter(row_in.keys(), np.int64), np.fromiter(row_in.values(), np.int64)
         self._slot_writer[slots], self._row_step[slots] = number, row_steps[put]
         for name, column in self._columns.items():
             column[slots] = rows[name][put]
+
+    def merge(self, *, before: int) -> bool:
+        """Merges the rows that became visible before a step with older ones of their queries, where rows are merged late.
+
+        Returns whether there were such rows that had not been merged: the journal has a record of that (gaps.merging).
+        """
+        leaving = np.flatnonzero((self.arrival >= self._merged) & (self.visible_step < before) & self.rules.merges_late)
+        for slot in leaving[np.argsort(self.arrival[leaving])].tolist():
+            self._merged = int(self._arrival[slot]) + 1
+            self._merge(slot, self._columns, slot)
+        return len(leaving) > 0
+
+    def _merge(self, slot: int, rows: Rows, i: int) -> None:
+        """Merges the row in `slot`, which is row i of `rows`, with an older one of its query, if one is identical or near."""
+        query_id, reward = self._order[slot][0], self._columns["reward"]
+        members = self._members[self._query_number[query_id]]
+        leaving = self._responses.same(slot, query_id, rows, i, members=members, arrival=self._arrival)
+        if leaving is not None:
+            if self.rules.merge_keep == "best" and reward[leaving] > reward[slot]:
+                leaving = slot
+            self._evict(leaving, "duplicate")
+        if leaving != slot:
+            self._responses.put(slot, query_id, rows, i)
 
     def _valid(self, writer: str, rows: Rows, counts: collections.Counter[str]) -> np.ndarray:
         """int64[n], which rows are valid, ascending; the others are counted, by reason."""
@@ -169,9 +194,7 @@ class ReplayIndex(Window):
         """Takes the resident rows among [start, stop) of a writer out of the window; they count as damaged, and not as seen."""
         of_writer = (self.slot_query >= 0) & (self.slot_writer == self._writer_number.get(writer, -1))
         for slot in np.flatnonzero(of_writer & (self.slot_row >= start) & (self.slot_row < stop)).tolist():
-            query_id, identity, counts = self._order.pop(slot)
-            del self._groups[query_id][identity]
-            self._leave(slot, query_id)
+            counts = self._leave(slot)
             counts["seen"] -= 1
             counts["damaged"] += 1
             self.totals.update(seen=-1, damaged=1)
@@ -183,30 +206,15 @@ class ReplayIndex(Window):
             self._counts.append(collections.Counter())
             self.heads[writer] = 0
 
-    def _identity(self, rows: Rows, i: int, arrival: int) -> Identity:
-        """Equal for responses to a query of which one is kept. Args: i: the row's place in `rows`."""
-        return _digest(response(rows, i)) if self.rules.merge_duplicates else arrival
-
-    def _insert(self, slot: int, query_id: int, identity: Identity, reward: float, counts: collections.Counter[str]) -> None:
+    def _insert(self, slot: int, rows: Rows, i: int, query_id: int, reward: float, counts: collections.Counter[str]) -> None:
         number = self._query_number.get(query_id)
         if number is None:
             number = self._open_query(heapq.heappop(self._free_queries), query_id)
-        group = self._groups[query_id]
-        replaced = group.get(identity)
-        if self._near is not None and replaced is None:
-            replaced = self._near.nearest(slot, np.array(self._members[number], np.int32), self._arrival)
-        if replaced is not None and self.rules.merge_keep == "best" and self._columns["reward"][replaced] > np.float32(reward):
-            counts[_EVICTED["duplicate"]] += 1
-            self._arrival[slot] = -1
-            heapq.heappush(self._free_slots, slot)
-            return
-        if replaced is not None:
-            del group[self._order[replaced][1]]
-        self._enter(slot, query_id, identity, reward, counts)
-        if replaced is not None:
-            self._evict(replaced, "duplicate")
-        elif len(group) > self.rules.capacity_per_query:
-            self._evict(self._leaving(group.values(), number), "query_capacity")
+        self._enter(slot, query_id, reward, counts)
+        if self.rules.merge_duplicates and not self.rules.merges_late:
+            self._merge(slot, rows, i)
+        if len(group := self._groups[query_id]) > self.rules.capacity_per_query:
+            self._evict(self._leaving(group, number), "query_capacity")
         if len(self._order) > self.rules.capacity:
             self._evict(self._leaving(self._order, _WINDOW), "capacity")
         if slot in self._order:
@@ -221,11 +229,11 @@ class ReplayIndex(Window):
         self._query_draws[number], self._recent_draws[number] = self._round, 0
         return number
 
-    def _enter(self, slot: int, query_id: int, identity: Identity, reward: float, counts: collections.Counter[str]) -> None:
+    def _enter(self, slot: int, query_id: int, reward: float, counts: collections.Counter[str]) -> None:
         """Makes the row in `slot` resident, the newest of its query."""
         number, group = self._query_number[query_id], self._groups[query_id]
-        group[identity] = slot
-        self._order[slot] = (query_id, identity, counts)
+        group[slot] = None
+        self._order[slot] = (query_id, counts)
         self._slot_query[slot] = number
         self._query_rows[number] = len(group)
         self._newest_slot[number] = slot
@@ -243,16 +251,15 @@ class ReplayIndex(Window):
         return next(iter(by_arrival)) if self.rules.drop == "oldest" else self._lowest[key].slot(self._arrival)
 
     def _evict(self, slot: int, rule: str) -> None:
-        query_id, identity, counts = self._order.pop(slot)
-        counts[_EVICTED[rule]] += 1
-        if rule != "duplicate":
-            counts["evicted_untrained"] += not self._row_draws[slot]
-            del self._groups[query_id][identity]
-        self._leave(slot, query_id)
+        untrained = rule != "duplicate" and not self._row_draws[slot]
+        self._leave(slot).update({f"evicted/{rule}": 1, "evicted_untrained": int(untrained)})
 
-    def _leave(self, slot: int, query_id: int) -> None:
-        """Frees the slot of a row that has left its group."""
+    def _leave(self, slot: int) -> collections.Counter[str]:
+        """Takes the row in `slot` out of the window. Returns its writer's counts."""
+        query_id, counts = self._order.pop(slot)
         number, group = self._query_number[query_id], self._groups[query_id]
+        del group[slot]
+        self._responses.remove(slot)
         self._row_draws[slot] = 0  # as in every free slot
         self._query_rows[number] = len(group)
         self._slot_query[slot] = self._arrival[slot] = -1
@@ -270,7 +277,8 @@ class ReplayIndex(Window):
             self._lowest.pop(number, None)
             heapq.heappush(self._free_queries, number)
         elif self._newest_slot[number] == slot:
-            self._newest_slot[number] = next(reversed(group.values()))
+            self._newest_slot[number] = next(reversed(group))
+        return counts
 
     def ledger(self) -> dict[str, dict[str, Any]]:
         """Per writer: seen, resident, evicted by rule, rejected by reason, evicted_untrained (by a capacity, never drawn); not
@@ -302,6 +310,7 @@ class ReplayIndex(Window):
             "heads": self.heads.copy(),
             "counts": [{name: int(count) for name, count in counts.items()} for counts in self._counts],
             "next_arrival": self._next_arrival,
+            "merged": self._merged,
             "round": self._round,
             "success_counts": self.success_counts.state(),
             # Residents in order of arrival.
@@ -335,7 +344,7 @@ class ReplayIndex(Window):
         index.writers, index.heads = list(state["writers"]), dict(state["heads"])
         index._writer_number = {writer: number for number, writer in enumerate(index.writers)}
         index._counts = [collections.Counter(counts) for counts in state["counts"]]
-        index._next_arrival, index._round = state["next_arrival"], state["round"]
+        index._next_arrival, index._round, index._merged = state["next_arrival"], state["round"], state["merged"]
         index.success_counts = SuccessCounts.restore(state["success_counts"])
         numbers = np.array(state["queries"], np.int64)
         index._query_draws[numbers] = state["query_draws"]
@@ -371,10 +380,9 @@ class ReplayIndex(Window):
                 draws = self._query_draws[number], self._recent_draws[number]
                 self._open_query(number, query_ids[i])
                 self._query_draws[number], self._recent_draws[number] = draws
-            if self._near is not None:
-                self._near.put(slot, rows, i)
-            identity = self._identity(rows, i, int(there["arrival"][i]))
-            self._enter(slot, query_ids[i], identity, rewards[i], self._counts[there["writer"][i]])
+            self._enter(slot, query_ids[i], rewards[i], self._counts[there["writer"][i]])
+            if self.rules.merge_duplicates and (not self.rules.merges_late or there["arrival"][i] < self._merged):
+                self._responses.put(slot, query_ids[i], rows, i)
 
 
 def _end(writer: str, rows: np.ndarray, *, head: int) -> int:
@@ -390,8 +398,3 @@ def _row_steps(rows: Rows) -> np.ndarray:
     mask = response_mask(rows["response_length"], rows["policy_step"].shape[1])
     oldest = np.where(mask, rows["policy_step"].astype(np.int64), np.iinfo(np.int64).max).min(axis=1)
     return np.where(mask.any(axis=1), oldest, -1)
-
-
-def _digest(tokens: np.ndarray) -> bytes:
-    """128 bits that stand for a response's tokens: equal digests are taken as equal responses."""
-    return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()

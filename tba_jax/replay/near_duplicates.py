@@ -1,10 +1,14 @@
-"""Finds the resident response nearest to a new one, by edit distance over tokens or by cosine distance of embeddings.
+"""Finds the resident response that another one is merged with: an identical one, or the nearest one by edit distance over tokens
+or by cosine distance of embeddings.
 
 The Levenshtein distance d of two responses with n_a and n_b tokens has a cheap lower bound: with L1 the distance of their
 token counts, d >= (L1 + |n_a − n_b|) / 2. Two weaker bounds are cheaper: L1 of counts in 128 buckets, and the number of buckets
 that only one of the two responses uses, which two words of bits tell. Two vectorised passes, the bits first, leave the few
 responses whose distance has to be computed.
 """
+
+import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 from rapidfuzz.distance import Levenshtein
@@ -103,3 +107,45 @@ class NearByEmbedding:
         distances = np.round(1.0 - (self._embeddings[near].astype(np.float64) * own).sum(axis=1), 6)
         near, distances = near[distances <= self._distance], distances[distances <= self._distance]
         return int(near[np.lexsort((arrival[near], distances))[0]]) if len(near) else None
+
+
+class MergedResponses:
+    """The responses in the slots of an index that have been merged with the older ones of their query."""
+
+    def __init__(self, near: NearByEdits | NearByEmbedding | None):
+        """Args: near: finds the response nearest to another one; None where only identical responses are merged."""
+        self._near = near
+        # Query id and digest of the response -> slot, and the reverse.
+        self._slots: dict[tuple[int, bytes], int] = {}
+        self._keys: dict[int, tuple[int, bytes]] = {}
+
+    def put(self, slot: int, query_id: int, rows: Rows, i: int) -> None:
+        """Takes the response of row i for a free slot."""
+        self._keys[slot] = _key(query_id, rows, i)
+        self._slots[self._keys[slot]] = slot
+        if self._near is not None:
+            self._near.put(slot, rows, i)
+
+    def remove(self, slot: int) -> None:
+        """Frees a slot; one that is free stays so."""
+        if (key := self._keys.pop(slot, None)) is not None:
+            del self._slots[key]
+
+    def same(self, slot: int, query_id: int, rows: Rows, i: int, *, members: Sequence[int], arrival: np.ndarray) -> int | None:
+        """The slot of the response that that of row i is merged with, None where there is none.
+
+        Args:
+          slot: of row i, which is free here. members: all slots of its query. arrival: int64[slots], of the index; rows that
+            came before this one have all been merged.
+        """
+        found = self._slots.get(_key(query_id, rows, i))
+        if found is not None or self._near is None:
+            return found
+        self._near.put(slot, rows, i)
+        others = np.array(members, np.int32)
+        return self._near.nearest(slot, others[arrival[others] < arrival[slot]], arrival)
+
+
+def _key(query_id: int, rows: Rows, i: int) -> tuple[int, bytes]:
+    """128 bits stand for a response's tokens: equal digests are taken as equal responses."""
+    return query_id, hashlib.blake2b(response(rows, i).tobytes(), digest_size=16).digest()

@@ -9,9 +9,6 @@ import numpy as np
 
 from tba_jax.trajectory import Rows, RowShape
 
-# What makes a response the same as another of its query.
-Identity = int | bytes
-
 # (writer number, row) packed in one int64: 2^23 writers, 2^40 rows each.
 _ROW_BITS = 40
 
@@ -52,9 +49,9 @@ class Window:
         self._slot_top = self._query_top = 0
         # The fewest draws of any query as of the last batch: where a new query begins.
         self._round = 0
-        # Both ordered by arrival. Resident slot -> (query id, identity, its writer's counts); query id -> identity -> slot.
-        self._order: collections.OrderedDict[int, tuple[int, Identity, collections.Counter[str]]] = collections.OrderedDict()
-        self._groups: dict[int, collections.OrderedDict[Identity, int]] = {}
+        # Both ordered by arrival. Resident slot -> (query id, its writer's counts); query id -> its slots.
+        self._order: collections.OrderedDict[int, tuple[int, collections.Counter[str]]] = collections.OrderedDict()
+        self._groups: dict[int, collections.OrderedDict[int, None]] = {}
         self._query_number: dict[int, int] = {}
         # Query number -> its slots in no order (int32); slot -> its place there.
         self._members: dict[int, array.array[int]] = {}

@@ -18,7 +18,7 @@ from tba_jax.schemas import flatten
 
 # The format of a run's folder. Raise it with every change after which config.json, rows or weights mean something else: a version
 # of tba_jax with another number refuses the run.
-FORMAT = 5
+FORMAT = 6
 # The reference_id of rows without a reference policy, as 16 hex digits. No hash of weights is 0.
 NO_REFERENCE = 16 * "0"
 _ANOTHER_VERSION = "go on with the version that made the run, or begin another run in a new --workdir"

@@ -170,17 +170,15 @@ def test_a_window_of_good_rows_that_are_used_up_is_refused():
         assert world.goes_on(rounds=rounds(c), rng=np.random.default_rng(0)) == ends
 
 
-def test_a_window_of_good_duplicates_that_are_used_up_is_refused():
-    """Where a row that may not be drawn any more stays because its reward is the best, those like it do not come in."""
-    changes = {"replay.merge_keep": "best", "replay.max_draws_per_row": 1}
-    c = config((2, 2, 2, 2, 1), **changes)
-    (refused,) = flow.refusals(c)
-    assert refused.startswith("replay.merge_keep=best and replay.max_draws_per_row=1 exclude each other: rows of high reward")
-    for keep, ends in (("best", False), ("newest", True)):
-        c.replay.merge_keep = keep
-        world = World(c, kinds=2)
-        world.reward = lambda world=world: -float(world.step)
-        assert world.goes_on(rounds=rounds(c), rng=np.random.default_rng(0)) == ends
+@pytest.mark.parametrize("limit", ["max_draws_per_row", "max_staleness"])
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_good_duplicates_that_are_used_up_keep_no_run_from_going_on(window, limit):
+    """A row that may not be drawn any more stays because its reward is the best; those like it come in all the same."""
+    c = config((2, 2, 2, 2, 1), **{"replay.merge_keep": "best", f"replay.{limit}": 1, "replay.recent_window": window})
+    assert not flow.refusals(c)
+    world = World(c, kinds=2)
+    world.reward = lambda: -float(world.step)
+    assert world.goes_on(rounds=rounds(c), rng=np.random.default_rng(0))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.selection import Selection, draw_batch
 from tba_jax.trajectory import RowShape
+from tests.replay.test_near_duplicates import edit_distance
 
 SHAPE = RowShape(prompt_length=2, response_length=3, reward_parts=("a",))
 
@@ -130,85 +131,12 @@ def test_a_row_that_leaves_at_once_is_not_its_querys_newest():
     assert index.recent_draws[index.query_rows > 0].tolist() == [1]
 
 
-def test_the_nearest_response_within_the_share_is_replaced():
-    shape = RowShape(prompt_length=1, response_length=12, reward_parts=())
-    index = ReplayIndex(
-        shape=shape, capacity=50, capacity_per_query=50, vocab_size=2000, merge_edit_distance=0.13, drop="lowest_reward"
-    )
-    responses = [
-        [5] * 8,
-        [5, 69, 133, 197, 5, 69, 133, 197],  # other tokens of the same bucket
-        [1, 2, 3, 4, 5, 6, 7, 8],
-        [1, 2, 3, 4, 5, 6, 9, 9],  # 2 of 8 + 8 from the one before: it goes
-        [1, 2, 3, 4, 5, 9, 9, 9, 9],  # 3 of 9 + 8: too far
-        [2, 3, 4, 5, 6, 9, 9],  # an insertion, 1 of 7 + 8 from row 3; 3 of 7 + 9 from row 4
-        [1, 2, 3, 9, 4, 5, 9, 9, 9, 9, 9],  # 2 of 11 + 9 from row 4
-        [],
-        [1500],
-        [1501],
-    ]
-    rows = {name: np.zeros((len(responses), *row), dtype) for name, (dtype, row) in shape.columns().items()}
-    rows["row"] = np.arange(len(responses))
-    for i, response in enumerate(responses):
-        rows["response_length"][i] = len(response)
-        rows["tokens"][i, : len(response)] = response
-    index.add("a", rows, step=1)
-    assert [row for _, row in resident(index)] == [0, 1, 5, 6, 7, 8, 9]
-    assert index.ledger()["a"]["evicted"] == {"duplicate": 3, "query_capacity": 0, "capacity": 0}
-    # Another query's responses are not compared.
-    index.add("b", {name: column[:1] for name, column in rows.items()} | {"query_id": np.uint64([3])}, step=1)
-    assert len(index) == 8
-
-
-@pytest.mark.parametrize("rules", [{}, {"merge_edit_distance": 0.3}], ids=str)
-def test_the_better_of_two_stays_and_of_equals_the_newer(rules):
-    """(0, 1, 2) and (0, 1, 3) are near. What a response is compared with may have come in the same call."""
-    index = index_of(merge_keep="best", **rules)
-    responses = [(0, 1, 2), (0, 1, 2), (4,), (0, 1, 2), (0, 1, 3)]
-    rows = make_rows(0, [7] * 5, responses) | {"reward": np.float32([2, 1, 0, 2, 1.5])}
-    index.add("a", rows, step=1)
-    # Row 1 is worse than row 0, and row 3 as good; row 4 is near, and worse.
-    assert resident(index) == [("a", 2), ("a", 3), *([] if rules else [("a", 4)])]
-    slots = index.slots_of([("a", 2), ("a", 3)])
-    index.mark_drawn(slots)
-    worse = make_rows(0, [7, 8, 7], [(0, 1, 2), (0, 1, 2), (0, 1, 2)]) | {"reward": np.float32([1.9, 1, 1.8])}
-    index.add("b", worse, step=9)
-    query = index.slot_query[slots[0]]
-    assert index.newest_visible_step[query] == 1 and index.recent_draws[query] == 1, "nothing came that stayed"
-    assert index.slots_of([("b", 0), ("b", 2)]).tolist() == [-1, -1] and index.slots_of([("b", 1)])[0] >= 0
-    assert index.ledger()["b"] | {"seen": 3, "resident": 1} == index.ledger()["b"]
-    assert index.ledger()["b"]["evicted"] == {"duplicate": 2, "query_capacity": 0, "capacity": 0}
-    assert index.ledger()["b"]["evicted_untrained"] == 0
-    index.add("b", make_rows(3, [7], [(0, 1, 2)]) | {"reward": np.float32([2.5])}, step=10)
-    assert index.slots_of([("a", 3)]).tolist() == [-1] and index.newest_visible_step[query] == 10
-    assert index.row_draws[index.slots_of([("b", 3)])[0]] == 0
-
-
-def test_near_embeddings_are_merged_within_their_query():
-    shape = RowShape(prompt_length=2, response_length=4, reward_parts=(), embedding_size=2)
-    index = ReplayIndex(shape=shape, capacity=9, capacity_per_query=9, vocab_size=V, merge_cosine_distance=0.1)
-    degrees = np.radians([0, 40, 90, 25, 20, 20])  # cosine distance 0.1 is 25.8 degrees
-    rows = {name: np.zeros((6, *row), dtype) for name, (dtype, row) in shape.columns().items()}
-    rows["row"], rows["query_id"] = np.arange(6), np.array([7, 7, 7, 7, 7, 8], np.uint64)
-    rows["response_length"][:], rows["tokens"][:, 0] = 1, np.arange(6) % V
-    rows["embedding"] = np.stack([np.cos(degrees), np.sin(degrees)], axis=1).astype(np.float32)
-    index.add("a", {name: column[:4] for name, column in rows.items()}, step=1)
-    # 25 degrees are 15 from row 1 and 25 from row 0: the nearest goes.
-    assert [row for _, row in resident(index)] == [0, 2, 3]
-    index.add("a", {name: column[4:] for name, column in rows.items()}, step=1)
-    assert [row for _, row in resident(index)] == [0, 2, 4, 5]
-    assert index.ledger()["a"]["evicted"]["duplicate"] == 2
-    spoilt = {name: column[5:].copy() for name, column in rows.items()} | {"row": np.arange(6, 7)}
-    spoilt["embedding"][0, 1] = np.nan
-    index.add("a", spoilt, step=1)
-    assert index.ledger()["a"]["rejected"]["embedding"] == 1 and len(index) == 4
-
-
 class Model:
-    """The window as a plain list of dicts, oldest first."""
+    """The window as a plain list of dicts, oldest first. share: of both lengths, below which two responses are near."""
 
-    def __init__(self, capacity, capacity_per_query, drop, keep="newest"):
-        self.drop, self.keep = drop, keep
+    def __init__(self, capacity, capacity_per_query, drop, keep="newest", share=0.0):
+        self.drop, self.keep, self.share = drop, keep, share
+        self.late = keep == "best" or share > 0
         self.capacity, self.capacity_per_query, self.rows = capacity, capacity_per_query, []
         self.evicted = {"duplicate": 0, "query_capacity": 0, "capacity": 0}
         self.queries, self.round = {}, 0
@@ -220,28 +148,42 @@ class Model:
             query = int(rows["query_id"][i])
             response = rows["tokens"][i, rows["prompt_length"][i] :][: rows["response_length"][i]].tolist()
             new = {"id": (writer, int(rows["row"][i])), "query": query, "response": response, "step": step, "draws": 0}
-            new["reward"] = float(rows["reward"][i])
-            same = [row for row in self.rows if (row["query"], row["response"]) == (query, response)]
-            if self.keep == "best" and same and same[0]["reward"] > new["reward"]:
-                self.evicted["duplicate"] += 1
-                continue
+            new |= {"reward": float(rows["reward"][i]), "merged": False}
             self.rows.append(new)
             self.queries.setdefault(query, {"draws": self.round, "recent": 0})
+            if not self.late:
+                self.merge_row(new)
             of_query = [row for row in self.rows if row["query"] == query]
-            if same:
-                self.evict(same[0], "duplicate")
-            elif len(of_query) > self.capacity_per_query:
+            if len(of_query) > self.capacity_per_query:
                 self.evict(self.leaving(of_query), "query_capacity")
             if len(self.rows) > self.capacity:
                 self.evict(self.leaving(self.rows), "capacity")
             if self.rows and self.rows[-1] is new:
                 self.queries[query]["recent"] = 0
 
+    def leave_the_recent_window(self, steps):
+        """Merges the rows before the last `steps` steps at which any resident row came."""
+        recent = sorted({row["step"] for row in self.rows})[-steps:]
+        for row in list(self.rows):
+            if self.late and not row["merged"] and row["step"] < recent[0]:
+                self.merge_row(row)
+
+    def merge_row(self, row):
+        row["merged"] = True
+        older = [other for other in self.rows[: self.rows.index(row)] if other["query"] == row["query"]]
+        distances = [edit_distance(other["response"], row["response"]) for other in older]
+        limits = [self.share * (len(other["response"]) + len(row["response"])) for other in older]
+        near = [i for i, distance in enumerate(distances) if distance == 0 or distance < limits[i]]
+        if near:
+            other = older[min(near, key=distances.__getitem__)]
+            better = self.keep == "best" and other["reward"] > row["reward"]
+            self.evict(row if better else other, "duplicate")
+
     def leaving(self, rows):
         return rows[0] if self.drop == "oldest" else min(rows, key=lambda row: row["reward"])
 
     def evict(self, row, rule):
-        self.rows.remove(row)
+        self.rows = [other for other in self.rows if other is not row]
         self.evicted[rule] += 1
         if all(other["query"] != row["query"] for other in self.rows):
             del self.queries[row["query"]]
@@ -257,14 +199,15 @@ class Model:
         self.round = min(query["draws"] for query in self.queries.values())
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3])
 @pytest.mark.parametrize("keep", ["newest", "best"])
 @pytest.mark.parametrize("drop", ["oldest", "lowest_reward"])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_operation_agrees_with_a_slow_model(seed, drop, keep):
+def test_random_operation_agrees_with_a_slow_model(seed, drop, keep, share):
     rng = np.random.default_rng(seed)
     capacity, capacity_per_query = [(12, 3), (40, 40), (5, 2), (1, 1)][seed]
-    index = index_of(capacity, capacity_per_query, drop=drop, merge_keep=keep)
-    model = Model(capacity, capacity_per_query, drop, keep)
+    index = index_of(capacity, capacity_per_query, drop=drop, merge_keep=keep, merge_edit_distance=share)
+    model = Model(capacity, capacity_per_query, drop, keep, share)
     heads = {"a": 0, "b": 0}
     for step in range(60):
         writer, count = str(rng.choice(["a", "b"])), int(rng.integers(1, 9))
@@ -274,6 +217,8 @@ def test_random_operation_agrees_with_a_slow_model(seed, drop, keep):
         heads[writer] += count
         index.add(writer, rows, step=step)
         model.add(writer, rows, step)
+        index.merge(before=index.recent_since(3))
+        model.leave_the_recent_window(3)
         if len(index):
             numbers = np.unique(index.slot_query[index.slot_query >= 0])
             slots, group = index.rows_of(rng.permutation(numbers))
@@ -333,6 +278,7 @@ def test_how_rows_are_split_over_calls_makes_no_difference(rules):
         whole.add("a", rows, step=step)
         for part in np.split(np.arange(12), np.sort(rng.integers(0, 13, 3))):
             split.add("a", {name: column[part] for name, column in rows.items()}, step=step)
+        assert whole.merge(before=step) == split.merge(before=step) == (step > 1 and bool(rules))
         drawn = rng.choice(np.flatnonzero(whole.slot_query >= 0), 4)
         whole.mark_drawn(drawn)
         split.mark_drawn(drawn)
@@ -362,6 +308,7 @@ def test_a_restored_index_goes_on_as_the_original(tmp_path, options):
         rows = reader.read(log.writer, log.next_row - 6, log.next_row)
         for index in indices:
             index.add(log.writer, rows, step=step)
+            index.merge(before=index.recent_since(2))
 
     def draw(index, step):
         selection = Selection(

@@ -125,6 +125,7 @@ class World:
         self.arrived.clear()
         c = self.config
         selection = make_selection(c, recent_window=self.recent_window)
+        self.index.merge(before=self.index.recent_since(selection.recent_window))
         slots = draw(self.index, selection, min_rows=c.replay.min_rows, seed=0, step=self.step)
         if slots is None:
             self.relief.waits()

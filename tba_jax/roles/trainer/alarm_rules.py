@@ -110,8 +110,9 @@ def equal_rewards(points: Sequence[Point], c: Any) -> Finding | None:
             "1), more responses (learner.completions, searchers.samples_per_query), a better initial policy "
             "(warm_start.steps, model.path) or a reward in steps; where responses are the same, raise sampling.temperature"
         )
-    entropy = series(points, "entropy", count=POINTS)
+    entropy, distinct = (series(points, name, count=POINTS) for name in ("entropy", "distinct_rows_per_group"))
     same = f"; entropy is {mean(entropy):.2g} nats a token" if entropy else ""
+    same += f"; {mean(distinct):.3g} of the K rows of a group are distinct" if distinct else ""
     return Finding(sentence=f"{groups}, {where}{same}: updates have next to nothing to learn from", advice=advice)
 
 

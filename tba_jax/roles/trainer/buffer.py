@@ -153,10 +153,13 @@ class ReplayBuffer:
         return self._tail
 
     def integrate(self, *, step: int) -> None:
-        """Adds the rows that have arrived to the index, as visible from `step` on."""
+        """Adds the rows that have arrived to the index, as visible from `step` on, and merges those that are recent no more."""
         if visible := self.tail.integrate(self.index, step=step):
             self._visible += visible
             self._rows_came = time.monotonic()
+            # The journal tells of it: a resume may have another window.
+            if self.index.merge(before=(oldest := self.index.recent_since(self._selection.recent_window))):
+                self._visible.append(gaps.merging(oldest))
 
     def beside_policy(self) -> dict[str, bytes]:
         """Files that go beside a snapshot: what searchers choose queries by, if they do."""
@@ -205,10 +208,13 @@ class ReplayBuffer:
         return np.array(mounted, bool)[of_slot]
 
     def provenance(self, slots: np.ndarray, rewards: np.ndarray, *, step: int) -> dict[str, Any]:
-        """Of the batch of `step`: staleness int64[B], in steps; where there are mounts, the share of mounted rows, and the mean
-        rewards of own and of mounted rows, where the batch has some. Args: rewards: float32[B]."""
+        """Of the batch of `step`: staleness int64[B], in steps; the mean number of distinct rows among the K of a group; where
+        there are mounts, the share of mounted rows, and the mean rewards of own and of mounted rows, where the batch has some.
+        Args: slots: int64[B], the K of a query consecutive. rewards: float32[B]."""
         row_step = self.index.row_step[slots]
-        found = {"staleness": np.where(row_step < 0, 0, step - 1 - row_step)}
+        groups = np.sort(slots.reshape(-1, self._selection.completions), axis=1)
+        distinct = 1 + np.count_nonzero(np.diff(groups, axis=1), axis=1)
+        found = {"staleness": np.where(row_step < 0, 0, step - 1 - row_step), "distinct_rows_per_group": distinct.mean()}
         if not self._has_mounts:
             return found
         mounted = self.is_mounted(slots)

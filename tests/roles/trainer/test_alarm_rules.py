@@ -65,10 +65,11 @@ def test_equal_rewards_are_an_alarm_below_the_best_reward(equal, reward, found):
 
 
 def test_one_reward_for_all_rows_is_told_as_such():
-    same = points(equal_reward_groups=1.0, reward=-1.0, reward_low=-1.0, reward_high=-1.0)
+    same = points(equal_reward_groups=1.0, reward=-1.0, reward_low=-1.0, reward_high=-1.0, distinct_rows_per_group=1.5)
     assert kinds(same) == ["equal_rewards"]
     told = alarm_rules.equal_rewards(same, tiny_run.config())
     assert told is not None and "all 100 resident rows have the reward -1" in told.sentence
+    assert "1.5 of the K rows of a group are distinct" in told.sentence
 
 
 def test_one_bad_batch_is_no_alarm():

@@ -3,12 +3,14 @@
 import dataclasses
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
 from tba_jax.commands import audit, show
 from tba_jax.experiment import jobs, training
-from tba_jax.replay import success_counts
+from tba_jax.replay import journal, ledger, success_counts
+from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.run import metrics
 from tba_jax.run.metrics import TimeAccount
@@ -140,3 +142,70 @@ def test_a_row_whose_reward_is_no_success_rate_is_told_and_not_counted(tmp_path,
     reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
     assert reader.heads().keys() > {"another-1"}
     assert beside(s, 12) == by_hand(s)
+
+
+NEAR = dict(
+    replay__merge_keep="best",
+    replay__merge_edit_distance=0.3,
+    replay__recent_probability=1.0,
+    replay__recent_window=1,
+    learner__queries=1,
+)
+
+
+def append_near_copies(s, log: LogWriter, rewards: list[float]) -> None:
+    """Four responses that differ in one token, and from those of other appends in two, to a query of the frozen log."""
+    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
+    source = next(writer for writer in reader.heads() if writer.startswith("frozen-"))
+    rows = {name: column.copy() for name, column in reader.read(source, 0, 4).items()}
+    rows["row"] += log.next_row - rows["row"][0]
+    rows["response_length"][:] = 6
+    for i, start in enumerate(rows["prompt_length"].tolist()):
+        rows["tokens"][i, start : start + 6] = 5, 6, 7, 8, 5 + log.next_row // 4 % 5, 5 + i
+    rows["policy_step"][:], rows["reward"] = 0, np.float32(rewards)
+    log.append(rows)
+
+
+def test_near_copies_of_a_better_row_are_drawn_while_they_are_recent_and_merged_afterwards(tmp_path, frozen):
+    s = frozen(tmp_path / "run", batches=1, **NEAR)
+    log = LogWriter(s.run.replay, "near", s.experiment.contract.row_shape(), rows_per_append=4, segment_appends=4, info={})
+    append_near_copies(s, log, [0.9, 0.1, 0.1, 0.1])
+    with frozen_runs.trainer(s) as trainer:
+        buffer = trainer.buffer
+        for step in range(6):
+            buffer.tail.poll()
+            buffer.integrate(step=step)
+            if step:
+                slots = buffer.draw(step=step)
+                assert sorted(buffer.index.ids(slots)) == [("near", row) for row in range(4 * step, 4 * step + 4)]
+                found = buffer.provenance(slots, buffer.index.reward[slots], step=step + 1)
+                assert found["distinct_rows_per_group"] == 4
+            append_near_copies(s, log, [0.2, 0.3, 0.4, 0.5])
+        near = [row for writer, row in buffer.index.ids(np.flatnonzero(buffer.index.slot_query >= 0)) if writer == "near"]
+        assert sorted(near) == [0, 20, 21, 22, 23], "the better row, and those of the recent window"
+        found = buffer.provenance(np.repeat(slots[:2], 2), buffer.index.reward[slots], step=6)
+        assert found["distinct_rows_per_group"] == 2
+        accounts = ledger.accounts(buffer.index, buffer.index.heads)
+        assert accounts["near"].evicted["duplicate"] == 19 and all(each.balances for each in accounts.values())
+
+
+def test_a_resume_merges_where_the_journal_says_whatever_its_own_window_is(tmp_path, frozen):
+    """8 steps with a checkpoint at 5; then from the checkpoint under a longer window, and from the journal alone."""
+    s = frozen(tmp_path / "run", **NEAR)
+    log = LogWriter(s.run.replay, "near", s.experiment.contract.row_shape(), rows_per_append=4, segment_appends=4, info={})
+    with frozen_runs.trainer(s) as trainer:
+        for step in range(8):
+            append_near_copies(s, log, [step % 3, 0.2, 0.3, step / 9])
+            trainer.poll()
+            assert trainer.step() is not None
+        expected = jax.device_get(trainer.state), trainer.index.state()
+    lines = [*journal.read_lineage(s.run.journal)]
+    merged = [line["step"] for line in lines if any("merged_before" in record for record in line["visible"])]
+    assert min(merged) <= 5 < max(merged)
+    longer = tiny_run.settings(tmp_path / "run", frozen_runs.config(**{**NEAR, "replay__recent_window": 4}))
+    for lost in (None, s.run.checkpoints):
+        if lost is not None:
+            shutil.rmtree(lost)
+        with frozen_runs.trainer(longer) as again:
+            jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state), expected[0])
+            assert again.index.state() == expected[1]
