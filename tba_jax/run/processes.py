@@ -141,13 +141,28 @@ class Lifeline:
 
 
 def hold() -> None:
-    """Called first in a child: moves to the cores that the parent chose, and dies by SIGKILL when the parent is gone."""
+    """Called first in a process: a child moves to the cores that its parent chose, and dies by SIGKILL when the parent is gone."""
+    open_standard_streams()
     cpus = os.environ.pop(_CPUS, "")
     if cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
     read, parent = os.environ.pop(_LIFELINE, ""), os.environ.pop(_PARENT, "")
     if read:
         die_with(int(read), parent=int(parent))
+
+
+def open_standard_streams() -> None:
+    """Opens the null device on each of the descriptors 0 to 2 that is closed, and as each standard stream that Python lacks.
+
+    Otherwise a pipe or a file of ours would get such a number, and a child would take it for its standard input.
+    """
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest number that is free
+        os.set_inheritable(opened, True)
+    os.close(opened)
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8", errors="backslashreplace"))  # noqa: SIM115 (to the end)
 
 
 @contextlib.contextmanager

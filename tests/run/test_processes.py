@@ -144,3 +144,22 @@ def test_the_file_system_itself_refuses(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+CLOSED = """
+import os, sys
+from tba_jax.run import processes
+processes.hold()
+sys.stdin.read(), print("text", flush=True), print("text", file=sys.stderr, flush=True), sys.stdout.isatty()
+with open(sys.argv[1], "w") as file:
+    print(*(os.readlink(f"/proc/self/fd/{number}") for number in range(3)), *os.pipe(), file=file)
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_standard_descriptor_is_the_null_device(closed, tmp_path):
+    told = tmp_path / "told"
+    shell = f'exec "$@" </dev/null >/dev/null 2>/dev/null {closed}'
+    subprocess.run(["sh", "-c", shell, "sh", sys.executable, "-c", CLOSED, told], check=True)
+    *streams, read, write = told.read_text().split()
+    assert streams == ["/dev/null"] * 3 and min(int(read), int(write)) > 2
