@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tba_jax"
 # Rooms (folders of tba_jax/) and modules beside them, from the lowest layer up. Imports go strictly down, or stay within a room.
 LAYERS = (
-    {"trajectory", "sharding", "schemas", "programs", "packing"},
+    {"trajectory", "sharding", "schemas", "outputs", "programs", "packing"},
     {"models", "objectives"},
     {"run"},
     {"tasks", "replay", "learner"},

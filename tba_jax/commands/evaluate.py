@@ -13,6 +13,7 @@ from typing import Any
 
 from absl import flags
 
+from tba_jax import outputs
 from tba_jax.commands import command_line, existing_run, settings_help, snapshot_step
 from tba_jax.run import layout, places, privacy
 from tba_jax.text.visible import visible_json, visible_line
@@ -64,10 +65,9 @@ def add_flags(values: flags.FlagValues) -> settings_help.Program:
 
 def run(given: command_line.Given) -> int:
     output = given.output
-    if output is not None and not output.parent.is_dir():
-        raise ValueError(f"--output={output}: its folder does not exist")
-    if output is not None and output.resolve().is_relative_to(given.workdir.resolve()):
-        raise ValueError(f"--output={output} lies in --workdir={given.workdir}, which stays as it is")
+    if output is not None:
+        run = layout.open_run_dir(given.workdir)
+        outputs.check_file(output, outside=(run.root, run.shared))
     privacy.follow(given.workdir)
     from tba_jax.roles.evaluator import plain
 
@@ -76,7 +76,11 @@ def run(given: command_line.Given) -> int:
     if output is None:
         print(text)
         return 0
-    output.write_text(text + "\n", encoding="utf-8")
+    try:
+        outputs.write(output, f"{text}\n".encode())
+    except ValueError:
+        print(text)  # minutes of work
+        raise
     score = f"{report['score_name']} {report['greedy_reward']:.3f} of greedy responses to {report['queries']} held-out queries"
     print(visible_line(f"step {report['step']}: {score}; the report is in {output}"))
     return 0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
+from tba_jax import outputs
 from tba_jax.commands import command_line, snapshot_step
 from tba_jax.run import layout, places, privacy
 from tba_jax.run.places import Place
@@ -27,7 +28,7 @@ def export(workdir: Path, output: Path, *, step: snapshot_step.Asked, dtype: str
     """Writes the folder, with a model card; one tensor at a time is in memory. Adapters are merged.
 
     Args:
-      output: outside of workdir, whose folders belong to the run's processes.
+      output: see outputs.folder; outside of workdir, whose folders belong to the run's processes.
       step: of a published snapshot, see snapshot_step. dtype: of the weights written; None: the snapshot's.
       adapter: writes the adapters alone, for peft.
 
@@ -47,13 +48,12 @@ def export(workdir: Path, output: Path, *, step: snapshot_step.Asked, dtype: str
 
     run = layout.open_run_dir(workdir)
     stored = stored_run.read(run, called=str(workdir))
-    _check_output(output, run)
+    outputs.check_folder(output, outside=(run.root, run.shared))
     config, policy, tokenizer = stored.config, stored.policy, stored.tokenizer
     step = snapshot_step.chosen(run, step, called=str(workdir))
     source = load.resolve_folder(config.model.path) if config.model.path else None
     base = _adapted_checkpoint(run, config) if adapter else ""
     write_tokenizer, ids = _tokenizer_files(tokenizer, source)
-    export_lib.check_free(output)
     folder = run.policies / layout.step_name(step)
     with contextlib.ExitStack() as kept:
         kept.enter_context(_committed(folder, f"snapshot {step}"))
@@ -102,15 +102,6 @@ def _adapted_checkpoint(run: layout.RunDir, config: Any) -> str:
             f"model.path={config.model.path!r}; without the flag they are merged into it"
         )
     return str(config.model.path)
-
-
-def _check_output(output: Path, run: layout.RunDir) -> None:
-    """Raises ValueError where the output lies in a folder of the run."""
-    for folder in (run.root, run.shared):
-        if isinstance(folder, Path) and output.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(
-                f"--output={output} is in the run's folder {folder}, which the trainer sweeps; export to another place"
-            )
 
 
 def _tokenizer_files(tokenizer: "Tokenizer", source: Path | None) -> tuple[Callable[[Path], None], dict[str, int]]:

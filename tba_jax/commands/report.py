@@ -5,13 +5,13 @@ python -m tba_jax report --workdir=DIR [--output=FILE] [--config=RECIPE]
 The file needs no network and no other file. No task is imported.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from absl import flags
 
+from tba_jax import outputs
 from tba_jax.commands import command_line
 from tba_jax.text.visible import visible_line
 
@@ -33,7 +33,9 @@ def write(
     from tba_jax.reporting import gathering, report
     from tba_jax.run import privacy
 
-    _check_can_be_written(output)
+    outputs.check_file(output)
+    if output.exists() and not _is_report(output):
+        raise ValueError(f"--output={output} is there and is no report: name another file")
     of_recipe = None
     if recipe:
         from tba_jax.commands import recipes, settings_help
@@ -41,28 +43,9 @@ def write(
         of_recipe = recipes.load(recipe, (), program=settings_help.BASE).to_dict()
     found = gathering.gather(workdir, tell=tell)
     content = report.page(found, recipe=of_recipe, recipe_name=recipe).encode("utf-8", errors="replace")
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
-    mode = 0o600 if privacy.is_private(found.run) else 0o666  # rows that are for their owner alone stay so outside of the run
-    try:
-        with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, mode)) as file:
-            file.write(content)
-        temporary.replace(output)  # who has the file open in a browser never loads half of it
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ValueError(f"--output={output} cannot be written: {error.strerror or error}") from error
+    # Rows that are for their owner alone stay so outside of the run.
+    outputs.write(output, content, mode=0o600 if privacy.is_private(found.run) else 0o666)
     return len(content), found.problems
-
-
-def _check_can_be_written(output: Path) -> None:
-    """Raises ValueError before minutes go into reading the run."""
-    if output.is_dir():
-        raise ValueError(f"--output={output} is a folder: name a file, such as --output={output / 'report.html'}")
-    if output.exists() and not _is_report(output):
-        raise ValueError(f"--output={output} is there and is no report: name another file")
-    if not output.parent.is_dir():
-        raise ValueError(f"--output={output} cannot be written: there is no folder {output.parent}")
-    if not os.access(output.parent, os.W_OK):
-        raise ValueError(f"--output={output} cannot be written: {output.parent} is read-only")
 
 
 def _default(workdir: Path) -> Path:
@@ -79,8 +62,6 @@ def _told_apart(sentence: str) -> None:
 def _is_report(output: Path) -> bool:
     """Whether a file may be replaced: it is a report, or empty."""
     try:
-        if not output.is_file():  # a pipe would be waited for
-            return False
         with open(output, "rb") as file:
             begin = file.read(1000)
         return not begin or _MARK in begin

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
+from tba_jax import outputs
 from tba_jax.commands import command_line, recipes, settings_help
 from tba_jax.run import layout, machine, places, processes
 from tba_jax.schemas import flatten, require
@@ -77,7 +78,7 @@ def prepare(config: Any, run: layout.RunDir, output: Path) -> "Plan":
     from tba_jax.supervised import examples, tuning
 
     check(config)
-    _check_output(output, run)
+    outputs.check_folder(output, outside=(run.root,))
     with load.named("model.path", config.model.path):
         folder = load.resolve_folder(config.model.path)
         model, tokenizer = _model_and_tokenizer(config, folder)
@@ -161,17 +162,6 @@ def _steps(training: Any, examples: int) -> int:
     return steps
 
 
-def _check_output(output: Path, run: layout.RunDir) -> None:
-    inside = output.resolve().is_relative_to(run.root.resolve())
-    require(not inside, f"--output {output} is inside of --workdir {run.root}; name a folder outside of it")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"--output {output} exists already; name a folder that does not exist, or is empty")
-    parent = next(folder for folder in output.parents if folder.exists())
-    require(
-        parent.is_dir() and os.access(parent, os.W_OK), f"--output {output} cannot be written: {parent} is no writable folder"
-    )
-
-
 def _join(run: layout.RunDir, config: Any, fingerprint: str) -> None:
     """Writes the workdir's config.json, or compares config and examples with the existing one."""
     from tba_jax.run import contract as contract_lib
@@ -216,7 +206,8 @@ def execute(plan: "Plan", stop: Callable[[], bool]) -> int:
             print(f"stopped at step {run.step} of {plan.steps}; the same command resumes {plan.run.root}", file=sys.stderr)
             return processes.STOPPED
         seconds = run.seconds
-        run.export()
+        with command_line.mistakes():
+            run.export()
     finally:
         run.close()
     print(tuning.conclusion(plan.config.kind, run.first, run.newest, seconds=seconds, output=plan.output))

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_ADVICE = "free some, or keep less (publish.keep, checkpoint.keep, replay.retention=checkpoints)"
+_ADVICE = "free some, take another place, or keep less of the run (publish.keep, checkpoint.keep, replay.retention=checkpoints)"
 
 
 def mount(folder: Path) -> tuple[Path, str]:

@@ -141,7 +141,7 @@ class Lifeline:
 
 
 def hold() -> None:
-    """Called first in a process: a child moves to the cores that its parent chose, and dies by SIGKILL when the parent is gone."""
+    """Called first in a process: a child moves to the cores that its parent chose, and dies by SIGKILL when that is gone."""
     open_standard_streams()
     cpus = os.environ.pop(_CPUS, "")
     if cpus and hasattr(os, "sched_setaffinity"):

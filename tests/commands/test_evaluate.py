@@ -110,13 +110,28 @@ def test_mistakes_are_one_sentence(run, flags, sentence, capsys):
 
 def test_a_report_is_not_written_into_the_run(run, tmp_path, capsys):
     for workdir, output, sentence in (
-        (run.root, run.root / "config.json", f"lies in --workdir={run.root}, which stays as it is"),
-        (run.root, tmp_path / "none" / "report.json", "its folder does not exist"),
+        (run.root, run.root / "config.json", f"is in the run's folder {run.root}"),
+        (run.root, tmp_path / "none" / "report.json", "there is no folder"),
         (tmp_path / "none", tmp_path / "report.json", "holds no run"),
     ):
         with pytest.raises(SystemExit) as ended:
             command_line.execute(evaluate, [f"--workdir={workdir}", f"--output={output}"])
         assert ended.value.code == processes.BAD_INPUT and sentence in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_printed(run, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "folder" / "report.json"
+    output.parent.mkdir()
+
+    def report_and_lose_the_folder(*_, **__):
+        output.parent.rmdir()
+        return {"step": 3}
+
+    monkeypatch.setattr(evaluate, "evaluate", report_and_lose_the_folder)
+    with pytest.raises(SystemExit):
+        command_line.execute(evaluate, [f"--workdir={run.root}", f"--output={output}"])
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"step": 3} and f"--output={output} cannot be written: No such file" in said.err
 
 
 def test_rows_are_scored_again_with_the_models_of_the_task(run, monkeypatch):

@@ -264,10 +264,25 @@ def test_a_folder_without_its_tokenizer_is_not_left(tmp_path, capsys, monkeypatc
         patch.setattr(os, "_exit", sys.exit)
         with pytest.raises(SystemExit, match=r"^3$"):
             command_line.execute(export, flags)
-    assert "storage failed" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "storage failed" in told and f"--output={tmp_path / 'deep/model'} cannot be written: No space left" in told
+    assert f"the file system of {tmp_path / 'deep'} " in told
     assert not list((tmp_path / "deep").iterdir())
     command_line.execute(export, flags)
     assert HuggingFaceTokenizer(tmp_path / "deep/model").encode("1+2=")
+
+
+def test_links_and_the_current_folder_are_written(tmp_path, monkeypatch):
+    run, _ = written_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    (tmp_path / "dangling").symlink_to("target")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for output in (tmp_path / "link", tmp_path / "dangling", Path(".")):
+        command_line.execute(export, [f"--workdir={run.root}", f"--output={output}"])
+    for folder in ("empty", "target", "here"):
+        assert (tmp_path / folder / "model.safetensors").is_file(), folder
 
 
 def test_searchers_may_sample_from_int8_weights(tmp_path):

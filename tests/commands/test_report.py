@@ -61,14 +61,14 @@ def test_a_recipe_is_compared_with(run, tmp_path):
         ("absent/report.html", "no folder"),
         ("notes.txt", "no report"),
         ("mine.html", "no report"),
-        ("locked/report.html", "read-only"),
+        ("locked/report.html", "no writable folder"),
     ],
 )
 def test_an_output_that_cannot_be_written_is_refused_at_once(run, tmp_path, output, words, capsys):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "mine.html").write_text("<!doctype html>\nmine")
     (tmp_path / "locked").mkdir(mode=0o500)
-    if words == "read-only":
+    if words == "no writable folder":
         command = [sys.executable, "-m", "tba_jax", "report", f"--workdir={run.root}", f"--output={tmp_path / output}"]
         done = tiny_run.call(tiny_run.unprivileged(command))
         assert done.returncode == processes.BAD_INPUT and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
@@ -82,7 +82,7 @@ def test_an_output_that_is_a_pipe_is_refused_and_not_waited_for(run, tmp_path):
     done = tiny_run.call(
         [sys.executable, "-m", "tba_jax", "report", f"--workdir={run.root}", f"--output={tmp_path / 'pipe'}"], timeout=30
     )
-    assert done.returncode == processes.BAD_INPUT and "is no report" in done.stderr, done.stderr
+    assert done.returncode == processes.BAD_INPUT and "is a device or a pipe" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(("private", "mode"), [(True, 0o600), (False, 0o644)])

@@ -15,7 +15,7 @@ def test_the_full_file_system_is_named(tmp_path):
     for error in (OSError(errno.ENOSPC, "No space left on device", str(gone)), OSError(errno.EDQUOT, "Disk quota exceeded")):
         told = file_systems.no_room(error, tmp_path)
         assert told.startswith(f"the file system of {tmp_path} ({kind} at {point}) has ") and total in told
-        assert told.endswith("free some, or keep less (publish.keep, checkpoint.keep, replay.retention=checkpoints)")
+        assert told.endswith("keep less of the run (publish.keep, checkpoint.keep, replay.retention=checkpoints)")
 
 
 def test_a_path_leads_to_the_same_folder_without_parents(tmp_path, monkeypatch):

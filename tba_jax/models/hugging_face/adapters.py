@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tba_jax import outputs
 from tba_jax.models import parameters
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import export
@@ -74,7 +75,7 @@ def save(
     """Writes a folder that peft.PeftModel.from_pretrained reads. One layer of an adapter at a time is on the host.
 
     Args:
-      folder: created, with its parents; it must not exist, or be empty. After an error it does not exist.
+      folder: created, with its parents; it must not exist, or be empty. After an error it does not exist, or is empty.
       adapters: lora_a [L, inputs ..., r] and lora_b [L, r, outputs ...] of every map that has one; L in the stack of layers only.
       base: the folder or the hub id of the model that the adapters belong to. It is named, not written.
       dtype: of the adapters in the file, "float32", "float16" or "bfloat16".
@@ -95,7 +96,7 @@ def save(
             whole = np.ascontiguousarray(made[name].content().astype(jnp.dtype(dtype)))
         return export.finite(whole, name, "an adapter")
 
-    with export.whole_folder(Path(folder)) as whole:
+    with outputs.folder(Path(folder)) as whole:
         export.write_tensors(whole / WEIGHTS, {name: matrix.shape for name, matrix in made.items()}, content, dtype=dtype)
         values = _config_values(tensors, config, lora, base)
         (whole / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,22 +1,21 @@
 """Export to Hugging Face folders: weights, config.json and tokenizer, as transformers reads them.
 
-The folder appears at its name once it is whole. architectures.py says what the tensors are called and how they lie.
+The folder appears at its name once it is whole (outputs.py). architectures.py says what the tensors are called and how they lie.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
 import os
 import shutil
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from tba_jax import outputs
 from tba_jax.models import parameters
 from tba_jax.models.hugging_face import files, load
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES
@@ -68,7 +67,7 @@ def save(
     """Writes a folder from which transformers computes the same. One tensor at a time is on the host.
 
     Args:
-      folder: created, with its parents; it must not exist, or be empty. After an error it does not exist.
+      folder: created, with its parents; it must not exist, or be empty. After an error it does not exist, or is empty.
       config: of the model. A config that the architecture cannot express is refused.
       params: the parameters of the model. np.asarray must give a NumPy array of every leaf and of every leaf[layer]: jax.Array,
         np.ndarray and tensorstore.TensorStore will do. Adapters must be merged, and integer weights restored.
@@ -84,11 +83,10 @@ def save(
       ValueError: names the folder, the parameter or the field of the config that cannot be written.
     """
     folder = Path(folder)
-    check_free(folder)
     check_dtype(dtype)
     values = _config_values(folder, config, dtype, source) | dict(token_ids or {})
     leaves = _checked_leaves(config, params)
-    with whole_folder(folder) as whole:
+    with outputs.folder(folder) as whole:
         _write_weights(whole, config, leaves, dtype, max_shard_bytes)
         (whole / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         if source is not None and (Path(source) / "generation_config.json").is_file():
@@ -100,25 +98,6 @@ def save(
 def check_dtype(dtype: str) -> None:
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} of the export is not one of {', '.join(DTYPES)}")
-
-
-def check_free(folder: Path) -> None:
-    """Raises ValueError where something lies at the name of a folder that is to be written."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not an empty folder; export to another name")
-
-
-@contextlib.contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yields a new folder beside `folder`, with its parents; it takes that name at the end, and is removed after an error."""
-    check_free(folder)
-    whole = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
-    whole.mkdir(parents=True)
-    try:
-        yield whole
-        os.replace(whole, folder)
-    finally:
-        shutil.rmtree(whole, ignore_errors=True)
 
 
 def _config_values(folder: Path, config: Any, dtype: str, source: Path | None) -> dict[str, Any]:

@@ -1,0 +1,143 @@
+"""Where a command writes what --output names: checked before any work is done, and written under another name until it is whole.
+
+A link stays a link: its target is written. A folder that is there already, such as a mount point or the current folder, stays the
+same folder: the files move into it from a folder inside of it.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_TRIAL_BYTES = 1 << 16
+
+
+def check_folder(output: Path, *, outside: Sequence[object] = ()) -> None:
+    """Checks that a folder can be written. It may be there, if it is empty; its parents need not be there.
+
+    Args: outside: folders of the run, in which its processes sweep; what is no Path is ignored.
+
+    Raises:
+      ValueError: names what lies at that place, or why nothing can be written there.
+    """
+    with _refusals(output):
+        place = _place(output, outside)
+        if place.exists() and (not place.is_dir() or any(place.iterdir())):
+            raise ValueError(f"--output={output} exists and is not an empty folder; name another one")
+        _try(place, next(each for each in (place, *place.parents) if each.exists()))
+
+
+def check_file(output: Path, *, outside: Sequence[object] = ()) -> None:
+    """Checks that a file can be written or replaced, in a folder that is there. Args, errors: see `check_folder`."""
+    with _refusals(output):
+        place = _place(output, outside)
+        if place.is_dir():
+            raise ValueError(f"--output={output} is a folder: name a file in it")
+        if place.exists() and not place.is_file():
+            raise ValueError(f"--output={output} is a device or a pipe: name a file")
+        if not place.parent.is_dir():
+            raise ValueError(f"--output={output} cannot be written: there is no folder {place.parent}")
+        _try(place, place.parent)
+
+
+@contextlib.contextmanager
+def folder(output: Path) -> Iterator[Path]:
+    """Yields a new folder. Its files are in `output`, made with its parents, at the end; after an error inside it is removed.
+
+    Raises:
+      ValueError: as `check_folder`; or the disk is full, or the files could not move: then they stay, and the error says where.
+    """
+    check_folder(output)
+    place = _place(output)
+    is_there = place.is_dir()
+    whole = _temporary(place, place if is_there else place.parent)
+    whole.mkdir(parents=True)
+    try:
+        yield whole
+    except BaseException as error:
+        shutil.rmtree(whole, ignore_errors=True)
+        # Where a copy fails, Python may name the file that was read; and a library may raise an error of its own.
+        if full := next((number for number in _FULL if os.strerror(number) in str(error)), 0):
+            raise _unwritten(output, full) from OSError(full, os.strerror(full), str(place))
+        raise
+    try:
+        if not is_there:
+            os.replace(whole, place)
+            return
+        if list(place.iterdir()) != [whole]:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(place))
+        for each in sorted(whole.iterdir()):
+            os.replace(each, place / each.name)
+        whole.rmdir()
+    except OSError as error:
+        raise ValueError(f"{_unwritten(output, error.errno)}; what is finished stays in {whole}") from error
+
+
+def write(output: Path, content: bytes, *, mode: int = 0o666) -> None:
+    """Writes or replaces a file, which its readers never see in part. Args: mode: of the file, less the umask.
+
+    Raises:
+      ValueError: the file cannot be written; what was there is untouched.
+    """
+    place = _place(output)
+    temporary = _temporary(place, place.parent)
+    try:
+        with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, mode)) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, place)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # a file system that is read-only says so of a file that is not there, too
+            temporary.unlink()
+        raise _unwritten(output, error.errno) from OSError(error.errno, error.strerror, str(place))
+
+
+def _place(output: Path, outside: Sequence[object] = ()) -> Path:
+    """The place behind all links. Raises ValueError where it is in one of the folders, or links lead in a circle."""
+    try:
+        place = output.resolve()
+    except RuntimeError as error:
+        raise ValueError(f"--output={output} cannot be written: its links lead in a circle") from error
+    for each in outside:
+        if isinstance(each, Path) and place.is_relative_to(each.resolve()):
+            raise ValueError(f"--output={output} is in the run's folder {each}, which its processes sweep; name another place")
+    return place
+
+
+def _temporary(place: Path, parent: Path) -> Path:
+    return parent / f".{place.name}.{uuid.uuid4().hex[:8]}"
+
+
+def _try(place: Path, parent: Path) -> None:
+    """Writes a file and removes it: root's permissions, quotas and mounts show in no other way what they allow."""
+    trial = _temporary(place, parent)
+    try:
+        with trial.open("xb") as file:
+            file.write(bytes(_TRIAL_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        with contextlib.suppress(OSError):  # as above
+            trial.unlink()
+
+
+@contextlib.contextmanager
+def _refusals(output: Path) -> Iterator[None]:
+    """Makes what the file system refuses a mistake of the user, or a failure of storage where its cause is a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FORBIDDEN:
+            where = error.filename if os.path.isdir(error.filename) else os.path.dirname(error.filename)
+            raise ValueError(f"--output={output} cannot be written: {where} is no writable folder") from None
+        raise _unwritten(output, error.errno) from OSError(error.errno, error.strerror, str(output))
+
+
+def _unwritten(output: Path, number: int | None) -> ValueError:
+    return ValueError(f"--output={output} cannot be written: {os.strerror(number or errno.EIO)}")

@@ -1,0 +1,141 @@
+"""What --output may name: links, the current folder, mount points; and disks that are full or read-only."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tba_jax import outputs
+from tba_jax.run import file_systems, processes
+from tests.support import tiny_run
+from tests.support.small_disk import SmallDisk
+
+
+def fill(output: Path) -> None:
+    outputs.check_folder(output)
+    with outputs.folder(output) as whole:
+        (whole / "config.json").write_text("{}")
+        (whole / "deep").mkdir()
+        (whole / "deep" / "weights").write_text("1")
+
+
+def assert_filled(folder: Path) -> None:
+    assert {path.name for path in folder.iterdir()} == {"config.json", "deep"}
+    assert (folder / "deep" / "weights").read_text() == "1"
+
+
+@pytest.mark.parametrize("name", ["new/deep", "empty", "link to empty", "dangling", "link to empty/new"])
+def test_a_folder_is_written_where_its_name_leads(name, tmp_path):
+    (tmp_path / "empty").mkdir()
+    before = (tmp_path / "empty").stat().st_ino
+    (tmp_path / "link to empty").symlink_to("empty")
+    (tmp_path / "dangling").symlink_to(tmp_path / "absent" / "target")
+    fill(tmp_path / name)
+    assert_filled(tmp_path / name)
+    assert (tmp_path / "link to empty").is_symlink() and (tmp_path / "dangling").is_symlink()
+    assert (tmp_path / "empty").stat().st_ino == before
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_the_current_folder_stays_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fill(Path("."))
+    assert_filled(Path("."))
+    assert_filled(tmp_path)
+
+
+def test_a_link_to_a_file_stays_a_link(tmp_path):
+    (tmp_path / "link").symlink_to("report")
+    for content in (b"first", b"second"):
+        outputs.check_file(tmp_path / "link")
+        outputs.write(tmp_path / "link", content)
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "report").read_bytes() == content
+    assert {path.name for path in tmp_path.iterdir()} == {"link", "report"}
+
+
+def test_what_cannot_be_an_output_is_refused_by_name(tmp_path):
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    refused = [(outputs.check_folder, each) for each in ("circle", "file", "full", "file/model", "n" * 250)]
+    refused += [(outputs.check_file, each) for each in ("circle", "full", "absent/report", "file/report", "/dev/null")]
+    for check, name in refused:
+        with pytest.raises(ValueError, match=f"--output={tmp_path / name}") as error:
+            check(tmp_path / name)
+        assert not processes.is_storage_failure(error.value)
+    for check in (outputs.check_folder, outputs.check_file):
+        with pytest.raises(ValueError, match="is in the run's folder"):
+            check(tmp_path / "full" / "new", outside=(tmp_path / "full", None))
+    assert {path.name for path in tmp_path.iterdir()} == {"circle", "file", "full"}
+
+
+def test_an_error_leaves_what_was_there(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "new"):
+        with pytest.raises(ZeroDivisionError), outputs.folder(tmp_path / name) as whole:
+            (whole / "part").touch()
+            raise ZeroDivisionError
+    assert [*tmp_path.iterdir()] == [tmp_path / "empty"] and not [*(tmp_path / "empty").iterdir()]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_finished_work_stays_where_its_place_was_taken_meanwhile(is_there, tmp_path):
+    output = tmp_path / "model"
+    if is_there:
+        output.mkdir()
+    with pytest.raises(ValueError, match="what is finished stays in ") as error, outputs.folder(output) as whole:
+        (whole / "weights").write_text("1")
+        output.mkdir(exist_ok=True)
+        (output / "other").touch()
+    kept = Path(str(error.value).rpartition(" stays in ")[2])
+    assert (kept / "weights").read_text() == "1" and (output / "other").exists()
+
+
+def test_a_full_disk_is_named_and_keeps_no_part(tmp_path):
+    with SmallDisk(tmp_path / "disk", megabytes=1) as disk:
+        if disk.missing:
+            pytest.skip(disk.missing)
+        fill(disk.folder)  # a mount point
+        assert_filled(disk.folder)
+        output, report = disk.folder / "model", disk.folder / "report"
+        report.write_bytes(b"old")
+        with pytest.raises(ValueError) as midway, outputs.folder(output) as whole:
+            (whole / "weights").write_bytes(bytes(2**21))
+        with pytest.raises(ValueError) as at_the_end:
+            outputs.write(report, bytes(2**21))
+        with disk.full():
+            with pytest.raises(ValueError) as before:
+                outputs.check_folder(output)
+            with pytest.raises(ValueError) as before_a_file:
+                outputs.check_file(report)
+        for error in (midway, at_the_end, before, before_a_file):
+            assert processes.is_storage_failure(error.value) and str(error.value).startswith(f"--output={disk.folder}")
+            assert f"tmpfs at {disk.folder})" in file_systems.no_room(error.value, tmp_path / "run")
+        assert report.read_bytes() == b"old"
+        assert {path.name for path in disk.folder.iterdir()} == {
+            "config.json",
+            "deep",
+            "report",
+        }
+        with disk.read_only(), pytest.raises(ValueError, match="no writable folder") as refused:
+            outputs.check_folder(output)
+        assert not processes.is_storage_failure(refused.value)
+
+
+def test_a_folder_that_permits_no_writing_is_named(tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    code = "import sys, pathlib; from tba_jax import outputs; outputs.check_folder(pathlib.Path(sys.argv[1]))"
+    done = tiny_run.call(tiny_run.unprivileged([sys.executable, "-c", code, str(tmp_path / "locked" / "model")]))
+    assert f"cannot be written: {tmp_path / 'locked'} is no writable folder" in done.stderr
+
+
+def test_a_limit_of_a_files_size_ends_without_a_file(tmp_path):
+    code = (
+        "import pathlib, resource, sys; from tba_jax import outputs\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, 1 << 17))\n"
+        "outputs.write(pathlib.Path(sys.argv[1]), bytes(1 << 20))"
+    )
+    done = tiny_run.call([sys.executable, "-c", code, str(tmp_path / "report")])
+    assert f"--output={tmp_path / 'report'} cannot be written: File too large" in done.stderr and not os.listdir(tmp_path)
