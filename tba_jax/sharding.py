@@ -1,13 +1,17 @@
 """Device meshes, and the table that maps logical axes of arrays to mesh axes."""
 
+import collections
+import contextlib
 import functools
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -72,10 +76,27 @@ def mesh_shape(sizes: tuple[int, int, int], devices: int, *, setting: str) -> tu
 
 
 def make_mesh(sizes: tuple[int, int, int], *, setting: str, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh over `devices` (default: all of this process' world) with axes MESH_AXES."""
+    """A mesh over `devices` (default: all of this process' world) with axes MESH_AXES.
+
+    A process that makes a mesh of several CPU devices no longer uses JAX' compilation cache, see `_leave_compilation_cache`.
+    """
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(sizes, len(devices), setting=setting)
+    if len(devices) > 1 and devices[0].platform == "cpu":
+        _leave_compilation_cache()
     return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def _leave_compilation_cache() -> None:
+    """From now on, this process compiles its programs itself.
+
+    XLA orders the collectives of a CPU program where it compiles the program, and loses this order where it reads a program from
+    the cache (jaxlib 0.10.2): then devices of one process wait for each other in different collectives, and processes mix up
+    their data.
+    """
+    if jax.config.jax_enable_compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # JAX reads the setting at the first compilation of a process, and after this call
 
 
 def policy_devices(task_devices: int, devices: Sequence[jax.Device] | None = None) -> Sequence[jax.Device]:

@@ -36,6 +36,7 @@ gc.set_threshold(100_000, 50, 50)
 
 import jax  # noqa: E402 (the settings above must come first)
 import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 pytest.register_assert_rewrite("tests.support")
 
@@ -81,6 +82,15 @@ def few_programs() -> Iterator[None]:
     if mappings.exists() and mappings.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cached_programs() -> Iterator[None]:
+    """A mesh of several CPU devices ends the use of the compilation cache in its process: here, until the end of its module."""
+    yield
+    if not jax.config.jax_enable_compilation_cache:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture

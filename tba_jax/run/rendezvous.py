@@ -91,9 +91,6 @@ def _start_jax(world: World, address: str, devices: Sequence[int], limits: Limit
         # The group sees the end of a process, and says so. JAX, which aborts the process instead, is the last to see it.
         heartbeat_timeout_seconds=10 + int(3 * limits.heartbeat_seconds),
     )
-    if jax.default_backend() == "cpu":
-        # A CPU program from the cache does not keep the order of its collectives (jaxlib 0.10.2): processes mix up their data.
-        jax.config.update("jax_enable_compilation_cache", False)
     if devices and jax.local_device_count() != len(devices):
         raise ValueError(
             f"process {world.process} of the trainer has {len(devices)} GPUs, and JAX finds {jax.local_device_count()} × "
