@@ -1,6 +1,5 @@
 """Device meshes, and the table that maps logical axes of arrays to mesh axes."""
 
-import collections
 import contextlib
 import functools
 import math
@@ -221,15 +220,28 @@ def data_ways(mesh: Mesh) -> list[Mesh]:
     return [Mesh(mesh.devices[i : i + 1], mesh.axis_names, axis_types=mesh.axis_types) for i in range(mesh.shape["data"])]
 
 
+# Device -> the lock of a thread that starts a program on it, see `OnMesh`.
+_STARTING: dict[jax.Device, Any] = {}
+
+
 class OnMesh:
-    """See `on_mesh`."""
+    """See `on_mesh`.
+
+    Threads that start programs of several devices at the same time wait for each other where they share a device. All devices
+    then have the programs in the same order; in different orders, the devices would wait for ever in each other's collectives.
+    """
 
     def __init__(self, mesh: Mesh, function: Callable[..., Any]):
         self._mesh, self._function = mesh, function
+        devices = sorted(mesh.devices.flat, key=lambda device: device.id) if mesh.size > 1 else []
+        self._starting = [_STARTING.setdefault(device, threading.RLock()) for device in devices]
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with jax.set_mesh(self._mesh):
+        with contextlib.ExitStack() as stack:
+            for lock in self._starting:
+                stack.enter_context(lock)
+            stack.enter_context(jax.set_mesh(self._mesh))
             return self._function(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
