@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,13 @@ def root_log() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ended_leases() -> Iterator[None]:
+    """Who takes a lease ends its thread, also where a run fails: the thread would go on within the tests of other modules."""
+    yield
+    assert "epoch-lease" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.fixture(autouse=True, scope="module")

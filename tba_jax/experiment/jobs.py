@@ -211,7 +211,7 @@ def _in_turn(s: Invocation) -> Job:
             made, lease = training.make_trainer(here, publish_every_steps=1, record=record)
         # From here on a signal waits for the end of a step. Before, it ends the process at once: a warm start may take minutes.
         stop = processes_lib.StopSignal()
-        with recording.told_failures(record), _started_task(here, s.config.searchers.task_devices):
+        with recording.told_failures(record), contextlib.closing(lease), _started_task(here, s.config.searchers.task_devices):
             search = make_searcher(here, name="searcher-0", account=made.account)
             evaluate = make_evaluator(here.experiment, s.run, record) if s.config.evaluation.enabled else None
             finished = run_interleaved(made, search, evaluate, s.run, stop=stop)

@@ -219,7 +219,7 @@ def trainer(s: Invocation) -> Job:
 
     def job() -> int:
         sys.setswitchinterval(_SWITCH_SECONDS)
-        with group.guard(), recording.told_failures(record):
+        with group.guard(), recording.told_failures(record), contextlib.closing(lease):
             finished = run_trainer(made, s.run, stop=lambda: stop() or group.is_asked_to_stop())
             lease.release()
         how = "all of them are done" if finished else "stopped; the same command goes on from here"

@@ -35,7 +35,7 @@ class StaleEpoch(RuntimeError):
 
 
 class EpochLease:
-    """A held lease; a thread renews its heartbeat until `release`."""
+    """A held lease; a thread renews its heartbeat until `release` or `close`."""
 
     def __init__(self, folder: Path, epoch: int, holder: dict[str, Any], ttl_seconds: float):
         """Use `acquire`."""
@@ -90,10 +90,14 @@ class EpochLease:
         if not self._is_ours():
             raise processes.RunIsAway(f"{self._folder.parent} is not there, or holds another run: the lease in it is of others")
 
-    def release(self) -> None:
-        """Ends the lease so that the next trainer need not wait. Writes nothing where another run is in the place of this one."""
+    def close(self) -> None:
+        """Ends the thread. The next trainer finds the lease as after a kill, unless it was released."""
         self._stop.set()
         self._thread.join()
+
+    def release(self) -> None:
+        """Ends the lease so that the next trainer need not wait. Writes nothing where another run is in the place of this one."""
+        self.close()
         if self._is_ours():
             layout.write_json(_path(self._folder, self.epoch), {**self._holder, "heartbeat": time.time(), "released": True})
 

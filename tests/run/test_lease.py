@@ -1,5 +1,6 @@
 """The epoch lease: one trainer at a time, takeovers, and what a stale one is told."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,13 @@ def start_holder(folder: Path) -> subprocess.Popen:
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout.readline().strip()
     return process
+
+
+@pytest.fixture
+def acquire() -> Iterator[Callable[..., EpochLease]]:
+    """EpochLease.acquire for a test that does not release the lease."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(contextlib.closing(EpochLease.acquire(*args, **options)))
 
 
 def lease_path(folder: Path, epoch: int) -> Path:
@@ -62,10 +71,10 @@ def test_a_run_is_held_until_its_trainer_is_killed(tmp_path):
     lease.release()
 
 
-def test_a_reused_process_id_is_not_the_holder(tmp_path):
+def test_a_reused_process_id_is_not_the_holder(tmp_path, acquire):
     EpochLease.acquire(tmp_path).release()
     edit(lease_path(tmp_path, 1), released=False, pid_start="1")
-    assert EpochLease.acquire(tmp_path).epoch == 2
+    assert acquire(tmp_path).epoch == 2
 
 
 def test_a_released_lease_is_free_at_once(tmp_path):
@@ -86,23 +95,23 @@ ELSEWHERE = pytest.mark.parametrize(
 
 
 @ELSEWHERE
-def test_a_holder_elsewhere_is_waited_for(tmp_path, elsewhere):
+def test_a_holder_elsewhere_is_waited_for(tmp_path, acquire, elsewhere):
     EpochLease.acquire(tmp_path).release()
     edit(lease_path(tmp_path, 1), released=False, heartbeat=time.time() - 0.2, **elsewhere)
     begin = time.monotonic()
-    assert EpochLease.acquire(tmp_path, ttl_seconds=1.0).epoch == 2
+    assert acquire(tmp_path, ttl_seconds=1.0).epoch == 2
     assert time.monotonic() - begin > 0.7
 
 
-def test_an_old_heartbeat_elsewhere_is_not_waited_for(tmp_path):
+def test_an_old_heartbeat_elsewhere_is_not_waited_for(tmp_path, acquire):
     EpochLease.acquire(tmp_path).release()
     edit(lease_path(tmp_path, 1), released=False, heartbeat=time.time() - 3601, host="other")
     begin = time.monotonic()
-    assert EpochLease.acquire(tmp_path, ttl_seconds=60).epoch == 2
+    assert acquire(tmp_path, ttl_seconds=60).epoch == 2
     assert time.monotonic() - begin < 20
 
 
-def test_a_slow_clock_has_half_the_time_to_live_to_renew(tmp_path):
+def test_a_slow_clock_has_half_the_time_to_live_to_renew(tmp_path, acquire):
     EpochLease.acquire(tmp_path).release()
     path, behind = lease_path(tmp_path, 1), 1800
     edit(path, released=False, heartbeat=time.time() - behind, host="other")
@@ -112,14 +121,14 @@ def test_a_slow_clock_has_half_the_time_to_live_to_renew(tmp_path):
         EpochLease.acquire(tmp_path, ttl_seconds=15)
     renewal.join()
     begin = time.monotonic()
-    assert EpochLease.acquire(tmp_path, ttl_seconds=1.0).epoch == 2
+    assert acquire(tmp_path, ttl_seconds=1.0).epoch == 2
     assert 0.4 < time.monotonic() - begin < 0.9
 
 
-def test_a_fast_clock_holds_up_for_the_time_to_live(tmp_path):
+def test_a_fast_clock_holds_up_for_the_time_to_live(tmp_path, acquire):
     EpochLease.acquire(tmp_path).release()
     edit(lease_path(tmp_path, 1), released=False, heartbeat=time.time() + 7200, host="other")
-    assert EpochLease.acquire(tmp_path, ttl_seconds=0.3).epoch == 2
+    assert acquire(tmp_path, ttl_seconds=0.3).epoch == 2
 
 
 @pytest.mark.parametrize("take", [EpochLease.acquire, EpochLease.refuse_if_held])
@@ -149,10 +158,10 @@ def test_the_heartbeat_is_renewed(tmp_path):
     assert layout.read_json(lease_path(tmp_path, 1))["released"]
 
 
-def test_a_lease_without_content_counts_from_its_creation(tmp_path):
+def test_a_lease_without_content_counts_from_its_creation(tmp_path, acquire):
     lease_path(tmp_path, 1).write_text("")
     begin = time.monotonic()
-    assert EpochLease.acquire(tmp_path, ttl_seconds=0.5).epoch == 2
+    assert acquire(tmp_path, ttl_seconds=0.5).epoch == 2
     assert time.monotonic() - begin > 0.4
 
 
@@ -190,11 +199,11 @@ def test_many_contenders_get_one_lease(tmp_path):
     assert answers == ["1", "held", "held", "held"]
 
 
-def test_bad_settings_and_damaged_leases(tmp_path):
+def test_bad_settings_and_damaged_leases(tmp_path, acquire):
     with pytest.raises(ValueError, match="ttl_seconds=0"):
         EpochLease.acquire(tmp_path, ttl_seconds=0)
     lease_path(tmp_path, 1).write_text(json.dumps({"released": True}))
-    assert EpochLease.acquire(tmp_path).epoch == 2
+    assert acquire(tmp_path).epoch == 2
 
 
 def test_a_lease_is_neither_renewed_held_nor_released_in_the_folder_of_another_run(tmp_path):

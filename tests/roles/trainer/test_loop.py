@@ -48,4 +48,4 @@ def test_a_run_whose_mounts_give_no_more_ends_with_a_sentence(tmp_path, frozen):
     s = frozen_runs.offline(tmp_path / "run", source.run.root, replay__max_draws_per_row=1, publish__at_most_seconds=0.3)
     training.reference(s)()
     with pytest.raises(BadInput, match=r"finds too few rows, and none can come: .*max_draws_per_row=1.* searchers.count=0"):
-        run(s, lambda: False)
+        training.trainer(s)()
