@@ -74,10 +74,10 @@ def follow(settings: dict) -> None:
 
     jax.devices()
     index = ReplayIndex(
-        shape=SHAPE, capacity=settings["window"], capacity_per_query=100, vocab_size=_VOCAB, drop=settings["drop"]
+        shape=SHAPE, capacity=settings["window"], capacity_per_query=100, vocab_size=_VOCAB, merge_keep=settings["keep"]
     )
     before = _status("VmRSS")
-    most_behind = 2 * settings["window"] if settings["drop"] == "oldest" else 0
+    most_behind = 2 * settings["window"] if settings["keep"] == "newest" else 0
     reader = LogReader(Path(settings["root"]), SHAPE)
     tail = Tail(reader, {}, poll_seconds=0.2, most_behind=most_behind)
     begin = time.monotonic()
@@ -92,8 +92,8 @@ def follow(settings: dict) -> None:
     print(json.dumps(told | {"seconds": time.monotonic() - begin}), flush=True)
 
 
-def _follower(root: Path, drop: str, *, rows: int) -> subprocess.Popen:
-    settings = dict(root=str(root), rows=rows, window=_WINDOW.value, drop=drop)
+def _follower(root: Path, keep: str, *, rows: int) -> subprocess.Popen:
+    settings = dict(root=str(root), rows=rows, window=_WINDOW.value, keep=keep)
     command = [sys.executable, "-m", "benchmarks.absence", f"--follow={json.dumps(settings)}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "follows\n"
@@ -113,8 +113,8 @@ def _tell(name: str, process: subprocess.Popen) -> dict:
 
 def behind(root: Path) -> None:
     rounds, calm = _ROWS.value // _APPEND // _WRITERS, 10 * _WINDOW.value // _APPEND // _WRITERS
-    drops = ("oldest", "lowest_reward")
-    live = {drop: _follower(root, drop, rows=calm * _WRITERS * _APPEND) for drop in drops}
+    keeps = ("newest", "best")
+    live = {keep: _follower(root, keep, rows=calm * _WRITERS * _APPEND) for keep in keeps}
     names = [f"w{number}" for number in range(_WRITERS)]
     logs = [LogWriter(root, name, SHAPE, rows_per_append=_APPEND, segment_appends=_SEGMENT_APPENDS, info={}) for name in names]
     rows, never, begin = make_rows(_APPEND), {}, time.monotonic()
@@ -124,11 +124,11 @@ def behind(root: Path) -> None:
         if written <= calm:
             time.sleep(max(0.0, begin + written * _WRITERS * _APPEND / _ROWS_PER_SECOND - time.monotonic()))
         if written == calm:
-            never = {drop: _tell(f"never away, drop={drop}", process) for drop, process in live.items()}
+            never = {keep: _tell(f"never away, merge_keep={keep}", process) for keep, process in live.items()}
     print(f"{sum(log.next_row for log in logs):,} rows are there", flush=True)
-    for drop in drops:
-        away = _tell(f"away, drop={drop}", _follower(root, drop, rows=rounds * _WRITERS * _APPEND))
-        shares = [away[name] / never[drop][name] for name in ("peak", "more")]
+    for keep in keeps:
+        away = _tell(f"away, merge_keep={keep}", _follower(root, keep, rows=rounds * _WRITERS * _APPEND))
+        shares = [away[name] / never[keep][name] for name in ("peak", "more")]
         print(f"  {shares[0]:.2f} of the peak, {shares[1]:.2f} of what reading took", flush=True)
 
 

@@ -287,7 +287,7 @@ def _check_objective(config: Any, objective: Objective, require: Require) -> Non
 def _check_rows_as_drawn(config: Any, named: str, require: Require) -> None:
     replay, weighs = config.replay, f"{named} weighs rows by π_ref/π_behaviour, as π_behaviour drew them"
     require(not config.task.force_eos, f"task.force_eos=True must be False: {weighs}, and a forced end was not drawn")
-    by_reward = {"strategy": "softmax", "drop": "lowest_reward", "merge_keep": "best"}
+    by_reward = {"strategy": "softmax", "merge_keep": "best"}
     for name, value in by_reward.items():
         require(replay[name] != value, f"replay.{name}={value} chooses rows by their rewards: {weighs}")
 

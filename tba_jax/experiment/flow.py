@@ -11,7 +11,7 @@ from typing import Any
 
 def refusals(config: Any) -> list[str]:
     """A sentence about each of the settings that cannot go on together; [] where there are none."""
-    rules = (_reward_order, _lag) if config.schedule.mode == "interleaved" else (_reward_order, _age, _first_update, _draws)
+    rules = (_lag,) if config.schedule.mode == "interleaved" else (_age, _first_update, _draws)
     return [sentence for rule in rules if (sentence := rule(config))]
 
 
@@ -24,17 +24,6 @@ def queries_per_snapshot(config: Any) -> int:
     """Queries that the searchers of the config may ask one snapshot under searchers.max_rows_per_snapshot > 0."""
     s = config.searchers
     return s.count * -(-s.max_rows_per_snapshot // (s.queries_per_batch * s.samples_per_query)) * s.queries_per_batch
-
-
-def _reward_order(config: Any) -> str:
-    replay = config.replay
-    limits = [name for name in ("max_draws_per_row", "max_staleness") if replay[name]]
-    if replay.drop == "oldest" or not limits:
-        return ""
-    return (
-        f"replay.drop={replay.drop} and replay.{limits[0]}={replay[limits[0]]} exclude each other: rows of high reward that may "
-        "not be drawn any more would stay in the window for ever; use replay.drop=oldest"
-    )
 
 
 def _lag(config: Any) -> str:

@@ -197,7 +197,6 @@ c.replay.merge_edit_distance = setting(0.0, at_least=0, below=1, fixed=True)
 c.replay.merge_cosine_distance = setting(0.0, at_least=0, below=2, fixed=True)  # needs task.embedding_path
 # Which of two responses that count as the same stays: the newest | best: the one of the higher reward, of equal ones the newest.
 c.replay.merge_keep = setting("newest", one_of=("newest", "best"), fixed=True)
-c.replay.drop = setting("oldest", one_of=("oldest", "lowest_reward"), fixed=True)  # the row that leaves a full query or window
 c.replay.recent_probability = setting(0.95, at_least=0, at_most=1)  # m: share of queries drawn from recent rows
 # Rows are recent if they became visible in the last so many trainer steps at which any did. 0: publish.every_steps
 c.replay.recent_window = setting(0, at_least=0)

@@ -8,13 +8,12 @@ import array
 import collections
 import dataclasses
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from tba_jax.replay import resident
-from tba_jax.replay.eviction import LowestReward
 from tba_jax.replay.gaps import KINDS, Gap, KnownGaps
 from tba_jax.replay.log import GIVEN
 from tba_jax.replay.near_duplicates import MergedResponses, NearByEdits, NearByEmbedding
@@ -26,9 +25,6 @@ from tba_jax.trajectory import Rows, RowShape, check_rows, response_mask
 
 # Why a resident row left: it was merged with an identical (or near) response, its query was full, the window was full.
 EVICTIONS = ("duplicate", "query_capacity", "capacity")
-
-# Stands for the whole window where a query number would stand for a query.
-_WINDOW = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,8 +39,6 @@ class Rules:
     merge_cosine_distance: likewise where the cosine distance of their embeddings is at most this; one of the two settings.
     merge_keep: which of two merged responses stays. newest: the one that came later; best: the one of the higher reward, and of
       equal rewards the newer.
-    drop: what leaves a full query and a full window. oldest: by arrival; lowest_reward: by reward, among equal rewards by
-      arrival, and it may be the new row.
     """
 
     capacity: int
@@ -53,7 +47,6 @@ class Rules:
     merge_edit_distance: float = 0.0
     merge_cosine_distance: float = 0.0
     merge_keep: str = "newest"
-    drop: str = "oldest"
 
     @property
     def merges_late(self) -> bool:
@@ -89,8 +82,6 @@ class ReplayIndex(Window):
         self.heads: dict[str, int] = {}
         self._next_arrival = 0
         self.success_counts = SuccessCounts(decay=success_decay)
-        # Only filled under drop=lowest_reward: by query number, and of the window.
-        self._lowest: collections.defaultdict[int, LowestReward] = collections.defaultdict(LowestReward)
         self._responses, self._merged = MergedResponses(self.rules.near(shape, vocab_size)), 0  # rows that came before have been
         # Per writer, in the order of `writers`.
         self._counts: list[collections.Counter[str]] = []
@@ -112,7 +103,7 @@ class ReplayIndex(Window):
         rows_per_append: of the writer, see SuccessCounts.
 
         Invalid rows are counted and left out. Of identical responses the older row leaves, unless rows are merged late. A full
-        query loses a row, then a full window, by the rule `drop`. How rows are split over calls makes no difference.
+        query loses its oldest row, then a full window. How rows are split over calls makes no difference.
 
         Raises:
           ValueError: rows of another schema, row numbers that are not consecutive, or rows below the writer's head.
@@ -133,7 +124,7 @@ class ReplayIndex(Window):
         row_steps = _row_steps(rows) if own else np.zeros(count, np.int64)
         arrivals = range(self._next_arrival, self._next_arrival + len(valid))
         self._next_arrival = arrivals.stop
-        query_ids, rewards = rows["query_id"].tolist(), rows["reward"].tolist()
+        query_ids = rows["query_id"].tolist()
         if own and not writer.startswith(GIVEN):  # sampled by the policy of this run
             sampled = (rows[name][valid].tolist() for name in ("row", "query_id", "reward"))
             self.success_counts.add(writer, *sampled, rows_per_append=rows_per_append)
@@ -143,7 +134,7 @@ class ReplayIndex(Window):
             slot = heapq.heappop(self._free_slots)
             self._arrival[slot], self._visible_step[slot] = arrival, step
             row_in[slot] = row
-            self._insert(slot, rows, row, query_ids[row], rewards[row], counts)
+            self._insert(slot, rows, row, query_ids[row], counts)
         self._slot_top = max(self._slot_top, max(row_in) + 1)
         slots, put = np.fromiter(row_in.keys(), np.int64), np.fromiter(row_in.values(), np.int64)
         self._slot_writer[slots], self._row_step[slots] = number, row_steps[put]
@@ -206,19 +197,18 @@ class ReplayIndex(Window):
             self._counts.append(collections.Counter())
             self.heads[writer] = 0
 
-    def _insert(self, slot: int, rows: Rows, i: int, query_id: int, reward: float, counts: collections.Counter[str]) -> None:
+    def _insert(self, slot: int, rows: Rows, i: int, query_id: int, counts: collections.Counter[str]) -> None:
         number = self._query_number.get(query_id)
         if number is None:
             number = self._open_query(heapq.heappop(self._free_queries), query_id)
-        self._enter(slot, query_id, reward, counts)
+        self._enter(slot, query_id, counts)
         if self.rules.merge_duplicates and not self.rules.merges_late:
             self._merge(slot, rows, i)
         if len(group := self._groups[query_id]) > self.rules.capacity_per_query:
-            self._evict(self._leaving(group, number), "query_capacity")
+            self._evict(next(iter(group)), "query_capacity")
         if len(self._order) > self.rules.capacity:
-            self._evict(self._leaving(self._order, _WINDOW), "capacity")
-        if slot in self._order:
-            self._recent_draws[number] = 0
+            self._evict(next(iter(self._order)), "capacity")
+        self._recent_draws[number] = 0
 
     def _open_query(self, number: int, query_id: int) -> int:
         self._query_number[query_id] = number
@@ -229,7 +219,7 @@ class ReplayIndex(Window):
         self._query_draws[number], self._recent_draws[number] = self._round, 0
         return number
 
-    def _enter(self, slot: int, query_id: int, reward: float, counts: collections.Counter[str]) -> None:
+    def _enter(self, slot: int, query_id: int, counts: collections.Counter[str]) -> None:
         """Makes the row in `slot` resident, the newest of its query."""
         number, group = self._query_number[query_id], self._groups[query_id]
         group[slot] = None
@@ -242,13 +232,6 @@ class ReplayIndex(Window):
         members = self._members[number]
         self._place[slot] = len(members)
         members.append(slot)
-        if self.rules.drop == "lowest_reward":
-            for key in (number, _WINDOW):
-                self._lowest[key].put(reward, slot, self._arrival)
-
-    def _leaving(self, by_arrival: Iterable[int], key: int) -> int:
-        """The slot that leaves next, of a query (key: its number) or the window, whose slots are given by arrival."""
-        return next(iter(by_arrival)) if self.rules.drop == "oldest" else self._lowest[key].slot(self._arrival)
 
     def _evict(self, slot: int, rule: str) -> None:
         untrained = rule != "duplicate" and not self._row_draws[slot]
@@ -274,7 +257,6 @@ class ReplayIndex(Window):
             members[place], self._place[last] = last, place
         if not group:
             del self._groups[query_id], self._query_number[query_id], self._members[number]
-            self._lowest.pop(number, None)
             heapq.heappush(self._free_queries, number)
         elif self._newest_slot[number] == slot:
             self._newest_slot[number] = next(reversed(group))
@@ -374,13 +356,13 @@ class ReplayIndex(Window):
         self._slot_writer[slots], self._arrival[slots] = there["writer"], there["arrival"]
         self._visible_step[slots], self._row_draws[slots] = there["visible_step"], there["row_draws"]
         self._row_step[slots] = np.where(own, _row_steps(rows), 0)
-        query_ids, rewards = rows["query_id"].tolist(), rows["reward"].tolist()
+        query_ids = rows["query_id"].tolist()
         for i, (slot, number) in enumerate(zip(slots.tolist(), there["query"].tolist(), strict=True)):
             if query_ids[i] not in self._query_number:
                 draws = self._query_draws[number], self._recent_draws[number]
                 self._open_query(number, query_ids[i])
                 self._query_draws[number], self._recent_draws[number] = draws
-            self._enter(slot, query_ids[i], rewards[i], self._counts[there["writer"][i]])
+            self._enter(slot, query_ids[i], self._counts[there["writer"][i]])
             if self.rules.merge_duplicates and (not self.rules.merges_late or there["arrival"][i] < self._merged):
                 self._responses.put(slot, query_ids[i], rows, i)
 

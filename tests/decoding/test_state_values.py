@@ -270,7 +270,7 @@ def made_rows(count, seed=0):
         {"merge_duplicates": True},
         {"merge_duplicates": True, "merge_edit_distance": 0.2},
         {"merge_duplicates": True, "merge_cosine_distance": 0.5},
-        {"merge_duplicates": False, "drop": "lowest_reward", "capacity_per_query": 4},
+        {"merge_duplicates": False, "capacity_per_query": 4},
     ],
     ids=str,
 )

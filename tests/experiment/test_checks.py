@@ -305,7 +305,6 @@ def test_what_an_objective_needs_is_refused_where_it_is_missing(name):
         "some rows explored": ({"sampling.explore_top_p_probability": 0.3}, name != "a_star_po"),
         "ends forced": ({"task.force_eos": True}, name != "a_star_po"),
         "rows drawn by reward": ({"replay.strategy": "softmax"}, name != "a_star_po"),
-        "rows kept by reward": ({"replay.drop": "lowest_reward"}, name != "a_star_po"),
         "duplicates kept by reward": ({"replay.merge_keep": "best"}, name != "a_star_po"),
         "no β": (
             {"learner.beta_start": 0.0, "learner.beta_end": 0.0},

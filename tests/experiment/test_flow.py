@@ -156,20 +156,6 @@ def test_what_was_lost_is_made_up_for_by_relief_alone():
         assert (world.grants > 0) == relief
 
 
-def test_a_window_of_good_rows_that_are_used_up_is_refused():
-    """Where what leaves is what has the lowest reward, and rewards become worse, new rows leave before they are drawn."""
-    changes = {"replay.drop": "lowest_reward", "replay.max_draws_per_row": 1, "replay.capacity": 8}
-    c = config((2, 2, 2, 2, 1), **changes)
-    sentence = "replay.drop=lowest_reward and replay.max_draws_per_row=1 exclude each other: rows of high reward"
-    (refused,) = flow.refusals(c)
-    assert refused.startswith(sentence)
-    for drop, ends in (("lowest_reward", False), ("oldest", True)):
-        c.replay.drop = drop
-        world = World(c)
-        world.reward = lambda world=world: -float(world.step)
-        assert world.goes_on(rounds=rounds(c), rng=np.random.default_rng(0)) == ends
-
-
 @pytest.mark.parametrize("limit", ["max_draws_per_row", "max_staleness"])
 @pytest.mark.parametrize("window", [0, 1, 3])
 def test_good_duplicates_that_are_used_up_keep_no_run_from_going_on(window, limit):

@@ -92,7 +92,7 @@ def test_the_oldest_rows_of_a_long_absence_are_never_read(tmp_path, monkeypatch)
 
 def test_a_window_of_the_best_rewards_reads_everything(tmp_path):
     write(tmp_path, {"a": 30})
-    index = index_of(APPEND, drop="lowest_reward")
+    index = index_of(APPEND, merge_keep="best")
     tail = Tail(LogReader(tmp_path, SHAPE), {}, poll_seconds=1.0)
     tail.poll()
     tail.integrate(index, step=1)

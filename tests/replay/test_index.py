@@ -103,39 +103,11 @@ def test_row_step_is_that_of_the_oldest_real_token():
     assert index.row_step[index.slots_of([("a", 0), ("a", 1)])].tolist() == [4, 9]
 
 
-def test_the_lowest_reward_leaves_first_the_older_of_two():
-    index = index_of(capacity=4, capacity_per_query=2, drop="lowest_reward")
-    rows = make_rows(0, [1, 1, 1, 1], [(0,), (1,), (2,), (3,)])
-    rows["reward"][:] = [5, 3, 3, 4]
-    index.add("a", rows, step=1)
-    # Row 2 ties with row 1, which is older; row 3 then displaces row 2.
-    assert resident(index) == [("a", 0), ("a", 3)]
-    index.mark_drawn(index.slots_of([("a", 0)]))
-    rows = make_rows(4, [1, 2, 3, 4, 1], [(4,), (0,), (0,), (0,), (0,)])
-    rows["reward"][:] = [1, 2, 9, 7, -1]
-    index.add("a", rows, step=2)
-    # Row 4 is its full query's lowest; row 7 fills the window and row 5 leaves; row 8 replaces the identical row 0.
-    assert resident(index) == [("a", 3), ("a", 6), ("a", 7), ("a", 8)]
-    assert index.ledger()["a"]["evicted"] == {"duplicate": 1, "query_capacity": 3, "capacity": 1}
-    query = index.slot_query[index.slots_of([("a", 8)])[0]]
-    assert index.recent_draws[query] == 0
-
-
-def test_a_row_that_leaves_at_once_is_not_its_querys_newest():
-    index = index_of(capacity_per_query=2, drop="lowest_reward")
-    index.add("a", make_rows(0, [1] * 4, [(0,), (1,), (2,), (3,)]) | {"reward": np.float32([5, 6, 7, 8])}, step=1)
-    index.mark_drawn(index.slots_of([("a", 2), ("a", 3)]))
-    index.add("b", make_rows(0, [1], [(4,)]) | {"reward": np.float32([0])}, step=9)
-    assert resident(index) == [("a", 2), ("a", 3)]
-    assert index.newest_visible_step[index.query_rows > 0].tolist() == [1]
-    assert index.recent_draws[index.query_rows > 0].tolist() == [1]
-
-
 class Model:
     """The window as a plain list of dicts, oldest first. share: of both lengths, below which two responses are near."""
 
-    def __init__(self, capacity, capacity_per_query, drop, keep="newest", share=0.0):
-        self.drop, self.keep, self.share = drop, keep, share
+    def __init__(self, capacity, capacity_per_query, keep="newest", share=0.0):
+        self.keep, self.share = keep, share
         self.late = keep == "best" or share > 0
         self.capacity, self.capacity_per_query, self.rows = capacity, capacity_per_query, []
         self.evicted = {"duplicate": 0, "query_capacity": 0, "capacity": 0}
@@ -155,11 +127,10 @@ class Model:
                 self.merge_row(new)
             of_query = [row for row in self.rows if row["query"] == query]
             if len(of_query) > self.capacity_per_query:
-                self.evict(self.leaving(of_query), "query_capacity")
+                self.evict(of_query[0], "query_capacity")
             if len(self.rows) > self.capacity:
-                self.evict(self.leaving(self.rows), "capacity")
-            if self.rows and self.rows[-1] is new:
-                self.queries[query]["recent"] = 0
+                self.evict(self.rows[0], "capacity")
+            self.queries[query]["recent"] = 0
 
     def leave_the_recent_window(self, steps):
         """Merges the rows before the last `steps` steps at which any resident row came."""
@@ -178,9 +149,6 @@ class Model:
             other = older[min(near, key=distances.__getitem__)]
             better = self.keep == "best" and other["reward"] > row["reward"]
             self.evict(row if better else other, "duplicate")
-
-    def leaving(self, rows):
-        return rows[0] if self.drop == "oldest" else min(rows, key=lambda row: row["reward"])
 
     def evict(self, row, rule):
         self.rows = [other for other in self.rows if other is not row]
@@ -201,13 +169,12 @@ class Model:
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
 @pytest.mark.parametrize("keep", ["newest", "best"])
-@pytest.mark.parametrize("drop", ["oldest", "lowest_reward"])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_operation_agrees_with_a_slow_model(seed, drop, keep, share):
+def test_random_operation_agrees_with_a_slow_model(seed, keep, share):
     rng = np.random.default_rng(seed)
     capacity, capacity_per_query = [(12, 3), (40, 40), (5, 2), (1, 1)][seed]
-    index = index_of(capacity, capacity_per_query, drop=drop, merge_keep=keep, merge_edit_distance=share)
-    model = Model(capacity, capacity_per_query, drop, keep, share)
+    index = index_of(capacity, capacity_per_query, merge_keep=keep, merge_edit_distance=share)
+    model = Model(capacity, capacity_per_query, keep, share)
     heads = {"a": 0, "b": 0}
     for step in range(60):
         writer, count = str(rng.choice(["a", "b"])), int(rng.integers(1, 9))
@@ -288,10 +255,7 @@ def test_how_rows_are_split_over_calls_makes_no_difference(rules):
 
 
 OPTIONS: list[dict[str, Any]] = [
-    near | drop | keep
-    for near in ({}, {"merge_edit_distance": 0.2})
-    for drop in ({}, {"drop": "lowest_reward"})
-    for keep in ({}, {"merge_keep": "best"})
+    near | keep for near in ({}, {"merge_edit_distance": 0.2}) for keep in ({}, {"merge_keep": "best"})
 ]
 
 

@@ -82,7 +82,6 @@ class World:
             capacity=replay.capacity,
             capacity_per_query=replay.capacity_per_query,
             merge_duplicates=True,
-            drop=replay.drop,
             merge_keep=replay.merge_keep,
         )
         self.step, self.newest, self.grants, self.clock = 0, 0, 0, 0.0

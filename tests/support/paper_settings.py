@@ -46,7 +46,6 @@ _SUMS = {
     "replay.merge_duplicates": True,
     "replay.merge_keep": "newest",
     "replay.capacity_per_query": 100,
-    "replay.drop": "oldest",
     "lora.rank": 0,
 }
 _GSM8K = {
@@ -140,7 +139,6 @@ _RED_TEAM = {
     "learner.reward_temperature_steps": 500,
     "replay.merge_duplicates": True,
     "replay.capacity": 100_000,
-    "replay.drop": "oldest",
     "replay.recent_probability": 0.5,
     "replay.strategy": "softmax",
     "publish.every_steps": 10,
@@ -242,7 +240,6 @@ UNSTATED: dict[str, Any] = {
     "replay.merge_edit_distance": 0.0,
     "replay.merge_cosine_distance": 0.0,
     "replay.merge_keep": "newest",
-    "replay.drop": "oldest",
     "replay.recent_window": 0,
     "replay.recent_fill": "repeat",
     "replay.inverse_temperature": 1.0,

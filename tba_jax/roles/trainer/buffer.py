@@ -90,7 +90,7 @@ class ReplayBuffer:
         self._tail_settings: dict[str, Any] = dict(
             poll_seconds=places.poll_seconds((run.replay, *mounts), config.replay.poll_seconds),
             # A window of the best rewards may keep any row.
-            most_behind=most_behind if (config.replay.drop, config.replay.merge_keep) == ("oldest", "newest") else 0,
+            most_behind=most_behind if config.replay.merge_keep == "newest" else 0,
             arrival_bytes=config.replay.arrival_megabytes << 20,
         )
         # Records of the integrations since the last journalled step. To do one again changes nothing.
