@@ -52,6 +52,7 @@ ROWS = {
     "replay.recent_probability": 1.0,
     "replay.recent_window": 1,
     "replay.merge_duplicates": False,
+    "replay.recent_fill": "wait",
 }
 
 

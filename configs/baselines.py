@@ -1,10 +1,12 @@
 """The settings that the papers of the baselines give: one row for each name that a recipe takes after a colon.
 
-`apply(c, NAME)` sets the objective and its numbers in a recipe. Task, model, batch, learning rate and replay stay as the recipe
-has them, unless the objective refuses how rows are drawn. A β belongs to the rewards of its paper: the β of RLOO and Proximal
-RLOO to TL;DR, the β of VinePPO, PPO and Online DPO to GSM8K, where a right answer is worth 1. A baseline without a β in its row
-keeps the β of the recipe. Trajectory balance and TBA′ have their own recipes. The numbers of AsymRE and TOPR are for rewards of
-0 and 1: with the scores of a reward model, as those of TL;DR, they are to be chosen anew.
+`apply(c, NAME)` sets the objective and its numbers in a recipe. Task, model, batch and learning rate stay as the recipe has
+them. Ratios to the sampler and means over a group are of rows as they were drawn, so no baseline gets rows that are merged,
+repeated or chosen by their rewards. Where an objective reads no reference, nobody scores one for it; the evaluator keeps the
+initial policy. A β belongs to the rewards of its paper: the β of RLOO and Proximal RLOO to TL;DR, the β of VinePPO, PPO and
+Online DPO to GSM8K, where a right answer is worth 1. A baseline without a β in its row keeps the β of the recipe. Trajectory
+balance and TBA′ have their own recipes. The numbers of AsymRE and TOPR are for rewards of 0 and 1: with the scores of a reward
+model, as those of TL;DR, they are to be chosen anew.
 
 OAPL and A*-PO have two temperatures in their papers, one in the value and one before the log-ratio. There is one β here, for
 which neither paper gives a number: these rows keep the recipe's.
@@ -44,12 +46,12 @@ BASELINES: dict[str, dict[str, float]] = {
     "asymre": {"asymre_delta": -0.1},  # Arnal et al. 2025 give the sign; the number is this project's
     "topr": {"topr_baseline": 0.5},  # right and wrong answers, worth 1 and 0, become ±1/2: Le Roux et al. 2025 have ±1
 }
-# Objectives that take rows as they were drawn: none truncated, none chosen by its reward.
-_AS_DRAWN = ("a_star_po",)
+# They read no reference, Dr. GRPO because its β is 0.
+WITHOUT_REFERENCE = ("dr_grpo", "raft", "gspo", "cispo", "oapl", "pmd_mean", "asymre", "topr")
 
 
 def apply(c: Any, name: str, *, besides: Sequence[str] = ()) -> None:
-    """Sets learner.objective to `name`, and the settings of its row; rows are drawn evenly and not truncated where it needs that.
+    """Sets learner.objective to `name`, the settings of its row, and how its rows are drawn.
 
     Args:
       c: a config of configs/base.py; name: the text after the colon in --config, "" without one; besides: further names that the
@@ -65,6 +67,15 @@ def apply(c: Any, name: str, *, besides: Sequence[str] = ()) -> None:
         raise ValueError(f"{given}: --config=RECIPE:NAME takes one of {', '.join(names)}")
     c.learner.objective = name
     c.learner.update(BASELINES[name])
-    if name in _AS_DRAWN:
+    if name in WITHOUT_REFERENCE:
+        c.learner.reference.update(kind="none", offload=False)
+    c.replay.update(
+        strategy="uniform",
+        recent_fill="wait",
+        merge_duplicates=False,
+        merge_keep="newest",
+        merge_edit_distance=0.0,
+        merge_cosine_distance=0.0,
+    )
+    if name == "a_star_po":  # no row may be truncated
         c.sampling.explore_top_p_probability = 0.0
-        c.replay.strategy = "uniform"

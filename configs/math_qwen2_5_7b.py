@@ -79,8 +79,8 @@ def get_config(variant: str = ""):
     c.evaluation.queries = 500
     c.evaluation.every_steps = 50
     if variant not in _LEVELS:
-        baselines.apply(c, variant, besides=["small", *filter(None, _LEVELS)])
         c.learner.reference.kind, c.learner.reference.offload = "initial", False
+        baselines.apply(c, variant, besides=["small", *filter(None, _LEVELS)])
         c.learner.row_divisor = "response_budget"
         c.task.step_ends = ("\n",) if variant == "vine_ppo" else ()
     data = {"task.math.train_path": "math.jsonl", "task.math.heldout_path": "math.jsonl"}

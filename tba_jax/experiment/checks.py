@@ -218,6 +218,11 @@ def _check_replay(config: Any, require: Require) -> None:
         f"{both} merge near-duplicates, which replay.merge_duplicates=False forbids",
     )
     require(
+        replay.recent_fill != "wait" or not replay.merge_duplicates,
+        "replay.recent_fill=wait draws no query before it has learner.completions rows, and a query whose responses are merged "
+        "may never have them: it needs replay.merge_duplicates=False",
+    )
+    require(
         replay.merge_keep == "newest" or replay.merge_duplicates,
         f"replay.merge_keep={replay.merge_keep} would not be used: replay.merge_duplicates=False merges no responses",
     )
@@ -270,7 +275,7 @@ def _check_objective(config: Any, objective: Objective, require: Require) -> Non
     if objective.as_drawn:
         _check_rows_as_drawn(config, named, require)
     require(
-        objective.moving_reference or learner.reference.kind in ("initial", "none"),
+        objective.reads_reference or learner.reference.kind in ("initial", "none"),
         f"learner.reference.kind={learner.reference.kind} moves a reference that {named} does not read: leave it at initial",
     )
     require(
@@ -286,6 +291,11 @@ def _check_objective(config: Any, objective: Objective, require: Require) -> Non
 
 def _check_rows_as_drawn(config: Any, named: str, require: Require) -> None:
     replay, weighs = config.replay, f"{named} weighs rows by π_ref/π_behaviour, as π_behaviour drew them"
+    require(
+        replay.recent_fill == "wait",
+        f"replay.recent_fill={replay.recent_fill} must be wait: {weighs}, and a row that is repeated would "
+        "have its own reward in its estimate of V*",
+    )
     require(not config.task.force_eos, f"task.force_eos=True must be False: {weighs}, and a forced end was not drawn")
     by_reward = {"strategy": "softmax", "merge_keep": "best"}
     for name, value in by_reward.items():

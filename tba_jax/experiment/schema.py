@@ -201,8 +201,8 @@ c.replay.recent_probability = setting(0.95, at_least=0, at_most=1)  # m: share o
 # Rows are recent if they became visible in the last so many trainer steps at which any did. 0: publish.every_steps
 c.replay.recent_window = setting(0, at_least=0)
 # The rows of a recent query that has fewer than learner.completions recent ones. repeat: these repeated; older: its newest. Under
-# max_draws_per_row it is always its newest.
-c.replay.recent_fill = setting("repeat", one_of=("repeat", "older"))
+# max_draws_per_row it is always its newest. wait: its newest, and a query with fewer rows in all is not drawn, so no row repeats.
+c.replay.recent_fill = setting("repeat", one_of=("repeat", "older", "wait"))
 c.replay.strategy = setting("uniform", registry="strategies")  # how the rows of the other queries are drawn; softmax: of reward
 c.replay.inverse_temperature = setting(1.0, above=0)  # of the softmax strategy
 # Factor on a query's earlier counts of successes and trials whenever a searcher has sampled it again; 1: nothing is forgotten.

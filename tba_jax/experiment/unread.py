@@ -42,8 +42,9 @@ def check(config: Any, require: Callable[[object, str], None]) -> None:
     selection = config.searchers.prompt_selection
     for name in ("target_success_rate", "prompt_candidates"):
         used(f"searchers.{name}", selection == "posterior", f" with searchers.prompt_selection={selection}")
-    for name in ("recent_window", "recent_fill"):
-        used(f"replay.{name}", replay.recent_probability > 0, " with replay.recent_probability=0")
+    recent = replay.recent_probability > 0
+    used("replay.recent_window", recent, " with replay.recent_probability=0")
+    used("replay.recent_fill", recent or replay.recent_fill == "wait", " with replay.recent_probability=0")
     every_query = " with replay.recent_probability=1: every query draws its newest rows"
     used("replay.strategy", replay.recent_probability < 1, every_query)
     used("replay.inverse_temperature", replay.strategy == "softmax", f" with replay.strategy={replay.strategy}")

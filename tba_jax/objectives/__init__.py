@@ -82,7 +82,7 @@ OBJECTIVES: dict[str, Objective] = {
         loss=dr_grpo, reward_unit=advantage_in_rewards, behavior_logprobs=True, k3=True, settings=("beta", *_CLIP)
     ),
     "online_dpo": Objective(loss=online_dpo, reward_unit=preference, positive_beta=True, settings=("beta",)),
-    "raft": Objective(loss=raft, reward_unit=advantage_in_rewards, moving_reference=False),
+    "raft": Objective(loss=raft, reward_unit=advantage_in_rewards, reads_reference=False),
     "icepop": Objective(
         loss=icepop,
         reward_unit=advantage_in_rewards,
@@ -94,18 +94,18 @@ OBJECTIVES: dict[str, Objective] = {
         loss=gspo,
         reward_unit=advantage_in_rewards,
         behavior_logprobs=True,
-        moving_reference=False,
+        reads_reference=False,
         settings=("sequence_clip_low", "sequence_clip_high"),
     ),
     "cispo": Objective(
-        loss=cispo, reward_unit=advantage_in_rewards, behavior_logprobs=True, moving_reference=False, settings=("clip_high",)
+        loss=cispo, reward_unit=advantage_in_rewards, behavior_logprobs=True, reads_reference=False, settings=("clip_high",)
     ),
     "oapl": Objective(
         loss=oapl,
         reward_unit=residual_in_rewards,
         behavior_logprobs=True,
         positive_beta=True,
-        moving_reference=False,
+        reads_reference=False,
         settings=("beta",),
     ),
     "pmd_mean": Objective(
@@ -113,7 +113,7 @@ OBJECTIVES: dict[str, Objective] = {
         reward_unit=residual_in_rewards,
         behavior_logprobs=True,
         positive_beta=True,
-        moving_reference=False,
+        reads_reference=False,
         settings=("beta",),
     ),
     "flowrl": Objective(
@@ -134,13 +134,13 @@ OBJECTIVES: dict[str, Objective] = {
         as_drawn=True,
         settings=("beta",),
     ),
-    "asymre": Objective(loss=asymre, reward_unit=advantage_in_rewards, moving_reference=False, settings=("asymre_delta",)),
+    "asymre": Objective(loss=asymre, reward_unit=advantage_in_rewards, reads_reference=False, settings=("asymre_delta",)),
     "topr": Objective(
         loss=topr,
         reward_unit=advantage_in_rewards,
         min_completions=1,
         behavior_logprobs=True,
-        moving_reference=False,
+        reads_reference=False,
         settings=("topr_baseline",),
     ),
 }

@@ -27,8 +27,9 @@ def a_star_po(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     V̂*: the paper samples π_ref once, before training, for every prompt. A run here takes new prompts all the time and holds no
     rows of π_ref for most of them, so the query's other rows stand for these samples, weighed by π_ref/π_behaviour
     (`reference_values`). So rows must be as they were drawn. Refused are truncated rows, which say nothing of the responses that
-    they could not have been, forced ends, rows that are chosen by reward (replay.strategy=softmax, say), and rows whose behaviour
-    nobody knows. replay.merge_duplicates and replay.recent_fill=repeat change how often a response counts, and are allowed.
+    they could not have been, forced ends, rows that are chosen by reward (replay.strategy=softmax, say), rows whose behaviour
+    nobody knows, and groups that may hold a row twice (replay.recent_fill other than wait): its copy would stand among the other
+    rows, and V̂* would hold the row's own reward.
 
     Optimum: p* = π_ref·exp(r/β) / Z. It is exact on rows of the policy itself, where V̂* is a baseline of other rows, and
     as K grows on any rows of full support. On few old rows V̂* is too low on average, and the optimum is nearer to who drew them;

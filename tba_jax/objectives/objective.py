@@ -47,15 +47,15 @@ def preference(inputs: ObjectiveInputs) -> jax.Array:
 class Objective:
     """An objective and its requirements, which config checks and the learner read.
 
-    loss: see Loss; reward_unit: see RewardUnit, None if nobody knows it, and then gradients cannot be clipped;
-    min_completions: the smallest K; behavior_logprobs: whether it reads the log-probs of π_behaviour;
-    positive_beta: whether it has no optimum or no gradient at β = 0 (for other objectives β = 0 drops the KL term);
-    full_support: whether its optimum requires a sampler that can draw every response; as_drawn: whether rows must be what
-    π_behaviour draws by itself: none truncated, none with a forced end, none chosen by its reward; log_z_head, value_head:
-    whether PolicyOutputs must have a learned log_z or values; state_values: whether rows must carry Monte-Carlo state values;
-    moving_reference: whether it reads ref_logprobs, so that a moving reference has an effect; k3: whether at β > 0 it has the k3
-    estimate of KL(π_θ‖π_ref), which needs a π_ref that is a distribution; settings: names of the settings learner.* that it
-    reads (fields of ObjectiveSettings, and the schedules `beta`, `ref_temperature`, `reward_temperature`).
+    loss: see Loss; reward_unit: see RewardUnit, None if nobody knows it, and then gradients cannot be clipped; min_completions:
+    the smallest K; behavior_logprobs: whether it reads the log-probs of π_behaviour; positive_beta: whether it has no optimum
+    or no gradient at β = 0 (for other objectives β = 0 drops the KL term); full_support: whether its optimum requires a sampler
+    that can draw every response; as_drawn: whether rows must be what π_behaviour draws by itself: none truncated, none with a
+    forced end, none chosen by its reward, none repeated; log_z_head, value_head: whether PolicyOutputs must have a learned
+    log_z or values; state_values: whether rows must carry Monte-Carlo state values; reads_reference: whether it reads
+    ref_logprobs, as a KL term that β = 0 leaves out also counts; k3: whether at β > 0 it has the k3 estimate of KL(π_θ‖π_ref),
+    which needs a π_ref that is a distribution; settings: names of the settings learner.* that it reads (fields of
+    ObjectiveSettings, and the schedules `beta`, `ref_temperature`, `reward_temperature`).
     """
 
     loss: Loss
@@ -68,6 +68,6 @@ class Objective:
     log_z_head: bool = False
     value_head: bool = False
     state_values: bool = False
-    moving_reference: bool = True
+    reads_reference: bool = True
     k3: bool = False
     settings: tuple[str, ...] = ()

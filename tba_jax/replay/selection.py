@@ -26,7 +26,7 @@ def _uniform(rewards: np.ndarray, inverse_temperature: float) -> np.ndarray:
 # (rewards float64[n], inverse temperature) -> log-weights float64[n] of the responses of a query.
 STRATEGIES: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {"softmax": _softmax, "uniform": _uniform}
 
-RECENT_FILLS = ("repeat", "older")
+RECENT_FILLS = ("repeat", "older", "wait")
 
 # In a group of more rows the largest keys are selected before they are sorted.
 LARGE_GROUP = 2048
@@ -40,7 +40,8 @@ class Selection:
     recent_probability: m, the probability that a position draws from the recent pool.
     recent_window: a row is recent if it became visible in the last so many trainer steps at which rows did (see
       `Window.recent_since`). What becomes visible at one step is whole appends of searchers.
-    recent_fill: the rows of a recent query with fewer than K recent ones. repeat: these alone, repeated; older: its newest K.
+    recent_fill: the rows of a recent query with fewer than K recent ones. repeat: these alone, repeated; older: its newest K;
+      wait: its newest K, and no query with fewer than K eligible rows is drawn, so that no batch has a row twice.
       Under max_draws_per_row it is always the newest K: repeats would draw rows past the limit.
     strategy: a key of STRATEGIES, for the responses of positions outside the recent pool.
     inverse_temperature: of the softmax strategy.
@@ -112,7 +113,7 @@ def _live(index: ReplayIndex, selection: Selection, spent: np.ndarray | None) ->
     eligible = index.query_rows
     if spent is not None:
         eligible = eligible - np.bincount(index.slot_query[np.flatnonzero(spent)], minlength=len(eligible))
-    enough = eligible >= 1
+    enough = eligible >= (selection.completions if selection.recent_fill == "wait" else 1)
     if selection.max_draws_per_row:
         # To repeat the few rows that are left of a group would draw them past their limit.
         enough &= (eligible >= selection.completions) | (index.recent_draws == 0)

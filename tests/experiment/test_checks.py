@@ -181,6 +181,10 @@ def test_the_schema_loads_without_jax():
         ({"task.arithmetic.train_queries": 6}, "learner.queries=7 is more than the 6 train queries of the task"),
         ({"replay.capacity_per_query": 19}, "replay.capacity_per_query=19 is less than learner.completions=20"),
         (
+            {"replay.recent_fill": "wait"},
+            "replay.recent_fill=wait draws no query before it has learner.completions rows",
+        ),
+        (
             {"replay.merge_keep": "best", "replay.merge_duplicates": False},
             "replay.merge_keep=best would not be used: replay.merge_duplicates=False merges no responses",
         ),
@@ -284,7 +288,10 @@ def test_one_completion_is_enough_where_log_z_is_learned():
 
 
 # What the base config lacks.
-NEEDED: dict[str, dict[str, object]] = {"vine_ppo": {"task.step_ends": (",",)}}
+NEEDED: dict[str, dict[str, object]] = {
+    "vine_ppo": {"task.step_ends": (",",)},
+    "a_star_po": {"replay.recent_fill": "wait", "replay.merge_duplicates": False},
+}
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -305,7 +312,7 @@ def test_what_an_objective_needs_is_refused_where_it_is_missing(name):
         "some rows explored": ({"sampling.explore_top_p_probability": 0.3}, name != "a_star_po"),
         "ends forced": ({"task.force_eos": True}, name != "a_star_po"),
         "rows drawn by reward": ({"replay.strategy": "softmax"}, name != "a_star_po"),
-        "duplicates kept by reward": ({"replay.merge_keep": "best"}, name != "a_star_po"),
+        "rows repeated": ({"replay.recent_fill": "repeat"}, name != "a_star_po"),
         "no β": (
             {"learner.beta_start": 0.0, "learner.beta_end": 0.0},
             name

@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from configs import base, baselines, demo_baselines
+from configs import baselines, demo_baselines
 from tba_jax.experiment import checks
 from tba_jax.learner.optimizer import SCHEDULES
 from tba_jax.objectives import OBJECTIVES
 from tests.experiment.test_checks import NEEDED
-from tests.support import tiny_run
+from tests.support import small_recipes, tiny_run
 
 # Setting of the learner -> a value that breaks no rule but that of the objectives that do not read it.
 NOT_READ_BY_ALL = {
@@ -146,11 +146,14 @@ def test_every_baseline_has_a_recipe():
     assert set(baselines.BASELINES) == set(OBJECTIVES) - {"trajectory_balance", "learned_log_z", "tba_prime"}
 
 
-def test_the_recipe_of_a_baseline_that_refuses_truncation_has_none():
-    for name in baselines.BASELINES:
-        c = base.get_config()
-        c.sampling.explore_top_p_probability = 0.3
-        c.replay.strategy = "softmax"
-        baselines.apply(c, name)
-        assert c.sampling.explore_top_p_probability == (0 if OBJECTIVES[name].as_drawn else 0.3)
-        assert c.replay.strategy == ("uniform" if OBJECTIVES[name].as_drawn else "softmax")
+@pytest.mark.parametrize("recipe", ["demo_baselines", "gsm8k_rho1b", "math_qwen2_5_7b", "tldr_pythia"])
+@pytest.mark.parametrize("name", baselines.BASELINES)
+def test_a_baseline_gets_rows_as_they_were_drawn_and_no_reference_that_it_does_not_read(recipe, name):
+    c, objective = small_recipes.config(f"{recipe}:{'410m-' if recipe == 'tldr_pythia' else ''}{name}"), OBJECTIVES[name]
+    reads = objective.reads_reference and not (objective.k3 and c.learner.beta_start == c.learner.beta_end == 0)
+    assert c.learner.reference.kind == ("initial" if reads else "none")
+    rows = c.replay
+    assert not rows.merge_duplicates and rows.recent_fill == "wait" and rows.strategy == "uniform"
+    assert c.searchers.samples_per_query >= c.learner.completions
+    assert not (objective.as_drawn and c.sampling.explore_top_p_probability)
+    checks.check(c, new=True)

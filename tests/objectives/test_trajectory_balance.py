@@ -158,7 +158,7 @@ def test_extreme_ratios_give_finite_losses_and_gradients(form, other):
         assert np.isfinite(loss) and np.isfinite(np.sum(gradient.logprobs**2)) and np.isfinite(np.sum(gradient.values**2))
     objective = OBJECTIVES[name]
     weighs = objective.behavior_logprobs and form != "tba_prime, unweighted"
-    assert (loss != usual_loss) == (objective.moving_reference if other == "ref_logprobs" else weighs)
+    assert (loss != usual_loss) == (objective.reads_reference if other == "ref_logprobs" else weighs)
 
 
 @pytest.mark.parametrize("wrong", ["narrow", "one column", "one row", "one token", "no axis of tokens"])

@@ -154,6 +154,16 @@ def test_a_recent_query_gives_its_recent_rows(settings, rows):
     assert seen == rows
 
 
+def test_a_query_without_k_rows_waits_for_them():
+    """So no batch has a row twice, of recent queries or others."""
+    index, rng = index_of({1: 3, 2: 4, 3: 6}, step=1), np.random.default_rng(4)
+    for m in (0.0, 1.0):
+        slots = draw(index, rng, queries=2, completions=4, recent_probability=m, recent_window=1, recent_fill="wait")
+        assert sorted(queries_of(index, slots, 4).tolist()) == [2, 3] and len(set(slots.tolist())) == 8
+    three = dict(queries=3, completions=4, recent_probability=0.5, recent_window=1)
+    assert draw(index, rng, **three, recent_fill="wait") is None and draw(index, rng, **three) is not None
+
+
 def test_a_recent_pool_without_recent_rows_gives_the_newest():
     """Q=2 queries are asked for, and one alone has recent rows: the other gives its newest K."""
     index = index_of({1: 6, 2: 6}, step=1)
