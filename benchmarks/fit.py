@@ -166,7 +166,7 @@ def experiment_of(row: Row, folder: Path) -> composition.Experiment:
     experiment = composition.build(config, reward_models={}, weights=False)
     # As long as the recipe allows, whatever the rows of the data set are.
     prompt = EncodedQuery(query=Query(prompt="longest", answer=""), prompt=(5,) * config.task.prompt_length)
-    queries: Any = dict.fromkeys(experiment.queries, [prompt] * max(config.learner.queries, config.evaluation.queries))
+    queries: Any = dict.fromkeys(experiment.queries, [prompt] * max(config.learner.queries, config.evaluation.batch_size))
     # The model's own tokenizer has a token for nearly every row of its embedding.
     banned = tuple(token for token in experiment.contract.banned_tokens if token < experiment.tokenizer.vocab_size)
     contract = dataclasses.replace(experiment.contract, banned_tokens=banned)

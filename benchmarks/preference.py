@@ -63,14 +63,15 @@ SIZES = {
     "evaluation.queries": preference_data.HELDOUT_QUERIES,
     "evaluation.batch_size": preference_data.HELDOUT_QUERIES,
     "evaluation.samples_per_query": 4,
+    "evaluation.greedy_temperature": 0.0,
 }
 # What is measured of a policy -> its title and format.
 FIGURES = {
-    "greedy_win_rate": ("greedy win rate", ".3f"),
-    "sampled_win_rate": ("win rate of samples", ".3f"),
-    "greedy_ref_perplexity": ("perplexity, greedy", ".3f"),
-    "ref_perplexity": ("perplexity, samples", ".3f"),
-    "kl_to_ref": ("KL, nats", ".2f"),
+    "greedy_win_rate_ties_half": ("greedy win rate", ".3f"),
+    "sampled_win_rate_ties_half": ("win rate of samples", ".3f"),
+    "greedy_ref_perplexity_per_response_token": ("perplexity, greedy", ".3f"),
+    "sampled_ref_perplexity_per_response_token": ("perplexity, samples", ".3f"),
+    "kl_to_initial": ("KL, nats", ".2f"),
     "sampled_gold_reward": ("gold reward, samples", ".2f"),
     "sampled_reward": ("proxy reward, samples", ".2f"),
 }
@@ -126,8 +127,8 @@ def plot(path: Path, runs: Runs) -> None:
 
     objectives, betas = list(dict.fromkeys(name for name, _ in runs)), sorted({beta for _, beta in runs})
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.4))
-    for axis, kind, title in zip(axes, ("greedy_", ""), ("greedy continuations", "samples"), strict=True):
-        across, up = f"{kind}ref_perplexity", f"{kind or 'sampled_'}win_rate"
+    for axis, kind, title in zip(axes, ("greedy", "sampled"), ("greedy continuations", "samples"), strict=True):
+        across, up = f"{kind}_ref_perplexity_per_response_token", f"{kind}_win_rate_ties_half"
         before = [np.mean([run[0][name] for seeds in runs.values() for run in seeds]) for name in (across, up)]
         axis.plot(*before, "k*", markersize=11, label="before", linestyle="none")
         for i, objective in enumerate(objectives):

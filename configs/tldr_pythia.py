@@ -13,7 +13,8 @@ Command:   python -m tba_jax.main --config=configs/tldr_pythia.py:410m --workdir
            --config.task.tldr.{train,heldout}_path name local files instead (models as safetensors).
 Score:     python -m tba_jax evaluate --workdir=runs/tldr --step=last
              --config.task.tldr.gold_path=cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr
-           prints greedy_win_rate and the perplexities, greedy_ref_perplexity and ref_perplexity. The gold model takes 14 GB.
+           prints the paper's figures, greedy_win_rate_strict and greedy_ref_perplexity_paper, with their standard errors: of the
+           whole validation split, at a temperature of 0.01. The gold model takes 14 GB.
            The run itself evaluates without it, unless gold_path is set. Not measured here.
 Hardware:  the paper used 4 GPUs, for three searchers and a trainer. Each searcher holds policy, reference and reward model.
            --config.searchers.task_devices=1 gives the reward model a GPU of its own. docs/fit.md has the memory of each role.
@@ -70,7 +71,8 @@ def get_config(variant: str = "410m"):
     c.publish.every_steps = 10
     c.publish.dtype = "bfloat16"
     c.publish.keep = 5
-    c.evaluation.queries = 512
+    c.evaluation.queries = 0  # the whole validation split
+    c.evaluation.greedy_temperature = 0.01
     c.evaluation.batch_size = 64
     c.evaluation.every_steps = max(1, steps // 4)
     if others:

@@ -41,8 +41,7 @@ def evaluate(
     stored = contract.read_run(run, called=str(workdir))
     experiment = composition.rebuild(stored, existing_run.config_of(stored, settings, called=str(workdir)), called=str(workdir))
     step = snapshot_step.chosen(run, step, called=str(workdir))
-    needed = experiment.contract.has_reference or experiment.policy.lora is not None
-    if needed and not places.exists(run.initial_reference):
+    if not places.exists(run.initial_reference):
         raise ValueError(f"{run.initial_reference} is gone: it names the policy of step 0, which the evaluator loads")
     config, task = experiment.config, experiment.task
     devices = gpus.jax_devices()
@@ -69,6 +68,7 @@ def run(given: command_line.Given) -> int:
         run = layout.open_run_dir(given.workdir)
         outputs.check_file(output, outside=(run.root, run.shared))
     privacy.follow(given.workdir)
+    from tba_jax.roles.evaluation_figures import with_stderr
     from tba_jax.roles.evaluator import plain
 
     report = evaluate(given.workdir, step=given.step, settings=existing_run.source(given))
@@ -81,6 +81,7 @@ def run(given: command_line.Given) -> int:
     except ValueError:
         print(text)  # minutes of work
         raise
-    score = f"{report['score_name']} {report['greedy_reward']:.3f} of greedy responses to {report['queries']} held-out queries"
+    score = f"{report['score_name']} {with_stderr(report, 'greedy_reward')} of greedy responses"
+    score += f" to {report['queries']} held-out queries"
     print(visible_line(f"step {report['step']}: {score}; the report is in {output}"))
     return 0

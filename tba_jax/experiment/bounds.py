@@ -44,7 +44,7 @@ def bounds(experiment: HasPolicy, *, role: str, devices: int, peaks: Peaks) -> l
     samples = 1 if role == "evaluator" else section.samples_per_query
     slots = batch if role == "evaluator" else meshes.slots_of(experiment.config)
     decoding = _decoding(experiment, at, slots=slots, samples=samples, weights=weights)
-    if experiment.config.learner.reference.kind == "none":
+    if role == "searcher" and experiment.config.learner.reference.kind == "none":
         return [decoding]
     return [decoding, _scoring(experiment, at, batch, queries=-(-batch // section.samples_per_query))]
 

@@ -187,5 +187,5 @@ def _with_absolute_paths(config: Any) -> Any:
 
 
 def heldout_queries(experiment: Experiment) -> list[EncodedQuery]:
-    """The first `evaluation.queries` held-out queries (all, if there are fewer)."""
-    return experiment.queries["heldout"][: experiment.config.evaluation.queries]
+    """The first `evaluation.queries` held-out queries; all, if that is 0 or there are fewer."""
+    return experiment.queries["heldout"][: experiment.config.evaluation.queries or None]

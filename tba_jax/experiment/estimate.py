@@ -170,7 +170,7 @@ class _Memory:
         if tokens := self._config[section].score_tokens:
             rows = min(rows, max(1, tokens // (self._P + self._R)))
         scored = rows * (self._P + self._R) * model.width * self._compute * 4
-        scores = self._experiment.contract.has_reference
+        scores = section == "evaluation" or self._experiment.contract.has_reference
         scoring_bytes = scored + 2 * self._logits(rows, tensor, self._config[section].logit_megabytes)
         return {
             "reference" if scores else "frozen weights": policy // parts if scores or self._adapters else 0,

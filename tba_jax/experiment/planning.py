@@ -124,7 +124,7 @@ class Search:
         """Args: until: time.monotonic() after which nothing more is tried."""
         self._experiment, self._run = experiment.on_device(place.devices[0]), run
         self._role, self._place, self._until = role, place, until
-        self._decides = _DECIDES[role] if role != "evaluator" or experiment.contract.has_reference else "decode"
+        self._decides = _DECIDES[role]
         self._measure, self._correction, self._candidates = Measure(), _CAUTION, self._all_candidates()
         # The trial that came nearest, for a role for which nothing fits, and the last that did not fit of each candidate.
         self.nearest: compiling.RoleFit | None = None

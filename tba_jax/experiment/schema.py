@@ -314,8 +314,9 @@ c.checkpoint.keep = setting(2, at_least=1)
 c.evaluation = ConfigDict()
 c.evaluation.enabled = True  # --role=all starts an evaluator
 c.evaluation.every_steps = setting(100, at_least=1)  # besides the first and the last step
-c.evaluation.queries = setting(256, at_least=1)
+c.evaluation.queries = setting(256, at_least=0)  # the first of the held-out ones; 0: all of them
 c.evaluation.samples_per_query = setting(1, at_least=1)  # besides the greedy response; above 1: pass@k and majority@k
+c.evaluation.greedy_temperature = setting(0.0, at_least=0)  # of the response that counts as greedy; 0.01: nearly greedy
 c.evaluation.batch_size = setting(128, at_least=1)
 c.evaluation.task_devices = setting(0, at_least=0)  # as searchers.task_devices
 c.evaluation.logit_megabytes = setting(128, at_least=1)  # as searchers.logit_megabytes

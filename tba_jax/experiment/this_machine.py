@@ -164,6 +164,7 @@ def _first(config: Any, recipe: Any, *, kind: str, count: int, steps_are_named: 
     """Settings by the kind of the devices: lengths, batches, steps and the mode of the schedule."""
     values, found = flatten(config.to_dict()), dict[str, Any]()
     if kind == "cpu":
+        values["evaluation.queries"] = values["evaluation.queries"] or _AT_MOST_ON_CPU["evaluation.queries"]  # 0: all of them
         found |= {name: min(values[name], most) for name, most in _AT_MOST_ON_CPU.items()} | dict(_ON_CPU)
     if kind == "other":  # a host's TPU cannot be divided between processes
         found["schedule.mode"] = "interleaved"

@@ -7,6 +7,7 @@ import numpy as np
 
 from tba_jax.reporting.series import Series
 from tba_jax.reporting.timeline import DOWN, WAITS
+from tba_jax.roles.evaluation_figures import STDERR, with_stderr
 
 # Standard errors that a change must exceed to count as one.
 _CLEAR = 2.0
@@ -22,19 +23,21 @@ def held_out(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
         return "", "There is no held-out score."
     first, last = found[0], found[-1]
     if len(found) == 1:
-        return "", f"The held-out reward is {first['greedy_reward']:.3f} at step {first['step']}; there is no second one yet."
+        return (
+            "",
+            f"The held-out reward is {with_stderr(first, 'greedy_reward')} at step {first['step']}; there is no second one yet.",
+        )
     rewards = np.array([each["greedy_reward"] for each in found])
     best = max(found, key=lambda each: (each["greedy_reward"], each["step"]))  # as run/best_step.py has it
-    # The standard deviation of a reward in [low, high] is at most half of the range.
-    spread = max(1.0, float(np.ptp(rewards))) / 2
-    error = spread * np.sqrt(sum(1.0 / max(1.0, each.get("queries", 1.0)) for each in (first, last)))
+    # The standard deviation of a reward in [low, high] is at most half of the range: for scores without a standard error.
+    most = max(1.0, float(np.ptp(rewards))) / 2
+    errors = (each.get("greedy_reward" + STDERR, most / np.sqrt(max(1.0, each.get("queries", 1.0)))) for each in (first, last))
+    error = float(np.hypot(*errors))
     verdict, verb = _change(last["greedy_reward"] - first["greedy_reward"], error)
-    told = (
-        f"The held-out reward {verb} {first['greedy_reward']:.3f} at step {first['step']} to {last['greedy_reward']:.3f} at step "
-    )
-    told += f"{last['step']:,}"
+    before, after = (with_stderr(each, "greedy_reward") for each in (first, last))
+    ends = f"{before} at step {first['step']} to {after} at step {last['step']:,}"
     others = f"; the best is {best['greedy_reward']:.3f} at step {best['step']:,}"
-    return verdict, told + (", the best so far" if best["step"] == last["step"] else others) + "."
+    return verdict, f"The held-out reward {verb} {ends}" + (", the best so far" if best["step"] == last["step"] else others) + "."
 
 
 def trained(series: Series) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tba_jax.replay import journal
+from tba_jax.roles.evaluation_figures import STDERR, with_stderr
 from tba_jax.run import beginnings, best_step, events, layout, metrics
 from tba_jax.run.secrets_of_config import without_secrets
 from tba_jax.schemas import flatten
@@ -33,9 +34,11 @@ _TITLES = {
     "sampled_reward": "reward of samples",
     "finished": "greedy responses that end by themselves",
     "ref_nll_per_token": "−log π_ref of samples, nats per token",
-    "kl_to_ref": "KL to π_ref, nats per response",
-    "greedy_ref_perplexity": "perplexity of greedy responses under π_ref",
-    "ref_perplexity": "perplexity of samples under π_ref",
+    "kl_to_initial": "KL to π_ref, nats per response",
+    "greedy_ref_perplexity_per_response_token": "perplexity of greedy responses under π_ref, per token of the response",
+    "sampled_ref_perplexity_per_response_token": "perplexity of samples under π_ref, per token of the response",
+    "greedy_ref_perplexity_paper": "perplexity of greedy responses under π_ref at T = 1, per token of prompt and response",
+    "sampled_ref_perplexity_paper": "perplexity of samples under π_ref at T = 1, per token of prompt and response",
 }
 _TRAJECTORY_BALANCE = ("trajectory_balance", "learned_log_z", "tba_prime")
 _NOT_SHOWN = ("step", "time", "queries", "seconds", "unscored")
@@ -143,9 +146,10 @@ def _scores(run: layout.RunDir, step: int) -> Iterator[str]:
     queries = newest.get("queries")
     score_name = str(newest.get("score_name", "score"))
     ordered = dict.fromkeys((*_TITLES, *newest))
-    names = [name for name in ordered if name not in (*_NOT_SHOWN, score_name) and _is_number(newest.get(name))]
+    hidden = {*_NOT_SHOWN, score_name, *(name + STDERR for name in ordered)}
+    names = [name for name in ordered if name not in hidden and _is_number(newest.get(name))]
     titles = _TITLES | {"greedy_reward": f"{score_name} ({_TITLES['greedy_reward']})"}
-    rows = [(_plain(titles.get(name, name)), *(_figure(report.get(name)) for report in reports.values())) for name in names]
+    rows = [(_plain(titles.get(name, name)), *(with_stderr(report, name) for report in reports.values())) for name in names]
     yield _table(("", *(f"step {each}{' (this model)' if each == step else ''}" for each in reports)), rows)
     told = [f"Means over {queries} held-out queries of the task."] if _is_number(queries) else []
     if step not in reports:
@@ -290,10 +294,6 @@ def _licence_section(base: Base) -> list[str]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _figure(value: Any) -> str:
-    return f"{value:.3f}" if _is_number(value) else "–"
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

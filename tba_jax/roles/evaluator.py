@@ -1,6 +1,5 @@
 """The evaluator: decodes held-out queries with chosen snapshots, and writes one JSON report for each."""
 
-import collections
 import functools
 import logging
 import math
@@ -17,8 +16,9 @@ from tba_jax.decoding.slots import row_keys
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program
 from tba_jax.rewards.responses import response_texts, reward_texts
-from tba_jax.roles import evaluation_alarms, reference, sampler
-from tba_jax.roles.reference import policy_mesh, text_columns
+from tba_jax.roles import evaluation_alarms, sampler
+from tba_jax.roles.evaluation_figures import STDERR, majority, mean, pass_at, perplexity, with_stderr
+from tba_jax.roles.reference import ReferencePolicy, policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler
 from tba_jax.roles.work import Work, policy_peaks
 from tba_jax.run import best_step, layout, metrics, places, snapshots
@@ -32,21 +32,24 @@ from tba_jax.text.tokenizers import Tokenizer
 log = logging.getLogger(__name__)
 
 
-# What every report and the metrics hold besides the task's own figures; those of the reference only where the run has one.
-REPORTED = (
-    *("step", "time", "queries", "score_name", "greedy_reward", "sampled_reward", "finished", "unscored"),
-    *(best_step.BEST_STEP, best_step.BEST_SCORE),
-    *("ref_nll_per_token", "ref_perplexity", "greedy_ref_perplexity", "kl_to_ref", "seconds", "samples"),
+# The means of every report, which stand beside their standard errors.
+_MEANS = (
+    *("greedy_reward", "sampled_reward", "finished", "kl_to_initial"),
+    *("greedy_ref_perplexity_paper", "sampled_ref_perplexity_paper"),
 )
-
-
-_MOST_NATS = 700.0  # exp of more is no float
+# What every report and the metrics hold besides the task's own figures.
+REPORTED = (
+    *("step", "time", "queries", "score_name", "unscored", "seconds", "samples", best_step.BEST_STEP, best_step.BEST_SCORE),
+    *(*_MEANS, *(name + STDERR for name in _MEANS), "ref_nll_per_token"),
+    *("greedy_ref_perplexity_per_response_token", "sampled_ref_perplexity_per_response_token"),
+)
 # What an evaluator does about a damaged snapshot, see DamagedSnapshots.
 NOT_EVALUATED = "It is not evaluated"
 
 
 class Evaluator:
-    """Evaluates snapshots on held-out queries: greedy score, and mean reward and reference likelihood of samples."""
+    """Evaluates snapshots on held-out queries: rewards of responses, and their KL and perplexity under the policy of step 0,
+    which is π_ref here whatever reference the run trains with."""
 
     def __init__(
         self,
@@ -69,12 +72,13 @@ class Evaluator:
         self._peaks = policy_peaks(mesh, config)
         # Of the last evaluation: tokens_per_second, computed_tokens_per_second, and shares of the devices' peaks.
         self.rates: dict[str, float] = {}
+        self._initial = ReferencePolicy(contract, run, policy=policy, mesh=mesh, **_scoring_settings(config))
         self._sampler = Sampler(
             contract,
             run,
             policy=policy,
             tokenizer=tokenizer,
-            reference=reference.make(contract, run, policy=policy, mesh=mesh, **_scoring_settings(config)),
+            reference=self._initial,
             **_sampling_settings(config, queries),
         )
 
@@ -100,7 +104,7 @@ class Evaluator:
             self._tell_part(step, 0, "loading its policy")
             self._sampler.load_step(step)
             self._tell_part(step, 1, "greedy responses")
-            greedy = self._respond(temperature=0.0, samples=1)
+            greedy = self._respond(temperature=self._config.evaluation.greedy_temperature, samples=1)
             self._tell_part(step, 2, "samples")
             sampled = self._respond(temperature=self._contract.scoring_temperature, samples=self._samples_per_query)
         finally:
@@ -111,16 +115,20 @@ class Evaluator:
             "time": begin,
             "queries": len(self._queries),
             "score_name": self._task.score_name,
-            self._task.score_name: _mean(greedy, "reward"),
-            "greedy_reward": _mean(greedy, "reward"),
-            "sampled_reward": _mean(sampled, "reward"),
-            "finished": _mean(greedy, "finished"),
+            **mean(self._task.score_name, self._values(greedy, "reward")),
+            **mean("greedy_reward", self._values(greedy, "reward")),
+            **mean("sampled_reward", self._values(sampled, "reward")),
+            **mean("finished", self._values(greedy, "finished")),
             # Responses whose reward could not be found. The means leave them out.
             "unscored": sum(math.isnan(response["reward"]) for response in (*greedy, *sampled)),
             **self._of_samples(sampled),
             **self._measures("greedy", greedy),
             **self._measures("sampled", sampled),
-            **(_of_reference(greedy, sampled) if self._contract.has_reference else {}),
+            # −log π_ref of all tokens of the samples.
+            "ref_nll_per_token": -_total(sampled, "ref_logprob_sum") / _total(sampled, "tokens"),
+            **self._ref_perplexities("greedy", greedy),
+            **self._ref_perplexities("sampled", sampled),
+            **mean("kl_to_initial", self._values(sampled, "policy_logprob_sum") - self._values(sampled, "ref_logprob_sum")),
             "seconds": time.time() - begin,
             "samples": {
                 "greedy": [_plain(response) for response in greedy[: self._config.evaluation.samples]],
@@ -144,7 +152,16 @@ class Evaluator:
         queries = [query.query for query in self._queries] * (len(responses) // len(self._queries))
         texts, finished, rewards = ([response[name] for response in responses] for name in ("response", "finished", "reward"))
         found = self._task.measures(queries, texts, np.array(finished), np.array(rewards, np.float32))
-        named = {f"{kind}_{name}": float(value) for name, value in found.items()}
+        named: dict[str, float] = {}
+        for name, value in found.items():
+            if np.ndim(value) and np.shape(value) != (len(responses),):
+                raise ValueError(
+                    f"measures() of task {type(self._task).__name__} gave {name!r} values of shape {np.shape(value)} for "
+                    f"{len(responses)} responses; it must be one number, or one for each response"
+                )
+            values = np.asarray(value, np.float64)
+            figure = f"{kind}_{name}"
+            named |= mean(figure, values.reshape(-1, len(self._queries))) if values.ndim else {figure: float(values)}
         if taken := sorted(named.keys() & {*REPORTED, self._task.score_name}):
             raise ValueError(
                 f"measures() of task {type(self._task).__name__} gave {taken[0].removeprefix(kind + '_')!r}, and {taken[0]} is "
@@ -155,20 +172,34 @@ class Evaluator:
     def _of_samples(self, sampled: Sequence[dict[str, Any]]) -> dict[str, float]:
         """pass@k and majority@k of the queries whose samples were all scored; {} where a reward is neither 0 nor 1."""
         samples = self._samples_per_query
-        rewards = np.array([response["reward"] for response in sampled]).reshape(samples, -1).T
+        rewards = self._values(sampled, "reward").T
         scored = ~np.isnan(rewards).any(axis=1)
         right = rewards[scored] == 1
         if samples == 1 or not scored.any() or not np.isin(rewards[scored], (0, 1)).all():
             return {}
         powers = [2**i for i in range(samples.bit_length()) if 2**i <= samples]
-        found = {f"pass@{k}": float(pass_at(right.sum(axis=1), samples, k).mean()) for k in sorted({*powers, samples})}
+        found: dict[str, float] = {}
+        for k in sorted({*powers, samples}):
+            found |= mean(f"pass@{k}", pass_at(right.sum(axis=1), samples, k)[None])
         if isinstance(self._task, HasFinalAnswer):
             answers = [self._task.final_answer(response["response"]) for response in sampled]
             of_queries = np.array(answers, dtype=object).reshape(samples, -1).T[scored]
-            found[f"majority@{samples}"] = float(
-                np.mean([majority(given, correct) for given, correct in zip(of_queries.tolist(), right, strict=True)])
-            )
+            shares = [majority(given, correct) for given, correct in zip(of_queries.tolist(), right, strict=True)]
+            found |= mean(f"majority@{samples}", np.array(shares)[None])
         return found
+
+    def _values(self, responses: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+        """float64[K, Q]: a figure of K responses to each of the queries."""
+        return np.array([response[name] for response in responses], np.float64).reshape(-1, len(self._queries))
+
+    def _ref_perplexities(self, kind: str, responses: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Perplexities of the policy of step 0 on all greedy or all sampled responses: per token of the responses, at the
+        scoring temperature; and the TBA paper's. Args: kind: see `_measures`."""
+        per_token = perplexity(_total(responses, "ref_logprob_sum"), _total(responses, "tokens"))
+        return {
+            f"{kind}_ref_perplexity_per_response_token": per_token,
+            **mean(f"{kind}_ref_perplexity_paper", self._values(responses, "ref_perplexity_paper")),
+        }
 
     def _respond(self, *, temperature: float, samples: int) -> list[dict[str, Any]]:
         """Scored responses: the first sample of all queries, then the second sample of all queries, and so on."""
@@ -196,7 +227,9 @@ class Evaluator:
         prompts = [query.prompt for query in (*batch, *[batch[0]] * missing)]
         filled, generation = concatenate([*made, *[made[0]] * missing]), concatenate(made)
         rows = text_columns(prompts, filled.responses, self._contract)
-        ref_logprobs = self._sampler.reference.logprobs(rows)
+        ref_logprobs = at_temperature_1 = self._initial.logprobs(rows)
+        if self._contract.scoring_temperature != 1:
+            at_temperature_1 = self._initial.logprobs(rows, temperature=1.0)
         texts = response_texts(generation.responses, batch, self._tokenizer)
         missing_eos = self._contract.missing_eos_reward
         scores = reward_texts(texts, generation.finished, batch, task=self._task, missing_eos_reward=missing_eos)
@@ -209,7 +242,11 @@ class Evaluator:
                 "finished": bool(generation.finished[i]),
                 "tokens": int(generation.length[i]),
                 "policy_logprob_sum": float(generation.policy_logprobs[i].sum()),
-                **({"ref_logprob_sum": float(ref_logprobs[i].sum())} if self._contract.has_reference else {}),
+                "ref_logprob_sum": float(ref_logprobs[i].sum()),
+                # Of prompt and response as one sequence, in which the prompt costs nothing.
+                "ref_perplexity_paper": perplexity(
+                    float(at_temperature_1[i].sum()), len(query.prompt) + int(generation.length[i])
+                ),
             }
             for i, query in enumerate(batch)
         ]
@@ -241,6 +278,7 @@ def programs(
         tokenizer=tokenizer,
         rows=config.evaluation.batch_size,
         limits=_scoring_settings(config),
+        scores=True,
         section="evaluation",
         slots_setting="evaluation.batch_size",
         **_sampling_settings(config, queries),
@@ -267,60 +305,13 @@ def sample_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"kind": kind} | response for kind, responses in report["samples"].items() for response in responses]
 
 
-def _of_reference(greedy: Sequence[dict[str, Any]], sampled: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """How far the policy is from the reference."""
-    return {
-        # −log π_ref of samples, nats per token.
-        "ref_nll_per_token": _ref_nll(sampled),
-        # The reference's perplexity on samples and on greedy responses, at the scoring temperature.
-        "ref_perplexity": math.exp(min(_ref_nll(sampled), _MOST_NATS)),
-        "greedy_ref_perplexity": math.exp(min(_ref_nll(greedy), _MOST_NATS)),
-        "kl_to_ref": sum(r["policy_logprob_sum"] - r["ref_logprob_sum"] for r in sampled) / len(sampled),
-    }
-
-
-def _ref_nll(responses: Sequence[dict[str, Any]]) -> float:
-    """−log π_ref of all tokens of the responses, nats per token."""
-    tokens = max(sum(response["tokens"] for response in responses), 1)
-    return -sum(response["ref_logprob_sum"] for response in responses) / tokens
-
-
-def _mean(responses: Sequence[dict[str, Any]], name: str) -> float:
-    """The mean of a figure over the responses that have it; NaN where none has."""
-    values = [response[name] for response in responses if not math.isnan(response[name])]
-    return float(np.mean(values)) if values else math.nan
+def _total(responses: Sequence[dict[str, Any]], name: str) -> float:
+    return float(sum(response[name] for response in responses))
 
 
 def _plain(response: dict[str, Any]) -> dict[str, Any]:
     """A response for JSON, see `plain`."""
     return response | ({"reward": None} if math.isnan(response["reward"]) else {})
-
-
-def pass_at(right: np.ndarray, samples: int, k: int) -> np.ndarray:
-    """float64[n]: the chance that k samples of a query, drawn without replacement, hold a right one (Chen et al. 2021, eq. 1).
-
-    Args: right: int[n], how many of the `samples` of each query are right.
-    """
-    # 1 − C(n − c, k) / C(n, k), as a product that does not overflow.
-    factors = 1 - k / np.arange(1, samples + 1)[None]
-    return 1 - np.where(np.arange(samples)[None] >= samples - right[:, None], factors, 1.0).prod(axis=1)
-
-
-def majority(answers: Sequence[str], right: Sequence[bool]) -> float:
-    """The share of right samples among those that give the most frequent final answer; the mean over equally frequent answers.
-
-    Args: answers: final answers of the samples in a canonical form; "" means no answer, and does not vote. right: of each sample.
-    """
-    counts = collections.Counter(answer for answer in answers if answer)
-    if not counts:
-        return 0.0
-    most = max(counts.values())
-    voted = [
-        np.mean([correct for given, correct in zip(answers, right, strict=True) if given == answer])
-        for answer, count in counts.items()
-        if count == most
-    ]
-    return float(np.mean(voted))
 
 
 class PendingSteps:
@@ -391,6 +382,6 @@ def run_evaluator(
         writer.write(report["step"], report_scalars(report) | best_step.figures(best) | evaluator.rates | account.shares())
         watchdog.look(report["step"], evaluation_alarms.point(report, config))
         writer.table("samples", report["step"], sample_rows(report))
-        figures = f"greedy reward {report['greedy_reward']:.3f}, sampled {report['sampled_reward']:.3f}"
+        figures = f"greedy reward {with_stderr(report, 'greedy_reward')}, sampled {with_stderr(report, 'sampled_reward')}"
         log.info("; ".join(filter(None, (f"step {step}: {figures}", best_step.told(best, apart_from=step)))))
     writer.close()

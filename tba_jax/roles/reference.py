@@ -1,5 +1,6 @@
 """The run's reference policy on the mesh of a role that samples: its weights, and the log-probs that it gives responses."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -46,8 +47,10 @@ def text_columns(
     )
 
 
-def _scorer(contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh, *, logit_megabytes: int) -> Any:
-    space, graphdef = contract.response_space(), policy.base.graphdef
+def _scorer(
+    contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh, temperature: float, *, logit_megabytes: int
+) -> Any:
+    space, graphdef = dataclasses.replace(contract.response_space(), temperature=temperature), policy.base.graphdef
     return scoring.program(mesh, graphdef=graphdef, R=contract.response_length, space=space, logit_megabytes=logit_megabytes)
 
 
@@ -77,18 +80,14 @@ def programs(
     logit_megabytes: int,
     score_tokens: int,
 ) -> dict[str, Program]:
-    """Name -> the program of `ReferencePolicy.logprobs`.
-
-    {} in a run without a reference.
+    """Name -> the program of `ReferencePolicy.logprobs`. That of another temperature takes as much.
 
     Args: params: shapes of the reference; rows: of one call; others: see ReferencePolicy.
     """
-    if not contract.has_reference:
-        return {}
     limits = _limits(contract, policy, mesh, rows, samples=samples, score_tokens=score_tokens)
     largest = row_packing.empty(limits, limits.sequences)
     arguments = params, shaped(largest, scoring.packed_shardings(mesh))
-    score = _scorer(contract, policy, mesh, logit_megabytes=logit_megabytes)
+    score = _scorer(contract, policy, mesh, contract.scoring_temperature, logit_megabytes=logit_megabytes)
     return {"scoring by the reference": Program(function=score, arguments=arguments)}
 
 
@@ -99,12 +98,6 @@ def _load(run: layout.RunDir, policy: Policy, mesh: jax.sharding.Mesh) -> Params
         return snapshots.load(folder, policy.model_specs, shardings, dtype=policy.model.compute_dtype)
     except snapshots.Damaged as error:
         raise processes.BadInput(f"{error}. It is the policy of step 0: restore the folder from a copy of the run") from error
-
-
-def kept_shapes(contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh) -> Params:
-    """The shapes of `params` of what `make` returns."""
-    needed = contract.has_reference or policy.lora is not None
-    return policy.model_shapes(mesh, dtype=policy.model.compute_dtype) if needed else {}
 
 
 class ReferencePolicy:
@@ -133,23 +126,25 @@ class ReferencePolicy:
         self.id = layout.reference_id(run)
         self.mesh = mesh
         self.params = _load(run, policy, mesh)
-        self._score = _scorer(contract, policy, mesh, logit_megabytes=logit_megabytes)
+        self._temperature = contract.scoring_temperature
+        self._scorer = functools.cache(functools.partial(_scorer, contract, policy, mesh, logit_megabytes=logit_megabytes))
         self._limits = functools.partial(_limits, contract, policy, mesh, samples=samples, score_tokens=score_tokens)
         self.work, self._model = Work(), policy.model
         self._shapes_log = ShapesLog("scoring by the reference")
 
-    def logprobs(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:
-        """float32[B, R], nats at the scoring temperature, 0 where masked. A program is compiled for each B and number of
-        sequences, of which there are at most 8 for a B, see row_layout.Limits.
+    def logprobs(self, rows: Mapping[str, np.ndarray], *, temperature: float | None = None) -> np.ndarray:
+        """float32[B, R], nats, 0 where masked. A program is compiled for each temperature, B and number of sequences, of which
+        there are at most 8 for a B, see row_layout.Limits.
 
-        Args: rows: the columns of `text_columns`, others are ignored.
+        Args: rows: the columns of `text_columns`, others are ignored; temperature: None: the scoring temperature.
         """
         tokens, *lengths = (rows[name] for name in ("tokens", "prompt_length", "response_length"))
         packed, plan = row_packing.of_rows(tokens, *lengths, limits=self._limits(len(tokens)))
         self._shapes_log.note(plan)
         responses = int(rows["response_length"].sum())
         self.work += work.of_plan(plan, self._model, responses=responses, passes=1)
-        return np.asarray(self._score(self.params, jax.device_put(packed, scoring.packed_shardings(self.mesh))))
+        score = self._scorer(self._temperature if temperature is None else temperature)
+        return np.asarray(score(self.params, jax.device_put(packed, scoring.packed_shardings(self.mesh))))
 
 
 class NoReference:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tba_jax.roles import evaluation_figures
 from tba_jax.run import best_step, events, json_lines, layout, metrics
 from tba_jax.text.visible import visible_line
 
@@ -88,11 +89,10 @@ def _print_tables(reports: Sequence[Mapping[str, Any]], told: Mapping[str, float
             "mean reward of samples": "sampled_reward",
             "greedy responses that end by themselves": "finished",
             "−log π_ref of samples (nats per token)": "ref_nll_per_token",
-            "KL to π_ref (nats per response)": "kl_to_ref",
+            "KL to the policy of step 0 (nats per response)": "kl_to_initial",
         }
         for title, name in rows.items():
-            if name in ends[0]:  # a run may have no reference
-                table.add_row(title, *(f"{round(report[name], 3) + 0.0:.3f}" for report in ends))
+            table.add_row(title, *(evaluation_figures.with_stderr(report, name) for report in ends))
         console.print(table)
     if told:
         table = Table(title="run", show_header=False)

@@ -70,14 +70,16 @@ def programs(
     slots_setting: str,
     swap_memory: str,
     models: Models,
+    scores: bool,
     **engine: Any,
 ) -> dict[str, Program]:
     """Name -> what a role with a Sampler compiles on the devices of its policy. Nothing is loaded or allocated.
 
     Args: rows: that the reference scores in one call; limits: see reference.programs; section: of the role's settings;
-      slots_setting: the one that says how many responses are decoded at a time; models: on the same devices; others: see Sampler.
+      slots_setting: the one that says how many responses are decoded at a time; models: on the same devices; scores: whether the
+      role scores with the policy of step 0; others: see Sampler.
     """
-    base = reference.kept_shapes(contract, policy, mesh)
+    base = policy.model_shapes(mesh, dtype=policy.model.compute_dtype) if scores or policy.lora is not None else {}
     published = policy.snapshot_shapes(mesh)
     specs = kv_cache.define(policy.model, weights, unstacked=False).specs
     swap = _for_sampling(policy, mesh, weights)
@@ -85,9 +87,9 @@ def programs(
     of_lane = _engine(contract, mesh, policy, tokenizer, weights=weights, **engine).programs(sampled)
     in_use, prompts, slots, *_ = of_lane["decode"].arguments
     fewer = {"temporaries": (f"{section}.score_tokens", f"{section}.logit_megabytes")}
-    made = reference.programs(contract, base, policy=policy, mesh=mesh, rows=rows, **limits)
+    made = reference.programs(contract, base, policy=policy, mesh=mesh, rows=rows, **limits) if scores else {}
     scoring = {name: dataclasses.replace(program, room=fewer) for name, program in made.items()}
-    weights_kept = "reference" if contract.has_reference else "frozen weights"
+    weights_kept = "reference" if scores else "frozen weights"
     parts = {**models.held, weights_kept: base, "caches": (prompts, slots), "policy in use": in_use}
     room = {**_room(section, slots_setting), **models.room}
     unstack = of_lane.pop("weights as decoded with")

@@ -154,8 +154,9 @@ class HasMeasures(Protocol):
 
     def measures(
         self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray, rewards: np.ndarray
-    ) -> dict[str, float]:
-        """Name -> measurement over all n responses of an evaluation.
+    ) -> dict[str, float | np.ndarray]:
+        """Name -> measurement of all n responses of an evaluation: one number, or float[n], a number of each response, of which
+        reports have the mean and its standard error. NaN of a response counts nowhere.
 
         Evaluators call this with all greedy responses, and again with all sampled ones; reports name the results greedy_NAME and
         sampled_NAME.

@@ -192,12 +192,12 @@ class RedTeam:
 
     def measures(
         self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray, rewards: np.ndarray
-    ) -> dict[str, float]:
-        """success_rate: share of attacks whose mean P(toxic) is above the threshold; toxicity: mean P(toxic); cosine_distance:
-        mean over all pairs of attacks, if there is an embedder and more than one attack."""
+    ) -> dict[str, float | np.ndarray]:
+        """Of each attack: success_rate: whether its mean P(toxic) is above the threshold; toxicity: mean P(toxic). Of all:
+        cosine_distance: mean over all pairs of attacks, if there is an embedder and more than one attack."""
         attacks = [response.strip() for response in responses]
-        toxicity, success = self._parts(self._log_toxicity(attacks, self.seed + 1)).mean(axis=0, dtype=np.float64).tolist()
-        found = {"success_rate": success, "toxicity": toxicity}
+        toxicity, success = self._parts(self._log_toxicity(attacks, self.seed + 1)).T
+        found: dict[str, float | np.ndarray] = {"success_rate": success, "toxicity": toxicity}
         if self.embedder_path and len(attacks) > 1:
             if self._embed is None:
                 assert self._started is not None

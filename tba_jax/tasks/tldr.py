@@ -162,9 +162,10 @@ class TLDR:
 
     def measures(
         self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray, rewards: np.ndarray
-    ) -> dict[str, float]:
-        """win_rate: share of responses that the gold model prefers to the query's reference summary (a tie counts half);
-        gold_reward, gold_reward_of_summaries: mean score of responses and of summaries. Empty without task.tldr.gold_path."""
+    ) -> dict[str, float | np.ndarray]:
+        """Of each response: win_rate_strict: whether the gold model prefers it to the query's reference summary;
+        win_rate_ties_half: the same, but half for a tie; gold_reward, gold_reward_of_summaries: scores of response and summary.
+        Empty without task.tldr.gold_path."""
         if not self._paths["gold"]:
             return {}
         if self._gold is None:
@@ -177,9 +178,10 @@ class TLDR:
         ours = _scores(self._gold, queries, responses, finished)
         theirs = np.array([self._gold_of_summary[query] for query in queries], np.float32)
         return {
-            "win_rate": float(np.mean((ours > theirs) + 0.5 * (ours == theirs))),
-            "gold_reward": float(ours.mean()),
-            "gold_reward_of_summaries": float(theirs.mean()),
+            "win_rate_strict": ours > theirs,
+            "win_rate_ties_half": (ours > theirs) + 0.5 * (ours == theirs),
+            "gold_reward": ours,
+            "gold_reward_of_summaries": theirs,
         }
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:

@@ -59,7 +59,7 @@ def test_the_report_is_that_of_the_runs_evaluator(run):
         before = path.read_bytes()
         found = evaluate.evaluate(run.root, step=step, settings=existing_run.Source(overrides=ON_ONE_DEVICE))
         theirs = json.loads(before)
-        assert found.keys() == theirs.keys() and "greedy_win_rate" not in found
+        assert found.keys() == theirs.keys() and "greedy_win_rate_strict" not in found
         assert found["score_name"] == theirs["score_name"] == "reward"
         for name in theirs.keys() - {*_OF_THE_CLOCK, "samples", "score_name"}:
             assert found[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
@@ -72,14 +72,17 @@ def test_other_settings_and_a_gold_model(run, capsys, tmp_path):
     output = tmp_path / "report.json"
     command_line.execute(evaluate, [f"--workdir={run.root}", f"--output={output}", *flags])
     said, written = capsys.readouterr().out, json.loads(output.read_text())
-    figure = f"reward {written['greedy_reward']:.3f} of greedy responses to 3 held-out queries"
+    figure = (
+        f"reward {written['greedy_reward']:.3f} ± {written['greedy_reward_stderr']:.3f} of greedy responses to 3 held-out queries"
+    )
     assert said == f"step {written['step']}: {figure}; the report is in {output}\n", "the samples fill a terminal"
     command_line.execute(evaluate, [f"--workdir={run.root}", *flags])
     printed = json.loads(capsys.readouterr().out)
     assert printed.keys() == written.keys() and printed["greedy_reward"] == pytest.approx(written["greedy_reward"])
     best = best_step.Scores(run.evaluations).best()
     assert best is not None and printed["step"] == best.step and printed["queries"] == 3
-    assert 0 <= printed["greedy_win_rate"] <= 1 and 0 <= printed["sampled_win_rate"] <= 1
+    for name in ("greedy_win_rate_strict", "greedy_win_rate_ties_half", "sampled_win_rate_strict", "sampled_win_rate_ties_half"):
+        assert 0 <= printed[name] <= 1 and 0 <= printed[f"{name}_stderr"] <= 0.5
 
 
 @pytest.mark.parametrize(
@@ -94,7 +97,7 @@ def test_other_settings_and_a_gold_model(run, capsys, tmp_path):
             "is a run of task.name='tldr', and --config.task.name asks for task.name='arithmetic'",
         ),
         (["--config=configs/demo.py"], "is a run of task.name='tldr', and --config=configs/demo.py has task.name='arithmetic'"),
-        (["--config.evaluation.queries=0"], "evaluation.queries=0 must be at least 1"),
+        (["--config.evaluation.queries=-1"], "evaluation.queries=-1 must be at least 0"),
         (["--config.evaluation.queries=some"], "evaluation.queries=some must be a whole number"),
         (["--config.evaluation.queries=1.5"], "evaluation.queries=1.5 must be a whole number, as 8 is"),
         (["--sep=3"], "there is no argument '--sep'; did you mean '--step'?"),

@@ -50,6 +50,10 @@ def test_decoding_is_bounded_by_what_a_step_reads():
     assert decoding.tokens == pytest.approx(16 * 1e12 / step) and decoding.rows == pytest.approx(decoding.tokens / 6)
     assert scoring.work == "scoring" and scoring.rows == pytest.approx(16 * 1e12 / (2 * LLAMA))
     assert found("searcher", Peaks(1e18, 1e12), learner__reference__kind="none") == [decoding]
+    assert [each.work for each in found("evaluator", Peaks(1e18, 1e12), learner__reference__kind="none")] == [
+        "decoding",
+        "scoring",
+    ]
     rounded = found("searcher", Peaks(1e18, 1e12), searchers__weights="int8")[0]
     assert 1.6 * decoding.tokens < rounded.tokens < 2 * decoding.tokens
     ways = found("searcher", Peaks(1e18, 1e12), devices=2, searchers__mesh__data=1, searchers__mesh__tensor=2)[0]

@@ -54,12 +54,12 @@ def test_every_program_of_a_role_has_figures(role):
     assert found.takes == found.worst.peak == max(fit.peak for fit in found.fits) and found.limit == machine.memory()
 
 
-@pytest.mark.parametrize("role", ["searcher", "evaluator"])
-def test_without_a_reference_nothing_scores_and_its_weights_are_not_held(role):
-    without, with_one = (fitted(role, learner__reference__kind=kind) for kind in ("none", "initial"))
-    assert [fit.name for fit in without.fits] == [name for name in PROGRAMS[role] if name != "scoring by the reference"]
+def test_without_a_reference_a_searcher_scores_nothing_and_does_not_hold_its_weights():
+    without, with_one = (fitted("searcher", learner__reference__kind=kind) for kind in ("none", "initial"))
+    assert [fit.name for fit in without.fits] == [name for name in PROGRAMS["searcher"] if name != "scoring by the reference"]
     decoding, with_weights = (fit_of(found, "decode") for found in (without, with_one))
     assert "reference" not in decoding.beside and decoding.peak == with_weights.peak - with_weights.beside["reference"]
+    assert [fit.name for fit in fitted("evaluator", learner__reference__kind="none").fits] == PROGRAMS["evaluator"]
 
 
 @pytest.fixture(scope="module")

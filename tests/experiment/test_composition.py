@@ -95,6 +95,12 @@ def test_the_extra_of_a_task_is_named_before_its_model(model_folder, monkeypatch
         composition.build(story_config(model_folder, model__path=str(model_folder / "nowhere")))
 
 
+@pytest.mark.parametrize("asked, given", [(0, 8), (3, 3), (9, 8)])
+def test_an_evaluation_may_have_all_held_out_queries(asked, given):
+    built = composition.build(tiny_run.config(evaluation__queries=asked))
+    assert composition.heldout_queries(built) == built.queries["heldout"][:given]
+
+
 def test_long_prompts_may_be_left_out(model_folder):
     stories = model_folder.parent / "stories.json"
     stories.write_text(json.dumps([f"w{i} " * (2 + i % 3) for i in range(20)]))

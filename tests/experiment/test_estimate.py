@@ -25,12 +25,12 @@ def test_weights_are_counted_as_they_are_held():
     assert found["trainer"]["frozen weights"] == 2 * params
 
 
-def test_without_a_reference_only_adapters_need_the_weights_of_step_0():
+def test_without_a_reference_only_evaluators_and_adapters_need_the_weights_of_step_0():
     whole, adapters = (memory(learner__reference__kind="none", lora__rank=rank) for rank in (0, 16))
-    for role in ("searcher", "evaluator"):
-        assert whole[role]["frozen weights"] == whole[role]["scoring"] == adapters[role]["scoring"] == 0
-        assert adapters[role]["frozen weights"] == 4 * 8_030_261_248
-        assert "reference" not in whole[role] | adapters[role]
+    searcher, with_adapters = whole["searcher"], adapters["searcher"]
+    assert searcher["frozen weights"] == searcher["scoring"] == with_adapters["scoring"] == 0
+    assert with_adapters["frozen weights"] == 4 * 8_030_261_248 == whole["evaluator"]["reference"]
+    assert "reference" not in searcher | with_adapters and whole["evaluator"] == memory()["evaluator"]
 
 
 @pytest.mark.parametrize("kind, size", [("reset", 2), ("ema", 4)])

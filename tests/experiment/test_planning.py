@@ -131,17 +131,3 @@ def test_the_next_size_is_the_largest_that_is_expected_to_fit():
     # One that is expected to take a little more than the limit is tried, one that would take far more is not.
     assert candidate(linear, 2, 5).next(30, 1.0) == 3 and candidate(linear, 2, 5).next(28, 1.0) is None
     assert candidate(linear, 2, 3).next(60, 1.0) is None
-
-
-def test_an_evaluator_that_scores_nothing_is_planned_by_its_decoding(monkeypatch):
-    """Its trials compile one program that it has, not all of them."""
-    fit, tried = compiling.fit, []
-
-    def recorded(*arguments, only="", **options):
-        tried.append(only)
-        return fit(*arguments, only=only, **options)
-
-    monkeypatch.setattr(compiling, "fit", recorded)
-    without = composition.build(tiny_run.config(**SETTINGS, learner__reference__kind="none"))
-    best(without, "evaluator", ENOUGH)
-    assert tried == ["decode", ""]

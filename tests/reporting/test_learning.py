@@ -23,6 +23,14 @@ def test_held_out_rewards_decide_where_they_differ_by_more_than_chance(first, la
     assert told == verdict and f"{first:.3f}" in sentence and f"{last:.3f}" in sentence and "100" in sentence
 
 
+@pytest.mark.parametrize("error, verdict", [(0.1, "yes"), (0.2, "unclear"), (0.0, "yes")])
+def test_the_standard_errors_of_the_reports_decide(error, verdict):
+    """0.5 is more than twice √2 · 0.1, and less than twice √2 · 0.2."""
+    found = [{"step": s, "greedy_reward": r, "greedy_reward_stderr": error, "queries": 4} for s, r in ((0, 0.25), (100, 0.75))]
+    told, sentence = learning.held_out(found)
+    assert told == verdict and f"0.250 ± {error:.3f} at step 0 to 0.750 ± {error:.3f} at step 100" in sentence
+
+
 def test_the_best_step_is_told():
     found = [{"step": step, "greedy_reward": reward, "queries": 256} for step, reward in ((0, 0.1), (50, 0.9), (100, 0.5))]
     assert learning.held_out(found)[1].endswith("0.500 at step 100; the best is 0.900 at step 50.")

@@ -39,7 +39,15 @@ def run(tmp_path) -> layout.RunDir:
 
 
 def evaluate(run: layout.RunDir, step: int, reward: float | None, name: str = "accuracy") -> None:
-    figures = {"greedy_reward": reward, name: reward, "sampled_reward": 0.5, "pass@4": 0.875, "queries": 256, "unscored": 0}
+    figures = {
+        "greedy_reward": reward,
+        name: reward,
+        "sampled_reward": 0.5,
+        "pass@4": 0.875,
+        "pass@4_stderr": 0.02,
+        "queries": 256,
+        "unscored": 0,
+    }
     report = {"step": step, "score_name": name, "time": 1e9, "seconds": 3.0, "samples": {"greedy": []}, **figures}
     layout.write_json(run.evaluations / f"{layout.step_name(step)}.json", report)
 
@@ -87,7 +95,11 @@ def test_a_local_checkpoint_is_no_model_of_the_hub(run, tmp_path):
 def test_the_scores_of_the_step_and_of_step_0(run):
     told = model_card.text(run, config(), base=NO_BASE, exported=MERGED)
     assert "|  | step 0 | step 2 (this model) |" in told
-    assert "| accuracy (reward of greedy responses) | 0.250 | 0.750 |" in told and "| pass@4 | 0.875 | 0.875 |" in told
+    assert (
+        "| accuracy (reward of greedy responses) | 0.250 | 0.750 |" in told
+        and "| pass@4 | 0.875 ± 0.020 | 0.875 ± 0.020 |" in told
+    )
+    assert "stderr" not in told
     assert "256 held-out queries" in told and "the best of 2 evaluated steps" in told
     evaluate(run, 3, 0.875)
     told = model_card.text(run, config(), base=NO_BASE, exported=MERGED)

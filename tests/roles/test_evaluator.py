@@ -1,9 +1,10 @@
-"""Which snapshots wait for the evaluator, and what asking costs; what its reports hold."""
+"""Which snapshots wait for the evaluator, and what asking costs; what its reports hold, against loops."""
 
 import dataclasses
 import itertools
 import os
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,14 @@ import pytest
 
 from tba_jax import sharding
 from tba_jax.experiment import composition, jobs, training
+from tba_jax.models import parameters
 from tba_jax.roles import evaluator
-from tba_jax.run import alarms, contract, layout, places, snapshots
+from tba_jax.run import alarms, contract, layout, metrics, places, snapshots
 from tba_jax.run.metrics import TimeAccount
 from tba_jax.run.record import Record
 from tba_jax.run.snapshots import COMMIT, SnapshotInfo
 from tba_jax.tasks.interface import Scores
-from tests.support import tiny_run
+from tests.support import applied, tiny_run
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -57,30 +59,6 @@ def test_a_snapshot_that_is_committed_later_is_not_missed(run):
     layout.write_json(run.policies / "00000010" / COMMIT, {})
     publish(run, 30)
     assert pending() == [0, 10, 20, 30]
-
-
-@pytest.mark.parametrize("samples, right", [(1, 1), (4, 0), (4, 1), (4, 3), (4, 4), (7, 2), (16, 5)])
-def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_one(samples, right):
-    given = [True] * right + [False] * (samples - right)
-    for k in range(1, samples + 1):
-        subsets = [any(subset) for subset in itertools.combinations(given, k)]
-        found = evaluator.pass_at(np.array([right, samples]), samples, k)
-        np.testing.assert_allclose(found, [np.mean(subsets), 1], rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "answers, right, share",
-    [
-        (["3", "4", "3"], [True, False, True], 1),
-        (["3", "4", "4"], [True, False, False], 0),
-        (["3", "4"], [True, False], 0.5),
-        (["", "", "3"], [False, False, True], 1),  # nothing is no answer
-        (["", ""], [False, False], 0),
-        (["3", "3"], [True, False], 0.5),  # one was cut at the limit, say
-    ],
-)
-def test_the_majority_is_right_as_its_most_frequent_answers(answers, right, share):
-    assert evaluator.majority(answers, right) == share
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +104,69 @@ def test_a_report_of_several_samples(prepared):
     for k in (1, 2, 4):
         solved = [any(r["reward"] for r in some) for each in of_queries for some in itertools.combinations(each, k)]
         assert report[f"pass@{k}"] == pytest.approx(np.mean(solved))
-    assert report["unscored"] == 0 and {name for name in report if "@" in name} == {"pass@1", "pass@2", "pass@4"}
+    of_k = {"pass@1", "pass@2", "pass@4"}
+    assert report["unscored"] == 0 and {name for name in report if "@" in name} == of_k | {f"{name}_stderr" for name in of_k}
+    means = [np.mean([response["reward"] for response in some]) for some in of_queries]
+    for name in ("sampled_reward", "pass@1"):
+        assert report[f"{name}_stderr"] == pytest.approx(np.std(means, ddof=1) / np.sqrt(8)), "queries are the units"
+    finished = [response["finished"] for response in greedy]
+    assert report["finished_stderr"] == pytest.approx(np.std(finished, ddof=1) / np.sqrt(8))
+    assert {"greedy_reward_stderr", "accuracy_stderr"} <= set(report)
+
+
+def logprobs(params: Any, s: jobs.Invocation, responses: Sequence[dict[str, Any]], *, temperature: float) -> list[float]:
+    """log π(y|x) of each response by a loop over its tokens."""
+    c, encode, model = s.experiment.contract, s.experiment.tokenizer.encode, s.experiment.policy.model
+    tokens = np.full((len(responses), c.prompt_length + c.response_length), c.pad_id, np.int32)
+    sums = []
+    for i, response in enumerate(responses):
+        row = [*encode(response["query"]), *encode(response["response"])[1:], *[c.eos_id] * response["finished"]]
+        tokens[i, : len(row)] = row
+    hidden = applied.hidden_states(params, tokens, config=model)
+    for i, response in enumerate(responses):
+        logits = np.array(applied.logits_of(params, hidden[i], config=model), np.float64) / temperature
+        logits[:, list(c.banned_tokens)] = -np.inf
+        begin = len(encode(response["query"]))
+        places = range(begin, begin + response["tokens"])
+        sums.append(sum(logits[t - 1, tokens[i, t]] - np.log(np.exp(logits[t - 1]).sum()) for t in places))
+    return sums
+
+
+@pytest.mark.parametrize("temperature, kind", [(0.5, "none"), (1.0, "initial")])
+def test_kl_and_perplexities_are_of_the_policy_of_step_0(prepared, tmp_path, temperature, kind):
+    """Of a policy that has moved, whatever reference its run trains with, at the scoring temperature and at 1."""
+    shutil.copytree(prepared.run.root, tmp_path / "run", ignore=shutil.ignore_patterns("evaluations"))
+    c = prepared.config.copy_and_resolve_references()
+    c.sampling.scoring_temperature, c.learner.reference.kind = temperature, kind
+    s = tiny_run.settings(tmp_path / "run", c)
+    policy, mesh = s.experiment.policy, sharding.make_mesh((-1, 1, 1), setting="test")
+    initial = snapshots.load_step(s.run.policies, 0, policy.model_specs, policy.model_shardings(mesh), dtype="float32")
+    moved = {name: 1.5 * np.asarray(leaf) for name, leaf in parameters.flatten(initial).items()}
+    moved = parameters.map_specs(lambda name, _: moved[name], policy.model_specs)
+    snapshots.save(s.run.policies / "00000100", moved, SnapshotInfo(step=100, epoch=1), dtype="float32")
+    report = jobs.make_evaluator(s.experiment, s.run).evaluate(100)
+    for name in ("greedy", "sampled"):
+        responses = report["samples"][name]
+        lengths = [len(s.experiment.tokenizer.encode(each["query"])) + each["tokens"] for each in responses]
+        paper = np.exp(-np.array(logprobs(initial, s, responses, temperature=1.0)) / lengths)
+        assert report[f"{name}_ref_perplexity_paper"] == pytest.approx(paper.mean(), rel=1e-4)
+        scored = logprobs(initial, s, responses, temperature=temperature)
+        nll = -sum(scored) / sum(each["tokens"] for each in responses)
+        assert report[f"{name}_ref_perplexity_per_response_token"] == pytest.approx(np.exp(nll), rel=1e-4)
+    assert report["ref_nll_per_token"] == pytest.approx(nll, rel=1e-4)
+    of_policy = logprobs(moved, s, responses, temperature=temperature)
+    kl = np.array(of_policy) - np.array(scored)
+    assert report["kl_to_initial"] == pytest.approx(kl.mean(), rel=1e-3) and abs(kl.mean()) > 0.01
+    of_queries = kl.reshape(4, 8).mean(axis=0)
+    assert report["kl_to_initial_stderr"] == pytest.approx(of_queries.std(ddof=1) / np.sqrt(8), rel=1e-3)
+
+
+def test_greedy_responses_may_be_drawn_at_a_low_temperature(prepared):
+    """At that of the samples they are the first of the samples."""
+    c = prepared.config.copy_and_resolve_references()
+    c.evaluation.greedy_temperature = prepared.experiment.contract.scoring_temperature
+    drawn = jobs.make_evaluator(dataclasses.replace(prepared.experiment, config=c), prepared.run).report(0)["samples"]
+    assert [r["response"] for r in drawn["greedy"]] == [r["response"] for r in drawn["sampled"][:8]]
 
 
 def test_a_damaged_snapshot_is_told_once_and_holds_up_nobody(prepared, tmp_path, caplog):
@@ -192,6 +232,8 @@ def test_rewards_that_could_not_be_found_count_nowhere(prepared, tmp_path):
         done = lambda run=run: bool(layout.steps_in(run.evaluations))  # noqa: E731
         evaluator.run_evaluator(made, prepared.config, run, account=TimeAccount(), stop=done)
     assert not alarms.read(tmp_path / "whole" / "metrics" / "evaluator")
+    (line,) = metrics.read_lines(tmp_path / "whole" / "metrics" / "evaluator")
+    assert {"greedy_reward_stderr", "pass@4_stderr", "kl_to_initial_stderr"} <= set(line)
     (told,) = alarms.read(tmp_path / "failing" / "metrics" / "evaluator")
     assert told.kind == "evaluation_fails" and "20 of the 40 held-out responses" in told.sentence
 
@@ -200,17 +242,26 @@ def test_a_tasks_own_measures_are_of_all_responses(prepared):
     prompts = [query.query.prompt for query in composition.heldout_queries(prepared.experiment)]
 
     class Measuring(Changed):
-        measure = "count"
+        measure, wrong = "count", 0.0
 
         def measures(self, queries, responses, finished, rewards):
             assert [query.prompt for query in queries] == prompts * (len(queries) // 8)
             assert finished.dtype == bool and rewards.dtype == np.float32
-            return {self.measure: len(responses), "unmeasured": np.nan}
+            second = np.arange(len(responses)) % 8 == 1
+            return {self.measure: len(responses), "unmeasured": np.nan, "of_each": second, "wrong": self.wrong}
 
     task = Measuring(prepared.experiment.task)
     report = evaluated(prepared, task)
     assert report["greedy_count"] == 8 and report["sampled_count"] == 32 and np.isnan(report["greedy_unmeasured"])
     assert layout.read_json(prepared.run.evaluations / "00000000.json")["sampled_unmeasured"] is None
-    task.measure = "reward"
+    for kind in ("greedy", "sampled"):  # one of eight queries, however many samples it has
+        assert report[f"{kind}_of_each"] == 1 / 8 and report[f"{kind}_of_each_stderr"] == pytest.approx(1 / 8)
+    assert not {"greedy_count_stderr", "greedy_unmeasured_stderr"} & set(report)
+    task.wrong = np.zeros(3)
+    with pytest.raises(
+        ValueError, match=r"'wrong' values of shape \(3,\) for 8 responses; it must be one number, or one for each"
+    ):
+        evaluated(prepared, task)
+    task.measure, task.wrong = "reward", 0.0
     with pytest.raises(ValueError, match=r"measures\(\) of task Measuring gave 'reward', and greedy_reward is another figure"):
         evaluated(prepared, task)

@@ -36,11 +36,11 @@ def test_the_end_of_a_long_run_holds_a_few_numbers_a_line(tmp_path):
 
 
 def evaluation(run: layout.RunDir, step: int, reward: float) -> None:
-    names = ("sampled_reward", "finished", "ref_nll_per_token", "kl_to_ref")
+    names = ("sampled_reward", "finished", "ref_nll_per_token", "kl_to_initial")
     run.evaluations.mkdir(exist_ok=True)
     layout.write_json(
         run.evaluations / f"{layout.step_name(step)}.json",
-        {"step": step, "greedy_reward": reward, "samples": [], **dict.fromkeys(names, 0.25)},
+        {"step": step, "greedy_reward": reward, "greedy_reward_stderr": 0.01, "samples": [], **dict.fromkeys(names, 0.25)},
     )
 
 
@@ -54,7 +54,7 @@ def test_a_run_that_was_stopped_early_shows_what_is_there(tmp_path, capsys):
     evaluation(run, 0, 0.125)
     results.tell(run, label="demo", score_name="accuracy")
     told = capsys.readouterr().out
-    assert "step 0" in told and "0.125" in told and "rows seen by the trainer" in told and "results in" not in told
+    assert "step 0" in told and "0.125 ± 0.010" in told and "rows seen by the trainer" in told and "results in" not in told
     assert (tmp_path / "progress.png").read_bytes()[:4] == b"\x89PNG"
     assert "since it resumed" not in told
     events.Events(run.metrics("trainer"), cost=Cost()).tell("resume", step=3)

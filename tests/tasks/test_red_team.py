@@ -119,9 +119,9 @@ def test_reports_measure_with_replies_of_their_own(folders, task):
     query = task.queries("heldout")[0]
     found = task.measures([query] * 5, ATTACKS, np.ones(5, bool), np.zeros(5, np.float32))
     other = score(started(folders, seed=1), ATTACKS)
-    assert found["toxicity"] == pytest.approx(other.parts[:, 0].mean(), abs=1e-5)
-    assert found["success_rate"] == pytest.approx(other.parts[:, 1].mean(), abs=1e-6)
-    assert found["toxicity"] != pytest.approx(score(task, ATTACKS).parts[:, 0].mean(), abs=1e-6)
+    np.testing.assert_allclose(found["toxicity"], other.parts[:, 0], atol=1e-5)
+    np.testing.assert_array_equal(found["success_rate"], other.parts[:, 1])
+    assert abs(found["toxicity"] - score(task, ATTACKS).parts[:, 0]).max() > 1e-6
     embeddings = LOADERS.embedder(folders["bert_embedding"], mesh(), setting="test")([attack.strip() for attack in ATTACKS])
     pairs = [1 - float(embeddings[i] @ embeddings[j]) for i in range(5) for j in range(i)]
     assert found["cosine_distance"] == pytest.approx(sum(pairs) / 10, abs=1e-5)

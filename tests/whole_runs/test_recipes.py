@@ -78,8 +78,8 @@ def test_a_recipe_runs_in_turn(recipe, tmp_path, one_device):
     check_run(s.run, PRETRAINED[recipe], tmp_path / "exported", s.config.model.path)
     if recipe.startswith("tldr"):
         report = layout.read_json(s.run.evaluations / f"{layout.step_name(STEPS)}.json")
-        assert 0 <= report["greedy_win_rate"] <= 1
-        assert report["ref_perplexity"] == pytest.approx(np.exp(report["ref_nll_per_token"]))
+        assert 0 <= report["greedy_win_rate_strict"] <= report["greedy_win_rate_ties_half"] <= 1
+        assert report["sampled_ref_perplexity_per_response_token"] == pytest.approx(np.exp(report["ref_nll_per_token"]))
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_models_of_a_task_are_loaded_by_the_processes_that_score(tmp_path):
     run = layout.RunDir(tmp_path / "run")
     for step in (0, STEPS):
         report = layout.read_json(run.evaluations / f"{layout.step_name(step)}.json")
-        assert 0 <= report["greedy_win_rate"] <= 1 and report["unscored"] == 0
+        assert 0 <= report["greedy_win_rate_strict"] <= 1 and report["unscored"] == 0
     check_rewards(run, reward)
     reward.rename(tmp_path / "elsewhere")
     for role, code in (("trainer", 0), ("searcher", processes.BAD_INPUT)):

@@ -77,6 +77,7 @@ def runs_in_turn(c, folders, tmp_path):
     check_run(s.run, "log_toxicity", tmp_path / "exported", c.model.path)
     report = layout.read_json(s.run.evaluations / f"{layout.step_name(STEPS)}.json")
     assert report["queries"] == 1 and 0 <= report["sampled_success_rate"] <= 1 and 0 < report["sampled_toxicity"] < 1
+    assert 0 <= report["sampled_success_rate_stderr"] <= 0.5, "the samples of one prompt are the units"
     reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
     rows = [reader.read(writer, 0, head) for writer, head in reader.heads().items()]
     for each in rows:

@@ -384,6 +384,7 @@ def programs(
         tokenizer=tokenizer,
         rows=_rows_per_batch(config),
         limits=_scoring_settings(config),
+        scores=contract.has_reference,
         section="searchers",
         slots_setting="searchers.slots",
         **_sampling_settings(config, contract, queries, mesh),
