@@ -1,7 +1,7 @@
 """MATH with Qwen2.5-7B (base) and TBA′, evaluated on MATH-500: --config=configs/math_qwen2_5_7b.py[:VARIANT].
 
-VARIANT: async2 (the default: no row of an update is more than 2 updates old) | async10 | a name of configs/baselines.py, such as
-dr_grpo, with which the paper compares: its objective at async10 | small[-VARIANT] (configs/small.py).
+VARIANT: async2 (the default: rows are of the weights of at least 2 updates ago) | async10 | a name of configs/baselines.py, such
+as dr_grpo, with which the paper compares: its objective at async10 | small[-VARIANT] (configs/small.py).
 
 Paper:     TBA′ on MATH: β 0.005, reference reset every ρ = 50 steps, K 16, 32 × 16 rows, 400 steps; MATH-500 pass@1 above that of
            Dr. GRPO, most clearly at async 10.
@@ -14,7 +14,8 @@ Hardware:  a trainer on 8 × 80 GB, over which its state is divided, and searche
 Score:     not measured here.
 Departures from the authors' code (docs/recipes.md has every setting beside theirs):
            publish.dtype: snapshots are bfloat16; searchers compute in bfloat16 in any case.
-           replay.max_staleness: rows are at most `level` updates old; there they are exactly so, because both sides wait.
+           replay.max_staleness: rows are `level` to `level + 2` updates old: searchers sample the next batch while the trainer
+           learns from the last one. There they are exactly `level` updates old, because both sides wait.
            learner.row_divisor: that of the public commit, which divides a row by its own length. Whether the paper's figures
            were made with it is not known; --config.learner.row_divisor=response_budget divides all rows by the same number.
 """
@@ -47,13 +48,13 @@ def get_config(variant: str = ""):
     c.searchers.slots = 96  # 16 GiB of caches at these lengths, over all devices
     c.searchers.mesh.tensor = 4
     c.evaluation.mesh.tensor = 4
-    # Each row is trained on once. A searcher is at most `level` batches ahead of the trainer, and older rows are left out. With
-    # more searchers, divide max_rows_per_snapshot by their number.
+    # Each row is trained on once, the newest first. With each snapshot a searcher samples up to two batches; an update takes one;
+    # with more searchers, divide max_rows_per_snapshot by their number. What fast searchers sample beyond that is left out.
     level = _LEVELS.get(variant, 10)
-    c.searchers.max_rows_per_snapshot = level * 512
+    c.searchers.lag = level
+    c.searchers.max_rows_per_snapshot = 2 * 512
     c.replay.recent_probability = 1.0
-    c.replay.recent_window = level
-    c.replay.max_staleness = level
+    c.replay.max_staleness = level + 2
     c.replay.max_draws_per_row = 1
     c.replay.merge_duplicates = False
     c.learner.objective = "tba_prime"

@@ -107,6 +107,7 @@ def _check_together(config: Any, require: Require, *, weights: bool) -> None:
     _check_objective(config, OBJECTIVES[config.learner.objective], require)
     _check_interleaved(config, require)
     _check_searchers(config, require)
+    _check_lag(config, require)
     _check_swaps(config, require)
     _check_prompt_selection(config, require)
     for sentence in (*flow.refusals(config), *session.refused_names(config.metrics)):
@@ -326,6 +327,10 @@ def _check_interleaved(config: Any, require: Require) -> None:
     )
     require(keep == 0 or keep > lag, f"publish.keep={keep} must be 0 (all) or more than schedule.lag={lag}")
     require(
+        not searchers.lag,
+        f"searchers.lag={searchers.lag} must be 0 with schedule.mode=interleaved, whose lag is schedule.lag={lag}",
+    )
+    require(
         evaluation.task_devices == searchers.task_devices or not evaluation.enabled,
         f"evaluation.task_devices={evaluation.task_devices} must be searchers.task_devices={searchers.task_devices} with "
         "schedule.mode=interleaved, where both use one process' models",
@@ -342,6 +347,22 @@ def _check_searchers(config: Any, require: Require) -> None:
     require(
         searchers.count > 0 or (config.replay.mount and config.schedule.mode == "asynchronous"),
         f"searchers.count={searchers.count} needs replay.mount, whose rows are trained on, and schedule.mode=asynchronous",
+    )
+
+
+def _check_lag(config: Any, require: Require) -> None:
+    """What searchers.lag asks of the snapshots of an asynchronous run."""
+    lag, publish, least = config.searchers.lag, config.publish, flow.least_kept(config)
+    if not lag or config.schedule.mode == "interleaved":
+        return
+    require(
+        lag % publish.every_steps == 0,
+        f"searchers.lag={lag} must be a multiple of publish.every_steps={publish.every_steps}: other steps have no snapshot",
+    )
+    require(
+        publish.keep == 0 or publish.keep >= least,
+        f"searchers.lag={lag} needs publish.keep={publish.keep} to be 0 (all) or at least {least}: a snapshot is taken up when "
+        f"searchers.lag / publish.every_steps newer ones are there, and two more may come while it is read",
     )
 
 

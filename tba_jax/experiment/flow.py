@@ -6,6 +6,8 @@ refused here. What can starve only by what happens (a searcher leaves, rewards f
 `publish.at_most_seconds` while the run runs: see roles/trainer/relief.py.
 """
 
+import bisect
+import itertools
 from typing import Any
 
 
@@ -18,6 +20,17 @@ def refusals(config: Any) -> list[str]:
 def first_gap(config: Any) -> int:
     """Trainer steps from the first snapshot to the next regular one: the largest there is between two (see Publishing.is_due)."""
     return min(config.publish.every_steps, config.evaluation.every_steps, config.learner.steps)
+
+
+def least_kept(config: Any) -> int:
+    """The least publish.keep, above 0, that removes no snapshot which searchers may still want.
+
+    In turn, that of the step schedule.lag before. Else that of searchers.lag steps before the newest; two more snapshots may be
+    published while it is read.
+    """
+    if config.schedule.mode == "interleaved":
+        return config.schedule.lag + 1
+    return config.searchers.lag // config.publish.every_steps + 3
 
 
 def queries_per_snapshot(config: Any) -> int:
@@ -38,8 +51,8 @@ def _lag(config: Any) -> str:
 
 
 def _age(config: Any) -> str:
-    """Rows of the weights of step p may be drawn at p … p + limit; where no newer snapshot comes until then, none can be."""
-    limit, gap, steps = config.replay.max_staleness, first_gap(config), config.learner.steps
+    """Rows of the weights of step p may be drawn at p … p + limit; where no newer weights come until then, none can be."""
+    limit, lag, steps = config.replay.max_staleness, config.searchers.lag, config.learner.steps
     if not limit:
         return ""
     if not config.searchers.count and steps > limit + 1:
@@ -47,13 +60,17 @@ def _age(config: Any) -> str:
             f"searchers.count=0 leaves only rows of replay.mount, which count as of step 0: under replay.max_staleness={limit} "
             f"no step after {limit + 1} of learner.steps={steps} may draw them"
         )
-    if gap <= limit + 1:
-        return ""
-    named = _named_gap(config, gap)
-    return (
-        f"replay.max_staleness={limit} lets the rows of a snapshot be drawn in {limit + 1} steps, and the next snapshot comes "
-        f"after {gap} ({named}): step {limit + 2} would wait for ever"
-    )
+    every = config.publish.every_steps, config.evaluation.every_steps
+    published = [step for step in range(steps + 1) if step == steps or not all(step % each for each in every)]
+    for newest, following in itertools.pairwise(published):
+        used = published[bisect.bisect_right(published, max(0, newest - lag)) - 1]
+        if following - used > limit + 1:
+            named = f"searchers.lag={lag}" if lag else _named_gap(config, first_gap(config))
+            return (
+                f"replay.max_staleness={limit} lets the rows of a snapshot be drawn in {limit + 1} steps, and the next snapshot "
+                f"comes after {following - used} ({named}): step {used + limit + 2} would wait for ever"
+            )
+    return ""
 
 
 def _first_update(config: Any) -> str:

@@ -176,6 +176,9 @@ c.searchers.reward_batches = setting(32, at_least=1)  # batches that may wait fo
 c.searchers.cpu_devices = setting(1, at_least=1)  # data-parallel decoders of a searcher process on CPUs, at best one per core
 c.searchers.task_devices = setting(0, at_least=0)  # last devices of a searcher, for the task's models alone; 0: they share all
 c.searchers.max_rows_per_snapshot = setting(0, at_least=0)  # backpressure: rows before it waits for a newer snapshot; 0: off
+# asynchronous: searchers take up the newest snapshot that is at least so many steps older than the newest published one, step 0
+# until there is one: no row is of newer weights. A multiple of publish.every_steps. 0: the newest snapshot.
+c.searchers.lag = setting(0, at_least=0)
 c.searchers.give_up_seconds = setting(300.0, above=0)  # a searcher whose rows have had no reward for so long ends
 c.searchers.poll_seconds = setting(0.2, above=0)  # between looks at a local folder; an object store is asked every 2 s at most
 c.searchers.stop_seconds = setting(10.0, at_least=0)  # for the batch in flight after SIGTERM; then it is abandoned

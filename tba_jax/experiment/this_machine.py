@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from tba_jax.experiment import answer, composition, disk, named_policy, prompt_check
+from tba_jax.experiment import answer, composition, disk, flow, named_policy, prompt_check
 from tba_jax.experiment.composition import Experiment
 from tba_jax.roles import gpus
 from tba_jax.run import layout
@@ -225,9 +225,9 @@ def _budgets(config: Any, *, kind: str, count: int) -> Iterator[Settings]:
 
 def _disks(config: Any) -> Iterator[Settings]:
     """The recipe's own files where they are bounded, then ever fewer."""
-    yield {"publish.keep": config.publish.keep or max(5, config.schedule.lag + 1)}
+    yield {"publish.keep": config.publish.keep or max(5, flow.least_kept(config))}
     fewer = {
-        "publish.keep": max(3, config.schedule.lag + 1),
+        "publish.keep": max(3, flow.least_kept(config)),
         "publish.dtype": "bfloat16",
         "checkpoint.keep": 1,
         "replay.retention": "checkpoints",

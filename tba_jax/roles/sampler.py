@@ -175,14 +175,21 @@ class Sampler:
         self._damaged = DamagedSnapshots(run.policies, follows=follows)
         self.step = -1
 
-    def load_newest(self) -> bool:
+    @property
+    def published(self) -> int:
+        """The newest published step that `load_newest` has seen, −1 before the first."""
+        return max(self.step, self._damaged.newest)
+
+    def load_newest(self, *, lag: int) -> bool:
         """Hands the newest whole snapshot to the engine if it is newer than the last one. Returns whether there was one.
+
+        Args: lag: see damaged_snapshots.lagging.
 
         May be called from a thread beside the one that decodes: the engine takes the weights up while it runs.
         """
         if not self.engine.swapped:  # the memory holds one snapshot that waits to be taken up, not two
             return False
-        newest = self._damaged.load_newest(**self._snapshot, newer_than=self.step)
+        newest = self._damaged.load_newest(**self._snapshot, newer_than=self.step, lag=lag)
         if newest is not None:
             self._hand_over(*newest)
         return newest is not None

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from tba_jax.models.parameters import Params, Specs
@@ -18,12 +18,19 @@ _MOST_SENTENCES = 64
 T = TypeVar("T")
 
 
+def lagging(steps: Sequence[int], *, lag: int) -> list[int]:
+    """Of the published steps, ascending: those that are at least `lag` older than the newest; step 0 where none is."""
+    return [step for step in steps if step <= max(0, steps[-1] - lag)]
+
+
 class DamagedSnapshots:
     """What one role knows of the damaged snapshots of a run."""
 
     def __init__(self, policies: Place, *, follows: str):
         """Args: follows: what the role does without a damaged snapshot, in part of a sentence."""
         self._policies, self._follows = policies, follows
+        # The newest published step, −1 before the first; only kept by `load_newest` under a lag.
+        self.newest = -1
         # Step -> the version of its commit.json as it was read. One that is forgotten would be read again and again.
         self._found: dict[int, bytes] = {}
         # Step -> the sentence about it, of the newest steps.
@@ -60,16 +67,19 @@ class DamagedSnapshots:
             return None
 
     def load_newest(
-        self, specs: Specs, shardings: Params, *, newer_than: int, dtype: str = "float32"
+        self, specs: Specs, shardings: Params, *, newer_than: int, lag: int = 0, dtype: str = "float32"
     ) -> tuple[int, Params] | None:
-        """The newest whole snapshot above the step `newer_than`, None where there is none.
+        """The newest whole snapshot above the step `newer_than`, None where there is none. Args: lag: see `lagging`.
 
-        Where one is damaged, or vanishes while it is read, the one before is taken.
+        Where one is damaged, the one before is taken; where one vanishes while it is read, this looks again.
         """
         damaged: set[int] = set()
         while True:
-            above = reversed(layout.steps_in(self._policies, newer_than=newer_than))
-            asked = self.without(step for step in above if step not in damaged)
+            above = layout.steps_in(self._policies, newer_than=newer_than)
+            while lag and above and not snapshots.is_committed(self._policies, above[-1]):
+                above.pop()  # it is being written
+            self.newest = above[-1] if lag and above else self.newest
+            asked = self.without(step for step in reversed(lagging(above, lag=lag)) if step not in damaged)
             step = next((step for step in asked if snapshots.is_committed(self._policies, step)), None)
             if step is None:
                 return None

@@ -203,6 +203,18 @@ def test_the_schema_loads_without_jax():
         ({"replay.mount": ("a", 3)}, "replay.mount=('a', 3) must hold folders of runs, such as '(\"runs/first\","),
         ({"publish.keep": 1}, "publish.keep=1 must be 0 or at least 3"),
         (
+            {"searchers.lag": 5, "publish.every_steps": 2},
+            "searchers.lag=5 must be a multiple of publish.every_steps=2",
+        ),
+        (
+            {"searchers.lag": 8, "publish.every_steps": 2, "publish.keep": 6},
+            "searchers.lag=8 needs publish.keep=6 to be 0 (all) or at least 7",
+        ),
+        (
+            {"searchers.lag": 4, "schedule.mode": "interleaved", "schedule.lag": 4},
+            "searchers.lag=4 must be 0 with schedule.mode=interleaved, whose lag is schedule.lag=4",
+        ),
+        (
             {"publish.keep": 4, "schedule.mode": "interleaved", "schedule.lag": 4},
             "publish.keep=4 must be 0 (all) or more than schedule.lag=4",
         ),

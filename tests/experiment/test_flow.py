@@ -130,6 +130,7 @@ def flows(draw: Any) -> Any:
         "learner.steps": (1, 9),
     }
     c.update_from_flattened_dict({name: draw(st.integers(*limits)) for name, limits in ranges.items()})
+    c.searchers.lag = c.publish.every_steps * draw(st.integers(0, 3))
     c.replay.recent_probability = draw(st.floats(0, 1))
     c.replay.recent_fill = draw(st.sampled_from(("repeat", "older")))
     c.replay.capacity_per_query = draw(st.integers(K, 2 * S))
@@ -176,6 +177,11 @@ def test_good_duplicates_that_are_used_up_keep_no_run_from_going_on(window, limi
             "(publish.every_steps=5): step 5 would wait for ever",
         ),
         (
+            {"replay.max_staleness": 4, "publish.every_steps": 2, "searchers.lag": 4},
+            "replay.max_staleness=4 lets the rows of a snapshot be drawn in 5 steps, and the next snapshot comes after 6 "
+            "(searchers.lag=4): step 6 would wait for ever",
+        ),
+        (
             {"replay.max_draws_per_row": 1, "publish.every_steps": 5, "searchers.max_rows_per_snapshot": 4},
             "searchers.max_rows_per_snapshot=4 lets searchers.count=2 searchers generate 8 rows with a snapshot, each drawn "
             "replay.max_draws_per_row=1 times at most; the 5 updates until the next snapshot (publish.every_steps=5) draw 20",
@@ -210,11 +216,12 @@ def test_what_can_never_go_on_is_refused_by_its_settings(changes, sentence):
     "changes",
     [
         {"replay.max_staleness": 3, "publish.every_steps": 4},
+        {"replay.max_staleness": 5, "publish.every_steps": 2, "searchers.lag": 4},
         {"replay.max_draws_per_row": 1, "publish.every_steps": 2, "searchers.max_rows_per_snapshot": 8},
         {"searchers.max_rows_per_snapshot": 3, "publish.every_steps": 1},
         {"searchers.max_rows_per_snapshot": 12, "publish.every_steps": 1, "replay.min_rows": 9, "replay.capacity": 8},
     ],
-    ids=["age", "draws", "a quota is of whole batches", "rows that have left again count as come"],
+    ids=["age", "age and lag", "draws", "a quota is of whole batches", "rows that have left again count as come"],
 )
 def test_what_just_can_go_on_passes(changes):
     assert look(config((2, 2, 2, 2, 1), **changes), 0) == ""

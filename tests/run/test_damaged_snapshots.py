@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tba_jax.run import layout, places, snapshots
-from tba_jax.run.damaged_snapshots import DamagedSnapshots
+from tba_jax.run.damaged_snapshots import DamagedSnapshots, lagging
 from tba_jax.run.snapshots import SnapshotInfo
 from tests.support.tiny_snapshots import SPECS, assert_same_bits, random_params, shardings
 
@@ -50,6 +50,53 @@ def test_the_newest_snapshot_is_taken_once(tmp_path):
     assert step == 4
     assert_same_bits(params, random_params(4))
     assert load(newer_than=4) is None
+
+
+@pytest.mark.parametrize(
+    ("steps", "lag", "found"),
+    [
+        ([], 4, []),
+        ([0], 4, [0]),
+        ([0, 2], 4, [0]),
+        ([0, 2, 4], 4, [0]),
+        ([0, 2, 4, 6], 4, [0, 2]),
+        ([0, 20, 22, 24], 4, [0, 20]),  # older ones were removed
+        ([0, 2, 3, 4, 7], 4, [0, 2, 3]),  # a trainer that waited has published steps between
+        ([22, 24], 4, []),  # above the one in use
+        ([0, 2, 4], 0, [0, 2, 4]),
+    ],
+)
+def test_those_may_be_taken_up_that_are_as_much_older_than_the_newest(steps, lag, found):
+    assert lagging(steps, lag=lag) == found
+
+
+def test_under_a_lag_the_newest_that_is_old_enough_is_taken(tmp_path, monkeypatch, loads):
+    known = DamagedSnapshots(tmp_path, follows="Without it")
+    load = functools.partial(known.load_newest, SPECS, shardings(), lag=4)
+    save(tmp_path, 0)
+    assert load(newer_than=-1)[0] == 0 and known.newest == 0
+    for step in (2, 4):
+        save(tmp_path, step)
+        assert load(newer_than=0) is None and known.newest == step
+    (tmp_path / layout.step_name(6)).mkdir()  # it is being written
+    assert load(newer_than=0) is None and known.newest == 4
+    save(tmp_path, 6)
+    assert load(newer_than=0)[0] == 2
+    # It vanishes while it is read, when two more have come.
+    save(tmp_path, 8)
+    load_step = snapshots.load_step
+
+    def pruned(policies, step, *arguments, **settings):
+        if step == 4 and snapshots.is_committed(policies, 4):
+            for newer in (10, 12):
+                save(tmp_path, newer)
+            snapshots.remove(policies, 4)
+        return load_step(policies, step, *arguments, **settings)
+
+    monkeypatch.setattr(snapshots, "load_step", pruned)
+    step, params = load(newer_than=2)
+    assert step == 8 and known.newest == 12
+    assert_same_bits(params, random_params(8))
 
 
 @pytest.mark.parametrize("moment", ["before opening", "before reading"])

@@ -32,14 +32,16 @@ class _Searcher:
         self.quota = Quota(
             max_rows=s.max_rows_per_snapshot, queries_per_batch=s.queries_per_batch, samples_per_query=s.samples_per_query
         )
-        self.step = -1
+        self.step = self.newest = -1
         self.batches: deque[tuple[int, list[int]]] = deque()  # decoded, not delivered: step of the weights, queries
         self.rows = 0
 
     def refresh(self) -> None:
-        if self.world.newest > self.step:
-            self.step = self.world.newest
+        if self.world.newest > self.newest:
+            self.newest = self.world.newest
             self.quota.renew()
+            wanted = max(0, self.newest - self.world.config.searchers.lag)
+            self.step = max(step for step in self.world.published if step <= wanted)
         if not self.quota.is_left and not self.batches:
             self.quota.wait(self.world.grants)
 
@@ -84,7 +86,7 @@ class World:
             merge_duplicates=True,
             merge_keep=replay.merge_keep,
         )
-        self.step, self.newest, self.grants, self.clock = 0, 0, 0, 0.0
+        self.step, self.published, self.grants, self.clock = 0, [0], 0, 0.0
         self.arrived: list[tuple[str, dict[str, np.ndarray]]] = []
         self._kinds, self._responses = kinds, 0
         self.reward = lambda: 0.0
@@ -105,9 +107,14 @@ class World:
         self._responses += 1
         return 1 + (self._responses % self._kinds if self._kinds else self._responses)
 
+    @property
+    def newest(self) -> int:
+        return self.published[-1]
+
     def _publish(self) -> bool:
         missing = self.newest < self.step
-        self.newest = self.step
+        if missing:
+            self.published.append(self.step)
         return missing
 
     def _grant(self) -> None:

@@ -148,8 +148,8 @@ PAPER: dict[str, Values] = {
     "gsm8k_rho1b:700_steps": _GSM8K
     | {"learner.steps": 700, "learner.schedule_steps": 1000, "learner.decay_steps": 600, "learner.beta_start": 0.014},
     "tldr_pythia:410m": _TLDR,
-    "math_qwen2_5_7b:async2": _MATH,
-    "math_qwen2_5_7b:async10": _MATH,
+    "math_qwen2_5_7b:async2": _MATH | {"searchers.lag": 2},
+    "math_qwen2_5_7b:async10": _MATH | {"searchers.lag": 10},
     "red_team_gpt2": _RED_TEAM,
     "red_team_llama3_2_1b": _RED_TEAM
     | {
@@ -185,7 +185,7 @@ _OF_RED_TEAM = {
 
 
 def _of_math(level: int) -> dict[str, Departure]:
-    at_most = Departure(f"exactly {level}", level, "nobody waits, so rows are at most so old")
+    at_most = Departure(f"exactly {level}", level + 2, "searchers sample the next batch while the trainer learns from the last")
     known = "their public commit; whether the paper's figures were made with it is not known"
     return {
         "learner.row_divisor": Departure("row_length", "row_length", known),
@@ -236,6 +236,7 @@ UNSTATED: dict[str, Any] = {
     "sampling.explore_top_p_low": 0.7,
     "searchers.prompt_selection": "uniform",
     "searchers.weights": "full",
+    "searchers.lag": 0,
     "replay.capacity": 50_000,
     "replay.merge_edit_distance": 0.0,
     "replay.merge_cosine_distance": 0.0,
@@ -270,22 +271,18 @@ UNSTATED: dict[str, Any] = {
 }
 
 
-def _own_of_math(level: int) -> dict[str, Any]:
-    return {
-        "task.long_prompts": "skip",
-        "task.stop_strings": ("<|im_end|>",),
-        "learner.warmup_steps": 0,
-        "replay.recent_probability": 1.0,
-        "replay.recent_window": level,
-        "replay.max_draws_per_row": 1,
-        "replay.merge_duplicates": False,
-        "replay.strategy": "uniform",
-        "replay.capacity_per_query": 100,
-        "replay.min_rows": 0,
-        "publish.every_steps": 1,
-    }
-
-
+_OWN_OF_MATH = {
+    "task.long_prompts": "skip",
+    "task.stop_strings": ("<|im_end|>",),
+    "learner.warmup_steps": 0,
+    "replay.recent_probability": 1.0,
+    "replay.max_draws_per_row": 1,
+    "replay.merge_duplicates": False,
+    "replay.strategy": "uniform",
+    "replay.capacity_per_query": 100,
+    "replay.min_rows": 0,
+    "publish.every_steps": 1,
+}
 _OWN_OF_RED_TEAM = {
     "task.prompt_length": 16,
     "lora.rank": 32,
@@ -295,8 +292,8 @@ _OWN_OF_RED_TEAM = {
 }
 OWN: dict[str, dict[str, Any]] = {
     "tldr_pythia:410m": {"task.long_prompts": "skip"},
-    "math_qwen2_5_7b:async2": _own_of_math(2),
-    "math_qwen2_5_7b:async10": _own_of_math(10),
+    "math_qwen2_5_7b:async2": _OWN_OF_MATH,
+    "math_qwen2_5_7b:async10": _OWN_OF_MATH,
     "red_team_gpt2": _OWN_OF_RED_TEAM,
     "red_team_llama3_2_1b": _OWN_OF_RED_TEAM | {"replay.capacity_per_query": 150_000},
 }
@@ -307,6 +304,7 @@ _BESIDES = (
         "searchers.samples_per_query",
         "searchers.prompt_selection",
         "searchers.weights",
+        "searchers.lag",
         "task.prompt_length",
         "task.response_length",
         "task.long_prompts",

@@ -177,7 +177,7 @@ def run_searcher(
                     time.sleep(poll_seconds)
                 if not searcher.may_search:
                     searcher.look_for_grant(grants.number(run))
-                    pause.waits(searcher.policy_step, searcher.damage)
+                    pause.waits(searcher.published_step, searcher.damage)
             take_reports()
         take_reports(config.searchers.stop_seconds)
     finally:

@@ -126,13 +126,15 @@ class Searcher:
         )
 
     def refresh(self) -> bool:
-        """Takes up the newest snapshot if it is newer than the last one. Returns whether there was one.
+        """Takes up the newest snapshot of those that searchers.lag allows, if it is newer than the last. Returns whether it was.
 
         May be called from a thread beside the one that searches.
         """
-        begin = time.monotonic()
-        if found := self._sampler.load_newest():
+        begin, published = time.monotonic(), self._sampler.published
+        if found := self._sampler.load_newest(lag=self._config.searchers.lag):
             self._note_load(begin)
+        if self._sampler.published > published:  # though it may not be taken up yet: the trainer needs rows to go on
+            self._quota.renew()
         return found
 
     def _note_load(self, begin: float) -> None:
@@ -142,7 +144,6 @@ class Searcher:
         record.timeline.note("load_policy", begin, time.monotonic())
         record.events.tell("swap", step=self._sampler.step)
         record.step = max(record.step, self._sampler.step)
-        self._quota.renew()
 
     def load_step(self, step: int) -> None:
         """Takes up the snapshot of exactly this trainer step."""
@@ -150,6 +151,7 @@ class Searcher:
             begin = time.monotonic()
             self._sampler.load_step(step)
             self._note_load(begin)
+            self._quota.renew()
 
     @property
     def may_search(self) -> bool:
@@ -160,6 +162,8 @@ class Searcher:
     def policy_step(self) -> int:
         """The trainer step of the newest weights, -1 before the first."""
         return self._sampler.step
+
+    published_step = property(lambda self: self._sampler.published)
 
     @property
     def damage(self) -> str:

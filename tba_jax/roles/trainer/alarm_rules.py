@@ -177,7 +177,7 @@ def logprob_gap_alarm(points: Sequence[Point], c: Any) -> Finding | None:
 def searchers_behind(points: Sequence[Point], c: Any) -> Finding | None:
     """The newest rows are of old weights: searchers are too slow, have stopped, or get no snapshots."""
     lags = series(points, "newest_row_lag", count=POINTS)
-    limit = max(_STEPS_BEHIND, _PUBLICATIONS_BEHIND * c.publish.every_steps) + c.schedule.lag
+    limit = max(_STEPS_BEHIND, _PUBLICATIONS_BEHIND * c.publish.every_steps) + c.schedule.lag + c.searchers.lag
     if not c.searchers.count or not lags or min(lags) <= limit:  # without searchers, a run learns from old rows
         return None
     return Finding(

@@ -108,6 +108,7 @@ def test_what_a_schedule_asks_for_is_not_behind():
     assert kinds(points(newest_row_lag=100)) == ["searchers_behind"]
     assert kinds(points(newest_row_lag=100), publish__every_steps=20) == []
     assert kinds(points(newest_row_lag=100), schedule__mode="interleaved", schedule__lag=100) == []
+    assert kinds(points(newest_row_lag=100), searchers__lag=100) == []
     assert kinds(points(newest_row_lag=100), searchers__count=0) == []
 
 

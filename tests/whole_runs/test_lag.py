@@ -1,0 +1,55 @@
+"""Trainer and searchers of one process, which take turns: the weights of every row are those that searchers.lag asks for."""
+
+import numpy as np
+import pytest
+
+from tba_jax.experiment import jobs, training
+from tba_jax.replay.reader import LogReader
+from tba_jax.run.metrics import TimeAccount
+from tests.support import frozen_runs, tiny_run
+
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
+
+LAG, EVERY = 4, 2
+# The fewest snapshots that may be kept; two batches of 16 rows with each, where an update takes 12 rows.
+SETTINGS = dict(
+    searchers__lag=LAG,
+    publish__every_steps=EVERY,
+    publish__keep=LAG // EVERY + 3,
+    searchers__max_rows_per_snapshot=32,
+    replay__recent_probability=1.0,
+)
+
+
+def test_rows_of_fast_searchers_are_of_the_newest_weights_that_are_old_enough(tmp_path):
+    """One begins with the run, another one joins after 7 steps, and the first is started again after 9."""
+    s = tiny_run.settings(tmp_path / "run", frozen_runs.config(**SETTINGS))
+    training.reference(s)()
+    expected: dict[str, list[int]] = {}
+    with frozen_runs.trainer(s) as trainer:
+        trainer.flush_snapshot()
+        searchers = {}
+        while not trainer.is_done:
+            for name in {0: ["first"], 7: ["second"], 9: ["first"]}.get(trainer.step_number, []):
+                searchers[name] = jobs.make_searcher(s, name=name, account=TimeAccount())
+            newest = trainer.step_number // EVERY * EVERY
+            for made in searchers.values():
+                made.refresh()
+                batches = 0
+                while made.may_search:
+                    made.search()
+                    expected.setdefault(made.writer, []).append(max(0, newest - LAG))
+                    batches += 1
+                came = trainer.step_number % EVERY == 0 or len(expected[made.writer]) == batches
+                assert batches == 2 * came, "two batches with every published snapshot, whether or not it is taken up yet"
+            trainer.poll()
+            before = trainer.step_number
+            assert trainer.step()["staleness"].min() >= min(before, LAG)
+            trainer.flush_snapshot()
+    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
+    assert reader.heads() == {writer: 16 * len(steps) for writer, steps in expected.items()} and len(expected) == 3
+    for writer, steps in expected.items():
+        rows = reader.read(writer, 0, 16 * len(steps))
+        for row, (taken, length) in enumerate(zip(rows["policy_step"], rows["response_length"], strict=True)):
+            assert set(taken[:length].tolist()) <= {steps[row // 16]}, (writer, row)
+    assert max(np.concatenate(list(expected.values()))) == 10 - LAG
