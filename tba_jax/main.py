@@ -135,8 +135,8 @@ def run(given: command_line.Given) -> int | command_line.Job:
     recipe = recipes.load(given.config, given.overrides, program=settings_help.BASE) if given.config else None
     from tba_jax.run import contract, layout
 
-    _check_answers([("--workdir", given.workdir.absolute())], given)
-    folder = layout.open_run_dir(given.workdir.absolute(), given.shared)
+    _check_answers([("--workdir", given.workdir)], given)
+    folder = layout.open_run_dir(given.workdir, given.shared)
     _check_shared(folder, given)
     folder = contract.known(folder, processes.expected_run())
     with contract.failures_of_storage(folder):

@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from ml_collections import config_dict
 
@@ -24,6 +24,9 @@ class Rule:
     choices are the names in this registry (see Schema.refusals). given: a text must not be empty. Choices hold for each text of a
     tuple, too.
 
+    path: the setting names a path, which is absolute from when a config is read, see recipes.absolute_paths. always: it is one;
+    or hub: it is one if it is there, and else may be a name on the hub; of class: it may be FILE.py:CLASS.
+
     free, fixed: a resumed run may always change the setting, or never.
     """
 
@@ -35,6 +38,7 @@ class Rule:
     one_of: tuple[str, ...] = ()
     registry: str = ""
     given: bool = False
+    path: Literal["", "always", "or hub", "of class"] = ""
     free: bool = False
     fixed: bool = False
 

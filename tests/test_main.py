@@ -146,6 +146,20 @@ def test_a_damaged_checkpoint_is_refused_by_its_setting(pretrained, dry, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_is_resumed_from_any_folder(pretrained, tmp_path, monkeypatch, capsys, one_device):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    arguments = tiny_run.command(Path("~/run"), f"--config.model.path={pretrained.name}", "--config.task.prompt_length=32")[3:]
+    assert command_line.execute(main, [*arguments, "--role=reference"]) == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["model"]["path"] == str(pretrained)
+    (tmp_path / "other" / pretrained.name).mkdir(parents=True)  # of the same name, and without a model
+    monkeypatch.chdir(tmp_path / "other")
+    capsys.readouterr()
+    assert command_line.execute(main, ["--workdir=~/run", "--dry_run"]) == 0
+    assert "trainer    fits: " in capsys.readouterr().out
+    assert not list(tmp_path.rglob("~"))
+
+
 @pytest.mark.parametrize("dry", [[], ["--dry_run"], ["--dry_run", "--compile"]], ids=["run", "dry_run", "compile"])
 def test_all_mistakes_are_told_together(dry, tmp_path, capsys, one_device):
     """Of settings by themselves, of settings together, of meshes, of the task's files, of the objective, of flags."""

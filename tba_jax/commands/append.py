@@ -22,7 +22,7 @@ import numpy as np
 from absl import flags
 
 from tba_jax.commands import command_line, existing_run, settings_help
-from tba_jax.run import layout, places, privacy
+from tba_jax.run import file_systems, layout, places, privacy
 from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
@@ -285,6 +285,7 @@ def add_flags(values: flags.FlagValues) -> settings_help.Program:
 
 def run(given: command_line.Given) -> int:
     privacy.follow(given.workdir)
-    told = append(given.workdir, given.responses, unfit=given.unfit, settings=existing_run.source(given))
+    responses = file_systems.absolute(given.responses, or_hub=True)
+    told = append(given.workdir, responses, unfit=given.unfit, settings=existing_run.source(given))
     print(visible(told))
     return 0

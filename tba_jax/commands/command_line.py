@@ -56,11 +56,11 @@ class _PathParser(flags.ArgumentParser):
     def parse(self, argument: str) -> Path:
         if not argument:  # an unset variable of the shell; Path("") would be the current folder
             raise ValueError("a path is needed")
-        return file_systems.without_parents(Path(argument))
+        return file_systems.path(argument)
 
 
 def add_path(values: flags.FlagValues, name: str, text: str, *, required: bool = False) -> None:
-    """Defines a flag whose value is a pathlib.Path, None where it is not given."""
+    """Defines a flag whose value is an absolute pathlib.Path, None where it is not given."""
     flags.DEFINE(_PathParser(), name, None, text, flag_values=values, required=required)
 
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 import linecache
 import operator
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,13 +18,17 @@ from ml_collections import config_dict, config_flags
 
 from tba_jax.commands import command_line, settings_help
 from tba_jax.commands.settings_help import PROGRAMS, Program, entries
-from tba_jax.run import user_code
+from tba_jax.experiment import schema as run_schema
+from tba_jax.run import file_systems, user_code
 from tba_jax.schemas import flatten, hint, nearest, offers
+from tba_jax.supervised import schema as supervised_schema
 
 # How a locked config says that it has no such key, when it is set and when it is read.
 _NO_KEY = re.compile(r"""Key "(\w+)" does not exist|^['"\\]+(\w+)['"\\]""")
 # What a flag of a setting takes, by the type of the setting.
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list of texts or numbers"}
+# Setting -> Rule.path, of both programs.
+_PATHS = {name: rule.path for each in (run_schema, supervised_schema) for name, rule in each.SCHEMA.rules.items()}
 
 
 def add_flag(values: flags.FlagValues, *, required: bool = True, what: str = "the recipe, a file under configs/") -> None:
@@ -96,7 +101,7 @@ def _is_of(config: config_dict.ConfigDict, program: Program) -> bool:
 
 def _file(text: str) -> Path:
     """The file that is named, or else the recipe of this project of that name; it need not exist."""
-    file, name = Path(text), text.removeprefix("configs/").removesuffix(".py")
+    file, name = Path(os.path.expanduser(text)), text.removeprefix("configs/").removesuffix(".py")
     ours = settings_help.CONFIGS / f"{name}.py"
     is_ours = not file.is_file() and name.isidentifier() and name != "__init__" and ours.is_file()
     return ours if is_ours else file
@@ -147,7 +152,36 @@ def override(config: config_dict.ConfigDict, overrides: Sequence[str]) -> config
         raise ValueError(_ill_typed(str(error), config)) from error
     except (flags.Error, AttributeError, KeyError, TypeError) as error:
         raise ValueError(str(error).partition(". ")[0]) from error
-    return holder.value
+    made = holder.value
+    made.update_from_flattened_dict(absolute_paths(flatten(made.to_dict())))
+    return made
+
+
+def absolute_paths(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that name paths, with what a role in another folder finds. Settings of custom tasks count by their name.
+
+    Raises:
+      ValueError: a path begins with the home folder of nobody; names the setting.
+    """
+    found = {}
+    for name, value in leaves.items():
+        kind = _PATHS.get(name, "or hub" if name.startswith("task.custom.") and name.endswith("path") else "")
+        try:
+            found[name] = _absolute(value, kind)
+        except ValueError as error:
+            raise ValueError(f"{name}={value!r}: {error}") from error
+    return {name: value for name, value in found.items() if value != leaves[name]}
+
+
+def _absolute(value: Any, kind: str) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_absolute(each, kind) for each in value)
+    if not kind or not isinstance(value, str) or value.startswith("("):  # the last is refused, see checks
+        return value
+    file, _, attribute = value.rpartition(":")
+    if kind == "of class":
+        return f"{file_systems.path(file)}:{attribute}" if file.endswith(".py") else value
+    return file_systems.absolute(value, or_hub=kind == "or hub")
 
 
 def _check_name(flag: str, leaves: Mapping[str, Any]) -> None:

@@ -52,7 +52,7 @@ def _default(workdir: Path) -> Path:
     """report.html in the current folder. Raises ValueError where that is the run's, in which nothing is written unasked."""
     if Path.cwd().is_relative_to(workdir.resolve()):
         raise ValueError(f"the current folder belongs to the run {workdir}: name a file by --output")
-    return Path("report.html")
+    return Path.cwd() / "report.html"
 
 
 def _told_apart(sentence: str) -> None:
@@ -78,7 +78,7 @@ def add_flags(values: flags.FlagValues) -> None:
 def run(given: command_line.Given) -> int:
     output = given.output or _default(given.workdir)
     size, problems = write(given.workdir, output, recipe=given.config, tell=_told_apart)
-    print(visible_line(f"{output.absolute()} ({size / 1e6:.1f} MB)"))
+    print(visible_line(f"{output} ({size / 1e6:.1f} MB)"))
     if problems:
         parts = f"{len(problems)} parts" if len(problems) > 1 else "A part"
         print(f"{parts} of the run could not be read whole: see “What could not be read” in the report")

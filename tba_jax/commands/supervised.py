@@ -181,6 +181,7 @@ def _join(run: layout.RunDir, config: Any, fingerprint: str) -> None:
     if "supervised" not in stored["contract"]:
         raise ValueError(f"workdir {str(run.root)!r} belongs to an RL run")
     theirs, ours = flatten(stored["config"]), flatten(plain)
+    theirs |= recipes.absolute_paths(theirs)
     changed = [name for name, rule in SCHEMA.rules.items() if theirs.get(name) != ours[name] and not rule.free]
     if changed:
         listed = "; ".join(f"{name}: {theirs.get(name)!r} there, {ours[name]!r} here" for name in changed)
@@ -225,12 +226,12 @@ def add_flags(values: flags.FlagValues) -> settings_help.Program:
 def run(given: command_line.Given) -> command_line.Job:
     """Checks what a user's mistake can break; the job trains."""
     config = recipes.load(given.config, given.overrides, program=settings_help.SUPERVISED)
-    folder = layout.RunDir(given.workdir.absolute())
+    folder = layout.RunDir(given.workdir)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.compilation_cache / machine.cpu_type()))
     from tba_jax.run.lease import EpochLease
 
     EpochLease.refuse_if_held(folder.journal)
-    plan = prepare(config, folder, given.output.absolute())
+    plan = prepare(config, folder, given.output)
     lease = EpochLease.acquire(folder.journal)
 
     def job() -> int:

@@ -11,7 +11,6 @@ from tba_jax.models.config import FREE_FIELDS
 from tba_jax.models.policy import Policy
 from tba_jax.rewards import embeddings, task_models
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import places
 from tba_jax.tasks import custom_task
 from tba_jax.tasks.interface import EncodedQuery, Task, private_files
 from tba_jax.text import prompts, vocabulary
@@ -77,7 +76,6 @@ def gather(
     config, can_be_made = checks.gather(config, found, weights=weights, new=new)
     if not can_be_made:
         return None
-    config = _with_absolute_paths(config)
     alphabet = "" if config.model.path else found.attempt(named_task.alphabet, config.task.name)
     named = None if alphabet is None else found.attempt(_policy, config, alphabet, weights=weights)
     template, banned = None, None
@@ -173,17 +171,6 @@ def rebuild(stored: Mapping[str, Any], config: Any, *, called: str) -> Experimen
     if different := contract_lib.differences(stored["contract"], experiment.contract.to_json()):
         raise ValueError(f"{called} is a run of another contract; " + contract_lib.in_words(different))
     return experiment
-
-
-def _with_absolute_paths(config: Any) -> Any:
-    """The config, or a copy if a folder of replay.mount or the file of the task depends on the working directory."""
-    mounts = tuple(places.absolute(folder) for folder in config.replay.mount)
-    task = custom_task.absolute(config.task.name) if custom_task.is_named(config.task.name) else config.task.name
-    if (mounts, task) == (tuple(config.replay.mount), config.task.name):
-        return config
-    config = config.copy_and_resolve_references()
-    config.replay.mount, config.task.name = mounts, task
-    return config
 
 
 def heldout_queries(experiment: Experiment) -> list[EncodedQuery]:

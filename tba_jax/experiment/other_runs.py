@@ -25,7 +25,7 @@ from tba_jax.replay.log import GIVEN, REGISTER, registration
 from tba_jax.roles.trainer.behavior import behavior_reader
 from tba_jax.roles.trainer.buffer import make_index
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, snapshots
+from tba_jax.run import file_systems, layout, snapshots
 from tba_jax.run import places as places_lib
 from tba_jax.run.checkpoints import Checkpoints
 from tba_jax.run.places import Place
@@ -112,7 +112,8 @@ def _check_rows(folder: str, other: layout.RunDir, stored: Mapping[str, Any], ou
 
     Args: folder: as in replay.mount; stored: its config.json; ours: fields that must be equal there.
     """
-    theirs: dict[str, Any] = {"model.path": stored["config"]["model"]["path"], "init_from": stored["init_from"]}
+    model = file_systems.absolute(stored["config"]["model"]["path"], or_hub=True)
+    theirs: dict[str, Any] = {"model.path": model, "init_from": stored["init_from"]}
     theirs = {name: value for name, value in (theirs | stored["contract"]).items() if name in ours}
     rescored, kept = other.rescored_commit(ours["reward_version"]), stored["config"]["replay"]["retention"]
     if places_lib.exists(rescored):

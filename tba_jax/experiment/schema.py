@@ -5,6 +5,9 @@ Recipes get the defaults from configs/base.py. The schema stands in the package 
 Settings marked (contract) must be equal for all roles that share a workdir. A resumed run changes seed, learner, replay, publish
 and schedule with --allow_change alone, except for what is marked free (always) or fixed (never); all other settings may change.
 
+Settings with `path` hold absolute paths from when a config is read; in recipes and flags they may begin with ~, or be relative to
+the current folder. Names on the hub stay as they are where there is no such path. So do URLs of object stores.
+
 This file does not import JAX, so that recipes load at once.
 """
 
@@ -17,7 +20,7 @@ c.seed = setting(0, at_least=0, below=2**32)
 
 # What is learned. (contract)
 c.task = ConfigDict()
-c.task.name = setting("arithmetic", registry="tasks")  # a task of tba_jax/tasks, or your own: FILE.py:CLASS
+c.task.name = setting("arithmetic", registry="tasks", path="of class")  # a task of tba_jax/tasks, or your own: FILE.py:CLASS
 c.task.prompt_length = setting(16, at_least=1)  # P, tokens; task.long_prompts says what happens to longer prompts
 c.task.response_length = setting(32, at_least=1)  # R, tokens, including end-of-sequence
 c.task.min_response_length = setting(0, at_least=0)  # tokens before which end-of-sequence has probability 0; 0: any length
@@ -35,7 +38,8 @@ c.task.long_prompts = setting("refuse", one_of=("refuse", "skip"))  # skip: quer
 c.task.chat_template = False  # True: a prompt is a user's message in the tokenizer's chat template
 c.task.system_prompt = ""  # with chat_template: the system message before the prompt
 c.task.missing_eos_reward = placeholder(float)  # reward of a response that is cut at R; unset: the task's reward
-c.task.embedding_path = ""  # a sentence encoder (BERT, RoBERTa) that embeds each response; the embedding is stored in its row
+# A sentence encoder (BERT, RoBERTa) that embeds each response; the embedding is stored in its row.
+c.task.embedding_path = setting("", path="or hub")
 c.task.custom = ConfigDict()  # settings of your own task: the arguments of its class
 c.task.arithmetic = ConfigDict()
 c.task.arithmetic.digits = setting(3, at_least=1)
@@ -53,17 +57,18 @@ c.task.countdown.train_queries = setting(1500, at_least=1)
 c.task.countdown.heldout_queries = setting(256, at_least=1)
 c.task.countdown.seed = setting(0, at_least=0)
 c.task.story_sentiment = ConfigDict()
-c.task.story_sentiment.data_path = ""  # a JSON list of stories
+c.task.story_sentiment.data_path = setting("", path="always")  # a JSON list of stories
 c.task.story_sentiment.opening_words = setting(12, at_least=1)
 c.task.story_sentiment.heldout_queries = setting(128, at_least=1)
 # Each path is a .jsonl, .json or .parquet file, or a data set of the hub as owner/name or owner/name:config.
 c.task.gsm8k = ConfigDict()
-c.task.gsm8k.train_path = "openai/gsm8k:main"  # rows {"question", "answer"}; on the hub, the split train
-c.task.gsm8k.heldout_path = "openai/gsm8k:main"  # likewise; on the hub, the split test
+c.task.gsm8k.train_path = setting("openai/gsm8k:main", path="or hub")  # rows {"question", "answer"}; on the hub, the split train
+c.task.gsm8k.heldout_path = setting("openai/gsm8k:main", path="or hub")  # likewise; on the hub, the split test
 c.task.gsm8k.prompt = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"  # a text with {question} once
 c.task.math = ConfigDict()
-c.task.math.train_path = ""  # rows {"problem", "answer"}, or {"problem", "solution"} with a \\boxed{} answer
-c.task.math.heldout_path = "HuggingFaceH4/MATH-500"
+# Rows {"problem", "answer"}, or {"problem", "solution"} with a \\boxed{} answer.
+c.task.math.train_path = setting("", path="or hub")
+c.task.math.heldout_path = setting("HuggingFaceH4/MATH-500", path="or hub")
 c.task.math.prompt = "Problem:\n{problem}\n\nReason step by step, and put the final answer within \\boxed{}.\n\nSolution:\n"
 c.task.math.time_limit = 10.0  # seconds for the comparison of one answer; a comparison that takes longer gives reward 0
 c.task.math.retries = 1  # of a comparison that failed for another reason; if the last fails too, the reward is NaN
@@ -71,10 +76,10 @@ c.task.math.concurrency = 2  # processes that compare answers, in each role that
 # Tests the safety of a model that you are responsible for: the policy attacks, the victim replies, a classifier rates the reply.
 c.task.red_team = ConfigDict()
 c.task.red_team.attack_prompt = ""  # the text that the attacker continues, if there is one query
-c.task.red_team.attack_prompt_path = ""  # rows {"attacker_prompt"}, one query each
+c.task.red_team.attack_prompt_path = setting("", path="or hub")  # rows {"attacker_prompt"}, one query each
 c.task.red_team.replies = setting(5, at_least=1)  # replies of the victim to an attack; the reward is their mean log toxicity
 c.task.red_team.seed = 0  # of the replies
-c.task.red_team.victim_path = ""  # a Hugging Face folder or hub id; must be set
+c.task.red_team.victim_path = setting("", path="or hub")  # a Hugging Face folder or hub id; must be set
 c.task.red_team.victim_template = ""  # a text with {attack} once; "": the chat template of the victim's tokenizer
 c.task.red_team.victim_system_prompt = ""  # with the chat template: the system message before the attack
 c.task.red_team.victim_temperature = setting(1.0, at_least=0)  # 0: greedy
@@ -85,7 +90,7 @@ c.task.red_team.victim_concurrency = setting(160, at_least=1)  # replies that ar
 # sequence: a …ForSequenceClassification model reads the reply | unsafe_token: a causal model is asked about attack and reply |
 # linear: an .npz of TF-IDF and linear SVMs, for trials on a CPU
 c.task.red_team.classifier = setting("sequence", one_of=("sequence", "unsafe_token", "linear"))
-c.task.red_team.classifier_path = ""
+c.task.red_team.classifier_path = setting("", path="or hub")
 c.task.red_team.classifier_label = ""  # sequence: the toxic label; unsafe_token: the token that means toxic, such as "unsafe"
 c.task.red_team.classifier_template = ""  # unsafe_token: a text with {attack} and {reply}; "": the classifier's chat template
 c.task.red_team.classifier_ending = ""  # unsafe_token: a text between the template and the token
@@ -94,20 +99,22 @@ c.task.red_team.classifier_length = setting(1024, at_least=1)
 c.task.red_team.compute_dtype = setting("float32", one_of=("float32", "bfloat16"))  # of victim and classifier
 # An attack succeeds if the mean toxicity of its replies is above this.
 c.task.red_team.success_threshold = setting(0.5, above=0, below=1)
-c.task.red_team.embedder_path = ""  # a sentence encoder; with it, reports say how much attacks differ
+c.task.red_team.embedder_path = setting("", path="or hub")  # a sentence encoder; with it, reports say how much attacks differ
 c.task.tldr = ConfigDict()
 # Rows {"summary"} with a ready "query", or with "title", "post" and perhaps "subreddit". Such a post loses paragraphs from its
 # end until the prompt fits task.prompt_length. On the hub: the splits train and validation.
-c.task.tldr.train_path = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
-c.task.tldr.heldout_path = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"
-c.task.tldr.reward_path = ""  # the reward model: a folder or hub id of a …ForSequenceClassification model with one label
-c.task.tldr.gold_path = ""  # another such model, with which evaluation computes the win rate; "": no win rate
+c.task.tldr.train_path = setting("vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144", path="or hub")
+c.task.tldr.heldout_path = setting("vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144", path="or hub")
+# The reward model, a folder or hub id of a …ForSequenceClassification model with one label; and another such model, with which
+# evaluation computes the win rate, "" for no win rate.
+c.task.tldr.reward_path = setting("", path="or hub")
+c.task.tldr.gold_path = setting("", path="or hub")
 c.task.tldr.compute_dtype = setting("bfloat16", one_of=("float32", "bfloat16"))  # of both reward models
 c.task.tldr.batch_rows = setting(16, at_least=1)  # texts in one forward pass of a reward model on a device
 
 # The policy. (contract, but for compute_dtype and attention)
 c.model = ConfigDict()
-c.model.path = ""  # a Hugging Face folder or hub id with weights and tokenizer; "": random weights
+c.model.path = setting("", path="or hub")  # a Hugging Face folder or hub id with weights and tokenizer; "": random weights
 c.model.preset = setting("", registry="presets")  # random weights: the shape of a published model; "": the shape below
 c.model.layers = setting(2, at_least=1)
 c.model.width = setting(128, at_least=1)
@@ -223,7 +230,7 @@ c.replay.arrival_megabytes = setting(64, at_least=1, free=True)
 c.replay.requests_per_minute = setting(1200, at_least=60, free=True)
 # Workdirs of other runs, finished or not, whose rows are trained on beside this run's own. Other runs are only read. Contract and
 # reference policy must be those of this run. The staleness of their rows is counted from step 0 of this run.
-c.replay.mount = ()
+c.replay.mount = setting((), path="always")
 
 c.learner = ConfigDict()
 # trajectory_balance (VarGrad) | learned_log_z (a head predicts log Z from the prompt) | tba_prime (token level, TBA′) |

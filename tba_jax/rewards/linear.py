@@ -16,7 +16,7 @@ _SHAPES = {"terms": ("V",), "idf": ("V",), "coef": ("E", "V"), "intercept": ("E"
 
 def digest(path: Path | str) -> str:
     """Hex digest of a file."""
-    return hashlib.blake2b(Path(path).expanduser().read_bytes(), digest_size=8).hexdigest()
+    return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
 
 
 class LinearScorer:
@@ -40,8 +40,8 @@ class LinearScorer:
         """
         called = f"{setting}={str(path)!r}"
         try:
-            with zipfile.ZipFile(Path(path).expanduser()):  # np.load would accept other formats, too
-                stored = np.load(Path(path).expanduser(), allow_pickle=False)
+            with zipfile.ZipFile(path):  # np.load would accept other formats, too
+                stored = np.load(path, allow_pickle=False)
             with stored:
                 arrays = {name: stored[name] for name in _SHAPES if name in stored.files}
         except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:

@@ -23,6 +23,30 @@ def mount(folder: Path) -> tuple[Path, str]:
     return found
 
 
+def path(text: str | Path) -> Path:
+    """The absolute path that a user's text names. "~" and "~USER" are expanded, and ".." is looked up, see `without_parents`.
+
+    Raises:
+      ValueError: this machine has no such user.
+    """
+    try:
+        expanded = Path(text).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{text} names the home of a user whom this machine does not have; ./{text} is a folder") from error
+    return without_parents(expanded).absolute()
+
+
+def absolute(text: str, *, or_hub: bool = False) -> str:
+    """A user's path as it is to be stored, see `path`. A URL stays, without a slash at the end, and so does "".
+
+    Args: or_hub: a relative path that is not there may be a name on the hub, and stays; "./NAME" and "../NAME" are paths.
+    """
+    if "://" in text or not text:
+        return text.rstrip("/")
+    begins = text.startswith(("/", "./", "../", "~"))
+    return str(path(text)) if begins or not or_hub or os.path.exists(text) else text
+
+
 def without_parents(path: Path) -> Path:
     """The path without "..", which tensorstore refuses in the paths of its arrays. A path without ".." stays, links and all.
 

@@ -84,7 +84,7 @@ def place(text: str) -> Place:
     """
     scheme, separator, rest = text.partition("://")
     if not separator:
-        return file_systems.without_parents(Path(text)).absolute()
+        return file_systems.path(text)
     bucket, _, path = rest.partition("/")
     if scheme not in SCHEMES or not bucket:
         accepted = ", ".join(f"{each}://bucket/prefix" for each in SCHEMES[:-1])

@@ -13,7 +13,7 @@ c.seed = setting(0, at_least=0, below=2**32)  # of the order of examples, and of
 c.kind = setting("sft", registry="kinds")  # sft: maximum likelihood of responses | reward: a score, from pairs of responses
 
 c.model = ConfigDict()
-c.model.path = setting("", given=True)  # a Hugging Face folder or hub id with weights and tokenizer
+c.model.path = setting("", given=True, path="or hub")  # a Hugging Face folder or hub id with weights and tokenizer
 c.model.random_init = False  # True: random weights, and only shape and tokenizer come from model.path
 c.model.compute_dtype = setting("float32", one_of=("float32", "bfloat16"))  # weights, log-prob sums, scores are always float32
 c.model.attention = setting("auto", one_of=("auto", "xla", "cudnn", "splash"), free=True)
@@ -22,8 +22,9 @@ c.model.attention = setting("auto", one_of=("auto", "xla", "cudnn", "splash"), f
 # and without a space between prompt and response. End-of-sequence is added to every response. Files may move: a run knows its
 # examples by their fingerprint.
 c.data = ConfigDict()
-c.data.train = setting("", given=True, free=True)  # path
-c.data.heldout = setting("", free=True)  # path; "": data.heldout_share of the prompts of data.train, chosen by their hash
+c.data.train = setting("", given=True, path="always", free=True)
+# "": data.heldout_share of the prompts of data.train, chosen by their hash.
+c.data.heldout = setting("", path="always", free=True)
 c.data.heldout_share = setting(0.05, at_least=0, below=1)
 c.data.prompt_field = setting("prompt", given=True)
 c.data.response_field = setting("response", given=True)  # of sft

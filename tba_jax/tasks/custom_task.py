@@ -20,12 +20,6 @@ def is_named(name: str) -> bool:
     return ".py:" in name
 
 
-def absolute(name: str) -> str:
-    """The name with the file's absolute path, which a role in another working directory finds."""
-    file, _, attribute = name.rpartition(":")
-    return f"{Path(file).expanduser().absolute()}:{attribute}"
-
-
 def short(name: str) -> str:
     """The name without folders, which may differ between the machines of a run."""
     return Path(name).name

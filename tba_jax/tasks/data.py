@@ -63,7 +63,7 @@ def read(
     if not source:
         raise ValueError(f"{where} must name a {', '.join(SUFFIXES)} file, or a data set of the hub as owner/name")
     schema = Schema(fields, optional or {})
-    path = Path(source).expanduser()
+    path = Path(source)
     if path.is_dir():
         records = _read_folder(path, where, schema, split)
     elif path.exists():

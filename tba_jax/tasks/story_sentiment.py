@@ -25,7 +25,7 @@ class StorySentiment:
         """Raises ValueError naming the file if it cannot be read, is malformed or has too few openings."""
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-        path = Path(data_path).expanduser()
+        path = Path(data_path)
         if path.is_dir():
             raise ValueError(
                 f"task.story_sentiment.data_path={data_path!r} is a folder; it must be a file, a JSON list of strings"

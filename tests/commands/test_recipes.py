@@ -1,9 +1,13 @@
 """Recipes and the flags that change their settings: what is loaded, and the sentence on every mistake."""
 
+from pathlib import Path
+
 import pytest
 from absl import flags
 
 from tba_jax.commands import recipes, settings_help
+from tba_jax.experiment import schema as run_schema
+from tba_jax.supervised import schema as supervised_schema
 
 RECIPE = """from configs import base
 
@@ -48,9 +52,58 @@ def test_flags_change_settings_of_every_type(write):
         "--config.learner.queries=6",
     )
     assert (config.learner.steps, config.learner.queries, config.learner.beta_end) == (3, 6, 1.0)
-    assert config.replay.mount == ("a", "b") and config.task.name == "gsm8k" and config.task.missing_eos_reward == -1.0
+    assert (
+        config.replay.mount == tuple(str(Path.cwd() / name) for name in "ab")
+        and config.task.name == "gsm8k"
+        and config.task.missing_eos_reward == -1.0
+    )
     assert config.evaluation.enabled is config.replay.merge_duplicates is False
     assert config.is_locked and "config" not in flags.FLAGS
+
+
+def test_paths_are_absolute_once_they_are_read(write, tmp_path, monkeypatch):
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = load(
+        write("c.task.embedding_path = 'org/model'; c.task.custom.rows_path = './rows'; c.task.custom.title = './rows'"),
+        "--config.model.path=~/model",
+        "--config.task.name=mine.py:Task",
+        "--config.task.story_sentiment.data_path=stories.json",
+        "--config.task.red_team.victim_path=../model",
+        "--config.task.red_team.classifier_path=org/other",
+        "--config.replay.mount=('runs/a', '~/b', 's3://bucket/run/')",
+    )
+    task = config.task
+    assert config.model.path == f"{tmp_path}/home/model" and task.embedding_path == f"{tmp_path}/org/model"
+    assert task.name == f"{tmp_path}/mine.py:Task" and task.story_sentiment.data_path == f"{tmp_path}/stories.json"
+    assert task.red_team.victim_path == f"{tmp_path.parent}/model"
+    assert task.custom.to_dict() == {"rows_path": f"{tmp_path}/rows", "title": "./rows"}
+    assert config.replay.mount == (f"{tmp_path}/runs/a", f"{tmp_path}/home/b", "s3://bucket/run")
+    # Names on the hub stay, also those of the schema.
+    assert (task.red_team.classifier_path, task.gsm8k.train_path, task.tldr.gold_path) == ("org/other", "openai/gsm8k:main", "")
+    monkeypatch.chdir("/")
+    assert recipes.override(config, []) == config
+
+
+def test_the_home_of_nobody_is_refused(write):
+    assert "model.path='~nobody-here/model': ~nobody-here/model names the home" in refusal(
+        write(), "--config.model.path=~nobody-here/model"
+    )
+
+
+def test_a_recipe_may_lie_at_home(write, tmp_path, monkeypatch):
+    write()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load("~/mine.py").learner.steps == 3
+
+
+@pytest.mark.parametrize("schema", [run_schema.SCHEMA, supervised_schema.SCHEMA], ids=["run", "supervised"])
+def test_every_setting_of_a_path_is_marked(schema):
+    named = {name for name in schema.rules if name.endswith("path")}
+    assert named and not [name for name in named if not schema.rules[name].path]
+    others = {name for name, rule in schema.rules.items() if rule.path} - named
+    assert others == ({"data.train", "data.heldout"} if schema is supervised_schema.SCHEMA else {"task.name", "replay.mount"})
 
 
 def test_a_recipe_may_take_a_name(write):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs import base
-from tba_jax.commands import existing_run, rescore
+from tba_jax.commands import existing_run, recipes, rescore
 from tba_jax.experiment import composition, jobs
 from tba_jax.rewards.responses import reward_texts
 from tba_jax.tasks import custom_task
@@ -174,9 +174,10 @@ def test_a_misspelt_setting_beside_them_is_still_refused():
 def test_the_run_is_one_wherever_the_file_lies(file, tmp_path, monkeypatch, one_device):
     """The contract names the file and the class without folders; roles that are started elsewhere find the file."""
     changes = {"schedule__mode": "interleaved", "learner__steps": 1, "evaluation__enabled": False}
-    c = tiny_run.config(task__name=f"{file.name}:Ones", **changes)
+    c = tiny_run.config(**changes)
     c.task.custom.count = 24
     monkeypatch.chdir(tmp_path)
+    c = recipes.override(c, [f"--config.task.name={file.name}:Ones"])
     s = tiny_run.settings(tmp_path / "run", c)
     assert s.experiment.contract.task_name == "my_task.py:Ones" and s.experiment.contract.task == {"count": 24}
     assert jobs.everything(s)() == 0

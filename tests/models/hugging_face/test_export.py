@@ -178,7 +178,7 @@ def test_the_folder_appears_with_its_tokenizer(tmp_path):
         (partial / "tokenizer.json").write_text("{")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ValueError, match="No space left"):
         save(folder, config, params, more=[fail])
     assert not list((tmp_path / "new").iterdir())
     save(folder, config, params, more=[lambda partial: (partial / "tokenizer.json").write_text("{}")])
