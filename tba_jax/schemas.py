@@ -10,6 +10,7 @@ import difflib
 import functools
 import math
 import operator
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
@@ -130,10 +131,14 @@ class Schema:
         Raises:
           ValueError: the config lacks a setting.
         """
-        leaves, found = flatten(config.to_dict()), {}
+        leaves = flatten(config.to_dict())
+        broken = {name: value for name, value in leaves.items() if holds_surrogate(value)}
+        found = {name: f"{name}={value!r} {NO_CHARACTER}" for name, value in broken.items()}
         for name, rule in self.rules.items():
             if name not in leaves:
                 raise ValueError(f"the config has no setting {name}: it was not made by this version of tba_jax")
+            if name in found:
+                continue
             try:
                 rule.check(name, leaves[name], registries)
             except ValueError as error:
@@ -145,6 +150,17 @@ def require(condition: Any, sentence: str) -> None:
     """Raises ValueError with this sentence unless the condition holds."""
     if not condition:
         raise ValueError(sentence)
+
+
+NO_CHARACTER = "holds half of a UTF-16 surrogate pair, which is no character: a text must be UTF-8"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def holds_surrogate(value: object) -> bool:
+    """Whether a text, or a text in a list, holds a lone surrogate: a byte of the command line that is no UTF-8 is one, too."""
+    if isinstance(value, list | tuple):
+        return any(map(holds_surrogate, value))
+    return isinstance(value, str) and _SURROGATE.search(value) is not None
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

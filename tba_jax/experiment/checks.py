@@ -54,7 +54,7 @@ def gather(config: Any, found: Mistakes, *, weights: bool = True, new: bool = Fa
     if wrong:
         config = config.copy_and_resolve_references()
         defaults = flatten(SCHEMA.defaults().to_dict())
-        config.update_from_flattened_dict({name: defaults[name] for name in wrong})
+        config.update_from_flattened_dict({name: defaults[name] for name in wrong if name in defaults})
     found.silence(wrong)
     _check_together(config, found.require, weights=weights)
     mesh = config.learner.mesh

@@ -7,6 +7,7 @@ from typing import Any
 
 from tba_jax.rewards import task_models
 from tba_jax.roles import evaluator
+from tba_jax.schemas import NO_CHARACTER, holds_surrogate
 from tba_jax.tasks import EXTRAS, TASKS, custom_task
 from tba_jax.tasks.interface import SPLITS, Query, Shortens, Task, private_files, reward_range
 from tba_jax.text import prompts
@@ -123,4 +124,6 @@ def _queries(name: str, task: Task, split: str) -> Sequence[Query]:
                 f"task.name={name!r}: queries({split!r}) must give Query(prompt, answer), texts, the first not empty; it gave "
                 f"{repr(query)[:100]}"
             )
+        if holds_surrogate((query.prompt, query.answer)):
+            raise ValueError(f"task.name={name!r}: queries({split!r}) gave {repr(query)[:200]}, which {NO_CHARACTER}")
     return queries

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from tba_jax.models.hugging_face import hub
+from tba_jax.schemas import NO_CHARACTER, holds_surrogate
 
 T = TypeVar("T")
 
@@ -203,8 +204,8 @@ def _checked(record: Any, schema: Schema, place: str) -> dict[str, Any]:
         value = record[field]
         if not _has_type(value, kind):
             raise ValueError(f"{place}: field {field!r} must be {_TYPE_NAMES[kind]}, found {_shown(value)}")
-        if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
-            raise ValueError(f"{place}: field {field!r} holds half of a UTF-16 surrogate pair, which is not a character")
+        if holds_surrogate(value):
+            raise ValueError(f"{place}: field {field!r} {NO_CHARACTER}")
     return {field: record[field] for field in present}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from tba_jax.schemas import NO_CHARACTER, holds_surrogate
 from tba_jax.text.special_tokens import Escaper, any_of, broken_up
 
 # A folder with none of these files has no tokenizer. Without the check transformers may invent an empty one from config.json.
@@ -79,12 +80,14 @@ class CharacterTokenizer:
     def __init__(self, characters: str):
         """
         Raises:
-          ValueError: `characters` is empty or repeats a character.
+          ValueError: `characters` is empty, repeats a character, or holds what is no character.
         """
         if repeated := sorted({c for c in characters if characters.count(c) > 1}):
             raise ValueError(f"the alphabet repeats {repeated}; every character must be unique")
         if not characters:
             raise ValueError("the alphabet is empty")
+        if holds_surrogate(characters):
+            raise ValueError(f"the alphabet {characters!r} {NO_CHARACTER}")
         self.pad_id, self.bos_id, self.eos_id = 0, 1, 2
         self.special_ids = (0, 1, 2)
         self.characters = characters

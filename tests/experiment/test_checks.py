@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import pytest
 from ml_collections import config_dict
 
 from configs import base
-from tba_jax import sharding
+from tba_jax import main, sharding
+from tba_jax.commands import command_line
 from tba_jax.experiment import checks, composition
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.objectives import OBJECTIVES
@@ -350,3 +352,30 @@ def test_rows_may_hold_values_that_the_objective_does_not_read():
 
 def test_a_share_of_truncated_rows_is_exploration():
     checks.check(tiny_run.config_with({"sampling.explore_top_p_probability": 0.5, "sampling.explore_top_p_low": 0.8}))
+
+
+TEXTS = [
+    name
+    for name, value in flatten(SCHEMA.defaults().to_dict()).items()
+    if isinstance(value, str | tuple) and name != "task.banned_tokens"
+]
+
+
+@pytest.mark.parametrize("name", [*(name for name in TEXTS if name != "task.banned_tokens"), "task.custom.prefix"])
+def test_a_text_that_is_no_utf_8_is_refused(name):
+    config = tiny_run.config()
+    several = isinstance(flatten(config.to_dict()).get(name), tuple)
+    value = ("a", "say \udcff") if several else "say \ud800"
+    config.update_from_flattened_dict({name: value})
+    with pytest.raises(ValueError, match=rf"{re.escape(f'{name}={value!r}')} holds half of a UTF-16 surrogate pair") as refused:
+        checks.check(config)
+    assert str(refused.value).count(f"{name}=") == 1
+
+
+def test_a_byte_of_the_command_line_that_is_no_utf_8_is_refused_by_its_setting(tmp_path, capsys):
+    arguments = tiny_run.command(tmp_path / "run", os.fsdecode(b"--config.task.system_prompt=Be \xff"))
+    with pytest.raises(SystemExit, match="2"):
+        command_line.execute(main, arguments[3:])
+    assert not (tmp_path / "run").exists()
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(r"error: task.system_prompt='Be \udcff' holds half of a UTF-16 surrogate pair")

@@ -114,6 +114,14 @@ def test_settings_that_the_class_does_not_take_are_refused(file, settings, sente
         ),
         ("def queries(self, split): return [Query(prompt=5)]", "it gave Query(prompt=5, answer='')"),
         ("def queries(self, split): return [Query(prompt='')]", "it gave Query(prompt='', answer='')"),
+        (
+            r"def queries(self, split): return [Query('a'), Query('b', '\ud800')]",
+            r"queries('train') gave Query(prompt='b', answer='\ud800'), which holds half of a UTF-16 surrogate pair",
+        ),
+        (
+            r"def queries(self, split): return [Query('a \udcff')]",
+            r"queries('train') gave Query(prompt='a \udcff', answer=''), which holds half of a UTF-16 surrogate pair",
+        ),
         ("def __init__(self): raise KeyError('oops')", "its constructor raised KeyError: 'oops' (line 31 of {file})"),
     ],
     ids=lambda text: text[:50],
