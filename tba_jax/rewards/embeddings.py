@@ -18,7 +18,7 @@ from tba_jax.models.hugging_face import load
 from tba_jax.rewards import forward as forward_lib
 from tba_jax.rewards import passes
 from tba_jax.rewards.forward import Forward
-from tba_jax.text.special_tokens import Escaper
+from tba_jax.text.special_tokens import Escaper, without_rows
 
 # Texts in one forward pass of the encoder, which bounds its memory.
 _ROWS = 32
@@ -63,8 +63,8 @@ class ResponseEmbedder:
         self._tokenizer.no_padding()
         self._escaped = Escaper(self._tokenizer)
         self._tokenizer.enable_truncation(config.position_limit)
-        if self._tokenizer.get_vocab_size() > config.vocab:
-            raise ValueError(f"{folder}: the tokenizer has {self._tokenizer.get_vocab_size()} ids, the encoder {config.vocab}")
+        with load.named(setting, folder):
+            without_rows(self._tokenizer, config.vocab)
         self._params = load.load_params(folder, config, self._forward.shardings)
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:

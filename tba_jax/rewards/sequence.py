@@ -23,7 +23,7 @@ from tba_jax.models.hugging_face import load as load_lib
 from tba_jax.rewards import forward as forward_lib
 from tba_jax.rewards import passes
 from tba_jax.rewards.forward import Forward
-from tba_jax.text.special_tokens import Escaper
+from tba_jax.text.special_tokens import Escaper, without_rows
 from tba_jax.text.tokenizers import open_transformers
 
 log = logging.getLogger(__name__)
@@ -119,8 +119,7 @@ class SequenceClassifier:
             folder = load_lib.resolve_folder(folder)
             self.labels = _labels(folder, config)
             self._tokenizer, self._eos_id = open_transformers(folder)
-        if len(self._tokenizer) > config.vocab:
-            raise ValueError(f"{called}: the tokenizer has {len(self._tokenizer)} ids, the model's embedding only {config.vocab}")
+            without_rows(self._tokenizer.backend_tokenizer, config.vocab, eos_id=self._eos_id if ends else None)
         if ends and self._eos_id is None:
             raise ValueError(f"{called}: its tokenizer has no end-of-sequence token, which the task appends to finished texts")
         if not load:

@@ -1,4 +1,4 @@
-"""Texts that spell special tokens, changed so that a tokenizer reads them as text."""
+"""Texts that spell special tokens, changed so that a tokenizer reads them as text; and special tokens that a model lacks."""
 
 import json
 import re
@@ -46,6 +46,30 @@ class Escaper:
                     again.append(i)
             left, replace = again, True
         return escaped
+
+
+def without_rows(tokenizer: tokenizers.Tokenizer, vocab: int, *, eos_id: int | None = None) -> list[str]:
+    """The special tokens whose ids have no row in a model's embedding of `vocab` rows: no text may encode as one of them.
+
+    Args: eos_id: the end of sequence; None: nobody uses one.
+
+    Raises:
+      ValueError: a token of texts has no row, or the end of sequence, or a token that the tokenizer puts into texts by itself.
+    """
+    added = tokenizer.get_added_tokens_decoder()
+    beyond = {i: name for name, i in tokenizer.get_vocab().items() if i >= vocab}
+    if any(i not in added or not added[i].special for i in beyond):
+        raise ValueError(f"the tokenizer has {max(beyond) + 1} ids, the embedding only {vocab}")
+    needed = [
+        (eos_id, "which ends responses", "eos_token in tokenizer_config.json"),
+        *((i, "which the tokenizer adds to every text", "post_processor in tokenizer.json") for i in tokenizer.encode("").ids),
+        (_unknown(tokenizer), "which stands for unknown characters", "unk_token in tokenizer.json"),
+    ]
+    for i, role, setting in needed:
+        if i is not None and i >= vocab:
+            token = f"the token {tokenizer.id_to_token(i)!r}, {role}, has id {i}"
+            raise ValueError(f"{token}, but the model's embedding has {vocab} rows: set {setting} to a token that has a row")
+    return list(beyond.values())
 
 
 def any_of(names: Sequence[str]) -> re.Pattern[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tba_jax.schemas import NO_CHARACTER, holds_surrogate
-from tba_jax.text.special_tokens import Escaper, any_of, broken_up
+from tba_jax.text.special_tokens import Escaper, any_of, broken_up, without_rows
 
 # A folder with none of these files has no tokenizer. Without the check transformers may invent an empty one from config.json.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -28,7 +28,7 @@ class Tokenizer(Protocol):
 
     @property
     def pad_id(self) -> int:
-        """The padding id. It may equal eos_id or another special id, so masks come from lengths, never from ids."""
+        """The padding id: eos_id where the model has no row for the tokenizer's own. Masks come from lengths, never from ids."""
 
     @property
     def special_ids(self) -> tuple[int, ...]:
@@ -132,12 +132,12 @@ class HuggingFaceTokenizer:
     def __init__(self, folder: Path | str, *, vocab: int | None = None):
         """
         Args:
-          vocab: ids of the model's embedding. Special tokens from there on are not used. Gemma 3's text models need that: their
+          vocab: rows of the model's embedding. Special tokens from there on are not used. Gemma 3's text models need that: their
             tokenizer has the token of images, their embedding has not.
 
         Raises:
-          ValueError: the folder has no tokenizer, or its tokenizer cannot be loaded, has no end-of-sequence token, or has more
-            ids than the embedding.
+          ValueError: the folder has no tokenizer, or its tokenizer cannot be loaded, has no end-of-sequence token, or needs a
+            token that has no row in the embedding.
         """
         folder = self._folder = Path(folder)
         self._tokenizer, eos_id = open_transformers(folder)
@@ -147,24 +147,20 @@ class HuggingFaceTokenizer:
                 f"the tokenizer of {folder} has no end-of-sequence token; set eos_token in its tokenizer_config.json"
             )
 
-        tokens, size = self._tokenizer.added_tokens_decoder, len(self._tokenizer)
-        beyond = range(size if vocab is None else vocab, size)
-        unused = [tokens[i].content for i in beyond] if all(i in tokens and tokens[i].special for i in beyond) else []
-        self.vocab_size = size - len(unused)
-        if vocab is not None and self.vocab_size > vocab:
-            raise ValueError(f"the tokenizer has {self.vocab_size} ids, the embedding only {vocab}")
+        backend = self._tokenizer.backend_tokenizer
+        unused = [] if vocab is None else without_rows(backend, vocab, eos_id=eos_id)
+        self.vocab_size = len(self._tokenizer) - len(unused)
         self._unused = any_of(unused)
         self.eos_id = int(eos_id)
-        self.pad_id = self.eos_id if self._tokenizer.pad_token_id is None else int(self._tokenizer.pad_token_id)
-        added = {i: token.content for i, token in tokens.items() if token.special}
+        pad_id = self._tokenizer.pad_token_id
+        self.pad_id = self.eos_id if pad_id is None or self._tokenizer.pad_token in unused else int(pad_id)
+        added = {i: token.content for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
         special = {*self._tokenizer.all_special_ids, *added, self.eos_id, self.pad_id}
         self.special_ids = tuple(sorted(i for i in special if i < self.vocab_size))
         self._special = frozenset(self.special_ids)
         names = [*self._tokenizer.all_special_tokens, *added.values()]
-        self._escaper = Escaper(self._tokenizer.backend_tokenizer, names=names, ids=self.special_ids)
-        text = (
-            (folder / "tokenizer.json").read_text(encoding="utf-8") if serialized else self._tokenizer.backend_tokenizer.to_str()
-        )
+        self._escaper = Escaper(backend, names=names, ids=self.special_ids)
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8") if serialized else backend.to_str()
         definition = {key: value for key, value in json.loads(text).items() if key not in ("truncation", "padding")}
         self._decoders = _flat_decoders(definition.get("decoder"))
         self.fingerprint = _digest([definition, self.encode(""), self.eos_id, self.pad_id, self.special_ids, self.vocab_size])

@@ -62,6 +62,17 @@ def test_a_text_that_spells_a_special_token_is_embedded_as_text(folder):
     np.testing.assert_allclose(special(["w4 [SEP] w5", "[CLS]"]), embed(["w4 [ SEP ] w5", "[ CLS ]"]), atol=1e-5)
 
 
+def test_special_tokens_without_a_row_in_the_embedding_are_not_used(folder, tmp_path):
+    padded = shutil.copytree(folder, tmp_path / "padded")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["[PAD]"])
+    tokenizer.save(str(padded / "tokenizer.json"))
+    assert tokenizer.token_to_id("[PAD]") == embeddings.read_config(padded).vocab
+    texts = ["w4 w5", "w6 [ PAD ]"]
+    expected = embeddings.ResponseEmbedder(folder, mesh(1))(texts)
+    np.testing.assert_array_equal(embeddings.ResponseEmbedder(padded, mesh(1))(["w4 w5", "w6 [PAD]"]), expected)
+
+
 def test_the_contract_tells_encoders_apart(folder, tmp_path):
     described = embeddings.describe(folder)
     assert described["width"] == embeddings.read_config(folder).width and described == embeddings.describe(folder)

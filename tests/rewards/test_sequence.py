@@ -211,6 +211,20 @@ def test_what_cannot_be_scored_is_said(reward, classifier, tmp_path):
         scorer(tmp_path / "huge").scores(["w4 w5", "w6"])
 
 
+def test_special_tokens_without_a_row_in_the_embedding_are_not_used(reward, tmp_path):
+    """The padding is id 48 of a tokenizer whose model has 48 rows; then the end is."""
+    padded = shutil.copytree(reward, tmp_path / "padded")
+    settings = json.loads((padded / "tokenizer_config.json").read_text())
+    (padded / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": "<|padding|>"}))
+    texts, ended = ["w4 w5", "w6"], [True, False]
+    np.testing.assert_array_equal(scorer(padded).scores(texts, ended=ended), scorer(reward).scores(texts, ended=ended))
+    (padded / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|over|>"}))
+    np.testing.assert_array_equal(scorer(padded).scores(texts), scorer(reward).scores(texts))
+    told = r"^task\.reward_path='.*': the token '<\|over\|>', which ends responses, has id 48, but .* has 48 rows: set eos_token"
+    with pytest.raises(ValueError, match=told):
+        scorer(padded, ends=True)
+
+
 def test_a_digest_tells_models_apart(reward, tmp_path):
     found = sequence.digest(reward)
     assert found == sequence.digest(reward) and len(found) == 16

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import processors
 
 from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 from tests.support import tiny_checkpoints
@@ -137,6 +139,41 @@ def test_special_tokens_beyond_the_embedding_are_not_used(tmp_path):
         assert max(ids) < 256 and cut.decode(ids) == "a< image>< image_end>"
     with pytest.raises(ValueError, match="the tokenizer has 260 ids, the embedding only 257"):
         HuggingFaceTokenizer(folder, vocab=257)  # 257 is no special token: the model does not fit
+
+
+def beyond(folder, **named):
+    """A tokenizer of 258 ids whose tokenizer_config.json names a special token that it has not, which becomes id 258."""
+    tiny_checkpoints.write_byte_bpe(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | named))
+    return folder
+
+
+def test_padding_without_a_row_in_the_embedding_is_the_end_of_sequence(tmp_path):
+    folder = beyond(tmp_path, pad_token="<|padding|>")
+    assert HuggingFaceTokenizer(folder).pad_id == HuggingFaceTokenizer(folder, vocab=259).pad_id == 258
+    cut = HuggingFaceTokenizer(folder, vocab=258)
+    assert cut.pad_id == cut.eos_id == 256 and cut.vocab_size == 258
+    assert max(cut.encode("a<|padding|>")) < 258
+
+
+def test_an_end_of_sequence_without_a_row_in_the_embedding_is_refused(tmp_path):
+    folder = beyond(tmp_path, eos_token="<|over|>")
+    assert HuggingFaceTokenizer(folder, vocab=259).eos_id == 258
+    told = r"token '<\|over\|>', which ends responses, has id 258, but the model's embedding has 258 rows: set eos_token in"
+    with pytest.raises(ValueError, match=told):
+        HuggingFaceTokenizer(folder, vocab=258)
+
+
+def test_a_token_that_stands_before_every_text_needs_a_row_in_the_embedding(tmp_path):
+    folder = tiny_checkpoints.write_byte_bpe(tmp_path)
+    whole = Backend.from_file(str(folder / "tokenizer.json"))
+    whole.add_special_tokens(["<|begin|>"])
+    whole.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 258)])
+    whole.save(str(folder / "tokenizer.json"))
+    assert HuggingFaceTokenizer(folder, vocab=259).encode("a")[0] == 258
+    with pytest.raises(ValueError, match=r"'<\|begin\|>', which the tokenizer adds to every text, has id 258, .* 258 rows: set"):
+        HuggingFaceTokenizer(folder, vocab=258)
 
 
 def test_folders_without_a_usable_tokenizer_are_refused(tmp_path):

@@ -1,5 +1,6 @@
 """The replay buffer of a trainer: the one reader of the log, the index of resident rows, and the draw of a batch."""
 
+import collections
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,7 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.replay.selection import Selection, draw_batch, drawable
 from tba_jax.replay.tail import Tail
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places
+from tba_jax.run import layout, places, processes
 from tba_jax.run.requests import RequestRate
 
 # A trainer that is further behind than so many windows passes over the oldest rows. More than one: identical responses, and those
@@ -190,6 +191,23 @@ class ReplayBuffer:
         seconds = time.monotonic() - self._rows_came
         return f"{need}; {len(index)} rows are resident, the last came {seconds:.0f} s ago"
 
+    def check_not_all_refused(self) -> None:
+        """Raises BadInput where a batch's worth of rows has been refused and no row accepted: more of them would fare no better.
+
+        Rows without a reward do not count: whoever scores may recover.
+        """
+        first = [(refused, row) for refused, row in self.index.rejected_first.items() if refused[1] != "reward"]
+        if self.index.arrivals or not first:
+            return
+        counts = sum((collections.Counter(told["rejected"]) for told in self.index.ledger().values()), collections.Counter[str]())
+        count = counts.total() - counts["reward"]
+        if count >= self._selection.queries * self._selection.completions:
+            (writer, reason), row = first[0]
+            raise processes.BadInput(
+                f"all {count} rows that have come are refused, the first, row {row} of writer {writer}, because it is not valid "
+                f"({self._in_words(reason)}); there is nothing to train on: python -m tba_jax audit counts the reasons"
+            )
+
     def is_exhausted(self) -> bool:
         """Whether no row can come any more: there is no writer but those of mounted runs, which have all finished."""
         if self._searchers or not self._mounted_runs:
@@ -238,6 +256,8 @@ class ReplayBuffer:
         return [*self.tail.problems(), *map(str, self._lost), *rejected, *uncounted]
 
     def _in_words(self, reason: str) -> str:
+        if reason == "tokens":
+            return f"a token, padding included, is not below the model's vocabulary of {self.index.vocab_size} ids"
         if reason != "reference":
             return reason
         return (

@@ -159,6 +159,7 @@ class Trainer:
 
         Raises:
           StaleEpoch: another trainer has taken over. FloatingPointError: names the step; the state is that before it.
+          BadInput: all rows that have come are refused.
           OSError: the journal, a snapshot or a checkpoint could not be written.
         """
         drawn, self._next = self._next or self._draw(self.step_number), None  # 1
@@ -208,6 +209,7 @@ class Trainer:
         with self.account.measure("draw"):
             slots = self.buffer.draw(step=step)
             if slots is None:
+                self.buffer.check_not_all_refused()
                 return None
             rows, ids = self.index.gather(slots), self.index.ids(slots)
             self._check_behavior(rows, ids)
