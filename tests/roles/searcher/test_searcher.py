@@ -1,5 +1,6 @@
 """What a searcher appends, in which order, and on which weights, whatever its decoder is ahead with."""
 
+import concurrent.futures
 import functools
 import gc
 import threading
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from tba_jax import sharding
 from tba_jax.decoding.engine import Engine, Ticket
 from tba_jax.replay.validation import REJECTIONS, validate_rows
 from tba_jax.roles.searcher.searcher import Searcher
@@ -166,6 +168,33 @@ def test_two_lanes_lose_nothing_and_keep_the_order(make, monkeypatch):
     steps = rows_of_the_stream(s, made, 10 * Q)["policy_step"].max(axis=1)
     assert reported == sorted(reported) and reported[-1] == 1
     assert set(steps[: 5 * ROWS]) == {0} and set(steps[-ROWS:]) == {1}
+
+
+def test_threads_of_a_searcher_start_programs_of_several_devices_through_its_meshes(make, monkeypatch):
+    """So that they wait for each other, see sharding.OnMesh. The first call of a program compiles it in the calling thread."""
+    names, calls, call = set[tuple[str, bool]](), threading.local(), sharding.OnMesh.__call__
+
+    def call_on_mesh(self, *args, **options):
+        calls.running = True
+        try:
+            return call(self, *args, **options)
+        finally:
+            calls.running = False
+
+    def hear(event: str, seconds: float, **about) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.add((about["fun_name"], getattr(calls, "running", False)))
+
+    monkeypatch.setattr(sharding.OnMesh, "__call__", call_on_mesh)
+    monkeypatch.setattr(jax, "devices", lambda *_: jax.local_devices()[:2])
+    _, made = make(searchers__mesh__data=1, searchers__mesh__fsdp=2)
+    jax.monitoring.register_event_duration_secs_listener(hear)
+    with concurrent.futures.ThreadPoolExecutor(1) as refresher:
+        refresher.submit(made.refresh).result()
+        made.search(ahead=lambda: True)
+    jax.monitoring.unregister_event_duration_listener(hear)
+    assert {f"jit({name})" for name in ("for_sampling", "unstack", "prefill", "decode", "score")} <= {name for name, _ in names}
+    assert {name for name, on_mesh in names if not on_mesh} <= {"jit(row_keys)"}, "the keys are of one device"
 
 
 def test_decoding_goes_on_while_a_batch_waits_for_its_rewards(make):
