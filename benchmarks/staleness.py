@@ -21,6 +21,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from absl import app, flags
@@ -49,7 +50,7 @@ _JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of
 
 RECIPE = "configs/demo.py"
 # 64 rows an update, all of them from the batch that the searcher has just appended.
-ROWS = {
+ROWS: dict[str, Any] = {
     "learner.queries": 4,
     "learner.completions": 16,
     "searchers.queries_per_batch": 4,

@@ -93,7 +93,7 @@ def _leave_compilation_cache() -> None:
     the cache (jaxlib 0.10.2): then devices of one process wait for each other in different collectives, and processes mix up
     their data.
     """
-    if jax.config.jax_enable_compilation_cache:
+    if jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
         jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()  # JAX reads the setting at the first compilation of a process, and after this call
 

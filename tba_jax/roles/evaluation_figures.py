@@ -3,7 +3,7 @@
 import collections
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -45,7 +45,7 @@ def with_stderr(figures: Mapping[str, Any], name: str) -> str:
     return f"{shown} ± {error:.3f}" if _is_finite(error) else shown
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

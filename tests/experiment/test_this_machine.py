@@ -98,9 +98,17 @@ def test_a_cpu_gets_short_sequences_small_batches_and_fewer_steps(choose, free, 
     ]
 
 
+def test_all_held_out_queries_are_too_many_for_a_cpu(choose, free, memory, one_device, monkeypatch):
+    memory(64)
+    of_recipe = recipe.get_config()
+    of_recipe.evaluation.queries = 0
+    monkeypatch.setattr(recipe, "get_config", of_recipe.copy_and_resolve_references)
+    assert choose().config.evaluation.queries == 64
+    assert choose(evaluation__queries=0).config.evaluation.queries == 0, "a flag names it"
+
+
 def test_what_a_flag_names_stays(choose, free, memory, one_device):
     memory(64)
-    assert choose(evaluation__queries=0).config.evaluation.queries == 0
     c = choose(learner__steps=4, task__response_length=300, publish__keep=9, learner__queries=5).config
     assert (c.learner.steps, c.task.response_length, c.publish.keep, c.learner.queries) == (4, 300, 9, 5)
     assert (c.learner.warmup_steps, c.learner.decay_steps, c.evaluation.every_steps) == (0, 2, 1), "in proportion to the steps"
