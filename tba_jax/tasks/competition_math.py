@@ -21,9 +21,19 @@ _PROBLEM = "{problem}"
 HUB_SPLITS = {"train": "train", "heldout": "test"}
 MEMORY_MEGABYTES = 2048  # limit of a worker: a response may contain a number that fills any memory
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?P<open>\{)|\\(?:boxed|fbox)\s+(?P<token>[^\s{}$\\]+)|\\.|(?P<brace>[{}])", re.DOTALL)
-_SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-zA-Z])|\\[!,;: ]|~|\s|(?<!\\)\$|\\\$|\\%|(?<=[0-9])%")
+_SPACE = re.compile(r"(?:\s|~|(?<!\\)\\[!,;:> ]|\\(?:thinspace|enspace|quad|qquad)(?![a-zA-Z])|\\(?:text|mathrm|mbox)\{\s*\})+")
+_HYPHENS = str.maketrans(dict.fromkeys(gsm8k.MINUS, "-"))
+_THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:(?:\{,\} ?| )[0-9]{3})+(?![0-9/])")
+_ARGUMENTS = re.compile(r"\\([dtc]?frac|[dt]?binom) ?([0-9]) ?([0-9])")
+_SCRIPT = re.compile(r"([_^]) ?([0-9]+)")
+_BASE = re.compile(r"(?<=[0-9A-F]) ?\\(?:text|mathrm)\{ ?\(?base ?(?:([0-9]+)\)? ?\}|\} ?([0-9]+))")
+_MIXED = re.compile(r"(?<![0-9.])([0-9]+) ([0-9]+) ?/ ?([0-9]+)(?![0-9.])")
+_END = re.compile(r"(?<=[0-9}\])])[ .,;]+\Z")
+_MARKS = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|(?<!\\)\$|\\\$|\\%|(?<=[0-9])%")
+_SPACES = re.compile(r"((?<=[0-9]) +(?=[0-9]))| +")
 _WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|boxed|fbox)\{([^{}\\]*)\}")
 _FRACTION = re.compile(r"\\frac(?:([0-9])([0-9])|([0-9])(\{[^{}]*\})|(\{[^{}]*\})([0-9]))")
+_SUM = re.compile(r"(-?)([0-9]{1,9})\\frac\{([0-9]{1,9})\}\{([0-9]{1,9})\}")
 _SLASHED = re.compile(r"(-?)([0-9]+)/([0-9]+)")
 _NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
 
@@ -151,16 +161,31 @@ def _balanced(text: str) -> bool:
     return depth == 0
 
 
+def spelled(answer: str) -> str:
+    r"""An answer whose numbers are written in one way, which `normalise` and math-verify read as the same numbers.
+
+    A space of TeX or Unicode becomes one plain space. Between digits it divides two numbers, except that 1 000 becomes 1000 and
+    that 2 1/3 becomes 2\frac{1}{3}. Signs become ASCII's, scripts of digits get braces, and punctuation at the end is dropped.
+    """
+    answer = _SPACE.sub(" ", answer.translate(_HYPHENS).replace(",\\!", "{,}"))
+    answer = _SCRIPT.sub(r"\1{\2}", _BASE.sub(r"_{\1\2}", _ARGUMENTS.sub(r"\\\1{\2}{\3}", answer)))
+    answer = _THOUSANDS.sub(lambda number: re.sub("[^0-9]", "", number[0]), answer).replace("{,}", ",")
+    return _END.sub("", _MIXED.sub(r"\1\\frac{\2}{\3}", answer).strip())
+
+
 def normalise(answer: str) -> str:
     r"""The normal form of an answer: without spacing, \left, \right, $ and %, with \frac{a}{b} for \dfrac, \frac12 and 1/2, with
-    words outside of \text{}, and with numbers as plain digits (1,000.0 is 1000)."""
+    words outside of \text{}, and with numbers as plain digits (1,000.0 is 1000) and mixed ones as fractions; see spelled."""
     inner = last_boxed(answer)
     if inner and answer.strip() == f"\\boxed{{{inner}}}":
         answer = inner
-    answer = _SPACING.sub("", answer)
+    answer = _MARKS.sub(" ", spelled(answer))
+    answer = _SPACES.sub(lambda space: " " if space[1] else "", _WORDS.sub(r"\1", _WORDS.sub(r"\1", answer))).rstrip(".,;")
     answer = answer.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("^{\\circ}", "").replace("^\\circ", "")
-    answer = _WORDS.sub(r"\1", _WORDS.sub(r"\1", answer)).rstrip(".")
     answer = _FRACTION.sub(_braced, answer)
+    if mixed := _SUM.fullmatch(answer):
+        whole, above, below = (int(part) for part in mixed.groups()[1:])
+        return f"{mixed[1]}\\frac{{{whole * below + above}}}{{{below}}}"
     if slashed := _SLASHED.fullmatch(answer):
         return f"{slashed[1]}\\frac{{{slashed[2]}}}{{{slashed[3]}}}"
     if answer and _NUMBER.fullmatch(answer):

@@ -17,12 +17,15 @@ FIELDS = {"question": str, "answer": str}
 HUB_SPLITS = {"train": "train", "heldout": "test"}
 _QUESTION = "{question}"
 _CALCULATOR = re.compile(r"<<[^<>]*>>")
-_MINUS = "-−"
+MINUS = "-‐‑–−－"  # ASCII's, and the hyphens, the en dash and the minus of Unicode
 _CURRENCY = r"(?:\\?\$|[£€])"
-# A sign belongs to the number unless it is a subtraction from the text before it: 48-24 ends in 24.
+_THOUSANDS = r"(?:(?:,|\{,\})(?:\\!)?|\\[,;:!> ]|[~\u00a0\u2007\u2009\u202f])"  # TeX's and Unicode's spaces; a plain one divides
+# A sign belongs to the number unless it is a subtraction from the text before it: 48-24 ends in 24. An emphasising _ is no such
+# text. TeX's thin space after a sign is part of the number where there is none before the sign.
 _NUMBER = re.compile(
-    rf"(?:(?<![\w.,)\]}}%$])(?P<sign>[-+−]))?{_CURRENCY}?(?P<inner_sign>(?<=[$£€])[-−])?"
-    r"(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![\w.])(?=\.[0-9]))"
+    rf"(?:(?<![^\W_])(?<![.,)\]}}%$])(?P<sign>[{MINUS}+])(?:(?<!\\[,;:!>].)\\[,;:!>])*)?"
+    rf"{_CURRENCY}?(?:(?P<inner_sign>(?<=[$£€])[{MINUS}])(?:\\[,;:!>])*)?"
+    rf"(?P<whole>[0-9]{{1,3}}(?:{_THOUSANDS}[0-9]{{3}})+(?![0-9])|[0-9]+|(?<![^\W_])(?<!\.)(?=\.[0-9]))"
     r"(?:\.(?P<fraction>[0-9]+))?(?:[eE](?P<exponent>[-+]?[0-9]{1,9})(?![0-9]))?"
 )
 _PLAIN_DIGITS = 40  # a number with more zeros than this is written with an exponent
@@ -93,14 +96,14 @@ def canonical(number: re.Match[str]) -> str:
 
     The function works on digits, so its time is linear in the length of the number. An exponent replaces more than 40 zeros.
     """
-    whole, fraction = number["whole"].replace(",", ""), number["fraction"] or ""
+    whole, fraction = re.sub("[^0-9]", "", number["whole"]), number["fraction"] or ""
     digits = (whole + fraction).lstrip("0")
     exponent = int(number["exponent"] or 0) - len(fraction) + len(digits)
     digits = digits.rstrip("0")
     exponent -= len(digits)
     if not digits:
         return "0"
-    sign = "-" if (number["sign"] or number["inner_sign"] or "+") in _MINUS else ""
+    sign = "-" if (number["sign"] or number["inner_sign"] or "+") in MINUS else ""
     if 0 <= exponent <= _PLAIN_DIGITS:
         return f"{sign}{digits}{'0' * exponent}"
     if -_PLAIN_DIGITS <= exponent < 0:

@@ -65,6 +65,8 @@ def test_worked_examples_are_the_human_solutions(task):
     assert task.worked_examples(np.random.default_rng(0), 0) == []
 
 
+THOUSANDS = (",", "{,}", r"\,", r"\;", r"\ ", "~", r",\!", r"{,}\!", "\u00a0", "\u2009", "\u202f")
+
 # What the last number of a text is, by hand.
 LAST: dict[str, str] = {
     "": "",
@@ -91,6 +93,18 @@ LAST: dict[str, str] = {
     "+3": "3",
     "(-3)": "-3",
     "x = -3": "-3",
+    **{f"{sign}5": "-5" for sign in ("–", "−", "‐", "‑", "－", r"-\,", r"-\!", r"= -\;", r"\$-\,")},
+    **{f"{mark}-5{mark}": "-5" for mark in ("_", "__", "*", "**")},
+    "_-.5_": "-0.5",
+    "_.5_": "0.5",
+    "_1-5_": "5",
+    **{f"-1{s}234{s}567.50": "-1234567.5" for s in THOUSANDS},
+    **{f"3{s}000": "3000" for s in THOUSANDS},
+    **{f"12{s}34": "34" for s in THOUSANDS},
+    "3 000": "0",
+    "48–24": "24",
+    r"48\,-\,24": "24",
+    r"48\;-\;24": "24",
     "48-24": "24",
     "x-24": "24",
     "(2)-24": "24",
@@ -142,7 +156,16 @@ def test_numbers_against_decimals(task):
 
 
 @pytest.mark.parametrize(
-    "text", ["1" * 20_000, "1,111" + ",111" * 2500 + "1", "-" * 20_000 + "1", "1." * 10_000, "1e" * 10_000 + "5", "$" * 20_000]
+    "text",
+    [
+        "1" * 20_000,
+        "1,111" + ",111" * 2500 + "1",
+        "-" * 20_000 + "1",
+        "1." * 10_000,
+        "1e" * 10_000 + "5",
+        "$" * 20_000,
+        "-" + r"\," * 10_000,
+    ],
 )
 def test_monsters_are_read_in_time(task, text):
     import time
@@ -200,4 +223,8 @@ def test_all_of_the_real_gold_answers(data_dir):
             assert share([f"{text[-40:]}#### {gold + change}" for text, gold in zip(texts, golds, strict=True)]) == 0
         for form in ("{:f}", "{:,f}.", "${:,f}", "{:.2f}", "{:,.2f}", "the answer is {:.0f}%.", "{:+.1f} eggs"):
             assert share([text[-40:] + form.format(gold) for text, gold in zip(texts, golds, strict=True)]) == 1, form
+        for space in ("{,}", r"\,", "\u202f"):
+            assert share([f"{text[-40:]}{gold:,}".replace(",", space) for text, gold in zip(texts, golds, strict=True)]) == 1, (
+                space
+            )
     assert not any("<<" in text for _, text in task.worked_examples(np.random.default_rng(0), 7473))
