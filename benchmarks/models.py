@@ -116,11 +116,9 @@ def lowered_train_step(layers: int) -> Any:
     schedules = update.Schedules(beta=always_one, ref_temperature=always_one, reward_temperature=always_one)
     step = functools.partial(update.train_step, whole_groups=True, optimizers=optimizers, schedules=schedules, config=config)
     state = jax.eval_shape(lambda: state_lib.init_state(policy, policy.base.init(jax.random.key(0)), optimizers))
-    rows = {"tokens": jax.ShapeDtypeStruct((16, 32), np.int32), "policy_step": jax.ShapeDtypeStruct((16, 16), np.int32)}
+    rows = {"tokens": jax.ShapeDtypeStruct((16, 32), np.int32)}
     rows |= {name: jax.ShapeDtypeStruct((16,), np.int32) for name in ("prompt_length", "response_length")}
-    rows |= {
-        name: jax.ShapeDtypeStruct((16, 16), np.float32) for name in ("ref_logprobs", "policy_logprobs", "behavior_logprobs")
-    }
+    rows |= {name: jax.ShapeDtypeStruct((16, 16), np.float32) for name in ("ref_logprobs", "behavior_logprobs")}
     batch = state_lib.Batch(**rows, reward=jax.ShapeDtypeStruct((16,), np.float32))
     return jax.jit(step, donate_argnums=0).lower(state, {}, batch, row_packing.empty(config.limits, 8))
 

@@ -143,9 +143,7 @@ def random_batch(config: Any, contract: contract_lib.Contract, vocab: int) -> st
         prompt_length=np.full(B, P, np.int32),
         response_length=length,
         ref_logprobs=logprobs(),
-        policy_logprobs=logprobs(),
         behavior_logprobs=logprobs(),
-        policy_step=np.where(masked, -1, 0).astype(np.int32),
         reward=rng.integers(0, 2, B).astype(np.float32),
     )
 

@@ -195,7 +195,7 @@ def sample(params: Any, key: jax.Array, behavior: Behavior, *, queries: int, com
     )
 
 
-def as_batch(rows: Rollout, problem: Problem, policy_step: jax.Array) -> state_lib.Batch:
+def as_batch(rows: Rollout, problem: Problem) -> state_lib.Batch:
     """The rows with their rewards and reference log-probs, which are looked up."""
     queries = len(problem.rewards)
     query, number = jnp.repeat(jnp.arange(queries), K), jnp.asarray(NUMBER_OF_CODE)[code(rows.tokens)]
@@ -205,9 +205,7 @@ def as_batch(rows: Rollout, problem: Problem, policy_step: jax.Array) -> state_l
         prompt_length=prompt_length,
         response_length=rows.length,
         ref_logprobs=problem.ref_logprobs[query, number],
-        policy_logprobs=rows.policy_logprobs,
         behavior_logprobs=rows.behavior_logprobs,
-        policy_step=jnp.full(rows.tokens.shape, policy_step),
         reward=problem.rewards[query, number],
     )
 
@@ -271,7 +269,7 @@ def train(
         rows, slots = rows_for(state.params["policy"], state.step + delay), MAX_DELAY + 1
         waiting = jax.tree.map(lambda w, r: w.at[(state.step + delay) % slots].set(r), waiting, rows)
         rows = jax.tree.map(lambda w: w[state.step % slots], waiting)
-        batch = as_batch(rows, problem, jnp.maximum(state.step - delay, 0))
+        batch = as_batch(rows, problem)
         packed = row_packing.alone(batch.tokens, batch.prompt_length, batch.response_length, R=R)
         state, measured = update.train_step(
             state, {}, batch, packed, whole_groups=True, optimizers=optimizers, schedules=schedules, config=config

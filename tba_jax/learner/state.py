@@ -59,9 +59,7 @@ class Batch:
     prompt_length: chex.Array
     response_length: chex.Array
     ref_logprobs: chex.Array
-    policy_logprobs: chex.Array
     behavior_logprobs: chex.Array
-    policy_step: chex.Array
     reward: chex.Array
     moving_ref_logprobs: chex.Array | None = None
     state_values: chex.Array | None = None

@@ -139,7 +139,7 @@ def _gradient(
     accumulate = _whole_groups if whole_groups else _any_split
     grads, log_z_cotangent, outputs, entropy = accumulate(state, frozen, *rows, log_z, schedules=schedules, config=config)
     grads |= pull_back_log_z(log_z_cotangent)
-    inputs = _inputs(batch, outputs.logprobs, state.step, schedules, config)
+    inputs = _inputs(batch, state.step, schedules, config)
     loss = config.objective.loss(outputs, inputs)
     row_finite = _row_finite(outputs, inputs)
     measurements = {
@@ -180,9 +180,7 @@ def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfi
     return log_z, lambda cotangent: pull_back(cotangent)[0]
 
 
-def _inputs(
-    batch: Batch, policy_logprobs: jax.Array, step: jax.Array, schedules: Schedules, config: LearnerConfig
-) -> ObjectiveInputs:
+def _inputs(batch: Batch, step: jax.Array, schedules: Schedules, config: LearnerConfig) -> ObjectiveInputs:
     return ObjectiveInputs(
         ref_logprobs=batch.ref_logprobs if batch.moving_ref_logprobs is None else batch.moving_ref_logprobs,
         behavior_logprobs=batch.behavior_logprobs,
@@ -245,7 +243,7 @@ def _whole_groups(
         rows = _of_rows(batch, there)
         model = state.model(state.params | trained, frozen)
         (policy_logprobs, values), entropy = scored(model.policy, model.value_head, micro, rows, config=config)
-        inputs = _inputs(rows, policy_logprobs, state.step, schedules, config)
+        inputs = _inputs(rows, state.step, schedules, config)
         outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=jnp.where(there, log_z, 0.0), values=values)
         return config.objective.loss(outputs, inputs), (policy_logprobs, values, entropy)
 
@@ -289,7 +287,7 @@ def _any_split(
 
     (policy_logprobs, values), entropy = row_packing.summed(lambda micro, _: outputs_of(trained, micro), packed)
     outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z, values=values)
-    inputs = _inputs(batch, policy_logprobs, state.step, schedules, config)
+    inputs = _inputs(batch, state.step, schedules, config)
     cotangent = jax.grad(config.objective.loss)(outputs, inputs)
 
     def gradient(micro: Sequences, _: jax.Array) -> Params:

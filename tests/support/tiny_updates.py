@@ -69,15 +69,13 @@ def random_batch(seed: int = 0) -> state_lib.Batch:
     tokens = np.where(place < prompt_length[:, None], prompts, rng.integers(1, MODEL.vocab, (B, P + R)))
     tokens[place >= (prompt_length + response_length)[:, None]] = 0
     mask = trajectory.response_mask(response_length, R)
-    ref, sampler, behavior = np.where(mask, -rng.exponential(1.0, (3, B, R)), 0.0).astype(np.float32)
+    ref, behavior = np.where(mask, -rng.exponential(1.0, (2, B, R)), 0.0).astype(np.float32)
     return state_lib.Batch(
         tokens=tokens.astype(np.int32),
         prompt_length=prompt_length,
         response_length=response_length,
         ref_logprobs=ref,
-        policy_logprobs=sampler,
         behavior_logprobs=behavior,
-        policy_step=np.where(mask, -rng.integers(0, 4, (B, 1)), -1).astype(np.int32),
         reward=rng.normal(size=B).astype(np.float32),
     )
 

@@ -69,9 +69,9 @@ def test_rows_carry_what_the_tables_say(problem, name):
     rows = jax.jit(posterior.sample, static_argnames=("queries", "completions"))(
         problem.ref_params, jax.random.key(1), posterior.BEHAVIORS[name], queries=posterior.QUERIES, completions=posterior.K
     )
-    batch = jax.tree.map(np.asarray, posterior.as_batch(rows, problem, 0))
+    batch, policy_logprobs = jax.tree.map(np.asarray, (posterior.as_batch(rows, problem), rows.policy_logprobs))
     mask = np.arange(posterior.R) < batch.response_length[:, None]
-    np.testing.assert_allclose(batch.policy_logprobs, batch.ref_logprobs, atol=1e-5)
+    np.testing.assert_allclose(policy_logprobs, batch.ref_logprobs, atol=1e-5)
     responses = batch.tokens[:, 1:]
     for row, (tokens, length, reward) in enumerate(zip(responses, batch.response_length, batch.reward, strict=True)):
         number = posterior.RESPONSES.tolist().index(tokens.tolist())
@@ -80,11 +80,11 @@ def test_rows_carry_what_the_tables_say(problem, name):
     if name == "uniform":
         np.testing.assert_allclose(batch.behavior_logprobs[mask], np.log(0.2), atol=1e-6)
     elif name in ("on-policy", "50 updates old"):
-        np.testing.assert_allclose(batch.behavior_logprobs, batch.policy_logprobs, atol=1e-5)
+        np.testing.assert_allclose(batch.behavior_logprobs, policy_logprobs, atol=1e-5)
     else:
-        truncated = batch.behavior_logprobs.sum(axis=1) > batch.policy_logprobs.sum(axis=1) + 1e-3
+        truncated = batch.behavior_logprobs.sum(axis=1) > policy_logprobs.sum(axis=1) + 1e-3
         assert truncated[1::2].mean() > 0.5
-        assert name == TRUNCATED or not np.allclose(batch.behavior_logprobs[::2], batch.policy_logprobs[::2], atol=0.1)
+        assert name == TRUNCATED or not np.allclose(batch.behavior_logprobs[::2], policy_logprobs[::2], atol=0.1)
 
 
 def test_rows_of_old_policies_lead_to_the_posterior():
