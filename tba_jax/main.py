@@ -202,9 +202,12 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
     if not found.accepts(_check_answers, [*storage.of_init_from(init_from or ""), *storage.of_config(config)], given):
         found.end()
     asked = found.attempt(_topologies, given)
-    known = _known_reward_models(folder, given.role)
+    there = found.attempt(_contract_of_run, folder) or {}
+    # A role that scores nothing does without the reward models.
+    known = there.get("reward_models") if given.role in ("trainer", "reference") else None
     new = bool(given.dry_run) or not places.exists(folder.config)
-    experiment = composition.gather(config, found, reward_models=known, weights=not given.dry_run, new=new)
+    given_there: dict[str, Any] = dict(reward_models=known, date=there.get("date", ""))
+    experiment = composition.gather(config, found, **given_there, weights=not given.dry_run, new=new)
     if experiment is None:
         found.end()
     assert experiment is not None
@@ -246,14 +249,12 @@ def _config_of_run(run: "layout.RunDir", given: command_line.Given) -> "config_d
     return config
 
 
-def _known_reward_models(run: "layout.RunDir", role: str) -> dict[str, str] | None:
-    """The digests of reward models in an existing run's contract, for a role that scores nothing and does without the models."""
+def _contract_of_run(run: "layout.RunDir") -> dict[str, Any]:
+    """The contract of the run that is there, {} without one. Raises ValueError where it is no run of this version."""
     from tba_jax.run import contract, places
 
-    if role not in ("trainer", "reference") or not places.exists(run.config):
-        return None
-    known: dict[str, str] = contract.read_run(run)["contract"]["reward_models"]
-    return known
+    called = f"workdir {str(run.shared)!r}"
+    return dict(contract.read_run(run, called=called)["contract"]) if places.exists(run.config) else {}
 
 
 def _hold_compilation_cache(run: "layout.RunDir") -> None:

@@ -147,12 +147,13 @@ def _query(row: "Row", queries: dict[str, "EncodedQuery"], task: str) -> "Encode
 def _encoded(row: "Row", query: "EncodedQuery", experiment: "Experiment", stops: "StopStrings | None") -> tuple[list[int], str]:
     """The tokens of a response, and the reason why no policy of the run can give it; "" if a policy can."""
     from tba_jax.text.encoding import encode_pair
-    from tba_jax.text.prompts import PROMPT
+    from tba_jax.text.prompts import texts
 
-    contract = experiment.contract
-    prompt = contract.chat_template.replace(PROMPT, query.query.prompt) or query.query.prompt
+    contract, tokenizer, task = experiment.contract, experiment.tokenizer, experiment.config.task
+    around = dict(chat_template=task.chat_template, system_prompt=task.system_prompt)
+    (prompt,) = texts([query.query.prompt], tokenizer, **around)
     try:
-        _, tokens = encode_pair(prompt, row["response"], experiment.tokenizer, begin=not contract.chat_template)
+        _, tokens = encode_pair(prompt, row["response"], tokenizer, begin=not task.chat_template)
     except ValueError as error:
         raise ValueError(f"{row.where}: {error}") from error
     if tokens[-2:-1] == [contract.eos_id]:  # the text has spelled it out
@@ -255,7 +256,7 @@ def _scored(experiment: "Experiment", given: Sequence[GivenResponse], rows: dict
     texts = responses.response_texts([each.tokens for each in given], queries, experiment.tokenizer)
     task_models.check(task, role="searcher")
     size = _rows_at_a_time(experiment)
-    with task_models.started(task, config.searchers.task_devices):
+    with task_models.started(task, config.searchers.task_devices, date=contract.date):
         scores = [
             responses.reward_texts(
                 texts[start : start + size],

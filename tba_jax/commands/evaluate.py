@@ -48,7 +48,7 @@ def evaluate(
     meshes.check(experiment, role="evaluator", devices=len(devices))
     experiment = experiment.on_device(devices[0])
     task_models.check(task, role="evaluator")
-    with task_models.started(task, config.evaluation.task_devices):
+    with task_models.started(task, config.evaluation.task_devices, date=experiment.contract.date):
         try:
             return jobs.make_evaluator(experiment, run).report(step)
         except FileNotFoundError as error:

@@ -72,7 +72,7 @@ def rescore(workdir: Path, settings: existing_run.Source = existing_run.AS_IT_IS
             )
     if waiting:
         task_models.check(experiment.task, role="searcher")
-        with task_models.started(experiment.task, 0):
+        with task_models.started(experiment.task, 0, date=experiment.contract.date):
             for writer, head in waiting.items():
                 _rescore_writer(run, experiment, reader, queries, writer=writer, head=head)
     layout.write_json(run.rescored_commit(version), {"reward_parts": list(experiment.contract.reward_parts), "heads": heads})
@@ -92,7 +92,7 @@ def _compared(
 
     stored = contract_lib.read_run(run, called=str(workdir))
     theirs = contract_lib.of(stored, called=str(workdir))
-    experiment = composition.build(existing_run.config_of(stored, settings, called=str(workdir)))
+    experiment = composition.build(existing_run.config_of(stored, settings, called=str(workdir)), date=theirs.date)
     here, there = ({k: v for k, v in c.to_json().items() if k not in _OF_REWARD} for c in (experiment.contract, theirs))
     if different := contract_lib.differences(there, here):
         raise ValueError(f"the task of {workdir} is not what it was in more than its reward; " + contract_lib.in_words(different))

@@ -1,6 +1,8 @@
 """From a config to what every role works with: task, queries, policy, tokenizer and contract."""
 
+import contextlib
 import dataclasses
+import datetime
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +13,7 @@ from tba_jax.models.config import FREE_FIELDS
 from tba_jax.models.policy import Policy
 from tba_jax.rewards import embeddings, task_models
 from tba_jax.run import contract as contract_lib
+from tba_jax.run import layout
 from tba_jax.tasks import custom_task
 from tba_jax.tasks.interface import EncodedQuery, Task, private_files
 from tba_jax.text import prompts, vocabulary
@@ -47,11 +50,14 @@ class _Named:
     tokenizer: Tokenizer
 
 
-def build(config: Any, *, reward_models: Mapping[str, str] | None = None, weights: bool = True, new: bool = False) -> Experiment:
+def build(
+    config: Any, *, reward_models: Mapping[str, str] | None = None, date: str = "", weights: bool = True, new: bool = False
+) -> Experiment:
     """Checks the whole config and builds what it names, without compiling or writing anything.
 
     Args:
       reward_models: of the contract, if the run exists and its models need not be here; None: they are read.
+      date: of the contract, if the run exists; "": the run is a new one.
       weights: False: for a dry run, which fetches no weights from the hub, see named_policy.policy_and_tokenizer.
       new: see checks.gather.
 
@@ -59,14 +65,14 @@ def build(config: Any, *, reward_models: Mapping[str, str] | None = None, weight
       ValueError: a sentence about each thing that is wrong, as far as it can be told beside the others.
     """
     found = Mistakes()
-    experiment = gather(config, found, reward_models=reward_models, weights=weights, new=new)
+    experiment = gather(config, found, reward_models=reward_models, date=date, weights=weights, new=new)
     found.end()
     assert experiment is not None
     return experiment
 
 
 def gather(
-    config: Any, found: Mistakes, *, reward_models: Mapping[str, str] | None, weights: bool, new: bool
+    config: Any, found: Mistakes, *, reward_models: Mapping[str, str] | None, date: str, weights: bool, new: bool
 ) -> Experiment | None:
     """`build` for a start that checks more: adds what is wrong to `found`.
 
@@ -76,8 +82,9 @@ def gather(
     config, can_be_made = checks.gather(config, found, weights=weights, new=new)
     if not can_be_made:
         return None
+    date = date or _new_date(config)
     alphabet = "" if config.model.path else found.attempt(named_task.alphabet, config.task.name)
-    named = None if alphabet is None else found.attempt(_policy, config, alphabet, weights=weights)
+    named = None if alphabet is None else found.attempt(_policy, config, alphabet, weights=weights, date=date)
     template, banned = None, None
     if named is not None:
         named_policy.check(config, named.policy, named.tokenizer, found)
@@ -89,7 +96,7 @@ def gather(
     queries = None
     if made is not None:
         if named is not None and template is not None:
-            queries = found.attempt(named_task.encode_queries, config, made[0], named.tokenizer, template=template)
+            queries = found.attempt(named_task.encode_queries, config, made[0], named.tokenizer)
         if reward_models is None:
             reward_models = found.attempt(task_models.digests, made[0], fetch=weights)
     embedding = found.attempt(_embedding, config.task.embedding_path, fetch=weights)
@@ -101,6 +108,7 @@ def gather(
         task,
         settings,
         alphabet=alphabet,
+        date=date,
         banned_tokens=banned,
         chat_template=template,
         embedding=embedding,
@@ -116,11 +124,19 @@ def _check_mesh(named: _Named, role: str, found: Mistakes) -> None:
         found.silence([mesh, *(f"{mesh}.{axis}" for axis in sharding.MESH_AXES)])
 
 
-def _policy(config: Any, alphabet: str, *, weights: bool) -> _Named:
-    return _Named(config, *named_policy.policy_and_tokenizer(config, alphabet=alphabet, weights=weights))
+def _new_date(config: Any) -> str:
+    """The date of a new run: that of the first run that it mounts, whose prompts are those of its own; else today's."""
+    for folder in config.replay.mount[:1]:
+        with contextlib.suppress(ValueError, KeyError):  # check_mounts says what is wrong with it
+            return str(contract_lib.read_run(layout.open_run_dir(folder))["contract"]["date"])
+    return datetime.date.today().isoformat()
 
 
-def _template(task: Any, tokenizer: Tokenizer) -> str:
+def _policy(config: Any, alphabet: str, **given: Any) -> _Named:
+    return _Named(config, *named_policy.policy_and_tokenizer(config, alphabet=alphabet, **given))
+
+
+def _template(task: Any, tokenizer: Tokenizer) -> dict[str, str]:
     return prompts.template(tokenizer, chat_template=task.chat_template, system_prompt=task.system_prompt)
 
 
@@ -167,7 +183,7 @@ def rebuild(stored: Mapping[str, Any], config: Any, *, called: str) -> Experimen
     Raises:
       ValueError: as `build`, or the run's contract is another one now.
     """
-    experiment = build(config)
+    experiment = build(config, date=stored["contract"].get("date", ""))
     if different := contract_lib.differences(stored["contract"], experiment.contract.to_json()):
         raise ValueError(f"{called} is a run of another contract; " + contract_lib.in_words(different))
     return experiment

@@ -105,7 +105,7 @@ def _waits_for_run(s: Invocation, record: Record, stop: Callable[[], bool]) -> b
 def _started_task(s: Invocation, task_devices: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with mistakes_end_the_role():  # slots that do not divide over the devices, say
-            stack.enter_context(task_models.started(s.experiment.task, task_devices))
+            stack.enter_context(task_models.started(s.experiment.task, task_devices, date=s.experiment.contract.date))
         yield
 
 

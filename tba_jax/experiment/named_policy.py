@@ -14,12 +14,13 @@ from tba_jax.text import vocabulary
 from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 
 
-def policy_and_tokenizer(config: Any, *, alphabet: str, weights: bool = True) -> tuple[Policy, Tokenizer]:
+def policy_and_tokenizer(config: Any, *, alphabet: str, weights: bool = True, date: str = "") -> tuple[Policy, Tokenizer]:
     """The policy that config.model and config.lora name, and its tokenizer. No code of the checkpoint or of a task is executed.
 
     Args:
       alphabet: without model.path, the characters of the tokenizer, which the task defines; "" where it defines none.
       weights: False: those of model.path need not be there; and model.preset, where it is given, says the shape in its place.
+      date: see HuggingFaceTokenizer.
 
     Raises:
       ValueError: the checkpoint cannot be used, or policy, adapters and tokenizer do not go together.
@@ -32,7 +33,7 @@ def policy_and_tokenizer(config: Any, *, alphabet: str, weights: bool = True) ->
             else:
                 dtype, kernel = config.model.compute_dtype, config.model.attention
                 model = load.read_config(folder, compute_dtype=dtype, attention=kernel, head="language_model")
-            tokenizer: Tokenizer = HuggingFaceTokenizer(folder, vocab=model.vocab)
+            tokenizer: Tokenizer = HuggingFaceTokenizer(folder, vocab=model.vocab, date=date)
     else:
         if not alphabet:
             tokenizer_of = "; beside model.preset, a dry run takes only the tokenizer from there" if config.model.preset else ""

@@ -84,12 +84,8 @@ def _construct(section: Any) -> tuple[Task, dict[str, Any]]:
     return task_class(name)(**settings), settings
 
 
-def encode_queries(
-    config: Any, task: Task, tokenizer: Tokenizer, *, template: str
-) -> tuple[dict[str, prompts.EncodedQueries], dict[str, int]]:
+def encode_queries(config: Any, task: Task, tokenizer: Tokenizer) -> tuple[dict[str, prompts.EncodedQueries], dict[str, int]]:
     """The queries that fit task.prompt_length, and the number of queries that were left out as too long, both by split.
-
-    Args: template: of prompts, see prompts.template.
 
     Raises:
       ValueError: the task gives no queries or something else, prompts are too long, or an update needs more queries.
@@ -99,7 +95,8 @@ def encode_queries(
         queries[split], skipped[split] = prompts.encode(
             _queries(config.task.name, task, split),
             tokenizer,
-            template=template,
+            chat_template=config.task.chat_template,
+            system_prompt=config.task.system_prompt,
             limit=config.task.prompt_length,
             long_prompts=config.task.long_prompts,
             split=split,

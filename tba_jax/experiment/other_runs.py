@@ -33,7 +33,7 @@ from tba_jax.run.places import Place
 log = logging.getLogger(__name__)
 
 # Fields of the contract that say nothing about rows.
-_FREE_OF_ROWS = ("lora", "private_files")
+_FREE_OF_ROWS = ("lora", "private_files", "date")
 # Fields of the contract that say what weights mean.
 _OF_WEIGHTS = ("model", "tokenizer", "eos_id", "pad_id")
 

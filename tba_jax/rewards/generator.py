@@ -34,20 +34,25 @@ class TextGenerator:
     A reply depends only on the seed, the text and the number of the reply, not on other texts or earlier calls.
     """
 
-    def __init__(self, folder: Path | str, mesh: Mesh, settings: GeneratorSettings, *, prefix: str, load: bool = True):
+    def __init__(
+        self, folder: Path | str, mesh: Mesh, settings: GeneratorSettings, *, prefix: str, date: str = "", load: bool = True
+    ):
         """
         Args:
           folder: a Hugging Face folder or hub id with a language model and its tokenizer.
           mesh: gives the devices; how it arranges them does not matter. Each device holds a whole copy of the model and decodes
             by itself, so a call may run beside any other program of the same devices.
           prefix: beginning of the settings' names in messages, such as "task.red_team.victim_".
+          date: see HuggingFaceTokenizer.
           load: False checks all arguments and loads no weights.
 
         Raises:
           ValueError: the folder or a setting cannot be used.
         """
         called = f"{prefix}path={str(folder)!r}"
-        folder, config, tokenizer = language_model.read(folder, setting=f"{prefix}path", compute_dtype=settings.compute_dtype)
+        folder, config, tokenizer = language_model.read(
+            folder, setting=f"{prefix}path", compute_dtype=settings.compute_dtype, date=date
+        )
         if settings.prompt_length + settings.reply_length > config.max_positions:
             raise ValueError(
                 f"{prefix}prompt_length={settings.prompt_length} + {prefix}reply_length={settings.reply_length} exceed the "

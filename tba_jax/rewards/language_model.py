@@ -13,8 +13,10 @@ def read_config(folder: Path | str, *, setting: str, compute_dtype: str) -> Deco
         return load.read_config(folder, compute_dtype=compute_dtype, head="language_model")
 
 
-def read(folder: Path | str, *, setting: str, compute_dtype: str) -> tuple[Path, DecoderConfig, HuggingFaceTokenizer]:
-    """Local folder, config and tokenizer.
+def read(
+    folder: Path | str, *, setting: str, compute_dtype: str, date: str = ""
+) -> tuple[Path, DecoderConfig, HuggingFaceTokenizer]:
+    """Local folder, config and tokenizer. Args: date: see HuggingFaceTokenizer.
 
     Raises:
       ValueError: the model or the tokenizer cannot be used, or the tokenizer has more ids than the model; names `setting`.
@@ -22,7 +24,7 @@ def read(folder: Path | str, *, setting: str, compute_dtype: str) -> tuple[Path,
     config = read_config(folder, setting=setting, compute_dtype=compute_dtype)
     local = load.resolve_folder(folder)
     with load.named(setting, folder):
-        return local, config, HuggingFaceTokenizer(local, vocab=config.vocab)
+        return local, config, HuggingFaceTokenizer(local, vocab=config.vocab, date=date)
 
 
 def token_bytes(tokenizer: HuggingFaceTokenizer, *, called: str) -> list[bytes | None]:

@@ -1,6 +1,8 @@
 """The frozen models with which a task scores: their digests for the contract, checks before a run, loading, and memory."""
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -91,16 +93,19 @@ def read_config(use: ModelUse) -> Any:
 
 
 @contextlib.contextmanager
-def started(task: Task, task_devices: int) -> Iterator[None]:
+def started(task: Task, task_devices: int, *, date: str) -> Iterator[None]:
     """Loads a task's models, if it has any, on the devices of sharding.task_mesh; ends the task's processes at the end.
 
     Each process that scores enters this once, before its first rewards.
+
+    Args: date: of the run's contract.
 
     Raises:
       ValueError: a model cannot be used.
     """
     if isinstance(task, UsesModels):
-        task.start(sharding.task_mesh(task_devices), LOADERS)
+        dated = {name: functools.partial(getattr(LOADERS, name), date=date) for name in ("unsafe_scorer", "generator")}
+        task.start(sharding.task_mesh(task_devices), dataclasses.replace(LOADERS, **dated))
     try:
         yield
     finally:

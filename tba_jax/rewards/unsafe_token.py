@@ -28,20 +28,25 @@ class UnsafeTokenScorer:
     Several threads may call it at once; a lock lets one pass run at a time.
     """
 
-    def __init__(self, folder: Path | str, mesh: Mesh, settings: UnsafeTokenSettings, *, prefix: str, load: bool = True):
+    def __init__(
+        self, folder: Path | str, mesh: Mesh, settings: UnsafeTokenSettings, *, prefix: str, date: str = "", load: bool = True
+    ):
         """
         Args:
           folder: a Hugging Face folder or hub id with a language model and its tokenizer.
           mesh: gives the devices; how it arranges them does not matter. No device waits for another, so a call may run beside any
             other program of the same devices.
           prefix: beginning of the settings' names in messages, such as "task.red_team.classifier_".
+          date: see HuggingFaceTokenizer.
           load: False checks all arguments and loads no weights.
 
         Raises:
           ValueError: the folder or a setting cannot be used.
         """
         called = f"{prefix}path={str(folder)!r}"
-        folder, config, tokenizer = language_model.read(folder, setting=f"{prefix}path", compute_dtype=settings.compute_dtype)
+        folder, config, tokenizer = language_model.read(
+            folder, setting=f"{prefix}path", compute_dtype=settings.compute_dtype, date=date
+        )
         if settings.length > config.max_positions:
             raise ValueError(f"{prefix}length={settings.length} exceeds the {config.max_positions} positions of {called}")
         texts = language_model.token_bytes(tokenizer, called=called)

@@ -35,9 +35,10 @@ class Contract:
     min_response_length: tokens before which end-of-sequence has probability 0. force_eos: whether the last of R tokens is always
     the end of sequence. stop_strings: texts that end a response, sorted.
     step_ends: texts that end a step of a response, sorted; () if rows hold no values of states. chat_template: the text around a
-    prompt, "" without one. reward_models: setting -> digest of the reward model that it names. reference: the policy that
-    ref_logprobs in rows come from, "initial" (that of step 0), or "none": then they are 0. private_files: whether the files of
-    the run are for their owner alone to read, see run.privacy.
+    prompt, and a digest of the template's source; {} without one. date: YYYY-MM-DD, the day on which the run was made, which is
+    today for the chat templates of the policy and of models that compute rewards. reward_models: setting -> digest of the reward
+    model that it names. reference: the policy that ref_logprobs in rows come from, "initial" (that of step 0), or "none": then
+    they are 0. private_files: whether the files of the run are for their owner alone to read, see run.privacy.
     """
 
     model: dict[str, Any]
@@ -61,7 +62,8 @@ class Contract:
     force_eos: bool
     stop_strings: tuple[str, ...]
     step_ends: tuple[str, ...]
-    chat_template: str
+    chat_template: dict[str, str]
+    date: str
     reward_models: dict[str, str]
     reference: str
     private_files: bool

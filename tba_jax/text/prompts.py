@@ -1,4 +1,4 @@
-"""Encodes queries: their prompts in the prompt template as token ids, cached on disk, without prompts that are too long."""
+"""Encodes queries: their prompts, in a chat template or alone, as token ids, cached on disk, without those that are too long."""
 
 import contextlib
 import hashlib
@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 
 # Prompts of fewer characters are encoded faster than a cache file is read.
 CACHED_CHARACTERS = 1 << 20
-PROMPT = "{prompt}"
 
 
 class EncodedQueries(Sequence[EncodedQuery]):
@@ -56,20 +55,28 @@ class EncodedQueries(Sequence[EncodedQuery]):
         return EncodedQueries(queries, self._tokens[np.repeat(chosen, lengths)], np.cumsum(lengths[chosen]))
 
 
-def template(tokenizer: Tokenizer, *, chat_template: bool, system_prompt: str) -> str:
-    """The tokenizer's chat template as a prompt template, a text in which PROMPT is replaced by the prompt; "" if it is not used.
+def template(tokenizer: Tokenizer, *, chat_template: bool, system_prompt: str) -> dict[str, str]:
+    """The contract's entry of a chat template: its text around a prompt, and a digest of its source; {} if it is not used.
 
     Raises:
-      ValueError: the tokenizer has no chat template, or its template refuses these messages or changes the prompt.
+      ValueError: the tokenizer has no chat template, or its template refuses these messages or leaves the prompt out.
     """
     if not chat_template:
         if system_prompt:
             raise ValueError(f"task.system_prompt={system_prompt[:60]!r} is part of a chat template: set task.chat_template=True")
-        return ""
-    text = tokenizer.chat(PROMPT, system_prompt)
-    if text.count(PROMPT) != 1:
-        raise ValueError(f"task.chat_template: the tokenizer's template writes the prompt {text.count(PROMPT)} times, not once")
-    return text
+        return {}
+    text, other = tokenizer.chat(["{prompt}", "{another prompt}"], system_prompt)
+    if text == other:
+        raise ValueError("task.chat_template: the tokenizer's template leaves the prompt out")
+    return {"text": text, "source": hashlib.blake2b(tokenizer.chat_template.encode(), digest_size=8).hexdigest()}
+
+
+def texts(prompts: Sequence[str], tokenizer: Tokenizer, *, chat_template: bool, system_prompt: str) -> list[str]:
+    """What the policy reads of prompts: in the chat template, in which none can end its turn, or as they are.
+
+    Without a chat template a prompt may spell special tokens.
+    """
+    return tokenizer.chat(tokenizer.escaped(prompts), system_prompt) if chat_template else list(prompts)
 
 
 # (query, whether a prompt fits) -> the query with as much of its prompt as fits, None if no part of it does.
@@ -80,7 +87,8 @@ def encode(
     queries: Sequence[Query],
     tokenizer: Tokenizer,
     *,
-    template: str,
+    chat_template: bool,
+    system_prompt: str,
     limit: int,
     long_prompts: str,
     split: str,
@@ -89,17 +97,15 @@ def encode(
     """The queries whose prompts fit, and the number of queries that were left out.
 
     Args:
-      template: see template(); limit: most tokens of a prompt, template included; long_prompts: task.long_prompts;
+      chat_template, system_prompt: of task; limit: most tokens of a prompt, template included; long_prompts: task.long_prompts;
         split: name of the queries in messages; shorten: shortens a prompt that is too long.
 
     Raises:
       ValueError: prompts are too long and long_prompts is "refuse", no prompt fits, or one has no token.
     """
-    queries = _distinct(queries, split)
-    template_text = template or PROMPT
-    prompts = _escaped([query.prompt for query in queries], tokenizer, template)
-    texts = [template_text.replace(PROMPT, prompt) for prompt in prompts]
-    tokens, ends = _encoded(texts, tokenizer, begin=not template)
+    around: dict[str, Any] = dict(chat_template=chat_template, system_prompt=system_prompt)
+    queries, read = _distinct(queries, texts([query.prompt for query in queries], tokenizer, **around), split)
+    tokens, ends = _encoded(read, tokenizer, begin=not chat_template)
     encoded = EncodedQueries(queries, tokens, ends)
     if not encoded.lengths.all():
         empty = queries[int((encoded.lengths == 0).argmax())]
@@ -108,12 +114,10 @@ def encode(
     if not fits.all() and shorten is not None:
 
         def fit(prompt: str) -> bool:
-            (text,) = _escaped([prompt], tokenizer, template)
-            return len(tokenizer.encode_all([template_text.replace(PROMPT, text)], begin=not template)[0]) <= limit
+            return len(tokenizer.encode_all(texts([prompt], tokenizer, **around), begin=not chat_template)[0]) <= limit
 
         shorter = [query if short else shorten(query, fit) or query for query, short in zip(queries, fits, strict=True)]
-        rules: dict[str, Any] = dict(template=template, limit=limit, long_prompts=long_prompts, split=split)
-        return encode(shorter, tokenizer, **rules)
+        return encode(shorter, tokenizer, limit=limit, long_prompts=long_prompts, split=split, **around)
     skipped = int(len(queries) - fits.sum())
     if skipped and (long_prompts == "refuse" or skipped == len(queries)):
         advice = "raise it" if long_prompts == "skip" else "raise it, or set task.long_prompts=skip to leave them out"
@@ -124,24 +128,22 @@ def encode(
     return (encoded.select(fits) if skipped else encoded), skipped
 
 
-def _escaped(prompts: Sequence[str], tokenizer: Tokenizer, template: str) -> Sequence[str]:
-    """The prompts for a chat template, in which none can end its turn; without a template, a prompt may spell special tokens."""
-    return tokenizer.escaped(prompts) if template else prompts
+def _distinct(queries: Sequence[Query], read: Sequence[str], split: str) -> tuple[Sequence[Query], Sequence[str]]:
+    """The first query of each text that the policy reads, and these texts.
 
-
-def _distinct(queries: Sequence[Query], split: str) -> Sequence[Query]:
-    """The first query of each prompt. Rows name their query by its prompt alone, so two answers to one prompt would be mixed."""
+    Rows name their query by that text alone, so two answers to one text would be mixed.
+    """
     first: dict[str, Query] = {}
-    for query in queries:
-        first.setdefault(query.prompt, query)
+    for query, text in zip(queries, read, strict=True):
+        first.setdefault(text, query)
     if len(first) == len(queries):
-        return queries
-    others = sum(first[query.prompt].answer != query.answer for query in queries)
+        return queries, read
+    others = sum(first[text].answer != query.answer for query, text in zip(queries, read, strict=True))
     log.warning(
         "%d of %d %s queries repeat the prompt of an earlier one, %d of them with another answer, and are left out",
         *(len(queries) - len(first), len(queries), split, others),
     )
-    return list(first.values())
+    return list(first.values()), list(first)
 
 
 def _encoded(texts: Sequence[str], tokenizer: Tokenizer, *, begin: bool) -> tuple[np.ndarray, np.ndarray]:

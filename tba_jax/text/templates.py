@@ -90,7 +90,7 @@ class PromptTemplate:
             return self._places.sub(lambda found: by_place[found[0]], self._template) + self._ending
         messages = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
         messages += [{"role": role, "content": text} for role, text in zip(_ROLES, texts, strict=False)]
-        return self._tokenizer.conversation(messages, setting=self._setting) + self._ending
+        return self._tokenizer.conversations([messages], setting=self._setting)[0] + self._ending
 
     def _cut(self, texts: tuple[str, ...], length: int) -> list[int]:
         """Token ids of a prompt of `length` tokens after cutting: the last text loses the excess tokens until the prompt fits;

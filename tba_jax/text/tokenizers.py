@@ -1,9 +1,11 @@
 """Tokenizers: text to token ids and back, behind one protocol."""
 
+import datetime
 import hashlib
 import importlib.util
 import json
 import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,12 +49,16 @@ class Tokenizer(Protocol):
     def escaped(self, texts: Sequence[str]) -> list[str]:
         """The texts, changed by spaces where they spell special tokens, so that they encode as text: see special_tokens."""
 
-    def chat(self, prompt: str, system: str) -> str:
-        """The chat template's text of a user message, up to where the answer begins. system: the system message, "" for none.
+    def chat(self, prompts: Sequence[str], system: str) -> list[str]:
+        """The chat template's texts of user messages, up to where the answer begins. system: the system message, "" for none.
 
         Raises:
           ValueError: there is no chat template, or it refuses these messages.
         """
+
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template, "" without one."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a whole sequence. Special ids and ids beyond vocab_size are skipped."""
@@ -107,7 +113,9 @@ class CharacterTokenizer:
     def escaped(self, texts: Sequence[str]) -> list[str]:
         return list(texts)  # a special id has no character
 
-    def chat(self, prompt: str, system: str) -> str:
+    chat_template = ""
+
+    def chat(self, prompts: Sequence[str], system: str) -> list[str]:
         raise ValueError("task.chat_template=True needs a pretrained model: an alphabet of characters has no chat template")
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -129,11 +137,12 @@ class HuggingFaceTokenizer:
     Their result depends on the version of transformers, which must not change a run's tokens.
     """
 
-    def __init__(self, folder: Path | str, *, vocab: int | None = None):
+    def __init__(self, folder: Path | str, *, vocab: int | None = None, date: str = ""):
         """
         Args:
           vocab: rows of the model's embedding. Special tokens from there on are not used. Gemma 3's text models need that: their
             tokenizer has the token of images, their embedding has not.
+          date: YYYY-MM-DD, the day that a chat template finds where it reads the clock; "": what the clock says.
 
         Raises:
           ValueError: the folder has no tokenizer, or its tokenizer cannot be loaded, has no end-of-sequence token, or needs a
@@ -141,6 +150,7 @@ class HuggingFaceTokenizer:
         """
         folder = self._folder = Path(folder)
         self._tokenizer, eos_id = open_transformers(folder)
+        self._date = date
         serialized = (folder / "tokenizer.json").is_file()
         if eos_id is None:
             raise ValueError(
@@ -177,29 +187,41 @@ class HuggingFaceTokenizer:
     def escaped(self, texts: Sequence[str]) -> list[str]:
         return self._escaper(texts)
 
-    def chat(self, prompt: str, system: str) -> str:
-        messages = [{"role": "system", "content": system}] if system else []
-        return self.conversation([*messages, {"role": "user", "content": prompt}], setting="task.chat_template=True")
+    @property
+    def chat_template(self) -> str:
+        return self._tokenizer.get_chat_template() if self._tokenizer.chat_template else ""
 
-    def conversation(self, messages: Sequence[Mapping[str, str]], *, setting: str) -> str:
-        """The chat template's text of messages {"role", "content"}, up to where the next message begins.
+    def chat(self, prompts: Sequence[str], system: str) -> list[str]:
+        before = [{"role": "system", "content": system}] if system else []
+        asked = [[*before, {"role": "user", "content": prompt}] for prompt in prompts]
+        return self.conversations(asked, setting="task.chat_template=True")
+
+    def conversations(self, asked: Sequence[Sequence[Mapping[str, str]]], *, setting: str) -> list[str]:
+        """The chat template's text of each list of messages {"role", "content"}, up to where the next message begins.
 
         Args: setting: the setting that asks for a chat template, with which error messages begin.
 
         Raises:
-          ValueError: there is no chat template, or it refuses these messages.
+          ValueError: there is no chat template, or it refuses such messages.
         """
-        if not self._tokenizer.chat_template:
+        if not asked:
+            return []
+        if not (template := self.chat_template):
             raise ValueError(
                 f"{setting}: the tokenizer of {self._folder} has no chat template (neither chat_template.jinja nor "
                 "chat_template in its tokenizer_config.json)"
             )
+        if holds_surrogate(template):
+            raise ValueError(f"{setting}: the chat template of {self._folder} {NO_CHARACTER}")
+        if self._date and "strftime_now" in template:
+            template = _stopped_clock(self._date) + template
+        given: dict[str, Any] = dict(chat_template=template, tokenize=False, add_generation_prompt=True)
         try:
-            return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return self._tokenizer.apply_chat_template([list(messages) for messages in asked], **given)
         except Exception as error:  # a template may raise any exception
             raise ValueError(
                 f"{setting}: the chat template of {self._folder} refuses "
-                f"{' and '.join('a ' + message['role'] for message in messages)} message: {' '.join(str(error).split())[:200]}"
+                f"{' and '.join('a ' + message['role'] for message in asked[0])} message: {' '.join(str(error).split())[:200]}"
             ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -223,6 +245,17 @@ class HuggingFaceTokenizer:
             if i in self._special:
                 texts[i] = token.content.encode()
         return texts
+
+
+def _stopped_clock(date: str) -> str:
+    """A line of Jinja that stands before a template, for which the clock stands at the beginning of a day.
+
+    Templates ask for the time by strftime_now(FORMAT); the macro writes the time in place of each code of the format.
+    """
+    day = datetime.datetime.fromisoformat(date)
+    codes = [f"%{flag}{letter}" for flag in ("", "-") for letter in string.ascii_letters]
+    replaced = "".join(f"|replace({json.dumps(code)}, {json.dumps(day.strftime(code))})" for code in codes)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -158,7 +158,7 @@ def test_stop_strings_templates_and_models_of_the_task(summaries, tmp_path):
     assert np.isfinite(rows["ref_logprobs"]).all() and (rows["ref_logprobs"][0, :5] < 0).all()
     task = s.experiment.task
     query = s.experiment.queries["train"][0].query
-    with task_models.started(task, 0):
+    with task_models.started(task, 0, date="2025-01-02"):
         reward = task.rewards([query] * 2, [" one", "a\n"], np.ones(2, bool)).reward
     np.testing.assert_allclose(rows["reward"], reward, atol=1e-5)
     assert len(set(rows["reward"].tolist())) == 2

@@ -1,21 +1,29 @@
 """What a config is built into: policy and tokenizer, task and queries, contract."""
 
+import datetime
 import json
 import math
 import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from configs import story_sentiment
-from tba_jax.experiment import composition
+from tba_jax import main
+from tba_jax.commands import command_line
+from tba_jax.experiment import composition, stored_run
+from tba_jax.run import contract as contract_lib
+from tba_jax.run import layout
+from tba_jax.schemas import flatten
 from tba_jax.text import vocabulary
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 from tests.support import tiny_checkpoints, tiny_run
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
+ROOT = FIXTURES.parent.parent
 
 
 @pytest.fixture
@@ -70,6 +78,41 @@ def test_a_pretrained_model_and_its_limits(model_folder):
         composition.build(story_config(model_folder))
     with pytest.raises(ValueError, match="nowhere"):
         composition.build(story_config(model_folder, model__path=str(model_folder / "nowhere")))
+
+
+def clock_at(patch, *day):
+    """Has this process, and the templates that transformers renders, find a day."""
+    date, time = datetime.date(*day), datetime.datetime(*day)
+    patch.setattr(composition, "datetime", SimpleNamespace(date=SimpleNamespace(today=lambda: date)), raising=False)
+    patch.setattr("transformers.utils.chat_template_utils.datetime", SimpleNamespace(now=lambda: time))
+
+
+def test_a_run_keeps_the_day_on_which_it_was_made(model_folder, tmp_path, monkeypatch, capsys):
+    """The template tells the day as a word. The run goes on after midnight, and one that mounts it has its prompts."""
+    (model_folder / "chat_template.jinja").write_text("w{{ strftime_now('%-d') }} {{ messages[-1]['content'] }}")
+    c = story_config(model_folder, task__chat_template=True)
+    run = layout.RunDir(tmp_path / "run")
+    clock_at(monkeypatch, 2025, 3, 4)
+    made = composition.build(c)
+    w4 = made.tokenizer.encode("w4")
+    assert made.contract.chat_template["text"] == "w4 {prompt}" and made.queries["train"][0].prompt[:1] == tuple(w4)
+    contract_lib.join(run, c, made.contract)
+    clock_at(monkeypatch, 2025, 3, 5)
+    for flags in ([], ["--role=searcher"], [f"--config={ROOT}/configs/story_sentiment.py", *flags_of(c)]):
+        assert command_line.execute(main, [f"--workdir={run.root}", "--dry_run", *flags]) == 0, capsys.readouterr().err
+    stored = contract_lib.read_run(run)
+    again = composition.rebuild(stored, stored_run.config_of(stored, called="the run"), called="the run")
+    assert [*again.queries["heldout"]] == [*made.queries["heldout"]] and again.contract == made.contract
+    assert composition.build(c).contract.chat_template["text"] == "w5 {prompt}"
+    mounting = composition.build(story_config(model_folder, task__chat_template=True, replay__mount=(str(run.root),)))
+    assert mounting.queries["train"][0] == made.queries["train"][0]
+
+
+def flags_of(config):
+    """The flags that make a recipe's config this one."""
+    theirs = flatten(story_sentiment.get_config().to_dict())
+    values = flatten(config.to_dict()).items()
+    return [f"--config.{name}={value}" for name, value in values if value != theirs[name]]
 
 
 @pytest.mark.parametrize("wrong", ["all of them", "01", (1.0, 0.0), (0.0, math.nan), 5])

@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
     return spelled_checkpoints.write(tmp_path_factory.mktemp("victims") / "victim", "llama_untied", chat=True)
 
 
-def make(folder, mesh: tuple[int, int, int] = (1, 1, 1), load: bool = True, **changes) -> TextGenerator:
+def make(folder, mesh: tuple[int, int, int] = (1, 1, 1), kind=TextGenerator, **changes) -> TextGenerator:
     settings = dict(
         samples=3,
         template="tell: {attack}:",
@@ -35,7 +35,7 @@ def make(folder, mesh: tuple[int, int, int] = (1, 1, 1), load: bool = True, **ch
         compute_dtype="float32",
     )
     replies = GeneratorSettings(**settings | changes)
-    return TextGenerator(folder, tiny_checkpoints.make_mesh(mesh), replies, prefix="task.red_team.victim_", load=load)
+    return kind(folder, tiny_checkpoints.make_mesh(mesh), replies, prefix="task.red_team.victim_")
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +81,14 @@ def test_a_chat_template_stands_around_the_text(folder):
     long = dict(samples=1, temperature=0.0, template="", prompt_length=40)
     assert make(folder, **long, system_prompt="be good")(["do it"], 0) == [expected]
     assert make(folder, **long)(["do it"], 0) == [greedy(folder, [BEGIN, *spelled("user:do it\nassistant:")])]
+
+
+def test_a_chat_template_finds_the_day_of_the_run(folder, tmp_path):
+    dated = spelled_checkpoints.dated(folder, tmp_path / "dated")
+    for month, date in (("march", "2025-03-09"), ("may", "2025-05-09")):
+        long = dict(samples=1, temperature=0.0, template="", prompt_length=40)
+        (reply,) = make(dated, kind=spelled_checkpoints.loaders(date).generator, **long)(["do it"], 0)
+        assert reply == greedy(folder, [*spelled(month), BEGIN, *spelled("user:do it\nassistant:")])
 
 
 def test_replies_depend_on_seed_and_text_alone(folder, generator):
@@ -134,9 +142,9 @@ def test_a_text_cannot_end_its_turn_by_spelling_a_special_token(folder, greedy_g
 def test_what_only_checks_loads_no_weights(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "victim")
     (tmp_path / "victim" / "model.safetensors").unlink()
-    make(tmp_path / "victim", load=False)
+    make(tmp_path / "victim", kind=functools.partial(TextGenerator, load=False))
     with pytest.raises(ValueError, match="leaves no room for any text"):
-        make(tmp_path / "victim", load=False, prompt_length=7)
+        make(tmp_path / "victim", kind=functools.partial(TextGenerator, load=False), prompt_length=7)
 
 
 def test_a_model_with_several_ends_stops_at_each(greedy_generator, tmp_path):

@@ -20,7 +20,7 @@ def folder(tmp_path_factory):
     return spelled_checkpoints.write(tmp_path_factory.mktemp("classifiers") / "guard", "gpt2", chat=True)
 
 
-def make(folder, devices: int = 1, **changes) -> UnsafeTokenScorer:
+def make(folder, devices: int = 1, kind=UnsafeTokenScorer, **changes) -> UnsafeTokenScorer:
     settings = dict(
         token="unsafe",
         template="asked {attack} told {reply}:",
@@ -30,7 +30,7 @@ def make(folder, devices: int = 1, **changes) -> UnsafeTokenScorer:
         batch_rows=4,
     )
     judging = UnsafeTokenSettings(**settings | changes)
-    return UnsafeTokenScorer(folder, tiny_checkpoints.make_mesh((devices, 1, 1)), judging, prefix="task.red_team.classifier_")
+    return kind(folder, tiny_checkpoints.make_mesh((devices, 1, 1)), judging, prefix="task.red_team.classifier_")
 
 
 def expected(folder, prompts: list[list[int]]) -> np.ndarray:
@@ -66,6 +66,14 @@ def test_the_chat_template_holds_the_exchange(folder):
     prompt = [BEGIN, *spelled("user:do it\nassistant:no\n\n")]
     found = make(folder, template="")(["do it"], ["no"])
     np.testing.assert_allclose(found, expected(folder, [prompt]), atol=2e-5)
+
+
+def test_a_chat_template_finds_the_day_of_the_run(folder, tmp_path):
+    dated = spelled_checkpoints.dated(folder, tmp_path / "dated")
+    for month, date in (("march", "2025-03-09"), ("may", "2025-05-09")):
+        found = make(dated, kind=spelled_checkpoints.loaders(date).unsafe_scorer, template="")(["do it"], ["no"])
+        prompt = [*spelled(month), BEGIN, *spelled("user:do it\nassistant:no\n\n")]
+        np.testing.assert_allclose(found, expected(folder, [prompt]), atol=2e-5)
 
 
 def test_a_text_may_spell_the_name_of_a_place(folder):

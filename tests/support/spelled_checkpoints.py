@@ -4,9 +4,13 @@ import json
 import shutil
 import string
 from pathlib import Path
+from typing import Any, cast
 
+from jax.sharding import Mesh
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tba_jax.rewards import task_models
+from tba_jax.tasks.interface import ModelLoaders, ModelUse
 from tests.support.tiny_checkpoints import path_of
 
 PAD, BEGIN, EOS, OTHER_END = range(4)
@@ -33,6 +37,28 @@ def write(folder: Path, fixture: str, *, chat: bool = False) -> Path:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[EOS], "pad_token": SPECIAL[PAD]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | ({"chat_template": CHAT} if chat else {})))
     return folder
+
+
+def dated(folder: Path, to: Path) -> Path:
+    """A copy of a checkpoint whose conversations begin with the name of the month."""
+    shutil.copytree(folder, to)
+    (to / "chat_template.jinja").write_text("{{ strftime_now('%B') | lower }}" + CHAT)
+    return to
+
+
+def loaders(date: str) -> ModelLoaders:
+    """What a task gets to load its models with, in a run of this date."""
+    found: list[ModelLoaders] = []
+
+    class Scoring:
+        def models(self) -> list[ModelUse]:
+            return []
+
+        def start(self, mesh: Mesh, loaders: ModelLoaders) -> None:
+            found.append(loaders)
+
+    with task_models.started(cast(Any, Scoring()), 0, date=date):
+        return found[0]
 
 
 def spelled(text: str) -> list[int]:

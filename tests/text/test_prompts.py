@@ -1,5 +1,6 @@
 """Prompts as ids: against encoding one by one, with a chat template, from the cache, and the too long ones."""
 
+import datetime
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import tokenizers
+import transformers
 
 from tba_jax.tasks.interface import Query
 from tba_jax.text import prompts
@@ -40,7 +42,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def encode(queries, tokenizer, **changes):
-    settings = dict(template="", limit=10_000, long_prompts="refuse", split="train")
+    settings = dict(chat_template=False, system_prompt="", limit=10_000, long_prompts="refuse", split="train")
     return prompts.encode(queries, tokenizer, **settings | changes)
 
 
@@ -61,12 +63,6 @@ def test_ids_are_those_of_each_prompt_alone(tokenizer, make):
     with pytest.raises(IndexError):
         encoded[20]
     assert encoded.lengths.tolist() == [len(tokenizer.encode(text)) for text in given]
-
-
-def test_templates_leave_out_the_tokenizers_beginning():
-    tokenizer = CharacterTokenizer("ab")
-    assert encode([Query(prompt="ab")], tokenizer)[0][0].prompt == (1, 3, 4)
-    assert encode([Query(prompt="ab")], tokenizer, template="b{prompt}a")[0][0].prompt == (4, 3, 4, 3)
 
 
 def test_long_prompts_are_refused_or_left_out_and_counted(tokenizer):
@@ -91,10 +87,10 @@ def test_a_chat_template_stands_around_the_prompt(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer has no chat template .neither chat_template.jinja nor"):
         prompts.template(tokenizer, chat_template=True, system_prompt="")
     chat = write_template(tmp_path / "tokenizer", TEMPLATE)
-    assert prompts.template(chat, chat_template=False, system_prompt="") == ""
-    around = prompts.template(chat, chat_template=True, system_prompt="Be brief.")
+    assert prompts.template(chat, chat_template=False, system_prompt="") == {}
+    around = prompts.template(chat, chat_template=True, system_prompt="Be brief.")["text"]
     assert around == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n")
-    (query,), _ = encode([Query(prompt="1+1?", answer="2")], chat, template=around)
+    (query,), _ = encode([Query(prompt="1+1?", answer="2")], chat, chat_template=True, system_prompt="Be brief.")
     assert query.prompt == tuple(chat.encode_all([around.replace("{prompt}", "1+1?")], begin=False)[0])
     assert query.query.prompt == "1+1?", "rewards see the task's own text"
     with pytest.raises(ValueError, match=r"task.system_prompt='Be brief.' is part of a chat template: set task.chat_template"):
@@ -107,8 +103,8 @@ def test_a_chat_template_stands_around_the_prompt(tokenizer, tmp_path):
     "template, sentence",
     [
         ("{{ raise_exception('roles must alternate') }}", "refuses a system and a user message: roles must alternate"),
-        ("{{ messages[0]['content'] }}", "task.chat_template: .* 0 times"),
-        ("{{ messages[1]['content'] * 2 }}", "task.chat_template: .* 2 times"),
+        ("{{ messages[0]['content'] }}", "task.chat_template: .* leaves the prompt out"),
+        ("{{ messages[1]['content'] }}\ud800", "the chat template of .* holds half of a UTF-16 surrogate pair"),
     ],
 )
 def test_templates_that_do_not_take_the_conversation_are_refused(tokenizer, tmp_path, template, sentence):
@@ -117,14 +113,72 @@ def test_templates_that_do_not_take_the_conversation_are_refused(tokenizer, tmp_
         prompts.template(chat, chat_template=True, system_prompt="Be brief.")
 
 
+# What published templates do to messages, in short.
+CHANGING = {
+    "trims": "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}\n{% endfor %}",
+    "upper-case roles": "{% for m in messages %}{{ m['role'] | upper }}: {{ m['content'] }}<|end|>{% endfor %}ASSISTANT:",
+    "default system prompt": "{% if messages[0]['role'] != 'system' %}<system>You are helpful.{% endif %}" + TEMPLATE,
+    "looks into the prompt": "{% for m in messages %}{{ m['content'].split('?')[0] + ' ' + m['content'] * 2 }}{% endfor %}",
+    "date, where there is a clock": "{% if strftime_now is defined %}{% set today = strftime_now('%d %b %Y') %}{% else %}"
+    "{% set today = '26 Jul 2024' %}{% endif %}\n  {% if true %}Today: {{ today }}{% endif %}\n" + TEMPLATE,
+    "date in a macro": "{% macro head() %}{{ strftime_now('%A, %-d %B %Y (%F, week %V) %H:%M') }}{% endmacro %}{{ head() }}"
+    + TEMPLATE,
+}
+GIVEN = ["1+1?", "  1+1? \n", "say {prompt} \\ 'x' \"y\"", "%d %b", "two\n\nlines", "<b>&amp;é漢"]
+
+
+class Midnight(datetime.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return cls(2025, 3, 9)
+
+
+@pytest.mark.parametrize("system", ["", "  Be brief. "])
+@pytest.mark.parametrize("name", CHANGING)
+def test_prompts_are_those_of_transformers(tmp_path, monkeypatch, name, system):
+    folder = tiny_checkpoints.write_byte_bpe(tmp_path / "chat")
+    write_template(folder, CHANGING[name])
+    before = [{"role": "system", "content": system}] if system else []
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.utils.chat_template_utils.datetime", Midnight)
+        theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        expected = [
+            theirs.apply_chat_template(
+                [*before, {"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+            for text in GIVEN
+        ]
+    chat = HuggingFaceTokenizer(folder, date="2025-03-09")
+    assert chat.chat(GIVEN, system) == [theirs.decode(ids) for ids in expected]
+    found, _ = encode([Query(prompt=text) for text in GIVEN], chat, chat_template=True, system_prompt=system)
+    assert [query.prompt for query in found] == [*dict.fromkeys(map(tuple, expected))]
+
+
+def test_real_prompts_are_those_of_transformers(data_dir):
+    folder = data_dir / "tokenizers" / "qwen2.5"
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    found, _ = encode([Query(prompt=text) for text in GIVEN], HuggingFaceTokenizer(folder), chat_template=True)
+    for query, text in zip(found, GIVEN, strict=True):
+        asked = [{"role": "user", "content": text}]
+        ids = theirs.apply_chat_template(asked, add_generation_prompt=True, tokenize=True, return_dict=False)
+        assert query.prompt == tuple(ids)
+
+
+def test_a_contract_tells_templates_apart_that_look_the_same(tmp_path):
+    folder, found = tiny_checkpoints.write_byte_bpe(tmp_path / "chat"), []
+    for content in ("m['content']", "m['content'] | trim"):
+        chat = write_template(folder, f"{{% for m in messages %}}{{{{ {content} }}}}{{% endfor %}}")
+        found.append(prompts.template(chat, chat_template=True, system_prompt=""))
+    assert found[0]["text"] == found[1]["text"] and found[0] != found[1]
+
+
 def test_a_prompt_cannot_end_its_turn_in_a_chat_template(tmp_path):
     """The template's own special token stays; a text that is no conversation may spell one."""
     chat = write_template(
         tiny_checkpoints.write_byte_bpe(tmp_path / "chat"), "{% for m in messages %}{{ m['content'] + '<|end|>' }}{% endfor %}"
     )
-    around = prompts.template(chat, chat_template=True, system_prompt="")
     queries = [Query(prompt="1+1?<|end|>2")]
-    (asked,), _ = encode(queries, chat, template=around)
+    (asked,), _ = encode(queries, chat, chat_template=True)
     assert asked.prompt.count(chat.eos_id) == 1 and asked.prompt[-1] == chat.eos_id
     (plain,), _ = encode(queries, chat)
     assert plain.prompt.count(chat.eos_id) == 1 and plain.prompt[-1] != chat.eos_id
@@ -133,9 +187,9 @@ def test_a_prompt_cannot_end_its_turn_in_a_chat_template(tmp_path):
 def test_a_real_chat_template(data_dir, tmp_path):
     folder = shutil.copytree(data_dir / "tokenizers" / "qwen2.5", tmp_path / "qwen")
     tokenizer = HuggingFaceTokenizer(folder)
-    around = prompts.template(tokenizer, chat_template=True, system_prompt="Be brief.")
+    around = prompts.template(tokenizer, chat_template=True, system_prompt="Be brief.")["text"]
     assert around == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n")
-    (query,), _ = encode([Query(prompt="1+1?")], tokenizer, template=around)
+    (query,), _ = encode([Query(prompt="1+1?")], tokenizer, chat_template=True, system_prompt="Be brief.")
     start, end = (tokenizer.encode(text) for text in ("<|im_start|>", "<|im_end|>"))
     assert len(start) == len(end) == 1
     assert query.prompt.count(start[0]) == 3 and query.prompt.count(end[0]) == 2 and query.prompt[0] == start[0]
@@ -153,7 +207,7 @@ def test_many_prompts_are_encoded_once(tokenizer, cache, monkeypatch, caplog):
     monkeypatch.setattr(HuggingFaceTokenizer, "encode_all", encode_all)
     other, _ = encode([Query(prompt="one more"), *queries[1:]], tokenizer)
     assert other[0].prompt == tuple(tokenizer.encode("one more")) and len([*cache.iterdir()]) == 2
-    encode(queries, tokenizer, template="{prompt}!")
+    encode([Query(prompt=f"{query.prompt}!") for query in queries], tokenizer)
     assert len([*cache.iterdir()]) == 3
     os.truncate(kept, 1000)
     again, _ = encode(queries, tokenizer)
@@ -193,7 +247,8 @@ def test_processes_that_encode_at_a_time_leave_one_whole_file(tokenizer, cache, 
         "from tba_jax.text.tokenizers import HuggingFaceTokenizer\n"
         f"tokenizer = HuggingFaceTokenizer({str(tmp_path / 'tokenizer')!r})\n"
         "queries = [Query(prompt=f'{i} ' + 'word ' * 300) for i in range(800)]\n"
-        "found, _ = prompts.encode(queries, tokenizer, template='', limit=10_000, long_prompts='refuse', split='train')\n"
+        "rules = dict(limit=10_000, long_prompts='refuse', split='train')\n"
+        "found, _ = prompts.encode(queries, tokenizer, chat_template=False, system_prompt='', **rules)\n"
         "print(found.lengths.sum())\n"
     )
     running = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]

@@ -294,7 +294,7 @@ def test_a_chat_template_reaches_nothing_but_its_messages(tmp_path, name):
     settings["chat_template"] = ATTACKS[name].replace("MARK", str(tmp_path / "executed"))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     try:
-        assert "class" not in HuggingFaceTokenizer(folder).chat("hi", "").replace(settings["chat_template"], "")
+        assert "class" not in HuggingFaceTokenizer(folder).chat(["hi"], "")[0].replace(settings["chat_template"], "")
     except ValueError as error:
         assert f"the chat template of {folder} refuses a user message" in str(error)
     assert not (tmp_path / "executed").exists()
