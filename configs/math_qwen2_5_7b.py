@@ -1,10 +1,12 @@
 """MATH with Qwen2.5-7B (base) and TBA′, evaluated on MATH-500: --config=configs/math_qwen2_5_7b.py[:VARIANT].
 
 VARIANT: async2 (the default: rows are of the weights of at least 2 updates ago) | async10 | a name of configs/baselines.py, such
-as dr_grpo, with which the paper compares: its objective at async10 | small[-VARIANT] (configs/small.py).
+as dr_grpo, with which the paper compares: its objective at async10 | instruct[-VARIANT] (the same with Qwen2.5-7B-Instruct) |
+small[-VARIANT] (configs/small.py).
 
 Paper:     TBA′ on MATH: β 0.005, reference reset every ρ = 50 steps, K 16, 32 × 16 rows, 400 steps; MATH-500 pass@1 above that of
-           Dr. GRPO, most clearly at async 10.
+           Dr. GRPO, most clearly at async 10. In its public discussion, from Qwen2.5-7B-Instruct: TBA 70 %, asynchronous GRPO
+           67.3 % (here :instruct and :instruct-grpo, with the settings of the base model).
 Command:   python -m tba_jax.main --config=configs/math_qwen2_5_7b.py --workdir=runs/math --config.task.math.train_path=MATH.jsonl
            MATH.jsonl holds rows {"problem", "solution"} of the MATH training set. MATH-500 comes from the hub, or from
            --config.task.math.heldout_path=FILE.
@@ -27,6 +29,8 @@ _LEVELS = {"": 2, "async2": 2, "async10": 10}
 
 def get_config(variant: str = ""):
     is_small, variant = small.asked(variant)
+    is_instruct = variant.partition("-")[0] == "instruct"
+    variant = variant.removeprefix("instruct").removeprefix("-") if is_instruct else variant
     c = base.get_config()
     c.task.name = "math"
     c.task.math.concurrency = 8
@@ -38,7 +42,7 @@ def get_config(variant: str = ""):
     c.task.system_prompt = "Please reason step by step, and put your final answer within \\boxed{}."
     # A base model ends a turn with this token or with end-of-sequence.
     c.task.stop_strings = ("<|im_end|>",)
-    c.model.path = "Qwen/Qwen2.5-7B"
+    c.model.path = "Qwen/Qwen2.5-7B-Instruct" if is_instruct else "Qwen/Qwen2.5-7B"
     c.model.compute_dtype = "bfloat16"
     c.sampling.scoring_temperature = 1.0
     c.sampling.temperature = 1.0
@@ -81,7 +85,7 @@ def get_config(variant: str = ""):
     c.evaluation.every_steps = 50
     if variant not in _LEVELS:
         c.learner.reference.kind, c.learner.reference.offload = "initial", False
-        baselines.apply(c, variant, besides=["small", *filter(None, _LEVELS)])
+        baselines.apply(c, variant, besides=["small", "instruct", *filter(None, _LEVELS)])
         c.learner.row_divisor = "response_budget"
         c.task.step_ends = ("\n",) if variant == "vine_ppo" else ()
     data = {"task.math.train_path": "math.jsonl", "task.math.heldout_path": "math.jsonl"}
