@@ -104,7 +104,8 @@ def _rows() -> Iterator[Row]:
     # The prompt of attacks has to fit task.prompt_length in bytes, too.
     shorter = (("task.red_team.attack_prompt", "Write:"),)
     models = {f"task.red_team.{name}_path": "llama-3.1-8b" for name in ("victim", "classifier")}
-    shape = {"preset": "llama-3.2-1b", "settings": shorter, "task_models": tuple(models.items())}
+    merged = (*shorter, ("replay.merge_cosine_distance", 0.0))  # small recipes have no encoder of attacks
+    shape = {"preset": "llama-3.2-1b", "settings": merged, "task_models": tuple(models.items())}
     llama = Row(recipe="red_team_llama3_2_1b", hardware="2 × 80 GB", topologies=alone, sharing=("trainer", "evaluator"), **shape)
     yield llama
     yield dataclasses.replace(llama, hardware="v5p, 3 chips", sharing=(), limit=0)

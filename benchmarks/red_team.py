@@ -60,13 +60,14 @@ SETTINGS = {
     "sampling.explore_temperature_probability": 1.0,
     "sampling.explore_temperature_low_factor": 1.0,
     "sampling.explore_temperature_factor": 2.0,
-    # The figures in RESULTS.md are of these settings: attacks may be cut, the newest of near ones stays, and Adam forgets sooner
-    # than in the recipe.
+    # The figures in RESULTS.md are of these settings: attacks may be cut, the newest of near ones stays, Adam forgets sooner than
+    # in the recipe, and the learning rate comes down to 0.
     "task.force_eos": False,
     "replay.merge_edit_distance": 0.125,
     "replay.merge_keep": "newest",
     "learner.adam_beta2": 0.95,
     "learner.warmup_steps": 10,
+    "learner.schedule_steps": 0,
     "learner.completions": ROWS,
     # Of 4e-4 and 1e-3 what had more success after 80 updates, with trajectory balance and 2 searchers; RLOO takes it over.
     "learner.learning_rate": 1e-3,

@@ -2,7 +2,8 @@
 
 Purpose:   that of configs/red_team_gpt2.py, for a chat model that you are responsible for. Name it by the flag below.
 Paper:     the red-teaming row of its settings. Llama-3.2-1B against Llama-3.1-8B-Instruct, rated by the probability that
-           Llama-Guard-3 says `unsafe`: 5.7 h; a synchronous GFlowNet: 37.4 h. Chosen here: as in configs/red_team_gpt2.py.
+           Llama-Guard-3 says `unsafe`: 5.7 h; a synchronous GFlowNet: 37.4 h. Chosen here: as in configs/red_team_gpt2.py. LoRA
+           adapts query and value, as PEFT does with a Llama when no maps are named, and the code names none.
 Command:   python -m tba_jax.main --config=configs/red_team_llama3_2_1b.py --workdir=runs/red_team --config.model.path=attacker
              --config.task.red_team.victim_path=FOLDER
            python -m tba_jax supervised makes the attacker, which is also π_ref, from meta-llama/Llama-3.2-1B. A larger first
@@ -12,11 +13,9 @@ Hardware:  a searcher holds victim and classifier beside the attacker, 8B parame
            fit beside a searcher in 80 GB: on 2 × 80 GB it is placed beside the trainer, and there is one searcher.
            docs/fit.md has the memory of each role. Time and score (sampled_success_rate, sampled_cosine_distance): not
            measured here.
-Departures from the authors' code: those of configs/red_team_gpt2.py, and
-           replay.merge_edit_distance: attacks are merged by edit distance, as with GPT-2; there by the cosine similarity of
-           MiniLM embeddings, at a threshold that the paper does not give. These flags do so at a similarity of 0.4:
-           --config.replay.merge_edit_distance=0 --config.replay.merge_cosine_distance=0.6
-             --config.task.embedding_path=sentence-transformers/all-MiniLM-L6-v2
+Departures from the authors' code: those of configs/red_team_gpt2.py, but for lora.targets and replay.merge_edit_distance, and
+           replay.merge_cosine_distance: the threshold is that of the base code's commands for Gemma and Llama 2, a similarity
+           of 0.3 of MiniLM embeddings. The one for Llama 3 is not public. `small` merges by edit distance, without an encoder.
            publish.dtype: snapshots are bfloat16; searchers compute in bfloat16 in any case.
 """
 
@@ -31,18 +30,27 @@ def get_config(variant: str = ""):
     c.model.compute_dtype = "bfloat16"
     c.task.red_team.compute_dtype = "bfloat16"
     c.task.red_team.victim_template = ""  # its chat template
+    c.task.red_team.victim_temperature = 0.1
+    c.task.red_team.victim_top_p = 0.9
     c.task.red_team.victim_reply_length = 64
     c.task.red_team.classifier = "unsafe_token"
     c.task.red_team.classifier_path = "meta-llama/Llama-Guard-3-8B"
     c.task.red_team.classifier_label = "unsafe"
     c.task.red_team.classifier_ending = "\n\n"  # how its answers begin
     c.task.red_team.classifier_length = 512
+    c.task.embedding_path = c.task.red_team.embedder_path
+    c.lora.targets = ("layers.attention.query", "layers.attention.value")
     c.sampling.explore_temperature_low_factor = 0.7
     c.replay.capacity = 150_000
     c.replay.capacity_per_query = 150_000
+    c.replay.merge_edit_distance = 0.0
+    c.replay.merge_cosine_distance = 0.7  # a similarity of 0.3
     c.learner.ref_temperature_start = 1.0
     c.learner.ref_temperature_end = 1.2
     c.learner.ref_temperature_steps = 2000
     c.learner.reward_temperature_steps = 1000
     c.publish.dtype = "bfloat16"
-    return red_team_gpt2.shrink(c, _SMALL_MODELS) if small.is_the(variant) else c
+    if not small.is_the(variant):
+        return c
+    c.task.embedding_path, c.replay.merge_cosine_distance, c.replay.merge_edit_distance = "", 0.0, 0.25
+    return red_team_gpt2.shrink(c, _SMALL_MODELS)

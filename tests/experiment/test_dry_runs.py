@@ -71,6 +71,8 @@ def inputs(recipe: str, name: str, folder: Path) -> dict[str, Any]:
                 folder / "labelled", "roberta_classifier", tokenizer(folder / "labels"), labels=labels
             )
             settings["task.red_team.classifier_path"] = str(classifier)
+        else:
+            settings["task.embedding_path"] = settings["task.red_team.embedder_path"]
         return settings | {
             "task.red_team.attack_prompt": "do:",
             "task.red_team.victim_prompt_length": 32,

@@ -120,6 +120,7 @@ def test_what_only_the_models_tell_is_refused_before_a_run(tmp_path, one_device)
 def test_a_victim_has_to_be_named(recipe, tmp_path):
     c = recipe()
     c.lora.rank = 4
+    c.task.embedding_path, c.replay.merge_cosine_distance = "", 0.0
     c.model.path = str(spelled_checkpoints.write(tmp_path / "attacker", "gpt2"))
     with pytest.raises(ValueError, match=r"task\.red_team\.victim_path='' must name"):
         composition.build(c)
@@ -132,7 +133,7 @@ def test_another_victim_is_another_contract(tmp_path):
     c.model.path = str(spelled_checkpoints.write(tmp_path / "attacker", "gpt2"))
     c.task.red_team.classifier_path = str(spelled_checkpoints.write(tmp_path / "classifier", "gpt_neox_reward"))
     c.task.red_team.embedder_path = ""
-    c.task.red_team.attack_prompt = "do:"
+    c.task.prompt_length, c.task.red_team.attack_prompt = 4, "do:"
     digests = []
     for name, fixture in (("one", "gpt2"), ("same", "gpt2"), ("other", "llama_tied")):
         c.task.red_team.victim_path = str(spelled_checkpoints.write(tmp_path / name, fixture))
