@@ -1,31 +1,41 @@
 """GSM8K with RhoMath-1B, the paper's headline experiment: --config=configs/gsm8k_rho1b.py[:VARIANT].
 
-VARIANT: nothing (1000 steps) | 700_steps (the schedules of the speed comparison: its run ends in the middle of the decay) | a
-name of configs/baselines.py (its objective, in these 700 steps; a line break ends a step of vine_ppo) | small[-VARIANT]
-(configs/small.py).
+VARIANT: nothing (1000 steps) | 700_steps (the schedules of the speed comparison: its run ends in the middle of the decay) |
+lr3e-6 | lr1e-6 (1000 steps at this learning rate in place of 1e-5: a sweep of three, for the first departure below) | a name of
+configs/baselines.py (its objective, in these 700 steps; a line break ends a step of vine_ppo) | synchronous[-VARIANT] (the same
+batch, on-policy: 7 × 20 samples and the update that they make, in turn, on 4 GPUs) | small[-VARIANT] (configs/small.py).
 
 Paper:     the GSM8K row of its settings. 40.3 % before, 54.6 ± 0.9 % after 1000 steps; 54.9 ± 0.5 % with K = 40
-           (--config.learner.completions=40 --config.searchers.samples_per_query=40). VinePPO 53.4 %, synchronous GRPO 49.05 %.
+           (--config.learner.completions=40 --config.searchers.samples_per_query=40). VinePPO 53.4 %, synchronous GRPO 49.05 %
+           (:synchronous-grpo is GRPO with the batch of this recipe).
 Command:   python -m tba_jax.main --config=configs/gsm8k_rho1b.py --workdir=runs/gsm8k
            Policy and data come from the hub. --config.model.path=FOLDER and --config.task.gsm8k.{train,heldout}_path=FILE.jsonl
            name local files instead. A searcher on another machine: the same command with --role=searcher, on the same
            --workdir or --shared.
 Hardware:  the paper used 4 × A100, three searchers and a trainer, for 82 minutes. Here it is made for 1, 4 and 8 × 80 GB:
-           docs/fit.md has the memory of each role.
+           docs/fit.md has the memory of each role. A GPU of :synchronous holds all roles, as in its row of 1 × 80 GB. Time:
+           not measured here.
 Score:     not measured here.
 Departures from the authors' code (docs/recipes.md has every setting beside theirs):
+           learner.learning_rate: the number is theirs, but weights and Adam's moments are float32 here and bfloat16 there. A
+           bfloat16 weight is rounded back unless its step is half a unit in its last place: with weights of scale 0.02, steps
+           of 1e-5 move about 15 % of them; and with β2 = 0.999 their second moment hardly decays. The same number is a larger
+           effective rate here. See lr3e-6 and lr1e-6.
            learner.schedule: the learning rate is 0 after the last update; there it is 0 in the last one, which does nothing.
            publish.dtype: snapshots are bfloat16, float32 there; searchers compute in bfloat16 on both sides.
 """
 
 from configs import base, baselines, small
 
+_RATES = {"lr3e-6": 3e-6, "lr1e-6": 1e-6}
 # Steps of the run and of the learning rate's schedule (0: of the run), those of its decay, and the first β.
-_LENGTHS = {"": (1000, 0, 500, 0.012), "700_steps": (700, 1000, 600, 0.014)}
+_LENGTHS = {"700_steps": (700, 1000, 600, 0.014), **dict.fromkeys(("", *_RATES), (1000, 0, 500, 0.012))}
 
 
 def get_config(variant: str = ""):
     is_small, variant = small.asked(variant)
+    is_synchronous = variant.partition("-")[0] == "synchronous"
+    variant = variant.removeprefix("synchronous").removeprefix("-") if is_synchronous else variant
     c = base.get_config()
     c.task.name = "gsm8k"
     c.task.prompt_length = 512
@@ -44,7 +54,7 @@ def get_config(variant: str = ""):
     c.learner.queries = 7
     c.learner.completions = 20
     c.learner.micro_batch_tokens = 20_480  # 20 full rows
-    c.learner.learning_rate = 1e-5
+    c.learner.learning_rate = _RATES.get(variant, 1e-5)
     c.learner.schedule = "wsd"
     c.learner.decay = "cosine"
     c.learner.warmup_steps = 50
@@ -63,7 +73,22 @@ def get_config(variant: str = ""):
     c.evaluation.queries = 1319  # the whole test set
     c.evaluation.every_steps = 100
     if variant not in _LENGTHS:
-        baselines.apply(c, variant, besides=["small", *filter(None, _LENGTHS)])
+        baselines.apply(c, variant, besides=["small", "synchronous", *filter(None, _LENGTHS)])
         c.task.step_ends = ("\n",) if variant == "vine_ppo" else ()
+    if is_synchronous:
+        _take_turns(c)
     data = {"task.gsm8k.train_path": "gsm8k.jsonl", "task.gsm8k.heldout_path": "gsm8k.jsonl"}
-    return small.shrink(c, {"model.path": "llama", **data}) if is_small else c
+    return small.shrink(c, {"model.path": "llama", **data}, learner__mesh__data=-1) if is_small else c
+
+
+def _take_turns(c):
+    """Synchronous training: all roles on the same 4 GPUs, and each update of the samples of the policy before it, all of them."""
+    c.schedule.mode = "interleaved"
+    c.searchers.queries_per_batch = c.learner.queries
+    c.searchers.samples_per_query = c.learner.completions
+    c.replay.recent_probability = 1.0
+    c.replay.recent_window = 1
+    c.replay.merge_duplicates = False
+    c.replay.min_rows = 0
+    c.learner.mesh.data = 4
+    c.learner.micro_batch_tokens *= 4  # as many rows on each GPU

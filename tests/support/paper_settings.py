@@ -53,7 +53,6 @@ _GSM8K = {
     **_SUMS,
     "task.prompt_length": 512,
     "task.response_length": 512,
-    "learner.learning_rate": 1e-5,
     "learner.decay": "cosine",
     "learner.warmup_steps": 50,
     "learner.decay_steps": 500,
@@ -120,12 +119,18 @@ _RED_TEAM = {
     "learner.reference.kind": "initial",
     "task.response_length": 21,
     "task.force_eos": True,
+    "task.red_team.replies": 5,
+    "task.red_team.victim_temperature": 0.7,
+    "task.red_team.victim_top_p": 0.92,
+    "task.red_team.victim_reply_length": 30,
+    "lora.rank": 32,
     "lora.alpha": 16.0,
     "sampling.scoring_temperature": 1.0,
     "sampling.temperature": 1.0,
     "sampling.explore_temperature_low_factor": 0.5,
     "sampling.explore_temperature_factor": 2.0,
     "learner.learning_rate": 1e-4,
+    "learner.schedule_steps": 40_000,
     "learner.warmup_steps": 100,
     "learner.queries": 1,
     "learner.completions": 128,
@@ -153,6 +158,11 @@ PAPER: dict[str, Values] = {
     "red_team_gpt2": _RED_TEAM,
     "red_team_llama3_2_1b": _RED_TEAM
     | {
+        "task.red_team.victim_temperature": 0.1,
+        "task.red_team.victim_top_p": 0.9,
+        "task.red_team.victim_reply_length": 64,
+        "lora.targets": ("layers.attention.query", "layers.attention.value"),
+        "replay.merge_edit_distance": 0.0,
         "sampling.explore_temperature_low_factor": 0.7,
         "learner.ref_temperature_end": 1.2,
         "learner.ref_temperature_steps": 2000,
@@ -164,19 +174,20 @@ PAPER: dict[str, Values] = {
 _ENDS = "0 in the last update"
 _LAST = "the last update learns too; theirs does nothing"
 _SNAPSHOTS = Departure("float32", "bfloat16", "searchers compute in bfloat16 on both sides")
-_OF_GSM8K = {"learner.schedule": Departure(f"wsd, {_ENDS}", "wsd", _LAST), "publish.dtype": _SNAPSHOTS}
+_OF_GSM8K = {
+    "learner.learning_rate": Departure(
+        "1e-05, of bfloat16 weights and moments", 1e-5, "float32 ones take every step whole, see above; `lr3e-6` and `lr1e-6`"
+    ),
+    "learner.schedule": Departure(f"wsd, {_ENDS}", "wsd", _LAST),
+    "publish.dtype": _SNAPSHOTS,
+}
 _OF_RED_TEAM = {
-    "learner.schedule": Departure(f"linear, {_ENDS}", "linear", _LAST),
+    "learner.schedule": Departure("linear, 0 in the first update", "linear", "the first update learns too; theirs does nothing"),
     "task.min_response_length": Departure(
         "log π_ref is −500 below 5 tokens", 5, "no sample is spent on an attack that is refused"
     ),
     "sampling.explore_temperature_probability": Departure(
         "half of the batches", 0.5, "rows have temperatures of their own; the shares are the same"
-    ),
-    "replay.merge_edit_distance": Departure(
-        "0.25, of the first that is near, without the end",
-        0.25,
-        "the nearest one does not depend on an order; tokens are compared",
     ),
     "replay.merge_keep": Departure(
         "best, of equal ones the older; log π_ref may count", "best", "of equal ones the newer one is closer to the policy"
@@ -206,10 +217,24 @@ DEPARTURES: dict[str, dict[str, Departure]] = {
     },
     "math_qwen2_5_7b:async2": _of_math(2),
     "math_qwen2_5_7b:async10": _of_math(10),
-    "red_team_gpt2": _OF_RED_TEAM,
+    "red_team_gpt2": _OF_RED_TEAM
+    | {
+        "lora.targets": Departure(
+            "query, key and value as one map",
+            tuple(f"layers.attention.{name}" for name in ("query", "key", "value")),
+            "each is a map of its own here",
+        ),
+        "replay.merge_edit_distance": Departure(
+            "0.25, of the first that is near, without the end",
+            0.25,
+            "the nearest one does not depend on an order; tokens are compared",
+        ),
+    },
     "red_team_llama3_2_1b": _OF_RED_TEAM
     | {
-        "replay.merge_edit_distance": Departure("by cosine similarity", 0.25, "the paper gives no threshold of similarity"),
+        "replay.merge_cosine_distance": Departure(
+            "0.7 in the commands for Gemma and Llama 2", 0.7, "that for Llama 3 is not public"
+        ),
         "publish.dtype": _SNAPSHOTS,
     },
 }
@@ -284,8 +309,7 @@ _OWN_OF_MATH = {
     "publish.every_steps": 1,
 }
 _OWN_OF_RED_TEAM = {
-    "task.prompt_length": 16,
-    "lora.rank": 32,
+    "task.prompt_length": 64,
     "searchers.samples_per_query": 128,
     "replay.min_rows": 1024,
     "replay.capacity_per_query": 100_000,
@@ -312,6 +336,9 @@ _BESIDES = (
     *("task.min_response_length", "task.force_eos", "task.missing_eos_reward"),
     *("task.banned_tokens", "task.stop_strings", "task.step_ends"),
 )
+# Of the task, for recipes that have it.
+_VICTIM = ("victim_temperature", "victim_top_p", "victim_reply_length")
+_OF_TASK = {"red_team": tuple(f"task.red_team.{name}" for name in ("replies", *_VICTIM))}
 
 
 def deciding(config: Any) -> dict[str, Any]:
@@ -321,7 +348,8 @@ def deciding(config: Any) -> dict[str, Any]:
     unread = {f"learner.{name}" for name in of_objectives - set(objective.settings)}
     unread |= {f"learner.{name}" for name in ("log_z_learning_rate", "value_learning_rate")}
     leaves = flatten(config.to_dict())
-    names = [name for name in SCHEMA.rules if name.startswith(_SECTIONS) or name in _BESIDES]
+    besides = _BESIDES + _OF_TASK.get(config.task.name, ())
+    names = [name for name in SCHEMA.rules if name.startswith(_SECTIONS) or name in besides]
     return {name: leaves[name] for name in names if not SCHEMA.rules[name].free and name not in unread}
 
 
@@ -333,6 +361,8 @@ def stated(recipe: str) -> tuple[Values, Mapping[str, Departure], Values]:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(f"`{item}`" for item in value)
     return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
 
 

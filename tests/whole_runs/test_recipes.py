@@ -28,6 +28,7 @@ def cache(monkeypatch, tmp_path):
 PRETRAINED = {
     "gsm8k_rho1b:small": "accuracy",
     "gsm8k_rho1b:small-vine_ppo": "accuracy",
+    "gsm8k_rho1b:small-synchronous": "accuracy",
     "gsm8k_qwen2_5_1_5b:small": "accuracy",
     "math_qwen2_5_7b:small": "accuracy",
     "tldr_pythia:small": "reward",
