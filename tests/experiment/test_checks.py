@@ -31,7 +31,9 @@ FREE = {
 }
 # Tasks whose constructors check settings that have no rule.
 CHECKED_BY_TASKS = ("task.countdown.", "task.story_sentiment.", "task.gsm8k.", "task.math.", "task.red_team.", "task.tldr.")
-LIMITED = {name: rule for name, rule in SCHEMA.rules.items() if dataclasses.replace(rule, free=False, fixed=False) != Rule()}
+LIMITED = {
+    name: rule for name, rule in SCHEMA.rules.items() if dataclasses.replace(rule, path="", free=False, fixed=False) != Rule()
+}
 
 
 def test_every_setting_has_a_rule_or_needs_none():
