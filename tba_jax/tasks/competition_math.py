@@ -104,7 +104,8 @@ class Math:
             elif answer:
                 unsure.append(i)
         if unsure:
-            reward[unsure], failure = self._graders.graded([queries[i] for i in unsure], [answers[i] for i in unsure])
+            golds = [Query(queries[i].prompt, spelled(queries[i].answer)) for i in unsure]
+            reward[unsure], failure = self._graders.graded(golds, [spelled(answers[i]) for i in unsure])
         return Scores(reward=reward, parts=reward[:, None], failure=failure)
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:

@@ -7,7 +7,6 @@ from typing import Any
 from math_verify import LatexExtractionConfig, grader, parse, verify
 from sympy import Add, Expr, Float, Number
 
-from tba_jax.tasks.competition_math import spelled
 from tba_jax.tasks.interface import Query
 
 # Answers that math-verify cannot parse count as unequal. It would log each of them.
@@ -20,8 +19,11 @@ _NUMERAL = re.compile(r"(?<![0-9A-Za-z.])(?:[0-9.]+_\{[^{}]*\}|(?=[A-Z]*[0-9])[0
 
 
 def grade(query: Query, response: str) -> float:
-    """1.0 if `response`, an answer in LaTeX without its box, equals query.answer, else 0.0. There is no limit on its time."""
-    texts = [_NUMERAL.sub(_symbol, spelled(text)) for text in (query.answer, response)]
+    """1.0 if `response`, an answer in LaTeX without its box, equals query.answer, else 0.0. There is no limit on its time.
+
+    Both answers are spelled as competition_math.spelled does.
+    """
+    texts = [_NUMERAL.sub(_symbol, text) for text in (query.answer, response)]
     if any(_APART.search(text) for text in texts):
         return 0.0
     gold, answer = (
