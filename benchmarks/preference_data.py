@@ -68,7 +68,7 @@ def make(folder: Path, *, model: Path, stories: Path) -> Made:
     folder.mkdir(parents=True, exist_ok=True)
     queries = {split: folder / f"queries_{split}.jsonl" for split in ("train", "heldout")}
     if not all(path.exists() for path in queries.values()):
-        rows = openings(json.loads(stories.read_text(encoding="utf-8")), model)
+        rows = openings(json.loads(stories.read_bytes()), model)
         _write(queries["heldout"], rows[-HELDOUT_QUERIES:])
         _write(queries["train"], rows[:-HELDOUT_QUERIES])
     if not all(_pairs(folder, name, split).exists() for name in REWARD_MODELS for split in queries):

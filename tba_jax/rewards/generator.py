@@ -162,7 +162,7 @@ def _extra_ends(folder: Path, tokenizer: HuggingFaceTokenizer) -> list[int]:
     """End-of-sequence ids of generation_config.json besides the tokenizer's own one: chat models have several."""
     path = folder / "generation_config.json"
     try:
-        ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        ends = json.loads(path.read_bytes()).get("eos_token_id")
     except FileNotFoundError:
         return []
     except (OSError, ValueError, AttributeError, RecursionError) as error:

@@ -104,7 +104,7 @@ def _read_lines(path: Path, where: str, schema: Schema) -> Iterator[tuple[str, A
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield f"{where} line {number}", _parse(line, f"{where} line {number}", first=number == 1)
+                    yield f"{where} line {number}", _parse(line, f"{where} line {number}")
     except OSError as error:
         raise ValueError(f"{where} cannot be read: {error.strerror}") from error
 
@@ -114,16 +114,16 @@ def _read_list(path: Path, where: str, schema: Schema) -> Iterator[tuple[str, An
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{where} cannot be read: {error.strerror}") from error
-    records = _parse(content, where, first=True)
+    records = _parse(content, where)
     if not isinstance(records, list):
         raise ValueError(f"{where} must be a JSON list of objects, not {_shown(records)} (a file of one object a line is .jsonl)")
     for number, record in enumerate(records, start=1):
         yield f"{where} row {number}", record
 
 
-def _parse(content: bytes, place: str, *, first: bool) -> Any:
+def _parse(content: bytes, place: str) -> Any:
     try:
-        return json.loads(content.decode("utf-8-sig" if first else "utf-8"))
+        return json.loads(content)  # bytes, which may begin with a byte order mark
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: not valid JSON in UTF-8: {error}") from error
 

@@ -31,7 +31,7 @@ class StorySentiment:
                 f"task.story_sentiment.data_path={data_path!r} is a folder; it must be a file, a JSON list of strings"
             )
         try:
-            stories = json.loads(path.read_text(encoding="utf-8"))
+            stories = json.loads(path.read_bytes())
         except OSError as error:
             raise ValueError(f"task.story_sentiment.data_path={data_path!r} cannot be read: {error.strerror}") from error
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,12 +1,15 @@
 """Tokenizers: text to token ids and back, behind one protocol."""
 
+import codecs
+import contextlib
 import datetime
 import hashlib
 import importlib.util
 import json
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -170,7 +173,7 @@ class HuggingFaceTokenizer:
         self._special = frozenset(self.special_ids)
         names = [*self._tokenizer.all_special_tokens, *added.values()]
         self._escaper = Escaper(backend, names=names, ids=self.special_ids)
-        text = (folder / "tokenizer.json").read_text(encoding="utf-8") if serialized else backend.to_str()
+        text = (folder / "tokenizer.json").read_bytes() if serialized else backend.to_str()
         definition = {key: value for key, value in json.loads(text).items() if key not in ("truncation", "padding")}
         self._decoders = _flat_decoders(definition.get("decoder"))
         self.fingerprint = _digest([definition, self.encode(""), self.eos_id, self.pad_id, self.special_ids, self.vocab_size])
@@ -279,17 +282,33 @@ def open_transformers(folder: Path) -> tuple[Any, int | None]:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        if (folder / "tokenizer.json").is_file():
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        eos_id = tokenizer.eos_token_id
-        if eos_id is None:  # GPT-2's end of sequence is a default of its tokenizer class and stands in no file
-            eos_id = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).eos_token_id
+        with _unmarked(folder) as read:
+            if (folder / "tokenizer.json").is_file():
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(read, local_files_only=True)
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(read, local_files_only=True, trust_remote_code=False)
+            eos_id = tokenizer.eos_token_id
+            if eos_id is None:  # GPT-2's end of sequence is a default of its tokenizer class and stands in no file
+                eos_id = AutoTokenizer.from_pretrained(read, local_files_only=True, trust_remote_code=False).eos_token_id
     except Exception as error:  # the Rust parser raises bare Exception without naming the folder
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"the tokenizer of {folder} cannot be loaded: {reason}") from error
     return tokenizer, None if eos_id is None else int(eos_id)
+
+
+@contextlib.contextmanager
+def _unmarked(folder: Path) -> Iterator[Path]:
+    """The folder, or a copy without byte order marks where its JSON files have any, which transformers would refuse."""
+    if not any(path.read_bytes().startswith(codecs.BOM_UTF8) for path in folder.glob("*.json")):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as copy:
+        for path in folder.iterdir():
+            if path.suffix == ".json":
+                Path(copy, path.name).write_bytes(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+            else:
+                Path(copy, path.name).symlink_to(path.absolute())
+        yield Path(copy)
 
 
 def _is_sentencepiece(folder: Path) -> bool:

@@ -1,5 +1,6 @@
 """Replies of a victim: against a loop over whole sequences, whatever else is asked, cut texts, ends and refusals."""
 
+import codecs
 import concurrent.futures
 import functools
 import json
@@ -151,7 +152,7 @@ def test_a_model_with_several_ends_stops_at_each(greedy_generator, tmp_path):
     whole = greedy_generator(["do it"], 0)[0]
     other = next(character for character in whole if character.isalpha())
     model = spelled_checkpoints.write(tmp_path / "victim", "llama_untied")
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, IDS[other]]}))
+    (model / "generation_config.json").write_bytes(codecs.BOM_UTF8 + json.dumps({"eos_token_id": [EOS, IDS[other]]}).encode())
     assert make(model, samples=1, temperature=0.0)(["do it"], 0) == [whole[: whole.index(other) + 1]]
     for wrong in (len(IDS), "2"):
         (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, wrong]}))

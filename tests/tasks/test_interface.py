@@ -115,7 +115,7 @@ def test_openings_are_distinct_and_split_in_order(story_file):
 
 def test_a_story_may_hold_any_script(tmp_path, monkeypatch):
     path = tmp_path / "stories.json"
-    path.write_bytes(json.dumps(["Zoë läuft", "猫 睡觉"], ensure_ascii=False).encode())
+    path.write_text(json.dumps(["Zoë läuft", "猫 睡觉"], ensure_ascii=False), encoding="utf-8-sig")
     task = StorySentiment(data_path=str(path), opening_words=2, heldout_queries=1)
     assert [task.queries(split)[0].prompt for split in SPLITS] == ["Zoë läuft", "猫 睡觉"]
 

@@ -118,6 +118,9 @@ def test_fingerprint_follows_what_defines_ids(tmp_path):
     definition = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(definition, indent=4))
     assert HuggingFaceTokenizer(folder).fingerprint == first.fingerprint  # formatting is not content
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text((folder / name).read_text(), encoding="utf-8-sig")
+    assert HuggingFaceTokenizer(folder).fingerprint == first.fingerprint  # nor is a byte order mark
     definition["normalizer"] = {"type": "Lowercase"}
     (folder / "tokenizer.json").write_text(json.dumps(definition))
     assert HuggingFaceTokenizer(folder).fingerprint != first.fingerprint

@@ -17,13 +17,13 @@ import numpy as np
 from tba_jax import outputs
 from tba_jax.models import parameters
 from tba_jax.models.config import DecoderConfig
-from tba_jax.models.hugging_face import export
+from tba_jax.models.hugging_face import export, files
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES
 from tba_jax.models.hugging_face.files import Stored
 from tba_jax.models.lora import LoraConfig
 from tba_jax.models.parameters import Params
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = files.ADAPTER
 # The names of modules in the model that PEFT wraps begin so.
 _WRAPPED = "base_model.model."
 # model_type of checkpoints whose linear weights are [in, out], which PEFT must be told.

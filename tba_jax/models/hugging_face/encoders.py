@@ -110,9 +110,7 @@ def _check_sentence_transformers(settings: Settings) -> None:
 def _read_modules(path: Path) -> list[tuple[str, str]]:
     """The kind ("Pooling") and the folder ("1_Pooling") of each module."""
     try:
-        modules = [
-            (str(module["type"]).rpartition(".")[2], str(module["path"])) for module in json.loads(path.read_text("utf-8"))
-        ]
+        modules = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in json.loads(path.read_bytes())]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not a list of modules with type and path: {error!r}") from error
     if other := [kind for kind, _ in modules if kind not in _MODULES]:

@@ -3,11 +3,11 @@
 The folder appears at its name once it is whole (outputs.py). architectures.py says what the tensors are called and how they lie.
 """
 
+import codecs
 import dataclasses
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def save(
         _write_weights(whole, config, leaves, dtype, max_shard_bytes)
         (whole / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         if source is not None and (Path(source) / "generation_config.json").is_file():
-            shutil.copyfile(Path(source) / "generation_config.json", whole / "generation_config.json")
+            _copy(Path(source) / "generation_config.json", whole / "generation_config.json")
         for write in more:
             write(whole)
 
@@ -206,13 +206,18 @@ def finite(content: np.ndarray, name: str, path: str) -> np.ndarray:
     return content
 
 
+def _copy(source: Path, target: Path) -> None:
+    """Copies a file without the byte order mark that it may begin with, which readers other than ours refuse."""
+    target.write_bytes(source.read_bytes().removeprefix(codecs.BOM_UTF8))
+
+
 def copy_tokenizer(source: Path | str, folder: Path | str) -> None:
     """Copies the files of a tokenizer. Raises ValueError where there are none."""
     found = [name for name in _TOKENIZER_FILES if (Path(source) / name).is_file()]
     if not found:
         raise ValueError(f"{source} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
     for name in found:
-        shutil.copyfile(Path(source) / name, Path(folder) / name)
+        _copy(Path(source) / name, Path(folder) / name)
 
 
 def write_character_tokenizer(folder: Path | str, characters: str, *, pad_id: int, bos_id: int, eos_id: int) -> None:

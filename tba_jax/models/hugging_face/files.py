@@ -5,13 +5,23 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
 from tba_jax.models.parameters import Definition
+
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # files that PEFT writes
+
+# A part of a tensor's name that a wrapper of the model adds -> the wrapper.
+WRAPPERS = {
+    **dict.fromkeys(("base_model", "base_layer", "lora_A", "lora_B"), "PEFT"),
+    "_orig_mod": "torch.compile",
+    "module": "DistributedDataParallel",
+}
+_MERGE = "load the model with peft, call merge_and_unload(), and save_pretrained(FOLDER) of what that returns"
 
 COPIED_BYTES = 512 << 10  # of a tensor that are copied at a time: a transposed copy of this much stays in the processor's cache
 
@@ -139,16 +149,34 @@ def read_settings(path: Path) -> Settings:
 
 def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
+        check_no_adapter(path.parent)
         raise ValueError(
             f"{path} does not exist; a model folder holds config.json and model.safetensors (or shards with an index)"
         )
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_bytes())  # bytes, which may begin with a byte order mark
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a JSON {type(values).__name__}, expected an object")
     return values
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Raises ValueError where the folder holds an adapter; to be called where a model's files are missing."""
+    if found := [name for name in (*ADAPTER, "adapter_model.bin") if (folder / name).is_file()]:
+        raise ValueError(f"{folder} holds {found[0]}, an adapter of PEFT without the model that it belongs to; {_MERGE}")
+
+
+def check_unwrapped(folder: Path, names: Collection[str]) -> None:
+    """Raises ValueError where tensors have the names that a wrapper of the model gives them."""
+    for part, wrapper in WRAPPERS.items():
+        if found := [name for name in names if part in name.split(".")]:
+            strip = f"save the model inside of the wrapper, or remove {part + '.'!r} from the names"
+            raise ValueError(
+                f"{folder}: {len(found)} of {len(names)} tensors, such as {found[0]}, are named with {part!r}, as in the "
+                f"state dict of a model in {wrapper}; {_MERGE if wrapper == 'PEFT' else strip}"
+            )
 
 
 Tensors = dict[str, tuple[Stored, ...]]

@@ -282,6 +282,7 @@ def _open_folder(folder: Path) -> dict[str, _Tensor]:
         if missing := [path.name for path in paths if not path.is_file()]:
             raise ValueError(f"{folder / INDEX} names {missing}, which {folder} does not hold")
     else:
+        files.check_no_adapter(folder)
         pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
         if pickled:
             raise ValueError(
@@ -298,6 +299,7 @@ def _open_folder(folder: Path) -> dict[str, _Tensor]:
             tensors[tensor.name] = tensor
     if misplaced := sorted(name for name, shard in indexed.items() if name not in tensors or tensors[name].path.name != shard):
         raise ValueError(f"{folder / INDEX} names tensors that are not in their files: {_some(misplaced, indexed)}")
+    files.check_unwrapped(folder, tensors)
     return tensors
 
 
@@ -358,7 +360,7 @@ def _expected(
         else:
             expected = {(architecture.lm_head if name == embedding else name): parts for name, parts in expected.items()}
     if new_heads:
-        expected = {name: parts for name, parts in expected.items() if name in present or not _is_new_head(parts)}
+        expected = {name: parts for name, parts in expected.items() if name in present or not parts[0].path.startswith(_NEW_HEAD)}
     if missing := [name for name in expected if name not in present]:
         raise ValueError(f"{folder}: {len(missing)} of {len(expected)} tensors are missing from the weights: {_some(missing)}")
     ignored = re.compile(architecture.ignored)
@@ -368,10 +370,6 @@ def _expected(
     if unknown:
         raise ValueError(f"{folder}: {len(unknown)} tensors of the weights are unknown to the model: {_some(unknown)}")
     return expected
-
-
-def _is_new_head(parts: tuple[Stored, ...]) -> bool:
-    return all(part.path.startswith(_NEW_HEAD) for part in parts)
 
 
 def _some(names: list[str], files: Mapping[str, str] | None = None) -> str:

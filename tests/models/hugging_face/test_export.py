@@ -96,7 +96,7 @@ def test_half_precision(tmp_path, dtype):
     (tmp_path / "source").mkdir()
     for name in ("config.json",):
         shutil.copy(path_of("llama_tied") / name, tmp_path / "source")
-    (tmp_path / "source/generation_config.json").write_text('{"eos_token_id": 3}')
+    (tmp_path / "source/generation_config.json").write_text('{"eos_token_id": 3}', encoding="utf-8-sig")
     save(tmp_path / "model", config, params, dtype=dtype, source=tmp_path / "source")
     rounded = {name: tensor.astype(np.dtype(dtype)) for name, tensor in tensors_of(path_of("llama_tied")).items()}
     found = tensors_of(tmp_path / "model")
@@ -225,6 +225,15 @@ def test_tokenizers_are_copied(tmp_path, data_dir):
     assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".model", ".txt", ".jinja"}
     with pytest.raises(ValueError, match="holds no tokenizer"):
         export.copy_tokenizer(path_of("gpt2"), tmp_path)
+
+
+def test_copied_tokenizers_begin_with_no_byte_order_mark(tmp_path):
+    source = tiny.write_byte_bpe(tmp_path / "source")
+    content = (source / "tokenizer.json").read_text()
+    (source / "tokenizer.json").write_text(content, encoding="utf-8-sig")
+    (tmp_path / "copy").mkdir()
+    export.copy_tokenizer(source, tmp_path / "copy")
+    assert (tmp_path / "copy/tokenizer.json").read_text() == content
 
 
 def test_random_parameters_of_our_own_config(tmp_path):

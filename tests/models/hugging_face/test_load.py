@@ -194,6 +194,15 @@ def test_half_precision_and_shards(tmp_path):
     np.testing.assert_array_equal(found["layers"]["attention"]["key"]["weight"], expected["layers"]["attention"]["key"]["weight"])
 
 
+@pytest.mark.parametrize("name", ["llama_untied", "bert_embedding"])
+def test_json_may_begin_with_a_byte_order_mark(tmp_path, name):
+    folder = copy_of(name, tmp_path)
+    tiny.shard_weights(folder)
+    for path in folder.rglob("*.json"):
+        path.write_text(path.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    assert_same_params(load(folder)[1], load(path_of(name))[1])
+
+
 @pytest.mark.parametrize(
     "name, buffers",
     [

@@ -235,6 +235,40 @@ def test_weights_that_are_not_there_or_pickled(folder):
         load(folder)
 
 
+@pytest.mark.parametrize(
+    "name, wrapper",
+    [
+        ("_orig_mod.{}", "'_orig_mod', .* torch.compile; .* remove '_orig_mod.' from the names"),
+        ("module.{}", "'module', .* DistributedDataParallel; .* remove 'module.' from the names"),
+        ("module._orig_mod.{}", "'_orig_mod', "),
+        ("base_model.model.{}", r"'base_model', .* PEFT; .* merge_and_unload\(\)"),
+        ("base_model.model.{}.base_layer", r"'base_model', .* PEFT; .* merge_and_unload\(\)"),
+        ("{}.lora_A.default", r"'lora_A', .* PEFT; .* merge_and_unload\(\)"),
+    ],
+)
+def test_names_of_a_wrapped_model_are_said_to_be_that(folder, name, wrapper):
+    def wrap(tensors):
+        for tensor in list(tensors):
+            stem, _, kind = tensor.rpartition(".")
+            tensors[f"{name.format(stem)}.{kind}"] = tensors.pop(tensor)
+
+    edit_weights(folder, wrap)
+    with pytest.raises(ValueError, match=rf"{folder}: 21 of 21 tensors, such as .*{wrapper}") as refusal:
+        load(folder)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("kept", [(), ("config.json",)], ids=str)
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
+def test_an_adapter_alone_is_said_to_be_one(folder, file, kept):
+    for path in folder.iterdir():
+        if path.name not in kept:
+            path.unlink()
+    (folder / file).write_bytes(b"{}")
+    with pytest.raises(ValueError, match=rf"^{folder} holds {file}, an adapter of PEFT without the model.*merge_and_unload\(\)"):
+        load(folder)
+
+
 @pytest.mark.parametrize("length", [0, 5, 2000, -100])
 def test_truncated_files_are_named(folder, length):
     path = folder / "model.safetensors"
