@@ -202,12 +202,9 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
     if not found.accepts(_check_answers, [*storage.of_init_from(init_from or ""), *storage.of_config(config)], given):
         found.end()
     asked = found.attempt(_topologies, given)
-    there = found.attempt(_contract_of_run, folder) or {}
-    # A role that scores nothing does without the reward models.
-    known = there.get("reward_models") if given.role in ("trainer", "reference") else None
+    known = found.attempt(_known_of_run, folder, given.role) or {}
     new = bool(given.dry_run) or not places.exists(folder.config)
-    given_there: dict[str, Any] = dict(reward_models=known, date=there.get("date", ""))
-    experiment = composition.gather(config, found, **given_there, weights=not given.dry_run, new=new)
+    experiment = composition.gather(config, found, **known, weights=not given.dry_run, new=new)
     if experiment is None:
         found.end()
     assert experiment is not None
@@ -249,12 +246,19 @@ def _config_of_run(run: "layout.RunDir", given: command_line.Given) -> "config_d
     return config
 
 
-def _contract_of_run(run: "layout.RunDir") -> dict[str, Any]:
-    """The contract of the run that is there, {} without one. Raises ValueError where it is no run of this version."""
+def _known_of_run(run: "layout.RunDir", role: str) -> dict[str, Any]:
+    """What `composition.gather` takes from the contract of the run that is there; {} without one.
+
+    It is the run's date, and the digests of reward models for a role that scores nothing and does without the models. Raises
+    ValueError where it is no run of this version.
+    """
     from tba_jax.run import contract, places
 
-    called = f"workdir {str(run.shared)!r}"
-    return dict(contract.read_run(run, called=called)["contract"]) if places.exists(run.config) else {}
+    if not places.exists(run.config):
+        return {}
+    there = contract.read_run(run, called=f"workdir {str(run.shared)!r}")["contract"]
+    models = {"reward_models": there["reward_models"]} if role in ("trainer", "reference") else {}
+    return {"date": there.get("date", ""), **models}
 
 
 def _hold_compilation_cache(run: "layout.RunDir") -> None:

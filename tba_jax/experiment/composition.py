@@ -72,7 +72,7 @@ def build(
 
 
 def gather(
-    config: Any, found: Mistakes, *, reward_models: Mapping[str, str] | None, date: str, weights: bool, new: bool
+    config: Any, found: Mistakes, *, reward_models: Mapping[str, str] | None = None, date: str = "", weights: bool, new: bool
 ) -> Experiment | None:
     """`build` for a start that checks more: adds what is wrong to `found`.
 
