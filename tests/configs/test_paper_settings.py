@@ -71,7 +71,8 @@ INSTRUCT = {"model.path": "Qwen/Qwen2.5-7B-Instruct"}
         (gsm8k_rho1b, "lr3e-6", "", {"learner.learning_rate": 3e-6}),
         (gsm8k_rho1b, "lr1e-6", "", {"learner.learning_rate": 1e-6}),
         (gsm8k_rho1b, "synchronous", "", SYNCHRONOUS),
-        (gsm8k_rho1b, "synchronous-grpo", "grpo", SYNCHRONOUS),
+        # Baselines merge no responses anyway.
+        (gsm8k_rho1b, "synchronous-grpo", "grpo", {k: v for k, v in SYNCHRONOUS.items() if k != "replay.merge_duplicates"}),
         (math_qwen2_5_7b, "instruct", "", INSTRUCT),
         (math_qwen2_5_7b, "instruct-grpo", "grpo", INSTRUCT),
     ],

@@ -213,6 +213,7 @@ def test_in_units_of_the_reward_a_gradient_does_not_depend_on_its_temperatures(n
 def test_in_units_of_the_reward_a_square_of_rewards_is_reinforce_of_its_residual(name):
     """The loss is mean (βu − A)², and times 1/(2β) its gradient is mean (βu − A) ∇u."""
     outputs, inputs = random_batch(*SIZES)
+    inputs.mask[:, 0] = True
     loss, gradient = evaluate(name, outputs, inputs)
     residuals = np.asarray(OBJECTIVES[name].reward_unit(inputs)) * B * gradient.logprobs[:, 0]
     np.testing.assert_allclose(np.mean(residuals**2), loss, rtol=1e-6)

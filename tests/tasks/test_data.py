@@ -47,12 +47,10 @@ def test_only_the_named_fields_are_read(tmp_path, suffix):
     ]
 
 
-def test_blank_lines_and_a_byte_order_mark_are_passed_over(tmp_path, monkeypatch):
+def test_blank_lines_and_a_byte_order_mark_are_passed_over(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"q": "a", "n": 1}\n\n  \n{"q": "b", "n": 2}')
     assert [(row["q"], row.where[-6:]) for row in read(path)] == [("a", "line 1"), ("b", "line 4")]
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert len(read("~/rows.jsonl")) == 2
     (tmp_path / "rows.json").write_text('[{"q": "é", "n": 1}]', encoding="utf-8-sig")
     assert read(str(tmp_path / "rows.json")) == [{"q": "é", "n": 1}]
 
