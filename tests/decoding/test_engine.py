@@ -214,7 +214,8 @@ def test_merged_and_rounded_weights_draw_what_they_score(request, weights):
     engine = make_engine(8, 4, mesh=mesh, prompt_length=24, weights="int8") if rounds else request.getfixturevalue("grouped")
     found = decoded_together(engine, stream, params if rounds else jax.device_get(params))
     mask = trajectory.response_mask(found.length, R)
-    np.testing.assert_allclose(found.policy_logprobs, scores(sample(adapters, PARAMS), stream, found), rtol=0, atol=1e-5)
+    # Engine and learner sum in other orders, which differ by CPU: 1.05e-5 and 1.8e-5 were seen where weights are rounded.
+    np.testing.assert_allclose(found.policy_logprobs, scores(sample(adapters, PARAMS), stream, found), rtol=0, atol=4e-5)
     # The adapters and the rounding are felt, so that scoring by other weights would be noticed.
     assert np.abs(scores(PARAMS, stream, found) - found.policy_logprobs)[mask].max() > 0.05
     if rounds:
