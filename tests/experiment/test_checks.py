@@ -381,3 +381,11 @@ def test_a_byte_of_the_command_line_that_is_no_utf_8_is_refused_by_its_setting(t
     assert not (tmp_path / "run").exists()
     (told,) = capsys.readouterr().err.splitlines()
     assert told.startswith(r"error: task.system_prompt='Be \udcff' holds half of a UTF-16 surrogate pair")
+
+
+def test_a_gradient_of_unknown_unit_is_not_clipped(monkeypatch):
+    unknown = dataclasses.replace(OBJECTIVES["rloo"], reward_unit=None)
+    monkeypatch.setitem(OBJECTIVES, "rloo", unknown)
+    with pytest.raises(ValueError, match=r"learner\.clip_norm=1\.0 is in units of the reward, and learner\.objective=rloo"):
+        checks.check(tiny_run.config_with({"learner.objective": "rloo"}))
+    checks.check(tiny_run.config_with({"learner.objective": "rloo", "learner.clip_norm": 0.0}))
