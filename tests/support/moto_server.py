@@ -13,6 +13,16 @@ import pytest
 
 BUCKET = "runs"
 
+# moto's own command serves each request in a thread and asks whether an object is there before it writes: of two conditional
+# writes at once both may win, as on no S3. One thread serves one request after the other.
+SERVER = """
+import sys
+from moto import server
+from werkzeug import serving
+application = server.DomainDispatcherApplication(server.create_backend_app)
+serving.run_simple("127.0.0.1", int(sys.argv[1]), application, threaded=False, request_handler=server.MotoRequestHandler)
+"""
+
 
 @contextlib.contextmanager
 def serving() -> Iterator[dict[str, str]]:
@@ -24,7 +34,7 @@ def serving() -> Iterator[dict[str, str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, "-c", SERVER, str(port)]
     environment = {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "test",

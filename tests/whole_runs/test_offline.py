@@ -1,7 +1,6 @@
 """Training on rows of other runs: from a log alone, beside a run's own rows, and while the other run goes on."""
 
 import shutil
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -219,14 +218,6 @@ def test_what_does_not_change_rows_may_differ(tmp_path, frozen):
     source = frozen(tmp_path / "source", batches=2)
     s = frozen_runs.offline(tmp_path / "run", source.run.root, lora__rank=2, seed=9, learner__queries=2, learner__steps=3)
     assert training.trainer(s)() == 0
-
-
-def test_a_mount_is_stored_as_an_absolute_path(tmp_path, monkeypatch, frozen):
-    source = frozen(tmp_path / "source", batches=2)
-    monkeypatch.chdir(tmp_path)
-    s = frozen_runs.offline(tmp_path / "run", Path("source"), learner__steps=1)
-    assert training.trainer(s)() == 0
-    assert layout.read_json(s.run.config)["config"]["replay"]["mount"] == [str(source.run.root)]
 
 
 def test_a_trainer_that_waits_says_what_for(tmp_path, frozen, monkeypatch, caplog):

@@ -35,8 +35,9 @@ RESUMED = {
         "learner__reference__reset_steps": 3,
         "learner__reference__reset_optimizer": True,
     },
-    "moving average of adapters in host memory": {
-        **ADAPTERS,
+    "moving average in host memory": {
+        "model__compute_dtype": "bfloat16",
+        "learner__logprob_gap_limit": 0.1,
         "learner__reference__kind": "ema",
         "learner__reference__ema_decay": 0.8,
         "learner__reference__offload": True,
@@ -45,7 +46,7 @@ RESUMED = {
 }
 
 # Whose states hold what no other's does; the others take their time in the slow tests.
-BY_DEFAULT = ("whole policy", "the better of two near-duplicates", "moving average of adapters in host memory")
+BY_DEFAULT = ("whole policy", "the better of two near-duplicates", "moving average in host memory")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in RESUMED])
