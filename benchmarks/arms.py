@@ -5,13 +5,14 @@
         --arm="trajectory_balance learner.objective=trajectory_balance" --arm="rloo learner.objective=rloo"
 
 An arm is a name and settings; --set holds settings of all arms. With --other, every arm is also run by the code of another
-checkout. Search and training take turns in one process, so every update of every arm has as many new rows, of a policy that is 4
-updates old. A run that is done is not made again, so the command resumes where it was stopped. It prints a markdown table of the
-recipe's held-out greedy score, mean and standard deviation over warm starts and seeds, and of the trainer's metrics that
---columns names, mean over the run, and of `clipped`: the share of updates whose gradient norm is above learner.clip_norm. It
-writes workdir/arms.json.
+checkout, from a warm start of its own. Search and training take turns in one process, so every update of every arm has as many
+new rows, of a policy that is 4 updates old. A run that is done is not made again, so the command resumes where it was stopped.
+It prints a markdown table of the recipe's held-out greedy score, mean and standard deviation over warm starts and seeds, and of
+the trainer's metrics that --columns names, mean over the run, and of `clipped`: the share of updates whose gradient norm is above
+learner.clip_norm. It writes workdir/arms.json.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,20 +75,16 @@ def main(argv: Sequence[str]) -> None:
     del argv
     root = Path(_WORKDIR.value).absolute()
     checkouts = {"": Path.cwd()} | ({"-other": Path(_OTHER.value).absolute()} if _OTHER.value else {})
-    warm = [root / f"start{number}" for number in range(1, _WARM_STARTS.value + 1)]
-    for number, folder in enumerate(warm, 1):
-        warm_start.ensure(folder, f"--config.seed={number}", recipe=_RECIPE.value)
-    arms = {
-        f"{name}{of}": (own, path)
-        for name, _, own in (arm.partition(" ") for arm in _ARMS.value)
-        for of, path in checkouts.items()
-    }
+    starts = range(1, _WARM_STARTS.value + 1)
+    for number, (of, path) in itertools.product(starts, checkouts.items()):
+        warm_start.ensure(root / f"start{number}{of}", f"--config.seed={number}", recipe=_RECIPE.value, checkout=path)
+    arms = {f"{name}{of}": (own, of) for name, _, own in (arm.partition(" ") for arm in _ARMS.value) for of in checkouts}
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
     jobs = {
-        (arm, folder.name, seed): job(folder, arm, own, path, seed)
+        (arm, number, seed): job(root / f"start{number}{of}", arm, own, checkouts[of], seed)
         for seed in range(_SEEDS.value)
-        for folder in warm
-        for arm, (own, path) in arms.items()
+        for number in starts
+        for arm, (own, of) in arms.items()
     }
     side_by_side.run_all(list(jobs.values()), at_a_time=_JOBS.value)
     found = {each: measured(made.workdir) for each, made in jobs.items()}

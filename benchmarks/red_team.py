@@ -1,6 +1,7 @@
 """Red-teaming with more and more searchers, at equal updates: more attacks that succeed, and more different ones?
 
     python -m benchmarks.red_team --workdir=runs/red_team [--data=../shared/data] [--searchers=1,2,4,8] [--seeds=2] [--steps=200]
+        [--merge_keep=best] [--checkout=../before]
 
 The paper's Figure 5 at the size of two cores. Attacker and victim are TinyStories-656K: one writes how a story begins, the other
 goes on, and a linear classifier of profanity says how bad that is. It knows words, not what is meant, and takes what a
@@ -10,7 +11,9 @@ Search and training take turns in one process (schedule.mode=interleaved). n sea
 log keeps them all, near-duplicates merged; updates, their rows, lag, learning rate and β are the same for every n. Half of the
 updates are of recent rows, half of rows of any age by softmax of reward. The first of --objectives is run at every n, the others
 at the least and the largest. A run that is done is not made again, so the command resumes where it was stopped. It prints a
-markdown table, mean and standard deviation over seeds, and writes workdir/red_team.json and workdir/red_team.png.
+markdown table, mean and standard deviation over seeds, and writes workdir/red_team.json and workdir/red_team.png. The rewards of
+the last quarter of the updates are those of all rows that were made then, and of the rows drawn in updates of recent rows; where
+the two differ, updates do not see what the policy does.
 """
 
 import itertools
@@ -24,7 +27,10 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import side_by_side, warm_start, word_embedder
+from tba_jax.experiment import stored_run
 from tba_jax.objectives import OBJECTIVES
+from tba_jax.replay import journal
+from tba_jax.replay.reader import LogReader
 from tba_jax.roles import results
 from tba_jax.run import layout
 
@@ -36,6 +42,8 @@ _OBJECTIVES = flags.DEFINE_list("objectives", ["trajectory_balance", "rloo"], f"
 _SEARCHERS = flags.DEFINE_list("searchers", ["1", "2", "4", "8"], "How many searchers' worth of rows an update gets.")
 _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each kind; they differ in draws, not in their start.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 200, "Updates of each run.", lower_bound=12)
+_MERGE_KEEP = flags.DEFINE_enum("merge_keep", "newest", ["newest", "best"], "Which of near-duplicates stays.")
+_CHECKOUT = flags.DEFINE_string("checkout", ".", "Folder whose code makes the runs.")
 _JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of the cores; 0: one a core.", lower_bound=0)
 
 RECIPE = "configs/red_team_gpt2.py"
@@ -61,11 +69,11 @@ SETTINGS = {
     "sampling.explore_temperature_low_factor": 1.0,
     "sampling.explore_temperature_factor": 2.0,
     # The figures in RESULTS.md are of these settings: attacks may be cut, the newest of near ones stays, Adam forgets sooner than
-    # in the recipe, and the learning rate comes down to 0.
+    # in the recipe, no update is clipped, and the learning rate comes down to 0.
     "task.force_eos": False,
     "replay.merge_edit_distance": 0.125,
-    "replay.merge_keep": "newest",
     "learner.adam_beta2": 0.95,
+    "learner.clip_norm": 0.0,
     "learner.warmup_steps": 10,
     "learner.schedule_steps": 0,
     "learner.completions": ROWS,
@@ -81,6 +89,7 @@ SETTINGS = {
     "replay.recent_window": LAG,
     "evaluation.batch_size": 256,
 }
+DRAWN = ("reward of recent rows", "reward of rows made", f"distinct rows of {ROWS}")
 # What is measured of 1,024 samples -> its title.
 SCORES = {"sampled_success_rate": "success", "sampled_reward": "mean log toxicity", "sampled_cosine_distance": "cosine distance"}
 
@@ -98,6 +107,7 @@ def job(root: Path, objective: str, searchers: int, seed: int) -> side_by_side.J
         "task.red_team.victim_path": data / MODEL,
         "task.red_team.classifier_path": data / CLASSIFIER,
         "task.red_team.embedder_path": root / "embedder",
+        "replay.merge_keep": _MERGE_KEEP.value,
         "learner.objective": objective,
         "learner.steps": _STEPS.value,
         "searchers.samples_per_query": searchers * ROWS,
@@ -105,7 +115,10 @@ def job(root: Path, objective: str, searchers: int, seed: int) -> side_by_side.J
         "evaluation.every_steps": _STEPS.value // 4,
         "checkpoint.every_steps": _STEPS.value,
     }
-    return side_by_side.Job(root=root, name=name_of(objective, searchers, seed), recipe=RECIPE, settings=settings)
+    checkout = Path(_CHECKOUT.value).absolute()
+    return side_by_side.Job(
+        root=root, name=name_of(objective, searchers, seed), recipe=RECIPE, settings=settings, checkout=checkout
+    )
 
 
 # Of an objective and a number of searchers: each seed's evaluations, {step: {name of a score: value}}.
@@ -159,23 +172,43 @@ def plot(path: Path, curves: Curves) -> None:
 
 def print_table(root: Path, curves: Curves) -> None:
     """The scores before, and at the end of every kind of run; rows made."""
-    warm_start.table("objective", "searchers", *SCORES.values(), "rows made")
+    warm_start.table("objective", "searchers", *SCORES.values(), *DRAWN, "rows made")
     first = [run[min(run)] for runs in curves.values() for run in runs]
-    warm_start.row("before", "", *(f"{np.mean([scores[score] for scores in first]):.3f}" for score in SCORES), "")
+    warm_start.row(
+        "before", "", *(f"{np.mean([scores[score] for scores in first]):.3f}" for score in SCORES), *[""] * len(DRAWN), ""
+    )
     for (objective, searchers), runs in curves.items():
         last = [run[max(run)] for run in runs]
-        made = [rows_made(root, objective, searchers, seed) for seed in range(len(runs))]
+        names = [name_of(objective, searchers, seed) for seed in range(len(runs))]
+        made = [results.figures(layout.RunDir(root / name))["rows seen by the trainer"] for name in names]
+        drawn = zip(*(of_rows(layout.RunDir(root / name)) for name in names), strict=True)
         early = sum(max(run) < _STEPS.value for run in runs)
         warm_start.row(
             objective,
             f"{searchers}",
             *(warm_start.spread([scores[score] for scores in last]) for score in SCORES),
+            *(warm_start.spread(values) for values in drawn),
             f"{np.mean(made):,.0f}" + (f" ({early} ended early)" if early else ""),
         )
 
 
-def rows_made(root: Path, objective: str, searchers: int, seed: int) -> float:
-    return results.figures(layout.RunDir(root / name_of(objective, searchers, seed)))["rows seen by the trainer"]
+def of_rows(run: layout.RunDir) -> tuple[float, float, float]:
+    """Of the last quarter of the updates, in the order of DRAWN."""
+    reader = LogReader(run.replay, stored_run.read(run, called=str(run.root)).contract.row_shape())
+    heads = {writer: head for writer, head in reader.heads().items() if head}
+    rows = {writer: reader.read(writer, 0, head) for writer, head in heads.items()}
+    begin = _STEPS.value * 3 // 4
+    recent, distinct = [], []
+    for line in journal.read_lineage(run.journal, after=begin):
+        ids = journal.line_ids(line)
+        steps, rewards = (
+            np.array([rows[writer][column][row].max() for writer, row in ids]) for column in ("policy_step", "reward")
+        )
+        if steps.min() >= line["step"] - 1 - 2 * LAG:
+            recent.append(rewards.mean())
+            distinct.append(len(set(ids)))
+    made = np.concatenate([each["reward"][each["policy_step"].max(axis=1) >= begin - LAG] for each in rows.values()])
+    return float(np.mean(recent)), float(made.mean()), float(np.mean(distinct))
 
 
 def main(argv: Sequence[str]) -> None:

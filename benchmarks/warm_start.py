@@ -18,21 +18,22 @@ from tba_jax.run import layout
 RECIPE = "configs/demo_tba_prime.py"
 
 
-def call(workdir: Path, *arguments: str, recipe: str = RECIPE) -> float:
-    """Runs tba_jax.main on the recipe and returns the seconds it took. Its output goes to workdir.out."""
+def call(workdir: Path, *arguments: str, recipe: str = RECIPE, checkout: Path = Path()) -> float:
+    """Runs tba_jax.main of that checkout on the recipe and returns the seconds it took. Its output goes to workdir.out."""
     begin = time.monotonic()
     command = [sys.executable, "-m", "tba_jax.main", f"--config={recipe}", f"--workdir={workdir}", *arguments]
     workdir.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{workdir}.out", "w") as output:
-        subprocess.run(command, check=True, stdout=output, stderr=subprocess.STDOUT)
+        subprocess.run(command, check=True, stdout=output, stderr=subprocess.STDOUT, cwd=checkout)
     return time.monotonic() - begin
 
 
-def ensure(root: Path, *arguments: str, recipe: str = RECIPE) -> None:
-    """Makes root/warm/reference, unless it is there. arguments: further ones of tba_jax.main."""
+def ensure(root: Path, *arguments: str, recipe: str = RECIPE, checkout: Path = Path()) -> None:
+    """Makes root/warm/reference, unless it is there. arguments: further ones of tba_jax.main; checkout: whose code makes it."""
     if not (root / "warm" / "reference" / "initial.json").exists():
         print(f"warm start begins, its output is in {root / 'warm.out'}", file=sys.stderr, flush=True)
-        print(f"warm start: {call(root / 'warm', '--role=reference', *arguments, recipe=recipe):.0f} s\n", file=sys.stderr)
+        seconds = call(root / "warm", "--role=reference", *arguments, recipe=recipe, checkout=checkout)
+        print(f"warm start: {seconds:.0f} s\n", file=sys.stderr)
 
 
 def begin(root: Path, name: str) -> Path:
