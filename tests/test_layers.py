@@ -18,6 +18,7 @@ LAYERS = (
     {"run"},
     {"tasks", "replay", "learner"},
     {"text"},
+    {"telemetry"},
     {"decoding", "supervised"},
     {"rewards"},
     {"roles"},

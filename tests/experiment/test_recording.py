@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from tba_jax.experiment import jobs, recording
-from tba_jax.run import contract, events, layout, metrics, status, timeline
-from tba_jax.run.profiles import Window
+from tba_jax.run import contract, layout
+from tba_jax.telemetry import metrics, status
+
+# GONE ['events', 'timeline']
+from tba_jax.telemetry.profiles import Window
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")

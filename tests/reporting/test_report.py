@@ -13,7 +13,7 @@ from tba_jax.replay.log import LogWriter
 from tba_jax.reporting import gathering, report
 from tba_jax.reporting import rows as rows_lib
 from tba_jax.run import contract, layout
-from tba_jax.run.alarms import Alarms
+from tba_jax.telemetry.alarms import Alarms
 from tests.support import browser, frozen_runs, hostile_runs, tiny_run
 
 

@@ -13,7 +13,7 @@ from tba_jax.reporting import stories
 from tba_jax.reporting.live_run import LiveRun
 from tba_jax.reporting.viewer import figure, make_app
 from tba_jax.run import layout, places
-from tba_jax.run.alarms import Alarms
+from tba_jax.telemetry.alarms import Alarms
 from tba_jax.text.visible import visible
 from tests.support import frozen_runs, hostile_runs
 

@@ -5,9 +5,9 @@ import io
 
 import pytest
 from rich.console import Console
+from tba_jax.roles.standing import Standing
 
 from tba_jax.roles import frame, plain
-from tba_jax.roles.standing import Standing
 from tba_jax.run import best_step
 
 LONG = "has waited 42 s for rows: 2 of 3 queries; in 18 s it publishes step 300 unless that is there, or lets searchers go on"

@@ -1,7 +1,9 @@
 """Alarms and troubles are told once."""
 
 from tba_jax.roles.news import News
-from tba_jax.run import alarms, layout
+
+from tba_jax.run import layout
+from tba_jax.telemetry import alarms
 
 
 def tell(run: layout.RunDir, role: str, kind: str, sentence: str = "most groups have equal rewards") -> None:

@@ -8,7 +8,9 @@ import time
 
 from tba_jax.roles.lives import Supervised
 from tba_jax.roles.progress import Progress
-from tba_jax.run import alarms, layout, places, status
+
+from tba_jax.run import layout, places
+from tba_jax.telemetry import alarms, status
 from tests.support.role_files import make_reference, steps, write_lines
 
 

@@ -3,9 +3,12 @@
 import json
 import tracemalloc
 
-from tba_jax.roles import results
-from tba_jax.run import events, layout, metrics
+# GONE ['events']
 from tba_jax.run.cost import Cost
+
+from tba_jax.roles import results
+from tba_jax.run import layout
+from tba_jax.telemetry import metrics
 from tests.support import role_files
 
 

@@ -4,10 +4,11 @@ import os
 import time
 
 import pytest
+from tba_jax.roles.lives import Life, State, Supervised
 
 from tba_jax.roles import standing
-from tba_jax.roles.lives import Life, State, Supervised
-from tba_jax.run import layout, status
+from tba_jax.run import layout
+from tba_jax.telemetry import status
 from tests.support.role_files import make_reference, steps, write_lines
 
 

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from tba_jax.roles.lives import State
 
 from tba_jax.roles import supervisor, verdicts
-from tba_jax.roles.lives import State
 from tba_jax.roles.placement import Placement
 from tba_jax.roles.supervisor import Supervisor
 from tba_jax.roles.verdicts import Verdict

@@ -5,14 +5,14 @@ import logging
 from pathlib import Path
 
 import pytest
+from tba_jax.run.sinks import TRACKERS
+from tba_jax.supervised.alarm_rules import REWARD_MODEL_GUESSES
 
 from tba_jax.experiment import prompt_check
 from tba_jax.roles import evaluation_alarms
 from tba_jax.roles.searcher import alarm_rules as searcher_rules
 from tba_jax.roles.trainer import alarm_rules as trainer_rules
-from tba_jax.run import alarms
-from tba_jax.run.sinks import TRACKERS
-from tba_jax.supervised.alarm_rules import REWARD_MODEL_GUESSES
+from tba_jax.telemetry import alarms
 
 EXAMPLE = dict(kind="equal_rewards", sentence="all rewards are 0", advice="easier queries")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from tba_jax.run import beginnings
+from tba_jax.telemetry import beginnings
 
 
 def git(*arguments: str, at: Path) -> str:

@@ -5,8 +5,10 @@ import time
 import jax
 import jax.numpy as jnp
 
-from tba_jax.run import compilations, events, status, timeline
-from tba_jax.run.record import Record
+from tba_jax.telemetry import status
+
+# GONE ['compilations', 'events', 'timeline']
+from tba_jax.telemetry.record import Record
 
 
 def deep(x: jax.Array) -> jax.Array:

@@ -5,8 +5,8 @@ import types
 import pytest
 
 from tba_jax.experiment import gpu_plans
-from tba_jax.run import device_peaks
-from tba_jax.run.device_peaks import PEAKS, Peaks
+from tba_jax.telemetry import device_peaks
+from tba_jax.telemetry.device_peaks import PEAKS, Peaks
 
 
 def devices(kind: str, count: int) -> list[types.SimpleNamespace]:

@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from tba_jax.run import metrics
-from tba_jax.run.metrics import MetricWriter
+from tba_jax.telemetry import metrics
+from tba_jax.telemetry.metrics import MetricWriter
 
 
 def size(folder) -> int:

@@ -1,8 +1,9 @@
 """The events of a role."""
 
-from tba_jax.run import events
+# GONE ['events']
 from tba_jax.run.cost import Cost
-from tba_jax.run.record import Record
+
+from tba_jax.telemetry.record import Record
 
 
 def test_events_are_read_in_their_order_with_all_their_fields(tmp_path):

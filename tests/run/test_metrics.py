@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from tba_jax.roles import tails
-from tba_jax.run import json_lines, metrics
-from tba_jax.run.metrics import MetricWriter, TimeAccount
-from tba_jax.run.record import Record
+from tba_jax.run import json_lines
+from tba_jax.telemetry import metrics
+from tba_jax.telemetry.metrics import MetricWriter
+from tba_jax.telemetry.record import Record
+from tba_jax.telemetry.time_account import TimeAccount
 
 
 @pytest.fixture

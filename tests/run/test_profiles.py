@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tba_jax.run import profiles, status
-from tba_jax.run.metrics import TimeAccount
-from tba_jax.run.profiles import Profiler, Window
-from tba_jax.run.record import Record
+from tba_jax.telemetry import profiles, status
+from tba_jax.telemetry.profiles import Profiler, Window
+from tba_jax.telemetry.record import Record
+from tba_jax.telemetry.time_account import TimeAccount
 
 
 def traces(folder) -> list[bytes]:
@@ -127,7 +127,7 @@ def test_storage_that_refuses_costs_the_trace_alone(where, tmp_path):
     if where == "in the way":
         (tmp_path / "trainer").write_text("a file")
     program = (
-        "import logging, resource, sys\nfrom pathlib import Path\nfrom tba_jax.run.profiles import Profiler, Window\n"
+        "import logging, resource, sys\nfrom pathlib import Path\nfrom tba_jax.telemetry.profiles import Profiler, Window\n"
         "logging.basicConfig(format='%(message)s')\n"
         "profiler = Profiler(Path(sys.argv[1]), Window(1, 1))\n"
         "for step in (1, 2):\n"

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tba_jax.run import status
-from tba_jax.run.record import Record
+from tba_jax.telemetry import status
+from tba_jax.telemetry.record import Record
 
 
 def said(folder) -> status.Told:

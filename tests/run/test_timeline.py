@@ -5,11 +5,12 @@ import time
 
 import pytest
 
-from tba_jax.run import timeline
+# GONE ['timeline']
 from tba_jax.run.cost import Cost
-from tba_jax.run.metrics import TimeAccount
-from tba_jax.run.record import Record
 from tba_jax.run.timeline import Timeline
+
+from tba_jax.telemetry.record import Record
+from tba_jax.telemetry.time_account import TimeAccount
 
 
 def made(folder, *, megabytes: float = 1.0) -> Timeline:

@@ -1,9 +1,9 @@
 """When a reward model has learned too little to be of use."""
 
 import pytest
+from tba_jax.supervised.alarm_rules import reward_model_guesses
 
 from configs import supervised
-from tba_jax.supervised.alarm_rules import reward_model_guesses
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,10 @@ import pytest
 
 from tba_jax.commands import audit
 from tba_jax.replay import journal
-from tba_jax.run import events, layout, metrics, processes, timeline
+from tba_jax.run import layout, processes
+from tba_jax.telemetry import metrics
+
+# GONE ['events', 'timeline']
 from tests.support import frozen_runs, tiny_run
 from tests.support import trainer_processes as trainers
 

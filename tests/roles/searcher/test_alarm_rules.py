@@ -10,8 +10,9 @@ import pytest
 from configs import story_sentiment
 from tba_jax.models import parameters
 from tba_jax.roles.searcher import alarm_rules
-from tba_jax.run import alarms, layout, snapshots
+from tba_jax.run import layout, snapshots
 from tba_jax.tasks.interface import Scores
+from tba_jax.telemetry import alarms
 from tests.support import tiny_run
 from tests.support.tiny_searcher import ROWS, Held, committed, publish, run_searcher, weights
 

@@ -12,12 +12,13 @@ import pytest
 from tba_jax.experiment import jobs
 from tba_jax.roles.searcher import alarm_rules, loop, reward_watch
 from tba_jax.roles.searcher.samples import SampleTables
-from tba_jax.run import contract, grants, layout, metrics, processes, snapshots, status
-from tba_jax.run.device_peaks import Peaks
-from tba_jax.run.metrics import TimeAccount
-from tba_jax.run.profiles import Window
+from tba_jax.run import contract, grants, layout, processes, snapshots
 from tba_jax.run.requests import RequestRate
 from tba_jax.tasks.interface import Scores
+from tba_jax.telemetry import metrics, status
+from tba_jax.telemetry.device_peaks import Peaks
+from tba_jax.telemetry.profiles import Window
+from tba_jax.telemetry.time_account import TimeAccount
 from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream, run_searcher, weights
 
 

@@ -10,7 +10,7 @@ import pytest
 from tba_jax.experiment import training
 from tba_jax.roles.trainer import alarm_rules, loop
 from tba_jax.roles.trainer.recorder import Recorder
-from tba_jax.run import alarms
+from tba_jax.telemetry import alarms
 from tests.support import frozen_runs, task_files, tiny_run
 from tests.support.small_disk import SmallDisk
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tba_jax.run import metrics
+from tba_jax.telemetry import metrics
 
 
 @pytest.fixture(autouse=True)

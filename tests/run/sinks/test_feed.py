@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-
-from tba_jax.run import metrics
 from tba_jax.run.sinks import feed
+
+from tba_jax.telemetry import metrics
 from tests.support import tiny_run, tracked
 
 BLOCKS = "import time\nSettings = lambda **_: None\ndef init(**_):\n    time.sleep(600)\n"

@@ -54,8 +54,8 @@ def of(devices: Sequence[Any], *, flops: float = 0.0, bandwidth: float = 0.0) ->
     each = Peaks(flops or table.flops, bandwidth or table.bandwidth)
     if lacks := [name for name, peak in (("mfu", each.flops), ("bandwidth_share", each.bandwidth)) if not peak]:
         log.info(
-            "the peaks of %s are not known (tba_jax/run/device_peaks.py), so the metrics have no %s: set metrics.peak_flops and "
-            "metrics.peak_bandwidth",
+            "the peaks of %s are not known (tba_jax/telemetry/device_peaks.py), so the metrics have no %s: set "
+            "metrics.peak_flops and metrics.peak_bandwidth",
             kind,
             " and no ".join(lacks),
         )
