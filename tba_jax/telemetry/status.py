@@ -2,8 +2,8 @@
 
 The file holds {"time": unix seconds of this writing, "pid": int, "phase": what the role does other than its work, "" at work,
 "phase_since": unix seconds, "phase_of": [done, total], "waits": what it waits for, "since": unix seconds, "trouble": what is
-wrong with its rewards, "step": of the trainer, "figures": {name: number} of its newest point of metrics, "process": where it runs,
-see beginnings.told}. A sentence is "" where there is nothing to say.
+wrong with its rewards, "step": of the trainer, "figures": {name: number} of its newest point of metrics, "process": where it
+runs, see beginnings.told}. A sentence is "" where there is nothing to say.
 """
 
 import contextlib

@@ -79,11 +79,14 @@ def session_of(config: Any, run: layout.RunDir, name: str, *, kind: str) -> Sess
     )
 
 
-# What hands points to a library: constructing it begins the session, then come write(point) … and end(). All may raise, and block.
+# What hands points to a library: constructing it begins the session, then come write(point) … and end(). All may raise and block.
+# note: what is to be told of the session, "" where all is well.
 
 
 class TensorBoard:
     """Event files in the folder of the role's metrics."""
+
+    note = ""
 
     def __init__(self, session: Session):
         from tensorboardX import SummaryWriter
@@ -108,6 +111,8 @@ class TensorBoard:
 class Wandb:
     """A run of Weights & Biases. Without login or network its points are kept in the folder, and `wandb sync` sends them."""
 
+    note = ""
+
     def __init__(self, session: Session):
         import wandb
 
@@ -123,7 +128,8 @@ class Wandb:
             self._run = wandb.init(**told)
         except (wandb.errors.UsageError, wandb.errors.CommError, wandb.errors.AuthenticationError) as error:
             self._run = wandb.init(**told, mode="offline")
-            log.warning("wandb is not reached (%s): `wandb sync %s/wandb/offline-run-*` sends its points", error, session.folder)
+            reason = str(error).partition("\n")[0].rstrip(".")
+            self.note = f"it is not reached ({reason}); `wandb sync {session.folder}/wandb/offline-run-*` sends its points"
         # A trainer that resumes does steps again. wandb's own step only grows, so the axis is a metric like any other.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
@@ -140,6 +146,8 @@ class Wandb:
 
 class Trackio:
     """A run of Trackio: in TRACKIO_DIR on this machine, or at the space or server that the environment names."""
+
+    note = ""
 
     def __init__(self, session: Session):
         import trackio
@@ -234,6 +242,8 @@ class Tracker:
             self._fails(error)
             self._over = True
             return
+        if sink.note:
+            self._fails(sink.note)
         while (point := self._points.get()) is not None:
             try:
                 sink.write(point)
@@ -244,7 +254,7 @@ class Tracker:
         except Exception as error:
             self._fails(error)
 
-    def _fails(self, error: Exception) -> None:
+    def _fails(self, error: Exception | str) -> None:
         if not self._told:
             self._told = True
             self._tell(_one_line(str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__))
