@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from tba_jax.experiment import jobs
-from tba_jax.roles.searcher import alarm_rules, loop, reward_watch
+from tba_jax.roles.searcher import loop, reward_watch
 from tba_jax.roles.searcher.samples import SampleTables
 from tba_jax.run import contract, grants, layout, processes, snapshots
 from tba_jax.run.requests import RequestRate
 from tba_jax.tasks.interface import Scores
-from tba_jax.telemetry import metrics, status
+from tba_jax.telemetry import alarms, metrics, status
+from tba_jax.telemetry.alarms import Watch
 from tba_jax.telemetry.device_peaks import Peaks
 from tba_jax.telemetry.profiles import Window
 from tba_jax.telemetry.time_account import TimeAccount
@@ -252,9 +253,9 @@ def test_rates_are_those_of_appends(make):
         made.advance()
     late.set()
     reports = made.appended(wait_seconds=None)
-    tables, watchdog = SampleTables(writer, s.config), alarm_rules.watchdog(s.run, s.config, name="tested")
+    tables, watch = SampleTables(writer, s.config), Watch(s.run.metrics("tested"), s.config, role="searcher")
     peaks = Peaks(flops=1e12, bandwidth=1e10)
-    loop.Rates(writer, TimeAccount(), RequestRate([]), tables, watchdog, peaks).write(reports)
+    loop.Rates(writer, TimeAccount(), RequestRate([]), tables, watch, peaks).write(reports)
     for line, report in zip(writer.lines, reports[1:], strict=True):
         done = report.work - reports[0].work
         assert 0 < done.tokens <= done.computed and done.flops > 0 and done.bytes > 0
@@ -263,6 +264,22 @@ def test_rates_are_those_of_appends(make):
         elapsed = report.time - reports[0].time
         assert elapsed > 0 and line["rows_per_second"] == pytest.approx((reports.index(report)) * ROWS / elapsed)
     made.close()
+
+
+def test_rewards_that_fail_now_and_then_are_an_alarm(make):
+    def broken(scores: Scores) -> Scores:
+        return Scores(np.where(np.arange(ROWS) < 3, np.nan, scores.reward), scores.parts, "a timeout")
+
+    s, made = make(searchers__max_rows_per_snapshot=0, task=lambda task: Held(task, *[broken] * 10))
+    publish(s, 1)
+
+    def look() -> None:
+        if committed(s) >= 9 * ROWS and not s.run.finished.exists():
+            layout.write_json(s.run.finished, {"step": s.config.learner.steps})
+
+    run_searcher(s, made, look)
+    (alarm,) = alarms.read(s.run.metrics("tested"))
+    assert alarm.kind == "rewards_fail" and "24 of the 96 responses" in alarm.sentence and alarm.step == 8
 
 
 class MetricLines:
