@@ -67,9 +67,11 @@ def run_interleaved(
         if evaluations:
             evaluations.catch_up()
     finished = end(trainer, recorder)
-    for each in (searcher, search_record, evaluations):
-        if each is not None:
-            each.close()
+    searcher.close()
+    reason = "finished" if finished else "stopped"
+    search_record.close(reason)
+    if evaluations:
+        evaluations.close(reason)
     return finished
 
 
@@ -123,8 +125,10 @@ class _SearchRecord:
         rates = {"computed_tokens_per_second": done.computed / report.seconds} | done.shares(report.seconds, self._peaks)
         self._writer.write(step, _scalars(report) | rates)
 
-    def close(self) -> None:
+    def close(self, reason: str) -> None:
+        """Args: reason: see Status.close."""
         self._writer.close()
+        self._status.close(reason)
 
 
 def _load(searcher: Searcher, step: int) -> None:
@@ -158,10 +162,11 @@ class _Evaluations:
                 self._watch.look(step, counts(report, self._config))
                 self._writer.table("samples", step, sample_rows(report))
                 self._status.step = step
-                self._status.flush()
 
-    def close(self) -> None:
+    def close(self, reason: str) -> None:
+        """Args: reason: see Status.close."""
         self._writer.close()
+        self._status.close(reason)
 
 
 def _scalars(report: SearchReport) -> dict[str, float]:

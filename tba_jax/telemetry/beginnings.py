@@ -26,31 +26,28 @@ def told(devices: Sequence[Any]) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Python and the packages that decide what a run computes, as far as they are installed -> their versions. Imports none."""
-    found = ((package, _version(package)) for package in _PACKAGES)
-    return {"python": platform.python_version()} | {package: version for package, version in found if version}
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def code() -> dict[str, str]:
     """The version of this package, and the git commit of the checkout that it is in, "" where it is in none."""
-    written = ""  # of a checkout, beside which an older version may be installed
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        written = tomllib.loads((_CHECKOUT / "pyproject.toml").read_text())["project"]["version"]
-    return {"version": written or _version("tba_jax"), "commit": commit(_CHECKOUT)}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    version = ""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("tba_jax")
+    with contextlib.suppress(OSError, ValueError, KeyError):  # of a checkout, beside which an older version may be installed
+        version = tomllib.loads((_CHECKOUT / "pyproject.toml").read_text())["project"]["version"]
+    return {"version": version, "commit": commit(_CHECKOUT)}
 
 
 def commit(checkout: Path) -> str:
     """The git commit that a checkout stands at, "" where the folder is none, or git is not installed."""
     if not (checkout / ".git").exists():  # git would look for a repository in the folders above
         return ""
-    try:
-        asked = ["git", "-C", str(checkout), "rev-parse", "--verify", "HEAD"]
+    asked = ["git", "-C", str(checkout), "rev-parse", "--verify", "HEAD"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    return ""

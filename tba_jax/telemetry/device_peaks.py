@@ -1,17 +1,14 @@
 """What devices could compute and read at most, as their makers state it: the denominators of bounds and of utilisation."""
 
-import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Peaks:
-    """Of one device. flops: operations a second of dense matrix products of bfloat16 (of float16 where there is no bfloat16);
-    bandwidth: bytes a second of its memory."""
+class Peaks(NamedTuple):
+    """flops: operations a second of dense products of bfloat16, or float16 where there is none. bandwidth: bytes a second."""
 
     flops: float
     bandwidth: float
@@ -49,14 +46,9 @@ def of(devices: Sequence[Any], *, flops: float = 0.0, bandwidth: float = 0.0) ->
 
     Args: devices: of one kind; flops, bandwidth: of one device, before those of the table (metrics.peak_flops, .peak_bandwidth).
     """
-    kind = devices[0].device_kind
-    table = PEAKS.get(kind, Peaks(0.0, 0.0))
+    table = PEAKS.get(kind := devices[0].device_kind, Peaks(0.0, 0.0))
     each = Peaks(flops or table.flops, bandwidth or table.bandwidth)
     if lacks := [name for name, peak in (("mfu", each.flops), ("bandwidth_share", each.bandwidth)) if not peak]:
-        log.info(
-            "the peaks of %s are not known (tba_jax/telemetry/device_peaks.py), so the metrics have no %s: set "
-            "metrics.peak_flops and metrics.peak_bandwidth",
-            kind,
-            " and no ".join(lacks),
-        )
+        told = "the metrics have no %s: set metrics.peak_flops and metrics.peak_bandwidth, since the peaks of %s are not known"
+        log.info(told, " and no ".join(lacks), kind)
     return Peaks(len(devices) * each.flops, len(devices) * each.bandwidth)

@@ -27,21 +27,12 @@ class MetricWriter:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        megabytes: float,
-        status: Status | None = None,
-        shown: Sequence[Tracker] = (),
-        tables: bool = True,
+        self, folder: Path, *, megabytes: float, status: Status | None = None, shown: Sequence[Tracker] = (), tables: bool = True
     ):
-        """Args:
-        megabytes: that both files may take. status: tells the newest figures.
-        shown: trackers; tables: whether they may see rows.
-        """
+        """Args: megabytes: that both files may take. status: tells the newest figures. shown: trackers; tables: may see rows."""
         places.make_folder(folder, below=2)
-        self._path, self._half, self._status = folder / FILE, int(megabytes * 2**19), status
-        self._trackers, self._tables = shown, tables
+        self._path, self._half = folder / FILE, int(megabytes * 2**19)
+        self._status, self._trackers, self._tables = status or Status(None), shown, tables
         self._open()
 
     def _open(self) -> None:
@@ -68,8 +59,7 @@ class MetricWriter:
         self._lines.write(text)
         self._size += len(text)
         numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
-        if self._status is not None:
-            self._status.point(numbers)
+        self._status.point(numbers)
         self._show(line, values=numbers, histograms=counted)
 
     def _show(self, line: Mapping[str, Any], **parts: Any) -> None:

@@ -4,10 +4,12 @@ A trainer traces its steps START to START + STEPS − 1. A searcher traces STEPS
 weights that step START begins with, or newer ones. An evaluator traces the first evaluation of such weights.
 """
 
-import dataclasses
+import contextlib
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -16,8 +18,7 @@ from tba_jax.run import places
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """Steps of a trainer, from 1: `start`, and `steps` − 1 after it."""
 
     start: int
@@ -32,8 +33,8 @@ def parse(text: str) -> Window | None:
     """The window of --profile, None for "". Raises ValueError."""
     if not text:
         return None
-    found = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
-    if found is None or not (int(found[1]) and int(found[2])):
+    found = re.fullmatch(r"0*([1-9][0-9]{0,11}):0*([1-9][0-9]{0,11})", text)
+    if found is None:
         raise ValueError(f"--profile={text} is not START:STEPS, two numbers from 1 on, such as --profile=100:5")
     return Window(int(found[1]), int(found[2]))
 
@@ -81,24 +82,24 @@ class Profiler:
             return
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # every call of Python: much of it, and it slows the host down
-        try:
+        with self._told_failures():
             places.make_folder(self._folder, below=2)
             jax.profiler.start_trace(self._folder, profiler_options=options)
             self._is_tracing = True
-        except (OSError, RuntimeError) as error:  # RuntimeError: jax.profiler passes on what it met
-            self._fails(error)
 
     def end(self) -> None:
         """Writes the trace that was begun, if there is one; there is no other after it."""
         self._window = None
         if self._is_tracing:
             self._is_tracing = False
-            try:
+            with self._told_failures():
                 jax.profiler.stop_trace()
                 log.info("a trace of the profiler is in %s", self._folder)
-            except (OSError, RuntimeError) as error:
-                self._fails(error)
 
-    def _fails(self, error: Exception) -> None:
-        self._window = None
-        log.warning("--profile: no trace in %s: %s", self._folder, (str(error).splitlines() or [type(error).__name__])[0])
+    @contextlib.contextmanager
+    def _told_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # RuntimeError: jax.profiler passes on what it met
+            self._window = None
+            log.warning("--profile: no trace in %s: %s", self._folder, (str(error).splitlines() or [type(error).__name__])[0])

@@ -12,24 +12,23 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 _FILE = "status.json"
-# What has changed is written again after this time, and what has not after the other: readers see that the process lives.
-REWRITE_SECONDS, HEARTBEAT_SECONDS = 2.0, 10.0
+# What has changed is written after this time, and what has not after the other: readers see that the process lives.
+FLUSH_SECONDS, HEARTBEAT_SECONDS = 1.0, 10.0
 # What ends a phase that a process is in.
 _WORKS = {"phase": "", "phase_since": 0.0, "phase_of": [0, 0]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Told:
-    """waits: what the role waits for; seconds: for how long it has. trouble: what keeps its work from being of use.
+    """seconds, phase_seconds: for how long the role has waited, and been in its phase. done, total: of the phase's parts, or 0.
 
-    phase: what it does before it is at work, or between its work, "" at work; phase_seconds: for how long; done, total: of the
-    phase's parts, 0 where it has none. time: when it was written, unix seconds, 0 before. pid: of the process that wrote it.
-    step: of the trainer, as the role knows it. figures: of its newest point of metrics. process: see beginnings.told.
+    time: when it was written, unix seconds, 0 before. The others are those of the file.
     """
 
     waits: str = ""
@@ -47,44 +46,38 @@ class Told:
 
 
 class Status:
-    """Writes a role's status, beginning with one that says nothing: what the role's last life said holds no more.
+    """Tells a role's status, which a thread writes: nobody waits for the storage of a status, and what it refuses is lost.
 
-    Storage that refuses is left to the writers of what must not be lost. Attributes: step: of the trainer; its role sets it.
+    It begins with one that says nothing: what the role's last life said holds no more. Attributes: step: its role sets it.
     """
 
-    def __init__(
-        self,
-        folder: Path | None,
-        *,
-        process: Mapping[str, Any] | None = None,
-        step: int = 0,
-        clock: Callable[[], float] = time.time,
-    ):
+    def __init__(self, folder: Path | None, *, process: Mapping[str, Any] | None = None, step: int = 0):
         """Args: folder: None: nothing is written. process: see beginnings.told. step: that the role's last life had come to."""
-        self._folder, self._clock, self.step = folder, clock, step
-        told = {"waits": "", "since": 0.0, "trouble": "", **_WORKS}
-        self._told: dict[str, Any] = {**told, "figures": {}, "process": dict(process or {})}
+        self._folder, self.step = folder, step
+        self._told: dict[str, Any] = {"waits": "", "since": 0.0, "trouble": "", **_WORKS, "figures": {}, "process": process or {}}
         self._written, self._at = "", 0.0
-        self._lock = threading.RLock()
-        self.flush()
+        self._writing, self._stopping = threading.Lock(), threading.Event()
+        if folder is not None:
+            self.flush()
+            threading.Thread(
+                target=_flush_now_and_then, args=(weakref.ref(self), self._stopping), name="status", daemon=True
+            ).start()
 
     def waits(self, sentence: str, *, seconds: float) -> None:
         """The role has waited so long for what `sentence` says; "": it works."""
-        since = round(self._clock() - seconds) if sentence else 0.0
-        self._tell(waits=sentence, since=since, at_once=bool(sentence) != bool(self._told["waits"]))
+        self._told |= {"waits": sentence, "since": round(time.time() - seconds) if sentence else 0.0}
 
     def trouble(self, sentence: str) -> None:
-        """Tells the trouble of the role in one sentence; "": the role has none."""
-        self._tell(trouble=sentence, at_once=bool(sentence) != bool(self._told["trouble"]))
+        """Tells what keeps the role's work from being of use; "": nothing does."""
+        self._told["trouble"] = sentence
 
     def phase(self, sentence: str, *, done: int = 0, total: int = 0) -> None:
         """Tells what the role does before it is at work, without a period; "": it is at work.
 
         Args: done, total: of the phase's parts; 0: it has none.
         """
-        if new := (sentence != self._told["phase"]):
-            self._told["phase_since"] = round(self._clock(), 1) if sentence else 0.0
-        self._tell(phase=sentence, phase_of=[done, total], at_once=new)
+        since = self._told["phase_since"] if sentence == self.now else round(time.time(), 1)
+        self._told |= {"phase": sentence, "phase_since": since if sentence else 0.0, "phase_of": [done, total]}
 
     @property
     def now(self) -> str:
@@ -93,41 +86,45 @@ class Status:
         return phase
 
     @contextlib.contextmanager
-    def during(self, sentence: str, *, at_once: bool = True) -> Iterator[None]:
-        """The role is in this phase inside, and then again in the one before.
-
-        Args: at_once: False: the phase is written by the next `flush`, unless it has ended by then.
-        """
+    def during(self, sentence: str) -> Iterator[None]:
+        """The role is in this phase inside, and then again in the one before."""
         before = {name: self._told[name] for name in _WORKS}
-        self._tell(phase=sentence, phase_since=round(self._clock(), 1), phase_of=[0, 0], at_once=at_once)
+        self.phase(sentence)
         try:
             yield
         finally:
-            self._tell(**before, at_once=at_once)
+            self._told |= before
 
     def point(self, figures: Mapping[str, float]) -> None:
-        """Takes the figures of a point of metrics; the next `flush` writes them."""
+        """Takes the figures of a point of metrics."""
         self._told["figures"] = figures
 
     def flush(self) -> None:
-        """Writes what has changed and was not written at once, and now and then what has not changed."""
-        self._tell(at_once=False)
-
-    def _tell(self, *, at_once: bool, **changes: object) -> None:
-        with self._lock:
-            self._told |= changes
-            if self._folder is None:
-                return
-            told, now = {**self._told, "step": self.step}, self._clock()
+        """Writes what has changed, and now and then what has not."""
+        with self._writing:
+            told, now = {**self._told, "step": self.step}, time.time()
             text = json.dumps(told)
-            patience = HEARTBEAT_SECONDS if text == self._written else 0.0 if at_once else REWRITE_SECONDS
-            if self._written and now < self._at + patience:
+            if self._folder is None or (text == self._written and now < self._at + HEARTBEAT_SECONDS):
                 return
             with contextlib.suppress(OSError):
                 temporary = self._folder / f".{_FILE}.{os.getpid()}"
                 temporary.write_text(json.dumps({**told, "time": now, "pid": os.getpid()}))
                 temporary.replace(self._folder / _FILE)
                 self._written, self._at = text, now
+
+    def close(self, reason: str) -> None:
+        """Writes that the process ends. Args: reason: such as "finished"."""
+        self._stopping.set()
+        self.waits("", seconds=0.0)
+        self.phase(reason)
+        self.flush()
+
+
+def _flush_now_and_then(reference: "weakref.ref[Status]", stopping: threading.Event) -> None:
+    """Args: reference: weak, so that the thread ends with a status that nobody closes."""
+    while not stopping.wait(FLUSH_SECONDS) and (status := reference()) is not None:
+        status.flush()
+        del status
 
 
 def read(folder: Path) -> Told:

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -142,34 +142,6 @@ class _Console(Console):
         return False
 
 
-class _Screen:
-    """The live picture; what the process prints and logs meanwhile appears above it, in whole lines."""
-
-    def __init__(self, stream: TextIO):
-        self._console = _Console(file=stream, markup=False, highlight=False, emoji=False)
-        self._live = Live(console=self._console, auto_refresh=False, transient=True)
-        self._handlers: list[tuple[Any, TextIO]] = []
-
-    def start(self) -> None:
-        before = sys.stdout, sys.stderr
-        self._live.start()  # rich puts streams of its own in the place of those
-        for handler in logging.getLogger().handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream in before and handler.stream.isatty():
-                self._handlers.append((handler, handler.stream))
-                handler.setStream(sys.stderr)
-
-    def stop(self) -> None:
-        for handler, stream in self._handlers:
-            handler.setStream(stream)
-        self._live.stop()
-
-    def show(self, what: RenderableType) -> None:
-        self._live.update(what, refresh=True)
-
-    def tell(self, sentence: str) -> None:
-        self._console.print(Text(sentence, style="yellow"))
-
-
 class Progress:
     """Shows where the run stands, from `with` to its end, in a thread of its own: a compilation takes a minute, and is named."""
 
@@ -180,26 +152,27 @@ class Progress:
         steps: int,
         tells_alarms: bool = True,
         plain_seconds: float = PLAIN_SECONDS,
-        clock: Callable[[], float] = time.time,
     ):
         """Args:
         steps: learner.steps. tells_alarms: False: this process logs the alarms itself.
         plain_seconds: between two lines where the output is no terminal.
         """
-        self._run, self._steps, self._tells_alarms, self._clock = run, steps, tells_alarms, clock
-        self._began, self._begin = clock(), time.monotonic()
+        self._run, self._steps, self._tells_alarms = run, steps, tells_alarms
+        self._began, self._begin, self._first_step = time.time(), time.monotonic(), 0
         with contextlib.suppress(OSError):
-            self._first_step = 0
             self._first_step = status.read(run.metrics("trainer")).step
         self._folders: list[str] = []
         self._next_list = 0.0
-        self._told: dict[str, Told] = {}
         self._rewards: collections.deque[tuple[int, float]] = collections.deque(maxlen=_SPARKS)
         # Alarms that an earlier start of the run has told are no news: role -> how many; kinds that were told.
         self._known = {role: len(alarms.read(run.metrics(role))) for role in self._roles()}
         self._kinds: set[str] = set()
-        self._screen = _Screen(sys.stdout) if suits(sys.stdout) else None
-        self._seconds = plain_seconds if self._screen is None else LIVE_SECONDS
+        self._live: Live | None = None
+        if suits(sys.stdout):
+            console = _Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
+            self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._handlers: list[tuple[Any, TextIO]] = []
+        self._seconds = plain_seconds if self._live is None else LIVE_SECONDS
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._go_on, name="progress", daemon=True)
 
@@ -214,8 +187,13 @@ class Progress:
         return f"{self.seconds:.0f} s" + (f" from step {self._first_step} on" if self._first_step else "")
 
     def __enter__(self) -> "Progress":
-        if self._screen is not None:
-            self._screen.start()
+        if self._live is not None:
+            before = sys.stdout, sys.stderr
+            self._live.start()  # what is written to the streams that it puts in the place of those appears above the picture
+            for handler in logging.getLogger().handlers:
+                if isinstance(handler, logging.StreamHandler) and handler.stream in before and handler.stream.isatty():
+                    self._handlers.append((handler, handler.stream))
+                    handler.setStream(sys.stderr)
         self._thread.start()
         return self
 
@@ -225,8 +203,10 @@ class Progress:
         if not self._thread.is_alive():  # else storage hangs, which does not keep the process from its end
             self._next_list = 0.0
             self._tell_alarms(self._roles())
-        if self._screen is not None:
-            self._screen.stop()
+        for handler, stream in self._handlers:
+            handler.setStream(stream)
+        if self._live is not None:
+            self._live.stop()
 
     def _go_on(self) -> None:
         while not self._ends.is_set():
@@ -243,7 +223,7 @@ class Progress:
 
     def look(self) -> None:
         """Shows where the run stands now, and alarms that are new."""
-        roles, now = self._roles(), self._clock()
+        roles, now = self._roles(), time.time()
         try:
             told = {name: status.read(self._run.metrics(name)) for name in roles}
         except OSError as error:
@@ -258,8 +238,8 @@ class Progress:
         self._show(shown, step=trainer.step)
 
     def _show(self, shown: Sequence[tuple[str, str]], *, step: int) -> None:
-        if self._screen is not None:
-            self._screen.show(picture(shown, step=step, steps=self._steps, spent=self.seconds))
+        if self._live is not None:
+            self._live.update(picture(shown, step=step, steps=self._steps, spent=self.seconds), refresh=True)
         else:
             self._print("  ".join(f"{title}{': ' if title in self._folders else ' '}{text}" for title, text in shown))
 
@@ -274,8 +254,8 @@ class Progress:
             self._known[role] = len(told)
 
     def _print(self, line: str) -> None:
-        if self._screen is not None:
-            self._screen.tell(line)
+        if self._live is not None:
+            self._live.console.print(Text(line, style="yellow"))
             return
         encoding = sys.stdout.encoding or "utf-8"
         with contextlib.suppress(OSError):  # whoever reads the output has gone; the run goes on

@@ -28,13 +28,7 @@ MOST_POINTS = 1000
 # A role that ends waits so long for all of its trackers, and wandb goes on for as long as the second says.
 CLOSE_SECONDS, _FINISH_SECONDS = 5.0, 60.0
 # Kind of role -> the group of its metrics in wandb and trackio: train/loss, search/reward.
-GROUPS = {
-    "trainer": "train",
-    "searcher": "search",
-    "evaluator": "evaluate",
-    "reference": "reference",
-    "supervised": "supervised",
-}
+GROUPS = dict(trainer="train", searcher="search", evaluator="evaluate", reference="reference", supervised="supervised")
 # {"step": int, "time": unix seconds, "values": {name: float}, "histograms": {name: {"counts", "edges"}},
 # "tables": {name: {"columns": […], "rows": [[…], …]}}}
 Point = dict[str, Any]
@@ -57,8 +51,7 @@ class Session:
 
     def grouped(self, point: Point) -> Point:
         """The point with the names of trackers, on the axis of the trainer's steps: a searcher counts batches from its start."""
-        values = point["values"]
-        if self.kind == "searcher" and "policy_step" in values:
+        if self.kind == "searcher" and "policy_step" in (values := point["values"]):
             point = point | {"step": int(values["policy_step"]), "values": values | {"batch": point["step"]}}
         parts, group = ("values", "histograms", "tables"), GROUPS[self.kind]
         return point | {part: {f"{group}/{name}": each for name, each in point[part].items()} for part in parts}
@@ -68,15 +61,10 @@ def session_of(config: Any, run: layout.RunDir, name: str, *, kind: str) -> Sess
     """Args: config: of the run; name: of the folder of the role's metrics; kind: of the role. Raises: as contract.read."""
     identity = str(contract.read(run)["id"])
     called = f"{run.root.name}-{identity[:8]}"
-    return Session(
-        project=config.metrics.project,
-        group=config.metrics.group or called,
-        name=f"{called}-{name}",
-        id=re.sub(r"[^\w-]", "-", f"{identity[:16]}-{name}", flags=re.ASCII)[:64],
-        kind=kind,
-        folder=str(run.metrics(name).absolute()),
-        config=without_secrets(contract.plain(config.to_dict())),
-    )
+    shown = dict(project=config.metrics.project, group=config.metrics.group or called, name=f"{called}-{name}", kind=kind)
+    key = re.sub(r"[^\w-]", "-", f"{identity[:16]}-{name}", flags=re.ASCII)[:64]
+    told = without_secrets(contract.plain(config.to_dict()))
+    return Session(**shown, id=key, folder=str(run.metrics(name).absolute()), config=told)
 
 
 # What hands points to a library: constructing it begins the session, then come write(point) … and end(). All may raise and block.
@@ -189,12 +177,9 @@ def missing(name: str) -> str:
 
 def refused_names(metrics: Any) -> list[str]:
     """A sentence about each name that trackers do not take. Args: metrics: the section of the config."""
-    names = {name: metrics[name] for name in ("project", "group")}
-    return [
-        f"metrics.{name}={value!r} must be 1 to 100 letters, digits, spaces, and _ - ."
-        for name, value in names.items()
-        if not re.fullmatch(r"[\w. -]{1,100}", value) and (value or name == "project")
-    ]
+    named = (("project", r"[\w. -]{1,100}"), ("group", r"[\w. -]{0,100}"))
+    wrong = [name for name, pattern in named if not re.fullmatch(pattern, metrics[name])]
+    return [f"metrics.{name}={metrics[name]!r} must be 1 to 100 letters, digits, spaces, and _ - ." for name in wrong]
 
 
 class Tracker:
@@ -204,16 +189,16 @@ class Tracker:
         """Args: name: in TRACKERS; session: asked with the first point. tell: takes what is wrong, once, in the thread."""
         self.name, self._session, self._tell = name, session, tell
         self._points: queue.Queue[Point | None] = queue.Queue(MOST_POINTS)
-        self._thread: threading.Thread | None = None
-        self._over = self._told = False
+        self._thread = threading.Thread(target=self._serve, name=f"tracker {name}", daemon=True)
+        self._begun = self._over = self._told = False
         self._dropped = 0
 
     def offer(self, point: Point) -> None:
         """Takes a point; returns at once. A point for which there is no room is dropped."""
         if self._over:
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=f"tracker {self.name}", daemon=True)
+        if not self._begun:
+            self._begun = True
             self._thread.start()
         try:
             self._points.put_nowait(point)
@@ -229,35 +214,34 @@ class Tracker:
 
     def wait(self, deadline: float) -> None:
         """Waits until the tracker has everything, or the time has come. Args: deadline: of time.monotonic()."""
-        if self._thread is not None:
+        if self._begun:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._dropped:
             log.warning("%s lacks %d points, which metrics.jsonl has", self.name, self._dropped)
         self._over = True
 
     def _serve(self) -> None:
-        try:
-            sink = TRACKERS[self.name](self._session())
-        except Exception as error:  # of the tracker's library: nobody else knows its errors
-            self._fails(error)
+        sink = self._attempt(lambda: TRACKERS[self.name](self._session()))
+        if sink is None:
             self._over = True
             return
         if sink.note:
             self._fails(sink.note)
         while (point := self._points.get()) is not None:
-            try:
-                sink.write(point)
-            except Exception as error:
-                self._fails(error)
-        try:
-            sink.end()
-        except Exception as error:
-            self._fails(error)
+            self._attempt(sink.write, point)
+        self._attempt(sink.end)
 
-    def _fails(self, error: Exception | str) -> None:
+    def _attempt(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except Exception as error:  # of the tracker's library: nobody else knows its errors
+            self._fails(str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__)
+            return None
+
+    def _fails(self, reason: str) -> None:
         if not self._told:
             self._told = True
-            self._tell(_one_line(str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__))
+            self._tell(_one_line(reason))
 
 
 def _one_line(sentence: str) -> str:

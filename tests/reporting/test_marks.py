@@ -11,11 +11,11 @@ def test_the_newest_starts_and_the_ends_are_what_roles_say(tmp_path):
     folders = {role: tmp_path / role for role in ("trainer", "searcher-0", "absent")}
     for role, phase, started in (("trainer", "finished", 5.0), ("searcher-0", "", 3.0)):
         folders[role].mkdir()
-        Status(folders[role], process={"started": started, "host": "here"}).phase(phase)
+        Status(folders[role], process={"started": started, "host": "here"}).close(phase)
     found = marks.read(folders)
     assert [start["role"] for start in found.starts] == ["searcher-0", "trainer"] and found.starts_of("trainer") == [5.0]
     assert not marks.has_ended(folders)
-    Status(folders["searcher-0"]).phase("stopped")
+    Status(folders["searcher-0"]).close("stopped")
     assert marks.has_ended(folders)
 
 

@@ -309,10 +309,10 @@ def test_a_sentence_says_who_waits_most(run, times, told):
 
 def test_a_run_whose_processes_have_ended_is_not_called_live(run):
     run.run.metrics("searcher-0").mkdir()
-    Status(run.run.metrics("trainer")).phase("stopped")
+    Status(run.run.metrics("trainer")).close("stopped")
     searcher, client = Status(run.run.metrics("searcher-0")), enter(run)
     assert "The run is live" in texts(page(client, "/run/0/"))
-    searcher.phase("stopped")
+    searcher.close("stopped")
     assert "The run is stopped" in texts(page(client, "/run/0/"))
 
 

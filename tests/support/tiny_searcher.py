@@ -66,6 +66,7 @@ def run_searcher(s: jobs.Invocation, made: Searcher, look: Callable[[], None], p
     try:
         loop.run_searcher(made, s.config, s.run, name="tested", account=TimeAccount(record), stop=stop)
     finally:
+        record.status.flush()
         (refresher,) = threads
         refresher.join(timeout=10)
         assert not refresher.is_alive()

@@ -1,7 +1,6 @@
 """What a role's process tells of itself, from its beginning to its end."""
 
 import dataclasses
-import time
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import pytest
 
 from tba_jax.experiment import jobs, joining
 from tba_jax.run import contract, layout
-from tba_jax.telemetry import metrics, record, status
+from tba_jax.telemetry import metrics, status
 from tba_jax.telemetry.profiles import Window
 from tba_jax.telemetry.record import Record
 from tests.support import frozen_runs, tiny_run
@@ -35,15 +34,13 @@ def test_a_resume_tells_its_phases_and_its_step(tmp_path, frozen, monkeypatch):
     s = frozen(tmp_path / "run", batches=6)
     frozen_runs.train(s, until=7, abandon=True)  # a checkpoint of step 5, and two steps in the journal
     told: list[tuple[str, int, int]] = []
-    tell = status.Status._tell
+    phase = status.Status.phase
 
-    def listen(self: status.Status, **changes: object) -> None:
-        tell(self, **changes)
-        now = self._told["phase"], *self._told["phase_of"]
-        if now != (told or [None])[-1]:
-            told.append(now)
+    def listen(self: status.Status, sentence: str, *, done: int = 0, total: int = 0) -> None:
+        phase(self, sentence, done=done, total=total)
+        told.append((sentence, done, total))
 
-    monkeypatch.setattr(status.Status, "_tell", listen)
+    monkeypatch.setattr(status.Status, "phase", listen)
     with frozen_runs.trainer(s) as again:
         assert again.step_number == again.record.status.step == 7
     phases = [phase for phase in told if phase[0] and not phase[0].startswith("compiling")]
@@ -58,8 +55,7 @@ def test_a_compilation_is_the_phase_while_it_lasts(tmp_path, monkeypatch):
             x = jnp.sin(x @ x + i)
         return x
 
-    monkeypatch.setattr(record, "FLUSH_SECONDS", 0.01)
-    monkeypatch.setattr(status, "REWRITE_SECONDS", 0.0)
+    monkeypatch.setattr(status, "FLUSH_SECONDS", 0.01)
     made, written = Record(tmp_path / "trainer"), list[str]()
     write = status.Path.write_text
     monkeypatch.setattr(status.Path, "write_text", lambda path, text: written.append(text) or write(path, text))
@@ -67,17 +63,6 @@ def test_a_compilation_is_the_phase_while_it_lasts(tmp_path, monkeypatch):
     made.close("finished")
     assert any('"compiling deep"' in text for text in written) and '"finished"' in written[-1]
     assert not [text for text in written if "lambda" in text]
-
-
-def test_a_record_tells_that_its_process_lives(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "FLUSH_SECONDS", 0.02)
-    monkeypatch.setattr(status, "HEARTBEAT_SECONDS", 0.1)
-    made = Record(tmp_path / "trainer")
-    first, deadline = status.read(tmp_path / "trainer").time, time.monotonic() + 30
-    while status.read(tmp_path / "trainer").time == first and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert status.read(tmp_path / "trainer").time > first
-    made.close("stopped")
 
 
 def test_an_error_is_what_a_role_says_last(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import threading
 import time
 
 import pytest
@@ -9,70 +10,75 @@ import pytest
 from tba_jax.telemetry import status
 
 
-def said(folder) -> status.Told:
+@pytest.fixture(autouse=True)
+def by_hand(monkeypatch):
+    """Nothing is written but by the test."""
+    monkeypatch.setattr(status, "FLUSH_SECONDS", 1000.0)
+
+
+def said(told: status.Status, folder) -> status.Told:
     """What was said, whoever said it when."""
+    told.flush()
     return dataclasses.replace(status.read(folder), time=0.0, pid=0)
 
 
 def test_what_is_said_is_read_and_gone_with_the_next_life(tmp_path):
     told = status.Status(tmp_path, process={"host": "here"})
-    assert said(tmp_path) == status.Told(process={"host": "here"})
+    assert said(told, tmp_path) == status.Told(process={"host": "here"})
     assert status.read(tmp_path / "nobody") == status.Told()
     told.waits("rows", seconds=42.0)
     told.trouble("no row has a reward")
-    read = status.read(tmp_path)
-    assert (read.waits, read.trouble, read.pid) == ("rows", "no row has a reward", os.getpid()) and 41 <= read.seconds <= 44
-    told.waits("", seconds=0.0)
-    told.trouble("")
-    assert said(tmp_path) == status.Told(process={"host": "here"})
-    told.phase("compiling the update")
-    status.Status(tmp_path, step=7)
-    assert said(tmp_path) == status.Told(step=7)
-
-
-def test_what_changes_all_the_time_is_written_now_and_then(tmp_path):
-    began = now = time.time()
-    told = status.Status(tmp_path, clock=lambda: now)
-    told.waits("rows, 1 s", seconds=1.0)
-    told.waits("rows, 2 s", seconds=2.0)
-    assert status.read(tmp_path).waits == "rows, 1 s" and status.read(tmp_path).time >= began
-    now += status.REWRITE_SECONDS
     told.point({"reward": 0.5})
     told.step = 9
-    told.waits("rows, 5 s", seconds=5.0)
-    read = status.read(tmp_path)
-    assert (read.waits, read.step, read.figures) == ("rows, 5 s", 9, {"reward": 0.5})
-    now += status.REWRITE_SECONDS
-    told.flush()
-    assert status.read(tmp_path).time < now, "nothing has changed"
-    now += status.HEARTBEAT_SECONDS
-    told.flush()
-    assert status.read(tmp_path).time == now
+    read = said(told, tmp_path)
+    assert (read.waits, read.trouble, read.step, read.figures) == ("rows", "no row has a reward", 9, {"reward": 0.5})
+    assert 41 <= read.seconds <= 44 and status.read(tmp_path).pid == os.getpid()
+    told.waits("", seconds=0.0)
+    told.close("finished")
+    assert status.read(tmp_path).phase == "finished" and status.read(tmp_path).waits == ""
+    status.Status(tmp_path, step=7)
+    assert said(status.Status(tmp_path, step=7), tmp_path) == status.Told(step=7)
 
 
-def test_a_phase_is_told_with_its_parts_and_gives_way_to_one_within_it(tmp_path):
-    now = time.time() - 40
-    told = status.Status(tmp_path, clock=lambda: now)
+def test_a_phase_is_told_with_its_parts_and_gives_way_to_one_within_it(tmp_path, monkeypatch):
+    now, clock = [time.time() - 40], time.time
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    told = status.Status(tmp_path)
     told.phase("warm start", done=1, total=400)
-    told.phase("warm start", done=2, total=400)  # too soon to be written
-    assert status.read(tmp_path).done == 1
-    now += 30
+    now[0] += 30
     told.phase("warm start", done=300, total=400)
+    told.flush()
+    monkeypatch.setattr(time, "time", clock)
     read = status.read(tmp_path)
     assert (read.phase, read.done, read.total) == ("warm start", 300, 400) and 39 < read.phase_seconds < 60
     with told.during("compiling the update"):
-        assert (status.read(tmp_path).phase, status.read(tmp_path).total) == ("compiling the update", 0)
-    read = status.read(tmp_path)
+        assert (said(told, tmp_path).phase, said(told, tmp_path).total) == ("compiling the update", 0)
+    read = said(told, tmp_path)
     assert (read.phase, read.done, read.total) == ("warm start", 300, 400)
-    with told.during("compiling a program", at_once=False):
-        assert status.read(tmp_path).phase == "warm start"
     told.phase("")
-    assert (status.read(tmp_path).phase, status.read(tmp_path).phase_seconds) == ("", 0.0)
+    assert (said(told, tmp_path).phase, said(told, tmp_path).phase_seconds) == ("", 0.0)
+
+
+@pytest.mark.parametrize(("heartbeat", "again"), [(0.05, True), (1000.0, False)])
+def test_a_thread_writes_what_changes_and_that_the_process_lives(tmp_path, monkeypatch, heartbeat, again):
+    monkeypatch.setattr(status, "FLUSH_SECONDS", 0.02)
+    monkeypatch.setattr(status, "HEARTBEAT_SECONDS", heartbeat)
+    told, deadline = status.Status(tmp_path), time.monotonic() + 30
+    told.phase("loading")
+    while not status.read(tmp_path).phase and time.monotonic() < deadline:
+        time.sleep(0.02)
+    written = status.read(tmp_path).time
+    time.sleep(0.5)
+    assert status.read(tmp_path).phase == "loading" and (status.read(tmp_path).time > written) == again
+    del told
+    time.sleep(0.2)
+    assert not any(thread.name == "status" for thread in threading.enumerate()), "it ends with what nobody closes"
 
 
 def test_storage_that_refuses_stops_nobody(tmp_path):
     told = status.Status(tmp_path / "gone")
     told.waits("rows", seconds=1.0)
+    told.close("stopped")
     assert not (tmp_path / "gone").exists()
 
 

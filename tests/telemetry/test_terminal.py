@@ -104,15 +104,16 @@ def run(tmp_path) -> layout.RunDir:
 
 
 def test_lines_come_by_themselves_and_figures_of_an_earlier_start_do_not(run, capsys):
-    before = Status(run.metrics("trainer"), step=7, clock=lambda: time.time() - 60)
+    before = Status(run.metrics("trainer"), step=7)
     before.point({"reward": 0.25})
-    before.phase("stopped")
+    before.close("stopped")
     with Progress(run, steps=12, plain_seconds=0.1) as shown:
         assert re.fullmatch(r"0 s from step 7 on", shown.spent)
         time.sleep(0.3)
         now = Status(run.metrics("trainer"), step=7)
         now.point({"reward": 0.5})
         now.phase("compiling the update")
+        now.flush()
         time.sleep(0.5)
     found = lines(capsys.readouterr().out)
     assert found[0] == "step 0/12  0 %"
@@ -154,7 +155,9 @@ def test_output_that_nobody_reads_or_of_another_encoding_does_not_end_the_run(ru
     content = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content, encoding="ascii", line_buffering=True))
     shown = Progress(run, steps=12)
-    Status(run.metrics("trainer")).phase("downloading naïve")
+    told = Status(run.metrics("trainer"))
+    told.phase("downloading naïve")
+    told.flush()
     shown.look()
     assert content.getvalue().endswith(b"step 0/12  0 %  trainer: downloading na?ve, 0 s\n")
 
@@ -174,6 +177,7 @@ progress = Progress(run, steps=9)
 status = Status(run.metrics("trainer"), step=1)
 status.point({"reward": 0.5, "buffer_rows": 1000.0, "staleness_mean": 2.0, "staleness_max": 3.0})
 status.phase("compiling the update")
+status.flush()
 """
 
 

@@ -84,7 +84,6 @@ def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(make, caplog)
 
 
 def test_a_searcher_whose_only_snapshot_is_damaged_waits_until_it_is_published_again(make, monkeypatch):
-    monkeypatch.setattr(status, "REWRITE_SECONDS", 0.0)
     s, made = make(searchers__max_rows_per_snapshot=ROWS)
     (s.run.policies / "00000000" / snapshots.COMMIT).write_bytes(b"")
     told = set()
@@ -212,7 +211,6 @@ def test_a_searcher_without_rewards_says_so_writes_little_and_gives_up(make, mon
 
 def test_a_searcher_goes_on_once_there_are_rewards_again(make, monkeypatch):
     monkeypatch.setattr(reward_watch, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(status, "REWRITE_SECONDS", 0.0)
     s, made = make(task=lambda task: Held(task, *[no_reward] * 5))
 
     def look() -> None:

@@ -25,8 +25,9 @@ def run(s, stop):
         lease.release()
 
 
-def test_a_trainer_that_waits_publishes_what_it_has_and_then_gives_grants(tmp_path, frozen):
+def test_a_trainer_that_waits_publishes_what_it_has_and_then_gives_grants(tmp_path, frozen, monkeypatch):
     """A row is drawn once, and rows come for some steps only: the next regular snapshot would be that of step 100."""
+    monkeypatch.setattr(status, "FLUSH_SECONDS", 0.02)
     limits = {"replay__max_draws_per_row": 1, "publish__every_steps": 100, "publish__at_most_seconds": 0.3}
     s = frozen(tmp_path / "run", batches=6, **limits, searchers__max_rows_per_snapshot=0)
     end, seen = time.monotonic() + 60, []
