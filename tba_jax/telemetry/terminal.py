@@ -25,8 +25,9 @@ from tba_jax.telemetry.status import Told
 from tba_jax.text.visible import visible_line
 
 LIVE_SECONDS, PLAIN_SECONDS = 0.5, 10.0
-# Folders of roles are listed, and roles of other machines read, so often.
-_LIST_SECONDS = 10.0
+# Folders of roles are listed so often. Of very many roles, those that have written last are shown.
+_LIST_SECONDS, MOST_ROLES = 2.0, 200
+_SKEW_SECONDS = 3600.0  # by which the clock of the storage may be behind
 # A role that has written no status for so long may be dead, or its storage away: its figures do not count.
 QUIET_SECONDS = 30.0
 # A wait is shown once it is so long.
@@ -90,9 +91,8 @@ def facts(told: Mapping[str, Told], *, steps: int, rewards: Sequence[float], now
         apart = [f"{name[7:]} {figures[name]:.3f}" for name in ("reward_own", "reward_mounted") if name in figures]
         found.append(("reward", "  ".join(filter(None, (f"{figures['reward']:.3f}", *apart, sparkline(rewards))))))
     if best_step.SCORE in held_out:
-        best = None
-        if best_step.BEST_STEP in held_out:
-            best = best_step.Scored(int(held_out[best_step.BEST_STEP]), held_out[best_step.BEST_SCORE])
+        known = best_step.BEST_STEP in held_out and best_step.BEST_SCORE in held_out
+        best = best_step.Scored(int(held_out[best_step.BEST_STEP]), held_out[best_step.BEST_SCORE]) if known else None
         score = f"{held_out[best_step.SCORE]:.3f} at step {evaluator.step}"
         found.append(("held-out", "  ".join(filter(None, (score, best_step.told(best, apart_from=evaluator.step))))))
     if speed:
@@ -108,11 +108,12 @@ def facts(told: Mapping[str, Told], *, steps: int, rewards: Sequence[float], now
         each = " + ".join(map(short, speeds)) if len(speeds) <= 3 else f"{short(sum(speeds))} of {len(speeds)}"
         found.append(("searchers", f"{each} tokens/s"))
     if "buffer_rows" in figures:
-        ages = [f"{name} {figures[f'staleness_{of}']:.1f}" for name, of in (("staleness", "mean"), ("largest", "max"))]
-        found.append(("rows", f"{figures['buffer_rows']:,.0f} in the buffer  {'  '.join(ages)}"))
-    named = [(visible_line(name), visible_line(said)) for name, each in told.items() if (said := doing(each, now))]
-    more = [("", f"and {len(named) - _MOST_NAMED} more roles do not work")] if len(named) > _MOST_NAMED else []
-    return [*found, *named[:_MOST_NAMED], *more]
+        named = (("staleness", "staleness_mean"), ("largest", "staleness_max"))
+        ages = [f"{title} {figures[name]:.1f}" for title, name in named if name in figures]
+        found.append(("rows", "  ".join((f"{figures['buffer_rows']:,.0f} in the buffer", *ages))))
+    says = [(visible_line(name), visible_line(said)) for name, each in told.items() if (said := doing(each, now))]
+    more = [("", f"and {len(says) - _MOST_NAMED} more roles do not work")] if len(says) > _MOST_NAMED else []
+    return [*found, *says[:_MOST_NAMED], *more]
 
 
 def picture(shown: Sequence[tuple[str, str]], *, step: int, steps: int, spent: float) -> RenderableType:
@@ -164,9 +165,7 @@ class Progress:
         self._folders: list[str] = []
         self._next_list = 0.0
         self._rewards: collections.deque[tuple[int, float]] = collections.deque(maxlen=_SPARKS)
-        # Alarms that an earlier start of the run has told are no news: role -> how many; kinds that were told.
-        self._known = {role: len(alarms.read(run.metrics(role))) for role in self._roles()}
-        self._kinds: set[str] = set()
+        self._kinds: set[str] = set()  # of alarms that were told
         self._live: Live | None = None
         if suits(sys.stdout):
             console = _Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
@@ -214,11 +213,13 @@ class Progress:
             self._ends.wait(self._seconds)
 
     def _roles(self) -> list[str]:
-        """The folders of metrics, as of a few seconds ago."""
+        """Roles that have written something lately, as of a moment ago, in order."""
         if time.monotonic() >= self._next_list:
             self._next_list = time.monotonic() + _LIST_SECONDS
             with contextlib.suppress(OSError):
-                self._folders = sorted(each.name for each in os.scandir(self._run.metrics("trainer").parent) if each.is_dir())
+                folders = [(each.stat().st_mtime, each.name) for each in os.scandir(self._run.metrics("trainer").parent)]
+                newest = sorted(each for each in folders if each[0] >= self._began - _SKEW_SECONDS)[-MOST_ROLES:]
+                self._folders = sorted({name for _, name in newest})
         return self._folders
 
     def look(self) -> None:
@@ -245,13 +246,11 @@ class Progress:
 
     def _tell_alarms(self, roles: Sequence[str]) -> None:
         """Each kind is told once, whichever role tells it first."""
-        for role in roles if self._tells_alarms else ():
-            told = alarms.read(self._run.metrics(role))
-            for alarm in told[self._known.get(role, 0) :]:
-                if alarm.kind not in self._kinds:
-                    self._print(visible_line(f"warning: {alarm.sentence}. What to do: {alarm.advice}"))
+        told = [alarm for role in roles if self._tells_alarms for alarm in alarms.read(self._run.metrics(role))]
+        for alarm in told:
+            if alarm.time >= self._began and alarm.kind not in self._kinds:
                 self._kinds.add(alarm.kind)
-            self._known[role] = len(told)
+                self._print(visible_line(f"warning: {alarm.sentence}. What to do: {alarm.advice}"))
 
     def _print(self, line: str) -> None:
         if self._live is not None:

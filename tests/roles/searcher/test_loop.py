@@ -83,7 +83,7 @@ def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(make, caplog)
     assert any(each.startswith("a snapshot newer than step 0") and damaged in each for each in told)
 
 
-def test_a_searcher_whose_only_snapshot_is_damaged_waits_until_it_is_published_again(make, monkeypatch):
+def test_a_searcher_whose_only_snapshot_is_damaged_waits_until_it_is_published_again(make):
     s, made = make(searchers__max_rows_per_snapshot=ROWS)
     (s.run.policies / "00000000" / snapshots.COMMIT).write_bytes(b"")
     told = set()
