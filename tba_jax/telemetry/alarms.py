@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tba_jax.run import json_lines, places
@@ -22,40 +23,10 @@ log = logging.getLogger(__name__)
 _FILE = "alarms.jsonl"
 
 
-class Series(tuple[float, ...]):
-    """The newest values of a measurement, oldest first, as rules and their sentences name them."""
-
-    @property
-    def mean(self) -> float:
-        return sum(self) / len(self)
-
-    @property
-    def sum(self) -> float:
-        return sum(self)
-
-    @property
-    def low(self) -> float:
-        return min(self)
-
-    @property
-    def high(self) -> float:
-        return max(self)
-
-    @property
-    def last(self) -> float:
-        return self[-1]
-
-    @property
-    def gib(self) -> str:
-        return f"{self[-1] / 2**30:.2f} GiB"
-
-    @property
-    def growth(self) -> float:
-        """What a count has grown by."""
-        return self[-1] - self[0]
-
-
-Measured = Mapping[str, Series]
+def _summary(values: Sequence[float]) -> SimpleNamespace:
+    """The newest values of a measurement, oldest first, as rules and their sentences name them. growth: of a count."""
+    ends = dict(last=values[-1], growth=values[-1] - values[0], gib=f"{values[-1] / 2**30:.2f} GiB")
+    return SimpleNamespace(mean=sum(values) / len(values), sum=sum(values), low=min(values), high=max(values), **ends)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,21 +41,22 @@ class Rule:
     role: str
     points: int = 8
     needs: tuple[str, ...]
-    when: Callable[[Measured, Any], bool]
+    when: Callable[[SimpleNamespace, Any], bool]
     sentence: str
     advice: str
 
 
-def _height(m: Measured) -> float:
+def _height(m: SimpleNamespace) -> float:
     """The mean reward's share of the way from the lowest reward to the best, which bounds the share of solved groups."""
-    low, high = m["reward_low"].last, m["reward_high"].last
-    return (m["reward"].mean - low) / (high - low) if high > low else 0.0
+    low, high = m.reward_low.last, m.reward_high.last
+    height: float = (m.reward.mean - low) / (high - low) if high > low else 0.0
+    return height
 
 
-def _equal_below_best(m: Measured, c: Any) -> bool:
+def _equal_below_best(m: SimpleNamespace, c: Any) -> bool:
     """Half of the groups are equal and not solved; or hardly any group differs while not all queries are solved."""
-    equal, height = m["equal_reward_groups"].mean, _height(m)
-    return equal - height > 0.5 or (equal >= 0.95 and height < 0.9)
+    equal, height = m.equal_reward_groups.mean, _height(m)
+    return bool(equal - height > 0.5 or (equal >= 0.95 and height < 0.9))
 
 
 def _newest_lag_limit(c: Any) -> int:
@@ -122,7 +94,7 @@ RULES: dict[str, Rule] = {
         role="trainer",
         points=20,
         needs=(*_GROUPS, "step"),
-        when=lambda m, c: m["equal_reward_groups"].mean >= 0.99 and _height(m) >= 0.9 and m["step"].last <= 0.8 * c.learner.steps,
+        when=lambda m, c: m.equal_reward_groups.mean >= 0.99 and _height(m) >= 0.9 and m.step.last <= 0.8 * c.learner.steps,
         sentence="the train queries are solved: {equal_reward_groups.mean:.0%} of the groups of the last 20 measured batches "
         "have equal rewards, at a mean of {reward.mean:.3g}, where {reward_high.last:g} is the best, at step {step.last:.0f} of "
         "{c.learner.steps}",
@@ -131,7 +103,7 @@ RULES: dict[str, Rule] = {
     "gradient_clipped": Rule(  # the demo learns with norms of up to 17 times the clip
         role="trainer",
         needs=("grad_norm",),
-        when=lambda m, c: 0 < 30 * c.learner.clip_norm < m["grad_norm"].low,
+        when=lambda m, c: 0 < 30 * c.learner.clip_norm < m.grad_norm.low,
         sentence="the clip of gradients is always active: norms of the last 8 measured batches are {grad_norm.low:.3g} to "
         "{grad_norm.high:.3g}, far above learner.clip_norm={c.learner.clip_norm:g}; all updates have one size, whatever their "
         "batches say",
@@ -141,7 +113,7 @@ RULES: dict[str, Rule] = {
         role="trainer",
         points=1,
         needs=("logprob_gap_alarm", "logprob_gap_limit"),
-        when=lambda m, c: m["logprob_gap_alarm"].last > 0,
+        when=lambda m, c: m.logprob_gap_alarm.last > 0,
         sentence="sampler and learner disagree by {point[logprob_gap_max]:.2g} nats on a token under the same weights (limit "
         "{logprob_gap_limit.last:g}): a mask, a position or a precision differs, and the run trains on wrong log-probs",
         advice="compare model.compute_dtype, model.attention and searchers.weights of the roles, and try model.attention=xla and "
@@ -150,7 +122,7 @@ RULES: dict[str, Rule] = {
     "searchers_behind": Rule(  # without searchers, a run learns from old rows
         role="trainer",
         needs=("newest_row_lag",),
-        when=lambda m, c: c.searchers.count > 0 and m["newest_row_lag"].low > _newest_lag_limit(c),
+        when=lambda m, c: c.searchers.count > 0 and m.newest_row_lag.low > _newest_lag_limit(c),
         sentence="searchers are far behind: the newest rows come from weights of {newest_row_lag.last:.0f} steps ago, and from "
         "at least {newest_row_lag.low:.0f} at each of the last 8 measured batches, while a snapshot is published every "
         "publish.every_steps={c.publish.every_steps} steps",
@@ -160,7 +132,7 @@ RULES: dict[str, Rule] = {
     "updates_refused": Rule(
         role="trainer",
         needs=("skipped_steps",),
-        when=lambda m, c: m["skipped_steps"].growth >= 3,
+        when=lambda m, c: m.skipped_steps.growth >= 3,
         sentence="{skipped_steps.growth:.0f} updates since 8 measured batches were not finite and are left out, "
         "{skipped_steps.last:.0f} in all (learner.non_finite=skip)",
         advice="the trainer's log names their rows; lower learner.learning_rate or learner.clip_norm, or give rewards a smaller "
@@ -170,14 +142,14 @@ RULES: dict[str, Rule] = {
         role="trainer",
         points=1,
         needs=("disk_free", "checkpoint_bytes"),
-        when=lambda m, c: m["disk_free"].last < m["checkpoint_bytes"].last,
+        when=lambda m, c: m.disk_free.last < m.checkpoint_bytes.last,
         sentence="the disk of the run has {disk_free.gib} left, and the next checkpoint takes about {checkpoint_bytes.gib}",
         advice="free some, or keep less (publish.keep, checkpoint.keep, replay.retention=checkpoints)",
     ),
     "missing_eos_reward": Rule(  # nearly all responses have one and the same reward, which says nothing about what they say
         role="searcher",
         needs=("rows", "finished_rows"),
-        when=lambda m, c: c.task.missing_eos_reward is not None and m["finished_rows"].sum <= 0.05 * m["rows"].sum,
+        when=lambda m, c: c.task.missing_eos_reward is not None and m.finished_rows.sum <= 0.05 * m.rows.sum,
         sentence="{finished_rows.sum:,.0f} of the {rows.sum:,.0f} responses of the last 8 batches end within "
         "task.response_length={c.task.response_length} tokens, and all others get task.missing_eos_reward="
         "{c.task.missing_eos_reward:g}",
@@ -186,7 +158,7 @@ RULES: dict[str, Rule] = {
     "never_ends": Rule(  # of responses that should end, some do
         role="searcher",
         needs=("rows", "finished_rows"),
-        when=lambda m, c: not _may_be_cut(c) and m["finished_rows"].sum < 0.01 * m["rows"].sum,
+        when=lambda m, c: not _may_be_cut(c) and m.finished_rows.sum < 0.01 * m.rows.sum,
         sentence="{finished_rows.sum:,.0f} of the {rows.sum:,.0f} responses of the last 8 batches end by themselves within "
         "task.response_length={c.task.response_length} tokens: rewards are of texts that are cut",
         advice=f"{_TO_END}; where all responses are meant to be cut, set task.min_response_length=task.response_length",
@@ -194,7 +166,7 @@ RULES: dict[str, Rule] = {
     "rewards_fail": Rule(
         role="searcher",
         needs=("rows", "unscored"),
-        when=lambda m, c: m["unscored"].sum > 0.05 * m["rows"].sum,
+        when=lambda m, c: m.unscored.sum > 0.05 * m.rows.sum,
         sentence="rewards fail: {unscored.sum:,.0f} of the {rows.sum:,.0f} responses of the last 8 batches have none and are not "
         "trained on",
         advice="the searcher's log and status say why the first failed; look at the task's models, grader and limits of time",
@@ -203,7 +175,7 @@ RULES: dict[str, Rule] = {
         role="evaluator",
         points=1,
         needs=("rows", "unscored"),
-        when=lambda m, c: m["unscored"].sum > 0.05 * m["rows"].sum,
+        when=lambda m, c: m.unscored.sum > 0.05 * m.rows.sum,
         sentence="{unscored.sum:.0f} of the {rows.sum:.0f} held-out responses have no score, and the means of the evaluation "
         "leave them out",
         advice="look at the task's models, grader and limits of time on the evaluator's machine; python -m tba_jax evaluate "
@@ -275,9 +247,11 @@ class Watch:
 def found(rule: Rule, points: Sequence[Mapping[str, Any]], config: Any) -> str:
     """What a rule says of the newest points, "" where it finds nothing, or some point lacks a measurement."""
     newest = points[-rule.points :]
-    measured = {name: Series(float(point.get(name, math.nan)) for point in newest) for name in rule.needs}
-    is_known = len(newest) == rule.points and all(math.isfinite(value) for series in measured.values() for value in series)
-    return rule.sentence.format(c=config, point=newest[-1], **measured) if is_known and rule.when(measured, config) else ""
+    values = {name: [float(point.get(name, math.nan)) for point in newest] for name in rule.needs}
+    if len(newest) < rule.points or not all(math.isfinite(value) for series in values.values() for value in series):
+        return ""
+    measured = SimpleNamespace(**{name: _summary(series) for name, series in values.items()})
+    return rule.sentence.format(c=config, point=newest[-1], **vars(measured)) if rule.when(measured, config) else ""
 
 
 def read(folder: Path) -> list[Alarm]:
