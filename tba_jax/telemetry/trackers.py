@@ -108,7 +108,7 @@ class Wandb:
         # Several roles may be in one process, each with a run of its own.
         limits: dict[str, Any] = dict(init_timeout=30.0, finish_timeout=_FINISH_SECONDS, reinit="create_new")
         told: dict[str, Any] = dict(
-            **{name: getattr(session, name) for name in ("project", "group", "name", "id", "config")},
+            **{name: vars(session)[name] for name in ("project", "group", "name", "id", "config")},
             **dict(job_type=session.kind, dir=session.folder, resume="allow"),
             settings=wandb.Settings(silent=True, console="off", save_code=False, **limits),
         )
@@ -141,7 +141,7 @@ class Trackio:
         import trackio
 
         self._session = session
-        told: dict[str, Any] = {name: getattr(session, name) for name in ("project", "group", "name", "config")}
+        told: dict[str, Any] = {name: vars(session)[name] for name in ("project", "group", "name", "config")}
         self._run = trackio.init(**told, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False)
 
     def write(self, point: Point) -> None:
