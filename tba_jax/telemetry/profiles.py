@@ -54,28 +54,31 @@ class Profiler:
     def __init__(self, folder: Path | None, window: Window | None):
         """Args: folder: of the traces, made once there is one; None, as window=None: nothing is traced."""
         self._folder, self._window = folder or Path(), None if folder is None else window
-        self._is_tracing, self._batches = False, 0
+        self._is_tracing, self._is_first, self._batches = False, True, 0
 
     def step(self, number: int) -> None:
         """A trainer comes to this step, or still waits for its rows. Called again once the last step of the run is done."""
         window = self._window
         if window is not None and number > window.last:
-            if not self._is_tracing:
-                log.warning("--profile: nothing is traced, because the run goes on from step %d; name later steps", number - 1)
-            self.end()
+            self._leave_behind(number - 1)
         elif window is not None and number >= window.start:
             self._begin()
 
     def batch(self, policy_step: int, *, most: int | None = None) -> None:
         """A batch is to be made with the weights of a step. Args: most: batches that are traced; None: the window's STEPS."""
-        window = self._window
+        window, first, self._is_first = self._window, self._is_first, False
         if window is None or policy_step < window.start - 1:
             return
-        if self._batches == (most or window.steps):
-            self.end()
+        if self._batches == (most or window.steps) or (first and policy_step >= window.last):
+            self._leave_behind(policy_step)
             return
         self._begin()
         self._batches += 1
+
+    def _leave_behind(self, step: int) -> None:
+        if not self._is_tracing:
+            log.warning("--profile: nothing is traced, because the run goes on from step %d; name later steps", step)
+        self.end()
 
     def _begin(self) -> None:
         if self._is_tracing:
