@@ -159,7 +159,7 @@ def test_rows_that_no_trainer_takes_do_not_hide_the_others(tmp_path):
 def test_numbers_that_cannot_be_end_no_report(hostile, tmp_path, value):
     run = type(hostile)(tmp_path / "run")
     shutil.copytree(hostile.root, run.root)
-    for name in ("metrics.jsonl", "events.jsonl", "timeline.jsonl", "status.json", "alarms.jsonl"):
+    for name in ("metrics.jsonl", "status.json", "alarms.jsonl"):
         path = run.metrics("trainer") / name
         first = json.loads(path.read_text().splitlines()[0])
         changed = [json.dumps(first | {key: value}) for key in first]
