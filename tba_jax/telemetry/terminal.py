@@ -116,9 +116,10 @@ def facts(told: Mapping[str, Told], *, steps: int, rewards: Sequence[float], now
     return [*found, *says[:_MOST_NAMED], *more]
 
 
-def picture(shown: Sequence[tuple[str, str]], *, step: int, steps: int, spent: float) -> RenderableType:
-    """What a terminal shows of facts. Args: spent: seconds."""
+def picture(shown: Sequence[tuple[str, str]], *, step: int, steps: int, spent: float, width: int) -> RenderableType:
+    """What a terminal shows of facts. Args: spent: seconds. width: columns; in the last one a terminal may begin a new line."""
     bar, lines = Table.grid(expand=True, padding=(0, 2, 0, 0)), Table.grid(padding=(0, 2, 0, 0))
+    bar.width = width - 1
     bar.add_column(no_wrap=True)
     bar.add_column(ratio=1)
     bar.add_column(no_wrap=True, justify="right")
@@ -168,7 +169,9 @@ class Progress:
         self._kinds: set[str] = set()  # of alarms that were told
         self._live: Live | None = None
         if suits(sys.stdout):
-            console = _Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
+            # What shells export as the size does not follow the terminal.
+            known = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+            console = _Console(file=sys.stdout, markup=False, highlight=False, emoji=False, _environ=known)
             self._live = Live(console=console, auto_refresh=False, transient=True)
         self._handlers: list[tuple[Any, TextIO]] = []
         self._seconds = plain_seconds if self._live is None else LIVE_SECONDS
@@ -240,7 +243,8 @@ class Progress:
 
     def _show(self, shown: Sequence[tuple[str, str]], *, step: int) -> None:
         if self._live is not None:
-            self._live.update(picture(shown, step=step, steps=self._steps, spent=self.seconds), refresh=True)
+            size = self._live.console.width
+            self._live.update(picture(shown, step=step, steps=self._steps, spent=self.seconds, width=size), refresh=True)
         else:
             self._print("  ".join(f"{title}{': ' if title in self._folders else ' '}{text}" for title, text in shown))
 
