@@ -30,7 +30,8 @@ import numpy as np
 from absl import app, flags, logging
 
 from tba_jax.replay.log import LogWriter
-from tba_jax.run import layout, metrics
+from tba_jax.run import layout
+from tba_jax.telemetry import metrics
 from tba_jax.trajectory import RowShape, query_id, response, token_columns
 
 _FOLDER = flags.DEFINE_string("folder", None, "Where runs are made and removed again.", required=True)
@@ -160,7 +161,7 @@ def make_trainer(workdir: Path) -> tuple[Any, Source]:
     from tba_jax.roles.trainer.trainer import Trainer
     from tba_jax.run import contract
     from tba_jax.run.lease import EpochLease
-    from tba_jax.run.metrics import TimeAccount
+    from tba_jax.telemetry.time_account import TimeAccount
 
     e = composition.build(demo_config())
     run, c = layout.RunDir(workdir), e.config

@@ -40,10 +40,11 @@ from tba_jax.replay import journal
 from tba_jax.replay.log import LogWriter
 from tba_jax.roles.trainer.buffer import ReplayBuffer
 from tba_jax.roles.trainer.update_program import UpdateProgram
-from tba_jax.run import layout, metrics
+from tba_jax.run import layout
 from tba_jax.run.lease import EpochLease
 from tba_jax.run.process_group import Leader
 from tba_jax.run.wire import Wire
+from tba_jax.telemetry import metrics
 from tba_jax.trajectory import Rows, query_id
 
 _ROWS = flags.DEFINE_integer("rows", 512, "Rows of a batch, of 16 responses to a prompt.", lower_bound=16)

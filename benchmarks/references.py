@@ -4,7 +4,8 @@ from pathlib import Path
 
 from benchmarks import warm_start
 from tba_jax.roles import results
-from tba_jax.run import layout, metrics
+from tba_jax.run import layout
+from tba_jax.telemetry import metrics
 
 STEPS = 300
 

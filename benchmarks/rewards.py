@@ -24,8 +24,8 @@ from tba_jax.experiment import training
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.searcher.stream import writer_id
 from tba_jax.run import layout
-from tba_jax.run.metrics import TimeAccount
 from tba_jax.tasks.interface import Query, Scores, Task
+from tba_jax.telemetry.time_account import TimeAccount
 
 _LATENCY = flags.DEFINE_float("latency", 2.0, "Seconds that the rewards of a batch take besides.", lower_bound=0.0)
 _BATCHES = flags.DEFINE_integer("batches", 48, "Of a block.", lower_bound=2)

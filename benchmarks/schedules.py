@@ -12,7 +12,8 @@ from absl import app, flags
 
 from benchmarks import warm_start
 from tba_jax.roles import results
-from tba_jax.run import layout, metrics
+from tba_jax.run import layout
+from tba_jax.telemetry import metrics
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
 _STEPS = flags.DEFINE_integer("steps", 400, "Trainer steps of each run.", lower_bound=20)

@@ -3,7 +3,7 @@
 python -m benchmarks.watching [--rows=1000000] [--steps=100000] [--batch=64] [--pages=20] [--folder=DIR] [--noreport]
 
 The run is made here, file by file as roles write them: config.json, rows of four writers, a journal of two trainers, metrics,
-timelines, events, statuses and evaluations. Its numbers are random. Pages have 50 rows, are asked for over HTTP one after the
+statuses and evaluations. Its numbers are random. Pages have 50 rows, are asked for over HTTP one after the
 other, and begin at random places of what each filter leaves. The target is below 300 ms.
 """
 
@@ -148,7 +148,7 @@ def _write_journal(folder: Path, *, steps: int, batch: int, rows: int) -> None:
 
 
 def _write_role(folder: Path, numbers: range, seconds: float, *, steps: int) -> None:
-    """Metrics at these steps or batches, and a timeline, events and a status. Args: seconds: that the run took."""
+    """Metrics at these steps or batches, and a status. Args: seconds: that the run took."""
     folder.mkdir(parents=True)
     rng, begin = np.random.default_rng(0), 1.7e9
     with open(folder / "metrics.jsonl", "w") as file:
@@ -158,14 +158,7 @@ def _write_role(folder: Path, numbers: range, seconds: float, *, steps: int) -> 
             histogram = {"counts": [64, 32, 16, 8], "edges": [0.0, 1.0, 2.0, 3.0, 4.0]}
             line = {"step": number, "time": at, **figures, "policy_step": number * steps // numbers.stop}
             file.write(json.dumps({**line, "staleness_histogram": histogram}) + "\n")
-    with open(folder / "timeline.jsonl", "w") as file:
-        for second in range(int(seconds)):
-            spans = [["update", 0.0, 0.5], ["draw", 0.5, 0.2], ["wait_rows", 0.7, 0.3]]
-            file.write(json.dumps({"at": begin + second, "lane": "main", "spans": spans}) + "\n")
-    events = [{"time": begin, "event": "start", "step": 0, "pid": 1, "host": "here", "devices": "1 CPU", "versions": {}}]
-    events += [{"time": begin + seconds * i / 1000, "event": "publish", "step": steps * i // 1000} for i in range(1000)]
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    (folder / "status.json").write_text(json.dumps({"waits": "", "since": 0.0, "trouble": ""}))
+    (folder / "status.json").write_text(json.dumps({"time": begin, "process": {"started": begin, "host": "here"}}))
 
 
 def time_report(folder: Path) -> None:

@@ -181,7 +181,8 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
     """Args: chosen: flags that this process adds to those it was called with, for the processes that it starts."""
     from tba_jax.experiment import compiling, composition, jobs, mistakes, named_task, other_runs, storage
     from tba_jax.roles import gpus
-    from tba_jax.run import log_files, places, privacy, profiles
+    from tba_jax.run import log_files, places, privacy
+    from tba_jax.telemetry import profiles
 
     if given.role == "searcher":
         _split_cpu(config.searchers.cpu_devices)

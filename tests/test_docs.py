@@ -200,6 +200,8 @@ def problems(page: Path, text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_shows_what_is_there(page):
     text = page.read_text()
+    if page.name == "changes.md":  # the first column names what is gone
+        text = re.sub(r"^\| [^|]+\|", "|", text, flags=re.MULTILINE)
     assert not problems(page, text), "\n".join(problems(page, text))
 
 

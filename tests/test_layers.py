@@ -18,6 +18,7 @@ LAYERS = (
     {"run"},
     {"tasks", "replay", "learner"},
     {"text"},
+    {"telemetry"},
     {"decoding", "supervised"},
     {"rewards"},
     {"roles"},
@@ -130,7 +131,7 @@ def test_an_import_that_goes_up_is_told_in_one_sentence(tmp_path):
 
 
 def test_studies_define_their_own_workdir():
-    modules = "tba_jax.experiment.jobs, tba_jax.roles.progress, tba_jax.roles.interleaved"
+    modules = "tba_jax.experiment.jobs, tba_jax.telemetry.terminal, tba_jax.roles.interleaved"
     code = f"import {modules}; from absl import flags; print('workdir' in flags.FLAGS)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

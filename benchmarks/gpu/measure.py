@@ -34,7 +34,8 @@ from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.models.response_space import ResponseSpace
 from tba_jax.roles.work import Work
-from tba_jax.run import device_peaks, snapshots
+from tba_jax.run import snapshots
+from tba_jax.telemetry import device_peaks
 
 _WHAT = flags.DEFINE_enum("what", None, ["update", "decode", "wire"], "What is measured.", required=True)
 _ATTENTION = flags.DEFINE_string("attention", "auto", "model.attention of the update.", allow_override=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 from benchmarks.peers import cases
 from benchmarks.peers.cases import Case
-from tba_jax.run import layout, metrics
+from tba_jax.run import layout
+from tba_jax.telemetry import metrics
 
 RECIPE = "benchmarks/peers/recipe.py"
 # The parts of a step, by the names under which a run counts its time.

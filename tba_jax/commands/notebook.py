@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tba_jax.roles import results
-from tba_jax.run import layout, metrics, processes
+from tba_jax.run import layout, processes
+from tba_jax.telemetry import metrics
 from tba_jax.text.visible import visible, visible_line
 
 _ROOT = Path(__file__).parents[2]

@@ -72,7 +72,7 @@ def show(workdir: Path, order: str, count: int) -> str:
 
 def _difficulty(run: "layout.RunDir") -> str:
     """A line about the success of the queries, by the newest point of the trainer's metrics; "" where that has none."""
-    from tba_jax.run import metrics
+    from tba_jax.telemetry import metrics
 
     newest = collections.deque(metrics.each_line(run.metrics("trainer")), maxlen=1)
     told = newest[0] if newest else {}

@@ -38,9 +38,8 @@ def check(config: Any) -> None:
     from tba_jax.experiment.mistakes import Mistakes
     from tba_jax.learner.optimizer import DECAYS, SCHEDULES
     from tba_jax.models import layers
-    from tba_jax.run import sinks
-    from tba_jax.run.sinks import session
     from tba_jax.supervised import objectives
+    from tba_jax.telemetry import trackers
 
     found = Mistakes()
     registries: dict[str, Collection[str]] = {
@@ -49,8 +48,8 @@ def check(config: Any) -> None:
         "decays": DECAYS,
         "remat": layers.REMAT,
     }
-    registries["sinks"] = sinks.NAMES
-    for sentence in (*SCHEMA.refusals(config, registries).values(), *session.refused_names(config.metrics)):
+    registries["sinks"] = tuple(trackers.TRACKERS)
+    for sentence in (*SCHEMA.refusals(config, registries).values(), *trackers.refused_names(config.metrics)):
         found.require(False, sentence)
     d = config.data
     fields = (d.prompt_field, d.response_field) if config.kind == "sft" else (d.prompt_field, d.chosen_field, d.rejected_field)

@@ -17,7 +17,8 @@ from absl import flags
 
 from tba_jax.commands import command_line
 from tba_jax.roles import jax_support
-from tba_jax.run import beginnings, machine
+from tba_jax.run import machine
+from tba_jax.telemetry import beginnings
 from tba_jax.text.visible import visible
 
 _PREFIXES = ("JAX_", "XLA_", "TPU_", "LIBTPU_", "NCCL_", "CUDA_", "NVIDIA_", "TF_CPP_")

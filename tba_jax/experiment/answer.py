@@ -13,7 +13,7 @@ from tba_jax.models.hugging_face import load
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, placement
 from tba_jax.run import layout, machine, places
-from tba_jax.run.device_peaks import PEAKS
+from tba_jax.telemetry.device_peaks import PEAKS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from tba_jax.learner.settings import HELD_REFERENCES
 from tba_jax.models import flops, kv_cache, parameters
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
-from tba_jax.run.device_peaks import Peaks
+from tba_jax.telemetry.device_peaks import Peaks
 
 # Bytes of the optimiser for each trained parameter: float32 weight and two moments, each read and written.
 _OPTIMIZER_BYTES = 6 * 4

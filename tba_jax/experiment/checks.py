@@ -17,10 +17,9 @@ from tba_jax.models.presets import PRESETS
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.objective import Objective
 from tba_jax.replay.selection import STRATEGIES
-from tba_jax.run import sinks
-from tba_jax.run.sinks import session
 from tba_jax.schemas import flatten
 from tba_jax.tasks import TASKS, custom_task
+from tba_jax.telemetry import trackers
 
 # Keeps the sentence as a mistake unless the condition holds, see Mistakes.require.
 Require = Callable[[object, str], None]
@@ -110,7 +109,7 @@ def _check_together(config: Any, require: Require, *, weights: bool) -> None:
     _check_lag(config, require)
     _check_swaps(config, require)
     _check_prompt_selection(config, require)
-    for sentence in (*flow.refusals(config), *session.refused_names(config.metrics)):
+    for sentence in (*flow.refusals(config), *trackers.refused_names(config.metrics)):
         require(False, sentence)
 
 
@@ -124,7 +123,7 @@ def _registries(task: str) -> dict[str, Collection[str]]:
         "strategies": STRATEGIES,
         "presets": ["", *PRESETS],
         "remat": (*layers.REMAT, device_defaults.AUTO),
-        "sinks": sinks.NAMES,
+        "sinks": tuple(trackers.TRACKERS),
     }
 
 

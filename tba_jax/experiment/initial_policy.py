@@ -21,8 +21,8 @@ from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places, publisher, snapshots
 from tba_jax.run.places import Place
 from tba_jax.run.process_group import Alone, Group, Member
-from tba_jax.run.status import Status
 from tba_jax.supervised import warm_start
+from tba_jax.telemetry.status import Status
 
 log = logging.getLogger(__name__)
 

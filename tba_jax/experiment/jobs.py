@@ -6,15 +6,14 @@ import functools
 import logging
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tba_jax.experiment import answer, composition, estimate, meshes, placing, prompt_check, recording, role_devices, training
-from tba_jax.experiment.joining import Invocation, check_dry_run, join, mistakes_end_the_role, with_schedule_of_run
+from tba_jax.experiment import answer, composition, estimate, meshes, placing, prompt_check, role_devices, training
+from tba_jax.experiment.joining import Invocation, check_dry_run, join, mistakes_end_the_role, record_of, with_schedule_of_run
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.rewards import task_models
-from tba_jax.roles import gpus, lives, placement, results, supervisor, tails
-from tba_jax.roles.progress import Progress
+from tba_jax.roles import gpus, placement, results, supervisor
 from tba_jax.roles.searcher.loop import run_searcher, wait_for_run
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.searcher.stream import writer_id
@@ -22,8 +21,10 @@ from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places, snapshots
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.lease import EpochLease
-from tba_jax.run.metrics import TimeAccount
-from tba_jax.run.record import Record
+from tba_jax.telemetry import status
+from tba_jax.telemetry.record import Record
+from tba_jax.telemetry.terminal import Progress
+from tba_jax.telemetry.time_account import TimeAccount
 from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
@@ -81,15 +82,15 @@ def searcher(s: Invocation) -> Job:
             return 0
         writer = writer_id(s.name or "searcher")
         name = s.name or writer
-        record = recording.begin(here, name)
-        with recording.told_failures(record):
+        record = record_of(here, name)
+        with record.told_failures():
             if _waits_for_run(s, record, stop):
                 joined, account = with_schedule_of_run(here, role="searcher"), TimeAccount(record)
                 record.status.phase("loading the reference policy and the task")
                 with _started_task(here, s.config.searchers.task_devices):
                     made = make_searcher(joined, name=name, account=account, writer=writer)
                     run_searcher(made, joined.config, s.run, name=name, account=account, stop=stop)
-            recording.end(record, s.run, role="searcher")
+            record.end(s.run, role="searcher")
         return 0
 
     return job
@@ -126,23 +127,18 @@ def evaluator(s: Invocation) -> Job:
 
     def job() -> int:
         here = role_devices.computed_on(s, "evaluator")
-        record = recording.begin(here, "evaluator")
-        with recording.told_failures(record):
+        record = record_of(here, "evaluator")
+        with record.told_failures():
             if _waits_for_run(s, record, stop):
                 joined = with_schedule_of_run(here, role="evaluator")
                 record.status.phase("loading the reference policy and the task")
                 with _started_task(here, s.config.evaluation.task_devices):
                     made = make_evaluator(joined.experiment, s.run, record)
                     run_evaluator(made, joined.config, s.run, account=TimeAccount(record), stop=stop)
-            recording.end(record, s.run, role="evaluator")
+            record.end(s.run, role="evaluator")
         return 0
 
     return job
-
-
-def _progress(s: Invocation, searchers: Sequence[str], supervised: Callable[[], lives.Supervised] | None = None) -> Progress:
-    steps, warm_start_steps = s.config.learner.steps, s.config.warm_start.steps
-    return Progress(s.run, steps=steps, searchers=searchers, warm_start_steps=warm_start_steps, supervised=supervised)
 
 
 def _is_complete(s: Invocation) -> bool:
@@ -174,7 +170,7 @@ def _conclude(s: Invocation, spent: str, code: int) -> None:
         tell()
     except (OSError, ValueError, KeyError) as error:  # the run has ended already, and the next line says how to go on
         log.warning("no tables and no picture of the run: %s: %s", type(error).__name__, error)
-    step = tails.last_step(s.run.metrics("trainer"))
+    step = status.read(s.run.metrics("trainer")).step
     stopped = f"stopped after {spent}, at step {step} of {s.config.learner.steps}"
     if code in processes_lib.FINAL_CODES:
         print(f"{stopped}; the run is in {s.run.root}", file=sys.stderr)
@@ -198,7 +194,7 @@ def _in_turn(s: Invocation) -> Job:
     def job() -> int:
         if _is_complete(s):
             return _tell_again(s)
-        with _progress(s, ["searcher-0"]) as progress:
+        with Progress(s.run, steps=s.config.learner.steps, tells_alarms=False) as progress:  # this process logs them
             finished = train()
         code = 0 if finished else processes_lib.STOPPED
         _conclude(s, progress.spent, code)
@@ -206,12 +202,12 @@ def _in_turn(s: Invocation) -> Job:
 
     def train() -> bool:
         here = role_devices.computed_on(s, *meshes.roles_of(s.config))
-        record = recording.begin(here, "trainer")
-        with recording.told_failures(record), mistakes_end_the_role():
+        record = record_of(here, "trainer")
+        with record.told_failures(), mistakes_end_the_role():
             made, lease = training.make_trainer(here, publish_every_steps=1, record=record)
         # From here on a signal waits for the end of a step. Before, it ends the process at once: a warm start may take minutes.
         stop = processes_lib.StopSignal()
-        with recording.told_failures(record), contextlib.closing(lease), _started_task(here, s.config.searchers.task_devices):
+        with record.told_failures(), contextlib.closing(lease), _started_task(here, s.config.searchers.task_devices):
             search = make_searcher(here, name="searcher-0", account=made.account)
             evaluate = make_evaluator(here.experiment, s.run, record) if s.config.evaluation.enabled else None
             finished = run_interleaved(made, search, evaluate, s.run, stop=stop)
@@ -276,7 +272,7 @@ def _as_processes(s: Invocation) -> Job:
         processes = supervisor.Supervisor(
             run, max_restarts=s.config.supervisor.max_restarts, stop_seconds=s.config.supervisor.stop_seconds
         )
-        with _progress(s, [name for name in commands if name.startswith("searcher-")], processes.told) as progress:
+        with Progress(s.run, steps=s.config.learner.steps) as progress:
             try:
                 code = 0
                 if not places.exists(s.run.initial_reference):

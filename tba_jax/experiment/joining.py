@@ -10,12 +10,14 @@ from tba_jax.experiment import checks, composition, disk, initial_policy, meshes
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.replay import journal
 from tba_jax.rewards import task_models
+from tba_jax.roles import gpus
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places, sinks
+from tba_jax.run import layout, places
 from tba_jax.run import processes as processes_lib
-from tba_jax.run.profiles import Window
-from tba_jax.run.sinks.feed import missing
 from tba_jax.run.world import ALONE, World
+from tba_jax.telemetry.profiles import Window
+from tba_jax.telemetry.record import Record
+from tba_jax.telemetry.trackers import missing
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +78,7 @@ def _warn(s: Invocation) -> None:
         if count:
             log.warning("%d %s prompts are longer than task.prompt_length and left out", count, split)
     for sink in dict.fromkeys(s.config.metrics.sinks):
-        if sink in sinks.TRACKERS and (sentence := missing(sink)):
+        if sentence := missing(sink):
             log.warning("%s", sentence)
 
 
@@ -124,6 +126,11 @@ def join(s: Invocation, *, may_change_schedule: bool, check: Callable[[], None] 
         changes = schedule_changes.change(s.run, s.config, allowed=s.allow_change, step=journal.last_step(s.run.journal))
         for name, (there, here) in changes.items():
             log.warning("changed %s from %r to %r", name, there, here)
+
+
+def record_of(s: Invocation, name: str) -> Record:
+    """The record of the role of this process, which begins. Args: name: of the role's metrics."""
+    return Record(s.run.metrics(name), traces=s.run.profiles(name), profile=s.profile, devices=gpus.jax_devices())
 
 
 @contextlib.contextmanager

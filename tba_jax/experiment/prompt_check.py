@@ -1,9 +1,19 @@
 """Looks at the start of a run whether the tokenizer keeps the text of prompts, and tells an alarm where it does not."""
 
+from typing import NamedTuple
+
 from tba_jax.experiment.composition import Experiment
-from tba_jax.run.alarms import Alarms, Finding
 from tba_jax.tasks.interface import SPLITS
+from tba_jax.telemetry.alarms import Alarms
 from tba_jax.text import lost_text
+
+
+class Finding(NamedTuple):
+    """See Alarms.tell."""
+
+    sentence: str
+    advice: str
+
 
 KIND = "prompts_change"
 # Of each split, evenly spread: decoding a data set takes minutes where it has many prompts.
@@ -32,4 +42,4 @@ def find(e: Experiment, *, share: float = 0.0) -> Finding | None:
 def tell(e: Experiment, alarms: Alarms) -> None:
     """Tells the alarm, once a run."""
     if not alarms.is_told(KIND) and (found := find(e)) is not None:
-        alarms.tell(kind=KIND, sentence=found.sentence, advice=found.advice, step=0)
+        alarms.tell(kind=KIND, **found._asdict(), step=0)

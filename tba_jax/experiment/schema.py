@@ -354,12 +354,10 @@ c.supervisor.stop_seconds = setting(10.0, above=0)  # between asking a role to s
 c.metrics = ConfigDict()
 c.metrics.every_steps = setting(5, at_least=1)
 # Of one device, the denominators of mfu and of bandwidth_share: FLOPs a second of bfloat16 (or of the compute dtype), and bytes a
-# second of its memory. 0: from the table in tba_jax/run/device_peaks.py.
+# second of its memory. 0: from the table in tba_jax/telemetry/device_peaks.py.
 c.metrics.peak_flops = setting(0.0, at_least=0)
 c.metrics.peak_bandwidth = setting(0.0, at_least=0)
-# Of TensorBoard events that each role keeps, the newest. metrics.jsonl keeps every point.
-c.metrics.event_megabytes = setting(256.0, above=0)
-c.metrics.timeline_megabytes = setting(16.0, at_least=0)  # of what each thread did and when, the newest, per role; 0: none
+c.metrics.megabytes = setting(256.0, above=0)  # of JSON lines that each role keeps, the newest: metrics.jsonl and metrics.jsonl.1
 # What shows the metrics besides metrics.jsonl, which has every point: tensorboard, wandb, trackio. Where a tracker fails, the run
 # goes on. Tokens and servers come from the environment: WANDB_API_KEY, WANDB_MODE, WANDB_ENTITY, TRACKIO_DIR, TRACKIO_SPACE_ID …
 c.metrics.sinks = setting(("tensorboard",), registry="sinks")

@@ -8,17 +8,18 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tba_jax.experiment import compiling, initial_policy, other_runs, prompt_check, recording, role_devices, schedule_changes
+from tba_jax.experiment import compiling, initial_policy, joining, other_runs, prompt_check, role_devices, schedule_changes
 from tba_jax.experiment.joining import Invocation, join, mistakes_end_the_role
 from tba_jax.roles import gpus
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, metrics, places, rendezvous
+from tba_jax.run import layout, places, rendezvous
 from tba_jax.run import processes as processes_lib
-from tba_jax.run.alarms import Alarms
 from tba_jax.run.lease import EpochLease, LeaseHeld
 from tba_jax.run.process_group import Alone, Group, Member
-from tba_jax.run.record import Record
 from tba_jax.schemas import flatten
+from tba_jax.telemetry import metrics
+from tba_jax.telemetry.alarms import Alarms
+from tba_jax.telemetry.record import Record
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +39,8 @@ def reference(s: Invocation) -> Job:
         join(s, may_change_schedule=False, check=lambda: role_devices.check(s.experiment, "trainer"))
 
     def job() -> int:
-        here, record = role_devices.computed_on(s, "trainer", name="reference"), recording.begin(s, "reference")
-        with recording.told_failures(record), group.guard(ValueError), mistakes_end_the_role():
+        here, record = role_devices.computed_on(s, "trainer", name="reference"), joining.record_of(s, "reference")
+        with record.told_failures(), group.guard(ValueError), mistakes_end_the_role():
             group.call("join", run=contract_lib.read(s.run)["id"])
             if not _has_reference(s.run):
                 _make_reference_alone(here, group, record)
@@ -96,7 +97,7 @@ def _make_reference(s: Invocation, group: Group, record: Record) -> None:
         if initial_policy.mend(s.run):  # until now nobody knew whose rows go with it
             other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=s.init_from)
         return
-    writer = metrics.open_writer(s.config, s.run, "reference", role="reference", cost=record.cost)
+    writer = metrics.open_writer(s.config, s.run, "reference", role="reference", status=record.status)
     steps = s.config.warm_start.steps
 
     def report(step: int, loss: float) -> None:
@@ -123,7 +124,7 @@ def make_trainer(
     """
     from tba_jax.roles.trainer.restoring import CheckpointLeftOut
 
-    group, record = group or Alone(), record or recording.of_role(s, "trainer")
+    group, record = group or Alone(), record or joining.record_of(s, "trainer")
     while True:
         with contextlib.suppress(CheckpointLeftOut):  # what schedule the steps after the checkpoint before had is asked again
             return _make_trainer(s, publish_every_steps=publish_every_steps, group=group, record=record)
@@ -210,16 +211,16 @@ def trainer(s: Invocation) -> Job:
         EpochLease.refuse_if_held(s.run.journal)
         join(s, may_change_schedule=True, check=lambda: role_devices.check(s.experiment, "trainer"))
         here = role_devices.computed_on(s, "trainer")
-        record = recording.begin(s, "trainer")
+        record = joining.record_of(s, "trainer")
         group.call("join", run=contract_lib.read(s.run)["id"])
-        with recording.told_failures(record):
+        with record.told_failures():
             made, lease = make_trainer(here, publish_every_steps=s.config.publish.every_steps, group=group, record=record)
         group.call("go live")
     stop = processes_lib.StopSignal()
 
     def job() -> int:
         sys.setswitchinterval(_SWITCH_SECONDS)
-        with group.guard(), recording.told_failures(record), contextlib.closing(lease):
+        with group.guard(), record.told_failures(), contextlib.closing(lease):
             finished = run_trainer(made, s.run, stop=lambda: stop() or group.is_asked_to_stop())
             lease.release()
         how = "all of them are done" if finished else "stopped; the same command goes on from here"
@@ -242,12 +243,12 @@ def _follow(s: Invocation, member: Member) -> int:
     log.info("process %d of the trainer, pid %d, follows process 0", s.world.process, os.getpid())
     for name, content, arrays in member.calls():
         mistakes = contextlib.nullcontext() if is_live else mistakes_end_the_role()
-        with recording.told_failures(record), member.guard(), mistakes:
+        with record.told_failures(), member.guard(), mistakes:
             match name:
                 case "join":
                     s = dataclasses.replace(s, run=contract_lib.wait_for(s.run, content["run"]))
                     s = role_devices.computed_on(s, "trainer")
-                    record = recording.begin(s, f"trainer-process-{s.world.process}")
+                    record = joining.record_of(s, f"trainer-process-{s.world.process}")
                 case "make reference":
                     e = _with_settings(s, content["settings"]).experiment
                     initial_policy.follow(e, s.run, member, init_from=content["init_from"])
@@ -261,10 +262,6 @@ def _follow(s: Invocation, member: Member) -> int:
                 case "go live":
                     is_live = True
                     sys.setswitchinterval(_SWITCH_SECONDS)
-                case "begin profile":
-                    record.profiler.begin()
-                case "end profile":
-                    record.profiler.end()
                 case "close":
                     assert follower is not None, "nothing has begun"
                     follower.close()

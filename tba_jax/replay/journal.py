@@ -18,7 +18,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from tba_jax.run import places
-from tba_jax.run.timeline import Timeline
 from tba_jax.trajectory import Rows
 
 _ADVICE = "Restore the file from a copy, or begin a new run from a snapshot (--init_from=RUN@STEP)"
@@ -76,10 +75,10 @@ def batch_hash(rows: Rows) -> str:
 class Journal:
     """Appends lines to the journal file of one epoch."""
 
-    def __init__(self, folder: Path, epoch: int, *, timeline: Timeline | None = None):
+    def __init__(self, folder: Path, epoch: int):
         """
         Args:
-          folder: `RunDir.journal`; epoch: of the lease. timeline: of the process, where the thread's work is recorded.
+          folder: `RunDir.journal`; epoch: of the lease.
 
         Raises:
           FileExistsError: the epoch has a journal already.
@@ -90,7 +89,6 @@ class Journal:
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         self._length = 0
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="journal")
-        self._timeline = timeline or Timeline(None)
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Returns once the line is on the device. Raises OSError; the trainer must stop then, and a torn line is ignored."""
@@ -110,11 +108,7 @@ class Journal:
 
     def submit(self, make_line: Callable[[], Mapping[str, Any]]) -> concurrent.futures.Future[None]:
         """Makes a line and appends it in a thread of the journal, one after the other. The result raises as `append`."""
-        return self._thread.submit(self._make_and_append, make_line)
-
-    def _make_and_append(self, make_line: Callable[[], Mapping[str, Any]]) -> None:
-        with self._timeline.measure("journal"):
-            self.append(make_line())
+        return self._thread.submit(lambda: self.append(make_line()))
 
     def close(self) -> None:
         """Closes the file; the journal cannot be appended to afterwards."""

@@ -20,10 +20,10 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.reporting import marks as marks_lib
 from tba_jax.reporting import rows, series, timeline
 from tba_jax.reporting.draws import Draws
-from tba_jax.run import alarms as alarms_lib
 from tba_jax.run import best_step, layout, places
 from tba_jax.run import contract as contract_lib
 from tba_jax.schemas import flatten
+from tba_jax.telemetry import alarms as alarms_lib
 from tba_jax.text.tokenizers import Tokenizer
 
 MOST_ROLES = 24

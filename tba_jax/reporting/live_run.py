@@ -17,10 +17,10 @@ from tba_jax.reporting.gathering import UNREADABLE
 from tba_jax.reporting.metric_lines import MetricLines
 from tba_jax.reporting.row_filter import Orders
 from tba_jax.reporting.series import is_moment
-from tba_jax.run import alarms as alarms_lib
 from tba_jax.run import best_step, json_lines, layout, places
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import status as status_lib
+from tba_jax.telemetry import alarms as alarms_lib
+from tba_jax.telemetry import status as status_lib
 from tba_jax.text.visible import visible
 from tba_jax.trajectory import Rows
 

@@ -1,22 +1,19 @@
 """What happened when: starts, resumes, publishes, checkpoints and swaps of all roles, as marks on one axis of time.
 
-The marks come from events.jsonl of each role. A run without these files has fewer: the steps at which epochs of the trainer
-began, the starts of the searchers, and what lies in its folders.
+The marks are the steps at which epochs of the trainer began, the starts of the searchers, and what lies in the run's folders.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tba_jax.replay import journal
-from tba_jax.reporting import timeline
 from tba_jax.reporting.series import is_moment
-from tba_jax.run import events, json_lines
+from tba_jax.telemetry import status
 
-MOST_OF_A_KIND = 300
 # Kind -> what it is called on the page. The order is that of the rows of the chart, from the bottom.
 KINDS: Mapping[str, str] = {
     "publish": "policy published",
@@ -57,60 +54,19 @@ class Marks:
 
 
 def read(folders: Mapping[str, Path]) -> Marks:
-    """The events of all roles. Args: folders: role -> the folder of its metrics."""
-    found: dict[str, list[Mark]] = {kind: [] for kind in KINDS}
-    starts = []
-    for role, folder in folders.items():
-        for event in _events(folder):
-            kind = event["event"]
-            if kind == "start":
-                starts.append({**event, "role": role})
-            if kind in KINDS:
-                found[kind].append(_mark(role, event))
-    marks = sorted((mark for kind in KINDS for mark in _thinned(found[kind])), key=lambda mark: mark.time)
-    counts = {kind: len(of_kind) for kind, of_kind in found.items() if of_kind}
-    return Marks(marks=marks, counts=counts, starts=starts[-2000:])
+    """The newest start of each role, as its status tells it. Args: folders: role -> the folder of its metrics."""
+    told = {role: status.read(folder).process for role, folder in folders.items()}
+    starts = [{**process, "role": role, "time": process["started"]} for role, process in told.items() if process.get("started")]
+    return Marks(marks=[], counts={}, starts=sorted(starts, key=lambda start: start["time"]))
 
 
 def has_ended(folders: Mapping[str, Path]) -> bool:
-    """Whether the trainer and all other roles that tell of events told their end last. Raises OSError.
+    """Whether the trainer and all other roles say that they have ended. Raises OSError.
 
     Args: folders: role -> the folder of its metrics.
     """
-    last = {role: _last(folder) for role, folder in folders.items()}
-    return last.get("trainer") == "end" and all(event in ("end", "") for event in last.values())
-
-
-def _last(folder: Path) -> str:
-    """The name of the newest event of a role, "" where there is none."""
-    told = [event for line in timeline.tail_lines(folder / events.FILE, 65536) if isinstance(event := line.get("event"), str)]
-    return told[-1] if told else ""
-
-
-def _events(folder: Path) -> Iterator[dict[str, Any]]:
-    """The events of a role, one at a time: a long run has many publishes."""
-    for event in json_lines.each(folder / events.FILE):
-        if is_moment(event.get("time")) and isinstance(event.get("event"), str):
-            yield event
-
-
-def _mark(role: str, event: Mapping[str, Any]) -> Mark:
-    told = [f"{name} {event[name]}" for name in ("what", "seconds", "from_step", "replayed", "reason") if name in event]
-    step = event.get("step")
-    return Mark(
-        time=float(event["time"]),
-        step=int(step) if is_moment(step) else -1,
-        role=role,
-        kind=event["event"],
-        told=", ".join(told)[:200],
-    )
-
-
-def _thinned(marks: Sequence[Mark]) -> list[Mark]:
-    """At most MOST_OF_A_KIND of them, evenly, with the first and the last."""
-    if len(marks) <= MOST_OF_A_KIND:
-        return [*marks]
-    return [marks[i] for i in np.linspace(0, len(marks) - 1, MOST_OF_A_KIND).astype(int)]
+    told = {role: status.read(folder) for role, folder in folders.items()}
+    return "trainer" in told and all(each.phase in ("finished", "stopped") for each in told.values() if each.time)
 
 
 def inferred(lines: journal.Lineage | None, writers: Mapping[str, Mapping[str, Any]], checkpoints: Sequence[int]) -> list[Mark]:

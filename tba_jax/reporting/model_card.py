@@ -14,9 +14,10 @@ from typing import Any
 
 from tba_jax.replay import journal
 from tba_jax.roles.evaluation_figures import STDERR, with_stderr
-from tba_jax.run import beginnings, best_step, events, layout, metrics
+from tba_jax.run import best_step, layout
 from tba_jax.run.secrets_of_config import without_secrets
 from tba_jax.schemas import flatten
+from tba_jax.telemetry import beginnings, metrics, status
 from tba_jax.text.visible import visible_line
 
 CARD = "README.md"
@@ -252,8 +253,7 @@ def _versions(run: layout.RunDir) -> str:
     """The versions that the trainer's newest process told; those of this process where the trainer told none."""
     here = beginnings.told(())
     try:
-        starts = [event for event in events.read(run.metrics("trainer")) if event["event"] == "start"]
-        newest = starts[-1] if starts else here
+        newest = status.read(run.metrics("trainer")).process or here
         version, commit = newest["code"]["version"], newest["code"]["commit"]
         packages = [f"{name} {there}" for name, there in newest["versions"].items()]
     except _UNREADABLE:

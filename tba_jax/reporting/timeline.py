@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from tba_jax.reporting.series import Line, is_moment, is_number
-from tba_jax.run import json_lines, timeline
+from tba_jax.run import json_lines
 
+FILE = "timeline.jsonl"
 BUCKETS = 160
 MOST_SPANS = 4000
 MOST_SECONDS = 300.0
@@ -144,7 +145,7 @@ def spans(folders: Mapping[str, Path], *, most: int = MOST_SPANS, seconds: float
 
 
 def _recorded(role: str, folder: Path) -> Iterator[Span]:
-    for name in (f"{timeline.FILE}.1", timeline.FILE):
+    for name in (f"{FILE}.1", FILE):
         for line in tail_lines(folder / name, _TAIL_BYTES):
             at, lane, recorded = line.get("at"), line.get("lane"), line.get("spans")
             if not (is_moment(at) and isinstance(lane, str) and isinstance(recorded, list)):

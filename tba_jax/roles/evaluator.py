@@ -4,7 +4,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,17 +16,19 @@ from tba_jax.decoding.slots import row_keys
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program
 from tba_jax.rewards.responses import response_texts, reward_texts
-from tba_jax.roles import evaluation_alarms, sampler
+from tba_jax.roles import sampler
 from tba_jax.roles.evaluation_figures import STDERR, majority, mean, pass_at, perplexity, with_stderr
 from tba_jax.roles.reference import ReferencePolicy, policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler
 from tba_jax.roles.work import Work, policy_peaks
-from tba_jax.run import best_step, layout, metrics, places, snapshots
+from tba_jax.run import best_step, layout, places, snapshots
 from tba_jax.run import contract as contract_lib
 from tba_jax.run.damaged_snapshots import DamagedSnapshots
-from tba_jax.run.metrics import TimeAccount
-from tba_jax.run.record import Record
 from tba_jax.tasks.interface import EncodedQuery, HasFinalAnswer, HasMeasures, Task
+from tba_jax.telemetry import metrics
+from tba_jax.telemetry.alarms import Watch
+from tba_jax.telemetry.record import Record
+from tba_jax.telemetry.time_account import TimeAccount
 from tba_jax.text.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -300,6 +302,11 @@ def report_scalars(report: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in report.items() if isinstance(value, float) and name != "time"}
 
 
+def counts(report: Mapping[str, Any], config: Any) -> dict[str, float]:
+    """How many responses a report is of, and how many of them have no score, as alarms look at them."""
+    return {"unscored": report["unscored"], "rows": report["queries"] * (1 + config.evaluation.samples_per_query)}
+
+
 def sample_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
     """The samples of a report, as tables of trackers take them."""
     return [{"kind": kind} | response for kind, responses in report["samples"].items() for response in responses]
@@ -346,11 +353,10 @@ def run_evaluator(
     A damaged one is told, and left out until it is published again: neither this role nor the end of the run waits for it.
     """
     record = account.record
-    writer = metrics.open_writer(config, run, "evaluator", role="evaluator", cost=record.cost)
+    writer = metrics.open_writer(config, run, "evaluator", role="evaluator", status=record.status)
     record.status.phase("")
     damaged, scores = DamagedSnapshots(run.policies, follows=NOT_EVALUATED), best_step.Scores(run.evaluations)
-    watchdog = evaluation_alarms.watchdog(run, config)
-    record.profiler.starts_at(max(layout.steps_in(run.evaluations), default=0))
+    watch = Watch(run.metrics("evaluator"), config, role="evaluator")
 
     def afresh() -> PendingSteps:  # a trainer that resumes may have changed the last step
         return PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=contract_lib.steps_of(run))
@@ -370,7 +376,8 @@ def run_evaluator(
             if run.id:
                 contract_lib.check_is_there(run)
             step = pending[-1] if finished else pending[0]
-            with account.measure("evaluate"), record.profiler.batch(step, most=1):
+            record.profiler.batch(step, most=1)
+            with account.measure("evaluate"):
                 report = damaged.attempt(step, functools.partial(evaluator.evaluate, step))
         except FileNotFoundError:
             # The snapshot was pruned meanwhile.
@@ -378,9 +385,9 @@ def run_evaluator(
             continue
         if report is None:
             continue
-        record.step, best = report["step"], scores.best()
+        record.status.step, best = report["step"], scores.best()
         writer.write(report["step"], report_scalars(report) | best_step.figures(best) | evaluator.rates | account.shares())
-        watchdog.look(report["step"], evaluation_alarms.point(report, config))
+        watch.look(report["step"], counts(report, config))
         writer.table("samples", report["step"], sample_rows(report))
         figures = f"greedy reward {with_stderr(report, 'greedy_reward')}, sampled {with_stderr(report, 'sampled_reward')}"
         log.info("; ".join(filter(None, (f"step {step}: {figures}", best_step.told(best, apart_from=step)))))

@@ -7,9 +7,7 @@ import functools
 import time
 from collections.abc import Callable
 
-from tba_jax.roles import evaluation_alarms
-from tba_jax.roles.evaluator import NOT_EVALUATED, Evaluator, PendingSteps, report_scalars, sample_rows
-from tba_jax.roles.searcher import alarm_rules
+from tba_jax.roles.evaluator import NOT_EVALUATED, Evaluator, PendingSteps, counts, report_scalars, sample_rows
 from tba_jax.roles.searcher.appender import LOOK_SECONDS, SearchReport
 from tba_jax.roles.searcher.reward_watch import RewardWatch
 from tba_jax.roles.searcher.samples import SampleTables
@@ -18,9 +16,11 @@ from tba_jax.roles.trainer.loop import end
 from tba_jax.roles.trainer.recorder import Recorder
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.roles.work import Work, policy_peaks
-from tba_jax.run import best_step, layout, metrics, processes, snapshots
+from tba_jax.run import best_step, layout, processes, snapshots
 from tba_jax.run.damaged_snapshots import DamagedSnapshots
-from tba_jax.run.status import Status
+from tba_jax.telemetry import metrics
+from tba_jax.telemetry.alarms import Watch
+from tba_jax.telemetry.status import Status
 
 
 def run_interleaved(
@@ -39,7 +39,7 @@ def run_interleaved(
     record = trainer.record
     evaluations = _Evaluations(evaluator, run, trainer) if evaluator is not None else None
     record.status.phase("")
-    record.profiler.starts_at(trainer.step_number)
+    record.profiler.step(trainer.step_number + 1)
     trainer.flush_snapshot()
     if evaluations:
         evaluations.catch_up()
@@ -51,13 +51,12 @@ def run_interleaved(
         if searches and not search_record.watch.may_search:
             time.sleep(trainer.config.searchers.poll_seconds)
             continue
-        with record.profiler.step(trainer.step_number + 1):
-            if searches and (report := _search(trainer, searcher, search_record, goes_on)) is None:
-                break
-            trainer.poll()
-            measurements = trainer.step()
+        if searches and (report := _search(trainer, searcher, search_record, goes_on)) is None:
+            break
+        trainer.poll()
+        measurements = trainer.step()
         lacks_rows = measurements is None
-        record.profiler.ended(trainer.step_number)
+        record.profiler.step(trainer.step_number + 1)
         trainer.report_problems()
         if measurements is None:
             continue
@@ -68,9 +67,11 @@ def run_interleaved(
         if evaluations:
             evaluations.catch_up()
     finished = end(trainer, recorder)
-    for each in (searcher, search_record, evaluations):
-        if each is not None:
-            each.close()
+    searcher.close()
+    reason = "finished" if finished else "stopped"
+    search_record.close(reason)
+    if evaluations:
+        evaluations.close(reason)
     return finished
 
 
@@ -99,9 +100,10 @@ class _SearchRecord:
         config, name = trainer.config, "searcher-0"
         self._peaks = policy_peaks(searcher.mesh, config)
         self._work = self._before = Work()  # of the sampler, up to the last batch and up to the one before
-        self._writer = metrics.open_writer(config, run, name, role="searcher", cost=trainer.record.cost)
-        self._tables, self._status = SampleTables(self._writer, config), Status(run.metrics(name))
-        self._watchdog = alarm_rules.watchdog(run, config, name=name)
+        self._status = Status(run.metrics(name))
+        self._writer = metrics.open_writer(config, run, name, role="searcher", status=self._status)
+        self._tables = SampleTables(self._writer, config)
+        self._alarms = Watch(run.metrics(name), config, role="searcher")
         self.watch = RewardWatch(give_up_seconds=config.searchers.give_up_seconds)
 
     def goes_on(self, searcher: Searcher, stop: Callable[[], bool]) -> bool:
@@ -115,7 +117,7 @@ class _SearchRecord:
         self.watch.note(report)
         self._before, self._work = self._work, report.work
         self._tables.note(report.samples, policy_step=report.policy_step)
-        self._watchdog.look(step, alarm_rules.point(report))
+        self._alarms.look(step, report.counts)
 
     def write(self, step: int, report: SearchReport) -> None:
         """Writes the point of a batch."""
@@ -123,8 +125,10 @@ class _SearchRecord:
         rates = {"computed_tokens_per_second": done.computed / report.seconds} | done.shares(report.seconds, self._peaks)
         self._writer.write(step, _scalars(report) | rates)
 
-    def close(self) -> None:
+    def close(self, reason: str) -> None:
+        """Args: reason: see Status.close."""
         self._writer.close()
+        self._status.close(reason)
 
 
 def _load(searcher: Searcher, step: int) -> None:
@@ -142,25 +146,27 @@ class _Evaluations:
 
     def __init__(self, evaluator: Evaluator, run: layout.RunDir, trainer: Trainer):
         self._config = config = trainer.config
-        self._watchdog = evaluation_alarms.watchdog(run, config)
+        self._watch = Watch(run.metrics("evaluator"), config, role="evaluator")
         self._damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
         self._evaluator, self._scores = evaluator, best_step.Scores(run.evaluations)
-        self._record = trainer.record
-        self._writer = metrics.open_writer(config, run, "evaluator", role="evaluator", cost=self._record.cost)
+        self._status = Status(run.metrics("evaluator"))
+        self._writer = metrics.open_writer(config, run, "evaluator", role="evaluator", status=self._status)
         self._pending = PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=config.learner.steps)
 
     def catch_up(self) -> None:
         for step in self._damaged.without(self._pending()):
-            with self._record.timeline.measure("evaluate"):
-                report = self._damaged.attempt(step, functools.partial(self._evaluator.evaluate, step))
+            report = self._damaged.attempt(step, functools.partial(self._evaluator.evaluate, step))
             if report is not None:
                 best = best_step.figures(self._scores.best())
                 self._writer.write(step, report_scalars(report) | best | self._evaluator.rates)
-                self._watchdog.look(step, evaluation_alarms.point(report, self._config))
+                self._watch.look(step, counts(report, self._config))
                 self._writer.table("samples", step, sample_rows(report))
+                self._status.step = step
 
-    def close(self) -> None:
+    def close(self, reason: str) -> None:
+        """Args: reason: see Status.close."""
         self._writer.close()
+        self._status.close(reason)
 
 
 def _scalars(report: SearchReport) -> dict[str, float]:

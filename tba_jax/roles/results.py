@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tba_jax.roles import evaluation_figures
-from tba_jax.run import best_step, events, json_lines, layout, metrics
+from tba_jax.run import best_step, layout
+from tba_jax.telemetry import metrics
 from tba_jax.text.visible import visible_line
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ def figures(run: layout.RunDir) -> dict[str, float]:
         largest, gap = max(largest, last["staleness_max"]), max(gap, last.get("logprob_gap_max", gap))
     if not last:
         return {}
-    told = json_lines.each(run.metrics("trainer") / events.FILE)
-    since = ", since it resumed" if any(line.get("event") == "resume" for line in told) else ""
+    since = ", since it resumed" if last.get("resumed_from") else ""
     return {
         "mean staleness (steps)": staleness / count,
         "largest staleness (steps)": largest,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from tba_jax.replay import segment
 from tba_jax.replay.log import REGISTER
 from tba_jax.roles import placement as placement_lib
-from tba_jax.roles.lives import Life, State, Supervised
 from tba_jax.roles.placement import Placement
 from tba_jax.roles.role_processes import RoleProcesses
 from tba_jax.roles.verdicts import Verdict, judge, pause_seconds
@@ -36,7 +35,6 @@ class _Role:
         self.name, self._arguments, self._placement, self._run, self._lifeline = name, list(arguments), placement, run, line
         self.kind = name.split("-")[0]
         self.started = self.next_start = self.next_look = 0.0
-        self.began = 0.0  # `started` by the clock that files tell: unix seconds
         # This role starts once these roles are at work.
         self.after: list[_Role] = []
         # Lives; deaths without ten minutes of life in between; deaths and refusals of storage in a row without any work between.
@@ -71,21 +69,10 @@ class _Role:
             return 0
 
     def start(self) -> None:
-        self.started, self.began, self._metrics_before = time.monotonic(), time.time(), self.metrics_size()
+        self.started, self._metrics_before = time.monotonic(), self.metrics_size()
         self.starts += 1
         parts = placement_lib.split(self._placement)
         self.life = RoleProcesses(self.name, self._arguments, parts, self._run, self._lifeline)
-
-    def told(self) -> Life:
-        """What the terminal shows of it."""
-        if self.rests or self.done:
-            state = State.RESTS if self.rests else State.DONE
-        elif self.life is not None:
-            state = State.RUNS
-        else:
-            state = State.PAUSES if self.starts else State.BEFORE
-        due_in = max(0.0, self.next_start - time.monotonic()) if state is State.PAUSES else 0.0
-        return Life(state=state, began=self.began, due_in=due_in, deaths=self.deaths, refusals=self.refusals_in_a_row)
 
     def poll(self) -> int | None:
         """The exit code, or None while it runs."""
@@ -103,7 +90,6 @@ class Supervisor:
         self._roles: list[_Role] = []
         self._proof = run.finished
         self._is_away, self._next_look = False, 0.0
-        self._stops = False
         # See _signs_of_rows; None before searchers die.
         self._signs: tuple[int, dict[str, tuple[int, bytes]]] | None = None
 
@@ -145,10 +131,6 @@ class Supervisor:
                     waiting.discard(role.name)
             time.sleep(_POLL_SECONDS)
         return 0
-
-    def told(self) -> Supervised:
-        """What the terminal shows; it asks in a thread of its own."""
-        return Supervised(lives={role.name: role.told() for role in self._roles}, is_away=self._is_away, stops=self._stops)
 
     def _look_for_the_run(self) -> None:
         """Says so when the workdir does not hold the run any more, or again. Roles that wait for it are started at once then."""
@@ -293,7 +275,6 @@ class Supervisor:
 
     def close(self) -> None:
         """Asks all roles to stop, kills those that do not within stop_seconds, and waits until none is left."""
-        self._stops = True
         running = [role.life for role in self._roles if role.life is not None and role.poll() is None]
         for life in running:
             life.terminate()

@@ -10,8 +10,8 @@ import numpy as np
 from tba_jax.models import flops
 from tba_jax.models.config import DecoderConfig
 from tba_jax.packing.row_layout import Plan
-from tba_jax.run import device_peaks
-from tba_jax.run.device_peaks import Peaks
+from tba_jax.telemetry import device_peaks
+from tba_jax.telemetry.device_peaks import Peaks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Files of JSON lines that processes append to and that a kill may cut short: metrics, events, timelines."""
+"""Files of JSON lines that processes append to and that a kill may cut short: metrics, alarms."""
 
 import json
 import os

@@ -12,7 +12,6 @@ from tba_jax.models.parameters import Params
 from tba_jax.run import layout, snapshots
 from tba_jax.run.places import Place
 from tba_jax.run.process_group import Alone, Group, Member
-from tba_jax.run.record import Record
 from tba_jax.run.snapshots import SnapshotInfo
 
 
@@ -100,7 +99,6 @@ class Publisher:
         all_durable: bool = False,
         check: Callable[[], None] = snapshots.no_check,
         group: Group | None = None,
-        record: Record | None = None,
     ):
         """
         Args:
@@ -108,9 +106,8 @@ class Publisher:
           all_durable: whether a reader may need a snapshot again after a loss of power.
           check: called before a snapshot becomes visible; if it raises, the snapshot stays hidden and `wait` raises.
           group: of the processes that hold the weights; they are called to `publish`. None: this process alone.
-          record: of this process; None: nothing is recorded.
         """
-        self._group, self._record = group or Alone(), record or Record()
+        self._group = group or Alone()
         self._others = FollowersShards(self._group, "policy") if self._group.processes > 1 else None
         self._policies, self._check, self._all_durable = policies, check, all_durable
         self._dtype = dtype
@@ -159,18 +156,16 @@ class Publisher:
                     return
                 params, info = self._waiting.pop(0)
                 self._current = info.step
-            with self._record.timeline.measure("publish"):
-                snapshots.save(
-                    self._policies / layout.step_name(info.step),
-                    params,
-                    info,
-                    dtype=self._dtype,
-                    durable=self._all_durable or self._stays(info.step),
-                    check=self._check,
-                    others=self._others,
-                )
-                self._record.events.tell("publish", step=info.step)
-                self._prune()
+            snapshots.save(
+                self._policies / layout.step_name(info.step),
+                params,
+                info,
+                dtype=self._dtype,
+                durable=self._all_durable or self._stays(info.step),
+                check=self._check,
+                others=self._others,
+            )
+            self._prune()
 
     def wait(self) -> None:
         """Returns when every snapshot handed over is visible. If a write failed, raises its error and drops the waiting ones."""

@@ -67,7 +67,7 @@ c.evaluation.examples = setting(1024, at_least=0, free=True)  # the first held-o
 
 c.metrics = ConfigDict()
 c.metrics.every_steps = setting(10, at_least=1, free=True)
-c.metrics.event_megabytes = setting(256.0, above=0, free=True)  # of TensorBoard events that are kept, the newest
+c.metrics.megabytes = setting(256.0, above=0, free=True)  # of JSON lines that are kept, the newest
 c.metrics.sinks = setting(("tensorboard",), registry="sinks", free=True)  # also wandb, trackio; metrics.jsonl has every point
 c.metrics.project = setting("tba_jax", free=True)  # of wandb and trackio
 c.metrics.group = setting("", free=True)  # of wandb and trackio; "": name of the workdir and id of the run

@@ -24,10 +24,11 @@ from tba_jax.models.hugging_face import export as export_lib
 from tba_jax.models.hugging_face import load
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
-from tba_jax.run import layout, metrics
-from tba_jax.run.alarms import Alarms
+from tba_jax.run import layout
 from tba_jax.run.checkpoints import Checkpoints
-from tba_jax.supervised import alarm_rules, examples, objectives
+from tba_jax.supervised import examples, objectives
+from tba_jax.telemetry import metrics
+from tba_jax.telemetry.alarms import Alarms
 from tba_jax.text.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -141,12 +142,19 @@ class Tuning:
 
     def _tell_what_it_learned(self) -> None:
         """Tells an alarm where a reward model has learned nothing of use."""
-        training, pairs = self._plan.config.training, len(self._evaluated)
-        found = alarm_rules.reward_model_guesses(self.first, self.newest, pairs=pairs, training=training, steps=self.step)
-        if found is not None:
-            alarms = Alarms(self._plan.run.metrics("supervised"))
-            told = dict(sentence=found.sentence, advice=found.advice)
-            alarms.tell(kind=alarm_rules.REWARD_MODEL_GUESSES, **told, step=self.step)
+        pairs, before, after = len(self._evaluated), self.first["pair_accuracy"], self.newest["pair_accuracy"]
+        error = 0.5 / math.sqrt(pairs)  # of a guess, which is right in half of the pairs
+        if after > max(0.55, 0.5 + 2 * error) and (after >= 0.75 or after - before > 2 * error):
+            return
+        Alarms(self._plan.run.metrics("supervised")).tell(
+            kind="reward_model_guesses",
+            sentence=f"the reward model hardly learned: its held-out pair accuracy went from {before:.3f} to {after:.3f} on "
+            f"{pairs:,} pairs, where guessing has 0.5 with a standard error of {error:.3f}",
+            advice="in a new --workdir train longer (training.epochs) or at a higher training.learning_rate, from a model that "
+            "has seen such texts (--config.kind=sft first); look whether data.chosen_field and data.rejected_field are the right "
+            "ones; more held-out pairs give a surer figure (data.heldout_share)",
+            step=self.step,
+        )
 
     @property
     def _evaluated(self) -> Sequence[Any]:

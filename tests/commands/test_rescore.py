@@ -10,10 +10,11 @@ from tba_jax.replay import journal
 from tba_jax.replay.expiry import remove_segments
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tba_jax.run import layout, metrics
+from tba_jax.run import layout
 from tba_jax.run.lease import EpochLease
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.interface import Query, Scores
+from tba_jax.telemetry import metrics
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")

@@ -10,7 +10,7 @@ import pytest
 
 from tba_jax import __main__ as commands
 from tba_jax.commands import version
-from tba_jax.run import beginnings
+from tba_jax.telemetry import beginnings
 from tests.support import tiny_run
 
 

@@ -23,10 +23,11 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.replay.validation import REJECTIONS, validate_rows
 from tba_jax.rewards.responses import response_texts, reward_texts
 from tba_jax.roles.searcher import searcher
-from tba_jax.run import metrics, snapshots
-from tba_jax.run.metrics import TimeAccount
+from tba_jax.run import snapshots
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.interface import EncodedQuery, Query, Scores
+from tba_jax.telemetry import metrics
+from tba_jax.telemetry.time_account import TimeAccount
 from tba_jax.text import stop_strings
 from tba_jax.trajectory import RowShape, response_mask
 from tests.support import frozen_runs, tiny_run

@@ -4,7 +4,7 @@ import pytest
 
 from tba_jax.experiment import bounds, composition
 from tba_jax.models import flops
-from tba_jax.run.device_peaks import PEAKS, Peaks
+from tba_jax.telemetry.device_peaks import PEAKS, Peaks
 from tests.support import tiny_run
 
 LLAMA = 8_030_261_248

@@ -3,8 +3,8 @@
 import pytest
 
 from tba_jax.experiment import jobs, prompt_check, training
-from tba_jax.run import alarms
 from tba_jax.tasks.interface import SPLITS
+from tba_jax.telemetry import alarms
 from tests.support import random_checkpoints, task_files, tiny_checkpoints, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")

@@ -1,39 +1,22 @@
 """Events of all roles as marks with a step and a time."""
 
-import json
-
 import numpy as np
 
 from tba_jax.reporting import marks
 from tba_jax.reporting.marks import Mark
+from tba_jax.telemetry.status import Status
 
 
-def events(folder, *found):
-    folder.mkdir()
-    (folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in found) + '{"time": 3, "ev')
-
-
-def test_events_of_all_roles_come_in_the_order_of_time(tmp_path):
-    events(
-        tmp_path / "trainer", {"time": 5.0, "event": "publish", "step": 2}, {"time": 1.0, "event": "start", "step": 0, "pid": 7}
-    )
-    events(tmp_path / "searcher-0", {"time": 6.0, "event": "swap", "step": 2}, {"time": "x", "event": "swap"}, {"event": "end"})
-    found = marks.read({role: tmp_path / role for role in ("trainer", "searcher-0", "absent")})
-    assert [(mark.role, mark.kind) for mark in found.marks] == [
-        ("trainer", "start"),
-        ("trainer", "publish"),
-        ("searcher-0", "swap"),
-    ]
-    assert found.counts == {"publish": 1, "swap": 1, "start": 1} and found.starts_of("trainer") == [1.0]
-
-
-def test_very_many_marks_are_thinned_evenly(tmp_path):
-    many = [{"time": float(i), "event": "publish", "step": i} for i in range(10_000)]
-    events(tmp_path / "trainer", *many, {"time": 5.5, "event": "resume", "step": 5})
-    found = marks.read({"trainer": tmp_path / "trainer"})
-    published = [mark.step for mark in found.marks if mark.kind == "publish"]
-    assert len(published) == marks.MOST_OF_A_KIND and published[0] == 0 and published[-1] == 9_999
-    assert max(np.diff(published)) <= 35 and found.counts == {"publish": 10_000, "resume": 1}
+def test_the_newest_starts_and_the_ends_are_what_roles_say(tmp_path):
+    folders = {role: tmp_path / role for role in ("trainer", "searcher-0", "absent")}
+    for role, phase, started in (("trainer", "finished", 5.0), ("searcher-0", "", 3.0)):
+        folders[role].mkdir()
+        Status(folders[role], process={"started": started, "host": "here"}).close(phase)
+    found = marks.read(folders)
+    assert [start["role"] for start in found.starts] == ["searcher-0", "trainer"] and found.starts_of("trainer") == [5.0]
+    assert not marks.has_ended(folders)
+    Status(folders["searcher-0"]).close("stopped")
+    assert marks.has_ended(folders)
 
 
 def test_a_mark_gets_the_time_or_step_that_it_lacks_from_the_trainer():

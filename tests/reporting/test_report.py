@@ -13,7 +13,7 @@ from tba_jax.replay.log import LogWriter
 from tba_jax.reporting import gathering, report
 from tba_jax.reporting import rows as rows_lib
 from tba_jax.run import contract, layout
-from tba_jax.run.alarms import Alarms
+from tba_jax.telemetry.alarms import Alarms
 from tests.support import browser, frozen_runs, hostile_runs, tiny_run
 
 
@@ -159,7 +159,7 @@ def test_rows_that_no_trainer_takes_do_not_hide_the_others(tmp_path):
 def test_numbers_that_cannot_be_end_no_report(hostile, tmp_path, value):
     run = type(hostile)(tmp_path / "run")
     shutil.copytree(hostile.root, run.root)
-    for name in ("metrics.jsonl", "events.jsonl", "timeline.jsonl", "status.json", "alarms.jsonl"):
+    for name in ("metrics.jsonl", "status.json", "alarms.jsonl"):
         path = run.metrics("trainer") / name
         first = json.loads(path.read_text().splitlines()[0])
         changed = [json.dumps(first | {key: value}) for key in first]

@@ -13,7 +13,8 @@ from tba_jax.reporting import stories
 from tba_jax.reporting.live_run import LiveRun
 from tba_jax.reporting.viewer import figure, make_app
 from tba_jax.run import layout, places
-from tba_jax.run.alarms import Alarms
+from tba_jax.telemetry.alarms import Alarms
+from tba_jax.telemetry.status import Status
 from tba_jax.text.visible import visible
 from tests.support import frozen_runs, hostile_runs
 
@@ -307,15 +308,11 @@ def test_a_sentence_says_who_waits_most(run, times, told):
 
 
 def test_a_run_whose_processes_have_ended_is_not_called_live(run):
-    now = time.time()
-    (run.run.metrics("trainer") / "events.jsonl").write_text(f'{{"time": {now}, "event": "end", "step": 2}}\n')
     run.run.metrics("searcher-0").mkdir()
-    status = {"waits": "", "since": 0.0, "trouble": "", "phase": "stopped", "phase_since": now, "phase_of": [0, 0], "time": now}
-    (run.run.metrics("trainer") / "status.json").write_text(json.dumps(status))
-    client, told = enter(run), run.run.metrics("searcher-0") / "events.jsonl"
-    told.write_text(f'{{"time": {now}, "event": "start", "step": 2}}\n')
+    Status(run.run.metrics("trainer")).close("stopped")
+    searcher, client = Status(run.run.metrics("searcher-0")), enter(run)
     assert "The run is live" in texts(page(client, "/run/0/"))
-    told.write_text(told.read_text() + f'{{"time": {now}, "event": "end", "step": 2}}\n')
+    searcher.close("stopped")
     assert "The run is stopped" in texts(page(client, "/run/0/"))
 
 

@@ -14,11 +14,12 @@ from tba_jax import sharding
 from tba_jax.experiment import composition, jobs, training
 from tba_jax.models import parameters
 from tba_jax.roles import evaluator
-from tba_jax.run import alarms, contract, layout, metrics, places, snapshots
-from tba_jax.run.metrics import TimeAccount
-from tba_jax.run.record import Record
+from tba_jax.run import contract, layout, places, snapshots
 from tba_jax.run.snapshots import COMMIT, SnapshotInfo
 from tba_jax.tasks.interface import Scores
+from tba_jax.telemetry import alarms, metrics
+from tba_jax.telemetry.record import Record
+from tba_jax.telemetry.time_account import TimeAccount
 from tests.support import applied, tiny_run
 
 

@@ -4,8 +4,8 @@ import json
 import tracemalloc
 
 from tba_jax.roles import results
-from tba_jax.run import events, layout, metrics
-from tba_jax.run.cost import Cost
+from tba_jax.run import layout
+from tba_jax.telemetry import metrics
 from tests.support import role_files
 
 
@@ -57,7 +57,7 @@ def test_a_run_that_was_stopped_early_shows_what_is_there(tmp_path, capsys):
     assert "step 0" in told and "0.125 ± 0.010" in told and "rows seen by the trainer" in told and "results in" not in told
     assert (tmp_path / "progress.png").read_bytes()[:4] == b"\x89PNG"
     assert "since it resumed" not in told
-    events.Events(run.metrics("trainer"), cost=Cost()).tell("resume", step=3)
+    role_files.write_lines(run, "trainer", [{"step": 6, "ago": 0.5, "reward": 0.5, "resumed_from": 3.0, **figures}])
     results.tell(run, label="demo", score_name="accuracy")
     told = capsys.readouterr().out
     assert "trainer steps per second, since it resumed" in told and "rows seen by the trainer  " in told

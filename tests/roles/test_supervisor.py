@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tba_jax.roles import supervisor, verdicts
-from tba_jax.roles.lives import State
 from tba_jax.roles.placement import Placement
 from tba_jax.roles.supervisor import Supervisor
 from tba_jax.roles.verdicts import Verdict
@@ -198,18 +197,14 @@ def roles(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", instead_of_main)
 
-    def run(kinds, *, until, max_restarts=2, stop=lambda: False, share_cores=False, run_dir=None, told=None):
+    def run(kinds, *, until, max_restarts=2, stop=lambda: False, share_cores=False, run_dir=None):
         monkeypatch.setattr(verdicts, "FIRST_PAUSE_SECONDS", 0.05)
-
-        def note(processes):
-            if told is not None:
-                told.append(processes.told())
 
         processes = Supervisor(run_dir or RunDir(tmp_path), max_restarts=max_restarts, stop_seconds=5.0)
         placement = Placement(cpus=tuple(os.sched_getaffinity(0)) if share_cores else ())
         commands = {kind: ((kind, str(tmp_path), str(run_dir.root if run_dir else tmp_path)), placement) for kind in kinds}
         try:
-            code = processes.run(commands, until=until, stop=lambda: note(processes) or stop())
+            code = processes.run(commands, until=until, stop=stop)
         finally:
             processes.close()
         assert all(process.poll() is not None for process in started)
@@ -222,20 +217,6 @@ def roles(tmp_path, monkeypatch):
 def test_a_role_that_ends_too_early_is_started_again(roles, tmp_path, kind, starts):
     assert roles([kind, "stays"], until=[kind]) == (0, {kind: starts, "stays": 1})
     assert RunDir(tmp_path).log(kind).read_text() == f"{kind} was here\n" * starts
-
-
-def test_the_lives_of_a_role_are_told(roles):
-    kind, told, begin = "trainer-dies-after-a-while", [], time.time()
-    gives_up = "searcher-code5"
-    code, starts = roles([kind, gives_up, "searcher-stays"], until=[kind], told=told)
-    assert code == 0 and starts[kind] == 3 and told[-1].lives[gives_up].state is State.RESTS
-    lives = [each.lives[kind] for each in told]
-    states = [(state, deaths) for (state, deaths), _ in itertools.groupby((life.state, life.deaths) for life in lives)]
-    deaths = [(State.PAUSES, 1), (State.RUNS, 1), (State.PAUSES, 2), (State.RUNS, 2)]
-    assert states == [(State.BEFORE, 0), (State.RUNS, 0), *deaths], "it is done when nobody asks any more"
-    began = sorted({life.began for life in lives})
-    assert began[0] == 0.0 and begin < began[1] < began[2] < began[3] < time.time()
-    assert all(0 <= life.due_in <= 0.1 for life in lives) and not any(each.is_away or each.stops for each in told)
 
 
 @pytest.mark.parametrize("share_cores, patience, waits", [(True, 60.0, True), (True, 0.2, False), (False, 60.0, False)])

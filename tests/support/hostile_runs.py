@@ -10,7 +10,7 @@ from tba_jax.experiment import composition
 from tba_jax.replay import journal
 from tba_jax.replay.log import LogWriter
 from tba_jax.run import contract, layout, places
-from tba_jax.run.alarms import Alarms
+from tba_jax.telemetry.alarms import Alarms
 from tba_jax.text.tokenizers import CharacterTokenizer
 from tests.support import tiny_run
 
@@ -92,7 +92,7 @@ def _rows(shape: trajectory.RowShape) -> dict[str, np.ndarray]:
 
 
 def _write_roles(run: layout.RunDir) -> None:
-    """Metrics, statuses, alarms, events and spans of a trainer, and of a role whose name is one of the strings."""
+    """Metrics, statuses and alarms of a trainer, and of a role whose name is one of the strings."""
     for role in ("trainer", STRINGS[2].replace("/", "∕")):
         folder = run.metrics(role)
         folder.mkdir(parents=True)
@@ -101,16 +101,8 @@ def _write_roles(run: layout.RunDir) -> None:
             shares = {f"time_{STRINGS[2]}": 0.5, "time_wait_rows": 0.25, "time_other": 0.25}
             lines.append({"step": step, "time": 1_000.0 + step, "reward": step / 20, "loss": 1.0, STRINGS[0]: 1.0, **shares})
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        status = {"waits": STRINGS[0], "since": 1_000.0, "trouble": STRINGS[2], "phase": STRINGS[3]}
+        process = {"started": 1_000.0, "host": STRINGS[0], "devices": STRINGS[2], "pid": 1}
+        process |= {"versions": {STRINGS[0]: STRINGS[3]}, "code": {"version": STRINGS[2], "commit": STRINGS[1]}}
+        status = {"waits": STRINGS[0], "since": 1_000.0, "trouble": STRINGS[2], "phase": STRINGS[3], "process": process}
         (folder / "status.json").write_text(json.dumps(status))
         Alarms(folder).tell(kind=STRINGS[5], sentence=STRINGS[2], advice=STRINGS[1], step=3)
-        events = [
-            {"time": 1_000.0, "event": "start", "step": 0, "host": STRINGS[0], "devices": STRINGS[2], "pid": 1}
-            | {"versions": {STRINGS[0]: STRINGS[3]}, "code": {"version": STRINGS[2], "commit": STRINGS[1]}},
-            {"time": 1_005.0, "event": "compiled", "step": 1, "what": STRINGS[2], "seconds": 1.0},
-            {"time": 1_006.0, "event": "resume", "step": 5, "from_step": 1},
-            {"time": 1_020.0, "event": "end", "step": 20, "reason": STRINGS[6]},
-        ]
-        (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-        spans = [[STRINGS[2], 0.1, 0.5], ["wait_rows", 0.6, 0.4]]
-        (folder / "timeline.jsonl").write_text(json.dumps({"at": 1_001.0, "lane": STRINGS[0], "spans": spans}) + "\n")

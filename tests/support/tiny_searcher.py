@@ -19,10 +19,10 @@ from tba_jax.roles.searcher import loop
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.searcher.stream import query_order, writer_number
 from tba_jax.run import layout, snapshots
-from tba_jax.run.metrics import TimeAccount
-from tba_jax.run.profiles import Window
-from tba_jax.run.record import Record
 from tba_jax.tasks.interface import Query, Scores, Task
+from tba_jax.telemetry.profiles import Window
+from tba_jax.telemetry.record import Record
+from tba_jax.telemetry.time_account import TimeAccount
 from tests.support import applied, tiny_run
 
 Q, S, R = 3, 4, 12  # queries of a batch, samples of a query, response tokens
@@ -66,6 +66,7 @@ def run_searcher(s: jobs.Invocation, made: Searcher, look: Callable[[], None], p
     try:
         loop.run_searcher(made, s.config, s.run, name="tested", account=TimeAccount(record), stop=stop)
     finally:
+        record.status.flush()
         (refresher,) = threads
         refresher.join(timeout=10)
         assert not refresher.is_alive()

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from tba_jax.run import contract, layout, metrics
+from tba_jax.run import contract, layout
+from tba_jax.telemetry import metrics
 from tests.support import tiny_run
 
 ID = "0123456789abcdef0123456789abcdef"

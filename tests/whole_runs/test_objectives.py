@@ -5,7 +5,8 @@ import math
 import pytest
 
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.run import layout, metrics
+from tba_jax.run import layout
+from tba_jax.telemetry import metrics
 from tests.support import tiny_run
 
 STEPS = 20

@@ -10,8 +10,9 @@ from tba_jax.commands import audit
 from tba_jax.experiment import jobs, other_runs, training
 from tba_jax.replay import journal
 from tba_jax.roles.trainer import loop as trainer_loop
-from tba_jax.run import layout, metrics
-from tba_jax.run.metrics import TimeAccount
+from tba_jax.run import layout
+from tba_jax.telemetry import metrics
+from tba_jax.telemetry.time_account import TimeAccount
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")

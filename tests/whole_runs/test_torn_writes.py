@@ -39,7 +39,6 @@ KINDS = [
     "replay/expired.json",
     "reference/initial.json",
     "metrics/trainer/metrics.jsonl",
-    "metrics/trainer/events.jsonl",
     "metrics/trainer/status.json",
     "grant.json",
     "finished.json",

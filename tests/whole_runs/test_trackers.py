@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 
-from tba_jax.run import layout, metrics
+from tba_jax.run import layout
+from tba_jax.telemetry import metrics
 from tests.support import tiny_run, wandb_files
 
 pytest.importorskip("wandb", reason="wandb is not installed")

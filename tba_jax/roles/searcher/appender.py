@@ -25,7 +25,6 @@ from tba_jax.rewards.responses import response_texts, reward_texts
 from tba_jax.roles.searcher.samples import Samples
 from tba_jax.roles.work import Work
 from tba_jax.run import processes
-from tba_jax.run.timeline import Timeline
 from tba_jax.tasks.interface import CountsGrades, EncodedQuery, Scores, Task
 from tba_jax.text.tokenizers import Tokenizer
 
@@ -66,6 +65,11 @@ class SearchReport:
     equal_reward_groups: float = float("nan")
     work: Work = dataclasses.field(default_factory=Work)
     samples: Samples = dataclasses.field(default_factory=Samples)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The responses, those that ended by themselves and those without a reward, as alarms look at them."""
+        return {"rows": self.rows, "finished_rows": round(self.finished * self.rows), "unscored": self.unscored}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,15 +142,12 @@ class Appender:
         missing_eos_reward: float | None,
         most_waiting: int,
         success_rates: bool = False,
-        timeline: Timeline | None = None,
     ):
         """
         Args:
           most_waiting: the most batches that wait for rewards, and the most calls of the task's rewards at a time.
           success_rates: whether a reward that is not within [0, 1] is refused, see success_counts.
-          timeline: of the process; None: nothing is recorded.
         """
-        self._timeline = timeline or Timeline(None)
         self._log, self._task, self._tokenizer, self._missing_eos_reward = log, task, tokenizer, missing_eos_reward
         self._most_waiting, self._success_rates = most_waiting, success_rates
         self._calls, self._appends = _Threads(most_waiting, "reward"), _Threads(1, "append")
@@ -157,11 +158,7 @@ class Appender:
         """The B texts of the responses, and a future of their scores."""
         texts = response_texts(generation.responses, queries, self._tokenizer)
         asked: dict[str, Any] = dict(task=self._task, missing_eos_reward=self._missing_eos_reward)
-        return texts, self._calls.submit(self._reward, texts, generation.finished, queries, **asked)
-
-    def _reward(self, *batch: Any, **asked: Any) -> Scores:
-        with self._timeline.measure("reward"):
-            return reward_texts(*batch, **asked)
+        return texts, self._calls.submit(reward_texts, texts, generation.finished, queries, **asked)
 
     def put(self, batch: DecodedBatch, *, waits: Callable[[], bool] = lambda: True) -> None:
         """Has the batch appended once its rewards are there. While most_waiting batches wait, waits for the first of them.
@@ -229,8 +226,7 @@ class Appender:
             with self._appending:
                 if self._failed:
                     raise RuntimeError("the searcher has ended")
-                with self._timeline.measure("append"):
-                    self._log.append(rows)
+                self._log.append(rows)
         except BaseException:
             self._failed = True
             raise

@@ -6,18 +6,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tba_jax.roles.searcher import alarm_rules
 from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.roles.searcher.reward_watch import RewardWatch
 from tba_jax.roles.searcher.samples import SampleTables
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.roles.watchdog import Watchdog
 from tba_jax.roles.work import Work, policy_peaks
-from tba_jax.run import contract, grants, layout, metrics, places
-from tba_jax.run.device_peaks import Peaks
-from tba_jax.run.metrics import MetricWriter, TimeAccount
+from tba_jax.run import contract, grants, layout, places
 from tba_jax.run.requests import RequestRate
-from tba_jax.run.status import Status
+from tba_jax.telemetry import metrics
+from tba_jax.telemetry.alarms import Watch
+from tba_jax.telemetry.device_peaks import Peaks
+from tba_jax.telemetry.metrics import MetricWriter
+from tba_jax.telemetry.status import Status
+from tba_jax.telemetry.time_account import TimeAccount
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class _Pause:
 class Rates:
     """Writes a searcher's metrics, a line for each appended batch. Rates begin after the first, which holds the compilation.
 
-    Every batch is also shown to the tables of trackers, and to the watchdog.
+    Every batch is also shown to the tables of trackers, and to the watch for alarms.
     """
 
     def __init__(
@@ -91,12 +92,12 @@ class Rates:
         account: TimeAccount,
         requests: RequestRate,
         tables: SampleTables,
-        watchdog: Watchdog,
+        watch: Watch,
         peaks: Peaks,
     ):
         """Args: peaks: of all devices of the policy."""
         self._writer, self._account, self._requests = writer, account, requests
-        self._tables, self._watchdog, self._peaks, self._work = tables, watchdog, peaks, Work()
+        self._tables, self._watch, self._peaks, self._work = tables, watch, peaks, Work()
         self._batches, self._begin = 0, 0.0
         self._rows = self._tokens = self._value_tokens = self._unscored = 0
 
@@ -105,7 +106,7 @@ class Rates:
             self._batches += 1
             self._unscored += report.unscored
             self._tables.note(report.samples, policy_step=report.policy_step)
-            self._watchdog.look(self._batches, alarm_rules.point(report))
+            self._watch.look(self._batches, report.counts)
             if self._batches == 1:
                 self._account.restart()
                 self._begin, self._work = report.time, report.work
@@ -142,16 +143,15 @@ def run_searcher(
     The batch that is being decoded is completed. Batches that wait for their rewards have searchers.stop_seconds to get them.
     """
     status, profiler = account.record.status, account.record.profiler
-    writer = metrics.open_writer(config, run, name, role="searcher", cost=account.record.cost)
+    writer = metrics.open_writer(config, run, name, role="searcher", status=status)
     watch = RewardWatch(give_up_seconds=config.searchers.give_up_seconds)
     poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds)
     searcher.refresh()
     status.phase("")
     log.info("%s writes replay/%s", name, searcher.writer)
     refresher, pause = _Refresher(searcher, poll_seconds=poll_seconds), _Pause(status, config)
-    tables, watchdog = SampleTables(writer, config), alarm_rules.watchdog(run, config, name=name)
-    rates = Rates(writer, account, RequestRate([run.shared]), tables, watchdog, policy_peaks(searcher.mesh, config))
-    profiler.starts_at(searcher.policy_step)
+    tables, alarms = SampleTables(writer, config), Watch(run.metrics(name), config, role="searcher")
+    rates = Rates(writer, account, RequestRate([run.shared]), tables, alarms, policy_peaks(searcher.mesh, config))
 
     def goes_on() -> bool:
         if stop() or contract.is_finished(run):
@@ -170,8 +170,8 @@ def run_searcher(
         while goes_on():
             if searcher.may_search and watch.may_search:
                 pause.ends()
-                with profiler.batch(searcher.policy_step):
-                    searcher.advance(ahead=lambda: not stop() and watch.may_search, waits=goes_on)
+                profiler.batch(searcher.policy_step)
+                searcher.advance(ahead=lambda: not stop() and watch.may_search, waits=goes_on)
             else:
                 with account.measure("wait_policy" if watch.may_search else "wait_rewards"):
                     time.sleep(poll_seconds)

@@ -10,7 +10,7 @@ from tba_jax.run.processes import NoRewards
 _BATCHES = 3
 # Seconds of the first pause, after which one batch is tried; each further pause is twice as long, up to the longest.
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0
-# The log names batches that have waited longer than this for their rewards.
+# Batches that have waited longer than this for their rewards are a trouble.
 _SLOW_SECONDS = 20.0
 
 
@@ -24,23 +24,16 @@ class RewardWatch:
         self._reason = ""
         # Batches without a reward since the last that had some; when the first of them came; the next try.
         self._streak, self._since, self._next = 0, 0.0, 0.0
-        self._pause = FIRST_PAUSE
         self._waiting, self._waits_since, self._grades = 0, clock(), 0
 
     def note(self, report: SearchReport) -> None:
         """A batch was appended."""
-        self._rows += report.rows
-        self._unscored += report.unscored
-        self._waits_since = self._clock()
+        self._rows, self._unscored = self._rows + report.rows, self._unscored + report.unscored
+        self._waits_since = now = self._clock()
         self._reason = self._reason or report.failure
-        if report.unscored < report.rows:
-            self._streak, self._pause = 0, FIRST_PAUSE
-            return
-        self._since = self._since if self._streak else self._clock()
-        self._streak += 1
-        if self._streak >= _BATCHES:
-            self._next = self._clock() + self._pause
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self._since = self._since if self._streak else now
+        self._streak = 0 if report.unscored < report.rows else self._streak + 1
+        self._next = now + min(FIRST_PAUSE * 2 ** min(max(self._streak - _BATCHES, 0), 99), LONGEST_PAUSE)
 
     def look(self, *, waiting: int, grades: int = 0) -> None:
         """Looks at how many batches wait for their rewards. Raises NoRewards where no reward has come for too long.
@@ -52,12 +45,9 @@ class RewardWatch:
         self._waiting, self._grades = waiting, grades
         limit = f"searchers.give_up_seconds={self._give_up_seconds:g}"
         if self._waited > self._give_up_seconds:
-            raise NoRewards(f"{self._waiting_sentence()}, and none came within {limit}; raise it if rewards take so long")
+            raise NoRewards(f"{self._slow}, and none came within {limit}; raise it if rewards take so long")
         if self._streak and self._clock() - self._since > self._give_up_seconds:
             raise NoRewards(f"{self.trouble}; nothing has had a reward for {limit}")
-
-    def _waiting_sentence(self) -> str:
-        return f"{self._waiting} batches have waited {self._waited:.0f} s for their rewards"
 
     @property
     def may_search(self) -> bool:
@@ -70,14 +60,17 @@ class RewardWatch:
         return self._clock() - self._waits_since if self._waiting else 0.0
 
     @property
+    def _slow(self) -> str:
+        return f"{self._waiting} batches have waited {self._waited:.0f} s for their rewards"
+
+    @property
     def trouble(self) -> str:
-        """Returns one sentence that names the trouble with rewards, "" if there is none."""
+        """One sentence that names the trouble with rewards, "" if there is none."""
         if self._waited > _SLOW_SECONDS:
-            return self._waiting_sentence()
+            return self._slow
         if not self._unscored:
             return ""
-        which = "no row has" if self._unscored == self._rows else "the last rows have" if self._streak else "some rows have"
-        reason = f", {self._reason}" if self._reason else ""
+        which = "no row has a" if self._unscored == self._rows else f"{'the last' if self._streak else 'some'} rows have no"
         pause = "; the searcher pauses, and tries a batch now and then" if self._streak >= _BATCHES else ""
-        no = "a" if self._unscored == self._rows else "no"
-        return f"{which} {no} reward: {self._unscored:,} of {self._rows:,} failed{reason}{pause}"
+        reason = f", {self._reason}" if self._reason else ""
+        return f"{which} reward: {self._unscored:,} of {self._rows:,} failed{reason}{pause}"

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.run.metrics import MetricWriter
 from tba_jax.tasks.interface import EncodedQuery
+from tba_jax.telemetry.metrics import MetricWriter
 
 
 @dataclasses.dataclass(frozen=True)

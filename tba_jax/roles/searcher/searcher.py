@@ -32,8 +32,8 @@ from tba_jax.roles.searcher.appender import Appender, DecodedBatch, SearchReport
 from tba_jax.roles.searcher.quota import Quota
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout
-from tba_jax.run.metrics import TimeAccount
 from tba_jax.tasks.interface import EncodedQuery, Task
+from tba_jax.telemetry.time_account import TimeAccount
 from tba_jax.text.stop_strings import StopStrings
 from tba_jax.text.tokenizers import Tokenizer
 
@@ -86,7 +86,6 @@ class Searcher:
             missing_eos_reward=contract.missing_eos_reward,
             most_waiting=1 if config.schedule.mode == "interleaved" else config.searchers.reward_batches,
             success_rates=config.searchers.prompt_selection == "posterior",
-            timeline=account.record.timeline,
         )
         self._value_states = self._make_state_values(automaton(contract.step_ends, tokenizer, vocab=policy.model.vocab))
         self._jit_keys = jax.jit(row_keys)
@@ -130,27 +129,24 @@ class Searcher:
 
         May be called from a thread beside the one that searches.
         """
-        begin, published = time.monotonic(), self._sampler.published
+        published = self._sampler.published
         if found := self._sampler.load_newest(lag=self._config.searchers.lag):
-            self._note_load(begin)
+            self._note_load()
         if self._sampler.published > published:  # though it may not be taken up yet: the trainer needs rows to go on
             self._quota.renew()
         return found
 
-    def _note_load(self, begin: float) -> None:
-        """A snapshot was taken up. Args: begin: of its loading, time.monotonic."""
+    def _note_load(self) -> None:
+        """A snapshot was taken up."""
         self._stream.look(self._sampler.step)
-        record = self._account.record
-        record.timeline.note("load_policy", begin, time.monotonic())
-        record.events.tell("swap", step=self._sampler.step)
-        record.step = max(record.step, self._sampler.step)
+        status = self._account.record.status
+        status.step = max(status.step, self._sampler.step)
 
     def load_step(self, step: int) -> None:
         """Takes up the snapshot of exactly this trainer step."""
         if step != self._sampler.step:
-            begin = time.monotonic()
             self._sampler.load_step(step)
-            self._note_load(begin)
+            self._note_load()
             self._quota.renew()
 
     @property

@@ -1,8 +1,6 @@
 """The checkpoints of a trainer: train state and replay index together, and the segments of the log that they need."""
 
 import logging
-import os
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +10,6 @@ from tba_jax.run import layout
 from tba_jax.run.checkpoints import Checkpoints
 from tba_jax.run.lease import EpochLease
 from tba_jax.run.process_group import Group
-from tba_jax.run.record import Record
 
 log = logging.getLogger(__name__)
 
@@ -20,10 +17,8 @@ log = logging.getLogger(__name__)
 class Checkpointing:
     """Writes checkpoints under the trainer's epoch and reads them back."""
 
-    def __init__(self, config: Any, run: layout.RunDir, lease: EpochLease, buffer: ReplayBuffer, group: Group, record: Record):
-        self._group, self._record = group, record
-        # The step of the checkpoint that is being written, and since when, of time.monotonic.
-        self._writing: tuple[int, float] | None = None
+    def __init__(self, config: Any, run: layout.RunDir, lease: EpochLease, buffer: ReplayBuffer, group: Group):
+        self._group = group
         self._lease, self._buffer = lease, buffer
         self._every_steps, self._final_step = config.checkpoint.every_steps, config.learner.steps
         self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
@@ -49,7 +44,6 @@ class Checkpointing:
         if self._newest_step == step:
             return
         self._lease.check()
-        self.look()
         self._newest_step = step
         if self._checkpoints.folder_of(step).exists():
             self.set_aside(step, "a trainer that had been replaced wrote it meanwhile")
@@ -58,17 +52,7 @@ class Checkpointing:
             self._expiry.remove_unneeded(self._checkpoints.steps())
             self._expiry.note(step)
         self._group.call("checkpoint", step=step)
-        begin = time.monotonic()
         self._checkpoints.save(trees, {"epoch": self._lease.epoch, **self._buffer.state()}, step=step)
-        self._writing = step, begin
-
-    def look(self) -> None:
-        """Records the checkpoint that was begun, once it is on disk; one that failed is no event, and `wait` raises its error."""
-        if self._writing is not None and not self._checkpoints.is_saving:
-            (step, begin), self._writing = self._writing, None
-            self._record.timeline.note("checkpoint", begin, time.monotonic(), lane="checkpoints")
-            if os.path.isdir(self._checkpoints.folder_of(step)):
-                self._record.events.tell("checkpoint", step=step)
 
     def read(self, step: int, shapes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """See Checkpoints.restore. The trainer takes over the second with `take`."""
@@ -97,7 +81,6 @@ class Checkpointing:
     def wait(self) -> None:
         """Returns when the last checkpoint is on disk."""
         self._checkpoints.wait()
-        self.look()
 
     def close(self) -> None:
         self.wait()

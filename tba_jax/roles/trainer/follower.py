@@ -16,10 +16,7 @@ from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, publisher
 from tba_jax.run.checkpoints import Checkpoints
 from tba_jax.run.process_group import Member
-from tba_jax.run.record import Record
-
-# Calls whose names are not those of the same work of process 0 on its timeline.
-_SPANS = {"place": "draw", "settle": "update", "score rows": "logprob_gap"}
+from tba_jax.telemetry.record import Record
 
 
 class Follower:
@@ -72,11 +69,10 @@ class Follower:
     def do(self, name: str, content: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         """Does what process 0 calls `name`. Args: arrays: rows, where there are any."""
         action = self._actions[name]
-        with self._record.timeline.measure(_SPANS.get(name, name)):
-            if arrays:
-                action(arrays)
-            else:
-                action(**content)
+        if arrays:
+            action(arrays)
+        else:
+            action(**content)
 
     def _begin(self, reference: str) -> None:
         self._program.begin(load_reference(self._policy, self._program, self._run, reference))
@@ -107,6 +103,8 @@ class Follower:
     def _settle(self, step: int) -> None:
         jax.block_until_ready(self._measurements)
         self._program.move_reference(step)
+        self._record.status.step = step
+        self._record.profiler.step(step + 1)
 
     def _publish(self, step: int, held: list[int]) -> None:
         self._shards.offer(self._copy(self._program.policy_params), step, held=held)

@@ -9,7 +9,7 @@ from tba_jax.roles.trainer.recorder import Recorder
 from tba_jax.roles.trainer.relief import Relief
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.run import layout, processes
-from tba_jax.run.status import Status
+from tba_jax.telemetry.status import Status
 
 log = logging.getLogger(__name__)
 
@@ -34,19 +34,17 @@ def run_trainer(trainer: Trainer, run: layout.RunDir, *, stop: Callable[[], bool
         record()
 
     profiler = trainer.record.profiler
-    profiler.starts_at(trainer.step_number, tell=trainer.group.call)
+    profiler.step(trainer.step_number + 1)
     trainer.start()
     while not trainer.is_done and not stop():
-        with profiler.step(trainer.step_number + 1):
-            measurements = trainer.step(ahead=True, beside=beside)
+        measurements = trainer.step(ahead=True, beside=beside)
         if measurements is None:
             record()
             wait.goes_on()
         else:
             recorder.take(measurements)
         del measurements  # let go of while the devices compute, which would wait for it here
-        profiler.ended(trainer.step_number)
-    profiler.close()
+        profiler.step(trainer.step_number + 1)
     record()
     wait.ends()
     return end(trainer, recorder)

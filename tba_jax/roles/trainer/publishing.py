@@ -7,7 +7,6 @@ from tba_jax.models.parameters import Params
 from tba_jax.run import best_step, layout, publisher, snapshots
 from tba_jax.run.lease import EpochLease
 from tba_jax.run.process_group import Group
-from tba_jax.run.record import Record
 
 
 def is_due(step: int, *, every_steps: int, evaluated: int, final: int) -> bool:
@@ -18,7 +17,7 @@ def is_due(step: int, *, every_steps: int, evaluated: int, final: int) -> bool:
 class Publishing:
     """Publishes snapshots under the trainer's epoch: each is handed to a thread that writes it."""
 
-    def __init__(self, config: Any, run: layout.RunDir, lease: EpochLease, group: Group, record: Record, *, every_steps: int):
+    def __init__(self, config: Any, run: layout.RunDir, lease: EpochLease, group: Group, *, every_steps: int):
         self._policies, self._lease, self._every_steps = run.policies, lease, every_steps
         self._evaluated_every_steps, self._final_step = config.evaluation.every_steps, config.learner.steps
         self._publisher = publisher.Publisher(
@@ -33,7 +32,6 @@ class Publishing:
             all_durable=config.schedule.mode == "interleaved" and config.schedule.lag > 0,
             check=lease.check,
             group=group,
-            record=record,
         )
         # The last step whose weights this process has published.
         self._published_step = -1

@@ -51,9 +51,6 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     trainer.publish_again()  # 4
     trainer.go_live()
     if checkpoint is not None or lineage.last:
-        replayed = trainer.step_number - (checkpoint or 0)
-        told = dict(from_step=checkpoint or 0, replayed=replayed)
-        trainer.record.events.tell("resume", step=trainer.step_number, **told)
         rows, epoch = len(trainer.index), trainer.lease.epoch
         log.info("resumed at step %d with %d resident rows (epoch %d)", trainer.step_number, rows, epoch)
 

@@ -30,7 +30,7 @@ from tba_jax.run import contract as contract_lib
 from tba_jax.run import grants, layout, places
 from tba_jax.run.lease import EpochLease
 from tba_jax.run.process_group import Alone, Group
-from tba_jax.run.record import Record
+from tba_jax.telemetry.record import Record
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ class Trainer:
         self.account = TrainerAccount(record)
         self.program = UpdateProgram(config, contract, policy)
         self.buffer = ReplayBuffer(config, contract, run, recent_window=publish_every_steps)
-        self.publishing = Publishing(config, run, lease, self.group, self.record, every_steps=publish_every_steps)
-        self.checkpoints = Checkpointing(config, run, lease, self.buffer, self.group, self.record)
+        self.publishing = Publishing(config, run, lease, self.group, every_steps=publish_every_steps)
+        self.checkpoints = Checkpointing(config, run, lease, self.buffer, self.group)
         self._check_behavior = BehaviorCheck(config.learner)
         self._refusals = Refusals(skips=config.learner.non_finite == "skip", journal=run.journal)
         learner, sampler_weights = self.program.config, config.searchers.weights
@@ -124,7 +124,7 @@ class Trainer:
 
     def go_live(self) -> None:
         """Opens the journal of the lease's epoch and follows the log from the heads of the index on: the end of a resume."""
-        self._journal = journal.Journal(self.run.journal, self.lease.epoch, timeline=self.record.timeline)
+        self._journal = journal.Journal(self.run.journal, self.lease.epoch)
         self.buffer.follow()
         places.remove(self.run.finished)
 
@@ -272,7 +272,7 @@ class Trainer:
         jax.block_until_ready(measurements)
         self.account.is_done_now()
         self.step_number += 1
-        self.record.step = self.step_number
+        self.record.status.step = self.step_number
         row_finite = measurements.pop("row_finite")
         try:
             self._refusals.look_at(measurements, row_finite, drawn.ids, step=self.step_number, was_passed=was_passed)
@@ -285,7 +285,6 @@ class Trainer:
 
     def _follow_up(self, due: due_lib.Due, beside_policy: Mapping[str, bytes]) -> None:
         """Does what is due after a step. Args: beside_policy: files of a snapshot, see ReplayBuffer.beside_policy."""
-        self.checkpoints.look()
         if due.publish:
             with self.account.measure("publish"):
                 self.publish(beside_policy)
@@ -336,7 +335,6 @@ class Trainer:
         """Waits for rows, at the latest until `seconds` have passed; counted as the trainer's waiting time."""
         with self.account.measure("wait_rows"):
             self.buffer.tail.wait(seconds)
-        self.checkpoints.look()
         self.report_problems()
 
     def report_problems(self) -> None:

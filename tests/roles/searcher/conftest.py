@@ -10,12 +10,14 @@ import pytest
 from tba_jax.experiment import jobs, training
 from tba_jax.roles.searcher import stream
 from tba_jax.roles.searcher.searcher import Searcher
+from tba_jax.telemetry import status
 from tests.support.tiny_searcher import make_searcher, publish, settings
 
 
 @pytest.fixture(autouse=True)
 def _one_writer(monkeypatch, one_device_throughout) -> None:
-    """Searchers take half of their name by chance."""
+    """Searchers take half of their name by chance, and what they say is to be read soon."""
+    monkeypatch.setattr(status, "FLUSH_SECONDS", 0.02)
     monkeypatch.setattr(stream, "uuid", types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex="0" * 32)))
 
 

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 
 from tba_jax.experiment import jobs
-from tba_jax.roles.searcher import alarm_rules, loop, reward_watch
+from tba_jax.roles.searcher import loop, reward_watch
 from tba_jax.roles.searcher.samples import SampleTables
-from tba_jax.run import contract, grants, layout, metrics, processes, snapshots, status
-from tba_jax.run.device_peaks import Peaks
-from tba_jax.run.metrics import TimeAccount
-from tba_jax.run.profiles import Window
+from tba_jax.run import contract, grants, layout, processes, snapshots
 from tba_jax.run.requests import RequestRate
 from tba_jax.tasks.interface import Scores
+from tba_jax.telemetry import alarms, metrics, status
+from tba_jax.telemetry.alarms import Watch
+from tba_jax.telemetry.device_peaks import Peaks
+from tba_jax.telemetry.profiles import Window
+from tba_jax.telemetry.time_account import TimeAccount
 from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream, run_searcher, weights
 
 
@@ -81,8 +83,7 @@ def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(make, caplog)
     assert any(each.startswith("a snapshot newer than step 0") and damaged in each for each in told)
 
 
-def test_a_searcher_whose_only_snapshot_is_damaged_waits_until_it_is_published_again(make, monkeypatch):
-    monkeypatch.setattr(status, "REWRITE_SECONDS", 0.0)
+def test_a_searcher_whose_only_snapshot_is_damaged_waits_until_it_is_published_again(make):
     s, made = make(searchers__max_rows_per_snapshot=ROWS)
     (s.run.policies / "00000000" / snapshots.COMMIT).write_bytes(b"")
     told = set()
@@ -210,7 +211,6 @@ def test_a_searcher_without_rewards_says_so_writes_little_and_gives_up(make, mon
 
 def test_a_searcher_goes_on_once_there_are_rewards_again(make, monkeypatch):
     monkeypatch.setattr(reward_watch, "FIRST_PAUSE", 0.05)
-    monkeypatch.setattr(status, "REWRITE_SECONDS", 0.0)
     s, made = make(task=lambda task: Held(task, *[no_reward] * 5))
 
     def look() -> None:
@@ -251,9 +251,9 @@ def test_rates_are_those_of_appends(make):
         made.advance()
     late.set()
     reports = made.appended(wait_seconds=None)
-    tables, watchdog = SampleTables(writer, s.config), alarm_rules.watchdog(s.run, s.config, name="tested")
+    tables, watch = SampleTables(writer, s.config), Watch(s.run.metrics("tested"), s.config, role="searcher")
     peaks = Peaks(flops=1e12, bandwidth=1e10)
-    loop.Rates(writer, TimeAccount(), RequestRate([]), tables, watchdog, peaks).write(reports)
+    loop.Rates(writer, TimeAccount(), RequestRate([]), tables, watch, peaks).write(reports)
     for line, report in zip(writer.lines, reports[1:], strict=True):
         done = report.work - reports[0].work
         assert 0 < done.tokens <= done.computed and done.flops > 0 and done.bytes > 0
@@ -262,6 +262,22 @@ def test_rates_are_those_of_appends(make):
         elapsed = report.time - reports[0].time
         assert elapsed > 0 and line["rows_per_second"] == pytest.approx((reports.index(report)) * ROWS / elapsed)
     made.close()
+
+
+def test_rewards_that_fail_now_and_then_are_an_alarm(make):
+    def broken(scores: Scores) -> Scores:
+        return Scores(np.where(np.arange(ROWS) < 3, np.nan, scores.reward), scores.parts, "a timeout")
+
+    s, made = make(searchers__max_rows_per_snapshot=0, task=lambda task: Held(task, *[broken] * 10))
+    publish(s, 1)
+
+    def look() -> None:
+        if committed(s) >= 9 * ROWS and not s.run.finished.exists():
+            layout.write_json(s.run.finished, {"step": s.config.learner.steps})
+
+    run_searcher(s, made, look)
+    (alarm,) = alarms.read(s.run.metrics("tested"))
+    assert alarm.kind == "rewards_fail" and "24 of the 96 responses" in alarm.sentence and alarm.step == 8
 
 
 class MetricLines:

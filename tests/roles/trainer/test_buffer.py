@@ -12,9 +12,9 @@ from tba_jax.experiment import jobs, training
 from tba_jax.replay import journal, ledger, success_counts
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tba_jax.run import metrics
-from tba_jax.run.metrics import TimeAccount
 from tba_jax.tasks.interface import Scores
+from tba_jax.telemetry import metrics
+from tba_jax.telemetry.time_account import TimeAccount
 from tests.support import frozen_runs, tiny_run
 from tests.support.tiny_searcher import Held
 

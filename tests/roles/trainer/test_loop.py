@@ -9,8 +9,9 @@ from tba_jax.experiment import training
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.roles.trainer import loop
-from tba_jax.run import grants, layout, snapshots, status
+from tba_jax.run import grants, layout, snapshots
 from tba_jax.run.processes import BadInput
+from tba_jax.telemetry import status
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
@@ -24,8 +25,9 @@ def run(s, stop):
         lease.release()
 
 
-def test_a_trainer_that_waits_publishes_what_it_has_and_then_gives_grants(tmp_path, frozen):
+def test_a_trainer_that_waits_publishes_what_it_has_and_then_gives_grants(tmp_path, frozen, monkeypatch):
     """A row is drawn once, and rows come for some steps only: the next regular snapshot would be that of step 100."""
+    monkeypatch.setattr(status, "FLUSH_SECONDS", 0.02)
     limits = {"replay__max_draws_per_row": 1, "publish__every_steps": 100, "publish__at_most_seconds": 0.3}
     s = frozen(tmp_path / "run", batches=6, **limits, searchers__max_rows_per_snapshot=0)
     end, seen = time.monotonic() + 60, []

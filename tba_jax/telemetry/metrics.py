@@ -1,0 +1,125 @@
+"""Metrics of one role: a file of JSON lines, which is the durable record, and the trackers that show the same points."""
+
+import functools
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tba_jax.run import json_lines, layout, places, privacy
+from tba_jax.telemetry import trackers
+from tba_jax.telemetry.alarms import Alarms
+from tba_jax.telemetry.status import Status
+from tba_jax.telemetry.trackers import Tracker
+
+FILE = "metrics.jsonl"
+
+
+class MetricWriter:
+    """Writes scalars and histograms of one role to `folder`/metrics.jsonl, and shows them to trackers.
+
+    A line is {"step": int, "time": unix seconds, name: float, ...}. An existing file is continued. A file that has half of the
+    megabytes becomes `metrics.jsonl.1`, and the one that had this name before goes.
+    """
+
+    def __init__(
+        self, folder: Path, *, megabytes: float, status: Status | None = None, shown: Sequence[Tracker] = (), tables: bool = True
+    ):
+        """Args: megabytes: that both files may take. status: tells the newest figures. shown: trackers; tables: may see rows."""
+        places.make_folder(folder, below=2)
+        self._path, self._half = folder / FILE, int(megabytes * 2**19)
+        self._status, self._trackers, self._tables = status or Status(None), shown, tables
+        self._open()
+
+    def _open(self) -> None:
+        torn = json_lines.is_torn(self._path)
+        self._lines = open(self._path, "a", buffering=1)  # noqa: SIM115 (closed by close)
+        if torn:  # a kill cut the last line short: the next one begins on a line of its own
+            self._lines.write("\n")
+        self._size = self._path.stat().st_size
+
+    def write(self, step: int, scalars: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
+        """Records one point. Scalars may be Python or NumPy numbers, or strings (JSON lines only).
+
+        Numbers that are not finite are left out: JSON has none. Raises OSError where the storage refuses.
+        """
+        values = {name: value if isinstance(value, str) else float(value) for name, value in scalars.items()}
+        values = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
+        counted = {name: _histogram(array) for name, array in (histograms or {}).items()}
+        line: dict[str, Any] = {"step": int(step), "time": time.time(), **values}
+        text = json.dumps(line | {f"{name}_histogram": found for name, found in counted.items()}) + "\n"
+        if self._size and self._size + len(text) > self._half:
+            self._lines.close()
+            self._path.replace(self._path.with_name(f"{FILE}.1"))
+            self._open()
+        self._lines.write(text)
+        self._size += len(text)
+        numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
+        self._status.point(numbers)
+        self._show(line, values=numbers, histograms=counted)
+
+    def _show(self, line: Mapping[str, Any], **parts: Any) -> None:
+        for tracker in self._trackers:
+            tracker.offer({"values": {}, "histograms": {}, "tables": {}, "step": line["step"], "time": line["time"], **parts})
+
+    @property
+    def shows_tables(self) -> bool:
+        """Whether anybody takes what `table` is given."""
+        return self._tables and any(tracker.name != "tensorboard" for tracker in self._trackers)
+
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Shows rows of equal fields in trackers; they are in no file of metrics."""
+        if rows and self.shows_tables:
+            columns = list(rows[0])
+            shown = {"columns": columns, "rows": [[row[column] for column in columns] for row in rows]}
+            self._show({"step": int(step), "time": time.time()}, tables={name: shown})
+
+    def close(self) -> None:
+        self._lines.close()
+        deadline = time.monotonic() + trackers.CLOSE_SECONDS
+        for tracker in self._trackers:
+            tracker.end()
+        for tracker in self._trackers:
+            tracker.wait(deadline)
+
+
+def open_writer(config: Any, run: layout.RunDir, name: str, *, role: str, status: Status | None = None) -> MetricWriter:
+    """The writer of a role, with the trackers of metrics.sinks whose packages are there.
+
+    Rows of a run whose files are private (run/privacy.py) are in no tracker.
+
+    Args: config: of the run; name: of the folder of the role's metrics; role: a key of trackers.GROUPS; status: of the role.
+    """
+    c, folder = config.metrics, run.metrics(name)
+    session = functools.partial(trackers.session_of, config, run, name, kind=role)
+    names = [sink for sink in dict.fromkeys(c.sinks) if not trackers.missing(sink)]
+    shown = [Tracker(sink, session, functools.partial(_tell_once, folder, sink)) for sink in names]
+    return MetricWriter(folder, megabytes=c.megabytes, status=status, shown=shown, tables=not privacy.is_private(run))
+
+
+def _tell_once(folder: Path, sink: str, reason: str) -> None:
+    """Tells an alarm of a tracker, unless the role has told one of it."""
+    advice = "nothing has to be done: the run goes on, and metrics.jsonl has every point; or leave it out of metrics.sinks"
+    Alarms(folder).tell(kind=sink, sentence=f"{sink}: {reason}", advice=advice, step=0)
+
+
+def _histogram(array: np.ndarray) -> dict[str, list[float]]:
+    """What is written of the numbers of an array: counts between edges, of whole numbers at least 1 apart."""
+    most = int(np.ptp(array)) + 1 if array.size and array.dtype.kind in "iu" else 20
+    counts, edges = np.histogram(array, bins=min(20, most) if array.size else 1)
+    return {"counts": counts.tolist(), "edges": edges.tolist()}
+
+
+def each_line(folder: Path) -> Iterator[dict[str, Any]]:
+    """All whole lines that are kept of a role's metrics, oldest first; a line that a kill cut short is left out."""
+    for name in (f"{FILE}.1", FILE):
+        yield from json_lines.each(folder / name)
+
+
+def read_lines(folder: Path) -> list[dict[str, Any]]:
+    """The lines of `each_line`; of a long run they take much memory."""
+    return [*each_line(folder)]

@@ -1,0 +1,154 @@
+"""What a role says of itself: `metrics/<role>/status.json`, which the role alone writes and whoever shows the run reads.
+
+The file holds {"time": unix seconds of this writing, "pid": int, "phase": what the role does other than its work, "" at work,
+"phase_since": unix seconds, "phase_of": [done, total], "waits": what it waits for, "since": unix seconds, "trouble": what is
+wrong with its rewards, "step": of the trainer, "figures": {name: number} of its newest point of metrics, "process": where it
+runs, see beginnings.told}. A sentence is "" where there is nothing to say.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+_FILE = "status.json"
+# What has changed is written after this time, and what has not after the other: readers see that the process lives.
+FLUSH_SECONDS, HEARTBEAT_SECONDS = 1.0, 10.0
+# What ends a phase that a process is in.
+_WORKS = {"phase": "", "phase_since": 0.0, "phase_of": [0, 0]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Told:
+    """seconds, phase_seconds: for how long the role has waited, and been in its phase. done, total: of the phase's parts, or 0.
+
+    time: when it was written, unix seconds, 0 before. The others are those of the file.
+    """
+
+    waits: str = ""
+    seconds: float = 0.0
+    trouble: str = ""
+    phase: str = ""
+    phase_seconds: float = 0.0
+    done: int = 0
+    total: int = 0
+    time: float = 0.0
+    pid: int = 0
+    step: int = 0
+    figures: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    process: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Status:
+    """Tells a role's status, which a thread writes: nobody waits for the storage of a status, and what it refuses is lost.
+
+    It begins with one that says nothing: what the role's last life said holds no more. Attributes: step: its role sets it.
+    """
+
+    def __init__(self, folder: Path | None, *, process: Mapping[str, Any] | None = None, step: int = 0):
+        """Args: folder: None: nothing is written. process: see beginnings.told. step: that the role's last life had come to."""
+        self._folder, self.step = folder, step
+        self._told: dict[str, Any] = {"waits": "", "since": 0.0, "trouble": "", **_WORKS, "figures": {}, "process": process or {}}
+        self._written, self._at = "", 0.0
+        self._writing, self._stopping = threading.Lock(), threading.Event()
+        if folder is not None:
+            self.flush()
+            threading.Thread(
+                target=_flush_now_and_then, args=(weakref.ref(self), self._stopping), name="status", daemon=True
+            ).start()
+
+    def waits(self, sentence: str, *, seconds: float) -> None:
+        """The role has waited so long for what `sentence` says; "": it works."""
+        self._told |= {"waits": sentence, "since": round(time.time() - seconds) if sentence else 0.0}
+
+    def trouble(self, sentence: str) -> None:
+        """Tells what keeps the role's work from being of use; "": nothing does."""
+        self._told["trouble"] = sentence
+
+    def phase(self, sentence: str, *, done: int = 0, total: int = 0) -> None:
+        """Tells what the role does before it is at work, without a period; "": it is at work.
+
+        Args: done, total: of the phase's parts; 0: it has none.
+        """
+        since = self._told["phase_since"] if sentence == self.now else round(time.time(), 1)
+        self._told |= {"phase": sentence, "phase_since": since if sentence else 0.0, "phase_of": [done, total]}
+
+    @property
+    def now(self) -> str:
+        """The phase that was told last."""
+        phase: str = self._told["phase"]
+        return phase
+
+    @contextlib.contextmanager
+    def during(self, sentence: str) -> Iterator[None]:
+        """The role is in this phase inside, and then again in the one before."""
+        before = {name: self._told[name] for name in _WORKS}
+        self.phase(sentence)
+        try:
+            yield
+        finally:
+            self._told |= before
+
+    def point(self, figures: Mapping[str, float]) -> None:
+        """Takes the figures of a point of metrics."""
+        self._told["figures"] = figures
+
+    def flush(self) -> None:
+        """Writes what has changed, and now and then what has not."""
+        with self._writing:
+            told, now = {**self._told, "step": self.step}, time.time()
+            text = json.dumps(told)
+            if self._folder is None or (text == self._written and now < self._at + HEARTBEAT_SECONDS):
+                return
+            with contextlib.suppress(OSError):
+                temporary = self._folder / f".{_FILE}.{os.getpid()}"
+                temporary.write_text(json.dumps({**told, "time": now, "pid": os.getpid()}))
+                temporary.replace(self._folder / _FILE)
+                self._written, self._at = text, now
+
+    def close(self, reason: str) -> None:
+        """Writes that the process ends. Args: reason: such as "finished"."""
+        self._stopping.set()
+        self.waits("", seconds=0.0)
+        self.phase(reason)
+        self.flush()
+
+
+def _flush_now_and_then(reference: "weakref.ref[Status]", stopping: threading.Event) -> None:
+    """Args: reference: weak, so that the thread ends with a status that nobody closes."""
+    while not stopping.wait(FLUSH_SECONDS) and (status := reference()) is not None:
+        status.flush()
+        del status
+
+
+def read(folder: Path) -> Told:
+    """What a role said last; nothing where the file is damaged. Raises OSError where the storage refuses."""
+    try:
+        told = json.loads((folder / _FILE).read_text())
+        texts = {name: told.get(name, "") for name in ("waits", "trouble", "phase")}
+        since, phase_since, written, pid, step = (told.get(name, 0) for name in ("since", "phase_since", "time", "pid", "step"))
+        done, total = told.get("phase_of", (0, 0))
+        figures, process = ({**told.get(name, {})} for name in ("figures", "process"))
+    except (FileNotFoundError, ValueError, AttributeError, TypeError, RecursionError):
+        return Told()
+    numbers = (since, phase_since, written, pid, step, done, total, *figures.values())
+    if not all(isinstance(text, str) for text in texts.values()) or not all(map(_is_number, numbers)):
+        return Told()
+    now = time.time()
+    return Told(
+        **texts,
+        seconds=max(0.0, now - since) if texts["waits"] else 0.0,
+        phase_seconds=max(0.0, now - phase_since) if texts["phase"] else 0.0,
+        **dict(done=done, total=total, time=written, pid=pid, step=int(step), figures=figures, process=process),
+    )
+
+
+def _is_number(value: object) -> bool:
+    """Whether a float holds it: JSON knows integers of any length, and NaN."""
+    return isinstance(value, int | float) and -1e300 < value < 1e300

@@ -1,0 +1,240 @@
+"""Alarms: what the rules find, what is told, and what runs that learn nothing tell."""
+
+import json
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs import story_sentiment
+from tba_jax.experiment import prompt_check, training
+from tba_jax.roles.trainer import loop
+from tba_jax.roles.trainer.recorder import Circumstances, Recorder
+from tba_jax.telemetry import alarms
+from tba_jax.telemetry.alarms import RULES
+from tba_jax.telemetry.trackers import TRACKERS
+from tests.support import frozen_runs, task_files, tiny_run
+from tests.support.small_disk import SmallDisk
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLE = dict(kind="equal_rewards", sentence="all rewards are 0", advice="easier queries")
+HEALTHY = {
+    "trainer": dict(
+        **dict(equal_reward_groups=0.4, reward=0.5, reward_low=0.0, reward_high=1.0, distinct_rows_per_group=4.0, grad_norm=4.0),
+        **dict(newest_row_lag=6, skipped_steps=0, disk_free=2.0**30, checkpoint_bytes=2.0**20, logprob_gap_limit=0.1),
+        **dict(logprob_gap_alarm=0.0, logprob_gap_max=0.01),
+    ),
+    "searcher": dict(rows=100, finished_rows=90, unscored=0),
+    "evaluator": dict(rows=100, unscored=2),
+}
+
+
+def points(role: str = "trainer", count: int = 20, **changes: float) -> list[dict[str, float]]:
+    return [{**HEALTHY[role], "step": 5 * i, **changes} for i in range(1, count + 1)]
+
+
+def found(role: str, measured: list[dict[str, float]], c: Any = None, **settings: Any) -> dict[str, str]:
+    """Kind -> sentence of what these points give, the last one being the newest."""
+    c = c or tiny_run.config(**{"learner__steps": 1000, **settings})
+    told = {kind: alarms.found(rule, measured, c) for kind, rule in RULES.items() if rule.role == role}
+    return {kind: sentence for kind, sentence in told.items() if sentence}
+
+
+# Kind, measurements that are just no alarm and just one, settings, and words of the sentence. A row for each rule at least.
+SAME = dict(equal_reward_groups=1.0, reward=-1.0, reward_low=-1.0, reward_high=-1.0)
+CASES: list[tuple[str, dict[str, float], dict[str, float], dict[str, Any], str]] = [
+    ("equal_rewards", dict(equal_reward_groups=0.7, reward=0.25), dict(equal_reward_groups=0.8, reward=0.25), {}, "80% of the"),
+    ("equal_rewards", dict(equal_reward_groups=0.96, reward=0.95), dict(equal_reward_groups=0.97, reward=0.5), {}, "from 0 to 1"),
+    ("equal_rewards", {}, SAME, {}, "4 of the K rows of a group are distinct"),
+    ("solved", dict(equal_reward_groups=0.98, reward=1.0), dict(equal_reward_groups=1.0, reward=1.0), {}, "at step 100 of 1000"),
+    ("gradient_clipped", dict(grad_norm=29.0), dict(grad_norm=31.0), {"learner__clip_norm": 1.0}, "learner.clip_norm=1;"),
+    ("logprob_gap", {}, dict(logprob_gap_alarm=1.0, logprob_gap_max=float("nan")), {}, "disagree by nan nats on a token"),
+    ("searchers_behind", dict(newest_row_lag=64), dict(newest_row_lag=65), {"publish__every_steps": 2}, "of 65 steps ago"),
+    (
+        "searchers_behind",
+        dict(newest_row_lag=160),
+        dict(newest_row_lag=161),
+        {"publish__every_steps": 20},
+        "every_steps=20 steps",
+    ),
+    ("searchers_behind", dict(newest_row_lag=164), dict(newest_row_lag=165), {"searchers__lag": 100}, "of 165 steps ago"),
+    ("disk", dict(disk_free=2.0**20), dict(disk_free=2.0**19), {}, "0.00 GiB left"),
+    ("missing_eos_reward", dict(finished_rows=6), dict(finished_rows=5), {"task__missing_eos_reward": -1.0}, "eos_reward=-1"),
+    ("never_ends", dict(finished_rows=1), dict(finished_rows=0), {}, "0 of the 800 responses"),
+    ("rewards_fail", dict(unscored=5), dict(unscored=6), {}, "48 of the 800 responses"),
+    ("evaluation_fails", dict(unscored=5), dict(unscored=6), {}, "6 of the 100 held-out responses"),
+]
+
+
+@pytest.mark.parametrize(("kind", "well", "wrong", "settings", "words"), CASES)
+def test_a_rule_finds_what_is_beyond_its_limit_and_nothing_else(kind, well, wrong, settings, words):
+    role = RULES[kind].role
+    assert found(role, points(role, **well), **settings) == {}
+    told = found(role, points(role, **wrong), **settings)
+    assert told.keys() == {kind} and words in told[kind] and not re.search(r"[{}]|\.$", told[kind])
+    if RULES[kind].points > 1:  # one unlucky point is no alarm
+        assert found(role, [*points(role, 19), *points(role, 1, **wrong)], **settings) == {}
+        assert kind not in found(role, points(role, RULES[kind].points - 1, **wrong), **settings)
+
+
+def test_updates_that_are_left_out_again_and_again_are_an_alarm():
+    skipped = [dict(point, skipped_steps=max(0, n - 17)) for n, point in enumerate(points())]
+    assert found("trainer", skipped) == {}
+    skipped[-1]["skipped_steps"] = 3
+    assert "3 updates since 8 measured batches" in found("trainer", skipped)["updates_refused"]
+
+
+def test_every_rule_has_a_case_and_a_run_without_measurements_none():
+    assert {kind for kind, *_ in CASES} | {"updates_refused"} == RULES.keys()
+    assert found("trainer", [{"step": 1, "reward": 0.5}] * 20) == {}  # one completion a query, and nothing else is known
+
+
+def test_what_is_meant_is_no_alarm():
+    solved = dict(equal_reward_groups=1.0, reward=1.0)
+    assert found("trainer", points(**solved), learner__steps=110) == {}, "the run is nearly over"
+    assert found("trainer", points(grad_norm=1e9), learner__clip_norm=0.0) == {}
+    assert found("trainer", points(newest_row_lag=999), searchers__count=0) == {}
+    for cut in (dict(task__min_response_length=6), dict(task__force_eos=True)):
+        assert found("searcher", points("searcher", finished_rows=0), **cut) == {}
+    assert found("searcher", points("searcher", finished_rows=0), story_sentiment.get_config()) == {}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "metrics" / "trainer"
+
+
+def test_a_kind_is_told_once_a_run_and_read_as_it_was_told(folder, caplog):
+    told = alarms.Alarms(folder)
+    for step in (40, 80):
+        told.tell(**EXAMPLE, step=step)
+    restarted = alarms.Alarms(folder)
+    assert restarted.is_told("equal_rewards") and not restarted.is_told("disk")
+    restarted.tell(**EXAMPLE, step=120)
+    restarted.tell(**EXAMPLE | {"kind": "disk"}, step=120)
+    first, second = alarms.read(folder)
+    assert {"kind": first.kind, "sentence": first.sentence, "advice": first.advice} == EXAMPLE and first.time > 1e9
+    assert (first.step, second.kind, second.step) == (40, "disk", 120)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    assert "all rewards are 0" in caplog.messages[0] and "easier queries" in caplog.messages[0]
+
+
+def test_a_watch_tells_what_its_rules_find_once(folder):
+    watch = alarms.Watch(folder, tiny_run.config(), role="trainer")
+    for step in range(20):
+        watch.look(step, {**HEALTHY["trainer"], "step": step, "grad_norm": 1e9})
+    alarms.Watch(folder, tiny_run.config(), role="trainer").look(20, {"disk_free": 1.0, "checkpoint_bytes": 2.0})
+    assert [(alarm.kind, alarm.step) for alarm in alarms.read(folder)] == [("gradient_clipped", 7), ("disk", 20)]
+
+
+def test_a_torn_line_is_left_out_and_the_next_begins_on_its_own(folder):
+    alarms.Alarms(folder).tell(**EXAMPLE, step=40)
+    file = folder / "alarms.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"time": 1.0, "step": 41, "kind": "disk"')
+    alarms.Alarms(folder).tell(**EXAMPLE | {"kind": "logprob_gap"}, step=42)
+    assert [alarm.kind for alarm in alarms.read(folder)] == ["equal_rewards", "logprob_gap"]
+
+
+@pytest.mark.parametrize("line", ["[]", "{}", "null", "7", json.dumps({**EXAMPLE, "time": "x", "step": 1}), "\x00", "{"])
+def test_lines_of_another_kind_are_left_out(folder, line):
+    folder.mkdir(parents=True)
+    (folder / "alarms.jsonl").write_text(line + "\n")
+    assert alarms.read(folder) == []
+
+
+def test_storage_that_refuses_stops_nobody(tmp_path, caplog):
+    away = tmp_path / "away" / "metrics" / "trainer"
+    alarms.Alarms(away).tell(**EXAMPLE, step=40)
+    assert not (tmp_path / "away").exists() and alarms.read(away) == []
+    assert len(caplog.records) == 1  # the log has it
+
+
+def test_the_page_lists_every_kind():
+    section = (ROOT / "docs" / "watching.md").read_text().partition("\n## Alarms\n")[2].partition("\n## ")[0]
+    listed = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert sorted(listed) == sorted([*RULES, prompt_check.KIND, "reward_model_guesses", *TRACKERS])
+
+
+# What follows are runs. A random policy gets no sum right.
+
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
+
+
+def told(workdir: Path, role: str = "trainer") -> dict[str, alarms.Alarm]:
+    return {alarm.kind: alarm for alarm in alarms.read(workdir / "metrics" / role)}
+
+
+def test_a_run_without_any_reward_says_so_once(tmp_path):
+    settings: dict[str, Any] = {"evaluation__enabled": False, "learner__steps": 10}
+    assert frozen_runs.run(tmp_path / "run", **settings) == 0
+    (alarm,) = alarms.read(tmp_path / "run" / "metrics" / "trainer")
+    assert (alarm.kind, alarm.step) == ("equal_rewards", 8)
+    assert "rewards go from 0 to 0" in alarm.sentence and "of the K rows of a group are distinct" in alarm.sentence
+
+
+def test_a_run_whose_responses_differ_gives_no_alarm(tmp_path):
+    settings: dict[str, Any] = {"evaluation__every_steps": 10, "learner__steps": 24, "task__missing_eos_reward": -1.0}
+    assert frozen_runs.run(tmp_path / "run", **settings) == 0
+    assert not [*(tmp_path / "run" / "metrics").glob("*/alarms.jsonl")]
+    assert len([*(tmp_path / "run" / "metrics").glob("*/metrics.jsonl")]) >= 3
+
+
+def test_a_trainer_without_new_rows_says_that_searchers_are_behind(tmp_path, frozen):
+    s = frozen(tmp_path / "run", learner__steps=80, checkpoint__every_steps=100, learner__logprob_gap_every_steps=0)
+    made, lease = training.make_trainer(s, publish_every_steps=2)
+    assert loop.run_trainer(made, s.run, stop=lambda: False)
+    lease.release()
+    found = told(s.run.root)
+    assert found.keys() <= {"searchers_behind", "equal_rewards"}  # the rows differ from run to run
+    assert found["searchers_behind"].step == 64 + 8 and "of 72 steps ago" in found["searchers_behind"].sentence
+
+
+@pytest.mark.slow
+def test_rewards_that_are_not_finite_are_named_by_all_who_see_them(tmp_path):
+    file = task_files.write(tmp_path)
+    reward = 'np.nan if response.count("1") % 2 else len(response)'
+    file.write_text(file.read_text().replace('response.count("1")', reward))
+    frozen_runs.run(tmp_path / "run", task__name=f"{file}:Ones", learner__logprob_gap_every_steps=0, learner__steps=12)
+    assert told(tmp_path / "run", "searcher-0").keys() == {"rewards_fail"}
+    assert told(tmp_path / "run", "evaluator").keys() == {"evaluation_fails"}
+
+
+def test_one_reward_of_all_resident_rows_may_be_the_best_where_others_were_evicted(tmp_path, frozen):
+    """A resumed trainer knows nothing of rows that are gone."""
+    s = frozen(tmp_path / "run", replay__capacity=48, replay__capacity_per_query=48, replay__merge_duplicates=False)
+    for number in range(12):
+        frozen_runs.append_changed(s, f"solved-{number}", reward=(slice(None), 1.0))
+    with frozen_runs.trainer(s) as trainer:
+        circumstances = Circumstances(trainer)
+        trainer.poll()
+        assert trainer.step() is None  # it has taken the rows in, which are of too few queries
+        assert circumstances()["reward_high"] == 1
+        trainer.save_checkpoint()
+    with frozen_runs.trainer(s) as trainer:
+        assert len(trainer.index) == 48
+        assert "reward_low" not in Circumstances(trainer)()
+
+
+def test_a_disk_without_room_for_the_next_checkpoint_is_named(tmp_path, frozen):
+    s = frozen(tmp_path / "made", checkpoint__every_steps=100, publish__every_steps=100)
+    with SmallDisk(tmp_path / "disk", megabytes=8) as disk:
+        if disk.missing:
+            pytest.skip(disk.missing)
+        workdir = disk.folder / "run"
+        shutil.copytree(s.run.root, workdir)
+        with frozen_runs.trainer(tiny_run.settings(workdir, s.config), publish_every_steps=100) as trainer:
+            recorder = Recorder(trainer, trainer.run)
+            trainer.poll()
+            assert (measurements := trainer.step()) is not None and recorder.note(measurements)
+            assert told(workdir) == {}
+            needed = Circumstances(trainer)()["checkpoint_bytes"]
+            room = os.statvfs(workdir)
+            (disk.folder / "ballast").write_bytes(bytes(int(room.f_bavail * room.f_frsize - needed / 2)))
+            assert (measurements := trainer.step()) is not None and recorder.note(measurements)
+            (disk.folder / "ballast").unlink()
+            recorder.close()
+        assert "GiB left" in told(workdir)["disk"].sentence

@@ -1,0 +1,242 @@
+"""What a person sees of a run while it runs, on a terminal and without one."""
+
+import errno
+import io
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tba_jax.run import layout
+from tba_jax.telemetry import alarms, status, terminal
+from tba_jax.telemetry.status import Status, Told
+from tba_jax.telemetry.terminal import Progress
+from tests.support.screen import OnTerminal
+
+ROOT = Path(__file__).parent.parent.parent
+NOW = 1e9
+TRAINER = Told(
+    time=NOW,
+    step=10,
+    figures=dict(
+        **dict(reward=0.5, steps_per_second=2.0, tokens_per_second=21_400.0, mfu=0.25, buffer_rows=5000.0),
+        **dict(staleness_mean=6.0, staleness_max=9.0),
+    ),
+)
+
+
+def facts(steps: int = 40, rewards: tuple[float, ...] = (), **told: Told) -> dict[str, str]:
+    named = {name.replace("_", "-"): each for name, each in told.items()}
+    return dict(terminal.facts(named, steps=steps, rewards=rewards, now=NOW + 1))
+
+
+def searcher(speed: float, **more) -> Told:
+    return Told(time=NOW, figures={"tokens_per_second": speed}, **more)
+
+
+def test_all_that_roles_say_is_shown():
+    evaluator = Told(time=NOW, step=8, figures=dict(greedy_reward=0.7, best_step=4.0, best_greedy_reward=0.75))
+    shown = facts(
+        rewards=(0.0, 0.5, 1.0), trainer=TRAINER, evaluator=evaluator, searcher_0=searcher(950), searcher_1=searcher(3.2e6)
+    )
+    assert shown == {
+        "step": "10/40  25 %  ETA 0:15",
+        "reward": "0.500  ▁▅█",
+        "held-out": "0.700 at step 8  best 0.750 at step 4",
+        "trainer": "2.0 steps/s  21.4k tokens/s  MFU 25.0 %",
+        "searchers": "950 + 3.2M tokens/s",
+        "rows": "5,000 in the buffer  staleness 6.0  largest 9.0",
+    }
+    many = facts(trainer=TRAINER, **{f"searcher_{n}": searcher(1e4) for n in range(5)})
+    assert many["searchers"] == "50.0k of 5 tokens/s"
+    assert facts() == {"step": "0/40  0 %"}
+    own = Told(time=NOW, figures=dict(reward=0.5, reward_own=0.25, reward_mounted=0.75))
+    assert facts(trainer=own)["reward"] == "0.500  own 0.250  mounted 0.750"
+
+
+def test_speeds_of_a_role_that_does_not_work_are_not_shown():
+    for change in (dict(waits="rows", seconds=42.0), dict(phase="compiling the update"), dict(time=NOW - 60), dict(step=40)):
+        trainer = Told(**{**vars(TRAINER), **change})
+        shown = facts(trainer=trainer, searcher_0=searcher(1.0, trouble="no row has a reward: 3 of 3 failed, a timeout"))
+        assert "ETA" not in shown["step"] and "steps/s" not in shown.get("trainer", "") and "searchers" not in shown, change
+        assert shown["searcher-0"] == "no row has a reward: 3 of 3 failed, a timeout" and shown["reward"] == "0.500"
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (Told(time=NOW, phase="warm start", phase_seconds=12.0, done=3, total=9), "warm start: 3 of 9, 12 s"),
+        (Told(time=NOW, waits="rows: 2 of 3", seconds=42.0), "has waited 42 s for rows: 2 of 3"),
+        (Told(time=NOW, waits="rows", seconds=4.0), ""),
+        (
+            Told(time=NOW, waits="rows", seconds=42.0, phase="compiling the update", phase_seconds=2.0),
+            "compiling the update, 2 s",
+        ),
+        (Told(time=NOW - 50), "has said nothing for 51 s"),
+        (Told(time=NOW - 50, phase="finished"), ""),
+        (Told(time=NOW), ""),
+    ],
+)
+def test_what_a_role_does_beside_its_work_is_said(told, said):
+    assert terminal.doing(told, NOW + 1) == said
+
+
+def test_text_of_others_obeys_nobody_and_many_roles_take_little_room():
+    shown = facts(trainer=Told(time=NOW, phase="\x1b[2J\n"), **{f"joined_{n}": Told(time=NOW, trouble="x") for n in range(10)})
+    assert shown["trainer"] == "\\x1b[2J\\x0a, 0 s" and shown[""] == "and 5 more roles do not work"
+
+
+def lines(text: str) -> list[str]:
+    found = text.splitlines()
+    assert all(re.match(r" *\d+ s  ", line) for line in found), text
+    return [line.split(" s  ", 1)[1] for line in found]
+
+
+@pytest.fixture
+def run(tmp_path) -> layout.RunDir:
+    run = layout.RunDir(tmp_path)
+    run.metrics("trainer").mkdir(parents=True)
+    return run
+
+
+def test_lines_come_by_themselves_and_figures_of_an_earlier_start_do_not(run, capsys):
+    before = Status(run.metrics("trainer"), step=7)
+    before.point({"reward": 0.25})
+    before.close("stopped")
+    with Progress(run, steps=12, plain_seconds=0.1) as shown:
+        assert re.fullmatch(r"0 s from step 7 on", shown.spent)
+        time.sleep(0.3)
+        now = Status(run.metrics("trainer"), step=7)
+        now.point({"reward": 0.5})
+        now.phase("compiling the update")
+        now.flush()
+        time.sleep(0.5)
+    found = lines(capsys.readouterr().out)
+    assert found[0] == "step 0/12  0 %"
+    assert "step 7/12  58 %  reward 0.500  trainer: compiling the update, 0 s" in found
+
+
+def test_alarms_are_told_once_also_at_the_last_moment_and_old_ones_not(run, capsys):
+    alarms.Alarms(run.metrics("trainer")).tell(kind="disk", sentence="old", advice="none", step=1)
+    with Progress(run, steps=12, plain_seconds=60.0):
+        time.sleep(0.2)
+        for name in ("joined-3", "trainer"):
+            told = alarms.Alarms(run.metrics(name))
+            told.tell(kind="never_ends", sentence="no response ends by itself", advice="look at the template", step=5)
+    warning = "warning: no response ends by itself. What to do: look at the template"
+    assert lines(capsys.readouterr().out) == ["step 0/12  0 %", warning]
+    with Progress(run, steps=12, plain_seconds=60.0, tells_alarms=False):
+        time.sleep(0.1)
+        alarms.Alarms(run.metrics("trainer")).tell(kind="solved", sentence="all", advice="stop", step=5)
+    assert lines(capsys.readouterr().out) == ["step 0/12  0 %"]
+
+
+def test_silent_storage_costs_the_line_alone(run, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    shown = Progress(run, steps=12)
+    monkeypatch.setattr(status, "read", refuse)
+    shown.look()
+    assert lines(capsys.readouterr().out) == ["step not known  storage does not answer: [Errno 5] Input/output error"]
+
+
+def test_output_that_nobody_reads_or_of_another_encoding_does_not_end_the_run(run, monkeypatch):
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    Progress(run, steps=12).look()
+    content = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content, encoding="ascii", line_buffering=True))
+    shown = Progress(run, steps=12)
+    told = Status(run.metrics("trainer"))
+    told.phase("downloading naïve")
+    told.flush()
+    shown.look()
+    assert content.getvalue().endswith(b"step 0/12  0 %  trainer: downloading na?ve, 0 s\n")
+
+
+SETUP = """
+import logging, sys, threading, time
+from pathlib import Path
+from tba_jax.commands import command_line
+from tba_jax.run import layout
+from tba_jax.telemetry import alarms
+from tba_jax.telemetry.status import Status
+from tba_jax.telemetry.terminal import Progress
+command_line.log_to_stderr()
+log = logging.getLogger("tba_jax.test")
+run = layout.RunDir(Path(sys.argv[1]))
+progress = Progress(run, steps=9)
+status = Status(run.metrics("trainer"), step=1)
+status.point({"reward": 0.5, "buffer_rows": 1000.0, "staleness_mean": 2.0, "staleness_max": 3.0})
+status.phase("compiling the update")
+status.flush()
+"""
+
+
+def on_terminal(run: layout.RunDir, program: str, *, width: int = 80, **environment: str) -> OnTerminal:
+    whole = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"} | environment
+    command = [sys.executable, "-c", SETUP + program, str(run.root)]
+    return OnTerminal(command, width=width, environment=whole, cwd=ROOT)
+
+
+def test_lines_that_are_logged_and_printed_meanwhile_are_whole_and_the_picture_goes(run):
+    program = """
+with progress:
+    for n in range(50):
+        log.warning("warning %d %s", n, "x" * 50)
+        print("printed", n, end=" ")
+        print("whole")
+        time.sleep(0.005)
+    alarms.Alarms(run.metrics("trainer")).tell(kind="disk", sentence="little is left", advice="free some", step=1)
+    time.sleep(1.2)
+print("the end")
+"""
+    with on_terminal(run, program, width=200) as shown:
+        shown.shows(lambda text: "step 1/9" in text and "compiling the update" in text and "0.500" in text)
+        assert shown.wait() == 0
+        found = [line for line in shown.screen.text.split("\n") if line]
+    spoken = [line.split(" ", 1)[1] if line[2:3] == ":" else line for line in found]
+    for n in range(50):
+        assert {f"warning {n} {'x' * 50}", f"printed {n} whole"} <= {*spoken}
+    assert spoken[-2:] == ["warning: little is left. What to do: free some", "the end"] and not any(
+        "step 1/9" in x for x in found
+    )
+
+
+def test_a_process_that_is_killed_leaves_a_cursor(run):
+    with on_terminal(run, "with progress:\n    time.sleep(60)") as shown:
+        shown.shows(lambda text: "step 1/9" in text)
+        os.kill(shown.process.pid, signal.SIGKILL)
+        shown.wait()
+        assert shown.screen.cursor_is_visible and shown.settings_after == shown.settings
+
+
+def test_colours_may_be_refused(run):
+    for refusal, coloured in (({"NO_COLOR": "1"}, False), ({}, True)):
+        with on_terminal(run, "with progress:\n    time.sleep(0.7)", **refusal) as shown:
+            assert shown.wait() == 0
+        assert ("\x1b[36m" in shown.written or "\x1b[38;5;6m" in shown.written) == coloured
+
+
+@pytest.mark.parametrize(
+    ("term", "encoding", "suits"),
+    [("xterm", "utf-8", True), ("dumb", "utf-8", False), ("", "utf-8", False), ("xterm", "ascii", False), (None, "utf-8", False)],
+)
+def test_which_streams_get_a_picture(monkeypatch, term, encoding, suits):
+    class Terminal(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.delenv("TERM", raising=False)
+    if term is not None:
+        monkeypatch.setenv("TERM", term)
+    assert terminal.suits(Terminal(io.BytesIO(), encoding=encoding)) == suits
+    assert not terminal.suits(io.StringIO())
