@@ -104,6 +104,10 @@ parity: $(PARITY) ## the tests that compare with PyTorch, in .venv-parity
 test-slow: $(DEV) ## the tests that take minutes
 	@exec $(PY) -m pytest -m 'slow and not gpu' -o timeout=3600 -o faulthandler_timeout=3660 $(ARGS)
 
+.PHONY: golden
+golden: $(DEV) ## names, counts, exits and sentences against tests/golden: ARGS=--write, or ARGS=--other=CHECKOUT for floats
+	@exec $(PY) -m tests.golden $(ARGS)
+
 .PHONY: colab
 colab: $(READY) $(COLAB) ## executes colab/tba_jax.ipynb into build/tba_jax.ipynb: ARGS='{"STEPS": 50}' fills in its form
 	@mkdir -p build && exec $(PY) tests/support/executed_notebook.py colab/tba_jax.ipynb build/tba_jax.ipynb '$(ARGS)'
