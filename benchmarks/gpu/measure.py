@@ -29,7 +29,7 @@ from tba_jax.decoding import sampling
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
 from tba_jax.decoding.slots import row_keys
-from tba_jax.models import attention, device_defaults, parameters
+from tba_jax.models import attention, hardware, parameters
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.models.response_space import ResponseSpace
@@ -138,7 +138,7 @@ def update() -> list[dict[str, str]]:
     T = changes["task.prompt_length"] + changes["task.response_length"]
     value = f"{1e3 * took:.1f} ms, {program.rows * T / took:.0f} tokens/s of rows"
     kernel = _ATTENTION.value
-    if kernel == device_defaults.AUTO:
+    if kernel == hardware.AUTO:
         kernel = attention.fastest(jax.default_backend(), jnp.dtype(model.compute_dtype), model.head_size)
     figure = f"an update of {program.rows} rows of {T}, attention by {kernel}"
     return [row(figure, value, shares(placed.work, took)), memory_row(size)]

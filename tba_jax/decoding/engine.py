@@ -25,7 +25,7 @@ from tba_jax.decoding.lane import Lane
 from tba_jax.decoding.requests import Generation, Request
 from tba_jax.decoding.slots import SlotsConfig
 from tba_jax.decoding.usage import Usage
-from tba_jax.models import device_defaults, kv_cache
+from tba_jax.models import hardware, kv_cache
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.response_space import ResponseSpace
@@ -92,7 +92,7 @@ class Engine:
             places=samples,
             prompt_length=prompt_length,
             response_length=response_length,
-            chunk=min(device_defaults.value("searchers.decode_chunk", chunk, platform), response_length),
+            chunk=min(hardware.value("searchers.decode_chunk", chunk, platform), response_length),
             stop_accept=stop_strings.accept if stop_strings is not None else -1,
             tiled=slots_lib.in_tiles(mesh),
             together=slots_lib.heads_together(model, mesh),

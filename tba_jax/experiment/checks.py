@@ -12,7 +12,7 @@ from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.learner.optimizer import DECAYS, SCHEDULES
 from tba_jax.learner.settings import HELD_REFERENCES
-from tba_jax.models import device_defaults, layers
+from tba_jax.models import hardware, layers
 from tba_jax.models.presets import PRESETS
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.objective import Objective
@@ -122,7 +122,7 @@ def _registries(task: str) -> dict[str, Collection[str]]:
         "decays": DECAYS,
         "strategies": STRATEGIES,
         "presets": ["", *PRESETS],
-        "remat": (*layers.REMAT, device_defaults.AUTO),
+        "remat": (*layers.REMAT, hardware.AUTO),
         "sinks": tuple(trackers.TRACKERS),
     }
 

@@ -11,7 +11,7 @@ from tba_jax.decoding import sizes
 from tba_jax.experiment import bounds, meshes
 from tba_jax.experiment.composition import Experiment
 from tba_jax.learner.settings import HELD_REFERENCES
-from tba_jax.models import device_defaults, heads, parameters
+from tba_jax.models import hardware, heads, parameters
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.rewards import task_models
 
@@ -131,7 +131,7 @@ class _Memory:
         data, fsdp, _ = self._meshes["learner"]
         ways = data * fsdp
         parts, rows, tensor = self._on_device("learner", meshes.micro_batch_rows(self._config, ways=ways))
-        remat = device_defaults.value("learner.remat", learner.remat, "gpu")  # an estimate is made before there are devices
+        remat = hardware.value("learner.remat", learner.remat, "gpu")  # an estimate is made before there are devices
         layers_kept = model.layers * {"full": 1, "dots": 8, "none": 12}[remat]
         within_layer = rows * (model.heads * T * T * 4 + T * model.ffn * self._compute * 3) // tensor
         # A moving average is float32.

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from tba_jax import sharding
 from tba_jax.decoding import sizes
 from tba_jax.experiment.mistakes import Mistakes
-from tba_jax.learner import micro_batches
-from tba_jax.models import device_defaults, parameters
+from tba_jax.learner import descent
+from tba_jax.models import hardware, parameters
 from tba_jax.models.policy import Policy
 
 # Role -> the section of the config that has its mesh.
@@ -125,13 +125,13 @@ def micro_batch_rows(config: Any, *, ways: int) -> int:
     sizes = dict(
         prompt=task.prompt_length, response=task.response_length, queries=learner.queries, completions=learner.completions
     )
-    return micro_batches.limits(learner.micro_batch_tokens, **sizes, ways=ways, shares=False).full_rows
+    return descent.limits(learner.micro_batch_tokens, **sizes, ways=ways, shares=False).full_rows
 
 
 def slots_of(config: Any) -> int:
     """The slots of a searcher, told before there are devices: as on a GPU."""
     s = config.searchers
-    return device_defaults.slots(s.slots, queries=s.queries_per_batch, samples=s.samples_per_query, platform="gpu")
+    return hardware.slots(s.slots, queries=s.queries_per_batch, samples=s.samples_per_query, platform="gpu")
 
 
 def _check_slots(config: Any, role: str, *, ways: int) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import optax
 
 from tba_jax import sharding
-from tba_jax.learner import micro_batches, optimizer, state, update
+from tba_jax.learner import descent, optimizer, state, update
 from tba_jax.learner.moving_reference import MovingReference
-from tba_jax.models import device_defaults, scoring
+from tba_jax.models import hardware, scoring
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
@@ -68,7 +68,7 @@ def make_learner_config(c: Any, contract: contract_lib.Contract, policy: Policy,
         policy=policy,
         objective=OBJECTIVES[c.objective],
         settings=ObjectiveSettings(**{field.name: c[field.name] for field in dataclasses.fields(ObjectiveSettings)}),
-        limits=micro_batches.limits(
+        limits=descent.limits(
             c.micro_batch_tokens,
             prompt=contract.prompt_length,
             response=contract.response_length,
@@ -79,7 +79,7 @@ def make_learner_config(c: Any, contract: contract_lib.Contract, policy: Policy,
         ),
         logit_bytes=(c.logit_megabytes << 20) * mesh.size,
         space=contract.response_space(),
-        remat=device_defaults.value("learner.remat", c.remat, mesh.devices.flat[0].platform),
+        remat=hardware.value("learner.remat", c.remat, mesh.devices.flat[0].platform),
         has_reference=contract.has_reference,
     )
 

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tba_jax.learner import descent, micro_batches
+from tba_jax.learner import descent
 from tba_jax.learner.optimizer import Schedule
 from tba_jax.learner.state import Batch, Optimizers, TrainState
 from tba_jax.models import heads, scoring
@@ -169,8 +169,8 @@ def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfi
     P = batch.tokens.shape[1] - batch.R
     prompts = batch.tokens[::K, :P], batch.prompt_length[::K]
     at_a_time = math.gcd(len(prompts[0]), max(1, config.limits.full_rows // K))
-    micros = micro_batches.split(prompts, at_a_time)
-    states = micro_batches.join(jax.lax.map(lambda micro: heads.mean_prompt_states(model.policy, *micro), micros))
+    micros = descent.split(prompts, at_a_time)
+    states = descent.join(jax.lax.map(lambda micro: heads.mean_prompt_states(model.policy, *micro), micros))
 
     def of_rows(head: Params) -> jax.Array:
         model = state.model(state.params | head, frozen)

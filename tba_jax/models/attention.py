@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from tba_jax import sharding
-from tba_jax.models import device_defaults
+from tba_jax.models import hardware
 from tba_jax.models.config import DecoderConfig, ModelConfig, RopeScaling
 from tba_jax.models.layers import Einsum, Norm
 
@@ -215,7 +215,7 @@ def _attend_xla(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Ar
 
 def fastest(platform: str, dtype: Any, head_size: int) -> str:
     """The kernel that "auto" stands for: that of device_defaults, or "xla" where cuDNN's does not take dtype and heads."""
-    kernel: str = device_defaults.value("model.attention", device_defaults.AUTO, platform)
+    kernel: str = hardware.value("model.attention", hardware.AUTO, platform)
     takes = dtype == jnp.bfloat16 and cudnn_takes(head_size)
     return "xla" if kernel == "cudnn" and not (platform == "gpu" and takes) else kernel
 

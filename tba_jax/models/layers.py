@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tba_jax import sharding
-from tba_jax.models.activations import ACTIVATIONS
-from tba_jax.models.config import ModelConfig
+from tba_jax.models.config import ACTIVATIONS, ModelConfig
 from tba_jax.models.parameters import parameter
 
 # Name of a setting -> policy of jax.checkpoint, which says what a layer keeps for its backward pass. None: it keeps everything.

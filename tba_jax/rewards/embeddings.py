@@ -15,9 +15,9 @@ from tba_jax.models import encoder
 from tba_jax.models.config import EncoderConfig
 from tba_jax.models.encoder import Encoder
 from tba_jax.models.hugging_face import load
-from tba_jax.rewards import forward as forward_lib
 from tba_jax.rewards import passes
-from tba_jax.rewards.forward import Forward
+from tba_jax.rewards import passes as forward_lib
+from tba_jax.rewards.passes import Forward
 from tba_jax.text.special_tokens import Escaper, without_rows
 
 # Texts in one forward pass of the encoder, which bounds its memory.

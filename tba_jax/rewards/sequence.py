@@ -20,9 +20,9 @@ from tba_jax.models.decoder import Decoder
 from tba_jax.models.encoder import Encoder
 from tba_jax.models.hugging_face import files
 from tba_jax.models.hugging_face import load as load_lib
-from tba_jax.rewards import forward as forward_lib
 from tba_jax.rewards import passes
-from tba_jax.rewards.forward import Forward
+from tba_jax.rewards import passes as forward_lib
+from tba_jax.rewards.passes import Forward
 from tba_jax.text.special_tokens import Escaper, without_rows
 from tba_jax.text.tokenizers import open_transformers
 

@@ -15,9 +15,9 @@ from tba_jax.models import decoder, hardware
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.hugging_face import load as load_lib
-from tba_jax.rewards import forward as forward_lib
 from tba_jax.rewards import language_model, passes
-from tba_jax.rewards.forward import Forward
+from tba_jax.rewards import passes as forward_lib
+from tba_jax.rewards.passes import Forward
 from tba_jax.tasks.interface import UnsafeTokenSettings
 from tba_jax.text.templates import PromptTemplate
 

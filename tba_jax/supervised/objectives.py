@@ -14,7 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from tba_jax.learner import descent, micro_batches
+from tba_jax.learner import descent
 from tba_jax.learner.state import Optimizers, TrainState
 from tba_jax.models import heads, scoring
 from tba_jax.models.decoder import Decoder
@@ -140,8 +140,8 @@ def _gradient(state: TrainState, frozen: Params, batch: Batch, *, objective: Obj
         (_, shares), grads = jax.value_and_grad(share, has_aux=True)(state.params, micro)
         return grads, shares
 
-    micros = micro_batches.split(batch, config.micro_batch_rows)
-    grads, shares = micro_batches.accumulate(gradient, state.params, micros)
+    micros = descent.split(batch, config.micro_batch_rows)
+    grads, shares = descent.accumulate(gradient, state.params, micros)
     means = jax.tree.map(jnp.sum, shares)
     return descent.Gradient(loss=means["loss"], by_part=grads, measurements=means)
 

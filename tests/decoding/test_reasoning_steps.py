@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tba_jax.decoding import reasoning_steps
+from tba_jax.decoding import state_values
 from tba_jax.text import stop_strings
 
 TEXTS = ["", "a", "b", "ab", "ba", "c", "xcdy", "é", "é".encode()[:1], "é".encode()[1:], "cdcd"]
@@ -19,7 +19,7 @@ def test_states_between_steps_are_those_after_a_whole_step_end(ends):
     rng = np.random.default_rng(0)
     tokens, length = rng.integers(0, V, (400, R)).astype(np.int32), rng.integers(1, R + 1, 400).astype(np.int32)
     automaton = stop_strings.build([*BYTES, None], ends, vocab=V)
-    found = reasoning_steps.between_steps(tokens, length, automaton)
+    found = state_values.between_steps(tokens, length, automaton)
     assert found.shape == (400, R) and found.dtype == bool
     expected = np.zeros((400, R), bool)
     seen = dict.fromkeys(("within a token", "across tokens", "last token"), 0)
@@ -41,7 +41,7 @@ def test_states_between_steps_are_those_after_a_whole_step_end(ends):
 def test_states_that_are_left_out_leave_steps_of_equal_number():
     for n, most in itertools.product(range(12), range(12)):
         states = np.arange(n) * 3 + 1
-        chosen = reasoning_steps.evenly(states, most).tolist()
+        chosen = state_values.evenly(states, most).tolist()
         if most == 0 or n <= most:
             assert chosen == states.tolist()
             continue

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from absl import flags
 
 from tba_jax import main
@@ -138,29 +137,3 @@ def test_skypilot_takes_the_task(sky, name):
     expected = task(name)
     shown = f"{expected['name']} 1 {expected['resources'].get('use_spot', False)} {sorted(expected['envs'])}"
     assert done.stdout.splitlines()[-1] == shown
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("path", "value", "named"),
-    [
-        (("resource",), {}, "resource"),
-        (("resources", "use_spot"), "maybe", "maybe"),
-        (("resources", "autostop"), {"idle": 3}, "idle"),
-        (("resources", "job_recovery"), {"recover_on_exit_codes": [300]}, "300"),
-        (("resources", "accelerators"), {"L4": "one"}, "'one'"),
-        (("num_nodes",), "two", "'two'"),
-        (("workdir",), "/nowhere/at/all", "nowhere"),
-        (("run",), ["python"], "'python'"),
-    ],
-    ids=str,
-)
-def test_skypilot_refuses_a_broken_task(sky, tmp_path, path, value, named):
-    changed = task("skypilot_searchers.yaml")
-    inside = changed
-    for key in path[:-1]:
-        inside = inside[key]
-    inside[path[-1]] = value
-    (tmp_path / "task.yaml").write_text(yaml.safe_dump(changed))
-    done = sky(tmp_path / "task.yaml")
-    assert done.returncode != 0 and re.search(f"refused: .*({named})", done.stderr, re.DOTALL), done.stdout + done.stderr

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding
-from tba_jax.learner import micro_batches
+from tba_jax.learner import descent
 from tba_jax.learner import state as state_lib
 from tba_jax.models import parameters
 from tba_jax.models.lora import LoraConfig
@@ -154,7 +154,7 @@ SIZES = dict(prompt=4, response=6, queries=7, completions=20)
 )
 def test_a_micro_batch_has_the_most_sequences_that_fit(tokens, ways, full_rows, sequences):
     """7 queries of 20 rows, of 10 tokens each."""
-    found = micro_batches.limits(tokens, **SIZES, ways=ways, shares=False)
+    found = descent.limits(tokens, **SIZES, ways=ways, shares=False)
     assert (found.full_rows, found.sequences, found.length) == (full_rows, sequences, 9)
 
 
@@ -168,4 +168,4 @@ def test_a_micro_batch_has_the_most_sequences_that_fit(tokens, ways, full_rows, 
 )
 def test_micro_batches_that_do_not_fit_are_refused(tokens, ways, sentence):
     with pytest.raises(ValueError, match=sentence):
-        micro_batches.limits(tokens, **SIZES, ways=ways, shares=True)
+        descent.limits(tokens, **SIZES, ways=ways, shares=True)

@@ -7,31 +7,31 @@ import pytest
 from tba_jax import sharding
 from tba_jax.experiment import meshes
 from tba_jax.experiment.schema import SCHEMA
-from tba_jax.models import attention, device_defaults, layers
-from tba_jax.models.device_defaults import DEFAULTS, Default
+from tba_jax.models import attention, hardware, layers
+from tba_jax.models.hardware import DEFAULTS, Default
 from tba_jax.roles.searcher import searcher
 
 
 def test_every_setting_has_a_value_and_a_source_on_every_platform():
     for setting, platforms in DEFAULTS.items():
         assert platforms.keys() == {"cpu", "gpu", "tpu"} and setting in SCHEMA.rules
-        assert all(default.source and default.value not in (device_defaults.AUTO, 0) for default in platforms.values())
+        assert all(default.source and default.value not in (hardware.AUTO, 0) for default in platforms.values())
     assert {default.value for default in DEFAULTS["learner.remat"].values()} <= set(layers.REMAT)
 
 
 def test_what_is_left_to_the_device_is_what_a_run_starts_with():
     config = SCHEMA.defaults()
-    assert config.learner.remat == config.model.attention == device_defaults.AUTO
+    assert config.learner.remat == config.model.attention == hardware.AUTO
     assert config.searchers.decode_chunk == config.searchers.slots == 0
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu", "rocm"])
 def test_a_users_value_goes_before_the_table(platform):
-    assert device_defaults.value("learner.remat", "dots", platform) == "dots"
-    assert device_defaults.value("searchers.decode_chunk", 8, platform) == 8
+    assert hardware.value("learner.remat", "dots", platform) == "dots"
+    assert hardware.value("searchers.decode_chunk", 8, platform) == 8
     there = platform if platform in ("cpu", "tpu") else "gpu"
-    assert device_defaults.value("searchers.decode_chunk", 0, platform) == DEFAULTS["searchers.decode_chunk"][there].value
-    assert device_defaults.value("learner.remat", "auto", platform) == DEFAULTS["learner.remat"][there].value
+    assert hardware.value("searchers.decode_chunk", 0, platform) == DEFAULTS["searchers.decode_chunk"][there].value
+    assert hardware.value("learner.remat", "auto", platform) == DEFAULTS["learner.remat"][there].value
 
 
 def test_attention_is_the_tables_where_the_device_takes_it():
@@ -43,11 +43,11 @@ def test_attention_is_the_tables_where_the_device_takes_it():
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu", "rocm"])
 def test_slots_are_a_share_of_a_batch_of_whole_queries(platform, monkeypatch):
     batch = dict(queries=8, samples=24)
-    assert device_defaults.slots(96, **batch, platform=platform) == 96
-    assert device_defaults.slots(0, **batch, platform=platform) == 8 * 24
+    assert hardware.slots(96, **batch, platform=platform) == 96
+    assert hardware.slots(0, **batch, platform=platform) == 8 * 24
     monkeypatch.setitem(DEFAULTS, "searchers.slots", dict.fromkeys(("cpu", "gpu", "tpu"), Default(0.25, "for this test")))
-    assert device_defaults.slots(0, **batch, platform=platform) == 2 * 24
-    assert device_defaults.slots(0, queries=1, samples=24, platform=platform) == 24
+    assert hardware.slots(0, **batch, platform=platform) == 2 * 24
+    assert hardware.slots(0, queries=1, samples=24, platform=platform) == 24
 
 
 def test_the_slots_of_the_table_are_those_of_checks_estimates_and_searchers(monkeypatch):

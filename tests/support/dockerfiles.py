@@ -1,10 +1,8 @@
-"""Finds mistakes in the project's Dockerfile, and runs those of its steps that need no Docker."""
+"""Reads the project's Dockerfile, and runs those of its steps that need no Docker."""
 
 import fnmatch
 import re
-import shlex
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 Instruction = tuple[str, str]
@@ -36,54 +34,6 @@ def arguments(instructions: list[Instruction], **given: str) -> dict[str, str]:
 
 def expand(text: str, values: dict[str, str]) -> str:
     return re.sub(r"\$\{(\w+)\}", lambda found: values.get(found[1], ""), text)
-
-
-def problems(text: str, *, extras: set[str]) -> Iterator[str]:
-    """A sentence for each mistake. Args: extras: those of pyproject.toml."""
-    try:
-        instructions = parse(text)
-    except ValueError as error:
-        yield str(error)
-        return
-    yield from _of_arguments(instructions, extras)
-    lines = [f"{name} {rest}" for name, rest in instructions]
-    position = {line: lines.index(line) for line in lines}
-    install = 'RUN python -m launch.constraints.install "${CONSTRAINTS}" -r requirements.txt'
-    order = ["COPY requirements.txt ./", install, "COPY pyproject.toml ./", "COPY . ."]
-    if missing := [step for step in order if step not in position]:
-        yield f"{missing} are not there"
-    elif sorted(order, key=position.__getitem__) != order:
-        yield f"the layers must come in the order {order}, so that a change of the code installs nothing again"
-    users = [rest for name, rest in instructions if name == "USER"]
-    if not users or not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", users[-1]):
-        yield f"USER {users[-1] if users else 'root'} must be a number above 0: Kubernetes compares it with runAsNonRoot"
-    names = [name for name, _ in instructions]
-    if "USER" in names and "RUN" in names[names.index("USER") :]:
-        yield "RUN after USER: what the image holds must not be writable for its roles"
-    if "COPY" in names and "WORKDIR" not in names[: names.index("COPY")]:
-        yield "COPY before WORKDIR"
-    (entry,) = [rest for name, rest in instructions if name == "ENTRYPOINT"] or ["[]"]
-    installed = " ".join(rest for name, rest in instructions if name == "RUN" and "apt-get install" in rest)
-    for program in re.findall(r'^\["(\w+)"', entry):
-        if program not in shlex.split(installed):
-            yield f"ENTRYPOINT {program} is not installed"
-    if not entry.startswith('["'):
-        yield f"ENTRYPOINT {entry} would be a shell, which passes no signal on"
-
-
-def _of_arguments(instructions: list[Instruction], extras: set[str]) -> Iterator[str]:
-    for number, (name, rest) in enumerate(instructions):
-        key = rest.partition("=")[0]
-        later = " ".join(text for _, text in instructions[number + 1 :])
-        if name == "ARG" and not re.search(rf"\$\{{{key}\}}|environ\['{key}'\]", later):
-            yield f"ARG {key} is not used"
-    values = arguments(instructions)
-    # Where an ARG stands before FROM, the layers behind it do not see it.
-    for version in ("12", "13") if "CUDA" in values else ("",):
-        found = arguments(instructions, CUDA=version).get("EXTRAS", "").split() if version else []
-        if f"cuda{version}" not in found:
-            yield f"CUDA={version} installs the extras {found}"
-        yield from (f"pyproject.toml has no extra {name}" for name in found if name not in extras)
 
 
 def copy(source: str, root: Path, ignored: str, to: Path) -> None:

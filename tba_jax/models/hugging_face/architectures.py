@@ -8,7 +8,7 @@ from typing import Any
 
 from tba_jax.models import decoder
 from tba_jax.models.config import DecoderConfig
-from tba_jax.models.hugging_face import encoders, gemma, gpt_family, llama_family
+from tba_jax.models.hugging_face import encoders, gpt_family, llama_family
 from tba_jax.models.hugging_face.files import Architecture
 
 _DECODER: dict[str, Any] = {"config": DecoderConfig, "define": decoder.define}
@@ -36,7 +36,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen2": _gated("Qwen2ForCausalLM", "Qwen2ForSequenceClassification", llama_family.read_qwen2, llama_family.write_qwen2),
     "qwen3": _gated("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", llama_family.read_qwen3, llama_family.write_qwen3),
-    "gemma3_text": _gated("Gemma3ForCausalLM", "Gemma3TextForSequenceClassification", gemma.read_gemma3, gemma.write_gemma3),
+    "gemma3_text": _gated(
+        "Gemma3ForCausalLM", "Gemma3TextForSequenceClassification", llama_family.read_gemma3, llama_family.write_gemma3
+    ),
     "gpt2": Architecture(
         heads={"GPT2LMHeadModel": "language_model", "GPT2ForSequenceClassification": "score"},
         read=gpt_family.read_gpt2,

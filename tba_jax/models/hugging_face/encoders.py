@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tba_jax.models import encoder
-from tba_jax.models.activations import ACTIVATIONS, OURS
-from tba_jax.models.config import EncoderConfig
+from tba_jax.models.config import ACTIVATION_NAMES, ACTIVATIONS, EncoderConfig
 from tba_jax.models.hugging_face import files
 from tba_jax.models.hugging_face.files import Architecture, Settings, Stored, Tensors
 
@@ -43,7 +42,7 @@ def _read(settings: Settings) -> dict[str, Any]:
         "max_positions": settings.size("max_position_embeddings", 512),
         "token_types": settings.size("type_vocab_size", 2),
         "norm_epsilon": settings.number("layer_norm_eps", 1e-12),
-        "activation": settings.choice("hidden_act", OURS, "gelu"),
+        "activation": settings.choice("hidden_act", ACTIVATION_NAMES, "gelu"),
         "labels": _read_labels(settings),
     }
 

@@ -5,8 +5,7 @@ A linear weight is [out, in] in GPT-NeoX, and [in, out] in GPT-2 (its Conv1D).
 
 from typing import Any
 
-from tba_jax.models.activations import ACTIVATIONS, OURS
-from tba_jax.models.config import DecoderConfig
+from tba_jax.models.config import ACTIVATION_NAMES, ACTIVATIONS, DecoderConfig
 from tba_jax.models.hugging_face import files, rotary_settings
 from tba_jax.models.hugging_face.files import Settings, Stored, Tensors
 
@@ -47,7 +46,7 @@ def read_gpt_neox(settings: Settings) -> dict[str, Any]:
         "norm_epsilon": settings.number("layer_norm_eps", 1e-5),
         "rotary_size": 0 if rotary_size == head_size else rotary_size,
         "parallel_residual": settings.flag("use_parallel_residual", True),
-        "activation": settings.choice("hidden_act", OURS, "gelu"),
+        "activation": settings.choice("hidden_act", ACTIVATION_NAMES, "gelu"),
         "qkv_bias": bias,
         "out_bias": bias,
         "tied_embedding": settings.flag("tie_word_embeddings", False),
@@ -106,7 +105,7 @@ def read_gpt2(settings: Settings) -> dict[str, Any]:
         "max_positions": settings.size("n_positions", 1024),
         "norm_epsilon": settings.number("layer_norm_epsilon", 1e-5),
         "positions": "learned",
-        "activation": settings.choice("activation_function", OURS, "gelu_new"),
+        "activation": settings.choice("activation_function", ACTIVATION_NAMES, "gelu_new"),
         "qkv_bias": True,
         "out_bias": True,
         "tied_embedding": settings.flag("tie_word_embeddings", True),

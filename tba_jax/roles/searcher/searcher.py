@@ -18,7 +18,7 @@ from tba_jax.decoding.engine import Ticket
 from tba_jax.decoding.requests import Generation, Request, concatenate
 from tba_jax.decoding.slots import row_keys
 from tba_jax.decoding.state_values import StateValues
-from tba_jax.models import device_defaults
+from tba_jax.models import hardware
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program
 from tba_jax.replay.log import LogWriter
@@ -318,7 +318,7 @@ def _rows_per_batch(config: Any) -> int:
 def _slots(config: Any, mesh: jax.sharding.Mesh) -> int:
     """Sequences that are decoded side by side on a mesh."""
     s, platform = config.searchers, mesh.devices.flat[0].platform
-    return device_defaults.slots(s.slots, queries=s.queries_per_batch, samples=s.samples_per_query, platform=platform)
+    return hardware.slots(s.slots, queries=s.queries_per_batch, samples=s.samples_per_query, platform=platform)
 
 
 def _make_sampler(

@@ -24,7 +24,7 @@ from tba_jax.run import layout, processes
 from tba_jax.telemetry import metrics
 from tba_jax.text.visible import visible, visible_line
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[1]
 _STOP_SECONDS = 60.0
 _TAIL_BYTES = 20_000
 # A line of the progress that a run prints: "   12 s  step 5/200  reward 0.431 …".
