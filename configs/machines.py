@@ -37,7 +37,7 @@ def _rows(rows: int) -> Settings:
 # Machine -> what it sets, and what is at most so much, where 0 stands for all.
 MACHINES: dict[str, tuple[Settings, Settings]] = {
     "8x80gb": (_KEPT, {}),
-    "1x80gb": (_KEPT | _shared(0.5, 0.2), _rows(8)),
+    "1x80gb": (_KEPT | _shared(0.53, 0.2), _rows(8)),
     "1x24gb": (_KEPT | _shared(0.28, 0.28) | _ADAPTERS, _rows(4)),
     "1x16gb": (_KEPT | _shared(0.26, 0.28) | _ADAPTERS, _rows(2)),
     "v5p-8": (_KEPT | _IN_TURN, {}),

@@ -258,6 +258,9 @@ def _as_processes(s: Invocation) -> Job:
     def check() -> None:
         placements.update(answer.place(s.experiment, gpus.visible()))
         _check_placements(s, placements)
+        for verdict in answer.judge(s.experiment)[0]:
+            if verdict.fits is False:
+                log.warning("by an estimate from shapes, %s", verdict)
 
     EpochLease.refuse_if_held(s.run.journal)
     join(s, may_change_schedule=True, check=check)

@@ -70,7 +70,10 @@ def test_without_a_reference_a_searcher_scores_nothing_and_does_not_hold_its_wei
 def made(tmp_path_factory, one_device_throughout):
     """A real trainer that has begun, with its lease, and a real searcher with weights."""
     s = tiny_run.settings(tmp_path_factory.mktemp("made") / "run", tiny_run.config())
-    compiling_of = {role: compiling.fit(s.experiment, s.run, role=role, on=compiling.Devices(devices=jax.devices())) for role in compiling.ROLES}
+    compiling_of = {
+        role: compiling.fit(s.experiment, s.run, role=role, on=compiling.Devices(devices=jax.devices()))
+        for role in compiling.ROLES
+    }
     jobs.join(s, may_change_schedule=True)
     trainer, lease = training.make_trainer(s, publish_every_steps=1)
     trainer.publish_unless_there()
@@ -447,7 +450,9 @@ def test_an_answer_by_proxy_is_marked(stand_ins, tmp_path, capsys, one_device):
     flags = ["--dry_run", "--topology=H100x2", "--role=trainer", "--config.searchers.count=1"]
     assert command_line.execute(main, tiny_run.command(tmp_path / "run", *flags)[3:]) == 0
     said = capsys.readouterr().out
-    assert re.match(r"trainer    fits: .* of 68\.06 GiB \(.*\); by TPU proxy\n", said) and "(by TPU proxy, for 1 of H100x2)" in said
+    assert (
+        re.match(r"trainer    fits: .* of 68\.06 GiB \(.*\); by TPU proxy\n", said) and "(by TPU proxy, for 1 of H100x2)" in said
+    )
 
 
 @pytest.mark.slow
