@@ -1,4 +1,4 @@
-"""--for_this_machine: which variant is picked for a machine, what the variants are, and what is refused before anything is loaded."""
+"""--for_this_machine: which variant is picked for a machine, what variants set, and what is refused before anything is loaded."""
 
 import json
 import os
@@ -117,9 +117,7 @@ def test_the_variant_for_cpus_has_short_rows_and_few_steps(monkeypatch, tokenize
     c = found.config
     assert (c.task.prompt_length, c.learner.steps, c.searchers.count, c.lora.rank) == (256, 200, 1, 16)
     monkeypatch.setattr("tba_jax.run.machine.memory", lambda: 1 * GIB)
-    with pytest.raises(
-        ValueError, match=r"does not fit this machine .*together does not fit: about .* of 1\.00 GiB.*smaller model"
-    ):
+    with pytest.raises(ValueError, match=r"does not fit this machine .*together does not fit: .* of 1\.00 GiB.*smaller model"):
         this_machine.check_fits(found)
 
 
