@@ -23,8 +23,7 @@ from tba_jax.tasks import TASKS, custom_task
 
 # Keeps the sentence as a mistake unless the condition holds, see Mistakes.require.
 Require = Callable[[object, str], None]
-# Task, policy and tokenizer are made of the settings in these sections.
-_BUILT_FROM = ("task.", "model.", "lora.")
+_BUILT_FROM = ("task.", "model.", "lora.")  # sections of which task, policy and tokenizer are made
 
 
 def check(config: Any, *, weights: bool = True, new: bool = False) -> None:

@@ -193,7 +193,7 @@ c.searchers.weights = setting("full", one_of=("full", "int8"))  # int8: weight-o
 c.searchers.logit_megabytes = setting(128, at_least=1)  # most memory of logits on a device while the reference scores
 # Tokens of the sequences that the reference scores at a time on each device, at least two sequences; 0: the whole batch.
 c.searchers.score_tokens = setting(65_536, at_least=0)
-c.searchers.memory_fraction = setting(0.0, at_least=0, at_most=1)  # of each searcher, if roles share a GPU; 0: by need
+c.searchers.memory_fraction = setting(0.0, at_least=0, at_most=1)  # of each searcher, if roles share a GPU; 0: an equal part
 c.searchers.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1))  # data=-1: all devices that are left
 
 c.replay = ConfigDict()
@@ -302,7 +302,7 @@ c.learner.weight_decay = setting(0.0, at_least=0)
 c.learner.clip_norm = setting(1.0, at_least=0)
 c.learner.logprob_gap_every_steps = setting(50, at_least=0, free=True)  # compares searchers' log-probs with the learner's; 0: off
 c.learner.logprob_gap_limit = setting(0.0, at_least=0, free=True)  # nats a token; 0: 1e-3 in float32, 0.1 in bfloat16
-c.learner.memory_fraction = setting(0.0, at_least=0, at_most=1, free=True)  # if roles share a GPU; 0: by need
+c.learner.memory_fraction = setting(0.0, at_least=0, at_most=1, free=True)  # if roles share a GPU; 0: half of it
 c.learner.mesh = ConfigDict()
 c.learner.mesh.data = setting(-1, free=True)  # -1: all devices that are left
 # 0, with data=-1: by need. 1 where weights, gradient and moments take at most a third of a device's memory, or the device does

@@ -40,8 +40,7 @@ def check(config: Any, require: Callable[[object, str], None]) -> None:
     schedule without its decay is refused likewise. β is not among them: it scales a metric of every run. This check is for new
     runs and for --dry_run, since a run that exists goes on as it began.
     """
-    values, defaults = flatten(config.to_dict()), flatten(SCHEMA.defaults().to_dict())
-    learner = config.learner
+    learner, values, defaults = config.learner, flatten(config.to_dict()), flatten(SCHEMA.defaults().to_dict())
 
     def refuse(name: str, why: str) -> None:
         value, default = values[name], defaults[name]
@@ -52,8 +51,7 @@ def check(config: Any, require: Callable[[object, str], None]) -> None:
         for each in (f"{name}_start", f"{name}_end") if name in TEMPERATURES else (name,):
             refuse(f"learner.{each}", f"with learner.objective={learner.objective}, which does not read it")
     for name, (other, uses) in _USED_WITH.items():
-        waits = name == "replay.recent_fill" and values[name] == "wait"  # that also says which queries are drawn
-        if not uses(values[other]) and not waits:
+        if not uses(values[other]) and values[name] != "wait":  # recent_fill=wait also says which queries are drawn
             refuse(name, f"with {other}={values[other]}")
     require(
         learner.schedule != "wsd" or learner.decay_steps > 0,
