@@ -1,4 +1,4 @@
-"""Settings whose defaults go by the kind of device (tba_jax/models/device_defaults.py), each tried on this one.
+"""Settings whose defaults go by the kind of device (tba_jax/models/hardware.py), each tried on this one.
 
 python -m benchmarks.defaults [--only=remat,decode_chunk,slots] [--repeats=5]
 

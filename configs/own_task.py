@@ -2,10 +2,11 @@
 
 Command:   python -m tba_jax.main --config=configs/own_task.py --config.model.path=FOLDER --workdir=runs/own_task
              --config.task.custom.train_path=train.jsonl --config.task.custom.heldout_path=heldout.jsonl
-Hardware:  as the model needs it. Time and score: not measured here.
+Hardware:  as the model needs it; --for_this_machine takes the variant of configs/machines.py for what is here. Time and score:
+           not measured here.
 """
 
-from configs import base, small
+from configs import base, machines, small
 from tba_jax.tasks import data
 from tba_jax.tasks.graders import GradedTask
 from tba_jax.tasks.interface import Query
@@ -39,4 +40,4 @@ def get_config(variant: str = ""):
     c.publish.keep, c.publish.dtype = 5, "bfloat16"  # all 251 snapshots of a model of 1.5B would take 1.5 TB in float32
     # --config=configs/own_task.py:small tries everything out, with a tiny model on a few rows.
     inputs = {"model.path": "llama", "task.custom.train_path": "openings.jsonl", "task.custom.heldout_path": "openings.jsonl"}
-    return small.shrink(c, inputs) if small.is_the(variant) else c
+    return small.shrink(c, inputs) if small.asked(variant)[0] else machines.apply(c, variant)

@@ -10,7 +10,7 @@ Command:   python -m tba_jax.main --config=configs/red_team_llama3_2_1b.py --wor
            buffer comes from a run of its own: configs/red_team_gpt2.py has both commands.
 Hardware:  a searcher holds victim and classifier beside the attacker, 8B parameters each, together 32 GB in bfloat16.
            --config.searchers.task_devices=1 gives the two a GPU of their own. An evaluator, which loads both as well, does not
-           fit beside a searcher in 80 GB: on 2 × 80 GB it is placed beside the trainer, and there is one searcher.
+           fit beside a searcher in 80 GB: this recipe is made for 3 × 80 GB, a trainer, a searcher and an evaluator.
            docs/fit.md has the memory of each role. Time and score (sampled_success_rate, sampled_cosine_distance): not
            measured here.
 Departures from the authors' code: those of configs/red_team_gpt2.py, but for lora.targets and replay.merge_edit_distance, and
@@ -50,6 +50,7 @@ def get_config(variant: str = ""):
     c.learner.ref_temperature_steps = 2000
     c.learner.reward_temperature_steps = 1000
     c.publish.dtype = "bfloat16"
+    c.searchers.count = 1
     if not small.is_the(variant):
         return c
     c.task.embedding_path, c.replay.merge_cosine_distance, c.replay.merge_edit_distance = "", 0.0, 0.25

@@ -6,10 +6,10 @@ python -m tba_jax.main --config=configs/X.py --workdir=DIR --dry_run [--compile|
 python -m tba_jax.main --workdir=DIR [--role=…] [--trust_task]
 python -m tba_jax.main --config=configs/X.py --workdir=DIR --role=trainer --coordinator=HOST:PORT --processes=N --process=I
 
-The second chooses lengths, budgets and files that fit the devices and the disk here, or says that none fit. The third compiles
-the programs of each role, and says whether they fit its devices. The fourth joins or resumes the run in DIR with its own config.
-The fifth is one of the N processes of a trainer. Flags --config.SETTING=VALUE change settings of this
-role; the schedule of a run (seed, learner, replay, publish, schedule) is changed by its trainer alone, with --allow_change.
+The second takes the variant of the recipe that is made for this machine, and names it. The third compiles the programs of each
+role, and says whether they fit its devices. The fourth joins or resumes the run in DIR with its own config. The fifth is one of
+the N processes of a trainer. Flags --config.SETTING=VALUE change settings of this role; the schedule of a run (seed, learner,
+replay, publish, schedule) is changed by its trainer alone, with --allow_change.
 """
 
 import math
@@ -48,7 +48,7 @@ def add_flags(values: flags.FlagValues) -> settings_help.Program:
     what = "name of this role's metrics; default: the role (searchers add their writer id)"
     flags.DEFINE_string("name", "", what, flag_values=values)
     _add_dry_run(values)
-    what = "settings of a new run that fit the devices, memory and disk of this machine, but for those that flags name"
+    what = "a new run takes the recipe's variant for the devices of this machine (configs/machines.py), and says which"
     flags.DEFINE_bool("for_this_machine", False, what, flag_values=values)
     what = "where searchers and trainer meet, if not in --workdir: a folder, gs://bucket/prefix or s3://bucket/prefix"
     flags.DEFINE_string("shared", "", what, flag_values=values)
@@ -93,12 +93,12 @@ class _DryRunParser(flags.BooleanParser):
 
 
 def _add_dry_run(values: flags.FlagValues) -> None:
-    what = "check everything, print what fits and how fast it could be, and stop; =full prints config and shapes too"
+    what = "check everything, print what fits, and stop; =full prints config and shapes too"
     parser, shown = _DryRunParser(), flags.ArgumentSerializer[Any]()
     flags.DEFINE_flag(flags.Flag(parser, shown, "dry_run", False, what, boolean=True), flag_values=values)
     what = "with --dry_run: compile the programs of each role for the devices of this machine, and say whether they fit"
     flags.DEFINE_bool("compile", False, what, flag_values=values)
-    what = "with --dry_run: compile for TPUs that are not here: v5p:2x2x1, or trainer=v5p:2x2x2,searcher=v5p:2x2x1"
+    what = "with --dry_run: compile for devices that are not here: v5p:2x2x1, trainer=v5p:2x2x2,searcher=v5p:2x2x1, or H100x8"
     flags.DEFINE_list("topology", [], what, flag_values=values)
 
 
@@ -132,7 +132,8 @@ def _check_name(name: str, *, role: str) -> None:
 def run(given: command_line.Given) -> int | command_line.Job:
     """Checks everything that a user's mistake can break; the job is the role's."""
     _check_name(given.name, role=given.role)
-    recipe = recipes.load(given.config, given.overrides, program=settings_help.BASE) if given.config else None
+    machine = _variant_for_this_machine(given) if given.for_this_machine else ""
+    recipe = recipes.load(given.config + machine, given.overrides, program=settings_help.BASE) if given.config else None
     from tba_jax.run import contract, layout
 
     _check_answers([("--workdir", given.workdir)], given)
@@ -140,10 +141,8 @@ def run(given: command_line.Given) -> int | command_line.Job:
     _check_shared(folder, given)
     folder = contract.known(folder, processes.expected_run())
     with contract.failures_of_storage(folder):
-        config, chosen = _config_of_run(folder, given) if recipe is None else recipe, list[str]()
-        if given.for_this_machine:
-            config, chosen = _for_this_machine(given, config, folder)
-        job = _prepare(given, config, folder, chosen=chosen)
+        config = _config_of_run(folder, given) if recipe is None else recipe
+        job = _prepare(given, config, folder, machine=machine)
 
     def run_job() -> int:
         with contract.failures_of_storage(contract.known(folder, folder.id)):
@@ -152,34 +151,22 @@ def run(given: command_line.Given) -> int | command_line.Job:
     return run_job
 
 
-def _for_this_machine(given: command_line.Given, config: Any, folder: "layout.RunDir") -> tuple[Any, list[str]]:
-    """The config that fits this machine, and the flags that give the same anywhere.
-
-    Raises:
-      ValueError: the flag is given for a run that is there, or for one role; or nothing fits.
-    """
-    from tba_jax.experiment import storage, this_machine
-    from tba_jax.run import places
-
-    if places.exists(folder.config):
-        raise ValueError(
-            f"--for_this_machine is for a new run, and workdir {str(folder.shared)!r} holds one: leave it out to go on"
-        )
+def _variant_for_this_machine(given: command_line.Given) -> str:
+    """ ":VARIANT", which goes after --config=RECIPE. Raises ValueError where flags exclude it, or none is for this machine."""
+    if not given.config or ":" in given.config.rpartition("/")[2]:
+        raise ValueError(f"--for_this_machine picks the variant of a recipe: it needs --config=RECIPE.py, not {given.config}")
     if given.role != "all":
         raise ValueError(f"--for_this_machine places all roles of a run on this machine: it is for --role=all, not {given.role}")
-    _check_answers(storage.of_config(config), given)
-    named = [found[1] for flag in given.overrides if (found := command_line.OVERRIDE.match(flag))]
-    recipe = recipes.load(given.config, (), program=settings_help.BASE)
-    small = recipes.small_form(given.config, program=settings_help.BASE)
-    command = f"python -m tba_jax.main --config={small} --workdir=runs/small" if small else ""
-    chosen = this_machine.choose(config, recipe, folder, named=named, small=command)
-    this_machine.tell(chosen)
-    return chosen.config, chosen.flags
+    from tba_jax.experiment import this_machine
+
+    variant = f":{this_machine.variant()}"
+    print(f"for this machine: --config={given.config}{variant}", file=sys.stderr)
+    return variant
 
 
-def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *, chosen: Sequence[str]) -> command_line.Job:
-    """Args: chosen: flags that this process adds to those it was called with, for the processes that it starts."""
-    from tba_jax.experiment import compiling, composition, jobs, mistakes, named_task, other_runs, storage
+def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *, machine: str) -> command_line.Job:
+    """Args: machine: see _variant_for_this_machine, "" without it."""
+    from tba_jax.experiment import compiling, composition, jobs, mistakes, named_task, other_runs, storage, this_machine
     from tba_jax.roles import gpus
     from tba_jax.run import log_files, places, privacy
     from tba_jax.telemetry import profiles
@@ -204,20 +191,28 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
         found.end()
     asked = found.attempt(_topologies, given)
     known = found.attempt(_known_of_run, folder, given.role) or {}
-    new = bool(given.dry_run) or not places.exists(folder.config)
+    is_there = places.exists(folder.config)
+    if machine and is_there:
+        raise ValueError(
+            f"--for_this_machine is for a new run, and workdir {str(folder.shared)!r} holds one: leave it out to go on"
+        )
+    new = bool(given.dry_run) or not is_there
     experiment = composition.gather(config, found, **known, weights=not given.dry_run, new=new)
     if experiment is None:
         found.end()
     assert experiment is not None
+    if machine and not given.dry_run and not found:
+        found.attempt(this_machine.check_fits, experiment)
     if not given.dry_run:
         log_files.keep_bounded(folder.logs, megabytes=config.logs.megabytes, keep=config.logs.keep)
     settings = jobs.Invocation(
         experiment=experiment,
         run=folder,
         name=given.name,
-        label=recipes.label_of(given.config) if given.config else folder.root.name,
+        label=recipes.label_of(given.config + machine) if given.config else folder.root.name,
         allow_change=tuple(given.allow_change),
-        arguments=(*(each for each in sys.argv[1:] if each.lstrip("-").partition("=")[0] != "for_this_machine"), *chosen),
+        arguments=tuple(each for each in sys.argv[1:] if each.lstrip("-").partition("=")[0] != "for_this_machine")
+        + ((f"--config={given.config}{machine}",) if machine else ()),
         init_from=init_from or "",
         world=world,
         profile=profile,

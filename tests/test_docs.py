@@ -247,9 +247,8 @@ def test_the_readme_is_a_front_door():
 def test_the_readme_says_how_to_ask_whether_it_fits():
     text = (ROOT / "README.md").read_text()
     shown = list(commands(text))
-    assert any("--dry_run" in words for words in shown) and any(
-        words[:4] == ["python", "-m", "tba_jax", "plan"] for words in shown
-    )
+    assert any("--dry_run" in words and not any("--topology" in word for word in words) for words in shown)
+    assert any("--topology=L4x4" in words for words in shown)
     assert "docs/running.md#does-it-fit" in text and "docs/fit.md" in text
 
 

@@ -52,16 +52,6 @@ def label_of(recipe: str) -> str:
     return Path(recipe).name.replace(".py", "")
 
 
-def small_form(recipe: str, *, program: Program) -> str:
-    """FILE.py:small of a recipe FILE.py[:NAME] that has this variant, "" of another one."""
-    small = f"{recipe.partition(':')[0]}:small"
-    try:
-        _made(small, program)
-    except ValueError:
-        return ""
-    return small
-
-
 def _made(recipe: str, program: Program) -> config_dict.ConfigDict:
     """What the recipe's get_config returns."""
     text, colon, name = recipe.partition(":")

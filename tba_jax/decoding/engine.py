@@ -45,7 +45,7 @@ class Engine:
       response_length: R, the most tokens of a response, the given tokens included.
       swap: how new weights are taken up. at_once: by all sequences at the next decode step; new_sequences: by new ones alone.
       chunk: decode steps between two looks at the host: so long do new weights and free buffers wait. At most response_length; 0:
-        by the kind of device, see device_defaults.
+        by the kind of device, see models.hardware.
       lockstep: requests come in batches and all slots begin at once, so that the samples of a query share a group, and each
         batch begins with the shortest window of the caches (ring.py). For a stream of requests the window is the whole caches
         until it shows that all responses are shorter: each window is one more program to compile.

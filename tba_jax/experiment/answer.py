@@ -1,33 +1,28 @@
-"""What a dry run answers first: whether each role fits the devices that it would have, and how fast it could be at most."""
+"""What a dry run answers first: whether each role fits the devices that it would have, by an estimate from shapes."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from tba_jax.experiment import bounds, disk, estimate, fitting, meshes, placing, smallest_mesh
+from tba_jax.experiment import disk, estimate, fitting, meshes
 from tba_jax.experiment.composition import Experiment
 from tba_jax.models.hugging_face import load
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, placement
 from tba_jax.run import layout, machine, places
-from tba_jax.telemetry.device_peaks import PEAKS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What a role has. count: of devices; kind: as PEAKS calls it; limit: bytes that programs may take on each, None: not known;
-    where: in words; on_host: whether the memory of the devices is that of the machine, which all roles share; placed_on: the GPUs
-    that --role=all hands to the role, () where it hands out none."""
+    """What a role has. count: of devices; limit: bytes that programs may take on each, None: not known; where: in words;
+    on_host: whether the memory of the devices is that of the machine, which all roles share."""
 
     count: int
-    kind: str
     limit: int | None
     where: str
     on_host: bool = False
-    placed_on: Sequence[gpus.Gpu] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,63 +38,47 @@ class Verdict:
 
 
 def describe(experiment: Experiment, run: layout.RunDir | None = None) -> str:
-    """The answer of a dry run that compiles nothing: an estimate for this machine, bounds, and what was not checked.
+    """The answer of a dry run that compiles nothing: an estimate for this machine, and what was not checked.
 
     Args: run: not there yet; None, or a run that is there: nothing is said of its disk.
     """
-    there, refused = _here(experiment)
-    experiment, memory = _memory(experiment, there)
-    lines = [str(verdict) for verdict in _verdicts(experiment, there, refused, memory)]
+    found, memory = judge(experiment)
+    lines = [str(verdict) for verdict in found]
     new = run is not None and not places.exists(run.config)
     lines += [f"{'disk':9}  {demand.describe()}" for demand in (disk.demands(experiment, run) if run and new else [])]
     lines += [f"These are estimates from shapes, for this machine: {machine_in_words()}.", ""]
-    lines += [*describe_bounds(experiment, there), ""] if there else []
     lines += [estimate.describe_memory(memory), ""]
     unchecked = ["the programs, which --compile and --topology compile", *unchecked_inputs(experiment)]
     return "\n".join([*lines, f"not checked: {'; '.join(unchecked)}", "--dry_run=full prints config and shapes as well"])
 
 
-def verdicts(experiment: Experiment, *, share: float) -> list[Verdict]:
-    """Of each role on the devices that it would have on this machine, and of all together where they share these.
-
-    Args: share: of the memory that a role may take there, up to which it is said to fit.
-    """
+def judge(experiment: Experiment) -> tuple[list[Verdict], dict[str, dict[str, int]]]:
+    """The verdict on each role on this machine, and on all together where they share devices; and the estimate of their memory,
+    see estimate.memory."""
     there, refused = _here(experiment)
-    there = {
-        role: dataclasses.replace(each, limit=int(share * each.limit)) if each.limit else each for role, each in there.items()
-    }
-    experiment, memory = _memory(experiment, there)
-    return _verdicts(experiment, there, refused, memory)
-
-
-def _memory(experiment: Experiment, there: Mapping[str, Devices]) -> tuple[Experiment, dict[str, dict[str, int]]]:
-    """The experiment with the mesh that the trainer needs there, and the estimate of each role."""
     if trains := there.get("trainer"):
         experiment = meshes.by_need(experiment, devices=trains.count, memory=None if trains.on_host else trains.limit)
-    return experiment, estimate.memory(experiment, {role: devices.count for role, devices in there.items()})
-
-
-def _verdicts(
-    experiment: Experiment, there: Mapping[str, Devices], refused: Mapping[str, str], memory: Mapping[str, Mapping[str, int]]
-) -> list[Verdict]:
-    """Args: there, refused: see `_here`; memory: see `_memory`."""
-    found = [_verdict(experiment, role, devices, memory) for role, devices in there.items()]
+    memory = estimate.memory(experiment, {role: devices.count for role, devices in there.items()})
+    found = [_verdict(role, devices, memory) for role, devices in there.items()]
     found += [Verdict(who=role, fits=False, sentence=f"does not fit: {sentence}") for role, sentence in refused.items()]
-    if there and not refused and (_interleaved(experiment) or all(devices.on_host for devices in there.values())):
-        found.append(_together(experiment, there, memory))
-    return found
+    in_turn = experiment.config.schedule.mode == "interleaved"
+    if there and not refused and (in_turn or all(devices.on_host for devices in there.values())):
+        found.append(_together(experiment.config, there, memory))
+    return found, memory
 
 
 def _here(experiment: Experiment) -> tuple[dict[str, Devices], dict[str, str]]:
     """Role -> what it has on this machine under --role=all; and role -> why that does not do."""
     config, visible = experiment.config, gpus.visible()
-    roles = meshes.roles_of(config)
-    if visible and not _interleaved(experiment):
-        return _placed(experiment, roles, visible)
-    if problem := _too_little_free():
-        return {}, {"all roles": problem}
+    if visible:
+        try:
+            if config.schedule.mode == "interleaved":
+                gpus.check_free()  # JAX has to find its share of them in this one process
+            return by_placement(experiment, visible), {}
+        except ValueError as error:
+            return {}, {"all roles": str(error)}
     found, refused = {}, {}
-    for role, devices in (_in_one_process(roles, visible) if visible else _without_gpus(config, roles)).items():
+    for role, devices in _without_gpus(config).items():
         try:
             meshes.check(experiment, role=role, devices=devices.count)
             found[role] = devices
@@ -108,89 +87,55 @@ def _here(experiment: Experiment) -> tuple[dict[str, Devices], dict[str, str]]:
     return found, refused
 
 
-def _too_little_free() -> str:
-    """Why JAX cannot take its share of the GPUs in one process; "" where it can."""
-    try:
-        gpus.check_free()
-    except ValueError as error:
-        return str(error)
-    return ""
+def by_placement(experiment: Experiment, there: Sequence[gpus.Gpu]) -> dict[str, Devices]:
+    """Role -> its part of these GPUs and what it may take of them under --role=all.
 
-
-def _interleaved(experiment: Experiment) -> bool:
-    """Whether all roles run in one process, on the same devices."""
-    return bool(experiment.config.schedule.mode == "interleaved")
-
-
-def _placed(
-    experiment: Experiment, roles: Sequence[str], visible: Sequence[gpus.Gpu]
-) -> tuple[dict[str, Devices], dict[str, str]]:
-    """Of roles that are processes of their own, by the shares of GPUs that they are given."""
-    try:
-        return by_placement(experiment, visible), {}
-    except ValueError as error:
-        refused = {"all roles": str(error)}
-        told = {role: _too_large(experiment, role, visible) for role in roles if all(gpu.memory for gpu in visible)}
-        return {}, refused | {role: sentence for role, sentence in told.items() if sentence}
-
-
-def by_placement(experiment: Experiment, visible: Sequence[gpus.Gpu]) -> dict[str, Devices]:
-    """Role -> its GPUs and what it may take of them under --role=all. Raises ValueError, see placing.place."""
-    found: dict[str, Devices] = {}
-    for name, placed in placing.place(experiment).items():
-        mine = [gpu for gpu in visible if gpu.name in placed.gpus]
-        limit = min((int(gpu.memory * placed.memory_fraction) for gpu in mine if gpu.memory), default=None)
-        where = f"GPU{'s' if len(mine) > 1 else ''} {', '.join(placed.gpus)}, {placed.memory_fraction:.1%} of the memory"
-        role, made = name.split("-")[0], Devices(count=len(mine), kind=mine[0].kind, limit=limit, where=where, placed_on=mine)
-        # Of several searchers, the one with the least memory decides.
-        found[role] = min(found.get(role, made), made, key=lambda each: each.limit or 0)
-    return found
-
-
-def _too_large(experiment: Experiment, role: str, visible: Sequence[gpus.Gpu]) -> str:
-    """About a role whose mesh has too little memory even on GPUs of its own; "" where it has enough."""
-    size, limit = estimate.on_device(estimate.memory(experiment)[role]), _least_memory(visible)
-    if size <= limit:
-        return ""
-    numbers = f"about {fitting.in_words(size)} of {fitting.in_words(limit)}, on GPUs of its own"
-    return numbers + advice(experiment, role, size=size, limit=limit, devices=len(visible), of=visible)
-
-
-def _least_memory(visible: Sequence[gpus.Gpu]) -> int:
-    """Bytes that one role may take of each of these GPUs."""
-    return min(int((gpu.memory or 0) * gpu.usable_share(1)) for gpu in visible)
-
-
-def advice(
-    experiment: Experiment, role: str, *, size: int, limit: int, devices: int, of: Sequence[gpus.Gpu], scale: float = 1.0
-) -> str:
-    """What to do about a role that does not fit: empty the GPUs that others have filled; another mesh, where that is not enough.
-
-    Args: size: bytes that the role takes of a device; limit: bytes that it may take; of: the GPUs, () where it has others; scale:
-      see smallest_mesh.advice.
+    Raises:
+      ValueError: the meshes of the roles do not fit them.
     """
-    told, fixed = gpus.filled(of), experiment.config[meshes.SECTIONS[role]].memory_fraction
-    if told and not fixed:  # the role's share grows with what is free
-        limit = limit * _least_memory([gpu.emptied() for gpu in of]) // max(_least_memory(of), 1)
-    if told and size <= limit:
-        return told
-    return told + smallest_mesh.advice(experiment, role=role, devices=devices, limit=limit, scale=scale)
+    if experiment.config.schedule.mode == "interleaved":  # one process has all GPUs
+        whole = placement.Placement(cpus=(), gpus=tuple(gpu.name for gpu in there), memory_fraction=gpus.DEFAULT_SHARE)
+        placed = dict.fromkeys(meshes.roles_of(experiment.config), whole)
+    else:
+        placed = place(experiment, there)
+    found: dict[str, Devices] = {}
+    # Of several searchers, the one with the least memory decides, which is the last to be noted.
+    for name, its in sorted(placed.items(), key=lambda item: -item[1].memory_fraction):
+        role, mine = name.split("-")[0], [gpu for gpu in there if gpu.name in its.gpus]
+        meshes.check(experiment, role=role, devices=len(mine))
+        limit = min((int(gpu.memory * its.memory_fraction) for gpu in mine if gpu.memory), default=None)
+        where = f"GPU{'s' if len(mine) > 1 else ''} {', '.join(its.gpus)}, {its.memory_fraction:.1%} of the memory"
+        found[role] = Devices(count=len(mine), limit=limit, where=where + gpus.filled(mine))
+    return {role: found[role] for role in meshes.SECTIONS if role in found}
 
 
-def _in_one_process(roles: Sequence[str], visible: Sequence[gpus.Gpu]) -> dict[str, Devices]:
-    limit = min((int(gpu.memory * gpus.DEFAULT_SHARE) for gpu in visible if gpu.memory), default=None)
-    where = f"all GPUs, {gpus.DEFAULT_SHARE:.0%} of the memory, which the roles share"
-    return {role: Devices(count=len(visible), kind=visible[0].kind, limit=limit, where=where) for role in roles}
+def place(experiment: Experiment, there: Sequence[gpus.Gpu]) -> dict[str, placement.Placement]:
+    """Role name -> where --role=all runs it on this machine with these GPUs. Raises ValueError, see placement.place."""
+
+    def check(devices: int) -> None:
+        meshes.check(experiment, role="trainer", devices=devices)
+
+    return placement.place(experiment.config, cpus=placement.available_cpus(), gpus=there, check=check)
 
 
-def _without_gpus(config: Any, roles: Sequence[str]) -> dict[str, Devices]:
-    first, count = jax.devices()[0], len(jax.devices())
+def describe_placement(experiment: Experiment) -> str:
+    """The lines of a dry run about where --role=all runs the roles on this machine, or why it cannot."""
+    if experiment.config.schedule.mode == "interleaved":
+        return "schedule.mode=interleaved: all roles run in turn in one process, on all of its devices"
+    try:
+        return placement.describe(place(experiment, gpus.visible()))
+    except ValueError as error:
+        return f"--role=all cannot place the roles on this machine: {error}"
+
+
+def _without_gpus(config: Any) -> dict[str, Devices]:
+    first, count, roles = jax.devices()[0], len(jax.devices()), meshes.roles_of(config)
     if first.platform != "cpu":
         limit = fitting.device_memory(first)
-        return {role: Devices(count=count, kind=first.device_kind, limit=limit, where="alone on this host") for role in roles}
+        return {role: Devices(count=count, limit=limit, where="alone on this host") for role in roles}
     counts = {role: max(config.searchers.cpu_devices, count) if role == "searcher" else count for role in roles}
     limit = machine.memory()
-    return {role: Devices(count=counts[role], kind="cpu", limit=limit, where="the CPU", on_host=True) for role in roles}
+    return {role: Devices(count=counts[role], limit=limit, where="the CPU", on_host=True) for role in roles}
 
 
 def machine_in_words() -> str:
@@ -201,22 +146,19 @@ def machine_in_words() -> str:
     return f"{len(placement.available_cpus())} cores, {fitting.in_words(machine.memory())} of memory"
 
 
-def _verdict(experiment: Experiment, role: str, devices: Devices, memory: Mapping[str, Mapping[str, int]]) -> Verdict:
+def _verdict(role: str, devices: Devices, memory: Mapping[str, Mapping[str, int]]) -> Verdict:
     """Says whether the role fits, by its own devices or those of its task, whichever hold more."""
-    make = functools.partial(Verdict, who=role)
     parts = max((memory[name] for name in (role, f"{role}, task") if name in memory), key=estimate.on_device)
     size = _on_host(parts, devices.count) if devices.on_host else estimate.on_device(parts)
     if devices.limit is None:
         told = f"takes about {fitting.in_words(size)} of each device ({devices.where}), whose memory is not known"
-        return make(fits=None, sentence=told)
+        return Verdict(who=role, fits=None, sentence=told)
     numbers = f"about {fitting.in_words(size)} of {fitting.in_words(devices.limit)} ({devices.where})"
     if size <= devices.limit:
-        return make(fits=True, sentence=f"fits: {numbers}")
+        return Verdict(who=role, fits=True, sentence=f"fits: {numbers}")
     name, most = max(parts.items(), key=lambda part: part[1])
-    told = f"does not fit: {numbers}; most of it: {name}, {fitting.in_words(most)}"
-    if not devices.on_host:
-        told += advice(experiment, role, size=size, limit=devices.limit, devices=devices.count, of=devices.placed_on)
-    return make(fits=False, sentence=told)
+    sentence = f"does not fit: {numbers}; most of it: {name}, {fitting.in_words(most)}"
+    return Verdict(who=role, fits=False, sentence=sentence)
 
 
 def _on_host(parts: Mapping[str, int], count: int) -> int:
@@ -225,45 +167,26 @@ def _on_host(parts: Mapping[str, int], count: int) -> int:
     return on_device * count + sum(parts.values()) - on_device
 
 
-def _together(experiment: Experiment, there: Mapping[str, Devices], memory: Mapping[str, Mapping[str, int]]) -> Verdict:
+def _together(config: Any, there: Mapping[str, Devices], memory: Mapping[str, Mapping[str, int]]) -> Verdict:
     """Of all processes on a machine without accelerators, or of all roles on the devices that one process has."""
-    config, make = experiment.config, functools.partial(Verdict, who="together")
     if (first := next(iter(there.values()))).limit is None:
-        return make(fits=None, sentence="not known: the devices do not say how much memory they have")
+        return Verdict(who="together", fits=None, sentence="not known: the devices do not say how much memory they have")
+    several = ""
     if not first.on_host:
         size = sum(estimate.on_device(memory[role]) for role in there)
-        told = f"about {fitting.in_words(size)} of {fitting.in_words(first.limit)} of each device"
     else:
-        processes = {"searcher": config.searchers.count if config.schedule.mode == "asynchronous" else 1}
+        searchers = config.searchers.count if config.schedule.mode == "asynchronous" else 1
+        several = f", with {searchers} searchers" if searchers > 1 else ""
         size = sum(
-            processes.get(role, 1) * _on_host(parts, there[role].count if name == role else 1)
+            (searchers if name.startswith("searcher") else 1) * _on_host(parts, there[name].count if name in there else 1)
             for name, parts in memory.items()
-            if (role := name.split(",")[0]) in there
+            if name.split(",")[0] in there
         )
-        several = f", with {processes['searcher']} searchers" if processes["searcher"] > 1 else ""
-        told = f"about {fitting.in_words(size)} of {fitting.in_words(first.limit)}{several}"
+    told = (
+        f"about {fitting.in_words(size)} of {fitting.in_words(first.limit)}{'' if first.on_host else ' of each device'}{several}"
+    )
     fits = size <= first.limit
-    return make(fits=fits, sentence=f"{'fits' if fits else 'does not fit'}: {told}")
-
-
-def describe_bounds(experiment: Experiment, there: Mapping[str, Devices]) -> list[str]:
-    """A line for each work of each role."""
-    lines = ["bounds, from the operations and bytes that the work needs and the peaks of the devices; a run reaches less:"]
-    unknown = sorted({devices.kind for devices in there.values() if devices.kind not in PEAKS})
-    lines += [f"  the peaks of {kind} are not known" for kind in unknown]
-    for role, devices in there.items():
-        if (peaks := PEAKS.get(devices.kind)) is None:
-            continue
-        for bound in bounds.bounds(experiment, role=role, devices=devices.count, peaks=peaks):
-            lines.append(
-                f"  {role:9}  {bound.work:8}  at most {_rounded(bound.rows)} rows/s, {_rounded(bound.tokens)} tokens/s, by the "
-                f"{bound.by} of {devices.count} × {devices.kind}"
-            )
-    return lines
-
-
-def _rounded(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+    return Verdict(who="together", fits=fits, sentence=f"{'fits' if fits else 'does not fit'}: {told}")
 
 
 def unchecked_inputs(experiment: Experiment) -> list[str]:

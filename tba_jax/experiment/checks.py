@@ -11,7 +11,6 @@ from tba_jax.experiment import flow, meshes, unread
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.learner.optimizer import DECAYS, SCHEDULES
-from tba_jax.learner.settings import HELD_REFERENCES
 from tba_jax.models import hardware, layers
 from tba_jax.models.presets import PRESETS
 from tba_jax.objectives import OBJECTIVES
@@ -23,8 +22,7 @@ from tba_jax.telemetry import trackers
 
 # Keeps the sentence as a mistake unless the condition holds, see Mistakes.require.
 Require = Callable[[object, str], None]
-# Task, policy and tokenizer are made of the settings in these sections.
-_BUILT_FROM = ("task.", "model.", "lora.")
+_BUILT_FROM = ("task.", "model.", "lora.")  # sections of which task, policy and tokenizer are made
 
 
 def check(config: Any, *, weights: bool = True, new: bool = False) -> None:
@@ -66,12 +64,17 @@ def gather(config: Any, found: Mistakes, *, weights: bool = True, new: bool = Fa
 def _refused_by_themselves(config: Any) -> dict[str, str]:
     """Setting -> what is wrong with its value, whatever the others are."""
     found = SCHEMA.refusals(config, _registries(config.task.name))
-    for name, allowed, what in (
-        ("task.banned_tokens", _is_token, "token ids, whole numbers from 0"),
-        ("task.stop_strings", _is_text, "texts of at least one character"),
-        ("task.step_ends", _is_text, "texts of at least one character"),
-        ("replay.mount", _is_folder, 'folders of runs, such as \'("runs/first", "runs/second")\''),
-    ):
+    texts = (lambda value: isinstance(value, str) and value != "", "texts of at least one character")
+    for name, (allowed, what) in {
+        "task.banned_tokens": (lambda value: type(value) is int and value >= 0, "token ids, whole numbers from 0"),
+        "task.stop_strings": texts,
+        "task.step_ends": texts,
+        # Not a tuple whose texts have lost their quotes to the shell.
+        "replay.mount": (
+            lambda value: isinstance(value, str) and value != "" and value[0] != "(",
+            'folders of runs, such as \'("runs/first", "runs/second")\'',
+        ),
+    }.items():
         values = tuple(flatten(config.to_dict())[name])
         if wrong := [value for value in values if not allowed(value)]:
             found[name] = f"{name}={values} must hold {what}, not {wrong[0]!r}"
@@ -84,18 +87,6 @@ def _refused_by_themselves(config: Any) -> dict[str, str]:
     return found
 
 
-def _is_token(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _is_folder(value: object) -> bool:
-    return _is_text(value) and not str(value).startswith("(")  # a tuple whose texts have lost their quotes to the shell
-
-
 def _check_together(config: Any, require: Require, *, weights: bool) -> None:
     _check_responses(config.task, require)
     _check_policy(config, require, weights=weights)
@@ -106,9 +97,7 @@ def _check_together(config: Any, require: Require, *, weights: bool) -> None:
     _check_objective(config, OBJECTIVES[config.learner.objective], require)
     _check_interleaved(config, require)
     _check_searchers(config, require)
-    _check_lag(config, require)
     _check_swaps(config, require)
-    _check_prompt_selection(config, require)
     for sentence in (*flow.refusals(config), *trackers.refused_names(config.metrics)):
         require(False, sentence)
 
@@ -222,23 +211,10 @@ def _check_replay(config: Any, require: Require) -> None:
         "replay.recent_fill=wait draws no query before it has learner.completions rows, and a query whose responses are merged "
         "may never have them: it needs replay.merge_duplicates=False",
     )
-    require(
-        replay.merge_keep == "newest" or replay.merge_duplicates,
-        f"replay.merge_keep={replay.merge_keep} would not be used: replay.merge_duplicates=False merges no responses",
-    )
 
 
 def _check_reference(config: Any, require: Require) -> None:
     reference = config.learner.reference
-    require(
-        not reference.reset_optimizer or reference.kind == "reset",
-        f"learner.reference.reset_optimizer=True needs learner.reference.kind=reset, not {reference.kind}",
-    )
-    require(
-        not reference.offload or reference.kind in HELD_REFERENCES,
-        f"learner.reference.offload=True needs a reference that the learner holds: learner.reference.kind=reset or ema, not "
-        f"{reference.kind}",
-    )
     require(
         reference.kind != "ema" or not config.lora.rank,
         f"lora.rank={config.lora.rank} trains adapters, and the product of averages of A and B is not the average of A B: "
@@ -297,8 +273,7 @@ def _check_rows_as_drawn(config: Any, named: str, require: Require) -> None:
         "have its own reward in its estimate of V*",
     )
     require(not config.task.force_eos, f"task.force_eos=True must be False: {weighs}, and a forced end was not drawn")
-    by_reward = {"strategy": "softmax", "merge_keep": "best"}
-    for name, value in by_reward.items():
+    for name, value in {"strategy": "softmax", "merge_keep": "best"}.items():
         require(replay[name] != value, f"replay.{name}={value} chooses rows by their rewards: {weighs}")
 
 
@@ -326,10 +301,6 @@ def _check_interleaved(config: Any, require: Require) -> None:
     )
     require(keep == 0 or keep > lag, f"publish.keep={keep} must be 0 (all) or more than schedule.lag={lag}")
     require(
-        not searchers.lag,
-        f"searchers.lag={searchers.lag} must be 0 with schedule.mode=interleaved, whose lag is schedule.lag={lag}",
-    )
-    require(
         evaluation.task_devices == searchers.task_devices or not evaluation.enabled,
         f"evaluation.task_devices={evaluation.task_devices} must be searchers.task_devices={searchers.task_devices} with "
         "schedule.mode=interleaved, where both use one process' models",
@@ -347,11 +318,18 @@ def _check_searchers(config: Any, require: Require) -> None:
         searchers.count > 0 or (config.replay.mount and config.schedule.mode == "asynchronous"),
         f"searchers.count={searchers.count} needs replay.mount, whose rows are trained on, and schedule.mode=asynchronous",
     )
-
-
-def _check_lag(config: Any, require: Require) -> None:
-    """What searchers.lag asks of the snapshots of an asynchronous run."""
-    lag, publish, least = config.searchers.lag, config.publish, flow.least_kept(config)
+    posterior, missing_eos = searchers.prompt_selection == "posterior", config.task.missing_eos_reward
+    require(
+        not posterior or searchers.queries_per_batch >= config.learner.queries,
+        f"searchers.queries_per_batch={searchers.queries_per_batch} is less than learner.queries={config.learner.queries}: with "
+        "searchers.prompt_selection=posterior a batch must have the queries of an update, since the next may have the same ones",
+    )
+    require(
+        not posterior or missing_eos is None or 0 <= missing_eos <= 1,
+        f"task.missing_eos_reward={missing_eos} must be within [0, 1] with searchers.prompt_selection=posterior, which counts "
+        "successes",
+    )
+    lag, publish, least = searchers.lag, config.publish, flow.least_kept(config)
     if not lag or config.schedule.mode == "interleaved":
         return
     require(
@@ -367,30 +345,9 @@ def _check_lag(config: Any, require: Require) -> None:
 
 def _check_swaps(config: Any, require: Require) -> None:
     """Merged adapters and rounded weights are made on the devices, from the whole of the policy."""
-    for section in ("searchers", "evaluation"):
-        require(
-            config[section].swap_memory == "beside" or not config.lora.rank,
-            f"{section}.swap_memory=in_place takes up snapshots as they are, but the adapters of "
-            f"lora.rank={config.lora.rank} are merged first; use beside",
-        )
-    require(
-        config.searchers.swap_memory == "beside" or config.searchers.weights == "full",
-        f"searchers.swap_memory=in_place takes up snapshots as they are, but searchers.weights={config.searchers.weights} rounds "
-        "them first; use beside",
-    )
-
-
-def _check_prompt_selection(config: Any, require: Require) -> None:
-    searchers, queries, missing_eos = config.searchers, config.learner.queries, config.task.missing_eos_reward
-    if searchers.prompt_selection != "posterior":
-        return
-    require(
-        searchers.queries_per_batch >= queries,
-        f"searchers.queries_per_batch={searchers.queries_per_batch} is less than learner.queries={queries}: with "
-        "searchers.prompt_selection=posterior a batch must have the queries of an update, since the next may have the same ones",
-    )
-    require(
-        missing_eos is None or 0 <= missing_eos <= 1,
-        f"task.missing_eos_reward={missing_eos} must be within [0, 1] with searchers.prompt_selection=posterior, which counts "
-        "successes",
-    )
+    rounds = config.searchers.weights != "full"
+    changes = {"searchers": [f"searchers.weights={config.searchers.weights} rounds them"] if rounds else [], "evaluation": []}
+    for section, made in changes.items():
+        made += [f"the adapters of lora.rank={config.lora.rank} are merged"] if config.lora.rank else []
+        told = f"{section}.swap_memory=in_place takes up snapshots as they are, but {' and '.join(made)} first; use beside"
+        require(config[section].swap_memory == "beside" or not made, told)

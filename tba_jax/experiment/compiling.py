@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from tba_jax import sharding
-from tba_jax.experiment import answer, composition, estimate, initial_policy, meshes, placing, topologies
+from tba_jax.experiment import answer, composition, estimate, initial_policy, meshes, topologies
 from tba_jax.experiment.fitting import UNITS, Fit, Measure, device_memory, in_words, unit_of
 from tba_jax.experiment.joining import Invocation, check_dry_run, mistakes_end_the_role
 from tba_jax.experiment.mistakes import Mistakes
@@ -23,22 +23,29 @@ from tba_jax.text.visible import visible
 log = logging.getLogger(__name__)
 
 ROLES = tuple(meshes.SECTIONS)
-# Devices of a role; bytes that it may take of each, None: what the devices say; which GPUs of this machine they are.
-_OnMachine = tuple[Sequence[Any], int | None, Sequence[gpus.Gpu]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What a role is compiled for. devices: of JAX; name: what they are called, "" where JAX' own name says it; limit: bytes that
+    the role may take of each, None: what the devices say."""
+
+    devices: Sequence[Any]
+    name: str = ""
+    limit: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoleFit:
     """role; where: its devices in words; limit: bytes of one device, None: not known; fits: of its programs;
-    unchecked: what is not among them, in words; mesh: where it does not fit: which mesh would do, as the end of a sentence.
-    on_host: how many devices share the memory of this machine, which is then the limit of them all; 0: each has its own."""
+    unchecked: what is not among them, in words. on_host: how many devices share the memory of this machine, which is then the
+    limit of them all; 0: each has its own."""
 
     role: str
     where: str
     limit: int | None
     fits: Sequence[Fit]
     unchecked: Sequence[str]
-    mesh: str = ""
     on_host: int = 0
 
     @property
@@ -78,120 +85,47 @@ def programs(
     return evaluator.programs(e.config, e.contract, queries=composition.heldout_queries(e), **room)
 
 
-def fit(
-    experiment: composition.Experiment,
-    run: layout.RunDir,
-    *,
-    role: str,
-    devices: Sequence[Any],
-    name: str = "",
-    limit: int | None = None,
-    measure: Measure | None = None,
-    only: str = "",
-    of: Sequence[gpus.Gpu] = (),
-) -> RoleFit:
-    """Compiles the programs of a role.
-
-    Args:
-      devices: of the role. name: what they are called.
-      limit: bytes of each device that the role may take; None: all that programs may take on it.
-      measure: of earlier calls with these devices, whose programs need not be compiled again.
-      only: the program of this name is compiled alone, if the role has it; "": all are.
-      of: the GPUs that the devices are, for advice where other processes hold a part of them; (): they are no GPUs.
-    """
-    experiment = of_trainer(experiment, devices) if role == "trainer" else experiment
+def fit(experiment: composition.Experiment, run: layout.RunDir, *, role: str, on: Devices) -> RoleFit:
+    """Compiles the programs of a role for its devices."""
+    experiment = of_trainer(experiment, on.devices) if role == "trainer" else experiment
     own = _task_devices(experiment, role)
-    sizes = dict(zip(("data", "fsdp", "tensor"), meshes.shape(experiment, role=role, devices=len(devices)), strict=True))
-    mesh = " × ".join(f"{axis}={size}" for axis, size in sizes.items())
-    made = programs(experiment, run, role=role, devices=devices)
-    made = {only: made[only]} if only in made else made
-    found = _role_fit(
-        made,
-        role,
-        devices[: len(devices) - own],
-        name=name,
-        where=f"{meshes.SECTIONS[role]}.mesh {mesh}",
-        limit=limit,
-        measure=measure or Measure(),
-        unchecked=_unchecked(experiment, role),
-    )
-    if found.on_host or found.limit is None or found.takes <= found.limit:
-        return found
-    guess = estimate.on_device(estimate.memory(experiment, {role: len(devices)})[role])
-    numbers = dict(size=found.worst.peak, limit=found.limit, devices=len(devices) - own)
-    advice = answer.advice(experiment, role, **numbers, of=of, scale=found.worst.peak / guess)
-    return dataclasses.replace(found, mesh=advice)
+    sizes = zip(("data", "fsdp", "tensor"), meshes.shape(experiment, role=role, devices=len(on.devices)), strict=True)
+    where = f"{meshes.SECTIONS[role]}.mesh {' × '.join(f'{axis}={size}' for axis, size in sizes)}"
+    made = programs(experiment, run, role=role, devices=on.devices)
+    of_policy = dataclasses.replace(on, devices=on.devices[: len(on.devices) - own])
+    return _role_fit(made, role, of_policy, where=where, unchecked=_unchecked(experiment, role))
 
 
-def fit_task(
-    experiment: composition.Experiment,
-    *,
-    role: str,
-    devices: Sequence[Any],
-    name: str = "",
-    limit: int | None = None,
-    measure: Measure | None = None,
-) -> RoleFit | None:
-    """Compiles the programs of a task's models on the task_devices of a role; None where they have none. Args: see `fit`."""
-    own = _task_devices(experiment, role)
-    length = experiment.contract.prompt_length + experiment.contract.response_length
-    made = rewards.of_task(experiment.task, sharding.task_mesh(own, devices), role=role, length=length).alone() if own else {}
-    if not made:
+def fit_task(experiment: composition.Experiment, *, role: str, on: Devices) -> RoleFit | None:
+    """Compiles the programs of a task's models on the task_devices of a role; None where they have none. Args: on: the role's."""
+    if not (own := _task_devices(experiment, role)):
         return None
-    setting = f"{meshes.SECTIONS[role]}.task_devices={own}"
-    return _role_fit(made, f"{role}, task", devices[-own:], name=name, where=setting, limit=limit, measure=measure or Measure())
-
-
-def check_task_fits(experiment: composition.Experiment, *, role: str, devices: Sequence[Any], name: str, limit: int) -> None:
-    """Raises ValueError where the models of the task do not fit the role's task_devices, of which each holds whole models.
-
-    Args: see `fit`.
-    """
-    found = fit_task(experiment, role=role, devices=devices, name=name, limit=limit)
-    if found is not None and found.worst.peak > limit:
-        taken, change = f"{in_words(found.worst.peak)} of {in_words(limit)}", ", ".join(_settings_of_most(found.worst))
-        raise ValueError(f"{found.worst.name} takes {taken} on {found.where}; change {change}")
-
-
-def _settings_of_most(fit: Fit) -> Sequence[str]:
-    """The settings that make the largest part of a program's memory less."""
-    part, _ = max(fit.parts().items(), key=lambda item: item[1])
-    return fit.program.room.get("arguments" if part == "outputs" else part, ())
+    length = experiment.contract.prompt_length + experiment.contract.response_length
+    made = rewards.of_task(experiment.task, sharding.task_mesh(own, on.devices), role=role, length=length).alone()
+    of_task = dataclasses.replace(on, devices=on.devices[-own:])
+    return _role_fit(made, f"{role}, task", of_task, where=f"{meshes.SECTIONS[role]}.task_devices={own}") if made else None
 
 
 def _task_devices(experiment: composition.Experiment, role: str) -> int:
     return int(experiment.config[meshes.SECTIONS[role]].task_devices) if role != "trainer" else 0
 
 
-def _role_fit(
-    made: Mapping[str, Program],
-    role: str,
-    devices: Sequence[Any],
-    *,
-    name: str,
-    where: str,
-    limit: int | None,
-    measure: Measure,
-    unchecked: Sequence[str] = (),
-) -> RoleFit:
-    """Args: where: the rest of RoleFit.where; others: see `fit`."""
-    on_host = len(devices) if devices[0].platform == "cpu" else 0
-    if limit is None:
-        limit = machine.memory() if on_host else device_memory(devices[0])
+def _role_fit(made: Mapping[str, Program], role: str, on: Devices, *, where: str, unchecked: Sequence[str] = ()) -> RoleFit:
+    """Args: on: the devices of the programs; where: the rest of RoleFit.where."""
+    first, measure = on.devices[0], Measure()
+    on_host = len(on.devices) if first.platform == "cpu" else 0
+    fits = []
+    for name, program in made.items():
+        fits.append(found := measure.fit(name, program))
+        log.info("%s: %s compiled in %.0f s, peak %s", role, name, found.seconds, in_words(found.peak))
     return RoleFit(
         role=role,
-        where=f"{len(devices)} × {devices[0].device_kind}{f' ({name})' if name else ''}, {where}",
-        limit=limit,
+        where=f"{len(on.devices)} × {first.device_kind}{f' ({on.name})' if on.name else ''}, {where}",
+        limit=on.limit or (machine.memory() if on_host else device_memory(first)),
         on_host=on_host,
-        fits=[_fit(measure, role, each, program) for each, program in made.items()],
+        fits=fits,
         unchecked=unchecked,
     )
-
-
-def _fit(measure: Measure, role: str, name: str, program: Program) -> Fit:
-    found = measure.fit(name, program)
-    log.info("%s: %s compiled in %.0f s, peak %s", role, name, found.seconds, in_words(found.peak))
-    return found
 
 
 def _unchecked(experiment: composition.Experiment, role: str) -> list[str]:
@@ -200,12 +134,11 @@ def _unchecked(experiment: composition.Experiment, role: str) -> list[str]:
     return [f"the {use.name} of the task, which is linear and computes in the host's memory" for use in linear]
 
 
-def describe(found: Sequence[RoleFit], *, config: Any, bounds: Sequence[str] = ()) -> str:
-    """The text that a dry run prints: a line for each role, lines on bounds, and then a table for each role."""
+def describe(found: Sequence[RoleFit], *, config: Any) -> str:
+    """The text that a dry run prints: a line for each role, and then a table for each role."""
     lines = [f"{each.role:9}  {_verdict(each, config)}" for each in found]
     if len(found) > 1:
         lines += _together(found, config)
-    lines += ["", *bounds] if bounds else []
     for each in found:
         unit = unit_of(each.worst.peak)
         compiled = f"{len(each.fits)} programs compiled in {sum(fit.seconds for fit in each.fits):.0f} s"
@@ -231,7 +164,8 @@ def _together(found: Sequence[RoleFit], config: Any) -> list[str]:
 
 
 def _verdict(role: RoleFit, config: Any) -> str:
-    worst, also = role.worst, f"; not checked: {'; '.join(role.unchecked)}" if role.unchecked else ""
+    worst, also = role.worst, "; by TPU proxy" if topologies.BY_PROXY in role.where else ""
+    also += f"; not checked: {'; '.join(role.unchecked)}" if role.unchecked else ""
     if role.limit is None:
         return f"takes {in_words(role.takes)} ({worst.name}); its devices do not say how much memory they have{also}"
     numbers = f"{in_words(role.takes)} of {in_words(role.limit)} ({worst.name})"
@@ -239,8 +173,9 @@ def _verdict(role: RoleFit, config: Any) -> str:
         return f"fits: {numbers}{also}"
     part, size = max(worst.parts().items(), key=lambda item: item[1])
     known = flatten(config.to_dict())  # a default of a custom task is not among them
-    values = ", ".join(f"{name}={known[name]}" if name in known else name for name in _settings_of_most(worst))
-    return f"does not fit: {numbers}; most of it: {part}, {in_words(size)}; change {values}{role.mesh}{also}"
+    change = worst.program.room.get("arguments" if part == "outputs" else part, ())  # the settings that make the part less
+    values = ", ".join(f"{name}={known[name]}" if name in known else name for name in change)
+    return f"does not fit: {numbers}; most of it: {part}, {in_words(size)}; change {values}{also}"
 
 
 def _table(fits: Sequence[Fit], unit: int) -> list[str]:
@@ -256,25 +191,42 @@ def _table(fits: Sequence[Fit], unit: int) -> list[str]:
     return [*rows, f"  beside {worst.name}: {beside or 'nothing'}"]
 
 
-def _on_topologies(wanted: Sequence[str], asked: Mapping[str, str], *, role: str) -> dict[str, _OnMachine]:
-    """Role -> the devices of its topology. Raises ValueError: a sentence about each role that has none."""
-    found, devices = Mistakes(), dict[str, _OnMachine]()
-    found.require(wanted, f"--topology={','.join(asked)} names no role of this run")
-    for each in wanted:
-        found.require(each in asked, f"--topology names no topology for --role={role}")
-        if each in asked:
-            devices[each] = (found.attempt(topologies.devices, asked[each]) or [], None, ())
+def on_topologies(experiment: composition.Experiment, asked: Mapping[str, str], *roles: str) -> dict[str, Devices]:
+    """Role -> the devices of its topology, of those roles that have one. Args: asked: see topologies.parse.
+
+    Raises:
+      ValueError: a topology cannot be had, or the roles do not fit the machine that they share.
+    """
+    if machine_of_all := asked.get("all"):
+        placed = answer.by_placement(experiment, topologies.gpus(machine_of_all))
+        return {role: _proxy(machine_of_all, placed[role].count, placed[role].limit) for role in roles if role in placed}
+    found, devices = Mistakes(), dict[str, Devices]()
+    for role in (role for role in roles if role in asked):
+        if there := topologies.gpus(asked[role]):
+            limit = int(there[0].usable_share(1) * (there[0].memory or 0))
+            devices[role] = found.attempt(_proxy, asked[role], len(there), limit) or Devices(devices=())
+        else:
+            its = found.attempt(topologies.devices, asked[role])
+            devices[role] = Devices(devices=its or (), name=asked[role])
     found.end()
     return devices
 
 
-def _here(s: Invocation, wanted: Sequence[str], visible: Sequence[gpus.Gpu], *, role: str) -> dict[str, _OnMachine]:
+def _proxy(name: str, count: int, limit: int | None) -> Devices:
+    """TPU chips in the place of `count` GPUs of a machine. Args: limit: bytes that the role may take of each of the GPUs."""
+    proxies = topologies.stand_ins(count)
+    return Devices(
+        devices=proxies, name=f"{topologies.BY_PROXY} {count} of {name}", limit=int(topologies.PROXY_SHARE * (limit or 0))
+    )
+
+
+def _here(s: Invocation, wanted: Sequence[str], visible: Sequence[gpus.Gpu], *, role: str) -> dict[str, Devices]:
     """Role -> its devices on this machine. Args: visible: its GPUs, before this process has taken memory of them."""
     there = gpus.jax_devices()
     if role != "all" or there[0].platform != "gpu" or s.config.schedule.mode == "interleaved":
-        return dict.fromkeys(wanted, (there, None, visible))
+        return dict.fromkeys(wanted, Devices(devices=there))
     placed = answer.by_placement(s.experiment, visible)
-    return {each: (there[: placed[each].count], placed[each].limit, placed[each].placed_on) for each in wanted}
+    return {each: Devices(devices=there[: placed[each].count], limit=placed[each].limit) for each in wanted}
 
 
 def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -> Callable[[], int]:
@@ -290,34 +242,31 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
     """
     if role not in ("all", *ROLES):
         raise ValueError(f"--role={role} computes nothing of its own; roles that compute: {', '.join(ROLES)}")
-    wanted = [role] if role != "all" else [each for each in meshes.roles_of(s.config) if each in asked or not asked]
-    found = s.mistakes.copy()
-    there: dict[str, _OnMachine] | None = None
+    of_run = meshes.roles_of(s.config)
+    wanted = [role] if role != "all" else [each for each in of_run if each in asked or not asked or "all" in asked]
+    found, there = s.mistakes.copy(), dict[str, Devices]()
     if asked:
-        there = found.attempt(_on_topologies, wanted, asked, role=role)
+        there = found.attempt(on_topologies, s.experiment, asked, *wanted) or {}
+        named = f"--topology={','.join(asked.values())}"
+        found.require(wanted, f"{named} names no role of this run")
+        found.require(found or not wanted or there, f"{named} names no topology for --role={role}")
     elif not s.mistakes:  # after one, JAX takes no memory of this machine's devices: a GPU may have been refused as filled
-        there = found.attempt(_here, s, wanted, gpus.visible(), role=role)
-    devices = {each: its for each, (its, *_) in (there or {}).items()}
+        there = found.attempt(_here, s, wanted, gpus.visible(), role=role) or {}
     processes.stop_at_once()
-    for each, its in devices.items():
-        found.attempt(meshes.check, s.experiment, role=each, devices=len(its))
+    for each, on in there.items():
+        found.attempt(meshes.check, s.experiment, role=each, devices=len(on.devices))
     found.attempt(check_dry_run, s)
     found.end()
-    where = "" if asked else placing.describe(s.experiment)  # before programs take memory of the devices
-    experiments = {each: s.experiment.on_device(its[0]) for each, its in devices.items()}
+    where = "" if asked else answer.describe_placement(s.experiment)  # before programs take memory of the devices
+    experiments = {each: s.experiment.on_device(on.devices[0]) for each, on in there.items()}
 
     def job() -> int:
         found = []
-        for each, (its, limit, of) in (there or {}).items():
-            room: dict[str, Any] = dict(role=each, devices=its, name=asked.get(each, ""), limit=limit)
+        for each, on in there.items():
             with mistakes_end_the_role():  # slots of a victim that do not divide over the devices, say
-                of_task = fit_task(experiments[each], **room)
-                found += [fit(experiments[each], s.run, **room, of=of), *([of_task] if of_task else [])]
-        kinds = {
-            each: answer.Devices(count=len(its), kind=its[0].device_kind, limit=None, where="") for each, its in devices.items()
-        }
-        meshed = of_trainer(s.experiment, devices["trainer"]) if "trainer" in devices else s.experiment
-        parts = [describe(found, config=s.config, bounds=answer.describe_bounds(meshed, kinds)), *([where] if where else [])]
+                of_task = fit_task(experiments[each], role=each, on=on)
+                found += [fit(experiments[each], s.run, role=each, on=on), *([of_task] if of_task else [])]
+        parts = [describe(found, config=s.config), *([where] if where else [])]
         if unchecked := answer.unchecked_inputs(s.experiment):
             parts.append(f"not checked: {'; '.join(unchecked)}")
         print(visible("\n\n".join([*parts, *([estimate.describe(s.experiment)] if full else [])])))

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from tba_jax.decoding import sizes
-from tba_jax.experiment import bounds, meshes
+from tba_jax.experiment import meshes
 from tba_jax.experiment.composition import Experiment
 from tba_jax.learner.settings import HELD_REFERENCES
-from tba_jax.models import hardware, heads, parameters
+from tba_jax.models import hardware, heads, kv_cache, parameters
+from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.rewards import task_models
 
@@ -74,19 +75,6 @@ def on_device(parts: Mapping[str, int]) -> int:
 def _table(specs: parameters.Specs) -> list[str]:
     rows = [f"  {name:32} float32{list(spec.shape)}" for name, spec in parameters.flatten(specs).items()]
     return [*rows, f"  {'total':32} {parameters.count(specs):,}"]
-
-
-def need(experiment: Experiment, kind: str, *, devices: int, limit: int | None) -> int:
-    """Bytes that a role takes on each of its devices, from shapes alone.
-
-    Args: kind: "trainer", "searcher" or "evaluator"; limit: bytes that each device has for it, None: not known.
-
-    Raises:
-      ValueError: the mesh of the role does not fit so many devices.
-    """
-    meshes.check(experiment, role=kind, devices=devices)
-    found = memory(meshes.by_need(experiment, devices=devices, memory=limit), {kind: devices})
-    return max(on_device(parts) for role, parts in found.items() if role.split(",")[0] == kind)
 
 
 def memory(experiment: Experiment, devices: Mapping[str, int] | None = None) -> dict[str, dict[str, int]]:
@@ -166,7 +154,7 @@ class _Memory:
         entries = prompts + share(lane.groups * lane.width) * max(self._R - 1, 1)
         drawn = max(lane.groups * lane.width, lane.arrivals * samples)  # by a decode step, by a prefill
         policy = self._compute * self._params
-        sampled = bounds.sampled_bytes(self._experiment.policy, weights)
+        sampled = _sampled_bytes(self._experiment.policy, weights)
         if tokens := self._config[section].score_tokens:
             rows = min(rows, max(1, tokens // (self._P + self._R)))
         scored = rows * (self._P + self._R) * model.width * self._compute * 4
@@ -204,3 +192,14 @@ class _Memory:
     def _logits(self, rows: int, tensor: int, megabytes: int) -> int:
         step = rows * self._model.vocab * 4 // tensor
         return max(min(megabytes << 20, self._R * step), step)
+
+
+def _sampled_bytes(policy: Policy, weights: str) -> int:
+    """Bytes of the policy as it is decoded with. Args: weights: as searchers.weights: "full", or "int8": a byte of each rounded
+    weight."""
+    held, compute = parameters.count(policy.model_specs), jnp.dtype(policy.model.compute_dtype).itemsize
+    if weights == "full":
+        return compute * held
+    specs = kv_cache.define(policy.model, "int8", unstacked=False).specs
+    rounded = parameters.count(parameters.select(lambda spec: spec.dtype == "int8", specs))
+    return compute * (held - rounded) + rounded

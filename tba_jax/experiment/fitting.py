@@ -1,7 +1,6 @@
 """How much memory compiled programs take on a device, by the compiler's account."""
 
 import dataclasses
-import hashlib
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -50,40 +49,26 @@ class Fit:
 
 
 class Measure:
-    """Compiles the programs of a role on one set of devices; a program that it has compiled before is not compiled again."""
+    """Compiles the programs of a role on one set of devices."""
 
     def __init__(self) -> None:
-        # Digest of a lowered program -> its sizes, whether the compiler refused it, and the seconds that it took.
-        self._compiled: dict[bytes, tuple[dict[str, int], bool, float]] = {}
         # Leaves by identity -> bytes. The trees are kept, so that no other leaf gets the identity of one.
         self._known: dict[frozenset[int], tuple[Any, int]] = {}
 
     def fit(self, name: str, program: Program) -> Fit:
         """Compiles a program and what says the size of that which lies beside it."""
         beside = {part: held if isinstance(held, int) else self.size(held) for part, held in program.beside.items()}
-        lowered = program.lower()
-        key = hashlib.sha256(lowered.as_text().encode()).digest()
-        if key not in self._compiled:
-            begin = time.monotonic()
-            sizes, refused = self._compile(program, lowered)
-            self._compiled[key] = (sizes, refused, time.monotonic() - begin)
-        sizes, refused, seconds = self._compiled[key]
-        return Fit(name=name, program=program, **sizes, beside=beside, refused=refused, seconds=seconds)
-
-    def _compile(self, program: Program, lowered: Any) -> tuple[dict[str, int], bool]:
-        """The fields of Fit that the compiler tells, by name, and `refused`."""
+        begin = time.monotonic()
         try:
-            stats: Any = lowered.compile().memory_analysis()
+            stats: Any = program.lower().compile().memory_analysis()
+            sizes = [getattr(stats, f"{part}_size_in_bytes") for part in ("argument", "temp", "output", "alias")]
         except jax.errors.JaxRuntimeError as error:
             wanted = _wanted(error)
             arguments = self.size([x for x in jax.tree.leaves(program.arguments) if isinstance(x, jax.ShapeDtypeStruct)])
-            return dict(arguments=arguments, temporaries=wanted - arguments, outputs=0, aliased=0), True
-        return dict(
-            arguments=stats.argument_size_in_bytes,
-            temporaries=stats.temp_size_in_bytes,
-            outputs=stats.output_size_in_bytes,
-            aliased=stats.alias_size_in_bytes,
-        ), False
+            sizes = [arguments, wanted - arguments]
+        names, refused = ("arguments", "temporaries", "outputs", "aliased"), len(sizes) == 2
+        own = dict.fromkeys(names, 0) | dict(zip(names, sizes, strict=False))
+        return Fit(name=name, program=program, **own, beside=beside, refused=refused, seconds=time.monotonic() - begin)
 
     def size(self, tree: Any) -> int:
         """Bytes of arrays of these shapes on each device, as the compiler lays them out: tiles may make them larger."""

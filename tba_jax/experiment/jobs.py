@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tba_jax.experiment import answer, composition, estimate, meshes, placing, prompt_check, role_devices, training
+from tba_jax.experiment import answer, composition, estimate, meshes, prompt_check, role_devices, training
 from tba_jax.experiment.joining import Invocation, check_dry_run, join, mistakes_end_the_role, record_of, with_schedule_of_run
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.rewards import task_models
@@ -44,7 +44,7 @@ def dry_run(s: Invocation, *, full: bool) -> Job:
     def job() -> int:
         parts = [
             answer.describe(s.experiment, s.run),
-            placing.describe(s.experiment),
+            answer.describe_placement(s.experiment),
             *([estimate.describe(s.experiment)] if full else []),
         ]
         print(visible("\n\n".join(parts)))
@@ -252,8 +252,11 @@ def _as_processes(s: Invocation) -> Job:
     placements: dict[str, placement.Placement] = {}
 
     def check() -> None:
-        placements.update(placing.place(s.experiment))
+        placements.update(answer.place(s.experiment, gpus.visible()))
         _check_placements(s, placements)
+        for verdict in answer.judge(s.experiment)[0]:
+            if verdict.fits is False:
+                log.warning("by an estimate from shapes, %s", verdict)
 
     EpochLease.refuse_if_held(s.run.journal)
     join(s, may_change_schedule=True, check=check)

@@ -20,18 +20,17 @@ KIND = "prompts_change"
 PROMPTS = 256
 
 
-def find(e: Experiment, *, share: float = 0.0) -> Finding | None:
-    """What the tokenizer makes of prompts, None where it keeps them, or changes no more of them than this share."""
-    changes, changed, looked_at = [], 0, 0
+def find(e: Experiment) -> Finding | None:
+    """What the tokenizer makes of prompts, None where it keeps them."""
+    changes = []
     for split in SPLITS:
         queries = e.queries[split]
         chosen = range(0, len(queries), max(1, -(-len(queries) // PROMPTS)))
         lost = lost_text.find([queries[i].query.prompt for i in chosen], e.tokenizer)
-        changed, looked_at = changed + lost.count, looked_at + len(chosen)
         if lost.count:
             of = f"{len(chosen)} {split} prompts" + (f" (of {len(queries):,})" if len(chosen) < len(queries) else "")
             changes.append(f"{lost.count} of {of}, such as '{lost.text}', which the policy reads as '{lost.read}'")
-    if changed <= share * looked_at:
+    if not changes:
         return None
     return Finding(
         sentence=f"the tokenizer changes the text of {', and '.join(changes)}",

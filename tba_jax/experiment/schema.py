@@ -164,9 +164,9 @@ c.searchers.samples_per_query = setting(24, at_least=1)  # S, at least learner.c
 c.searchers.value_samples = setting(9, at_least=1)  # continuations from each state between steps (task.step_ends)
 c.searchers.value_states = setting(0, at_least=0)  # most states of a response that get a value, evenly spaced; 0: all
 # Sequences decoded side by side; 0: by the kind of device, as a share of queries_per_batch * samples_per_query
-# (models/device_defaults.py).
+# (models/hardware.py).
 c.searchers.slots = setting(0, at_least=0)
-# Decode steps before new weights and new queries can be taken up; 0: by the kind of device (models/device_defaults.py).
+# Decode steps before new weights and new queries can be taken up; 0: by the kind of device (models/hardware.py).
 c.searchers.decode_chunk = setting(0, at_least=0)
 # How a new snapshot is taken up. at_once: all sequences continue with it, between two decode steps. new_sequences: sequences
 # whose prompt the old weights have computed end with the old weights (up to two prompts a group), and slots idle until then.
@@ -193,7 +193,7 @@ c.searchers.weights = setting("full", one_of=("full", "int8"))  # int8: weight-o
 c.searchers.logit_megabytes = setting(128, at_least=1)  # most memory of logits on a device while the reference scores
 # Tokens of the sequences that the reference scores at a time on each device, at least two sequences; 0: the whole batch.
 c.searchers.score_tokens = setting(65_536, at_least=0)
-c.searchers.memory_fraction = setting(0.0, at_least=0, at_most=1)  # of each searcher, if roles share a GPU; 0: by need
+c.searchers.memory_fraction = setting(0.0, at_least=0, at_most=1)  # of each searcher, if roles share a GPU; 0: an equal part
 c.searchers.mesh = ConfigDict(dict(data=-1, fsdp=1, tensor=1))  # data=-1: all devices that are left
 
 c.replay = ConfigDict()
@@ -245,7 +245,7 @@ c.learner.completions = setting(20, at_least=1)  # K; 1 is enough for learned_lo
 # which then has two sequences, each as long as the longer of P and R. 0: the whole batch.
 c.learner.micro_batch_tokens = setting(0, at_least=0, free=True)
 c.learner.logit_megabytes = setting(128, at_least=1, free=True)  # most memory of logits on a device
-# What the backward pass recomputes of a layer: none | dots | full; auto: by the kind of device (models/device_defaults.py).
+# What the backward pass recomputes of a layer: none | dots | full; auto: by the kind of device (models/hardware.py).
 c.learner.remat = setting("auto", registry="remat", free=True)
 c.learner.learning_rate = setting(1e-5, above=0)
 c.learner.schedule = setting("constant", registry="schedules")  # constant | linear | wsd: warm-up, stable, decay
@@ -302,7 +302,7 @@ c.learner.weight_decay = setting(0.0, at_least=0)
 c.learner.clip_norm = setting(1.0, at_least=0)
 c.learner.logprob_gap_every_steps = setting(50, at_least=0, free=True)  # compares searchers' log-probs with the learner's; 0: off
 c.learner.logprob_gap_limit = setting(0.0, at_least=0, free=True)  # nats a token; 0: 1e-3 in float32, 0.1 in bfloat16
-c.learner.memory_fraction = setting(0.0, at_least=0, at_most=1, free=True)  # if roles share a GPU; 0: by need
+c.learner.memory_fraction = setting(0.0, at_least=0, at_most=1, free=True)  # if roles share a GPU; 0: half of it
 c.learner.mesh = ConfigDict()
 c.learner.mesh.data = setting(-1, free=True)  # -1: all devices that are left
 # 0, with data=-1: by need. 1 where weights, gradient and moments take at most a third of a device's memory, or the device does

@@ -1,6 +1,9 @@
-"""TPUs that are not here: their devices as the TPU's compiler describes them, and what --topology says of each role."""
+"""Devices that are not here, for --topology: TPUs as their compiler describes them, and TPU chips in the place of GPUs.
 
-import math
+No compiler for GPUs runs without a driver, and the TPU's runs anywhere. So as many TPU chips stand in for the GPUs of a role, and
+what programs take there is compared with the memory of the GPUs. Such figures are marked "by TPU proxy".
+"""
+
 import os
 import re
 from collections.abc import Sequence
@@ -9,13 +12,24 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from tba_jax.roles.gpus import Gpu
+
 # Topologies that are known to work, with chips of 16, 31, 96 and 95 GiB. Others of these generations are tried.
 KNOWN = (
     *("v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v6e:1x1", "v6e:2x2", "v6e:2x4"),
     *("v5p:1x1x1", "v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4", "v5p:4x4x4", "tpu7x:2x2x1"),
 )
+# GiB of GPUs whose name says how much they have, as the driver reports them: error correction takes a part of some.
+MEMORY = {"T4": 14.7, "L4": 22.4, "A10G": 22.4, "L40S": 44.9, "A100": 80, "H100": 79.6, "H200": 140, "B200": 179}
+# How the name of devices begins that stand in for GPUs.
+BY_PROXY = "by TPU proxy, for"
+# The share of a GPU's memory that programs may take by proxy: another compiler's figures stand for them, and gaps are lost.
+PROXY_SHARE = 0.9
+# Stand-ins, by how many chips they have.
+_CHIPS = {1: "v5p:1x1x1", 4: "v5p:2x2x1", 8: "v5p:2x2x2", 16: "v5p:2x2x4", 64: "v5p:4x4x4"}
 # NAME or NAME/CHIPS. The compiler ends its process at a size of 0.
-_NAME = re.compile(r"(?P<name>\w+:[1-9]\d*(x[1-9]\d*){1,2})(/(?P<chips>[1-9]\d*))?")
+_TPUS = re.compile(r"(?P<name>\w+:[1-9]\d*(x[1-9]\d*){1,2})(/(?P<chips>[1-9]\d*))?")
+_GPUS = re.compile(r"(?P<name>[A-Za-z][\w-]*?)x(?P<count>[1-9]\d*)(@(?P<gib>[1-9]\d*(\.\d+)?))?")
 # The compiler looks for TPUs and asks the cloud about them, unless it is told not to; and one process at a time may use a TPU.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -28,7 +42,8 @@ _ENVIRONMENT = {
 def parse(values: Sequence[str], *, roles: Sequence[str]) -> dict[str, str]:
     """Role -> topology, from the parts of --topology=TOPOLOGY or --topology=ROLE=TOPOLOGY,….
 
-    Args: roles: those that there are. A topology without a role is that of all roles which are not named.
+    Args: roles: those that there are. A topology without a role is that of all roles which are not named. GPUs without a role are
+      one machine, which the roles divide among themselves as under --role=all: {"all": "H100x8"}.
 
     Raises:
       ValueError: a role or a topology that does not exist; names those that do.
@@ -38,17 +53,26 @@ def parse(values: Sequence[str], *, roles: Sequence[str]) -> dict[str, str]:
         role, _, topology = value.rpartition("=")
         if role and role not in roles:
             raise ValueError(f"--topology={value}: there is no role {role!r}; roles that compute: {', '.join(roles)}")
-        if not _NAME.fullmatch(topology):
+        if not gpus(topology) and not _TPUS.fullmatch(topology):
             raise ValueError(f"--topology={value}: {topology!r} is no topology, {_example()}")
         if role in named:
             raise ValueError(f"--topology={','.join(values)} names {'two topologies' if not role else f'the {role} twice'}")
         named[role] = topology
     everywhere = named.pop("", "")
+    if everywhere and gpus(everywhere):
+        if named:
+            raise ValueError(
+                f"--topology={','.join(values)}: {everywhere} is a machine for all roles, so no role can have another"
+            )
+        return {"all": everywhere}
     return {role: named.get(role, everywhere) for role in roles if named.get(role, everywhere)}
 
 
 def _example() -> str:
-    return f"such as v5p:2x2x1, or v5p:2x2x1/2 for two of its chips; known: {', '.join(KNOWN)}"
+    return (
+        f"such as v5p:2x2x1, v5p:2x2x1/2 for two of its chips, or H100x8 and L4x2@24 for GPUs; known: {', '.join(KNOWN)}, and "
+        f"GPUs {', '.join(MEMORY)}"
+    )
 
 
 def use_no_devices() -> None:
@@ -61,13 +85,36 @@ def use_no_devices() -> None:
     jax.config.update("jax_enable_compilation_cache", False)
 
 
+def gpus(topology: str) -> tuple[Gpu, ...]:
+    """The GPUs of NAMExCOUNT or NAMExCOUNT@GIB, such as H100x8 or MI300Xx4@192; () for any other text.
+
+    Raises:
+      ValueError: the text does not say the memory of a GPU that is not in MEMORY.
+    """
+    if (found := _GPUS.fullmatch(topology)) is None:
+        return ()
+    known = {name.lower(): gib for name, gib in MEMORY.items()}
+    gib = float(found["gib"] or known.get(found["name"].lower(), 0))
+    if not gib:
+        raise ValueError(f"{topology}: the memory of {found['name']} is not known: say it as {topology}@GIB, {_example()}")
+    kind, memory = found["name"], int(gib * (1 << 30))
+    return tuple(Gpu(name=str(number), kind=kind, memory=memory) for number in range(int(found["count"])))
+
+
+def stand_ins(count: int) -> list[Any]:
+    """TPU chips in the place of so many GPUs. Raises ValueError where there are too many, or see `devices`."""
+    if count > max(_CHIPS):
+        raise ValueError(f"TPU chips can stand in for up to {max(_CHIPS)} GPUs of a role, not {count}")
+    return devices(next(topology for chips, topology in _CHIPS.items() if chips >= count))[:count]
+
+
 def devices(topology: str) -> list[Any]:
-    """The devices of a topology, for which programs can be compiled and nothing can be run. Args: topology: see `parse`.
+    """The TPUs of a topology, for which programs can be compiled and nothing can be run. Args: topology: see `parse`.
 
     Raises:
       ValueError: the TPU's compiler is not installed, or knows no such topology.
     """
-    found = _NAME.fullmatch(topology)
+    found = _TPUS.fullmatch(topology)
     if found is None:
         raise ValueError(f"{topology!r} is no topology, {_example()}")
     try:
@@ -83,15 +130,3 @@ def devices(topology: str) -> list[Any]:
     if chips > len(described):
         raise ValueError(f"topology {topology} asks for {chips} of {len(described)} chips")
     return list(described[:chips])
-
-
-def larger(topology: str) -> list[str]:
-    """The known topologies of the same generation with more chips, ascending. Args: topology: see `parse`."""
-
-    def chips(name: str) -> int:
-        found = _NAME.fullmatch(name)
-        assert found is not None
-        return int(found["chips"] or math.prod(map(int, found["name"].partition(":")[2].split("x"))))
-
-    same = [name for name in KNOWN if name.partition(":")[0] == topology.partition(":")[0] and chips(name) > chips(topology)]
-    return sorted(same, key=chips)

@@ -214,7 +214,7 @@ def _attend_xla(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Ar
 
 
 def fastest(platform: str, dtype: Any, head_size: int) -> str:
-    """The kernel that "auto" stands for: that of device_defaults, or "xla" where cuDNN's does not take dtype and heads."""
+    """The kernel that "auto" stands for: that of models.hardware, or "xla" where cuDNN's does not take dtype and heads."""
     kernel: str = hardware.value("model.attention", hardware.AUTO, platform)
     takes = dtype == jnp.bfloat16 and cudnn_takes(head_size)
     return "xla" if kernel == "cudnn" and not (platform == "gpu" and takes) else kernel

@@ -45,7 +45,7 @@ OBJECTIVES: dict[str, Objective] = {
         positive_beta=True,
         full_support=True,
         log_z_head=True,
-        settings=("beta", *TEMPERATURES),
+        settings=("beta", *TEMPERATURES, "log_z_learning_rate"),
     ),
     "tba_prime": Objective(
         loss=tba_prime,
@@ -66,7 +66,7 @@ OBJECTIVES: dict[str, Objective] = {
         min_completions=1,
         behavior_logprobs=True,
         value_head=True,
-        settings=("beta", *_CLIP, "gae_lambda", "value_coefficient"),
+        settings=("beta", *_CLIP, "gae_lambda", "value_coefficient", "value_learning_rate"),
     ),
     "vine_ppo": Objective(
         loss=vine_ppo,
@@ -123,7 +123,7 @@ OBJECTIVES: dict[str, Objective] = {
         positive_beta=True,
         full_support=True,
         log_z_head=True,
-        settings=("beta", *_CLIP),
+        settings=("beta", *_CLIP, "log_z_learning_rate"),
     ),
     "a_star_po": Objective(
         loss=a_star_po,

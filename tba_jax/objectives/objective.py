@@ -55,7 +55,8 @@ class Objective:
     log_z or values; state_values: whether rows must carry Monte-Carlo state values; reads_reference: whether it reads
     ref_logprobs, as a KL term that β = 0 leaves out also counts; k3: whether at β > 0 it has the k3 estimate of KL(π_θ‖π_ref),
     which needs a π_ref that is a distribution; settings: names of the settings learner.* that it reads (fields of
-    ObjectiveSettings, and the schedules `beta`, `ref_temperature`, `reward_temperature`).
+    ObjectiveSettings, the learning rates of its heads, and the schedules `beta`, `ref_temperature`, `reward_temperature`): a new
+    run is refused that sets others.
     """
 
     loss: Loss

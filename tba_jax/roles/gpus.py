@@ -1,7 +1,6 @@
 """The NVIDIA GPUs of this machine, by what the driver says: nothing here makes a process take memory of one."""
 
 import dataclasses
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -30,15 +29,6 @@ class Gpu:
     memory: int | None = None
     free: int | None = None
 
-    @property
-    def is_filled(self) -> bool:
-        """Whether other processes hold a good part of the memory."""
-        return self.memory is not None and self.free is not None and self.free < _LARGEST_SHARE * self.memory
-
-    def emptied(self) -> "Gpu":
-        """The GPU as it is without the processes that hold its memory now."""
-        return dataclasses.replace(self, free=None)
-
     def usable_share(self, roles: int) -> float:
         """The share of the memory that so many roles may take together."""
         if self.memory is None:
@@ -52,11 +42,9 @@ def filled(gpus: Sequence[Gpu]) -> str:
     held = [
         f"{(gpu.memory - gpu.free) / (1 << 30):.1f} of the {gpu.memory / (1 << 30):.1f} GiB of GPU {gpu.name}"
         for gpu in gpus
-        if gpu.is_filled and gpu.memory is not None and gpu.free is not None
+        if gpu.memory is not None and gpu.free is not None and gpu.free < _LARGEST_SHARE * gpu.memory
     ]
-    if not held:
-        return ""
-    return f"; other processes hold {', '.join(held)}: end them, or name other GPUs by CUDA_VISIBLE_DEVICES"
+    return f"; other processes hold {', '.join(held)}: end them, or name other GPUs by CUDA_VISIBLE_DEVICES" if held else ""
 
 
 def visible() -> tuple[Gpu, ...]:
@@ -105,36 +93,23 @@ def _listed_by_driver() -> list[tuple[str, Gpu]]:
     ]
 
 
-def check_supported(found: Sequence[Gpu]) -> None:
-    """Raises ValueError where JAX' support for NVIDIA GPUs is not installed. JAX is not asked: it would take them."""
-    if not any(importlib.util.find_spec(f"jax_{extra}_plugin") for extra in ("cuda12", "cuda13")):
-        raise ValueError(f"{_given(found)}, but JAX has no support for GPUs here: {jax_support.gpu_advice()}")
-
-
 def check_free() -> None:
     """Raises ValueError where others hold so much of this process' GPUs that JAX' share is not free; names GPU, free and wanted.
 
     To be called before JAX has looked for devices, when it takes its share. Does nothing where XLA_PYTHON_CLIENT_PREALLOCATE is
     off: JAX then takes memory as it needs it.
     """
-    share = DEFAULT_SHARE
-    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"):
-        if asked := os.environ.get(name):
-            try:
-                share = float(asked)
-            except ValueError as error:
-                raise ValueError(f"{name}={asked!r} in the environment is no share of memory, such as 0.75") from error
     if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0"):
         return
+    asked = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    share = float(asked or DEFAULT_SHARE)
     for gpu in visible():
-        if gpu.memory is None or gpu.free is None or gpu.free >= gpu.memory * share:
-            continue
-        free, wanted, there = (size / (1 << 30) for size in (gpu.free, gpu.memory * share, gpu.memory))
-        raise ValueError(
-            f"GPU {gpu.name} has {free:.1f} GiB free, and this role takes {wanted:.1f} GiB, {share:.0%} of its {there:.1f}: "
-            "another process holds the rest; end that process, name another GPU by CUDA_VISIBLE_DEVICES, or set a lower "
-            "XLA_CLIENT_MEM_FRACTION"
-        )
+        if gpu.memory is not None and gpu.free is not None and gpu.free < gpu.memory * share:
+            free, wanted, there = (size / (1 << 30) for size in (gpu.free, gpu.memory * share, gpu.memory))
+            raise ValueError(
+                f"GPU {gpu.name} has {free:.1f} GiB free, and this role takes {wanted:.1f} GiB, {share:.0%} of its {there:.1f}"
+                f"{filled([gpu])}, or set a lower XLA_CLIENT_MEM_FRACTION"
+            )
 
 
 def jax_devices() -> list[Any]:
@@ -147,7 +122,7 @@ def jax_devices() -> list[Any]:
     import jax
 
     given = visible()
-    names = _given(given)
+    names = f"this process may use {len(given)} × GPU ({', '.join(gpu.name for gpu in given)})"
     try:
         found = jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS names a platform that JAX cannot use
@@ -165,7 +140,3 @@ def jax_devices() -> list[Any]:
     if platform == "cpu" and (sentence := jax_support.unused(told)):
         raise ValueError(sentence)
     return found
-
-
-def _given(found: Sequence[Gpu]) -> str:
-    return f"this process may use {len(found)} × GPU ({', '.join(gpu.name for gpu in found)})"

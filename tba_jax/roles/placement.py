@@ -1,28 +1,28 @@
-"""Where the roles of one machine run: their cores and their GPUs, by what they need, and why."""
+"""Where the roles of one machine run: their cores, their GPUs and the share of a GPU's memory that each may take."""
 
-import contextlib
 import dataclasses
 import itertools
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tba_jax.roles import gpu_layouts
-from tba_jax.roles.gpus import Gpu
+from tba_jax.roles.gpus import Gpu, filled
+
+# Kind of a role -> the section of the config with its mesh, its task_devices and its memory_fraction.
+_SECTIONS = {"trainer": "learner", "searcher": "searchers", "evaluator": "evaluation"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
     """Where a role runs. cpus: core numbers. gpus: CUDA device names, () on a machine without GPUs. memory_fraction: share of the
-    memory of each GPU, 0 = JAX' default. processes: into which the role is divided, see `split`. The reasons say in words why."""
+    memory of each GPU, 0 = JAX' default. processes: into which the role is divided, see `split`. beside: others on its GPUs."""
 
     cpus: tuple[int, ...]
     gpus: tuple[str, ...] = ()
     memory_fraction: float = 0.0
     processes: int = 1
-    cpus_reason: str = ""
-    gpus_reason: str = ""
-    memory_reason: str = ""
+    beside: tuple[str, ...] = ()
 
 
 def available_cpus() -> tuple[int, ...]:
@@ -53,67 +53,106 @@ def split(placed: Placement) -> list[Placement]:
     ]
 
 
-def place(config: Any, *, cpus: Sequence[int], gpus: Sequence[Gpu], need: gpu_layouts.Need) -> dict[str, Placement]:
+def place(
+    config: Any, *, cpus: Sequence[int], gpus: Sequence[Gpu], check: Callable[[int], object] = lambda devices: None
+) -> dict[str, Placement]:
     """Role name -> placement: trainer, searcher-0 …, and evaluator if there is one.
 
-    Cores: the trainer gets half, the searchers share the other half, and the evaluator uses the searchers'. GPUs: see
-    gpu_layouts.choose. Where roles have to share GPUs whose memory does not hold all searchers, there are fewer, at least one.
+    Cores: the trainer gets half, the searchers share the other half, and the evaluator uses the searchers'. GPUs: searchers and
+    evaluator take turns on the last GPUs, each on as many as the largest of their meshes makes up; the trainer gets the most of
+    the others that its mesh fits. Where the GPUs are too few for that, all roles are on the same ones.
+
+    Args: check: raises ValueError where the trainer's mesh does not fit so many GPUs.
 
     Raises:
-      ValueError: roles need more memory than their GPUs have, or their meshes do not fit the GPUs; names the numbers.
+      ValueError: the mesh of a role does not fit the GPUs, or they do not divide over trainer.processes; names the numbers.
     """
-    found = _place(config, cpus=cpus, gpus=gpus, need=need)
-    trainer = dataclasses.replace(found["trainer"], processes=config.trainer.processes)
-    split(trainer)
-    return found | {"trainer": trainer}
+    names = [f"searcher-{i}" for i in range(config.searchers.count)]
+    cores = _share_cpus(names, cpus)
+    names = ["trainer", *names, *(["evaluator"] if config.evaluation.enabled else [])]
+    on = _deal(config, names, gpus, check) if gpus else {}
+    found = {}
+    for name in names:
+        mine = on.get(name, ())
+        beside = tuple(other for other in on if other != name and set(on[other]) & set(mine))
+        fraction = _memory_fraction(config, name, on) if mine else 0.0
+        gpu_names = tuple(gpu.name for gpu in mine)
+        found[name] = Placement(cpus=cores[name], gpus=gpu_names, memory_fraction=fraction, beside=beside)
+    found["trainer"] = dataclasses.replace(found["trainer"], processes=config.trainer.processes)
+    split(found["trainer"])
+    return found
 
 
-def _place(config: Any, *, cpus: Sequence[int], gpus: Sequence[Gpu], need: gpu_layouts.Need) -> dict[str, Placement]:
-    if not gpus:
-        placed = _on_cores(config, config.searchers.count, cpus)
-        return {name: dataclasses.replace(each, gpus_reason="there are none to hand out") for name, each in placed.items()}
-    try:
-        return _on_gpus(config, config.searchers.count, cpus, gpus, need)
-    except gpu_layouts.TooSmall:
-        if len(gpus) > config.searchers.count + config.evaluation.enabled:  # then no role need share
-            raise
-    for count in range(config.searchers.count - 1, 1, -1):
-        with contextlib.suppress(gpu_layouts.TooSmall):
-            return _on_gpus(config, count, cpus, gpus, need)
-    return _on_gpus(config, min(config.searchers.count, 1), cpus, gpus, need)
+def _fewest(config: Any, name: str) -> int:
+    """GPUs that the mesh and the task_devices of a role make up at least."""
+    section = config[_SECTIONS[name.split("-")[0]]]
+    return math.prod(max(size, 1) for size in section.mesh.values()) + int(section.get("task_devices", 0))
 
 
-def _on_cores(config: Any, count: int, cpus: Sequence[int]) -> dict[str, Placement]:
-    searchers = [f"searcher-{i}" for i in range(count)]
-    cores = _share_cpus(searchers, cpus)
-    names = ["trainer", *searchers, *(["evaluator"] if config.evaluation.enabled else [])]
-    return {name: Placement(cpus=cores[name][0], cpus_reason=cores[name][1]) for name in names}
+def _deal(config: Any, names: Sequence[str], gpus: Sequence[Gpu], check: Callable[[int], object]) -> dict[str, tuple[Gpu, ...]]:
+    """Role name -> its GPUs. Args, Raises: see `place`; names: the trainer first."""
+    for name in names:
+        if (fewest := _fewest(config, name)) > len(gpus):
+            section = _SECTIONS[name.split("-")[0]]
+            also = "" if name == "trainer" else f" and {section}.task_devices"
+            raise ValueError(f"{section}.mesh{also} make up {fewest} GPUs for {name}; there are {len(gpus)}")
+    trainer, *others = names
+    least, block = _fewest(config, trainer), max((_fewest(config, name) for name in others), default=1)
+    blocks = min(len(others), (len(gpus) - least) // block)
+    own = len(gpus) - blocks * block  # all of them where no block is left
+    area = gpus[own:] if blocks else gpus
+    blocks = max(blocks, len(area) // block)
+    on = {trainer: tuple(gpus[: _of_trainer(own, least, check)])}
+    for i, name in enumerate(others):
+        its = area[i % blocks * block :][:block]
+        on[name] = tuple(its[block - _fewest(config, name) :])
+    return on
 
 
-def _on_gpus(config: Any, count: int, cpus: Sequence[int], gpus: Sequence[Gpu], need: gpu_layouts.Need) -> dict[str, Placement]:
-    placed, wanted = _on_cores(config, count, cpus), config.searchers.count
-    shares = gpu_layouts.choose([gpu_layouts.Role.of(config, name, need) for name in placed], gpus)
-    fewer = f"; memory for {count} of searchers.count={wanted}" if count < wanted else ""
-    return {
-        name: dataclasses.replace(
-            each,
-            gpus=tuple(gpu.name for gpu in shares[name].gpus),
-            memory_fraction=shares[name].memory_fraction,
-            gpus_reason=shares[name].gpus_reason + (fewer if name.startswith("searcher") else ""),
-            memory_reason=shares[name].memory_reason,
-        )
-        for name, each in placed.items()
-    }
+def _of_trainer(room: int, least: int, check: Callable[[int], object]) -> int:
+    """The largest number of GPUs up to `room` that the trainer's mesh fits. Raises the ValueError about the least."""
+    for count in range(room, least, -1):
+        try:
+            check(count)
+        except ValueError:
+            continue
+        return count
+    check(least)
+    return least
+
+
+def _memory_fraction(config: Any, name: str, on: Mapping[str, Sequence[Gpu]]) -> float:
+    """A role's memory_fraction where it shares a GPU. Where that is 0, a trainer takes half of what such roles leave, and the
+    others equal parts of the rest. A role alone takes all that may be taken.
+
+    Raises:
+      ValueError: the fractions of the roles on a GPU exceed what may be taken of it.
+    """
+
+    def fixed(role: str) -> float:
+        return float(config[_SECTIONS[role.split("-")[0]]].memory_fraction)
+
+    shares = []
+    for gpu in on[name]:
+        roles = [role for role, its in on.items() if gpu in its]
+        usable, given = gpu.usable_share(len(roles)), sum(map(fixed, roles)) if len(roles) > 1 else 0.0
+        if given > usable or usable <= 0:
+            settings = ", ".join(f"{_SECTIONS[role.split('-')[0]]}.memory_fraction={fixed(role)} of {role}" for role in roles)
+            raise ValueError(f"GPU {gpu.name}: {usable:.2f} of its memory may be taken, too little for {settings}{filled([gpu])}")
+        open_roles = [role for role in roles if not (given and fixed(role))]
+        weights = {role: max(len(open_roles) - 1, 1) if role == "trainer" else 1 for role in open_roles}
+        share = (usable - given) * weights[name] / sum(weights.values()) if name in weights else fixed(name)
+        shares.append(share)
+    return math.floor(min(shares) * 1000 + 1e-6) / 1000
 
 
 def describe(placements: Mapping[str, Placement]) -> str:
-    """A line for each role: its devices, and why."""
-    lines = ["where --role=all runs its roles on this machine, and why:"]
+    """A line for each role: its cores, its GPUs and its share of their memory."""
+    lines = ["where --role=all runs its roles on this machine:"]
     for name, placed in placements.items():
-        cores = f"cores {_numbers(placed.cpus)} ({placed.cpus_reason})"
-        gpus = f"GPUs {','.join(placed.gpus) or 'none'} ({placed.gpus_reason})"
-        memory = [f"memory fraction {placed.memory_fraction:.3f} ({placed.memory_reason})"] if placed.gpus else []
-        lines.append(f"  {name:12} {'; '.join([cores, gpus, *memory])}")
+        shared = f"shared with {', '.join(placed.beside)}" if placed.beside else "its own"
+        gpus = f"GPUs {','.join(placed.gpus)} ({shared}), {placed.memory_fraction:.1%} of their memory"
+        lines.append(f"  {name:12} cores {_numbers(placed.cpus)}; {gpus if placed.gpus else 'no GPU, as there is none'}")
     return "\n".join(lines)
 
 
@@ -123,14 +162,11 @@ def _numbers(cpus: Sequence[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _share_cpus(searchers: Sequence[str], cpus: Sequence[int]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Role name -> its cores, and why; a role that would get none shares one."""
+def _share_cpus(searchers: Sequence[str], cpus: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Role name -> its cores; a role that would get none shares one."""
     half = max(1, len(cpus) // 2)
-    of_trainer = tuple(cpus[:half])
-    of_search = tuple(cpus[half:]) or of_trainer
-    first, rest = (f"{half} of {len(cpus)}", "the others") if len(cpus) > 1 else ("the only one", "the only one")
-    shares = {"trainer": (of_trainer, first), "evaluator": (of_search, f"{rest}, with the searchers" if searchers else rest)}
+    of_search = tuple(cpus[half:]) or tuple(cpus[:half])
+    shares = {"trainer": tuple(cpus[:half]), "evaluator": of_search}
     for i, name in enumerate(searchers):
-        mine = of_search[i :: len(searchers)] or (of_search[i % len(of_search)],)
-        shares[name] = (mine, rest if len(searchers) == 1 else f"{rest}, dealt out to {len(searchers)} searchers")
+        shares[name] = of_search[i :: len(searchers)] or (of_search[i % len(of_search)],)
     return shares

@@ -14,7 +14,7 @@ import pytest
 from tba_jax import main
 from tba_jax.commands import command_line
 from tba_jax.decoding import slots
-from tba_jax.experiment import compiling, composition, fitting, jobs, planning, training
+from tba_jax.experiment import compiling, composition, fitting, jobs, topologies, training
 from tba_jax.models import scoring
 from tba_jax.packing import row_packing
 from tba_jax.programs import Program
@@ -34,9 +34,13 @@ PROGRAMS = {
 PROGRAMS["evaluator"] = PROGRAMS["searcher"]
 
 
+def on(count: int, limit: int | None = None) -> compiling.Devices:
+    return compiling.Devices(devices=DEVICES[:count], limit=limit)
+
+
 def fitted(role: str, *, devices: int = 1, **settings) -> compiling.RoleFit:
     experiment = composition.build(tiny_run.config(**settings))
-    return compiling.fit(experiment, RUN, role=role, devices=DEVICES[:devices])
+    return compiling.fit(experiment, RUN, role=role, on=on(devices))
 
 
 def bytes_of(tree) -> int:
@@ -66,7 +70,10 @@ def test_without_a_reference_a_searcher_scores_nothing_and_does_not_hold_its_wei
 def made(tmp_path_factory, one_device_throughout):
     """A real trainer that has begun, with its lease, and a real searcher with weights."""
     s = tiny_run.settings(tmp_path_factory.mktemp("made") / "run", tiny_run.config())
-    compiling_of = {role: compiling.fit(s.experiment, s.run, role=role, devices=jax.devices()) for role in compiling.ROLES}
+    compiling_of = {
+        role: compiling.fit(s.experiment, s.run, role=role, on=compiling.Devices(devices=jax.devices()))
+        for role in compiling.ROLES
+    }
     jobs.join(s, may_change_schedule=True)
     trainer, lease = training.make_trainer(s, publish_every_steps=1)
     trainer.publish_unless_there()
@@ -199,7 +206,7 @@ def with_settings(experiment: composition.Experiment, **settings) -> composition
 
 
 def test_models_of_the_task_lie_beside_all_programs_of_their_devices(summaries):
-    found = {role: compiling.fit(summaries, RUN, role=role, devices=DEVICES[:1]) for role in ("searcher", "evaluator")}
+    found = {role: compiling.fit(summaries, RUN, role=role, on=on(1)) for role in ("searcher", "evaluator")}
     assert [fit.name for fit in found["searcher"].fits] == [*PROGRAMS["searcher"], "pass of the reward model"]
     assert [fit.name for fit in found["evaluator"].fits][-2:] == ["pass of the reward model", "pass of the gold model"]
     weights = Path(summaries.config.task.tldr.reward_path, "model.safetensors").stat().st_size
@@ -215,10 +222,10 @@ def test_models_of_the_task_lie_beside_all_programs_of_their_devices(summaries):
 
 def test_models_on_devices_of_their_own_are_a_group_of_their_own(summaries):
     apart = with_settings(summaries, searchers__task_devices=2)
-    shared = compiling.fit(summaries, RUN, role="searcher", devices=DEVICES[:1])
+    shared = compiling.fit(summaries, RUN, role="searcher", on=on(1))
     alone, task = (
-        compiling.fit(apart, RUN, role="searcher", devices=DEVICES[:3]),
-        compiling.fit_task(apart, role="searcher", devices=DEVICES[:3]),
+        compiling.fit(apart, RUN, role="searcher", on=on(3)),
+        compiling.fit_task(apart, role="searcher", on=on(3)),
     )
     assert [fit.name for fit in alone.fits] == PROGRAMS["searcher"] and not any("reward" in str(f.beside) for f in alone.fits)
     assert (alone.on_host, task.on_host) == (1, 2) and task.role == "searcher, task"
@@ -229,18 +236,15 @@ def test_models_on_devices_of_their_own_are_a_group_of_their_own(summaries):
     assert fit.peak == task.worst.peak == together.peak - sum(together.beside.values())
     said = compiling.describe([shared, task], config=apart.config)
     assert "\nsearcher, task  fits: " in said and "searcher, task on 2 × cpu" in said
-    assert compiling.fit_task(summaries, role="searcher", devices=DEVICES[:1]) is None
-    assert compiling.fit_task(apart, role="trainer", devices=DEVICES[:1]) is None
+    assert compiling.fit_task(summaries, role="searcher", on=on(1)) is None
+    assert compiling.fit_task(apart, role="trainer", on=on(1)) is None
 
 
 def test_models_that_do_not_fit_name_their_settings(summaries):
     apart = with_settings(summaries, searchers__task_devices=1)
-    task = compiling.fit_task(apart, role="searcher", devices=DEVICES[:2], limit=1 << 20)
+    task = compiling.fit_task(apart, role="searcher", on=on(2, 1 << 20))
     said = compiling.describe([dataclasses.replace(task, on_host=0)], config=apart.config)
     assert "does not fit" in said and "change task.tldr.batch_rows=" in said
-    place = planning.Place(devices=DEVICES[:2], topology="", name="2 CPUs", limit=1 << 20)
-    with pytest.raises(ValueError, match=r"pass of the reward model takes .* of 1\.00 MiB on 1 × cpu .*task_devices=1"):
-        planning.find(apart, RUN, role="searcher", place=place, until=float("inf"))
 
 
 def test_a_dry_run_answers_for_models_on_devices_of_their_own(tmp_path, capsys, monkeypatch):
@@ -266,7 +270,7 @@ def test_a_victim_whose_slots_do_not_divide_is_one_sentence(tmp_path, capsys, mo
 def test_a_warm_start_is_compiled_where_there_is_one(tmp_path):
     experiment = composition.build(tiny_run.config(warm_start__steps=2, warm_start__batch_size=4))
     run = layout.RunDir(tmp_path)
-    names = [fit.name for fit in compiling.fit(experiment, run, role="trainer", devices=DEVICES[:1]).fits]
+    names = [fit.name for fit in compiling.fit(experiment, run, role="trainer", on=on(1)).fits]
     assert names == ["init of the warm start", "update of the warm start", *PROGRAMS["trainer"]]
     run.initial_reference.parent.mkdir(parents=True, exist_ok=True)
     run.initial_reference.write_text("{}")
@@ -344,7 +348,9 @@ def refusal(arguments: list[str], capsys) -> str:
     "flags, words",
     [
         (["--dry_run", "--topology=nobody=v5p:2x2x1"], ["'nobody'", "trainer, searcher, evaluator"]),
-        (["--dry_run", "--topology=v5p"], ["'v5p' is no topology", "v5e:2x2", "v5p:2x2x2"]),
+        (["--dry_run", "--topology=v5p"], ["'v5p' is no topology", "v5e:2x2", "v5p:2x2x2", "H100x8"]),
+        (["--dry_run", "--topology=X100x8"], ["the memory of X100 is not known: say it as X100x8@GIB"]),
+        (["--dry_run", "--topology=trainer=v5p:2x2x1,H100x8"], ["H100x8 is a machine for all roles"]),
         (["--dry_run", "--topology=v5p:0x1x1"], ["is no topology"]),
         (["--dry_run", "--topology=v5p:2x2x1,v5e:2x2"], ["names two topologies"]),
         (["--dry_run", "--topology=trainer=v5p:2x2x1,trainer=v5e:2x2"], ["names the trainer twice"]),
@@ -418,6 +424,37 @@ def test_a_signal_ends_a_dry_run_quietly(number, tmp_path):
     assert all(" compiled in " in line for line in err.splitlines()), err
 
 
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """CPUs in the place of TPU chips."""
+    monkeypatch.setattr(topologies, "devices", lambda topology: DEVICES)
+
+
+def test_gpus_that_are_not_here_are_divided_among_the_roles(stand_ins):
+    """As under --role=all; and 90 % of what each role may take is its limit by proxy."""
+    experiment = composition.build(tiny_run.config(searchers__count=1))
+    found = compiling.on_topologies(experiment, {"all": "H100x4"}, *compiling.ROLES)
+    assert {role: len(on.devices) for role, on in found.items()} == {"trainer": 2, "searcher": 1, "evaluator": 1}
+    assert all(on.limit == pytest.approx(0.9 * 0.95 * 79.6 * 2**30) for on in found.values())
+    one = compiling.on_topologies(experiment, {"all": "MI300Xx1@192"}, *compiling.ROLES)
+    assert [round(on.limit / 2**30 / 192 / 0.9, 3) for on in one.values()] == [0.475, 0.237, 0.237]
+    each = compiling.on_topologies(experiment, {"trainer": "L4x8", "searcher": "v5p:2x2x1"}, *compiling.ROLES)
+    assert len(each["trainer"].devices) == 8 and each["searcher"].limit is None and "evaluator" not in each
+    with pytest.raises(ValueError, match="up to 64 GPUs of a role, not 65"):
+        compiling.on_topologies(experiment, {"trainer": "L4x65"}, "trainer")
+    with pytest.raises(ValueError, match=r"learner\.mesh make up 8 GPUs for trainer; there are 4"):
+        compiling.on_topologies(with_settings(experiment, learner__mesh__fsdp=8), {"all": "H100x4"}, "trainer")
+
+
+def test_an_answer_by_proxy_is_marked(stand_ins, tmp_path, capsys, one_device):
+    flags = ["--dry_run", "--topology=H100x2", "--role=trainer", "--config.searchers.count=1"]
+    assert command_line.execute(main, tiny_run.command(tmp_path / "run", *flags)[3:]) == 0
+    said = capsys.readouterr().out
+    assert (
+        re.match(r"trainer    fits: .* of 68\.06 GiB \(.*\); by TPU proxy\n", said) and "(by TPU proxy, for 1 of H100x2)" in said
+    )
+
+
 @pytest.mark.slow
 def test_programs_compile_for_a_tpu_that_is_not_here(tmp_path):
     if importlib.util.find_spec("libtpu") is None:
@@ -428,5 +465,7 @@ def test_programs_compile_for_a_tpu_that_is_not_here(tmp_path):
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"(?m)^(trainer|searcher|evaluator) +fits: ", done.stdout)) == 3, done.stdout
     assert " of 95.7" in done.stdout and " of 15.7" in done.stdout and "data=2 × fsdp=2" in done.stdout
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", "--dry_run", "--topology=A100x1", "--role=trainer"), timeout=600)
+    assert re.match(r"trainer    fits: .* of 34\.20 GiB \(.*\); by TPU proxy\n", done.stdout), done.stdout + done.stderr
     refused = tiny_run.call(tiny_run.command(tmp_path / "run", "--dry_run", "--topology=v5p:3x3x3"))
     assert refused.returncode == 2 and "'v5p:3x3x3' is no topology" in refused.stderr

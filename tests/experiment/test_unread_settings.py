@@ -51,7 +51,7 @@ READ = {
 @pytest.mark.parametrize("name, value", [("lag", 2), ("updates_per_search", 4)])
 def test_settings_of_turns_are_refused_without_them(name, value):
     config = tiny_run.config_with({f"schedule.{name}": value, "schedule.mode": "asynchronous"})
-    with pytest.raises(ValueError, match=rf"schedule\.{name}={value} .*schedule\.mode=interleaved"):
+    with pytest.raises(ValueError, match=rf"schedule\.{name}={value} .*schedule\.mode=asynchronous"):
         checks.check(config, new=True)
     checks.check(tiny_run.config_with({f"schedule.{name}": value, "schedule.mode": "interleaved"}), new=True)
 
@@ -66,7 +66,7 @@ def test_settings_that_an_objective_does_not_read_are_refused(name):
         if setting in READ[name]:
             checks.check(config, new=True)
             continue
-        sentence = f"learner.{setting}={value} would not be used: learner.objective={name} does not read it; leave it at "
+        sentence = f"learner.{setting}={value} would not be used with learner.objective={name}, which does not read it; leave"
         with pytest.raises(ValueError, match=re.escape(sentence)):
             checks.check(config, new=True)
 
@@ -84,7 +84,7 @@ def test_settings_that_a_schedule_does_not_read_are_refused(schedule, setting, v
     if schedule in read_by:
         checks.check(config, new=True)
         return
-    sentence = rf"learner\.{setting}={value} would not be used: learner\.schedule={schedule} does not read it; leave it at "
+    sentence = rf"learner\.{setting}={value} would not be used with learner\.schedule={schedule}; leave it at "
     with pytest.raises(ValueError, match=sentence):
         checks.check(config, new=True)
 
@@ -106,7 +106,7 @@ def test_settings_of_recent_rows_are_refused_where_none_are_drawn(name, value):
 @pytest.mark.parametrize("setting, value", [("value_samples", 3), ("value_states", 1)])
 def test_settings_of_values_that_no_row_holds_are_refused(setting, value):
     config = tiny_run.config_with({f"searchers.{setting}": value})
-    with pytest.raises(ValueError, match=rf"searchers\.{setting}={value} would not be used without task\.step_ends"):
+    with pytest.raises(ValueError, match=rf"searchers\.{setting}={value} would not be used with task\.step_ends=\(\)"):
         checks.check(config, new=True)
     config.task.step_ends = (",",)
     checks.check(config, new=True)
@@ -121,6 +121,10 @@ def test_settings_of_values_that_no_row_holds_are_refused(setting, value):
         ({"replay.inverse_temperature": 3.0}, {"replay.strategy": "softmax"}),
         ({"learner.reference.reset_steps": 3}, {"learner.reference.kind": "reset"}),
         ({"learner.reference.ema_decay": 0.5}, {"learner.reference.kind": "ema"}),
+        ({"learner.reference.reset_optimizer": True}, {"learner.reference.kind": "reset"}),
+        ({"learner.reference.offload": True}, {"learner.reference.kind": "reset"}),
+        ({"replay.merge_keep": "best", "replay.merge_duplicates": False}, {"replay.merge_duplicates": True}),
+        ({"searchers.lag": 4, "schedule.mode": "interleaved"}, {"schedule.mode": "asynchronous"}),
     ],
 )
 def test_settings_of_choices_that_nobody_makes_are_refused(changes, read_with):

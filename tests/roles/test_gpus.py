@@ -121,7 +121,7 @@ def test_a_dry_run_says_who_gets_which_gpu(driver, tmp_path):
     assert done.returncode == 0
     lines = done.stdout.splitlines()[-4:]
     assert [line.split()[0] for line in lines] == ["trainer", "searcher-0", "searcher-1", "evaluator"]
-    assert "GPUs 0 (" in lines[0] and all("GPUs 1 (shared with" in line for line in lines[1:]), done.stdout
+    assert "GPUs 0 (its own)" in lines[0] and all("GPUs 1 (shared with" in line for line in lines[1:]), done.stdout
 
 
 def test_a_gpu_that_another_process_has_filled_is_refused(driver, tmp_path, monkeypatch):
@@ -129,7 +129,9 @@ def test_a_gpu_that_another_process_has_filled_is_refused(driver, tmp_path, monk
     gpus.check_free()
     script = tmp_path / "bin" / "nvidia-smi"
     script.write_text(script.read_text().replace("81079", "1024"))
-    with pytest.raises(ValueError, match=r"GPU 0 has 1\.0 GiB free, and this role takes 59\.7 GiB, 75% of its 79\.6: another"):
+    with pytest.raises(
+        ValueError, match=r"GPU 0 has 1\.0 GiB free, and this role takes 59\.7 GiB, 75% of its 79\.6; other processes"
+    ):
         gpus.check_free()
     done = tiny_run.call(tiny_run.command(tmp_path / "run", "--role=trainer"))
     assert done.returncode == 2 and "GPU 0 has 1.0 GiB free" in done.stderr and not (tmp_path / "run").exists()

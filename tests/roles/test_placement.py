@@ -1,11 +1,31 @@
-"""Where roles are placed."""
+"""Where roles are placed: cores, GPUs and shares of their memory."""
+
+from typing import Any
 
 import pytest
 
 from configs import base
 from tba_jax.roles.gpus import Gpu
-from tba_jax.roles.placement import Placement, describe, place
-from tests.support.gpu_needs import config_with, gpus, of
+from tba_jax.roles.placement import describe, place
+
+# As nvidia-smi tells them of an H100 at rest.
+MEMORY, FREE = 81_559 << 20, 81_079 << 20
+
+
+def config_with(**overrides: Any) -> Any:
+    config = base.get_config()
+    config.update_from_flattened_dict({name.replace("__", "."): value for name, value in overrides.items()})
+    return config
+
+
+def gpus(count: int, free: int = FREE) -> tuple[Gpu, ...]:
+    return tuple(Gpu(name=str(i), memory=MEMORY, free=free) for i in range(count))
+
+
+def on(count: int, check=lambda devices: None, **settings: Any) -> dict[str, str]:
+    """Role -> its GPUs, of a run with two searchers and an evaluator unless settings say otherwise."""
+    found = place(config_with(**settings), cpus=range(8), gpus=gpus(count), check=check)
+    return {name: "".join(placed.gpus) for name, placed in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -18,44 +38,82 @@ from tests.support.gpu_needs import config_with, gpus, of
 )
 @pytest.mark.parametrize("there", [0, 3])
 def test_cores(cpus, expected, there):
-    found = place(base.get_config(), cpus=cpus, gpus=gpus(there), need=of())
+    found = place(base.get_config(), cpus=cpus, gpus=gpus(there))
     assert {name: placed.cpus for name, placed in found.items()} == expected
     assert {placed.memory_fraction > 0 for placed in found.values()} == {there > 0}
 
 
 def test_more_searchers_than_cores_take_turns():
-    found = place(config_with(searchers__count=5, evaluation__enabled=False), cpus=range(4), gpus=(), need=of())
-    assert list(found) == ["trainer", *(f"searcher-{i}" for i in range(5))]
+    found = place(config_with(searchers__count=5, evaluation__enabled=False), cpus=range(4), gpus=())
     assert [found[f"searcher-{i}"].cpus for i in range(5)] == [(2,), (3,), (2,), (3,), (2,)]
 
 
-def test_there_are_as_many_searchers_as_memory_holds():
-    config = config_with(searchers__count=3)
-    found = place(config, cpus=[0], gpus=gpus(1), need=of(trainer=28, searcher=14, evaluator=12))
-    assert list(found) == ["trainer", "searcher-0", "searcher-1", "evaluator"]
-    assert "memory for 2 of searchers.count=3" in describe(found)
-    assert len(place(config, cpus=[0], gpus=gpus(1), need=of(trainer=20, searcher=14, evaluator=12))) == 5
-    with pytest.raises(ValueError, match=r"trainer 50.00 GiB, searcher-0 14.00 GiB, evaluator 12.00 GiB; 75"):
-        place(config, cpus=[0], gpus=gpus(1), need=of(trainer=50, searcher=14, evaluator=12))
+@pytest.mark.parametrize(
+    "count, trainer, first, second, evaluator",
+    [(1, "0", "0", "0", "0"), (2, "0", "1", "1", "1"), (3, "0", "1", "2", "1"), (4, "0", "1", "2", "3"), (8, "01234", *"567")],
+)
+def test_searchers_and_evaluator_take_turns_on_the_last_gpus_and_the_trainer_has_the_others(
+    count, trainer, first, second, evaluator
+):
+    assert on(count) == {"trainer": trainer, "searcher-0": first, "searcher-1": second, "evaluator": evaluator}
 
 
-def test_a_description_says_who_has_what_and_why():
-    placements = {
-        "trainer": Placement(cpus=(0, 1, 2, 8), cpus_reason="half", gpus_reason="there are none"),
-        "searcher-0": Placement(
-            cpus=(3,), gpus=("4", "5"), memory_fraction=0.5, cpus_reason="rest", gpus_reason="its own", memory_reason="needs it"
-        ),
-    }
-    assert describe(placements).splitlines()[1:] == [
-        "  trainer      cores 0-2,8 (half); GPUs none (there are none)",
-        "  searcher-0   cores 3 (rest); GPUs 4,5 (its own); memory fraction 0.500 (needs it)",
+def test_the_trainer_gets_the_most_that_its_mesh_fits():
+    def even(devices: int) -> None:
+        if devices % 2:
+            raise ValueError(f"{devices} is odd")
+
+    assert on(8, even)["trainer"] == "0123" and on(7, even)["trainer"] == "0123"
+    with pytest.raises(ValueError, match="1 is odd"):
+        on(4, even)
+
+
+def test_meshes_of_several_gpus_are_blocks():
+    split = dict(searchers__mesh__tensor=2, searchers__count=1)
+    assert on(8, **split) == {"trainer": "0123", "searcher-0": "45", "evaluator": "7"}
+    assert on(2, **split) == {"trainer": "01", "searcher-0": "01", "evaluator": "1"}
+    for setting, words in {
+        "searchers__task_devices": "searchers.mesh and searchers.task_devices",
+        "learner__mesh__fsdp": "lear",
+    }.items():
+        with pytest.raises(ValueError, match=rf"{words}.* make up \d GPUs for .*; there are 2"):
+            on(2, **{setting: 4})
+
+
+def fractions(count: int, **settings: Any) -> list[float]:
+    return [placed.memory_fraction for placed in place(config_with(**settings), cpus=[0], gpus=gpus(count)).values()]
+
+
+def test_of_a_shared_gpu_a_trainer_takes_half_and_the_others_the_rest():
+    assert fractions(4) == [0.95] * 4
+    assert fractions(1) == [0.475, 0.158, 0.158, 0.158]
+    assert fractions(2) == [0.95, 0.316, 0.316, 0.316]
+
+
+def test_a_setting_takes_its_share_where_a_gpu_is_shared():
+    set_all = dict(learner__memory_fraction=0.5, searchers__memory_fraction=0.2, evaluation__memory_fraction=0.2)
+    assert (
+        fractions(1, searchers__count=1, **set_all) == [0.5, 0.2, 0.2]
+        and fractions(3, searchers__count=1, **set_all) == [0.95] * 3
+    )
+    assert fractions(1, searchers__count=1, learner__memory_fraction=0.55) == [0.55, 0.2, 0.2]
+    with pytest.raises(
+        ValueError, match=r"GPU 0: 0\.95 of its memory may be taken, too little for learner\.memory_fraction=0\.5"
+    ):
+        fractions(1, searchers__count=2, **set_all | {"searchers__memory_fraction": 0.3})
+
+
+def test_what_others_hold_of_a_gpu_is_not_given_out():
+    found = place(config_with(searchers__count=1), cpus=[0], gpus=gpus(3, free=MEMORY // 2))
+    assert {placed.memory_fraction for placed in found.values()} == {0.49}
+    with pytest.raises(ValueError, match=r"other processes hold 78\.6 of the 79\.6 GiB of GPU 0: end them"):
+        place(config_with(), cpus=[0], gpus=gpus(1, free=1 << 30))
+
+
+def test_a_description_says_who_has_what():
+    assert describe(place(config_with(searchers__count=1), cpus=(0, 1, 2, 8), gpus=gpus(2))).splitlines()[1:] == [
+        "  trainer      cores 0-1; GPUs 0 (its own), 95.0% of their memory",
+        "  searcher-0   cores 2,8; GPUs 1 (shared with evaluator), 47.5% of their memory",
+        "  evaluator    cores 2,8; GPUs 1 (shared with searcher-0), 47.5% of their memory",
     ]
-    found = place(base.get_config(), cpus=range(8), gpus=(), need=of())
-    assert describe(found).splitlines()[1:] == [
-        "  trainer      cores 0-3 (4 of 8); GPUs none (there are none to hand out)",
-        "  searcher-0   cores 4,6 (the others, dealt out to 2 searchers); GPUs none (there are none to hand out)",
-        "  searcher-1   cores 5,7 (the others, dealt out to 2 searchers); GPUs none (there are none to hand out)",
-        "  evaluator    cores 4-7 (the others, with the searchers); GPUs none (there are none to hand out)",
-    ]
-    unknown = describe(place(base.get_config(), cpus=range(8), gpus=[Gpu(name="0")], need=of(trainer=2)))
-    assert "needs 2.00 GiB, the driver does not say of how many" in unknown
+    assert "cores 0-3; no GPU, as there is none" in describe(place(config_with(), cpus=range(8), gpus=()))

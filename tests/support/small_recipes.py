@@ -16,7 +16,7 @@ from tests.support import tiny_checkpoints, tiny_run
 
 STEPS = small.STEPS
 # Files of configs/ that are no recipes: what recipes share, and the defaults of another command.
-OTHERS = ("__init__", "base", "baselines", "small", "supervised")
+OTHERS = ("__init__", "base", "baselines", "machines", "small", "supervised")
 RECIPES = sorted(path.stem for path in (tiny_run.ROOT / "configs").glob("*.py") if path.stem not in OTHERS)
 
 

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from tba_jax.experiment import gpu_plans
+from tba_jax.experiment import topologies
 from tba_jax.telemetry import device_peaks
 from tba_jax.telemetry.device_peaks import PEAKS, Peaks
 
@@ -30,8 +30,8 @@ def test_what_is_not_known_is_said_and_settings_mend_it(caplog):
     assert device_peaks.of(devices("gpu of tomorrow", 1), flops=2.0, bandwidth=5.0) == Peaks(2.0, 5.0) and not caplog.text
 
 
-@pytest.mark.parametrize("name", gpu_plans.MEMORY)
-def test_gpus_that_a_plan_knows_by_name_have_peaks(name):
+@pytest.mark.parametrize("name", topologies.MEMORY)
+def test_gpus_whose_memory_is_known_by_name_have_peaks(name):
     """The words of a kind are those that the driver gives: "NVIDIA H100 80GB HBM3", "Tesla T4"."""
     kinds = [kind for kind in PEAKS if name in kind.replace("-", " ").split()]
     assert kinds and all(PEAKS[kind].flops > 1e13 and PEAKS[kind].bandwidth > 1e11 for kind in kinds)

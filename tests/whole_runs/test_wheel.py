@@ -105,9 +105,10 @@ def test_a_recipe_of_ones_own_begins_with_the_defaults(python, tmp_path):
     assert done.returncode == 0 and '"steps": 77' in done.stdout, done.stderr
 
 
-def test_plan_runs_by_the_name_of_a_recipe(python, tmp_path):
-    done = call(python, "-m", "tba_jax", "plan", "--config=demo", "--topology=v5e:2x2", "--seconds=1", at=tmp_path, timeout=600)
+def test_a_dry_run_compiles_by_the_name_of_a_recipe(python, tmp_path):
+    flags = ("--config=demo", "--workdir=run", "--dry_run", "--role=evaluator", "--topology=v5e:1x1")
+    done = call(python, "-m", "tba_jax.main", *flags, at=tmp_path, timeout=600)
     if importlib.util.find_spec("libtpu") is None:
         assert done.returncode == processes.BAD_INPUT and "extra `tpu`" in done.stderr, done.stderr
     else:
-        assert done.returncode == 0 and "--config=demo" in done.stdout, done.stderr
+        assert done.returncode == 0 and "evaluator  fits: " in done.stdout, done.stderr
