@@ -68,8 +68,8 @@ SETTINGS = {
     "sampling.explore_temperature_probability": 1.0,
     "sampling.explore_temperature_low_factor": 1.0,
     "sampling.explore_temperature_factor": 2.0,
-    # The figures in RESULTS.md are of these settings: attacks may be cut, the newest of near ones stays, Adam forgets sooner than
-    # in the recipe, no update is clipped, and the learning rate comes down to 0.
+    # Other than in the recipe: attacks may be cut, Adam forgets sooner, no update is clipped, since two objectives are compared,
+    # and the learning rate comes down to 0.
     "task.force_eos": False,
     "replay.merge_edit_distance": 0.125,
     "learner.adam_beta2": 0.95,
