@@ -160,8 +160,8 @@ def main(argv: Sequence[str]) -> None:
         for program in _PROGRAMS.value:
             begin = time.perf_counter()
             found: Any = with_window(made[program], _WINDOW.value).lower().compile().memory_analysis()
-            sizes = (found.argument_size_in_bytes, caches, found.temp_size_in_bytes, found.output_size_in_bytes)
-            told = [f"{size / _GIB:.3f}" for size in (*sizes, found.alias_size_in_bytes)]
+            taken = (found.argument_size_in_bytes, caches, found.temp_size_in_bytes, found.output_size_in_bytes)
+            told = [f"{size / _GIB:.3f}" for size in (*taken, found.alias_size_in_bytes)]
             told[2] += f" ({found.temp_size_in_bytes / caches:.1%})"
             summary.row(name, topology, program, *told, f"{time.perf_counter() - begin:.0f}")
 
