@@ -1,8 +1,7 @@
 """The values of settings that go by the kind of device, in one table that says where each is from.
 
 A setting that is left to the device has the value "auto", or 0 where it is a number. What a user sets goes before this table.
-`python -m benchmarks.defaults` tries the values of remat, decode_chunk and slots on a device, `python -m benchmarks.gpu` those of
-attention and remat; benchmarks/RESULTS.md has what they found.
+`python -m benchmarks.gpu` tries the values of attention and remat on a device; benchmarks/RESULTS.md has what was found.
 """
 
 import dataclasses
@@ -19,9 +18,9 @@ class Default:
     source: str
 
 
-_CHUNK = "benchmarks.defaults on two CPU cores, 2026-11-24: 8, 16, 32 and 64 steps differ by 4 % at most"
+_CHUNK = "Measured on two CPU cores, 2026-11-24: 8, 16, 32 and 64 steps differ by 4 % at most"
 _REMAT = (
-    "benchmarks.defaults on two CPU cores, 2026-11-24: dots and none take .90 and 1.24 of its time, 1.7 and 4.0 of its memory"
+    "Measured on two CPU cores, 2026-11-24: dots and none take .90 and 1.24 of its time, 1.7 and 4.0 of its memory"
 )
 _BATCH = "a whole batch, so that a step reads the weights once for all rows of an append"
 _NOT_MEASURED = "Not measured on this kind of device"
