@@ -4,12 +4,12 @@
     python -m benchmarks.arms --workdir=runs/noise --recipe=configs/demo.py --warm_starts=3 --seeds=2 --set="learner.clip_norm=0"
         --arm="trajectory_balance learner.objective=trajectory_balance" --arm="rloo learner.objective=rloo"
 
-An arm is a name and settings; --set holds settings of all arms. With --other, every arm is also run by the code of another
-checkout, from a warm start of its own. Search and training take turns in one process, so every update of every arm has as many
-new rows, of a policy that is 4 updates old. A run that is done is not made again, so the command resumes where it was stopped.
-It prints a markdown table of the recipe's held-out greedy score, mean and standard deviation over warm starts and seeds, and of
-the trainer's metrics that --columns names, mean over the run, and of `clipped`: the share of updates whose gradient norm is above
-learner.clip_norm. It writes workdir/arms.json.
+An arm is a name and settings; --set holds settings of all arms and of their warm start (another --set needs another --workdir).
+With --other, every arm is also run by the code of another checkout, from a warm start of its own. Search and training take turns
+in one process, so every update of every arm has as many new rows, of a policy that is 4 updates old. A run that is done is not
+made again, so the command resumes where it was stopped. It prints a markdown table of the recipe's held-out greedy score, mean
+and standard deviation over warm starts and seeds, and of the trainer's metrics that --columns names, mean over the run, and of
+`clipped`: the share of updates whose gradient norm is above learner.clip_norm. It writes workdir/arms.json.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from benchmarks import side_by_side, warm_start
+from benchmarks import side_by_side, summary, warm_start
 from tba_jax.roles import results
 from tba_jax.run import layout
 from tba_jax.telemetry import metrics
@@ -77,8 +77,9 @@ def main(argv: Sequence[str]) -> None:
     root = Path(_WORKDIR.value).absolute()
     checkouts = {"": Path.cwd()} | ({"-other": Path(_OTHER.value).absolute()} if _OTHER.value else {})
     starts = range(1, _WARM_STARTS.value + 1)
+    shared = [f"--config.{leaf}={value}" for leaf, value in settings_of(_SET.value).items()]
     for number, (of, path) in itertools.product(starts, checkouts.items()):
-        warm_start.ensure(root / f"start{number}{of}", f"--config.seed={number}", recipe=_RECIPE.value, checkout=path)
+        warm_start.ensure(root / f"start{number}{of}", f"--config.seed={number}", *shared, recipe=_RECIPE.value, checkout=path)
     arms = {f"{name}{of}": (own, of) for name, _, own in (arm.partition(" ") for arm in _ARMS.value) for of in checkouts}
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
     jobs = {
@@ -90,13 +91,12 @@ def main(argv: Sequence[str]) -> None:
     side_by_side.run_all(list(jobs.values()), at_a_time=_JOBS.value)
     found = {each: measured(made.workdir) for each, made in jobs.items()}
     steps = list(next(iter(found.values()))["curve"])
-    warm_start.table("arm", *(f"score at {step}" for step in steps), "clipped", *_COLUMNS.value)
+    summary.table("arm", *(f"score at {step}" for step in steps), "clipped", *_COLUMNS.value)
     for arm in arms:
         runs = [figures for (name, _, _), figures in found.items() if name == arm]
-        scores = (warm_start.spread([run["curve"].get(step, np.nan) for run in runs]) for step in steps)
-        warm_start.row(
-            arm, *scores, *(warm_start.spread([run[name] for run in runs], ".3g") for name in ("clipped", *_COLUMNS.value))
-        )
+        scores = (summary.spread([run["curve"].get(step, np.nan) for run in runs]) for step in steps)
+        means = (summary.spread([run[name] for run in runs], ".3g") for name in ("clipped", *_COLUMNS.value))
+        summary.row(arm, *scores, *means)
     print(f"\n{_STEPS.value} updates, {_WARM_STARTS.value} warm starts × {_SEEDS.value} seeds")
     (root / "arms.json").write_text(json.dumps({", ".join(map(str, each)): figures for each, figures in found.items()}, indent=1))
 

@@ -1,11 +1,9 @@
-"""What objectives and references do: the optimum that is reached, TBA′ at work, rewards with noise.
+"""Which optimum objectives reach, on a space small enough to add up.
 
     python -m benchmarks.objectives --workdir=runs/objectives [--only=posterior,baselines,…] [--steps=N]
 
 posterior: the distance to the exact optimum, by who produced the rows; baselines: likewise, by objective; siblings: those of
-trajectory balance, to optima of their own. The others train the demo's policy on sums, all from one warm start. references: TBA′
-with each kind of reference, asynchronous. noise: accuracy where rewards are flipped or rows are planted.
-Prints markdown tables; output of the runs themselves goes to stderr and into the workdir.
+trajectory balance, to optima of their own. Prints markdown tables; figures go to the workdir.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,24 +11,16 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-from benchmarks import noise, posterior, references, siblings
+from benchmarks import posterior, siblings
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
-_ONLY = flags.DEFINE_list("only", [], "Parts, of posterior, baselines, siblings, references and noise; all of them by default.")
-_STEPS = flags.DEFINE_integer(
-    "steps",
-    0,
-    "Trainer steps of each run; 0: posterior and siblings 4000, baselines 2000, references 300, noise 200.",
-    lower_bound=0,
-)
-
+_ONLY = flags.DEFINE_list("only", [], "Parts, of posterior, baselines and siblings; all of them by default.")
+_STEPS = flags.DEFINE_integer("steps", 0, "Updates of each run; 0: posterior and siblings 4000, baselines 2000.", lower_bound=0)
 
 PARTS: dict[str, Callable[..., None]] = {
     "posterior": posterior.compare,
     "baselines": posterior.compare_objectives,
     "siblings": siblings.compare,
-    "references": references.compare,
-    "noise": noise.compare,
 }
 
 

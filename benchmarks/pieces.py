@@ -11,12 +11,9 @@ Reads one JSON request a line from stdin and answers each by one JSON line on st
 `prepare` makes inputs, compiles and runs the piece once. A piece keeps its state between runs: an update goes on from the state
 of the update before. On CPUs there is one device for each core, as searchers.cpu_devices makes them; the decoder uses all of
 them, and everything else uses the first. The persistent compilation cache is off.
-
-The functions between model_of and logprobs_of are the only ones that call tba_jax.
 """
 
 import dataclasses
-import functools
 import gc
 import itertools
 import json
@@ -32,39 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import tba_jax
-from benchmarks.decode import tail_lengths
-from benchmarks.rollout import rollout
-from benchmarks.trainer_update import SIZES
-from configs import base, demo
-from tba_jax import sharding
-from tba_jax.decoding import sampling as sampling_lib
-from tba_jax.decoding.engine import Engine
-from tba_jax.decoding.requests import Request
-from tba_jax.decoding.slots import row_keys
-from tba_jax.experiment import composition
-from tba_jax.learner import settings
-from tba_jax.learner import state as state_lib
-from tba_jax.learner import update as update_lib
-from tba_jax.models import decoder, kv_cache, parameters, scoring
-from tba_jax.models.config import DecoderConfig
-from tba_jax.packing import row_packing
-from tba_jax.run import contract as contract_lib
+from benchmarks import decode, trainer_update
+from configs import base
+from tba_jax.models import decoder, parameters, scoring
 
 _MIB = 1 << 20
-_MEMORY, _SECONDS, _LOWER, _COMPILE = "temporary memory, MiB", "seconds", "trace and lower, seconds", "compile, seconds"
-
-# The depth of Qwen2.5-1.5B at a small width.
-_DEEP: dict[str, Any] = SIZES | {
-    "model.layers": 28,
-    "model.width": 256,
-    "model.heads": 8,
-    "model.kv_heads": 2,
-    "model.head_size": 32,
-    "model.ffn": 512,
-    "model.compute_dtype": "bfloat16",
-}
-# Tokens of a prompt that the decoder is given.
-_PROMPT = 64
+_MEMORY, _SECONDS = "temporary memory, MiB", "seconds"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,146 +43,6 @@ class Piece:
 
     run: Callable[[], dict[str, float]]
     figures: dict[str, float] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """A learner's update. step: (state, batch) -> (state, measurements), not jitted; init: the state of step 0, not jitted;
-    batch: a batch, and its rows in sequences."""
-
-    step: Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
-    init: Callable[[], Any]
-    batch: tuple[state_lib.Batch, row_packing.Packed]
-
-
-def recipe(changes: Mapping[str, Any]) -> Any:
-    """The base config with these settings."""
-    config = base.get_config()
-    config.update_from_flattened_dict(dict(changes))
-    return config
-
-
-def model_of(config: Any, vocab: int) -> DecoderConfig:
-    """The policy's shape of a config, with so many tokens."""
-    return dataclasses.replace(composition.build(config).policy.model, vocab=vocab)
-
-
-def space_of_all_tokens() -> scoring.ResponseSpace:
-    """All responses at temperature 1, without an end of sequence."""
-    return scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
-
-
-def update_of(config: Any, vocab: int = 0) -> Update:
-    """The update of a config. vocab: of the policy, 0: that of the config's tokenizer."""
-    built = composition.build(config)
-    model = model_of(config, vocab) if vocab else built.policy.model
-    policy = dataclasses.replace(built.policy, model=model)
-    optimizers, schedules = settings.make_optimizers(config.learner), settings.make_schedules(config.learner)
-    one = sharding.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
-    learner = settings.make_learner_config(config.learner, built.contract, policy, one)
-
-    batch = random_batch(config, built.contract, model.vocab)
-    columns = batch.tokens, batch.prompt_length, batch.response_length
-    packed, plan = row_packing.of_rows(*columns, limits=learner.limits)
-
-    def step(state: Any, rows: Any) -> tuple[Any, dict[str, jax.Array]]:
-        static: dict[str, Any] = dict(whole_groups=plan.whole_groups, optimizers=optimizers, schedules=schedules)
-        return update_lib.train_step(state, {}, *rows, **static, config=learner)
-
-    def init() -> Any:
-        return state_lib.init_state(policy, policy.base.init(jax.random.key(0)), optimizers)
-
-    return Update(step, init, jax.device_put((batch, packed), jax.devices()[0]))
-
-
-def random_batch(config: Any, contract: contract_lib.Contract, vocab: int) -> state_lib.Batch:
-    """A learner's batch, on the host, of responses whose lengths are between a half and the whole of the longest."""
-    B, P, R = config.learner.queries * config.learner.completions, contract.prompt_length, contract.response_length
-    rng = np.random.default_rng(0)
-    allowed = np.setdiff1d(np.arange(vocab), [*contract.banned_tokens, contract.eos_id])
-    length = rng.integers(R // 2, R, B, endpoint=True).astype(np.int32)
-    masked = np.arange(R)[None, :] >= length[:, None]
-    prompts = rng.choice(allowed, (config.learner.queries, P)).repeat(config.learner.completions, axis=0)
-    responses = rng.choice(allowed, (B, R))
-
-    def logprobs() -> np.ndarray:
-        return np.where(masked, 0, -rng.exponential(np.log(vocab), (B, R))).astype(np.float32)
-
-    return state_lib.Batch(
-        tokens=np.concatenate([prompts, np.where(masked, contract.pad_id, responses)], axis=1).astype(np.int32),
-        prompt_length=np.full(B, P, np.int32),
-        response_length=length,
-        ref_logprobs=logprobs(),
-        behavior_logprobs=logprobs(),
-        reward=rng.integers(0, 2, B).astype(np.float32),
-    )
-
-
-def generator_of(
-    config: Any, vocab: int, *, rows: int, lengths: np.ndarray, samples: int = 1, prompt: int = _PROMPT
-) -> Callable[[int], None]:
-    """A function that generates responses of these lengths by the decoder of searchers, `rows` at a time.
-
-    The function's argument numbers the random keys.
-
-    Args: lengths: int32[Q · samples], tokens of the responses, those of a query side by side; samples: responses to a query;
-      prompt: tokens of a prompt.
-    """
-    model, mesh = model_of(config, vocab), sharding.make_mesh((-1, 1, 1), setting="benchmark")
-    engine = Engine(
-        model,
-        space_of_all_tokens(),
-        mesh,
-        slots=rows,
-        samples=samples,
-        prompt_length=prompt,
-        response_length=int(lengths.max()),
-        pad_id=0,
-        lockstep=len(lengths) == rows,
-    )
-    params = jax.jit(decoder.define(model).init)(jax.random.key(0))
-    engine.set_policy(parameters.cast(params, model.compute_dtype), 0)
-    limits = lengths.reshape(-1, samples)
-    prompts = np.random.default_rng(1).integers(3, vocab, (len(limits), prompt)).tolist()
-    sampling = sampling_lib.constant(samples, temperature=1.0)
-
-    def generate(number: int) -> None:
-        keys = np.asarray(row_keys(number, 0, np.arange(len(lengths), dtype=np.uint32))).reshape(*limits.shape, 2)
-        requests = [
-            Request(name=str(q), prompt=prompts[q], keys=keys[q], sampling=sampling, limit=limits[q]) for q in range(len(limits))
-        ]
-        made = np.concatenate([made.length for made in engine.generate(requests)])
-        if (made < lengths).any():
-            raise ValueError(f"responses have {made.sum()} of {lengths.sum()} tokens, so there was less work than meant")
-
-    return generate
-
-
-def rollout_of(config: Any, vocab: int, *, rows: int, response_length: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A whole generation as one function of arrays, not jitted, and the shapes of its arguments."""
-    model = model_of(config, vocab)
-    params = parameters.shapes(decoder.define(model).specs)
-    keys = jax.ShapeDtypeStruct((rows, 2), np.uint32)
-    prompts, lengths = jax.ShapeDtypeStruct((rows, _PROMPT), np.int32), jax.ShapeDtypeStruct((rows,), np.int32)
-    static: dict[str, Any] = {"config": model, "graphdef": kv_cache.define(model).graphdef, "space": space_of_all_tokens()}
-    function = functools.partial(rollout, **static, response_length=response_length, pad_id=0)
-    return function, (params, prompts, lengths, keys, sampling_lib.constant(rows, temperature=1.0))
-
-
-def logprobs_of(config: Any, vocab: int, megabytes: int) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """(head float32[V, D], hidden [B, R, D], tokens int32[B, R]) -> the tokens' log-probs float32[B, R].
-
-    Args: config: of a model with a tied embedding; megabytes: what logits may take at a time.
-    """
-    definition, space = decoder.define(model_of(config, vocab)), space_of_all_tokens()
-    rest = {name: spec for name, spec in definition.specs.items() if name != "embedding"}  # not read
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parameters.shapes(rest))
-
-    def logprobs(head: jax.Array, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
-        model = parameters.module(definition.graphdef, zeros | {"embedding": {"weight": head}})
-        return scoring.token_logprobs(model, hidden, tokens, space=space, logit_bytes=megabytes * _MIB)[0]
-
-    return logprobs
 
 
 def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
@@ -229,34 +59,57 @@ def memory_of(program: jax.stages.Compiled) -> dict[str, float]:
     return {_MEMORY: analysis.temp_size_in_bytes / _MIB}
 
 
-def update_piece(config: Any, vocab: int = 0, *, updates: int = 1) -> Piece:
+def demo_sizes() -> dict[str, Any]:
+    """The demo's model and batch, which are the base recipe's, and its lengths."""
+    config = base.get_config()
+    return {name: config[name.split(".")[0]][name.split(".")[1]] for name in trainer_update.SIZES} | {
+        "task.prompt_length": 9,
+        "task.response_length": 32,
+    }
+
+
+def update_piece(changes: Mapping[str, Any], vocab: int, *, updates: int = 1) -> Piece:
     """Seconds of one update, the least of `updates` in a row, each on the state that the one before left."""
-    update = update_of(config, vocab)
-    state = jax.jit(update.init)()
-    program = jax.jit(update.step, donate_argnums=0).lower(state, update.batch).compile()
+    program = trainer_update.update_program(changes, vocab)
+    placed = program.place(trainer_update.random_rows(program, changes, vocab))
 
     def one() -> float:
-        nonlocal state
-        seconds, (state, measurements) = timed(program, state, update.batch)
-        if not measurements["finite"]:
-            raise FloatingPointError(f"an update was refused: loss {float(measurements['loss'])} or a gradient is not finite")
+        seconds, measurements = timed(lambda: (program.dispatch(placed), program.state))
+        if not measurements[0]["finite"]:
+            raise FloatingPointError(f"an update was refused: loss {float(measurements[0]['loss'])} or a gradient is not finite")
         return seconds
 
     def run() -> dict[str, float]:
         return {_SECONDS: min(one() for _ in range(updates))}
 
     run()
-    return Piece(run, memory_of(program))
+    return Piece(run, memory_of(trainer_update.compiled(program, placed)))
 
 
-def uniform(rows: int, tokens: int) -> np.ndarray:
-    """int32[rows], responses of one length."""
-    return np.full(rows, tokens, np.int32)
+def compile_piece(changes: Mapping[str, Any], vocab: int) -> Piece:
+    """Seconds until an update is traced, lowered and compiled, as if the process were new."""
+    program = trainer_update.update_program(changes, vocab, begins=False)
+    placed = program.place(trainer_update.random_rows(program, changes, vocab))
+
+    def run() -> dict[str, float]:
+        jax.clear_caches()
+        return {_SECONDS: timed(trainer_update.compiled, program, placed)[0]}
+
+    run()
+    return Piece(run)
 
 
-def decode_piece(config: Any, vocab: int, **sizes: Any) -> Piece:
-    """Seconds of one generation, from host arrays to host arrays. Args: sizes: see generator_of."""
-    generate, numbers = generator_of(config, vocab, **sizes), itertools.count()
+def decode_piece(lengths: np.ndarray, *, samples: int = 1, prompt: int = 64) -> Piece:
+    """Seconds of one generation by the decoder of searchers, 64 rows at a time, from host arrays to host arrays.
+
+    Args: lengths: int32[Q · samples], tokens of the responses, those of a query side by side; samples: responses to a query;
+      prompt: tokens of a prompt.
+    """
+    model = decode.SMALL
+    params = jax.jit(decoder.define(model).init)(jax.random.key(0))
+    prompts = np.random.default_rng(1).integers(3, model.vocab, (len(lengths) // samples, prompt)).astype(np.int32)
+    _, generate = decode.generator(model, params, prompts, lengths, samples=samples, slots=64)
+    numbers = itertools.count()
 
     def run() -> dict[str, float]:
         return {_SECONDS: timed(generate, next(numbers))[0]}
@@ -265,100 +118,52 @@ def decode_piece(config: Any, vocab: int, **sizes: Any) -> Piece:
     return Piece(run)
 
 
-def compile_piece(function: Callable[..., Any], arguments: tuple[Any, ...], *, donate: tuple[int, ...] = ()) -> Piece:
-    """Seconds until a function is traced and lowered, and from then until it is compiled, as if the process were new.
-
-    Args: function: not jitted; arguments: its arguments or their shapes.
-    """
-
-    def compiled() -> tuple[dict[str, float], jax.stages.Compiled]:
-        lower, lowered = timed_lowering(function, arguments, donate)
-        seconds, program = timed(lowered.compile)
-        return {_LOWER: lower, _COMPILE: seconds}, program
-
-    _, program = compiled()
-    return Piece(lambda: compiled()[0], memory_of(program))
-
-
-def lower_piece(function: Callable[..., Any], arguments: tuple[Any, ...], *, donate: tuple[int, ...] = ()) -> Piece:
-    """As compile_piece, without compilation. The seconds are the least of two."""
-
-    def run() -> dict[str, float]:
-        return {_LOWER: min(timed_lowering(function, arguments, donate)[0] for _ in range(2))}
-
-    run()
-    return Piece(run)
-
-
-def timed_lowering(
-    function: Callable[..., Any], arguments: tuple[Any, ...], donate: tuple[int, ...]
-) -> tuple[float, jax.stages.Lowered]:
-    """Seconds until a function is traced and lowered, with none of JAX's caches filled, and what it is lowered to."""
-    jax.clear_caches()
-    return timed(lambda: jax.jit(function, donate_argnums=donate).lower(*arguments))
-
-
-def update_to_compile(config: Any, vocab: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    update = update_of(config, vocab)
-    return update.step, (jax.eval_shape(update.init), update.batch)
-
-
-def logprobs_piece(
-    *, B: int, R: int, D: int, V: int, dtype: str = "float32", megabytes: int = 128, timed_R: int = 0, calls: int = 1
-) -> Piece:
-    """Memory and seconds of the gradients of a weighted sum of log-probs with respect to the head and the hidden states.
-
-    Args: dtype: of the hidden states and of the model's computation; timed_R: response length for the seconds, 0: R; calls: the
-      seconds are the least of so many.
-    """
-    config = recipe({"model.width": D, "model.compute_dtype": dtype})
-    logprobs = logprobs_of(config, V, megabytes)
+def logprobs_piece(*, B: int, R: int, D: int, V: int, timed_R: int) -> Piece:
+    """Memory and seconds of the gradients of a weighted sum of log-probs with respect to the head and the hidden states, where
+    logits may take 128 MiB at a time. Args: timed_R: response length for the seconds."""
+    model = dataclasses.replace(decode.SMALL, width=D, vocab=V)
+    definition, space = decoder.define(model), scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
+    rest = {name: spec for name, spec in definition.specs.items() if name != "embedding"}  # not read
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parameters.shapes(rest))
 
     def loss(head: jax.Array, hidden: jax.Array, tokens: jax.Array, weights: jax.Array) -> jax.Array:
-        return jnp.sum(weights * logprobs(head, hidden, tokens))
+        module = parameters.module(definition.graphdef, zeros | {"embedding": {"weight": head}})
+        found = scoring.token_logprobs(module, hidden, tokens, space=space, logit_bytes=128 * _MIB)[0]
+        return jnp.sum(weights * found)
 
-    shapes = (
-        jax.ShapeDtypeStruct((V, D), jnp.float32),
-        jax.ShapeDtypeStruct((B, R, D), dtype),
-        jax.ShapeDtypeStruct((B, R), jnp.int32),
-        jax.ShapeDtypeStruct((B, R), jnp.float32),
-    )
+    def inputs(R: int) -> tuple[jax.Array, ...]:
+        rng = np.random.default_rng(0)
+        head, hidden, weights = (rng.standard_normal(shape) for shape in ((V, D), (B, R, D), (B, R)))
+        head, hidden, weights = (jnp.asarray(x, jnp.float32) for x in (0.05 * head, hidden, weights))
+        return head, hidden, jnp.asarray(rng.integers(0, V, (B, R)), jnp.int32), weights
+
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
-    memory = memory_of(gradients.lower(*shapes).compile())
-    rng, R = np.random.default_rng(0), timed_R or R
-    inputs = (
-        jnp.asarray(0.05 * rng.standard_normal((V, D)), jnp.float32),
-        jnp.asarray(rng.standard_normal((B, R, D)), dtype),
-        jnp.asarray(rng.integers(0, V, (B, R)), jnp.int32),
-        jnp.asarray(rng.standard_normal((B, R)), jnp.float32),
-    )
+    memory, arguments = memory_of(gradients.lower(*jax.eval_shape(lambda: inputs(R))).compile()), inputs(timed_R)
 
     def run() -> dict[str, float]:
-        return {_SECONDS: min(timed(gradients, *inputs)[0] for _ in range(calls))}
+        return {_SECONDS: timed(gradients, *arguments)[0]}
 
     run()
     return Piece(run, memory)
 
 
+def uniform(rows: int, tokens: int) -> np.ndarray:
+    """int32[rows], responses of one length."""
+    return np.full(rows, tokens, np.int32)
+
+
 # Sizes are meant for nine pairs of all pieces in ten minutes on two quiet cores. What takes a fraction of a second is repeated
 # within a measurement: what disturbs it only adds to its time, so that the least time is measured.
 PIECES: dict[str, Callable[[], Piece]] = {
-    "update_demo": lambda: update_piece(demo.get_config(), updates=4),
-    "update_v4096": lambda: update_piece(recipe(SIZES), 4096),
-    "update_v32000": lambda: update_piece(recipe(SIZES | {"learner.queries": 2}), 32_000),
-    "decode_v4096": lambda: decode_piece(recipe(SIZES), 4096, rows=64, lengths=uniform(64, 64)),
-    "decode_samples": lambda: decode_piece(recipe(SIZES), 4096, rows=64, lengths=uniform(64, 64), samples=16, prompt=512),
-    "decode_tail": lambda: decode_piece(recipe(SIZES), 4096, rows=64, lengths=tail_lengths(256)),
-    # Programs of decoding hold each layer by itself, so that fewer are compiled sooner; here the vocabulary is most of the work.
-    "decode_v32000": lambda: decode_piece(recipe(SIZES | {"model.layers": 2}), 32_000, rows=64, lengths=uniform(64, 32)),
-    "compile_update": lambda: compile_piece(*update_to_compile(recipe(SIZES), 4096), donate=(0,)),
-    "compile_decode": lambda: compile_piece(*rollout_of(recipe(SIZES | {"model.layers": 1}), 4096, rows=4, response_length=128)),
-    "lower_28_layers": lambda: lower_piece(*update_to_compile(recipe(_DEEP), 4096), donate=(0,)),
+    "update_demo": lambda: update_piece(demo_sizes(), 32, updates=4),
+    "update_v4096": lambda: update_piece({}, 4096),
+    "update_v32000": lambda: update_piece({"learner.queries": 2}, 32_000),
+    "decode_v4096": lambda: decode_piece(uniform(64, 64)),
+    "decode_samples": lambda: decode_piece(uniform(64, 64), samples=16, prompt=512),
+    "decode_tail": lambda: decode_piece(decode.tail_lengths(256)),
+    "compile_update": lambda: compile_piece({}, 4096),
     # The budget takes 41 steps at a time: the seconds are those of two whole blocks.
     "logprobs_v50000": lambda: logprobs_piece(B=16, R=1024, D=256, V=50_000, timed_R=82),
-    "logprobs_v8192": lambda: logprobs_piece(B=32, R=64, D=384, V=8192, calls=4),
-    # Four blocks of 64 steps; the budget of the others would take all steps at once.
-    "logprobs_bfloat16": lambda: logprobs_piece(B=4, R=256, D=256, V=8192, dtype="bfloat16", megabytes=8, calls=8),
 }
 
 

@@ -8,10 +8,9 @@ stories, a proxy reward model trains it, a gold one says how often it prefers a 
 π_ref what that costs. Both models learn preferences by sentiment (benchmarks/preference_data.py). The recipe is
 configs/tldr_pythia.py:410m but for SIZES and β; objectives share learning rate, β, rows and updates, nothing is tuned for one
 of them. What is done is not made again, so the command resumes where it was stopped. It prints a markdown table, mean and
-standard deviation over seeds, and leaves workdir/preference.json and workdir/preference.png.
+standard deviation over seeds, and draws workdir/preference.png.
 """
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -21,10 +20,8 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from benchmarks import preference_data, side_by_side, warm_start
+from benchmarks import preference_data, side_by_side, summary
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.roles import results
-from tba_jax.run import layout
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.", required=True)
 _DATA = flags.DEFINE_string(
@@ -100,19 +97,8 @@ def job(root: Path, objective: str, beta: float, seed: int, *, model: Path, made
         "checkpoint.every_steps": _STEPS.value,
         "publish.keep": _LAG.value + 3,
     }
-    return side_by_side.Job(root=root, name=name_of(objective, beta, seed), recipe=RECIPE, settings=settings)
-
-
-def name_of(objective: str, beta: float, seed: int) -> str:
-    return f"{_STEPS.value}-updates-lag{_LAG.value}/{objective}-beta{beta:g}-seed{seed}"
-
-
-def evaluations(workdir: Path) -> list[dict[str, Any]]:
-    """Of a run, as far as it went."""
-    found = results.evaluations(layout.RunDir(workdir))
-    if not found:
-        raise RuntimeError(f"{workdir} ended before its first evaluation; see {workdir}.out")
-    return found
+    name = f"{_STEPS.value}-updates-lag{_LAG.value}/{objective}-beta{beta:g}-seed{seed}"
+    return side_by_side.Job(root=root, name=name, recipe=RECIPE, settings=settings)
 
 
 def plot(path: Path, runs: Runs) -> None:
@@ -163,33 +149,22 @@ def main(argv: Sequence[str]) -> None:
     root = Path(_WORKDIR.value).absolute()
     begin = time.monotonic()
     made = preference_data.make(root / "data", model=model, stories=stories)
-    seeds = range(_SEEDS.value)
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
     kinds = [(objective, beta) for objective in objectives for beta in betas]
-    jobs = [job(root, objective, beta, seed, model=model, made=made) for seed in seeds for objective, beta in kinds]
-    side_by_side.run_all(jobs, at_a_time=_JOBS.value)
-    runs: Runs = {(name, beta): [evaluations(root / name_of(name, beta, seed)) for seed in seeds] for name, beta in kinds}
-    warm_start.table("objective", "β", *(title for title, _ in FIGURES.values()))
+    jobs = {(*kind, seed): job(root, *kind, seed, model=model, made=made) for seed in range(_SEEDS.value) for kind in kinds}
+    side_by_side.run_all(list(jobs.values()), at_a_time=_JOBS.value)
+    runs: Runs = {kind: [summary.evaluations(jobs[*kind, seed].workdir) for seed in range(_SEEDS.value)] for kind in kinds}
+    summary.table("objective", "β", *(title for title, _ in FIGURES.values()))
     first = [run[0] for of_kind in runs.values() for run in of_kind]
-    means = {name: float(np.mean([r[name] for r in first])) for name in FIGURES}
-    warm_start.row("before", "", *(warm_start.spread([means[name]], spec) for name, (_, spec) in FIGURES.items()))
+    summary.row("before", "", *(f"{np.mean([r[name] for r in first]):{spec}}" for name, (_, spec) in FIGURES.items()))
     for (objective, beta), of_kind in runs.items():
         early = sum(run[-1]["step"] < _STEPS.value for run in of_kind)
-        warm_start.row(
-            objective + (f" ({early} ended early)" if early else ""),
-            f"{beta:g}",
-            *(warm_start.spread([run[-1][name] for run in of_kind], spec) for name, (_, spec) in FIGURES.items()),
-        )
+        scores = (summary.spread([run[-1][name] for run in of_kind], spec) for name, (_, spec) in FIGURES.items())
+        summary.row(objective + (f" ({early} ended early)" if early else ""), f"{beta:g}", *scores)
     made_of = f"{_STEPS.value} updates of rows that are {_LAG.value} updates old, seeds: {_SEEDS.value}"
     print(f"\n{made_of}; this call took {time.monotonic() - begin:.0f} s")
     for name in made.models:
         print(f"{name} reward model: {made.pairs[name]} pairs, held-out pair accuracy {made.pair_accuracy[name]:.3f}")
-    figures = {
-        f"{objective}, {beta:g}": [[{"step": r["step"], **{name: r[name] for name in FIGURES}} for r in run] for run in of_kind]
-        for (objective, beta), of_kind in runs.items()
-    }
-    about = {"pairs": made.pairs, "pair_accuracy": made.pair_accuracy, "missing_eos_reward": made.missing_eos_reward}
-    (root / "preference.json").write_text(json.dumps({"reward_models": about, "runs": figures}, indent=1))
     plot(root / "preference.png", runs)
 
 

@@ -11,22 +11,18 @@ Search and training take turns in one process (schedule.mode=interleaved). n sea
 log keeps them all, near-duplicates merged; updates, their rows, lag, learning rate and β are the same for every n. Half of the
 updates are of recent rows, half of rows of any age by softmax of reward. The first of --objectives is run at every n, the others
 at the least and the largest. A run that is done is not made again, so the command resumes where it was stopped. It prints a
-markdown table, mean and standard deviation over seeds, and writes workdir/red_team.json and workdir/red_team.png. The rewards of
-the last quarter of the updates are those of all rows that were made then, and of the rows drawn in updates of recent rows; where
-the two differ, updates do not see what the policy does.
+markdown table, mean and standard deviation over seeds. The rewards of the last quarter of the updates are those of all rows that
+were made then, and of the rows drawn in updates of recent rows; where the two differ, updates do not see what the policy does.
 """
 
-import itertools
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from absl import app, flags
 
-from benchmarks import side_by_side, warm_start, word_embedder
+from benchmarks import side_by_side, summary, word_embedder
 from tba_jax.experiment import stored_run
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.replay import journal
@@ -94,10 +90,6 @@ DRAWN = ("reward of recent rows", "reward of rows made", f"distinct rows of {ROW
 SCORES = {"sampled_success_rate": "success", "sampled_reward": "mean log toxicity", "sampled_cosine_distance": "cosine distance"}
 
 
-def name_of(objective: str, searchers: int, seed: int) -> str:
-    return f"{_STEPS.value}-updates/{objective}-{searchers}x{ROWS}-seed{seed}"
-
-
 def job(root: Path, objective: str, searchers: int, seed: int) -> side_by_side.Job:
     data = Path(_DATA.value).absolute()
     settings = {
@@ -116,80 +108,8 @@ def job(root: Path, objective: str, searchers: int, seed: int) -> side_by_side.J
         "checkpoint.every_steps": _STEPS.value,
     }
     checkout = Path(_CHECKOUT.value).absolute()
-    return side_by_side.Job(
-        root=root, name=name_of(objective, searchers, seed), recipe=RECIPE, settings=settings, checkout=checkout
-    )
-
-
-# Of an objective and a number of searchers: each seed's evaluations, {step: {name of a score: value}}.
-Curves = dict[tuple[str, int], list[dict[int, dict[str, float]]]]
-
-
-def evaluations(root: Path, objective: str, searchers: int, seed: int) -> dict[int, dict[str, float]]:
-    """step -> name of a score -> its value, as far as the run went."""
-    name = name_of(objective, searchers, seed)
-    found = results.evaluations(layout.RunDir(root / name))
-    if not found:
-        raise RuntimeError(f"{root / name} ended before its first evaluation; see {root / name}.out")
-    return {r["step"]: {score: r[score] for score in SCORES} for r in found}
-
-
-def plot(path: Path, curves: Curves) -> None:
-    """Success and cosine distance over updates, means over seeds with bands from the least to the largest; one against the other,
-    a line for each seed, with a large point at its end."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(13.5, 4.0))
-    numbers = sorted({searchers for _, searchers in curves})
-    names = list(dict.fromkeys(objective for objective, _ in curves))
-    styles, ends = dict(zip(names, itertools.cycle(["-", "--", ":", "-."]))), dict(zip(names, itertools.cycle("oxs^")))
-    for (objective, searchers), runs in curves.items():
-        steps = sorted(set.intersection(*(set(run) for run in runs)))
-        success, distance = (
-            np.array([[run[step][score] for step in steps] for run in runs])
-            for score in ("sampled_success_rate", "sampled_cosine_distance")
-        )
-        look: dict[str, Any] = dict(color=f"C{numbers.index(searchers)}", linestyle=styles[objective], marker="o", markersize=3)
-        for axis, values in zip(axes, (success, distance), strict=False):
-            axis.plot(steps, values.mean(axis=0), label=f"{objective}, {searchers} x {ROWS} rows", **look)
-            axis.fill_between(steps, values.min(axis=0), values.max(axis=0), color=look["color"], alpha=0.1, linewidth=0)
-        for x, y in zip(success, distance, strict=True):
-            axes[2].plot(x, y, color=look["color"], linestyle=look["linestyle"], linewidth=1, alpha=0.6)
-        axes[2].scatter(success[:, -1], distance[:, -1], color=look["color"], marker=ends[objective])
-    for axis, label in zip(axes, ("success rate", "cosine distance", "cosine distance"), strict=True):
-        axis.set_xlabel(f"updates of {ROWS} rows")
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.3)
-    axes[2].set_xlabel("success rate")
-    axes[0].legend(fontsize=7, handlelength=3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def print_table(root: Path, curves: Curves) -> None:
-    """The scores before, and at the end of every kind of run; rows made."""
-    warm_start.table("objective", "searchers", *SCORES.values(), *DRAWN, "rows made")
-    first = [run[min(run)] for runs in curves.values() for run in runs]
-    warm_start.row(
-        "before", "", *(f"{np.mean([scores[score] for scores in first]):.3f}" for score in SCORES), *[""] * len(DRAWN), ""
-    )
-    for (objective, searchers), runs in curves.items():
-        last = [run[max(run)] for run in runs]
-        names = [name_of(objective, searchers, seed) for seed in range(len(runs))]
-        made = [results.figures(layout.RunDir(root / name))["rows seen by the trainer"] for name in names]
-        drawn = zip(*(of_rows(layout.RunDir(root / name)) for name in names), strict=True)
-        early = sum(max(run) < _STEPS.value for run in runs)
-        warm_start.row(
-            objective,
-            f"{searchers}",
-            *(warm_start.spread([scores[score] for scores in last]) for score in SCORES),
-            *(warm_start.spread(values) for values in drawn),
-            f"{np.mean(made):,.0f}" + (f" ({early} ended early)" if early else ""),
-        )
+    name = f"{_STEPS.value}-updates/{objective}-{searchers}x{ROWS}-seed{seed}"
+    return side_by_side.Job(root=root, name=name, recipe=RECIPE, settings=settings, checkout=checkout)
 
 
 def of_rows(run: layout.RunDir) -> tuple[float, float, float]:
@@ -228,14 +148,26 @@ def main(argv: Sequence[str]) -> None:
     kinds += [(objective, searchers) for objective in objectives[1:] for searchers in sorted({numbers[0], numbers[-1]})]
     # Seed by seed, so that a study that is stopped is one of fewer seeds; the longest runs first, so that no core ends idle.
     longest_first = sorted(kinds, key=lambda kind: -kind[1])
-    jobs = [job(root, *kind, seed) for seed in range(_SEEDS.value) for kind in longest_first]
-    side_by_side.run_all(jobs, at_a_time=_JOBS.value)
-    curves: Curves = {kind: [evaluations(root, *kind, seed) for seed in range(_SEEDS.value)] for kind in kinds}
-    print_table(root, curves)
+    jobs = {(*kind, seed): job(root, *kind, seed) for seed in range(_SEEDS.value) for kind in longest_first}
+    side_by_side.run_all(list(jobs.values()), at_a_time=_JOBS.value)
+    runs = {kind: [jobs[*kind, seed].workdir for seed in range(_SEEDS.value)] for kind in kinds}
+    found = {kind: [summary.evaluations(workdir) for workdir in workdirs] for kind, workdirs in runs.items()}
+    summary.table("objective", "searchers", *SCORES.values(), *DRAWN, "rows made")
+    first = [evaluations[0] for of_kind in found.values() for evaluations in of_kind]
+    before = (f"{np.mean([scores[score] for scores in first]):.3f}" for score in SCORES)
+    summary.row("before", "", *before, *[""] * len(DRAWN), "")
+    for (objective, searchers), of_kind in found.items():
+        workdirs = [layout.RunDir(workdir) for workdir in runs[objective, searchers]]
+        made = np.mean([results.figures(run)["rows seen by the trainer"] for run in workdirs])
+        early = sum(evaluations[-1]["step"] < _STEPS.value for evaluations in of_kind)
+        summary.row(
+            objective,
+            f"{searchers}",
+            *(summary.spread([evaluations[-1][score] for evaluations in of_kind]) for score in SCORES),
+            *map(summary.spread, zip(*map(of_rows, workdirs), strict=True)),
+            f"{made:,.0f}" + (f" ({early} ended early)" if early else ""),
+        )
     print(f"\n{_STEPS.value} updates of {ROWS} rows, {_SEEDS.value} seeds; this call took {time.monotonic() - begin:.0f} s")
-    figures = {f"{objective}, {searchers}": runs for (objective, searchers), runs in curves.items()}
-    (root / "red_team.json").write_text(json.dumps(figures, indent=1))
-    plot(root / "red_team.png", curves)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""What the two wires cost: the replay log (appends, visibility, bytes, layout), sampling, and publishing weights.
+"""What the replay log costs: appends, their bytes, when they become visible, polls, and drawing a batch.
 
-python -m benchmarks.replay [--only=append,latency,layout,sampling,tail,policy] [--folder=<on the disk to measure>]
-  [--appends=32] [--repeats=5] [--window=1000000] [--parameters=100000000]
+python -m benchmarks.replay [--only=append] [--only=…] [--folder=<on the disk to measure>]
+  [--appends=32] [--repeats=5] [--window=1000000]
 
 An append has 64 rows with tokens from a vocabulary of 50,000, responses of R/2 to R tokens and random log-probs, so that
 compression gains no more than it does on real rows. Comparisons are interleaved, their times are medians.
 """
 
-import functools
-import json
 import multiprocessing
 import shutil
 import tempfile
@@ -18,24 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 from absl import app, flags, logging
 
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.segment import Segment
 from tba_jax.replay.selection import STRATEGIES, Selection, draw_batch
 from tba_jax.replay.tail import Tail
 from tba_jax.trajectory import Rows, RowShape, response_mask
 
-PARTS = ["append", "latency", "layout", "sampling", "tail", "policy"]
-_ONLY = flags.DEFINE_list("only", PARTS, "Which parts to run.")
+PARTS = ["append", "latency", "sampling", "tail"]
+_ONLY = flags.DEFINE_multi_enum("only", PARTS, PARTS, "Which parts to run; may be given several times.")
 _FOLDER = flags.DEFINE_string("folder", "", "Where to write; default: the system's temporary folder.")
 _APPENDS = flags.DEFINE_integer("appends", 32, "Of every writer.", lower_bound=2)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Of each time.", lower_bound=1)
 _WINDOW = flags.DEFINE_integer("window", 1_000_000, "Resident rows for sampling.", lower_bound=10_000)
-_PARAMETERS = flags.DEFINE_integer("parameters", 100_000_000, "Of the policy, in bfloat16.", lower_bound=1_000_000)
 
 SHAPES = {f"P={P} R={R}": RowShape(prompt_length=P, response_length=R, reward_parts=("task",)) for P, R in ((16, 32), (512, 512))}
 ROWS, SEGMENT_APPENDS, VOCAB = 64, 256, 50_000
@@ -145,88 +140,6 @@ def latency(folder: Path, appends: int) -> None:
         shutil.rmtree(root)
 
 
-class NamedLog:
-    """The alternative layout: one array a column in the same store, an append and its head one transaction."""
-
-    def __init__(self, folder: Path, shape: RowShape):
-        self._columns, self._context = shape.columns(), ts.Context()  # one context: the arrays share a B-tree writer
-        database = {
-            "driver": "ocdbt",
-            "base": {"driver": "file", "path": f"{folder}/"},
-            "config": {"max_decoded_node_bytes": 16384},
-        }
-        self._database = ts.KvStore.open(database, context=self._context).result()
-        self._arrays = {name: self._open(name, dtype, row) for name, (dtype, row) in self._columns.items()}
-
-    def _open(self, name: str, dtype: str, row: tuple[int, ...]) -> Any:
-        codecs = [
-            {"name": "bytes", "configuration": {"endian": "little"}},
-            {"name": "zstd", "configuration": {"level": 1}},
-            {"name": "crc32c"},
-        ]
-        metadata = {
-            "shape": [ROWS * SEGMENT_APPENDS, *row],
-            "data_type": dtype,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [ROWS, *row]}},
-            "codecs": codecs,
-        }
-        spec = {"driver": "zarr3", "metadata": metadata, "store_data_equal_to_fill_value": True}
-        return ts.open(spec, kvstore=self._database / f"{name}/", create=True, context=self._context).result()
-
-    def append(self, position: int, rows: Rows) -> None:
-        transaction, part = ts.Transaction(atomic=True), slice(position * ROWS, (position + 1) * ROWS)
-        written = [array.with_transaction(transaction)[part].write(rows[name]) for name, array in self._arrays.items()]
-        self._database.with_transaction(transaction)["head"] = json.dumps({"rows": (position + 1) * ROWS}).encode()
-        transaction.commit_sync()
-        for each in written:
-            each.result()
-
-    def read(self, position: int) -> dict[str, np.ndarray]:
-        with ts.Batch() as batch:  # the columns of an append lie side by side in one file
-            part = slice(position * ROWS, (position + 1) * ROWS)
-            reads = {name: array[part].read(batch=batch) for name, array in self._arrays.items()}
-        return {name: np.asarray(read.result()) for name, read in reads.items()}
-
-
-def layout(folder: Path, appends: int) -> None:
-    print(f"layout: packed columns (the log) against named columns, {appends} appends of {ROWS} rows, interleaved")
-    for name, shape in SHAPES.items():
-        root, rng = folder / "layout", np.random.default_rng(0)
-        root.mkdir()
-        log, named, reader = (
-            open_log(root / "packed", "w0", shape),
-            NamedLog(root / "named", shape),
-            LogReader(root / "packed", shape),
-        )
-        times: dict[str, list[float]] = {"packed": [], "named": [], "packed read": [], "named read": []}
-
-        def timed(key: str, function: Callable[[], Any], times: dict[str, list[float]] = times) -> Any:
-            begin = time.perf_counter()
-            result = function()
-            times[key].append(time.perf_counter() - begin)
-            return result
-
-        for position in range(appends + 1):
-            rows = make_rows(shape, position * ROWS, ROWS, rng)
-            timed("packed", functools.partial(log.append, rows))
-            timed("named", functools.partial(named.append, position, rows))
-        reader.heads()
-        for position in range(appends + 1):
-            stored = timed("packed read", functools.partial(reader.read, "w0", position * ROWS, (position + 1) * ROWS))
-            columns = timed("named read", functools.partial(named.read, position))
-            assert all(np.array_equal(columns[column], stored[column]) for column in stored)
-        medians = {key: float(np.median(values[1:])) for key, values in times.items()}
-        for key, store in (("packed", root / "packed" / "w0"), ("named", root / "named")):
-            stored_bytes = bytes_under(store) / ((appends + 1) * ROWS)
-            print(
-                f"  {name:12} {key:6} append {1e3 * medians[key]:6.2f} ms ({medians[key] / medians['packed']:.2f})   "
-                f"{ROWS / medians[key]:7.0f} rows/s   read {1e3 * medians[key + ' read']:6.2f} ms "
-                f"({medians[key + ' read'] / medians['packed read']:.2f})   {stored_bytes:6.0f} bytes a row "
-                f"({stored_bytes / row_bytes(shape):.2f} of raw)"
-            )
-        shutil.rmtree(root)
-
-
 def filled_index(shape: RowShape, rows: int, capacity_per_query: int, *, one_query: bool) -> ReplayIndex:
     index = ReplayIndex(shape=shape, capacity=rows, capacity_per_query=capacity_per_query, vocab_size=VOCAB)
     rng, size = np.random.default_rng(0), rows // 100
@@ -271,98 +184,22 @@ def sampling(window: int, repeats: int) -> None:
             print(f"  draw {draw:5.2f} ms   mark {mark:5.2f} ms   gather {gather:5.2f} ms   {each}")
 
 
-def long_log(root: Path, name: str, shape: RowShape, *, full_segments: int) -> LogWriter:
-    """A log with a long past of which only the last append has bytes.
-
-    The folders of the full segments are empty. The last segment is a real one: its append is committed under the head that
-    a writer with all those rows behind it would have written, and appends go on from there.
-    """
-    log = open_log(root, name, shape)
-    for number in range(full_segments):
-        (root / name / f"{number:06d}").mkdir(parents=True)
-    segment = Segment(root / name / f"{full_segments:06d}", log._schema, create=True)
-    head = full_segments * SEGMENT_APPENDS + 10
-    segment.append(9, make_rows(shape, (head - 1) * ROWS, ROWS, np.random.default_rng(0)), {"appends": head, "rows": head * ROWS})
-    log._next_row, log._segment, log._segment_number = head * ROWS, segment, full_segments
-    return log
-
-
 def tail(folder: Path, repeats: int) -> None:
-    shape = SHAPES["P=16 R=32"]
-    for full_segments in (0, 10):
-        root = folder / "tail"
-        logs = [long_log(root, f"w{number}", shape, full_segments=full_segments) for number in range(64)]
-        past = LogReader(root, shape).heads()
-        follower = Tail(LogReader(root, shape), past, poll_seconds=1.0)
-        print(f"a poll of 64 writers with {sum(past.values())} rows behind them (simulated past), medians")
-        for writing in (0, 1, 8, 64):
-            times = []
-            for number in range(2 * repeats + 1):
-                for log in logs[:writing]:
-                    log.append(make_rows(shape, log.next_row, ROWS, np.random.default_rng(number)))
-                begin = time.perf_counter()
-                follower.poll()
-                times.append(time.perf_counter() - begin)
-            print(f"  {writing:2} writers with {ROWS} new rows each   {1e3 * np.median(times[1:]):6.2f} ms")
-        shutil.rmtree(root)
-
-
-def policy(folder: Path, parameter_count: int, repeats: int) -> None:
-    import jax
-    import jax.numpy as jnp
-    import orbax.checkpoint as ocp
-
-    from tba_jax import sharding
-    from tba_jax.models import parameters
-    from tba_jax.run import snapshots
-
-    width = 2048
-    blocks = -(-parameter_count // width**2)
-    spec = parameters.ParamSpec(shape=(width, width), axes=("ffn", "embed"))
-    specs = {f"block_{number}": {"weight": spec} for number in range(blocks)}
-    mesh = sharding.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
-    shardings = parameters.shardings(specs, mesh)
-
-    def random() -> parameters.Params:
-        return parameters.map_specs(lambda name, spec: jax.random.normal(jax.random.key(0), spec.shape, jnp.bfloat16), specs)
-
-    params = jax.jit(random, out_shardings=shardings)()
-    target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, shardings)
-    checkpointer, number = ocp.StandardCheckpointer(), 0
-
-    def ours(path: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        info = snapshots.SnapshotInfo(step=1, epoch=1)
-        save = functools.partial(snapshots.save, path, params, info, dtype="bfloat16", durable=False)
-        return save, functools.partial(snapshots.load, path, specs, shardings, dtype="bfloat16")
-
-    def orbax(path: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        def save() -> None:
-            checkpointer.save(path, params)
-            checkpointer.wait_until_finished()
-
-        return save, lambda: checkpointer.restore(path, target)
-
-    times: dict[str, list[tuple[float, float]]] = {"ours": [], "orbax": []}
-    for _ in range(repeats + 1):
-        for name, store in (("ours", ours), ("orbax", orbax)):
-            number += 1
-            path = (folder / f"policy{number}").absolute()
-            save, load = store(path)
-            began = time.perf_counter()
-            save()
-            saved = time.perf_counter()
-            loaded = jax.block_until_ready(load())
-            times[name].append((saved - began, time.perf_counter() - saved))
-            assert all(jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True))
-            shutil.rmtree(path)
-    print(f"publish and load {parameters.count(specs) / 1e6:.0f}M bfloat16 parameters in one process, medians of {repeats}")
-    medians = {name: np.median([sum(pair) for pair in pairs[1:]]) for name, pairs in times.items()}
-    for name, pairs in times.items():
-        save_seconds, load_seconds = np.median(pairs[1:], axis=0)
-        print(
-            f"  {name:6} {1e3 * medians[name]:6.0f} ms (save {1e3 * save_seconds:.0f}, load {1e3 * load_seconds:.0f}; "
-            f"{medians[name] / medians['orbax']:.2f} of orbax)"
-        )
+    shape, root = SHAPES["P=16 R=32"], folder / "tail"
+    logs = [open_log(root, f"w{number}", shape) for number in range(64)]
+    for log in logs:
+        log.append(make_rows(shape, 0, ROWS, np.random.default_rng(0)))
+    follower = Tail(LogReader(root, shape), LogReader(root, shape).heads(), poll_seconds=1.0)
+    print("a poll of 64 writers, medians")
+    for writing in (0, 1, 8, 64):
+        times = []
+        for number in range(2 * repeats + 1):
+            for log in logs[:writing]:
+                log.append(make_rows(shape, log.next_row, ROWS, np.random.default_rng(number)))
+            begin = time.perf_counter()
+            follower.poll()
+            times.append(time.perf_counter() - begin)
+        print(f"  {writing:2} writers with {ROWS} new rows each   {1e3 * np.median(times[1:]):6.2f} ms")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -375,10 +212,8 @@ def main(argv: Sequence[str]) -> None:
         parts: dict[str, Callable[[], None]] = {
             "append": lambda: append(folder, _APPENDS.value),
             "latency": lambda: latency(folder, _APPENDS.value),
-            "layout": lambda: layout(folder, _APPENDS.value),
             "sampling": lambda: sampling(_WINDOW.value, _REPEATS.value),
             "tail": lambda: tail(folder, _REPEATS.value),
-            "policy": lambda: policy(folder, _PARAMETERS.value, _REPEATS.value),
         }
         for part in _ONLY.value:
             parts[part]()

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from benchmarks import optima, posterior, warm_start
+from benchmarks import optima, posterior, summary
 
 QUERIES = 2
 STEPS = 4000
@@ -111,15 +111,15 @@ def compare(root: Path, *, steps: int = STEPS, seeds: int = 2) -> None:
         reward = float((policy * rewards(seed)).sum(axis=-1).mean())
         return f"{seed}", name, rows, called, f"{found[0]:.3f}", f"{found[-1]:.4f}", f"{reward:.2f}"
 
-    warm_start.table("seed", "objective", "rows", "optimum", "TV to it, before", "after", "mean reward of the policy")
+    summary.table("seed", "objective", "rows", "optimum", "TV to it, before", "after", "mean reward of the policy")
     # One operation of so small a network does not use several cores: as many runs at a time as there are.
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for cells in pool.map(run, itertools.product(range(seeds), FORMS, ROWS)):
-            warm_start.row(*cells)
+            summary.row(*cells)
     print()
     far = (f"TV of {name}'s optimum to its limit, by query" for name in LIMITS)
-    warm_start.table("seed", "mean reward of p*", "of the best response", *far)
+    summary.table("seed", "mean reward of p*", "of the best response", *far)
     for seed in range(seeds):
         of_p_star, best = (p_star(seed) * rewards(seed)).sum(axis=-1).mean(), rewards(seed).max(axis=-1).mean()
         apart = [distance(optimum(name, seed), limit(seed)) for name, limit in LIMITS.items()]
-        warm_start.row(f"{seed}", f"{of_p_star:.2f}", f"{best:.2f}", *(", ".join(f"{tv:.3f}" for tv in each) for each in apart))
+        summary.row(f"{seed}", f"{of_p_star:.2f}", f"{best:.2f}", *(", ".join(f"{tv:.3f}" for tv in each) for each in apart))

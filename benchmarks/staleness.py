@@ -17,7 +17,6 @@ of an update.
 """
 
 import itertools
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from benchmarks import side_by_side, warm_start
+from benchmarks import side_by_side, summary, warm_start
 from configs import baselines
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.roles import results
@@ -89,15 +88,6 @@ def job(root: Path, objective: str, lag: int, seed: int) -> side_by_side.Job:
     return side_by_side.Job(root=root, name=name_of(objective, lag, seed), recipe=RECIPE, settings=settings, warm=True)
 
 
-def accuracies(root: Path, objective: str, lag: int, seed: int) -> list[tuple[int, float]]:
-    """(step, held-out greedy accuracy) of a run, as far as it went."""
-    name = name_of(objective, lag, seed)
-    found = [(r["step"], r["greedy_reward"]) for r in results.evaluations(layout.RunDir(root / name))]
-    if not found:
-        raise RuntimeError(f"{root / name} ended before its first evaluation; see {root / name}.out")
-    return found
-
-
 def ages(root: Path, objective: str, lag: int) -> str:
     """What the runs of all seeds tell of the rows that they drew."""
     told = [results.figures(layout.RunDir(root / name_of(objective, lag, seed))) for seed in range(_SEEDS.value)]
@@ -106,35 +96,6 @@ def ages(root: Path, objective: str, lag: int) -> str:
     largest = max(each["largest staleness (steps)"] for each in told)
     made = np.mean([each["rows seen by the trainer"] for each in told]) / rows
     return f"; {mean:.1f} old, at most {largest:.0f}; {made:.1f} rows made a row"
-
-
-# Of an objective at a lag: (step, accuracy) of each seed's evaluations.
-Curves = dict[tuple[str, int], list[list[tuple[int, float]]]]
-
-
-def plot(path: Path, curves: Curves, objectives: Sequence[str], lags: Sequence[int]) -> None:
-    """Accuracy over updates, a panel for each lag; lines are means over seeds, bands from the least to the largest."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(lags), figsize=(4.2 * len(lags), 3.8), sharey=True, squeeze=False)
-    for axis, lag in zip(axes[0], lags, strict=True):
-        for i, objective in enumerate(objectives):
-            runs = [dict(curve) for curve in curves[objective, lag]]
-            steps = sorted(set.intersection(*(set(run) for run in runs)))
-            values = np.array([[run[step] for step in steps] for run in runs])
-            axis.plot(steps, values.mean(axis=0), marker="o", markersize=3, color=f"C{i}", label=objective)
-            axis.fill_between(steps, values.min(axis=0), values.max(axis=0), color=f"C{i}", alpha=0.12, linewidth=0)
-        axis.set_title(f"rows {lag} update{'s' if lag > 1 else ''} old")
-        axis.set_xlabel("updates")
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("held-out greedy accuracy")
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -150,24 +111,27 @@ def main(argv: Sequence[str]) -> None:
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
     jobs = [job(root, objective, lag, seed) for seed in seeds for objective in objectives for lag in lags]
     side_by_side.run_all(jobs, at_a_time=_JOBS.value)
-    curves: Curves = {
-        (objective, lag): [accuracies(root, objective, lag, seed) for seed in seeds] for objective in objectives for lag in lags
+    curves = {
+        (objective, lag): [
+            {each["step"]: each["greedy_reward"] for each in summary.evaluations(root / name_of(objective, lag, seed))}
+            for seed in seeds
+        ]
+        for objective in objectives
+        for lag in lags
     }
-    warm_start.table("objective", *(f"rows {lag} updates old" for lag in lags))
-    figures = {}
+    summary.table("objective", *(f"rows {lag} updates old" for lag in lags))
     for objective in objectives:
         cells = []
         for lag in lags:
-            last = [curve[-1][1] for curve in curves[objective, lag]]
-            early = sum(curve[-1][0] < _STEPS.value for curve in curves[objective, lag])
-            figures[f"{objective}, {lag}"] = last
+            last = [curve[max(curve)] for curve in curves[objective, lag]]
+            early = sum(max(curve) < _STEPS.value for curve in curves[objective, lag])
             age = ages(root, objective, lag) if _ASYNCHRONOUS.value else ""
-            cells.append(warm_start.spread(last) + (f" ({early} ended early)" if early else "") + age)
-        warm_start.row(objective, *cells)
-    first = np.mean([curve[0][1] for runs in curves.values() for curve in runs])
+            cells.append(summary.spread(last) + (f" ({early} ended early)" if early else "") + age)
+        summary.row(objective, *cells)
+    first = np.mean([curve[min(curve)] for runs in curves.values() for curve in runs])
     print(f"\nbefore: {first:.3f}; {_STEPS.value} updates, {_SEEDS.value} seeds; this call took {time.monotonic() - begin:.0f} s")
-    (root / "staleness.json").write_text(json.dumps(figures, indent=1))
-    plot(root / "staleness.png", curves, objectives, lags)
+    panels = {f"rows {lag} update{'s' * (lag > 1)} old": {name: curves[name, lag] for name in objectives} for lag in lags}
+    summary.plot(root / "staleness.png", panels, across="updates", up="held-out greedy accuracy")
 
 
 if __name__ == "__main__":

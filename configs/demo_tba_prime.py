@@ -3,7 +3,7 @@
 Paper:     β, ρ and the clips of its TBA′ row (MATH, Qwen2.5-7B). Task, K, learning rate and its schedule are those of the demo.
 Command:   python -m tba_jax.main --config=configs/demo_tba_prime.py --workdir=runs/demo_tba_prime
 Hardware:  2 CPU cores. Time: 158 s, warm start included. Score: accuracy 0.49 -> 0.83 (measured; with other references:
-           python -m benchmarks.objectives --workdir=DIR --only=references). Task, model and score of the row: not measured here.
+           benchmarks/RESULTS.md). Task, model and score of the row: not measured here.
 """
 
 from configs import demo, small

@@ -12,7 +12,6 @@ once, then each a second time. Steps that compile are not counted. What is done 
 """
 
 import itertools
-import json
 import os
 import signal
 import sys
@@ -24,7 +23,7 @@ from absl import app, flags
 
 from benchmarks.peers import cases, jobs, table
 
-# Another benchmark that a process imports may have a flag of the same name.
+# Other benchmarks that a process of the tests imports have flags of the same names.
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for inputs, runs and results.", required=True, allow_override=True)
 _ENVIRONMENTS = flags.DEFINE_string("environments", "", "Folder of the peers' environments; default: below --workdir.")
 _DATA = flags.DEFINE_string(
@@ -105,8 +104,6 @@ def main(argv: Sequence[str]) -> None:
     print("\n".join(lines))
     print(f"\nthis call took {time.monotonic() - begin:.0f} s; load average of the last minute {os.getloadavg()[0]:.1f}")
     (root / "peers.md").write_text("\n".join(lines) + "\n")
-    (root / "peers.json").write_text(json.dumps(table.figures(found), indent=1))
-    table.plot(root / "peers.png", found)
 
 
 if __name__ == "__main__":

@@ -53,11 +53,7 @@ CASES: dict[str, Case] = {
     ),
 }
 
-# Settings of tba_jax by which a step has no reference.
-TBA_WITHOUT_REFERENCE: dict[str, Any] = {"learner.reference.kind": "none"}
-
-# bare: a JAX update of the same size and nothing else, by which the others' updates can be judged.
-SYSTEMS = ("trl", "trl_async", "tunix", "bare", "tba_interleaved", "tba_async")
+SYSTEMS = ("trl", "tunix", "tba_interleaved", "tba_async")
 
 
 def checked(names: list[str], known: Any, flag: str) -> list[str]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,13 +12,10 @@ from typing import Any
 
 from benchmarks import side_by_side
 from benchmarks.peers import cases, checkpoint, environments, prompts, tba_run
-from benchmarks.peers.cases import Case
 
 WARM_UP_STEPS = 2
 _REPOSITORY = Path(__file__).resolve().parents[2]
-_MODULES = {"trl": "run_trl", "trl_async": "run_trl_async", "tunix": "run_tunix", "bare": "run_bare"}
-ENVIRONMENTS = {"trl": environments.TRL, "trl_async": environments.TRL, "tunix": environments.TUNIX}
-_UNAVAILABLE = 3  # see run_trl_async
+ENVIRONMENTS = {"trl": environments.TRL, "tunix": environments.TUNIX}
 
 
 class Failed(Exception):
@@ -110,7 +108,7 @@ def run(job: Job) -> dict[str, Any]:
         return json.loads(job.result.read_text())
     folder = inputs(job.bench, job.case)
     job.result.parent.mkdir(parents=True, exist_ok=True)
-    record = _peer(job, folder) if job.system in _MODULES else _tba(job, folder)
+    record = _peer(job, folder) if job.system in ENVIRONMENTS else _tba(job, folder)
     draft = job.result.with_suffix(".draft")
     draft.write_text(json.dumps(record, indent=1))
     draft.rename(job.result)  # whole or not at all: what is there is not made again
@@ -154,42 +152,27 @@ def _call(job: Job, command: Sequence[str]) -> None:
             check=False,
         )
     if ended.returncode:
-        raise Failed(
-            f"{environments.reason(log)} (see {log.relative_to(job.bench.root)})", everywhere=ended.returncode == _UNAVAILABLE
-        )
-
-
-def _python(job: Job) -> Path:
-    """Of the system's environment, or of this one."""
-    if job.system not in ENVIRONMENTS:
-        return Path(sys.executable)
-    try:
-        return environments.python(ENVIRONMENTS[job.system], job.bench.environments)
-    except environments.NotInstalled as error:
-        raise Failed(str(error), everywhere=True) from error
+        raise Failed(f"{environments.reason(log)} (see {log.relative_to(job.bench.root)})")
 
 
 def _peer(job: Job, folder: Path) -> dict[str, Any]:
-    case, python = cases.CASES[job.case], _python(job)
-    if job.system == "bare" and (case.gsm8k or case.reward_seconds):
-        raise Failed("it has rows of one length, and no rewards")
+    try:
+        python = environments.python(ENVIRONMENTS[job.system], job.bench.environments)
+    except environments.NotInstalled as error:
+        raise Failed(str(error), everywhere=True) from error
     told, result = (job.result.with_suffix(f".{suffix}") for suffix in ("spec", "new"))
     told.write_text(json.dumps(spec(job, folder)))
-    _call(job, [str(python), "-m", f"benchmarks.peers.{_MODULES[job.system]}", str(told), str(result)])
+    _call(job, [str(python), "-m", f"benchmarks.peers.run_{job.system}", str(told), str(result)])
     record = json.loads(result.read_text())
-    record["rows_per_second"] = _rows_per_second(case, record["seconds"])
+    # Rows that are generated are those of the updates.
+    after = record["seconds"][WARM_UP_STEPS:]
+    record["rows_per_second"] = cases.CASES[job.case].rows * len(after) / sum(after)
     return record
-
-
-def _rows_per_second(case: Case, seconds: Sequence[float]) -> float:
-    """Rows that are generated, which are those of the updates, in the timed steps."""
-    after = seconds[WARM_UP_STEPS:]
-    return case.rows * len(after) / sum(after)
 
 
 def _tba(job: Job, folder: Path) -> dict[str, Any]:
     workdir = job.result.with_suffix("")
-    tba_run.clear(workdir)
+    shutil.rmtree(workdir, ignore_errors=True)
     settings = tba_run.settings(
         cases.CASES[job.case],
         folder,
@@ -201,5 +184,5 @@ def _tba(job: Job, folder: Path) -> dict[str, Any]:
     flags = [f"--config.{leaf}={value}" for leaf, value in settings.items()]
     _call(job, [sys.executable, "-m", "tba_jax.main", f"--config={tba_run.RECIPE}", f"--workdir={workdir}", *flags])
     record = tba_run.record(workdir, cases.CASES[job.case], interleaved=job.system == "tba_interleaved", skip=WARM_UP_STEPS)
-    tba_run.clear(workdir)
+    shutil.rmtree(workdir, ignore_errors=True)
     return record

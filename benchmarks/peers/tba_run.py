@@ -1,7 +1,6 @@
 """Runs of tba_jax: the settings of a case, and what the metrics of a run say about its steps."""
 
 import itertools
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,11 +42,7 @@ def settings(case: Case, folder: Path, *, interleaved: bool, reference: bool, st
         "publish.every_steps": 1,
         "evaluation.enabled": False,
         "metrics.every_steps": 1,
-    } | ({} if reference else cases.TBA_WITHOUT_REFERENCE)
-
-
-def clear(workdir: Path) -> None:
-    shutil.rmtree(workdir, ignore_errors=True)
+    } | ({} if reference else {"learner.reference.kind": "none"})
 
 
 def record(workdir: Path, case: Case, *, interleaved: bool, skip: int) -> dict[str, Any]:

@@ -1,0 +1,60 @@
+"""What studies print and draw of runs side by side: markdown tables, and curves with their spread over seeds."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tba_jax.roles import results
+from tba_jax.run import layout
+
+# step -> value, of one run.
+Curve = Mapping[int, float]
+
+
+def evaluations(workdir: Path) -> list[dict]:
+    """The evaluations of a run, as far as it went. Raises RuntimeError: it ended before the first."""
+    found = results.evaluations(layout.RunDir(workdir))
+    if not found:
+        raise RuntimeError(f"{workdir} ended before its first evaluation; see {workdir}.out")
+    return found
+
+
+def table(*columns: str) -> None:
+    """Prints the head of a markdown table."""
+    row(*columns)
+    row(*["---"] * len(columns))
+
+
+def row(*cells: str) -> None:
+    """Prints a row of a markdown table."""
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def spread(values: Sequence[float], spec: str = ".3f") -> str:
+    """Mean and standard deviation, of one value that alone."""
+    return f"{np.mean(values):z{spec}}" + (f" ± {np.std(values, ddof=1):{spec}}" if len(values) > 1 else "")
+
+
+def plot(path: Path, panels: Mapping[str, Mapping[str, Sequence[Curve]]], *, across: str, up: str) -> None:
+    """Draws a panel for each title: label -> the curves of its runs. Lines are means, bands go from the least to the largest."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.8), sharey=True, squeeze=False)
+    for axis, (title, labels) in zip(axes[0], panels.items(), strict=True):
+        for i, (label, runs) in enumerate(labels.items()):
+            steps = sorted(set.intersection(*(set(run) for run in runs)))
+            values = np.array([[run[step] for step in steps] for run in runs])
+            axis.plot(steps, values.mean(axis=0), marker="o", markersize=3, color=f"C{i}", label=label)
+            axis.fill_between(steps, values.min(axis=0), values.max(axis=0), color=f"C{i}", alpha=0.12, linewidth=0)
+        axis.set_title(title)
+        axis.set_xlabel(across)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel(up)
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
