@@ -1,6 +1,6 @@
-"""Shows a run, live or ended, as web pages on this machine: rows, steps, queries, evaluations, two runs. The run is only read.
+"""Serves the report of a run, live or ended, on this machine, and makes it again as the run goes on. The run is only read.
 
-python -m tba_jax view --workdir=DIR [--other=DIR] [--port=PORT]
+python -m tba_jax view --workdir=DIR [--port=PORT]
 
 The address that is printed holds a random token; whoever has it sees the run until Ctrl-C. From another machine:
 ssh -L PORT:127.0.0.1:PORT HOST, and then the same address. No task is imported.
@@ -18,17 +18,15 @@ _WAIT_SECONDS = 0.1
 
 def add_flags(values: flags.FlagValues) -> None:
     command_line.add_workdir(values)
-    command_line.add_path(values, "other", "another run, to compare with")
     what = "of 127.0.0.1; 0: a free one"
     flags.DEFINE_integer("port", 0, what, lower_bound=0, upper_bound=65535, flag_values=values)
 
 
 def run(given: command_line.Given) -> command_line.Job:
-    from tba_jax.reporting import serving
-    from tba_jax.reporting.live_run import LiveRun
+    from tba_jax.reporting import server
+    from tba_jax.reporting.gathering import Source
 
-    runs = [LiveRun(folder) for folder in (given.workdir, given.other) if folder is not None]
-    listening = serving.listen(given.port)
+    source, listening = Source(given.workdir), server.listen(given.port)
 
     def job() -> int:
         # The handler takes no lock, which it could find taken. A signal that a thread of tensorstore receives does not end a wait
@@ -36,7 +34,7 @@ def run(given: command_line.Given) -> command_line.Job:
         ended: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: ended.append(number))
-        with serving.serving(runs, listening) as address:
+        with server.serving(source, listening) as address:
             print(f"{address}\nCtrl-C ends it.", flush=True)
             while not ended:
                 time.sleep(_WAIT_SECONDS)
