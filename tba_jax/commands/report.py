@@ -72,16 +72,21 @@ def add_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string("config", "", "a recipe FILE.py[:NAME], whose settings the run's are compared with", flag_values=values)
 
 
-def run(given: command_line.Given) -> int:
+def teller() -> Callable[[str], None]:
+    """A function that prints a sentence it is given to stderr, once in TELL_SECONDS."""
     told = [time.monotonic()]
 
     def tell(sentence: str) -> None:
-        if time.monotonic() - told[0] > TELL_SECONDS:
+        if time.monotonic() - told[0] >= TELL_SECONDS:
             told[0] = time.monotonic()
             print(visible_line(sentence), file=sys.stderr, flush=True)
 
+    return tell
+
+
+def run(given: command_line.Given) -> int:
     output = given.output or _default(given.workdir)
-    size, problems = write(given.workdir, output, recipe=given.config, tell=tell)
+    size, problems = write(given.workdir, output, recipe=given.config, tell=teller())
     print(visible_line(f"{output} ({size / 1e6:.1f} MB)"))
     if problems:
         parts = f"{len(problems)} parts" if len(problems) > 1 else "A part"

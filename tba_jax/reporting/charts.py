@@ -59,7 +59,12 @@ _OF_TRAINER: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
 _OF_SEARCHERS = (
     ("Reward of fresh rows", "Of the rows that each searcher has just sampled, trained on or not.", "reward", "reward"),
     ("Speed of the searchers", "Tokens a second of each, since its process started.", "tokens/s", "tokens_per_second"),
-    ("Memory bandwidth of the searchers", "Share of the devices' peak that decode steps need at least.", "share", "bandwidth_share"),
+    (
+        "Memory bandwidth of the searchers",
+        "Share of the devices' peak that decode steps need at least.",
+        "share",
+        "bandwidth_share",
+    ),
 )
 
 Figure = dict[str, Any]
@@ -167,7 +172,9 @@ def _reward(found: Gathered, trainer: Role | None, axes: Mapping[str, np.ndarray
             called = "held out, " + name.removesuffix("_reward")
             trace = {"x_by": x_by, "y": rounded(values[there]), "name": called, "mode": "lines+markers", "line": line}
             traces.append(trace | {"error_y": error})
-    told = "Held-out queries are never trained on; bars are standard errors. The pale band is the range of steps that share a point."
+    told = (
+        "Held-out queries are never trained on; bars are standard errors. The pale band is the range of steps that share a point."
+    )
     return _chart("learning", "Reward", told, "reward", traces, height=340, wide=True)
 
 
@@ -211,7 +218,9 @@ def _of_rows(found: Gathered, counts: np.ndarray) -> Iterable[Figure]:
         return
     drawn = np.bincount(np.minimum(counts, 12), minlength=2)
     names = [str(n) if n < 12 else "≥ 12" for n in range(len(drawn))]
-    yield _bars("Draws per row", "How many steps drew a row. 0 are rows that no step has trained on.", "steps", "rows", names, drawn)
+    yield _bars(
+        "Draws per row", "How many steps drew a row. 0 are rows that no step has trained on.", "steps", "rows", names, drawn
+    )
     age = np.maximum(0, max(found.step, int(rows["newest_step"].max())) - rows["newest_step"][rows["newest_step"] >= 0])
     if len(age):
         edges = np.linspace(0, age.max() + 1, min(60, int(age.max()) + 1) + 1)
@@ -222,7 +231,9 @@ def _of_rows(found: Gathered, counts: np.ndarray) -> Iterable[Figure]:
         _, of_query = np.unique(finite["query_id"], return_inverse=True)
         mean = np.bincount(of_query, weights=finite["reward"]) / np.bincount(of_query)
         edges = np.histogram_bin_edges(mean, 30)
-        told = f"Mean reward of each of {len(mean):,} queries over its rows: hard queries stand on the left, easy ones on the right."
+        told = (
+            f"Mean reward of each of {len(mean):,} queries over its rows: hard queries stand on the left, easy ones on the right."
+        )
         x = rounded((edges[:-1] + edges[1:]) / 2)
         yield _bars("Queries by mean reward", told, "mean reward", "queries", x, np.histogram(mean, edges)[0])
 

@@ -81,7 +81,9 @@ class Gathered:
     @property
     def step(self) -> int:
         """The last step that anything tells of."""
-        return max(self.table.last_step, *(int(role.last.get("step", 0)) for name, role in self.roles.items() if name == "trainer"), 0)
+        return max(
+            self.table.last_step, *(int(role.last.get("step", 0)) for name, role in self.roles.items() if name == "trainer"), 0
+        )
 
     @property
     def times(self) -> tuple[float, float]:

@@ -52,7 +52,10 @@ def trained(reward: np.ndarray) -> tuple[str, str]:
     first, last = reward[:part], reward[-part:]
     error = float(np.sqrt(first.var(ddof=1) / part + last.var(ddof=1) / part))
     verdict, verb = _change(float(last.mean() - first.mean()), error)
-    return verdict, f"The reward of the trained rows {verb} {first.mean():.3f} in the first steps to {last.mean():.3f} in the last."
+    return (
+        verdict,
+        f"The reward of the trained rows {verb} {first.mean():.3f} in the first steps to {last.mean():.3f} in the last.",
+    )
 
 
 def _change(change: float, error: float) -> tuple[str, str]:

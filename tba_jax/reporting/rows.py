@@ -145,7 +145,9 @@ class RowTable:
             self._next[writer] = begin
             try:
                 for each in ranges:
-                    for rows in blocks(self.reader, writer, range(max(begin, each.start), each.stop), lost=self._lose, wait=False):
+                    for rows in blocks(
+                        self.reader, writer, range(max(begin, each.start), each.stop), lost=self._lose, wait=False
+                    ):
                         found.append(_figures(rows, number, own=own))
                         count += len(found[-1])
                         self._next[writer] = int(rows["row"][-1]) + 1
@@ -162,7 +164,9 @@ class RowTable:
         if self._gone:
             self.problems.append(f"{self._gone} rows were removed by retention while they were read")
         if new > most:
-            self.problems.append(f"about {len(rows):,} rows are read, the newest of each writer; {self.committed:,} are committed")
+            self.problems.append(
+                f"about {len(rows):,} rows are read, the newest of each writer; {self.committed:,} are committed"
+            )
 
     def _lose(self, error: RowsExpired | LogCorruption) -> None:
         count = error.stop - error.start
