@@ -151,9 +151,9 @@ def export_rows(workdir: Path, output: Path, chosen: "Filter") -> str:
       ValueError: there is no run of this version or no row that matches, its tokenizer is gone, or `output` exists, is in the run
         or cannot be written.
     """
+    from tba_jax.replay.reader import LogReader
     from tba_jax.reporting import parquet
     from tba_jax.reporting.gathering import tokenizer_of
-    from tba_jax.replay.reader import LogReader
     from tba_jax.run import contract
 
     run = layout.open_run_dir(workdir)

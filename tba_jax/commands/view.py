@@ -2,8 +2,7 @@
 
 python -m tba_jax view --workdir=DIR [--port=PORT]
 
-The address that is printed holds a random token; whoever has it sees the run until Ctrl-C. From another machine:
-ssh -L PORT:127.0.0.1:PORT HOST, and then the same address. No task is imported.
+The address that is printed holds a token; whoever has it sees the run until Ctrl-C. Afar: ssh -L PORT:127.0.0.1:PORT HOST.
 """
 
 import signal

@@ -86,11 +86,9 @@ def of(found: Gathered, counts: np.ndarray) -> dict[str, Any]:
     axes = _axes(trainer, "step", clock) if trainer else {}
     charts = [_reward(found, trainer, axes, clock)]
     for title, told, y, names in _OF_TRAINER if trainer else ():
-        traces = [
-            trace
-            for number, (name, called) in enumerate(names)
-            for trace in _line(called, trainer.curves.get(name), axes, _COLOURS[number])
-        ]
+        curves = trainer.curves if trainer else {}
+        lines = [_line(called, curves.get(name), axes, _COLOURS[number]) for number, (name, called) in enumerate(names)]
+        traces = [trace for line in lines for trace in line]
         charts.append(_chart("learning", title, told, y, traces))
     searchers = {name: role for name, role in found.roles.items() if name.startswith("searcher")}
     for title, told, y, name in _OF_SEARCHERS:
@@ -180,7 +178,7 @@ def _reward(found: Gathered, trainer: Role | None, axes: Mapping[str, np.ndarray
 
 def _shares(roles: Mapping[str, Role]) -> Figure:
     """A bar for each role: what its time went into. What took less than a hundredth is joined to "other"."""
-    shares = {name: of_role for name, role in reversed(roles.items()) if (of_role := role.shares())}
+    shares = {name: of_role for name, role in reversed([*roles.items()]) if (of_role := role.shares())}
     names = {name for of_role in shares.values() for name, share in of_role.items() if share >= 0.01} | {"other"}
     order = sorted(names, key=lambda name: (name == "other", not name.startswith("wait_"), name))
     traces = []
@@ -190,12 +188,12 @@ def _shares(roles: Mapping[str, Role]) -> Figure:
         values = [of_role.get(name, 0.0) + rest * (name == "other") for of_role, rest in zip(shares.values(), small, strict=True)]
         trace = {"type": "bar", "orientation": "h", "y": [safe(role) for role in shares], "x": rounded(values)}
         called = safe(name.replace("_", " "))
-        more = {"name": called, "marker": {"color": colour}, "hovertemplate": "%{x:.1%}<extra>" + called + "</extra>"}
-        traces.append(trace | more)
+        look = {"name": called, "marker": {"color": colour}, "hovertemplate": "%{x:.1%}<extra>" + called + "</extra>"}
+        traces.append(trace | look)
     layout = {"barmode": "stack", "xaxis": {"range": [0, 1], "tickformat": ".0%"}, "yaxis": {"type": "category"}}
     layout["legend"] = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
     told = "What the time of each role went into since its process began to work. Red is waiting."
-    more = {"axes": False, "wide": True, "height": 110 + 30 * len(shares), "layout": layout}
+    more: Figure = {"axes": False, "wide": True, "height": 110 + 30 * len(shares), "layout": layout}
     return _chart("time", "Where the time goes", told, "", traces, **more)
 
 

@@ -131,7 +131,8 @@ class Source:
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{self.run.config} is damaged and holds no settings: restore the file from a copy") from error
         self._problems: list[str] = []
-        self._tokenizer, mounts = None, ()
+        self._tokenizer = None
+        mounts: tuple[places.Place, ...] = ()
         with told(self._problems, "the tokenizer (tokens are shown by their numbers)"):
             self._tokenizer = tokenizer_of(self._stored)
         with told(self._problems, "a mounted run (its rows are left out)"):

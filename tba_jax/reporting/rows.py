@@ -155,17 +155,16 @@ class RowTable:
                 self._next[writer] = heads[writer]
             except STORAGE_ERRORS as error:  # such as RowsPending: a later call may read them
                 self.problems.append(f"rows of writer {writer} from {self._next[writer]} on cannot be read yet: {error}")
-        rows = np.concatenate(found)
-        if len(rows) > 2 * MOST_ROWS:
-            rows = rows[np.sort(np.argsort(rows["newest_step"], kind="stable")[-MOST_ROWS:])]
-        self.rows = rows
+        self.rows = np.concatenate(found)
+        if len(self.rows) > 2 * MOST_ROWS:
+            self.rows = self.rows[np.sort(np.argsort(self.rows["newest_step"], kind="stable")[-MOST_ROWS:])]
         if self._damaged:
             self.problems.append(f"{self._damaged} rows are damaged and left out, such as: {self._damage}")
         if self._gone:
             self.problems.append(f"{self._gone} rows were removed by retention while they were read")
         if new > most:
             self.problems.append(
-                f"about {len(rows):,} rows are read, the newest of each writer; {self.committed:,} are committed"
+                f"about {len(self.rows):,} rows are read, the newest of each writer; {self.committed:,} are committed"
             )
 
     def _lose(self, error: RowsExpired | LogCorruption) -> None:

@@ -95,6 +95,7 @@ def made(found: Gathered, indices: Sequence[int]) -> dict[int, dict[str, Any]]:
     found.problems += lost[:5]
     newest, oldest = rows_lib.steps_of_rows(rows)
     draws = table.draws_of(table.rows["key"][wanted].tolist())
+    audit = f"python -m tba_jax audit --workdir={shlex.quote(found.called)}"
     shown = {}
     for i, place in enumerate(there):
         index, (writer, row) = wanted[place], ids[place]
@@ -114,7 +115,7 @@ def made(found: Gathered, indices: Sequence[int]) -> dict[int, dict[str, Any]]:
             "steps": steps[:MOST_STEPS],
             "draws": len(steps),
             "mounted": not table.reader.is_own(writer),
-            "again": f"python -m tba_jax audit --workdir={shlex.quote(found.called)} --regenerate={shlex.quote(f'{writer}:{row}')}",
+            "again": f"{audit} --regenerate={shlex.quote(f'{writer}:{row}')}",
         }
     return shown
 

@@ -4,17 +4,20 @@ import contextlib
 import hmac
 import html
 import http.server
+import logging
 import re
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable
-from http.cookies import SimpleCookie
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from tba_jax.reporting import page
 from tba_jax.reporting.gathering import Source
+
+log = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 # Names by which a browser on this machine, or at the other end of an ssh tunnel, calls the server. The port may differ there.
@@ -24,36 +27,29 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",
 }  # fmt: skip
-# A report is made again once it is older than this, and than so many times what making it took.
-PAUSE_SECONDS, _TIMES = 5.0, 4.0
+PAUSE_SECONDS, _TIMES = 5.0, 4.0  # a report is made again once it is older, and than so many times what making it took
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """`handle_request` serves one request, in a thread, or returns after `timeout`.
-
-    Attributes: address: with the token that lets a browser in.
-    """
+    """`handle_request` serves one request, in a thread, or returns after `timeout`. address: with a token that lets one in."""
 
     daemon_threads, timeout = True, 0.1
 
     def __init__(self, source: Source, port: int, tell: Callable[[str], None] = lambda sentence: None):
-        """Reads the run. Args: port: 0: a free one. tell: see Source.gather.
-
-        Raises:
-          ValueError: the port is taken, or may not be used.
-        """
+        """Reads the run. Args: port: 0: a free one. tell: see Source.gather. Raises ValueError where the port is taken."""
         try:
             super().__init__((_HOST, port), _Handler)
         except OSError as error:
-            told = (
-                f"--port={port} cannot be used: {error.strerror or error}; name another one, or leave --port out for a free one"
-            )
-            raise ValueError(told) from error
-        self.token, self.session = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
-        self.cookie = f"tba_view_{secrets.token_hex(4)}"  # cookies of one host are shared by all ports
+            raise ValueError(f"--port={port} cannot be used: {error.strerror or error}; name another, or none") from error
+        self.token = secrets.token_urlsafe(24)
+        # Cookies of one host are shared by all ports: another viewer has another name.
+        self.cookie = f"tba_view_{secrets.token_hex(4)}={secrets.token_urlsafe(24)}"
         self.address = f"http://{_HOST}:{self.server_port}/?token={self.token}"
         self._source, self._lock, self._page, self._again = source, threading.Lock(), b"", 0.0
         self.page(tell)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.warning("a page failed: %s", sys.exception())
 
     def page(self, tell: Callable[[str], None] = lambda sentence: None) -> bytes:
         """The report of the run as it was at most some seconds ago."""
@@ -68,19 +64,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     """Lets in who knows the token, and gives a cookie in its place. Neither requests nor the server's name are told."""
 
     server: Server
-    server_version, sys_version = "tba_jax", ""
-    timeout = 30.0  # a connection that says nothing keeps its thread no longer
+    server_version, sys_version, timeout = "tba_jax", "", 30.0  # seconds: a connection that says nothing is closed
 
     def log_message(self, format: str, *args: Any) -> None:
-        del format, args
+        pass
 
     def do_GET(self) -> None:
         asked = urlsplit(self.path)
         query = parse_qs(asked.query)
-        cookie = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie)
+        cookies = self.headers.get("Cookie", "").split(";")
         if not _NAMES.fullmatch(self.headers.get("Host", "")):
             self._say(403, "This viewer answers to 127.0.0.1 and localhost alone.")
-        elif cookie is not None and _same(cookie.value, self.server.session):
+        elif any(_same(each.strip(), self.server.cookie) for each in cookies):
             every = query.get("every", [""])[0]
             if asked.path == "/":
                 self._send(200, self.server.page(), {"Refresh": every} if re.fullmatch(r"[1-9]\d{0,4}", every) else {})
@@ -88,8 +83,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self._say(404, "There is one page here: /")
         elif _same(query.get("token", [""])[0], self.server.token):
             # A redirect would lack the cookie where a link on another site was followed: the cookie is SameSite=Strict.
-            given = f"{self.server.cookie}={self.server.session}; HttpOnly; SameSite=Strict; Path=/"
-            self._say(200, "The report comes.", {"Set-Cookie": given, "Refresh": "0; url=/"})
+            given = {"Set-Cookie": f"{self.server.cookie}; HttpOnly; SameSite=Strict; Path=/"}
+            self._say(200, "The report comes.", given | {"Refresh": "0; url=/"})
         else:
             self._say(403, "The address lacks the token, or has a wrong one: open the address that the command has printed.")
 
@@ -100,9 +95,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._say(code, "This viewer only reads: it takes GET and no other method.")
 
     def _say(self, status: int, sentence: str, headers: dict[str, str] | None = None) -> None:
-        policy = {"Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'"}
+        headers = {"Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'"} | (headers or {})
         text = f"<!doctype html><title>{status}</title><p>{html.escape(sentence)}</p>\n"
-        self._send(status, text.encode(), policy | (headers or {}))
+        self._send(status, text.encode(), headers)
 
     def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
