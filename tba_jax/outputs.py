@@ -11,6 +11,7 @@ import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -32,16 +33,21 @@ def check_folder(output: Path, *, outside: Sequence[object] = ()) -> None:
         _try(place, next(each for each in (place, *place.parents) if each.exists()))
 
 
-def check_file(output: Path, *, outside: Sequence[object] = ()) -> None:
-    """Checks that a file can be written or replaced, in a folder that is there. Args, errors: see `check_folder`."""
-    with _refusals(output):
-        place = _place(output, outside)
+def check_file(output: Path, *, outside: Sequence[object] = (), flag: str = "--output", may_exist: bool = True) -> None:
+    """Checks that a file can be written, or replaced where it may exist, in a folder that is there.
+
+    Args: flag: that names the file. Others, errors: see `check_folder`.
+    """
+    with _refusals(output, flag):
+        place = _place(output, outside, flag)
         if place.is_dir():
-            raise ValueError(f"--output={output} is a folder: name a file in it")
+            raise ValueError(f"{flag}={output} is a folder: name a file in it")
         if place.exists() and not place.is_file():
-            raise ValueError(f"--output={output} is a device or a pipe: name a file")
+            raise ValueError(f"{flag}={output} is a device or a pipe: name a file")
+        if place.exists() and not may_exist:
+            raise ValueError(f"{flag}={output} exists; name another file")
         if not place.parent.is_dir():
-            raise ValueError(f"--output={output} cannot be written: there is no folder {place.parent}")
+            raise ValueError(f"{flag}={output} cannot be written: there is no folder {place.parent}")
         _try(place, place.parent)
 
 
@@ -79,34 +85,46 @@ def folder(output: Path) -> Iterator[Path]:
 
 
 def write(output: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Writes or replaces a file, which its readers never see in part. Args: mode: of the file, less the umask.
+    """Writes or replaces a file, see `file`."""
+    with file(output, mode=mode) as opened:
+        opened.write(content)
+
+
+@contextlib.contextmanager
+def file(output: Path, *, mode: int = 0o666, flag: str = "--output") -> Iterator[BinaryIO]:
+    """Yields a new file, which takes the place of `output` at the end: its readers never see a part of it.
+
+    Args: mode: of the file, less the umask. flag: that names the file.
 
     Raises:
-      ValueError: the file cannot be written; what was there is untouched.
+      ValueError: the file cannot be written; what was there is untouched. After any error inside the new file is removed.
     """
-    place = _place(output)
+    place = _place(output, flag=flag)
     temporary = _temporary(place, place.parent)
     try:
-        with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, mode)) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, mode)) as opened:
+            yield opened
+            opened.flush()
+            os.fsync(opened.fileno())
         os.replace(temporary, place)
-    except OSError as error:
+    except BaseException as error:
         with contextlib.suppress(OSError):  # a file system that is read-only says so of a file that is not there, too
             temporary.unlink()
-        raise _unwritten(output, error.errno) from OSError(error.errno, error.strerror, str(place))
+        # A failure to read what is written here has no number, or another file.
+        if isinstance(error, OSError) and error.errno and error.filename in (None, str(temporary), str(place)):
+            raise _unwritten(output, error.errno, flag) from OSError(error.errno, error.strerror, str(place))
+        raise
 
 
-def _place(output: Path, outside: Sequence[object] = ()) -> Path:
+def _place(output: Path, outside: Sequence[object] = (), flag: str = "--output") -> Path:
     """The place behind all links. Raises ValueError where it is in one of the folders, or links lead in a circle."""
     try:
         place = output.resolve()
     except RuntimeError as error:
-        raise ValueError(f"--output={output} cannot be written: its links lead in a circle") from error
+        raise ValueError(f"{flag}={output} cannot be written: its links lead in a circle") from error
     for each in outside:
         if isinstance(each, Path) and place.is_relative_to(each.resolve()):
-            raise ValueError(f"--output={output} is in the run's folder {each}, which its processes sweep; name another place")
+            raise ValueError(f"{flag}={output} is in the run's folder {each}, which its processes sweep; name another place")
     return place
 
 
@@ -128,16 +146,16 @@ def _try(place: Path, parent: Path) -> None:
 
 
 @contextlib.contextmanager
-def _refusals(output: Path) -> Iterator[None]:
+def _refusals(output: Path, flag: str = "--output") -> Iterator[None]:
     """Makes what the file system refuses a mistake of the user, or a failure of storage where its cause is a full disk."""
     try:
         yield
     except OSError as error:
         if error.errno in _FORBIDDEN:
             where = error.filename if os.path.isdir(error.filename) else os.path.dirname(error.filename)
-            raise ValueError(f"--output={output} cannot be written: {where} is no writable folder") from None
-        raise _unwritten(output, error.errno) from OSError(error.errno, error.strerror, str(output))
+            raise ValueError(f"{flag}={output} cannot be written: {where} is no writable folder") from None
+        raise _unwritten(output, error.errno, flag) from OSError(error.errno, error.strerror, str(output))
 
 
-def _unwritten(output: Path, number: int | None) -> ValueError:
-    return ValueError(f"--output={output} cannot be written: {os.strerror(number or errno.EIO)}")
+def _unwritten(output: Path, number: int | None, flag: str = "--output") -> ValueError:
+    return ValueError(f"{flag}={output} cannot be written: {os.strerror(number or errno.EIO)}")

@@ -153,6 +153,8 @@ def _allowed(parser: flags.ArgumentParser) -> str:
     if isinstance(parser, flags.IntegerParser):
         most = "" if parser.upper_bound is None else f" and at most {parser.upper_bound}"
         return "a whole number" + ("" if parser.lower_bound is None else f" of at least {parser.lower_bound}{most}")
+    if isinstance(parser, flags.FloatParser):
+        return "a number"
     return f"one of {', '.join(parser.enum_values)}" if isinstance(parser, flags.EnumParser) else ""
 
 

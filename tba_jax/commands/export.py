@@ -1,8 +1,11 @@
-"""Writes a policy snapshot of a run as a Hugging Face folder, for transformers, vLLM or lm-eval.
+"""Writes a policy snapshot of a run as a Hugging Face folder, or the rows of its replay log as a Parquet file.
 
 python -m tba_jax export --workdir=DIR --output=DIR [--step=best|last|N] [--dtype=float32|bfloat16|float16] [--adapter]
+python -m tba_jax export --workdir=DIR --rows=FILE.parquet [--min_step=N] [--max_step=N] [--min_reward=X] [--max_reward=X]
+  [--writer=NAME]
 
 Adapters are merged into the weights; with --adapter they are written alone, as a folder that peft reads. Both have a model card.
+The run may go on meanwhile.
 """
 
 import contextlib
@@ -21,6 +24,7 @@ from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.reporting.model_card import Exported
+    from tba_jax.reporting.parquet import Filter
     from tba_jax.text.tokenizers import Tokenizer
 
 
@@ -140,16 +144,60 @@ def _committed(folder: Place, what: str) -> Iterator[None]:
         raise ValueError(f"{what} is gone: {folder} holds no {snapshots.COMMIT}") from error
 
 
+def export_rows(workdir: Path, output: Path, chosen: "Filter") -> str:
+    """Writes rows of the replay log, see reporting.parquet. Returns a sentence that says what was written.
+
+    Raises:
+      ValueError: there is no run of this version or no row that matches, its tokenizer is gone, or `output` exists, is in the run
+        or cannot be written.
+    """
+    from tba_jax.replay.reader import LogReader
+    from tba_jax.reporting import parquet
+    from tba_jax.reporting.gathering import tokenizer_of
+    from tba_jax.run import contract
+
+    run = layout.open_run_dir(workdir)
+    stored = contract.read_run(run, called=str(workdir))
+    outputs.check_file(output, outside=(run.root, run.shared), flag="--rows", may_exist=False)
+    reader = LogReader(run.replay, contract.of(stored, called=str(workdir)).row_shape())
+    count, problems = parquet.write(output, reader, tokenizer_of(stored), chosen, flag="--rows", of_run=str(stored["id"]))
+    return "; ".join([f"{count} rows of {workdir} are in {output} ({output.stat().st_size / 1e6:.1f} MB)", *problems])
+
+
+_OF_ROWS = ("min_step", "max_step", "min_reward", "max_reward", "writer")
+
+
 def add_flags(values: flags.FlagValues) -> None:
     command_line.add_workdir(values)
-    command_line.add_path(values, "output", "the folder to write; it must not exist, or be empty", required=True)
+    command_line.add_path(values, "output", "the folder to write a policy to; it must not exist, or be empty")
     snapshot_step.add_flag(values)
     dtypes = ("float32", "bfloat16", "float16")
     flags.DEFINE_bool("adapter", False, "writes the adapters alone, as a folder of peft", flag_values=values)
     flags.DEFINE_enum("dtype", None, dtypes, "of the weights; default: the snapshot's", flag_values=values)
+    command_line.add_path(values, "rows", "the Parquet file to write rows to, in place of a policy; it must not exist")
+    for name, text in (("min_step", "rows of policies of this trainer step and later"), ("max_step", "of this step and earlier")):
+        flags.DEFINE_integer(name, None, text, flag_values=values)
+    for name, text in (("min_reward", "rows of this reward and above"), ("max_reward", "of this reward and below")):
+        flags.DEFINE_float(name, None, text, flag_values=values)
+    flags.DEFINE_multi_string("writer", [], "rows of this writer; may be given again", flag_values=values)
 
 
 def run(given: command_line.Given) -> int:
+    if (given.output is None) == (given.rows is None):
+        raise ValueError("name what to write: a policy by --output=FOLDER, or rows by --rows=FILE.parquet")
+    others = ("step", "dtype", "adapter") if given.rows else _OF_ROWS
+    if odd := next((name for name in others if getattr(given, name) not in (None, False, [])), ""):
+        raise ValueError(
+            f"--{odd} does not go with --{'rows' if given.rows else 'output'}: it is of {'policies' if given.rows else 'rows'}"
+        )
+    if given.rows:
+        from tba_jax.reporting.parquet import Filter
+
+        chosen = Filter(**{name: getattr(given, name) for name in _OF_ROWS[:-1]}, writers=tuple(dict.fromkeys(given.writer)))
+        chosen.check()
+        privacy.follow(given.workdir)
+        print(visible(export_rows(given.workdir, given.rows, chosen)))
+        return 0
     privacy.follow(given.workdir)
     print(visible(export(given.workdir, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)))
     return 0

@@ -1,11 +1,12 @@
-"""Writes one HTML file about a run, live or ended: whether it learns, who waits, its best and worst rows. The run is only read.
+"""Writes one HTML file about a run, live or ended: whether it learns, who waits, alarms, samples and what trained on them.
 
 python -m tba_jax report --workdir=DIR [--output=FILE] [--config=RECIPE]
 
-The file needs no network and no other file. No task is imported.
+The file needs no network and no other file. No task is imported, and the run is only read.
 """
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +16,7 @@ from tba_jax import outputs
 from tba_jax.commands import command_line
 from tba_jax.text.visible import visible_line
 
-# The line of templates/report.html by which a report is known.
-_MARK = b'<meta name="generator" content="tba_jax report">'
+TELL_SECONDS = 5.0
 
 
 def write(
@@ -30,22 +30,33 @@ def write(
     Raises:
       ValueError: there is no run in `workdir`, another version made it, or the output cannot be written.
     """
-    from tba_jax.reporting import gathering, report
+    from tba_jax.reporting import page
+    from tba_jax.reporting.gathering import Source
     from tba_jax.run import privacy
 
     outputs.check_file(output)
-    if output.exists() and not _is_report(output):
+    if output.exists() and not _is_report(output, page.MARK):
         raise ValueError(f"--output={output} is there and is no report: name another file")
     of_recipe = None
     if recipe:
         from tba_jax.commands import recipes, settings_help
 
         of_recipe = recipes.load(recipe, (), program=settings_help.BASE).to_dict()
-    found = gathering.gather(workdir, tell=tell)
-    content = report.page(found, recipe=of_recipe, recipe_name=recipe).encode("utf-8", errors="replace")
+    found = Source(workdir).gather(tell)
+    content = page.page(found, recipe=of_recipe, recipe_name=recipe).encode("utf-8", errors="replace")
     # Rows that are for their owner alone stay so outside of the run.
     outputs.write(output, content, mode=0o600 if privacy.is_private(found.run) else 0o666)
     return len(content), found.problems
+
+
+def _is_report(output: Path, mark: bytes) -> bool:
+    """Whether a file may be replaced: it is a report, or empty."""
+    try:
+        with open(output, "rb") as file:
+            begin = file.read(1000)
+    except OSError:
+        return False
+    return not begin or mark in begin
 
 
 def _default(workdir: Path) -> Path:
@@ -55,29 +66,27 @@ def _default(workdir: Path) -> Path:
     return Path.cwd() / "report.html"
 
 
-def _told_apart(sentence: str) -> None:
-    print(visible_line(sentence), file=sys.stderr, flush=True)
-
-
-def _is_report(output: Path) -> bool:
-    """Whether a file may be replaced: it is a report, or empty."""
-    try:
-        with open(output, "rb") as file:
-            begin = file.read(1000)
-        return not begin or _MARK in begin
-    except OSError:
-        return False
-
-
 def add_flags(values: flags.FlagValues) -> None:
     command_line.add_workdir(values)
     command_line.add_path(values, "output", "the HTML file to write or replace; default: report.html in the current folder")
     flags.DEFINE_string("config", "", "a recipe FILE.py[:NAME], whose settings the run's are compared with", flag_values=values)
 
 
+def teller() -> Callable[[str], None]:
+    """A function that prints a sentence it is given to stderr, once in TELL_SECONDS."""
+    told = [time.monotonic()]
+
+    def tell(sentence: str) -> None:
+        if time.monotonic() - told[0] >= TELL_SECONDS:
+            told[0] = time.monotonic()
+            print(visible_line(sentence), file=sys.stderr, flush=True)
+
+    return tell
+
+
 def run(given: command_line.Given) -> int:
     output = given.output or _default(given.workdir)
-    size, problems = write(given.workdir, output, recipe=given.config, tell=_told_apart)
+    size, problems = write(given.workdir, output, recipe=given.config, tell=teller())
     print(visible_line(f"{output} ({size / 1e6:.1f} MB)"))
     if problems:
         parts = f"{len(problems)} parts" if len(problems) > 1 else "A part"

@@ -1,45 +1,36 @@
-"""Shows a run, live or ended, as web pages on this machine: rows, steps, queries, evaluations, two runs. The run is only read.
+"""Serves the report of a run, live or ended, on this machine, and makes it again as the run goes on. The run is only read.
 
-python -m tba_jax view --workdir=DIR [--other=DIR] [--port=PORT]
+python -m tba_jax view --workdir=DIR [--port=PORT]
 
-The address that is printed holds a random token; whoever has it sees the run until Ctrl-C. From another machine:
-ssh -L PORT:127.0.0.1:PORT HOST, and then the same address. No task is imported.
+The address that is printed holds a token; whoever has it sees the run until Ctrl-C. Afar: ssh -L PORT:127.0.0.1:PORT HOST.
 """
 
 import signal
-import time
 
 from absl import flags
 
-from tba_jax.commands import command_line
-
-_WAIT_SECONDS = 0.1
+from tba_jax.commands import command_line, report
 
 
 def add_flags(values: flags.FlagValues) -> None:
     command_line.add_workdir(values)
-    command_line.add_path(values, "other", "another run, to compare with")
-    what = "of 127.0.0.1; 0: a free one"
-    flags.DEFINE_integer("port", 0, what, lower_bound=0, upper_bound=65535, flag_values=values)
+    flags.DEFINE_integer("port", 0, "of 127.0.0.1; 0: a free one", lower_bound=0, upper_bound=65535, flag_values=values)
 
 
 def run(given: command_line.Given) -> command_line.Job:
-    from tba_jax.reporting import serving
-    from tba_jax.reporting.live_run import LiveRun
+    from tba_jax.reporting.gathering import Source
+    from tba_jax.reporting.server import Server
 
-    runs = [LiveRun(folder) for folder in (given.workdir, given.other) if folder is not None]
-    listening = serving.listen(given.port)
+    server = Server(Source(given.workdir), given.port, report.teller())
 
     def job() -> int:
-        # The handler takes no lock, which it could find taken. A signal that a thread of tensorstore receives does not end a wait
-        # of this one, which has a limit therefore.
-        ended: list[int] = []
+        ended: list[int] = []  # the handler takes no lock, which it could find taken
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: ended.append(number))
-        with serving.serving(runs, listening) as address:
-            print(f"{address}\nCtrl-C ends it.", flush=True)
+        with server:
+            print(f"{server.address}\nCtrl-C ends it.", flush=True)
             while not ended:
-                time.sleep(_WAIT_SECONDS)
+                server.handle_request()
         print("stopped", flush=True)
         return 0
 

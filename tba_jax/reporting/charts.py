@@ -1,250 +1,244 @@
-"""The sections of a report's page, from what was gathered: figures with their titles, and the sentences beside them."""
+"""The charts of a report as plain dictionaries, which the page hands to plotly.
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+A trace has the x of both axes of the page under "x_by": {"step": [...], "time": [...]}. Text that others wrote is escaped, as
+plotly takes some HTML in labels.
+"""
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tba_jax.reporting import buffer, figures, learning, samples
-from tba_jax.reporting import marks as marks_lib
-from tba_jax.reporting import rows as rows_lib
-from tba_jax.reporting.figures import Clock, Figure
-from tba_jax.reporting.gathering import Gathered
-from tba_jax.reporting.series import Series
+from tba_jax.reporting.gathering import Gathered, Role
+from tba_jax.roles.evaluation_figures import STDERR
+from tba_jax.text.visible import visible_line
 
-# Title, what the chart tells, axis, and the figures: (name in metrics.jsonl, name on the page).
-_CURVES: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
-    (
-        "Distance from the reference",
-        "KL(π_θ‖π_ref) of the trained rows. It grows as the policy leaves the reference.",
-        "nats per response",
-        (("kl_to_ref", "KL"),),  # not the k3 estimate: one unlikely token makes it so large that nothing else can be seen
-    ),
-    (
-        "Entropy",
-        "Of the policy's next token. Near 0, all responses to a query are the same, and nothing is explored.",
-        "nats per token",
-        (("entropy", "entropy"),),
-    ),
-    (
-        "log Z",
-        "The estimated log partition function, with which trajectory balance compares each row.",
-        "nats",
-        (("log_z", "mean"), ("log_z_std", "deviation over queries")),
-    ),
-    (
-        "Effective sample share",
-        "Near 1, all trained rows count alike as samples of the policy; near 0, a few rows carry the estimate.",
-        "share",
-        (("effective_sample_share", "effective sample share"),),
-    ),
-    (
-        "Groups that teach nothing",
-        "Share of the queries of a batch whose responses all have the same reward.",
-        "share of queries",
-        (("equal_reward_groups", "equal rewards"),),
-    ),
-    (
-        "Difficulty of the queries",
-        "Shares of the queries of whose newest responses none, some and all succeed. Only those in between can be compared.",
-        "share of queries",
-        (("queries_failed", "fail"), ("queries_mixed", "in between"), ("queries_solved", "solved")),
-    ),
-    (
-        "Clipped tokens",
-        "Share of the tokens whose ratio to the sampler is clipped. Always above 0: the searchers are too far behind.",
-        "share of tokens",
-        (("ratio_clipped", "clipped"),),
-    ),
-    (
-        "Log-prob gap",
-        "Largest gap between the log-probs of searcher and learner on the same weights. It should stay near 0.",
-        "nats per token",
-        (("logprob_gap_max", "largest"), ("logprob_gap_mean", "mean")),
-    ),
-    (
-        "Loss",
-        "Of the objective. Trajectory balance's loss falls as the policy nears its target; it need not reach 0.",
-        "loss",
-        (("loss", "loss"),),
-    ),
+# Okabe and Ito's colours, which colour-blind people can tell apart.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b6b6b", "#8a6d00")
+_WAITING = ("#d62728", "#ff7f7f", "#b22222", "#ffb3b3")
+# Of what a role does; other work is grey.
+_OF_WORK = {"update": "#0072b2", "decode": "#0072b2", "evaluate": "#0072b2", "reference": "#56b4e9", "draw": "#009e73"} | {
+    "compile": "#9467bd", "integrate": "#66c2a5", "journal": "#a6d854", "publish": "#e69f00", "load_policy": "#e69f00",
+    "checkpoint": "#8a6d00", "logprob_gap": "#cc79a7", "embedding": "#cc79a7", "values": "#c9a0dc", "other": "#e3e3e3",
+}  # fmt: skip
+# Title, what the chart tells, axis, and the trainer's figures: (name in metrics.jsonl, name on the page).
+_OF_TRAINER: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
+    ("Loss", "Of the objective. Trajectory balance's loss falls as the policy nears its target; it need not reach 0.", "loss",
+     (("loss", "loss"),)),
+    # Not the k3 estimate: one unlikely token makes it so large that nothing else can be seen.
+    ("Distance from the reference", "KL(π_θ‖π_ref) of the trained rows. It grows as the policy leaves the reference.",
+     "nats per response", (("kl_to_ref", "KL"),)),
     ("Gradient norm", "Before clipping, in units of the reward.", "norm", (("grad_norm", "gradient norm"),)),
+    ("Entropy", "Of the policy's next token. Near 0, all responses to a query are the same, and nothing is explored.",
+     "nats per token", (("entropy", "entropy"),)),
+    ("log Z", "The estimated log partition function, with which trajectory balance compares each row.", "nats",
+     (("log_z", "mean"), ("log_z_std", "deviation over queries"))),
+    ("Effective sample share", "Near 1, all trained rows count alike as samples of the policy; near 0, a few carry the estimate.",
+     "share", (("effective_sample_share", "effective sample share"),)),
+    ("Staleness", "How many steps before the update the trained rows were sampled.", "steps",
+     (("staleness_mean", "mean"), ("staleness_max", "largest"))),
+    ("Groups that teach nothing", "Share of the queries of a batch whose responses all have the same reward.", "share of queries",
+     (("equal_reward_groups", "equal rewards"),)),
+    ("Difficulty of the queries", "Shares of the queries of whose newest responses none, some and all succeed.",
+     "share of queries", (("queries_failed", "fail"), ("queries_mixed", "in between"), ("queries_solved", "solved"))),
+    ("Clipped tokens", "Share of the tokens whose ratio to the sampler is clipped. Always above 0: searchers are too far behind.",
+     "share of tokens", (("ratio_clipped", "clipped"),)),
+    ("Log-prob gap", "Between the log-probs of searcher and learner on the same weights. It should stay near 0.",
+     "nats per token", (("logprob_gap_max", "largest"), ("logprob_gap_mean", "mean"))),
     ("Response length", "Of the trained rows.", "tokens", (("response_length", "mean length"),)),
+    ("Rows in the buffer", "Rows that the trainer may draw, and their queries.", "rows",
+     (("buffer_rows", "rows"), ("buffer_queries", "queries"))),
     ("Speed of the trainer", "Updates a second since the process started.", "steps/s", (("steps_per_second", "steps/s"),)),
-    (
-        "Tokens of the trainer",
-        "Tokens a second of the rows it trained on, and with what the model computed beside them, such as padding.",
-        "tokens/s",
-        (("tokens_per_second", "of rows"), ("computed_tokens_per_second", "computed")),
-    ),
+    ("Tokens of the trainer", "Tokens a second of the trained rows, and with what the model computed beside them, as padding.",
+     "tokens/s", (("tokens_per_second", "of rows"), ("computed_tokens_per_second", "computed"))),
     ("Model FLOPs utilisation", "Share of the peak of the devices that went into updates.", "share", (("mfu", "MFU"),)),
-    ("Rows in the buffer", "Rows that the trainer may draw.", "rows", (("buffer_rows", "rows"), ("buffer_queries", "queries"))),
-)
-# The same of searchers: title, what the chart tells, axis, the figure.
+)  # fmt: skip
+# The same of each searcher: title, what the chart tells, axis, the figure.
 _OF_SEARCHERS = (
     ("Reward of fresh rows", "Of the rows that each searcher has just sampled, trained on or not.", "reward", "reward"),
     ("Speed of the searchers", "Tokens a second of each, since its process started.", "tokens/s", "tokens_per_second"),
     (
         "Memory bandwidth of the searchers",
-        "Share of the peak of each one's devices that decode steps need at least.",
+        "Share of the devices' peak that decode steps need at least.",
         "share",
         "bandwidth_share",
     ),
 )
-_IN_BUFFER = {"Rows in the buffer"}
+
+Figure = dict[str, Any]
 
 
-@dataclasses.dataclass
-class Charts:
-    """figures: id -> chart; content: names of the template; again: where the trainer began to work again.
+def of(found: Gathered, counts: np.ndarray) -> dict[str, Any]:
+    """All charts, {"charts": [...], "resumes": x of each axis, "time_title": ...}. Args: counts: draws of each row."""
+    begin, end = found.times
+    unit, seconds = next(
+        (unit, seconds)
+        for unit, seconds, limit in (("s", 1, 300), ("min", 60, 18_000), ("h", 3600, 1e6), ("days", 86_400, math.inf))
+        if end - begin < limit
+    )
 
-    time_title: of the axis of time.
-    """
+    def clock(times: Any) -> np.ndarray:
+        return (np.asarray(times, np.float64) - begin) / seconds
 
-    figures: dict[str, Figure] = dataclasses.field(default_factory=dict)
-    content: dict[str, Any] = dataclasses.field(default_factory=dict)
-    marks: list[marks_lib.Mark] = dataclasses.field(default_factory=list)
-    again: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
-    time_title: str = ""
-
-    def put(self, section: str, figure: Figure | None, *, title: str, told: str = "", wide: bool = False) -> None:
-        """Adds a chart to a section of the page, if there is one."""
-        if figure is not None:
-            name = f"figure-{len(self.figures)}"
-            self.figures[name] = figure
-            shown = {"id": name, "title": title, "told": told, "wide": wide, "height": figure["height"]}
-            self.content.setdefault(section, []).append(shown)
-
-
-def of(found: Gathered, *, begin: float, end: float) -> Charts:
-    """All charts and sentences. Args: begin, end: unix seconds of the first and the last sign of life."""
-    clock = Clock(begin, end)
-    made = Charts(time_title=clock.title)
     trainer = found.roles.get("trainer")
-    series = trainer.by_step if trainer else Series("step")
-    marks = found.marks.marks or marks_lib.inferred(found.lines, found.writers, found.checkpoints)
-    made.marks = marks_lib.placed(marks, series.column("step").mean, series.column("time").mean)
-    made.again = figures.vertical_lines(made.marks, clock)
-    _learning(made, found, series, clock)
-    made.put(
-        "events", figures.events(made.marks, clock), title="What happened when", wide=True,
-        told="Hover over a mark for the role. A grey dashed line in the other charts is where the trainer resumed.",
-    )  # fmt: skip
-    for title, told, y, names in _CURVES:
-        section = "buffer" if title in _IN_BUFFER else "signals"
-        made.put(section, figures.of_trainer(series, clock, names, y=y), title=title, told=told)
-    searchers = {name: role.by_time for name, role in found.roles.items() if name.startswith("searcher")}
+    axes = _axes(trainer, "step", clock) if trainer else {}
+    charts = [_reward(found, trainer, axes, clock)]
+    for title, told, y, names in _OF_TRAINER if trainer else ():
+        curves = trainer.curves if trainer else {}
+        lines = [_line(called, curves.get(name), axes, _COLOURS[number]) for number, (name, called) in enumerate(names)]
+        traces = [trace for line in lines for trace in line]
+        charts.append(_chart("learning", title, told, y, traces))
+    searchers = {name: role for name, role in found.roles.items() if name.startswith("searcher")}
     for title, told, y, name in _OF_SEARCHERS:
-        made.put("signals", figures.of_searchers(searchers, clock, name, y=y), title=title, told=told)
-    if trainer:
-        told = "Each column is a part of the run, each row an age: how many steps before the update the rows were sampled."
-        made.put("staleness", figures.heat_map_of_ages(trainer.ages, series, clock), title="Staleness", told=told, wide=True)
-    _timeline(made, found, clock, begin, end)
-    made.content |= {"groups": [], "worst": [], "writers": [], "row_count": 0}
-    with found.part("the rows"):
-        _rows(made, found)
-    return made
+        traces = []
+        for number, (role_name, role) in enumerate(searchers.items()):
+            x_by = _axes(role, "policy_step" if "policy_step" in role.curves else "step", clock)
+            traces += _line(role_name, role.curves.get(name), x_by, _COLOURS[number % 8], band=len(searchers) == 1)
+        charts.append(_chart("learning", title, told, y, traces))
+    charts += [_shares(found.roles), _waiting(found.roles, clock), *_of_rows(found, counts)]
+    known = (trainer.mean("step"), trainer.mean("time")) if trainer else ((), ())
+    at = found.table.resumes[-50:]
+    when = np.interp(at, *known) if at and len(known[0]) else np.full(len(at), np.nan)
+    return {
+        "charts": [chart for chart in charts if chart["traces"]],
+        "resumes": {"step": at, "time": rounded(clock(when))},
+        "time_title": f"time since the run began ({unit})",
+    }
 
 
-def _learning(made: Charts, found: Gathered, series: Series, clock: Clock) -> None:
+def safe(text: str) -> str:
+    """Text that others wrote, for a label."""
+    return html.escape(visible_line(text)[:80], quote=False)
+
+
+def rounded(values: Any) -> list[Any]:
+    """Numbers with six digits, None in place of what is not finite."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in np.asarray(values, np.float64).ravel()]
+
+
+def _axes(role: Role, step: str, clock: Any) -> dict[str, np.ndarray]:
+    return {"step": role.mean(step), "time": clock(role.mean("time"))}
+
+
+def _chart(section: str, title: str, told: str, y: str, traces: Sequence[Figure], **more: Any) -> Figure:
+    """A chart over both axes. Args: section: of the page, whose end it is put at; more: of the figure."""
+    values = [value for trace in traces for value in trace["y"] if isinstance(value, float)]
+    axis: Figure = {"title": {"text": y}}
+    if values and min(values) >= 0:
+        axis |= {"rangemode": "tozero"} if max(values) > 0 else {"range": [0, 1]}
+    figure = {"section": section, "title": title, "told": told, "height": 260, "axes": True, "wide": False}
+    return {**figure, "traces": [*traces], "layout": {"yaxis": axis}, **more}
+
+
+def _line(name: str, curve: np.ndarray | None, axes: Mapping[str, np.ndarray], colour: str, *, band: bool = True) -> list[Figure]:
+    """A line of means, and behind it the range of the lines that share a point; none where there is no such figure."""
+    if curve is None:
+        return []
+    there = np.isfinite(curve[:, 0])
+    mean, low, high = (rounded(each) for each in curve[there].T)
+    x_by = {axis: rounded(x[there]) for axis, x in axes.items()}
     traces: list[Figure] = []
-    steps, times = series.column("step").mean, series.column("time").mean
+    if band and low != high:
+        shape = {"fill": "toself", "fillcolor": f"{colour}26", "line": {"width": 0}, "mode": "lines", "hoverinfo": "skip"}
+        x_of_band = {axis: [*x, *reversed(x)] for axis, x in x_by.items()}
+        traces.append({"x_by": x_of_band, "y": [*high, *reversed(low)], **shape, "showlegend": False})
+    mode = "lines+markers" if len(mean) < 40 else "lines"
+    line = {"mode": mode, "marker": {"size": 4}, "line": {"color": colour, "width": 1.8}}
+    return [*traces, {"x_by": x_by, "y": mean, "name": safe(name), **line}]
+
+
+def _reward(found: Gathered, trainer: Role | None, axes: Mapping[str, np.ndarray], clock: Any) -> Figure:
+    """Rewards of the trained rows, and held-out scores with their standard errors."""
+    traces: list[Figure] = []
     names = (("reward", "trained rows"), ("reward_own", "of them, the run's own"), ("reward_mounted", "of them, of mounted runs"))
-    for name, called, colour in ((*each, figures.COLOURS[place]) for each, place in zip(names, (0, 5, 3), strict=True)):
-        if name in series:
-            traces += figures.line(called, series.column(name), steps, times, clock, colour=colour, band=name == "reward")
-    evaluated = np.array([each["step"] for each in found.evaluations], float)
-    if len(evaluated):
-        when = np.interp(evaluated, steps, times) if len(steps) else np.full(len(evaluated), np.nan)
-        for number, name in enumerate(("greedy_reward", "sampled_reward"), 1):
-            values = np.array([each.get(name, np.nan) for each in found.evaluations])
-            there = np.isfinite(values)
-            traces.append(
-                {
-                    "x_by": {"step": figures.rounded(evaluated[there]), "time": clock(when[there])},
-                    "y": figures.rounded(values[there]),
-                    "name": "held out, " + name.removesuffix("_reward"),
-                    "mode": "lines+markers",
-                    "marker": {"size": 7},
-                    "line": {"color": figures.COLOURS[number], "width": 1.5, "dash": "solid" if number == 1 else "dot"},
-                }
-            )
-    if any(trace["y"] for trace in traces):
-        told = "Held-out queries are never trained on. The pale band is the range of the steps that share a point."
-        made.put("reward", figures.chart(traces, y="reward", height=340), title="Reward", told=told, wide=True)
-    of_held_out, told_held_out = learning.held_out(found.evaluations)
-    of_trained, told_trained = learning.trained(series)
-    made.content["learns"] = {
-        "verdict": learning.verdict(of_held_out, of_trained),
-        "sentences": [told_held_out, told_trained],
-    }
+    for (name, called), colour in zip(names, (0, 5, 3), strict=True):
+        if trainer:
+            traces += _line(called, trainer.curves.get(name), axes, _COLOURS[colour], band=name == "reward")
+    steps = np.array([each["step"] for each in found.evaluations], np.float64)
+    when = np.full(len(steps), np.nan)
+    if trainer and len(trainer.mean("step")):
+        when = clock(np.interp(steps, trainer.mean("step"), trainer.mean("time")))
+    for number, name in enumerate(("greedy_reward", "sampled_reward"), 1):
+        values, errors = (np.array([each.get(key, np.nan) for each in found.evaluations]) for key in (name, name + STDERR))
+        there = np.isfinite(values)
+        if there.any():
+            line = {"color": _COLOURS[number], "width": 1.5, "dash": "solid" if number == 1 else "dot"}
+            error = {"array": rounded(np.nan_to_num(errors[there])), "thickness": 1, "color": _COLOURS[number]}
+            x_by = {"step": rounded(steps[there]), "time": rounded(when[there])}
+            called = "held out, " + name.removesuffix("_reward")
+            trace = {"x_by": x_by, "y": rounded(values[there]), "name": called, "mode": "lines+markers", "line": line}
+            traces.append(trace | {"error_y": error})
+    told = (
+        "Held-out queries are never trained on; bars are standard errors. The pale band is the range of steps that share a point."
+    )
+    return _chart("learning", "Reward", told, "reward", traces, height=340, wide=True)
 
 
-def _timeline(made: Charts, found: Gathered, clock: Clock, begin: float, end: float) -> None:
-    totals = {}
-    for name, role in found.roles.items():
-        of_role = role.shares.totals()
-        if not of_role:
-            continue
-        totals[name] = of_role
-        made.put("shares", figures.shares_of_time(name, role.shares, clock, begin, end), title="", wide=True)
-    made.content["waits"] = {
-        "heading": learning.heading_of_waits(totals),
-        "sentences": [learning.waits(name, of_role) for name, of_role in totals.items() if not name.startswith("reference")],
-    }
-    last = found.spans[-1].begin + found.spans[-1].seconds - found.spans[0].begin if found.spans else 0.0
-    told = f"A row for each thread of each role, over the last {last:.0f} recorded seconds. Drag to see earlier ones, scroll to "
-    told += "zoom, double-click to see all."
-    made.put("spans", figures.recorded_spans(found.spans), title="The recorded end, span by span", told=told, wide=True)
+def _shares(roles: Mapping[str, Role]) -> Figure:
+    """A bar for each role: what its time went into. What took less than a hundredth is joined to "other"."""
+    shares = {name: of_role for name, role in reversed([*roles.items()]) if (of_role := role.shares())}
+    names = {name for of_role in shares.values() for name, share in of_role.items() if share >= 0.01} | {"other"}
+    order = sorted(names, key=lambda name: (name == "other", not name.startswith("wait_"), name))
+    traces = []
+    for number, name in enumerate(order):
+        colour = _WAITING[number % 4] if name.startswith("wait_") else _OF_WORK.get(name, "#b0b0b8")
+        small = [sum(share for each, share in of_role.items() if each not in names) for of_role in shares.values()]
+        values = [of_role.get(name, 0.0) + rest * (name == "other") for of_role, rest in zip(shares.values(), small, strict=True)]
+        trace = {"type": "bar", "orientation": "h", "y": [safe(role) for role in shares], "x": rounded(values)}
+        called = safe(name.replace("_", " "))
+        look = {"name": called, "marker": {"color": colour}, "hovertemplate": "%{x:.1%}<extra>" + called + "</extra>"}
+        traces.append(trace | look)
+    layout = {"barmode": "stack", "xaxis": {"range": [0, 1], "tickformat": ".0%"}, "yaxis": {"type": "category"}}
+    layout["legend"] = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
+    told = "What the time of each role went into since its process began to work. Red is waiting."
+    more: Figure = {"axes": False, "wide": True, "height": 110 + 30 * len(shares), "layout": layout}
+    return _chart("time", "Where the time goes", told, "", traces, **more)
 
 
-def _rows(made: Charts, found: Gathered) -> None:
-    if found.table is None or found.draws is None or found.reader is None or not len(found.table.columns):
+def _waiting(roles: Mapping[str, Role], clock: Any) -> Figure:
+    """The share of its time that each role has waited so far, as its lines told it."""
+    traces: list[Figure] = []
+    for number, (name, role) in enumerate(roles.items()):
+        waits = [curve for each, curve in role.curves.items() if each.startswith("time_wait_")]
+        if waits:
+            step = "policy_step" if "policy_step" in role.curves else "step"
+            summed = np.where(np.isfinite(role.mean(step)), np.nansum(waits, axis=0).T, np.nan).T
+            traces += _line(name, summed, _axes(role, step, clock), _COLOURS[number % 8], band=False)
+    told = "Share of its time that each role has waited, since its process began to work."
+    return _chart("time", "Waiting so far", told, "share of time", traces, wide=True)
+
+
+def _of_rows(found: Gathered, counts: np.ndarray) -> Iterable[Figure]:
+    rows = found.table.rows
+    if not len(rows):
         return
-    columns = found.table.columns
-    counts = found.draws.counts(found.table.writers, columns.writer, columns.row)
-    own = [found.reader.is_own(writer) for writer in found.table.writers]
-    of_run = rows_lib.with_steps_of_run(columns, own)
-    newest = max(found.step, int(of_run.newest_step.max()))
-    others = "" if all(own) else " Rows of mounted runs are left out: their steps are those of another run."
-    made.content["row_count"] = len(columns)
-    made.content["drawn_share"] = float((counts > 0).mean())
-    made.content["writers"] = buffer.summary(columns, counts, found.table.writers)
-    made.put("buffer", buffer.by_draws(counts), title="Draws per row",
-             told="0 are rows that no step has trained on.")  # fmt: skip
-    made.put("buffer", buffer.by_age(of_run, newest), title="Age of the rows",
-             told=f"All rows of the log that can be read, as of step {newest:,}.{others}")  # fmt: skip
-    made.put("buffer", buffer.rewards_by_step(of_run), title="Reward distribution by policy step", wide=True,
-             told=f"Each column adds up to 100 %: what the policy of these steps earned.{others}")  # fmt: skip
-    hard, told = buffer.difficulty(columns)
-    made.put("buffer", hard, title="Queries by difficulty", told=told, wide=True)
-    source = samples.Source(
-        reader=found.reader, table=found.table, draws=found.draws, tokenizer=found.tokenizer, snapshots=found.snapshots,
-        newest_step=newest,
-    )  # fmt: skip
-    with found.part("the samples"):
-        _samples(made, found, source, columns, samples.chosen(of_run, counts))
+    drawn = np.bincount(np.minimum(counts, 12), minlength=2)
+    names = [str(n) if n < 12 else "≥ 12" for n in range(len(drawn))]
+    yield _bars(
+        "Draws per row", "How many steps drew a row. 0 are rows that no step has trained on.", "steps", "rows", names, drawn
+    )
+    age = np.maximum(0, max(found.step, int(rows["newest_step"].max())) - rows["newest_step"][rows["newest_step"] >= 0])
+    if len(age):
+        edges = np.linspace(0, age.max() + 1, min(60, int(age.max()) + 1) + 1)
+        told = "Steps of the trainer since the weights that sampled a row. Rows of mounted runs are left out."
+        yield _bars("Age of the rows", told, "steps", "rows", rounded(np.ceil(edges[:-1])), np.histogram(age, edges)[0])
+    finite = rows[np.isfinite(rows["reward"])]
+    if len(finite):
+        _, of_query = np.unique(finite["query_id"], return_inverse=True)
+        mean = np.bincount(of_query, weights=finite["reward"]) / np.bincount(of_query)
+        edges = np.histogram_bin_edges(mean, 30)
+        told = (
+            f"Mean reward of each of {len(mean):,} queries over its rows: hard queries stand on the left, easy ones on the right."
+        )
+        x = rounded((edges[:-1] + edges[1:]) / 2)
+        yield _bars("Queries by mean reward", told, "mean reward", "queries", x, np.histogram(mean, edges)[0])
 
 
-_GROUPS = {
-    "worst": ("Worst", "The lowest rewards. Of equal rewards, rows that a step trained on come first, then the newest."),
-    "disagreeing": (
-        "Disagreeing",
-        "Queries whose responses differ most in reward: of each the best row and the worst, side by side.",
-    ),
-    "best": ("Best", "The highest rewards. Of equal rewards, rows that a step trained on come first, then the newest."),
-    "newest": ("Newest", "The rows of the newest policy."),
-}
-
-
-def _samples(
-    made: Charts, found: Gathered, source: samples.Source, columns: rows_lib.Columns, chosen: Mapping[str, Sequence[int]]
-) -> None:
-    shown, problems = samples.made(source, columns, [i for indices in chosen.values() for i in indices])
-    found.problems += problems
-    for key, (title, told) in _GROUPS.items():
-        of_group = [shown[i] for i in chosen[key] if i in shown]
-        if of_group:
-            made.content["groups"].append({"key": key, "group": samples.Group(title=title, told=told, samples=of_group)})
-    made.content["worst"] = [shown[i] for i in chosen["worst"] if i in shown][:3]
+def _bars(title: str, told: str, x_title: str, y_title: str, x: Sequence[Any], y: np.ndarray) -> Figure:
+    traces = [{"type": "bar", "x": [*x], "y": rounded(y), "marker": {"color": _COLOURS[0]}}]
+    layout = {"xaxis": {"title": {"text": x_title}}, "yaxis": {"title": {"text": y_title}}, "bargap": 0.06}
+    if isinstance(x[0], str):
+        layout["xaxis"]["type"] = "category"  # type: ignore[index]
+    return _chart("buffer", title, told, y_title, traces, axes=False, layout=layout)

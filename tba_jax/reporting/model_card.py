@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from tba_jax.replay import journal
 from tba_jax.roles.evaluation_figures import STDERR, with_stderr
 from tba_jax.run import best_step, layout
@@ -94,83 +96,60 @@ def _licence(card: Path) -> dict[str, str]:
 def text(run: layout.RunDir, config: Any, *, base: Base, exported: Exported) -> str:
     """The card. Args: config: of the run."""
     c = flatten(without_secrets(config.to_dict()))
-    sections = [
-        _front_matter(c, base, exported),
-        f"# {_plain(exported.name)}",
-        _summary(c, base, exported),
-        "## Held-out scores",
-        *_scores(run, exported.step),
-        "## Training",
-        _table(("", ""), [*_training(run, c, base, exported)]),
-        "## Use",
-        _usage(c, base, exported),
-        *_licence_section(base),
-    ]
-    return "\n\n".join(sections) + "\n"
+    balance, stored = c["learner.objective"] in _TRAJECTORY_BALANCE, layout.read_json(run.config)
+    reports = {each: report for each in dict.fromkeys((0, exported.step)) if (report := _report(run, each))}
+    folder = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
+    environment = jinja2.Environment(
+        loader=folder, undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
+    # Markdown: the filters make text that is no markup.
+    environment.filters |= {"plain": _plain, "code": _code, "quoted": _quoted, "shell": _shell}
+    content: dict[str, Any] = dict(
+        c=c, base=base, exported=exported, balance=balance, reports=reports, run_id=stored.get("id", ""),
+        init_from=stored.get("init_from"), today=time.strftime("%Y-%m-%d", time.gmtime()), start=base.hub_id or base.path,
+        front_matter=_front_matter(balance, base, exported), scores=_scores(reports, exported.step), versions=_versions(run),
+        told_of_scores=[*_told_of_scores(run, reports, exported.step)], rows_trained=_rows_trained(run, exported.step),
+        schedule=_schedule(run, c, exported.step),
+        most_rank=1 << max(3, (c["lora.rank"] - 1).bit_length()),  # vLLM takes powers of two
+    )  # fmt: skip
+    return environment.get_template("model_card.md").render(content)
 
 
-def _front_matter(c: Mapping[str, Any], base: Base, exported: Exported) -> str:
+def _front_matter(balance: bool, base: Base, exported: Exported) -> str:
     import huggingface_hub
 
-    balance = ["trajectory-balance"] if c["learner.objective"] in _TRAJECTORY_BALANCE else []
-    tags = ["tba_jax", *balance, "reinforcement-learning", *(["lora"] if exported.adapter else [])]
+    tags = ["tba_jax", *balance * ["trajectory-balance"], "reinforcement-learning", *exported.adapter * ["lora"]]
     data: dict[str, Any] = dict(library_name="peft" if exported.adapter else "transformers", tags=tags, **base.licence)
     if base.hub_id:  # the hub refuses what is no id of a model there
         data |= dict(base_model=base.hub_id, base_model_relation="adapter" if exported.adapter else "finetune")
-    return f"---\n{huggingface_hub.ModelCardData(pipeline_tag='text-generation', **data).to_yaml()}\n---"
+    return huggingface_hub.ModelCardData(pipeline_tag="text-generation", **data).to_yaml()
 
 
-def _summary(c: Mapping[str, Any], base: Base, exported: Exported) -> str:
-    what = "LoRA adapters of a language model" if exported.adapter else "A language model"
-    origin = f"post-trained from {_base_in_words(base)}" if base.path else "trained from random weights"
-    loss = f"the loss {_code(c['learner.objective'])}"
-    if c["learner.objective"] in _TRAJECTORY_BALANCE:
-        loss = "[Trajectory Balance with Asynchrony](https://arxiv.org/abs/2503.18929)"
-    return (
-        f"{what}, {origin} by {loss} with tba_jax, on the task {_code(c['task.name'])}. These are the weights of trainer step "
-        f"{exported.step} of {c['learner.steps']}, in {exported.dtype}, exported on {time.strftime('%Y-%m-%d', time.gmtime())}."
-    )
-
-
-def _base_in_words(base: Base) -> str:
-    named = f"[{_plain(base.hub_id)}](https://huggingface.co/{base.hub_id})" if base.hub_id else _code(base.path)
-    return f"{named} at revision {_code(base.revision)}" if base.revision else named
-
-
-def _scores(run: layout.RunDir, step: int) -> Iterator[str]:
-    """The table of steps 0 and `step`, and sentences about how far it is to be trusted."""
-    reports = {each: report for each in dict.fromkeys((0, step)) if (report := _report(run, each))}
-    if not reports:
-        yield "Neither this step nor step 0 has been evaluated."
-        return
-    newest = reports[max(reports)]
-    queries = newest.get("queries")
+def _scores(reports: Mapping[int, Mapping[str, Any]], step: int) -> str:
+    """The table of step 0 and `step`. Args: reports: of those that have been evaluated, by step."""
+    newest = reports[max(reports)] if reports else {}
     score_name = str(newest.get("score_name", "score"))
     ordered = dict.fromkeys((*_TITLES, *newest))
     hidden = {*_NOT_SHOWN, score_name, *(name + STDERR for name in ordered)}
-    names = [name for name in ordered if name not in hidden and _is_number(newest.get(name))]
     titles = _TITLES | {"greedy_reward": f"{score_name} ({_TITLES['greedy_reward']})"}
+    names = [name for name in ordered if name not in hidden and _is_number(newest.get(name))]
     rows = [(_plain(titles.get(name, name)), *(with_stderr(report, name) for report in reports.values())) for name in names]
-    yield _table(("", *(f"step {each}{' (this model)' if each == step else ''}" for each in reports)), rows)
-    told = [f"Means over {queries} held-out queries of the task."] if _is_number(queries) else []
+    return _table(("", *(f"step {each}{' (this model)' if each == step else ''}" for each in reports)), rows)
+
+
+def _told_of_scores(run: layout.RunDir, reports: Mapping[int, Mapping[str, Any]], step: int) -> Iterator[str]:
+    """Sentences about how far the scores are to be trusted."""
+    if reports and _is_number(queries := reports[max(reports)].get("queries")):
+        yield f"Means over {queries} held-out queries of the task."
     if step not in reports:
-        told.append(f"Step {step} has not been evaluated.")
-    yield " ".join([*told, *_of_best(run, step)])
-
-
-def _of_best(run: layout.RunDir, step: int) -> Iterator[str]:
-    """A sentence about the best step."""
+        yield f"Step {step} has not been evaluated."
     scores = best_step.Scores(run.evaluations)()
     best = best_step.best(scores.items())
-    if best is None:
-        return
-    if best.step != step:
+    if best is not None and best.step != step:
         yield f"The best of {len(scores)} evaluated steps is step {best.step}, with {best.score:.3f}."
-    elif len(scores) > 1:
-        yield (
-            f"This is the best of {len(scores)} evaluated steps. The same queries have chosen it, so expect a little less "
-            "on other queries."
-        )
+    elif best is not None and len(scores) > 1:
+        yield f"This is the best of {len(scores)} evaluated steps."
+        yield "The same queries have chosen it, so expect a little less on other queries."
 
 
 def _report(run: layout.RunDir, step: int) -> Mapping[str, Any]:
@@ -182,44 +161,6 @@ def _report(run: layout.RunDir, step: int) -> Mapping[str, Any]:
     return report if isinstance(report, dict) else {}
 
 
-def _training(run: layout.RunDir, c: Mapping[str, Any], base: Base, exported: Exported) -> Iterator[tuple[str, str]]:
-    """Title and content of each row of the table of settings."""
-    yield "base model", _base_in_words(base) if base.path else "none: random weights"
-    stored = layout.read_json(run.config)
-    if stored.get("init_from"):
-        yield "began from", f"the policy of another run, {_code(stored['init_from'])}"
-    if c["warm_start.steps"]:
-        yield "warm start", f"{c['warm_start.steps']} supervised steps on worked examples of the task"
-    yield "task", _code(c["task.name"])
-    yield "loss", _code(c["learner.objective"])
-    yield "β", _linear(c, "beta")
-    yield "reference policy", _code(c["learner.reference.kind"])
-    yield "queries × responses (K) of a step", f"{c['learner.queries']} × {c['learner.completions']}"
-    yield "steps", f"{exported.step} of {c['learner.steps']}"
-    yield "rows trained on", _rows_trained(run, exported.step)
-    warmup = _counted(c["learner.warmup_steps"], "warm-up step")
-    yield "learning rate", f"{c['learner.learning_rate']:g} ({c['learner.schedule']}, {warmup})"
-    if c["lora.rank"]:
-        yield "LoRA", f"rank {c['lora.rank']}, alpha {c['lora.alpha']:g}, targets {_code(', '.join(c['lora.targets']))}"
-    yield "schedule", _schedule(run, c, exported.step)
-    if c["replay.mount"]:
-        yield "rows of other runs", f"of {len(c['replay.mount'])} runs (replay.mount)"
-    yield "temperature of the policy", f"{c['sampling.scoring_temperature']:g}"
-    yield "tokens", f"prompts up to {c['task.prompt_length']}, responses up to {c['task.response_length']}"
-    yield "seed", str(c["seed"])
-    yield "run", _code(stored.get("id", ""))
-    yield "versions", _versions(run)
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
-def _linear(c: Mapping[str, Any], name: str) -> str:
-    start, end, steps = (c[f"learner.{name}_{part}"] for part in ("start", "end", "steps"))
-    return f"{start:g}" if start == end or not steps else f"{start:g} → {end:g} over {steps} steps"
-
-
 def _schedule(run: layout.RunDir, c: Mapping[str, Any], step: int) -> str:
     if c["schedule.mode"] == "interleaved":
         lag, updates = c["schedule.lag"], c["schedule.updates_per_search"]
@@ -227,8 +168,8 @@ def _schedule(run: layout.RunDir, c: Mapping[str, Any], step: int) -> str:
         if not lag and not often:
             return "on-policy, in turn"
         return f"search and training in turn, fresh rows of the policy of {lag} steps ago{often}"
-    searchers, steps = _counted(c["searchers.count"], "searcher"), _counted(c["publish.every_steps"], "step")
-    told = f"asynchronous, {searchers}, a snapshot every {steps}"
+    searchers, every = c["searchers.count"], c["publish.every_steps"]
+    told = f"asynchronous, {searchers} searcher{'s' * (searchers != 1)}, a snapshot every {every} step{'s' * (every != 1)}"
     try:
         ages = [line["staleness_mean"] for line in metrics.each_line(run.metrics("trainer")) if line["step"] <= step]
     except _UNREADABLE:
@@ -262,42 +203,12 @@ def _versions(run: layout.RunDir) -> str:
     return _plain(", ".join([own, *packages]))
 
 
-def _usage(c: Mapping[str, Any], base: Base, exported: Exported) -> str:
-    """How to load the folder, and the commands of vLLM and lm-eval."""
-    folder, start = "FOLDER", _shell(base.hub_id or base.path)
-    if exported.adapter:
-        python = f'base = AutoModelForCausalLM.from_pretrained("{_quoted(base.hub_id or base.path)}")\n'
-        python += f'model = PeftModel.from_pretrained(base, "{folder}")'
-        # vLLM takes powers of two.
-        rank = 1 << max(3, (c["lora.rank"] - 1).bit_length())
-        served = f"vllm serve {start} --enable-lora --max-lora-rank {rank} --lora-modules NAME={folder}"
-        measured, imports = f"pretrained={start},peft={folder}", "from peft import PeftModel\n"
-    else:
-        python = f'model = AutoModelForCausalLM.from_pretrained("{folder}")'
-        served, measured, imports = f"vllm serve {folder}", f"pretrained={folder}", ""
-    template = "messages of a user in the tokenizer's chat template" if c["task.chat_template"] else "plain texts"
-    return (
-        f"Prompts were {template}. FOLDER is this folder or its id on the hub.\n\n"
-        f"```python\n{imports}from transformers import AutoModelForCausalLM, AutoTokenizer\n\n{python}\n"
-        f'tokenizer = AutoTokenizer.from_pretrained("{folder}")\n```\n\n'
-        f"```\n{served}\nlm_eval --model hf --model_args {measured} --tasks TASKS\n```"
-    )
-
-
-def _licence_section(base: Base) -> list[str]:
-    if not base.licence:
-        return []
-    named = base.licence.get("license_name", base.licence["license"])
-    link = f" ({_code(base.licence['license_link'])})" if "license_link" in base.licence else ""
-    return [f"## Licence\n\nThe card of the base model names its licence as {_code(named)}{link}; it may bind these weights too."]
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, ("---", *("---:" for _ in head[1:])) if len(head) > 2 else ("---",) * len(head), *rows]
+    lines = [head, ("---", *("---:" for _ in head[1:])) if len(head) > 2 else ("---", "---"), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

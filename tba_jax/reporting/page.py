@@ -1,0 +1,174 @@
+"""One HTML file about a run, self-contained: whether it learns, who waits, its alarms, its rows, its settings.
+
+The page fetches nothing and executes nothing but its own two scripts, whose hashes its content security policy names. What
+models, files and other runs wrote is escaped by jinja; charts and samples are JSON in an element that no browser executes, and
+the script shows them as text.
+"""
+
+import base64
+import hashlib
+import json
+import shlex
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+from plotly import offline
+
+from tba_jax.experiment.schema import SCHEMA
+from tba_jax.reporting import charts, learning, samples
+from tba_jax.reporting.gathering import Gathered, is_number
+from tba_jax.run import contract as contract_lib
+from tba_jax.run.secrets_of_config import without_secrets
+from tba_jax.schemas import flatten
+from tba_jax.text.visible import visible
+
+TEMPLATES = Path(__file__).parent / "templates"
+# The line of templates/report.html by which a report is known.
+MARK = b'<meta name="generator" content="tba_jax report">'
+# A run that wrote nothing for so long is not called live.
+_QUIET_SECONDS = 60.0
+_LONGEST = 300  # characters of a value
+
+
+def page(found: Gathered, *, recipe: Mapping[str, Any] | None = None, recipe_name: str = "", served: bool = False) -> str:
+    """The HTML of a report.
+
+    Args: recipe: the config of the recipe that the settings are compared with, if the user named one. served: whether the viewer
+      serves the page, and makes it again when the run has gone on.
+    """
+    begin, end = found.times
+    counts = found.table.counts()
+    drawn: dict[str, Any] = {"charts": [], "resumes": {}, "time_title": ""}
+    with found.part("what the charts show"):
+        drawn = charts.of(found, counts)
+    rows: dict[str, Any] = {"groups": {}, "samples": []}
+    with found.part("the samples"):
+        rows = _samples(found, counts)
+    trainer = found.roles.get("trainer")
+    of_held_out, told_held_out = learning.held_out(found.evaluations)
+    of_trained, told_trained = learning.trained(trainer.mean("reward")) if trainer else ("", "No trainer has told of a step.")
+    heading, sentences = learning.waits({name: of_role for name, role in found.roles.items() if (of_role := role.shares())})
+    stored = found.stored
+    content = {
+        "title": Path(found.called).name or found.called,
+        "workdir": found.called,
+        "quoted_workdir": shlex.quote(found.called),
+        "shared": str(found.run.shared),
+        "made": _moment(time.time()),
+        "began": _moment(begin) if begin else "not known",
+        "state": _state(found, end),
+        "verdict": learning.verdict(of_held_out, of_trained),
+        "learns": [told_held_out, told_trained],
+        "waits_heading": heading,
+        "waits": sentences,
+        "now": {name: said for name, role in found.roles.items() if (said := _now(role.status)) and not _is_finished(found)},
+        "troubles": {name: role.status.trouble for name, role in found.roles.items() if role.status.trouble},
+        "alarms": found.alarms,
+        "left_out_roles": found.left_out_roles,
+        "worst": [each for each in rows["samples"] if each["name"] in rows["groups"].get("worst", [])[:3]],
+        "balanced": found.finished.get("balanced"),
+        "row_count": len(found.table.rows),
+        "drawn_share": float((counts > 0).mean()) if len(counts) else 0.0,
+        "writers": _writers(found, counts),
+        "settings": _settings(stored["config"], recipe),
+        "recipe_name": recipe_name,
+        "contract": [(name, in_words(value)) for name, value in flatten(without_secrets(stored["contract"])).items()],
+        "changes": [in_words(each) for each in changes] if isinstance(changes := stored.get("changes"), list) else [],
+        "init_from": str(stored.get("init_from") or ""),
+        "run_id": str(stored.get("id") or ""),
+        "has_tokenizer": found.tokenizer is not None,
+        "problems": found.problems,
+        "served": served,
+    }
+    return _rendered(content, {**drawn, **rows, "newest": found.step})
+
+
+def in_words(value: Any) -> str:
+    """A value as JSON, cut where it is long."""
+    text = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text)} characters)"
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+def _is_finished(found: Gathered) -> bool:
+    step = found.finished.get("step")
+    return is_number(step) and step >= found.steps
+
+
+def _state(found: Gathered, newest: float) -> str:
+    """Whether the run is finished, live or silent, in one sentence. Args: newest: unix seconds of the last sign of life."""
+    of = f"step {found.step:,} of {found.steps:,}" if found.steps else f"step {found.step:,}"
+    quiet = time.time() - newest
+    if _is_finished(found):
+        return f"Finished: {of}."
+    if not newest:
+        return f"No role has written anything yet: {of}."
+    if quiet < _QUIET_SECONDS:
+        return f"At work: {of}; the last sign of life is {max(0.0, quiet):.0f} s old."
+    return f"Not finished, and silent since {_moment(newest)}: {of}."
+
+
+def _now(told: Any) -> str:
+    """What a role said last of what it does and waits for. Args: told: status.Told."""
+    phase = f"is {told.phase}" + (f" ({told.done:,} of {told.total:,})" if told.total else "") if told.phase else ""
+    return ", ".join(filter(None, (phase, f"waits for {told.waits}" if told.waits else "")))
+
+
+def _samples(found: Gathered, counts: Any) -> dict[str, Any]:
+    """groups: group -> names of rows, first to show first; samples: the rows, see samples.made."""
+    groups = samples.chosen(found.table.rows, counts)
+    shown = samples.made(found, [i for indices in groups.values() for i in indices])
+    named = {group: [shown[i]["name"] for i in indices if i in shown] for group, indices in groups.items()}
+    return {"groups": named, "samples": [*shown.values()]}
+
+
+def _writers(found: Gathered, counts: Any) -> list[dict[str, str]]:
+    """A line of text for each writer, those with most rows first, 100 at most."""
+    lines = []
+    rows = found.table.rows
+    for name in found.table.writers:
+        mine = rows["key"] >> 40 == found.table.writers.index(name)
+        if (count := int(mine.sum())) == 0:
+            continue
+        of, info = rows[mine], found.writers.get(name, {})
+        line = {"writer": name, "rows": f"{count:,}", "trained on": f"{int((counts[mine] > 0).sum()):,}"}
+        line |= {"mean reward": f"{of['reward'].mean():.3f}", "ended by themselves": f"{of['finished'].mean():.1%}"}
+        own = of["newest_step"].max() >= 0
+        line["policy steps"] = f"{of['oldest_step'].min()} to {of['newest_step'].max()}" if own else "of a mounted run"
+        line |= {key: in_words(info.get(key, "")).strip('"') for key in ("host", "devices")}
+        lines.append((count, line))
+    return [line for _, line in sorted(lines, key=lambda each: -each[0])[:100]]
+
+
+def _settings(config: Mapping[str, Any], recipe: Mapping[str, Any] | None) -> list[tuple[str, ...]]:
+    """Name, value, default and value in the recipe of each setting that differs from one of them, without secrets."""
+    here, defaults = flatten(without_secrets(config)), flatten(contract_lib.plain(SCHEMA.defaults().to_dict()))
+    of_recipe = defaults if recipe is None else flatten(without_secrets(contract_lib.plain(recipe)))
+    return [
+        (name, *(in_words(there[name]) if name in there else "(there is none)" for there in (here, defaults, of_recipe)))
+        for name, value in here.items()
+        if any(name not in there or there[name] != value for there in (defaults, of_recipe))
+    ]
+
+
+def _rendered(content: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+    scripts = [offline.get_plotlyjs(), (TEMPLATES / "report.js").read_text(encoding="utf-8")]
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts)
+    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
+    policy += "base-uri 'none'; form-action 'none'"
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    for sign in "<>&\u2028\u2029":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, finalize=lambda value: visible(value) if type(value) is str else value,
+    )  # fmt: skip
+    trusted = {"scripts": [*map(Markup, scripts)], "data": Markup(text), "policy": policy}
+    return environment.get_template("report.html").render({**content, **trusted})

@@ -1,0 +1,113 @@
+"""Serves the report of a run on 127.0.0.1. A page that is asked for is made again if the run may have gone on."""
+
+import contextlib
+import hmac
+import html
+import http.server
+import logging
+import re
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from tba_jax.reporting import page
+from tba_jax.reporting.gathering import Source
+
+log = logging.getLogger(__name__)
+
+_HOST = "127.0.0.1"
+# Names by which a browser on this machine, or at the other end of an ssh tunnel, calls the server. The port may differ there.
+_NAMES = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?")
+_HEADERS = {
+    "Content-Type": "text/html; charset=utf-8", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+}  # fmt: skip
+PAUSE_SECONDS, _TIMES = 5.0, 4.0  # a report is made again once it is older, and than so many times what making it took
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """`handle_request` serves one request, in a thread, or returns after `timeout`. address: with a token that lets one in."""
+
+    daemon_threads, timeout = True, 0.1
+
+    def __init__(self, source: Source, port: int, tell: Callable[[str], None] = lambda sentence: None):
+        """Reads the run. Args: port: 0: a free one. tell: see Source.gather. Raises ValueError where the port is taken."""
+        try:
+            super().__init__((_HOST, port), _Handler)
+        except OSError as error:
+            raise ValueError(f"--port={port} cannot be used: {error.strerror or error}; name another, or none") from error
+        self.token = secrets.token_urlsafe(24)
+        # Cookies of one host are shared by all ports: another viewer has another name.
+        self.cookie = f"tba_view_{secrets.token_hex(4)}={secrets.token_urlsafe(24)}"
+        self.address = f"http://{_HOST}:{self.server_port}/?token={self.token}"
+        self._source, self._lock, self._page, self._again = source, threading.Lock(), b"", 0.0
+        self.page(tell)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.warning("a page failed: %s", sys.exception())
+
+    def page(self, tell: Callable[[str], None] = lambda sentence: None) -> bytes:
+        """The report of the run as it was at most some seconds ago."""
+        with self._lock:
+            if (begin := time.monotonic()) >= self._again:
+                self._page = page.page(self._source.gather(tell), served=True).encode("utf-8", errors="replace")
+                self._again = time.monotonic() + max(PAUSE_SECONDS, _TIMES * (time.monotonic() - begin))
+            return self._page
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """Lets in who knows the token, and gives a cookie in its place. Neither requests nor the server's name are told."""
+
+    server: Server
+    server_version, sys_version, timeout = "tba_jax", "", 30.0  # seconds: a connection that says nothing is closed
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        asked = urlsplit(self.path)
+        query = parse_qs(asked.query)
+        cookies = self.headers.get("Cookie", "").split(";")
+        if not _NAMES.fullmatch(self.headers.get("Host", "")):
+            self._say(403, "This viewer answers to 127.0.0.1 and localhost alone.")
+        elif any(_same(each.strip(), self.server.cookie) for each in cookies):
+            every = query.get("every", [""])[0]
+            if asked.path == "/":
+                self._send(200, self.server.page(), {"Refresh": every} if re.fullmatch(r"[1-9]\d{0,4}", every) else {})
+            else:
+                self._say(404, "There is one page here: /")
+        elif _same(query.get("token", [""])[0], self.server.token):
+            # A redirect would lack the cookie where a link on another site was followed: the cookie is SameSite=Strict.
+            given = {"Set-Cookie": f"{self.server.cookie}; HttpOnly; SameSite=Strict; Path=/"}
+            self._say(200, "The report comes.", given | {"Refresh": "0; url=/"})
+        else:
+            self._say(403, "The address lacks the token, or has a wrong one: open the address that the command has printed.")
+
+    do_HEAD = do_GET
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answers what is no GET, or no HTTP."""
+        self._say(code, "This viewer only reads: it takes GET and no other method.")
+
+    def _say(self, status: int, sentence: str, headers: dict[str, str] | None = None) -> None:
+        headers = {"Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'"} | (headers or {})
+        text = f"<!doctype html><title>{status}</title><p>{html.escape(sentence)}</p>\n"
+        self._send(status, text.encode(), headers)
+
+    def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in (_HEADERS | {"Content-Length": str(len(content))} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            with contextlib.suppress(ConnectionError):  # a browser that went away
+                self.wfile.write(content)
+
+
+def _same(given: str, secret: str) -> bool:
+    return hmac.compare_digest(given.encode(errors="replace"), secret.encode())
