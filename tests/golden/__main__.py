@@ -107,7 +107,7 @@ def refusals() -> dict[str, str]:
     for asked in (*beyond, *TOGETHER):
         flags = [f"--config.{each}" for each in asked.split()]
         try:
-            composition.build(recipes.load("configs/base.py", flags, program=settings_help.BASE))
+            composition.build(recipes.load("configs/base.py", flags, program=settings_help.BASE), new=True)
             found[asked] = "is taken"
         except ValueError as error:
             found[asked] = str(error)
