@@ -173,7 +173,7 @@ def test_all_mistakes_are_told_together(dry, tmp_path, capsys, one_device):
         "--config.task.embedding_path=/nowhere": "task.embedding_path='/nowhere'",
         "--config.task.prompt_length=5": "40 of 40 train prompts",
         "--init_from=nowhere": "--init_from='nowhere' must be RUN@STEP",
-        "--profile=12:2": "--profile=12:2 asks for steps 12 to 13, and learner.steps=12 ends the run before",
+        "--profile=12:2": "--profile=12:2 asks for steps up to 13, and learner.steps=12 ends the run",
     }
     flags = [*mistakes, "--config.publish.every_steps=7", "--config.schedule.mode=asynchronous", *dry]
     with pytest.raises(SystemExit) as ended:
