@@ -14,8 +14,8 @@ measurement settles, such as the memory that the compiler assigns, has one ratio
 lower quartile or the one ratio is above --limit: three pairs of four then agree that this checkout is worse by more than that.
 Sizes are meant for ten minutes of nine pairs on a quiet machine; a busy one takes longer. Fewer than nine are for trying out.
 
-Each piece says the load average. Where other processes take much of the cores' time, even two checkouts of one commit can differ by
-more than the limit: repeat the piece (--only) on a quiet machine.
+Each piece says the load average. Where other processes take much of the cores' time, even two checkouts of one commit can differ
+by more than the limit: repeat the piece (--only) on a quiet machine.
 """
 
 import contextlib
@@ -167,7 +167,7 @@ def compare(piece: str, this: Worker, other: Worker, pairs: int) -> dict[str, Ra
 
 
 def run(this: Worker, other: Worker, only: Sequence[str], *, pairs: int, limit: float) -> bool:
-    """Compares and prints. Returns whether nothing is worse. Raises ValueError: a checkout has no such piece, or they share none."""
+    """Compares and prints. Returns whether nothing is worse. Raises ValueError: the checkouts do not share the pieces."""
     mine, theirs = pieces_of(this), pieces_of(other)
     shared = [name for name in mine if name in theirs]
     if unknown := [name for name in only if name not in shared]:

@@ -3,11 +3,11 @@
 python -m benchmarks.decode [--cases=v4096_s1,…] [--modes=dynamic,static,compile] [--only=ours,torch] [--repeats=5] [--out=FILE]
 python -m benchmarks.decode --device=gpu [--cases=pythia_s1,pythia_s16,qwen_s1,qwen_s16] [--batch=64]
 
-Both sample at temperature 1 from one checkpoint of random weights, with one list of prompts and the same environment: as many CPU
-cores (--threads) and GLIBC_TUNABLES=glibc.malloc.hugetlb=1, for which the command starts itself again. Ours gives
-log-probabilities as well, `generate` tokens only. torch runs in a process of its own (decode_torch.py) that is idle while ours
-runs; the repeats are interleaved, one of ours and one of each mode in turn, and the times are medians. No response ends by an
-end-of-sequence token. Before anything is timed, the greedy continuation of a prompt must be the same in both.
+Both sample at temperature 1 from one checkpoint of random weights, with one list of prompts, on the same cores (`taskset` says
+which); GLIBC_TUNABLES=glibc.malloc.hugetlb=1 before the command makes both faster. Ours gives log-probabilities as well,
+`generate` tokens only. torch runs in a process of its own (decode_torch.py) that is idle while ours runs; the repeats are
+interleaved, one of ours and one of each mode in turn, and the times are medians. No response ends by an end-of-sequence token.
+Before anything is timed, the greedy continuation of a prompt must be the same in both.
 
 Cases: <model>_s<responses a query> are uniform, 64 rows of 128 new tokens, on prompts of 64 tokens (s1) or 512 (s16: 4 queries);
 *_tail and *_s16tail are 256 rows of log-normal lengths (median 32, sigma 0.8, clipped to 4 … 128): ours streams them through 64
@@ -54,10 +54,8 @@ _MODES = flags.DEFINE_list("modes", ["dynamic", "static"], "Of torch: a cache th
 _ONLY = flags.DEFINE_list("only", ["ours", "torch"], "Whose decoder.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Of each time.", lower_bound=1)
 _BATCH = flags.DEFINE_integer("batch", 64, "Rows decoded at a time, a multiple of 16.", lower_bound=16)
-_THREADS = flags.DEFINE_integer("threads", 0, "CPU cores for both; 0: all that this process may use.", lower_bound=0)
 _OUT = flags.DEFINE_string("out", "", "A JSON file for all figures.")
 
-TUNABLE = "glibc.malloc.hugetlb=1"
 RESPONSE = 128
 TAIL_BATCHES, TAIL_MEDIAN, TAIL_SIGMA, TAIL_SHORTEST = 4, 32, 0.8, 4
 GREEDY_TOKENS = 32
@@ -331,26 +329,6 @@ def summarise(case: Case, seconds: Mapping[str, Sequence[float]], machine: Machi
     return {"tokens": tokens, "rows": len(case.lengths), "queries": Q, "prompt_length": P, "decoders": figures}
 
 
-def restart_as_wanted() -> None:
-    """Starts the command again where glibc, OpenMP or JAX were given other settings: they are read once, at the start.
-
-    Raises ValueError: more threads than cores.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    threads = _THREADS.value or len(cores)
-    if threads > len(cores):
-        raise ValueError(f"--threads={threads} is more than the {len(cores)} cores that this process may use")
-    tunables = [each for each in os.environ.get("GLIBC_TUNABLES", "").split(":") if each not in ("", TUNABLE)]
-    wanted = {"GLIBC_TUNABLES": ":".join([*tunables, TUNABLE]), "OMP_NUM_THREADS": str(threads)}
-    # On a GPU, torch needs room on the same device.
-    cpu = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    wanted |= cpu if _DEVICE.value == "cpu" else {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if len(cores) == threads and all(os.environ.get(name) == value for name, value in wanted.items()):
-        return
-    os.sched_setaffinity(0, cores[:threads])  # JAX has as many threads as it may use cores
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | wanted)
-
-
 def check_flags() -> None:
     """Raises ValueError: a flag names what there is not."""
     cases = [f"{model}_{kind}" for model in MODELS[_DEVICE.value] for kind in _KINDS]
@@ -373,10 +351,11 @@ def main(argv: Sequence[str]) -> None:
     device = _DEVICE.value
     try:
         check_flags()
-        restart_as_wanted()
     except ValueError as error:
         sys.exit(f"error: {error}")
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # on a GPU, torch needs room on the same device
     if device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
         # One device for each core, as searchers.cpu_devices makes them: attention of one device uses one core.
         jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the torch process ends as well

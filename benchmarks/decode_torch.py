@@ -102,7 +102,7 @@ class Peer:
 
 
 def main() -> None:
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     peer = Peer()
