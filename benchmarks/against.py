@@ -18,21 +18,19 @@ Each piece says the load average. Where other processes take much of the cores' 
 by more than the limit: repeat the piece (--only) on a quiet machine.
 """
 
-import contextlib
 import dataclasses
-import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any
 
 from absl import app, flags
+
+from benchmarks import json_worker
 
 _OTHER = flags.DEFINE_string("other", "", "Folder of the checkout that this one is compared with.")
 _PAIRS = flags.DEFINE_integer("pairs", 9, "Measurements of each checkout.", lower_bound=2)
@@ -73,64 +71,7 @@ def worse(found: Mapping[str, Mapping[str, Ratios]], limit: float) -> list[str]:
     ]
 
 
-class Worker:
-    """The process of benchmarks.pieces in a checkout. Raises RuntimeError: it ended; with all of `errors`, its stderr."""
-
-    def __init__(self, folder: Path, errors: TextIO):
-        self.folder, self._errors = folder, errors
-        environment = {name: value for name, value in os.environ.items() if name not in _CLEARED} | _ENVIRONMENT
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.pieces"],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-
-    def send(self, do: str, **arguments: str) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            self._fail()
-
-    def answer(self) -> dict[str, Any]:
-        """The answer to the oldest request that has none."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._fail()
-        return json.loads(line)
-
-    def ask(self, do: str, **arguments: str) -> dict[str, Any]:
-        self.send(do, **arguments)
-        return self.answer()
-
-    def _fail(self) -> NoReturn:
-        code = self._process.wait()
-        self._errors.seek(0)
-        raise RuntimeError(f"the worker in {self.folder} ended with code {code}:\n{self._errors.read()}")
-
-    def close(self) -> None:
-        self._process.terminate()  # it may be in the middle of a long request
-        self._process.wait()
-
-
-@contextlib.contextmanager
-def started(folder: Path) -> Iterator[Worker]:
-    """A worker, which ends with the context."""
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        worker = Worker(folder, errors)
-        try:
-            yield worker
-        finally:
-            worker.close()
-
-
-def pieces_of(worker: Worker) -> list[str]:
+def pieces_of(worker: json_worker.Worker) -> list[str]:
     """Raises ValueError: the worker imported the code of another checkout than its own."""
     listed = worker.ask("list")
     if Path(listed["code"]) != worker.folder:
@@ -138,7 +79,7 @@ def pieces_of(worker: Worker) -> list[str]:
     return listed["pieces"]
 
 
-def measure(piece: str, workers: Sequence[Worker], pairs: int) -> list[dict[str, list[float]]]:
+def measure(piece: str, workers: Sequence[json_worker.Worker], pairs: int) -> list[dict[str, list[float]]]:
     """Of each worker, figure -> values: one of a figure that preparation settles, one a pair of the others."""
     for worker in workers:
         worker.send("prepare", piece=piece)
@@ -153,7 +94,7 @@ def measure(piece: str, workers: Sequence[Worker], pairs: int) -> list[dict[str,
     return found
 
 
-def compare(piece: str, this: Worker, other: Worker, pairs: int) -> dict[str, Ratios]:
+def compare(piece: str, this: json_worker.Worker, other: json_worker.Worker, pairs: int) -> dict[str, Ratios]:
     """Measures a piece, prints its lines of the table and returns the ratios of figures that both checkouts have."""
     begin = time.perf_counter()
     mine, theirs = measure(piece, (this, other), pairs)
@@ -166,7 +107,7 @@ def compare(piece: str, this: Worker, other: Worker, pairs: int) -> dict[str, Ra
     return found
 
 
-def run(this: Worker, other: Worker, only: Sequence[str], *, pairs: int, limit: float) -> bool:
+def run(this: json_worker.Worker, other: json_worker.Worker, only: Sequence[str], *, pairs: int, limit: float) -> bool:
     """Compares and prints. Returns whether nothing is worse. Raises ValueError: the checkouts do not share the pieces."""
     mine, theirs = pieces_of(this), pieces_of(other)
     shared = [name for name in mine if name in theirs]
@@ -200,7 +141,12 @@ def main(argv: Sequence[str]) -> None:
     try:
         folder = check_flags()
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: _CORES.value])  # workers inherit it
-        with started(_THIS) as this, started(folder) as other:
+        environment = {name: value for name, value in os.environ.items() if name not in _CLEARED} | _ENVIRONMENT
+        of_pieces: dict[str, Any] = dict(module="benchmarks.pieces", environment=environment)
+        with (
+            json_worker.started(folder=_THIS, **of_pieces) as this,
+            json_worker.started(folder=folder, **of_pieces) as other,
+        ):
             fine = run(this, other, _ONLY.value, pairs=_PAIRS.value, limit=_LIMIT.value)
     except (ValueError, RuntimeError) as error:
         sys.exit(f"error: {error}")

@@ -24,7 +24,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 
+from benchmarks import json_worker
 from tba_jax import sharding
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.engine import Engine
@@ -165,30 +165,6 @@ def measure_ours(case: Case, *, repeats: int, between: Callable[[], None]) -> li
     return seconds
 
 
-class Torch:
-    """The process of decode_torch.py. Raises RuntimeError: it ended, after it said why on stderr."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "benchmarks.decode_torch"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def ask(self, request: str, **arguments: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps({"request": request, **arguments}) + "\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
-            raise RuntimeError(f"the torch process ended with code {self._process.wait()} at request {request!r}; see above")
-        return json.loads(answer)
-
-    def close(self) -> None:
-        self._process.terminate()  # it may be in the middle of a long request
-        self._process.wait()
-
-
 def tail_lengths(rows: int) -> np.ndarray:
     """int32[rows]: log-normal response lengths, the same in every run."""
     drawn = np.exp(np.random.default_rng(0).normal(np.log(TAIL_MEDIAN), TAIL_SIGMA, rows))
@@ -283,7 +259,9 @@ def check_greedy(case: Case, tokens: Sequence[int]) -> None:
         )
 
 
-def measure(case: Case, modes: Sequence[str], peer: Torch | None, *, ours: bool, repeats: int) -> dict[str, list[float]]:
+def measure(
+    case: Case, modes: Sequence[str], peer: json_worker.Worker | None, *, ours: bool, repeats: int
+) -> dict[str, list[float]]:
     """Seconds of each decoder, interleaved."""
     seconds: dict[str, list[float]] = {mode: [] for mode in modes if peer is not None}
 
@@ -358,16 +336,17 @@ def main(argv: Sequence[str]) -> None:
         jax.config.update("jax_platforms", "cpu")
         # One device for each core, as searchers.cpu_devices makes them: attention of one device uses one core.
         jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+    if "torch" not in _ONLY.value:
+        return run(None, device)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the torch process ends as well
-    peer = Torch() if "torch" in _ONLY.value else None
     try:
-        run(peer, device)
-    finally:
-        if peer is not None:
-            peer.close()
+        with json_worker.started("benchmarks.decode_torch", folder=Path.cwd(), environment=os.environ) as peer:
+            run(peer, device)
+    except RuntimeError as error:
+        sys.exit(f"error: {error}")
 
 
-def run(peer: Torch | None, device: str) -> None:
+def run(peer: json_worker.Worker | None, device: str) -> None:
     versions = {"jax": jax.__version__} | (peer.ask("versions") if peer else {})
     print(f"{jax.devices()[0].device_kind}, {len(os.sched_getaffinity(0))} cores; {versions}")
     machine = measure_machine(device, next(iter(MODELS[device].values())).compute_dtype)

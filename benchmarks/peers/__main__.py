@@ -2,12 +2,12 @@
 
 python -m benchmarks.peers --workdir=runs/peers [--data=DATA] [--cases=…] [--systems=…] [--repeats=5] [--steps=6]
 
-The peers get virtual environments in WORKDIR/environments, with pinned versions; a peer that cannot be installed, or fails, has its
-reason in the table. All systems begin with the same weights (a small Llama with random ones) and tokenizer, and have the same
+The peers get virtual environments in WORKDIR/environments, with pinned versions; a peer that cannot be installed, or fails, has
+its reason in the table. All systems begin with the same weights (a small Llama with random ones) and tokenizer, and have the same
 prompts, reward, rows, optimiser and a reference policy (a KL term with β > 0 in TRL and Tunix); each step is a real update on
 responses of the weights of the step before (tba_async: of a few steps before). A run is a process of its own, or several for
-tba_async, on this process' cores (`taskset` leaves it fewer). Runs are interleaved: each system once, then each a second time. Steps
-that compile are not counted. What is done is not made again. The tables are also in WORKDIR/peers.md.
+tba_async, on this process' cores (`taskset` leaves it fewer). Runs are interleaved: each system once, then each a second time.
+Steps that compile are not counted. What is done is not made again. The tables are also in WORKDIR/peers.md.
 """
 
 import itertools

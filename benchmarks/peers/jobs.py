@@ -27,8 +27,8 @@ class Failed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """What all runs share. root: the folder of inputs, runs and environments. gsm8k: that of GSM8K's files, if it is there. steps:
-    timed ones of a run."""
+    """What all runs share. root: the folder of inputs, runs and environments. gsm8k: that of GSM8K's files, or None. steps: timed
+    ones of a run."""
 
     root: Path
     gsm8k: Path | None
