@@ -199,7 +199,7 @@ def sample(params: Any, key: jax.Array, behavior: Behavior, *, queries: int) -> 
     policy = behaved = jnp.zeros((rows, R), jnp.float32)
     running = jnp.ones(rows, bool)
     for t in range(R):
-        logits = model.head()(model(jnp.concatenate([prompt, tokens[:, : R - 1]], axis=1))[:, t])
+        logits = model.head()(model(jnp.concatenate([prompt, tokens[:, :t]], axis=1))[:, -1])
         logits = scoring.restrict(logits, jnp.full(rows, t), SPACE)
         drawn = sampling.draw(logits, jax.random.uniform(jax.random.fold_in(key, t), (rows,)), settings, scoring_temperature=1.0)
         tokens = tokens.at[:, t].set(jnp.where(running, drawn.token, PAD))
