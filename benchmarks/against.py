@@ -14,25 +14,23 @@ measurement settles, such as the memory that the compiler assigns, has one ratio
 lower quartile or the one ratio is above --limit: three pairs of four then agree that this checkout is worse by more than that.
 Sizes are meant for ten minutes of nine pairs on a quiet machine; a busy one takes longer. Fewer than nine are for trying out.
 
-Each piece says how much of the cores' time other processes took during its measurements. Where that is much, even two checkouts
-of one commit can differ by more than the limit: repeat the piece (--only) on a quiet machine.
+Each piece says the load average. Where other processes take much of the cores' time, even two checkouts of one commit can differ
+by more than the limit: repeat the piece (--only) on a quiet machine.
 """
 
-import contextlib
 import dataclasses
-import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any
 
 from absl import app, flags
+
+from benchmarks import json_worker
 
 _OTHER = flags.DEFINE_string("other", "", "Folder of the checkout that this one is compared with.")
 _PAIRS = flags.DEFINE_integer("pairs", 9, "Measurements of each checkout.", lower_bound=2)
@@ -40,7 +38,6 @@ _ONLY = flags.DEFINE_list("only", [], "Names of pieces; default: all.")
 _LIMIT = flags.DEFINE_float("limit", 1.03, "The lower quartile of this / other may be so much.", lower_bound=0.0)
 _CORES = flags.DEFINE_integer("cores", 2, "Of this process' cores, how many the workers get: the first ones.", lower_bound=1)
 
-_TICKS = os.sysconf("SC_CLK_TCK")
 _THIS = Path(__file__).resolve().parents[1]
 # Threads of one worker spin for a while after their work; they are to sleep when the other's begins.
 _QUIET_SECONDS = 0.05
@@ -74,69 +71,7 @@ def worse(found: Mapping[str, Mapping[str, Ratios]], limit: float) -> list[str]:
     ]
 
 
-class Worker:
-    """The process of benchmarks.pieces in a checkout. Raises RuntimeError: it ended; with all of `errors`, its stderr."""
-
-    def __init__(self, folder: Path, errors: TextIO):
-        self.folder, self._errors = folder, errors
-        environment = {name: value for name, value in os.environ.items() if name not in _CLEARED} | _ENVIRONMENT
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.pieces"],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-
-    def send(self, do: str, **arguments: str) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            self._fail()
-
-    def answer(self) -> dict[str, Any]:
-        """The answer to the oldest request that has none."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._fail()
-        return json.loads(line)
-
-    def ask(self, do: str, **arguments: str) -> dict[str, Any]:
-        self.send(do, **arguments)
-        return self.answer()
-
-    def cpu_seconds(self) -> float:
-        """CPU time that the process has used so far."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS  # user and system time
-
-    def _fail(self) -> NoReturn:
-        code = self._process.wait()
-        self._errors.seek(0)
-        raise RuntimeError(f"the worker in {self.folder} ended with code {code}:\n{self._errors.read()}")
-
-    def close(self) -> None:
-        self._process.terminate()  # it may be in the middle of a long request
-        self._process.wait()
-
-
-@contextlib.contextmanager
-def started(folder: Path) -> Iterator[Worker]:
-    """A worker, which ends with the context."""
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:
-        worker = Worker(folder, errors)
-        try:
-            yield worker
-        finally:
-            worker.close()
-
-
-def pieces_of(worker: Worker) -> list[str]:
+def pieces_of(worker: json_worker.Worker) -> list[str]:
     """Raises ValueError: the worker imported the code of another checkout than its own."""
     listed = worker.ask("list")
     if Path(listed["code"]) != worker.folder:
@@ -144,91 +79,48 @@ def pieces_of(worker: Worker) -> list[str]:
     return listed["pieces"]
 
 
-def cpu_seconds_of_others(workers: Sequence[Worker]) -> float:
-    """CPU time that this process' cores have given to other processes than the workers so far, or that a host withheld."""
-    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    ticks = 0
-    for line in Path("/proc/stat").read_text().splitlines():
-        name, *fields = line.split()
-        if name in cores:
-            user, nice, system, _idle, _iowait, *interrupts_and_steal = map(int, fields[:8])
-            ticks += user + nice + system + sum(interrupts_and_steal)
-    return ticks / _TICKS - sum(worker.cpu_seconds() for worker in workers)
-
-
-def prepare(piece: str, workers: Sequence[Worker]) -> list[dict[str, list[float]]]:
-    """Prepares a piece in all workers at once. Returns of each the figures that one measurement settles: figure -> [value]."""
+def measure(piece: str, workers: Sequence[json_worker.Worker], pairs: int) -> list[dict[str, list[float]]]:
+    """Of each worker, figure -> values: one of a figure that preparation settles, one a pair of the others."""
     for worker in workers:
         worker.send("prepare", piece=piece)
-    answers = [worker.answer()["figures"] for worker in workers]
-    return [{figure: [value] for figure, value in answer.items()} for answer in answers]
-
-
-def measure(workers: Sequence[Worker], pairs: int) -> tuple[list[dict[str, list[float]]], float]:
-    """Measures the prepared piece.
-
-    Returns:
-      of each worker, figure -> values, one a pair; and the share of the cores' time that other processes took meanwhile.
-    """
-    found: list[dict[str, list[float]]] = [{} for _ in workers]
-    begin, others = time.perf_counter(), cpu_seconds_of_others(workers)
+    found: list[dict[str, list[float]]] = [
+        {figure: [value] for figure, value in worker.answer()["figures"].items()} for worker in workers
+    ]
     for pair in range(pairs):
         for i in (0, 1) if pair % 2 == 0 else (1, 0):
             time.sleep(_QUIET_SECONDS)
             for figure, value in workers[i].ask("run")["figures"].items():
                 found[i].setdefault(figure, []).append(value)
-    others = cpu_seconds_of_others(workers) - others
-    return found, others / (time.perf_counter() - begin) / len(os.sched_getaffinity(0))
-
-
-def compare(piece: str, this: Worker, other: Worker, pairs: int) -> dict[str, Ratios]:
-    """Measures a piece, prints its lines of the table and returns the ratios of figures that both checkouts have."""
-    begin = time.perf_counter()
-    settled = prepare(piece, (this, other))
-    measured, share = measure((this, other), pairs)
-    mine, theirs = (once | repeated for once, repeated in zip(settled, measured, strict=True))
-    print(f"{piece} ({time.perf_counter() - begin:.0f} s; other processes took {share:.0%} of the cores' time)")
-    found = {}
-    for figure in mine | theirs:
-        if figure not in mine or figure not in theirs:
-            print(f"  {figure}: {'the other' if figure in theirs else 'this'} checkout alone has it, so it is not compared")
-            continue
-        found[figure] = ratio = ratios(mine[figure], theirs[figure])
-        spread = f"{ratio.lower:7.3f} {ratio.median:7.3f} {ratio.upper:7.3f}"
-        if len(mine[figure]) == 1:
-            spread = f"{'':7} {ratio.median:7.3f} {'':7}"
-        print(f"  {figure:26} {statistics.median(mine[figure]):10.4g} {statistics.median(theirs[figure]):10.4g}   {spread}")
-    sys.stdout.flush()
     return found
 
 
-def run(this: Worker, other: Worker, only: Sequence[str], *, pairs: int, limit: float) -> bool:
-    """Compares and prints. Returns whether nothing is worse.
+def compare(piece: str, this: json_worker.Worker, other: json_worker.Worker, pairs: int) -> dict[str, Ratios]:
+    """Measures a piece, prints its lines of the table and returns the ratios of figures that both checkouts have."""
+    begin = time.perf_counter()
+    mine, theirs = measure(piece, (this, other), pairs)
+    print(f"{piece} ({time.perf_counter() - begin:.0f} s; load average {os.getloadavg()[0]:.1f})")
+    found = {}
+    for figure in (name for name in mine if name in theirs):
+        found[figure] = ratio = ratios(mine[figure], theirs[figure])
+        medians = f"{statistics.median(mine[figure]):10.4g} {statistics.median(theirs[figure]):10.4g}"
+        print(f"  {figure:26} {medians}   {ratio.lower:7.3f} {ratio.median:7.3f} {ratio.upper:7.3f}", flush=True)
+    return found
 
-    Raises:
-      ValueError: `only` names a piece that neither checkout has, or there is none that both have.
-    """
+
+def run(this: json_worker.Worker, other: json_worker.Worker, only: Sequence[str], *, pairs: int, limit: float) -> bool:
+    """Compares and prints. Returns whether nothing is worse. Raises ValueError: the checkouts do not share the pieces."""
     mine, theirs = pieces_of(this), pieces_of(other)
-    everything = list(dict.fromkeys(mine + theirs))
-    if unknown := [name for name in only if name not in everything]:
-        raise ValueError(f"--only={unknown[0]} is none of {', '.join(everything)}")
-    wanted = list(only) or everything
-    lacking = [name for name in wanted if name not in mine or name not in theirs]
-    if len(lacking) == len(wanted):
+    shared = [name for name in mine if name in theirs]
+    if unknown := [name for name in only if name not in shared]:
+        raise ValueError(f"--only={unknown[0]} is none of the pieces of both checkouts: {', '.join(shared)}")
+    if not shared:
         raise ValueError(f"no piece is in both checkouts: this has {', '.join(mine)}; the other has {', '.join(theirs)}")
     print(f"this: {this.folder}, other: {other.folder}; {pairs} pairs, {len(os.sched_getaffinity(0))} cores")
     print("  {:26} {:>10} {:>10}   {:>7} {:>7} {:>7}".format("", "this", "other", "lower", "median", "upper"), flush=True)
-    begin = time.perf_counter()
-    found = {name: compare(name, this, other, pairs) for name in wanted if name not in lacking}
-    for name in lacking:
-        print(f"{name} is not compared: {'the other' if name in mine else 'this'} checkout has no such piece")
-    sentences = worse(found, limit)
-    for sentence in sentences:
-        print(sentence)
-    if not sentences:
-        print(f"nothing is worse: no lower quartile of {len(found)} pieces is above {limit:g}")
-    print(f"{time.perf_counter() - begin:.0f} s; load average of the last minute {os.getloadavg()[0]:.1f}")
-    return not sentences
+    found = {name: compare(name, this, other, pairs) for name in only or shared}
+    sentences = worse(found, limit) or [f"nothing is worse: no lower quartile of {len(found)} pieces is above {limit:g}"]
+    print("\n".join(sentences))
+    return not worse(found, limit)
 
 
 def check_flags() -> Path:
@@ -249,7 +141,12 @@ def main(argv: Sequence[str]) -> None:
     try:
         folder = check_flags()
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: _CORES.value])  # workers inherit it
-        with started(_THIS) as this, started(folder) as other:
+        environment = {name: value for name, value in os.environ.items() if name not in _CLEARED} | _ENVIRONMENT
+        of_pieces: dict[str, Any] = dict(module="benchmarks.pieces", environment=environment)
+        with (
+            json_worker.started(folder=_THIS, **of_pieces) as this,
+            json_worker.started(folder=folder, **of_pieces) as other,
+        ):
             fine = run(this, other, _ONLY.value, pairs=_PAIRS.value, limit=_LIMIT.value)
     except (ValueError, RuntimeError) as error:
         sys.exit(f"error: {error}")

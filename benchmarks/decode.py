@@ -3,11 +3,11 @@
 python -m benchmarks.decode [--cases=v4096_s1,…] [--modes=dynamic,static,compile] [--only=ours,torch] [--repeats=5] [--out=FILE]
 python -m benchmarks.decode --device=gpu [--cases=pythia_s1,pythia_s16,qwen_s1,qwen_s16] [--batch=64]
 
-Both sample at temperature 1 from one checkpoint of random weights, with one list of prompts and the same environment: as many CPU
-cores (--threads) and GLIBC_TUNABLES=glibc.malloc.hugetlb=1, for which the command starts itself again. Ours gives
-log-probabilities as well, `generate` tokens only. torch runs in a process of its own (decode_torch.py) that is idle while ours
-runs; the repeats are interleaved, one of ours and one of each mode in turn, and the times are medians. No response ends by an
-end-of-sequence token. Before anything is timed, the greedy continuation of a prompt must be the same in both.
+Both sample at temperature 1 from one checkpoint of random weights, with one list of prompts, on the same cores (`taskset` says
+which); GLIBC_TUNABLES=glibc.malloc.hugetlb=1 before the command makes both faster. Ours gives log-probabilities as well,
+`generate` tokens only. torch runs in a process of its own (decode_torch.py) that is idle while ours runs; the repeats are
+interleaved, one of ours and one of each mode in turn, and the times are medians. No response ends by an end-of-sequence token.
+Before anything is timed, the greedy continuation of a prompt must be the same in both.
 
 Cases: <model>_s<responses a query> are uniform, 64 rows of 128 new tokens, on prompts of 64 tokens (s1) or 512 (s16: 4 queries);
 *_tail and *_s16tail are 256 rows of log-normal lengths (median 32, sigma 0.8, clipped to 4 … 128): ours streams them through 64
@@ -24,7 +24,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 
+from benchmarks import json_worker
 from tba_jax import sharding
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.engine import Engine
@@ -54,10 +54,8 @@ _MODES = flags.DEFINE_list("modes", ["dynamic", "static"], "Of torch: a cache th
 _ONLY = flags.DEFINE_list("only", ["ours", "torch"], "Whose decoder.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Of each time.", lower_bound=1)
 _BATCH = flags.DEFINE_integer("batch", 64, "Rows decoded at a time, a multiple of 16.", lower_bound=16)
-_THREADS = flags.DEFINE_integer("threads", 0, "CPU cores for both; 0: all that this process may use.", lower_bound=0)
 _OUT = flags.DEFINE_string("out", "", "A JSON file for all figures.")
 
-TUNABLE = "glibc.malloc.hugetlb=1"
 RESPONSE = 128
 TAIL_BATCHES, TAIL_MEDIAN, TAIL_SIGMA, TAIL_SHORTEST = 4, 32, 0.8, 4
 GREEDY_TOKENS = 32
@@ -167,30 +165,6 @@ def measure_ours(case: Case, *, repeats: int, between: Callable[[], None]) -> li
     return seconds
 
 
-class Torch:
-    """The process of decode_torch.py. Raises RuntimeError: it ended, after it said why on stderr."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "benchmarks.decode_torch"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def ask(self, request: str, **arguments: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps({"request": request, **arguments}) + "\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
-            raise RuntimeError(f"the torch process ended with code {self._process.wait()} at request {request!r}; see above")
-        return json.loads(answer)
-
-    def close(self) -> None:
-        self._process.terminate()  # it may be in the middle of a long request
-        self._process.wait()
-
-
 def tail_lengths(rows: int) -> np.ndarray:
     """int32[rows]: log-normal response lengths, the same in every run."""
     drawn = np.exp(np.random.default_rng(0).normal(np.log(TAIL_MEDIAN), TAIL_SIGMA, rows))
@@ -285,7 +259,9 @@ def check_greedy(case: Case, tokens: Sequence[int]) -> None:
         )
 
 
-def measure(case: Case, modes: Sequence[str], peer: Torch | None, *, ours: bool, repeats: int) -> dict[str, list[float]]:
+def measure(
+    case: Case, modes: Sequence[str], peer: json_worker.Worker | None, *, ours: bool, repeats: int
+) -> dict[str, list[float]]:
     """Seconds of each decoder, interleaved."""
     seconds: dict[str, list[float]] = {mode: [] for mode in modes if peer is not None}
 
@@ -331,26 +307,6 @@ def summarise(case: Case, seconds: Mapping[str, Sequence[float]], machine: Machi
     return {"tokens": tokens, "rows": len(case.lengths), "queries": Q, "prompt_length": P, "decoders": figures}
 
 
-def restart_as_wanted() -> None:
-    """Starts the command again where glibc, OpenMP or JAX were given other settings: they are read once, at the start.
-
-    Raises ValueError: more threads than cores.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    threads = _THREADS.value or len(cores)
-    if threads > len(cores):
-        raise ValueError(f"--threads={threads} is more than the {len(cores)} cores that this process may use")
-    tunables = [each for each in os.environ.get("GLIBC_TUNABLES", "").split(":") if each not in ("", TUNABLE)]
-    wanted = {"GLIBC_TUNABLES": ":".join([*tunables, TUNABLE]), "OMP_NUM_THREADS": str(threads)}
-    # On a GPU, torch needs room on the same device.
-    cpu = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    wanted |= cpu if _DEVICE.value == "cpu" else {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if len(cores) == threads and all(os.environ.get(name) == value for name, value in wanted.items()):
-        return
-    os.sched_setaffinity(0, cores[:threads])  # JAX has as many threads as it may use cores
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | wanted)
-
-
 def check_flags() -> None:
     """Raises ValueError: a flag names what there is not."""
     cases = [f"{model}_{kind}" for model in MODELS[_DEVICE.value] for kind in _KINDS]
@@ -373,22 +329,24 @@ def main(argv: Sequence[str]) -> None:
     device = _DEVICE.value
     try:
         check_flags()
-        restart_as_wanted()
     except ValueError as error:
         sys.exit(f"error: {error}")
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # on a GPU, torch needs room on the same device
     if device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
         # One device for each core, as searchers.cpu_devices makes them: attention of one device uses one core.
         jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+    if "torch" not in _ONLY.value:
+        return run(None, device)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the torch process ends as well
-    peer = Torch() if "torch" in _ONLY.value else None
     try:
-        run(peer, device)
-    finally:
-        if peer is not None:
-            peer.close()
+        with json_worker.started("benchmarks.decode_torch", folder=Path.cwd(), environment=os.environ) as peer:
+            run(peer, device)
+    except RuntimeError as error:
+        sys.exit(f"error: {error}")
 
 
-def run(peer: Torch | None, device: str) -> None:
+def run(peer: json_worker.Worker | None, device: str) -> None:
     versions = {"jax": jax.__version__} | (peer.ask("versions") if peer else {})
     print(f"{jax.devices()[0].device_kind}, {len(os.sched_getaffinity(0))} cores; {versions}")
     machine = measure_machine(device, next(iter(MODELS[device].values())).compute_dtype)

@@ -1,20 +1,15 @@
-"""The peer of benchmarks.decode: transformers' `generate`, in a process of its own so that the libraries' threads do not mix.
+"""The peer of benchmarks.decode: transformers' `generate`, in a process of its own so that the libraries' threads do not mix."""
 
-Requests come as lines of JSON on stdin, {"request": name, ...arguments}; answers go as lines of JSON to stdout, whatever
-libraries print to stderr. It ends with its stdin. A request that fails ends the process with a traceback.
-"""
-
-import contextlib
-import json
 import os
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig
+
+from benchmarks import json_worker
 
 
 class Peer:
@@ -101,25 +96,9 @@ class Peer:
             raise RuntimeError(f"generate gave {list(output.shape)} tokens, not {[Q * self._samples, P + new_tokens]}")
 
 
-def main() -> None:
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+if __name__ == "__main__":
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     peer = Peer()
-    handlers: dict[str, Callable[..., dict[str, Any]]] = {
-        "versions": peer.versions,
-        "load": peer.load,
-        "generate": peer.generate,
-    }
-    # Libraries print to stdout as they like; the answers have it for themselves.
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answers:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        with contextlib.suppress(KeyboardInterrupt):  # the parent's Ctrl-C comes here as well
-            for line in sys.stdin:
-                arguments = json.loads(line)
-                answers.write(json.dumps(handlers[arguments.pop("request")](**arguments)) + "\n")
-                answers.flush()
-
-
-if __name__ == "__main__":
-    main()
+    json_worker.serve({"versions": peer.versions, "load": peer.load, "generate": peer.generate})

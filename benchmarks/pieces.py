@@ -16,20 +16,18 @@ them, and everything else uses the first. The persistent compilation cache is of
 import dataclasses
 import gc
 import itertools
-import json
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import tba_jax
-from benchmarks import decode, trainer_update
+from benchmarks import decode, json_worker, trainer_update
 from configs import base
 from tba_jax.models import decoder, parameters, scoring
 
@@ -166,36 +164,27 @@ PIECES: dict[str, Callable[[], Piece]] = {
 }
 
 
-def serve(requests: TextIO, answers: TextIO) -> None:
-    """Answers requests until there are no more."""
-    piece: Piece | None = None
-    for line in requests:
-        request = json.loads(line)
-        gc.collect()
-        if request["do"] == "list":
-            answer: dict[str, Any] = {"pieces": list(PIECES), "code": str(Path(tba_jax.__file__).resolve().parents[1])}
-        elif request["do"] == "prepare":
-            piece = None  # its arrays and programs go before those of the next are made
-            gc.collect()
-            jax.clear_caches()
-            piece = PIECES[request["piece"]]()
-            answer = {"figures": piece.figures}
-        elif request["do"] == "run" and piece is not None:
-            answer = {"figures": piece.run()}
-        else:
-            raise ValueError(f"{request} is no request, or comes before anything is prepared")
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+_prepared: list[Piece] = []
 
 
-def main() -> None:
-    jax.config.update("jax_enable_compilation_cache", False)
-    jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
-    # What a library prints must not come between the answers.
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        serve(sys.stdin, answers)
+def listed() -> dict[str, Any]:
+    return {"pieces": list(PIECES), "code": str(Path(tba_jax.__file__).resolve().parents[1])}
+
+
+def prepare(piece: str) -> dict[str, Any]:
+    _prepared.clear()  # its arrays and programs go before those of the next are made
+    gc.collect()
+    jax.clear_caches()
+    _prepared.append(PIECES[piece]())
+    return {"figures": _prepared[0].figures}
+
+
+def run() -> dict[str, Any]:
+    gc.collect()
+    return {"figures": _prepared[0].run()}
 
 
 if __name__ == "__main__":
-    main()
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+    json_worker.serve({"list": listed, "prepare": prepare, "run": run})

@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.rollout import Rollout, rollout
-from tba_jax.decoding.sampling import Sampling
+from benchmarks import summary
+from tba_jax.decoding import sampling
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update
-from tba_jax.models import decoder, heads, kv_cache, parameters, scoring
+from tba_jax.models import decoder, heads, parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
@@ -58,7 +58,7 @@ MODEL = DecoderConfig(
     positions="learned",
     tied_embedding=False,
 )
-DECODER, SAMPLER = decoder.define(MODEL), kv_cache.define(MODEL)
+DECODER = decoder.define(MODEL)
 
 
 # All fields are traced, so that one program serves all.
@@ -170,32 +170,47 @@ def total_variation(params: Any, problem: Problem) -> jax.Array:
     return 0.5 * jnp.sum(jnp.abs(policy - problem.target), axis=1)
 
 
-def sample(params: Any, key: jax.Array, behavior: Behavior, *, queries: int, completions: int) -> Rollout:
-    """K rows for each prompt, or, with completions = 1, one row for each of K copies of a prompt; the same rows."""
-    rows = queries * K
+@flax.struct.dataclass
+class Drawn:
+    """tokens: int32[B, R], PAD after the end; length: int32[B]; policy_logprobs, behavior_logprobs: float32[B, R], nats, 0 where
+    masked."""
+
+    tokens: chex.Array
+    length: chex.Array
+    policy_logprobs: chex.Array
+    behavior_logprobs: chex.Array
+
+
+def sample(params: Any, key: jax.Array, behavior: Behavior, *, queries: int) -> Drawn:
+    """K rows for each prompt. Each token is drawn as searchers draw it, after a pass over all tokens before it."""
+    model, rows = parameters.module(DECODER.graphdef, params), queries * K
+    prompt, _ = prompts(queries, K)
 
     def alternating(pair: Any, dtype: Any) -> jax.Array:
         return jnp.tile(jnp.asarray(pair, dtype), rows // 2)
 
-    return rollout(
-        params,
-        *prompts(queries, K // completions),
-        jax.random.key_data(jax.random.split(key, rows)),
-        Sampling(
-            temperature=alternating(behavior.temperature, jnp.float32),
-            top_k=alternating((0, 0), jnp.int32),
-            top_p=alternating(behavior.top_p, jnp.float32),
-            min_p=alternating((0.0, 0.0), jnp.float32),
-        ),
-        config=MODEL,
-        graphdef=SAMPLER.graphdef,
-        space=SPACE,
-        response_length=R,
-        pad_id=PAD,
+    settings = sampling.Sampling(
+        temperature=alternating(behavior.temperature, jnp.float32),
+        top_k=alternating((0, 0), jnp.int32),
+        top_p=alternating(behavior.top_p, jnp.float32),
+        min_p=alternating((0.0, 0.0), jnp.float32),
     )
+    tokens, length = jnp.full((rows, R), PAD, jnp.int32), jnp.zeros(rows, jnp.int32)
+    policy = behaved = jnp.zeros((rows, R), jnp.float32)
+    running = jnp.ones(rows, bool)
+    for t in range(R):
+        logits = model.head()(model(jnp.concatenate([prompt, tokens[:, :t]], axis=1))[:, -1])
+        logits = scoring.restrict(logits, jnp.full(rows, t), SPACE)
+        drawn = sampling.draw(logits, jax.random.uniform(jax.random.fold_in(key, t), (rows,)), settings, scoring_temperature=1.0)
+        tokens = tokens.at[:, t].set(jnp.where(running, drawn.token, PAD))
+        policy = policy.at[:, t].set(jnp.where(running, drawn.policy_logprob, 0.0))
+        behaved = behaved.at[:, t].set(jnp.where(running, drawn.behavior_logprob, 0.0))
+        length = length + running
+        running &= drawn.token != EOS
+    return Drawn(tokens, length, policy, behaved)
 
 
-def as_batch(rows: Rollout, problem: Problem) -> state_lib.Batch:
+def as_batch(rows: Drawn, problem: Problem) -> state_lib.Batch:
     """The rows with their rewards and reference log-probs, which are looked up."""
     queries = len(problem.rewards)
     query, number = jnp.repeat(jnp.arange(queries), K), jnp.asarray(NUMBER_OF_CODE)[code(rows.tokens)]
@@ -260,8 +275,8 @@ def train(
     state = state_lib.init_state(config.policy, problem.ref_params, optimizers)
     key, delay = jax.random.fold_in(jax.random.key(seed), 1), behavior.delay
 
-    def rows_for(params: Any, number: jax.Array) -> Rollout:
-        return sample(params, jax.random.fold_in(key, number), behavior, queries=len(problem.rewards), completions=completions)
+    def rows_for(params: Any, number: jax.Array) -> Drawn:
+        return sample(params, jax.random.fold_in(key, number), behavior, queries=len(problem.rewards))
 
     def one_update(carry: Any, _: None) -> tuple[Any, Any]:
         state, waiting = carry
@@ -297,48 +312,11 @@ def compile_train(*, queries: int = QUERIES, **static: Any) -> Any:
     return train.lower(make_problem(0, queries=queries), 0, behavior=Behavior(), **static).compile()
 
 
-def plot(curves: dict[str, np.ndarray], *, title: str, steps: int, path: Path) -> None:
-    """curves: name -> TV, means over queries, float32[seeds, points + 1]."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for i, (name, curve) in enumerate(curves.items()):
-        color = f"C{i}"
-        updates = np.linspace(0, steps, curve.shape[1])
-        axes.plot(updates, np.median(curve, axis=0), color=color, label=name)
-        axes.fill_between(updates, curve.min(axis=0), curve.max(axis=0), color=color, alpha=0.15, linewidth=0)
-    axes.axhline(BOUND, color="black", linestyle="--", linewidth=1, label=f"bound {BOUND}")
-    axes.set_yscale("log")
-    ticks = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
-    axes.set_xlim(0, steps)
-    axes.set_xlabel("updates")
-    axes.set_ylabel(r"total variation between $\pi_\theta$ and $p^*$")
-    axes.set_title(f"Distance from the exact posterior, {title}\n(median and range of {len(curve)} seeds)", fontsize=10)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=9)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
 def compare(root: Path, *, steps: int = 4000, seeds: int = 3) -> None:
-    """Prints a table of every behaviour and seed (other networks, rewards and samples); the figure and the curves go to
-    root/posterior."""
-    output = root / "posterior"
-    output.mkdir(parents=True, exist_ok=True)
-    begin = time.monotonic()
+    """Prints a table of every behaviour and seed (other networks, rewards and samples); the figure goes to root/posterior."""
     compiled = compile_train(steps=steps, every=max(1, steps // POINTS))
-    print(f"compiled in {time.monotonic() - begin:.0f} s\n")
-    stacked = _run_all(
-        {name: functools.partial(compiled, behavior=behavior) for name, behavior in BEHAVIORS.items()}, "rows from", seeds=seeds
-    )
-    np.savez(output / "posterior.npz", allow_pickle=False, **stacked)
-    means = {name: curve.mean(axis=-1) for name, curve in stacked.items()}
-    plot(means, title="by where rows come from", steps=steps, path=output / "posterior.png")
+    runs = {name: functools.partial(compiled, behavior=behavior) for name, behavior in BEHAVIORS.items()}
+    _run_all(runs, "rows from", steps=steps, seeds=seeds, path=root / "posterior" / "posterior.png")
 
 
 # Objectives with a KL term, of those that need no log Z head and no values of states. On-policy p* is the optimum of those up to
@@ -360,23 +338,14 @@ STALE = "50 updates old"
 
 
 def compare_objectives(root: Path, *, steps: int = 2000, seeds: int = 2) -> None:
-    """Prints a table of every objective and seed on the same stale data; the figure and the curves go to root/baselines."""
-    output = root / "baselines"
-    output.mkdir(parents=True, exist_ok=True)
-    runs = {
-        name: functools.partial(
-            compile_train(steps=steps, every=max(1, steps // POINTS), objective=name), behavior=BEHAVIORS[STALE]
-        )
-        for name in WITH_KL
-    }
-    stacked = _run_all(runs, f"objective, rows {STALE}", seeds=seeds)
-    np.savez(output / "baselines.npz", allow_pickle=False, **stacked)
-    means = {name: curve.mean(axis=-1) for name, curve in stacked.items()}
-    plot(means, title=f"rows {STALE}", steps=steps, path=output / "baselines.png")
+    """Prints a table of every objective and seed on the same stale data; the figure goes to root/baselines."""
+    stale, every = BEHAVIORS[STALE], max(1, steps // POINTS)
+    runs = {name: functools.partial(compile_train(steps=steps, every=every, objective=name), behavior=stale) for name in WITH_KL}
+    _run_all(runs, f"objective, rows {STALE}", steps=steps, seeds=seeds, path=root / "baselines" / "baselines.png")
 
 
-def _run_all(runs: dict[str, Any], column: str, *, seeds: int) -> dict[str, np.ndarray]:
-    """Prints the table of runs, called as f(problem, seed). Returns name -> TV, float32[seeds, points + 1, Q]."""
+def _run_all(runs: dict[str, Any], column: str, *, steps: int, seeds: int, path: Path) -> None:
+    """Prints the table of runs, called as f(problem, seed), and draws their TV over updates."""
 
     def run(cell: tuple[int, str]) -> tuple[np.ndarray, float]:
         begin = time.monotonic()
@@ -384,14 +353,15 @@ def _run_all(runs: dict[str, Any], column: str, *, seeds: int) -> dict[str, np.n
         distance = np.asarray(runs[name](make_problem(seed), seed)[1])
         return distance, time.monotonic() - begin
 
-    print(f"| seed | {column} | TV to p*, before | after, mean of queries | largest | seconds |")
-    print("|---|---|---|---|---|---|", flush=True)
+    summary.table("seed", column, "TV to p*, before", "after, mean of queries", "largest", "seconds")
     cells = list(itertools.product(range(seeds), runs))
-    curves: dict[str, list[np.ndarray]] = {name: [] for name in runs}
+    curves: dict[str, list[summary.Curve]] = {name: [] for name in runs}
     # One operation of so small a network does not use several cores: as many runs at a time as there are.
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for (seed, name), (distance, seconds) in zip(cells, pool.map(run, cells), strict=True):
             before, after, largest = distance[0].mean(), distance[-1].mean(), distance[-1].max()
-            print(f"| {seed} | {name} | {before:.3f} | {after:.4f} | {largest:.4f} | {seconds:.0f} |", flush=True)
-            curves[name].append(distance)
-    return {name: np.stack(curve) for name, curve in curves.items()}
+            summary.row(f"{seed}", name, f"{before:.3f}", f"{after:.4f}", f"{largest:.4f}", f"{seconds:.0f}")
+            updates = np.linspace(0, steps, len(distance))
+            curves[name].append(dict(zip(updates.tolist(), distance.mean(axis=1).tolist(), strict=True)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    summary.plot(path, {f"{seeds} seeds": curves}, across="updates", up="total variation between π_θ and p*", log=True)

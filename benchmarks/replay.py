@@ -1,4 +1,4 @@
-"""What the replay log costs: appends, their bytes, when they become visible, polls, and drawing a batch.
+"""What the replay log costs: appends and their bytes, polls, and drawing a batch.
 
 python -m benchmarks.replay [--only=append] [--only=…] [--folder=<on the disk to measure>]
   [--appends=32] [--repeats=5] [--window=1000000]
@@ -23,9 +23,9 @@ from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.selection import STRATEGIES, Selection, draw_batch
 from tba_jax.replay.tail import Tail
-from tba_jax.trajectory import Rows, RowShape, response_mask
+from tba_jax.trajectory import RowShape, response_mask
 
-PARTS = ["append", "latency", "sampling", "tail"]
+PARTS = ["append", "sampling", "tail"]
 _ONLY = flags.DEFINE_multi_enum("only", PARTS, PARTS, "Which parts to run; may be given several times.")
 _FOLDER = flags.DEFINE_string("folder", "", "Where to write; default: the system's temporary folder.")
 _APPENDS = flags.DEFINE_integer("appends", 32, "Of every writer.", lower_bound=2)
@@ -67,33 +67,17 @@ def open_log(root: Path, name: str, shape: RowShape) -> LogWriter:
     return LogWriter(root, name, shape, rows_per_append=ROWS, segment_appends=SEGMENT_APPENDS, info={})
 
 
-def renumbered(rows: Rows, first: int) -> Rows:
-    return {**rows, "row": np.arange(first, first + ROWS)}
-
-
-def _appender(root: Path, name: str, shape: RowShape, appends: int, pause: float, barrier: Any, times: Any) -> None:
-    """A writer process: puts (name, [(began, returned), …]) in seconds of the system-wide monotonic clock."""
+def _appender(root: Path, name: str, shape: RowShape, appends: int, barrier: Any, times: Any) -> None:
+    """A writer process: puts [(began, returned), …] in seconds of the system-wide monotonic clock."""
     log, rows = open_log(root, name, shape), make_rows(shape, 0, ROWS, np.random.default_rng())
     log.append(rows)  # opens the segment; not counted
     barrier.wait()
     spans = []
     for _ in range(appends):
-        began = time.monotonic()
-        log.append(renumbered(rows, log.next_row))
+        began, first = time.monotonic(), log.next_row
+        log.append({**rows, "row": np.arange(first, first + ROWS)})
         spans.append((began, time.monotonic()))
-        time.sleep(pause)
-    times.put((name, spans))
-
-
-def start_appenders(root: Path, writers: int, shape: RowShape, appends: int, pause: float) -> tuple[list[Any], Any, Any]:
-    """Processes that wait at the barrier, the barrier, and the queue of their times."""
-    context = multiprocessing.get_context("spawn")
-    barrier, times = context.Barrier(writers + 1), context.Queue()
-    arguments = [(root, f"w{number}", shape, appends, pause, barrier, times) for number in range(writers)]
-    processes = [context.Process(target=_appender, args=each) for each in arguments]
-    for process in processes:
-        process.start()
-    return processes, barrier, times
+    times.put(spans)
 
 
 def append(folder: Path, appends: int) -> None:
@@ -101,9 +85,14 @@ def append(folder: Path, appends: int) -> None:
     for name, shape in SHAPES.items():
         for writers in (1, 2, 4, 8):
             root = folder / "append"
-            processes, barrier, times = start_appenders(root, writers, shape, appends, 0.0)
+            context = multiprocessing.get_context("spawn")
+            barrier, times = context.Barrier(writers + 1), context.Queue()
+            sizes = (shape, appends, barrier, times)
+            processes = [context.Process(target=_appender, args=(root, f"w{number}", *sizes)) for number in range(writers)]
+            for process in processes:
+                process.start()
             barrier.wait()
-            spans = [span for _ in processes for span in times.get()[1]]
+            spans = [span for _ in processes for span in times.get()]
             for process in processes:
                 process.join()
             seconds = max(end for _, end in spans) - min(begin for begin, _ in spans)
@@ -114,30 +103,6 @@ def append(folder: Path, appends: int) -> None:
                 f"{row_bytes(shape)} -> {stored:.0f} bytes ({stored / row_bytes(shape):.2f})"
             )
             shutil.rmtree(root)
-
-
-def latency(folder: Path, appends: int) -> None:
-    """The reader asks without pause; a trainer that polls adds up to `replay.poll_seconds`."""
-    print(f"visibility: from the return (and the begin) of an append to the reader's new head, {4 * appends} appends, ms")
-    for name, shape in SHAPES.items():
-        root = folder / "latency"
-        processes, barrier, times = start_appenders(root, 1, shape, 4 * appends, 0.01)
-        barrier.wait()
-        reader, last = LogReader(root, shape), ROWS * (4 * appends + 1)
-        seen, seconds = [0], [0.0]
-        while seen[-1] < last:
-            head = reader.heads()["w0"]
-            if head > seen[-1]:
-                seen.append(head)
-                seconds.append(time.monotonic())
-        spans = np.array(times.get()[1])
-        processes[0].join()
-        visible = np.array(seconds)[np.searchsorted(seen, ROWS * np.arange(2, len(spans) + 2))]
-        # Negative where the reader saw the commit before the writer had returned.
-        for words, begin in (("return", spans[:, 1]), ("begin", spans[:, 0])):
-            median, p99 = np.percentile(1e3 * (visible - begin), [50, 99])
-            print(f"  {name:12} from the {words:6} median {median:6.2f}   p99 {p99:6.2f}")
-        shutil.rmtree(root)
 
 
 def filled_index(shape: RowShape, rows: int, capacity_per_query: int, *, one_query: bool) -> ReplayIndex:
@@ -211,7 +176,6 @@ def main(argv: Sequence[str]) -> None:
         folder = Path(name).absolute()
         parts: dict[str, Callable[[], None]] = {
             "append": lambda: append(folder, _APPENDS.value),
-            "latency": lambda: latency(folder, _APPENDS.value),
             "sampling": lambda: sampling(_WINDOW.value, _REPEATS.value),
             "tail": lambda: tail(folder, _REPEATS.value),
         }

@@ -96,7 +96,7 @@ def train(name: str, behavior: str, target: np.ndarray, *, seed: int = 0, steps:
 
 
 def compare(root: Path, *, steps: int = STEPS, seeds: int = 2) -> None:
-    """Prints a table of every objective, kind of rows and seed, and one of what more rows in a group would change."""
+    """Prints a table of every objective, kind of rows and seed."""
     del root  # the numbers are all there is
     for name in FORMS:
         compiled(name, steps)
@@ -116,10 +116,3 @@ def compare(root: Path, *, steps: int = STEPS, seeds: int = 2) -> None:
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for cells in pool.map(run, itertools.product(range(seeds), FORMS, ROWS)):
             summary.row(*cells)
-    print()
-    far = (f"TV of {name}'s optimum to its limit, by query" for name in LIMITS)
-    summary.table("seed", "mean reward of p*", "of the best response", *far)
-    for seed in range(seeds):
-        of_p_star, best = (p_star(seed) * rewards(seed)).sum(axis=-1).mean(), rewards(seed).max(axis=-1).mean()
-        apart = [distance(optimum(name, seed), limit(seed)) for name, limit in LIMITS.items()]
-        summary.row(f"{seed}", f"{of_p_star:.2f}", f"{best:.2f}", *(", ".join(f"{tv:.3f}" for tv in each) for each in apart))

@@ -9,7 +9,7 @@ from tba_jax.roles import results
 from tba_jax.run import layout
 
 # step -> value, of one run.
-Curve = Mapping[int, float]
+Curve = Mapping[float, float]
 
 
 def evaluations(workdir: Path) -> list[dict]:
@@ -36,7 +36,7 @@ def spread(values: Sequence[float], spec: str = ".3f") -> str:
     return f"{np.mean(values):z{spec}}" + (f" ± {np.std(values, ddof=1):{spec}}" if len(values) > 1 else "")
 
 
-def plot(path: Path, panels: Mapping[str, Mapping[str, Sequence[Curve]]], *, across: str, up: str) -> None:
+def plot(path: Path, panels: Mapping[str, Mapping[str, Sequence[Curve]]], *, across: str, up: str, log: bool = False) -> None:
     """Draws a panel for each title: label -> the curves of its runs. Lines are means, bands go from the least to the largest."""
     import matplotlib
 
@@ -53,6 +53,7 @@ def plot(path: Path, panels: Mapping[str, Mapping[str, Sequence[Curve]]], *, acr
         axis.set_title(title)
         axis.set_xlabel(across)
         axis.grid(alpha=0.3)
+        axis.set_yscale("log" if log else "linear")
     axes[0][0].set_ylabel(up)
     axes[0][0].legend(fontsize=7)
     figure.tight_layout()

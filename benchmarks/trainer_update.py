@@ -65,27 +65,21 @@ def compiled(program: UpdateProgram, placed: Placed) -> Any:
     return program._update.lower(state, frozen, placed.batch, placed.packed, whole_groups=placed.plan.whole_groups).compile()
 
 
-def random_rows(program: UpdateProgram, changes: Mapping[str, Any], vocab: int, *, full: bool = True) -> trajectory.Rows:
-    """Rows of random tokens, with a prompt of P tokens for each query.
-
-    Args: full: whether responses have R tokens, or 1 to R / 2.
-    """
+def random_rows(program: UpdateProgram, changes: Mapping[str, Any], vocab: int) -> trajectory.Rows:
+    """Rows of random tokens: a prompt of P tokens for each query, responses of R tokens."""
     sizes = SIZES | dict(changes)
     B, P, R = program.rows, sizes["task.prompt_length"], sizes["task.response_length"]
     rng = np.random.default_rng(0)
-    length = np.full(B, R, np.int32) if full else rng.integers(1, R // 2 + 1, B).astype(np.int32)
-    mask = trajectory.response_mask(length, R)
     tokens = rng.integers(0, vocab, (B, P + R)).astype(np.int32)
     tokens[:, :P] = tokens[:: sizes["learner.completions"], :P].repeat(sizes["learner.completions"], axis=0)
-    tokens[:, P:][~mask] = 0
-    logprobs = np.where(mask, -rng.exponential(np.log(vocab), (B, R)), 0).astype(np.float32)
+    logprobs = -rng.exponential(np.log(vocab), (B, R)).astype(np.float32)
     return {
         "tokens": tokens,
         "prompt_length": np.full(B, P, np.int32),
-        "response_length": length,
+        "response_length": np.full(B, R, np.int32),
         "ref_logprobs": logprobs,
         "policy_logprobs": logprobs,
         "behavior_logprobs": logprobs,
-        "policy_step": np.where(mask, 0, -1).astype(np.int32),
+        "policy_step": np.zeros((B, R), np.int32),
         "reward": rng.normal(size=B).astype(np.float32),
     }

@@ -6,12 +6,10 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from tba_jax.roles import gpus
 
@@ -29,7 +27,6 @@ import json, torch, transformers
 print(json.dumps({"version": torch.__version__, "gpu": torch.cuda.is_available()}))
 """
 _NAMED = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "flax")
-_REQUIREMENTS = Path(__file__).parents[2] / "requirements.txt"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +73,7 @@ def find() -> Device:
     if not done:
         asked = os.environ.get("JAX_PLATFORMS")
         of = f" (JAX_PLATFORMS={asked})" if asked else ""
-        raise ValueError(f"JAX or the project does not start{of}: {said}{_missing()}")
+        raise ValueError(f"JAX or the project does not start{of}: {said}")
     if visible and done["platform"] == "cpu":
         raise ValueError(
             f"the driver lists {visible[0].kind}, but JAX finds only the CPU: install JAX' support for GPUs "
@@ -118,17 +115,6 @@ def _without_torch(platform: str) -> str:
     return "" if platform == "cpu" or found["gpu"] else f"torch {found['version']} finds no GPU"
 
 
-def missing(requirements: Path = _REQUIREMENTS) -> list[str]:
-    """The packages of requirements.txt that are not installed."""
-    names = (re.match(r"[\w.-]+", line) for line in requirements.read_text(encoding="utf-8").splitlines())
-    return [name[0] for name in names if name and not _version(name[0])]
-
-
-def _missing() -> str:
-    found = missing()
-    return f"; {', '.join(found)} of requirements.txt are not installed: pip install -r requirements.txt" if found else ""
-
-
 @functools.cache
 def _version(package: str) -> str:
     try:
@@ -140,8 +126,6 @@ def _version(package: str) -> str:
 def warnings(found: Device, visible: Sequence[gpus.Gpu]) -> list[str]:
     """Sentences about what the rows will lack, or what disturbs them."""
     told = []
-    if lacks := missing():
-        told.append(f"{', '.join(lacks)} of requirements.txt are not installed: cases that need them fail.")
     if found.without_torch:
         told.append(f"Nothing is compared with PyTorch: {found.without_torch}.")
     if held := gpus.filled(visible):

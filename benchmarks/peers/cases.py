@@ -1,14 +1,13 @@
 """What is measured: models, prompts and the sizes of a step, equal for all systems."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterable
 
-MODEL_LAYERS = 6
 LEARNING_RATE = 1e-5
 ADAM_BETAS = (0.9, 0.999)
 ADAM_EPSILON = 1e-8
 CLIP_NORM = 1.0
-# The coefficient of the KL term for a step with a reference: it decides what is learned, and nothing about the seconds.
+# The coefficient of the KL term: it decides what is learned, and nothing about the seconds.
 BETA = 0.04
 
 
@@ -56,7 +55,7 @@ CASES: dict[str, Case] = {
 SYSTEMS = ("trl", "tunix", "tba_interleaved", "tba_async")
 
 
-def checked(names: list[str], known: Any, flag: str) -> list[str]:
+def checked(names: list[str], known: Iterable[str], flag: str) -> list[str]:
     """The names, or all that are known for none. Raises ValueError naming the first that is unknown."""
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"--{flag}={unknown[0]} is none of {', '.join(known)}")

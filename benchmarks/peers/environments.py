@@ -31,27 +31,22 @@ def python(environment: Environment, root: Path) -> Path:
     Raises:
       NotInstalled: venv or pip failed, with its last line. What was made is removed, so that the next call tries again.
     """
-    folder = root / environment.name
-    made = folder / "requirements.txt"  # written last
+    folder, log = root / environment.name, root / f"{environment.name}.log"
+    made, interpreter = folder / "requirements.txt", folder / "bin" / "python"
     wanted = "\n".join(environment.requirements)
-    interpreter = folder / "bin" / "python"
-    if made.exists() and made.read_text() == wanted:
+    if made.exists() and made.read_text() == wanted:  # written last
         return interpreter
     shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    root.mkdir(parents=True, exist_ok=True)
     print(f"installs {' '.join(environment.requirements)} into {folder}", file=sys.stderr, flush=True)
-    log = Path(f"{folder}.log")
-    with open(log, "w") as output:
-        for command in (
-            [sys.executable, "-m", "venv", str(folder)],
-            [str(interpreter), "-m", "pip", "install", *environment.requirements],
-        ):
-            # Other code than the environment's own could otherwise be imported.
-            clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    # Other code than the environment's own could otherwise be imported.
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    for command in ([sys.executable, "-m", "venv", folder], [interpreter, "-m", "pip", "install", *environment.requirements]):
+        with open(log, "w") as output:
             ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=clean, check=False)
-            if ended.returncode:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise NotInstalled(f"{' '.join(environment.requirements)} cannot be installed: {reason(log)}")
+        if ended.returncode:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise NotInstalled(f"{' '.join(environment.requirements)} cannot be installed: {reason(log)}")
     made.write_text(wanted)
     return interpreter
 

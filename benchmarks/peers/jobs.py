@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import side_by_side
 from benchmarks.peers import cases, checkpoint, environments, prompts, tba_run
 
 WARM_UP_STEPS = 2
@@ -26,43 +25,34 @@ class Failed(Exception):
         self.everywhere = everywhere
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Bench:
-    """What all runs share.
-
-    root: the folder of inputs and runs. environments: that of the peers' environments. gsm8k: that of GSM8K's files, if it is
-    there. steps: timed ones of a run. cores: the numbers of those that all processes of a system share.
-    """
+    """What all runs share. root: the folder of inputs, runs and environments. gsm8k: that of GSM8K's files, or None. steps: timed
+    ones of a run."""
 
     root: Path
-    environments: Path
     gsm8k: Path | None
     steps: int
-    cores: tuple[int, ...]
-
-    @property
-    def runs(self) -> Path:
-        """The folder of runs with these steps and cores: others have their own."""
-        return self.root / "runs" / f"{len(self.cores)}_cores_{self.steps}_steps"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run. case: a name of CASES. reference: whether its steps have a reference policy."""
+    """One run. case: a name of CASES."""
 
     bench: Bench
     system: str
     case: str
-    reference: bool
     repeat: int
 
     @property
     def name(self) -> str:
-        return f"{self.case}/{'with' if self.reference else 'without'}/{self.system}-{self.repeat}"
+        return f"{self.case}/{self.system}-{self.repeat}"
 
     @property
     def result(self) -> Path:
-        return self.bench.runs / f"{self.name}.json"
+        """Runs with other steps or cores have other folders."""
+        folder = f"{len(os.sched_getaffinity(0))}_cores_{self.bench.steps}_steps"
+        return self.bench.root / "runs" / folder / f"{self.name}.json"
 
 
 def inputs(bench: Bench, name: str) -> Path:
@@ -80,11 +70,8 @@ def inputs(bench: Bench, name: str) -> Path:
 def spec(job: Job, folder: Path) -> dict[str, Any]:
     """What a peer's script is told."""
     case = cases.CASES[job.case]
-    sizes = {
-        field: getattr(case, field) for field in ("queries", "samples", "prompt_length", "response_length", "reward_seconds")
-    }
-    return sizes | {
-        "vocab": case.vocab,
+    sizes = ("vocab", "queries", "samples", "prompt_length", "response_length", "reward_seconds")
+    return {field: getattr(case, field) for field in sizes} | {
         "checkpoint": str(folder),
         "prompts": json.loads((folder / "prompts.json").read_text()),
         "eos": checkpoint.EOS,
@@ -93,7 +80,7 @@ def spec(job: Job, folder: Path) -> dict[str, Any]:
         "adam_betas": cases.ADAM_BETAS,
         "adam_epsilon": cases.ADAM_EPSILON,
         "clip_norm": cases.CLIP_NORM,
-        "beta": cases.BETA if job.reference else 0.0,
+        "beta": cases.BETA,
         "seed": job.repeat,
     }
 
@@ -117,18 +104,15 @@ def run(job: Job) -> dict[str, Any]:
 
 def timed(record: Mapping[str, Any]) -> dict[str, Any]:
     """The record of the steps after the warm-up: lists with one value a step become lists of the last ones."""
-
-    def last(values: Any) -> Any:
-        return values[WARM_UP_STEPS:]
-
-    parts = {part: last(seconds) for part, seconds in record["parts"].items()}
-    return {**record, "seconds": last(record["seconds"]), "parts": parts, "tokens": last(record["tokens"])}
+    parts = {part: seconds[WARM_UP_STEPS:] for part, seconds in record["parts"].items()}
+    return {**record, "parts": parts, **{name: record[name][WARM_UP_STEPS:] for name in ("seconds", "tokens")}}
 
 
-def _environment(job: Job) -> dict[str, str]:
-    """Of all systems: as many threads as cores, and memory as tba_jax's supervisor gives it to its roles."""
-    return os.environ | {
-        "OMP_NUM_THREADS": str(len(job.bench.cores)),
+def _call(job: Job, command: Sequence[str]) -> None:
+    """Raises Failed with the last line of the command's output."""
+    # Of all systems: as many threads as cores, and memory as tba_jax's supervisor gives it to its roles.
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(job.bench.root / "compilation_cache" / job.system),
@@ -137,27 +121,16 @@ def _environment(job: Job) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": str(_REPOSITORY),
     }
-
-
-def _call(job: Job, command: Sequence[str]) -> None:
-    """Raises Failed with the last line of the command's output."""
-    log = Path(f"{job.result.with_suffix('')}.log")
+    log = job.result.with_suffix(".log")
     with open(log, "w") as output:
-        ended = subprocess.run(
-            [*side_by_side.on_cores(job.bench.cores), *command],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=_environment(job),
-            cwd=_REPOSITORY,
-            check=False,
-        )
+        ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=_REPOSITORY, check=False)
     if ended.returncode:
         raise Failed(f"{environments.reason(log)} (see {log.relative_to(job.bench.root)})")
 
 
 def _peer(job: Job, folder: Path) -> dict[str, Any]:
     try:
-        python = environments.python(ENVIRONMENTS[job.system], job.bench.environments)
+        python = environments.python(ENVIRONMENTS[job.system], job.bench.root / "environments")
     except environments.NotInstalled as error:
         raise Failed(str(error), everywhere=True) from error
     told, result = (job.result.with_suffix(f".{suffix}") for suffix in ("spec", "new"))
@@ -171,18 +144,12 @@ def _peer(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def _tba(job: Job, folder: Path) -> dict[str, Any]:
-    workdir = job.result.with_suffix("")
+    workdir, case, interleaved = job.result.with_suffix(""), cases.CASES[job.case], job.system == "tba_interleaved"
     shutil.rmtree(workdir, ignore_errors=True)
-    settings = tba_run.settings(
-        cases.CASES[job.case],
-        folder,
-        interleaved=job.system == "tba_interleaved",
-        reference=job.reference,
-        steps=WARM_UP_STEPS + job.bench.steps,
-        seed=job.repeat,
-    )
+    steps = WARM_UP_STEPS + job.bench.steps
+    settings = tba_run.settings(case, folder, interleaved=interleaved, steps=steps, seed=job.repeat)
     flags = [f"--config.{leaf}={value}" for leaf, value in settings.items()]
     _call(job, [sys.executable, "-m", "tba_jax.main", f"--config={tba_run.RECIPE}", f"--workdir={workdir}", *flags])
-    record = tba_run.record(workdir, cases.CASES[job.case], interleaved=job.system == "tba_interleaved", skip=WARM_UP_STEPS)
+    record = tba_run.record(workdir, case, interleaved=interleaved, skip=WARM_UP_STEPS)
     shutil.rmtree(workdir, ignore_errors=True)
     return record

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.peers import cases, jobs
 
@@ -11,15 +11,8 @@ _PARTS = ("generate", "score", "update")
 _HEAD = ("system", "step, s", *(f"{part}, s" for part in _PARTS), "tokens", "updates/s", "rows/s")
 
 
-class Group(NamedTuple):
-    """A case, with a reference policy or without."""
-
-    case: str
-    reference: bool
-
-
-# Group -> system -> records of its runs (see jobs.timed), or why there are none.
-Found = dict[Group, dict[str, Any]]
+# Case -> system -> records of its runs (see jobs.timed), or why there are none.
+Found = dict[str, dict[str, Any]]
 
 
 def medians(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -39,12 +32,11 @@ def medians(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def lines(found: Found) -> list[str]:
-    """The markdown tables: one a group."""
+    """The markdown tables: one a case."""
     told: list[str] = []
-    for group, outcome in found.items():
+    for case, outcome in found.items():
         summary = {system: medians(records) for system, records in outcome.items() if not isinstance(records, str)}
-        about = cases.CASES[group.case].about
-        told += ["", f"**{group.case}, {'with' if group.reference else 'without'} a reference**: {about}", ""]
+        told += ["", f"**{case}**: {cases.CASES[case].about}", ""]
         bases = [system for system in ("tba_interleaved", "tba_async") if system in summary]
         head = [*_HEAD, *(f"{figure} / {NAMES[base]}" for base in bases for figure in ("step", "rows"))]
         if summary:

@@ -15,7 +15,7 @@ RECIPE = "benchmarks/peers/recipe.py"
 _PARTS = {"decode": "generate", "reference": "score", "wait_rewards": "score", "update": "update"}
 
 
-def settings(case: Case, folder: Path, *, interleaved: bool, reference: bool, steps: int, seed: int) -> dict[str, Any]:
+def settings(case: Case, folder: Path, *, interleaved: bool, steps: int, seed: int) -> dict[str, Any]:
     """Leaf of the config -> value: each row is used in one update, and each update is published."""
     return {
         "seed": seed,
@@ -42,7 +42,7 @@ def settings(case: Case, folder: Path, *, interleaved: bool, reference: bool, st
         "publish.every_steps": 1,
         "evaluation.enabled": False,
         "metrics.every_steps": 1,
-    } | ({} if reference else {"learner.reference.kind": "none"})
+    }
 
 
 def record(workdir: Path, case: Case, *, interleaved: bool, skip: int) -> dict[str, Any]:

@@ -66,9 +66,8 @@ def test_the_target_is_far_from_where_training_starts(problem):
 
 @pytest.mark.parametrize("name", posterior.BEHAVIORS)
 def test_rows_carry_what_the_tables_say(problem, name):
-    rows = jax.jit(posterior.sample, static_argnames=("queries", "completions"))(
-        problem.ref_params, jax.random.key(1), posterior.BEHAVIORS[name], queries=posterior.QUERIES, completions=posterior.K
-    )
+    sample = jax.jit(posterior.sample, static_argnames="queries")
+    rows = sample(problem.ref_params, jax.random.key(1), posterior.BEHAVIORS[name], queries=posterior.QUERIES)
     batch, policy_logprobs = jax.tree.map(np.asarray, (posterior.as_batch(rows, problem), rows.policy_logprobs))
     mask = np.arange(posterior.R) < batch.response_length[:, None]
     np.testing.assert_allclose(policy_logprobs, batch.ref_logprobs, atol=1e-5)

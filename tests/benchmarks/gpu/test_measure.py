@@ -1,7 +1,6 @@
 """What a worker tells: a case that needs more memory than the device has is left out by a row that says so."""
 
 import dataclasses
-import json
 import types
 
 import jax
@@ -14,27 +13,6 @@ from benchmarks import trainer_update
 from benchmarks.gpu import measure
 from tba_jax import sharding
 from tba_jax.roles.work import Work
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    flags.FLAGS.mark_as_parsed()  # benchmarks that other tests import have flags that must be given
-    with flagsaver.flagsaver(what="update", answer=str(tmp_path / "rows.json"), tiny=True, repeats=1):
-        yield tmp_path / "rows.json"
-
-
-def test_an_update_that_does_not_fit_is_left_out(tiny, monkeypatch):
-    small = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1000, "peak_bytes_in_use": 0})
-    monkeypatch.setattr(measure, "check_fit", lambda size, check=measure.check_fit: _with_device(monkeypatch, small, check, size))
-    measure.main([])
-    (row,) = json.loads(tiny.read_text())
-    assert row["figure"] == "left out" and "GiB by the compiler, JAX may take 0.0" in row["value"]
-
-
-def _with_device(monkeypatch, device, check, size):
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "devices", lambda: [device])
-        check(size)
 
 
 def test_shares_are_of_the_peaks_of_the_device(monkeypatch):

@@ -1,6 +1,5 @@
 """The suite: it holds its time, keeps what it has, and a case that fails costs its own row alone."""
 
-import functools
 import json
 import os
 import shutil
@@ -80,11 +79,6 @@ def test_a_setting_that_fails_is_named_beside_the_rows_of_the_other(tmp_path):
     assert [row.figure for row in suite.rows(tmp_path)["both"]] == [suite.FAILED]
 
 
-def test_what_a_case_had_before_it_was_stopped_counts(tmp_path):
-    run([make_case(tmp_path, "slow", WRITES + ".close(); import time; time.sleep(600)", most=1.0)], tmp_path)
-    assert [row.figure for row in suite.rows(tmp_path)["slow"]] == ["speed", suite.FAILED]
-
-
 def test_cases_without_time_are_left_out_and_others_are_kept(tmp_path, capsys):
     first, second = make_case(tmp_path, "first", WRITES), make_case(tmp_path, "second", WRITES, least=1000.0)
     run([second, first], tmp_path, seconds=100)
@@ -108,39 +102,6 @@ def test_damaged_rows_and_those_of_other_devices_are_not_taken(tmp_path):
     assert suite.rows(tmp_path).keys() == {"first", "second"} and suite.rows(tmp_path, "NVIDIA H200").keys() == {"first"}
     lines = [json.loads(line) for line in (tmp_path / suite.ROWS).read_text().splitlines()]
     assert len(lines) == 3 and all(line["figure"] == "speed" for line in lines)
-
-
-def test_a_full_disk_costs_the_files_not_the_table(tmp_path, capsys):
-    for name in (f"{suite.ROWS}.new", "results.md"):
-        (tmp_path / name).mkdir()  # like a full disk, it cannot be written
-    case, rows = make_case(tmp_path, "first", WRITES), {}
-    write = functools.partial(table.write, H200, [case], tmp_path, rows)
-    suite.run([case], tmp_path, rows, until=time.monotonic() + 100, after_each=write)
-    said = capsys.readouterr().out
-    assert "the rows are not kept" in said and "results.md is not written" in said
-    assert "| first | speed | 3 |" in table.text(H200, [case], rows)
-
-
-def test_an_update_by_pytorch_is_told_with_the_ratio(tmp_path):
-    torch, ours = (
-        next(case for case in cases.of(H200, tmp_path, model="", data="") if case.kind == kind) for kind in ("torch", "update")
-    )
-    found = {
-        case.name: [Row(case=case.name, figure="an update", value=value)]
-        for case, value in ((torch, "30.0 ms"), (ours, "20.0 ms"))
-    }
-    assert "| 30.0 ms | ours × 1.50 |" in table.text(H200, [torch, ours], found)
-
-
-def test_the_table_names_the_fastest_setting_of_the_sweep(tmp_path):
-    wanted = [case for case in cases.of(H200, tmp_path, model="", data="") if case.kind in ("update", "sweep")]
-    found = {case.name: [Row(case=case.name, figure="an update", value=f"{30 - i}.5 ms")] for i, case in enumerate(wanted)}
-    best = wanted[-1].name.removeprefix("sweep: ")
-    sentence = f"Of the settings swept, {best} had the fastest update: {30 - len(wanted) + 1}.5 ms."
-    assert sentence in table.text(H200, wanted, found)
-    found[wanted[0].name] = [Row(case=wanted[0].name, figure="an update", value="1.0 ms")]
-    assert "No setting that was swept had a faster update than the defaults: 1.0 ms." in table.text(H200, wanted, found)
-    assert "swept" not in table.text(H200, wanted, {})
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -185,15 +146,6 @@ def test_each_device_has_every_kind_of_case_but_torch(tmp_path, found):
     assert ("latency_hiding" in flags and "command_buffer" in flags) == (found.platform == "gpu")
 
 
-def test_this_jax_takes_the_flags_of_the_sweep(tmp_path):
-    """XLA ends a process whose flags it does not know; the flags of GPUs are known without one."""
-    flags = [case.environment["XLA_FLAGS"] for case in cases.of(H200, tmp_path, model="", data="") if case.environment]
-    assert len(flags) == 3
-    environment = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_decode_rows_have_the_share_of_the_bandwidth_and_the_ratio(tmp_path):
     figures = {"tokens_per_second": 100.0, "share_of_bandwidth": 0.5, "share_of_bound": 0.4}
     decoders = {"ours": figures, "static": figures | {"tokens_per_second": 40.0}}
@@ -205,25 +157,6 @@ def test_decode_rows_have_the_share_of_the_bandwidth_and_the_ratio(tmp_path):
         case=case.name, figure="S = 1: ours", value="100 tokens/s", beside="50 % of the measured bandwidth, 40 % of the bound"
     )
     assert of_groups.figure == "S = 16: ours" and theirs.value == "40 tokens/s" and theirs.beside.endswith("ours × 2.50")
-
-
-def test_the_driver_is_what_nvidia_smi_says(tmp_path, monkeypatch):
-    assert device.driver() == "" or device.driver()[0].isdigit()
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 580.65.06\necho 580.65.06\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert device.driver() == "580.65.06"
-
-
-def test_a_driver_that_hangs_or_fails_has_no_version(tmp_path, monkeypatch):
-    tool = tmp_path / "nvidia-smi"
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(device, "_SECONDS", 0.5)
-    for line in ("exec sleep 60", "echo broken; exit 9"):
-        tool.write_text(f"#!/bin/sh\n{line}\n")
-        tool.chmod(0o755)
-        assert device.driver() == ""
 
 
 def test_a_gpu_that_jax_does_not_use_is_a_mistake(tmp_path, monkeypatch):
@@ -238,51 +171,6 @@ def test_a_gpu_that_jax_does_not_use_is_a_mistake(tmp_path, monkeypatch):
         device.find()
 
 
-def test_one_of_several_gpus_is_measured(tmp_path, monkeypatch):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\nfor n in 4 5; do echo $n, GPU-$n, NVIDIA H200, 143771, 143000; done\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("JAX_PLATFORMS", "")
-    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    assert device.take_one() == ["GPU 4 is measured, one of 2."]
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4" and device.take_one() == []
-
-
-def test_jax_that_does_not_start_is_a_sentence(monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    with pytest.raises(ValueError, match="JAX_PLATFORMS=cuda"):
-        device.find()
-
-
-def test_packages_that_are_missing_are_named(tmp_path):
-    assert device.missing() == []
-    asked = tmp_path / "requirements.txt"
-    asked.write_text("# a comment\nabsl-py>=2\nno-such-package>=1.0,!=1.1\n")
-    assert device.missing(asked) == ["no-such-package"]
-
-
-def test_why_pytorch_is_not_compared_with(monkeypatch):
-    assert "TPU" in device._without_torch("tpu")
-    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: name != "torch" or None)
-    assert device._without_torch("gpu") == "torch is not installed"
-    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: True)
-    for code, sentence in (
-        ("import no_such_torch", "it does not start: ModuleNotFoundError: No module named 'no_such_torch'"),
-        ('print(\'{"version": "2.1+cpu", "gpu": false}\')', "torch 2.1+cpu finds no GPU"),
-    ):
-        monkeypatch.setattr(device, "_TORCH", code)
-        assert device._without_torch("gpu") == sentence
-    assert device._without_torch("cpu") == ""
-
-
-def test_the_files_of_gpu_tests_are_found():
-    found = runs.files_with_gpu_tests()
-    assert "tests/models/test_cudnn_attention.py" in found and "tests/benchmarks/gpu/test_suite.py" not in found
-
-
 def test_gpu_tests_do_not_pass_on_cpus(monkeypatch):
     """The tests' own setting of the platform is CPUs, where the suite runs them it is the GPU, which is missing here."""
     flags.FLAGS.mark_as_parsed()
@@ -295,14 +183,6 @@ def test_gpu_tests_do_not_pass_on_cpus(monkeypatch):
     with flagsaver.flagsaver(only_counted=False):
         (row,) = runs.tests()
     assert row["figure"] == "pytest" and row["value"].startswith("1 failed") and "test_nothing_is_copied" in row["beside"]
-
-
-@pytest.mark.parametrize(
-    "flag, sentence", [("--only=fast", "--only=fast is none of tests, decode"), ("--model=none", "--model=none does not exist")]
-)
-def test_mistakes_are_one_sentence(flag, sentence):
-    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu", flag], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.strip().splitlines()[-1].startswith(f"error: {sentence}")
 
 
 @pytest.mark.slow

@@ -1,0 +1,117 @@
+"""The comparison of systems: a checkpoint with a known end, the same prompts for all, seconds of steps and parts, the table."""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from benchmarks.peers import cases, checkpoint, jobs, prompts, recording, table, tba_run
+from tba_jax import sharding
+from tba_jax.models.hugging_face import load
+from tba_jax.run import layout
+from tba_jax.text import tokenizers
+from tests.support import applied
+
+V, T, P = 400, 24, 12
+
+
+def probabilities(folder, ends: float) -> np.ndarray:
+    """float32[B, T, V] after each token of random contexts, and of contexts that hold one token alone."""
+    checkpoint.write(folder, vocab=V, ends=ends)
+    config = load.read_config(folder, compute_dtype="float32")
+    mesh = sharding.make_mesh((1, 1, 1), setting="learner.mesh", devices=jax.devices()[:1])
+    params = load.load_params(folder, config, applied.shardings(config, mesh))
+    rng = np.random.default_rng(0)
+    tokens = np.concatenate([rng.integers(2, V, (6, T)), np.repeat(rng.integers(2, V, (6, 1)), T, axis=1)]).astype(np.int32)
+    hidden = applied.hidden_states(params, tokens, config=config).reshape(tokens.size, -1)
+    return np.asarray(jax.nn.softmax(applied.logits_of(params, hidden, config=config))).reshape(*tokens.shape, V)
+
+
+def test_responses_end_with_the_probability_in_every_context(tmp_path):
+    found = probabilities(tmp_path / "ends", 1 / 64)
+    np.testing.assert_allclose(found[..., checkpoint.EOS], 1 / 64, rtol=0.01)
+    assert found[..., 2:].std(axis=(0, 1)).mean() > 0.01 * found[..., 2:].mean(), "the context matters to the others"
+    fixed = probabilities(tmp_path / "fixed", 0.0)
+    assert fixed[..., [checkpoint.EOS, checkpoint.PAD]].max() == 0.0
+
+
+def test_prompts_have_their_length_in_every_tokenizer(tmp_path):
+    texts = prompts.corpus(None)[:12]
+    tokenizer = prompts.train(texts, V)
+    found = prompts.of_case(cases.Case(about="", vocab=V, prompt_length=P), tokenizer, texts)
+    assert len(set(found)) == prompts.COUNT
+    prompts.write(tmp_path, tokenizer)
+    checkpoint.write(tmp_path, vocab=V, ends=0.0)
+    theirs, ours = AutoTokenizer.from_pretrained(str(tmp_path)), tokenizers.HuggingFaceTokenizer(tmp_path)
+    for prompt in found[:50]:
+        ids = theirs(prompt).input_ids
+        assert len(ids) == P and list(ours.encode(prompt)) == ids
+
+
+def test_parts_of_a_step_are_told_apart(monkeypatch):
+    """A part that contains another one counts without it."""
+    now = [100.0]
+    monkeypatch.setattr(recording.time, "perf_counter", lambda: now[0])
+
+    class Trainer:
+        def generate(self) -> int:
+            now[0] += 4.0
+            return 64
+
+        def score(self) -> None:
+            self.generate()
+            self.generate()
+            now[0] += 1.0
+
+    record, trainer = recording.Recording(), Trainer()
+    record.timed(trainer, "generate", "generate", after=record.count)
+    record.timed(trainer, "score", "score")
+    now[0] += 50.0  # before training
+    record.begin()
+    for wait in (0.5, 0.0):
+        trainer.score()
+        now[0] += wait
+        record.step_ends()
+    assert record.seconds == [9.5, 9.0] and record.tokens == [128, 128]
+    assert record.parts == {"generate": [8.0, 8.0], "score": [1.0, 1.0]}
+
+
+def write(run: layout.RunDir, role: str, *lines: dict[str, float]) -> None:
+    folder = run.metrics(role)
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": 0, **line}) + "\n" for line in lines))
+
+
+def test_shares_of_time_become_seconds_of_each_step(tmp_path):
+    """The second step takes 4 s, half of them decoding; the third 6 s, one of them decoding and two a checkpoint, which a run
+    writes at its end."""
+    run, times = layout.RunDir(tmp_path), (100.0, 104.0, 110.0)
+    shares = [{}, {"decode": 2 / 4, "reference": 1 / 4}, {"decode": 3 / 10, "reference": 2 / 10, "checkpoint": 2 / 10}]
+    told = [{f"time_{part}": share for part, share in each.items()} for each in shares]
+    write(run, "trainer", *[{"time": time, **parts} for time, parts in zip(times, told, strict=True)])
+    write(run, "searcher-0", *[{"time": time, "rows_per_second": 8.0, "tokens_per_second": 128.0} for time in times])
+    case = dataclasses.replace(cases.CASES["fixed"], queries=1, samples=4)
+    found = tba_run.record(tmp_path, case, interleaved=True, skip=1)
+    assert found["seconds"] == pytest.approx([0.0, 4.0, 4.0]) and found["tokens"] == [64, 64, 64]
+    assert found["parts"]["generate"] == pytest.approx([0.0, 2.0, 1.0])
+    assert found["rows_per_second"] == pytest.approx(2 * 4 / 10)
+
+
+def record(*seconds: float, rows_per_second: float = 1.0) -> dict[str, Any]:
+    """A run whose warm-up took very long."""
+    tokens = [0] * jobs.WARM_UP_STEPS + [2048] * len(seconds)
+    slow = [1000.0] * jobs.WARM_UP_STEPS
+    return {"seconds": slow + list(seconds), "parts": {}, "tokens": tokens, "rows_per_second": rows_per_second}
+
+
+def test_the_table_has_medians_of_medians_and_ratios():
+    assert table.medians([record(1.0, 2.0, 9.0), record(5.0, 5.0, 50.0), record(3.0, 4.0, 4.0)])["step"] == 4.0
+    ours = {"tba_interleaved": [record(4.0, rows_per_second=8.0)], "tba_async": [record(3.0, rows_per_second=10.0)]}
+    lines = table.lines({"fixed": {"trl": [record(6.0, rows_per_second=5.0)], **ours, "tunix": "no such version"}})
+    (line,) = [line for line in lines if line.startswith("| TRL GRPO")]
+    assert line.split(" | ")[-4:] == ["1.50", "1.60", "2.00", "2.00 |"]
+    assert "Tunix GRPO: no figure. no such version" in lines
