@@ -10,7 +10,7 @@ are not run again, those that failed are.
 
 It needs no network: weights are random, in the shapes of published models, and the run on GSM8K is the recipe's `small` variant,
 whose data lie in the repository; --model and --data give that run a real policy and real rows. It needs the packages of
-requirements.txt, but for plotly, flask, math-verify and datasets, and pytest. Comparisons with PyTorch need torch with support
+requirements.txt, but for plotly, math-verify and datasets, and pytest. Comparisons with PyTorch need torch with support
 for the GPU, and transformers, and are left out without them. A TPU takes the same command. Without an accelerator the suite has a
 CPU form: the same cases at tiny sizes, which show that the suite works and say nothing about an accelerator.
 """

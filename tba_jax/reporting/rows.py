@@ -11,7 +11,7 @@ import numpy as np
 
 from tba_jax.replay import journal
 from tba_jax.replay.expiry import RowsExpired
-from tba_jax.replay.reader import LogCorruption, LogReader
+from tba_jax.replay.reader import LogCorruption, LogReader, RowsPending
 from tba_jax.run.places import STORAGE_ERRORS
 from tba_jax.trajectory import Rows
 
@@ -51,9 +51,11 @@ def blocks(
         end = end if end > start else min(rows.stop, (start // size + 1) * size)
         try:
             read = reader.read(writer, start, end, wait=wait)
-        except (RowsExpired, LogCorruption) as error:
+        except (RowsExpired, LogCorruption, RowsPending) as error:
             if error.start > start:
                 end = error.start
+            elif isinstance(error, RowsPending):
+                raise
             else:
                 lost(error)
                 start = max(error.stop, start + 1)
@@ -90,7 +92,6 @@ class RowTable:
         self._next: dict[str, int] = {}  # the first row of each writer that is not read yet
         self._gone = self._damaged = 0
         self._damage = ""
-        self._epochs: list[int] = []
         self._forget_draws()
 
     def name(self, key: int) -> tuple[str, int]:
@@ -177,17 +178,18 @@ class RowTable:
     def _forget_draws(self) -> None:
         self._keys: collections.deque[np.ndarray] = collections.deque()
         self._steps: collections.deque[np.ndarray] = collections.deque()
-        self._draws = self.last_step = 0
+        self._draws = self.last_step = self._epoch = 0
         self.resumes = []
 
     def _read_journal(self) -> None:
-        """Takes the lines after `last_step`; all lines, where a trainer has begun another file: it may have gone back."""
-        if (epochs := [*journal.epoch_files(self._folder)]) != self._epochs:
-            self._epochs = epochs
-            self._forget_draws()
+        """Takes the lines after `last_step`; all lines, where a later trainer has gone back behind it."""
         lines = journal.read_lineage(self._folder, after=self.last_step)
-        if not self.last_step:
-            self.resumes = [stretch.first - 1 for stretch in lines.stretches if stretch.first > 1]
+        if self.last_step and lines.epoch != self._epoch:
+            self._forget_draws()
+            lines = journal.read_lineage(self._folder)
+        for stretch in lines.stretches:
+            self.resumes += [stretch.first - 1] * (stretch.epoch != self._epoch and stretch.first > 1)
+            self._epoch = stretch.epoch
         for line in lines:
             numbers = np.array([self._number(writer) for writer in line["writers"]], np.int64)
             drawn = np.array(line["rows"], np.int64).reshape(-1, 2)

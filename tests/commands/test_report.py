@@ -127,7 +127,7 @@ def test_a_run_whose_roles_meet_in_an_object_store_is_read_there(tmp_path, monke
     run = hostile_runs.make(tmp_path / "run", shared)
     _, problems = report.write(run.root, tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert problems == [] and "w0:0</a>" in text and f"rows and policies in {shared}" in text
+    assert problems == [] and "· w0:0</p>" in text and f"rows and policies in {shared}" in text
 
 
 def test_a_store_that_does_not_answer_is_one_sentence(tmp_path, monkeypatch, capsys):

@@ -1,61 +1,66 @@
-"""Which rows are chosen, against a sort of all rows."""
+"""Which rows are shown, against a sort of all rows, and the texts of their tokens."""
+
+import re
 
 import numpy as np
 import pytest
 
 from tba_jax.reporting import samples
-from tba_jax.reporting.rows import Columns
+from tba_jax.reporting.rows import FIGURES
 
 
-def columns(reward, query, step):
-    n = len(reward)
-    return Columns(
-        writer=np.zeros(n, np.int32),
-        row=np.arange(n),
-        query_id=np.asarray(query, np.uint64),
-        reward=np.asarray(reward, np.float32),
-        reward_parts=np.zeros((n, 1), np.float32),
-        newest_step=np.asarray(step, np.int32),
-        oldest_step=np.asarray(step, np.int32),
-        response_length=np.ones(n, np.int32),
-        finished=np.ones(n, bool),
-        policy_logprob_sum=np.zeros(n, np.float32),
-        ref_logprob_sum=np.zeros(n, np.float32),
-    )
+def table(reward, query, step) -> np.ndarray:
+    rows = np.zeros(len(reward), FIGURES)
+    rows["key"] = np.arange(len(reward))
+    rows["reward"], rows["query_id"], rows["newest_step"] = reward, query, step
+    return rows
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_first_rows_are_those_of_a_sort_of_all(seed):
+@pytest.mark.parametrize("seed", range(3))
+def test_the_worst_and_the_best_are_those_of_a_sort_of_all(seed):
     rng = np.random.default_rng(seed)
     n = 20_000
-    table = columns(rng.integers(0, 3, n), np.arange(n), rng.integers(0, 50, n))
+    rows = table(rng.integers(0, 3, n), np.arange(n), rng.integers(0, 50, n))
     counts = rng.integers(0, 2, n)
-    found = samples.chosen(table, counts)
-    worst = sorted(range(n), key=lambda i: (table.reward[i], counts[i] == 0, -table.newest_step[i], -i))
-    best = sorted(range(n), key=lambda i: (-table.reward[i], counts[i] == 0, -table.newest_step[i], -i))
-    newest = sorted(range(n), key=lambda i: (-table.newest_step[i], -i))
-    if seed == 0:
-        assert len(set(found["worst"])) == samples.ROWS_EACH
-    for name, wanted in (("worst", worst), ("best", best), ("newest", newest)):
-        key = [(table.reward[i], counts[i] == 0, table.newest_step[i]) for i in wanted[: samples.ROWS_EACH]]
-        assert [(table.reward[i], counts[i] == 0, table.newest_step[i]) for i in found[name]] == key
+    found = samples.chosen(rows, counts)
+    for name, sign in (("worst", 1), ("best", -1)):
+        keys = sorted((sign * row["reward"], count == 0, -row["newest_step"]) for row, count in zip(rows, counts, strict=True))
+        mine = [(sign * rows["reward"][i], counts[i] == 0, -rows["newest_step"][i]) for i in found[name]]
+        assert mine == keys[: samples.ROWS_EACH]
+    assert len(set(found["random"])) == samples.RANDOM_ROWS
+    assert found["random"] == sorted(found["random"], key=lambda i: -rows["newest_step"][i])
+    steps = rows["newest_step"][found["steps"]]
+    assert steps.tolist() == np.repeat([0, 7, 14, 21, 28, 35, 42, 49], 3).tolist()
 
 
-def test_a_group_shows_different_queries_first():
-    found = samples.chosen(columns([0, 0, 0, 0, 1], [7, 7, 7, 8, 9], [5, 5, 5, 1, 9]), np.zeros(5, int))
-    assert found["worst"][:3] == [2, 3, 4] and sorted(found["worst"]) == [0, 1, 2, 3, 4]
+def test_different_queries_come_first_and_disagreeing_ones_with_their_best_and_worst_row():
+    rows = table([0, 0, 0, 0, 1], [7, 7, 7, 8, 9], [5, 5, 5, 1, 9])
+    worst = samples.chosen(rows, np.zeros(5, int))["worst"]
+    assert worst[1:3] == [3, 4] and sorted(worst) == [0, 1, 2, 3, 4]
+    rows = table([0, 1, 0.5, 0.6, 5, -5, 2, np.nan], [1, 1, 2, 2, 3, 3, 4, 4], [0] * 8)
+    assert samples.chosen(rows, np.zeros(8, int))["disagreeing"] == [4, 5, 1, 0, 3, 2]
+    assert samples.chosen(table([1, 1, 1], [1, 1, 2], [-1] * 3), np.zeros(3, int))["disagreeing"] == []
+    assert samples.chosen(table([], [], []), np.zeros(0, int)) == {}
 
 
-def test_disagreeing_queries_come_with_their_best_and_worst_row():
-    table = columns([0, 1, 0.5, 0.6, 5, -5, 2], [1, 1, 2, 2, 3, 3, 4], [0] * 7)
-    found = samples.chosen(table, np.zeros(7, int))["disagreeing"]
-    assert found == [4, 5, 1, 0, 3, 2]
+class Bytes:
+    """A tokenizer with one id a byte, as byte-level vocabularies have them, and an end of sequence."""
+
+    vocab_size, eos_id, pad_id, special_ids = 257, 256, 256, (256,)
+
+    def token_bytes(self):
+        return [*(bytes([byte]) for byte in range(256)), b"<|end|>"]
 
 
-def test_equal_rewards_do_not_disagree():
-    table = columns([1, 1, 1, 1], [1, 1, 2, 3], [0] * 4)
-    assert samples.chosen(table, np.zeros(4, int))["disagreeing"] == []
+def test_a_character_of_several_tokens_stands_at_the_one_that_completes_it():
+    pieces = samples.Pieces(Bytes())
+    assert pieces.texts([*"aé→".encode(), 256]) == ["a", "", "é", "", "", "→", "⟨end⟩"]
+    assert pieces.texts("é".encode()[:1]) == ["�"]
+    assert pieces.texts(["é".encode()[0], 256, 97]) == ["", "�⟨end⟩", "a"]
+    assert samples.Pieces(None).texts([5]) == ["⟨5⟩"]
 
 
-def test_an_empty_table_has_no_samples():
-    assert samples.chosen(columns([], [], []), np.zeros(0, int)) == {}
+@pytest.mark.parametrize("hidden", ["\x1b[31m", "\u202e", "\x07", "\x9b"])
+def test_no_control_character_is_left(hidden):
+    text = "".join(samples.Pieces(Bytes()).texts(hidden.encode()))
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text) and "\\" in text

@@ -106,6 +106,9 @@
       add(add(card, "p", "To generate it again: ", "label"), "code", sample.again);
     });
   }
-  ["group", "query", "step", "text", "colour"].forEach(function (id) { field(id).addEventListener("input", show); });
+  ["group", "query", "step", "text", "colour"].forEach(function (id) {
+    field(id).addEventListener("input", show);
+    field(id).addEventListener("change", show);
+  });
   show();
 })();

@@ -1,0 +1,189 @@
+"""The page of a run: self-contained, obeying nothing that stands in the run, and right about whole runs."""
+
+import html
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from tba_jax.experiment import composition
+from tba_jax.replay.log import LogWriter
+from tba_jax.reporting import page as page_lib
+from tba_jax.reporting.gathering import Gathered, Source
+from tba_jax.run import contract, layout
+from tests.support import browser, frozen_runs, hostile_runs, tiny_run
+
+
+def made(run) -> tuple[Gathered, str]:
+    found = Source(run.root).gather()
+    return found, page_lib.page(found)
+
+
+def markup(page: str) -> str:
+    """The page without the two scripts of the project."""
+    return re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+
+
+def data(page: str) -> dict:
+    return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def texts(value) -> list[str]:
+    """All strings of a tree of JSON."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [value] if isinstance(value, str) else [text for each in inner for text in texts(each)]
+
+
+def more_rows(run, writer: str, **columns) -> None:
+    """Four rows of another writer, zero but for the columns given."""
+    shape = contract.of(contract.read_run(run), called="the test").row_shape()
+    rows = {name: np.zeros((4, *size), dtype) for name, (dtype, size) in shape.columns().items()}
+    for name, values in ({"row": np.arange(4)} | columns).items():
+        rows[name][:] = values
+    LogWriter(run.replay, writer, shape, rows_per_append=4, segment_appends=4, info={"started": 1e300}).append(rows)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    return hostile_runs.make(tmp_path_factory.mktemp("hostile") / "run")
+
+
+@pytest.fixture
+def copy(hostile, tmp_path):
+    shutil.copytree(hostile.root, tmp_path / "run")
+    return layout.RunDir(tmp_path / "run")
+
+
+def test_nothing_of_a_run_becomes_markup(hostile):
+    found, page = made(hostile)
+    assert found.problems == []
+    text = markup(page)
+    template = (page_lib.TEMPLATES / "report.html").read_text()
+    assert set(re.findall(r"<([a-zA-Z]+)", text)) <= set(re.findall(r"<([a-zA-Z]+)", template))
+    assert text.count("<script") == text.count("</script>") == text.count("</style>") == 1
+    assert 'href="javascript' not in text and "49{% raw %}" not in text and "{{7*7}}" in text
+    for string in (hostile_runs.STRINGS[0], hostile_runs.STRINGS[2]):
+        assert html.escape(string).replace("&quot;", "&#34;").replace("&#x27;", "&#39;") in text
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
+
+
+def test_labels_of_charts_are_escaped(hostile):
+    tags = {tag for text in texts(data(made(hostile)[1])["charts"]) for tag in re.findall(r"<(/?\w+)", text)}
+    assert tags <= {"extra", "/extra"}, tags
+
+
+def test_samples_can_be_searched_and_nothing_is_executed_or_fetched_in_a_browser(hostile, tmp_path):
+    page = tmp_path / "report.html"
+    page.write_text(made(hostile)[1], encoding="utf-8")
+
+    def count(script: str) -> int:
+        return driver.execute_script(f"return document.querySelectorAll('{script}').length")
+
+    with browser.chromium() as driver:
+        driver.get(page.as_uri())
+        assert count(".main-svg") > 5 and count("article") == 12
+        driver.find_element("css selector", "input[name=axis][value=time]").click()
+        driver.find_element("css selector", "#colour option[value=step]").click()
+        driver.find_element("css selector", "#group option[value='']").click()
+        assert count("article") == hostile_runs.ROWS
+        driver.find_element("id", "step").send_keys("2")
+        assert sorted(each.text for each in driver.find_elements("css selector", "article b")) == ["w0:0", "w0:1"]
+        driver.find_element("id", "step").clear()
+        driver.find_element("id", "text").send_keys("ONLOAD")
+        assert count("article") == 2
+        driver.find_element("id", "text").clear()
+        driver.execute_script(
+            "const s = document.getElementById('query'); s.value = s.options[1].value; s.dispatchEvent(new Event('input'))"
+        )
+        assert 1 <= count("article") < hostile_runs.ROWS
+        assert driver.execute_script("return [window.owned, document.images.length, document.scripts.length]") == [None, 0, 3]
+        assert count("a[href^=javascript], svg[onload]") == 0
+        assert browser.requested(driver) == [page.as_uri()] and browser.complaints(driver) == []
+
+
+def test_the_policy_of_the_page_stops_what_escaping_would_let_through(hostile, tmp_path):
+    page = tmp_path / "report.html"
+    injected = "<script>window.owned=1</script><img src='http://127.0.0.1:9/x' onerror='window.owned=2'>"
+    page.write_text(made(hostile)[1].replace('<h2 id="learning">', injected + '<h2 id="learning">'), encoding="utf-8")
+    with browser.chromium() as driver:
+        driver.get(page.as_uri())
+        assert driver.execute_script("return window.owned") is None
+        assert any("Content Security Policy" in told for told in browser.complaints(driver))
+
+
+def test_the_worst_rows_come_with_the_steps_that_drew_them(hostile):
+    page = made(hostile)[1]
+    rows = re.findall(r"</b> · (w0:\d+)</p>\s*<p class=\"told\">(.*?)</p>", markup(page))
+    assert rows == [("w0:0", "trained at steps 1, 2"), ("w0:1", "trained at steps 1, 2"), ("w0:2", "trained at step 1")]
+    assert {each["name"]: each["steps"] for each in data(page)["samples"] if each["steps"]} == {
+        "w0:0": [1, 2], "w0:1": [1, 2], "w0:2": [1], "w0:3": [1],
+    }  # fmt: skip
+
+
+def test_steps_of_a_mounted_run_are_not_taken_for_those_of_the_run(copy, tmp_path):
+    other = hostile_runs.make(tmp_path / "other")
+    more_rows(other, "w9", prompt_length=1, response_length=1, policy_step=7_000)
+    shutil.rmtree(other.replay / "w0")
+    (other.replay / "writers" / "w0.json").unlink()
+    stored = layout.read_json(copy.config)
+    stored["config"]["replay"]["mount"] = [str(other.root)]
+    layout.write_json(copy.config, stored)
+    found, page = made(copy)
+    assert found.problems == [] and "20 rows can be read" in page and "<td>w9</td>" in page and "of a mounted run" in page
+    ages = next(chart["traces"][0] for chart in data(page)["charts"] if chart["title"] == "Age of the rows")
+    assert sum(ages["y"]) == 16 and max(ages["x"]) <= 20
+
+
+@pytest.mark.filterwarnings("error")
+def test_rows_that_no_trainer_takes_do_not_hide_the_others(copy):
+    more_rows(
+        copy,
+        "odd",
+        reward=[np.nan, np.inf, -np.inf, -1e30],
+        prompt_length=[-5, 10_000, 0, 3],
+        response_length=[10_000, -7, 0, 3],
+        tokens=np.array([[-1], [10**6], [0], [99_999]]),
+        policy_logprobs=np.nan,
+    )
+    found, page = made(copy)
+    assert found.problems == [] and {"odd:2", "w0:15"} <= {each["name"] for each in data(page)["samples"]}
+
+
+@pytest.mark.parametrize("value", [1e300, -1e300, 10**400, "text", None, [1], {"a": 1}, True])
+def test_numbers_that_cannot_be_end_no_report(copy, value):
+    for name in ("metrics.jsonl", "status.json", "alarms.jsonl"):
+        path = copy.metrics("trainer") / name
+        first = json.loads(path.read_text().splitlines()[0])
+        changed = [json.dumps(first | {key: value}) for key in first]
+        path.write_text("\n".join([*changed, path.read_text()]) if name.endswith("l") else changed[0])
+    (copy.root / "finished.json").write_text(json.dumps({"step": value, "balanced": value}))
+    copy.evaluations.mkdir()
+    (copy.root / "evaluations" / "00000001.json").write_text(json.dumps({"greedy_reward": value, "queries": value}))
+    copy.config.write_text(json.dumps(layout.read_json(copy.config) | {"changes": value, "id": [1], "init_from": {"a": 1}}))
+    page = made(copy)[1]
+    assert "· w0:0</p>" in page and data(page)["charts"]
+
+
+def test_a_run_that_has_just_begun_has_a_page(tmp_path):
+    run, config = layout.RunDir(tmp_path / "run"), tiny_run.config()
+    contract.join(run, config, composition.build(config).contract)
+    found, page = made(run)
+    assert found.problems == [] and "Too early to say" in page and "No role has written anything yet" in page
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_whole_run_is_reported_whole(tmp_path):
+    run = layout.RunDir(tmp_path / "run")
+    frozen_runs.run(run.root, metrics__every_steps=1)
+    found, page = made(run)
+    text, shown = html.unescape(markup(page)), data(page)
+    assert found.problems == [] and "Finished: step 12 of 12." in text and "ledger of the rows balances" in text
+    assert {step for each in shown["samples"] for step in each["steps"]} <= set(range(1, 13)) and any(
+        each["steps"] for each in shown["samples"]
+    )
+    titles = {chart["title"]: chart for chart in shown["charts"]}
+    assert {"Reward", "Loss", "Distance from the reference", "Gradient norm", "Where the time goes"} <= titles.keys()
+    assert titles["Loss"]["traces"][-1]["x_by"]["step"] == [*range(1, 13)]
+    assert all(chart["traces"] for chart in shown["charts"])
