@@ -52,7 +52,6 @@ def page(found: Gathered, *, recipe: Mapping[str, Any] | None = None, recipe_nam
     of_held_out, told_held_out = learning.held_out(found.evaluations)
     of_trained, told_trained = learning.trained(trainer.mean("reward")) if trainer else ("", "No trainer has told of a step.")
     heading, sentences = learning.waits({name: of_role for name, role in found.roles.items() if (of_role := role.shares())})
-    stored = found.stored
     content = {
         "title": Path(found.called).name or found.called,
         "workdir": found.called,
@@ -74,17 +73,25 @@ def page(found: Gathered, *, recipe: Mapping[str, Any] | None = None, recipe_nam
         "row_count": len(found.table.rows),
         "drawn_share": float((counts > 0).mean()) if len(counts) else 0.0,
         "writers": _writers(found, counts),
+        "has_tokenizer": found.tokenizer is not None,
+        "problems": found.problems,
+        "served": served,
+        **_of_run(found, recipe, recipe_name),
+    }
+    return _rendered(content, {**drawn, **rows, "newest": found.step})
+
+
+def _of_run(found: Gathered, recipe: Mapping[str, Any] | None, recipe_name: str) -> dict[str, Any]:
+    """What the run was begun with."""
+    stored = found.stored
+    return {
         "settings": _settings(stored["config"], recipe),
         "recipe_name": recipe_name,
         "contract": [(name, in_words(value)) for name, value in flatten(without_secrets(stored["contract"])).items()],
         "changes": [in_words(each) for each in changes] if isinstance(changes := stored.get("changes"), list) else [],
         "init_from": str(stored.get("init_from") or ""),
         "run_id": str(stored.get("id") or ""),
-        "has_tokenizer": found.tokenizer is not None,
-        "problems": found.problems,
-        "served": served,
     }
-    return _rendered(content, {**drawn, **rows, "newest": found.step})
 
 
 def in_words(value: Any) -> str:

@@ -5,11 +5,11 @@ import shutil
 
 import numpy as np
 import pytest
+from tba_jax.run.alarms import Alarms
 
 from tba_jax.reporting import gathering
 from tba_jax.reporting.gathering import MOST_POINTS, Source, read_curves
 from tba_jax.run import layout
-from tba_jax.run.alarms import Alarms
 from tests.support import frozen_runs, hostile_runs
 
 
