@@ -5,11 +5,11 @@ import shutil
 
 import numpy as np
 import pytest
-from tba_jax.run.alarms import Alarms
 
 from tba_jax.reporting import gathering
 from tba_jax.reporting.gathering import MOST_POINTS, Source, read_curves
 from tba_jax.run import layout
+from tba_jax.telemetry.alarms import Alarms
 from tests.support import frozen_runs, hostile_runs
 
 
@@ -31,8 +31,9 @@ def test_points_hold_mean_least_and_greatest_of_their_lines(tmp_path, count):
         {"step": step, "time": 1.0, "reward": value} | ({"late": 1.0} if step == count else {})
         for step, value in enumerate(values, 1)
     ]
-    (tmp_path / "m").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    curves, first, last, damaged = read_curves(tmp_path / "m")
+    for name, part in (("metrics.jsonl.1", lines[: count // 3]), ("metrics.jsonl", lines[count // 3 :])):
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in part))
+    curves, first, last, damaged = read_curves(tmp_path)
     assert first == lines[0] and last == lines[-1] and damaged == 0 and len(curves["step"]) <= MOST_POINTS
     ends = curves["step"][:, 2].astype(int)
     assert curves["step"][0, 1] == 1 and curves["step"][1:, 1].tolist() == (ends[:-1] + 1).tolist() and ends[-1] == count
@@ -44,11 +45,11 @@ def test_points_hold_mean_least_and_greatest_of_their_lines(tmp_path, count):
 def test_damaged_lines_are_counted_and_one_that_is_being_written_is_none(tmp_path):
     good = json.dumps({"step": 1, "time": 1.0, "loss": 2.0})
     odd = ["{", "[]", '{"step": 1}', '{"step": "x", "time": 1}', f'{{"step": 1{"0" * 400}, "time": 1}}']
-    (tmp_path / "m").write_text("\n".join([good, *odd, good, '{"step": 3, "ti']))
-    curves, _, last, damaged = read_curves(tmp_path / "m")
+    (tmp_path / "metrics.jsonl").write_text("\n".join([good, *odd, good, '{"step": 3, "ti']))
+    curves, _, last, damaged = read_curves(tmp_path)
     assert damaged == 5 and curves["loss"][:, 0].tolist() == [2.0, 2.0] and last["step"] == 1
-    (tmp_path / "n").write_text(json.dumps({"step": 1, "time": 1.0, **{f"name{i}": 1.0 for i in range(5000)}}) + "\n")
-    assert len(read_curves(tmp_path / "n")[0]) <= gathering._MOST_NAMES
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0, **{f"name{i}": 1.0 for i in range(5000)}}) + "\n")
+    assert len(read_curves(tmp_path)[0]) <= gathering._MOST_NAMES
     assert read_curves(tmp_path / "none") == ({}, {}, {}, 0)
 
 
@@ -57,7 +58,7 @@ def test_damaged_lines_are_counted_and_one_that_is_being_written_is_none(tmp_pat
     [
         ("finished.json", "finished.json"),
         ("evaluations/00000003.json", "the evaluation of step 3"),
-        ("metrics/trainer/metrics.jsonl", "metrics.jsonl are left out: 1"),
+        ("metrics/trainer/metrics.jsonl", "metrics/trainer are left out: 1"),
         ("replay/writers/w1.json", "w1"),
         ("replay/w0/000000/manifest.ocdbt", "w0"),
     ],
