@@ -61,13 +61,16 @@ def test_damaged_lines_are_counted_and_one_that_is_being_written_is_none(tmp_pat
         ("metrics/trainer/metrics.jsonl", "metrics/trainer are left out: 1"),
         ("replay/writers/w1.json", "w1"),
         ("replay/w0/000000/manifest.ocdbt", "w0"),
+        ("config.json", "the tokenizer"),
     ],
 )
 def test_damage_is_named_and_the_rest_is_read(copy, file, named):
     path = copy.root / file
     path.parent.mkdir(exist_ok=True)
-    before = path.read_bytes() if file.endswith("l") else b""
+    before = path.read_bytes() if file.endswith(("metrics.jsonl", "config.json")) else b""
     path.write_bytes(before + b"[1, {}" + b"\n" * bool(before))
+    if file == "config.json":
+        path.write_bytes(before.replace(b'"path": ""', b'"path": "/gone"'))
     found = Source(copy.root).gather()
     assert any(named in told for told in found.problems), found.problems
     assert found.roles["trainer"].last["step"] == 20 and (named == "w0" or len(found.table.rows) == hostile_runs.ROWS)
