@@ -159,14 +159,13 @@ def check_what_is_left(run: layout.RunDir, steps: int) -> None:
 
 
 def test_a_package_that_is_not_installed_ends_a_new_run_by_one_sentence(tmp_path):
-    """The supervisor's own process does not import it, so a role is the first to miss it."""
-    (tmp_path / "tensorboardX").mkdir()
-    missing = 'raise ModuleNotFoundError("No module named \'tensorboardX\'", name="tensorboardX")'
-    (tmp_path / "tensorboardX" / "__init__.py").write_text(missing)
+    (tmp_path / "orbax").mkdir()
+    missing = 'raise ModuleNotFoundError("No module named \'orbax\'", name="orbax")'
+    (tmp_path / "orbax" / "__init__.py").write_text(missing)
     seen = tiny_run.environment() | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         tiny_run.command(tmp_path / "run"), cwd=tiny_run.ROOT, env=seen, capture_output=True, text=True, timeout=120, check=False
     )
-    sentences = [line for line in done.stderr.splitlines() if "tensorboardX" in line]
+    sentences = [line for line in done.stderr.splitlines() if "orbax" in line]
     assert done.returncode == processes_lib.BAD_INPUT and len(sentences) == 1, done.stdout + done.stderr
     assert "requirements.txt" in sentences[0] and sys.executable in sentences[0] and "starting it again" not in done.stderr
