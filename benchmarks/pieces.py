@@ -131,9 +131,11 @@ def logprobs_piece(*, B: int, R: int, D: int, V: int, timed_R: int) -> Piece:
 
     def inputs(R: int) -> tuple[jax.Array, ...]:
         rng = np.random.default_rng(0)
-        head, hidden, weights = (rng.standard_normal(shape) for shape in ((V, D), (B, R, D), (B, R)))
-        head, hidden, weights = (jnp.asarray(x, jnp.float32) for x in (0.05 * head, hidden, weights))
-        return head, hidden, jnp.asarray(rng.integers(0, V, (B, R)), jnp.int32), weights
+
+        def normal(*shape: int) -> jax.Array:
+            return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+        return 0.05 * normal(V, D), normal(B, R, D), jnp.asarray(rng.integers(0, V, (B, R)), jnp.int32), normal(B, R)
 
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
     memory, arguments = memory_of(gradients.lower(*jax.eval_shape(lambda: inputs(R))).compile()), inputs(timed_R)
