@@ -19,9 +19,7 @@ class Default:
 
 
 _CHUNK = "Measured on two CPU cores, 2026-11-24: 8, 16, 32 and 64 steps differ by 4 % at most"
-_REMAT = (
-    "Measured on two CPU cores, 2026-11-24: dots and none take .90 and 1.24 of its time, 1.7 and 4.0 of its memory"
-)
+_REMAT = "Measured on two CPU cores, 2026-11-24: dots and none take .90 and 1.24 of its time, 1.7 and 4.0 of its memory"
 _BATCH = "a whole batch, so that a step reads the weights once for all rows of an append"
 _NOT_MEASURED = "Not measured on this kind of device"
 # Setting -> platform of JAX -> default.
