@@ -131,8 +131,11 @@ def logprobs_piece(*, B: int, R: int, D: int, V: int, timed_R: int) -> Piece:
 
     def inputs(R: int) -> tuple[jax.Array, ...]:
         rng = np.random.default_rng(0)
-        head, hidden, weights = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((V, D), (B, R, D), (B, R)))
-        return 0.05 * head, hidden, jnp.asarray(rng.integers(0, V, (B, R)), jnp.int32), weights
+
+        def normal(*shape: int) -> jax.Array:
+            return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+        return 0.05 * normal(V, D), normal(B, R, D), jnp.asarray(rng.integers(0, V, (B, R)), jnp.int32), normal(B, R)
 
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
     memory, arguments = memory_of(gradients.lower(*jax.eval_shape(lambda: inputs(R))).compile()), inputs(timed_R)

@@ -2,6 +2,7 @@
 
     python -m benchmarks.staleness --workdir=runs/staleness [--objectives=…] [--lags=1,16,64] [--seeds=3] [--steps=200] [--jobs=2]
     python -m benchmarks.staleness --workdir=runs/staleness --objectives=siblings
+    python -m benchmarks.staleness --workdir=runs/staleness --asynchronous --objectives=trajectory_balance --lags=2,10 --jobs=1
 
 Search and training take turns in one process (schedule.mode=interleaved): the rows of an update were drawn with the weights of
 `lag` updates before (the first ones: with those of the start), all of them, and none is drawn twice. Every objective has the same
@@ -9,6 +10,10 @@ learning rate, β, rows and number of updates; nothing is tuned for any of them.
 balance (docs/objectives.md). Each of these has the numbers of its row in configs/baselines.py, since its β or its baseline may
 mean another quantity. A run that is done is not made again, so the command resumes where it was stopped. It prints a markdown
 table of held-out greedy accuracy, mean and standard deviation over seeds, and draws workdir/staleness.png.
+
+`--asynchronous` asks how old rows are under searchers.lag: search and training at once, a snapshot each update, two searchers
+without backpressure. Each cell then also has the mean and the largest staleness of the rows drawn, and the rows made for each row
+of an update.
 """
 
 import itertools
@@ -23,6 +28,8 @@ from absl import app, flags
 from benchmarks import side_by_side, summary, warm_start
 from configs import baselines
 from tba_jax.objectives import OBJECTIVES
+from tba_jax.roles import results
+from tba_jax.run import layout
 
 SIBLINGS = ("oapl", "pmd_mean", "flowrl", "a_star_po", "asymre", "topr")
 
@@ -36,6 +43,7 @@ _LAGS = flags.DEFINE_list("lags", ["1", "16", "64"], "Ages of the rows, in updat
 _SEEDS = flags.DEFINE_integer(
     "seeds", 3, "Runs of each kind; they differ in queries and draws, not in their start.", lower_bound=1
 )
+_ASYNCHRONOUS = flags.DEFINE_boolean("asynchronous", False, "Search and train at once; the lags are those of searchers.lag.")
 _STEPS = flags.DEFINE_integer("steps", 200, "Updates of each run.", lower_bound=1)
 _JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of the cores; 0: one a core.", lower_bound=0)
 
@@ -55,7 +63,7 @@ ROWS: dict[str, Any] = {
 
 
 def name_of(objective: str, lag: int, seed: int) -> str:
-    return f"{_STEPS.value}-updates/{objective}-lag{lag}-seed{seed}"
+    return f"{_STEPS.value}-updates/{objective}-lag{lag}-seed{seed}" + "-asynchronous" * _ASYNCHRONOUS.value
 
 
 def job(root: Path, objective: str, lag: int, seed: int) -> side_by_side.Job:
@@ -69,12 +77,25 @@ def job(root: Path, objective: str, lag: int, seed: int) -> side_by_side.Job:
         "evaluation.batch_size": 64,
         "checkpoint.every_steps": _STEPS.value,
         "publish.keep": lag + 3,
-        "schedule.mode": "interleaved",
-        "schedule.lag": lag,
     }
+    if _ASYNCHRONOUS.value:
+        unbounded = {"searchers.count": 2, "searchers.max_rows_per_snapshot": 0}
+        settings |= {"searchers.lag": lag, "publish.every_steps": 1, "metrics.every_steps": 1} | unbounded
+    else:
+        settings |= {"schedule.mode": "interleaved", "schedule.lag": lag}
     if objective in SIBLINGS:
         settings |= {f"learner.{name}": value for name, value in baselines.BASELINES[objective].items()}
     return side_by_side.Job(root=root, name=name_of(objective, lag, seed), recipe=RECIPE, settings=settings, warm=True)
+
+
+def ages(root: Path, objective: str, lag: int) -> str:
+    """What the runs of all seeds tell of the rows that they drew."""
+    told = [results.figures(layout.RunDir(root / name_of(objective, lag, seed))) for seed in range(_SEEDS.value)]
+    rows = ROWS["learner.queries"] * ROWS["learner.completions"] * _STEPS.value
+    mean = np.mean([each["mean staleness (steps)"] for each in told])
+    largest = max(each["largest staleness (steps)"] for each in told)
+    made = np.mean([each["rows seen by the trainer"] for each in told]) / rows
+    return f"; {mean:.1f} old, at most {largest:.0f}; {made:.1f} rows made a row"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -104,7 +125,11 @@ def main(argv: Sequence[str]) -> None:
         for lag in lags:
             last = [curve[max(curve)] for curve in curves[objective, lag]]
             early = sum(max(curve) < _STEPS.value for curve in curves[objective, lag])
-            cells.append(summary.spread(last) + (f" ({early} ended early)" if early else ""))
+            cells.append(
+                summary.spread(last)
+                + (f" ({early} ended early)" if early else "")
+                + (ages(root, objective, lag) if _ASYNCHRONOUS.value else "")
+            )
         summary.row(objective, *cells)
     first = np.mean([curve[min(curve)] for runs in curves.values() for curve in runs])
     print(f"\nbefore: {first:.3f}; {_STEPS.value} updates, {_SEEDS.value} seeds; this call took {time.monotonic() - begin:.0f} s")

@@ -41,8 +41,10 @@ def python(environment: Environment, root: Path) -> Path:
     print(f"installs {' '.join(environment.requirements)} into {folder}", file=sys.stderr, flush=True)
     # Other code than the environment's own could otherwise be imported.
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    install = [str(interpreter), "-m", "pip", "install", *environment.requirements]
-    for command in ([sys.executable, "-m", "venv", str(folder)], install):
+    for command in (
+        [sys.executable, "-m", "venv", str(folder)],
+        [str(interpreter), "-m", "pip", "install", *environment.requirements],
+    ):
         with open(log, "w") as output:
             ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=clean, check=False)
         if ended.returncode:
