@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from colab import helper as notebook
+from colab import runs as notebook
 from configs import base
 from tba_jax.commands import recipes, settings_help
 from tba_jax.experiment import checks
@@ -96,7 +96,7 @@ def test_a_run_that_fails_says_why(tmp_path):
 
 PARENT = """
 import sys, time
-from colab import helper as notebook
+from colab import runs as notebook
 run = notebook.BackgroundRun(sys.argv[1], "--config=configs/demo.py", score_name="accuracy")
 print(run._process.pid, flush=True)
 time.sleep(600)
@@ -130,7 +130,7 @@ def test_without_a_network_the_pretrained_model_is_left_out_with_a_sentence(tmp_
     """In a process of its own: the hub's client reads the address of the hub when it is imported."""
     code = """
         import pathlib, sys
-        from colab import helper as notebook
+        from colab import runs as notebook
         for model in ("nobody/no-model", sys.argv[1]):
             try:
                 notebook.pretrained(model, "nobody/no-stories", into=pathlib.Path(sys.argv[1]))
