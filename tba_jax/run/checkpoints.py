@@ -127,11 +127,6 @@ class Checkpoints:
         places.sync_folder(self._folder)
         return aside
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether a save has begun that is not committed yet."""
-        return self._manager.is_saving_in_progress()
-
     def wait(self) -> None:
         self._manager.wait_until_finished()
 
