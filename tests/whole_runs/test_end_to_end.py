@@ -94,8 +94,8 @@ def test_an_asynchronous_run_is_joined_stopped_and_resumed(tmp_path, one_device,
 
 
 def check_a_searcher_that_joins(arguments: list[str], run: layout.RunDir) -> None:
-    """One of two devices, by the same command: its rows are trained on, and when it is asked to stop it leaves whole appends."""
-    process = tiny_run.start([*arguments, "--config.searchers.mesh.data=2"], devices=2)
+    """It has two devices and another schedule: its rows are trained on, and when it is asked to stop it leaves whole appends."""
+    process = tiny_run.start([*arguments, "--config.searchers.mesh.data=2", "--config.learner.steps=77"], devices=2)
     try:
         wait_until(lambda: process.poll() is not None or writers(run.root, "joined"), "a log of the searcher that joins")
         (writer,) = writers(run.root, "joined") or [process.communicate()[0]]
@@ -105,6 +105,7 @@ def check_a_searcher_that_joins(arguments: list[str], run: layout.RunDir) -> Non
     finally:
         process.kill()
     assert process.returncode == 0, output
+    assert f"takes the schedule of the run in {run.root}" in output and "learner.steps: 1000000 there, 77 here" in output
     assert layout.read_json(run.replay / REGISTER / f"{writer}.json")["info"]["devices"] == "2"
     opened = audit.open_run(run.root)
     head = opened.reader.heads()[writer]

@@ -1,11 +1,8 @@
 """Roles that are started with a folder alone, in processes of their own; and who comes after the end."""
 
-import signal
-import time
-
 import pytest
 
-from tba_jax.run import layout, processes
+from tba_jax.run import layout
 from tests.support import task_files, tiny_run
 from tests.support.frozen_runs import contents
 
@@ -63,36 +60,3 @@ def test_a_finished_run_is_finished_for_whoever_comes(finished):
     assert contents(place / "run" / "replay") == before
     again = tiny_run.call(command(place, "--role=trainer", "--trust_task"))
     assert again.returncode == 0, again.stderr
-
-
-def test_a_longer_run_is_joined_with_the_old_flags(finished):
-    """The trainer alone extends the run; a searcher that still has the flags of its beginning works on."""
-    place = finished
-    config, writers = place / "run" / "config.json", place / "run" / "replay" / "writers"
-    extended = ["--config.learner.steps=1000000", "--allow_change=learner.steps"]
-    roles = [tiny_run.start(command(place, "--role=trainer", "--trust_task", *extended))]
-
-    def wait_until(condition) -> None:
-        deadline = time.monotonic() + 120
-        while not condition():
-            for role in roles:
-                assert role.poll() is None, role.communicate()[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-    try:
-        wait_until(lambda: layout.read_json(config)["config"]["learner"]["steps"] == 1000000)
-        before = len(list(writers.iterdir()))
-        old = command(place, f"--config={place / 'my_task.py'}", "--role=searcher", f"--config.learner.steps={STEPS}")
-        roles.append(tiny_run.start(old))
-        wait_until(lambda: len(list(writers.iterdir())) > before)
-        told = []
-        for role in reversed(roles):
-            role.send_signal(signal.SIGTERM)
-            told.append(role.communicate(timeout=60)[0])
-        assert [role.returncode for role in roles] == [processes.STOPPED, 0], told
-        assert f"takes the schedule of the run in {place / 'run'}" in told[0]
-        assert f"learner.steps: 1000000 there, {STEPS} here" in told[0]
-    finally:
-        for role in roles:
-            role.kill()

@@ -2,7 +2,6 @@
 
 import shutil
 
-import jax
 import numpy as np
 import pytest
 
@@ -39,21 +38,6 @@ def test_a_trainer_learns_from_a_log_and_leaves_it_as_it_was(tmp_path, frozen):
     assert account.balances and account.committed == 96 and account.unseen == 0
     text, same = audit.rebuild_batch(run, 7)
     assert same and f"{writer}:" in text
-
-
-def test_resume_on_a_mounted_log_is_bit_for_bit(tmp_path, frozen):
-    """12 steps at once = 8 steps with a checkpoint at 5, dropped, replayed from 5 to 8, and on to 12."""
-    source = frozen(tmp_path / "source").run.root
-    once, twice = (frozen_runs.offline(tmp_path / name, source) for name in ("once", "twice"))
-    for s in (once, twice):
-        training.reference(s)()
-    expected = frozen_runs.train(once, until=12, abandon=False)
-    frozen_runs.train(twice, until=8, abandon=True)
-    assert len(journal.read_lineage(twice.run.journal)) == 8
-    got = frozen_runs.train(twice, until=12, abandon=False)
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
-    lines = [[*journal.read_lineage(s.run.journal)] for s in (once, twice)]
-    assert [line["batch"] for line in lines[0]] == [line["batch"] for line in lines[1]]
 
 
 IN_TURN = {"schedule__mode": "interleaved", "evaluation__enabled": False, "learner__learning_rate": 0.1}
@@ -194,24 +178,6 @@ def test_rows_of_another_reference_are_refused_once_its_name_is_mended(tmp_path,
     with pytest.raises(ValueError, match=f"rows of {source.run.root} have log-probs of reference"):
         training.make_trainer(s, publish_every_steps=2)
     assert not s.run.checkpoints.exists()
-
-
-def test_who_may_read_the_files_does_not_change_rows(tmp_path, frozen):
-    source = frozen(tmp_path / "source", batches=1)
-    stored = layout.read_json(source.run.config)
-    layout.write_json(source.run.config, stored | {"contract": stored["contract"] | {"private_files": True}})
-    s = frozen_runs.offline(tmp_path / "run", source.run.root)
-    other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from="")
-    del stored["contract"]["private_files"]
-    layout.write_json(source.run.config, stored)
-    other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from="")
-
-
-def test_the_command_refuses_with_one_sentence(tmp_path):
-    done = tiny_run.call(tiny_run.command(tmp_path / "run", f"--config.replay.mount={tmp_path / 'nothing'}"))
-    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert f"replay.mount: {tmp_path / 'nothing'} holds no run" in done.stderr
-    assert not (tmp_path / "run").exists()
 
 
 def test_what_does_not_change_rows_may_differ(tmp_path, frozen):

@@ -48,13 +48,6 @@ def test_the_files_of_a_red_teaming_run_are_their_owners(tmp_path):
     assert {"config.json", "policy", "replay", "reference"} <= {path.name for path in shared.iterdir()}
 
 
-def test_the_files_of_other_runs_follow_the_umask(tmp_path):
-    interleaved = ("--config.schedule.mode=interleaved", "--config.learner.steps=2", "--config.evaluation.enabled=False")
-    call(*tiny_run.command(tmp_path / "run", *interleaved)[2:])
-    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o755
-    assert stat.S_IMODE((tmp_path / "run" / "config.json").stat().st_mode) == 0o644
-
-
 # A task of the user's that keeps its runs private, in the least words.
 OWN = """
 from tba_jax.tasks.arithmetic import Arithmetic

@@ -109,11 +109,7 @@ def check_torn(killed: jobs.Invocation, folder: Path, file: Path, *, emptied: bo
 
 # The others take their time in the slow tests.
 BY_DEFAULT = [
-    ("checkpoints/00000006/state/manifest.ocdbt", True),
-    ("policy/00000008/commit.json", True),
-    ("journal/*.jsonl", False),
     ("replay/frozen-*/000001/manifest.ocdbt", False),
-    ("reference/initial.json", False),
     ("config.json", True),
 ]
 CASES = [(kind, emptied) for kind in KINDS for emptied in (False, True)]

@@ -65,38 +65,6 @@ def test_a_checkpoint_that_was_set_aside_goes_with_those_of_its_time(tmp_path, f
         assert not aside.exists()
 
 
-def test_snapshots_and_evaluations_of_a_lost_step_are_removed(tmp_path, frozen, caplog):
-    s = frozen(tmp_path / "run", batches=2, checkpoint__every_steps=3)
-    frozen_runs.train(s, until=4, abandon=True)
-    run = s.run
-    places.make_folder(run.evaluations)
-    for step in (0, 2, 4):
-        layout.write_json(run.evaluations / f"{layout.step_name(step)}.json", {"step": step})
-    (path,) = [path for path in run.journal.glob("*.jsonl") if path.stat().st_size]
-    os.truncate(path, path.stat().st_size - 5)
-    with frozen_runs.trainer(s) as trainer:
-        assert trainer.step_number == 3
-        trainer.finish()
-    assert layout.steps_in(run.policies)[:2] == [0, 2] and 4 not in layout.steps_in(run.policies)
-    assert layout.steps_in(run.evaluations) == [0, 2]
-    assert "00000004 is removed: storage has lost the end of the journal, which ends at step 3" in caplog.text
-
-
-def test_a_snapshot_that_shows_more_lost_lines_than_one_ends_the_trainer(tmp_path, frozen):
-    """The checkpoint of step 3 is within the journal, whose lines after step 4 are lost."""
-    s = frozen(tmp_path / "run", batches=2, checkpoint__every_steps=3)
-    frozen_runs.train(s, until=6, abandon=True)
-    shutil.rmtree(s.run.checkpoints / "00000006")
-    (path,) = [path for path in s.run.journal.glob("*.jsonl") if path.stat().st_size]
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:4]))
-    with pytest.raises(ValueError, match=r"lost lines of the journal .* it ends at step 4, and .*policy/00000006 is there"):
-        training.make_trainer(s, publish_every_steps=2)
-    assert layout.steps_in(s.run.policies) == [0, 2, 4, 6]
-    snapshots.remove(s.run.policies, 6)
-    with frozen_runs.trainer(s) as trainer:
-        assert trainer.step_number == 4
-
-
 def test_a_mounted_run_stays_as_it_is(tmp_path, frozen):
     source = frozen(tmp_path / "source", batches=2)
     (source.run.checkpoints / "00000006.orbax-checkpoint-tmp-1").mkdir()

@@ -95,7 +95,7 @@ def after_nine(tmp_path_factory, frozen, one_device_throughout):
 
 
 # The others take their time in the slow tests.
-BY_DEFAULT = ("without the line", "after the next rows", "after the next batch", "after the result")
+BY_DEFAULT = ("without the line", "after the next rows")
 
 
 @pytest.mark.parametrize("point", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in POINTS])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import shutil
 
 import jax
@@ -13,8 +12,6 @@ from tba_jax.commands import audit
 from tba_jax.experiment import jobs, training
 from tba_jax.replay import journal
 from tba_jax.run import layout as layout_lib
-from tba_jax.run import snapshots
-from tba_jax.telemetry.time_account import TimeAccount
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
@@ -46,7 +43,7 @@ RESUMED = {
 }
 
 # Whose states hold what no other's does; the others take their time in the slow tests.
-BY_DEFAULT = ("whole policy", "the better of two near-duplicates", "moving average in host memory")
+BY_DEFAULT = ("the better of two near-duplicates", "moving average in host memory")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in RESUMED])
@@ -110,27 +107,16 @@ def test_a_changed_row_stops_the_replay(tmp_path, frozen):
         frozen_runs.train(s, until=9, abandon=True)
 
 
-@pytest.mark.parametrize("step", [1, 5], ids=["long before the checkpoint", "of the checkpoint"])
-def test_a_damaged_line_before_the_checkpoint_stops_no_resume_and_the_audit_names_it(tmp_path, frozen, step):
+def test_a_damaged_line_before_the_checkpoint_stops_no_resume_and_the_audit_names_it(tmp_path, frozen):
     s = frozen(tmp_path / "run")
     frozen_runs.train(s, until=8, abandon=True)  # with a checkpoint at 5
     path = max(s.run.journal.glob("*.jsonl"))
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[: step - 1], b"\0" * 40 + b"\n", *lines[step:]]))
+    path.write_bytes(b"".join([*lines[:4], b"\0" * 40 + b"\n", *lines[5:]]))
     frozen_runs.train(s, until=12, abandon=False)
     assert layout_lib.read_json(s.run.finished) | {"step": 12, "balanced": True} == layout_lib.read_json(s.run.finished)
-    with pytest.raises(ValueError, match=rf"{path.name} line {step} is not a journal line"):
+    with pytest.raises(ValueError, match=rf"{path.name} line 5 is not a journal line"):
         audit.open_run(s.run.root)
-
-
-def test_a_damaged_line_after_the_checkpoint_is_named(tmp_path, frozen):
-    s = frozen(tmp_path / "run")
-    frozen_runs.train(s, until=8, abandon=True)
-    path = max(s.run.journal.glob("*.jsonl"))
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:5], b"\0" * 40 + b"\n", *lines[6:]]))
-    with pytest.raises(ValueError, match=rf"{path.name} line 6 is not a journal line"):
-        frozen_runs.train(s, until=12, abandon=False)
 
 
 def test_a_line_that_is_damaged_at_the_end_is_told_and_the_run_ends_unbalanced(tmp_path, frozen, caplog):
@@ -146,23 +132,6 @@ def test_a_line_that_is_damaged_at_the_end_is_told_and_the_run_ends_unbalanced(t
     assert f"{path.name} line 3: step 4 of epoch {trainer.lease.epoch} stands before step 4" in caplog.text
 
 
-def test_rows_that_came_before_a_stop_are_journalled_after_it(tmp_path, frozen):
-    """Seen by a trainer that was stopped before it had enough of them: the next one's first line must tell of them."""
-    s = frozen(tmp_path / "run", batches=1, replay__min_rows=40)
-    with frozen_runs.trainer(s) as trainer:
-        trainer.poll()
-        assert trainer.step() is None and len(trainer.index)
-        trainer.save_checkpoint()
-    searcher = jobs.make_searcher(s, name="late", account=TimeAccount())
-    searcher.refresh()
-    for _ in range(4):
-        searcher.search()
-    state = frozen_runs.train(s, until=3, abandon=False)
-    accounts = audit.accounts(audit.open_run(s.run.root))
-    assert len(accounts) == 2 and all(account.balances and not account.unseen for account in accounts.values())
-    frozen_runs.assert_resumes_as(s, state)
-
-
 def test_a_trainer_without_its_state_does_not_begin_again(tmp_path, frozen):
     s = frozen(tmp_path / "run", batches=2)
     frozen_runs.train(s, until=5, abandon=False)
@@ -176,95 +145,6 @@ def test_a_trainer_without_its_state_does_not_begin_again(tmp_path, frozen):
         path.with_suffix(".away").rename(path)
     with frozen_runs.trainer(s) as trainer:
         assert trainer.step_number == 5
-
-
-@pytest.mark.parametrize("damage", ["torn", "the whole snapshot is another", "whole"])
-def test_a_resume_publishes_where_it_ends_whatever_is_there(tmp_path, frozen, damage):
-    """A loss of power may have damaged the newest snapshot, which did not wait for the disk."""
-    s = frozen(tmp_path / "run", batches=2)
-    frozen_runs.train(s, until=4, abandon=True)
-    expected = snapshots.fingerprint(s.run.policies / "00000004")
-    if damage == "torn":
-        os.truncate(s.run.policies / "00000004" / "embedding.weight" / "c" / "0" / "0", 100)
-    elif damage != "whole":
-        shutil.copy(
-            s.run.policies / "00000000" / "embedding.weight" / "c" / "0" / "0", s.run.policies / "00000004/embedding.weight/c/0"
-        )
-    with frozen_runs.trainer(s) as trainer:
-        trainer.flush_snapshot()
-        assert snapshots.fingerprint(s.run.policies / "00000004") == expected
-        assert layout_lib.read_json(s.run.policies / "00000004" / snapshots.COMMIT)["epoch"] == trainer.lease.epoch
-
-
-def test_snapshots_of_steps_that_the_journal_has_lost_are_removed(tmp_path, frozen, caplog):
-    """The step is done anew, with other rows, and a searcher that has the lost one would pass over the new one."""
-    s = frozen(tmp_path / "run", batches=2)
-    frozen_runs.train(s, until=4, abandon=True)
-    newest = max(s.run.journal.glob("*.jsonl"))
-    newest.write_bytes(newest.read_bytes()[:-9])
-    with frozen_runs.trainer(s) as trainer:
-        assert trainer.step_number == 3
-        trainer.flush_snapshot()
-        assert snapshots.committed_steps(s.run.policies) == [0, 2, 3]
-    assert "00000004 is removed" in caplog.text
-
-
-@pytest.mark.parametrize("heals", [False, True])
-def test_resident_rows_that_are_lost_leave_every_resume_the_same(tmp_path, frozen, heals, caplog):
-    """The rows of a writer are gone when the trainer resumes from the checkpoint of step 5, and perhaps there again later."""
-    s = frozen(tmp_path / "run", replay__merge_duplicates=False)
-    names = [f"odd-{number}" for number in range(12)]
-    for number, name in enumerate(names):
-        frozen_runs.append_changed(s, name, reward=(slice(None), number / 8))
-    frozen_runs.train(s, until=7, abandon=True)
-    drawn = {writer for line in journal.read_lineage(s.run.journal) for writer in line["writers"]}
-    lost = next(name for name in names if name not in drawn)
-    data = s.run.replay / lost / "000000" / "d"
-    data.rename(s.run.root / "away")
-    manifest = data.parent / "manifest.ocdbt"
-    whole = manifest.read_bytes()
-    manifest.write_bytes(b"torn")
-    caplog.clear()
-    with frozen_runs.trainer(s) as trainer:
-        trainer.report_problems()
-        assert f"writer {lost}: rows 0 to 3 cannot be read, and are left out for good" in caplog.text
-        trainer.poll()
-        for _ in range(3):
-            assert trainer.step() is not None
-        state, ledger = jax.device_get(trainer.state), trainer.index.ledger()
-    assert ledger[lost]["damaged"] == 4 and ledger[lost]["resident"] == 0
-    for step in (7, 10):
-        shutil.rmtree(s.run.checkpoints / layout_lib.step_name(step), ignore_errors=True)
-    if heals:
-        (s.run.root / "away").rename(data)
-        manifest.write_bytes(whole)
-        assert audit.accounts(audit.open_run(s.run.root))[lost].damaged == 4
-    with frozen_runs.trainer(s) as again:
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state), state)
-        assert again.index.ledger() == ledger
-    # From the reference on they were resident, up to the checkpoint that the first resume began with.
-    shutil.rmtree(s.run.checkpoints)
-    with frozen_runs.trainer(s) as from_the_reference:
-        assert from_the_reference.step_number == 10
-        assert not heals or from_the_reference.index.ledger() == ledger
-
-
-def test_a_loss_is_told_even_if_the_trainer_that_found_it_makes_no_step(tmp_path, frozen):
-    s = frozen(tmp_path / "run", replay__merge_duplicates=False)
-    frozen_runs.append_changed(s, "odd-1", reward=(slice(None), -9.0))
-    frozen_runs.train(s, until=7, abandon=True)
-    drawn = {writer for line in journal.read_lineage(s.run.journal) for writer in line["writers"]}
-    data = s.run.replay / "odd-1" / "000000" / "d"
-    data.rename(s.run.root / "away")
-    if "odd-1" in drawn:
-        with pytest.raises(ValueError, match="drew row odd-1:"), frozen_runs.trainer(s):
-            pass
-        return
-    with frozen_runs.trainer(s) as trainer:
-        ledger = trainer.index.ledger()
-    (s.run.root / "away").rename(data)
-    frozen_runs.train(s, until=9, abandon=True)
-    assert ledger["odd-1"]["damaged"] == 4 == audit.accounts(audit.open_run(s.run.root))["odd-1"].damaged
 
 
 def test_what_a_checkpoint_tells_of_rows_is_what_its_index_has(tmp_path, frozen):
