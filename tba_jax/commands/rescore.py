@@ -150,7 +150,7 @@ def _scored_again(
     rows: "Rows", experiment: "Experiment", queries: Mapping[int, "EncodedQuery"], writer: str
 ) -> dict[str, np.ndarray]:
     """The rows with reward, reward parts and version of the task as it is now. Rows that cannot be decoded get NaN."""
-    from tba_jax.replay.validation import REJECTIONS, validate_rows
+    from tba_jax.replay.resident import REJECTIONS, validate_rows
     from tba_jax.rewards.responses import response_texts, reward_texts
     from tba_jax.trajectory import response
 

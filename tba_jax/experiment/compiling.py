@@ -72,12 +72,12 @@ def programs(
     """Name -> the programs of a role, by the functions with which the role makes them. Args: devices: None: of this process."""
     from tba_jax.roles import evaluator
     from tba_jax.roles.searcher import searcher
-    from tba_jax.roles.trainer import programs as trainer
+    from tba_jax.roles.trainer import update_program
 
     e = experiment
     if role == "trainer":
         e = of_trainer(e, jax.devices() if devices is None else devices)
-        made = trainer.programs(e.config, e.contract, e.policy, run, devices=devices)
+        made = update_program.programs(e.config, e.contract, e.policy, run, devices=devices)
         return {**initial_policy.programs(e, run, devices=devices), **made}
     room: dict[str, Any] = dict(policy=e.policy, tokenizer=e.tokenizer, task=e.task, devices=devices)
     if role == "searcher":

@@ -17,8 +17,9 @@ from tba_jax.models import parameters
 from tba_jax.models.hugging_face import load
 from tba_jax.models.parameters import Params
 from tba_jax.programs import Program
+from tba_jax.roles.trainer import publishing
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places, publisher, snapshots
+from tba_jax.run import layout, places, snapshots
 from tba_jax.run.places import Place
 from tba_jax.run.process_group import Alone, Group, Member
 from tba_jax.supervised import warm_start
@@ -132,7 +133,7 @@ def _write(
         return
     group.call("make reference", settings=_settings(experiment), init_from=init_from)
     made = _make(experiment, _mesh(config), init_from, report)
-    others = publisher.FollowersShards(group, _SHARDS) if group.processes > 1 else None
+    others = publishing.FollowersShards(group, _SHARDS) if group.processes > 1 else None
     status.phase("writing the reference policy")
     snapshots.save(draft, made, snapshots.SnapshotInfo(step=0, epoch=0), dtype="float32", others=others)
 
@@ -186,7 +187,7 @@ def mend(run: layout.RunDir) -> bool:
 
 def follow(experiment: Experiment, run: layout.RunDir, member: Member, *, init_from: str) -> None:
     """What `ensure` calls the other processes of a trainer for: makes the policy, and writes this process' shards of it."""
-    shards = publisher.ShardWriter(member, _SHARDS, run.draft.parent, dtype="float32")
+    shards = publishing.ShardWriter(member, _SHARDS, run.draft.parent, dtype="float32")
     shards.offer(_make(experiment, _mesh(experiment.config), init_from, lambda step, loss: None), 0)
     shards.drain()
     shards.close()

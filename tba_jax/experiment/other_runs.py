@@ -22,8 +22,8 @@ from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.replay.log import GIVEN, REGISTER, registration
-from tba_jax.roles.trainer.behavior import behavior_reader
 from tba_jax.roles.trainer.buffer import make_index
+from tba_jax.roles.trainer.refusals import behavior_reader
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import file_systems, layout, snapshots
 from tba_jax.run import places as places_lib

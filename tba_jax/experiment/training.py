@@ -122,7 +122,7 @@ def make_trainer(
       group: of the processes of the trainer, of which this one is the first; None: it is alone.
       record: of this process; None: one that begins here.
     """
-    from tba_jax.roles.trainer.restoring import CheckpointLeftOut
+    from tba_jax.roles.trainer.resume import CheckpointLeftOut
 
     group, record = group or Alone(), record or joining.record_of(s, "trainer")
     while True:
@@ -164,8 +164,7 @@ def _begin_trainer(
     until: int | None = None,
 ) -> tuple[Any, EpochLease]:
     """Args: settings: in which `s` differs from the invocation of the other processes."""
-    from tba_jax.roles.trainer.restoring import CheckpointLeftOut
-    from tba_jax.roles.trainer.resume import resume
+    from tba_jax.roles.trainer.resume import CheckpointLeftOut, resume
     from tba_jax.roles.trainer.trainer import Trainer
 
     layout.claim_shared(s.run)

@@ -18,8 +18,8 @@ from tba_jax.replay.gaps import KINDS, Gap, KnownGaps
 from tba_jax.replay.log import GIVEN
 from tba_jax.replay.near_duplicates import MergedResponses, NearByEdits, NearByEmbedding
 from tba_jax.replay.reader import LogReader
+from tba_jax.replay.resident import REJECTIONS, validate_rows
 from tba_jax.replay.success_counts import SuccessCounts
-from tba_jax.replay.validation import REJECTIONS, validate_rows
 from tba_jax.replay.window import Window
 from tba_jax.trajectory import Rows, RowShape, check_rows, response_mask
 

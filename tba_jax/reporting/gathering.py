@@ -13,7 +13,7 @@ from tba_jax.experiment import named_policy, storage
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.replay.reader import LogReader
 from tba_jax.reporting.rows import RowTable
-from tba_jax.run import best_step, json_lines, layout, places
+from tba_jax.run import best_step, layout, places
 from tba_jax.run import contract as contract_lib
 from tba_jax.schemas import flatten
 from tba_jax.telemetry import alarms as alarms_lib
@@ -216,7 +216,7 @@ def read_curves(folder: Path) -> tuple[dict[str, np.ndarray], Mapping[str, Any],
             file.seek(0)
         every = itertools.chain(*files)
         while texts := [*itertools.islice(every, width)]:
-            parsed = [(text, json_lines.parse_line(text)) for text in texts]
+            parsed = [(text, layout.parse_line(text)) for text in texts]
             lines = [line for _, line in parsed if _is_moment(line.get("step")) and _is_moment(line.get("time"))]
             damaged += sum(text.endswith("\n") and bool(text.strip()) for text in texts) - len(lines)
             if not lines:

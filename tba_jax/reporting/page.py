@@ -22,7 +22,7 @@ from tba_jax.experiment.schema import SCHEMA
 from tba_jax.reporting import charts, learning, samples
 from tba_jax.reporting.gathering import Gathered, is_number
 from tba_jax.run import contract as contract_lib
-from tba_jax.run.secrets_of_config import without_secrets
+from tba_jax.run.privacy import without_secrets
 from tba_jax.schemas import flatten
 from tba_jax.text.visible import visible
 

@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -271,3 +271,46 @@ def read_json(file: Place) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
+
+
+def parse_line(line: str) -> dict[str, Any]:
+    """One line; {} for a line that a kill cut short, or that is no object."""
+    try:
+        parsed = json.loads(line)
+    except (ValueError, RecursionError):  # also a number of very many digits, and very many brackets
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def each(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a file, oldest first; none where there is no file. Raises OSError where the storage refuses."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            yield from filter(None, map(parse_line, file))
+    except FileNotFoundError:
+        return
+
+
+def append(path: Path, lines: Sequence[str]) -> None:
+    """Appends lines by one write. After a line that a kill cut short they begin on a line of their own.
+
+    Raises:
+      OSError: the storage refused.
+    """
+    content = "".join(f"{line}\n" for line in lines)
+    if is_torn(path):
+        content = "\n" + content
+    with open(path, "ab", buffering=0) as file:
+        file.write(content.encode())
+
+
+def is_torn(path: Path) -> bool:
+    """Whether the last line of a file has no end."""
+    try:
+        with open(path, "rb") as file:
+            if not file.seek(0, os.SEEK_END):
+                return False
+            file.seek(-1, os.SEEK_END)
+            return file.read() != b"\n"
+    except FileNotFoundError:
+        return False

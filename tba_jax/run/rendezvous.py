@@ -19,7 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.run import handshake, processes
+from tba_jax.run import processes
+from tba_jax.run import wire as wire_lib
 from tba_jax.run.process_group import Leader, Member
 from tba_jax.run.wire import Message, Wire
 from tba_jax.run.world import World
@@ -125,7 +126,7 @@ def _await_others(
     wires: dict[int, Wire] = {}
     hosts: dict[int, str] = {}
     deadline = time.monotonic() + limits.connect_seconds
-    with _listener(world) as listener, handshake.key(workdir) as key, handshake.Reception(listener, key, hello) as reception:
+    with _listener(world) as listener, wire_lib.key(workdir) as key, wire_lib.Reception(listener, key, hello) as reception:
         try:
             while len(wires) < world.processes - 1 or _forget_gone(wires):
                 came = reception.next(deadline)
@@ -153,7 +154,7 @@ def _await_others(
     return wires, hosts, address
 
 
-def _refuse(wires: Mapping[int, Wire], sentence: str, reception: handshake.Reception, world: World, *, seconds: float) -> None:
+def _refuse(wires: Mapping[int, Wire], sentence: str, reception: wire_lib.Reception, world: World, *, seconds: float) -> None:
     """Tells all processes of the trainer why they do not begin, also those that come within so many seconds."""
     told, deadline = set(wires), time.monotonic() + seconds
     for wire in wires.values():
@@ -233,7 +234,7 @@ def _join(world: World, workdir: Path, hello: Mapping[str, Any], limits: Limits)
     """The connection to process 0, its host, and the address of JAX' coordinator."""
     wire = _connect(world, limits)
     try:
-        greeting = wire.receive(longest=handshake.LONGEST_HELLO).content
+        greeting = wire.receive(longest=wire_lib.LONGEST_HELLO).content
         greeting["host"], greeting["id"], greeting["nonce"]
     except (EOFError, OSError, ValueError, KeyError, TypeError) as error:
         wire.close()
@@ -241,15 +242,13 @@ def _join(world: World, workdir: Path, hello: Mapping[str, Any], limits: Limits)
             f"--coordinator={world.coordinator} has not greeted process {world.process} ({error}): it is no trainer's process 0"
         ) from error
     try:
-        key = handshake.find_key(
-            workdir, greeting["id"], wire, seconds=min(limits.connect_seconds / 2, handshake.VISIBLE_SECONDS)
-        )
+        key = wire_lib.find_key(workdir, greeting["id"], wire, seconds=min(limits.connect_seconds / 2, wire_lib.VISIBLE_SECONDS))
         if key is None:
             wire.send("unseen", {"hello": {name: hello[name] for name in ("process", "host", "workdir")}})
-            raise ValueError(handshake.unseen(hello, greeting["host"]))
+            raise ValueError(wire_lib.unseen(hello, greeting["host"]))
         nonce = secrets.token_hex(16)
-        wire.send("hello", {"hello": hello, "nonce": nonce, "proof": handshake.proof(key, greeting["nonce"], hello)})
-        _expect(wire.receive(), "welcome", proof=handshake.proof(key, nonce, {}))
+        wire.send("hello", {"hello": hello, "nonce": nonce, "proof": wire_lib.proof(key, greeting["nonce"], hello)})
+        _expect(wire.receive(), "welcome", proof=wire_lib.proof(key, nonce, {}))
         address: str = _expect(wire.receive(), "start")["address"]
     except (EOFError, OSError) as error:
         wire.close()
@@ -270,15 +269,15 @@ def _connect(world: World, limits: Limits) -> Wire:
         try:
             left = max(0.1, deadline - time.monotonic())
             wire = Wire(socket.create_connection(world.address, timeout=min(left, _ATTEMPT_SECONDS)))
-            wire.limit(limits.connect_seconds + handshake.VISIBLE_SECONDS)
+            wire.limit(limits.connect_seconds + wire_lib.VISIBLE_SECONDS)
             return wire
         except OSError as error:
-            if time.monotonic() + handshake.TRY_AGAIN_SECONDS > deadline:
+            if time.monotonic() + wire_lib.TRY_AGAIN_SECONDS > deadline:
                 raise ValueError(
                     f"--coordinator={world.coordinator} has not answered process {world.process} for "
                     f"trainer.connect_seconds={limits.connect_seconds:g} ({error.strerror or error}): process 0 listens there"
                 ) from error
-            time.sleep(handshake.TRY_AGAIN_SECONDS)
+            time.sleep(wire_lib.TRY_AGAIN_SECONDS)
 
 
 def _expect(message: Message, kind: str, **content: str) -> dict[str, Any]:
@@ -286,5 +285,5 @@ def _expect(message: Message, kind: str, **content: str) -> dict[str, Any]:
     if message.kind == "refused":
         raise ValueError(message.content["sentence"])
     if message.kind != kind or any(message.content.get(name) != value for name, value in content.items()):
-        raise ValueError(f"the coordinator's {message.kind} is not of a trainer that has this workdir's {handshake.KEY_FILE}")
+        raise ValueError(f"the coordinator's {message.kind} is not of a trainer that has this workdir's {wire_lib.KEY_FILE}")
     return message.content

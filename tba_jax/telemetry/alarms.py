@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tba_jax.run import json_lines, places
+from tba_jax.run import layout, places
 
 log = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ class Alarms:
         line = {"time": time.time(), "step": step, "kind": kind, "sentence": sentence, "advice": advice}
         with contextlib.suppress(OSError):
             places.make_folder(self._folder, below=2)
-            json_lines.append(self._folder / _FILE, [json.dumps(line)])
+            layout.append(self._folder / _FILE, [json.dumps(line)])
 
 
 class Watch:
@@ -257,7 +257,7 @@ def found(rule: Rule, points: Sequence[Mapping[str, Any]], config: Any) -> str:
 def read(folder: Path) -> list[Alarm]:
     """The alarms that a role has told, oldest first. Torn lines are left out; of a file that cannot be read there are none."""
     try:
-        lines = [*json_lines.each(folder / _FILE)]
+        lines = [*layout.each(folder / _FILE)]
     except OSError:
         return []
     return [alarm for alarm in map(_parsed, lines) if alarm is not None]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.run import json_lines, layout, places, privacy
+from tba_jax.run import layout, places, privacy
 from tba_jax.telemetry import trackers
 from tba_jax.telemetry.alarms import Alarms
 from tba_jax.telemetry.status import Status
@@ -36,7 +36,7 @@ class MetricWriter:
         self._open()
 
     def _open(self) -> None:
-        torn = json_lines.is_torn(self._path)
+        torn = layout.is_torn(self._path)
         self._lines = open(self._path, "a", buffering=1)  # noqa: SIM115 (closed by close)
         if torn:  # a kill cut the last line short: the next one begins on a line of its own
             self._lines.write("\n")
@@ -117,7 +117,7 @@ def _histogram(array: np.ndarray) -> dict[str, list[float]]:
 def each_line(folder: Path) -> Iterator[dict[str, Any]]:
     """All whole lines that are kept of a role's metrics, oldest first; a line that a kill cut short is left out."""
     for name in (f"{FILE}.1", FILE):
-        yield from json_lines.each(folder / name)
+        yield from layout.each(folder / name)
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:

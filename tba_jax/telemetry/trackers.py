@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tba_jax.run import contract, layout
-from tba_jax.run.secrets_of_config import without_secrets
+from tba_jax.run.privacy import without_secrets
 
 log = logging.getLogger(__name__)
 

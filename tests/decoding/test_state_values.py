@@ -20,7 +20,7 @@ from tba_jax.learner.state import batch_from_rows
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.validation import REJECTIONS, validate_rows
+from tba_jax.replay.resident import REJECTIONS, validate_rows
 from tba_jax.rewards.responses import response_texts, reward_texts
 from tba_jax.roles.searcher import searcher
 from tba_jax.run import snapshots

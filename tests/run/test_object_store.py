@@ -21,9 +21,9 @@ from tba_jax.replay.log import LogWriter, registration
 from tba_jax.replay.reader import LogCorruption, LogReader
 from tba_jax.replay.segment import last_segment, manifest
 from tba_jax.replay.tail import Tail
+from tba_jax.roles.trainer.publishing import Publisher
 from tba_jax.run import layout, places, snapshots
 from tba_jax.run.damaged_snapshots import DamagedSnapshots
-from tba_jax.run.publisher import Publisher
 from tba_jax.run.snapshots import SnapshotInfo
 from tests.support import moto_server, tiny_run
 from tests.support.tiny_log import SHAPE, assert_rows, make_rows, start_appender, writer

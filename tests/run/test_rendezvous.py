@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tba_jax.run import handshake, processes, rendezvous, world
+from tba_jax.run import processes, rendezvous, world
 from tba_jax.run.wire import Wire
 from tests.support import tiny_run
 from tests.support import trainer_processes as trainers
@@ -111,9 +111,9 @@ def test_a_process_that_ends_in_the_meeting_may_come_again(tmp_path):
     limits = rendezvous.Limits(connect_seconds=60.0, heartbeat_seconds=5.0)
     wire = rendezvous._connect(given, limits)
     greeting = wire.receive().content
-    key = handshake.find_key(tmp_path, greeting["id"], wire, seconds=10)
+    key = wire.find_key(tmp_path, greeting["id"], wire, seconds=10)
     hello = dict(process=1, processes=3, host="lost", workdir=str(tmp_path), versions=rendezvous._versions(), settings={"a": 1})
-    wire.send("hello", {"hello": hello, "nonce": "n", "proof": handshake.proof(key, greeting["nonce"], hello)})
+    wire.send("hello", {"hello": hello, "nonce": "n", "proof": wire.proof(key, greeting["nonce"], hello)})
     assert wire.receive().kind == "welcome"
     wire.close()
     others = [start(tmp_path, port, process=process, processes=3, seconds=60.0) for process in (1, 2)]

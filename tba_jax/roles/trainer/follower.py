@@ -9,11 +9,12 @@ import numpy as np
 
 from tba_jax import sharding
 from tba_jax.models.policy import Policy
+from tba_jax.roles.trainer import publishing
 from tba_jax.roles.trainer.logprob_gap import SnapshotScores
-from tba_jax.roles.trainer.restoring import load_frozen, load_reference
+from tba_jax.roles.trainer.resume import load_frozen, load_reference
 from tba_jax.roles.trainer.update_program import Placed, UpdateProgram
 from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, publisher
+from tba_jax.run import layout
 from tba_jax.run.checkpoints import Checkpoints
 from tba_jax.run.process_group import Member
 from tba_jax.telemetry.record import Record
@@ -44,7 +45,7 @@ class Follower:
         sampler_weights = config.searchers.weights
         self._scores = SnapshotScores(self._program.config, self._program.mesh, run.policies, sampler_weights=sampler_weights)
         self._copy = sharding.copy_program(config.publish.dtype)
-        self._shards = publisher.ShardWriter(member, "policy", run.policies, dtype=config.publish.dtype)
+        self._shards = publishing.ShardWriter(member, "policy", run.policies, dtype=config.publish.dtype)
         # The trees of a checkpoint that is read, until process 0 says that all processes have read it.
         self._restored: dict[str, Any] = {}
         # Batches that are placed, and not updated on yet; the measurements of the last update.

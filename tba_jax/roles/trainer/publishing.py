@@ -1,12 +1,189 @@
 """Publishes snapshots of the policy when they are due, only while the trainer holds its lease."""
 
-from collections.abc import Callable, Mapping
+import concurrent.futures
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
+from tba_jax import sharding
 from tba_jax.models.parameters import Params
-from tba_jax.run import best_step, layout, publisher, snapshots
+from tba_jax.run import best_step, layout, snapshots
 from tba_jax.run.lease import EpochLease
-from tba_jax.run.process_group import Group
+from tba_jax.run.places import Place
+from tba_jax.run.process_group import Alone, Group, Member
+from tba_jax.run.snapshots import SnapshotInfo
+
+
+class FollowersShards:
+    """How process 0 has the others write their shards, see snapshots.Others. Each of them has a ShardWriter of the same name."""
+
+    def __init__(self, group: Group, name: str):
+        self._group, self._name = group, name
+
+    def start(self, folder: Place, step: int, *, durable: bool) -> None:
+        self._group.aside(f"write {self._name}", folder=folder.name, step=step, durable=durable)
+
+    def wait(self, step: int) -> None:
+        for report in self._group.reports(f"written {self._name}"):
+            if report["error"]:
+                raise OSError(report["error"])
+
+
+class ShardWriter:
+    """Writes the shards of a process that follows, in a thread, when process 0 asks for them."""
+
+    def __init__(self, member: Member, name: str, folder: Place, *, dtype: str):
+        """Args: folder: where the snapshots are; dtype: on disk."""
+        self._member, self._name, self._folder, self._dtype = member, name, folder, dtype
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"shards of {name}")
+        self._changed = threading.Condition()
+        # Step -> weights that process 0 may ask for. Guarded by the condition.
+        self._offered: dict[int, Params] = {}
+        self._writes = 0
+        member.on_aside(f"write {name}", self._start)
+
+    def offer(self, params: Params, step: int, *, held: Sequence[int] = ()) -> None:
+        """Holds the weights of a step until they are written. Args: held: steps that process 0 may still ask for."""
+        with self._changed:
+            self._offered = {there: each for there, each in self._offered.items() if there in held} | {step: params}
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Returns when everything that was offered is written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._offered and not self._writes)
+
+    def _start(self, folder: str, step: int, durable: bool) -> None:
+        self._thread.submit(self._write, folder, step, durable)
+
+    def _write(self, folder: str, step: int, durable: bool) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: step in self._offered)
+            params = self._offered.pop(step)
+            self._writes += 1
+        error = ""
+        try:
+            snapshots.write_shards(self._folder / folder, params, dtype=self._dtype, durable=durable)
+        except Exception as failure:  # process 0 raises it
+            error = f"process {self._member.process}: {failure}"
+        del params
+        self._member.report(f"written {self._name}", error=error)
+        with self._changed:
+            self._writes -= 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Returns when what was asked for is written."""
+        self._member.off_aside(f"write {self._name}")
+        self._thread.shutdown()
+
+
+class Publisher:
+    """Publishes snapshots from a background thread; the trainer waits only for a copy on the device.
+
+    If storage is slower than the trainer, a waiting snapshot is dropped for the next one, because readers want the newest.
+    Snapshots that retention keeps for good are never dropped, and are written durably. The other snapshots are soon superseded,
+    so writing does not wait for the disk to have their bytes.
+    """
+
+    def __init__(
+        self,
+        policies: Place,
+        *,
+        dtype: str,
+        keep: int,
+        keep_every: int,
+        final_step: int,
+        scores: Callable[[], Mapping[int, float]] = dict,
+        all_durable: bool = False,
+        check: Callable[[], None] = snapshots.no_check,
+        group: Group | None = None,
+    ):
+        """
+        Args:
+          keep, keep_every, final_step, scores: see snapshots.prune.
+          all_durable: whether a reader may need a snapshot again after a loss of power.
+          check: called before a snapshot becomes visible; if it raises, the snapshot stays hidden and `wait` raises.
+          group: of the processes that hold the weights; they are called to `publish`. None: this process alone.
+        """
+        self._group = group or Alone()
+        self._others = FollowersShards(self._group, "policy") if self._group.processes > 1 else None
+        self._policies, self._check, self._all_durable = policies, check, all_durable
+        self._dtype = dtype
+        self.copy = sharding.copy_program(dtype)
+        self._keep_every, self._final_step = keep_every, final_step
+        self._prune = functools.partial(
+            snapshots.prune, policies, keep=keep, keep_every=keep_every, final_step=final_step, scores=scores
+        )
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publisher")
+        self._lock = threading.Lock()
+        # Snapshots that are not being written yet; only the last may be dropped for a newer one. Guarded by the lock.
+        self._waiting: list[tuple[Params, SnapshotInfo]] = []
+        self._current: int | None = None  # the step that is being written. Guarded by the lock.
+        self._writing: concurrent.futures.Future[None] | None = None
+
+    def publish(self, params: Params, info: SnapshotInfo) -> None:
+        """Hands a snapshot over, and waits only while two snapshots that cannot be dropped are waiting.
+
+        Raises: the error of an earlier write.
+        """
+        if self._writing is not None and (self._writing.done() or len(self._waiting) > 2):
+            self.wait()
+        with self._lock:
+            if self._waiting and not self._stays(self._waiting[-1][1].step):
+                self._waiting.pop()
+            held = [step for step in (self._current, *(waiting.step for _, waiting in self._waiting)) if step is not None]
+        self._group.call("publish", step=info.step, held=held)
+        # A copy on the device: the caller donates its buffers to the next update while the thread reads this one. It has the
+        # published dtype already, so that no more bytes go to the host than to storage.
+        snapshot = jax.block_until_ready(self.copy(params))
+        with self._lock:
+            self._waiting.append((snapshot, info))
+            if self._writing is None:
+                self._writing = self._thread.submit(self._write_waiting)
+
+    def _stays(self, step: int) -> bool:
+        """Whether retention keeps the snapshot of a step for good."""
+        return step % self._keep_every == 0 or step == self._final_step
+
+    def _write_waiting(self) -> None:
+        while True:
+            with self._lock:
+                self._current = None
+                if not self._waiting:
+                    self._writing = None
+                    return
+                params, info = self._waiting.pop(0)
+                self._current = info.step
+            snapshots.save(
+                self._policies / layout.step_name(info.step),
+                params,
+                info,
+                dtype=self._dtype,
+                durable=self._all_durable or self._stays(info.step),
+                check=self._check,
+                others=self._others,
+            )
+            self._prune()
+
+    def wait(self) -> None:
+        """Returns when every snapshot handed over is visible. If a write failed, raises its error and drops the waiting ones."""
+        with self._lock:
+            writing = self._writing
+        if writing is None:
+            return
+        try:
+            writing.result()
+        except BaseException:
+            self._waiting, self._writing = [], None
+            raise
+
+    def close(self) -> None:
+        self.wait()
+        self._thread.shutdown()
 
 
 def is_due(step: int, *, every_steps: int, evaluated: int, final: int) -> bool:
@@ -20,7 +197,7 @@ class Publishing:
     def __init__(self, config: Any, run: layout.RunDir, lease: EpochLease, group: Group, *, every_steps: int):
         self._policies, self._lease, self._every_steps = run.policies, lease, every_steps
         self._evaluated_every_steps, self._final_step = config.evaluation.every_steps, config.learner.steps
-        self._publisher = publisher.Publisher(
+        self._publisher = Publisher(
             run.policies,
             dtype=config.publish.dtype,
             keep=config.publish.keep,

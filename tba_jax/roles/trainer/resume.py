@@ -9,11 +9,22 @@ Order of a resume:
 
 import itertools
 import logging
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
+from tba_jax.models.parameters import Params
+from tba_jax.models.policy import Policy
 from tba_jax.replay import expiry, journal
-from tba_jax.roles.trainer import leftovers, restoring
+from tba_jax.replay.log import REGISTER
 from tba_jax.roles.trainer.trainer import Trainer
-from tba_jax.run import layout, snapshots
+from tba_jax.roles.trainer.update_program import UpdateProgram
+from tba_jax.run import contract as contract_lib
+from tba_jax.run import layout, places, snapshots
+from tba_jax.run.checkpoints import ASIDE, UNFINISHED
 
 log = logging.getLogger(__name__)
 
@@ -24,12 +35,12 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     Args: until: the last journalled step that is done again under this trainer's config; None: all of them.
 
     Raises:
-      CheckpointLeftOut: see restoring.restore. ValueError: checkpoint, journal and log do not go together, or one of them is
+      CheckpointLeftOut: see restore. ValueError: checkpoint, journal and log do not go together, or one of them is
         damaged; names the file.
     """
     run = trainer.run
     trainer.lease.check()  # 1
-    leftovers.sweep(run, keep=trainer.config.checkpoint.keep)
+    sweep(run, keep=trainer.config.checkpoint.keep)
     expiry.mend(run.replay)
     checkpoint = trainer.checkpoints.latest_step()
     lineage = journal.read_lineage(run.journal, after=checkpoint or 0, must_exist=True)
@@ -38,9 +49,9 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     trainer.buffer.expect(lineage)
     status = trainer.record.status
     status.phase("loading the policy of step 0" if checkpoint is None else f"restoring the checkpoint of step {checkpoint}")
-    restoring.restore(trainer, checkpoint, end=lineage.last, recorded_by=lineage.epoch)  # 2
+    restore(trainer, checkpoint, end=lineage.last, recorded_by=lineage.epoch)  # 2
     status.phase("")
-    leftovers.remove_snapshots_of_lost_steps(run, end=lineage.last)
+    remove_snapshots_of_lost_steps(run, end=lineage.last)
     if lineage:
         trainer.publish_unless_there()
         _replay(trainer, lineage, until=until)  # 3
@@ -74,3 +85,184 @@ def _replay(trainer: Trainer, lineage: journal.Lineage, *, until: int | None) ->
         if trainer.publishing.is_due(trainer.step_number):
             trainer.publish_unless_there()
             trainer.flush_snapshot()  # so that every step that may have been published is there again
+
+
+class CheckpointLeftOut(Exception):
+    """The newest checkpoint does not count, and has been set aside: a trainer that is built anew begins from the one before."""
+
+
+def restore(trainer: Trainer, checkpoint: int | None, *, end: int, recorded_by: int) -> None:
+    """Brings a trainer to its newest checkpoint, or to step 0 where it has none.
+
+    A checkpoint counts where it can be read, the journal reaches its step, and the trainer that wrote it held the lease of that
+    step. Another one is set aside where the run can go on without it: from an older checkpoint, or from the reference.
+
+    Args:
+      checkpoint: its step. end: the last step of the journal.
+      recorded_by: the epoch whose journal has the step of the checkpoint, 0 where none has.
+
+    Raises:
+      CheckpointLeftOut: see there.
+      ValueError: storage has lost lines of the journal; or the checkpoint does not count, and the run cannot go on without it; or
+        it cannot be restored although all of it can be read.
+    """
+    _check_journal(trainer.run, checkpoint or 0, end=end)
+    program, group, reference = trainer.program, trainer.group, trainer.reference_id
+    if checkpoint is None:
+        group.call("begin", reference=reference)
+        program.begin(load_reference(trainer.policy, program, trainer.run, reference))
+        return
+    if checkpoint > end:
+        _leave_out(trainer, checkpoint, f"the journal in {trainer.run.journal} ends before it, at step {end}")
+    trees, host = _read(trainer, checkpoint)
+    if host["epoch"] < recorded_by:
+        late = f"a trainer of epoch {host['epoch']} wrote it, and had been replaced: its step belongs to epoch {recorded_by}"
+        _leave_out(trainer, checkpoint, late)
+    group.call("take restored", reference=reference)
+    program.restore(trees, load_frozen(trainer.policy, program, trainer.run, reference))
+    trainer.checkpoints.take(checkpoint, host)
+    trainer.step_number = trainer.resumed_from = checkpoint
+
+
+def _check_journal(run: layout.RunDir, checkpoint: int, *, end: int) -> None:
+    """Raises ValueError where a checkpoint or a snapshot shows that storage has lost more of the journal than a crash tears."""
+    newest = layout.step_name(max([checkpoint, *layout.steps_in(run.policies, newer_than=end)]))
+    # Lines become durable one after the other, and a checkpoint or a snapshot comes after its line: a crash tears one line.
+    if int(newest) > end + 1:
+        there = run.checkpoints / newest if int(newest) == checkpoint else run.policies / newest
+        raise ValueError(
+            f"storage has lost lines of the journal in {run.journal}: it ends at step {end}, and {there} is there. Restore its "
+            f"files; or remove the checkpoints and snapshots after step {end}, and these steps are done anew, with other rows; "
+            f"or begin a new run from a snapshot (--init_from={run.shared}@STEP)"
+        )
+
+
+def _read(trainer: Trainer, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The trees of the checkpoint, which the other processes have read then as well, and its replay buffer."""
+    shapes = trainer.program.checkpointed_shapes(step)
+    trainer.group.call("restore", step=step)
+    read, errors = None, []
+    try:
+        read = trainer.checkpoints.read(step, shapes)
+    except ValueError as error:
+        errors.append(error)
+    errors += [ValueError(report["error"]) for report in trainer.group.reports("restored") if report["error"]]
+    if read is not None and not errors:
+        return read
+    del read
+    if damage := trainer.checkpoints.damage(step, shapes):
+        _leave_out(trainer, step, f"it is damaged ({damage})")
+    raise errors[0]
+
+
+def _leave_out(trainer: Trainer, step: int, reason: str) -> NoReturn:
+    """Sets the newest checkpoint aside. Raises ValueError where the run cannot go on without it, else CheckpointLeftOut.
+
+    Args: reason: why it does not count.
+    """
+    run, older = trainer.run, trainer.checkpoints.steps()[:-1]
+    if obstacle := _obstacle(trainer, older):
+        raise ValueError(
+            f"checkpoint {run.checkpoints / layout.step_name(step)} cannot be used: {reason}. The run cannot go on without it: "
+            f"{obstacle}, or begin a new run from a snapshot (--init_from={run.shared}@STEP)"
+        )
+    there = f"its checkpoint of step {older[-1]}" if older else "its reference policy"
+    trainer.checkpoints.set_aside(step, f"{reason}; the run goes on from {there} and its journal")
+    raise CheckpointLeftOut(reason)
+
+
+def _obstacle(trainer: Trainer, older: Sequence[int]) -> str:
+    """Why there is no way on without a checkpoint, and what is to be done; "" where there is one. Args: older: the others."""
+    run = trainer.run
+    if older:
+        return ""
+    if contract_lib.read(run)["init_from"]:
+        return "it may have begun with the optimiser of another run, which checkpoints alone hold; restore the folder"
+    if trainer.config.replay.retention == "checkpoints" and any(expiry.expired_segments(run.replay).values()):
+        return "replay.retention=checkpoints has removed rows that its first steps need; restore the folder"
+    return ""
+
+
+def load_reference(policy: Policy, program: UpdateProgram, run: layout.RunDir, reference_id: str) -> Params:
+    """The reference policy on the trainer's mesh, of which each process loads what its devices need."""
+    shardings = policy.model_shardings(program.mesh)
+    return snapshots.load(run.reference(reference_id), policy.model_specs, shardings, dtype=program.reference_dtype)
+
+
+def load_frozen(policy: Policy, program: UpdateProgram, run: layout.RunDir, reference_id: str) -> Params:
+    """What stays frozen of the policy, {} where everything is trained."""
+    return load_reference(policy, program, run, reference_id) if policy.lora is not None else {}
+
+
+_TEMPORARY = re.compile(r"\..+\.([0-9a-f]{8}|[0-9a-f]{16})")
+_REFERENCE = re.compile(r"[0-9a-f]{16}")
+_OLD_SECONDS = 3600.0
+
+
+def sweep(run: layout.RunDir, *, keep: int) -> None:
+    """Removes what is of no use to anybody. Only the trainer that holds the lease may call it, before it writes anything.
+
+    Args: keep: checkpoint.keep: a checkpoint that was set aside goes once so many newer ones are there.
+    """
+    snapshots.sweep(run.policies)
+    _sweep_checkpoints(run.checkpoints, keep=keep)
+    _sweep_references(run)
+    folders = [run.root, run.shared, run.journal, run.evaluations, run.references, run.replay, run.replay / REGISTER]
+    for folder in dict.fromkeys(folders):
+        if isinstance(folder, Path):
+            _sweep_temporary_files(folder, journal=run.journal)
+
+
+def _sweep_checkpoints(folder: Path, *, keep: int) -> None:
+    for unfinished in folder.glob(UNFINISHED):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    steps = layout.steps_in(folder)
+    for aside in folder.glob(f"{ASIDE}*"):
+        (step,) = layout.as_steps([aside.name.removeprefix(ASIDE)]) or [0]
+        if sum(newer > step for newer in steps) >= keep:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sweep_references(run: layout.RunDir) -> None:
+    """Removes drafts of reference policies, and copies of which the file that makes them visible is missing."""
+    for draft in run.draft.parent.glob(".draft-*"):
+        shutil.rmtree(draft, ignore_errors=True)
+    whole = {*places.folders_with(run.references, snapshots.COMMIT), layout.reference_id(run)}
+    for name in places.names_in(run.references):
+        if _REFERENCE.fullmatch(name) and name not in whole:
+            places.remove_tree(run.reference(name))
+
+
+def _sweep_temporary_files(folder: Path, *, journal: Path) -> None:
+    """Removes the files that were being written when their process died. Args: journal: with this trainer's lease."""
+    # The storage's own clock: this host's may be hours off. The lease was written a moment ago.
+    now = max((lease.stat().st_mtime for lease in journal.glob("*.lease")), default=0.0)
+    for name in places.names_in(folder):
+        file = folder / name
+        if not (_TEMPORARY.fullmatch(name) and file.is_file() and not file.is_symlink()):
+            continue
+        try:
+            if now - file.stat().st_mtime > _OLD_SECONDS:
+                os.unlink(file)
+        except FileNotFoundError:  # its process lives, and has renamed it
+            continue
+
+
+def remove_snapshots_of_lost_steps(run: layout.RunDir, *, end: int) -> None:
+    """Removes the snapshots of steps that the journal does not have, and the evaluations of such steps.
+
+    A line is durable before its snapshot shows, so there are such snapshots only where storage has lost the end of the journal.
+    These steps are done anew, with other rows. A searcher that took such a snapshot would leave out the new ones, and an
+    evaluator does not evaluate what has a report.
+
+    Args: end: the last step of the journal.
+    """
+    for step in layout.steps_in(run.policies, newer_than=end):
+        log.warning(
+            "snapshot %s is removed: storage has lost the end of the journal, which ends at step %d, and goes on from there",
+            *(run.policies / layout.step_name(step), end),
+        )
+        snapshots.remove(run.policies, step)
+    # After the snapshots, which an evaluator would evaluate again.
+    for step in layout.steps_in(run.evaluations, newer_than=end):
+        places.remove(run.evaluations / f"{layout.step_name(step)}.json")

@@ -19,12 +19,11 @@ from tba_jax.replay.index import ReplayIndex
 from tba_jax.roles.trainer import due as due_lib
 from tba_jax.roles.trainer import logprob_gap
 from tba_jax.roles.trainer.account import TrainerAccount
-from tba_jax.roles.trainer.behavior import BehaviorCheck
 from tba_jax.roles.trainer.buffer import ReplayBuffer
 from tba_jax.roles.trainer.checkpointing import Checkpointing
 from tba_jax.roles.trainer.logprob_gap import LogprobGap, SnapshotScores
 from tba_jax.roles.trainer.publishing import Publishing
-from tba_jax.roles.trainer.refusals import Refusals
+from tba_jax.roles.trainer.refusals import BehaviorCheck, Refusals
 from tba_jax.roles.trainer.update_program import Placed, UpdateProgram
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import grants, layout, places

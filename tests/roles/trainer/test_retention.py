@@ -7,8 +7,8 @@ import pytest
 
 from tba_jax.commands import audit
 from tba_jax.experiment import jobs
-from tba_jax.replay import retention
-from tba_jax.replay.retention import Need
+from tba_jax.roles.trainer import checkpointing
+from tba_jax.roles.trainer.checkpointing import Need
 from tba_jax.run import layout
 from tests.support import tiny_run
 
@@ -18,9 +18,9 @@ def test_only_what_every_checkpoint_is_past_expires():
         10: {"a": Need(5, frozenset({1, 4})), "b": Need(2, frozenset())},
         20: {"a": Need(9, frozenset({4, 8})), "b": Need(2, frozenset({0})), "c": Need(3, frozenset())},
     }
-    assert retention.expired(kept) == {"a": [0, 2, 3], "b": [1]}
-    assert retention.expired({20: kept[20]}) == {"a": [0, 1, 2, 3, 5, 6, 7], "b": [1], "c": [0, 1, 2]}
-    assert retention.expired({}) == {}
+    assert checkpointing.expired(kept) == {"a": [0, 2, 3], "b": [1]}
+    assert checkpointing.expired({20: kept[20]}) == {"a": [0, 1, 2, 3, 5, 6, 7], "b": [1], "c": [0, 1, 2]}
+    assert checkpointing.expired({}) == {}
 
 
 def settings(workdir, *, steps, **changes):
