@@ -267,11 +267,11 @@ def _hold_compilation_cache(run: "layout.RunDir") -> None:
         return
     import jax
 
-    from tba_jax.run import file_systems, machine, places
+    from tba_jax.run import held_folders, machine, places
 
     folder = run.compilation_cache / machine.cpu_type()
     places.make_folder(folder, below=2)
-    jax.config.update("jax_compilation_cache_dir", str(file_systems.hold(folder, number=_CACHE_DESCRIPTOR)))
+    jax.config.update("jax_compilation_cache_dir", str(held_folders.hold(folder, number=_CACHE_DESCRIPTOR)))
 
 
 def _split_cpu(devices: int) -> None:

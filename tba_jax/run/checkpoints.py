@@ -11,7 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from tba_jax.run import file_systems, layout, places, processes
+from tba_jax.run import held_folders, layout, places, processes
 from tba_jax.sharding import PINNED_HOST
 
 # What the folder of a checkpoint that counts no more is called, before its step.
@@ -37,7 +37,7 @@ class Checkpoints:
         )
         if not read_only:
             places.make_folder(folder)
-            folder = file_systems.hold(folder)  # orbax would make a workdir anew that was moved away meanwhile
+            folder = held_folders.hold(folder)  # orbax would make a workdir anew that was moved away meanwhile
         self._held: Path | None = None if read_only else folder
         self._reached = folder.absolute()
         self._manager = ocp.CheckpointManager(self._reached, options=options)
@@ -134,7 +134,7 @@ class Checkpoints:
         self._manager.wait_until_finished()
         self._manager.close()
         if self._held is not None:
-            file_systems.let_go(self._held)
+            held_folders.let_go(self._held)
             self._held = None
 
 

@@ -1,16 +1,8 @@
-"""File systems of this machine: which one holds a folder, what to say where it is full, and folders held by a descriptor.
+"""File systems of this machine: which one holds a folder, and what to say where it is full."""
 
-tensorstore, orbax and JAX make missing folders. They are given the path of an open descriptor: a workdir that was moved away
-meanwhile is then not made anew, and can be moved back.
-"""
-
-import contextlib
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
-
-from tba_jax.run.places import Place
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ADVICE = "free some, take another place, or keep less of the run (publish.keep, checkpoint.keep, replay.retention=checkpoints)"
@@ -104,41 +96,3 @@ def no_room(error: BaseException, folder: Path | None) -> str:
     files = "" if room.f_favail or not room.f_files else " and no more files"
     where = f" ({kind} at {point})" if kind else ""
     return f"the file system of {there}{where} has {free:.2f} of {total:.2f} GiB left{files}: {_ADVICE}"
-
-
-_DESCRIPTORS = Path("/proc/self/fd")
-
-
-def hold(folder: Path, *, number: int = -1) -> Path:
-    """A path of an existing folder that leads there wherever the folder is moved, and nowhere once it is removed (Linux).
-
-    The folder stays open as long as this process lives, or until `let_go`. Elsewhere it is the folder's own path.
-
-    Args: number: of the file descriptor, where the path must be the same in every process.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    if number >= 0:
-        os.dup2(descriptor, number, inheritable=False)
-        os.close(descriptor)
-        descriptor = number
-    if (path := _DESCRIPTORS / str(descriptor)).exists():
-        return path
-    os.close(descriptor)
-    return folder.absolute()
-
-
-def let_go(path: Path) -> None:
-    """Closes what `hold` has opened."""
-    if path.parent == _DESCRIPTORS:
-        os.close(int(path.name))
-
-
-@contextlib.contextmanager
-def holding(folder: Place) -> Iterator[Place]:
-    """`hold` for a while; an object store needs none of it."""
-    path = hold(folder) if isinstance(folder, Path) else folder
-    try:
-        yield path
-    finally:
-        if isinstance(path, Path):
-            let_go(path)

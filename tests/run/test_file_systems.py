@@ -2,14 +2,9 @@
 
 import errno
 import os
-import shutil
-import sys
 from pathlib import Path
 
-import pytest
-import tensorstore as ts
-
-from tba_jax.run import file_systems, places
+from tba_jax.run import file_systems
 
 
 def test_the_full_file_system_is_named(tmp_path):
@@ -51,18 +46,3 @@ def test_a_full_disk_behind_another_error_is_found(tmp_path):
 def test_other_errors_say_nothing_of_room(tmp_path):
     for error in (OSError(errno.EROFS, "Read-only file system"), ValueError("no"), FileNotFoundError("x")):
         assert file_systems.no_room(error, tmp_path) == ""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="a held folder is a descriptor of /proc")
-def test_a_held_folder_is_followed_where_it_goes(tmp_path):
-    (tmp_path / "run" / "log").mkdir(parents=True)
-    held = file_systems.hold(tmp_path / "run" / "log")
-    store = ts.KvStore.open({"driver": "file", "path": f"{held}/"}).result()
-    (tmp_path / "run").rename(tmp_path / "away")
-    store.write("deep/x", b"1").result()
-    assert (tmp_path / "away" / "log" / "deep" / "x").exists() and not (tmp_path / "run").exists()
-    shutil.rmtree(tmp_path / "away")
-    with pytest.raises(places.STORAGE_ERRORS):
-        store.write("deep/y", b"1").result()
-    assert not any(tmp_path.iterdir())
-    file_systems.let_go(held)
