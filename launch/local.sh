@@ -56,7 +56,7 @@ for ((i = 0; i < count; i++)); do
     place+=(-u XLA_PYTHON_CLIENT_MEM_FRACTION "XLA_CLIENT_MEM_FRACTION=$GPU_MEMORY")
   fi
   logs+=("$workdir/logs/searcher-$(hostname)-$$-$i.log")
-  WORKDIR=$workdir "${place[@]}" "$root/launch/again.sh" "$python" -m tba_jax.main "$@" --role=searcher </dev/null >>"${logs[i]}" 2>&1 &
+  "${place[@]}" "$python" -m tba_jax.run.restart "--workdir=$workdir" "$python" -m tba_jax.main "$@" --role=searcher </dev/null >>"${logs[i]}" 2>&1 &
   pids+=($!)
   echo "searcher ${pids[i]}${mine:+ on cores $mine}${own:+ on GPU $own}, log ${logs[i]}"
 done

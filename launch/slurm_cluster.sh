@@ -40,12 +40,16 @@ export ACCOUNT PARTITION QOS CONSTRAINT SEARCHER_PARTITION SEARCHER_QOS GPU_TYPE
 
 refuse() { echo "error: $*" >&2; exit 2; }
 
-# workdir_of FLAGS…: sets WORKDIR from --workdir=DIR
+# workdir_of FLAGS…: sets WORKDIR from --workdir=DIR, and `restart`, which runs a role again that dies or whose storage fails
 workdir_of() {
   local flag
   for flag in "$@"; do case $flag in --workdir=*) WORKDIR=$(realpath -m -- "${flag#*=}") ;; esac; done
   [[ -n ${WORKDIR:-} ]] || refuse "--workdir=DIR is missing: the folder of the run, on a file system that all nodes share"
   export WORKDIR
+  # In the job's shell, so outside of a container: any Python from 3.7 on will do.
+  local python=python3
+  [[ $CONTAINER != none ]] || python=$PYTHON
+  restart=("$python" -m tba_jax.run.restart "--workdir=$WORKDIR" "--deaths=$DEATHS")
 }
 
 gres() { # GPUs on a node: the option that asks for them; nothing for none

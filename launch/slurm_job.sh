@@ -25,13 +25,13 @@ fi
 
 echo "$(date -Is) start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST" >&2
 wait_for_workdir
-# again.sh runs a role again whose storage failed, and DEATHS times one that died.
+# It runs a role again whose storage failed, and DEATHS times one that died.
 waited=
 if [[ $EVALUATOR == step ]]; then
-  launch/again.sh launch/slurm_step.sh "${evaluator[@]}" &
+  "${restart[@]}" launch/slurm_step.sh "${evaluator[@]}" &
   waited=$!
 fi
-launch/again.sh launch/slurm_step.sh "${trainer[@]}" && code=0 || code=$?
+"${restart[@]}" launch/slurm_step.sh "${trainer[@]}" && code=0 || code=$?
 
 # Where the roles meet elsewhere (--shared), the file that says whether the run is done is there; code 130 says it is not.
 if ((code == 0)) && [[ -e $WORKDIR/finished.json || -e $WORKDIR/shared.json ]]; then

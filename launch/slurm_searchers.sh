@@ -23,7 +23,7 @@ echo "$(date -Is) start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID on $SLURM
 wait_for_workdir
 pids=()
 for ((i = 0; i < count; i++)); do
-  launch/again.sh launch/slurm_step.sh "${step[@]}" &
+  "${restart[@]}" launch/slurm_step.sh "${step[@]}" &
   pids+=($!)
 done
 # Bad input (2) and missing rewards (5) would end it in the same way again. Its end is its own: the run goes on.

@@ -6,7 +6,7 @@
 #   WORKDIR  the run's folder, on the volume that all pods share
 #   RUN      flags of the run, the same for every role, in any number of lines; no spaces inside a flag
 #
-# The role is run again in this pod, which keeps its node, after failed storage (3, by again.sh), after the end of another process
+# The role is run again in this pod, which keeps its node, after failed storage (3, by tba_jax.run.restart), after the end of another process
 # of its trainer (6), after a request to stop that went to another process of its trainer (0 or 130), and after any end but 4 and 5
 # that followed ten minutes of life, such as a meeting to which not all processes of a trainer came. Any other end is that of the
 # pod, and the podFailurePolicy of its Job reads the pod's exit code:
@@ -37,7 +37,7 @@ rest() {
 }
 
 run_role() {
-  DEATHS=0 launch/again.sh python -m tba_jax.main --workdir="$WORKDIR" "${flags[@]}" "$@" &
+  python -m tba_jax.run.restart --workdir="$WORKDIR" python -m tba_jax.main --workdir="$WORKDIR" "${flags[@]}" "$@" &
   pid=$!
   [[ -z $asked ]] || kill -TERM "$pid" 2>/dev/null  # it came before the role was known
   # A signal interrupts `wait`, with a code above 128, while the role still ends: wait on.

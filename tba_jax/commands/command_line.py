@@ -209,7 +209,7 @@ def failures(workdir: Path | None = None) -> Iterator[None]:
                 told = "; ".join(filter(None, (sentence, file_systems.no_room(error, workdir))))
                 print(f"error: storage failed; what was committed stays readable: {told}", file=sys.stderr, flush=True)
             # At once: threads that wait for that storage (a checkpoint's, say) would keep the process from its end.
-            os._exit(processes.STORAGE_FAILED)
+            os._exit(processes.exit_code(error))
         if isinstance(error, processes.BadInput):
             refuse(error)
         if missing := processes.missing_package(error):

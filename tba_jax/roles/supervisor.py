@@ -1,6 +1,6 @@
 """The local supervisor: one trainer, some searchers and an evaluator as processes of this machine, each with its devices.
 
-One role's trouble is its own: a role that dies is started again, after pauses that grow. `judge` in verdicts.py says when a death
+One role's trouble is its own: a role that dies is started again, after pauses that grow. `judge` in run/restart.py says when that
 ends the run. No process outlives the supervisor, however it ends.
 """
 
@@ -14,8 +14,8 @@ from tba_jax.replay.log import REGISTER
 from tba_jax.roles import placement as placement_lib
 from tba_jax.roles.placement import Placement
 from tba_jax.roles.role_processes import RoleProcesses
-from tba_jax.roles.verdicts import Verdict, judge, pause_seconds
-from tba_jax.run import contract, layout, places, processes
+from tba_jax.run import contract, layout, places, processes, restart
+from tba_jax.run.restart import Verdict
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +24,6 @@ _POLL_SECONDS = 0.1
 LOOK_AGAIN_SECONDS = 2.0
 # A role that has written no metrics this long after its start is taken to have compiled.
 STARTING_SECONDS = 60.0
-# After a life this long earlier deaths are forgotten: only a role that does not get anywhere uses up its restarts.
-HEALTHY_SECONDS = 600.0
 
 
 class _Role:
@@ -41,6 +39,7 @@ class _Role:
         self.starts = self.deaths = self.deaths_in_a_row = self.refusals_in_a_row = 0
         # Deaths of this searcher since anybody has made rows, or the trainer a step.
         self.deaths_in_vain = 0
+        self.refused_since: float | None = None
         self._metrics_before = 0
         self.done = self.rests = False
         # Its processes; None before it is started, and between its lives.
@@ -179,19 +178,25 @@ class Supervisor:
         is_new = role.starts == 1 and not role.has_worked
         if role.has_worked:
             role.deaths_in_a_row = role.refusals_in_a_row = 0
-        if code == processes.STORAGE_FAILED:
+            role.refused_since = None
+        now = time.monotonic()
+        if code in restart.PATIENCE_SECONDS:
             role.refusals_in_a_row += 1
+            role.refused_since = role.started if role.refused_since is None else role.refused_since
         else:
-            role.deaths = 1 if time.monotonic() - role.started > HEALTHY_SECONDS else role.deaths + 1
-            role.deaths_in_a_row, role.refusals_in_a_row = role.deaths_in_a_row + 1, 0
-        verdict = judge(role.kind, code, is_new=is_new, deaths=role.deaths, max_restarts=self._max_restarts)
-        if verdict is Verdict.ENDS_THE_RUN:
+            role.deaths = 1 if now - role.started > restart.HEALTHY_SECONDS else role.deaths + 1
+            role.deaths_in_a_row, role.refusals_in_a_row, role.refused_since = role.deaths_in_a_row + 1, 0, None
+        seconds = 0.0 if role.refused_since is None else now - role.refused_since
+        told = dict(is_new=is_new, deaths=role.deaths, max_restarts=self._max_restarts)
+        verdict = restart.judge(role.kind, code, **told, seconds=seconds)
+        if verdict is Verdict.ENDS and code == processes.NO_REWARDS and role.kind == "searcher":
+            return self._rest(role, code, words)
+        if verdict is Verdict.ENDS:
             often = f"; it died {role.deaths} times, more than supervisor.max_restarts={self._max_restarts}"
-            explained = code in processes.FINAL_CODES and (code == processes.NOT_FINITE or is_new)
+            final = (*restart.PATIENCE_SECONDS, processes.NOT_FINITE, processes.NO_REWARDS)
+            explained = code in final or (code == processes.BAD_INPUT and is_new)
             print(words if explained else words + often, file=sys.stderr)
             return code if explained else 1
-        if verdict is Verdict.RESTS:
-            return self._rest(role, code, words)
         if verdict is Verdict.AGAIN and role.kind == "searcher" and (end := self._nobody_is_left(role, words)) is not None:
             return end
         if role.kind == "evaluator" and self._is_in_vain(role):
@@ -215,7 +220,7 @@ class Supervisor:
 
     def _schedule(self, role: _Role, words: str) -> None:
         """Starts a role again after a pause, and says how often it has ended."""
-        pause = pause_seconds(max(role.deaths_in_a_row + role.refusals_in_a_row, 1))
+        pause = restart.pause_seconds(max(role.deaths_in_a_row + role.refusals_in_a_row, 1))
         if role.refusals_in_a_row:
             often = f"its storage has refused {role.refusals_in_a_row} times in a row"
         else:

@@ -33,7 +33,13 @@ _LAST_WORDS_SECONDS = 3.0
 # An error of unknown cause waits so long for the end of another process, which may be its cause.
 _LOSS_SECONDS = 2.0
 # A failure of one process by such a code ends the others with the same code: to start them again would not help, or not at once.
-_COMMON_CODES = (processes.BAD_INPUT, processes.STORAGE_FAILED, processes.NOT_FINITE, processes.STOPPED)
+_COMMON_CODES = (
+    processes.BAD_INPUT,
+    processes.STORAGE_FAILED,
+    processes.STORAGE_FORBIDS,
+    processes.NOT_FINITE,
+    processes.STOPPED,
+)
 
 
 class Group(Protocol):

@@ -2,7 +2,7 @@
 
 On Linux the kernel kills the child when its parent dies (prctl(2), PR_SET_PDEATHSIG), also a child that is stopped. Everywhere
 the parent holds the write end of a pipe, and a thread of the child reads from the other, which ends when the parent is gone.
-This file also holds what a parent tells its children before they import JAX, and the exit codes of a role.
+This file also holds what a parent tells its children before they import JAX, and which exit code follows from an error.
 """
 
 import concurrent.futures
@@ -18,17 +18,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-# Exit codes of a role. roles/supervisor.py says what follows from each.
-BAD_INPUT = 2
-STORAGE_FAILED = 3
-NOT_FINITE = 4
-NO_REWARDS = 5  # no row has had a reward for so long that the searcher gave up
-PEER_LOST = 6  # another process of the same trainer has ended
-STOPPED = 130
+from tba_jax.run.restart import (
+    BAD_INPUT,
+    FORBIDDEN,
+    NO_REWARDS,
+    NOT_FINITE,
+    PEER_LOST,
+    STOPPED,
+    STORAGE_FAILED,
+    STORAGE_FORBIDS,
+)
+
 # A run that ended by one of these ends in the same way again, unless the user changes something.
 FINAL_CODES = (BAD_INPUT, NOT_FINITE)
 # A role that ends by one of these has printed a line "error: …" that says why.
-EXPLAINED_CODES = (BAD_INPUT, STORAGE_FAILED, NOT_FINITE, NO_REWARDS, PEER_LOST)
+EXPLAINED_CODES = (BAD_INPUT, STORAGE_FAILED, NOT_FINITE, NO_REWARDS, PEER_LOST, STORAGE_FORBIDS)
 
 
 class BadInput(ValueError):
@@ -63,6 +67,7 @@ _STORAGE_ERRORS = (
 )
 # Status words that object stores report instead of an errno. JAX uses RESOURCE_EXHAUSTED for memory, but never in an OSError.
 _REFUSING = re.compile(r"\b(UNAVAILABLE|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|DEADLINE_EXCEEDED)\b")
+_FORBIDDING = re.compile("|".join([r"\b(PERMISSION_DENIED|UNAUTHENTICATED)\b", *(re.escape(os.strerror(n)) for n in FORBIDDEN)]))
 
 _LIFELINE = "TBA_JAX_LIFELINE"
 _PARENT = "TBA_JAX_PARENT"
@@ -76,10 +81,7 @@ def is_storage_failure(error: BaseException) -> bool:
 
     The errors that an error was raised from, or while handling, count as well.
     """
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
+    for cause in _causes(error):
         text = str(cause)
         if isinstance(cause, RunIsAway):
             return True
@@ -87,14 +89,23 @@ def is_storage_failure(error: BaseException) -> bool:
             return True
         if any(os.strerror(number) in text for number in _STORAGE_ERRORS):
             return True
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return False
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those that it was raised from or while handling."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
 def exit_code(error: BaseException) -> int:
     """The exit code of a role that an error ends. A ValueError is a mistake of the user only where a role begins."""
     if is_storage_failure(error):
-        return STORAGE_FAILED
+        return STORAGE_FORBIDS if any(_FORBIDDING.search(str(cause)) for cause in _causes(error)) else STORAGE_FAILED
     if isinstance(error, KeyboardInterrupt):
         return STOPPED
     if isinstance(error, SystemExit):

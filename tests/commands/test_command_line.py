@@ -22,7 +22,7 @@ from tests.support import tiny_run
     "error, code, words",
     [
         (OSError(errno.ENOSPC, "No space left on device"), processes.STORAGE_FAILED, "storage failed"),
-        (OSError(errno.EROFS, "Read-only file system"), processes.STORAGE_FAILED, "Read-only file system"),
+        (OSError(errno.EROFS, "Read-only file system"), processes.STORAGE_FORBIDS, "Read-only file system"),
         (RuntimeError("write: No space left on device"), processes.STORAGE_FAILED, "what was committed stays readable"),
         (processes.BadInput("slots=3\ncannot be divided"), processes.BAD_INPUT, "error: slots=3 cannot be divided"),
         (ModuleNotFoundError("No module named 'nosuch'", name="nosuch.part"), processes.BAD_INPUT, "the package 'nosuch' is not"),

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -79,12 +80,13 @@ def test_the_trainer_alone_fails_the_run(name):
 
 # A role that notes each of its lives, and ends them in turn by the lines of `codes`: by a code, by a code at which the
 # run is done, or by a code once it is asked to stop.
-PYTHON = """#!/usr/bin/env bash
+PYTHON = f"""#!/usr/bin/env bash
+[[ $2 != tba_jax.run.restart ]] || exec {sys.executable} "$@"
 echo "$*" >> "$WORKDIR/lives"
 code=$(sed -n "$(wc -l < "$WORKDIR/lives")p" "$WORKDIR/codes")
 [[ $code != *done ]] || touch "$WORKDIR/finished.json"
-[[ $code != wait* ]] || { trap 'exit "${code#wait}"' TERM; while :; do sleep 0.1; done; }
-exit "${code%%done}"
+[[ $code != wait* ]] || {{ trap 'exit "${{code#wait}}"' TERM; while :; do sleep 0.1; done; }}
+exit "${{code%%done}}"
 """
 
 

@@ -11,7 +11,7 @@ LOCAL = Path(__file__).parent.parent.parent / "launch" / "local.sh"
 
 def test_it_is_valid_and_runs_searchers_again():
     assert subprocess.run(["bash", "-n", str(LOCAL)], check=False).returncode == 0
-    assert "launch/again.sh" in LOCAL.read_text()
+    assert "tba_jax.run.restart" in LOCAL.read_text()
 
 
 @pytest.mark.parametrize(
@@ -28,10 +28,14 @@ def test_it_is_valid_and_runs_searchers_again():
 def test_searchers_of_a_machine_are_dealt_its_gpus(tmp_path, environment, expected):
     driver, python = tmp_path / "nvidia-smi", tmp_path / "python"
     driver.write_text("#!/bin/sh\n[ \"$*\" = '--query-gpu=index --format=csv,noheader' ] && printf '0\\n1\\n2\\n'\n")
-    python.write_text('#!/bin/sh\necho "${CUDA_VISIBLE_DEVICES--} ${XLA_CLIENT_MEM_FRACTION--}" >> "$WORKDIR/dealt"\n')
+    python.write_text('#!/bin/sh\necho "${CUDA_VISIBLE_DEVICES--} ${XLA_CLIENT_MEM_FRACTION--}" >> "$DEALT"\n')
     for script in (driver, python):
         script.chmod(0o755)
     known = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")}
-    seen = known | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(python)} | environment
+    seen = (
+        known
+        | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(python), "DEALT": str(tmp_path / "dealt")}
+        | environment
+    )
     subprocess.run([LOCAL, "2", f"--workdir={tmp_path}"], env=seen, check=True, timeout=60)
     assert set((tmp_path / "dealt").read_text().splitlines()) == expected

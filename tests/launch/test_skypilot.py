@@ -55,7 +55,8 @@ def arguments(tmp_path: Path, name: str, **variables: str) -> list[str]:
 
 
 def read(words: list[str]) -> flags.FlagValues:
-    """The flags of the roles' command line; --config.SETTING=VALUE aside."""
+    """The flags of the roles' command line, which may stand behind that of the wrapper; --config.SETTING=VALUE aside."""
+    words = words[words.index("tba_jax.main") - 1 :]
     assert words[:2] == ["-m", "tba_jax.main"]
     values = flags.FlagValues()
     main.add_flags(values)
@@ -74,6 +75,7 @@ def test_a_machine_runs_all_roles(tmp_path, shared):
 def test_a_spot_machine_runs_a_searcher(tmp_path):
     words = arguments(tmp_path, "skypilot_searchers.yaml", SHARED="s3://bucket/tba/run", RUN="--config.searchers.slots=8")
     values = read(words)
+    assert words[:3] == ["-m", "tba_jax.run.restart", f"--workdir={tmp_path / 'home/runs/run'}"]
     assert (values.role, values.shared, str(values.workdir)) == (
         "searcher",
         "s3://bucket/tba/run",

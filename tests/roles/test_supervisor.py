@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.roles import supervisor, verdicts
+from tba_jax.roles import supervisor
 from tba_jax.roles.placement import Placement
 from tba_jax.roles.supervisor import Supervisor
-from tba_jax.roles.verdicts import Verdict
-from tba_jax.run import layout, places
+from tba_jax.run import layout, places, restart
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.layout import RunDir
 
@@ -198,7 +197,7 @@ def roles(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", instead_of_main)
 
     def run(kinds, *, until, max_restarts=2, stop=lambda: False, share_cores=False, run_dir=None):
-        monkeypatch.setattr(verdicts, "FIRST_PAUSE_SECONDS", 0.05)
+        monkeypatch.setattr(restart, "FIRST_PAUSE_SECONDS", 0.05)
 
         processes = Supervisor(run_dir or RunDir(tmp_path), max_restarts=max_restarts, stop_seconds=5.0)
         placement = Placement(cpus=tuple(os.sched_getaffinity(0)) if share_cores else ())
@@ -252,7 +251,7 @@ def test_a_trainer_that_keeps_dying_ends_the_run(roles, capsys):
 
 
 def test_deaths_before_a_long_life_are_forgotten(roles, monkeypatch):
-    monkeypatch.setattr(supervisor, "HEALTHY_SECONDS", 0.2)
+    monkeypatch.setattr(restart, "HEALTHY_SECONDS", 0.2)
     kind = "trainer-dies-after-a-while"
     assert roles([kind], until=[kind], max_restarts=1) == (0, {kind: 3})
 
@@ -326,32 +325,6 @@ def test_an_evaluator_that_keeps_dying_is_given_up_after_the_training(roles, cap
     kinds = ["trainer-ends-now", "evaluator-always-dies"]
     assert roles(kinds, until=kinds, max_restarts=2) == (0, {"trainer-ends-now": 1, "evaluator-always-dies": 3})
     assert "python -m tba_jax evaluate --workdir=" in caplog.text
-
-
-def test_pauses_grow_to_a_minute():
-    assert [verdicts.pause_seconds(n) for n in (1, 2, 3, 8, 9, 1000)] == [0.5, 1.0, 2.0, 60.0, 60.0, 60.0]
-
-
-@pytest.mark.parametrize(
-    "kind, code, is_new, deaths, expected",
-    [
-        ("trainer", 2, True, 1, Verdict.ENDS_THE_RUN),
-        ("searcher", 2, True, 1, Verdict.ENDS_THE_RUN),
-        ("trainer", 2, False, 1, Verdict.AGAIN),
-        ("evaluator", 2, False, 99, Verdict.AGAIN),
-        ("trainer", 3, True, 99, Verdict.AGAIN_UNCOUNTED),
-        ("reference", 3, True, 99, Verdict.AGAIN_UNCOUNTED),
-        ("trainer", 4, False, 1, Verdict.ENDS_THE_RUN),
-        ("searcher", 4, True, 99, Verdict.AGAIN),
-        ("searcher", 5, False, 1, Verdict.RESTS),
-        ("evaluator", 5, False, 1, Verdict.AGAIN),
-        ("trainer", -9, False, 20, Verdict.AGAIN),
-        ("trainer", -9, False, 21, Verdict.ENDS_THE_RUN),
-        ("searcher", -9, False, 999, Verdict.AGAIN),
-    ],
-)
-def test_verdicts(kind, code, is_new, deaths, expected):
-    assert verdicts.judge(kind, code, is_new=is_new, deaths=deaths, max_restarts=20) is expected
 
 
 def test_nothing_begins_in_the_place_of_a_workdir_that_is_away(roles, tmp_path, caplog, monkeypatch):

@@ -1,0 +1,160 @@
+"""Runs a role again after it ended too early: one rule for the local supervisor, Slurm, Kubernetes and a terminal.
+
+    python3 -m tba_jax.run.restart --workdir=DIR [--deaths=N] COMMAND …
+
+runs COMMAND, a role of the run in DIR, and ends with its exit code once `judge` says that another life would not help, or once it
+was asked to stop, which it passes on. After storage failed it waits until the run is in DIR: a role whose mount is lost would
+begin a new run in its place. Any Python from 3.7 on runs this module, also on the host of a container.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+# Exit codes of a role.
+BAD_INPUT = 2
+STORAGE_FAILED = 3
+NOT_FINITE = 4
+NO_REWARDS = 5  # no row has had a reward for so long that the searcher gave up
+PEER_LOST = 6  # another process of the same trainer has ended
+STORAGE_FORBIDS = 7  # storage that answers, and refuses for good unless somebody changes it
+STOPPED = 130
+# Errors of storage that no waiting heals: no permission, read-only, over a quota.
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT)
+
+# The pause before a role is started again, doubled with each failure in a row, and its limit.
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 60.0
+# After a life this long earlier failures are forgotten: only a role that does not get anywhere is given up.
+HEALTHY_SECONDS = 600.0
+# So long a role is started again whose storage does not answer, or forbids.
+PATIENCE_SECONDS = {STORAGE_FAILED: 7 * 86400.0, STORAGE_FORBIDS: 600.0}
+
+
+class Verdict(enum.Enum):
+    """What follows from the end of a role that is not done."""
+
+    ENDS = enum.auto()  # it is not started again
+    AGAIN = enum.auto()
+    AGAIN_UNCOUNTED = enum.auto()  # what has failed may recover by itself
+
+
+def judge(kind: str, code: int, *, is_new: bool, deaths: int, max_restarts: int, seconds: float = 0.0) -> Verdict:
+    """What follows from a role's exit code.
+
+    | code              | trainer, reference                   | searcher, evaluator  |
+    |-------------------|--------------------------------------|----------------------|
+    | 2, a new role     | ends                                 | ends                 |
+    | 3 storage failed  | again, for a week                    | likewise             |
+    | 4 not finite      | ends                                 | again                |
+    | 5 no rewards      | ends                                 | ends                 |
+    | 7 storage forbids | again, for ten minutes               | likewise             |
+    | others, 2 later   | again; ends after max_restarts       | again                |
+
+    Args:
+      kind: "trainer", "reference", "searcher", "evaluator"; "" for a role that ends like a trainer.
+      is_new: whether this was the role's first life, and it has not been at work.
+      deaths: how often it has died without ten minutes of life in between, this death included.
+      seconds: since its storage has failed in each life.
+    """
+    joins = kind in ("searcher", "evaluator")
+    if code in PATIENCE_SECONDS:
+        return Verdict.AGAIN_UNCOUNTED if seconds <= PATIENCE_SECONDS[code] else Verdict.ENDS
+    if code == NO_REWARDS or (code == BAD_INPUT and is_new):
+        return Verdict.ENDS
+    if not joins and (code == NOT_FINITE or deaths > max_restarts):
+        return Verdict.ENDS
+    return Verdict.AGAIN
+
+
+def pause_seconds(times: int) -> float:
+    """Seconds before a role is started again that has ended so often in a row."""
+    return min(FIRST_PAUSE_SECONDS * 2 ** min(times - 1, 20), LONGEST_PAUSE_SECONDS)
+
+
+def _say(sentence: str) -> None:
+    print(f"restart: {sentence}", file=sys.stderr, flush=True)
+
+
+def run(command: list[str], *, workdir: str, deaths: int) -> int:
+    """Runs a role until it is done, stopped or given up. Returns its exit code. Args: deaths: in a row that are survived."""
+    asked, child = threading.Event(), None
+
+    def pass_on(number: int, frame: object) -> None:
+        asked.set()
+        if child is not None and child.poll() is None:
+            child.send_signal(signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGINT, pass_on)
+    died = failed = lives = 0
+    failing_since: float | None = None
+    while True:
+        begin, lives = time.monotonic(), lives + 1
+        child = subprocess.Popen(command)
+        if asked.is_set():  # it came before the child was known
+            child.send_signal(signal.SIGTERM)
+        code = child.wait()
+        code = 128 - code if code < 0 else code
+        if asked.is_set() or code in (0, STOPPED):
+            return code
+        now = time.monotonic()
+        if now - begin >= HEALTHY_SECONDS:
+            died = failed = 0
+            failing_since = None
+        failed += 1
+        if code in PATIENCE_SECONDS:
+            failing_since = begin if failing_since is None else failing_since
+        else:
+            died, failing_since = died + 1, None
+        seconds = 0.0 if failing_since is None else now - failing_since
+        if judge("", code, is_new=lives == 1, deaths=died, max_restarts=deaths, seconds=seconds) is Verdict.ENDS:
+            return code
+        asked.wait(pause_seconds(failed))
+        if not _is_there(workdir, code, asked, failed):
+            return code
+        reason = "storage failed" if code in PATIENCE_SECONDS else f"ended with code {code}"
+        _say(f"{reason}; running the role again")
+
+
+def _is_there(workdir: str, code: int, asked: threading.Event, failed: int) -> bool:
+    """Waits until the run is there again where storage failed; a role that died may have done so before there was a run.
+
+    Returns: False once the role was asked to stop.
+    """
+    told = False
+    while not asked.is_set():
+        if code != STORAGE_FAILED or any(os.path.exists(os.path.join(workdir, name)) for name in ("config.json", "shared.json")):
+            return True
+        if not told:
+            _say(f"{workdir} holds no run at the moment; waiting until it is back")
+        told, failed = True, failed + 1
+        asked.wait(pause_seconds(failed))
+    return False
+
+
+def main(arguments: list[str]) -> int:
+    flags = {"workdir": "", "deaths": "0"}
+    while arguments and arguments[0].startswith("--"):
+        name, _, value = arguments[0][2:].partition("=")
+        if name not in flags:
+            _say(f"--{name} is no flag of this module: --workdir=DIR, --deaths=N and then the command of a role")
+            return BAD_INPUT
+        flags[name] = value
+        arguments = arguments[1:]
+    if not arguments or not flags["workdir"] or not flags["deaths"].isdecimal():
+        _say(
+            f"--workdir={flags['workdir']} --deaths={flags['deaths']}: needs the folder of the run, a whole number and a command"
+        )
+        return BAD_INPUT
+    return run(arguments, workdir=flags["workdir"], deaths=int(flags["deaths"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
