@@ -74,7 +74,9 @@ def test_an_asynchronous_run_is_joined_stopped_and_resumed(tmp_path, one_device,
     steps, log = journal.last_step(layout.RunDir(workdir).journal) + 24, layout.RunDir(workdir).log("trainer")
     log.write_text(log.read_text() + "x" * (3 << 20))
     fewer, bounded = f"--config.learner.steps={steps}", ("--config.logs.megabytes=1", "--config.logs.keep=1")
-    done = tiny_run.call([*arguments, fewer, *bounded, "--allow_change=learner.steps"], timeout=300)
+    # Without standard input, whose number a pipe to the roles would take.
+    closed = ["sh", "-c", 'exec "$@" <&-', "sh"]
+    done = tiny_run.call([*closed, *arguments, fewer, *bounded, "--allow_change=learner.steps"], timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert log_files.older(log, 1).stat().st_size == 2 << 20 and "resumed at step" in log.read_text()
     assert not processes(workdir)
