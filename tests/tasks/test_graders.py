@@ -2,7 +2,6 @@
 
 import importlib.util
 import logging
-import multiprocessing
 import os
 import re
 import signal
@@ -258,8 +257,8 @@ def test_threads_get_their_own_results(make):
 
 
 def test_close_ends_the_workers_and_a_later_call_starts_others(make, grades):
-    graders, before = make(concurrency=1), multiprocessing.active_children()
-    assert call(graders, []) == [] and multiprocessing.active_children() == before, "nothing to do starts nothing"
+    graders, before = make(concurrency=1), threading.active_count()
+    assert call(graders, []) == [] and threading.active_count() == before, "nothing to do starts nothing"
     (pid,) = call(graders, ["pid"])
     assert alive(int(pid))
     graders.close()
@@ -277,7 +276,7 @@ def test_close_ends_the_workers_and_a_later_call_starts_others(make, grades):
     ],
 )
 def test_a_file_that_workers_cannot_import(tmp_path, make, caplog, line, sentence):
-    guarded = f"import multiprocessing\nif multiprocessing.parent_process():\n    {line}\n"
+    guarded = f"import sys\nif 'pytest' not in sys.modules:\n    {line}\n"
     module = load(tmp_path / "broken_grades.py", guarded + "def grade(query, response):\n    return 1.0\n")
     # More than fits into a pipe, so that calls wait in all places.
     with caplog.at_level(logging.WARNING):
