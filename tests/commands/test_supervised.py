@@ -125,38 +125,6 @@ def heldout_points(workdir: Path) -> list[dict[str, Any]]:
     return [line for line in metrics.read_lines(layout.RunDir(workdir).metrics("supervised")) if "heldout_loss" in line]
 
 
-@pytest.mark.slow
-def test_a_reward_model_learns_what_the_prompt_asks_for(folder, tmp_path, capsys):
-    train = write_lines(tmp_path / "train.jsonl", preferences(2000, seed=1))
-    heldout = write_lines(tmp_path / "heldout.jsonl", preferences(500, seed=2))
-    c = config(
-        folder,
-        train,
-        kind="reward",
-        data__heldout=str(heldout),
-        training__steps=150,
-        training__batch_size=32,
-        training__warmup_steps=10,
-        evaluation__every_steps=50,
-        metrics__every_steps=50,
-    )
-    assert run(c, tmp_path / "run", tmp_path / "reward") == 0
-    points = heldout_points(tmp_path / "run")
-    assert [point["step"] for point in points] == [0, 50, 100, 150]
-    assert points[0]["heldout_pair_accuracy"] < 0.65, "random weights do not know"
-    assert points[-1]["heldout_pair_accuracy"] >= 0.85
-    told = capsys.readouterr().out.strip().splitlines()[-1]
-    first, last = (f"{points[i]['heldout_pair_accuracy']:.3g}" for i in (0, -1))
-    assert told.startswith(f"reward: held-out pair accuracy {first} -> {last} (") and told.endswith(f"model in {tmp_path}/reward")
-
-    values = json.loads((tmp_path / "reward" / "config.json").read_text())
-    assert values["architectures"] == ["LlamaForSequenceClassification"] and values["pad_token_id"] == 0
-    assert len(values["id2label"]) == 1
-    margins = score_folder(tmp_path / "reward", preferences(100, seed=3))
-    assert np.mean(margins > 0) >= 0.85, "pairs that no run has seen"
-    assert alarms.read(tmp_path / "run" / "metrics" / "supervised") == []
-
-
 def test_a_reward_model_that_has_hardly_learned_says_so_at_its_end(folder, tmp_path):
     train = write_lines(tmp_path / "train.jsonl", preferences(60, seed=1))
     c = config(folder, train, kind="reward", training__learning_rate=1e-9)
@@ -268,20 +236,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, ki
     jax.tree.map(np.testing.assert_array_equal, weights(tmp_path / "again"), weights(tmp_path / "whole-model"))
 
 
-@pytest.mark.slow
-def test_a_run_resumes_on_another_mesh(folder, tmp_path):
-    train = write_lines(tmp_path / "train.jsonl", preferences(60, seed=1))
-    one = config(folder, train, kind="reward")
-    assert run(one, tmp_path / "whole", tmp_path / "whole-model") == 0
-    assert run(one, tmp_path / "parts", tmp_path / "parts-model", stop=after(2)) == processes.STOPPED
-    sizes = {f"training__mesh__{axis}": 2 for axis in sharding.MESH_AXES}
-    eight = config(folder, train, kind="reward", training__micro_batch_rows=4, training__remat="full", **sizes)
-    assert run(eight, tmp_path / "parts", tmp_path / "parts-model") == 0
-    whole, parts = weights(tmp_path / "whole-model"), weights(tmp_path / "parts-model")
-    for name, expected in whole.items():
-        np.testing.assert_allclose(parts[name], expected, rtol=0, atol=1e-5, err_msg=name)
-
-
 def test_every_epoch_takes_each_example_once_in_another_order(folder, tmp_path, monkeypatch):
     train = write_lines(tmp_path / "train.jsonl", sentences(12, seed=1))
     heldout = write_lines(tmp_path / "heldout.jsonl", sentences(4, seed=2))
@@ -297,20 +251,6 @@ def test_every_epoch_takes_each_example_once_in_another_order(folder, tmp_path, 
     train = [row for row in seen if row in examples_of_train]
     assert len(train) == 32 and sorted(train[:12]) == sorted(train[12:24]) and len(set(train[:12])) == 12
     assert train[:12] != train[12:24]
-
-
-def test_random_weights_need_none_in_the_folder(folder, tmp_path):
-    shape = tmp_path / "shape"
-    shape.mkdir()
-    for path in folder.glob("*.json"):
-        (shape / path.name).write_bytes(path.read_bytes())
-    train = write_lines(tmp_path / "train.jsonl", preferences(60, seed=1))
-    c = config(shape, train, kind="reward")
-    with pytest.raises(ValueError, match="holds no weights"):
-        supervised.prepare(c, layout.RunDir(tmp_path / "run"), tmp_path / "model")
-    c.model.random_init = True
-    assert run(c, tmp_path / "run", tmp_path / "model") == 0
-    assert weights(tmp_path / "model")["score.weight"].shape == (1, 32)
 
 
 def message(c: Any, tmp_path: Path, output: str = "model") -> str:

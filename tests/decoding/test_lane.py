@@ -10,42 +10,18 @@ from tba_jax.decoding import decode_loop
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sizes as sizes_lib
 from tba_jax.decoding import slots as slots_lib
-from tba_jax.models import kv_cache, scoring
+from tba_jax.models import kv_cache
 from tests.support.tiny_engine import (
     BANNED,
     EOS,
     PARAMS,
     SPACE,
-    R,
     assert_same_rows,
     decoded_alone,
     decoded_together,
     make_engine,
     make_request,
-    make_stream,
-    row_keys,
 )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("slots, samples, queries", [(64, 16, 100), pytest.param(64, 1, 1000, marks=pytest.mark.slow)])
-def test_slots_are_seldom_idle_while_requests_wait(slots, samples, queries):
-    """Long-tailed lengths: half of the responses have 32 tokens at most, one in twenty more than 119, as many as 128."""
-    space = scoring.ResponseSpace(temperature=1.0, banned_tokens=(0, 1, EOS, 9), eos_id=EOS)
-    engine = make_engine(slots, samples, space=space, prompt_length=4, response_length=128, chunk=32)
-    engine.set_policy(PARAMS, 0)
-    rng = np.random.default_rng(0)
-    limits = np.clip(np.round(32 * np.exp(0.8 * rng.standard_normal((queries, samples)))), 4, 128).astype(np.int32)
-    keys = row_keys(samples)
-    tickets = [engine.submit(make_request([3, 4, 5], samples, keys=keys, limit=limit)) for limit in limits]
-    found = engine.collect(tickets[: 7 * queries // 10])
-    assert all(not answer.generation.length.any() for answer in tickets[-queries // 10 :])  # requests still wait
-    print(f"idle share with {samples} samples: {engine.usage.idle:.4f} of {engine.usage.slot_steps} slot-steps")
-    assert engine.usage.slot_steps > 30_000
-    # A batch without refill waits for its longest: 1 - mean / largest of 16 is about a half.
-    assert engine.usage.idle <= 0.05
-    np.testing.assert_array_equal(np.concatenate([g.length for g in found]), limits[: len(found)].reshape(-1))
-    assert not any(generation.finished.any() for generation in found)
 
 
 def test_usage_counts_slots_without_a_token():
@@ -92,25 +68,6 @@ def traced(monkeypatch) -> list[tuple[str, int, int]]:
     monkeypatch.setattr(decode_loop, "decode", noted_decode)
     monkeypatch.setattr(decode_loop, "rotate", noted_rotate)
     return found
-
-
-@pytest.mark.slow
-def test_batches_read_windows_of_caches_and_share_queries(single, traced):
-    """Two batches of two queries over four groups, then more than there are slots for, so that the rings wrap."""
-    engine = make_engine(8, 4, lockstep=True, chunk=6)
-    # Programs are made when they are first needed: the shortest window that holds the six steps of a call, then the whole.
-    one, two = ([("decode", buffers, 6), ("decode", buffers, 11)] for buffers in (1, 2))
-    for lengths, programs in [([3, 5], one), ([7, 2], []), ([3, 5, 7, 2, 6, 4, 1], two)]:
-        traced.clear()
-        before = engine.usage.slot_steps
-        stream = make_stream(lengths, counts=(4,), limits=False, seed=len(lengths))
-        found = decoded_together(engine, stream)
-        assert_same_rows(found, decoded_alone(single, stream))
-        assert traced == programs
-        steps = (engine.usage.slot_steps - before) / 8
-        if len(lengths) == 2:  # all samples begin at once
-            assert steps == found.length.max() - 1
-    assert steps > R, "the rings have wrapped"
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from tba_jax.decoding import narrowing
-from tba_jax.decoding import requests as requests_lib
 from tests.support.tiny_engine import (
     BANNED,
     COUNTS,
@@ -95,24 +94,6 @@ def test_samples_stay_where_prompts_may_come(eager):
     first = engine.submit(make_request([6, 7], 1, limit=np.array([60])))
     engine.collect([first], feed=feed)
     assert len(asked) == 6 and engine.usage.slot_steps % 4 == 0 and engine.usage.slot_steps < 4 * 70
-
-
-def test_requests_that_come_while_few_slots_run_wait_for_them(eager):
-    """A sample that nobody has collected yet goes on in fewer slots; prompts of the next call begin when it has ended."""
-    engine, single = make_engine(4, 1, space=ENDLESS, response_length=40), make_engine(1, 1, space=ENDLESS, response_length=40)
-    engine.set_policy(PARAMS, 0)
-    single.set_policy(PARAMS, 0)
-    requests = [make_request([3, 4, i], 1, i, limit=np.array([limit])) for i, limit in enumerate((40, 3, 7, 8, 9, 10))]
-    tickets = [engine.submit(request) for request in requests[:2]]
-    engine.collect(tickets[1:])
-    assert tickets[0].left and engine._lanes[0]._size > 0
-    tickets += [engine.submit(request) for request in requests[2:]]
-    found = engine.collect(tickets[2:], feed=lambda: False)
-    assert not tickets[0].left
-    assert_same_rows(
-        requests_lib.concatenate([tickets[0].generation, tickets[1].generation, *found]),
-        requests_lib.concatenate([single.generate([request])[0] for request in requests]),
-    )
 
 
 @pytest.mark.parametrize("swap", ["at_once", "new_sequences"])

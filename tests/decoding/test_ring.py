@@ -56,12 +56,3 @@ def test_a_stream_of_short_samples_reads_a_short_window_after_one_round():
     # The whole caches for a round of 31 entries, and until the samples lie in the shorter ring.
     assert windows == [31] * 7 + [8] * 23 and not caches.rotations
     assert [caches.call(np.full(SLOTS, 25)) for _ in range(3)] == [8, 16, 16]
-
-
-def test_batches_in_lockstep_begin_with_the_shortest_window():
-    caches = Caches(lockstep=True)
-    for _ in range(2):
-        assert [caches.call(np.full(SLOTS, 99)) for _ in range(5)] == [8, 16, 16, 24, 31]
-        caches.made[:] = 0
-        caches.ring.begin()
-    assert not caches.rotations

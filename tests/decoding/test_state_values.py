@@ -12,7 +12,6 @@ import pytest
 from tba_jax.commands import audit, rescore
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sampling as sampling_lib
-from tba_jax.decoding import state_values
 from tba_jax.decoding.requests import Request
 from tba_jax.decoding.state_values import StateValues
 from tba_jax.experiment import jobs
@@ -147,18 +146,6 @@ def test_values_are_mean_rewards_of_continuations_decoded_alone():
     chosen = np.isfinite(fewer)
     np.testing.assert_array_equal(chosen[:, 1:].sum(axis=1), np.minimum(np.isfinite(found[:, 1:]).sum(axis=1), 1))
     np.testing.assert_array_equal(fewer[chosen], found[chosen])
-
-
-def test_keys_of_continuations_are_none_that_a_row_draws_with():
-    keys = row_keys(6)
-    states = np.array([1, 2, 3, 1, 2, 3], np.uint32)
-    found = np.asarray(state_values.continuation_keys(keys[[0, 0, 0, 1, 1, 1]], states, samples=9))
-    assert found.shape == (6, 9, 2) and found.dtype == np.uint32
-    drawn_with = [
-        np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), t))) for key in keys for t in range(R)
-    ]
-    everything = np.concatenate([found.reshape(-1, 2), np.stack(drawn_with), keys])
-    assert len(np.unique(everything, axis=0)) == len(everything)
 
 
 def test_a_prompt_leaves_room_for_what_is_given():

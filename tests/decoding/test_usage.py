@@ -4,14 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from tba_jax.decoding import usage
-from tba_jax.decoding.usage import Usage
 from tba_jax.models import flops, parameters
 from tests.support.tiny_engine import BANNED, EOS, PARAMS, SPACE, make_engine, make_request
-
-
-def test_idle_is_the_share_of_slot_steps_without_a_token():
-    assert Usage().idle == 0.0 and Usage(slot_steps=8, useful=2).idle == 0.75
 
 
 def test_operations_and_bytes_of_one_sample():
@@ -26,10 +20,3 @@ def test_operations_and_bytes_of_one_sample():
     entries = c.groups * c.buffers * c.prompt_length + 8 * (c.response_length - 1)
     caches = entries * 2 * m.layers * m.kv_heads * m.head_size * 4
     assert engine.usage.bytes == 3 * (weights + caches)
-
-
-def test_operations_of_samples_are_those_of_the_steps_they_take():
-    model = make_engine(8, 4).config.model
-    one = usage.decode_flops(model, prompt=5, drawn=np.array([4]))
-    assert one == flops.decoding(model, prompt=5, response=3)
-    assert usage.decode_flops(model, prompt=5, drawn=np.array([4, 1, 4])) == 2 * one

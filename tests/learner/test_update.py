@@ -204,12 +204,6 @@ def test_a_reference_that_moves_takes_the_place_of_the_rows_own():
     assert_same((loss, gradient, {}), (*one_pass("moving reference")[:2], {}))
 
 
-def test_most_objectives_do_not_read_values_of_states():
-    batch = dataclasses.replace(random_batch(), state_values=np.full((B, R), np.nan, np.float32))
-    found = measured(make_step(settings(**FORMS["grpo"][0])), state_of("grpo")[0], batch)
-    assert_same(found, one_pass("grpo"))
-
-
 def test_coefficients_follow_the_step():
     """The objective here is made of them, so that the loss shows what it was given."""
     given = {

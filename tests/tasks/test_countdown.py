@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from configs import countdown as recipe
-from tba_jax.experiment import checks, composition
-from tba_jax.tasks.countdown import CHARACTERS, Countdown, add_up, evaluate, totals
+from tba_jax.experiment import composition
+from tba_jax.tasks.countdown import CHARACTERS, Countdown, evaluate, totals
 from tba_jax.tasks.interface import SPLITS, Query
 from tba_jax.text.tokenizers import CharacterTokenizer
 from tests.support import tiny_run
@@ -156,13 +156,6 @@ def test_the_text_style_answers_within_tags(response, reward):
     assert task.rewards([QUERY], [response], np.array([False])).reward.tolist() == [0]
 
 
-def test_fractions_and_negative_numbers_on_the_way_are_exact():
-    task = countdown(numbers=4, largest=25, train_queries=20, heldout_queries=5)
-    for expression, answer in {"8/(3-8/3)": "8,8,3,3=24", "1-3+3+9": "9,3,3,1=10", "7*(3+3/7)": "7,7,3,3=24"}.items():
-        assert task.rewards([Query("", answer)], [f"#{expression}"], np.array([True])).reward.tolist() == [1]
-    assert task.final_answer("#1/3") == "3,1=1/3" and task.final_answer("#1-3") == "3,1=-2"
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -190,11 +183,6 @@ def test_no_response_is_too_bad_for_the_grader(text):
             assert not task.rewards([QUERY], [response], np.array([True])).reward.any()
             assert isinstance(task.final_answer(response), str)
     assert time.process_time() - begin < 3
-
-
-def test_deep_parentheses_around_a_solution_do_not_matter():
-    response = "#" + "(" * 10**5 + "4*9-2" + ")" * 10**5
-    assert countdown().rewards([QUERY], [response], np.array([True])).reward.tolist() == [1]
 
 
 def test_answers_that_say_the_same_are_the_same():
@@ -300,35 +288,6 @@ def test_worked_examples_fit_the_alphabet_and_the_recipe():
     assert 100 < longest <= config.response_length
 
 
-def allowed(a: int, first: str, b: int, second: str, c: int) -> str | None:
-    """The expression without needless parentheses, where the rule allows it."""
-    begun = f"({a}{first}{b})" if first in "+-" and second in "*/" else f"{a}{first}{b}"
-    values = [by_python(part) for part in (f"{a}{first}{b}", f"{begun}{second}{c}")]
-    return f"{begun}{second}{c}" if all(v is not None and v > 0 and v.denominator == 1 for v in values) else None
-
-
-def test_totals_are_all_from_left_to_right_that_the_rule_allows():
-    found = totals((6, 3, 2), "+-*/")
-    signs = itertools.product("+-*/", repeat=2)
-    expected = [text for first, second in signs if (text := allowed(6, first, 3, second, 2))]
-    assert [total.expression for total in found] == expected
-    for total in found:
-        assert by_python(total.expression) == total.value == value_of_steps(total.steps)
-    assert [total.value for total in totals((2, 2), "+-")] == [4], "a total of zero is none"
-    assert [total.value for total in totals((5, 3), "*-")] == [15, 2]
-
-
-def test_random_totals_are_of_all_allowed_orders():
-    luck = iter(np.random.default_rng(0).random(10_000).tolist())
-    made = [add_up((6, 3, 2), luck, operations="+-*/") for _ in range(1000)]
-    pairs = {(6, 3): 2, (6, 2): 3, (3, 2): 6}
-    signs = list(itertools.product("+-*/", repeat=2))
-    expected = {text for (a, b), c in pairs.items() for first, second in signs if (text := allowed(a, first, b, second, c))}
-    assert {total.expression for total in made if total} == expected
-    assert all(by_python(total.expression) == total.value == value_of_steps(total.steps) for total in made if total)
-    assert {add_up((2, 2), luck, operations="-") for _ in range(9)} == {None}
-
-
 @pytest.mark.parametrize(
     "overrides, sentence",
     [
@@ -357,9 +316,3 @@ def test_settings_without_enough_queries_are_refused(overrides, sentence):
     )
     with pytest.raises(ValueError, match=re.escape(sentence)):
         composition.build(config)
-
-
-def test_the_recipe_is_allowed():
-    built = composition.build(recipe.get_config())
-    assert isinstance(built.task, Countdown) and built.tokenizer.fingerprint == CharacterTokenizer(CHARACTERS).fingerprint
-    checks.check(built.config, new=True)

@@ -51,14 +51,6 @@ def file(tmp_path):
     return path
 
 
-def config(file, **custom):
-    c = base.get_config()
-    c.task.name = f"{file}:Ones"
-    for name, value in custom.items():
-        c.task.custom[name] = value
-    return c
-
-
 @pytest.mark.parametrize(
     "name, sentence",
     [
@@ -172,11 +164,6 @@ def test_settings_of_ones_own_go_with_a_task_of_ones_own():
     c.task.custom.count = 3
     with pytest.raises(ValueError, match=r"^task.custom.count is a setting of a custom task, FILE.py:CLASS, but task.name="):
         composition.build(c)
-
-
-def test_a_misspelt_setting_beside_them_is_still_refused():
-    with pytest.raises(AttributeError, match="nam"):
-        base.get_config().task.nam = "x"
 
 
 def test_the_run_is_one_wherever_the_file_lies(file, tmp_path, monkeypatch, one_device):

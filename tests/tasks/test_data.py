@@ -47,14 +47,6 @@ def test_only_the_named_fields_are_read(tmp_path, suffix):
     ]
 
 
-def test_blank_lines_and_a_byte_order_mark_are_passed_over(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"q": "a", "n": 1}\n\n  \n{"q": "b", "n": 2}')
-    assert [(row["q"], row.where[-6:]) for row in read(path)] == [("a", "line 1"), ("b", "line 4")]
-    (tmp_path / "rows.json").write_text('[{"q": "é", "n": 1}]', encoding="utf-8-sig")
-    assert read(str(tmp_path / "rows.json")) == [{"q": "é", "n": 1}]
-
-
 @pytest.mark.parametrize(
     "kind, value, named",
     [
@@ -73,10 +65,6 @@ def test_a_wrong_type_is_named(tmp_path, kind, value, named):
     path = write(tmp_path / "rows.jsonl", [{"v": value}])
     with pytest.raises(ValueError, match=re.escape(f"task.x.path={str(path)!r} line 1: field 'v' must be {named}")):
         read(path, {"v": kind})
-
-
-def test_whole_numbers_are_numbers(tmp_path):
-    assert read(write(tmp_path / "rows.jsonl", [{"v": 2}, {"v": 2.5}]), {"v": float}) == [{"v": 2}, {"v": 2.5}]
 
 
 @pytest.mark.parametrize(

@@ -180,23 +180,6 @@ def test_what_fails_is_nan_and_told_once(make, caplog):
     assert message == "7 of 11 responses could not be graded: reward NaN; the first of them answers 'query 1': Odd: odd"
 
 
-REASONS = {
-    "return none": "grade returned None, not a finite number",
-    "return big": "grade returned 1e+39, not a finite number",
-    "exit": "SystemExit: 3",
-    "number x": "ValueError: could not convert string to float: 'x'",
-}
-
-
-def test_reasons_are_told(make, caplog):
-    graders = make()
-    for response, reason in REASONS.items():
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            call(graders, [response])
-        assert caplog.messages[0].endswith(f": {reason}")
-
-
 @pytest.mark.parametrize("slow", ["sleep 60", "spin"])
 def test_what_takes_too_long_is_killed(make, caplog, slow):
     graders = make(time_limit=0.5)
@@ -357,27 +340,6 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path):
     process.communicate()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux alone ends children with their parent")
-def test_workers_that_are_stopped_die_with_a_parent_that_is_killed(tmp_path):
-    process, pids = start(tmp_path, "time.sleep(60)\n", limit=1.0)
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    process.kill()
-    process.wait()
-    wait_until_dead(pids, 5)
-    process.communicate()
-
-
-def test_workers_outlive_the_thread_that_called_first(make):
-    graders, pids = make(concurrency=1), []
-    for _ in range(2):
-        thread = threading.Thread(target=lambda: pids.append(call(graders, ["pid"])[0]))
-        thread.start()
-        thread.join()
-        time.sleep(0.3)
-    assert pids[0] == pids[1] and not np.isnan(pids[0])
-
-
 def test_a_signal_to_the_group_reaches_the_parent_alone(tmp_path):
     rest = (
         "from tba_jax.run import processes\n"
@@ -393,36 +355,6 @@ def test_a_signal_to_the_group_reaches_the_parent_alone(tmp_path):
     output, errors = process.communicate(timeout=30)
     assert output == "[1.0, 2.0, 1.0] True\n" and errors == "" and process.returncode == 0
     wait_until_dead(pids, 5)
-
-
-def test_a_ctrl_c_while_workers_start_makes_no_noise(tmp_path):
-    rest = (
-        "from tba_jax.run import processes\n"
-        "stop = processes.StopSignal()\n"
-        "graders.close()\n"
-        "print('ready', flush=True)\n"
-        "print(graders([query], ['number 2']).tolist(), stop(), flush=True)\n"
-    )
-    process, _ = start(tmp_path, rest, limit=30.0)
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=30)
-    assert errors == "" and output == "[2.0] True\n" and process.returncode == 0
-
-
-def test_workers_that_are_just_starting_end_without_noise(tmp_path):
-    rest = (
-        "graders([query], ['die'])\n"  # others take the places
-        "time.sleep(0.25)\n"
-        "begin = time.monotonic()\n"
-        "graders.close()\n"
-        "print(time.monotonic() - begin, flush=True)\n"
-    )
-    process, _ = start(tmp_path, rest, limit=30.0)
-    output, errors = process.communicate(timeout=30)
-    assert process.returncode == 0 and float(output) < 2.5
-    assert len(errors.splitlines()) == 1 and "1 of 1 responses could not be graded" in errors
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells whether a process is stopped")

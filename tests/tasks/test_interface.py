@@ -10,10 +10,9 @@ import pytest
 
 from configs import base
 from tba_jax.tasks import TASKS
-from tba_jax.tasks.arithmetic import CHARACTERS, Arithmetic, work_out
+from tba_jax.tasks.arithmetic import Arithmetic, work_out
 from tba_jax.tasks.interface import SPLITS, Query, UsesModels
 from tba_jax.tasks.story_sentiment import StorySentiment
-from tba_jax.text.tokenizers import CharacterTokenizer
 
 
 def arithmetic(**changes) -> Arithmetic:
@@ -62,12 +61,6 @@ def test_the_reward_is_for_exactly_the_sum_after_the_last_sign(response, finishe
     assert scores.reward.dtype == scores.parts.dtype == np.float32
 
 
-def test_working_out():
-    assert work_out(384, 957) == "4+7+0=11,8+5+1=14,3+9+1=13#1341"
-    assert work_out(100, 200) == "0+0+0=00,0+0+0=00,1+2+0=03#300"
-    assert work_out(9, 9) == "9+9+0=18#18"
-
-
 def test_worked_examples_are_right_and_not_held_out():
     task = arithmetic(digits=2, train_queries=100, heldout_queries=1000)
     examples = task.worked_examples(np.random.default_rng(0), 4000)
@@ -84,19 +77,6 @@ def test_worked_examples_are_right_and_not_held_out():
     assert np.mean(skipped[True]) == pytest.approx(0.8, abs=0.03) and np.mean(skipped[False]) == pytest.approx(0.1, abs=0.03)
 
 
-def test_worked_examples_fit_the_alphabet_and_the_default_length():
-    tokenizer = CharacterTokenizer(CHARACTERS)
-    for prompt, response in arithmetic().worked_examples(np.random.default_rng(1), 500):
-        assert tokenizer.decode(tokenizer.encode(prompt + response)) == prompt + response
-        assert len(response) + 1 <= 32
-
-
-def test_too_many_sums_are_refused():
-    message = r"train_queries=30 \+ heldout_queries=11 exceed half of the 81 sums that task.arithmetic.digits=1 allows"
-    with pytest.raises(ValueError, match=message):
-        arithmetic(digits=1, train_queries=30, heldout_queries=11)
-
-
 STORIES = ["One day a cat", "The sun was so warm", "One day a cat sat", "A boy had a red ball", "", "  Mia  ran to\nher mum"]
 
 
@@ -111,13 +91,6 @@ def test_openings_are_distinct_and_split_in_order(story_file):
     task = StorySentiment(data_path=str(story_file), opening_words=4, heldout_queries=2)
     assert [query.prompt for query in task.queries("train")] == ["One day a cat", "The sun was so"]
     assert [query.prompt for query in task.queries("heldout")] == ["A boy had a", "Mia ran to her"]
-
-
-def test_a_story_may_hold_any_script(tmp_path, monkeypatch):
-    path = tmp_path / "stories.json"
-    path.write_text(json.dumps(["Zoë läuft", "猫 睡觉"], ensure_ascii=False), encoding="utf-8-sig")
-    task = StorySentiment(data_path=str(path), opening_words=2, heldout_queries=1)
-    assert [task.queries(split)[0].prompt for split in SPLITS] == ["Zoë läuft", "猫 睡觉"]
 
 
 def test_the_reward_is_the_sentiment_of_the_continuation(story_file):

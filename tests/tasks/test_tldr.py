@@ -92,18 +92,6 @@ def test_the_win_rate_is_against_the_reference_summary(folders):
         np.testing.assert_allclose(found["gold_reward_of_summaries"], theirs, atol=1e-5)
 
 
-def test_no_space_is_added_after_a_query_that_ends_in_one(folders, tmp_path):
-    rows = [{"query": "One day. ", "summary": "Cat sleeps."}, {"query": "One day.\n", "summary": "Cat eats."}]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    task = make(folders, train_path=path, heldout_path=path, gold="gold")
-    assert set(task.worked_examples(np.random.default_rng(0), 2)) == {("One day. ", "Cat sleeps."), ("One day.\n", "Cat eats.")}
-    task.start(one_device(), LOADERS)
-    found = task.measures(task.queries("heldout"), ["Cat sleeps.", "Cat eats."], np.ones(2, bool), np.zeros(2, np.float32))
-    texts = ["One day. Cat sleeps.", "One day.\nCat eats."]
-    np.testing.assert_allclose(found["gold_reward_of_summaries"], scored(folders / "gold", texts, [True] * 2), atol=1e-5)
-    assert not found["win_rate_strict"].any() and found["win_rate_ties_half"].tolist() == [0.5, 0.5], "ties are no wins"
-
-
 POST = "One line.\nA second line.\n\nA last one."
 
 
