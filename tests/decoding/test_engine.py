@@ -13,9 +13,8 @@ from tba_jax import sharding, trajectory
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import sizes as sizes_lib
-from tba_jax.decoding.arrivals import Ticket
 from tba_jax.decoding.engine import Engine
-from tba_jax.decoding.requests import Generation, Request
+from tba_jax.decoding.requests import Generation, Request, Ticket
 from tba_jax.models import scoring
 from tba_jax.models.lora import LoraConfig
 from tba_jax.models.parameters import Params

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tba_jax.decoding import narrowing
+from tba_jax.decoding import lane_programs
 from tests.support.tiny_engine import (
     BANNED,
     COUNTS,
@@ -29,7 +29,7 @@ ENDLESS = dataclasses.replace(SPACE, banned_tokens=(*BANNED, EOS))
 @pytest.fixture
 def eager(monkeypatch):
     """Samples move whenever they fit, however short they are."""
-    monkeypatch.setattr(narrowing, "WORTHWHILE_STEPS", 1)
+    monkeypatch.setattr(lane_programs, "WORTHWHILE_STEPS", 1)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def eager(monkeypatch):
 )
 def test_sizes_halve_the_width_and_then_the_groups(sizes, expected):
     config = dataclasses.replace(make_engine(4, 4).config, groups=sizes[0], width=sizes[1])
-    assert [(found.groups, found.width) for found in narrowing.narrower(config)] == expected
+    assert [(found.groups, found.width) for found in lane_programs.narrower(config)] == expected
 
 
 @pytest.mark.parametrize("slots, samples", SIZES.values(), ids=SIZES)

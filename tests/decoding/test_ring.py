@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tba_jax.decoding.ring import Ring
+from tba_jax.decoding.sizes import Ring
 
 WINDOWS, CHUNK, SLOTS = (8, 16, 24, 31), 5, 6
 

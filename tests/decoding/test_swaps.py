@@ -8,10 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from tba_jax.decoding.arrivals import Ticket
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.lane import Lane
-from tba_jax.decoding.requests import Generation, Request
+from tba_jax.decoding.requests import Generation, Request, Ticket
 from tba_jax.models import kv_cache
 from tba_jax.sharding import PINNED_HOST
 from tests.support import applied
