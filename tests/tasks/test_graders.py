@@ -204,17 +204,6 @@ def test_a_worker_that_leaves_a_process_behind_is_replaced(make, caplog):
     assert time.monotonic() - begin < 10
 
 
-def test_the_limit_may_be_a_verdict_which_is_not_tried_again(make, caplog):
-    graders = make(time_limit=0.5, retries=5, concurrency=1, over_limit=0.0, prefix="task.x.")
-    with caplog.at_level(logging.WARNING):
-        assert call(graders, ["number 1", "sleep 60"]) == [1, 0]
-    (message,) = caplog.messages
-    assert (
-        message
-        == "1 of 2 responses took more than task.x.time_limit=0.5 s to grade: reward 0; the first of them answers 'query 1'"
-    )
-
-
 def test_a_failure_is_tried_again_after_a_pause(make, tmp_path):
     graders = make(retries=1)
     call(graders, ["number 1"])
@@ -282,20 +271,11 @@ def test_what_workers_could_not_find_is_refused(grades):
         Graders(typed["typed"], **settings)
 
 
-@pytest.mark.parametrize(
-    "setting, value, sentence",
-    [
-        ("time_limit", 0.0, "task.x.time_limit=0.0 must be above 0 seconds and finite"),
-        ("time_limit", float("nan"), "task.x.time_limit=nan must be above 0 seconds and finite"),
-        ("time_limit", float("inf"), "task.x.time_limit=inf must be above 0 seconds and finite"),
-        ("retries", -1, "task.x.retries=-1 must not be negative"),
-        ("concurrency", 0, "task.x.concurrency=0 must be at least 1 process"),
-    ],
-)
-def test_limits_of_settings(grades, setting, value, sentence):
-    settings = dict(time_limit=1.0, retries=0, concurrency=1) | {setting: value}
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        Graders(grades.grade, prefix="task.x.", **settings)
+def test_limits_of_settings(grades):
+    good = dict(time_limit=1.0, retries=0, concurrency=1)
+    for setting, value in (("time_limit", 0.0), ("time_limit", float("nan")), ("retries", -1), ("concurrency", 0)):
+        with pytest.raises(ValueError, match=re.escape(f"task.x.{setting}={value} must ")):
+            Graders(grades.grade, prefix="task.x.", **good | {setting: value})
 
 
 # Not guarded by __name__: workers must not run it again. The function is in the file of a script, too.
@@ -334,6 +314,7 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path):
     rest = "threading.Thread(target=graders, args=([query], ['spin'])).start()\ntime.sleep(0.5)\nprint('spins', flush=True)\n"
     process, pids = start(tmp_path, rest + "time.sleep(60)\n", limit=1.0)
     assert process.stdout.readline() == "spins\n" and all(map(alive, pids))
+    os.kill(pids[0], signal.SIGSTOP)  # a stopped worker dies as well: the kernel kills it
     process.kill()
     process.wait()
     wait_until_dead(pids, 20)
@@ -358,21 +339,20 @@ def test_a_signal_to_the_group_reaches_the_parent_alone(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells whether a process is stopped")
-@pytest.mark.parametrize("whom", ["searcher", "grader", "both"])
-def test_the_time_for_which_a_process_is_stopped_does_not_count(tmp_path, whom):
-    """The right answer takes 1 s, the limit is 3 s, and the stop 6 s; then a call that takes too long has no grade."""
+def test_the_time_for_which_a_process_is_stopped_does_not_count(tmp_path):
+    """Searcher and graders stop for 4 s, the limit is 2 s, a grade takes 1 s; then a call that takes too long has no grade."""
     rest = (
         "print(graders([query] * 2, ['sleep 1', 'sleep 1']).tolist(), flush=True)\n"
         "print(*{int(pid) for _ in range(3) for pid in graders([query] * 2, ['sleep 0.3', 'pid'])[1:]}, flush=True)\n"
         "print(graders([query] * 2, ['sleep 60', 'number 2']).tolist(), flush=True)\n"
         "graders.close()\n"
     )
-    process, pids = start(tmp_path, rest, limit=3.0)
+    process, pids = start(tmp_path, rest, limit=2.0)
     time.sleep(0.5)
-    stopped = {"searcher": [process.pid], "grader": pids, "both": [process.pid, *pids]}[whom]
+    stopped = [process.pid, *pids]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(6)
+    time.sleep(4)
     for pid in stopped:
         os.kill(pid, signal.SIGCONT)
     assert process.stdout.readline() == "[1.0, 1.0]\n"

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -163,24 +162,6 @@ def test_one_prompt_or_those_of_a_file_are_attacked_with(folders, tmp_path):
         make(folders, attack_prompt="", attack_prompt_path=str(path))
 
 
-def test_models_are_told_without_loading_them(folders):
-    uses = make(folders).models()
-    assert [(use.name, use.roles) for use in uses] == [
-        ("victim", ("searcher", "evaluator")),
-        ("classifier", ("searcher", "evaluator")),
-        ("embedder", ("evaluator",)),
-    ]
-    for use in uses:
-        weights = sum(path.stat().st_size for path in Path(use.path).glob("*.safetensors"))
-        assert 0.9 * weights < task_models.memory(use, length=20) and use.setting.endswith("_path")
-    task_models.check(make(folders), role="evaluator")
-    assert task_models.digests(make(folders)).keys() == {"task.red_team.victim_path", "task.red_team.classifier_path"}
-    with pytest.raises(ValueError, match=r"task.red_team.victim_path='.*': .*cannot generate text"):
-        task_models.check(make(folders, victim_path=str(folders["gpt_neox_reward"])), role="searcher")
-    with pytest.raises(ValueError, match=r"task.red_team.embedder_path='.*' is not a sentence encoder"):
-        task_models.check(make(folders, embedder_path=str(folders["gpt2"])), role="evaluator")
-
-
 @pytest.mark.parametrize(
     "changes, sentence",
     [
@@ -204,10 +185,3 @@ def test_the_log_probability_of_a_label():
     logits = np.array([[0.0, math.log(3.0)], [200.0, -200.0]], np.float32)
     assert log_probability(logits, 1).tolist() == pytest.approx([math.log(0.75), -400.0])
     assert log_probability(logits[:, :1], 0).tolist() == pytest.approx([math.log(0.5), 0.0])
-
-
-def test_nothing_is_scored_before_the_models_are_loaded(folders):
-    with pytest.raises(RuntimeError, match=r"start\(\) must be called"):
-        score(make(folders), ["do it"])
-    with pytest.raises(ValueError, match="task red_team has no worked examples"):
-        make(folders).worked_examples(np.random.default_rng(0), 1)
