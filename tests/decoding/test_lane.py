@@ -1,4 +1,4 @@
-"""How slots are used: seldom idle, counted, and what of the caches they read."""
+"""How slots are used: counted by hand, and what of the caches they read."""
 
 import dataclasses
 import functools
@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from tba_jax.decoding import decode_loop
-from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sizes as sizes_lib
 from tba_jax.decoding import slots as slots_lib
-from tba_jax.models import kv_cache
+from tba_jax.models import flops, kv_cache, parameters
 from tests.support.tiny_engine import (
     BANNED,
     EOS,
@@ -36,18 +35,6 @@ def test_usage_counts_slots_without_a_token():
     engine.generate([make_request([6, 6, 3], 3, limit=np.array([4, 1, 9]))])
     assert (engine.usage.slot_steps, engine.usage.useful) == ((3 + 8) * 8, 3 + 3 + 0 + 8)
     assert engine.usage.prompt_tokens == 3 + 2 * 3  # samples in two groups read the prompt twice
-
-
-def test_samples_that_end_by_their_first_token_need_no_step(grouped):
-    """Buffers are then free again before anything was decoded."""
-    grouped.set_policy(PARAMS, 5)
-    before = grouped.usage.slot_steps
-    requests = [make_request([3, 4, i % 9], 3, i, limit=np.ones(3, np.int32)) for i in range(30)]
-    found = requests_lib.concatenate(grouped.generate(requests))
-    assert (found.length == 1).all() and grouped.usage.slot_steps == before
-    whole = requests_lib.concatenate(grouped.generate([dataclasses.replace(request, limit=None) for request in requests]))
-    np.testing.assert_array_equal(found.tokens[:, 0], whole.tokens[:, 0])
-    np.testing.assert_array_equal(found.finished, found.tokens[:, 0] == EOS)
 
 
 @pytest.fixture
@@ -88,3 +75,17 @@ def test_a_stream_reads_as_much_of_its_rings_as_its_samples_need(traced, monkeyp
     assert ("rotate", 0, min(windows)) in traced and {window for _, _, window in traced} <= windows
     assert_same_rows(found, decoded_alone(single, stream))
     np.testing.assert_array_equal(found.length, np.repeat(limits, 4))
+
+
+def test_operations_and_bytes_of_one_sample():
+    """A prompt of three tokens and a sample of four: the first is drawn from the logits of the prompt, three take a step each."""
+    engine = make_engine(8, 4, space=dataclasses.replace(SPACE, banned_tokens=(*BANNED, EOS)))
+    engine.set_policy(PARAMS, 5)
+    engine.generate([make_request([6, 6, 3], 1, limit=np.array([4]))])
+    c, m = engine.config, engine.config.model
+    whole = flops.forward(m, positions=6, logits=4)  # the prompt's three tokens, of which one gives logits, and three drawn ones
+    assert engine.usage.flops == whole
+    weights = sum(x.nbytes for name, x in parameters.flatten(PARAMS).items() if m.tied_embedding or name != "embedding.weight")
+    entries = c.groups * c.buffers * c.prompt_length + 8 * (c.response_length - 1)
+    caches = entries * 2 * m.layers * m.kv_heads * m.head_size * 4
+    assert engine.usage.bytes == 3 * (weights + caches)

@@ -100,16 +100,6 @@ def test_weights_swapped_in_flight_draw_the_next_tokens(grouped):
     assert {step for g in found for step in g.policy_step.flatten().tolist()} == set(range(-1, 5)) and grouped.policy_step == 4
 
 
-def test_consumed_weights_are_the_same_and_leave_an_empty_tree():
-    """Two lanes of two devices each take them from a mesh over all four."""
-    mesh = make_mesh(data=2, tensor=2)
-    engine = make_engine(8, 4, mesh=mesh)
-    given = jax.device_put(PARAMS, applied.shardings(MODEL, mesh))
-    expected = jax.device_get(engine.prepare(given))
-    jax.tree.map(np.testing.assert_array_equal, engine.prepare(given, consume=True), expected)
-    assert not jax.tree.leaves(given)
-
-
 @pytest.fixture(scope="module")
 def in_place() -> Engine:
     return make_engine(*SIZES["groups of four"], swap_memory="in_place", prompt_length=24)

@@ -13,7 +13,7 @@ from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, Policy
 from tba_jax.objectives.objective import TEMPERATURES
 from tba_jax.objectives.ratios import LARGEST_LOG_RATIO
 from tests.support import objective_loops
-from tests.support.objective_loops import evaluate, gae_of_row, random_batch, real_tokens, row_sums
+from tests.support.objective_loops import evaluate, random_batch
 
 SIZES = (3, 4, 7)
 B, R = 12, 7
@@ -38,29 +38,6 @@ def test_reinforce_is_trajectory_balance_with_another_scale(beta):
     outputs, inputs = random_batch(*SIZES, beta=beta)
     expected = gradient_of("trajectory_balance", outputs, inputs) * beta / 2
     np.testing.assert_allclose(gradient_of("reinforce", outputs, inputs), expected, rtol=1e-9, atol=1e-15)
-
-
-def test_each_normalisation_of_grpo_is_a_divisor_of_its_rows():
-    """On-policy: the gradient of a token is −A/(B R) there, and −A/(std |y| B) here."""
-    outputs, inputs = on_policy()
-    lengths, spread = inputs.mask.sum(1), np.repeat(inputs.reward.reshape(3, 4).std(1), 4)
-    expected = gradient_of("dr_grpo", outputs, inputs) * (R / np.maximum(lengths, 1) / spread)[:, None]
-    np.testing.assert_allclose(gradient_of("grpo", outputs, inputs), expected, rtol=5e-6, atol=1e-12)
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.7, 1.0])
-def test_gae_equals_the_sum_as_it_is_written(decay):
-    rng, mask = np.random.default_rng(0), random_batch(*SIZES)[1].mask
-    rewards, values = rng.normal(size=(2, B, R))
-    with jax.enable_x64(True):
-        found = np.asarray(advantages.gae(*(jnp.asarray(x) for x in (rewards, values, mask)), decay=decay))
-    for row in range(B):
-        tokens = real_tokens(mask, row)
-        expected = gae_of_row(rewards[row, tokens].tolist(), values[row, tokens].tolist(), decay) if tokens else []
-        np.testing.assert_allclose(found[row, tokens], expected, rtol=1e-12, atol=1e-12)
-        if decay == 1:  # what is yet to come, less what was expected
-            np.testing.assert_allclose(expected, np.cumsum(rewards[row, tokens][::-1])[::-1] - values[row, tokens], atol=1e-12)
-    assert not found[~mask].any()
 
 
 N = np.nan
@@ -93,16 +70,6 @@ def test_a_group_of_equal_rewards_has_no_gradient(name, reward):
         equal = dataclasses.replace(equal, beta=np.float32(0.0))
     loss, gradient = evaluate(name, outputs, equal)
     assert loss == 0 and not gradient.logprobs.any()
-
-
-def test_raft_of_right_and_wrong_answers_is_reinforce_without_a_baseline():
-    """−Σ r log π_θ / K of each query; one query is all wrong, one all right."""
-    outputs, inputs = random_batch(4, 4, 5)
-    reward = np.array([0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0, 0], np.float64)
-    loss, gradient = evaluate("raft", outputs, dataclasses.replace(inputs, reward=reward))
-    sums = row_sums(outputs.logprobs, inputs.mask)
-    np.testing.assert_allclose(loss, -sum(r * s for r, s in zip(reward, sums, strict=True)) / 16, rtol=1e-12)
-    np.testing.assert_allclose(gradient.logprobs, -reward[:, None] * inputs.mask / 16, rtol=1e-12)
 
 
 # At the reference and on-policy, what is left of a gradient is the reward; of these two their estimates of V* depend on β.

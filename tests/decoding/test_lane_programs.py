@@ -1,11 +1,20 @@
-"""The last samples of a job move into fewer slots, and their rows are what they would have been."""
+"""The programs of a lane: they work on the caches in place, also on TPUs, and fewer slots give the same rows."""
 
 import dataclasses
+import importlib.util
+import os
+import re
+import subprocess
+import sys
 
+import jax
 import numpy as np
 import pytest
 
+from tba_jax import sharding
 from tba_jax.decoding import lane_programs
+from tba_jax.models import kv_cache
+from tests.support import lane_memory
 from tests.support.tiny_engine import (
     BANNED,
     COUNTS,
@@ -19,9 +28,45 @@ from tests.support.tiny_engine import (
     make_engine,
     make_request,
     make_stream,
-    random_params,
-    row_keys,
 )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe, layers", [("gsm8k_qwen2_5_1_5b", 3), ("tldr_pythia_1b", 3), ("gsm8k_rho1b", 8)])
+def test_prefill_and_decode_loop_are_in_place_on_a_tpu(recipe, layers):
+    """Rings of the first recipe need 511 entries, which do not fill tiles. Heads of the second are wider than a tile, and those
+    of the third share no keys.
+
+    In a process of its own: libtpu does not know the tests' XLA_FLAGS.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu, which holds the compiler for TPUs, is not installed: it comes with the extra `tpu`")
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
+    }
+    # Rings of 128 entries have one window, and are not rotated.
+    programs = ["prefill", "decode", *(["rotation of a ring"] if "gsm8k" in recipe else [])]
+    for window in (0, 128):
+        command = [sys.executable, "-m", "tests.support.lane_memory", recipe, str(layers), str(window), *programs]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        shares = [float(share) for share in re.findall(r": ([\d.]+)\n", done.stdout)]
+        assert len(shares) == len(programs) and max(shares) <= 0.1, done.stdout
+
+
+@pytest.mark.parametrize("dtype, itemsize", [("float32", 4), ("bfloat16", 2)])
+def test_caches_have_the_compute_dtype_and_heads_that_are_shared_are_not_repeated(dtype, itemsize):
+    """Four query heads share a key head. On CPUs, XLA computes products of bfloat16 in float32."""
+    config, arrivals = lane_memory.lane("gsm8k_qwen2_5_1_5b", tiled=False, layers=1, dtype=dtype)
+    model = dataclasses.replace(config.model, width=64, heads=8, kv_heads=2, head_size=64, ffn=32, vocab=64)
+    config = dataclasses.replace(config, model=model, graphdef=kv_cache.define(model).graphdef)
+    mesh = sharding.make_mesh((1, 1, 1), setting="tensor", devices=jax.devices()[:1])
+    entries = lane_memory.cache_entries(config, mesh)
+    found = lane_memory.programs(config, mesh, arrivals)["decode"].lower().compile().memory_analysis()
+    assert entries * itemsize <= found.argument_size_in_bytes <= 1.1 * entries * itemsize
+    if dtype == "float32":
+        keys = config.groups * config.width * 511 * 2 * 64 * itemsize  # of all slots; repeated, they are four times as large
+        assert found.temp_size_in_bytes < 0.5 * keys
+
 
 ENDLESS = dataclasses.replace(SPACE, banned_tokens=(*BANNED, EOS))
 
@@ -94,17 +139,3 @@ def test_samples_stay_where_prompts_may_come(eager):
     first = engine.submit(make_request([6, 7], 1, limit=np.array([60])))
     engine.collect([first], feed=feed)
     assert len(asked) == 6 and engine.usage.slot_steps % 4 == 0 and engine.usage.slot_steps < 4 * 70
-
-
-@pytest.mark.parametrize("swap", ["at_once", "new_sequences"])
-def test_few_slots_take_up_new_weights(eager, swap):
-    engine = make_engine(4, 1, space=ENDLESS, response_length=40, swap=swap)
-    engine.set_policy(PARAMS, 0)
-    tickets = [engine.submit(make_request([3, 4, 5], 1, limit=np.array([limit]))) for limit in (40, 2)]
-    engine.collect(tickets[1:])
-    assert engine._lanes[0]._size > 0
-    engine.set_policy(random_params(1), 1)
-    later = engine.submit(make_request([3, 4, 5], 1, 7, keys=row_keys(1), limit=np.array([30])))
-    (old, new) = engine.collect([tickets[0], later])
-    assert set(new.policy_step[0, :30]) == {1}
-    assert set(old.policy_step[0, :40]) == ({0, 1} if swap == "at_once" else {0})
