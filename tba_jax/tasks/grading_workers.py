@@ -39,6 +39,7 @@ Grade = Callable[[Query, str], float]
 Reference = tuple[str, str, str]
 # The result of a call, None if it exceeded the time limit, or the reason why it failed.
 Outcome = float | str | None
+_Future = concurrent.futures.Future[Outcome]
 
 _TICK = 0.1  # seconds between two looks at a worker that computes
 _GRACE = 3.0  # seconds beyond the time limit after which a worker without a parent ends by itself
@@ -62,7 +63,7 @@ class Pool:
         """Starts the workers. Args: see graders.Graders."""
         self._reference, self._time_limit, self._memory_megabytes = reference, time_limit, memory_megabytes
         self._lock, self._lost = threading.Lock(), ""
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Query, str, _Future] | None] = queue.SimpleQueue()
         self._lifeline = processes.Lifeline()
         self._workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
         # The kernel ends a worker with the thread that started it, so each worker has a thread that outlives it.
@@ -76,14 +77,15 @@ class Pool:
 
     def outcomes(self, calls: Sequence[tuple[Query, str]], done: Callable[[], None]) -> list[Outcome]:
         """The outcome of each call. done: called after each call that has a result."""
-        made = [_Call(query, response, done) for query, response in calls]
+        outcomes = [_Future() for _ in calls]
         with self._lock:
-            for call in made:
+            for (query, response), outcome in zip(calls, outcomes, strict=True):
+                outcome.add_done_callback(lambda ended: done() if isinstance(ended.result(), float) else None)
                 if self._lost:
-                    call.end(self._lost)
+                    outcome.set_result(self._lost)
                 else:
-                    self._calls.put(call)
-        return [call.outcome.result() for call in made]
+                    self._calls.put((query, response, outcome))
+        return [outcome.result() for outcome in outcomes]
 
     def close(self) -> None:
         """Ends the workers. Calls that run or wait fail."""
@@ -98,9 +100,10 @@ class Pool:
         """Makes the pool unusable: calls that wait end with this reason, and so do later ones."""
         with self._lock:
             self._lost = self._lost or reason
-            while not self._calls.empty():
-                if call := self._calls.get():
-                    call.end(self._lost)
+            with contextlib.suppress(queue.Empty):  # a worker's thread may take a call meanwhile
+                while True:
+                    if call := self._calls.get_nowait():
+                        call[2].set_result(self._lost)
             for _ in self._threads:
                 self._calls.put(None)
 
@@ -114,7 +117,8 @@ class Pool:
                 break
             if worker.ended:  # while it had nothing to do
                 worker = self._started()
-            call.end(worker.outcome_of(call.query, call.response) if worker else self._lost)
+            query, response, outcome = call
+            outcome.set_result(worker.outcome_of(query, response) if worker else self._lost)
         if worker is not None:
             worker.kill()
 
@@ -134,19 +138,6 @@ class Pool:
         worker.kill()
         self._lose(_LOST)
         return None
-
-
-class _Call:
-    """A call that waits for a worker, or is at one."""
-
-    def __init__(self, query: Query, response: str, done: Callable[[], None]):
-        self.query, self.response, self._done = query, response, done
-        self.outcome: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
-
-    def end(self, outcome: Outcome) -> None:
-        if isinstance(outcome, float):
-            self._done()
-        self.outcome.set_result(outcome)
 
 
 class _Worker:
