@@ -139,41 +139,6 @@ def test_a_reward_model_that_has_hardly_learned_says_so_at_its_end(folder, tmp_p
     assert "training.learning_rate" in told.advice
 
 
-def score_folder(folder: Path, pairs: list[dict[str, str]]) -> np.ndarray:
-    """float[pairs]: score of the chosen minus that of the rejected, by the reward model in `folder` on unpadded rows."""
-    model = load.read_config(folder, compute_dtype="float32")
-    mesh = sharding.make_mesh((1, 1, 1), setting="test")
-    params = load.load_params(folder, model, applied.shardings(model, mesh))
-    tokenizer = HuggingFaceTokenizer(folder)
-
-    def rows(side: str) -> tuple[np.ndarray, np.ndarray]:
-        ids = [[*tokenizer.encode(pair["prompt"] + pair[side]), tokenizer.eos_id] for pair in pairs]
-        tokens = np.array([row + [0] * (32 - len(row)) for row in ids], np.int32)
-        return tokens, np.array([len(row) for row in ids], np.int32)
-
-    score = jax.jit(lambda tokens, length: applied.sequence_scores(params, tokens, length, config=model, remat="none")[:, 0])
-    return np.asarray(score(*rows("chosen")) - score(*rows("rejected")))
-
-
-def test_transformers_scores_the_same_with_a_reward_model(torch, folder, tmp_path):
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    train = write_lines(tmp_path / "train.jsonl", preferences(100, seed=1))
-    assert run(config(folder, train, kind="reward", training__steps=4), tmp_path / "run", tmp_path / "reward") == 0
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward").eval()
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "reward")
-    assert model.config.num_labels == 1
-    pairs = preferences(12, seed=4)
-
-    def scores(side: str) -> np.ndarray:
-        texts = [pair["prompt"] + pair[side] + tokenizer.eos_token for pair in pairs]
-        return model(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0].numpy()
-
-    margins = scores("chosen") - scores("rejected")
-    assert np.abs(margins).min() > 1e-3
-    np.testing.assert_allclose(margins, score_folder(tmp_path / "reward", pairs), atol=1e-4)
-
-
 def test_sft_lowers_the_loss_and_its_folder_computes_the_same(folder, tmp_path, capsys):
     train = write_lines(tmp_path / "train.jsonl", sentences(300, seed=1))
     c = config(folder, train, training__steps=30, training__batch_size=16, evaluation__every_steps=10)

@@ -1,7 +1,6 @@
 """Weights that are exchanged while sequences are decoded."""
 
 import functools
-import time
 from collections.abc import Sequence
 
 import jax
@@ -17,7 +16,6 @@ from tests.support import applied
 from tests.support.tiny_engine import (
     MODEL,
     PAD,
-    PARAMS,
     SIZES,
     TEMPERATURE,
     R,
@@ -151,38 +149,3 @@ def test_new_sequences_alone_take_up_new_weights(draining):
     assert set(first.tolist()) == {0, 1, 2, 3} and (np.diff(first) >= 0).all()
     # A sequence that is asked for after the last hand-over has the last weights.
     assert (draining.generate([make_request([3, 4], 4)])[0].policy_step[:, 0] == 4).all() and draining.policy_step == 4
-
-
-def test_a_swap_does_not_hold_up_decoding(grouped):
-    """80 queries of which each comes with new weights, and as many on the same weights all along."""
-    stream, prepared = make_stream([3] * 80, counts=(4,), limits=False), [grouped.prepare(PARAMS) for _ in range(2)]
-
-    def answer(swaps: bool) -> tuple[float, set[int]]:
-        """Returns the seconds, and the policy steps that were used."""
-        grouped.swap(prepared[0], 0)
-        tickets: list[Ticket] = []
-
-        def feed() -> bool:
-            if len(tickets) == len(stream):
-                return False
-            tickets.append(grouped.submit(stream[len(tickets)]))
-            if swaps:
-                grouped.swap(prepared[len(tickets) % 2], len(tickets))
-            return True
-
-        begin = time.perf_counter()
-        while feed():
-            grouped.collect(tickets, feed=feed)
-        seconds = time.perf_counter() - begin
-        return seconds, {step for ticket in tickets for step in ticket.generation.policy_step.flatten().tolist()}
-
-    answer(swaps=True)
-    before = grouped.usage.slot_steps
-    without = min(answer(swaps=False)[0] for _ in range(3))
-    steps = (grouped.usage.slot_steps - before) / 3 / 8
-    rounds = [answer(swaps=True) for _ in range(3)]
-    assert all(len(used) > 20 for _, used in rounds)
-    of_a_swap = (min(seconds for seconds, _ in rounds) - without) / len(stream)
-    print(f"a step: {1e3 * without / steps:.2f} ms; a swap: {1e3 * of_a_swap:.2f} ms more")
-    # Two steps, and what a busy host adds.
-    assert of_a_swap < 2 * without / steps + 3e-3, (of_a_swap, without / steps)

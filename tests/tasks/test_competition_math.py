@@ -3,7 +3,6 @@ r"""MATH: boxes, equal forms, answers that take for ever, and bad rows."""
 import json
 import logging
 import math
-import multiprocessing
 import re
 import time
 
@@ -210,13 +209,6 @@ def test_equal_and_different_answers(task):
     result = dict(zip(EQUAL + DIFFERENT, rewards(task, pairs), strict=True))
     assert {pair for pair in EQUAL if result[pair] != 1} == set()
     assert {pair for pair in DIFFERENT if result[pair] != 0} == set()
-
-
-def test_without_a_box_there_is_no_reward_and_no_worker(tmp_path):
-    task, before = make(tmp_path), multiprocessing.active_children()
-    pairs = [("5", "5"), ("5", ""), ("5", r"\boxed{5"), ("5", r"\boxed{ }"), ("5", r"\boxed{5}"), (r"\frac12", r"\boxed{1/2}")]
-    assert rewards(task, pairs) == [0, 0, 0, 0, 1, 1]
-    assert multiprocessing.active_children() == before
 
 
 def test_an_answer_that_takes_for_ever_has_no_reward(tmp_path, caplog):

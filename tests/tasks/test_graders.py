@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tba_jax.tasks.graders import Graders
+from tba_jax.tasks.graders import GradedTask, Graders
 from tba_jax.tasks.interface import Query
 
 # A user's file: under 40 lines, in a folder that Python does not look into.
@@ -157,6 +157,12 @@ def test_a_short_file_of_a_users_is_a_task(tmp_path):
         task.worked_examples(np.random.default_rng(0), 1)
     with pytest.raises(ValueError, match="time_limit=0 must be above 0 seconds"):
         module.Backwards(time_limit=0, **paths)
+    module.Backwards.__init__ = lambda self: None
+    with pytest.raises(ValueError, match=r"Backwards.__init__ must call super\(\).__init__"):
+        module.Backwards().rewards(queries, ["", ""], np.ones(2, bool))
+    del module.Backwards.grade
+    with pytest.raises(ValueError, match=r"Backwards must set grade = staticmethod\(function\)"):
+        GradedTask.__init__(module.Backwards())
     del sys.modules["backwards"]
 
 
