@@ -20,11 +20,9 @@ from tba_jax import sharding
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sizes
 from tba_jax.decoding import slots as slots_lib
-from tba_jax.decoding.arrivals import Part, Ticket
 from tba_jax.decoding.lane import Lane
-from tba_jax.decoding.requests import Generation, Request
-from tba_jax.decoding.slots import SlotsConfig
-from tba_jax.decoding.usage import Usage
+from tba_jax.decoding.requests import Generation, Part, Request, Ticket
+from tba_jax.decoding.slots import SlotsConfig, Usage
 from tba_jax.models import hardware, kv_cache
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
@@ -47,7 +45,7 @@ class Engine:
       chunk: decode steps between two looks at the host: so long do new weights and free buffers wait. At most response_length; 0:
         by the kind of device, see models.hardware.
       lockstep: requests come in batches and all slots begin at once, so that the samples of a query share a group, and each
-        batch begins with the shortest window of the caches (ring.py). For a stream of requests the window is the whole caches
+        batch begins with the shortest window of the caches (sizes.Ring). For a stream of requests the window is the whole caches
         until it shows that all responses are shorter: each window is one more program to compile.
       given_length: the part of prompt_length that is kept free for given response tokens; a prompt is shorter by it.
       weights: precision of the weights that `prepare` takes, one of kv_cache.WEIGHTS.
@@ -204,7 +202,7 @@ class Engine:
         Args:
           feed: called when there is room for a prompt and the queue is empty: submits another request and returns True, or
             returns False. Never called from two threads at a time. Without it no prompts come but those that are queued, and
-            the last samples move into fewer slots (narrowing.py).
+            the last samples move into fewer slots (lane_programs.py).
 
         Raises:
           FloatingPointError: logits that are not numbers; names the query. The engine cannot be used afterwards.

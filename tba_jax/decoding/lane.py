@@ -11,14 +11,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax import sharding as sharding_lib
-from tba_jax.decoding import arrivals as arrivals_lib
-from tba_jax.decoding import narrowing, programs, sizes
+from tba_jax.decoding import lane_programs, sizes
+from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import slots as slots_lib
-from tba_jax.decoding import usage as usage_lib
-from tba_jax.decoding.arrivals import Part
-from tba_jax.decoding.ring import Ring
-from tba_jax.decoding.slots import Arrivals, SlotsConfig, Tokens
-from tba_jax.decoding.usage import Usage
+from tba_jax.decoding.requests import Part
+from tba_jax.decoding.sizes import Ring
+from tba_jax.decoding.slots import Arrivals, SlotsConfig, Tokens, Usage
 from tba_jax.models import kv_cache
 from tba_jax.models.parameters import Params
 from tba_jax.programs import Program, shaped
@@ -66,7 +64,7 @@ class Lane:
         self._ring = Ring(self._windows, config.chunk, lockstep=lockstep)
         self._buckets = sizes.buckets(config.prompt_length)
         # The sizes that the state may have, falling, and which of them it has; the groups that it holds.
-        self._sizes = [config, *narrowing.narrower(config)]
+        self._sizes = [config, *lane_programs.narrower(config)]
         self._size = 0
         self._groups = np.arange(config.groups)
         # (group, buffer) -> the part in it; a free buffer has no entry.
@@ -81,7 +79,7 @@ class Lane:
     def _make_programs(self) -> None:
         """The programs that make and change the state on the devices. The state itself is made by the first prefill."""
         on_mesh = functools.partial(sharding_lib.on_mesh, self._mesh)
-        self._made = [programs.make(config, self._mesh) for config in self._sizes]
+        self._made = [lane_programs.make(config, self._mesh) for config in self._sizes]
         whole = self._made[0]
         self._init, self._prefill, self._unstack = map(on_mesh, (whole.init, whole.prefill, whole.unstack))
         self._decode = [on_mesh(made.decode) for made in self._made]
@@ -160,7 +158,7 @@ class Lane:
             self._replace_weights(weights)
         else:
             self._weights = weights
-        self._weight_bytes = usage_lib.weight_bytes(self._weights, self._config.model)
+        self._weight_bytes = slots_lib.weight_bytes(self._weights, self._config.model)
         self.policy_step = step
 
     def _replace_weights(self, params: Params) -> None:
@@ -202,7 +200,7 @@ class Lane:
         for filled_buffers, tokens in self._first:
             self._note_first(filled_buffers, jax.device_get(tokens))
         self._first = []
-        step_bytes = usage_lib.step_bytes(config, self._weight_bytes, buffers=buffers, window=window)
+        step_bytes = slots_lib.step_bytes(config, self._weight_bytes, buffers=buffers, window=window)
         self._note(jax.device_get(trace), step_bytes)
         self._release()
         if not self._parts:
@@ -216,12 +214,12 @@ class Lane:
     def _goes_on(self) -> bool:
         """Whether a sample may run for long enough that fewer slots are worth a move."""
         left = np.where(self._status == slots_lib.RUNNING, self._limit - self._length, 0)
-        return int(left.max()) >= narrowing.WORTHWHILE_STEPS
+        return int(left.max()) >= lane_programs.WORTHWHILE_STEPS
 
     def _narrow(self) -> None:
         """Moves the running samples into fewer slots where they fit; layer by layer, so that one is there twice at a time."""
         running = self._running()
-        fitting = [i for i, config in enumerate(self._sizes) if i > self._size and narrowing.holds(config, running)]
+        fitting = [i for i, config in enumerate(self._sizes) if i > self._size and lane_programs.holds(config, running)]
         if not fitting or not self._goes_on():
             return
         self._size = fitting[-1]
@@ -306,7 +304,7 @@ class Lane:
         self.usage.prefilled += arrivals.tokens.size
         lengths = arrivals.length[arrivals.valid].tolist()
         self.usage.prompt_tokens += sum(lengths)
-        self.usage.flops += usage_lib.prefill_flops(self._config.model, lengths)
+        self.usage.flops += slots_lib.prefill_flops(self._config.model, lengths)
         self._prompts, self._slots, first = self._prefill(
             self._weights, self._prompts, self._slots, self._oldest_first(), arrivals, self._stop_table
         )
@@ -322,11 +320,11 @@ class Lane:
         """The prompts of parts as `prefill` takes them: padded to I prompts, and to the shortest bucket that holds them."""
         contexts = [[*part.ticket.request.prompt, *part.ticket.request.beginning] for part in parts]
         found = self._empty_arrivals(next(length for length in self._buckets if length >= max(map(len, contexts))))
-        arrivals_lib.fill(found, contexts, parts, buffers, stop_strings=self._stop_strings, config=self._config)
+        requests_lib.fill_arrivals(found, contexts, parts, buffers, stop_strings=self._stop_strings, config=self._config)
         return found
 
     def _empty_arrivals(self, P: int) -> Arrivals:
-        return arrivals_lib.empty(self._config, prompts=self._arrivals, tokens=P, pad_id=self._pad_id)
+        return requests_lib.empty_arrivals(self._config, prompts=self._arrivals, tokens=P, pad_id=self._pad_id)
 
     def _note_first(self, buffers: Sequence[tuple[int, int]], tokens: Tokens) -> None:
         """Notes the first tokens of the samples that were prefilled into buffers. Args: tokens: leaves [I, K]."""
@@ -378,7 +376,7 @@ class Lane:
             rows = slice(part.first, part.first + part.count)
             made, given = part.ticket.generation, len(part.ticket.request.beginning)
             length, prompt = self._length[j, places], len(part.ticket.request.prompt) + given
-            self.usage.flops += usage_lib.decode_flops(self._config.model, prompt=prompt, drawn=length - given)
+            self.usage.flops += slots_lib.decode_flops(self._config.model, prompt=prompt, drawn=length - given)
             new = (np.arange(self._config.response_length) < length[:, None]) & (np.arange(self._config.response_length) >= given)
             for whole, lane in (
                 (made.tokens, self._tokens),

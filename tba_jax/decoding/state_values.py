@@ -13,8 +13,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from tba_jax.decoding.engine import Engine, Ticket
-from tba_jax.decoding.requests import Generation, Request, concatenate
+from tba_jax.decoding.engine import Engine
+from tba_jax.decoding.requests import Generation, Request, Ticket, concatenate
 from tba_jax.decoding.sampling import Sampling
 from tba_jax.tasks.interface import EncodedQuery, Scores
 from tba_jax.text.stop_strings import StopStrings

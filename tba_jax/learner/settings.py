@@ -63,7 +63,7 @@ def make_schedules(c: Any) -> update.Schedules:
 
 
 def make_learner_config(c: Any, contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh) -> update.LearnerConfig:
-    """Raises ValueError where micro-batches do not fit, see micro_batches.limits."""
+    """Raises ValueError where micro-batches do not fit, see descent.limits."""
     return update.LearnerConfig(
         policy=policy,
         objective=OBJECTIVES[c.objective],

@@ -37,9 +37,9 @@ from tba_jax.packing.row_packing import Packed, Sequences
 class LearnerConfig:
     """Static settings of an update.
 
-    limits: of micro-batches; logit_bytes: what logits may take at a time, over
-    all devices, see scoring.token_logprobs; space: the run's response space; remat: a name of layers.REMAT;
-    has_reference: whether there is a reference policy to measure the distance from.
+    limits: the limits of micro-batches; logit_bytes: the most bytes of logits at a time, over all devices, see
+    scoring.token_logprobs; space: the run's response space; remat: a name of layers.REMAT; has_reference: whether there is a
+    reference policy, from which the distance is measured.
     """
 
     policy: Policy

@@ -20,7 +20,7 @@ class Work:
     the former, forward and backward, without what is computed again to save memory.
 
     Of a sampler: tokens that its decode steps drew; computed: with the slots that were idle. flops: of these tokens, their
-    prompts and the scoring by the reference. bytes: that decode steps must read, see decoding/usage.py.
+    prompts and the scoring by the reference. bytes: that decode steps must read, see decoding/slots.py.
     """
 
     tokens: int = 0

@@ -5,18 +5,16 @@ the parent holds the write end of a pipe, and a thread of the child reads from t
 This file also holds what a parent tells its children before they import JAX, and which exit code follows from an error.
 """
 
-import concurrent.futures
 import contextlib
 import ctypes
 import errno
 import os
-import queue
 import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 from tba_jax.run.restart import (
     BAD_INPUT,
@@ -214,39 +212,6 @@ def _die_with_parent(read: int) -> None:
     with contextlib.suppress(OSError):
         os.read(read, 1)  # blocks until the last write end is closed
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Starter:
-    """Calls functions in one thread, which lives as long as this process.
-
-    The kernel ends a child with the thread that started it (see `die_with`).
-    """
-
-    def __init__(self, *, blocked: Sequence[signal.Signals]) -> None:
-        """Args: blocked: signals that the thread, and what it starts, do not receive."""
-        self._blocked = blocked
-        self._calls: queue.SimpleQueue[tuple[Callable[[], None], concurrent.futures.Future[None]]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def __call__(self, function: Callable[[], None]) -> None:
-        """Returns, or raises, as `function` does. One caller at a time."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="starts workers", daemon=True)
-            self._thread.start()
-        done: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._calls.put((function, done))
-        done.result()
-
-    def _serve(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, self._blocked)
-        while True:
-            function, done = self._calls.get()
-            try:
-                function()
-            except BaseException as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
 
 
 def stop_at_once() -> None:

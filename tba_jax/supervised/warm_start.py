@@ -15,7 +15,7 @@ from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program, shaped
-from tba_jax.supervised import objectives
+from tba_jax.supervised import examples, objectives
 from tba_jax.tasks.interface import Task
 from tba_jax.text.encoding import encode_pair
 from tba_jax.text.tokenizers import Tokenizer
@@ -23,21 +23,15 @@ from tba_jax.text.tokenizers import Tokenizer
 
 def encode_examples(
     pairs: list[tuple[str, str]], tokenizer: Tokenizer, *, prompt_length: int, response_length: int
-) -> objectives.Examples:
+) -> objectives.Batch:
     """Tokenises (prompt, response) pairs; the response ends with the end-of-sequence token.
 
     Raises:
       ValueError: a prompt or a response with its end does not fit; names the setting.
     """
-    encoded = [encode_pair(prompt, response, tokenizer) for prompt, response in pairs]
-    columns = trajectory.token_columns(
-        [prompt for prompt, _ in encoded],
-        [response for _, response in encoded],
-        prompt_length=prompt_length,
-        response_length=response_length,
-        pad_id=tokenizer.pad_id,
-    )
-    return objectives.Examples(**columns)
+    encoded = [tuple(np.array(ids, np.int32) for ids in encode_pair(*pair, tokenizer)) for pair in pairs]
+    lengths = dict(prompt_length=prompt_length, response_length=response_length)
+    return examples.make_batch(encoded, rows=len(pairs), **lengths, pad_id=tokenizer.pad_id)
 
 
 def _jitted(
@@ -71,11 +65,11 @@ def programs(
     init, update, state = _jitted(config, mesh, response_length, batch_size=batch_size, **schedule)
     lengths = dict(prompt_length=prompt_length, response_length=response_length, pad_id=0)
     columns = trajectory.token_columns([[0]] * batch_size, [[]] * batch_size, **lengths)
-    examples = shaped(objectives.Examples(**columns), sharding.rows_sharding(mesh))
+    batch = shaped(objectives.Examples(**columns), sharding.rows_sharding(mesh))
     room = {"temporaries": ("warm_start.batch_size",), "arguments": ("learner.mesh.fsdp",)}
     return {
         "init of the warm start": Program(function=init, arguments=(), room=room),
-        "update of the warm start": Program(function=update, arguments=(state, examples), room=room),
+        "update of the warm start": Program(function=update, arguments=(state, batch), room=room),
     }
 
 
@@ -107,8 +101,8 @@ def warm_start(
     losses: list[jax.Array] = []
     for step in range(1, steps + 1):
         pairs = task.worked_examples(rng, batch_size)
-        examples = encode_examples(pairs, tokenizer, prompt_length=prompt_length, response_length=response_length)
-        state, measurements = update(state, sharding.put_rows(mesh, examples))
+        batch = encode_examples(pairs, tokenizer, prompt_length=prompt_length, response_length=response_length)
+        state, measurements = update(state, sharding.put_rows(mesh, batch))
         losses.append(measurements["loss"])
         if step % report_every_steps == 0 or step == steps:
             report(step, float(np.mean(losses)))

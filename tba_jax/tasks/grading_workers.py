@@ -1,10 +1,9 @@
 """The worker processes of graders: a pool whose workers take calls in turn, each call under a time limit.
 
-Workers are spawned, never forked, since the parent runs JAX's threads; they import the function themselves. They run in sessions
-of their own, so that a Ctrl-C reaches only the parent. They end when the parent ends, even if it is killed.
+Workers are fresh interpreters, never forks, since the parent runs JAX's threads; they import the function themselves. They run in
+sessions of their own, so that a Ctrl-C reaches only the parent. They end when the parent ends, even if it is killed.
 """
 
-import atexit
 import concurrent.futures
 import contextlib
 import functools
@@ -12,20 +11,19 @@ import importlib
 import importlib.util
 import logging
 import math
-import multiprocessing.connection
-import multiprocessing.context
+import multiprocessing
 import operator
 import os
 import queue
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
-import types
 import weakref
 from collections.abc import Callable, Sequence
-from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,12 +39,18 @@ Grade = Callable[[Query, str], float]
 Reference = tuple[str, str, str]
 # The result of a call, None if it exceeded the time limit, or the reason why it failed.
 Outcome = float | str | None
+_Future = concurrent.futures.Future[Outcome]
 
 _TICK = 0.1  # seconds between two looks at a worker that computes
 _GRACE = 3.0  # seconds beyond the time limit after which a worker without a parent ends by itself
 _STALLED = 300.0  # seconds beyond the time limit, stops of the worker included, after which a worker is replaced
 _LOST = "the worker processes ended; their errors are in the output above"
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
+# What a worker's interpreter runs: it finds modules where its parent does, but never runs the parent's script.
+_PROGRAM = (
+    "import sys; from multiprocessing.connection import Connection; calls = Connection(int(sys.argv[1])); "
+    "sys.path[:] = calls.recv(); from tba_jax.tasks import grading_workers; grading_workers.work(calls, *calls.recv())"
+)
 
 
 class Pool:
@@ -59,12 +63,11 @@ class Pool:
         """Starts the workers. Args: see graders.Graders."""
         self._reference, self._time_limit, self._memory_megabytes = reference, time_limit, memory_megabytes
         self._lock, self._lost = threading.Lock(), ""
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._context = _Context()
-        # Workers read from this pipe, whose only writer is the parent. They end when the parent's death closes it.
-        self._lifeline, self._alive = self._context.Pipe(duplex=False)
+        self._calls: queue.SimpleQueue[tuple[Query, str, _Future] | None] = queue.SimpleQueue()
+        self._lifeline = processes.Lifeline()
+        self._workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
+        # The kernel ends a worker with the thread that started it, so each worker has a thread that outlives it.
         self._threads = [threading.Thread(target=self._serve, name="grades", daemon=True) for _ in range(concurrency)]
-        atexit.register(self.close)  # multiprocessing would wait for the workers
         for thread in self._threads:
             thread.start()
 
@@ -74,32 +77,33 @@ class Pool:
 
     def outcomes(self, calls: Sequence[tuple[Query, str]], done: Callable[[], None]) -> list[Outcome]:
         """The outcome of each call. done: called after each call that has a result."""
-        made = [_Call(query, response, done) for query, response in calls]
+        outcomes = [_Future() for _ in calls]
         with self._lock:
-            for call in made:
+            for (query, response), outcome in zip(calls, outcomes, strict=True):
+                outcome.add_done_callback(lambda ended: done() if isinstance(ended.result(), float) else None)
                 if self._lost:
-                    call.end(self._lost)
+                    outcome.set_result(self._lost)
                 else:
-                    self._calls.put(call)
-        return [call.outcome.result() for call in made]
+                    self._calls.put((query, response, outcome))
+        return [outcome.result() for outcome in outcomes]
 
     def close(self) -> None:
         """Ends the workers. Calls that run or wait fail."""
         self._lose("its worker process was ended")
-        self._context.end()
+        for worker in list(self._workers):
+            worker.end()
         for thread in self._threads:
             thread.join()
-        self._alive.close()
         self._lifeline.close()
-        atexit.unregister(self.close)
 
     def _lose(self, reason: str) -> None:
         """Makes the pool unusable: calls that wait end with this reason, and so do later ones."""
         with self._lock:
             self._lost = self._lost or reason
-            while not self._calls.empty():
-                if call := self._calls.get():
-                    call.end(self._lost)
+            with contextlib.suppress(queue.Empty):  # a worker's thread may take a call meanwhile
+                while True:
+                    if call := self._calls.get_nowait():
+                        call[2].set_result(self._lost)
             for _ in self._threads:
                 self._calls.put(None)
 
@@ -113,15 +117,20 @@ class Pool:
                 break
             if worker.ended:  # while it had nothing to do
                 worker = self._started()
-            call.end(worker.outcome_of(call.query, call.response) if worker else self._lost)
+            query, response, outcome = call
+            outcome.set_result(worker.outcome_of(query, response) if worker else self._lost)
         if worker is not None:
             worker.kill()
 
     def _started(self) -> "_Worker | None":
         """A worker that has imported the function; None, and the pool is unusable, if it cannot be had."""
         try:
-            worker = _Worker(self._context, self._lifeline, self._reference, self._time_limit, self._memory_megabytes)
-        except (OSError, RuntimeError) as error:  # no further process, or the pool was closed meanwhile
+            with self._lock:  # so that close() sees each worker, or none is started
+                if self._lost:
+                    return None
+                worker = _Worker(self._reference, self._lifeline, self._time_limit, self._memory_megabytes)
+                self._workers.add(worker)
+        except OSError as error:
             self._lose(f"no worker process can be started: {error}")
             return None
         if worker.is_ready():
@@ -131,45 +140,23 @@ class Pool:
         return None
 
 
-class _Call:
-    """A call that waits for a worker, or is at one."""
-
-    def __init__(self, query: Query, response: str, done: Callable[[], None]):
-        self.query, self.response, self._done = query, response, done
-        self.outcome: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
-
-    def end(self, outcome: Outcome) -> None:
-        if isinstance(outcome, float):
-            self._done()
-        self.outcome.set_result(outcome)
-
-
 class _Worker:
     """A worker process, and this end of the pipe of its calls. One thread uses it."""
 
-    def __init__(
-        self,
-        context: "_Context",
-        lifeline: multiprocessing.connection.Connection,
-        reference: Reference,
-        time_limit: float,
-        memory_megabytes: int,
-    ):
+    def __init__(self, reference: Reference, lifeline: processes.Lifeline, time_limit: float, memory_megabytes: int):
         self._time_limit = time_limit
-        self._calls, its = context.Pipe()
-        settings = (reference, time_limit, memory_megabytes)
-        self._process = context.Process(target=_work, args=(its, lifeline, *settings), name="grader")
-        try:
-            self._process.start()
-        except BaseException:
-            self._calls.close()
-            raise
-        finally:
-            its.close()
+        self._calls, its = multiprocessing.Pipe()
+        with its:
+            command = [sys.executable, "-c", _PROGRAM, str(its.fileno())]
+            fds = (its.fileno(), *lifeline.child_fds)
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True)
+        with contextlib.suppress(OSError):  # it died, which is_ready() tells
+            self._calls.send(sys.path)
+            self._calls.send((reference, *lifeline.child_fds, os.getpid(), time_limit, memory_megabytes))
 
     @property
     def ended(self) -> bool:
-        return self._process.exitcode is not None
+        return self._process.poll() is not None
 
     def is_ready(self) -> bool:
         """Whether the worker has imported the function. Waits until it has, or has died."""
@@ -210,15 +197,19 @@ class _Worker:
 
     def _died(self) -> str:
         self.kill()
-        return f"its worker process died with code {self._process.exitcode}"
+        return f"its worker process died with code {self._process.returncode}"
+
+    def end(self) -> None:
+        """Kills the process. Any thread may call this; the worker's own thread then sees that it died."""
+        self._process.kill()
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.join()
+        self._process.wait()
         self._calls.close()
 
 
-def _is_stopped(pid: int | None) -> bool:
+def _is_stopped(pid: int) -> bool:
     """Whether a process is stopped, by a signal or a debugger. Only Linux tells."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
@@ -226,91 +217,23 @@ def _is_stopped(pid: int | None) -> bool:
         return False
 
 
-class _Process(multiprocessing.context.SpawnProcess):
-    """A spawned process that does not import the parent's main module, which multiprocessing would do."""
+def work(calls: Connection, reference: Reference, lifeline: int, parent: int, time_limit: float, memory_megabytes: int) -> None:
+    """The worker: answers calls until it is killed. It says True when it is ready for the first.
 
-    context: "_Context"
-
-    def start(self) -> None:
-        with _STARTING:
-            if self.context.ended:
-                raise OSError("the workers are being ended")
-            main = sys.modules["__main__"]
-            sys.modules["__main__"] = types.ModuleType("__main__")
-            try:
-                _starter(self._start_blocked)
-            finally:
-                sys.modules["__main__"] = main
-            self.context.started.add(self)
-
-    def _start_blocked(self) -> None:
-        resource_tracker.ensure_running()  # where it starts a tracker, it unblocks the signals
-        signal.pthread_sigmask(signal.SIG_BLOCK, _PARENTS_SIGNALS)
-        super().start()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The attributes without the context, which stays in the parent."""
-        return {name: value for name, value in self.__dict__.items() if name != "context"}
-
-
-_STARTING = threading.Lock()
-_PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# A worker inherits blocked signals, so it never receives signals that are meant for its parent.
-_starter = processes.Starter(blocked=_PARENTS_SIGNALS)
-
-
-class _Context(multiprocessing.context.SpawnContext):
-    """Keeps the processes that it made, so that they can be killed at any moment, even while workers start."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.started: weakref.WeakSet[_Process] = weakref.WeakSet()
-        self.ended = False
-
-    def Process(self, *args: Any, **kwargs: Any) -> _Process:  # type: ignore[override]
-        process = _Process(*args, **kwargs)
-        process.context = self
-        return process
-
-    def end(self) -> None:
-        with _STARTING:
-            self.ended = True
-            for process in self.started:
-                process.kill()
-
-
-def _work(
-    calls: multiprocessing.connection.Connection,
-    parent: multiprocessing.connection.Connection,
-    reference: Reference,
-    time_limit: float,
-    memory_megabytes: int,
-) -> None:
-    """The worker: answers calls until it is killed. It says True when it is ready for the first."""
-    _begin(parent, reference, memory_megabytes)
-    calls.send(True)
-    with contextlib.suppress(EOFError, OSError):  # the parent is gone
-        while True:
-            query, response = calls.recv()
-            calls.send(_call(reference, query, response, time_limit))
-
-
-def _begin(parent: multiprocessing.connection.Connection, reference: Reference, memory_megabytes: int) -> None:
-    """Prepares a worker before its first call."""
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # discards a pending signal
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENTS_SIGNALS)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends the process at once, even during a long call into C
-    started_by = multiprocessing.parent_process()
-    assert started_by is not None and started_by.pid is not None
-    processes.die_with(os.dup(parent.fileno()), parent=started_by.pid)
+    Args: lifeline: a pipe whose only writer is the parent; parent: its process id.
+    """
+    processes.die_with(lifeline, parent=parent)
     if memory_megabytes and sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_DATA, (memory_megabytes * 2**20,) * 2)
     try:
         _find(reference)  # the import does not count against a call's time limit
     except BaseException:
         log.debug("grading function", exc_info=True)  # each call raises this error again, and the parent reports it
+    calls.send(True)
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone
+        while True:
+            query, response = calls.recv()
+            calls.send(_call(reference, query, response, time_limit))
 
 
 @functools.cache

@@ -13,10 +13,8 @@ from tba_jax import sharding, trajectory
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import sizes as sizes_lib
-from tba_jax.decoding import slots as slots_lib
-from tba_jax.decoding.arrivals import Ticket
 from tba_jax.decoding.engine import Engine
-from tba_jax.decoding.requests import Generation, Request
+from tba_jax.decoding.requests import Generation, Request, Ticket
 from tba_jax.models import scoring
 from tba_jax.models.lora import LoraConfig
 from tba_jax.models.parameters import Params
@@ -32,7 +30,6 @@ from tests.support.tiny_engine import (
     PARAMS,
     SIZES,
     SPACE,
-    TEMPERATURE,
     TEXTS,
     P,
     R,
@@ -164,13 +161,6 @@ def test_local_layers_read_a_window_of_prompt_and_response():
     assert np.abs(found.policy_logprobs - logprobs(dataclasses.replace(model, window=100))).max() > 0.1
 
 
-def test_an_untruncated_row_is_the_policy(grouped):
-    grouped.set_policy(PARAMS, 5)
-    requests = [make_request([5, 3, n], 4, n, sampling=sampling_lib.constant(4, temperature=TEMPERATURE)) for n in range(2, 10)]
-    for found in grouped.generate(requests):
-        np.testing.assert_allclose(found.behavior_logprobs, found.policy_logprobs, rtol=0, atol=2e-6)
-
-
 def test_greedy_is_the_argmax_of_every_step(grouped):
     grouped.set_policy(PARAMS, 5)
     requests = [make_request([3 + i, 5, i + 2], 1, i, sampling=sampling_lib.constant(1, temperature=0.0)) for i in range(8)]
@@ -249,36 +239,6 @@ def test_nothing_is_compiled_after_a_request_of_each_bucket(caplog):
     assert compiled(caplog) == before
 
 
-def test_rows_end_by_their_first_end_or_at_their_limit(grouped):
-    grouped.set_policy(PARAMS, 5)
-    rng = np.random.default_rng(0)
-    limits = [rng.integers(1, R + 1, 4) if i % 2 else np.full(4, R) for i in range(60)]
-    requests = [
-        make_request([3 + i % 8, 5], 4, i, limit=limit, sampling=sampling_lib.constant(4, temperature=1.3))
-        for i, limit in enumerate(limits)
-    ]
-    found = requests_lib.concatenate(grouped.generate(requests))
-    seen = set()
-    for tokens, length, done, limit in zip(found.tokens, found.length, found.finished, np.concatenate(limits), strict=True):
-        ends = np.flatnonzero(tokens == EOS)
-        assert done == (len(ends) > 0)
-        assert length == (ends[0] + 1 if done else limit)
-        assert (tokens[length:] == PAD).all() and not np.isin(tokens[:length], BANNED).any()
-        seen.add((bool(done), int(length)))
-    assert seen == {(done, length) for done in (False, True) for length in range(1, R + 1)}
-
-
-def test_responses_of_one_token(grouped):
-    grouped.set_policy(PARAMS, 5)
-    engine = make_engine(2, 2, response_length=1, prompt_length=4)
-    engine.set_policy(PARAMS, 5)
-    requests = [make_request([3, 4, 2 + i], 2, i) for i in range(9)]
-    found, longer = (requests_lib.concatenate(e.generate(requests)) for e in (engine, grouped))
-    np.testing.assert_array_equal(found.tokens, longer.tokens[:, :1])
-    np.testing.assert_allclose(found.policy_logprobs, longer.policy_logprobs[:, :1], atol=1e-5)
-    np.testing.assert_array_equal(found.finished, found.tokens[:, 0] == EOS)
-
-
 def test_a_beginning_is_continued_as_the_whole_response_goes_on(grouped):
     """Greedy and sampled rows: given its own first tokens and its key, a row goes on as it did."""
     grouped.set_policy(PARAMS, 5)
@@ -296,14 +256,6 @@ def test_a_beginning_is_continued_as_the_whole_response_goes_on(grouped):
                 np.testing.assert_allclose(getattr(found, field)[0, k:], getattr(whole, field)[i, k:], rtol=0, atol=1e-5)
             checked += 1
     assert checked > 40
-
-
-def test_samples_of_a_beginning_share_it_and_its_limit_counts_it(grouped):
-    grouped.set_policy(PARAMS, 5)
-    beginning, limit = [4, 6, 3], np.array([4, 5, 8, R, 9])
-    found = grouped.generate([make_request([5, 7], 5, beginning=beginning, limit=limit)])[0]
-    assert (found.tokens[:, :3] == beginning).all() and (found.length > 3).all()
-    assert (found.length[~found.finished] == limit[~found.finished]).all() and (found.length <= limit).all()
 
 
 STOPS, MIN_LENGTH = ("aba", "cd"), 3
@@ -375,20 +327,3 @@ def test_logits_that_are_no_numbers_stop_the_engine():
     engine.set_policy(PARAMS, 7)
     with pytest.raises(RuntimeError, match="the decoder stopped on an error before"):
         engine.generate([good])
-
-
-def test_an_engine_without_weights_says_so_and_takes_them_later():
-    engine = make_engine(2, 2)
-    request = make_request([3, 4], 2)
-    with pytest.raises(RuntimeError, match="has no weights yet"):
-        engine.generate([request])
-    engine.set_policy(PARAMS, 3)
-    assert all((generation.policy_step[:, 0] == 3).all() for generation in engine.collect([engine.submit(request)]))
-
-
-def test_row_keys_differ_by_run_writer_and_row():
-    rows = np.arange(50, dtype=np.uint32)
-    keys = [np.asarray(slots_lib.row_keys(seed, writer, rows)) for seed, writer in ((0, 1), (1, 1), (0, 2))]
-    assert keys[0].shape == (50, 2) and keys[0].dtype == np.uint32
-    assert len({tuple(key) for part in keys for key in part.tolist()}) == 150
-    np.testing.assert_array_equal(slots_lib.row_keys(0, 1, rows[10:20]), keys[0][10:20])

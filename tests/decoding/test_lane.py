@@ -1,4 +1,4 @@
-"""How slots are used: seldom idle, counted, and what of the caches they read."""
+"""How slots are used: counted by hand, and what of the caches they read."""
 
 import dataclasses
 import functools
@@ -7,45 +7,20 @@ import numpy as np
 import pytest
 
 from tba_jax.decoding import decode_loop
-from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sizes as sizes_lib
 from tba_jax.decoding import slots as slots_lib
-from tba_jax.models import kv_cache, scoring
+from tba_jax.models import flops, kv_cache, parameters
 from tests.support.tiny_engine import (
     BANNED,
     EOS,
     PARAMS,
     SPACE,
-    R,
     assert_same_rows,
     decoded_alone,
     decoded_together,
     make_engine,
     make_request,
-    make_stream,
-    row_keys,
 )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("slots, samples, queries", [(64, 16, 100), pytest.param(64, 1, 1000, marks=pytest.mark.slow)])
-def test_slots_are_seldom_idle_while_requests_wait(slots, samples, queries):
-    """Long-tailed lengths: half of the responses have 32 tokens at most, one in twenty more than 119, as many as 128."""
-    space = scoring.ResponseSpace(temperature=1.0, banned_tokens=(0, 1, EOS, 9), eos_id=EOS)
-    engine = make_engine(slots, samples, space=space, prompt_length=4, response_length=128, chunk=32)
-    engine.set_policy(PARAMS, 0)
-    rng = np.random.default_rng(0)
-    limits = np.clip(np.round(32 * np.exp(0.8 * rng.standard_normal((queries, samples)))), 4, 128).astype(np.int32)
-    keys = row_keys(samples)
-    tickets = [engine.submit(make_request([3, 4, 5], samples, keys=keys, limit=limit)) for limit in limits]
-    found = engine.collect(tickets[: 7 * queries // 10])
-    assert all(not answer.generation.length.any() for answer in tickets[-queries // 10 :])  # requests still wait
-    print(f"idle share with {samples} samples: {engine.usage.idle:.4f} of {engine.usage.slot_steps} slot-steps")
-    assert engine.usage.slot_steps > 30_000
-    # A batch without refill waits for its longest: 1 - mean / largest of 16 is about a half.
-    assert engine.usage.idle <= 0.05
-    np.testing.assert_array_equal(np.concatenate([g.length for g in found]), limits[: len(found)].reshape(-1))
-    assert not any(generation.finished.any() for generation in found)
 
 
 def test_usage_counts_slots_without_a_token():
@@ -60,18 +35,6 @@ def test_usage_counts_slots_without_a_token():
     engine.generate([make_request([6, 6, 3], 3, limit=np.array([4, 1, 9]))])
     assert (engine.usage.slot_steps, engine.usage.useful) == ((3 + 8) * 8, 3 + 3 + 0 + 8)
     assert engine.usage.prompt_tokens == 3 + 2 * 3  # samples in two groups read the prompt twice
-
-
-def test_samples_that_end_by_their_first_token_need_no_step(grouped):
-    """Buffers are then free again before anything was decoded."""
-    grouped.set_policy(PARAMS, 5)
-    before = grouped.usage.slot_steps
-    requests = [make_request([3, 4, i % 9], 3, i, limit=np.ones(3, np.int32)) for i in range(30)]
-    found = requests_lib.concatenate(grouped.generate(requests))
-    assert (found.length == 1).all() and grouped.usage.slot_steps == before
-    whole = requests_lib.concatenate(grouped.generate([dataclasses.replace(request, limit=None) for request in requests]))
-    np.testing.assert_array_equal(found.tokens[:, 0], whole.tokens[:, 0])
-    np.testing.assert_array_equal(found.finished, found.tokens[:, 0] == EOS)
 
 
 @pytest.fixture
@@ -95,25 +58,6 @@ def traced(monkeypatch) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.slow
-def test_batches_read_windows_of_caches_and_share_queries(single, traced):
-    """Two batches of two queries over four groups, then more than there are slots for, so that the rings wrap."""
-    engine = make_engine(8, 4, lockstep=True, chunk=6)
-    # Programs are made when they are first needed: the shortest window that holds the six steps of a call, then the whole.
-    one, two = ([("decode", buffers, 6), ("decode", buffers, 11)] for buffers in (1, 2))
-    for lengths, programs in [([3, 5], one), ([7, 2], []), ([3, 5, 7, 2, 6, 4, 1], two)]:
-        traced.clear()
-        before = engine.usage.slot_steps
-        stream = make_stream(lengths, counts=(4,), limits=False, seed=len(lengths))
-        found = decoded_together(engine, stream)
-        assert_same_rows(found, decoded_alone(single, stream))
-        assert traced == programs
-        steps = (engine.usage.slot_steps - before) / 8
-        if len(lengths) == 2:  # all samples begin at once
-            assert steps == found.length.max() - 1
-    assert steps > R, "the rings have wrapped"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("tiled, short, windows", [(False, 32, {10, 20, 30, 39}), (True, 48, {16, 32, 48})])
 def test_a_stream_reads_as_much_of_its_rings_as_its_samples_need(traced, monkeypatch, tiled, short, windows):
     """Short samples for a round, then long ones beside short ones: the rings become shorter, are rotated, and are whole again."""
@@ -131,3 +75,17 @@ def test_a_stream_reads_as_much_of_its_rings_as_its_samples_need(traced, monkeyp
     assert ("rotate", 0, min(windows)) in traced and {window for _, _, window in traced} <= windows
     assert_same_rows(found, decoded_alone(single, stream))
     np.testing.assert_array_equal(found.length, np.repeat(limits, 4))
+
+
+def test_operations_and_bytes_of_one_sample():
+    """A prompt of three tokens and a sample of four: the first is drawn from the logits of the prompt, three take a step each."""
+    engine = make_engine(8, 4, space=dataclasses.replace(SPACE, banned_tokens=(*BANNED, EOS)))
+    engine.set_policy(PARAMS, 5)
+    engine.generate([make_request([6, 6, 3], 1, limit=np.array([4]))])
+    c, m = engine.config, engine.config.model
+    whole = flops.forward(m, positions=6, logits=4)  # the prompt's three tokens, of which one gives logits, and three drawn ones
+    assert engine.usage.flops == whole
+    weights = sum(x.nbytes for name, x in parameters.flatten(PARAMS).items() if m.tied_embedding or name != "embedding.weight")
+    entries = c.groups * c.buffers * c.prompt_length + 8 * (c.response_length - 1)
+    caches = entries * 2 * m.layers * m.kv_heads * m.head_size * 4
+    assert engine.usage.bytes == 3 * (weights + caches)

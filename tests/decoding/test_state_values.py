@@ -1,6 +1,7 @@
-"""Values of states: against continuations that are decoded alone, and on their way from a searcher to an update."""
+"""Values of states: where steps end, continuations that are decoded alone, and their way from a searcher to an update."""
 
 import dataclasses
+import itertools
 import shutil
 import types
 from concurrent.futures import Future
@@ -149,27 +150,6 @@ def test_values_are_mean_rewards_of_continuations_decoded_alone():
     np.testing.assert_array_equal(fewer[chosen], found[chosen])
 
 
-def test_keys_of_continuations_are_none_that_a_row_draws_with():
-    keys = row_keys(6)
-    states = np.array([1, 2, 3, 1, 2, 3], np.uint32)
-    found = np.asarray(state_values.continuation_keys(keys[[0, 0, 0, 1, 1, 1]], states, samples=9))
-    assert found.shape == (6, 9, 2) and found.dtype == np.uint32
-    drawn_with = [
-        np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), t))) for key in keys for t in range(R)
-    ]
-    everything = np.concatenate([found.reshape(-1, 2), np.stack(drawn_with), keys])
-    assert len(np.unique(everything, axis=0)) == len(everything)
-
-
-def test_a_prompt_leaves_room_for_what_is_given():
-    learned = dataclasses.replace(MODEL, positions="learned")  # 16 positions
-    engine = make_engine(1, 1, model=learned, prompt_length=5 + R - 1, given_length=R - 1)
-    with pytest.raises(ValueError, match="query q: a prompt of 6 tokens is longer than 5, the rest of the cache is for given"):
-        engine.submit(Request(name="q", prompt=[3] * 6, keys=row_keys(1), sampling=sampling_lib.constant(1, temperature=1.0)))
-    with pytest.raises(ValueError, match="prompt_length=6 and response_length=12 need more than the model's 16 positions"):
-        make_engine(1, 1, model=learned, prompt_length=6 + R - 1, given_length=R - 1)
-
-
 # Of a run
 
 
@@ -225,15 +205,14 @@ def test_values_change_nothing_else_of_a_row(tmp_path, numbered, monkeypatch):
     assert not valued.run.rescored(2).exists() and "48 rows" in rescore.rescore(plain.run.root)
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [pytest.param(0, marks=pytest.mark.slow), 2 * (7 + 6)])
-def test_a_run_learns_from_them(tmp_path, micro_batch_tokens):
+def test_a_run_learns_from_them(tmp_path):
     c = tiny_run.config(
         schedule__mode="interleaved",
         evaluation__enabled=False,
         task__missing_eos_reward=-1.0,
         learner__objective="vine_ppo",
         learner__steps=3,
-        learner__micro_batch_tokens=micro_batch_tokens,
+        learner__micro_batch_tokens=2 * (7 + 6),
         **VALUED,
     )
     s = tiny_run.settings(tmp_path, c)
@@ -267,8 +246,6 @@ def made_rows(count, seed=0):
 @pytest.mark.parametrize(
     "merging",
     [
-        {"merge_duplicates": False},
-        {"merge_duplicates": True},
         {"merge_duplicates": True, "merge_edit_distance": 0.2},
         {"merge_duplicates": True, "merge_cosine_distance": 0.5},
         {"merge_duplicates": False, "capacity_per_query": 4},
@@ -302,3 +279,47 @@ def test_rows_with_values_that_cannot_be_are_not_valid():
     rows["state_values"][3, 1:] = np.nan
     reasons = [REJECTIONS[reason] for reason in validate_rows(rows, vocab_size=4)]
     assert reasons == ["valid", "state_values", "state_values", "valid", "valid"]
+
+
+# Texts of token ids, some of them a part of a character; two more ids have no text.
+PIECES = [text.encode() for text in ("", "a", "b", "ab", "ba", "c", "xcdy", "é")] + [b"\xc3", b"\xa9", b"cdcd"]
+LENGTH = 9
+
+
+@pytest.mark.parametrize("ends", [("b", "cc"), ("ab", "cd"), ("aba", "dcd"), ("é", "bab", "cdy"), ("a", "cc")])
+def test_states_between_steps_are_those_after_a_whole_step_end(ends):
+    """Ids without text keep what stands at their sides apart; what follows a step's end in a token is no part of the next."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, len(PIECES) + 2, (400, LENGTH)).astype(np.int32)
+    length = rng.integers(1, LENGTH + 1, 400).astype(np.int32)
+    automaton = stop_strings.build([*PIECES, None], ends, vocab=len(PIECES) + 2)
+    found = state_values.between_steps(tokens, length, automaton)
+    assert found.shape == (400, LENGTH) and found.dtype == bool
+    expected = np.zeros((400, LENGTH), bool)
+    seen = dict.fromkeys(("within a token", "across tokens", "last token"), 0)
+    for row, (of_row, n) in enumerate(zip(tokens.tolist(), length.tolist(), strict=True)):
+        text = b""
+        for t, token in enumerate(of_row[:n]):
+            text = text + PIECES[token] if token < len(PIECES) else b""
+            if not any(end.encode() in text for end in ends):
+                continue
+            alone = any(end.encode() in PIECES[token] for end in ends)
+            seen["last token" if t + 1 == n else "within a token" if alone else "across tokens"] += 1
+            text = b""
+            if t + 1 < n:
+                expected[row, t + 1] = True
+    np.testing.assert_array_equal(found, expected)
+    assert min(seen.values()) > 0 and not found[:, 0].any()
+
+
+def test_states_that_are_left_out_leave_steps_of_equal_number():
+    for n, most in itertools.product(range(12), range(12)):
+        states = np.arange(n) * 3 + 1
+        chosen = state_values.evenly(states, most).tolist()
+        if most == 0 or n <= most:
+            assert chosen == states.tolist()
+            continue
+        assert len(set(chosen)) == most and chosen == sorted(chosen) and set(chosen) <= set(states.tolist())
+        # n states separate n + 1 steps: how many of them are between two that are valued.
+        between = np.diff([-1, *((state - 1) // 3 for state in chosen), n])
+        assert between.max() - between.min() <= 1

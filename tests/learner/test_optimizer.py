@@ -29,9 +29,7 @@ def rate_of_update(n: int, name: str, *, steps: int, warmup_steps: int, decay_st
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
-@pytest.mark.parametrize(
-    "steps, warmup_steps, decay_steps", [(20, 4, 5), (20, 0, 5), (20, 4, 0), (9, 4, 5), (4, 4, 0), (1, 0, 0)]
-)
+@pytest.mark.parametrize("steps, warmup_steps, decay_steps", [(20, 4, 5), (20, 0, 0), (9, 4, 5), (1, 0, 0)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_learning_rates(name, steps, warmup_steps, decay_steps, decay):
     settings = dict(steps=steps, warmup_steps=warmup_steps, decay_steps=decay_steps, decay=decay)
@@ -40,29 +38,6 @@ def test_learning_rates(name, steps, warmup_steps, decay_steps, decay):
     expected = [2.0 * rate_of_update(n, name, **settings) for n in range(1, steps + 1)]
     np.testing.assert_allclose(found, expected, atol=1e-6)
     assert min(found) > 0, "no update is without effect"
-
-
-def test_a_decay_ends_in_nothing_and_stays_there():
-    settings = dict(peak=2.0, steps=9, warmup_steps=2, decay_steps=5, decay="cosine")
-    for name, there in (("constant", 2.0), ("linear", 0.0), ("wsd", 0.0)):
-        assert [float(SCHEDULES[name](**settings)(jnp.int32(count))) for count in (9, 30)] == [there] * 2
-
-
-def test_warm_up_stable_and_cosine_decay_are_those_of_the_paper():
-    """1000 updates as 50 / 450 / 500, and 700 of 50 / 350 / 600, whose decay is at half of its way when the run ends."""
-    long = SCHEDULES["wsd"](peak=1e-5, steps=1000, warmup_steps=50, decay_steps=500, decay="cosine")
-    short = SCHEDULES["wsd"](peak=1e-5, steps=1000, warmup_steps=50, decay_steps=600, decay="cosine")
-    for schedule in (long, short):
-        assert float(schedule(jnp.int32(0))) == pytest.approx(1e-5 / 50)
-        assert float(schedule(jnp.int32(49))) == float(schedule(jnp.int32(399))) == pytest.approx(1e-5)
-    assert float(long(jnp.int32(500))) == pytest.approx(1e-5) and float(long(jnp.int32(750))) == pytest.approx(0.5e-5)
-    assert float(short(jnp.int32(700))) == pytest.approx(0.5e-5)
-
-
-def test_the_end_is_exactly_the_end():
-    """A ramp alone would leave 1e-9 as a negative number."""
-    schedule = linear_then_constant(start=1.0, end=1e-9, steps=5)
-    assert [float(schedule(jnp.int32(step))) for step in (5, 6, 100)] == [pytest.approx(1e-9)] * 3
 
 
 def test_beta_goes_linearly_from_start_to_end_and_stays():

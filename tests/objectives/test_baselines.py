@@ -13,7 +13,7 @@ from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, Policy
 from tba_jax.objectives.objective import TEMPERATURES
 from tba_jax.objectives.ratios import LARGEST_LOG_RATIO
 from tests.support import objective_loops
-from tests.support.objective_loops import evaluate, gae_of_row, random_batch, real_tokens, row_sums
+from tests.support.objective_loops import evaluate, random_batch
 
 SIZES = (3, 4, 7)
 B, R = 12, 7
@@ -40,73 +40,6 @@ def test_reinforce_is_trajectory_balance_with_another_scale(beta):
     np.testing.assert_allclose(gradient_of("reinforce", outputs, inputs), expected, rtol=1e-9, atol=1e-15)
 
 
-@pytest.mark.parametrize("sizes", [(3, 4, 7), (1, 2, 3), (2, 16, 12)], ids=str)
-def test_rloo_is_reinforce_with_another_scale(sizes):
-    outputs, inputs = random_batch(*sizes)
-    K = sizes[1]
-    expected = gradient_of("reinforce", outputs, inputs) * K / (K - 1)
-    np.testing.assert_allclose(gradient_of("rloo", outputs, inputs), expected, rtol=1e-9, atol=1e-15)
-
-
-def test_on_policy_the_clipped_ratio_of_proximal_rloo_is_rloo():
-    outputs, inputs = random_batch(*SIZES)
-    inputs = dataclasses.replace(inputs, behavior_logprobs=outputs.logprobs)
-    np.testing.assert_allclose(
-        gradient_of("proximal_rloo", outputs, inputs), gradient_of("rloo", outputs, inputs), rtol=1e-9, atol=1e-15
-    )
-
-
-def test_dr_grpo_is_grpo_without_its_two_normalisations():
-    """Where rewards have a spread of 1 and every response has R tokens there is nothing to normalise; else there is."""
-    outputs, inputs = random_batch(*SIZES)
-    reward = inputs.reward.reshape(3, 4)
-    reward = ((reward - reward.mean(1, keepdims=True)) / reward.std(1, keepdims=True) + [[2.0], [-1.0], [0.0]]).reshape(-1)
-    whole = dataclasses.replace(inputs, reward=reward, mask=np.ones((B, R), bool))
-    (loss, gradient), (expected_loss, expected) = (evaluate(name, outputs, whole) for name in ("grpo", "dr_grpo"))
-    np.testing.assert_allclose(loss, expected_loss, rtol=2e-6)  # the epsilon beside the spread
-    np.testing.assert_allclose(gradient.logprobs, expected.logprobs, rtol=2e-6, atol=1e-9)
-    for other in (dataclasses.replace(whole, mask=inputs.mask), dataclasses.replace(whole, reward=3 * reward)):
-        a, b = (gradient_of(name, outputs, other) for name in ("grpo", "dr_grpo"))
-        assert np.abs(a - b).max() > 0.1 * np.abs(b).max()
-
-
-def test_each_normalisation_of_grpo_is_a_divisor_of_its_rows():
-    """On-policy: the gradient of a token is −A/(B R) there, and −A/(std |y| B) here."""
-    outputs, inputs = on_policy()
-    lengths, spread = inputs.mask.sum(1), np.repeat(inputs.reward.reshape(3, 4).std(1), 4)
-    expected = gradient_of("dr_grpo", outputs, inputs) * (R / np.maximum(lengths, 1) / spread)[:, None]
-    np.testing.assert_allclose(gradient_of("grpo", outputs, inputs), expected, rtol=5e-6, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["icepop", "gspo"])
-def test_on_policy_without_kl_the_group_objectives_are_grpo(name):
-    outputs, inputs = on_policy()
-    np.testing.assert_allclose(gradient_of(name, outputs, inputs), gradient_of("grpo", outputs, inputs), rtol=1e-9, atol=1e-15)
-
-
-def test_ppo_at_ratio_1_is_the_policy_gradient_of_its_advantages():
-    outputs, inputs = random_batch(*SIZES)
-    inputs = dataclasses.replace(inputs, behavior_logprobs=outputs.logprobs)
-    expected = -objective_loops.ppo_advantages(outputs, inputs) / (B * R)
-    assert np.abs(expected).max() > 1e-3
-    np.testing.assert_allclose(gradient_of("ppo", outputs, inputs), expected, rtol=1e-9, atol=1e-15)
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.7, 1.0])
-def test_gae_equals_the_sum_as_it_is_written(decay):
-    rng, mask = np.random.default_rng(0), random_batch(*SIZES)[1].mask
-    rewards, values = rng.normal(size=(2, B, R))
-    with jax.enable_x64(True):
-        found = np.asarray(advantages.gae(*(jnp.asarray(x) for x in (rewards, values, mask)), decay=decay))
-    for row in range(B):
-        tokens = real_tokens(mask, row)
-        expected = gae_of_row(rewards[row, tokens].tolist(), values[row, tokens].tolist(), decay) if tokens else []
-        np.testing.assert_allclose(found[row, tokens], expected, rtol=1e-12, atol=1e-12)
-        if decay == 1:  # what is yet to come, less what was expected
-            np.testing.assert_allclose(expected, np.cumsum(rewards[row, tokens][::-1])[::-1] - values[row, tokens], atol=1e-12)
-    assert not found[~mask].any()
-
-
 N = np.nan
 STEPS = {
     "one step": ([0.2, N, N, N], [1, 1, 1, 1], 1.0, [0.8, 0.8, 0.8, 0.8]),
@@ -127,13 +60,7 @@ def test_tokens_of_a_step_share_its_advantage(case):
     np.testing.assert_allclose(found[0], expected, atol=1e-6)
 
 
-def test_vine_ppo_at_ratio_1_is_its_policy_gradient():
-    outputs, inputs = on_policy()
-    expected = -objective_loops.vine_advantages(inputs) / (B * R)
-    np.testing.assert_allclose(gradient_of("vine_ppo", outputs, inputs), expected, rtol=1e-9, atol=1e-15)
-
-
-@pytest.mark.parametrize("reward", [0.1, 1e3 / 3, -7.7e5, 0.0])
+@pytest.mark.parametrize("reward", [0.1, -7.7e5])
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "icepop", "gspo", "cispo", "online_dpo"])
 def test_a_group_of_equal_rewards_has_no_gradient(name, reward):
     """Exactly, although the mean of K equal float32 is not always that number; the KL term is left out."""
@@ -143,46 +70,6 @@ def test_a_group_of_equal_rewards_has_no_gradient(name, reward):
         equal = dataclasses.replace(equal, beta=np.float32(0.0))
     loss, gradient = evaluate(name, outputs, equal)
     assert loss == 0 and not gradient.logprobs.any()
-
-
-def test_online_dpo_moves_the_best_and_the_worst_only():
-    """∂L/∂ log π(y_best) = −β σ(−β m) / Q, and the opposite of the worst; the first of equals."""
-    outputs, inputs = random_batch(2, 4, 5)
-    inputs.mask[:] = True
-    reward = np.array([1.0, 3.0, 3.0, 1.0, 2.0, 2.0, 2.0, 2.0])
-    found = gradient_of("online_dpo", outputs, dataclasses.replace(inputs, reward=reward))
-    delta = row_sums(outputs.logprobs - inputs.ref_logprobs, inputs.mask)
-    beta, margin = float(inputs.beta), delta[1] - delta[0]
-    expected = np.zeros((8, 5))
-    expected[1], expected[0] = np.array([-1, 1]) * beta / (1 + np.exp(beta * margin)) / 2
-    np.testing.assert_allclose(found, expected, rtol=1e-9)
-
-
-def test_raft_is_the_likelihood_of_the_best_rows():
-    outputs, inputs = random_batch(2, 4, 5)
-    inputs.mask[:] = True
-    reward = np.array([-1.0, 3.0, 3.0, 1.0, -2.0, -3.0, -1.5, -2.0])
-    loss, gradient = evaluate("raft", outputs, dataclasses.replace(inputs, reward=reward))
-    expected = np.zeros((8, 5))
-    expected[[1, 2, 6]] = -1 / 8
-    np.testing.assert_array_equal(gradient.logprobs, expected)
-    np.testing.assert_allclose(loss, -outputs.logprobs[[1, 2, 6]].sum() / 8, rtol=1e-12)
-
-
-def test_raft_learns_nothing_from_equal_rewards_that_are_not_above_0():
-    outputs, inputs = random_batch(2, 4, 5)
-    reward = np.repeat([0.0, -1.0], 4)
-    assert not np.any(gradient_of("raft", outputs, dataclasses.replace(inputs, reward=reward)))
-
-
-def test_raft_of_right_and_wrong_answers_is_reinforce_without_a_baseline():
-    """−Σ r log π_θ / K of each query; one query is all wrong, one all right."""
-    outputs, inputs = random_batch(4, 4, 5)
-    reward = np.array([0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0, 0], np.float64)
-    loss, gradient = evaluate("raft", outputs, dataclasses.replace(inputs, reward=reward))
-    sums = row_sums(outputs.logprobs, inputs.mask)
-    np.testing.assert_allclose(loss, -sum(r * s for r, s in zip(reward, sums, strict=True)) / 16, rtol=1e-12)
-    np.testing.assert_allclose(gradient.logprobs, -reward[:, None] * inputs.mask / 16, rtol=1e-12)
 
 
 # At the reference and on-policy, what is left of a gradient is the reward; of these two their estimates of V* depend on β.
@@ -207,41 +94,6 @@ def test_in_units_of_the_reward_a_gradient_does_not_depend_on_its_temperatures(n
     assert np.abs(found[0]).max() > 0
     for other in found[1:]:
         np.testing.assert_allclose(other, found[0], rtol=1e-6, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["oapl", "a_star_po", "pmd_mean"])
-def test_in_units_of_the_reward_a_square_of_rewards_is_reinforce_of_its_residual(name):
-    """The loss is mean (βu − A)², and times 1/(2β) its gradient is mean (βu − A) ∇u."""
-    outputs, inputs = random_batch(*SIZES)
-    inputs.mask[:, 0] = True
-    loss, gradient = evaluate(name, outputs, inputs)
-    residuals = np.asarray(OBJECTIVES[name].reward_unit(inputs)) * B * gradient.logprobs[:, 0]
-    np.testing.assert_allclose(np.mean(residuals**2), loss, rtol=1e-6)
-
-
-def test_icepop_leaves_out_tokens_on_both_sides_and_cispo_none():
-    outputs, inputs = random_batch(*SIZES)
-    inputs = dataclasses.replace(inputs, beta=np.float64(0.0))
-    ratio = np.exp(outputs.logprobs - inputs.behavior_logprobs)
-    outside = (ratio < 0.5) | (ratio > 5.0)
-    for side in (ratio < 0.5, ratio > 5.0, ~outside):
-        assert (side & inputs.mask).any()
-    np.testing.assert_array_equal(gradient_of("icepop", outputs, inputs) == 0, outside | ~inputs.mask)
-    np.testing.assert_array_equal(gradient_of("cispo", outputs, inputs) == 0, ~inputs.mask)
-
-
-@pytest.mark.parametrize("name", ["grpo", "proximal_rloo", "gspo"])
-def test_a_clipped_ratio_may_only_come_back(name):
-    """One token a response: no gradient where ρ is above with A > 0 or below with A < 0, some gradient elsewhere."""
-    outputs, inputs = random_batch(4, 6, 1)
-    behavior = outputs.logprobs - np.random.default_rng(0).uniform(-2, 2, (24, 1))
-    inputs = dataclasses.replace(inputs, beta=np.float64(0.0), behavior_logprobs=behavior, mask=np.ones((24, 1), bool))
-    inputs = with_settings(inputs, clip_low=0.5, clip_high=0.5, sequence_clip_low=0.5, sequence_clip_high=0.5)
-    ratio = np.exp(outputs.logprobs - inputs.behavior_logprobs)[:, 0]
-    rises = (inputs.reward.reshape(4, 6) > inputs.reward.reshape(4, 6).mean(1, keepdims=True)).reshape(-1)
-    stopped = ((ratio > 1.5) & rises) | ((ratio < 0.5) & ~rises)
-    assert stopped.any() and ((ratio > 1.5) & ~rises).any() and ((ratio < 0.5) & rises).any()
-    np.testing.assert_array_equal(gradient_of(name, outputs, inputs)[:, 0] == 0, stopped)
 
 
 @pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if not objective.positive_beta])
@@ -325,16 +177,3 @@ def test_an_objective_needs_what_it_declares(name):
     if objective.state_values:
         with pytest.raises(AssertionError, match="needs rows with state_values"):
             objective.loss(outputs, dataclasses.replace(inputs, state_values=None))
-
-
-@pytest.mark.parametrize("wrong", ["narrow", "one column", "one row"])
-def test_values_of_another_shape_are_refused(wrong):
-    outputs, inputs = random_batch(*SIZES, dtype=np.float32)
-
-    def cut(x: np.ndarray) -> jax.Array:
-        return jnp.asarray({"narrow": x[:, :6], "one column": x[:, :1], "one row": x[:1]}[wrong])
-
-    with pytest.raises(AssertionError):
-        OBJECTIVES["ppo"].loss(dataclasses.replace(outputs, values=cut(outputs.values)), inputs)
-    with pytest.raises(AssertionError):
-        OBJECTIVES["vine_ppo"].loss(outputs, dataclasses.replace(inputs, state_values=cut(inputs.state_values)))

@@ -10,8 +10,7 @@ import pytest
 
 from tba_jax.objectives.diagnostics import diagnostics
 from tba_jax.objectives.inputs import ObjectiveInputs
-from tba_jax.objectives.trajectory_balance import vargrad_log_z
-from tests.support.objective_loops import evaluate, held_log_z, log_targets, random_batch, row_sums
+from tests.support.objective_loops import held_log_z, log_targets, random_batch, row_sums
 
 
 def measure(policy: np.ndarray, inputs: ObjectiveInputs, entropy: np.ndarray | None = None) -> dict[str, float]:
@@ -75,11 +74,7 @@ def loop_group_measurements(policy: np.ndarray, inputs: ObjectiveInputs) -> dict
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize(
-    ("sizes", "importance_clip"),
-    [((1, 2, 3), 8.0), ((3, 4, 7), 8.0), ((3, 4, 7), 1.5), ((3, 4, 7), 0.0), ((6, 1, 5), 8.0)],
-    ids=str,
-)
+@pytest.mark.parametrize(("sizes", "importance_clip"), [((3, 4, 7), 1.5), ((3, 4, 7), 0.0), ((6, 1, 5), 8.0)], ids=str)
 def test_every_measurement_equals_a_loop(sizes, importance_clip, dtype):
     settings = dict(ref_temperature=1.7, reward_temperature=0.6, importance_clip=importance_clip)
     outputs, inputs = random_batch(*sizes, **settings, dtype=dtype)
@@ -94,15 +89,7 @@ def test_every_measurement_equals_a_loop(sizes, importance_clip, dtype):
         np.testing.assert_allclose(found[name], expected[name], rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-def test_on_policy_all_weights_are_one():
-    outputs, inputs = random_batch(3, 4, 7, dtype=np.float32)
-    found = measure(outputs.logprobs, dataclasses.replace(inputs, behavior_logprobs=outputs.logprobs))
-    np.testing.assert_allclose(found["effective_sample_share"], 1.0, rtol=1e-5)
-    assert found["ratio_mean"] == found["ratio_max"] == 1.0 and found["ratio_clipped"] == 0.0
-    assert measure(outputs.logprobs, inputs)["effective_sample_share"] < 0.5
-
-
-@pytest.mark.parametrize("all_rows", [0.0, -500.0, 500.0])
+@pytest.mark.parametrize("all_rows", [-500.0, 500.0])
 def test_one_dominating_row_is_all_that_counts(all_rows):
     """Whatever factor all rows share, beyond what float32 holds."""
     outputs, inputs = random_batch(3, 4, 2, dtype=np.float32)
@@ -115,7 +102,7 @@ def test_one_dominating_row_is_all_that_counts(all_rows):
     np.testing.assert_allclose(share, 1 / 12, rtol=1e-3)
 
 
-@pytest.mark.parametrize("distance", [0.0, 1e-7, 1e-5, 1e-4, 1e-3, 0.1, 3.0])
+@pytest.mark.parametrize("distance", [0.0, 1e-7, 1e-4, 3.0])
 def test_k3_is_never_negative(distance):
     """Nor rounded below zero, or to zero where the policies are told apart: it is half of the squared distance."""
     outputs, inputs = random_batch(3, 4, 7, dtype=np.float32)
@@ -140,22 +127,6 @@ def test_extreme_log_ratios_stay_finite(far):
     np.testing.assert_allclose(found["kl_to_ref"], -far * inputs.mask.sum() / 12, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("rewards", "share"),
-    [
-        ([[1, 1, 1], [0, 0, 0]], 1.0),
-        ([[1, 1, 1], [0, 1, 0]], 0.5),
-        ([[1, 1, 0], [0, 1, 1]], 0.0),
-    ],
-    ids=str,
-)
-def test_groups_of_equal_rewards_are_counted(rewards, share):
-    Q, K = len(rewards), len(rewards[0])
-    outputs, inputs = random_batch(Q, K, 4, dtype=np.float32)
-    inputs = dataclasses.replace(inputs, reward=np.array(rewards, np.float32).reshape(-1))
-    assert measure(outputs.logprobs, inputs)["equal_reward_groups"] == share
-
-
 def test_at_the_optimum_nothing_is_left_to_learn():
     outputs, inputs = random_batch(3, 4, 1, reward_temperature=0.6)
     inputs.mask[:] = True
@@ -164,20 +135,6 @@ def test_at_the_optimum_nothing_is_left_to_learn():
     assert found["log_weight_std"] < 1e-12 and found["advantage_std"] < 1e-12
     np.testing.assert_allclose([found["log_z"], found["log_z_std"]], [log_z.mean(), log_z.std()])
     assert min(measure(outputs.logprobs, inputs)[name] for name in ("log_weight_std", "advantage_std")) > 0.1
-
-
-def test_the_loss_of_trajectory_balance_is_the_squared_spread():
-    outputs, inputs = random_batch(3, 4, 7, ref_temperature=1.7)
-    loss = evaluate("trajectory_balance", outputs, inputs)[0]
-    np.testing.assert_allclose(measure(outputs.logprobs, inputs)["log_weight_std"] ** 2, loss, rtol=1e-12)
-
-
-def test_one_completion_a_query_has_no_spread():
-    outputs, inputs = random_batch(6, 1, 5, dtype=np.float32)
-    found = measure(outputs.logprobs, inputs)
-    assert not {"log_weight_std", "advantage_std", "equal_reward_groups"} & set(found)
-    with_k = vargrad_log_z(*(jnp.asarray(x)[:, None] for x in (row_sums(outputs.logprobs, inputs.mask), log_targets(inputs))))
-    np.testing.assert_allclose(found["log_z"], with_k.mean(), rtol=1e-5)
 
 
 def test_a_batch_without_tokens_is_measured():

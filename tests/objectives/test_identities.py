@@ -33,7 +33,7 @@ def in_float64():
 
 
 @pytest.mark.parametrize("beta", [0.004, 1.0])
-@pytest.mark.parametrize("sizes", [(1, 2, 3), (3, 4, 7), (2, 16, 12)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 2, 3), (2, 16, 12)], ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_the_gradient_is_reinforce_with_a_mean_baseline(sizes, beta, dtype):
     """∇L = −(2/β) · mean_ij A_ij ∇ log π_θ(y_ij|x_i), A_ij = (r_ij − r̄_i) − β (k_ij − k̄_i), on any batch."""
@@ -127,15 +127,6 @@ def test_the_optimum_has_no_loss_and_no_gradient(name):
     assert max(np.abs(gradient.logprobs).max(), np.abs(gradient.log_z).max()) < 1e-10
 
 
-def test_a_wrong_log_z_costs_its_square_where_it_is_learned():
-    outputs, inputs = optimal_batch()
-    outputs = dataclasses.replace(outputs, log_z=outputs.log_z + 0.5)
-    loss, gradient = evaluate("learned_log_z", outputs, inputs)
-    np.testing.assert_allclose(loss, 0.25)
-    np.testing.assert_allclose(gradient.log_z, 2 * 0.5 / 12)
-    assert evaluate("trajectory_balance", outputs, inputs)[0] < 1e-20
-
-
 @pytest.mark.parametrize("temperatures", [(1.0, 1.0), (1.7, 0.6)], ids=str)
 def test_tba_prime_without_weights_is_trajectory_balance(temperatures):
     """Its gradient is β/(2R) of trajectory balance's where no log-ratio is clipped, and another where one is."""
@@ -148,21 +139,3 @@ def test_tba_prime_without_weights_is_trajectory_balance(temperatures):
         found = evaluate("tba_prime", outputs, inputs)[1].logprobs
         expected = evaluate("trajectory_balance", outputs, inputs)[1].logprobs * 0.3 / (2 * R)
         assert np.allclose(found, expected, rtol=1e-10, atol=1e-14) == same
-
-
-def test_on_policy_weights_change_no_gradient():
-    outputs, inputs = random_batch(3, 4, 7, outliers=0.1)
-    inputs = dataclasses.replace(inputs, behavior_logprobs=outputs.logprobs)
-    unweighted = dataclasses.replace(inputs, settings=dataclasses.replace(inputs.settings, importance_clip=0.0))
-    loss, gradient = evaluate("tba_prime", outputs, inputs)
-    other_loss, expected = evaluate("tba_prime", outputs, unweighted)
-    np.testing.assert_allclose(gradient.logprobs, expected.logprobs, rtol=1e-12)
-    assert loss != other_loss
-
-
-def test_only_tokens_above_the_clip_have_no_gradient():
-    outputs, inputs = random_batch(3, 4, 7, outliers=0.1)
-    above = np.exp(outputs.logprobs - inputs.behavior_logprobs) > inputs.settings.importance_clip
-    gradient = evaluate("tba_prime", outputs, inputs)[1].logprobs
-    assert (above & inputs.mask).any() and (~above & inputs.mask).any()
-    np.testing.assert_array_equal(gradient == 0, above | ~inputs.mask)

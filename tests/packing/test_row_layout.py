@@ -123,25 +123,6 @@ def test_limits_of_full_rows():
     assert limits(prompt=9, response=7, shares=False).length == 15
 
 
-def test_numbers_of_sequences_are_few():
-    for rows, ways in ((1, 1), (6, 2), (8, 8), (40, 4), (4096, 16)):
-        for shares in (False, True):
-            of = limits(rows=rows, group=1, ways=ways, shares=shares)
-            found = {of.rounded(count) for count in range(1, of.sequences + 1)}
-            assert len(found) <= 8 and max(found) == of.sequences and all(count % ways == 0 for count in found)
-            assert all(count <= of.rounded(count) for count in range(1, of.sequences + 1))
-
-
-def test_groups_are_split_where_they_waste_more_than_a_second_pass():
-    """Without shared prompts, in micro-batches of three sequences: the long rows of a group take two of them."""
-    of = limits(shares=False, ways=1, tokens=3 * 20)
-    lengths = lengths_of(np.full(B, 3), [12, 12, 0] * 8)
-    together = row_layout.plan(lengths, of, second_pass=0.4)
-    assert together.whole_groups and len(together.parts) == 8
-    apart = row_layout.plan(lengths, of, second_pass=0.2)
-    assert not apart.whole_groups and len(apart.parts) == 6
-
-
 def test_a_row_longer_than_sequences_are_made_for_is_refused():
     for prompt, response, sentence in ((9, 1, "a prompt of 9 tokens is longer than the 8"), (1, 13, "a response of 13 .* 12")):
         with pytest.raises(ValueError, match=sentence):

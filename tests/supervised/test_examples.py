@@ -46,15 +46,6 @@ def test_a_line_becomes_token_ids(tmp_path):
     assert load(train, heldout=heldout).fingerprint == data.fingerprint
 
 
-def test_examples_of_one_prompt_are_split_by_their_answers(tmp_path):
-    """Attacks of red-teaming, say. A line that stands twice stays on one side."""
-    lines = [{"prompt": "a:", "response": word} for word in words(60, 3)]
-    data = load(write(tmp_path / "train.jsonl", [*lines, *lines]))
-    assert 60 < len(data.train) < 110 and len(data.train) + len(data.heldout) == 120
-    of_train, of_heldout = ({tuple(example[1].tolist()) for example in split} for split in (data.train, data.heldout))
-    assert not of_train & of_heldout
-
-
 def test_batches_are_padded_and_filled():
     ids = [tuple(np.array(part, np.int32) for part in row) for row in ([[1, 3], [4, 2], [2]], [[1, 3, 11], [2], [5, 5, 2]])]
     pairs = examples.make_batch(ids, rows=3, prompt_length=4, response_length=3, pad_id=0)
@@ -83,18 +74,6 @@ def test_the_split_by_hash_keeps_prompts_apart_and_stays(tmp_path):
     assert train <= more_train and heldout <= more_heldout
 
 
-def test_long_and_identical_examples_are_left_out_and_counted(tmp_path):
-    lines = [
-        *({"prompt": word, "chosen": "a", "rejected": "b"} for word in words(40, seed=1)),
-        {"prompt": "a:", "chosen": "a" * 15, "rejected": "b"},
-        {"prompt": "a:", "chosen": "a", "rejected": "b" * 16},  # 17 tokens with the end
-        {"prompt": "a" * 8, "chosen": "a", "rejected": "b"},  # 9 with the beginning
-        {"prompt": "a:", "chosen": "a", "rejected": "a"},
-    ]
-    data = load(write(tmp_path / "train.jsonl", lines), "reward", long_examples="skip", identical_pairs="skip")
-    assert data.skipped == {"too long": 2, "identical": 1} and len(data.train) + len(data.heldout) == 41
-
-
 # Lines, kind, changed settings -> words of the sentence; {} is the file.
 GOOD = {"prompt": "ab:", "chosen": "ba", "rejected": "b", "response": "ba"}
 HAS = "(it has prompt, chosen, rejected, response)"
@@ -106,19 +85,8 @@ BAD_LINES: dict[str, tuple[list[Any], str, dict[str, Any], str]] = {
         "data.train {} line 2: field 'chosen' is missing (it has prompt, rejected)",
     ),
     "renamed": ([GOOD], "sft", {"response_field": "answer"}, f"data.train {{}} line 1: field 'answer' is missing {HAS}"),
-    "not JSON": ([GOOD, GOOD, "{'prompt'"], "sft", {}, "data.train {} line 3: not valid JSON"),
-    "not UTF-8": ([GOOD, b"\xff"], "sft", {}, "data.train {} line 2: not valid JSON in UTF-8"),
-    "not a string": ([{**GOOD, "chosen": [1]}], "reward", {}, "line 1: field 'chosen' must be a string, found [1]"),
-    "half a character": (
-        [{**GOOD, "response": "\ud800"}],
-        "sft",
-        {},
-        "field 'response' holds half of a UTF-16 surrogate pair",
-    ),
-    "not an object": (["[1]"], "sft", {}, "line 1: expected an object, found [1]"),
     "alphabet": ([GOOD, {**GOOD, "response": "z"}], "sft", {}, "line 2: field 'response': character 'z'"),
     "empty": ([], "sft", {}, "data.train {} holds no examples"),
-    "blank": (["", "  "], "sft", {}, "data.train {} holds no examples"),
     "long response": (
         [GOOD, {**GOOD, "response": "a" * 20}],
         "sft",

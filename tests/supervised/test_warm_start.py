@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import pytest
 
 from tba_jax import sharding
 from tba_jax.learner import optimizer as optimizer_lib
@@ -19,16 +18,6 @@ from tests.support import applied, lowered
 
 # Compiling is most of the time here, and the arithmetic is the same without LLVM's optimisation.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
-
-
-def test_examples_are_padded_and_end():
-    tokenizer = CharacterTokenizer("abc")
-    found = warm_start.encode_examples([("a", "bc"), ("ab", "")], tokenizer, prompt_length=4, response_length=3)
-    np.testing.assert_array_equal(found.tokens, [[1, 3, 4, 5, 2, 0, 0], [1, 3, 4, 2, 0, 0, 0]])
-    np.testing.assert_array_equal(found.prompt_length, [2, 3])
-    np.testing.assert_array_equal(found.response_length, [3, 1])
-    with pytest.raises(ValueError, match=r"3 tokens, allowed are 2 \(task\.response_length\)"):
-        warm_start.encode_examples([("a", "bc")], tokenizer, prompt_length=4, response_length=2)
 
 
 def test_the_warm_start_is_a_plain_loop_over_its_random_stream():

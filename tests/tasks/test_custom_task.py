@@ -51,24 +51,13 @@ def file(tmp_path):
     return path
 
 
-def config(file, **custom):
-    c = base.get_config()
-    c.task.name = f"{file}:Ones"
-    for name, value in custom.items():
-        c.task.custom[name] = value
-    return c
-
-
 @pytest.mark.parametrize(
     "name, sentence",
     [
         ("nowhere.py:Ones", "task.name='{name}': there is no file {folder}/nowhere.py"),
         ("my_task.py:One", "task.name='{name}': {folder}/my_task.py has no class 'One'; it has Half, Ones"),
-        ("my_task.py:Number", "has no class 'Number'; it has Half, Ones"),
-        ("my_task.py:", "has no class ''; it has Half, Ones"),
         ("my_task.py:Half", "Half lacks reward_parts, reward_version, queries, rewards, worked_examples"),
         ("broken.py:Ones", "'{name}': importing it raised SyntaxError: "),
-        ("broken.py:Ones", "(line 2 of {folder}/broken.py)"),
         ("failing.py:Ones", "ModuleNotFoundError: No module named 'no_such_module' (line 3 of {folder}/failing.py)"),
         ("leaving.py:Ones", "importing it raised SystemExit: 0 (line 1 of {folder}/leaving.py)"),
         ("graded.py:Ones", "task.name='{name}': Ones lacks queries (tba_jax/tasks/interface.py, Task)"),
@@ -105,14 +94,12 @@ def test_settings_that_the_class_does_not_take_are_refused(file, settings, sente
             "def queries(self, split): return 3 / 0",
             "queries('train') raised ZeroDivisionError: division by zero (line 31 of {file})",
         ),
-        ("def queries(self, split): raise SystemExit(0)", "queries('train') raised SystemExit: 0 (line 31 of {file})"),
         ("def queries(self, split): return None", "queries('train') raised TypeError: 'NoneType' object is not iterable"),
         ("def queries(self, split): return []", "queries('train') gave none"),
         (
             "def queries(self, split): return ['a']",
             "must give Query(prompt, answer), texts, the first not empty; it gave 'a'",
         ),
-        ("def queries(self, split): return [Query(prompt=5)]", "it gave Query(prompt=5, answer='')"),
         ("def queries(self, split): return [Query(prompt='')]", "it gave Query(prompt='', answer='')"),
         (
             r"def queries(self, split): return [Query('a'), Query('b', '\ud800')]",
@@ -172,11 +159,6 @@ def test_settings_of_ones_own_go_with_a_task_of_ones_own():
     c.task.custom.count = 3
     with pytest.raises(ValueError, match=r"^task.custom.count is a setting of a custom task, FILE.py:CLASS, but task.name="):
         composition.build(c)
-
-
-def test_a_misspelt_setting_beside_them_is_still_refused():
-    with pytest.raises(AttributeError, match="nam"):
-        base.get_config().task.nam = "x"
 
 
 def test_the_run_is_one_wherever_the_file_lies(file, tmp_path, monkeypatch, one_device):

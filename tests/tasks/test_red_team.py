@@ -1,23 +1,20 @@
 """Red-teaming with real tiny models: rewards against the models asked one by one, figures of reports, and refusals."""
 
-import dataclasses
 import json
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from configs import base
-from tba_jax.models.hugging_face import load
 from tba_jax.rewards import LOADERS, task_models
 from tba_jax.rewards.generator import TextGenerator
 from tba_jax.rewards.sequence import SequenceClassifier
 from tba_jax.rewards.unsafe_token import UnsafeTokenScorer
 from tba_jax.tasks.interface import GeneratorSettings, Query, UnsafeTokenSettings
-from tba_jax.tasks.red_team import LEAST_LOG_TOXICITY, RedTeam, log_probability, mean_cosine_distance
+from tba_jax.tasks.red_team import LEAST_LOG_TOXICITY, RedTeam, log_probability
 from tests.support import spelled_checkpoints, tiny_checkpoints
 
 ATTACKS = [" tell me\n", "do it", "a b c", "tell me", ""]
@@ -165,33 +162,6 @@ def test_one_prompt_or_those_of_a_file_are_attacked_with(folders, tmp_path):
         make(folders, attack_prompt="", attack_prompt_path=str(path))
 
 
-def test_models_are_told_without_loading_them(folders):
-    uses = make(folders).models()
-    assert [(use.name, use.roles) for use in uses] == [
-        ("victim", ("searcher", "evaluator")),
-        ("classifier", ("searcher", "evaluator")),
-        ("embedder", ("evaluator",)),
-    ]
-    for use in uses:
-        weights = sum(path.stat().st_size for path in Path(use.path).glob("*.safetensors"))
-        assert 0.9 * weights < task_models.memory(use, length=20) and use.setting.endswith("_path")
-    task_models.check(make(folders), role="evaluator")
-    assert task_models.digests(make(folders)).keys() == {"task.red_team.victim_path", "task.red_team.classifier_path"}
-    with pytest.raises(ValueError, match=r"task.red_team.victim_path='.*': .*cannot generate text"):
-        task_models.check(make(folders, victim_path=str(folders["gpt_neox_reward"])), role="searcher")
-    with pytest.raises(ValueError, match=r"task.red_team.embedder_path='.*' is not a sentence encoder"):
-        task_models.check(make(folders, embedder_path=str(folders["gpt2"])), role="evaluator")
-
-
-def test_the_memory_of_a_victim_is_weights_caches_and_logits(folders):
-    victim = make(folders, victim_concurrency=1).models()[0]
-    shape = load.read_config(victim.path, compute_dtype="float32")
-    one, two = (task_models.memory(dataclasses.replace(victim, rows=rows), length=20) for rows in (1, 2))
-    of_a_slot = 2 * shape.layers * (16 + 6) * shape.kv_heads * shape.head_size * 4 + 4 * shape.vocab
-    assert two - one == of_a_slot
-    assert task_models.memory(dataclasses.replace(victim, rows=1, compute_dtype="bfloat16"), length=20) < one
-
-
 @pytest.mark.parametrize(
     "changes, sentence",
     [
@@ -215,17 +185,3 @@ def test_the_log_probability_of_a_label():
     logits = np.array([[0.0, math.log(3.0)], [200.0, -200.0]], np.float32)
     assert log_probability(logits, 1).tolist() == pytest.approx([math.log(0.75), -400.0])
     assert log_probability(logits[:, :1], 0).tolist() == pytest.approx([math.log(0.5), 0.0])
-
-
-def test_the_mean_cosine_distance():
-    e = np.array([[1, 0], [0, 1], [-1, 0], [0.6, 0.8], [0, 0]], np.float32)
-    pairs = [1 - float(e[i] @ e[j]) for i in range(5) for j in range(i)]
-    assert mean_cosine_distance(e) == pytest.approx(sum(pairs) / 10)
-    assert mean_cosine_distance(e[:1].repeat(3, axis=0)) == pytest.approx(0.0)
-
-
-def test_nothing_is_scored_before_the_models_are_loaded(folders):
-    with pytest.raises(RuntimeError, match=r"start\(\) must be called"):
-        score(make(folders), ["do it"])
-    with pytest.raises(ValueError, match="task red_team has no worked examples"):
-        make(folders).worked_examples(np.random.default_rng(0), 1)

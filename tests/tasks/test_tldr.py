@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding
-from tba_jax.experiment import composition, estimate, meshes
+from tba_jax.experiment import composition, meshes
 from tba_jax.rewards import LOADERS, task_models
 from tba_jax.tasks.interface import Query
 from tba_jax.tasks.tldr import TLDR
@@ -90,18 +90,6 @@ def test_the_win_rate_is_against_the_reference_summary(folders):
             np.testing.assert_array_equal(found[name][others], np.array(won)[others])
         np.testing.assert_allclose(found["gold_reward"], ours, atol=1e-5)
         np.testing.assert_allclose(found["gold_reward_of_summaries"], theirs, atol=1e-5)
-
-
-def test_no_space_is_added_after_a_query_that_ends_in_one(folders, tmp_path):
-    rows = [{"query": "One day. ", "summary": "Cat sleeps."}, {"query": "One day.\n", "summary": "Cat eats."}]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    task = make(folders, train_path=path, heldout_path=path, gold="gold")
-    assert set(task.worked_examples(np.random.default_rng(0), 2)) == {("One day. ", "Cat sleeps."), ("One day.\n", "Cat eats.")}
-    task.start(one_device(), LOADERS)
-    found = task.measures(task.queries("heldout"), ["Cat sleeps.", "Cat eats."], np.ones(2, bool), np.zeros(2, np.float32))
-    texts = ["One day. Cat sleeps.", "One day.\nCat eats."]
-    np.testing.assert_allclose(found["gold_reward_of_summaries"], scored(folders / "gold", texts, [True] * 2), atol=1e-5)
-    assert not found["win_rate_strict"].any() and found["win_rate_ties_half"].tolist() == [0.5, 0.5], "ties are no wins"
 
 
 POST = "One line.\nA second line.\n\nA last one."
@@ -216,17 +204,3 @@ def test_the_contract_names_the_reward_model_by_its_weights(folders, tmp_path):
     same, other, gold = contracts
     assert list(same["reward_models"]) == ["task.tldr.reward_path"] and same == gold
     assert {name for name in same if same[name] != other[name]} == {"reward_models"}
-
-
-def test_memory_of_the_models_is_told(folders):
-    plain, apart = (estimate.memory(composition.build(config(folders, searchers__task_devices=devices))) for devices in (0, 1))
-    params = sum(leaf.size for leaf in jax.tree.leaves(tiny_checkpoints.load(folders / "reward")[1]))
-    # bfloat16; of 16 rows of 136 tokens, computed as 160, width 32, feed-forward 48, 2 heads.
-    expected = 2 * params + 16 * (160 * (4 * 32 + 3 * 48) * 2 + 160 * 160 * 2 * 4)
-    assert plain["searcher"]["reward model"] == expected == apart["searcher, task"]["reward model"]
-    assert "gold model" not in plain["searcher"] and plain["evaluator"]["gold model"] == expected
-    assert "reward model" not in apart["searcher"] and apart["evaluator"] == plain["evaluator"]
-    assert list(plain) == ["trainer", "searcher", "evaluator"]
-    text = estimate.describe(composition.build(config(folders)))
-    assert "reward model 16 texts at a time of up to 136 tokens, on each device (searcher, evaluator)" in text
-    assert "gold model 16 texts at a time of up to 136 tokens, on each device (evaluator)" in text
