@@ -3,7 +3,7 @@
 The file holds {"time": unix seconds of this writing, "pid": int, "phase": what the role does other than its work, "" at work,
 "phase_since": unix seconds, "phase_of": [done, total], "waits": what it waits for, "since": unix seconds, "trouble": what is
 wrong with its rewards, "step": of the trainer, "figures": {name: number} of its newest point of metrics, "process": where it
-runs, see beginnings.told}. A sentence is "" where there is nothing to say.
+runs, see record.beginning}. A sentence is "" where there is nothing to say.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class Status:
     """
 
     def __init__(self, folder: Path | None, *, process: Mapping[str, Any] | None = None, step: int = 0):
-        """Args: folder: None: nothing is written. process: see beginnings.told. step: that the role's last life had come to."""
+        """Args: folder: None: nothing is written. process: see record.beginning. step: that the role's last life had come to."""
         self._folder, self.step = folder, step
         self._told: dict[str, Any] = {"waits": "", "since": 0.0, "trouble": "", **_WORKS, "figures": {}, "process": process or {}}
         self._written, self._at = "", 0.0

@@ -4,10 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tba_jax.telemetry import profiles
-from tba_jax.telemetry.profiles import Profiler, Window
-from tba_jax.telemetry.record import Record
-from tba_jax.telemetry.time_account import TimeAccount
+from tba_jax.telemetry import record
+from tba_jax.telemetry.record import Profiler, Record, TimeAccount, Window
 
 
 def traces(folder) -> list[bytes]:
@@ -17,17 +15,17 @@ def traces(folder) -> list[bytes]:
 @pytest.mark.parametrize("text", ["5", "5:", "0:5", "5:0", "-1:5", "5:2:1", "a:b", "1.5:2", "5:2 ", "5:" + "9" * 20])
 def test_text_that_is_no_window_is_refused_with_an_example(text):
     with pytest.raises(ValueError) as refused:
-        profiles.parse(text)
+        record.parse_window(text)
     assert f"--profile={text} is not START:STEPS" in str(refused.value) and "--profile=100:5" in str(refused.value)
 
 
 def test_a_window_past_the_end_of_the_run_is_refused():
-    window = profiles.parse("98:3")
-    assert window == Window(98, 3) and profiles.parse("") is None
-    profiles.check(window, steps=100)
-    profiles.check(None, steps=100)
+    window = record.parse_window("98:3")
+    assert window == Window(98, 3) and record.parse_window("") is None
+    record.check_window(window, steps=100)
+    record.check_window(None, steps=100)
     with pytest.raises(ValueError, match=r"--profile=98:3 asks for steps up to 100, and learner\.steps=99 ends the run before"):
-        profiles.check(window, steps=99)
+        record.check_window(window, steps=99)
 
 
 def test_a_trainer_is_traced_in_its_window_with_the_names_of_its_work(tmp_path):

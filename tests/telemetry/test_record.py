@@ -9,8 +9,7 @@ import pytest
 from tba_jax.experiment import jobs, joining
 from tba_jax.run import contract, layout
 from tba_jax.telemetry import metrics, status
-from tba_jax.telemetry.profiles import Window
-from tba_jax.telemetry.record import Record
+from tba_jax.telemetry.record import Record, Window
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")

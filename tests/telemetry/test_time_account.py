@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tba_jax.telemetry.time_account import TimeAccount
+from tba_jax.telemetry.record import TimeAccount
 
 
 def test_shares_of_time_are_those_of_the_clock(monkeypatch):

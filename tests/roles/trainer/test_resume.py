@@ -14,7 +14,7 @@ from tba_jax.experiment import jobs, training
 from tba_jax.replay import journal
 from tba_jax.run import layout as layout_lib
 from tba_jax.run import snapshots
-from tba_jax.telemetry.time_account import TimeAccount
+from tba_jax.telemetry.record import TimeAccount
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
