@@ -1,4 +1,4 @@
-"""What a process tells of itself beside its metrics: where it began, its status, what its time goes into, and profiler traces.
+"""What a process tells of itself beside its metrics: its status, what its time goes into, and traces of the profiler.
 
 Traces are those of --profile=START:STEPS, in DIR/profiles/<role>/. A trainer traces its steps START to START + STEPS − 1. A
 searcher traces STEPS batches, from the first on that it decodes with the weights that step START begins with, or newer ones. An
@@ -6,15 +6,10 @@ evaluator traces the first evaluation of such weights.
 """
 
 import contextlib
-import importlib.metadata
 import logging
-import os
-import platform
 import re
-import subprocess
 import threading
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -30,52 +25,12 @@ from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "transformers", "numpy")
-# Where this package is in a checkout of the project.
-_CHECKOUT = Path(__file__).resolve().parents[2]
 # Programs whose functions people call by another name.
 _CALLED = {"train_step": "the update", "decode": "the decoder", "prefill": "the prefill", "score": "the scoring"}
 # Of JAX's events: a program was lowered; its compilation, or its reading from the cache, begins; it has ended.
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _BEGINS = "/jax/compilation_cache/compile_requests_use_cache"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-def beginning(devices: Sequence[Any]) -> dict[str, Any]:
-    """pid, host, devices (text), started (unix seconds), versions {package: version} and code. Args: devices: of the process."""
-    names = [device.device_kind for device in devices]
-    kinds = " + ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
-    here = {"pid": os.getpid(), "host": platform.node(), "devices": kinds, "started": time.time()}
-    return {**here, "versions": versions(), "code": code()}
-
-
-def versions() -> dict[str, str]:
-    """Python and the packages that decide what a run computes, as far as they are installed -> their versions. Imports none."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
-def code() -> dict[str, str]:
-    """The version of this package, and the git commit of the checkout that it is in, "" where it is in none."""
-    version = ""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        version = importlib.metadata.version("tba_jax")
-    with contextlib.suppress(OSError, ValueError, KeyError):  # of a checkout, beside which an older version may be installed
-        version = tomllib.loads((_CHECKOUT / "pyproject.toml").read_text())["project"]["version"]
-    return {"version": version, "commit": commit(_CHECKOUT)}
-
-
-def commit(checkout: Path) -> str:
-    """The git commit that a checkout stands at, "" where the folder is none, or git is not installed."""
-    if not (checkout / ".git").exists():  # git would look for a repository in the folders above
-        return ""
-    asked = ["git", "-C", str(checkout), "rev-parse", "--verify", "HEAD"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    return ""
 
 
 class Window(NamedTuple):
@@ -178,7 +133,7 @@ class Record:
             with contextlib.suppress(OSError):
                 places.make_folder(folder, below=2)
                 step = status.read(folder).step
-        self.status = Status(folder, process=beginning(devices) if folder is not None else {}, step=step)
+        self.status = Status(folder, process=status.beginning(devices) if folder is not None else {}, step=step)
         if folder is not None:
             self._compiles.enter_context(_compilations_told(self.status))
 
