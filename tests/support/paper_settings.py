@@ -376,7 +376,13 @@ def table() -> Iterator[str]:
             for paper, departures, values in there.values()
         ]
         yield f"| `{name}` | {' | '.join(cells)} |"
-    yield from ("", "## Different", "", "| recipe | setting | paper and its code | recipe | why they differ |", "|---|---|---|---|---|")
+    yield from (
+        "",
+        "## Different",
+        "",
+        "| recipe | setting | paper and its code | recipe | why they differ |",
+        "|---|---|---|---|---|",
+    )
     for recipe, (_, departures, values) in there.items():
         for name, value in values.items():
             if name in departures:
