@@ -169,7 +169,7 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
     from tba_jax.experiment import compiling, composition, jobs, mistakes, named_task, other_runs, storage, this_machine
     from tba_jax.roles import gpus
     from tba_jax.run import log_files, places, privacy
-    from tba_jax.telemetry import profiles
+    from tba_jax.telemetry import record
 
     if given.role == "searcher":
         _split_cpu(config.searchers.cpu_devices)
@@ -185,8 +185,8 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
     if in_one_process and computes and not processes.expected_run() and world.local_processes == 1:
         found.attempt(gpus.check_free)
     init_from = found.attempt(other_runs.parse_init_from, given.init_from)
-    profile = found.attempt(profiles.parse, given.profile)
-    found.attempt(profiles.check, profile, steps=config.learner.steps)
+    profile = found.attempt(record.parse_window, given.profile)
+    found.attempt(record.check_window, profile, steps=config.learner.steps)
     if not found.accepts(_check_answers, [*storage.of_init_from(init_from or ""), *storage.of_config(config)], given):
         found.end()
     asked = found.attempt(_topologies, given)

@@ -18,7 +18,7 @@ from absl import flags
 from tba_jax.commands import command_line
 from tba_jax.roles import jax_support
 from tba_jax.run import machine
-from tba_jax.telemetry import beginnings
+from tba_jax.telemetry import status
 from tba_jax.text.visible import visible
 
 _PREFIXES = ("JAX_", "XLA_", "TPU_", "LIBTPU_", "NCCL_", "CUDA_", "NVIDIA_", "TF_CPP_")
@@ -48,8 +48,8 @@ def gather() -> dict[str, Any]:
     """All that is printed, by name: package, versions, python, system, devices, driver and environment."""
     devices, said = ask_devices()
     return {
-        "tba_jax": beginnings.code(),
-        "versions": beginnings.versions() | jax_support.installed(),
+        "tba_jax": status.code(),
+        "versions": status.versions() | jax_support.installed(),
         "python": sys.executable,
         "system": platform.platform(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

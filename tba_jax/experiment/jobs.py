@@ -22,9 +22,8 @@ from tba_jax.run import layout, places, snapshots
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.lease import EpochLease
 from tba_jax.telemetry import status
-from tba_jax.telemetry.record import Record
+from tba_jax.telemetry.record import Record, TimeAccount
 from tba_jax.telemetry.terminal import Progress
-from tba_jax.telemetry.time_account import TimeAccount
 from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.world import ALONE, World
-from tba_jax.telemetry.profiles import Window
-from tba_jax.telemetry.record import Record
+from tba_jax.telemetry.record import Record, Window
 from tba_jax.telemetry.trackers import missing
 
 log = logging.getLogger(__name__)

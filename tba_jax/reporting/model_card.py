@@ -19,7 +19,7 @@ from tba_jax.roles.evaluation_figures import STDERR, with_stderr
 from tba_jax.run import best_step, layout
 from tba_jax.run.privacy import without_secrets
 from tba_jax.schemas import flatten
-from tba_jax.telemetry import beginnings, metrics, status
+from tba_jax.telemetry import metrics, status
 from tba_jax.text.visible import visible_line
 
 CARD = "README.md"
@@ -192,7 +192,7 @@ def _rows_trained(run: layout.RunDir, step: int) -> str:
 
 def _versions(run: layout.RunDir) -> str:
     """The versions that the trainer's newest process told; those of this process where the trainer told none."""
-    here = beginnings.told(())
+    here = status.beginning(())
     try:
         newest = status.read(run.metrics("trainer")).process or here
         version, commit = newest["code"]["version"], newest["code"]["commit"]

@@ -27,8 +27,7 @@ from tba_jax.run.damaged_snapshots import DamagedSnapshots
 from tba_jax.tasks.interface import EncodedQuery, HasFinalAnswer, HasMeasures, Task
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Watch
-from tba_jax.telemetry.record import Record
-from tba_jax.telemetry.time_account import TimeAccount
+from tba_jax.telemetry.record import Record, TimeAccount
 from tba_jax.text.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)

@@ -80,11 +80,8 @@ class MetricWriter:
 
     def close(self) -> None:
         self._lines.close()
-        deadline = time.monotonic() + trackers.CLOSE_SECONDS
         for tracker in self._trackers:
             tracker.end()
-        for tracker in self._trackers:
-            tracker.wait(deadline)
 
 
 def open_writer(config: Any, run: layout.RunDir, name: str, *, role: str, status: Status | None = None) -> MetricWriter:

@@ -1,18 +1,25 @@
-"""What a process tells of itself beside its metrics: its status, kept up to date by a thread, and a trace of the profiler."""
+"""What a process tells of itself beside its metrics: its status, what its time goes into, and traces of the profiler.
+
+Traces are those of --profile=START:STEPS, in DIR/profiles/<role>/. A trainer traces its steps START to START + STEPS − 1. A
+searcher traces STEPS batches, from the first on that it decodes with the weights that step START begins with, or newer ones. An
+evaluator traces the first evaluation of such weights.
+"""
 
 import contextlib
 import logging
+import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 from jax import monitoring
 
 from tba_jax.run import contract, layout, places
-from tba_jax.telemetry import beginnings, status
-from tba_jax.telemetry.profiles import Profiler, Window
+from tba_jax.telemetry import status
 from tba_jax.telemetry.status import Status
 from tba_jax.text.visible import visible
 
@@ -24,6 +31,88 @@ _CALLED = {"train_step": "the update", "decode": "the decoder", "prefill": "the 
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _BEGINS = "/jax/compilation_cache/compile_requests_use_cache"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class Window(NamedTuple):
+    """Steps of a trainer, from 1: `start`, and `steps` − 1 after it."""
+
+    start: int
+    steps: int
+
+    @property
+    def last(self) -> int:
+        return self.start + self.steps - 1
+
+
+def parse_window(text: str) -> Window | None:
+    """The window of --profile, None for "". Raises ValueError."""
+    if not text:
+        return None
+    found = re.fullmatch(r"0*([1-9][0-9]{0,11}):0*([1-9][0-9]{0,11})", text)
+    if found is None:
+        raise ValueError(f"--profile={text} is not START:STEPS, two numbers from 1 on, such as --profile=100:5")
+    return Window(int(found[1]), int(found[2]))
+
+
+def check_window(window: Window | None, *, steps: int) -> None:
+    """Raises ValueError where a window is past the end of a run. Args: steps: learner.steps."""
+    if window is not None and window.last > steps:
+        raise ValueError(
+            f"--profile={window.start}:{window.steps} asks for steps up to {window.last}, and learner.steps={steps} ends the run "
+            "before: ask for less"
+        )
+
+
+class Profiler:
+    """Traces the process while it is in the window. Storage that refuses, and a profiler that does, cost the trace alone."""
+
+    def __init__(self, folder: Path | None, window: Window | None):
+        """Args: folder: of the traces, made once there is one; None, as window=None: nothing is traced."""
+        self._folder, self._window = folder or Path(), None if folder is None else window
+        self._is_tracing, self._is_first, self._batches = False, True, 0
+
+    def step(self, number: int) -> None:
+        """A trainer comes to this step, or still waits for its rows. Called again once the last step of the run is done."""
+        if self._window is not None and number >= self._window.start:
+            self._go(number - 1, inside=number <= self._window.last)
+
+    def batch(self, policy_step: int, *, most: int | None = None) -> None:
+        """A batch is to be made with the weights of a step. Args: most: batches that are traced; None: the window's STEPS."""
+        window, first, self._is_first = self._window, self._is_first, False
+        if window is not None and policy_step >= window.start - 1:
+            is_late = first and policy_step >= window.last
+            self._go(policy_step, inside=not is_late and self._batches < (most or window.steps))
+            self._batches += 1
+
+    def _go(self, step: int, *, inside: bool) -> None:
+        if not inside:
+            if not self._is_tracing:
+                log.warning("--profile: nothing is traced, because the run goes on from step %d; name later steps", step)
+            self.end()
+        elif not self._is_tracing:
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0  # every call of Python: much of it, and it slows the host down
+            with self._told_failures():
+                places.make_folder(self._folder, below=2)
+                jax.profiler.start_trace(self._folder, profiler_options=options)
+                self._is_tracing = True
+
+    def end(self) -> None:
+        """Writes the trace that was begun, if there is one; there is no other after it."""
+        self._window = None
+        if self._is_tracing:
+            self._is_tracing = False
+            with self._told_failures():
+                jax.profiler.stop_trace()
+                log.info("a trace of the profiler is in %s", self._folder)
+
+    @contextlib.contextmanager
+    def _told_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # RuntimeError: jax.profiler passes on what it met
+            self._window = None
+            log.warning("--profile: no trace in %s: %s", self._folder, (str(error).splitlines() or [type(error).__name__])[0])
 
 
 class Record:
@@ -44,7 +133,7 @@ class Record:
             with contextlib.suppress(OSError):
                 places.make_folder(folder, below=2)
                 step = status.read(folder).step
-        self.status = Status(folder, process=beginnings.told(devices) if folder is not None else {}, step=step)
+        self.status = Status(folder, process=status.beginning(devices) if folder is not None else {}, step=step)
         if folder is not None:
             self._compiles.enter_context(_compilations_told(self.status))
 
@@ -108,3 +197,36 @@ def _compilations_told(told: Status) -> Iterator[None]:
     finally:
         monitoring.unregister_event_listener(listener)
         monitoring.unregister_event_duration_listener(listener)
+
+
+class TimeAccount:
+    """Splits a role's wall time into named shares: what it works on, and what it waits for. Attributes: record: of the role."""
+
+    def __init__(self, record: Record | None = None) -> None:
+        """Args: record: None: one that writes nothing."""
+        self.record = record or Record()
+        self.restart()
+
+    def restart(self) -> None:
+        """Starts the account anew: the time before the first batch says nothing about the run's balance."""
+        self._seconds: dict[str, float] = {}
+        self._start = time.monotonic()
+
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Adds the time spent inside to `name`, which a trace of the profiler names as well. Do not nest."""
+        begin = time.monotonic()
+        try:
+            with jax.profiler.TraceAnnotation(name):
+                yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - begin
+
+    def total(self) -> float:
+        """Seconds since the start, above 0."""
+        return max(time.monotonic() - self._start, 1e-9)
+
+    def shares(self) -> dict[str, float]:
+        """name -> share of the wall time since the start, in [0, 1]; `time_other` is what no name covers."""
+        shares = {f"time_{name}": seconds / self.total() for name, seconds in self._seconds.items()}
+        return shares | {"time_other": max(0.0, 1.0 - sum(shares.values()))}

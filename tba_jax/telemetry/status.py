@@ -3,21 +3,28 @@
 The file holds {"time": unix seconds of this writing, "pid": int, "phase": what the role does other than its work, "" at work,
 "phase_since": unix seconds, "phase_of": [done, total], "waits": what it waits for, "since": unix seconds, "trouble": what is
 wrong with its rewards, "step": of the trainer, "figures": {name: number} of its newest point of metrics, "process": where it
-runs, see beginnings.told}. A sentence is "" where there is nothing to say.
+runs, see `beginning`}. A sentence is "" where there is nothing to say.
 """
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import os
+import platform
+import subprocess
 import threading
 import time
+import tomllib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 _FILE = "status.json"
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "transformers", "numpy")
+# Where this package is in a checkout of the project.
+_CHECKOUT = Path(__file__).resolve().parents[2]
 # What has changed is written after this time, and what has not after the other: readers see that the process lives.
 FLUSH_SECONDS, HEARTBEAT_SECONDS = 1.0, 10.0
 # What ends a phase that a process is in.
@@ -52,7 +59,7 @@ class Status:
     """
 
     def __init__(self, folder: Path | None, *, process: Mapping[str, Any] | None = None, step: int = 0):
-        """Args: folder: None: nothing is written. process: see beginnings.told. step: that the role's last life had come to."""
+        """Args: folder: None: nothing is written. process: see `beginning`. step: that the role's last life had come to."""
         self._folder, self.step = folder, step
         self._told: dict[str, Any] = {"waits": "", "since": 0.0, "trouble": "", **_WORKS, "figures": {}, "process": process or {}}
         self._written, self._at = "", 0.0
@@ -152,3 +159,40 @@ def read(folder: Path) -> Told:
 def _is_number(value: object) -> bool:
     """Whether a float holds it: JSON knows integers of any length, and NaN."""
     return isinstance(value, int | float) and -1e300 < value < 1e300
+
+
+def beginning(devices: Sequence[Any]) -> dict[str, Any]:
+    """pid, host, devices (text), started (unix seconds), versions {package: version} and code. Args: devices: of the process."""
+    names = [device.device_kind for device in devices]
+    kinds = " + ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+    here = {"pid": os.getpid(), "host": platform.node(), "devices": kinds, "started": time.time()}
+    return {**here, "versions": versions(), "code": code()}
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that decide what a run computes, as far as they are installed -> their versions. Imports none."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def code() -> dict[str, str]:
+    """The version of this package, and the git commit of the checkout that it is in, "" where it is in none."""
+    version = ""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version("tba_jax")
+    with contextlib.suppress(OSError, ValueError, KeyError):  # of a checkout, beside which an older version may be installed
+        version = tomllib.loads((_CHECKOUT / "pyproject.toml").read_text())["project"]["version"]
+    return {"version": version, "commit": commit(_CHECKOUT)}
+
+
+def commit(checkout: Path) -> str:
+    """The git commit that a checkout stands at, "" where the folder is none, or git is not installed."""
+    if not (checkout / ".git").exists():  # git would look for a repository in the folders above
+        return ""
+    asked = ["git", "-C", str(checkout), "rev-parse", "--verify", "HEAD"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    return ""

@@ -1,18 +1,14 @@
 """Trackers that show the metrics of a run: TensorBoard, Weights & Biases, Trackio.
 
-Each tracker of a role has a bounded queue and a daemon thread, in which alone its library is called. What the library raises is
-told once, and nothing that it does holds up the role: metrics.jsonl has every point.
+The libraries send points from threads and processes of their own, so that a role calls them directly, in a `try`: what one of
+them raises is told once, and metrics.jsonl has every point.
 """
 
-import contextlib
 import dataclasses
 import importlib.util
 import logging
 import os
-import queue
 import re
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,10 +19,8 @@ from tba_jax.run.privacy import without_secrets
 
 log = logging.getLogger(__name__)
 
-# Points that may wait for a tracker; further ones are dropped and counted.
-MOST_POINTS = 1000
-# A role that ends waits so long for all of its trackers, and wandb goes on for as long as the second says.
-CLOSE_SECONDS, _FINISH_SECONDS = 5.0, 60.0
+# A role waits so long for wandb when it begins and when it ends. What is not sent then, `wandb sync` sends.
+_INIT_SECONDS, _FINISH_SECONDS = 30.0, 10.0
 # Kind of role -> the group of its metrics in wandb and trackio: train/loss, search/reward.
 GROUPS = dict(trainer="train", searcher="search", evaluator="evaluate", reference="reference", supervised="supervised")
 # {"step": int, "time": unix seconds, "values": {name: float}, "histograms": {name: {"counts", "edges"}},
@@ -67,7 +61,7 @@ def session_of(config: Any, run: layout.RunDir, name: str, *, kind: str) -> Sess
     return Session(**shown, id=key, folder=str(run.metrics(name).absolute()), config=told)
 
 
-# What hands points to a library: constructing it begins the session, then come write(point) … and end(). All may raise and block.
+# What hands points to a library: constructing it begins the session, then come write(point) … and end(). All may raise.
 # note: what is to be told of the session, "" where all is well.
 
 
@@ -106,7 +100,7 @@ class Wandb:
 
         self._session = session
         # Several roles may be in one process, each with a run of its own.
-        limits: dict[str, Any] = dict(init_timeout=30.0, finish_timeout=_FINISH_SECONDS, reinit="create_new")
+        limits: dict[str, Any] = dict(init_timeout=_INIT_SECONDS, finish_timeout=_FINISH_SECONDS, reinit="create_new")
         told: dict[str, Any] = dict(
             **{name: vars(session)[name] for name in ("project", "group", "name", "id", "config")},
             **dict(job_type=session.kind, dir=session.folder, resume="allow"),
@@ -183,53 +177,28 @@ def refused_names(metrics: Any) -> list[str]:
 
 
 class Tracker:
-    """Hands points to one tracker in a thread, which starts with the first of them."""
+    """Hands points to one tracker. What its library raises is told once, and the role goes on: metrics.jsonl has every point."""
 
     def __init__(self, name: str, session: Callable[[], Session], tell: Callable[[str], None]):
-        """Args: name: in TRACKERS; session: asked with the first point. tell: takes what is wrong, once, in the thread."""
+        """Args: name: in TRACKERS; session: asked with the first point. tell: takes what is wrong, once."""
         self.name, self._session, self._tell = name, session, tell
-        self._points: queue.Queue[Point | None] = queue.Queue(MOST_POINTS)
-        self._thread = threading.Thread(target=self._serve, name=f"tracker {name}", daemon=True)
-        self._begun = self._over = self._told = False
-        self._dropped = 0
+        self._sink: TensorBoard | Wandb | Trackio | None = None
+        self._begun = self._told = False
 
     def offer(self, point: Point) -> None:
-        """Takes a point; returns at once. A point for which there is no room is dropped."""
-        if self._over:
-            return
+        """Shows a point; the first one begins the session."""
         if not self._begun:
             self._begun = True
-            self._thread.start()
-        try:
-            self._points.put_nowait(point)
-        except queue.Full:
-            self._dropped += 1
-            if self._dropped == 1:
-                log.warning("%s does not keep up: it gets no more points until it does; metrics.jsonl has them", self.name)
+            self._sink = self._attempt(lambda: TRACKERS[self.name](self._session()))
+            if self._sink is not None and self._sink.note:
+                self._fails(self._sink.note)
+        if self._sink is not None:
+            self._attempt(self._sink.write, point)
 
     def end(self) -> None:
-        """Says that no more points come."""
-        with contextlib.suppress(queue.Full):  # the tracker has stood still for long
-            self._points.put_nowait(None)
-
-    def wait(self, deadline: float) -> None:
-        """Waits until the tracker has everything, or the time has come. Args: deadline: of time.monotonic()."""
-        if self._begun:
-            self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._dropped:
-            log.warning("%s lacks %d points, which metrics.jsonl has", self.name, self._dropped)
-        self._over = True
-
-    def _serve(self) -> None:
-        sink = self._attempt(lambda: TRACKERS[self.name](self._session()))
-        if sink is None:
-            self._over = True
-            return
-        if sink.note:
-            self._fails(sink.note)
-        while (point := self._points.get()) is not None:
-            self._attempt(sink.write, point)
-        self._attempt(sink.end)
+        """No more points come."""
+        if self._sink is not None:
+            self._attempt(self._sink.end)
 
     def _attempt(self, call: Callable[..., Any], *arguments: Any) -> Any:
         try:

@@ -10,7 +10,7 @@ import pytest
 
 from tba_jax import __main__ as commands
 from tba_jax.commands import version
-from tba_jax.telemetry import beginnings
+from tba_jax.telemetry import status
 from tests.support import tiny_run
 
 
@@ -30,14 +30,14 @@ def test_the_text_has_versions_devices_and_variables(environment, capsys):
     lines = {line.split()[0]: " ".join(line.split()[1:]) for line in capsys.readouterr().out.splitlines() if line}
     assert lines["jax"] == jax.__version__ and lines["Python"].startswith(f"{sys.version.split()[0]}, {sys.executable}")
     assert lines["devices"] == "3 × cpu: cpu" and lines["XLA_FLAGS"] == "--xla_force_host_platform_device_count=3"
-    assert lines["tba_jax"].startswith(beginnings.code()["version"]) and "HF_TOKEN" not in lines
+    assert lines["tba_jax"].startswith(status.code()["version"]) and "HF_TOKEN" not in lines
     assert {"jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "transformers", "numpy", "driver"} <= lines.keys()
 
 
 def test_json_has_the_same(environment, capsys):
     assert commands.main(["version", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["tba_jax"] == beginnings.code() and told["versions"]["jaxlib"] and told["devices"] == ["cpu: cpu"]
+    assert told["tba_jax"] == status.code() and told["versions"]["jaxlib"] and told["devices"] == ["cpu: cpu"]
     assert told["environment"] == {"JAX_PLATFORMS": "cpu"} and told["jax_says"] == []
 
 

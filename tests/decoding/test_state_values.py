@@ -28,7 +28,7 @@ from tba_jax.run import snapshots
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.interface import EncodedQuery, Query, Scores
 from tba_jax.telemetry import metrics
-from tba_jax.telemetry.time_account import TimeAccount
+from tba_jax.telemetry.record import TimeAccount
 from tba_jax.text import stop_strings
 from tba_jax.trajectory import RowShape, response_mask
 from tests.support import frozen_runs, tiny_run

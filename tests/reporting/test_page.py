@@ -136,22 +136,7 @@ def test_steps_of_a_mounted_run_are_not_taken_for_those_of_the_run(copy, tmp_pat
     assert sum(ages["y"]) == 16 and max(ages["x"]) <= 20
 
 
-@pytest.mark.filterwarnings("error")
-def test_rows_that_no_trainer_takes_do_not_hide_the_others(copy):
-    more_rows(
-        copy,
-        "odd",
-        reward=[np.nan, np.inf, -np.inf, -1e30],
-        prompt_length=[-5, 10_000, 0, 3],
-        response_length=[10_000, -7, 0, 3],
-        tokens=np.array([[-1], [10**6], [0], [99_999]]),
-        policy_logprobs=np.nan,
-    )
-    found, page = made(copy)
-    assert found.problems == [] and {"odd:2", "w0:15"} <= {each["name"] for each in data(page)["samples"]}
-
-
-@pytest.mark.parametrize("value", [1e300, -1e300, 10**400, "text", None, [1], {"a": 1}, True])
+@pytest.mark.parametrize("value", [1e300, "text", {"a": 1}])
 def test_numbers_that_cannot_be_end_no_report(copy, value):
     for name in ("metrics.jsonl", "status.json", "alarms.jsonl"):
         path = copy.metrics("trainer") / name

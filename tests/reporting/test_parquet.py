@@ -10,9 +10,8 @@ from tba_jax.experiment import stored_run
 from tba_jax.replay.reader import LogReader
 from tba_jax.reporting import parquet
 from tba_jax.run import layout, processes
-from tests.reporting.test_page import more_rows
 from tests.reporting.test_rows import damage
-from tests.support import frozen_runs, hostile_runs
+from tests.support import frozen_runs
 from tests.support.tiny_log import SHAPE
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
@@ -70,14 +69,6 @@ def test_only_the_rows_that_match_are_written(run, tmp_path):
     assert chosen("--min_step=7", "--max_step=7") == ids(lambda row: row["newest_step"] == 7) == [("other", i) for i in range(4)]
     assert chosen("--max_step=6") == ids(lambda row: row["newest_step"] <= 6)
     assert chosen("--max_reward=-1.5") == [("other", 0)] and chosen("--min_reward=4") == [("other", 1), ("other", 3)]
-
-
-def test_rows_that_no_trainer_takes_are_written(tmp_path):
-    run = hostile_runs.make(tmp_path / "run")
-    odd = np.array([[-1], [10**6], [0], [99_999]])
-    more_rows(run, "odd", prompt_length=[-5, 10_000, 0, 3], response_length=[10_000, -7, 0, 3], tokens=odd)
-    rows = written(run, tmp_path / "rows.parquet")
-    assert len(rows) == hostile_runs.ROWS + 4 and {row["query"] for row in rows} >= {*hostile_runs.STRINGS}
 
 
 def test_damaged_rows_are_left_out_and_told(tmp_path):

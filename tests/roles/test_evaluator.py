@@ -18,8 +18,7 @@ from tba_jax.run import contract, layout, places, snapshots
 from tba_jax.run.snapshots import COMMIT, SnapshotInfo
 from tba_jax.tasks.interface import Scores
 from tba_jax.telemetry import alarms, metrics
-from tba_jax.telemetry.record import Record
-from tba_jax.telemetry.time_account import TimeAccount
+from tba_jax.telemetry.record import Record, TimeAccount
 from tests.support import applied, tiny_run
 
 

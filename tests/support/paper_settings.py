@@ -367,16 +367,26 @@ def _shown(value: Any) -> str:
 
 
 def table() -> Iterator[str]:
-    """The lines of the tables of docs/recipes.md."""
-    for recipe, get_config in CONFIGS.items():
-        paper, departures, _ = stated(recipe)
-        there = deciding(get_config())
-        yield from ("", f"## {recipe}", "", "| setting | paper and its code | recipe | why they differ |", "|---|---|---|---|")
-        for name, value in there.items():
+    """The lines of the tables of docs/recipes.md: what recipes share with the paper, and where they differ from it."""
+    there = {recipe: (*stated(recipe)[:2], deciding(get_config())) for recipe, get_config in CONFIGS.items()}
+    yield from ("", "## Equal", "", f"| setting | {' | '.join(there)} |", f"|---|{'---|' * len(there)}")
+    for name in dict.fromkeys(name for paper, departures, values in there.values() for name in values if name in paper):
+        cells = [
+            "differs" if name in departures else _shown(paper[name]) if name in paper and name in values else ""
+            for paper, departures, values in there.values()
+        ]
+        yield f"| `{name}` | {' | '.join(cells)} |"
+    yield from (
+        "",
+        "## Different",
+        "",
+        "| recipe | setting | paper and its code | recipe | why they differ |",
+        "|---|---|---|---|---|",
+    )
+    for recipe, (_, departures, values) in there.items():
+        for name, value in values.items():
             if name in departures:
-                yield f"| `{name}` | {_shown(departures[name].theirs)} | {_shown(value)} | {departures[name].why} |"
-            elif name in paper:
-                yield f"| `{name}` | {_shown(paper[name])} | {_shown(value)} | |"
+                yield f"| {recipe} | `{name}` | {_shown(departures[name].theirs)} | {_shown(value)} | {departures[name].why} |"
 
 
 if __name__ == "__main__":

@@ -20,9 +20,7 @@ from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.searcher.stream import query_order, writer_number
 from tba_jax.run import layout, snapshots
 from tba_jax.tasks.interface import Query, Scores, Task
-from tba_jax.telemetry.profiles import Window
-from tba_jax.telemetry.record import Record
-from tba_jax.telemetry.time_account import TimeAccount
+from tba_jax.telemetry.record import Record, TimeAccount, Window
 from tests.support import applied, tiny_run
 
 Q, S, R = 3, 4, 12  # queries of a batch, samples of a query, response tokens

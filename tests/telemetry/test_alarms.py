@@ -17,7 +17,7 @@ from tba_jax.roles.trainer.recorder import Circumstances, Recorder
 from tba_jax.telemetry import alarms
 from tba_jax.telemetry.alarms import RULES
 from tba_jax.telemetry.trackers import TRACKERS
-from tests.support import frozen_runs, task_files, tiny_run
+from tests.support import frozen_runs, tiny_run
 from tests.support.small_disk import SmallDisk
 
 ROOT = Path(__file__).parent.parent.parent
@@ -176,13 +176,6 @@ def test_a_run_without_any_reward_says_so_once(tmp_path):
     assert "rewards go from 0 to 0" in alarm.sentence and "of the K rows of a group are distinct" in alarm.sentence
 
 
-def test_a_run_whose_responses_differ_gives_no_alarm(tmp_path):
-    settings: dict[str, Any] = {"evaluation__every_steps": 10, "learner__steps": 24, "task__missing_eos_reward": -1.0}
-    assert frozen_runs.run(tmp_path / "run", **settings) == 0
-    assert not [*(tmp_path / "run" / "metrics").glob("*/alarms.jsonl")]
-    assert len([*(tmp_path / "run" / "metrics").glob("*/metrics.jsonl")]) >= 3
-
-
 def test_a_trainer_without_new_rows_says_that_searchers_are_behind(tmp_path, frozen):
     s = frozen(tmp_path / "run", learner__steps=80, checkpoint__every_steps=100, learner__logprob_gap_every_steps=0)
     made, lease = training.make_trainer(s, publish_every_steps=2)
@@ -191,16 +184,6 @@ def test_a_trainer_without_new_rows_says_that_searchers_are_behind(tmp_path, fro
     found = told(s.run.root)
     assert found.keys() <= {"searchers_behind", "equal_rewards"}  # the rows differ from run to run
     assert found["searchers_behind"].step == 64 + 8 and "of 72 steps ago" in found["searchers_behind"].sentence
-
-
-@pytest.mark.slow
-def test_rewards_that_are_not_finite_are_named_by_all_who_see_them(tmp_path):
-    file = task_files.write(tmp_path)
-    reward = 'np.nan if response.count("1") % 2 else len(response)'
-    file.write_text(file.read_text().replace('response.count("1")', reward))
-    frozen_runs.run(tmp_path / "run", task__name=f"{file}:Ones", learner__logprob_gap_every_steps=0, learner__steps=12)
-    assert told(tmp_path / "run", "searcher-0").keys() == {"rewards_fail"}
-    assert told(tmp_path / "run", "evaluator").keys() == {"evaluation_fails"}
 
 
 def test_one_reward_of_all_resident_rows_may_be_the_best_where_others_were_evicted(tmp_path, frozen):

@@ -54,7 +54,7 @@ def test_the_newest_points_are_kept_within_the_megabytes_also_over_starts(tmp_pa
     assert steps == list(range(steps[0], 200)) and 25 < len(steps) < 100
 
 
-@pytest.mark.parametrize("cut", [1, 2, 30, 10_000])
+@pytest.mark.parametrize("cut", [1, 30])
 def test_a_torn_last_line_is_left_out_and_harms_no_other(folder, cut):
     path = folder / "metrics.jsonl"
     whole = path.read_bytes()

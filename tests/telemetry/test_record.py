@@ -1,6 +1,7 @@
 """What a role's process tells of itself, from its beginning to its end."""
 
 import dataclasses
+import time
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,8 @@ import pytest
 
 from tba_jax.experiment import jobs, joining
 from tba_jax.run import contract, layout
-from tba_jax.telemetry import metrics, status
-from tba_jax.telemetry.profiles import Window
-from tba_jax.telemetry.record import Record
+from tba_jax.telemetry import metrics, record, status
+from tba_jax.telemetry.record import Profiler, Record, TimeAccount, Window
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
@@ -90,3 +90,89 @@ def test_the_log_says_why_a_role_ends_also_where_storage_does_not(tmp_path, capl
         layout.write_json(s.run.finished, {"step": s.config.learner.steps})
         assert told(s.run).startswith(f"finished: the run in {s.run.root} has finished its {s.config.learner.steps} steps")
         assert told(dataclasses.replace(s.run, id="another")).startswith("stopped")  # RunIsAway
+
+
+def traces(folder) -> list[bytes]:
+    return [file.read_bytes() for file in sorted(folder.rglob("*.xplane.pb"))]
+
+
+@pytest.mark.parametrize("text", ["5", "0:5", "5:2:1", "a:b", "5:" + "9" * 20])
+def test_text_that_is_no_window_is_refused_with_an_example(text):
+    with pytest.raises(ValueError) as refused:
+        record.parse_window(text)
+    assert f"--profile={text} is not START:STEPS" in str(refused.value) and "--profile=100:5" in str(refused.value)
+
+
+def test_a_window_past_the_end_of_the_run_is_refused():
+    window = record.parse_window("98:3")
+    assert window == Window(98, 3) and record.parse_window("") is None
+    record.check_window(window, steps=100)
+    record.check_window(None, steps=100)
+    with pytest.raises(ValueError, match=r"--profile=98:3 asks for steps up to 100, and learner\.steps=99 ends the run before"):
+        record.check_window(window, steps=99)
+
+
+def test_a_trainer_is_traced_in_its_window_with_the_names_of_its_work(tmp_path):
+    made = Record(traces=tmp_path / "profiles" / "trainer", profile=Window(2, 2))
+    account, profiler = TimeAccount(made), made.profiler
+    update = jax.jit(lambda x: jnp.sin(x @ x))
+    profiler.step(1)
+    for step in range(1, 6):
+        with account.measure(f"work of step {step}"):
+            update(jnp.ones((8, 8))).block_until_ready()
+        profiler.step(step)  # there were no rows for it at first
+        profiler.step(step + 1)
+        assert len(traces(tmp_path)) == (step >= 3)
+    (trace,) = traces(tmp_path)
+    assert [f"work of step {step}".encode() in trace for step in range(1, 6)] == [False, True, True, False, False]
+
+
+def test_batches_are_traced_from_the_weights_on_that_the_window_begins_with(tmp_path):
+    profiler = Profiler(tmp_path / "searcher-0", Window(5, 2))
+    found = []
+    for policy_step in (0, 3, 6, 6, 8, 9):
+        profiler.batch(policy_step)
+        jnp.ones(3).block_until_ready()
+        found.append(len(traces(tmp_path)))
+    assert found == [0, 0, 0, 0, 1, 1]
+
+
+def test_a_window_before_the_step_of_a_resume_is_told_and_nothing_is_traced(tmp_path, caplog):
+    profiler = Profiler(tmp_path / "trainer", Window(3, 2))
+    for step in (5, 6):
+        profiler.step(step)
+    (told,) = caplog.messages
+    assert told == "--profile: nothing is traced, because the run goes on from step 4; name later steps"
+    assert not list(tmp_path.iterdir())
+
+
+def test_storage_that_refuses_costs_the_trace_alone(tmp_path, caplog):
+    (tmp_path / "trainer").write_text("a file")
+    profiler = Profiler(tmp_path / "trainer", Window(1, 1))
+    for step in (1, 2):
+        profiler.step(step)
+    (told,) = caplog.messages
+    assert told.startswith(f"--profile: no trace in {tmp_path / 'trainer'}: ")
+
+
+def test_shares_of_time_are_those_of_the_clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    account = TimeAccount()
+
+    def work(name: str, seconds: float) -> None:
+        with account.measure(name):
+            now[0] += seconds
+
+    work("wait", 1.0)
+    work("update", 2.0)
+    now[0] += 0.5
+    work("wait", 0.5)
+    assert account.shares() == pytest.approx({"time_wait": 1.5 / 4, "time_update": 0.5, "time_other": 0.125})
+    with pytest.raises(KeyError), account.measure("draw"):
+        now[0] += 4.0
+        raise KeyError
+    assert account.shares()["time_draw"] == pytest.approx(0.5)
+    account.restart()
+    work("wait", 3.0)
+    assert account.shares() == pytest.approx({"time_wait": 1.0, "time_other": 0.0})

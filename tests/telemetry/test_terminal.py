@@ -219,13 +219,6 @@ def test_a_process_that_is_killed_leaves_a_cursor(run):
         assert shown.screen.cursor_is_visible and shown.settings_after == shown.settings
 
 
-def test_colours_may_be_refused(run):
-    for refusal, coloured in (({"NO_COLOR": "1"}, False), ({}, True)):
-        with on_terminal(run, "with progress:\n    time.sleep(0.7)", **refusal) as shown:
-            assert shown.wait() == 0
-        assert ("\x1b[36m" in shown.written or "\x1b[38;5;6m" in shown.written) == coloured
-
-
 @pytest.mark.parametrize(
     ("term", "encoding", "suits"),
     [("xterm", "utf-8", True), ("dumb", "utf-8", False), ("", "utf-8", False), ("xterm", "ascii", False), (None, "utf-8", False)],

@@ -17,8 +17,8 @@ from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Watch
 from tba_jax.telemetry.device_peaks import Peaks
 from tba_jax.telemetry.metrics import MetricWriter
+from tba_jax.telemetry.record import TimeAccount
 from tba_jax.telemetry.status import Status
-from tba_jax.telemetry.time_account import TimeAccount
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from tba_jax.tasks.interface import Scores
 from tba_jax.telemetry import alarms, metrics, status
 from tba_jax.telemetry.alarms import Watch
 from tba_jax.telemetry.device_peaks import Peaks
-from tba_jax.telemetry.profiles import Window
-from tba_jax.telemetry.time_account import TimeAccount
+from tba_jax.telemetry.record import TimeAccount, Window
 from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream, run_searcher, weights
 
 

@@ -14,7 +14,7 @@ from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.tasks.interface import Scores
 from tba_jax.telemetry import metrics
-from tba_jax.telemetry.time_account import TimeAccount
+from tba_jax.telemetry.record import TimeAccount
 from tests.support import frozen_runs, tiny_run
 from tests.support.tiny_searcher import Held
 
