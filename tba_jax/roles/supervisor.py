@@ -187,8 +187,8 @@ class Supervisor:
             role.deaths = 1 if now - role.started > restart.HEALTHY_SECONDS else role.deaths + 1
             role.deaths_in_a_row, role.refusals_in_a_row, role.refused_since = role.deaths_in_a_row + 1, 0, None
         seconds = 0.0 if role.refused_since is None else now - role.refused_since
-        told = dict(is_new=is_new, deaths=role.deaths, max_restarts=self._max_restarts)
-        verdict = restart.judge(role.kind, code, **told, seconds=seconds)
+        most = self._max_restarts
+        verdict = restart.judge(role.kind, code, is_new=is_new, deaths=role.deaths, max_restarts=most, seconds=seconds)
         if verdict is Verdict.ENDS and code == processes.NO_REWARDS and role.kind == "searcher":
             return self._rest(role, code, words)
         if verdict is Verdict.ENDS:
