@@ -10,7 +10,7 @@ import pytest
 
 from tba_jax import main
 from tba_jax.commands import append, audit, command_line, evaluate, export, rescore, show
-from tba_jax.experiment import jobs, storage
+from tba_jax.experiment import disk, jobs
 from tba_jax.run import layout, processes
 from tba_jax.text.visible import visible
 from tests.support import frozen_runs, task_files, tiny_run
@@ -128,7 +128,7 @@ def test_errors_and_the_log_show_control_characters(given, tmp_path, capsys):
     said = refusal(given, capsys, append, f"--config={given.own}", f"--responses={responses}")
     assert visible(said) == said and "is none of the 40 train queries" in said
     command_line.log_to_stderr()
-    storage.log.warning("a line that quotes %s", "\x1b[31m\x9b\u2028")
+    disk.log.warning("a line that quotes %s", "\x1b[31m\x9b\u2028")
     assert r"quotes \x1b[31m\x9b\u2028" in capsys.readouterr().err
 
 
