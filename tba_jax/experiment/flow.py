@@ -3,7 +3,7 @@
 A trainer waits for rows that it may draw, searchers with backpressure wait for a newer snapshot, and every limit on draws or age
 makes rows unusable before the next snapshot comes. What cannot go on although all searchers work and every row is good is
 refused here. What can starve only by what happens (a searcher leaves, rewards fail, responses repeat) is let go on by
-`publish.at_most_seconds` while the run runs: see roles/trainer/relief.py.
+`publish.at_most_seconds` while the run runs: see roles/trainer/loop.py.
 """
 
 import bisect

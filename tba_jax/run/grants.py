@@ -1,7 +1,7 @@
 """Grants: a trainer that waits for rows and has no newer weights lets those searchers go on that wait for a newer snapshot.
 
 `grant.json` holds {"number", "step"}: how many grants the run has had, and the trainer's step at the last. A searcher takes a
-grant that is given while it waits as it would take a newer snapshot (see roles/searcher/quota.py).
+grant that is given while it waits as it would take a newer snapshot (see roles/searcher/stream.py).
 """
 
 import json

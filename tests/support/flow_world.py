@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 
 from tba_jax.replay.index import ReplayIndex
-from tba_jax.roles.searcher.quota import Quota
-from tba_jax.roles.searcher.stream import QueryStream
+from tba_jax.roles.searcher.stream import QueryStream, Quota
 from tba_jax.roles.trainer.buffer import draw, make_selection
+from tba_jax.roles.trainer.loop import Relief
 from tba_jax.roles.trainer.publishing import is_due
-from tba_jax.roles.trainer.relief import Relief
 from tba_jax.tasks.interface import EncodedQuery, Query
 from tba_jax.trajectory import RowShape
 

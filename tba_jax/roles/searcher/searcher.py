@@ -29,7 +29,7 @@ from tba_jax.roles.reference import policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler, automaton
 from tba_jax.roles.searcher import stream
 from tba_jax.roles.searcher.appender import Appender, DecodedBatch, SearchReport
-from tba_jax.roles.searcher.quota import Quota
+from tba_jax.roles.searcher.stream import Quota
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout
 from tba_jax.tasks.interface import EncodedQuery, Task
