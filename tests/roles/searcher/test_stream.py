@@ -205,7 +205,7 @@ def test_a_report_tells_the_share_of_groups_with_equal_rewards(make):
     assert made.search().equal_reward_groups == pytest.approx(2 / 3)
 
 
-def asked(quota: Quota) -> int:
+def taken_by(quota: Quota) -> int:
     count = 0
     while quota.is_left and count < 100:
         quota.ask()
@@ -215,15 +215,15 @@ def asked(quota: Quota) -> int:
 
 def test_a_quota_is_of_whole_batches():
     for rows, queries in ((1, 2), (8, 2), (9, 4), (16, 4), (0, 100)):
-        assert asked(Quota(max_rows=rows, queries_per_batch=2, samples_per_query=4)) == queries
+        assert taken_by(Quota(max_rows=rows, queries_per_batch=2, samples_per_query=4)) == queries
 
 
 def test_a_snapshot_or_a_later_grant_renews_it():
     quota = Quota(max_rows=8, queries_per_batch=2, samples_per_query=4)
-    assert asked(quota) == 2
+    assert taken_by(quota) == 2
     assert not quota.wait(5) and not quota.wait(5), "grants that came before it waited are not its own"
-    assert quota.wait(6) and asked(quota) == 2
+    assert quota.wait(6) and taken_by(quota) == 2
     assert not quota.wait(6)
     quota.renew()
-    assert asked(quota) == 2
+    assert taken_by(quota) == 2
     assert not quota.wait(9) and quota.wait(10)
