@@ -166,7 +166,7 @@ def _variant_for_this_machine(given: command_line.Given) -> str:
 
 def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *, machine: str) -> command_line.Job:
     """Args: machine: see _variant_for_this_machine, "" without it."""
-    from tba_jax.experiment import compiling, composition, disk, jobs, mistakes, named_task, other_runs, this_machine
+    from tba_jax.experiment import compiling, composition, disk, jobs, mistakes, other_runs, this_machine
     from tba_jax.roles import gpus
     from tba_jax.run import log_files, places, privacy
     from tba_jax.telemetry import record
@@ -174,7 +174,7 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
     if given.role == "searcher":
         _split_cpu(config.searchers.cpu_devices)
     found = mistakes.Mistakes()
-    is_private = privacy.is_private(folder) or found.attempt(named_task.keeps_private, config.task.name)
+    is_private = privacy.is_private(folder) or found.attempt(composition.keeps_private, config.task.name)
     if is_private and not given.dry_run:
         privacy.keep(folder)
     _hold_compilation_cache(folder)

@@ -143,3 +143,19 @@ def frozen(tmp_path_factory) -> Any:
     from tests.support import frozen_runs
 
     return frozen_runs.copies(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory) -> Any:
+    """A run of six steps in turn on one device, whose window is too small for its rows; who changes it copies it."""
+    from tba_jax.experiment import jobs
+    from tests.support import tiny_run
+
+    settings = {"schedule__mode": "interleaved", "evaluation__enabled": False, "task__missing_eos_reward": -1.0}
+    settings |= {"learner__steps": 6, "replay__capacity": 40, "sampling__explore_top_p_probability": 0.5}
+    first = jax.local_devices()[:1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *_: first)
+        made = tiny_run.settings(tmp_path_factory.mktemp("finished") / "run", tiny_run.config(**settings))
+        assert jobs.everything(made)() == 0
+    return made

@@ -14,18 +14,18 @@ from typing import Any
 from absl import flags
 
 from tba_jax import outputs
-from tba_jax.commands import command_line, existing_run, settings_help, snapshot_step
+from tba_jax.commands import command_line, existing_run, settings_help
 from tba_jax.run import layout, places, privacy
 from tba_jax.text.visible import visible_json, visible_line
 
 
 def evaluate(
-    workdir: Path, *, step: snapshot_step.Asked, settings: existing_run.Source = existing_run.AS_IT_IS
+    workdir: Path, *, step: existing_run.AskedStep, settings: existing_run.Source = existing_run.AS_IT_IS
 ) -> dict[str, Any]:
     """The report of one snapshot, as in DIR/evaluations (see Evaluator.report). Disturbs no process of the run.
 
     Args:
-      step: of a published snapshot, see snapshot_step.
+      step: of a published snapshot, see existing_run.chosen_step.
       settings: what the user says of the run's settings.
 
     Raises:
@@ -40,7 +40,7 @@ def evaluate(
     run = layout.open_run_dir(workdir)
     stored = contract.read_run(run, called=str(workdir))
     experiment = composition.rebuild(stored, existing_run.config_of(stored, settings, called=str(workdir)), called=str(workdir))
-    step = snapshot_step.chosen(run, step, called=str(workdir))
+    step = existing_run.chosen_step(run, step, called=str(workdir))
     if not places.exists(run.initial_reference):
         raise ValueError(f"{run.initial_reference} is gone: it names the policy of step 0, which the evaluator loads")
     config, task = experiment.config, experiment.task
@@ -57,7 +57,7 @@ def evaluate(
 
 def add_flags(values: flags.FlagValues) -> settings_help.Program:
     settings = existing_run.add_flags(values)
-    snapshot_step.add_flag(values)
+    existing_run.add_step(values)
     command_line.add_path(values, "output", "a file that the report is written to; without it the report is printed")
     return settings
 

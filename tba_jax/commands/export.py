@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from tba_jax import outputs
-from tba_jax.commands import command_line, snapshot_step
+from tba_jax.commands import command_line, existing_run
 from tba_jax.run import layout, places, privacy
 from tba_jax.run.places import Place
 from tba_jax.text.visible import visible
@@ -28,12 +28,12 @@ if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answe
     from tba_jax.text.tokenizers import Tokenizer
 
 
-def export(workdir: Path, output: Path, *, step: snapshot_step.Asked, dtype: str | None, adapter: bool = False) -> str:
+def export(workdir: Path, output: Path, *, step: existing_run.AskedStep, dtype: str | None, adapter: bool = False) -> str:
     """Writes the folder, with a model card; one tensor at a time is in memory. Adapters are merged.
 
     Args:
       output: see outputs.folder; outside of workdir, whose folders belong to the run's processes.
-      step: of a published snapshot, see snapshot_step. dtype: of the weights written; None: the snapshot's.
+      step: of a published snapshot, see existing_run.chosen_step. dtype: of the weights written; None: the snapshot's.
       adapter: writes the adapters alone, for peft.
 
     Returns:
@@ -54,7 +54,7 @@ def export(workdir: Path, output: Path, *, step: snapshot_step.Asked, dtype: str
     stored = stored_run.read(run, called=str(workdir))
     outputs.check_folder(output, outside=(run.root, run.shared))
     config, policy, tokenizer = stored.config, stored.policy, stored.tokenizer
-    step = snapshot_step.chosen(run, step, called=str(workdir))
+    step = existing_run.chosen_step(run, step, called=str(workdir))
     source = load.resolve_folder(config.model.path) if config.model.path else None
     base = _adapted_checkpoint(run, config) if adapter else ""
     write_tokenizer, ids = _tokenizer_files(tokenizer, source)
@@ -170,7 +170,7 @@ _OF_ROWS = ("min_step", "max_step", "min_reward", "max_reward", "writer")
 def add_flags(values: flags.FlagValues) -> None:
     command_line.add_workdir(values)
     command_line.add_path(values, "output", "the folder to write a policy to; it must not exist, or be empty")
-    snapshot_step.add_flag(values)
+    existing_run.add_step(values)
     dtypes = ("float32", "bfloat16", "float16")
     flags.DEFINE_bool("adapter", False, "writes the adapters alone, as a folder of peft", flag_values=values)
     flags.DEFINE_enum("dtype", None, dtypes, "of the weights; default: the snapshot's", flag_values=values)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from absl import flags
 
-from tba_jax.commands import command_line, snapshot_step
+from tba_jax.commands import command_line, existing_run
 from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # imported late: a mistyped flag is answered at once
@@ -88,7 +88,7 @@ def _best(run: "layout.RunDir") -> str:
     """A line about the snapshot with the best held-out score, "" where there is none."""
     from tba_jax.run import snapshots
 
-    best = snapshot_step.best(run, snapshots.committed_steps(run.policies))
+    best = existing_run.best_snapshot(run, snapshots.committed_steps(run.policies))
     return "" if best is None else f"\nbest held-out score of a snapshot: {best.score:.3f} at step {best.step}"
 
 

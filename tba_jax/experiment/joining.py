@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from tba_jax.experiment import checks, composition, disk, initial_policy, meshes, other_runs, schedule_changes
 from tba_jax.experiment.mistakes import Mistakes
@@ -15,8 +15,11 @@ from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout, places
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.world import ALONE, World
+from tba_jax.tasks.interface import SPLITS
+from tba_jax.telemetry.alarms import Alarms
 from tba_jax.telemetry.record import Record, Window
 from tba_jax.telemetry.trackers import missing
+from tba_jax.text import lost_text
 
 log = logging.getLogger(__name__)
 
@@ -153,3 +156,39 @@ def with_schedule_of_run(s: Invocation, *, role: str) -> Invocation:
     with mistakes_end_the_role():  # its own settings may not go with that schedule
         checks.check(config)
     return dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, config=config))
+
+
+class ChangedPrompts(NamedTuple):
+    """See Alarms.tell."""
+
+    sentence: str
+    advice: str
+
+
+KIND = "prompts_change"
+# Of each split, evenly spread: decoding a data set takes minutes where it has many prompts.
+PROMPTS = 256
+
+
+def changed_prompts(e: composition.Experiment) -> ChangedPrompts | None:
+    """What the tokenizer makes of prompts, None where it keeps them."""
+    changes = []
+    for split in SPLITS:
+        queries = e.queries[split]
+        chosen = range(0, len(queries), max(1, -(-len(queries) // PROMPTS)))
+        lost = lost_text.find([queries[i].query.prompt for i in chosen], e.tokenizer)
+        if lost.count:
+            of = f"{len(chosen)} {split} prompts" + (f" (of {len(queries):,})" if len(chosen) < len(queries) else "")
+            changes.append(f"{lost.count} of {of}, such as '{lost.text}', which the policy reads as '{lost.read}'")
+    if not changes:
+        return None
+    return ChangedPrompts(
+        sentence=f"the tokenizer changes the text of {', and '.join(changes)}",
+        advice="take a model whose tokenizer has these characters, or write prompts without them (the task's prompt setting)",
+    )
+
+
+def tell_changed_prompts(e: composition.Experiment, alarms: Alarms) -> None:
+    """Tells an alarm of what the tokenizer makes of prompts, once a run."""
+    if not alarms.is_told(KIND) and (found := changed_prompts(e)) is not None:
+        alarms.tell(kind=KIND, **found._asdict(), step=0)

@@ -1,4 +1,4 @@
-"""A run that exists, as its config.json tells it: config, contract, policy and tokenizer.
+"""Policy and tokenizer that a config names, and a run that exists, as its config.json tells it.
 
 Whoever can write a workdir decides what its config.json names. Nothing of that is executed here: no task is imported, and no code
 of a checkpoint.
@@ -8,14 +8,19 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tba_jax.experiment import named_policy
+from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.experiment.schema import SCHEMA
-from tba_jax.models.config import FREE_FIELDS
+from tba_jax.models import attention
+from tba_jax.models.config import FREE_FIELDS, DecoderConfig
+from tba_jax.models.hugging_face import load
+from tba_jax.models.lora import LoraConfig
 from tba_jax.models.policy import Policy
+from tba_jax.models.presets import PRESETS
 from tba_jax.run import contract as contract_lib
 from tba_jax.run import layout
 from tba_jax.schemas import flatten
-from tba_jax.text.tokenizers import Tokenizer
+from tba_jax.text import vocabulary
+from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +42,7 @@ def read(run: layout.RunDir, *, called: str) -> StoredRun:
     stored = contract_lib.read_run(run, called=called)
     config = config_of(stored, called=called)
     contract = contract_lib.of(stored, called=called)
-    policy, tokenizer = named_policy.policy_and_tokenizer(config, alphabet=contract.alphabet)
+    policy, tokenizer = policy_and_tokenizer(config, alphabet=contract.alphabet)
     model = {name: value for name, value in dataclasses.asdict(policy.model).items() if name not in FREE_FIELDS}
     here = contract_lib.plain({"model": model, "tokenizer": tokenizer.fingerprint})
     if different := contract_lib.differences({name: stored["contract"][name] for name in here}, here):
@@ -70,3 +75,74 @@ def _with_tuples(tree: Any) -> Any:
     if isinstance(tree, Mapping):
         return {name: _with_tuples(value) for name, value in tree.items()}
     return tuple(map(_with_tuples, tree)) if isinstance(tree, list) else tree
+
+
+def policy_and_tokenizer(config: Any, *, alphabet: str, weights: bool = True, date: str = "") -> tuple[Policy, Tokenizer]:
+    """The policy that config.model and config.lora name, and its tokenizer. No code of the checkpoint or of a task is executed.
+
+    Args:
+      alphabet: without model.path, the characters of the tokenizer, which the task defines; "" where it defines none.
+      weights: False: those of model.path need not be there; and model.preset, where it is given, says the shape in its place.
+      date: see HuggingFaceTokenizer.
+
+    Raises:
+      ValueError: the checkpoint cannot be used, or policy, adapters and tokenizer do not go together.
+    """
+    if config.model.path:
+        with load.named("model.path", config.model.path):
+            folder = load.resolve_folder(config.model.path, weights=weights)
+            if config.model.preset:
+                model = _model_from_shape(config, vocab=0)
+            else:
+                dtype, kernel = config.model.compute_dtype, config.model.attention
+                model = load.read_config(folder, compute_dtype=dtype, attention=kernel, head="language_model")
+            tokenizer: Tokenizer = HuggingFaceTokenizer(folder, vocab=model.vocab, date=date)
+    else:
+        if not alphabet:
+            tokenizer_of = "; beside model.preset, a dry run takes only the tokenizer from there" if config.model.preset else ""
+            raise ValueError(
+                f"task.name={config.task.name!r} needs a pretrained model: set model.path to its folder{tokenizer_of}"
+            )
+        tokenizer = CharacterTokenizer(alphabet)
+        model = _model_from_shape(config, tokenizer.vocab_size)
+    policy = Policy(model=model, lora=adapters(config))
+    _ = policy.trained_specs  # refuses targets that the model does not have
+    return policy, tokenizer
+
+
+def _model_from_shape(config: Any, vocab: int) -> DecoderConfig:
+    m = config.model
+    if m.preset:
+        return dataclasses.replace(PRESETS[m.preset], compute_dtype=m.compute_dtype, attention=m.attention)
+    shape = {name: value for name, value in m.items() if name not in ("path", "preset")}
+    return DecoderConfig(vocab=vocab, max_positions=config.task.prompt_length + config.task.response_length, **shape)
+
+
+def adapters(config: Any) -> LoraConfig | None:
+    """The adapters that config.lora asks for, None where it asks for none."""
+    c = config.lora
+    return LoraConfig(rank=c.rank, alpha=c.alpha, targets=tuple(c.targets)) if c.rank else None
+
+
+def check_policy(config: Any, policy: Policy, tokenizer: Tokenizer, found: Mistakes) -> None:
+    """Adds to `found` where kernel, stop strings or lengths do not go with the policy or the tokenizer."""
+    task, model = config.task, policy.model
+    found.attempt(_check_kernel, model)
+    found.attempt(vocabulary.check_stop_strings, task.stop_strings, tokenizer, model.vocab)
+    found.attempt(vocabulary.check_stop_strings, task.step_ends, tokenizer, model.vocab, setting="task.step_ends", special=False)
+    total = task.prompt_length + task.response_length
+    found.require(
+        total <= model.max_positions,
+        f"task.prompt_length={task.prompt_length} + task.response_length={task.response_length} = {total} exceed the model's "
+        f"{model.max_positions} positions",
+    )
+
+
+def _check_kernel(model: DecoderConfig) -> None:
+    """Refuses what cuDNN's flash attention does not take."""
+    if model.attention != "cudnn":
+        return
+    if model.compute_dtype != "bfloat16":
+        raise ValueError(f"model.attention=cudnn needs model.compute_dtype=bfloat16, not {model.compute_dtype}")
+    if not attention.cudnn_takes(model.head_size):
+        raise ValueError(f"model.attention=cudnn takes heads of a multiple of 8 up to 128, the model's are {model.head_size}")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tba_jax.experiment import compiling, initial_policy, joining, other_runs, prompt_check, role_devices, schedule_changes
+from tba_jax.experiment import compiling, initial_policy, joining, other_runs, role_devices, schedule_changes
 from tba_jax.experiment.joining import Invocation, join, mistakes_end_the_role
 from tba_jax.roles import gpus
 from tba_jax.run import contract as contract_lib
@@ -92,7 +92,7 @@ def _make_reference(s: Invocation, group: Group, record: Record) -> None:
 
     Args: record: of the process that makes it.
     """
-    prompt_check.tell(s.experiment, Alarms(s.run.metrics("trainer")))
+    joining.tell_changed_prompts(s.experiment, Alarms(s.run.metrics("trainer")))
     if places.exists(s.run.initial_reference):
         if initial_policy.mend(s.run):  # until now nobody knew whose rows go with it
             other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=s.init_from)

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from tba_jax.experiment import disk, named_policy
+from tba_jax.experiment import disk, stored_run
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.replay.reader import LogReader
 from tba_jax.reporting.rows import RowTable
@@ -174,7 +174,7 @@ def tokenizer_of(stored: Mapping[str, Any]) -> Tokenizer:
     known = {name: value for name, value in there.items() if name in SCHEMA.rules and not name.startswith("task.custom.")}
     config.update_from_flattened_dict({name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
     contract = stored["contract"]
-    _, tokenizer = named_policy.policy_and_tokenizer(config, alphabet=contract["alphabet"], weights=False)
+    _, tokenizer = stored_run.policy_and_tokenizer(config, alphabet=contract["alphabet"], weights=False)
     if tokenizer.fingerprint != contract["tokenizer"]:
         raise ValueError(f"that of model.path={config.model.path!r} is not the one that the run was made with")
     return tokenizer

@@ -8,24 +8,11 @@ import numpy as np
 import pytest
 
 from tba_jax.commands import audit, command_line
-from tba_jax.experiment import jobs
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.run import layout
-from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A run of 6 steps whose window is too small for its rows, and what it was made from."""
-    workdir = tmp_path_factory.mktemp("audited")
-    settings = {"schedule__mode": "interleaved", "evaluation__enabled": False, "task__missing_eos_reward": -1.0}
-    c = tiny_run.config(learner__steps=6, replay__capacity=40, sampling__explore_top_p_probability=0.5, **settings)
-    s = tiny_run.settings(workdir, c)
-    assert jobs.everything(s)() == 0
-    return s
 
 
 @pytest.fixture

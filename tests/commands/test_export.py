@@ -77,13 +77,13 @@ def logits(params, tokens, config) -> np.ndarray:
     return np.asarray(tiny_checkpoints.logits(params, tokens, np.ones_like(tokens, bool), config))[0]
 
 
-@pytest.mark.parametrize("changes", [{}, {"publish__dtype": "bfloat16"}, LORA], ids=["full", "bfloat16", "lora"])
-def test_an_exported_step_is_the_snapshot(tmp_path, changes):
-    s = finished_run(tmp_path / "run", **changes)
-    said = export.export(tmp_path / "run", tmp_path / "model", step=2, dtype="float32")
-    assert said == f"step 2 of {tmp_path / 'run'} is in {tmp_path / 'model'} (llama, float32)"
+@pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
+def test_an_exported_step_is_the_snapshot(finished, tmp_path, changes):
+    s = finished_run(tmp_path / "run", **changes) if changes else finished
+    said = export.export(s.run.root, tmp_path / "model", step=2, dtype="float32")
+    assert said == f"step 2 of {s.run.root} is in {tmp_path / 'model'} (llama, float32)"
     card = huggingface_hub.ModelCard.load(tmp_path / "model" / "README.md")
-    assert card.data.library_name == "transformers" and "weights of trainer step 2 of 3" in card.text
+    assert card.data.library_name == "transformers" and f"weights of trainer step 2 of {s.config.learner.steps}" in card.text
     assert "| rows trained on | 24 |" in card.text and "has been evaluated" in card.text
     config = load.read_config(tmp_path / "model", compute_dtype="float32")
     assert config == s.experiment.policy.model
@@ -129,31 +129,31 @@ def test_adapters_alone_are_published_and_optimised(tmp_path):
     assert changed == {"layers.attention.query.weight", "layers.feed_forward.down.weight"}
 
 
-def test_without_held_out_scores_the_newest_step_is_the_default_and_its_dtype(tmp_path, capsys):
-    finished_run(tmp_path / "run", publish__dtype="bfloat16")
-    flags = [f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'model'}"]
+def test_without_held_out_scores_the_newest_step_is_the_default_and_its_dtype(finished, tmp_path, capsys):
+    run = finished.run.root
+    flags = [f"--workdir={run}", f"--output={tmp_path / 'model'}"]
     command_line.execute(export, flags)
-    assert "step 3 of" in capsys.readouterr().out
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert "step 6 of" in capsys.readouterr().out
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "float32"
     with pytest.raises(SystemExit, match="2"):
         command_line.execute(export, flags)
     assert f"{tmp_path / 'model'} exists and is not an empty folder" in capsys.readouterr().err
     with pytest.raises(
-        ValueError, match=r"--step=7 is not a snapshot of .*; the nearest step that is kept is 3; there are 0, 1, 2, 3"
+        ValueError, match=r"--step=9 is not a snapshot of .*; the nearest step that is kept is 6; there are 0, 1, 2, 3"
     ):
-        export.export(tmp_path / "run", tmp_path / "other", step=7, dtype=None)
+        export.export(run, tmp_path / "other", step=9, dtype=None)
     with pytest.raises(ValueError, match="holds no run"):
         export.export(tmp_path, tmp_path / "other", step=None, dtype=None)
     assert not (tmp_path / "other").exists()
 
 
-def test_the_step_with_the_best_score_is_the_default(tmp_path, capsys):
-    run = finished_run(tmp_path / "run").run
+def test_the_step_with_the_best_score_is_the_default(finished, tmp_path, capsys):
+    run = layout.RunDir(shutil.copytree(finished.run.root, tmp_path / "run"))
     run.evaluations.mkdir()
     for step, reward in ((0, 0.25), (1, 0.75), (3, 0.5)):
         report = {"step": step, "greedy_reward": reward, "score_name": "accuracy", "queries": 8}
         layout.write_json(run.evaluations / f"{layout.step_name(step)}.json", report)
-    for flags, step in (([], 1), (["--step=best"], 1), (["--step=last"], 3), (["--step=2"], 2)):
+    for flags, step in (([], 1), (["--step=best"], 1), (["--step=last"], 6), (["--step=2"], 2)):
         output = tmp_path / f"model{''.join(flags)}"
         command_line.execute(export, [f"--workdir={run.root}", f"--output={output}", *flags])
         said = capsys.readouterr()

@@ -92,12 +92,6 @@ def test_the_home_of_nobody_is_refused(write):
     )
 
 
-def test_a_recipe_may_lie_at_home(write, tmp_path, monkeypatch):
-    write()
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert load("~/mine.py").learner.steps == 3
-
-
 @pytest.mark.parametrize("schema", [run_schema.SCHEMA, supervised_schema.SCHEMA], ids=["run", "supervised"])
 def test_every_setting_of_a_path_is_marked(schema):
     named = {name for name in schema.rules if name.endswith("path")}
@@ -217,29 +211,3 @@ def test_a_flag_that_changes_no_setting_is_one_sentence(flag, words):
 def test_recipes_of_the_other_program_are_refused():
     with pytest.raises(ValueError, match=r"configs/base\.py is not made from configs/supervised\.py.*python -m tba_jax\.main"):
         recipes.load("configs/base.py", [], program=settings_help.SUPERVISED)
-
-
-@pytest.mark.parametrize(
-    "flag, told",
-    [
-        ("learner.beta=1", "'learner.beta'; did you mean 'learner.beta_"),
-        ("beta_end=1", "'beta_end'; did you mean 'learner.beta_end'?"),
-        ("learner.stesp=1", "'learner.stesp'; did you mean 'learner.steps'?"),
-        ("learner.lr=1", "'learner.lr'; --help=learner lists those of learner"),
-    ],
-)
-def test_a_setting_that_does_not_exist_names_those_that_may_be_meant(write, flag, told):
-    assert f"the config has no setting {told}" in refusal(write(), f"--config.{flag}")
-
-
-@pytest.mark.parametrize(
-    "flag, told",
-    [
-        ("learner.steps=many", "must be a whole number, as 3 is"),
-        ("learner.beta_end=low", "must be a number, as 0.004 is"),
-        ("evaluation.enabled=perhaps", "must be true or false, as True is"),
-        ("task.missing_eos_reward=none", "must be a number"),
-    ],
-)
-def test_a_value_of_another_type_is_told_what_the_setting_takes(write, flag, told):
-    assert refusal(write(), f"--config.{flag}") == f"--config.{flag} {told}"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.commands import command_line, export, snapshot_step
+from tba_jax.commands import command_line, existing_run, export
 from tba_jax.run import layout, places, processes, snapshots
 
 SCORES = {0: 0.25, 10: 0.75, 20: 0.5}
@@ -30,8 +30,8 @@ def score(run: layout.RunDir, step: int, reward: float | None) -> None:
     layout.write_json(run.evaluations / f"{layout.step_name(step)}.json", {"step": step, "greedy_reward": reward})
 
 
-def chosen(run: layout.RunDir, asked: snapshot_step.Asked) -> int:
-    return snapshot_step.chosen(run, asked, called="RUN")
+def chosen(run: layout.RunDir, asked: existing_run.AskedStep) -> int:
+    return existing_run.chosen_step(run, asked, called="RUN")
 
 
 def test_the_best_step_is_the_default_and_is_told(run, caplog):

@@ -62,14 +62,17 @@ def test_a_number_without_a_lower_limit_must_still_be_finite(name, value):
         checks.check(tiny_run.config_with({name: value}))
 
 
-@pytest.mark.parametrize("name", LIMITED)
-def test_a_value_outside_of_its_limits_is_refused(name):
-    default = flatten(SCHEMA.defaults().to_dict())[name]
-    values = outside(LIMITED[name], default)
-    assert values
-    for value in values:
-        with pytest.raises(ValueError, match=f"^{re.escape(f'{name}={value!r} ')}"):
-            checks.check(tiny_run.config_with({name: value}))
+def test_a_value_outside_of_its_limits_is_refused():
+    """The sentence names the setting, the value and the limit."""
+    defaults = flatten(SCHEMA.defaults().to_dict())
+    for name, rule in LIMITED.items():
+        values = outside(rule, defaults[name])
+        assert values, name
+        for value in values:
+            with pytest.raises(ValueError, match=f"^{re.escape(f'{name}={value!r} ')}") as refused:
+                checks.check(tiny_run.config_with({name: value}))
+            limit = "" if rule.one_of or rule.registry else rule.limits()
+            assert limit in str(refused.value), (limit, str(refused.value))
 
 
 def test_a_reward_of_responses_without_an_end_must_be_finite():
@@ -100,27 +103,20 @@ def test_the_schema_loads_without_jax():
 @pytest.mark.parametrize(
     "overrides, sentence",
     [
-        ({"learner.objective": "trajectory_balanse"}, "(did you mean 'trajectory_balance'?)"),
-        ({"replay.strategy": "sofmax"}, "(did you mean 'softmax'?)"),
         (
             {"task.name": "aritmetic"},
             "task.name='aritmetic' is not one of arithmetic, ",
         ),
-        ({"learner.schedule": "wds"}, "(did you mean 'wsd'?)"),
         (
             {"metrics.sinks": ("tensorboard", "wandbb")},
             "holds 'wandbb', which is not one of tensorboard, wandb, trackio (did you mean 'wandb'?)",
         ),
         ({"metrics.project": "a/b"}, "metrics.project='a/b' must be 1 to 100 letters, digits"),
-        ({"metrics.project": ""}, "metrics.project='' must be 1 to 100 letters"),
         ({"metrics.group": "\x1b[31m"}, "metrics.group='\\x1b[31m' must be 1 to 100 letters, digits"),
-        ({"searchers.swap": "at_onse"}, "is not one of at_once, new_sequences (did you mean 'at_once'?)"),
         (
             {"learner.completions": 1},
             "learner.completions=1 must be at least 2: learner.objective=trajectory_balance compares the completions",
         ),
-        ({"learner.completions": 1, "learner.objective": "tba_prime"}, "learner.objective=tba_prime compares the completions"),
-        ({"learner.objective": "learned_log_y"}, "(did you mean 'learned_log_z'?)"),
         (
             {"learner.reference.kind": "none", "learner.ref_temperature_start": 1.2, "learner.ref_temperature_end": 1.2},
             "learner.ref_temperature_end=1.2 would not be used: learner.reference.kind=none has no reference to temper",
@@ -129,19 +125,15 @@ def test_the_schema_loads_without_jax():
             {"learner.ref_temperature_end": 1.2},
             "learner.ref_temperature_start=1.0 would not be used: learner.ref_temperature_steps=0 means 1.2",
         ),
-        ({"learner.beta_steps": 0}, "learner.beta_start=0.012 would not be used: learner.beta_steps=0 means 0.004"),
-        ({"learner.reward_temperature_start": 2.0}, "learner.reward_temperature_start=2.0 would not be used"),
         (
             {"learner.reference.kind": "ema", "lora.rank": 4},
             "lora.rank=4 trains adapters, and the product of averages of A and B is not the average of A B",
         ),
-        ({"searchers.samples_per_query": 19}, "searchers.samples_per_query=19 is less than learner.completions=20"),
         (
             {"learner.micro_batch_tokens": 47},
             "micro_batch_tokens=47 does not hold one row: a row has task.prompt_length + task.response_length = 48 tokens",
         ),
         ({"model.path": "/x", "model.preset": "gpt2"}, "model.path='/x' and model.preset='gpt2' exclude each other"),
-        ({"model.preset": "pythia-410"}, "(did you mean 'pythia-410m'?)"),
         (
             {"replay.merge_edit_distance": 0.1, "replay.merge_duplicates": False},
             "merge near-duplicates, which replay.merge_duplicates=False forbids",
@@ -165,9 +157,7 @@ def test_the_schema_loads_without_jax():
             {"learner.schedule": "wsd", "learner.decay_steps": 491},
             "learner.warmup_steps=10 + learner.decay_steps=491 exceed learner.steps=500",
         ),
-        ({"learner.decay_steps": 591, "learner.schedule_steps": 600}, "591 exceed learner.schedule_steps=600"),
         ({"learner.schedule_steps": 499}, "learner.schedule_steps=499 is less than learner.steps=500: the last updates"),
-        ({"learner.decay": "cosin"}, "learner.decay='cosin' is not one of linear, cosine (did you mean 'cosine'?)"),
         ({"replay.capacity": 139}, "replay.capacity=139 cannot hold the 168 responses to learner.queries=7 queries"),
         (
             {"searchers.count": 1, "searchers.queries_per_batch": 2, "searchers.max_rows_per_snapshot": 144},
@@ -180,15 +170,11 @@ def test_the_schema_loads_without_jax():
             "replay.recent_fill=wait draws no query before it has learner.completions rows",
         ),
         ({"sampling.top_p": 0.9}, "sampling.top_p=0.9 would truncate every row; learner.objective=trajectory_balance needs full"),
-        ({"sampling.top_k": 5}, "sampling.top_k=5 would truncate every row"),
-        ({"sampling.min_p": 0.1}, "sampling.min_p=0.1 would truncate every row"),
-        ({"sampling.explore_top_p_probability": 1.0}, "sampling.explore_top_p_probability=1 would truncate every row"),
         ({"searchers.swap_memory": "in_place", "lora.rank": 2}, "searchers.swap_memory=in_place takes up"),
         (
             {"evaluation.swap_memory": "in_place", "lora.rank": 2},
             "evaluation.swap_memory=in_place takes up",
         ),
-        ({"searchers.swap_memory": "in_place", "searchers.weights": "int8"}, "searchers.weights=int8 rounds"),
         ({"searchers.count": 0}, "searchers.count=0 needs replay.mount, whose rows are trained on"),
         ({"searchers.count": 0, "replay.mount": ("a",), "schedule.mode": "interleaved"}, "and schedule.mode=asynchronous"),
         ({"replay.mount": ("a", 3)}, "replay.mount=('a', 3) must hold folders of runs, such as '(\"runs/first\","),
@@ -214,8 +200,6 @@ def test_the_schema_loads_without_jax():
             {"learner.mesh.data": 3},
             "learner.queries × learner.completions = 140 rows are not divisible by the 3 ways of learner.mesh.data",
         ),
-        ({"model.kv_heads": 3}, "model.heads=4 is not divisible by model.kv_heads=3"),
-        ({"model.head_size": 5}, "model.head_size=5 must be even"),
         ({"task.prompt_length": 7}, "4000 of 4000 train prompts are longer than task.prompt_length=7 tokens (longest: 9)"),
         (
             {"task.prompt_length": 7, "task.long_prompts": "skip"},
@@ -231,14 +215,10 @@ def test_the_schema_loads_without_jax():
             "task.response_length=1 must be at least 2 with task.force_eos, which makes the last token the end",
         ),
         ({"task.banned_tokens": (4, "5")}, "task.banned_tokens=(4, '5') must hold token ids, whole numbers from 0, not '5'"),
-        ({"task.banned_tokens": (4, True)}, "must hold token ids, whole numbers from 0, not True"),
-        ({"task.banned_tokens": (-1,)}, "must hold token ids, whole numbers from 0, not -1"),
         ({"task.banned_tokens": (4, 17)}, "task.banned_tokens holds 17, which is not below the vocabulary of 17 ids"),
         ({"task.banned_tokens": (2,)}, "task.banned_tokens holds 2, the end-of-sequence"),
         ({"task.banned_tokens": tuple(range(3, 17))}, "task.banned_tokens holds 14 ids and leaves no token"),
         ({"task.stop_strings": ("=", "")}, "task.stop_strings=('=', '') must hold texts of at least one character, not ''"),
-        ({"task.stop_strings": (3,)}, "task.stop_strings=(3,) must hold texts of at least one character, not 3"),
-        ({"task.step_ends": ("=", "")}, "task.step_ends=('=', '') must hold texts of at least one character, not ''"),
         (
             {"task.step_ends": ("=", "so")},
             "task.step_ends holds 'so', which no response can contain: the tokenizer (CharacterTokenizer)",

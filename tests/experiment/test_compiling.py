@@ -38,32 +38,21 @@ def on(count: int, limit: int | None = None) -> compiling.Devices:
     return compiling.Devices(devices=DEVICES[:count], limit=limit)
 
 
-def fitted(role: str, *, devices: int = 1, **settings) -> compiling.RoleFit:
+def measured(role: str, *names: str, devices: int = 1, **settings) -> dict[str, fitting.Fit]:
+    """The figures of some programs of a role, the only ones that are compiled."""
     experiment = composition.build(tiny_run.config(**settings))
-    return compiling.fit(experiment, RUN, role=role, on=on(devices))
+    made = compiling.programs(experiment, RUN, role=role, devices=DEVICES[:devices])
+    measure = fitting.Measure()
+    return {name: measure.fit(name, made[name]) for name in names}
+
+
+def names_of(role: str, **settings) -> list[str]:
+    return [*compiling.programs(composition.build(tiny_run.config(**settings)), RUN, role=role, devices=DEVICES[:1])]
 
 
 def bytes_of(tree) -> int:
     """On the first device."""
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
-
-
-@pytest.mark.parametrize("role", compiling.ROLES)
-def test_every_program_of_a_role_has_figures(role):
-    found = fitted(role)
-    assert [fit.name for fit in found.fits] == PROGRAMS[role]
-    for fit in found.fits:
-        assert fit.arguments + fit.outputs > 0 and fit.peak == sum(fit.parts().values()) and not fit.refused
-        assert fit.peak >= fit.arguments + fit.temporaries
-    assert found.takes == found.worst.peak == max(fit.peak for fit in found.fits) and found.limit == machine.memory()
-
-
-def test_without_a_reference_a_searcher_scores_nothing_and_does_not_hold_its_weights():
-    without, with_one = (fitted("searcher", learner__reference__kind=kind) for kind in ("none", "initial"))
-    assert [fit.name for fit in without.fits] == [name for name in PROGRAMS["searcher"] if name != "scoring by the reference"]
-    decoding, with_weights = (fit_of(found, "decode") for found in (without, with_one))
-    assert "reference" not in decoding.beside and decoding.peak == with_weights.peak - with_weights.beside["reference"]
-    assert [fit.name for fit in fitted("evaluator", learner__reference__kind="none").fits] == PROGRAMS["evaluator"]
 
 
 @pytest.fixture(scope="module")
@@ -91,15 +80,29 @@ def fit_of(found: compiling.RoleFit, name: str) -> fitting.Fit:
     return next(fit for fit in found.fits if fit.name == name)
 
 
+def test_every_program_of_a_role_has_figures(made):
+    for role, found in made[2].items():
+        assert [fit.name for fit in found.fits] == PROGRAMS[role]
+        for fit in found.fits:
+            assert fit.arguments + fit.outputs > 0 and fit.peak == sum(fit.parts().values()) and not fit.refused
+            assert fit.peak >= fit.arguments + fit.temporaries
+        assert found.takes == found.worst.peak == max(fit.peak for fit in found.fits) and found.limit == machine.memory()
+
+
+def test_without_a_reference_a_searcher_scores_nothing_and_does_not_hold_its_weights(made):
+    without = {"learner__reference__kind": "none"}
+    assert names_of("searcher", **without) == [name for name in PROGRAMS["searcher"] if name != "scoring by the reference"]
+    decoding, with_weights = measured("searcher", "decode", **without)["decode"], fit_of(made[2]["searcher"], "decode")
+    assert "reference" not in decoding.beside and decoding.peak == with_weights.peak - with_weights.beside["reference"]
+    assert names_of("evaluator", **without) == PROGRAMS["evaluator"]
+
+
 @pytest.mark.parametrize(
     ("role", "program", "scopes"),
     [
         ("trainer", "update", ["update", "score"]),
-        ("trainer", "publish", ["publish"]),
-        ("searcher", "prefill", ["prefill"]),
         ("searcher", "decode", ["decode"]),
         ("searcher", "scoring by the reference", ["score"]),
-        ("evaluator", "decode", ["decode"]),
     ],
 )
 def test_programs_name_their_parts_for_profilers(role, program, scopes, tmp_path, one_device):
@@ -149,8 +152,8 @@ def test_decoding_and_scoring_are_those_of_a_real_searcher(made):
 
 def test_a_part_of_the_rings_is_counted_where_it_is_copied():
     """CPUs and GPUs copy it once a call."""
-    found = fitted("searcher", task__response_length=128)
-    whole, part = (fit_of(found, name) for name in ("decode", "decode, part of a ring"))
+    names = ("decode", "decode, part of a ring")
+    whole, part = measured("searcher", *names, task__response_length=128).values()
     assert part.temporaries > whole.temporaries and part.arguments == whole.arguments
 
 
@@ -175,17 +178,18 @@ def test_shapes_are_those_of_the_arrays(made):
 
 def test_a_moving_reference_and_adapters_have_their_programs():
     settings = dict(learner__objective="tba_prime", learner__reference__kind="reset", lora__rank=2)
-    found = fitted("trainer", **settings, learner__reference__reset_optimizer=True)
-    names = {fit.name for fit in found.fits}
-    assert {"scoring by the moving reference", "copy to the moving reference", "restart of moments"} <= names
-    update = fit_of(found, "update")
-    assert "moving reference" in update.beside and "frozen weights" not in update.beside
+    settings["learner__reference__reset_optimizer"] = True
+    names = {"scoring by the moving reference", "copy to the moving reference", "restart of moments"}
+    assert names <= set(names_of("trainer", **settings))
+    beside = measured("trainer", "update", **settings)["update"].beside
+    assert "moving reference" in beside and "frozen weights" not in beside
 
 
-def test_meshes_divide_the_state():
-    whole, parts, ways = fitted("trainer"), fitted("trainer", devices=4, learner__mesh__fsdp=2, learner__mesh__data=2), 2
+def test_meshes_divide_the_state(made):
+    split, ways = {"learner__mesh__fsdp": 2, "learner__mesh__data": 2}, 2
+    whole, parts = fit_of(made[2]["trainer"], "update"), measured("trainer", "update", devices=4, **split)["update"]
     names = ("snapshots to be written", "checkpoint to be written")
-    whole_size, size = (sum(fit_of(found, "update").beside[name] for name in names) for found in (whole, parts))
+    whole_size, size = (sum(fit.beside[name] for name in names) for fit in (whole, parts))
     assert whole_size / ways <= size < 1.1 * whole_size / ways
 
 
@@ -245,18 +249,6 @@ def test_models_that_do_not_fit_name_their_settings(summaries):
     assert "does not fit" in said and "change task.tldr.batch_rows=" in said
 
 
-def test_a_dry_run_answers_for_models_on_devices_of_their_own(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda *_: DEVICES[:2])
-    flags = ["--role=searcher", "--dry_run", "--compile", "--config.searchers.task_devices=1", "--config.task.prompt_length=128"]
-    small = tiny_run.command(tmp_path / "run", *flags, recipe="configs/tldr_pythia.py:small", tiny=False)[3:]
-    assert command_line.execute(main, small) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in said[:3]] == ["searcher", "searcher, task", "together"]
-    # Both are of one process, so the machine holds both.
-    first, second, both = (float(re.search(r"(?:most )?([\d.]+) MiB of", line)[1]) for line in said[:3])
-    assert both == pytest.approx(first + second, abs=0.02)
-
-
 def test_a_victim_whose_slots_do_not_divide_is_one_sentence(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *_: DEVICES[:2])
     flags = ["--role=searcher", "--dry_run", "--compile", "--config.task.red_team.victim_concurrency=3"]
@@ -268,7 +260,7 @@ def test_a_victim_whose_slots_do_not_divide_is_one_sentence(tmp_path, capsys, mo
 def test_a_warm_start_is_compiled_where_there_is_one(tmp_path):
     experiment = composition.build(tiny_run.config(warm_start__steps=2, warm_start__batch_size=4))
     run = layout.RunDir(tmp_path)
-    names = [fit.name for fit in compiling.fit(experiment, run, role="trainer", on=on(1)).fits]
+    names = [*compiling.programs(experiment, run, role="trainer", devices=DEVICES[:1])]
     assert names == ["init of the warm start", "update of the warm start", *PROGRAMS["trainer"]]
     run.initial_reference.parent.mkdir(parents=True, exist_ok=True)
     run.initial_reference.write_text("{}")
@@ -277,29 +269,21 @@ def test_a_warm_start_is_compiled_where_there_is_one(tmp_path):
 
 def test_one_role_may_decode_in_lanes_with_rounded_weights():
     """The data ways of a mesh are lanes on devices of their own; only the first of them is described."""
-    found = fitted("searcher", devices=2, searchers__weights="int8", searchers__mesh__data=2)
-    assert fit_of(found, "decode").beside["next policy"] > 0
+    found = measured("searcher", "decode", devices=2, searchers__weights="int8", searchers__mesh__data=2)
+    assert found["decode"].beside["next policy"] > 0
 
 
-def test_a_policy_that_is_taken_up_in_place_needs_no_second_memory():
-    beside, in_place = (fitted("searcher", searchers__swap_memory=memory) for memory in ("beside", "in_place"))
-    weights = fit_of(beside, "decode").beside["next policy"]
-    policy = sum(x.size * 4 for x in jax.tree.leaves(compiled_arguments("searcher")))
-    # One set of weights, and one parameter more.
-    assert policy < weights < 1.5 * policy
-    assert fit_of(beside, "decode").peak - fit_of(in_place, "decode").peak == weights
-    assert "next policy" not in fit_of(in_place, "scoring by the reference").beside
-    swap, rest = fit_of(in_place, "a parameter of the next policy"), fit_of(in_place, "decode").beside
+def test_a_policy_that_is_taken_up_in_place_needs_no_second_memory(made):
+    names = ("decode", "scoring by the reference", "a parameter of the next policy")
+    beside, in_place = fit_of(made[2]["searcher"], "decode"), measured("searcher", *names, searchers__swap_memory="in_place")
+    weights = beside.beside["next policy"]
+    policy = bytes_of(made[1]._engine._lanes[0]._weights)
+    assert policy < weights < 1.5 * policy, "one set of weights, and one parameter more"
+    decode, scoring, swap = in_place.values()
+    assert beside.peak - decode.peak == weights and "next policy" not in scoring.beside
     assert swap.arguments + swap.outputs + swap.beside["policy in use"] < 1.6 * policy
-    assert swap.beside["reference"] == rest["reference"] and "next policy from its snapshot" not in {
-        f.name for f in in_place.fits
-    }
-
-
-def compiled_arguments(role: str):
-    """The weights that a role decodes with, as shapes."""
-    experiment = composition.build(tiny_run.config())
-    return compiling.programs(experiment, RUN, role=role, devices=DEVICES[:1])["decode"].arguments[0]
+    assert swap.beside["reference"] == decode.beside["reference"]
+    assert "next policy from its snapshot" not in names_of("searcher", searchers__swap_memory="in_place")
 
 
 def test_a_role_that_does_not_fit_is_told_what_to_change():
@@ -320,6 +304,11 @@ def test_a_role_that_does_not_fit_is_told_what_to_change():
     )
     assert "; change learner.micro_batch_tokens=0, task.custom.judge; not" in said and "refused by the compiler" in said
     assert "not checked: the warm start" in said
+    on_host = dataclasses.replace(found, on_host=1)
+    said = compiling.describe(
+        [on_host, dataclasses.replace(on_host, role="searcher")], config=tiny_run.config(searchers__count=2)
+    )
+    assert "together   may not fit: up to 66.00 GiB of 16.00 GiB; all roles share this machine's memory" in said
 
 
 @pytest.mark.parametrize(
@@ -346,21 +335,13 @@ def refusal(arguments: list[str], capsys) -> str:
     "flags, words",
     [
         (["--dry_run", "--topology=nobody=v5p:2x2x1"], ["'nobody'", "trainer, searcher, evaluator"]),
-        (["--dry_run", "--topology=v5p"], ["'v5p' is no topology", "v5e:2x2", "v5p:2x2x2", "H100x8"]),
         (["--dry_run", "--topology=X100x8"], ["the memory of X100 is not known: say it as X100x8@GIB"]),
-        (["--dry_run", "--topology=trainer=v5p:2x2x1,H100x8"], ["H100x8 is a machine for all roles"]),
         (["--dry_run", "--topology=v5p:0x1x1"], ["is no topology"]),
-        (["--dry_run", "--topology=v5p:2x2x1,v5e:2x2"], ["names two topologies"]),
         (["--dry_run", "--topology=trainer=v5p:2x2x1,trainer=v5e:2x2"], ["names the trainer twice"]),
-        (["--topology=v5p:2x2x1"], ["--topology needs --dry_run"]),
         (["--compile"], ["--compile needs --dry_run"]),
         (["--dry_run", "--compile", "--topology=v5p:2x2x1"], ["one of the two"]),
-        (["--dry_run", "--compile", "--config.learner.mesh.fsdp=3"], ["learner.mesh", "not divisible by 3"]),
         (["--dry_run", "--topology=trainer=v5p:2x2x1", "--role=searcher"], ["--role=searcher"]),
-        (["--dry_run", "--topology=evaluator=v5p:2x2x1", "--config.evaluation.enabled=False"], ["names no role of this run"]),
-        (["--dry_run", "--compile", "--role=reference"], ["--role=reference"]),
         (["--dry_run", "--compile", "--config.model.attention=splash"], ["model.attention=splash needs a TPU", "cpu"]),
-        (["--role=searcher", "--config.model.attention=splash"], ["model.attention=splash needs a TPU", "cpu"]),
         (["--config.model.attention=cudnn", "--config.model.compute_dtype=bfloat16"], ["needs an NVIDIA GPU", "cpu"]),
     ],
 )
@@ -387,14 +368,11 @@ def test_without_the_compiler_of_tpus_the_extra_is_named(tmp_path, capsys, one_d
 
 
 def test_the_answer_comes_first_and_nothing_is_written(tmp_path, capsys, one_device):
-    flags = tiny_run.command(tmp_path / "run", "--dry_run", "--compile")[3:]
+    flags = tiny_run.command(tmp_path / "run", "--dry_run=full", "--compile")[3:]
     assert command_line.execute(main, flags) == 0
     said = capsys.readouterr().out
     assert [line.split()[0] for line in said.splitlines()[:3]] == list(compiling.ROLES)
-    assert "config:" not in said and not (tmp_path / "run").exists()
-    assert command_line.execute(main, [*flags, "--dry_run=full", "--role=trainer"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("trainer") and "searcher on" not in said and "\nconfig:" in said and "parameters:" in said
+    assert said.index("\nconfig:") > said.index("evaluator on") and "parameters:" in said and not (tmp_path / "run").exists()
 
 
 def test_a_preset_is_the_shape_and_a_path_gives_the_tokenizer(tmp_path, capsys, one_device):

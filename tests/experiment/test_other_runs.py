@@ -22,16 +22,17 @@ pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
 def source_run(workdir, **changes) -> jobs.Invocation:
-    """6 steps, checkpoints at 5 and 6."""
+    """Two steps, with a checkpoint of the last."""
     settings = {"schedule__mode": "interleaved", "evaluation__enabled": False, "learner__learning_rate": 0.05}
-    s = tiny_run.settings(workdir, frozen_runs.config(learner__steps=6, **settings, **changes))
+    s = tiny_run.settings(workdir, frozen_runs.config(learner__steps=2, **settings, **changes))
     assert jobs.everything(s)() == 0
     return s
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return source_run(tmp_path_factory.mktemp("source"))
+@pytest.fixture
+def source(finished) -> jobs.Invocation:
+    """6 steps, checkpoints at 5 and 6."""
+    return finished
 
 
 def copy_of(source: jobs.Invocation, workdir) -> jobs.Invocation:
@@ -109,12 +110,12 @@ def test_heads_begin_anew_with_their_optimisers(tmp_path):
     """They belong to the other run's reference, unlike the policy and its moments."""
     changes = {"learner__objective": "learned_log_z"}
     theirs = source_run(tmp_path / "source", **changes)
-    ours = begin(tmp_path / "run", f"{theirs.run.root}@6", **changes)
-    taken, given = state_of(ours, 0), state_of(theirs, 6)
+    ours = begin(tmp_path / "run", f"{theirs.run.root}@2", **changes)
+    taken, given = state_of(ours, 0), state_of(theirs, 2)
     for of_head in (taken.params["log_z_head"], taken.opt_state["log_z_head"]):
         assert not any(np.any(leaf) for leaf in jax.tree.leaves(of_head))
     assert any(np.any(leaf) for leaf in jax.tree.leaves(given.params["log_z_head"]))
-    assert counts(dataclasses.replace(taken, opt_state=taken.opt_state["policy"]), optax.ScaleByAdamState) == [6]
+    assert counts(dataclasses.replace(taken, opt_state=taken.opt_state["policy"]), optax.ScaleByAdamState) == [2]
 
 
 def test_a_step_without_a_checkpoint_gives_its_weights_alone(source, tmp_path):
@@ -172,7 +173,7 @@ def test_adapters_of_the_other_run_are_merged(tmp_path):
     lora = {"lora__rank": 2, "lora__alpha": 6.0, "lora__targets": ("layers.attention.query",)}
     other = source_run(tmp_path / "source", **lora)
     policy = other.experiment.policy
-    base, adapters = stored(reference_of(other), policy.model_specs), stored(snapshot_of(other, 6), policy.trained_specs)
+    base, adapters = stored(reference_of(other), policy.model_specs), stored(snapshot_of(other, 2), policy.trained_specs)
     a, b = adapters["layers.attention.query.lora_a"], adapters["layers.attention.query.lora_b"]
     weight = base["layers.attention.query.weight"].astype(np.float64)
     update = np.zeros_like(weight)
@@ -182,7 +183,7 @@ def test_adapters_of_the_other_run_are_merged(tmp_path):
             update[layer] += 6.0 / 2 * np.tensordot(column, row, axes=0)
     assert np.abs(update).max() > 1e-4
     for name, changes in {"whole": {}, "adapters": lora}.items():
-        s = begin(tmp_path / name, f"{other.run.root}@6", **changes)
+        s = begin(tmp_path / name, f"{other.run.root}@2", **changes)
         got = stored(reference_of(s), policy.model_specs)
         np.testing.assert_allclose(got.pop("layers.attention.query.weight"), weight + update, atol=1e-6)
         assert_same(got, {name: array for name, array in base.items() if name != "layers.attention.query.weight"})

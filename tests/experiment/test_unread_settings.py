@@ -48,14 +48,6 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("name, value", [("lag", 2), ("updates_per_search", 4)])
-def test_settings_of_turns_are_refused_without_them(name, value):
-    config = tiny_run.config_with({f"schedule.{name}": value, "schedule.mode": "asynchronous"})
-    with pytest.raises(ValueError, match=rf"schedule\.{name}={value} .*schedule\.mode=asynchronous"):
-        checks.check(config, new=True)
-    checks.check(tiny_run.config_with({f"schedule.{name}": value, "schedule.mode": "interleaved"}), new=True)
-
-
 @pytest.mark.parametrize("name", READ)
 def test_settings_that_an_objective_does_not_read_are_refused(name):
     assert set(READ) == set(OBJECTIVES)
@@ -96,22 +88,6 @@ def test_a_schedule_that_never_decays_is_refused():
         checks.check(config, new=True)
 
 
-@pytest.mark.parametrize("name, value", [("recent_window", 3), ("recent_fill", "older")])
-def test_settings_of_recent_rows_are_refused_where_none_are_drawn(name, value):
-    config = tiny_run.config_with({f"replay.{name}": value, "replay.recent_probability": 0.0})
-    with pytest.raises(ValueError, match=rf"replay\.{name}={value} would not be used with replay\.recent_probability=0"):
-        checks.check(config, new=True)
-
-
-@pytest.mark.parametrize("setting, value", [("value_samples", 3), ("value_states", 1)])
-def test_settings_of_values_that_no_row_holds_are_refused(setting, value):
-    config = tiny_run.config_with({f"searchers.{setting}": value})
-    with pytest.raises(ValueError, match=rf"searchers\.{setting}={value} would not be used with task\.step_ends=\(\)"):
-        checks.check(config, new=True)
-    config.task.step_ends = (",",)
-    checks.check(config, new=True)
-
-
 @pytest.mark.parametrize(
     "changes, read_with",
     [
@@ -125,6 +101,12 @@ def test_settings_of_values_that_no_row_holds_are_refused(setting, value):
         ({"learner.reference.offload": True}, {"learner.reference.kind": "reset"}),
         ({"replay.merge_keep": "best", "replay.merge_duplicates": False}, {"replay.merge_duplicates": True}),
         ({"searchers.lag": 4, "schedule.mode": "interleaved"}, {"schedule.mode": "asynchronous"}),
+        ({"schedule.lag": 2, "schedule.mode": "asynchronous"}, {"schedule.mode": "interleaved"}),
+        ({"schedule.updates_per_search": 4, "schedule.mode": "asynchronous"}, {"schedule.mode": "interleaved"}),
+        ({"replay.recent_window": 3, "replay.recent_probability": 0.0}, {"replay.recent_probability": 0.5}),
+        ({"replay.recent_fill": "older", "replay.recent_probability": 0.0}, {"replay.recent_probability": 0.5}),
+        ({"searchers.value_samples": 3}, {"task.step_ends": (",",)}),
+        ({"searchers.value_states": 1}, {"task.step_ends": (",",)}),
     ],
 )
 def test_settings_of_choices_that_nobody_makes_are_refused(changes, read_with):

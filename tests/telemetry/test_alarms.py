@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from configs import story_sentiment
-from tba_jax.experiment import prompt_check, training
+from tba_jax.experiment import joining, training
 from tba_jax.roles.trainer import loop
 from tba_jax.roles.trainer.recorder import Circumstances, Recorder
 from tba_jax.telemetry import alarms
@@ -156,7 +156,7 @@ def test_storage_that_refuses_stops_nobody(tmp_path, caplog):
 def test_the_page_lists_every_kind():
     section = (ROOT / "docs" / "watching.md").read_text().partition("\n## Alarms\n")[2].partition("\n## ")[0]
     listed = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
-    assert sorted(listed) == sorted([*RULES, prompt_check.KIND, "reward_model_guesses", *TRACKERS])
+    assert sorted(listed) == sorted([*RULES, joining.KIND, "reward_model_guesses", *TRACKERS])
 
 
 # What follows are runs. A random policy gets no sum right.

@@ -1,8 +1,7 @@
 """The queries of one searcher, in an order of its own: all of them pass after pass, or those that are neither easy nor hard.
 
 What a searcher takes is a function of the run's seed, its writer id, and how many queries it has taken; under
-searchers.prompt_selection=posterior also of the counts that lie beside its policy. A row needs none of this to be made again. Quota is backpressure: how many queries
-a searcher may ask one snapshot.
+searchers.prompt_selection=posterior also of the counts that lie beside its policy. A row needs none of this to be made again.
 """
 
 import hashlib
