@@ -197,7 +197,7 @@ class Tracker:
             self._attempt(self._sink.write, point)
 
     def end(self) -> None:
-        """No more points come. The library has CLOSE_SECONDS for those that it has not sent: a role that is to stop has not long."""
+        """No more points come. The library has CLOSE_SECONDS for those that it has not sent: a role may have to stop."""
         if self._sink is not None:
             ending = threading.Thread(target=self._attempt, args=(self._sink.end,), name=f"end of {self.name}", daemon=True)
             ending.start()
