@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +20,8 @@ from tba_jax.run.privacy import without_secrets
 
 log = logging.getLogger(__name__)
 
-# A role waits so long for wandb when it begins and when it ends. What is not sent then, `wandb sync` sends.
-_INIT_SECONDS, _FINISH_SECONDS = 30.0, 10.0
+# A role that ends waits so long for each tracker, and wandb's own process goes on for as long as the second says.
+CLOSE_SECONDS, _FINISH_SECONDS = 4.0, 60.0
 # Kind of role -> the group of its metrics in wandb and trackio: train/loss, search/reward.
 GROUPS = dict(trainer="train", searcher="search", evaluator="evaluate", reference="reference", supervised="supervised")
 # {"step": int, "time": unix seconds, "values": {name: float}, "histograms": {name: {"counts", "edges"}},
@@ -100,7 +101,7 @@ class Wandb:
 
         self._session = session
         # Several roles may be in one process, each with a run of its own.
-        limits: dict[str, Any] = dict(init_timeout=_INIT_SECONDS, finish_timeout=_FINISH_SECONDS, reinit="create_new")
+        limits: dict[str, Any] = dict(init_timeout=30.0, finish_timeout=_FINISH_SECONDS, reinit="create_new")
         told: dict[str, Any] = dict(
             **{name: vars(session)[name] for name in ("project", "group", "name", "id", "config")},
             **dict(job_type=session.kind, dir=session.folder, resume="allow"),
@@ -196,9 +197,11 @@ class Tracker:
             self._attempt(self._sink.write, point)
 
     def end(self) -> None:
-        """No more points come."""
+        """No more points come. The library has CLOSE_SECONDS for those that it has not sent: a role may have to stop."""
         if self._sink is not None:
-            self._attempt(self._sink.end)
+            ending = threading.Thread(target=self._attempt, args=(self._sink.end,), name=f"end of {self.name}", daemon=True)
+            ending.start()
+            ending.join(CLOSE_SECONDS)
 
     def _attempt(self, call: Callable[..., Any], *arguments: Any) -> Any:
         try:

@@ -3,12 +3,19 @@
 import json
 import sqlite3
 import sys
+import time
 
 import numpy as np
 import pytest
 
 from tba_jax.telemetry import alarms, metrics, trackers
 from tests.support import tiny_run, tracked, wandb_files
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """On a busy machine a library takes longer than a role waits."""
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 60.0)
 
 
 @pytest.fixture
@@ -39,6 +46,17 @@ class Library:
 
     def end(self) -> None:
         Library.kept.append("end")
+
+
+def test_a_tracker_that_does_not_end_does_not_keep_the_role(run, monkeypatch):
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(Library, "end", lambda _: time.sleep(600))
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Library)
+    writer = tracked.writer(run, "wandb")
+    writer.write(1, {"loss": 0.5})
+    begin = time.perf_counter()
+    writer.close()
+    assert time.perf_counter() - begin < 10 and Library.kept == ["run-01234567-trainer", "1 {'loss': 0.5}"]
 
 
 def test_what_a_tracker_raises_is_one_sentence_without_secrets(run, monkeypatch):
