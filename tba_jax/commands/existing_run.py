@@ -86,7 +86,7 @@ def config_of(stored: Mapping[str, Any], source: Source, *, called: str) -> Any:
 
 
 def rebuilt(workdir: Path, source: Source) -> "tuple[layout.RunDir, Experiment]":
-    """The run in a folder, and what its config means with what the user says of it. Raises ValueError, see composition.rebuild."""
+    """The run in a folder, and what its config means with what the user says of it. Raises: see composition.rebuild."""
     from tba_jax.experiment import composition
     from tba_jax.run import contract
 

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from configs import base, own_task
 from tba_jax.experiment import answer, composition, disk, joining
 from tba_jax.models import parameters
 from tba_jax.run import layout
-from tests.support import random_checkpoints, tiny_run
+from tests.support import tiny_run
 
 TOO_MANY = 10**13  # steps whose snapshots no disk holds
 
@@ -81,20 +80,3 @@ def test_checkpoints_and_snapshots_may_lie_on_two_disks(tmp_path):
         pytest.skip("there is no second file system at /dev/shm")
     shared, local = disk.demands(e, layout.RunDir(tmp_path / "run", Path("/dev/shm/run")))
     assert shared.size == disk.snapshots(e).total + disk.reference(e).total and local.size == disk.checkpoints(e).total
-
-
-def test_ones_own_task_keeps_few_snapshots(tmp_path):
-    """All snapshots that the default config writes of a model of 1.5B parameters would take 1.5 TB in float32."""
-    tokenizer = random_checkpoints.byte_tokenizer(tmp_path / "tokenizer")
-    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"opening": "Once upon", "words": "a"}\n' * 2 + '{"opening": "Twice", "words": "b"}\n' * 2)
-    inputs = {"model.path": str(tokenizer), "model.preset": "qwen2.5-1.5b", "learner.queries": 2}
-    inputs |= {f"task.custom.{split}_path": str(rows) for split in ("train", "heldout")}
-    c = own_task.get_config()
-    c.update_from_flattened_dict(inputs)
-    e = composition.build(c, weights=False)
-    assert disk.snapshots(e).total < 40e9
-    c.publish.update(base.get_config().publish)
-    e = composition.build(c, weights=False)
-    assert disk.snapshots(e).total > 1.5e12

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from tba_jax.experiment import storage
-from tba_jax.run import places, processes
+from tba_jax.run import processes
 from tests.support import silent_mount, tiny_run
 
 
@@ -113,12 +113,3 @@ def test_a_role_says_for_what_it_waits(tmp_path):
         assert f"replay.mount={place} has not answered for {seconds} s; still trying" in process.stderr.readline()
     err = interrupted(process)
     assert process.returncode == processes.STOPPED and err.splitlines()[-1] == "stopped"
-
-
-def test_what_answers_is_not_waited_for(tmp_path):
-    def report(seconds: float) -> None:
-        pytest.fail(f"waited for {seconds} s")
-
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path, tmp_path / "file", tmp_path / "nowhere"):
-        places.check_answers(path, report=report)
