@@ -56,13 +56,9 @@ def append(workdir: Path, source: str, *, unfit: str, settings: existing_run.Sou
         states, a row of the file is malformed or unfit, or the same responses were appended before.
       FloatingPointError: the policy of step 0 gave log-probs that are not finite.
     """
-    from tba_jax.experiment import composition
     from tba_jax.replay.log import GIVEN, LogWriter, registration
-    from tba_jax.run import contract as contract_lib
 
-    run = layout.open_run_dir(workdir)
-    stored = contract_lib.read_run(run, called=str(workdir))
-    experiment = composition.rebuild(stored, existing_run.config_of(stored, settings, called=str(workdir)), called=str(workdir))
+    run, experiment = existing_run.rebuilt(workdir, settings)
     _check_objective(experiment)
     if not places.exists(run.initial_reference):
         raise ValueError(f"{workdir} has no reference policy yet: python -m tba_jax.main --role=reference makes it")

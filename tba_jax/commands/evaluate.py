@@ -32,14 +32,11 @@ def evaluate(
       ValueError: there is no run of this version or no such snapshot, nobody trusts its task, or a setting is wrong or makes
         another run of it.
     """
-    from tba_jax.experiment import composition, jobs, meshes
+    from tba_jax.experiment import jobs, meshes
     from tba_jax.rewards import task_models
     from tba_jax.roles import gpus
-    from tba_jax.run import contract
 
-    run = layout.open_run_dir(workdir)
-    stored = contract.read_run(run, called=str(workdir))
-    experiment = composition.rebuild(stored, existing_run.config_of(stored, settings, called=str(workdir)), called=str(workdir))
+    run, experiment = existing_run.rebuilt(workdir, settings)
     step = existing_run.chosen_step(run, step, called=str(workdir))
     if not places.exists(run.initial_reference):
         raise ValueError(f"{run.initial_reference} is gone: it names the policy of step 0, which the evaluator loads")

@@ -7,12 +7,16 @@ Only code that the user names or trusts is executed.
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import flags
 
 from tba_jax.commands import command_line, recipes, settings_help
 from tba_jax.run import best_step, layout
+
+if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
+    from tba_jax.experiment.composition import Experiment
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +83,16 @@ def config_of(stored: Mapping[str, Any], source: Source, *, called: str) -> Any:
             "your own recipe, whose task is taken instead, and --trust_task says that you trust this file"
         )
     return config
+
+
+def rebuilt(workdir: Path, source: Source) -> "tuple[layout.RunDir, Experiment]":
+    """The run in a folder, and what its config means with what the user says of it. Raises: see composition.rebuild."""
+    from tba_jax.experiment import composition
+    from tba_jax.run import contract
+
+    run, called = layout.open_run_dir(workdir), str(workdir)
+    stored = contract.read_run(run, called=called)
+    return run, composition.rebuild(stored, config_of(stored, source, called=called), called=called)
 
 
 def _short(name: str) -> str:

@@ -9,6 +9,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tba_jax.experiment import stored_run
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.learner.settings import HELD_REFERENCES
 from tba_jax.objectives import OBJECTIVES
@@ -46,7 +47,7 @@ def taken_over(run: layout.RunDir, config: Any) -> tuple[Any, Changes]:
     changes = changed(run, config)
     if changes:
         config = config.copy_and_resolve_references()
-        config.update_from_flattened_dict(_with_tuples({name: there for name, (there, _) in changes.items()}))
+        config.update_from_flattened_dict(stored_run.with_tuples({name: there for name, (there, _) in changes.items()}))
     return config, changes
 
 
@@ -113,13 +114,8 @@ def past(run: layout.RunDir, *, after: int) -> list[tuple[int, dict[str, Any]]]:
             values |= {name: there for name, (there, _) in entry["settings"].items()}
         values.pop("learner.non_finite", None)
         if values:
-            found.append((step, _with_tuples(values)))
+            found.append((step, stored_run.with_tuples(values)))
     return found
-
-
-def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of config.json as a config has them."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _check_checkpointed(changes: Mapping[str, tuple[Any, Any]]) -> None:

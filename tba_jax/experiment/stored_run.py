@@ -64,17 +64,17 @@ def config_of(stored: Mapping[str, Any], *, called: str) -> Any:
         there = {name for name in flatten(stored["config"]) if not name.startswith("task.custom.")}
         if odd := sorted(there ^ SCHEMA.rules.keys()):
             raise ValueError(f"{called}: its config.json and this version of tba_jax differ in the setting {odd[0]}")
-        config.update(_with_tuples(stored["config"]))
+        config.update(with_tuples(stored["config"]))
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{called}: the config in its config.json is damaged: {error}") from error
     return config
 
 
-def _with_tuples(tree: Any) -> Any:
+def with_tuples(tree: Any) -> Any:
     """The tree with tuples in place of lists: JSON has made lists of the config's tuples."""
     if isinstance(tree, Mapping):
-        return {name: _with_tuples(value) for name, value in tree.items()}
-    return tuple(map(_with_tuples, tree)) if isinstance(tree, list) else tree
+        return {name: with_tuples(value) for name, value in tree.items()}
+    return tuple(map(with_tuples, tree)) if isinstance(tree, list) else tree
 
 
 def policy_and_tokenizer(config: Any, *, alphabet: str, weights: bool = True, date: str = "") -> tuple[Policy, Tokenizer]:

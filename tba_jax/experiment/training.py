@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tba_jax.experiment import compiling, initial_policy, joining, other_runs, role_devices, schedule_changes
+from tba_jax.experiment import compiling, initial_policy, joining, other_runs, role_devices, schedule_changes, stored_run
 from tba_jax.experiment.joining import Invocation, join, mistakes_end_the_role
 from tba_jax.roles import gpus
 from tba_jax.run import contract as contract_lib
@@ -150,7 +150,7 @@ def _on_mesh(s: Invocation) -> Invocation:
 def _with_settings(s: Invocation, values: Mapping[str, Any]) -> Invocation:
     """The invocation with other values of settings, as schedule_changes.past gives them."""
     config = s.config.copy_and_resolve_references()
-    config.update_from_flattened_dict({name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    config.update_from_flattened_dict(stored_run.with_tuples(values))
     return dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, config=config))
 
 

@@ -188,16 +188,16 @@ def test_objectives_with_behaviour_weights_refuse(tmp_path):
         append.append(s.run.root, path, unfit="refuse")
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_objectives_of_untruncated_rows_do_not_train_on_truncated_ones(tmp_path, own):
+def test_objectives_of_untruncated_rows_do_not_train_on_truncated_ones(tmp_path):
     """Neither the run that was made so, with another objective, nor one that mounts it."""
     as_drawn = {"replay__merge_duplicates": False, "replay__recent_fill": "wait"}
     made = tiny_run.settings(tmp_path / "run", frozen_runs.config(sampling__explore_top_p_probability=0.25, **as_drawn))
     training.reference(made)()
-    changes = as_drawn | ({} if own else {"replay__mount": (str(made.run.root),), "searchers__count": 0})
-    s = tiny_run.settings(tmp_path / ("run" if own else "offline"), frozen_runs.config(learner__objective="a_star_po", **changes))
-    with pytest.raises(ValueError, match=r"a_star_po .*sampling\.explore_top_p_probability=0\.25"):
-        training.trainer(s)
+    mounting = {"replay__mount": (str(made.run.root),), "searchers__count": 0}
+    for folder, changes in {"run": {}, "offline": mounting}.items():
+        s = tiny_run.settings(tmp_path / folder, frozen_runs.config(learner__objective="a_star_po", **as_drawn, **changes))
+        with pytest.raises(ValueError, match=r"a_star_po .*sampling\.explore_top_p_probability=0\.25"):
+            training.trainer(s)
 
 
 def test_objectives_with_behaviour_weights_do_not_train_on_them(s, tmp_path):

@@ -89,17 +89,12 @@ def test_other_settings_and_a_gold_model(run, capsys, tmp_path):
     [
         (["--step=1000"], "--step=1000 is not a snapshot of"),
         (["--step=foo"], "--step=foo: it is best (by held-out score), last (the newest snapshot) or the number"),
-        (["--config.evaluation.querys=3"], "no setting 'evaluation.querys'; did you mean 'evaluation.queries'?"),
         (["--config.task.response_length=5"], "is a run of another contract; task.response_length: 6 there, 5 here"),
         (
             ["--config.task.name=arithmetic"],
             "is a run of task.name='tldr', and --config.task.name asks for task.name='arithmetic'",
         ),
-        (["--config=configs/demo.py"], "is a run of task.name='tldr', and --config=configs/demo.py has task.name='arithmetic'"),
         (["--config.evaluation.queries=-1"], "evaluation.queries=-1 must be at least 0"),
-        (["--config.evaluation.queries=some"], "evaluation.queries=some must be a whole number"),
-        (["--config.evaluation.queries=1.5"], "evaluation.queries=1.5 must be a whole number, as 8 is"),
-        (["--sep=3"], "there is no argument '--sep'; did you mean '--step'?"),
         (["--config.task.tldr.gold_path=nowhere"], "task.tldr.gold_path='nowhere': model folder nowhere does not exist"),
     ],
 )

@@ -2,10 +2,7 @@
 
 import functools
 import json
-import os
 import shutil
-import sys
-from pathlib import Path
 
 import huggingface_hub
 import jax
@@ -18,7 +15,6 @@ from tba_jax.commands import command_line, export
 from tba_jax.experiment import jobs
 from tba_jax.models import parameters
 from tba_jax.models.hugging_face import adapters, files, load
-from tba_jax.models.hugging_face import export as export_lib
 from tba_jax.replay.reader import LogReader
 from tba_jax.run import contract, layout, snapshots
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
@@ -36,6 +32,12 @@ def finished_run(workdir, **changes):
     s = tiny_run.settings(workdir, c)
     assert jobs.everything(s)() == 0
     return s
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory, one_device_throughout):
+    """A finished run of adapters."""
+    return finished_run(tmp_path_factory.mktemp("adapted") / "run", **LORA)
 
 
 def written_run(workdir, **changes):
@@ -77,9 +79,9 @@ def logits(params, tokens, config) -> np.ndarray:
     return np.asarray(tiny_checkpoints.logits(params, tokens, np.ones_like(tokens, bool), config))[0]
 
 
-@pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
-def test_an_exported_step_is_the_snapshot(finished, tmp_path, changes):
-    s = finished_run(tmp_path / "run", **changes) if changes else finished
+@pytest.mark.parametrize("run", ["finished", "adapted"])
+def test_an_exported_step_is_the_snapshot(run, request, tmp_path):
+    s = request.getfixturevalue(run)
     said = export.export(s.run.root, tmp_path / "model", step=2, dtype="float32")
     assert said == f"step 2 of {s.run.root} is in {tmp_path / 'model'} (llama, float32)"
     card = huggingface_hub.ModelCard.load(tmp_path / "model" / "README.md")
@@ -109,8 +111,8 @@ def test_transformers_computes_the_same_with_an_exported_run(torch, tmp_path, ch
     np.testing.assert_allclose(logits(params, np.array([ids], np.int32), policy.model), expected, atol=1e-5)
 
 
-def test_adapters_alone_are_published_and_optimised(tmp_path):
-    s = finished_run(tmp_path, **LORA)
+def test_adapters_alone_are_published_and_optimised(adapted):
+    s = adapted
     names = {
         "layers.attention.query.lora_a",
         "layers.attention.query.lora_b",
@@ -240,49 +242,6 @@ def test_snapshots_pruned_while_their_weights_are_read_are_named(tmp_path, capsy
     monkeypatch.setattr(files, "copy", prune_and_copy)
     assert f"snapshot 0 is gone: {run.policies / '00000000'}" in refusal(capsys, run.root, tmp_path / "model")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
-
-
-def test_a_run_of_another_version_is_refused(tmp_path, capsys):
-    run, _ = written_run(tmp_path / "run")
-    written = contract.read(run)
-    for values in ({"config": {}}, [], written | {"format": 0}):
-        run.config.write_text(json.dumps(values))
-        assert f"{run.config} has format " in refusal(capsys, run.root, tmp_path / "model")
-    assert not (tmp_path / "model").exists()
-
-
-def test_a_folder_without_its_tokenizer_is_not_left(tmp_path, capsys, monkeypatch):
-    run, _ = written_run(tmp_path / "run")
-    flags = [f"--workdir={run.root}", f"--output={tmp_path / 'deep/model'}"]
-
-    def full(folder: Path, *_, **__):
-        (folder / "tokenizer.json").write_text("{")
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(export_lib, "write_character_tokenizer", full)
-        patch.setattr(os, "_exit", sys.exit)
-        with pytest.raises(SystemExit, match=r"^3$"):
-            command_line.execute(export, flags)
-    told = capsys.readouterr().err
-    assert "storage failed" in told and f"--output={tmp_path / 'deep/model'} cannot be written: No space left" in told
-    assert f"the file system of {tmp_path / 'deep'} " in told
-    assert not list((tmp_path / "deep").iterdir())
-    command_line.execute(export, flags)
-    assert HuggingFaceTokenizer(tmp_path / "deep/model").encode("1+2=")
-
-
-def test_links_and_the_current_folder_are_written(tmp_path, monkeypatch):
-    run, _ = written_run(tmp_path / "run")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "link").symlink_to("empty")
-    (tmp_path / "dangling").symlink_to("target")
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    for output in (tmp_path / "link", tmp_path / "dangling", Path(".")):
-        command_line.execute(export, [f"--workdir={run.root}", f"--output={output}"])
-    for folder in ("empty", "target", "here"):
-        assert (tmp_path / folder / "model.safetensors").is_file(), folder
 
 
 def test_searchers_may_sample_from_int8_weights(tmp_path):

@@ -86,12 +86,6 @@ def test_paths_are_absolute_once_they_are_read(write, tmp_path, monkeypatch):
     assert recipes.override(config, []) == config
 
 
-def test_the_home_of_nobody_is_refused(write):
-    assert "model.path='~nobody-here/model': ~nobody-here/model names the home" in refusal(
-        write(), "--config.model.path=~nobody-here/model"
-    )
-
-
 @pytest.mark.parametrize("schema", [run_schema.SCHEMA, supervised_schema.SCHEMA], ids=["run", "supervised"])
 def test_every_setting_of_a_path_is_marked(schema):
     named = {name for name in schema.rules if name.endswith("path")}
@@ -105,11 +99,6 @@ def test_a_recipe_may_take_a_name(write):
     assert load(f"{recipe}:7").learner.steps == 7
     assert "needs a name after a colon" in refusal(recipe)
     assert f"{recipe}:many: invalid literal for int()" in refusal(f"{recipe}:many")
-
-
-@pytest.mark.parametrize("recipe, label", [("configs/demo.py", "demo"), ("/a/demo_baselines.py:grpo", "demo_baselines:grpo")])
-def test_a_run_is_called_by_its_recipe_and_its_name(recipe, label):
-    assert recipes.label_of(recipe) == label
 
 
 @pytest.mark.parametrize("recipe", ["configs/demoo.py", "demo_", "dem.py", "configs/dem.py:x"])

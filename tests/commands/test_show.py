@@ -69,10 +69,3 @@ def test_the_newest_rows_are_read_from_the_ends(source, monkeypatch):
     monkeypatch.setattr(LogReader, "read", lambda self, *span: (asked.append(span), read(self, *span))[1])
     show.show(source[0].run.root, "newest", 5)
     assert [span for span in asked if span[0] in WRITERS] == [(name, 28, 36) for name in WRITERS]
-
-
-def test_the_last_rows_of_a_writer_are_whole_appends():
-    ranges = [range(8), range(24, 36)]
-    assert show.newest(ranges, 1, 4) == [range(32, 36)] and show.newest(ranges, 5, 4) == [range(28, 36)]
-    assert show.newest(ranges, 13, 4) == [range(4, 8), range(24, 36)]
-    assert show.newest(ranges, 99, 4) == ranges and show.newest([], 3, 4) == []

@@ -1,7 +1,5 @@
 """Dry runs without compiling: the answer for every recipe with every preset, and for machines that are not this one."""
 
-import importlib
-import json
 import os
 import types
 from pathlib import Path
@@ -13,72 +11,11 @@ from tba_jax.experiment import answer, compiling, composition, joining
 from tba_jax.models.presets import PRESETS
 from tba_jax.roles import gpus as gpus_lib
 from tba_jax.run import layout
-from tests.support import random_checkpoints, spelled_checkpoints, tiny_run
-from tests.support.small_recipes import RECIPES
+from tba_jax.schemas import flatten
+from tests.support import random_checkpoints, small_recipes, tiny_run
 
-VARIANTS = {"demo_baselines": ("rloo",), "tldr_pythia": ("410m",)}
 # Lengths that a tokenizer of one id a byte needs, and that every preset has positions for.
-LENGTHS = {"task.prompt_length": 640, "task.response_length": 128, "learner.micro_batch_tokens": 0}
-
-
-def tokenizer(folder: Path) -> Path:
-    """A tokenizer of one id a byte, and no weights."""
-    random_checkpoints.byte_tokenizer(folder)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": random_checkpoints.END}
-    template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
-    return folder
-
-
-def lines(folder: Path, name: str, row: dict[str, str]) -> str:
-    path = folder / name
-    path.write_text("".join(json.dumps({key: value.format(i=i) for key, value in row.items()}) + "\n" for i in range(40)))
-    return str(path)
-
-
-def inputs(recipe: str, name: str, folder: Path) -> dict[str, Any]:
-    """The data and the models of the task that a recipe names on the hub."""
-    if name == "gsm8k":
-        rows = lines(folder, "rows.jsonl", {"question": "What is {i} + 1?", "answer": "It is one more.\n#### {i}"})
-        return {f"task.gsm8k.{split}_path": rows for split in ("train", "heldout")}
-    if name == "math":
-        row, of_split = {"problem": "What is ${i}$?"}, {"train": "solution", "heldout": "answer"}
-        return {
-            f"task.math.{split}_path": lines(folder, f"{split}.jsonl", row | {answer: "It is $\\boxed{{{i}}}$."})
-            for split, answer in of_split.items()
-        }
-    if name == "story_sentiment":
-        (folder / "stories.json").write_text(json.dumps([f"Once upon a time {i} cats sat on a mat. " * 4 for i in range(200)]))
-        return {"task.story_sentiment.data_path": str(folder / "stories.json")}
-    if recipe == "own_task":
-        rows = lines(folder, "rows.jsonl", {"opening": "Once upon a {i}", "words": "a e"})
-        return {f"task.custom.{split}_path": rows for split in ("train", "heldout")}
-    if name == "countdown":
-        return {"task.countdown.train_queries": 40, "task.countdown.heldout_queries": 8}
-    if name == "tldr":
-        rows = lines(folder, "rows.jsonl", {"query": "POST: Cat {i}\n\nTL;DR:", "summary": "Cat {i}."})
-        reward = random_checkpoints.write(folder / "reward", "pythia-410m", tokenizer(folder / "reward-model"), labels=1)
-        return {f"task.tldr.{split}_path": rows for split in ("train", "heldout")} | {"task.tldr.reward_path": str(reward)}
-    if name == "red_team":
-        models = dict(victim="qwen2", classifier="llama_untied", embedder="bert_embedding")
-        settings = {
-            f"task.red_team.{model}_path": str(spelled_checkpoints.write(folder / model, fixture, chat=model != "embedder"))
-            for model, fixture in models.items()
-        }
-        if recipe == "red_team_gpt2":
-            labels = ("neutral", "nothate", "hate")
-            classifier = random_checkpoints.write_encoder(
-                folder / "labelled", "roberta_classifier", tokenizer(folder / "labels"), labels=labels
-            )
-            settings["task.red_team.classifier_path"] = str(classifier)
-        else:
-            settings["task.embedding_path"] = settings["task.red_team.embedder_path"]
-        return settings | {
-            "task.red_team.attack_prompt": "do:",
-            "task.red_team.victim_prompt_length": 32,
-            "task.red_team.victim_reply_length": 6,
-        }
-    return {}
+LENGTHS = {"task.prompt_length": 880, "task.response_length": 128, "learner.micro_batch_tokens": 0}
 
 
 # One of each architecture, and the others.
@@ -87,18 +24,17 @@ OTHERS = [preset for preset in PRESETS if preset not in FIRST]
 
 
 @pytest.mark.parametrize("presets", [FIRST, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["one of each kind", "the others"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", small_recipes.RECIPES)
 def test_every_recipe_is_answered_with_every_preset(recipe, presets, tmp_path, one_device):
     """From shapes and a tokenizer: neither weights nor a config of the policy are there."""
-    get_config = importlib.import_module(f"configs.{recipe}").get_config
-    c = get_config(*VARIANTS.get(recipe, ()))
-    settings = inputs(recipe, c.task.name, tmp_path)
-    if c.model.path or c.task.name == "red_team" or recipe == "own_task":
-        settings["model.path"] = str(tokenizer(tmp_path / "model"))
+    small = small_recipes.config(f"{recipe}:{'small-rloo' if recipe == 'demo_baselines' else 'small'}")
+    kept = ("task.", "model.path", "learner.queries", "replay.merge")
+    inputs = {name: value for name, value in flatten(small.to_dict()).items() if name.startswith(kept)}
+    variant = {"demo_baselines": ":rloo", "tldr_pythia": ":410m"}.get(recipe, "")
     # The models of a task are read again with each preset.
-    for preset in presets if c.task.name not in ("red_team", "tldr") else presets[:2]:
-        c = get_config(*VARIANTS.get(recipe, ()))
-        c.update_from_flattened_dict(LENGTHS | settings | {"model.preset": preset})
+    for preset in presets if small.task.name not in ("red_team", "tldr") else presets[:2]:
+        c = small_recipes.config(recipe + variant)
+        c.update_from_flattened_dict(inputs | LENGTHS | {"model.preset": preset})
         experiment = composition.build(c, weights=False, new=True)
         said = answer.describe(experiment)
         assert said.splitlines()[0].startswith("trainer    ") and "nan" not in said
@@ -190,7 +126,7 @@ def test_a_machine_whose_memory_all_roles_share(monkeypatch, one_device):
 def test_nothing_is_fetched_from_the_hub(tmp_path, monkeypatch):
     """Of a hub id, config and tokenizer are fetched; weights that nobody fetched are named."""
     asked: list[list[str]] = []
-    folder = tokenizer(tmp_path / "snapshot")
+    folder = random_checkpoints.byte_tokenizer(tmp_path / "snapshot")
     model = random_checkpoints.write(tmp_path / "model", "gpt2", folder)
     (folder / "config.json").write_bytes((model / "config.json").read_bytes())
 

@@ -110,11 +110,8 @@ def test_past_schedules_of_steps_after_a_checkpoint(tmp_path):
         ("learner.reference.kind", "initial", "ema", True),
         ("learner.reference.kind", "reset", "ema", False),
         ("learner.objective", "trajectory_balance", "learned_log_z", True),
-        ("learner.objective", "learned_log_z", "tba_prime", True),
         ("learner.objective", "learned_log_z", "flowrl", True),
-        ("learner.objective", "trajectory_balance", "tba_prime", False),
         ("learner.objective", "grpo", "ppo", True),
-        ("learner.objective", "learned_log_z", "ppo", True),
         ("learner.objective", "rloo", "grpo", False),
     ],
 )
