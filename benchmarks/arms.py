@@ -23,7 +23,7 @@ from absl import app, flags
 
 from benchmarks import side_by_side, summary, warm_start
 from tba_jax.roles import results
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)

@@ -16,7 +16,7 @@ from absl import app, flags
 
 from benchmarks import side_by_side, summary, warm_start
 from tba_jax.roles import results
-from tba_jax.run import layout
+from tba_jax.storage import layout
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
 _COMPLETIONS = flags.DEFINE_list("completions", ["10", "20", "40"], "K: completions of a query; multiple of 5, divisor of rows.")

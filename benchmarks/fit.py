@@ -25,8 +25,8 @@ from absl import app, flags, logging
 from tba_jax.experiment import compiling, composition, topologies
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES
 from tba_jax.models.presets import PRESETS
-from tba_jax.run import layout
 from tba_jax.schemas import flatten
+from tba_jax.storage import layout
 from tba_jax.tasks.interface import EncodedQuery, Query
 
 _ROWS = flags.DEFINE_string("rows", "", "Words that stand in the recipe or the topology of a row.")

@@ -28,7 +28,7 @@ from tba_jax.objectives import OBJECTIVES
 from tba_jax.replay import journal
 from tba_jax.replay.reader import LogReader
 from tba_jax.roles import results
-from tba_jax.run import layout
+from tba_jax.storage import layout
 
 MODEL, CLASSIFIER = "models/TinyStories-656K", "classifiers/profanity_check_linear.npz"
 

@@ -29,7 +29,7 @@ from benchmarks import side_by_side, summary, warm_start
 from configs import baselines
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.roles import results
-from tba_jax.run import layout
+from tba_jax.storage import layout
 
 SIBLINGS = ("oapl", "pmd_mean", "flowrl", "a_star_po", "asymre", "topr")
 

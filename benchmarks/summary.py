@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from tba_jax.roles import results
-from tba_jax.run import layout
+from tba_jax.storage import layout
 
 # step -> value, of one run.
 Curve = Mapping[float, float]

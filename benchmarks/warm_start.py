@@ -7,7 +7,7 @@ import time
 import uuid
 from pathlib import Path
 
-from tba_jax.run import layout
+from tba_jax.storage import layout
 
 
 def ensure(root: Path, *arguments: str, recipe: str, checkout: Path = Path()) -> None:

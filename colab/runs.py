@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tba_jax.roles import results
-from tba_jax.run import layout, processes
+from tba_jax.run import processes
+from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
 from tba_jax.text.visible import visible, visible_line
 

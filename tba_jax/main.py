@@ -26,9 +26,9 @@ from tba_jax.run import processes
 if TYPE_CHECKING:  # what is slow to import, JAX above all, is imported late: a mistake in the arguments is answered at once
     from ml_collections import config_dict
 
-    from tba_jax.run import layout
-    from tba_jax.run.places import Place
     from tba_jax.run.world import World
+    from tba_jax.storage import layout
+    from tba_jax.storage.places import Place
 
 # The folder of compiled programs is held under this number in every process: its path is part of the programs' names on GPUs.
 _CACHE_DESCRIPTOR = 400
@@ -134,7 +134,7 @@ def run(given: command_line.Given) -> int | command_line.Job:
     _check_name(given.name, role=given.role)
     machine = _variant_for_this_machine(given) if given.for_this_machine else ""
     recipe = recipes.load(given.config + machine, given.overrides, program=settings_help.BASE) if given.config else None
-    from tba_jax.run import contract, layout
+    from tba_jax.storage import contract, layout
 
     _check_answers([("--workdir", given.workdir)], given)
     folder = layout.open_run_dir(given.workdir, given.shared)
@@ -168,7 +168,8 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
     """Args: machine: see _variant_for_this_machine, "" without it."""
     from tba_jax.experiment import compiling, composition, disk, jobs, mistakes, other_runs, this_machine
     from tba_jax.roles import gpus
-    from tba_jax.run import log_files, places, privacy
+    from tba_jax.run import log_files
+    from tba_jax.storage import places, privacy
     from tba_jax.telemetry import record
 
     if given.role == "searcher":
@@ -231,7 +232,7 @@ def _config_of_run(run: "layout.RunDir", given: command_line.Given) -> "config_d
       ValueError: there is no run, nobody trusts its task, or a role that joins it asks for another schedule.
     """
     from tba_jax.experiment import schedule_changes
-    from tba_jax.run import contract, places
+    from tba_jax.storage import contract, places
 
     called = f"workdir {str(run.shared)!r}"
     if not places.exists(run.config):
@@ -248,7 +249,7 @@ def _known_of_run(run: "layout.RunDir", role: str) -> dict[str, Any]:
     It is the run's date, and the digests of reward models for a role that scores nothing and does without the models. Raises
     ValueError where it is no run of this version.
     """
-    from tba_jax.run import contract, places
+    from tba_jax.storage import contract, places
 
     if not places.exists(run.config):
         return {}
@@ -267,7 +268,8 @@ def _hold_compilation_cache(run: "layout.RunDir") -> None:
         return
     import jax
 
-    from tba_jax.run import held_folders, machine, places
+    from tba_jax.run import machine
+    from tba_jax.storage import held_folders, places
 
     folder = run.compilation_cache / machine.cpu_type()
     places.make_folder(folder, below=2)
@@ -289,7 +291,7 @@ def _check_answers(named: "Sequence[tuple[str, Place]]", given: command_line.Giv
 
 
 def _check_shared(run: "layout.RunDir", given: command_line.Given) -> None:
-    from tba_jax.run import places
+    from tba_jax.storage import places
 
     if isinstance(run.shared, places.Bucket) and run.shared.root.startswith("memory:"):
         raise ValueError(f"--shared={run.shared} ends with its process; it must be a folder, or one of gs://… and s3://…")

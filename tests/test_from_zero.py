@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tests.support import doc_blocks, random_checkpoints, tiny_checkpoints, tiny_run
 
 PAGE = tiny_run.ROOT / "docs" / "from_zero.md"

@@ -13,7 +13,8 @@ import pytest
 from tba_jax import main
 from tba_jax.commands import command_line
 from tba_jax.experiment import compiling
-from tba_jax.run import contract, processes
+from tba_jax.run import processes
+from tba_jax.storage import contract
 from tests.support import random_checkpoints, tiny_run
 
 RECIPES = {
@@ -195,7 +196,8 @@ import sys
 from pathlib import Path
 import jax
 from tba_jax import main
-from tba_jax.run import layout, machine
+from tba_jax.storage import layout
+from tba_jax.run import machine
 
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None)

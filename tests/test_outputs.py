@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tba_jax import outputs
-from tba_jax.run import file_systems, processes
+from tba_jax.run import processes
+from tba_jax.storage import file_systems
 from tests.support import tiny_run
 from tests.support.small_disk import SmallDisk
 

@@ -34,7 +34,7 @@ from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.models.response_space import ResponseSpace
 from tba_jax.roles.work import Work
-from tba_jax.run import snapshots
+from tba_jax.storage import snapshots
 from tba_jax.telemetry import device_peaks
 
 _WHAT = flags.DEFINE_enum("what", None, ["update", "decode", "wire"], "What is measured.", required=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.peers import cases
 from benchmarks.peers.cases import Case
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
 
 RECIPE = "benchmarks/peers/recipe.py"

@@ -22,7 +22,7 @@ import numpy as np
 from absl import flags
 
 from tba_jax.commands import command_line, existing_run, settings_help
-from tba_jax.run import file_systems, layout, places, privacy
+from tba_jax.storage import file_systems, layout, places, privacy
 from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once

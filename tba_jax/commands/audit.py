@@ -22,8 +22,8 @@ from tba_jax.replay.gaps import KnownGaps, Losses
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.reader import LogReader
 from tba_jax.roles.trainer.buffer import make_index, reference_of_rows
-from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout as layout_lib
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import layout as layout_lib
 from tba_jax.text.visible import visible, visible_line
 
 
@@ -75,7 +75,7 @@ def _replayed(run: Run, index: ReplayIndex, losses: Losses, *, start: int) -> Re
 
 def _checkpointed_index(run: Run, losses: Losses) -> tuple[ReplayIndex, int]:
     """The index of the newest checkpoint, and its step."""
-    from tba_jax.run.checkpoints import Checkpoints
+    from tba_jax.storage.checkpoints import Checkpoints
 
     while True:
         checkpoints = Checkpoints(run.layout.checkpoints, keep=1, read_only=True)
@@ -208,7 +208,7 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
     from tba_jax.experiment import stored_run
     from tba_jax.roles import reference
     from tba_jax.roles.sampler import Sampler
-    from tba_jax.run import snapshots
+    from tba_jax.storage import snapshots
 
     stored = stored_run.read(run.layout, called=str(run.layout.shared))
     policy, tokenizer = stored.policy.on_device(jax.devices()[0]), stored.tokenizer

@@ -20,8 +20,9 @@ from typing import NoReturn, Protocol
 from absl import flags
 
 from tba_jax.experiment.mistakes import Refused
-from tba_jax.run import file_systems, processes
+from tba_jax.run import processes
 from tba_jax.schemas import hint
+from tba_jax.storage import file_systems
 from tba_jax.text.visible import visible
 
 Job = Callable[[], int]
@@ -161,7 +162,7 @@ def _allowed(parser: flags.ArgumentParser) -> str:
 @contextlib.contextmanager
 def mistakes() -> Iterator[None]:
     """Takes a ValueError or LeaseHeld for a mistake of the user and refuses it, unless storage is at fault."""
-    from tba_jax.run.lease import LeaseHeld
+    from tba_jax.storage.lease import LeaseHeld
 
     try:
         yield

@@ -15,7 +15,7 @@ from absl import flags
 
 from tba_jax import outputs
 from tba_jax.commands import command_line, existing_run, settings_help
-from tba_jax.run import layout, places, privacy
+from tba_jax.storage import layout, places, privacy
 from tba_jax.text.visible import visible_json, visible_line
 
 

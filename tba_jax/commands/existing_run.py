@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from absl import flags
 
 from tba_jax.commands import command_line, recipes, settings_help
-from tba_jax.run import best_step, layout
+from tba_jax.storage import best_step, layout
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.experiment.composition import Experiment
@@ -88,7 +88,7 @@ def config_of(stored: Mapping[str, Any], source: Source, *, called: str) -> Any:
 def rebuilt(workdir: Path, source: Source) -> "tuple[layout.RunDir, Experiment]":
     """The run in a folder, and what its config means with what the user says of it. Raises: see composition.rebuild."""
     from tba_jax.experiment import composition
-    from tba_jax.run import contract
+    from tba_jax.storage import contract
 
     run, called = layout.open_run_dir(workdir), str(workdir)
     stored = contract.read_run(run, called=called)
@@ -156,7 +156,7 @@ def chosen_step(run: layout.RunDir, asked: AskedStep, *, called: str) -> int:
     Raises:
       ValueError: it has no snapshot in the run that messages call `called`; names the nearest steps that have one.
     """
-    from tba_jax.run import snapshots
+    from tba_jax.storage import snapshots
 
     steps = snapshots.committed_steps(run.policies)
     if not steps:

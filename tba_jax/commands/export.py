@@ -18,8 +18,8 @@ from absl import flags
 
 from tba_jax import outputs
 from tba_jax.commands import command_line, existing_run
-from tba_jax.run import layout, places, privacy
-from tba_jax.run.places import Place
+from tba_jax.storage import layout, places, privacy
+from tba_jax.storage.places import Place
 from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
@@ -48,7 +48,7 @@ def export(workdir: Path, output: Path, *, step: existing_run.AskedStep, dtype: 
     from tba_jax.models.hugging_face import adapters, load
     from tba_jax.models.hugging_face import export as export_lib
     from tba_jax.reporting import model_card
-    from tba_jax.run import snapshots
+    from tba_jax.storage import snapshots
 
     run = layout.open_run_dir(workdir)
     stored = stored_run.read(run, called=str(workdir))
@@ -96,7 +96,7 @@ def _adapted_checkpoint(run: layout.RunDir, config: Any) -> str:
     Raises:
       ValueError: the run has no adapters, or began with another policy than that checkpoint.
     """
-    from tba_jax.run import contract
+    from tba_jax.storage import contract
 
     if not config.lora.rank:
         raise ValueError("--adapter: this run has no adapters (lora.rank=0); without the flag its weights are written")
@@ -134,7 +134,7 @@ def _reference(run: layout.RunDir) -> Place:
 @contextlib.contextmanager
 def _committed(folder: Place, what: str) -> Iterator[None]:
     """Raises a ValueError if the folder is removed before or while it is read. Other failures pass as they are."""
-    from tba_jax.run import snapshots
+    from tba_jax.storage import snapshots
 
     try:
         yield
@@ -154,7 +154,7 @@ def export_rows(workdir: Path, output: Path, chosen: "Filter") -> str:
     from tba_jax.replay.reader import LogReader
     from tba_jax.reporting import parquet
     from tba_jax.reporting.gathering import tokenizer_of
-    from tba_jax.run import contract
+    from tba_jax.storage import contract
 
     run = layout.open_run_dir(workdir)
     stored = contract.read_run(run, called=str(workdir))

@@ -19,8 +19,9 @@ from ml_collections import config_dict, config_flags
 from tba_jax.commands import command_line, settings_help
 from tba_jax.commands.settings_help import PROGRAMS, Program, entries
 from tba_jax.experiment import schema as run_schema
-from tba_jax.run import file_systems, user_code
+from tba_jax.run import user_code
 from tba_jax.schemas import flatten, hint, nearest, offers
+from tba_jax.storage import file_systems
 from tba_jax.supervised import schema as supervised_schema
 
 # How a locked config says that it has no such key, when it is set and when it is read.

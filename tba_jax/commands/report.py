@@ -32,7 +32,7 @@ def write(
     """
     from tba_jax.reporting import page
     from tba_jax.reporting.gathering import Source
-    from tba_jax.run import privacy
+    from tba_jax.storage import privacy
 
     outputs.check_file(output)
     if output.exists() and not _is_report(output, page.MARK):

@@ -16,8 +16,8 @@ import numpy as np
 from absl import flags
 
 from tba_jax.commands import command_line, existing_run, settings_help
-from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places, privacy
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import layout, places, privacy
 from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
@@ -46,7 +46,7 @@ def rescore(workdir: Path, settings: existing_run.Source = existing_run.AS_IT_IS
     from tba_jax import trajectory
     from tba_jax.replay.reader import LogReader
     from tba_jax.rewards import task_models
-    from tba_jax.run.lease import EpochLease
+    from tba_jax.storage.lease import EpochLease
 
     run = layout.open_run_dir(workdir)
     experiment, theirs, retention = _compared(run, workdir, settings)

@@ -19,7 +19,7 @@ from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # imported late: a mistyped flag is answered at once
     from tba_jax.replay.reader import LogReader
-    from tba_jax.run import layout
+    from tba_jax.storage import layout
     from tba_jax.trajectory import Rows
 
 ROWS_PER_READ = 4096
@@ -41,7 +41,7 @@ def show(workdir: Path, order: str, count: int) -> str:
     from tba_jax import trajectory
     from tba_jax.experiment import stored_run
     from tba_jax.replay.reader import LogReader
-    from tba_jax.run import layout
+    from tba_jax.storage import layout
 
     run = layout.open_run_dir(workdir)
     stored = stored_run.read(run, called=str(workdir))
@@ -86,7 +86,7 @@ def _difficulty(run: "layout.RunDir") -> str:
 
 def _best(run: "layout.RunDir") -> str:
     """A line about the snapshot with the best held-out score, "" where there is none."""
-    from tba_jax.run import snapshots
+    from tba_jax.storage import snapshots
 
     best = existing_run.best_snapshot(run, snapshots.committed_steps(run.policies))
     return "" if best is None else f"\nbest held-out score of a snapshot: {best.score:.3f} at step {best.step}"

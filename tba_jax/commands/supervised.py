@@ -19,8 +19,9 @@ from absl import flags
 
 from tba_jax import outputs
 from tba_jax.commands import command_line, recipes, settings_help
-from tba_jax.run import layout, machine, places, processes
+from tba_jax.run import machine, processes
 from tba_jax.schemas import flatten, require
+from tba_jax.storage import layout, places
 from tba_jax.supervised.schema import SCHEMA
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
@@ -163,7 +164,7 @@ def _steps(training: Any, examples: int) -> int:
 
 def _join(run: layout.RunDir, config: Any, fingerprint: str) -> None:
     """Writes the workdir's config.json, or compares config and examples with the existing one."""
-    from tba_jax.run import contract as contract_lib
+    from tba_jax.storage import contract as contract_lib
 
     plain = json.loads(json.dumps(config.to_dict()))
     if not places.exists(run.config):
@@ -227,7 +228,7 @@ def run(given: command_line.Given) -> command_line.Job:
     config = recipes.load(given.config, given.overrides, program=settings_help.SUPERVISED)
     folder = layout.RunDir(given.workdir)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.compilation_cache / machine.cpu_type()))
-    from tba_jax.run.lease import EpochLease
+    from tba_jax.storage.lease import EpochLease
 
     EpochLease.refuse_if_held(folder.journal)
     plan = prepare(config, folder, given.output)

@@ -11,7 +11,8 @@ from tba_jax.experiment.composition import Experiment
 from tba_jax.models.hugging_face import load
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, placement
-from tba_jax.run import layout, machine, places
+from tba_jax.run import machine
+from tba_jax.storage import layout, places
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,9 @@ from tba_jax.programs import Program
 from tba_jax.rewards import programs as rewards
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus
-from tba_jax.run import layout, machine, processes
+from tba_jax.run import machine, processes
 from tba_jax.schemas import flatten
+from tba_jax.storage import layout
 from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)

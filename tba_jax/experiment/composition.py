@@ -14,9 +14,9 @@ from tba_jax.models.config import FREE_FIELDS
 from tba_jax.models.policy import Policy
 from tba_jax.rewards import embeddings, task_models
 from tba_jax.roles import evaluator
-from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout
 from tba_jax.schemas import NO_CHARACTER, holds_surrogate
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import layout
 from tba_jax.tasks import EXTRAS, TASKS, custom_task
 from tba_jax.tasks.interface import SPLITS, EncodedQuery, Query, Shortens, Task, private_files, reward_range
 from tba_jax.text import prompts, vocabulary

@@ -14,9 +14,9 @@ from tba_jax.experiment.composition import Experiment
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.learner.settings import HELD_REFERENCES
 from tba_jax.models import parameters
-from tba_jax.run import file_systems, layout, places
-from tba_jax.run.places import Place
 from tba_jax.schemas import flatten
+from tba_jax.storage import file_systems, layout, places
+from tba_jax.storage.places import Place
 
 # Adam's two moments beside the weights, all of float32.
 _STATE_BYTES = 3 * 4

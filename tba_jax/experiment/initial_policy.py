@@ -17,11 +17,11 @@ from tba_jax.models import parameters
 from tba_jax.models.hugging_face import load
 from tba_jax.models.parameters import Params
 from tba_jax.programs import Program
+from tba_jax.roles.process_group import Alone, Group, Member
 from tba_jax.roles.trainer import publishing
-from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places, snapshots
-from tba_jax.run.places import Place
-from tba_jax.run.process_group import Alone, Group, Member
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import layout, places, snapshots
+from tba_jax.storage.places import Place
 from tba_jax.supervised import warm_start
 from tba_jax.telemetry.status import Status
 

@@ -25,10 +25,10 @@ from tba_jax.roles import gpus, placement, results, supervisor
 from tba_jax.roles.searcher.loop import run_searcher, wait_for_run
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.searcher.stream import writer_id
-from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places, snapshots
 from tba_jax.run import processes as processes_lib
-from tba_jax.run.lease import EpochLease
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import layout, places, snapshots
+from tba_jax.storage.lease import EpochLease
 from tba_jax.telemetry import status
 from tba_jax.telemetry.record import Record, TimeAccount
 from tba_jax.telemetry.terminal import Progress

@@ -11,10 +11,10 @@ from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.replay import journal
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus
-from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.world import ALONE, World
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import layout, places
 from tba_jax.tasks.interface import SPLITS
 from tba_jax.telemetry.alarms import Alarms
 from tba_jax.telemetry.record import Record, Window

@@ -24,11 +24,11 @@ from tba_jax.objectives import OBJECTIVES
 from tba_jax.replay.log import GIVEN, REGISTER, registration
 from tba_jax.roles.trainer.buffer import make_index
 from tba_jax.roles.trainer.refusals import behavior_reader
-from tba_jax.run import contract as contract_lib
-from tba_jax.run import file_systems, layout, snapshots
-from tba_jax.run import places as places_lib
-from tba_jax.run.checkpoints import Checkpoints
-from tba_jax.run.places import Place
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import file_systems, layout, snapshots
+from tba_jax.storage import places as places_lib
+from tba_jax.storage.checkpoints import Checkpoints
+from tba_jax.storage.places import Place
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from tba_jax.experiment import stored_run
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.learner.settings import HELD_REFERENCES
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout
 from tba_jax.schemas import flatten, hint, nearest, require
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import layout
 
 Changes = dict[str, tuple[Any, Any]]  # setting -> (there, here): its value in config.json, and in the config of this process
 

@@ -16,9 +16,9 @@ from tba_jax.models.hugging_face import load
 from tba_jax.models.lora import LoraConfig
 from tba_jax.models.policy import Policy
 from tba_jax.models.presets import PRESETS
-from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout
 from tba_jax.schemas import flatten
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import layout
 from tba_jax.text import vocabulary
 from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 

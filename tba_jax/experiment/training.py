@@ -10,13 +10,13 @@ from typing import Any
 
 from tba_jax.experiment import compiling, initial_policy, joining, other_runs, role_devices, schedule_changes, stored_run
 from tba_jax.experiment.joining import Invocation, join, mistakes_end_the_role
-from tba_jax.roles import gpus
-from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places, rendezvous
+from tba_jax.roles import gpus, rendezvous
+from tba_jax.roles.process_group import Alone, Group, Member
 from tba_jax.run import processes as processes_lib
-from tba_jax.run.lease import EpochLease, LeaseHeld
-from tba_jax.run.process_group import Alone, Group, Member
 from tba_jax.schemas import flatten
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import layout, places
+from tba_jax.storage.lease import EpochLease, LeaseHeld
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Alarms
 from tba_jax.telemetry.record import Record

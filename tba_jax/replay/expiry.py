@@ -4,8 +4,8 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from tba_jax.replay.segment import segment_name
-from tba_jax.run import layout, places
-from tba_jax.run.places import Place
+from tba_jax.storage import layout, places
+from tba_jax.storage.places import Place
 
 log = logging.getLogger(__name__)
 

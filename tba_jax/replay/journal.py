@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from tba_jax.run import places
+from tba_jax.storage import places
 from tba_jax.trajectory import Rows
 
 _ADVICE = "Restore the file from a copy, or begin a new run from a snapshot (--init_from=RUN@STEP)"

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from tba_jax.replay.segment import LogSchema, Segment, segment_name
-from tba_jax.run import held_folders, layout, places
-from tba_jax.run.places import STORAGE_ERRORS, Place
+from tba_jax.storage import held_folders, layout, places
+from tba_jax.storage.places import STORAGE_ERRORS, Place
 from tba_jax.trajectory import Rows, RowShape, check_rows
 
 REGISTER = "writers"

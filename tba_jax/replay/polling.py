@@ -5,8 +5,8 @@ import os
 import time
 from pathlib import Path
 
-from tba_jax.run import places
-from tba_jax.run.places import Place
+from tba_jax.storage import places
+from tba_jax.storage.places import Place
 
 # A writer without news for QUIET_SECONDS (most have ended) is asked every QUIET_POLL_SECONDS at first, then ever less often.
 QUIET_SECONDS = 60.0

@@ -11,8 +11,9 @@ import numpy as np
 from tba_jax.replay.expiry import RowsExpired
 from tba_jax.replay.segment import LogSchema, segment_name
 from tba_jax.replay.writers import REQUESTS_PER_MINUTE, Writers
-from tba_jax.run import places, processes
-from tba_jax.run.places import STORAGE_ERRORS, Place
+from tba_jax.run import processes
+from tba_jax.storage import places
+from tba_jax.storage.places import STORAGE_ERRORS, Place
 from tba_jax.trajectory import Rows, RowShape
 
 # Below a committed head this error means damage, unless the file is empty, as one is that is not there yet. Any other error may

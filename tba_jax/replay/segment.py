@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from tba_jax.run import places
-from tba_jax.run.places import Place
+from tba_jax.storage import places
+from tba_jax.storage.places import Place
 from tba_jax.trajectory import Rows, RowShape
 
 LAYOUT = "packed-columns-1"

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.run import layout
-from tba_jax.run.places import Place
+from tba_jax.storage import layout
+from tba_jax.storage.places import Place
 
 # The name of the file beside the parameters of a snapshot.
 FILE = "success_counts.npz"

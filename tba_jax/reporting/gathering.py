@@ -13,9 +13,9 @@ from tba_jax.experiment import disk, stored_run
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.replay.reader import LogReader
 from tba_jax.reporting.rows import RowTable
-from tba_jax.run import best_step, layout, places
-from tba_jax.run import contract as contract_lib
 from tba_jax.schemas import flatten
+from tba_jax.storage import best_step, layout, places
+from tba_jax.storage import contract as contract_lib
 from tba_jax.telemetry import alarms as alarms_lib
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry import status as status_lib

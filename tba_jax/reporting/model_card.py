@@ -16,9 +16,9 @@ import jinja2
 
 from tba_jax.replay import journal
 from tba_jax.roles.evaluation_figures import STDERR, with_stderr
-from tba_jax.run import best_step, layout
-from tba_jax.run.privacy import without_secrets
 from tba_jax.schemas import flatten
+from tba_jax.storage import best_step, layout
+from tba_jax.storage.privacy import without_secrets
 from tba_jax.telemetry import metrics, status
 from tba_jax.text.visible import visible_line
 

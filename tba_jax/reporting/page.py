@@ -21,9 +21,9 @@ from plotly import offline
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.reporting import charts, learning, samples
 from tba_jax.reporting.gathering import Gathered, is_number
-from tba_jax.run import contract as contract_lib
-from tba_jax.run.privacy import without_secrets
 from tba_jax.schemas import flatten
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage.privacy import without_secrets
 from tba_jax.text.visible import visible
 
 TEMPLATES = Path(__file__).parent / "templates"

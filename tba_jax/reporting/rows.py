@@ -12,7 +12,7 @@ import numpy as np
 from tba_jax.replay import journal
 from tba_jax.replay.expiry import RowsExpired
 from tba_jax.replay.reader import LogCorruption, LogReader, RowsPending
-from tba_jax.run.places import STORAGE_ERRORS
+from tba_jax.storage.places import STORAGE_ERRORS
 from tba_jax.trajectory import Rows
 
 MOST_ROWS, MOST_READ_BYTES, MOST_DRAWS = 2_000_000, 16 << 30, 20_000_000

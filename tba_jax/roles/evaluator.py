@@ -21,9 +21,9 @@ from tba_jax.roles.evaluation_figures import STDERR, majority, mean, pass_at, pe
 from tba_jax.roles.reference import ReferencePolicy, policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler
 from tba_jax.roles.work import Work, policy_peaks
-from tba_jax.run import best_step, layout, places, snapshots
-from tba_jax.run import contract as contract_lib
-from tba_jax.run.damaged_snapshots import DamagedSnapshots
+from tba_jax.storage import best_step, layout, places, snapshots
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage.damaged_snapshots import DamagedSnapshots
 from tba_jax.tasks.interface import EncodedQuery, HasFinalAnswer, HasMeasures, Task
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Watch

@@ -16,8 +16,9 @@ from tba_jax.roles.trainer.loop import end
 from tba_jax.roles.trainer.recorder import Recorder
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.roles.work import Work, policy_peaks
-from tba_jax.run import best_step, layout, processes, snapshots
-from tba_jax.run.damaged_snapshots import DamagedSnapshots
+from tba_jax.run import processes
+from tba_jax.storage import best_step, layout, snapshots
+from tba_jax.storage.damaged_snapshots import DamagedSnapshots
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Watch
 from tba_jax.telemetry.status import Status

@@ -18,8 +18,9 @@ from tba_jax.programs import Program, shaped
 from tba_jax.roles import work
 from tba_jax.roles.shapes_log import ShapesLog
 from tba_jax.roles.work import Work
-from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, processes, snapshots
+from tba_jax.run import processes
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import layout, snapshots
 
 
 def policy_mesh(config: Any, section: str, *, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:

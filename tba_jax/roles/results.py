@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tba_jax.roles import evaluation_figures
-from tba_jax.run import best_step, layout
+from tba_jax.storage import best_step, layout
 from tba_jax.telemetry import metrics
 from tba_jax.text.visible import visible_line
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import IO
 
 from tba_jax.roles.placement import Placement
-from tba_jax.run import layout, log_files, places, processes
+from tba_jax.run import log_files, processes
+from tba_jax.storage import layout, places
 from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)

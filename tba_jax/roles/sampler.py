@@ -18,9 +18,9 @@ from tba_jax.rewards.programs import Models
 from tba_jax.roles import reference
 from tba_jax.roles.reference import NoReference, ReferencePolicy
 from tba_jax.roles.work import Work
-from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, snapshots
-from tba_jax.run.damaged_snapshots import DamagedSnapshots
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import layout, snapshots
+from tba_jax.storage.damaged_snapshots import DamagedSnapshots
 from tba_jax.tasks.interface import Task
 from tba_jax.text import stop_strings
 from tba_jax.text.stop_strings import StopStrings

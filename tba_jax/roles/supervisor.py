@@ -14,8 +14,9 @@ from tba_jax.replay.log import REGISTER
 from tba_jax.roles import placement as placement_lib
 from tba_jax.roles.placement import Placement
 from tba_jax.roles.role_processes import RoleProcesses
-from tba_jax.run import contract, layout, places, processes, restart
+from tba_jax.run import processes, restart
 from tba_jax.run.restart import Verdict
+from tba_jax.storage import contract, layout, places
 
 log = logging.getLogger(__name__)
 

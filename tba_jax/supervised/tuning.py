@@ -24,8 +24,8 @@ from tba_jax.models.hugging_face import export as export_lib
 from tba_jax.models.hugging_face import load
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
-from tba_jax.run import layout
-from tba_jax.run.checkpoints import Checkpoints
+from tba_jax.storage import layout
+from tba_jax.storage.checkpoints import Checkpoints
 from tba_jax.supervised import examples, objectives
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Alarms

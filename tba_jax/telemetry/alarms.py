@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tba_jax.run import layout, places
+from tba_jax.storage import layout, places
 
 log = logging.getLogger(__name__)
 

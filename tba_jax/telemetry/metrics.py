@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.run import layout, places, privacy
+from tba_jax.storage import layout, places, privacy
 from tba_jax.telemetry import trackers
 from tba_jax.telemetry.alarms import Alarms
 from tba_jax.telemetry.status import Status
@@ -87,7 +87,7 @@ class MetricWriter:
 def open_writer(config: Any, run: layout.RunDir, name: str, *, role: str, status: Status | None = None) -> MetricWriter:
     """The writer of a role, with the trackers of metrics.sinks whose packages are there.
 
-    Rows of a run whose files are private (run/privacy.py) are in no tracker.
+    Rows of a run whose files are private (storage/privacy.py) are in no tracker.
 
     Args: config: of the run; name: of the folder of the role's metrics; role: a key of trackers.GROUPS; status: of the role.
     """

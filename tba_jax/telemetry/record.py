@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import monitoring
 
-from tba_jax.run import contract, layout, places
+from tba_jax.storage import contract, layout, places
 from tba_jax.telemetry import status
 from tba_jax.telemetry.status import Status
 from tba_jax.text.visible import visible

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tba_jax.run import best_step, layout
+from tba_jax.storage import best_step, layout
 from tba_jax.telemetry import alarms, status
 from tba_jax.telemetry.status import Told
 from tba_jax.text.visible import visible_line

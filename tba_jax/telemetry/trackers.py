@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.run import contract, layout
-from tba_jax.run.privacy import without_secrets
+from tba_jax.storage import contract, layout
+from tba_jax.storage.privacy import without_secrets
 
 log = logging.getLogger(__name__)
 

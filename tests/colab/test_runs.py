@@ -13,7 +13,7 @@ from colab import runs as notebook
 from configs import base
 from tba_jax.commands import recipes, settings_help
 from tba_jax.experiment import checks
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tests.support import role_files, tiny_run
 
 

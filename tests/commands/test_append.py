@@ -10,7 +10,8 @@ from tba_jax.replay import journal
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.rewards import task_models
-from tba_jax.run import layout, processes
+from tba_jax.run import processes
+from tba_jax.storage import layout
 from tests.support import frozen_runs, random_checkpoints, tiny_run
 from tests.support.summaries import ROWS, write_rows
 

@@ -10,7 +10,7 @@ import pytest
 from tba_jax.commands import audit, command_line
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tba_jax.run import layout
+from tba_jax.storage import layout
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 

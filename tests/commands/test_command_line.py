@@ -14,7 +14,7 @@ from absl import flags
 from tba_jax import __main__, main, schemas
 from tba_jax.commands import append, audit, command_line, evaluate, export, report, rescore, show, supervised
 from tba_jax.run import processes
-from tba_jax.run.lease import LeaseHeld
+from tba_jax.storage.lease import LeaseHeld
 from tests.support import tiny_run
 
 

@@ -9,7 +9,8 @@ import pytest
 from tba_jax.commands import command_line, evaluate, existing_run, rescore
 from tba_jax.experiment import jobs
 from tba_jax.replay.reader import LogReader
-from tba_jax.run import best_step, contract, layout, processes
+from tba_jax.run import processes
+from tba_jax.storage import best_step, contract, layout
 from tba_jax.tasks.interface import Scores
 from tba_jax.tasks.tldr import TLDR
 from tests.support import random_checkpoints, tiny_run

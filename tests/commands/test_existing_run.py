@@ -11,7 +11,8 @@ import pytest
 from tba_jax import main
 from tba_jax.commands import append, audit, command_line, evaluate, export, rescore, show
 from tba_jax.experiment import disk, jobs
-from tba_jax.run import layout, processes
+from tba_jax.run import processes
+from tba_jax.storage import layout
 from tba_jax.text.visible import visible
 from tests.support import frozen_runs, task_files, tiny_run
 from tests.support.summaries import write_rows

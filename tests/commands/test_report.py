@@ -13,7 +13,8 @@ import pytest
 
 from tba_jax.commands import command_line, report
 from tba_jax.experiment import disk
-from tba_jax.run import layout, places, processes
+from tba_jax.run import processes
+from tba_jax.storage import layout, places
 from tests.support import hostile_runs, tiny_run
 
 

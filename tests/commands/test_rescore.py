@@ -10,8 +10,8 @@ from tba_jax.replay import journal
 from tba_jax.replay.expiry import remove_segments
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tba_jax.run import layout
-from tba_jax.run.lease import EpochLease
+from tba_jax.storage import layout
+from tba_jax.storage.lease import EpochLease
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.interface import Query, Scores
 from tba_jax.telemetry import metrics

@@ -9,7 +9,7 @@ from tba_jax.commands import show
 from tba_jax.replay.expiry import remove_segments
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tba_jax.run import layout
+from tba_jax.storage import layout
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 

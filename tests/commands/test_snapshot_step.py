@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tba_jax.commands import command_line, existing_run, export
-from tba_jax.run import layout, places, processes, snapshots
+from tba_jax.run import processes
+from tba_jax.storage import layout, places, snapshots
 
 SCORES = {0: 0.25, 10: 0.75, 20: 0.5}
 

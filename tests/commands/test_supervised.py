@@ -21,7 +21,8 @@ from tba_jax.models import parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import export, load
 from tba_jax.models.parameters import Params
-from tba_jax.run import contract, layout, processes
+from tba_jax.run import processes
+from tba_jax.storage import contract, layout
 from tba_jax.supervised import examples, tuning
 from tba_jax.telemetry import alarms, metrics
 from tba_jax.text.tokenizers import HuggingFaceTokenizer

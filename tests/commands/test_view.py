@@ -10,7 +10,7 @@ import urllib.request
 import pytest
 
 from tba_jax.commands import command_line, view
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tests.support import frozen_runs, hostile_runs, tiny_run
 
 

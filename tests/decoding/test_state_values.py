@@ -24,7 +24,7 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.replay.resident import REJECTIONS, validate_rows
 from tba_jax.rewards.responses import response_texts, reward_texts
 from tba_jax.roles.searcher import searcher
-from tba_jax.run import snapshots
+from tba_jax.storage import snapshots
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.interface import EncodedQuery, Query, Scores
 from tba_jax.telemetry import metrics

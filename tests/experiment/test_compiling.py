@@ -18,7 +18,8 @@ from tba_jax.experiment import compiling, composition, fitting, jobs, topologies
 from tba_jax.models import scoring
 from tba_jax.packing import row_packing
 from tba_jax.programs import Program
-from tba_jax.run import layout, machine, processes
+from tba_jax.run import machine, processes
+from tba_jax.storage import layout
 from tba_jax.telemetry.record import TimeAccount
 from tests.support import random_checkpoints, small_recipes, tiny_run
 

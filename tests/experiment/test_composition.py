@@ -15,9 +15,9 @@ from configs import story_sentiment
 from tba_jax import main
 from tba_jax.commands import command_line
 from tba_jax.experiment import composition, stored_run
-from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout
 from tba_jax.schemas import flatten
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import layout
 from tba_jax.text import vocabulary
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 from tests.support import tiny_checkpoints, tiny_run

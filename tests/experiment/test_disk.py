@@ -6,7 +6,7 @@ import pytest
 
 from tba_jax.experiment import answer, composition, disk, joining
 from tba_jax.models import parameters
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tests.support import tiny_run
 
 TOO_MANY = 10**13  # steps whose snapshots no disk holds

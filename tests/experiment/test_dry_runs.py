@@ -10,8 +10,8 @@ import pytest
 from tba_jax.experiment import answer, compiling, composition, joining
 from tba_jax.models.presets import PRESETS
 from tba_jax.roles import gpus as gpus_lib
-from tba_jax.run import layout
 from tba_jax.schemas import flatten
+from tba_jax.storage import layout
 from tests.support import random_checkpoints, small_recipes, tiny_run
 
 # Lengths that a tokenizer of one id a byte needs, and that every preset has positions for.

@@ -7,8 +7,9 @@ import jax
 import pytest
 
 from tba_jax.experiment import compiling, initial_policy, training
-from tba_jax.run import contract, layout, places, processes, snapshots
-from tba_jax.run.lease import EpochLease
+from tba_jax.run import processes
+from tba_jax.storage import contract, layout, places, snapshots
+from tba_jax.storage.lease import EpochLease
 from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")

@@ -9,7 +9,7 @@ import pytest
 
 from configs import base
 from tba_jax.experiment import compiling, composition, meshes, training
-from tba_jax.run import layout, snapshots
+from tba_jax.storage import layout, snapshots
 from tests.support import frozen_runs, tiny_run
 
 

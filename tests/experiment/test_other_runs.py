@@ -15,7 +15,7 @@ from tba_jax.experiment import jobs, other_runs, training
 from tba_jax.learner.settings import make_optimizers
 from tba_jax.learner.state import state_shapes
 from tba_jax.models import parameters
-from tba_jax.run import checkpoints, contract, layout, snapshots
+from tba_jax.storage import checkpoints, contract, layout, snapshots
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")

@@ -3,8 +3,8 @@
 import pytest
 
 from tba_jax.experiment import composition, schedule_changes
-from tba_jax.run import contract
-from tba_jax.run.layout import RunDir
+from tba_jax.storage import contract
+from tba_jax.storage.layout import RunDir
 from tests.support import tiny_run
 
 

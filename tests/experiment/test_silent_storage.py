@@ -57,7 +57,7 @@ import sys
 from tba_jax import main
 from tba_jax.commands import command_line
 from tba_jax.experiment import disk
-from tba_jax.run import places
+from tba_jax.storage import places
 disk.DRY_RUN_SECONDS, places.REPORT_SECONDS = 0.5, 0.2
 sys.exit(command_line.execute(main, sys.argv[1:]))
 """

@@ -16,8 +16,8 @@ from tba_jax.learner.moving_reference import MovingReference, moved
 from tba_jax.learner.optimizer import adamw, restart_moments
 from tba_jax.models import parameters
 from tba_jax.models.policy import Policy
-from tba_jax.run import snapshots as snapshots_lib
-from tba_jax.run.checkpoints import Checkpoints
+from tba_jax.storage import snapshots as snapshots_lib
+from tba_jax.storage.checkpoints import Checkpoints
 from tba_jax.telemetry import metrics
 from tests.support import frozen_runs, tiny_run
 from tests.support.tiny_updates import MODEL, POLICY, limits, packed_of, random_batch, random_params, settings

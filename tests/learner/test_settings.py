@@ -18,7 +18,7 @@ from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.inputs import ObjectiveSettings
-from tba_jax.run.contract import Contract
+from tba_jax.storage.contract import Contract
 from tests.support import applied, tiny_run
 
 POLICY = Policy(model=DecoderConfig(layers=1, width=16, heads=2, kv_heads=1, head_size=8, ffn=16, vocab=16, max_positions=16))

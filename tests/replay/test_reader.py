@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tba_jax.replay.reader import LogCorruption, LogReader
-from tba_jax.run import places
+from tba_jax.storage import places
 from tba_jax.trajectory import RowShape
 from tests.support.tiny_log import SHAPE, assert_rows, make_rows, writer
 

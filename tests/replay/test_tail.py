@@ -16,7 +16,7 @@ from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.segment import LogSchema, Segment
 from tba_jax.replay.tail import Tail
-from tba_jax.run import places
+from tba_jax.storage import places
 from tba_jax.trajectory import RowShape
 from tests.support.tiny_log import integrate_again
 

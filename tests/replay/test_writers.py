@@ -14,7 +14,7 @@ from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import REGISTER
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.tail import Tail
-from tba_jax.run import places
+from tba_jax.storage import places
 from tests.support.tiny_log import SHAPE, make_rows, writer
 
 DEAD = 1500

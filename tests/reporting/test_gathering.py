@@ -8,7 +8,7 @@ import pytest
 
 from tba_jax.reporting import gathering
 from tba_jax.reporting.gathering import MOST_POINTS, Source, read_curves
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tba_jax.telemetry.alarms import Alarms
 from tests.support import frozen_runs, hostile_runs
 

@@ -8,8 +8,8 @@ import pytest
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.replay.journal import Journal
 from tba_jax.reporting import model_card
-from tba_jax.run import layout
-from tba_jax.run.contract import plain
+from tba_jax.storage import layout
+from tba_jax.storage.contract import plain
 
 MERGED = model_card.Exported(name="gsm8k-policy", step=2, dtype="bfloat16", adapter=False)
 ADAPTER = model_card.Exported(name="gsm8k-lora", step=2, dtype="float32", adapter=True)

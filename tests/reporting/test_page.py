@@ -12,7 +12,7 @@ from tba_jax.experiment import composition
 from tba_jax.replay.log import LogWriter
 from tba_jax.reporting import page as page_lib
 from tba_jax.reporting.gathering import Gathered, Source
-from tba_jax.run import contract, layout
+from tba_jax.storage import contract, layout
 from tests.support import browser, frozen_runs, hostile_runs, tiny_run
 
 

@@ -9,7 +9,8 @@ from tba_jax.commands import command_line, export
 from tba_jax.experiment import stored_run
 from tba_jax.replay.reader import LogReader
 from tba_jax.reporting import parquet
-from tba_jax.run import layout, processes
+from tba_jax.run import processes
+from tba_jax.storage import layout
 from tests.reporting.test_rows import damage
 from tests.support import frozen_runs
 from tests.support.tiny_log import SHAPE

@@ -12,7 +12,7 @@ from tba_jax.experiment import jobs
 from tba_jax.models.hugging_face import load
 from tba_jax.replay.reader import LogReader
 from tba_jax.rewards import embeddings
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tests.support import applied, tiny_run
 from tests.support.tiny_checkpoints import path_of
 

@@ -14,8 +14,8 @@ from tba_jax import sharding
 from tba_jax.experiment import composition, jobs, training
 from tba_jax.models import parameters
 from tba_jax.roles import evaluator
-from tba_jax.run import contract, layout, places, snapshots
-from tba_jax.run.snapshots import COMMIT, SnapshotInfo
+from tba_jax.storage import contract, layout, places, snapshots
+from tba_jax.storage.snapshots import COMMIT, SnapshotInfo
 from tba_jax.tasks.interface import Scores
 from tba_jax.telemetry import alarms, metrics
 from tba_jax.telemetry.record import Record, TimeAccount

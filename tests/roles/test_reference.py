@@ -7,7 +7,7 @@ from tba_jax.commands import append, audit
 from tba_jax.experiment import jobs, training
 from tba_jax.replay.reader import LogReader
 from tba_jax.roles import reference
-from tba_jax.run import contract, layout
+from tba_jax.storage import contract, layout
 from tba_jax.telemetry import metrics
 from tests.support import frozen_runs, tiny_run
 from tests.support.summaries import write_rows

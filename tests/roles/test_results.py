@@ -4,7 +4,7 @@ import json
 import tracemalloc
 
 from tba_jax.roles import results
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
 from tests.support import role_files
 

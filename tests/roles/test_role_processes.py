@@ -10,7 +10,7 @@ import pytest
 from tba_jax.roles import placement, role_processes
 from tba_jax.roles.role_processes import RoleProcesses
 from tba_jax.run import log_files, processes
-from tba_jax.run.layout import RunDir
+from tba_jax.storage.layout import RunDir
 
 # Stands for tba_jax.main: it notes its arguments, and ends by the code that the run's folder holds for its process.
 PROGRAM = """#!/bin/sh

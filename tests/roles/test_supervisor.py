@@ -15,9 +15,10 @@ import pytest
 from tba_jax.roles import supervisor
 from tba_jax.roles.placement import Placement
 from tba_jax.roles.supervisor import Supervisor
-from tba_jax.run import layout, places, restart
 from tba_jax.run import processes as processes_lib
-from tba_jax.run.layout import RunDir
+from tba_jax.run import restart
+from tba_jax.storage import layout, places
+from tba_jax.storage.layout import RunDir
 
 REPOSITORY = Path(__file__).parent.parent.parent
 

@@ -24,7 +24,7 @@ import pytest
 from tba_jax.commands import audit, command_line
 from tba_jax.replay import journal
 from tba_jax.replay.log import REGISTER
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tests.support import tiny_run
 from tests.support.small_disk import SmallDisk
 from tests.support.tiny_run import everything_gone, processes

@@ -11,7 +11,7 @@ from tba_jax import sharding
 from tba_jax.experiment import jobs, training
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tba_jax.run import snapshots
+from tba_jax.storage import snapshots
 from tba_jax.telemetry.record import TimeAccount
 from tests.support import tiny_run
 

@@ -9,7 +9,7 @@ from tba_jax import trajectory
 from tba_jax.experiment import composition
 from tba_jax.replay import journal
 from tba_jax.replay.log import LogWriter
-from tba_jax.run import contract, layout, places
+from tba_jax.storage import contract, layout, places
 from tba_jax.telemetry.alarms import Alarms
 from tba_jax.text.tokenizers import CharacterTokenizer
 from tests.support import tiny_run

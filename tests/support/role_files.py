@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tba_jax.run import layout
+from tba_jax.storage import layout
 
 
 def write_lines(run: layout.RunDir, role: str, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -22,7 +22,7 @@ import pytest
 from tba_jax.commands import audit
 from tba_jax.replay import journal
 from tba_jax.replay.log import REGISTER
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tests.support import frozen_runs, tiny_run, trainer_processes
 
 SCRIPT = Path(__file__).parent / "local_cluster.sh"

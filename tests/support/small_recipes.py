@@ -10,7 +10,7 @@ import numpy as np
 from configs import small
 from tba_jax.commands import export
 from tba_jax.models.hugging_face import load
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
 from tests.support import tiny_checkpoints, tiny_run
 

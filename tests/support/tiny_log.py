@@ -13,7 +13,7 @@ from tba_jax.replay.gaps import Gap, Losses
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tba_jax.run import places
+from tba_jax.storage import places
 from tba_jax.trajectory import RowShape
 
 SHAPE = RowShape(prompt_length=4, response_length=6, reward_parts=("a", "b"))
@@ -51,7 +51,7 @@ def integrate_again(index: ReplayIndex, reader: LogReader, *records: dict[str, A
 
 APPENDER = """
 import sys
-from tba_jax.run import places
+from tba_jax.storage import places
 from tests.support.tiny_log import make_rows, writer
 log = writer(places.place(sys.argv[1]), sys.argv[2])
 while True:

@@ -10,7 +10,7 @@ from typing import Any
 
 from configs import base
 from tba_jax.experiment import composition, jobs
-from tba_jax.run import layout
+from tba_jax.storage import layout
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -18,7 +18,7 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.roles.searcher import loop
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.searcher.stream import query_order, writer_number
-from tba_jax.run import layout, snapshots
+from tba_jax.storage import layout, snapshots
 from tba_jax.tasks.interface import Query, Scores, Task
 from tba_jax.telemetry.record import Record, TimeAccount, Window
 from tests.support import applied, tiny_run

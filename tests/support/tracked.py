@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tba_jax.run import contract, layout
+from tba_jax.storage import contract, layout
 from tba_jax.telemetry import metrics
 from tests.support import tiny_run
 

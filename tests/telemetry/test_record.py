@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from tba_jax.experiment import jobs, joining
-from tba_jax.run import contract, layout
+from tba_jax.storage import contract, layout
 from tba_jax.telemetry import metrics, record, status
 from tba_jax.telemetry.record import Profiler, Record, TimeAccount, Window
 from tests.support import frozen_runs, tiny_run

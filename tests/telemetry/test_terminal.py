@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tba_jax.telemetry import alarms, status, terminal
 from tba_jax.telemetry.status import Status, Told
 from tba_jax.telemetry.terminal import Progress
@@ -166,7 +166,7 @@ SETUP = """
 import logging, sys, threading, time
 from pathlib import Path
 from tba_jax.commands import command_line
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tba_jax.telemetry import alarms
 from tba_jax.telemetry.status import Status
 from tba_jax.telemetry.terminal import Progress

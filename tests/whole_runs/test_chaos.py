@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tests.support import tiny_run
 from tests.support.chaos import ENDLESS, Chaos, check_what_is_left
 from tests.support.small_disk import SmallDisk

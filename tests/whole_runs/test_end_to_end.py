@@ -14,8 +14,9 @@ from tba_jax import main
 from tba_jax.commands import audit, command_line, show
 from tba_jax.replay import journal
 from tba_jax.replay.log import REGISTER
-from tba_jax.run import layout, log_files, snapshots
+from tba_jax.run import log_files
 from tba_jax.run import processes as processes_lib
+from tba_jax.storage import layout, snapshots
 from tba_jax.telemetry import metrics
 from tests.support import tiny_run
 from tests.support.tiny_run import processes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tests.support import task_files, tiny_run
 from tests.support.frozen_runs import contents
 

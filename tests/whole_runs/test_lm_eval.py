@@ -16,7 +16,7 @@ from tba_jax import sharding
 from tba_jax.commands import export
 from tba_jax.models import parameters
 from tba_jax.models.hugging_face import load
-from tba_jax.run import contract, layout, snapshots
+from tba_jax.storage import contract, layout, snapshots
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 from tests.support import applied, random_checkpoints, tiny_checkpoints, tiny_run
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
 from tests.support import tiny_run
 

@@ -9,7 +9,7 @@ from tba_jax.commands import audit
 from tba_jax.experiment import jobs, other_runs, training
 from tba_jax.replay import journal
 from tba_jax.roles.trainer import loop as trainer_loop
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.record import TimeAccount
 from tests.support import frozen_runs, tiny_run

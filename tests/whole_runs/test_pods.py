@@ -13,7 +13,7 @@ import yaml
 
 from tba_jax.commands import audit
 from tba_jax.replay import journal
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tests.support import kustomize, manifests, pods, tiny_run
 
 pytestmark = [

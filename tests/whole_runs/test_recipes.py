@@ -14,7 +14,8 @@ from configs import baselines, small, tldr_pythia
 from tba_jax import trajectory
 from tba_jax.experiment import checks, jobs
 from tba_jax.replay.reader import LogReader
-from tba_jax.run import contract, layout, processes
+from tba_jax.run import processes
+from tba_jax.storage import contract, layout
 from tests.support import random_checkpoints, tiny_checkpoints, tiny_run
 from tests.support.small_recipes import RECIPES, STEPS, check_run, config
 

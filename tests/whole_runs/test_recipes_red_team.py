@@ -13,7 +13,7 @@ from tba_jax.experiment import composition, estimate, jobs, training
 from tba_jax.replay import journal
 from tba_jax.replay.reader import LogReader
 from tba_jax.rewards import task_models
-from tba_jax.run import contract, layout
+from tba_jax.storage import contract, layout
 from tests.support import random_checkpoints, spelled_checkpoints, tiny_run
 from tests.support.small_recipes import STEPS, check_run
 

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tests.conftest import REPOSITORY
 from tests.support import slurm_runs
 from tests.support.slurm_runs import ENDLESS, SlurmRun, Story

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.run import layout, places
+from tba_jax.storage import layout, places
 from tests.support import moto_server, tiny_run
 from tests.support.chaos import ENDLESS, Chaos, check_what_is_left
 from tests.support.tcp_proxy import Line

@@ -14,7 +14,8 @@ import pytest
 from tba_jax.commands import audit
 from tba_jax.experiment import jobs, training
 from tba_jax.replay import expiry
-from tba_jax.run import grants, layout, processes, snapshots
+from tba_jax.run import processes
+from tba_jax.storage import grants, layout, snapshots
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = [

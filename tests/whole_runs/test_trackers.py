@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
 from tests.support import tiny_run, wandb_files
 

@@ -14,7 +14,8 @@ import pytest
 
 from tba_jax.commands import audit
 from tba_jax.replay import journal
-from tba_jax.run import layout, processes
+from tba_jax.run import processes
+from tba_jax.storage import layout
 from tba_jax.telemetry import metrics, status
 from tests.support import frozen_runs, tiny_run
 from tests.support import trainer_processes as trainers
@@ -143,7 +144,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, source, before
 # In front of tba_jax.main: what happens in a process of the trainer beside its own code.
 SLOW_WRITES = """
 import time
-from tba_jax.run import snapshots
+from tba_jax.storage import snapshots
 write = snapshots.write_shards
 snapshots.write_shards = lambda *a, **k: (time.sleep(4), write(*a, **k))
 """
@@ -159,7 +160,7 @@ refusals.Refusals.look_at = look_at
 )
 NO_CHECKPOINT = """
 import os
-from tba_jax.run import checkpoints
+from tba_jax.storage import checkpoints
 def fail(self):
     raise OSError(28, os.strerror(28))
 checkpoints.Checkpoints.wait = fail

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tests.support import tiny_run
 from tests.support.screen import OnTerminal
 

@@ -11,8 +11,8 @@ from tba_jax.roles.searcher.reward_watch import RewardWatch
 from tba_jax.roles.searcher.samples import SampleTables
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.work import Work, policy_peaks
-from tba_jax.run import contract, grants, layout, places
-from tba_jax.run.requests import RequestRate
+from tba_jax.storage import contract, grants, layout, places
+from tba_jax.storage.requests import RequestRate
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Watch
 from tba_jax.telemetry.device_peaks import Peaks

@@ -30,8 +30,8 @@ from tba_jax.roles.sampler import Sampler, automaton
 from tba_jax.roles.searcher import stream
 from tba_jax.roles.searcher.appender import Appender, DecodedBatch, SearchReport
 from tba_jax.roles.searcher.stream import Quota
-from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import layout
 from tba_jax.tasks.interface import EncodedQuery, Task
 from tba_jax.telemetry.record import TimeAccount
 from tba_jax.text.stop_strings import StopStrings
@@ -179,7 +179,7 @@ class Searcher:
     def look_for_grant(self, grants: int) -> None:
         """Called while the searcher may not search. Goes on by a grant of the trainer, once all it has decoded is in the log.
 
-        Args: grants: how many the run has had (run/grants.py).
+        Args: grants: how many the run has had (storage/grants.py).
         """
         if self._sampler.step >= 0 and not self.unrewarded:
             self._quota.wait(grants)

@@ -15,7 +15,7 @@ import numpy as np
 from tba_jax import trajectory
 from tba_jax.replay import success_counts
 from tba_jax.replay.success_counts import QueryCounts
-from tba_jax.run.places import Place
+from tba_jax.storage.places import Place
 from tba_jax.tasks.interface import EncodedQuery
 
 log = logging.getLogger(__name__)

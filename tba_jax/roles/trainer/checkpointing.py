@@ -14,12 +14,12 @@ import numpy as np
 
 from tba_jax.replay.expiry import remove_segments
 from tba_jax.replay.index import ReplayIndex
+from tba_jax.roles.process_group import Group
 from tba_jax.roles.trainer.buffer import ReplayBuffer
-from tba_jax.run import layout
-from tba_jax.run.checkpoints import Checkpoints
-from tba_jax.run.lease import EpochLease
-from tba_jax.run.places import Place
-from tba_jax.run.process_group import Group
+from tba_jax.storage import layout
+from tba_jax.storage.checkpoints import Checkpoints
+from tba_jax.storage.lease import EpochLease
+from tba_jax.storage.places import Place
 
 
 @dataclasses.dataclass(frozen=True)

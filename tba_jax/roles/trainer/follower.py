@@ -9,14 +9,14 @@ import numpy as np
 
 from tba_jax import sharding
 from tba_jax.models.policy import Policy
+from tba_jax.roles.process_group import Member
 from tba_jax.roles.trainer import publishing
 from tba_jax.roles.trainer.logprob_gap import SnapshotScores
 from tba_jax.roles.trainer.resume import load_frozen, load_reference
 from tba_jax.roles.trainer.update_program import Placed, UpdateProgram
-from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout
-from tba_jax.run.checkpoints import Checkpoints
-from tba_jax.run.process_group import Member
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import layout
+from tba_jax.storage.checkpoints import Checkpoints
 from tba_jax.telemetry.record import Record
 
 

@@ -20,10 +20,10 @@ from tba_jax.learner.state import Batch, batch_from_rows
 from tba_jax.models import kv_cache, parameters
 from tba_jax.programs import Program
 from tba_jax.replay.index import ReplayIndex
-from tba_jax.run import snapshots
-from tba_jax.run.damaged_snapshots import DamagedSnapshots
-from tba_jax.run.places import Place
-from tba_jax.run.process_group import Group
+from tba_jax.roles.process_group import Group
+from tba_jax.storage import snapshots
+from tba_jax.storage.damaged_snapshots import DamagedSnapshots
+from tba_jax.storage.places import Place
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from tba_jax.roles.trainer.recorder import Recorder
 from tba_jax.roles.trainer.trainer import Trainer
-from tba_jax.run import layout, processes
+from tba_jax.run import processes
+from tba_jax.storage import layout
 from tba_jax.telemetry.status import Status
 
 

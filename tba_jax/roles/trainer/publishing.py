@@ -10,11 +10,11 @@ import jax
 
 from tba_jax import sharding
 from tba_jax.models.parameters import Params
-from tba_jax.run import best_step, layout, snapshots
-from tba_jax.run.lease import EpochLease
-from tba_jax.run.places import Place
-from tba_jax.run.process_group import Alone, Group, Member
-from tba_jax.run.snapshots import SnapshotInfo
+from tba_jax.roles.process_group import Alone, Group, Member
+from tba_jax.storage import best_step, layout, snapshots
+from tba_jax.storage.lease import EpochLease
+from tba_jax.storage.places import Place
+from tba_jax.storage.snapshots import SnapshotInfo
 
 
 class FollowersShards:

@@ -12,7 +12,7 @@ from tba_jax.learner import settings
 from tba_jax.roles.trainer import logprob_gap
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.roles.work import WorkRates, policy_peaks
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Watch
 

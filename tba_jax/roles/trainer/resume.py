@@ -22,9 +22,9 @@ from tba_jax.replay import expiry, journal
 from tba_jax.replay.log import REGISTER
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.roles.trainer.update_program import UpdateProgram
-from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout, places, snapshots
-from tba_jax.run.checkpoints import ASIDE, UNFINISHED
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import layout, places, snapshots
+from tba_jax.storage.checkpoints import ASIDE, UNFINISHED
 
 log = logging.getLogger(__name__)
 

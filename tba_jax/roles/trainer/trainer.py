@@ -16,6 +16,7 @@ from tba_jax.learner.state import TrainState
 from tba_jax.models.policy import Policy
 from tba_jax.replay import journal, ledger
 from tba_jax.replay.index import ReplayIndex
+from tba_jax.roles.process_group import Alone, Group
 from tba_jax.roles.trainer import due as due_lib
 from tba_jax.roles.trainer import logprob_gap
 from tba_jax.roles.trainer.account import TrainerAccount
@@ -25,10 +26,9 @@ from tba_jax.roles.trainer.logprob_gap import LogprobGap, SnapshotScores
 from tba_jax.roles.trainer.publishing import Publishing
 from tba_jax.roles.trainer.refusals import BehaviorCheck, Refusals
 from tba_jax.roles.trainer.update_program import Placed, UpdateProgram
-from tba_jax.run import contract as contract_lib
-from tba_jax.run import grants, layout, places
-from tba_jax.run.lease import EpochLease
-from tba_jax.run.process_group import Alone, Group
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import grants, layout, places
+from tba_jax.storage.lease import EpochLease
 from tba_jax.telemetry.record import Record
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from tba_jax.programs import Program, again, shaped, with_beside
 from tba_jax.roles.shapes_log import ShapesLog
 from tba_jax.roles.trainer.logprob_gap import SnapshotScores
 from tba_jax.roles.work import Work, of_plan
-from tba_jax.run import contract as contract_lib
-from tba_jax.run import layout
 from tba_jax.sharding import PINNED_HOST
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import layout
 
 _SNAPSHOTS = "snapshots to be written"
 _CHECKPOINT = "checkpoint to be written"

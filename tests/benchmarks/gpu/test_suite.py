@@ -174,7 +174,7 @@ def test_a_gpu_that_jax_does_not_use_is_a_mistake(tmp_path, monkeypatch):
 def test_gpu_tests_do_not_pass_on_cpus(monkeypatch):
     """The tests' own setting of the platform is CPUs, where the suite runs them it is the GPU, which is missing here."""
     flags.FLAGS.mark_as_parsed()
-    monkeypatch.setattr(runs, "files_with_gpu_tests", lambda: ["tests/run/test_checkpoints.py"])
+    monkeypatch.setattr(runs, "files_with_gpu_tests", lambda: ["tests/storage/test_checkpoints.py"])
     with flagsaver.flagsaver(only_counted=True):
         (row,) = runs.tests()
     assert row["figure"] == "counted, not run" and row["value"].startswith("1/")

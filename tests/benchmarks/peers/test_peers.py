@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from benchmarks.peers import cases, checkpoint, jobs, prompts, recording, table, tba_run
 from tba_jax import sharding
 from tba_jax.models.hugging_face import load
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tba_jax.text import tokenizers
 from tests.support import applied
 

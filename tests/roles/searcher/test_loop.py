@@ -12,8 +12,9 @@ import pytest
 from tba_jax.experiment import jobs
 from tba_jax.roles.searcher import loop, reward_watch
 from tba_jax.roles.searcher.samples import SampleTables
-from tba_jax.run import contract, grants, layout, processes, snapshots
-from tba_jax.run.requests import RequestRate
+from tba_jax.run import processes
+from tba_jax.storage import contract, grants, layout, snapshots
+from tba_jax.storage.requests import RequestRate
 from tba_jax.tasks.interface import Scores
 from tba_jax.telemetry import alarms, metrics, status
 from tba_jax.telemetry.alarms import Watch

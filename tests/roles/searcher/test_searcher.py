@@ -14,7 +14,7 @@ from tba_jax import sharding
 from tba_jax.decoding.engine import Engine, Ticket
 from tba_jax.replay.resident import REJECTIONS, validate_rows
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.run import snapshots
+from tba_jax.storage import snapshots
 from tba_jax.tasks.interface import Scores
 from tests.support import applied
 from tests.support.tiny_searcher import ROWS, Held, Q, R, assert_same_rows, committed, publish, rows_of_the_stream, weights

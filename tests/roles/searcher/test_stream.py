@@ -14,7 +14,8 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.replay.success_counts import QueryCounts
 from tba_jax.roles.searcher import stream
 from tba_jax.roles.searcher.stream import Quota
-from tba_jax.run import layout, places, processes, snapshots
+from tba_jax.run import processes
+from tba_jax.storage import layout, places, snapshots
 from tba_jax.tasks.interface import Scores
 from tests.support.tiny_searcher import Held, Q, S, committed, publish, weights
 

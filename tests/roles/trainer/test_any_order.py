@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tba_jax.commands import audit
 from tba_jax.replay import ledger
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = [

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from tba_jax.models.layers import Einsum
-from tba_jax.run import snapshots
+from tba_jax.storage import snapshots
 from tba_jax.telemetry import alarms, metrics
 from tests.support import frozen_runs
 

@@ -9,8 +9,8 @@ from tba_jax.experiment import training
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.roles.trainer import loop
-from tba_jax.run import grants, layout, snapshots
 from tba_jax.run.processes import BadInput
+from tba_jax.storage import grants, layout, snapshots
 from tba_jax.telemetry import status
 from tests.support import frozen_runs, tiny_run
 

@@ -21,8 +21,8 @@ from tba_jax.roles.trainer.publishing import Publishing
 from tba_jax.roles.trainer.refusals import Refusals
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.roles.trainer.update_program import UpdateProgram
-from tba_jax.run import snapshots
-from tba_jax.run.lease import EpochLease
+from tba_jax.storage import snapshots
+from tba_jax.storage.lease import EpochLease
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")

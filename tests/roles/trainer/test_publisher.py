@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from tba_jax.models import parameters
+from tba_jax.roles.process_group import Leader, Member
 from tba_jax.roles.trainer.publishing import FollowersShards, Publisher, ShardWriter
-from tba_jax.run import layout, places, snapshots
-from tba_jax.run.damaged_snapshots import DamagedSnapshots
-from tba_jax.run.process_group import Leader, Member
-from tba_jax.run.snapshots import SnapshotInfo
-from tba_jax.run.wire import Wire
+from tba_jax.roles.wire import Wire
+from tba_jax.storage import layout, places, snapshots
+from tba_jax.storage.damaged_snapshots import DamagedSnapshots
+from tba_jax.storage.snapshots import SnapshotInfo
 from tests.support.tiny_snapshots import SPECS, assert_same_bits, random_params, shardings
 
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from tba_jax.run import layout, snapshots
-from tba_jax.run.lease import StaleEpoch
+from tba_jax.storage import layout, snapshots
+from tba_jax.storage.lease import StaleEpoch
 from tests.support import frozen_runs
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")

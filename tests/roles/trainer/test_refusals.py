@@ -9,8 +9,8 @@ import pytest
 
 from tba_jax.replay import journal
 from tba_jax.roles.trainer.refusals import Refusals
-from tba_jax.run import layout as layout_lib
 from tba_jax.run import processes
+from tba_jax.storage import layout as layout_lib
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")

@@ -13,8 +13,8 @@ import pytest
 from tba_jax.experiment import jobs, training
 from tba_jax.replay import expiry, journal
 from tba_jax.replay.log import REGISTER
-from tba_jax.run import layout, places, snapshots
-from tba_jax.run.checkpoints import Checkpoints
+from tba_jax.storage import layout, places, snapshots
+from tba_jax.storage.checkpoints import Checkpoints
 from tests.support import frozen_runs, tiny_run
 from tests.support import trainer_processes as trainers
 

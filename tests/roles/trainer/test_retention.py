@@ -9,7 +9,7 @@ from tba_jax.commands import audit
 from tba_jax.experiment import jobs
 from tba_jax.roles.trainer import checkpointing
 from tba_jax.roles.trainer.checkpointing import Need
-from tba_jax.run import layout
+from tba_jax.storage import layout
 from tests.support import tiny_run
 
 

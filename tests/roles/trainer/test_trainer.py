@@ -5,8 +5,8 @@ import pytest
 
 from tba_jax.experiment import training
 from tba_jax.replay import journal
-from tba_jax.run import snapshots
-from tba_jax.run.lease import LeaseHeld
+from tba_jax.storage import snapshots
+from tba_jax.storage.lease import LeaseHeld
 from tests.support import frozen_runs
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")

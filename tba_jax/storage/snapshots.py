@@ -1,0 +1,400 @@
+"""Policy snapshots on shared storage: the wire from the trainer to searchers and evaluators, and the reference store.
+
+A snapshot is a folder of tensorstore arrays, one per parameter; a writer's shard is made of whole chunks. `commit.json`, written
+last, makes it visible; a local folder also appears as a whole, by being renamed. A reader restores straight into its own
+sharding, whatever mesh wrote it.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+
+from tba_jax.models import parameters
+from tba_jax.models.parameters import Params, Specs
+from tba_jax.run import processes
+from tba_jax.storage import best_step, held_folders, layout, places
+from tba_jax.storage.places import Place
+
+COMMIT = "commit.json"
+# Chunks are read and checked side by side, and a reader of another mesh reads no more of them than it must.
+_READ_AHEAD_BYTES, CHUNK_BYTES = 1 << 28, 1 << 22
+
+
+class Damaged(ValueError):
+    """A snapshot is visible and cannot be read, although the storage answers: a part of it is missing or not what was written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapshotInfo:
+    """What is saved with the parameters of a snapshot. step: trainer step of the weights; epoch: lease epoch of the trainer that
+    wrote them; beside: name -> content of further files, which become visible and are removed with the parameters."""
+
+    step: int
+    epoch: int
+    beside: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+
+def _spec(folder: Place, name: str) -> dict[str, Any]:
+    return places.ARRAY | {"kvstore": places.kvstore(folder / name)}
+
+
+def no_check() -> None:
+    """The check that lets every snapshot become visible."""
+
+
+class Others(Protocol):
+    """The other processes of a trainer, each of which writes its own shards of a snapshot."""
+
+    def start(self, folder: Place, step: int, *, durable: bool) -> None:
+        """Lets them write their shards of the weights of a step into `folder`, where the arrays are made."""
+
+    def wait(self, step: int) -> None:
+        """Returns once all of them have written. Raises OSError where one of them could not."""
+
+
+def save(
+    folder: Place,
+    params: Params,
+    info: SnapshotInfo,
+    *,
+    dtype: str,
+    durable: bool = True,
+    check: Callable[[], None] = no_check,
+    others: Others | None = None,
+) -> None:
+    """Writes one snapshot; it becomes visible as a whole at the end.
+
+    Args:
+      folder: the snapshot's final place. A snapshot that a trainer of the same or an earlier epoch left there is replaced.
+      params: arrays on device or host. A device array is written shard by shard.
+      dtype: dtype on disk.
+      durable: whether to wait until a local device has the bytes. If not, a loss of power may damage the snapshot; a reader then
+        says so, and a resumed trainer derives it again from journal and log.
+      check: called right before the snapshot becomes visible. If it raises, so does this function, and nothing is visible.
+      others: the other processes that hold shards of `params`; None: this one holds all of them.
+
+    Raises:
+      OSError: the storage refused (full, read-only). ValueError: a trainer of a later epoch has written this step. Nothing is
+        visible then.
+    """
+    _refuse_later_epoch(folder, info)
+    draft = folder
+    if isinstance(folder, Path):
+        draft = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}"
+        places.make_folder(draft, below=2)
+    else:
+        _remove(folder)
+    try:
+        try:
+            _write(draft, params, info, dtype=dtype, durable=durable, others=others)
+        except places.STORAGE_ERRORS as error:  # tensorstore mostly raises ValueError, which here would mean a user's mistake
+            raise OSError(f"snapshot {folder} could not be written: {error}") from error
+        check()
+        _refuse_later_epoch(folder, info)
+        layout.write_json(draft / COMMIT, {"step": info.step, "epoch": info.epoch, "dtype": dtype})
+        if isinstance(draft, Path) and isinstance(folder, Path):
+            if folder.exists():
+                _remove(folder)
+            draft.rename(folder)
+            places.sync_folder(folder.parent)
+    except BaseException:
+        if isinstance(draft, Path):  # an object store has no draft: its place may be another trainer's by now
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _write(folder: Place, params: Params, info: SnapshotInfo, *, dtype: str, durable: bool, others: Others | None) -> None:
+    """Makes the files and arrays of a snapshot, and returns once all processes have written their shards."""
+    for name, content in info.beside.items():
+        places.write_bytes(folder / name, content)
+    with held_folders.holding(folder) as held:
+        stores = _make_arrays(held, params, dtype=dtype, durable=durable)
+        if others is not None:
+            others.start(folder, info.step, durable=durable)
+        _write_shards(stores, params)
+    if others is not None:
+        others.wait(info.step)
+
+
+def _refuse_later_epoch(folder: Place, info: SnapshotInfo) -> None:
+    try:
+        there = layout.read_json(folder / COMMIT)["epoch"]
+    except (FileNotFoundError, ValueError, KeyError):
+        return
+    if there > info.epoch:
+        raise ValueError(f"{folder} was published under epoch {there}, this trainer's is {info.epoch}: it has been replaced")
+
+
+def write_shards(folder: Place, params: Params, *, dtype: str, durable: bool) -> None:
+    """Writes what this process holds of a snapshot whose arrays process 0 has made in `folder`. Args, Raises: as `save`."""
+    try:
+        with held_folders.holding(folder) as held:
+            _write_shards(_make_arrays(held, params, dtype=dtype, durable=durable, there=True), params)
+    except places.STORAGE_ERRORS as error:
+        raise OSError(f"snapshot {folder} could not be written: {error}") from error
+
+
+def _make_arrays(folder: Place, params: Params, *, dtype: str, durable: bool, there: bool = False) -> dict[str, ts.TensorStore]:
+    """Parameter -> its array on disk. Args: there: another process has made the arrays."""
+    context = places.context(folder)
+    opened: dict[str, Any] = {}
+    for name, array in parameters.flatten(params).items():
+        shard = array.sharding.shard_shape(array.shape) if isinstance(array, jax.Array) else array.shape
+        spec = _spec(folder, name) | {
+            "metadata": {
+                "shape": list(array.shape),
+                "data_type": dtype,
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": _chunk(array.shape, shard, dtype)}},
+                "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+            },
+        }
+        if isinstance(folder, Path):
+            spec["context"] = {"file_io_sync": durable}
+        # Where the reply to a request is lost, an object store meets the second request with the array of the first.
+        is_there = there or not isinstance(folder, Path)
+        opened[name] = ts.open(spec, create=not there, open=is_there, context=context)
+    for future in opened.values():
+        future.exception()  # all of them end before a failed draft can be removed
+    return {name: future.result() for name, future in opened.items()}
+
+
+def _write_shards(stores: Mapping[str, ts.TensorStore], params: Params) -> None:
+    started: list[Any] = []
+    try:
+        for name, array in parameters.flatten(params).items():
+            for index, block in _host_shards(array):
+                part = ts.cast(stores[name], block.dtype)[index]
+                started.append(part.write(block, can_reference_source_data_indefinitely=True))
+    finally:
+        # Every write that has begun must end before a failed draft can be removed.
+        for future in started:
+            future.exception()
+    for future in started:
+        future.result()
+
+
+def _chunk(whole: tuple[int, ...], shard: tuple[int, ...], dtype: str) -> list[int]:
+    """The shape of the chunks of an array, cut along its first axes; a shard is made of whole chunks."""
+    chunk = list(shard)
+    for axis, size in enumerate(shard):
+        pieces = -(-math.prod(chunk) * jnp.dtype(dtype).itemsize // CHUNK_BYTES)
+        length = -(-size // max(pieces, 1))
+        while size != whole[axis] and size % length:
+            length += 1
+        chunk[axis] = length
+    return chunk
+
+
+def _host_shards(array: Any) -> list[tuple[Any, np.ndarray]]:
+    """(index, host block) of every shard that this process owns; a replicated block comes once."""
+    if isinstance(array, jax.Array):
+        return [(shard.index, np.asarray(shard.data)) for shard in array.addressable_shards if shard.replica_id == 0]
+    return [((slice(None),) * array.ndim, np.asarray(array))]
+
+
+def open_arrays(folder: Place, specs: Specs) -> Params:
+    """The parameters of a snapshot as tensorstore arrays, which read only the slices that a caller asks for.
+
+    Raises:
+      FileNotFoundError: there is no committed snapshot in `folder` (it may have been pruned).
+      Damaged: a parameter is not there or unreadable, names it; or commit.json is no JSON.
+      ValueError: a parameter has another shape than the model; names it. OSError: the storage failed.
+    """
+    return _open_arrays(folder, specs, _commit(folder))
+
+
+def _open_arrays(folder: Place, specs: Specs, commit: bytes) -> Params:
+    """As `open_arrays`. Args: commit: what commit.json said before."""
+    context = places.reading_context(folder)
+    opened = {name: ts.open(_spec(folder, name), open=True, context=context) for name in parameters.flatten(specs)}
+
+    def open_one(name: str, spec: parameters.ParamSpec) -> ts.TensorStore:
+        try:
+            store = opened[name].result()
+        except places.STORAGE_ERRORS as error:
+            raise _refusal(folder, f"parameter {name} is missing or unreadable", error, commit) from error
+        if store.shape != spec.shape:
+            raise ValueError(f"{folder}: parameter {name} has shape {store.shape}, the model needs {spec.shape}")
+        return store
+
+    return parameters.map_specs(open_one, specs)
+
+
+def _commit(folder: Place) -> bytes:
+    """The content of commit.json. Raises FileNotFoundError without one, Damaged where it is no JSON."""
+    content = layout.read_file(folder / COMMIT)
+    try:
+        json.loads(content)
+    except ValueError as error:
+        raise Damaged(f"{folder / COMMIT} is not valid JSON: {error}") from error
+    return content
+
+
+def _refusal(folder: Place, sentence: str, error: Exception, commit: bytes) -> Exception:
+    """The error for a snapshot that cannot be read: Damaged if it is, else one after which a retry may succeed.
+
+    Args: commit: what commit.json said before.
+    """
+    said = OSError(f"{folder}: {sentence}: {error}")
+    if processes.is_storage_failure(said):
+        return said
+    _check_is_there(folder, commit)
+    return Damaged(str(said))
+
+
+def _check_is_there(folder: Place, commit: bytes) -> None:
+    """Raises FileNotFoundError where a snapshot is not the one any more that had this commit.json."""
+    if not places.exists(folder / COMMIT):
+        raise FileNotFoundError(f"snapshot {folder} was removed while it was read")
+    if places.read_bytes(folder / COMMIT) != commit:
+        raise FileNotFoundError(f"snapshot {folder} was written again while it was read")
+
+
+def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
+    """Restores a snapshot in `shardings`; every device reads its own shard only.
+
+    Args:
+      specs: the parameters of the snapshot. shardings: a tree of the same structure, parameters.shardings(specs, mesh).
+      dtype: dtype of the returned parameters, whatever the dtype on disk.
+
+    Raises:
+      FileNotFoundError: there is no committed snapshot in `folder`, or not the same any more at the end (it may have been pruned,
+        or published again by a trainer that resumed).
+      Damaged: see `open_arrays`; or the bytes of a parameter are damaged, names it.
+      ValueError: a parameter on disk has another shape than the model; names it. OSError: the storage failed.
+    """
+    commit = _commit(folder)
+    loaded = _load(folder, specs, shardings, dtype=dtype, commit=commit)
+    _check_is_there(folder, commit)  # else some arrays may be of one snapshot, and some of another
+    return loaded
+
+
+def _load(folder: Place, specs: Specs, shardings: Params, *, dtype: str, commit: bytes) -> Params:
+    """As `load`. Args: commit: what commit.json said before."""
+    arrays = _open_arrays(folder, specs, commit)
+    stores = {name: ts.cast(store, dtype) for name, store in parameters.flatten(arrays).items()}
+    sharding_of, flat = parameters.flatten(shardings), parameters.flatten(specs)
+    # Reads run ahead of the parameter that is being put on the devices, by _READ_AHEAD_BYTES at most.
+    reads: dict[str, dict[str, tuple[np.ndarray, ts.WriteFutures]]] = {}
+    waiting = list(flat)
+
+    def start_read(store: ts.TensorStore) -> tuple[np.ndarray, ts.WriteFutures]:
+        block = parameters.aligned_empty(store.shape, dtype)
+        return block, ts.array(block).write(store)
+
+    def finish_read(name: str, index: Any) -> np.ndarray:
+        block, done = reads[name][str(index)]
+        done.result()
+        return block
+
+    def start_reads() -> None:
+        ahead = sum(stores[name].size * stores[name].dtype.numpy_dtype.itemsize for name in reads)
+        while waiting and (not reads or ahead < _READ_AHEAD_BYTES):
+            name = waiting.pop(0)
+            indices = {
+                str(index): index for index in sharding_of[name].addressable_devices_indices_map(flat[name].shape).values()
+            }
+            reads[name] = {key: start_read(stores[name][index]) for key, index in indices.items()}
+            ahead += stores[name].size * stores[name].dtype.numpy_dtype.itemsize
+
+    def read(name: str, spec: parameters.ParamSpec) -> jax.Array:
+        start_reads()
+        try:
+            loaded = jax.make_array_from_callback(spec.shape, sharding_of[name], functools.partial(finish_read, name))
+        except places.STORAGE_ERRORS as error:
+            raise _refusal(folder, f"parameter {name} is damaged", error, commit) from error
+        del reads[name]
+        return loaded
+
+    return parameters.map_specs(read, specs)
+
+
+def committed_steps(policies: Place) -> list[int]:
+    """Steps with a visible snapshot, ascending."""
+    return layout.as_steps(places.folders_with(policies, COMMIT))
+
+
+def is_committed(policies: Place, step: int) -> bool:
+    """Whether a step's snapshot is visible."""
+    return places.exists(policies / layout.step_name(step) / COMMIT)
+
+
+def latest_step(policies: Place, *, newer_than: int = -1) -> int | None:
+    """The newest step above `newer_than` with a visible snapshot; looks at no more folders than it must."""
+    steps = layout.steps_in(policies, newer_than=newer_than)
+    return next((step for step in reversed(steps) if is_committed(policies, step)), None)
+
+
+def load_step(policies: Place, step: int, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
+    return load(policies / layout.step_name(step), specs, shardings, dtype=dtype)
+
+
+def prune(
+    policies: Place, *, keep: int, keep_every: int, final_step: int, scores: Callable[[], Mapping[int, float]] = dict
+) -> list[int]:
+    """Removes old snapshots: all but the newest `keep` (0: keeps all), step 0, multiples of keep_every, final_step, and the best.
+
+    Args: scores: gives step -> held-out score. The best is that of the steps that have a snapshot (see best_step).
+    """
+    if not keep:
+        return []
+    there = committed_steps(policies)
+    removed = [step for step in there[:-keep] if step % keep_every and step != final_step]
+    scored = scores() if removed else {}
+    if not scored.keys().isdisjoint(removed):
+        best = best_step.best((step, scored[step]) for step in there if step in scored)
+        removed = [step for step in removed if best is None or step != best.step]
+    for step in removed:
+        remove(policies, step)
+    return removed
+
+
+def remove(policies: Place, step: int) -> None:
+    """Removes the snapshot of a step. Only the trainer may call it."""
+    _remove(policies / layout.step_name(step))
+
+
+def _remove(folder: Place) -> None:
+    places.remove(folder / COMMIT)  # first the commit: no reader takes up a half-removed snapshot
+    places.remove_tree(folder)
+
+
+def sweep(policies: Place) -> None:
+    """Removes the drafts and uncommitted folders that killed processes left. Only the trainer may call it."""
+    names, committed = places.names_in(policies), set(places.folders_with(policies, COMMIT))
+    for folder in (policies / name for name in names if name not in committed or name[0] == "."):
+        # While a local folder is away, its snapshots look uncommitted: this listing raises then.
+        if not (isinstance(folder, Path) and folder.is_dir() and COMMIT in os.listdir(folder)) or folder.name[0] == ".":
+            places.remove_tree(folder)
+
+
+def fingerprint(folder: Place) -> str:
+    """16 hex digits over every parameter's name, shape and bytes on disk: the id of a reference policy."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in places.files_in(folder):
+        if name != COMMIT:
+            digest.update(name.encode())
+            digest.update(places.read_bytes(folder / name))
+    return digest.hexdigest()
+
+
+def adopt(draft: Path, folder: Place) -> None:
+    """Moves a committed snapshot from a local draft to `folder`, where there is no snapshot yet."""
+    if isinstance(folder, Path) and draft.parent == folder.parent:
+        draft.rename(folder)
+    else:
+        places.copy_tree(draft, folder, last=COMMIT)
+        shutil.rmtree(draft)

@@ -1,0 +1,65 @@
+"""Checkpoints of arrays that are donated to the next update while they are written."""
+
+import itertools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax import sharding
+from tba_jax.storage.checkpoints import Checkpoints
+
+ROWS = 2048
+ALONE = (ROWS, 1536)  # no other test has arrays of this shape
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_updates_may_overwrite_what_is_being_written(tmp_path, devices):
+    """16 MiB that are split, and as many that every device holds, take longer to write than an update takes."""
+    mesh = sharding.make_mesh((devices, 1, 1), setting="test", devices=jax.devices()[:devices])
+    places = {"split": sharding.rows_sharding(mesh), "whole": sharding.replicated(mesh)}
+    values = {name: np.random.default_rng(0).standard_normal((ROWS, 2048)).astype(np.float32) for name in places}
+    update = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.full_like(x, 7) + 0 * x, tree), donate_argnums=0)
+    jax.block_until_ready(update(jax.device_put(values, places)))
+    state = jax.device_put({name: value.copy() for name, value in values.items()}, places)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    checkpoints.save({"state": state}, {"rows": 3}, step=1)
+    after = update(state)
+    for _ in range(3):
+        after = update(after)
+    assert float(after["split"][-1, -1]) == 7
+    checkpoints.wait()
+    found, host = checkpoints.restore(1, {"state": shapes})
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found["state"]), values)
+    assert host == {"rows": 3}
+    checkpoints.close()
+
+
+@pytest.mark.gpu
+def test_nothing_is_copied_on_the_devices(tmp_path):
+    """Arrays that are alive while a checkpoint is written lie in the buffers that were there before."""
+
+    def buffers() -> set[int]:
+        return {array.unsafe_buffer_pointer() for array in jax.live_arrays() if array.shape == ALONE}
+
+    state = {"weight": jax.device_put(np.ones(ALONE, np.float32), jax.devices()[0])}
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    assert len(buffers()) == 1
+    checkpoints.save({"state": state}, {}, step=1)
+    assert len(buffers()) == 1
+    checkpoints.close()
+
+
+def test_a_wall_clock_that_steps_by_hours_ends_no_save(tmp_path, monkeypatch):
+    """Orbax measures by it how long a save takes. Here the clock steps at every look."""
+    real, hours = time.time, itertools.cycle((0, 1, 2))
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    monkeypatch.setattr(time, "time", lambda: real() + 3600 * next(hours))
+    for step in (1, 2, 3):
+        checkpoints.save({"state": {"w": jnp.ones((64, 64))}}, {}, step=step)
+    checkpoints.wait()
+    assert checkpoints.steps() == [2, 3]
+    checkpoints.close()

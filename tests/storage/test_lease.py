@@ -1,0 +1,231 @@
+"""The epoch lease: one trainer at a time, takeovers, and what a stale one is told."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tba_jax.run import processes
+from tba_jax.storage import layout
+from tba_jax.storage.lease import EpochLease, LeaseHeld, StaleEpoch
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from tba_jax.storage.lease import EpochLease
+print(EpochLease.acquire(Path(sys.argv[1])).epoch, flush=True)
+time.sleep(60)
+"""
+
+
+def start_holder(folder: Path) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout.readline().strip()
+    return process
+
+
+@pytest.fixture
+def acquire() -> Iterator[Callable[..., EpochLease]]:
+    """EpochLease.acquire for a test that does not release the lease."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(contextlib.closing(EpochLease.acquire(*args, **options)))
+
+
+def lease_path(folder: Path, epoch: int) -> Path:
+    return folder / f"epoch-{epoch:06d}.lease"
+
+
+def edit(path: Path, **changes):
+    layout.write_json(path, layout.read_json(path) | changes)
+
+
+def test_a_run_is_held_until_its_trainer_is_killed(tmp_path):
+    folder = tmp_path / "run" / "journal"
+    folder.parent.mkdir()
+    process = start_holder(folder)
+    try:
+        with pytest.raises(LeaseHeld, match=f"run is held .*process {process.pid} on host") as held:
+            EpochLease.acquire(folder)
+        assert "epoch 1" in str(held.value)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+    # Not waited for yet: a zombie holds nothing.
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{process.pid}/stat").exists() and time.monotonic() < deadline:
+        if Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.01)
+    lease = EpochLease.acquire(folder)
+    process.wait()
+    assert lease.epoch == 2
+    with pytest.raises(LeaseHeld, match=str(os.getpid())):
+        EpochLease.acquire(folder)
+    lease.release()
+
+
+def test_a_reused_process_id_is_not_the_holder(tmp_path, acquire):
+    EpochLease.acquire(tmp_path).release()
+    edit(lease_path(tmp_path, 1), released=False, pid_start="1")
+    assert acquire(tmp_path).epoch == 2
+
+
+def test_a_released_lease_is_free_at_once(tmp_path):
+    first = EpochLease.acquire(tmp_path)
+    first.check()
+    first.release()
+    second = EpochLease.acquire(tmp_path)
+    assert (first.epoch, second.epoch) == (1, 2)
+    second.check()
+    with pytest.raises(StaleEpoch, match=r"holds epoch 1 .*epoch 2 has been taken"):
+        first.check()
+    second.release()
+
+
+ELSEWHERE = pytest.mark.parametrize(
+    "elsewhere", [{"host": "other"}, {"boot_id": "other"}, {"pid_namespace": "other"}], ids=lambda changes: next(iter(changes))
+)
+
+
+@ELSEWHERE
+def test_a_holder_elsewhere_is_waited_for(tmp_path, acquire, elsewhere):
+    EpochLease.acquire(tmp_path).release()
+    edit(lease_path(tmp_path, 1), released=False, heartbeat=time.time() - 0.2, **elsewhere)
+    begin = time.monotonic()
+    assert acquire(tmp_path, ttl_seconds=1.0).epoch == 2
+    assert time.monotonic() - begin > 0.7
+
+
+def test_an_old_heartbeat_elsewhere_is_not_waited_for(tmp_path, acquire):
+    EpochLease.acquire(tmp_path).release()
+    edit(lease_path(tmp_path, 1), released=False, heartbeat=time.time() - 3601, host="other")
+    begin = time.monotonic()
+    assert acquire(tmp_path, ttl_seconds=60).epoch == 2
+    assert time.monotonic() - begin < 20
+
+
+def test_a_slow_clock_has_half_the_time_to_live_to_renew(tmp_path, acquire):
+    EpochLease.acquire(tmp_path).release()
+    path, behind = lease_path(tmp_path, 1), 1800
+    edit(path, released=False, heartbeat=time.time() - behind, host="other")
+    renewal = threading.Timer(0.5, lambda: edit(path, heartbeat=time.time() - behind))
+    renewal.start()
+    with pytest.raises(LeaseHeld, match="which renews its lease"):
+        EpochLease.acquire(tmp_path, ttl_seconds=15)
+    renewal.join()
+    begin = time.monotonic()
+    assert acquire(tmp_path, ttl_seconds=1.0).epoch == 2
+    assert 0.4 < time.monotonic() - begin < 0.9
+
+
+def test_a_fast_clock_holds_up_for_the_time_to_live(tmp_path, acquire):
+    EpochLease.acquire(tmp_path).release()
+    edit(lease_path(tmp_path, 1), released=False, heartbeat=time.time() + 7200, host="other")
+    assert acquire(tmp_path, ttl_seconds=0.3).epoch == 2
+
+
+@pytest.mark.parametrize("take", [EpochLease.acquire, EpochLease.refuse_if_held])
+def test_a_holder_elsewhere_that_renews_is_not_disturbed(tmp_path, take):
+    EpochLease.acquire(tmp_path).release()
+    path = lease_path(tmp_path, 1)
+    edit(path, released=False, heartbeat=time.time(), host="other")
+    renewal = threading.Timer(0.5, lambda: edit(path, heartbeat=time.time()))
+    renewal.start()
+    begin = time.monotonic()
+    with pytest.raises(LeaseHeld, match=r"on host other \(epoch 1\), which renews its lease; stop it first"):
+        take(tmp_path, ttl_seconds=15)
+    assert time.monotonic() - begin < 10
+    renewal.join()
+
+
+def test_the_heartbeat_is_renewed(tmp_path):
+    lease = EpochLease.acquire(tmp_path, ttl_seconds=0.15)
+    first = layout.read_json(lease_path(tmp_path, 1))
+    deadline = time.monotonic() + 5
+    while layout.read_json(lease_path(tmp_path, 1))["heartbeat"] <= first["heartbeat"] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    later = layout.read_json(lease_path(tmp_path, 1))
+    assert later["heartbeat"] > first["heartbeat"]
+    assert later["pid"] == os.getpid() and not later["released"]
+    lease.release()
+    assert layout.read_json(lease_path(tmp_path, 1))["released"]
+
+
+def test_a_lease_without_content_counts_from_its_creation(tmp_path, acquire):
+    lease_path(tmp_path, 1).write_text("")
+    begin = time.monotonic()
+    assert acquire(tmp_path, ttl_seconds=0.5).epoch == 2
+    assert time.monotonic() - begin > 0.4
+
+
+def test_a_lease_that_a_full_disk_refused_is_not_waited_for(tmp_path):
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))\n"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    command = [sys.executable, "-c", limited + HOLDER, str(tmp_path)]
+    refused = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert "OSError" in refused.stderr, refused
+    begin = time.monotonic()
+    EpochLease.acquire(tmp_path, ttl_seconds=30).release()
+    assert time.monotonic() - begin < 10
+
+
+def test_many_contenders_get_one_lease(tmp_path):
+    program = (
+        "import sys; from pathlib import Path; from tba_jax.storage.lease import *\n"
+        "try:\n    print(EpochLease.acquire(Path(sys.argv[1])).epoch, flush=True)\n"
+        "except LeaseHeld:\n    print('held', flush=True)\nsys.stdin.read()"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    contenders = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for _ in range(4)
+    ]
+    answers = sorted(process.stdout.readline().strip() for process in contenders)
+    for process in contenders:
+        process.communicate("")
+    assert answers == ["1", "held", "held", "held"]
+
+
+def test_bad_settings_and_damaged_leases(tmp_path, acquire):
+    with pytest.raises(ValueError, match="ttl_seconds=0"):
+        EpochLease.acquire(tmp_path, ttl_seconds=0)
+    lease_path(tmp_path, 1).write_text(json.dumps({"released": True}))
+    assert acquire(tmp_path).epoch == 2
+
+
+def test_a_lease_is_neither_renewed_held_nor_released_in_the_folder_of_another_run(tmp_path):
+    """Another run, whose trainer has the same epoch, stands in the place of this one for a while."""
+    own, away, other = tmp_path / "run", tmp_path / "away", tmp_path / "other"
+    for folder in (own, other):
+        folder.mkdir()
+    lease, others = (EpochLease.acquire(folder / "journal", ttl_seconds=0.3) for folder in (own, other))
+    others.release()
+    edit(lease_path(other / "journal", 1), pid=1)
+    theirs = lease_path(other / "journal", 1).read_bytes()
+    own.rename(away)
+    other.rename(own)
+    time.sleep(0.5)
+    assert lease_path(own / "journal", 1).read_bytes() == theirs
+    with pytest.raises(processes.RunIsAway, match="holds another run"):
+        lease.check()
+    own.rename(other)
+    away.rename(own)
+    lease.check()
+    own.rename(away)
+    other.rename(own)
+    lease.release()
+    assert lease_path(own / "journal", 1).read_bytes() == theirs

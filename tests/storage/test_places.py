@@ -1,0 +1,264 @@
+"""The one seam under everything that roles share: the same promises on a folder, in memory, and on an S3 server."""
+
+import concurrent.futures
+import dataclasses
+import os
+import threading
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from tba_jax.storage import layout, places
+from tests.support import moto_server
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with moto_server.serving() as environment:
+        yield environment
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def root(request, tmp_path):
+    """An empty place of each kind."""
+    if request.param == "local":
+        return tmp_path / "shared"
+    if request.param == "memory":
+        return places.place("memory://store/shared")
+    request.getfixturevalue("s3")
+    return places.place(f"s3://{moto_server.BUCKET}/{uuid.uuid4().hex}")
+
+
+def test_files_are_written_read_replaced_and_removed(root):
+    file = root / "a" / "b.json"
+    assert not places.exists(file)
+    with pytest.raises(FileNotFoundError, match=r"b\.json"):
+        places.read_bytes(file)
+    places.make_folder(file.parent, below=2)
+    places.write_bytes(file, b"first")
+    places.write_bytes(file, b"")
+    assert places.exists(file) and places.read_bytes(file) == b""
+    places.write_bytes(file, bytes(range(256)) * 1000)
+    assert places.read_bytes(file) == bytes(range(256)) * 1000
+    assert (file.name, str(file.parent)) == ("b.json", f"{root}/a") and file.parent == root / "a"
+    for _ in range(2):
+        places.remove(file)
+        assert not places.exists(file)
+
+
+def test_of_all_that_create_a_file_at_once_one_does(root):
+    start = threading.Barrier(8)
+    places.make_folder(root / "claims", below=2)
+
+    def create(number: int) -> bool:
+        start.wait()
+        return places.create(root / "claims" / "one", f"{number}".encode())
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(create, range(8)))
+    assert won.count(True) == 1
+    assert places.read_bytes(root / "claims" / "one") == f"{won.index(True)}".encode()
+    assert not places.create(root / "claims" / "one", b"late")
+    assert places.names_in(root / "claims") == ["one"], "a draft is left"
+
+
+@pytest.mark.parametrize("before", [b"", b"another's"])
+def test_a_creation_whose_reply_is_lost_has_won_if_it_has(root, before, monkeypatch):
+    """The request is sent again, and refused by what it has done itself; or by another's, who was first."""
+    file = root / "claims" / "one"
+    places.make_folder(file.parent, below=2)
+    if isinstance(root, Path):
+        link = os.link
+
+        def link_twice(*paths):
+            if before:
+                file.write_bytes(before)
+            else:
+                link(*paths)
+            link(*paths)
+
+        monkeypatch.setattr(os, "link", link_twice)
+        assert places.create(file, b"mine") == (not before)
+    else:
+        assert _LosingReplies(root, before).create(file, b"mine") == (not before)
+    assert places.read_bytes(file) == (before or b"mine") and places.names_in(root / "claims") == ["one"]
+
+
+class _LosingReplies:
+    """A bucket whose conditional write is carried out, or loses to another's, and is then answered as a lost race."""
+
+    def __init__(self, root: places.Bucket, before: bytes):
+        self._store, self._before = root.store, before
+
+    def create(self, file: places.Bucket, content: bytes) -> bool:
+        return places.create(dataclasses.replace(file, store=self), content)
+
+    def read(self, path: str) -> ts.Future:
+        return self._store.read(path)
+
+    def write(self, path: str, content: bytes, *, if_equal: bytes) -> ts.Future:
+        self._store.write(path, self._before or content).result()
+        return self._store.write(path, content, if_equal=if_equal)
+
+
+def test_a_name_is_not_there_only_after_a_listing(tmp_path, monkeypatch):
+    """A network file system may remember that a name was not there; a listing is up to date."""
+    (tmp_path / "00000003").mkdir()
+    places.write_bytes(tmp_path / "00000003" / "commit.json", b"{}")
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    assert places.exists(tmp_path / "00000003" / "commit.json") and not places.exists(tmp_path / "00000003" / "other")
+    assert not places.exists(tmp_path / "00000004" / "commit.json")
+    assert places.folders_with(tmp_path, "commit.json") == ["00000003"]
+
+
+def test_listings_name_what_is_directly_inside_a_folder(root):
+    for name in ("00000001/commit.json", "00000001/c/0/0", "00000002/c/0", "00000010/commit.json", "00000010.json", "z"):
+        places.make_folder((root / name).parent, below=4)
+        places.write_bytes(root / name, b"x")
+    assert places.names_in(root) == ["00000001", "00000002", "00000010", "00000010.json", "z"]
+    assert places.names_in(root, after="00000001") == ["00000002", "00000010", "00000010.json", "z"]
+    assert places.names_in(root, after="00000010") == ["z"]
+    assert places.names_in(root / "none") == [] == places.files_in(root / "none")
+    assert places.folders_with(root, "commit.json") == ["00000001", "00000010"]
+    assert places.files_in(root / "00000001") == ["c/0/0", "commit.json"]
+    assert layout.steps_in(root) == [1, 2, 10] and layout.steps_in(root, newer_than=1) == [2, 10]
+    places.remove_tree(root / "00000001")
+    places.remove_tree(root / "none")
+    assert places.names_in(root) == ["00000002", "00000010", "00000010.json", "z"]
+
+
+def test_files_are_sorted_alike_wherever_they_are(root, tmp_path):
+    """By parts of the path: a folder a.b comes after a/x although a dot sorts before a slash."""
+    names = ["a/x", "a.b/x", "a-b/x"]
+    for name in names:
+        places.make_folder((root / name).parent, below=2)
+        places.write_bytes(root / name, name.encode())
+    assert places.files_in(root) == ["a/x", "a-b/x", "a.b/x"]
+    places.copy_tree(root, tmp_path / "copy", last="a/x")
+    assert places.files_in(tmp_path / "copy") == ["a/x", "a-b/x", "a.b/x"]
+    assert all((tmp_path / "copy" / name).read_bytes() == name.encode() for name in names)
+
+
+def test_changed_names_what_is_not_as_it_was(root):
+    files = {number: root / "many" / f"{number}" for number in range(100)}  # more than are in flight at once
+    unseen = {number: (file, b"") for number, file in files.items()}
+    assert places.changed(unseen) == {}
+    places.make_folder(root / "many", below=2)
+    for number in (3, 70):
+        places.write_bytes(files[number], b"one")
+    first = places.changed(unseen)
+    assert set(first) == {3, 70} and all(first.values())
+    seen = unseen | {number: (files[number], version) for number, version in first.items()}
+    assert places.changed(seen) == {}
+    places.write_bytes(files[3], b"two")
+    places.remove(files[70])
+    second = places.changed(seen)
+    assert second.keys() == {3, 70} and second[3] not in (None, first[3]) and second[70] is None
+
+
+def test_arrays_live_below_a_place(root):
+    spec = {"driver": "zarr3", "kvstore": places.kvstore(root / "array"), "metadata": {"shape": [3], "data_type": "int32"}}
+    ts.open(spec, create=True, context=places.context(root)).result().write(np.arange(3, dtype=np.int32)).result()
+    again = ts.open({"driver": "zarr3", "kvstore": places.kvstore(root / "array")}, context=places.context(root)).result()
+    assert again.read().result().tolist() == [0, 1, 2]
+    assert "zarr.json" in places.files_in(root / "array")
+
+
+def test_places_are_parsed_and_written_back(tmp_path, monkeypatch):
+    for url in ("memory://store/a/b", "memory://store/a/b/"):
+        place = places.place(url)
+        assert str(place) == "memory://store/a/b" == places.absolute(url)
+        assert place == places.place(url) and place != place / "c" and place.parent / "b" == place
+    assert places.place("a/b") == Path.cwd() / "a" / "b" and places.absolute("a/b/") == str(Path.cwd() / "a" / "b")
+    assert places.place("../b") == Path.cwd().resolve().parent / "b", "tensorstore takes no path with .."
+    for wrong in ("ftp://host/path", "S3://bucket/x", "gs://", "s3:///path", "://x"):
+        with pytest.raises(ValueError, match=r"must be a folder, or one of gs://bucket/prefix, s3://bucket/prefix"):
+            places.place(wrong)
+    assert "gcs" in str(places.kvstore(places.place("gs://bucket/runs/1")))
+    monkeypatch.setenv("AWS_REGION", "eu-central-1")
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    spec = places.kvstore(places.place("s3://bucket/runs/1"))
+    assert spec["bucket"] == "bucket" and spec["path"] == "runs/1/" and spec["aws_region"] == "eu-central-1"
+
+
+def test_polls_of_an_object_store_are_rare(tmp_path):
+    bucket = places.place("memory://store/a")
+    assert places.poll_seconds([tmp_path], 0.2) == 0.2
+    assert places.poll_seconds([tmp_path, bucket], 0.2) == places.OBJECT_STORE_POLL_SECONDS
+    assert places.poll_seconds([bucket], 30.0) == 30.0
+
+
+def test_a_store_that_refuses_is_an_os_error(s3):
+    nobody = places.place("s3://no-such-bucket/run")
+    for refused in (
+        lambda: places.write_bytes(nobody / "a", b"x"),
+        lambda: places.create(nobody / "a", b"x"),
+        lambda: places.names_in(nobody),
+    ):
+        with pytest.raises(OSError, match=r"s3://no-such-bucket/run.*(NoSuchBucket|is there such a bucket)"):
+            refused()
+
+
+def test_a_failed_write_leaves_the_old_content_and_no_draft(tmp_path, monkeypatch):
+    places.write_bytes(tmp_path / "a", b"old")
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    for name in ("replace", "fsync"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, refuse)
+            with pytest.raises(OSError, match="No space left"):
+                places.write_bytes(tmp_path / "a", b"new")
+        assert places.names_in(tmp_path) == ["a"] and places.read_bytes(tmp_path / "a") == b"old"
+
+
+def test_a_workdir_says_where_its_run_meets(tmp_path):
+    workdir = tmp_path / "run"
+    assert layout.open_run_dir(workdir).shared == workdir
+    assert layout.open_run_dir(workdir, str(workdir)) == layout.RunDir(workdir)
+    elsewhere = layout.open_run_dir(workdir, str(tmp_path / "met"))
+    assert elsewhere.config == tmp_path / "met" / "config.json" and elsewhere.replay == tmp_path / "met" / "replay"
+    assert elsewhere.checkpoints == workdir / "checkpoints" and elsewhere.metrics("a") == workdir / "metrics" / "a"
+    workdir.mkdir()
+    layout.note_shared(elsewhere)
+    for given in ("", str(tmp_path / "met"), f"{tmp_path}/met/"):
+        assert layout.open_run_dir(workdir, given) == elsewhere
+    with pytest.raises(ValueError, match=r"--shared=memory://store/x: the roles of the run in .*run meet in .*met"):
+        layout.open_run_dir(workdir, "memory://store/x")
+    (tmp_path / "plain").mkdir()
+    layout.write_json(tmp_path / "plain" / "config.json", {})
+    with pytest.raises(ValueError, match=r"--shared=memory://store/x: the roles of the run in .*plain meet in .*plain"):
+        layout.open_run_dir(tmp_path / "plain", "memory://store/x")
+    known_by_url = layout.open_run_dir("memory://store/x")
+    assert str(known_by_url.config) == "memory://store/x/config.json" and not known_by_url.checkpoints.is_dir()
+    assert dataclasses.replace(known_by_url, root=workdir).policies == known_by_url.policies
+
+
+def test_a_folder_is_made_below_an_existing_one_alone(tmp_path):
+    places.make_folder(tmp_path / "a" / "b", below=2)
+    places.make_folder(tmp_path / "a" / "b", below=2)
+    for below in (1, 2):
+        with pytest.raises(FileNotFoundError):
+            places.make_folder(tmp_path / "away" / "b" / "c", below=below)
+    with pytest.raises(FileNotFoundError):
+        places.write_bytes(tmp_path / "away" / "file", b"x")
+    with pytest.raises(FileNotFoundError):
+        places.create(tmp_path / "away" / "file", b"x")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_removing_a_folder_follows_no_link(tmp_path):
+    """A workdir may hold links that somebody else has put there."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("kept")
+    (tmp_path / "run" / "00000001").mkdir(parents=True)
+    (tmp_path / "run" / "00000001" / "link").symlink_to(precious)
+    (tmp_path / "run" / "00000002").symlink_to(precious)
+    assert places.remove_tree(tmp_path / "run" / "00000001")
+    places.remove_tree(tmp_path / "run" / "00000002")
+    assert (precious / "file").read_text() == "kept"

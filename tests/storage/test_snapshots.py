@@ -1,0 +1,223 @@
+"""Snapshots: what is visible when, exact round trips into other meshes, damage, retention."""
+
+import json
+import resource
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax.models import parameters
+from tba_jax.models.parameters import Params
+from tba_jax.run import processes
+from tba_jax.storage import layout, places, snapshots
+from tba_jax.storage.snapshots import SnapshotInfo
+from tests.support import applied
+from tests.support.tiny_snapshots import MODEL, SPECS, assert_same_bits, random_params, shardings
+
+
+def save(policies: Path, step: int, params: Params | None = None, dtype: str = "float32") -> Path:
+    folder = policies / layout.step_name(step)
+    snapshots.save(folder, random_params(step) if params is None else params, SnapshotInfo(step=step, epoch=3), dtype=dtype)
+    return folder
+
+
+@pytest.mark.parametrize("written", [(8, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("read", [(1, 4, 2), (8, 1, 1)], ids=str)
+def test_parameters_come_back_bit_by_bit_on_any_mesh(tmp_path, written, read):
+    folder = save(tmp_path, 5, jax.device_put(random_params(), shardings(written)))
+    assert json.loads((folder / snapshots.COMMIT).read_text()) == {"step": 5, "epoch": 3, "dtype": "float32"}
+    found = snapshots.load(folder, SPECS, shardings(read))
+    assert_same_bits(found, random_params())
+    assert jax.tree.map(lambda x: x.sharding, found) == shardings(read)
+
+
+@pytest.mark.parametrize("written", [(8, 1, 1), (2, 2, 2), (1, 8, 1)], ids=str)
+def test_large_shards_are_cut_into_chunks(tmp_path, monkeypatch, written):
+    """Axes of 16, 24 and 12 in pieces that do and do not divide them, cut along one axis and along several."""
+    sharding_of = parameters.flatten(shardings(written))
+    for size in (8, 100, 300):
+        monkeypatch.setattr(snapshots, "CHUNK_BYTES", size)
+        folder = save(tmp_path, size, jax.device_put(random_params(), shardings(written)))
+        for name, spec in parameters.flatten(SPECS).items():
+            sizes = [path.stat().st_size - 4 for path in (folder / name).rglob("c/**/*") if path.is_file()]  # and a checksum
+            assert sum(sizes) >= 4 * np.prod(spec.shape) and max(sizes) <= 2 * size, name
+            chunk = json.loads((folder / name / "zarr.json").read_text())["chunk_grid"]["configuration"]["chunk_shape"]
+            for whole, part, length in zip(spec.shape, sharding_of[name].shard_shape(spec.shape), chunk, strict=True):
+                assert part == whole or part % length == 0, "two shards share a chunk"
+        assert_same_bits(snapshots.load(folder, SPECS, shardings((1, 4, 2))), random_params())
+
+
+def test_bfloat16_snapshots_hold_the_rounded_parameters(tmp_path):
+    folder = save(tmp_path, 5, jax.device_put(random_params(), shardings((2, 2, 2))), dtype="bfloat16")
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(np.float32), random_params())
+    found = snapshots.load(folder, SPECS, shardings())
+    assert_same_bits(found, rounded)
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(found))
+    assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file() and p.suffix != ".json") < 3 * applied.count(MODEL)
+
+
+@pytest.mark.parametrize("kind", ["folder", "memory"])
+def test_files_beside_the_parameters_come_and_go_with_the_snapshot(tmp_path, kind):
+    policies = places.place("memory://beside/policy") if kind == "memory" else tmp_path
+    folder, file = policies / layout.step_name(5), policies / layout.step_name(5) / "counts"
+    info = SnapshotInfo(step=5, epoch=3, beside={"counts": b"\0 and more"})
+
+    def refused() -> None:
+        raise OSError("no more")
+
+    with pytest.raises(OSError, match="no more"):
+        snapshots.save(folder, random_params(), info, dtype="float32", check=refused)
+    assert not snapshots.is_committed(policies, 5)
+    snapshots.save(folder, random_params(), info, dtype="float32")
+    assert places.read_bytes(file) == b"\0 and more"
+    assert json.loads(places.read_bytes(folder / snapshots.COMMIT)) == {"step": 5, "epoch": 3, "dtype": "float32"}
+    assert_same_bits(snapshots.load(folder, SPECS, shardings()), random_params())
+    snapshots.save(folder, random_params(), SnapshotInfo(step=5, epoch=4), dtype="float32")  # written again without it
+    assert not places.exists(file)
+
+
+def test_storage_that_refuses_is_no_mistake_of_the_user(tmp_path):
+    """An OSError, whatever tensorstore raises: a ValueError at the start of a trainer would end its run."""
+    save(tmp_path, 4)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"snapshot .*00000006 could not be written: .*File too large") as refused:
+            save(tmp_path, 6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert processes.is_storage_failure(refused.value)
+    assert snapshots.committed_steps(tmp_path) == [4] and [path.name for path in tmp_path.iterdir()] == ["00000004"]
+
+
+def test_only_committed_snapshots_are_visible(tmp_path):
+    assert snapshots.latest_step(tmp_path / "policy") is None
+    save(tmp_path, 4)
+    torn = save(tmp_path, 6)
+    (torn / snapshots.COMMIT).unlink()
+    (tmp_path / f".{layout.step_name(8)}.0123abcd").mkdir()
+    assert snapshots.committed_steps(tmp_path) == [4]
+    with pytest.raises(FileNotFoundError):
+        snapshots.load_step(tmp_path, 6, SPECS, shardings())
+    # The leftover is replaced by the same step's next write.
+    save(tmp_path, 6)
+    assert snapshots.committed_steps(tmp_path) == [4, 6]
+    assert_same_bits(snapshots.load_step(tmp_path, 6, SPECS, shardings()), random_params(6))
+
+
+@pytest.mark.parametrize("where", ["the last parameter", "the commit", "the rename"])
+def test_a_write_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch, where):
+    params = random_params()
+    if where == "the last parameter":
+        params["layers"]["attention"]["value"] = np.full((2, 2), "text")
+    elif where == "the commit":
+        monkeypatch.setattr(layout, "write_json", refuse)
+    else:
+        monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises((OSError, ValueError)):
+        save(tmp_path, 5, params)
+    assert list(tmp_path.iterdir()) == []
+
+
+def refuse(*arguments, **settings):
+    raise OSError(28, "No space left on device")
+
+
+def largest_file(folder: Path) -> Path:
+    return max(
+        (path for path in folder.rglob("*") if path.is_file() and path.name != "zarr.json"), key=lambda p: p.stat().st_size
+    )
+
+
+def test_a_damaged_byte_is_an_error_that_names_the_parameter(tmp_path):
+    folder = save(tmp_path, 5)
+    for name, path in {
+        name: largest_file(folder / name) for name in ("embedding.weight", "layers.feed_forward.up.weight")
+    }.items():
+        whole = path.read_bytes()
+        damaged = bytearray(whole)
+        damaged[len(whole) // 2] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"{folder}: parameter {name} is damaged"):
+            snapshots.load(folder, SPECS, shardings())
+        path.unlink()
+        with pytest.raises(ValueError, match=rf"{folder}: parameter {name} is damaged"):
+            snapshots.load(folder, SPECS, shardings())
+        path.write_bytes(whole)
+    assert_same_bits(snapshots.load(folder, SPECS, shardings()), random_params(5))
+
+
+@pytest.mark.parametrize("moment", ["opening", "reading"])
+def test_storage_that_does_not_answer_is_no_damage(tmp_path, monkeypatch, moment):
+    folder = save(tmp_path, 5)
+
+    class Failing:
+        """What is opened or read where the storage is away, in tensorstore's words."""
+
+        def result(self, *_):
+            raise ValueError("UNAVAILABLE: CURL error [source locations='tensorstore/…']")
+
+    if moment == "opening":
+        monkeypatch.setattr(snapshots.ts, "open", lambda *_, **__: Failing())
+    else:
+        monkeypatch.setattr(jax, "make_array_from_callback", Failing().result)
+    with pytest.raises(OSError, match=rf"{folder}: parameter .* UNAVAILABLE") as refused:
+        snapshots.load(folder, SPECS, shardings())
+    assert processes.is_storage_failure(refused.value)
+
+
+def test_parameters_of_another_model_are_named(tmp_path):
+    params = random_params()
+    up = params["layers"]["feed_forward"]["up"]
+    params["layers"]["feed_forward"]["up"] = {"weight": up["weight"][..., :12]}
+    folder = save(tmp_path, 5, params)
+    with pytest.raises(
+        ValueError, match=r"parameter layers.feed_forward.up.weight has shape \(2, 16, 12\), the model needs \(2, 16, 24\)"
+    ):
+        snapshots.load(folder, SPECS, shardings())
+    shutil.rmtree(folder)
+    params["layers"]["feed_forward"]["up"] = up
+    del params["layers"]["attention"]["value"]
+    with pytest.raises(ValueError, match=r"parameter layers.attention.value.weight is missing or unreadable"):
+        snapshots.load(save(tmp_path, 5, params), SPECS, shardings())
+
+
+def test_pruning_keeps_the_newest_and_what_is_evaluated(tmp_path):
+    steps = [0, 1, 2, 3, 10, 11, 13, 20, 21, 22, 23]
+    for step in steps:
+        (tmp_path / layout.step_name(step)).mkdir()
+        (tmp_path / layout.step_name(step) / snapshots.COMMIT).write_text("{}")
+    assert snapshots.prune(tmp_path, keep=0, keep_every=10, final_step=13) == []
+    assert snapshots.prune(tmp_path, keep=3, keep_every=10, final_step=13) == [1, 2, 3, 11]
+    assert snapshots.committed_steps(tmp_path) == layout.steps_in(tmp_path) == [0, 10, 13, 20, 21, 22, 23]
+    assert snapshots.prune(tmp_path, keep=3, keep_every=10, final_step=13) == []
+
+
+def test_pruning_keeps_the_best_while_it_is_the_best(tmp_path):
+    """The run was resumed with another evaluation.every_steps and more learner.steps: 7 and 14 were evaluated before."""
+    for step in [0, 7, 10, 14, 20, 21, 22]:
+        (tmp_path / layout.step_name(step)).mkdir()
+        (tmp_path / layout.step_name(step) / snapshots.COMMIT).write_text("{}")
+    settings, asked = dict(keep=2, keep_every=10, final_step=99), []
+    scores = {5: 0.99, 7: 0.9, 10: 0.1, 14: 0.8}  # the snapshot of step 5 is gone: it is nobody's best any more
+
+    def told() -> dict[int, float]:
+        asked.append(dict(scores))
+        return scores
+
+    assert snapshots.prune(tmp_path, **settings, scores=told) == [14]
+    assert snapshots.committed_steps(tmp_path) == [0, 7, 10, 20, 21, 22]
+    scores[20] = 0.95
+    assert snapshots.prune(tmp_path, **settings, scores=told) == [7] and len(asked) == 2
+    assert snapshots.prune(tmp_path, **settings, scores=told) == [] and len(asked) == 2, "where nothing goes, nobody is asked"
+
+
+def test_the_fingerprint_is_that_of_the_weights(tmp_path):
+    first, same, other = save(tmp_path / "a", 1), save(tmp_path / "b", 2, random_params(1)), save(tmp_path, 3)
+    assert snapshots.fingerprint(first) == snapshots.fingerprint(same)
+    assert len({snapshots.fingerprint(first), snapshots.fingerprint(other)}) == 2
+    assert int(snapshots.fingerprint(first), 16) < 2**64 and len(snapshots.fingerprint(first)) == 16
