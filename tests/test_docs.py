@@ -77,9 +77,10 @@ def commands(text: str) -> Iterator[list[str]]:
 @functools.cache
 def flags_of(file: Path) -> frozenset[str]:
     """Flags of a command, or those that a script defines by absl or argparse."""
-    if file.is_relative_to(ROOT / "tba_jax"):
+    module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    if module.startswith("tba_jax") and hasattr(importlib.import_module(module), "add_flags"):
         values = flags.FlagValues()
-        importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts)).add_flags(values)
+        importlib.import_module(module).add_flags(values)
         return frozenset({*values, "help"})
     tree = ast.parse(file.read_text())
     found = set()
@@ -122,7 +123,9 @@ def broken_command(words: list[str]) -> Iterator[str]:
             if extra not in extras:
                 yield f"{said}: pyproject.toml has no extra {extra}"
     elif words[:2] == ["python", "-m"] and len(words) > 2:
-        yield from broken_python(words[2], words[3:], said)
+        wrapped = next((at for at, word in enumerate(words) if at and word.endswith("python")), len(words))
+        yield from broken_python(words[2], words[3:wrapped], said)
+        yield from broken_command(["python", *words[wrapped + 1 :]] if wrapped < len(words) else [""])
 
 
 def broken_python(module: str, words: list[str], said: str) -> Iterator[str]:

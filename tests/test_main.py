@@ -237,3 +237,10 @@ def test_ctrl_c_ends_a_warm_start_at_once(tmp_path):
     finally:
         process.kill()
     assert process.returncode == processes.STOPPED and "Traceback" not in rest and rest.rstrip().endswith("stopped"), rest
+
+
+def test_a_run_without_standard_streams_ends_as_any_other(tmp_path):
+    settings = {"schedule.mode": "interleaved", "learner.steps": 2, "evaluation.enabled": False}
+    arguments = tiny_run.command(tmp_path / "run", *(f"--config.{name}={value}" for name, value in settings.items()))
+    done = tiny_run.call(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *arguments], timeout=240)
+    assert done.returncode == 0 and (tmp_path / "run" / "finished.json").exists()

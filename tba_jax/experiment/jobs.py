@@ -9,16 +9,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tba_jax.experiment import answer, composition, estimate, meshes, role_devices, training
-from tba_jax.experiment.joining import (
-    Invocation,
-    changed_prompts,
-    check_dry_run,
-    join,
-    mistakes_end_the_role,
-    record_of,
-    with_schedule_of_run,
-)
+from tba_jax.experiment import answer, composition, estimate, joining, meshes, role_devices, training
+from tba_jax.experiment.joining import Invocation, check_dry_run, join, mistakes_end_the_role, record_of, with_schedule_of_run
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, placement, results, supervisor
@@ -45,7 +37,7 @@ def dry_run(s: Invocation, *, full: bool) -> Job:
     Args: full: prints the config and the shapes as well.
     """
     check_dry_run(s)
-    if (found := changed_prompts(s.experiment)) is not None:
+    if (found := joining.changed_prompts(s.experiment)) is not None:
         log.warning("%s; what to do: %s", found.sentence, found.advice)
 
     def job() -> int:

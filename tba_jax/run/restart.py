@@ -9,6 +9,7 @@ begin a new run in its place. Any Python from 3.7 on runs this module, also on t
 
 from __future__ import annotations
 
+import argparse
 import enum
 import errno
 import os
@@ -140,20 +141,14 @@ def _is_there(workdir: str, code: int, asked: threading.Event, failed: int) -> b
 
 
 def main(arguments: list[str]) -> int:
-    flags = {"workdir": "", "deaths": "0"}
-    while arguments and arguments[0].startswith("--"):
-        name, _, value = arguments[0][2:].partition("=")
-        if name not in flags:
-            _say(f"--{name} is no flag of this module: --workdir=DIR, --deaths=N and then the command of a role")
-            return BAD_INPUT
-        flags[name] = value
-        arguments = arguments[1:]
-    if not arguments or not flags["workdir"] or not flags["deaths"].isdecimal():
-        _say(
-            f"--workdir={flags['workdir']} --deaths={flags['deaths']}: needs the folder of the run, a whole number and a command"
-        )
-        return BAD_INPUT
-    return run(arguments, workdir=flags["workdir"], deaths=int(flags["deaths"]))
+    parser = argparse.ArgumentParser(prog="restart", usage=argparse.SUPPRESS)
+    parser.add_argument("--workdir", required=True, help="folder of the run")
+    parser.add_argument("--deaths", type=int, default=0, help="how many deaths in a row are survived")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the command of a role")
+    given = parser.parse_args(arguments)
+    if given.deaths < 0 or not given.command:
+        parser.error(f"--deaths={given.deaths} must be at least 0, and the command of a role must follow")
+    return run(given.command, workdir=given.workdir, deaths=given.deaths)
 
 
 if __name__ == "__main__":

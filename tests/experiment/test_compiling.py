@@ -208,8 +208,14 @@ def with_settings(experiment: composition.Experiment, **settings) -> composition
     return dataclasses.replace(experiment, config=config)
 
 
-def test_models_of_the_task_lie_beside_all_programs_of_their_devices(summaries):
-    found = {role: compiling.fit(summaries, RUN, role=role, on=on(1)) for role in ("searcher", "evaluator")}
+@pytest.fixture(scope="module")
+def with_models(summaries):
+    """Role -> its programs, of a role whose devices have the models of the task as well."""
+    return {role: compiling.fit(summaries, RUN, role=role, on=on(1)) for role in ("searcher", "evaluator")}
+
+
+def test_models_of_the_task_lie_beside_all_programs_of_their_devices(summaries, with_models):
+    found = with_models
     assert [fit.name for fit in found["searcher"].fits] == [*PROGRAMS["searcher"], "pass of the reward model"]
     assert [fit.name for fit in found["evaluator"].fits][-2:] == ["pass of the reward model", "pass of the gold model"]
     weights = Path(summaries.config.task.tldr.reward_path, "model.safetensors").stat().st_size
@@ -223,15 +229,12 @@ def test_models_of_the_task_lie_beside_all_programs_of_their_devices(summaries):
     assert {"reference", "caches", "policy in use", "next policy"} == set(rewarded.beside)
 
 
-def test_models_on_devices_of_their_own_are_a_group_of_their_own(summaries):
-    apart = with_settings(summaries, searchers__task_devices=2)
-    shared = compiling.fit(summaries, RUN, role="searcher", on=on(1))
-    alone, task = (
-        compiling.fit(apart, RUN, role="searcher", on=on(3)),
-        compiling.fit_task(apart, role="searcher", on=on(3)),
-    )
-    assert [fit.name for fit in alone.fits] == PROGRAMS["searcher"] and not any("reward" in str(f.beside) for f in alone.fits)
-    assert (alone.on_host, task.on_host) == (1, 2) and task.role == "searcher, task"
+def test_models_on_devices_of_their_own_are_a_group_of_their_own(summaries, with_models):
+    apart, shared = with_settings(summaries, searchers__task_devices=2), with_models["searcher"]
+    alone = compiling.programs(apart, RUN, role="searcher", devices=DEVICES[:3])
+    assert [*alone] == PROGRAMS["searcher"] and not any("reward model" in program.beside for program in alone.values())
+    task = compiling.fit_task(apart, role="searcher", on=on(3))
+    assert task.on_host == 2 and task.role == "searcher, task"
     (fit,) = task.fits
     together = fit_of(shared, "pass of the reward model")
     assert not fit.beside and fit.arguments == together.arguments and task.where.endswith("searchers.task_devices=2")

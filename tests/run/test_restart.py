@@ -113,5 +113,6 @@ def test_storage_is_waited_for_so_long_as_waiting_may_help(code, last):
     "flags", [["--workdir=x"], ["true"], ["--workdir=x", "--deaths=-1", "true"], ["--patience=3", "true"]], ids=str
 )
 def test_what_it_cannot_run_is_refused(flags, capsys):
-    assert restart.main(flags) == restart.BAD_INPUT
+    with pytest.raises(SystemExit, match="2"):
+        restart.main(flags)
     assert len(capsys.readouterr().err.splitlines()) == 1
