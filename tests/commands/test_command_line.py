@@ -208,7 +208,7 @@ def test_help_and_mistakes_need_no_jax(tmp_path):
 
 def test_every_command_is_listed_and_asked_by_its_name():
     files = {path.stem for path in (tiny_run.ROOT / "tba_jax" / "commands").glob("*.py")}
-    others = {"__init__", "command_line", "existing_run", "notebook", "recipes", "requirements"}
+    others = {"__init__", "command_line", "existing_run", "recipes", "requirements", "settings_help"}
     assert set(__main__.commands()) == files - others
 
 
