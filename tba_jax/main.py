@@ -166,7 +166,7 @@ def _variant_for_this_machine(given: command_line.Given) -> str:
 
 def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *, machine: str) -> command_line.Job:
     """Args: machine: see _variant_for_this_machine, "" without it."""
-    from tba_jax.experiment import compiling, composition, disk, jobs, mistakes, other_runs, this_machine
+    from tba_jax.experiment import answering, compiling, composition, jobs, mistakes, other_runs, this_machine
     from tba_jax.roles import gpus
     from tba_jax.run import log_files
     from tba_jax.storage import places, privacy
@@ -188,7 +188,7 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
     init_from = found.attempt(other_runs.parse_init_from, given.init_from)
     profile = found.attempt(record.parse_window, given.profile)
     found.attempt(record.check_window, profile, steps=config.learner.steps)
-    if not found.accepts(_check_answers, [*disk.of_init_from(init_from or ""), *disk.of_config(config)], given):
+    if not found.accepts(_check_answers, [*answering.of_init_from(init_from or ""), *answering.of_config(config)], given):
         found.end()
     asked = found.attempt(_topologies, given)
     known = found.attempt(_known_of_run, folder, given.role) or {}
@@ -285,9 +285,9 @@ def _split_cpu(devices: int) -> None:
 
 
 def _check_answers(named: "Sequence[tuple[str, Place]]", given: command_line.Given) -> None:
-    from tba_jax.experiment import disk
+    from tba_jax.experiment import answering
 
-    disk.check_answers(named, limit=disk.DRY_RUN_SECONDS if given.dry_run else math.inf)
+    answering.check_answers(named, limit=answering.DRY_RUN_SECONDS if given.dry_run else math.inf)
 
 
 def _check_shared(run: "layout.RunDir", given: command_line.Given) -> None:

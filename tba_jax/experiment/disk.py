@@ -1,9 +1,7 @@
-"""Storage before a run begins: whether what settings and flags name answers, and whether snapshots and checkpoints have room."""
+"""How much disk the snapshots and checkpoints of a run take, held against what is free before the run begins."""
 
 import dataclasses
-import logging
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +9,9 @@ import jax.numpy as jnp
 
 from tba_jax.experiment import fitting
 from tba_jax.experiment.composition import Experiment
-from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.learner.settings import HELD_REFERENCES
 from tba_jax.models import parameters
-from tba_jax.schemas import flatten
-from tba_jax.storage import file_systems, layout, places
-from tba_jax.storage.places import Place
+from tba_jax.storage import file_systems, layout
 
 # Adam's two moments beside the weights, all of float32.
 _STATE_BYTES = 3 * 4
@@ -145,56 +140,3 @@ def check_supervised(folder: Path, settings: Any, *, trained: int, steps: int) -
             f"this run would fill its disk, {demand.numbers}; keep fewer by checkpoint.keep, free some disk, or name another "
             "--workdir"
         )
-
-
-log = logging.getLogger(__name__)
-
-# A dry run and a plan wait no longer for a place. A role waits until the place answers: storage may come back.
-DRY_RUN_SECONDS = 30.0
-# For each other place, once one was waited for in vain.
-_OTHERS_SECONDS = 2.0
-
-
-def of_config(config: Any) -> list[tuple[str, Place]]:
-    """(setting, place) of the runs of replay.mount, and of whatever settings name by a path; one may be a name on the hub."""
-    mounts = [("replay.mount", folder) for folder in config.replay.mount]
-    paths = [(name, value) for name, value in flatten(config.to_dict()).items() if name.endswith(("_path", ".path"))]
-    texts = [(name, text) for name, text in (*mounts, *paths) if text and isinstance(text, str)]
-    return [(name, place) for name, text in texts if (place := _place(text)) is not None]
-
-
-def of_init_from(init_from: str) -> list[tuple[str, Place]]:
-    """The run of RUN@STEP; none of "". Args: init_from: see other_runs.parse_init_from."""
-    return [("--init_from", places.place(init_from.rpartition("@")[0]))] if init_from else []
-
-
-def _place(text: str) -> Place | None:
-    """None where the text names no place; other checks say so."""
-    try:
-        return places.place(text)
-    except ValueError:
-        return None
-
-
-def check_answers(named: Iterable[tuple[str, Place]], *, limit: float = math.inf) -> None:
-    """Returns once each place has answered, and says every ten seconds for which one it waits.
-
-    Args: named: (setting or flag, place); limit: seconds, for the first place that does not answer; the others then have less.
-
-    Raises:
-      ValueError: a place has not answered within the limit, or is in no bucket. OSError: a store refuses.
-    """
-    found = Mistakes()
-    for setting, place in dict.fromkeys(named):
-        found.attempt(_check, setting, place, limit=min(limit, _OTHERS_SECONDS) if found else limit)
-    found.end()
-
-
-def _check(setting: str, place: Place, *, limit: float) -> None:
-    def report(seconds: float) -> None:
-        log.warning("%s=%s has not answered for %g s; still trying", setting, place, round(seconds, 1))
-
-    try:
-        places.check_answers(place, report=report, limit=limit)
-    except TimeoutError as error:
-        raise ValueError(f"{setting}={place} has not answered within {limit:g} s, and is not waited for any longer") from error

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tba_jax.roles import rendezvous
-from tba_jax.roles.wire import Wire
+from tba_jax.roles.wire import Wire, find_key, proof
 from tba_jax.run import processes, world
 from tests.support import tiny_run
 from tests.support import trainer_processes as trainers
@@ -113,9 +113,9 @@ def test_a_process_that_ends_in_the_meeting_may_come_again(tmp_path):
     limits = rendezvous.Limits(connect_seconds=60.0, heartbeat_seconds=5.0)
     wire = rendezvous._connect(given, limits)
     greeting = wire.receive().content
-    key = wire.find_key(tmp_path, greeting["id"], wire, seconds=10)
+    key = find_key(tmp_path, greeting["id"], wire, seconds=10)
     hello = dict(process=1, processes=3, host="lost", workdir=str(tmp_path), versions=rendezvous._versions(), settings={"a": 1})
-    wire.send("hello", {"hello": hello, "nonce": "n", "proof": wire.proof(key, greeting["nonce"], hello)})
+    wire.send("hello", {"hello": hello, "nonce": "n", "proof": proof(key, greeting["nonce"], hello)})
     assert wire.receive().kind == "welcome"
     wire.close()
     others = [start(tmp_path, port, process=process, processes=3, seconds=60.0) for process in (1, 2)]

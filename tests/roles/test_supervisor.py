@@ -140,14 +140,14 @@ if kind == "stops-once" and starts == 0:
 if kind in ("dies-once", "stops-once"):
     (folder / "finished.json").write_text('{"step": 1}')
 if kind == "always-dies":
-    sys.exit(7)
+    sys.exit(9)
 if kind == "dies-then-bad-input" and starts < 3:
-    sys.exit(2 if starts else 7)
+    sys.exit(2 if starts else 9)
 if kind == "dies-then-bad-input":
     (run / "finished.json").write_text('{"step": 1}')
 if kind == "dies-after-a-while" and starts < 2:
     time.sleep(0.3)
-    sys.exit(7)
+    sys.exit(9)
 if kind == "full" and starts < 2:
     sys.exit(3)
 if kind in ("dies-after-a-while", "full"):
@@ -175,7 +175,7 @@ if kind == "works-and-dies":
     metrics.mkdir(parents=True, exist_ok=True)
     with open(metrics / "metrics.jsonl", "a") as file:
         file.write('{"step": 1}')
-    sys.exit(7)
+    sys.exit(9)
 if kind.startswith("code"):  # once, or each time, or so often; the end of the run afterwards
     code, _, times = kind.removeprefix("code").partition("x")
     if starts < int(times or 1):

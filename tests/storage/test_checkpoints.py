@@ -1,8 +1,5 @@
 """Checkpoints of arrays that are donated to the next update while they are written."""
 
-import itertools
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,16 +47,4 @@ def test_nothing_is_copied_on_the_devices(tmp_path):
     assert len(buffers()) == 1
     checkpoints.save({"state": state}, {}, step=1)
     assert len(buffers()) == 1
-    checkpoints.close()
-
-
-def test_a_wall_clock_that_steps_by_hours_ends_no_save(tmp_path, monkeypatch):
-    """Orbax measures by it how long a save takes. Here the clock steps at every look."""
-    real, hours = time.time, itertools.cycle((0, 1, 2))
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    monkeypatch.setattr(time, "time", lambda: real() + 3600 * next(hours))
-    for step in (1, 2, 3):
-        checkpoints.save({"state": {"w": jnp.ones((64, 64))}}, {}, step=step)
-    checkpoints.wait()
-    assert checkpoints.steps() == [2, 3]
     checkpoints.close()

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tba_jax.experiment import disk
+from tba_jax.experiment import answering
 from tba_jax.run import processes
 from tests.support import silent_mount, tiny_run
 
@@ -18,9 +18,9 @@ def test_after_a_place_that_does_not_answer_the_others_have_less_time(monkeypatc
         limits.append(limit)
         raise TimeoutError
 
-    monkeypatch.setattr(disk.places, "check_answers", no_answer)
+    monkeypatch.setattr(answering.places, "check_answers", no_answer)
     with pytest.raises(ValueError, match="2 mistakes"):
-        disk.check_answers([("model.path", tmp_path / "a"), ("replay.mount", tmp_path / "b")], limit=30.0)
+        answering.check_answers([("model.path", tmp_path / "a"), ("replay.mount", tmp_path / "b")], limit=30.0)
     assert limits == [30.0, 2.0]
 
 
@@ -36,7 +36,7 @@ def silent_store(monkeypatch):
 
 def test_all_places_that_do_not_answer_are_named(silent_store, tmp_path):
     c = tiny_run.config(replay__mount=("s3://bucket/a", str(tmp_path), "s3://bucket/b", "ftp://nobody"), model__path="some/model")
-    named = disk.of_config(c)
+    named = answering.of_config(c)
     assert [str(place) for setting, place in named if setting == "replay.mount"] == [
         "s3://bucket/a",
         str(tmp_path),
@@ -44,7 +44,7 @@ def test_all_places_that_do_not_answer_are_named(silent_store, tmp_path):
     ]
     assert "model.path" in dict(named)
     with pytest.raises(ValueError) as told:
-        disk.check_answers([*named, *disk.of_init_from("s3://bucket/c@3")], limit=0.2)
+        answering.check_answers([*named, *answering.of_init_from("s3://bucket/c@3")], limit=0.2)
     assert told.value.sentences == tuple(
         f"{setting}=s3://bucket/{name} has not answered within 0.2 s, and is not waited for any longer"
         for setting, name in (("replay.mount", "a"), ("replay.mount", "b"), ("--init_from", "c"))
@@ -56,9 +56,9 @@ QUICKLY = """
 import sys
 from tba_jax import main
 from tba_jax.commands import command_line
-from tba_jax.experiment import disk
+from tba_jax.experiment import answering
 from tba_jax.storage import places
-disk.DRY_RUN_SECONDS, places.REPORT_SECONDS = 0.5, 0.2
+answering.DRY_RUN_SECONDS, places.REPORT_SECONDS = 0.5, 0.2
 sys.exit(command_line.execute(main, sys.argv[1:]))
 """
 
