@@ -131,7 +131,7 @@ def test_errors_and_the_log_show_control_characters(given, tmp_path, capsys):
     said = refusal(given, capsys, append, f"--config={given.own}", f"--responses={responses}")
     assert visible(said) == said and "is none of the 40 train queries" in said
     command_line.log_to_stderr()
-    disk.log.warning("a line that quotes %s", "\x1b[31m\x9b\u2028")
+    answering.log.warning("a line that quotes %s", "\x1b[31m\x9b\u2028")
     assert r"quotes \x1b[31m\x9b\u2028" in capsys.readouterr().err
 
 
