@@ -12,7 +12,7 @@ import pytest
 
 from tba_jax import main
 from tba_jax.commands import append, audit, command_line, evaluate, existing_run, export, rescore, show
-from tba_jax.experiment import jobs
+from tba_jax.experiment import answering, jobs
 from tba_jax.run import processes
 from tba_jax.storage import layout, places, snapshots
 from tba_jax.text.visible import visible
