@@ -38,6 +38,7 @@ if ((code == 0)) && [[ -e $WORKDIR/finished.json || -e $WORKDIR/shared.json ]]; 
   [[ -z $waited ]] || wait "$waited" || echo "the run has finished; its evaluator ended with code $?" >&2
   exit 0
 fi
-# Numbers that are not finite would end it in the same way again, and so would bad input; later a hub may be away for a moment.
-if ((code == 4 || code == 2 && ${SLURM_RESTART_COUNT:-0} == 0 && SECONDS < 600)); then give_up "$code"; fi
+# Numbers that are not finite and storage that forbids would end it in the same way again, and so would bad input; later a hub may
+# be away for a moment.
+if ((code == 4 || code == 7 || code == 2 && ${SLURM_RESTART_COUNT:-0} == 0 && SECONDS < 600)); then give_up "$code"; fi
 queue_again "$code"

@@ -26,13 +26,13 @@ for ((i = 0; i < count; i++)); do
   "${restart[@]}" launch/slurm_step.sh "${step[@]}" &
   pids+=($!)
 done
-# Bad input (2) and missing rewards (5) would end it in the same way again. Its end is its own: the run goes on.
+# Bad input (2), missing rewards (5) and storage that forbids (7) would end it in the same way again. Its end is its own: the run goes on.
 asked=0 final=0 died=''
 for pid in "${pids[@]}"; do
   wait "$pid" && code=0 || code=$?
   case $code in
     0 | 130) asked=1 ;;
-    2 | 5) final=$code ;;
+    2 | 5 | 7) final=$code ;;
     *) died=$code ;;
   esac
 done

@@ -6,14 +6,14 @@
 #   WORKDIR  the run's folder, on the volume that all pods share
 #   RUN      flags of the run, the same for every role, in any number of lines; no spaces inside a flag
 #
-# The role is run again in this pod, which keeps its node, after failed storage (3, by tba_jax.run.restart), after the end of another process
-# of its trainer (6), after a request to stop that went to another process of its trainer (0 or 130), and after any end but 4 and 5
+# The role is run again in this pod, which keeps its node, after failed storage (3, by
+# tba_jax.run.restart), after the end of another process of its trainer (6), after a request to stop that went to another process of its trainer (0 or 130), and after any end but 4, 5 and 7
 # that followed ten minutes of life, such as a meeting to which not all processes of a trainer came. Any other end is that of the
 # pod, and the podFailurePolicy of its Job reads the pod's exit code:
 #
 #   0      the run has finished, or this searcher rests because no row has had a reward (5)
 #   2      bad input before there was a run; of a trainer's processes, process 0 alone says so, as others only hear of its end
-#   4      numbers that are not finite: like bad input, they would end the role in the same way again
+#   4, 7   numbers that are not finite, storage that forbids: like bad input, they would end the role in the same way again
 #   other  a death, or a request to stop: another pod takes the place of this one
 set -u
 : "${WORKDIR:?set it to the folder of the run}" "${RUN:?set it to the flags of the run, --config=configs/X.py at least}"
@@ -67,7 +67,7 @@ while :; do
   ((lived < ${HEALTHY_SECONDS:-600})) || pause=${FIRST_PAUSE:-1} deaths=0
   case $code in
     0 | 6 | 130) say "$role ended with code $code: another process of it has ended or was asked to stop; $again" ;;
-    4) exit 4 ;;
+    4 | 7) exit "$code" ;;
     5)
       [[ $role == searcher ]] || exit 5
       say "no row has had a reward; this searcher rests, and is not started again"

@@ -69,7 +69,7 @@ def test_the_trainer_alone_fails_the_run(name):
     for job, spec in manifests.jobs(jobset(name)).items():
         rules = {rule["action"]: rule.get("onExitCodes", {}).get("values") for rule in spec["podFailurePolicy"]["rules"]}
         if job == "trainer":
-            assert rules == {"Ignore": None, "FailJob": [processes.BAD_INPUT, processes.NOT_FINITE]}
+            assert rules == {"Ignore": None, "FailJob": [processes.BAD_INPUT, processes.NOT_FINITE, processes.STORAGE_FORBIDS]}
             assert spec["backoffLimit"] == 20
         else:
             assert rules == {"Ignore": None} and spec["backoffLimitPerIndex"] == 2**31 - 1 and "backoffLimit" not in spec
@@ -81,6 +81,7 @@ def test_the_trainer_alone_fails_the_run(name):
 # A role that notes each of its lives, and ends them in turn by the lines of `codes`: by a code, by a code at which the
 # run is done, or by a code once it is asked to stop.
 PYTHON = f"""#!/usr/bin/env bash
+[[ $2 != tba_jax.run.restart || -z ${{WRAPPER_CODE:-}} ]] || exit "$WRAPPER_CODE"
 [[ $2 != tba_jax.run.restart ]] || exec {sys.executable} "$@"
 echo "$*" >> "$WORKDIR/lives"
 code=$(sed -n "$(wc -l < "$WORKDIR/lives")p" "$WORKDIR/codes")
@@ -88,6 +89,14 @@ code=$(sed -n "$(wc -l < "$WORKDIR/lives")p" "$WORKDIR/codes")
 [[ $code != wait* ]] || {{ trap 'exit "${{code#wait}}"' TERM; while :; do sleep 0.1; done; }}
 exit "${{code%%done}}"
 """
+
+
+def test_storage_that_forbids_ends_the_pod(tmp_path):
+    """After the wrapper's ten minutes, which are a long life: the wrapper is a stand-in here, and every life counts as long."""
+    (tmp_path / "config.json").write_text("{}")
+    process = start(tmp_path, ["0"], "--role=searcher", HEALTHY_SECONDS="0", WRAPPER_CODE="7")
+    assert process.wait(30) == 7
+    process.communicate()
 
 
 def start(workdir: Path, codes: list[str], *flags: str, **variables: str) -> subprocess.Popen:
