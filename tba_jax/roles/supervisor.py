@@ -40,7 +40,7 @@ class _Role:
         self.starts = self.deaths = self.deaths_in_a_row = self.refusals_in_a_row = 0
         # Deaths of this searcher since anybody has made rows, or the trainer a step.
         self.deaths_in_vain = 0
-        self.refused_since: float | None = None
+        self.refusals = restart.Refusals()
         self._metrics_before = 0
         self.done = self.rests = False
         # Its processes; None before it is started, and between its lives.
@@ -179,15 +179,14 @@ class Supervisor:
         is_new = role.starts == 1 and not role.has_worked
         if role.has_worked:
             role.deaths_in_a_row = role.refusals_in_a_row = 0
-            role.refused_since = None
+            role.refusals.forget()
         now = time.monotonic()
         if code in restart.PATIENCE_SECONDS:
             role.refusals_in_a_row += 1
-            role.refused_since = role.started if role.refused_since is None else role.refused_since
         else:
             role.deaths = 1 if now - role.started > restart.HEALTHY_SECONDS else role.deaths + 1
-            role.deaths_in_a_row, role.refusals_in_a_row, role.refused_since = role.deaths_in_a_row + 1, 0, None
-        seconds = 0.0 if role.refused_since is None else now - role.refused_since
+            role.deaths_in_a_row, role.refusals_in_a_row = role.deaths_in_a_row + 1, 0
+        seconds = role.refusals.seconds(code, began=role.started, now=now)
         most = self._max_restarts
         verdict = restart.judge(role.kind, code, is_new=is_new, deaths=role.deaths, max_restarts=most, seconds=seconds)
         if verdict is Verdict.ENDS and code == processes.NO_REWARDS and role.kind == "searcher":

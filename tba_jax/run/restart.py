@@ -79,6 +79,23 @@ def pause_seconds(times: int) -> float:
     return min(FIRST_PAUSE_SECONDS * 2 ** min(times - 1, 20), LONGEST_PAUSE_SECONDS)
 
 
+class Refusals:
+    """For how long the storage of one role has failed in one and the same way, life after life."""
+
+    def __init__(self) -> None:
+        self._code, self._since = 0, 0.0
+
+    def seconds(self, code: int, *, began: float, now: float) -> float:
+        """0 where it is not the storage that ended this life. Args: began, now: of the life, by time.monotonic."""
+        if code != self._code:
+            self._code, self._since = code, began
+        return now - self._since if code in PATIENCE_SECONDS else 0.0
+
+    def forget(self) -> None:
+        """The role has worked meanwhile."""
+        self._code = 0
+
+
 def _say(sentence: str) -> None:
     print(f"restart: {sentence}", file=sys.stderr, flush=True)
 
@@ -95,10 +112,11 @@ def run(command: list[str], *, workdir: str, deaths: int) -> int:
     signal.signal(signal.SIGTERM, pass_on)
     signal.signal(signal.SIGINT, pass_on)
     died = failed = lives = 0
-    failing_since: float | None = None
+    refusals = Refusals()
     while True:
         begin, lives = time.monotonic(), lives + 1
-        child = subprocess.Popen(command)
+        # In a session of its own: a Ctrl-C of the terminal reaches this process alone, and a second signal would drop a batch.
+        child = subprocess.Popen(command, start_new_session=True)
         if asked.is_set():  # it came before the child was known
             child.send_signal(signal.SIGTERM)
         code = child.wait()
@@ -108,36 +126,32 @@ def run(command: list[str], *, workdir: str, deaths: int) -> int:
         now = time.monotonic()
         if now - begin >= HEALTHY_SECONDS:
             died = failed = 0
-            failing_since = None
+            refusals.forget()
         failed += 1
-        if code in PATIENCE_SECONDS:
-            failing_since = begin if failing_since is None else failing_since
-        else:
-            died, failing_since = died + 1, None
-        seconds = 0.0 if failing_since is None else now - failing_since
+        died += code not in PATIENCE_SECONDS
+        seconds = refusals.seconds(code, began=begin, now=now)
         if judge("", code, is_new=lives == 1, deaths=died, max_restarts=deaths, seconds=seconds) is Verdict.ENDS:
             return code
         asked.wait(pause_seconds(failed))
-        if not _is_there(workdir, code, asked, failed):
+        if code in PATIENCE_SECONDS and not _comes_back(workdir, asked, failed, seconds=PATIENCE_SECONDS[code] - seconds):
+            return code
+        if asked.is_set():
             return code
         reason = "storage failed" if code in PATIENCE_SECONDS else f"ended with code {code}"
         _say(f"{reason}; running the role again")
 
 
-def _is_there(workdir: str, code: int, asked: threading.Event, failed: int) -> bool:
-    """Waits until the run is there again where storage failed; a role that died may have done so before there was a run.
-
-    Returns: False once the role was asked to stop.
-    """
-    told = False
-    while not asked.is_set():
-        if code != STORAGE_FAILED or any(os.path.exists(os.path.join(workdir, name)) for name in ("config.json", "shared.json")):
-            return True
+def _comes_back(workdir: str, asked: threading.Event, failed: int, *, seconds: float) -> bool:
+    """Waits until the run is in its folder. Returns False where it was asked to stop, or so many seconds went by."""
+    told, deadline = False, time.monotonic() + seconds
+    while not any(os.path.exists(os.path.join(workdir, name)) for name in ("config.json", "shared.json")):
+        if asked.is_set() or time.monotonic() > deadline:
+            return False
         if not told:
             _say(f"{workdir} holds no run at the moment; waiting until it is back")
         told, failed = True, failed + 1
         asked.wait(pause_seconds(failed))
-    return False
+    return True
 
 
 def main(arguments: list[str]) -> int:

@@ -1,5 +1,6 @@
 """A role whose storage fails, or that dies, is run again; what follows from each exit code, and for how long."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -57,8 +58,9 @@ def test_a_role_that_died_before_there_was_a_run_need_not_see_one(tmp_path):
     assert process.returncode == 0
 
 
-def test_a_role_is_not_run_again_before_its_run_is_there(tmp_path):
-    process = again(tmp_path, 3, 0)
+@pytest.mark.parametrize("code", [3, 7])
+def test_a_role_is_not_run_again_before_its_run_is_there(tmp_path, code):
+    process = again(tmp_path, code, 0)
     time.sleep(1.0)
     assert process.poll() is None and (tmp_path / "lives").read_text() == "\n"
     (tmp_path / "config.json").write_text("{}")
@@ -116,3 +118,24 @@ def test_what_it_cannot_run_is_refused(flags, capsys):
     with pytest.raises(SystemExit, match="2"):
         restart.main(flags)
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_each_way_to_refuse_has_its_own_time():
+    """An hour without an answer leaves the ten minutes of storage that forbids then."""
+    refusals = restart.Refusals()
+    codes = [(3, 0.0), (3, 3600.0), (7, 3700.0), (7, 3800.0), (9, 3900.0), (7, 4000.0)]
+    assert [refusals.seconds(code, began=at, now=at + 1.0) for code, at in codes] == [1.0, 3601.0, 1.0, 101.0, 0.0, 1.0]
+    refusals.forget()
+    assert refusals.seconds(7, began=9000.0, now=9001.0) == 1.0
+
+
+def test_a_ctrl_c_of_the_terminal_asks_the_role_once(tmp_path):
+    """The terminal's signal goes to a whole process group; a second one would end a role in the middle of its batch."""
+    noted = tmp_path / "asked"
+    waits = f"trap 'echo >> {noted}; sleep 0.5; exit 0' TERM INT; echo ready; while :; do sleep 0.1; done"
+    wrapper = [sys.executable, "-m", "tba_jax.run.restart", f"--workdir={tmp_path}", "bash", "-c", waits]
+    process = subprocess.Popen(wrapper, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=20)
+    assert process.returncode == 0 and noted.read_text() == "\n"
