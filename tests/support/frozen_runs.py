@@ -4,7 +4,7 @@ import contextlib
 import copy
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import jax
@@ -62,7 +62,7 @@ def copies(tmp_path_factory):
 class SharedProgram(UpdateProgram):
     """An update program with the compiled functions of the first one in this process that had the same settings."""
 
-    _made: dict[str, dict[str, Any]] = {}
+    _made: ClassVar[dict[str, dict[str, Any]]] = {}
 
     def __init__(self, config, contract, policy, **options):
         key = repr((config.learner, config.model, config.lora, config.seed, contract, jax.devices(), options))

@@ -7,7 +7,7 @@ import pytest
 from tba_jax.roles.trainer.account import TrainerAccount
 
 # What the host does, (what, seconds or when the update ends), and the seconds in which the devices waited of all of them.
-# "done": the host waited for the update; "looks": it looks whether the update is done; another word: time that is measured as such.
+# "done": the host waited for the update; "looks": it looks whether that is done; another word: time that is measured as such.
 STORIES = {
     "from the end of an update to the next dispatch, but not for rows or snapshots": (
         [("update", 3), ("idle", 3), ("done", 0), ("publish", 3), ("draw", 0.5), ("wait_rows", 2), ("update", 9), ("idle", 1.5)],

@@ -6,7 +6,6 @@ import shutil
 import socket
 import threading
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
