@@ -25,8 +25,7 @@ def save(policies: Path, step: int, params: Params | None = None, dtype: str = "
     return folder
 
 
-@pytest.mark.parametrize("written", [(8, 1, 1), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize("read", [(1, 4, 2), (8, 1, 1)], ids=str)
+@pytest.mark.parametrize(("written", "read"), [((8, 1, 1), (1, 4, 2)), ((2, 2, 2), (8, 1, 1))], ids=str)
 def test_parameters_come_back_bit_by_bit_on_any_mesh(tmp_path, written, read):
     folder = save(tmp_path, 5, jax.device_put(random_params(), shardings(written)))
     assert json.loads((folder / snapshots.COMMIT).read_text()) == {"step": 5, "epoch": 3, "dtype": "float32"}
@@ -35,11 +34,11 @@ def test_parameters_come_back_bit_by_bit_on_any_mesh(tmp_path, written, read):
     assert jax.tree.map(lambda x: x.sharding, found) == shardings(read)
 
 
-@pytest.mark.parametrize("written", [(8, 1, 1), (2, 2, 2), (1, 8, 1)], ids=str)
+@pytest.mark.parametrize("written", [(2, 2, 2), (1, 8, 1)], ids=str)
 def test_large_shards_are_cut_into_chunks(tmp_path, monkeypatch, written):
     """Axes of 16, 24 and 12 in pieces that do and do not divide them, cut along one axis and along several."""
     sharding_of = parameters.flatten(shardings(written))
-    for size in (8, 100, 300):
+    for size in (32, 300):
         monkeypatch.setattr(snapshots, "CHUNK_BYTES", size)
         folder = save(tmp_path, size, jax.device_put(random_params(), shardings(written)))
         for name, spec in parameters.flatten(SPECS).items():
