@@ -184,13 +184,6 @@ def test_places_are_parsed_and_written_back(tmp_path, monkeypatch):
     assert spec["bucket"] == "bucket" and spec["path"] == "runs/1/" and spec["aws_region"] == "eu-central-1"
 
 
-def test_polls_of_an_object_store_are_rare(tmp_path):
-    bucket = places.place("memory://store/a")
-    assert places.poll_seconds([tmp_path], 0.2) == 0.2
-    assert places.poll_seconds([tmp_path, bucket], 0.2) == places.OBJECT_STORE_POLL_SECONDS
-    assert places.poll_seconds([bucket], 30.0) == 30.0
-
-
 def test_a_store_that_refuses_is_an_os_error(s3):
     nobody = places.place("s3://no-such-bucket/run")
     for refused in (

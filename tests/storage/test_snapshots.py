@@ -185,23 +185,13 @@ def test_parameters_of_another_model_are_named(tmp_path):
         snapshots.load(save(tmp_path, 5, params), SPECS, shardings())
 
 
-def test_pruning_keeps_the_newest_and_what_is_evaluated(tmp_path):
-    steps = [0, 1, 2, 3, 10, 11, 13, 20, 21, 22, 23]
-    for step in steps:
-        (tmp_path / layout.step_name(step)).mkdir()
-        (tmp_path / layout.step_name(step) / snapshots.COMMIT).write_text("{}")
-    assert snapshots.prune(tmp_path, keep=0, keep_every=10, final_step=13) == []
-    assert snapshots.prune(tmp_path, keep=3, keep_every=10, final_step=13) == [1, 2, 3, 11]
-    assert snapshots.committed_steps(tmp_path) == layout.steps_in(tmp_path) == [0, 10, 13, 20, 21, 22, 23]
-    assert snapshots.prune(tmp_path, keep=3, keep_every=10, final_step=13) == []
-
-
 def test_pruning_keeps_the_best_while_it_is_the_best(tmp_path):
     """The run was resumed with another evaluation.every_steps and more learner.steps: 7 and 14 were evaluated before."""
     for step in [0, 7, 10, 14, 20, 21, 22]:
         (tmp_path / layout.step_name(step)).mkdir()
         (tmp_path / layout.step_name(step) / snapshots.COMMIT).write_text("{}")
     settings, asked = dict(keep=2, keep_every=10, final_step=99), []
+    assert snapshots.prune(tmp_path, **settings | {"keep": 0}) == []
     scores = {5: 0.99, 7: 0.9, 10: 0.1, 14: 0.8}  # the snapshot of step 5 is gone: it is nobody's best any more
 
     def told() -> dict[int, float]:
