@@ -123,6 +123,12 @@ def test_a_slow_clock_has_half_the_time_to_live_to_renew(tmp_path, acquire):
     assert 0.4 < time.monotonic() - begin < 0.9
 
 
+def test_a_fast_clock_holds_up_for_the_time_to_live(tmp_path, acquire):
+    EpochLease.acquire(tmp_path).release()
+    edit(lease_path(tmp_path, 1), released=False, heartbeat=time.time() + 7200, host="other")
+    assert acquire(tmp_path, ttl_seconds=0.3).epoch == 2
+
+
 @pytest.mark.parametrize("take", [EpochLease.acquire, EpochLease.refuse_if_held])
 def test_a_holder_elsewhere_that_renews_is_not_disturbed(tmp_path, take):
     EpochLease.acquire(tmp_path).release()

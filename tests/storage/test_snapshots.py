@@ -198,6 +198,7 @@ def test_pruning_keeps_the_best_while_it_is_the_best(tmp_path):
         asked.append(dict(scores))
         return scores
 
+    assert snapshots.prune(tmp_path, **settings | {"final_step": 14}, scores=told) == [] and asked.pop()
     assert snapshots.prune(tmp_path, **settings, scores=told) == [14]
     assert snapshots.committed_steps(tmp_path) == [0, 7, 10, 20, 21, 22]
     scores[20] = 0.95

@@ -267,7 +267,7 @@ def test_the_best_step_stays_and_a_replaced_trainer_publishes_nothing_more(tmp_p
 
         monkeypatch.setattr(snapshots, "save", replaced_meanwhile)
         assert trainer.step() is not None
-        for look in (trainer.flush_snapshot, lambda: trainer.publish({}), trainer.step):
+        for look in (trainer.flush_snapshot, trainer.publish_unless_there, trainer.step):
             with pytest.raises(StaleEpoch, match=f"epoch {later} has been taken"):
                 look()
         assert snapshots.committed_steps(s.run.policies) == [0, 2, 3, 4]
