@@ -1,10 +1,8 @@
 """Writers of the log: round trips, refusals, claims, crashes, a full disk."""
 
-import concurrent.futures
 import os
 import resource
 import signal
-import threading
 import time
 
 import numpy as np
@@ -111,22 +109,6 @@ def test_a_folder_that_is_claimed_later_is_followed_then(tmp_path):
     assert_rows(reader.read("late", 0, 16), make_rows(0, 16))
     with pytest.raises(ValueError, match="never reused"):
         log.claim()
-
-
-def test_of_many_that_claim_an_id_at_once_one_gets_it(tmp_path):
-    start = threading.Barrier(8)
-
-    def claim(_):
-        start.wait()
-        try:
-            return writer(tmp_path)
-        except ValueError as error:
-            assert "never reused" in str(error)
-            return None
-
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        claimed = [log for log in pool.map(claim, range(8)) if log is not None]
-    assert len(claimed) == 1
 
 
 def test_a_full_disk_refuses_appends_and_keeps_committed_ones(tmp_path):

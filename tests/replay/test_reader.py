@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from tba_jax.replay.reader import LogCorruption, LogReader
-from tba_jax.storage import places
 from tba_jax.trajectory import RowShape
 from tests.support.tiny_log import SHAPE, assert_rows, make_rows, writer
 
@@ -160,19 +159,3 @@ def test_foreign_content_and_other_schemas_are_problems(tmp_path):
         assert "['a', 'c']" in reader.problems["parts"]
     with pytest.raises(ValueError, match="policy_step"):
         reader.read("longer", 0, 4)
-
-
-def test_a_claim_between_the_listings_of_a_poll_is_no_alarm(tmp_path, monkeypatch):
-    writer(tmp_path, "first")
-    names_in, claimed = places.names_in, []
-
-    def list_then_claim(folder, **settings):
-        names = names_in(folder, **settings)
-        if not claimed:
-            claimed.append("second")
-            writer(tmp_path, "second").append(make_rows(0, 4))
-        return names
-
-    reader = LogReader(tmp_path, SHAPE)
-    monkeypatch.setattr(places, "names_in", list_then_claim)
-    assert reader.heads() == {"first": 0, "second": 4} and reader.problems == {}

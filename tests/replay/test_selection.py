@@ -122,14 +122,6 @@ def test_a_query_repeats_responses_only_if_it_has_too_few():
             assert sorted(np.unique(group, return_counts=True)[1].tolist()) == {1: [2, 2, 3], 2: [1] * 7, 3: [1] * 7}[query]
 
 
-def test_too_few_queries_draw_nothing():
-    index, rng = index_of({1: 50, 2: 50}), np.random.default_rng(0)
-    assert draw(index, rng, queries=3) is None
-    assert draw(index, rng, queries=2) is not None
-    empty = ReplayIndex(shape=SHAPE, capacity=3, capacity_per_query=3, vocab_size=3)
-    assert draw(empty, rng) is None
-
-
 @pytest.mark.parametrize(
     ("settings", "rows"),
     [
@@ -158,6 +150,8 @@ def test_a_query_without_k_rows_waits_for_them():
     for m in (0.0, 1.0):
         slots = draw(index, rng, queries=2, completions=4, recent_probability=m, recent_window=1, recent_fill="wait")
         assert sorted(queries_of(index, slots, 4).tolist()) == [2, 3] and len(set(slots.tolist())) == 8
+    assert draw(ReplayIndex(shape=SHAPE, capacity=3, capacity_per_query=3, vocab_size=3), rng) is None
+    assert draw(index, rng, queries=4, completions=1) is None
     three = dict(queries=3, completions=4, recent_probability=0.5, recent_window=1)
     assert draw(index, rng, **three, recent_fill="wait") is None and draw(index, rng, **three) is not None
 
@@ -173,19 +167,6 @@ def test_steps_at_which_nothing_arrived_do_not_count():
         for window in (1, 2, 5):
             assert index.recent_since(window) == (resident[window - 1] if len(resident) >= window else 0)
     assert index.recent_since(0) > step and len(resident) > 5
-
-
-def test_a_starved_trainer_draws_all_of_the_last_appends():
-    """Four updates an append of 20 queries: the recent pool keeps the 20, and does not shrink to the newest Q."""
-    rng, index, K = np.random.default_rng(8), None, 2
-    drawn = []
-    for step in range(40):
-        if step % 4 == 0:
-            index = index_of(dict.fromkeys(range(5 * step, 5 * step + 20), K), step=step, index=index)
-        slots = draw(index, rng, step=step, queries=5, completions=K, recent_probability=1.0, recent_window=1)
-        drawn += queries_of(index, slots, K).tolist()
-        index.mark_drawn(slots)
-    assert len(set(drawn)) == len(drawn) == 200
 
 
 def test_ties_among_the_least_drawn_are_fair():

@@ -1,11 +1,7 @@
 """Following many writers: what a poll costs, that every row is handed over once, and a trainer that was away for long."""
 
-import builtins
-import io
-import os
 import time
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +12,6 @@ from tba_jax.replay.gaps import KnownGaps
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.segment import LogSchema, Segment
 from tba_jax.replay.tail import Tail
 from tba_jax.trajectory import RowShape
 from tests.support.tiny_log import integrate_again
@@ -59,74 +54,6 @@ def follow(root, index: ReplayIndex, heads: dict[str, int], *, tail: Tail | None
         told += tail.integrate(index, step=1)
     assert index.heads == heads
     return told
-
-
-class LongLog:
-    """A log with a long past of which only the last append has bytes; appends go on from there.
-
-    The folders of the full segments are empty. The last segment is a real one, and its first append stands at position 9.
-    """
-
-    def __init__(self, root: Path, writer: str, *, full_segments: int, segment_appends: int):
-        LogWriter(root, writer, SHAPE, rows_per_append=APPEND, segment_appends=segment_appends, info={})  # registers it
-        folders = [root / writer / f"{number:06d}" for number in range(full_segments + 1)]
-        for folder in folders[:-1]:
-            folder.mkdir(parents=True)
-        schema = LogSchema(rows_per_append=APPEND, segment_appends=segment_appends, columns=SHAPE.columns(), reward_parts=())
-        appends = full_segments * segment_appends + 10
-        self.writer, self.next_row = writer, appends * APPEND
-        rows = make_rows(self.next_row - APPEND)
-        Segment(folders[-1], schema, create=True).append(9, rows, {"appends": appends, "rows": self.next_row})
-
-
-def count_file_accesses(monkeypatch, function) -> int:
-    """Opened files, listed folders and asked-for names while `function` runs. It must not go through tensorstore."""
-    count = 0
-
-    def counting(original):
-        def call(*arguments, **settings):
-            nonlocal count
-            count += 1
-            return original(*arguments, **settings)
-
-        return call
-
-    def refused(*_):
-        raise AssertionError("a quiet poll opens no segment")
-
-    with monkeypatch.context() as patch:
-        for module, name in [(io, "open"), (builtins, "open"), (os, "listdir"), (os, "scandir"), (os, "stat"), (os, "open")]:
-            patch.setattr(module, name, counting(getattr(module, name)))
-        for name in ("start_head", "start_read", "__init__"):
-            patch.setattr(Segment, name, refused)
-        function()
-    return count
-
-
-@pytest.mark.parametrize("full", [False, True])
-def test_a_quiet_poll_costs_the_same_however_long_the_past(tmp_path, monkeypatch, full):
-    counts = {}
-    for segments in (1, 300):
-        root = tmp_path / str(segments)
-        logs = [LongLog(root, f"w{n}", full_segments=segments, segment_appends=10 if full else 11) for n in range(3)]
-        tail = Tail(LogReader(root, SHAPE), {log.writer: log.next_row for log in logs}, poll_seconds=1.0)
-        tail.poll()
-        counts[segments] = count_file_accesses(monkeypatch, tail.poll)
-    # What has expired, the folder, the register; of each writer its last manifest or, once the segment is full, its segments.
-    assert counts[1] == counts[300] and 4 <= counts[1] <= 8, counts
-
-
-def test_many_writers_keep_their_segments_open(tmp_path, monkeypatch):
-    monkeypatch.setattr("tba_jax.replay.writers.SPARE_SEGMENTS", 1)
-    logs = write(tmp_path, {f"w{number}": 1 for number in range(5)})
-    tail = Tail(LogReader(tmp_path, SHAPE), dict.fromkeys(logs, APPEND), poll_seconds=1.0)
-    opened, original = [], Segment.__init__
-    monkeypatch.setattr(Segment, "__init__", lambda self, *a, **k: (opened.append(a[0]), original(self, *a, **k))[1])
-    for _ in range(4):
-        for log in logs.values():
-            log.append(make_rows(log.next_row))
-        tail.poll()
-    assert len([folder for folder in opened if folder.parent.parent == tmp_path]) == 5
 
 
 def test_reading_ahead_of_many_writers_loses_and_repeats_nothing(tmp_path, monkeypatch):

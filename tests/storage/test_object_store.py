@@ -76,6 +76,8 @@ def test_rows_come_back_across_segments_and_damage_is_named(root):
         wanted = [31, 2, 2, 13, 0]
         assert_rows(each.read_ids([("w0", row) for row in wanted]), {name: column[wanted] for name, column in rows.items()})
         assert each.problems == {} and each.info("w0")["pid"]
+    places.write_bytes(registration(root, "odd"), b"[]")
+    assert reader.heads() == {"w0": 32} and set(reader.problems) == {"odd"}
     content, found = places.read_bytes(objects[0]), []
     for position in range(0, len(content), len(content) // 8):
         places.write_bytes(objects[0], content[:position] + bytes([content[position] ^ 16]) + content[position + 1 :])
@@ -84,6 +86,12 @@ def test_rows_come_back_across_segments_and_damage_is_named(root):
         except LogCorruption as corruption:
             found.append((corruption.start, corruption.stop))
     assert found and set(found) == {(0, 4)}
+    remove_segments(root, {"w0": [0, 1]})
+    for each in (reader, LogReader(root, SHAPE)):
+        with pytest.raises(RowsExpired, match="rows 4 to 23 were removed by retention"):
+            each.read("w0", 4, 8)
+        assert each.heads() == {"w0": 32} and each.kept("w0") == [range(24, 32)]
+    assert not [name for name in places.files_in(root / "w0") if name < "000002"]
 
 
 def test_a_killed_writer_loses_no_acknowledged_append(s3):
@@ -120,23 +128,6 @@ def test_a_quiet_poll_is_a_request_a_writer(memory, monkeypatch):
     assert len(asked) == 2 + 3, asked
 
 
-def test_removed_segments_are_told_from_damage(memory):
-    log, slow = writer(memory), LogReader(memory, SHAPE)
-    for append in range(13):
-        log.append(make_rows(4 * append, 4))
-        if append == 0:
-            slow.heads()
-    for _ in range(2):
-        remove_segments(memory, {"w0": [0, 1, 2]})
-    for each in (slow, LogReader(memory, SHAPE)):
-        assert each.heads() == {"w0": 52}
-        with pytest.raises(RowsExpired, match="rows 4 to 35 were removed by retention"):
-            each.read("w0", 4, 8)
-        assert each.kept("w0") == [range(36, 52)]
-        assert_rows(each.read("w0", 36, 52), make_rows(36, 16))
-    assert not [name for name in places.files_in(memory / "w0") if name < "000003"]
-
-
 @pytest.mark.parametrize("first", [0, 3])
 def test_the_last_segment_is_found_in_few_steps(first, monkeypatch):
     folder, asked = places.place("memory://log"), []
@@ -146,15 +137,6 @@ def test_the_last_segment_is_found_in_few_steps(first, monkeypatch):
         assert last_segment(folder, first) == last
         assert len(asked) <= 22
         asked.clear()
-
-
-def test_a_foreign_registration_is_told(memory):
-    writer(memory, "good").append(make_rows(0, 4))
-    places.write_bytes(registration(memory, "odd"), b"[]")
-    places.write_bytes(memory / "writers" / "notes.txt", b"hello")
-    reader = LogReader(memory, SHAPE)
-    for _ in range(2):
-        assert reader.heads() == {"good": 4} and set(reader.problems) == {"odd", "notes.txt"}
 
 
 def test_snapshots_are_published_loaded_and_pruned(root):

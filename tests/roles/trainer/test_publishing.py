@@ -8,13 +8,12 @@ import threading
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tba_jax.models import parameters
 from tba_jax.roles.process_group import Leader, Member
-from tba_jax.roles.trainer.publishing import FollowersShards, Publisher, ShardWriter
+from tba_jax.roles.trainer.publishing import Publisher, ShardWriter
 from tba_jax.roles.wire import Wire
 from tba_jax.storage import layout, places, snapshots
 from tba_jax.storage.damaged_snapshots import DamagedSnapshots
@@ -209,21 +208,6 @@ def test_a_snapshot_is_visible_once_another_process_has_written_its_shards(tmp_p
     assert snapshots.committed_steps(tmp_path) == [4] and not list(tmp_path.glob(".*"))
     writer.drain()
     publisher.close()
-    writer.close()
-
-
-def test_a_process_lets_go_of_weights_that_nobody_will_ask_for(tmp_path, connected):
-    leader, member = connected
-    writer = ShardWriter(member, "policy", tmp_path, dtype="float32")
-    for step, held in ((1, []), (2, [1]), (3, [1]), (4, [1, 3])):
-        writer.offer({"w": jnp.zeros(4)}, step, held=held)
-    assert sorted(writer._offered) == [1, 3, 4]
-    others, folder = FollowersShards(leader, "policy"), tmp_path / ".draft"
-    folder.mkdir()
-    assert snapshots._make_arrays(folder, {"w": jnp.zeros(4)}, dtype="float32", durable=False)
-    others.start(folder, 3, durable=False)
-    others.wait(3)
-    assert sorted(writer._offered) == [1, 4]
     writer.close()
 
 
