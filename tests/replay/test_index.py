@@ -125,7 +125,7 @@ class Model:
     def evict(self, row, rule):
         self.rows = [other for other in self.rows if other is not row]
         self.evicted[rule] += 1
-        self.untrained += not row["draws"]
+        self.untrained += rule != "duplicate" and not row["draws"]
         if all(other["query"] != row["query"] for other in self.rows):
             del self.queries[row["query"]]
 

@@ -1,6 +1,5 @@
 """The nearest response of a query, by edits and by embedding, against comparing with all."""
 
-
 import numpy as np
 
 from tba_jax.replay.near_duplicates import NearByEdits, NearByEmbedding

@@ -61,6 +61,7 @@ def test_writers_that_have_ended_cost_a_poll_nothing(tmp_path, clock, asked):
     reader, tail, index = follow(tmp_path)
     assert len(reader.heads()) == 151 and sum(index.heads.values()) == 4 * 151
     live = writer(tmp_path, "live", segment_appends=100)
+    live.append(make_rows(0, 4))
     tail.poll()
     clock[0] += 6  # the folder has settled
     tail.poll()

@@ -206,8 +206,10 @@ def test_a_run_on_s3_is_resumed_mounted_and_audited(s3, tmp_path, one_device, ca
     more = ("--config.learner.steps=4", "--allow_change=learner.steps")
     assert command_line.execute(main, tiny_run.command(a, *plain, *more)[3:]) == 0
     assert "resumed at step 3" in capsys.readouterr().err and layout.read_json(run.finished)["step"] == 4
-    c = tiny_run.config(schedule__mode="interleaved", learner__steps=4, evaluation__enabled=False)
-    other = dataclasses.replace(tiny_run.settings(tmp_path / "b", c), run=layout.RunDir(tmp_path / "b", run.shared))
+    c = tiny_run.config(schedule__mode="interleaved", learner__steps=5, evaluation__enabled=False)
+    other = dataclasses.replace(
+        tiny_run.settings(tmp_path / "b", c), run=layout.RunDir(tmp_path / "b", run.shared), allow_change=("learner.steps",)
+    )
     with pytest.raises(ValueError, match=rf"journal and checkpoints are in {a} on host .*{tmp_path / 'b'} cannot go on"):
         jobs.everything(other)()
     assert layout.read_json(run.finished)["step"] == 4 and not (tmp_path / "b" / "journal").exists()

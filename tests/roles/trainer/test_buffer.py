@@ -17,7 +17,12 @@ from tests.support import frozen_runs, tiny_run
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
-POSTERIOR = dict(searchers__prompt_selection="posterior", replay__success_decay=0.5, replay__merge_duplicates=False)
+POSTERIOR = {
+    "searchers__prompt_selection": "posterior",
+    "replay__success_decay": 0.5,
+    "replay__merge_duplicates": False,
+    "task__missing_eos_reward": 0.0,
+}
 
 
 def by_hand(s) -> dict[int, tuple[float, float]]:
@@ -55,7 +60,7 @@ def test_counts_lie_beside_every_snapshot_and_a_resume_comes_to_the_same(tmp_pat
     frozen_runs.train(s, until=3, abandon=True)
     expected = by_hand(s)
     assert beside(s, 2) == expected and len(expected) >= 3
-    append_rewards(s, "last", (0.0, 1.0, 7.5, 1.0))
+    append_rewards(s, "more", (0.0, 1.0, 7.5, 1.0))
     frozen_runs.train(s, until=8, abandon=True)  # with a checkpoint of step 5
     there = {step: beside(s, step) for step in (2, 4, 6, 8)}
     assert there[2] == expected and there[4] != there[2] and there[4] == there[8] == by_hand(s)
@@ -76,12 +81,11 @@ def test_counts_lie_beside_every_snapshot_and_a_resume_comes_to_the_same(tmp_pat
 
 
 def test_rows_of_other_runs_are_not_counted_and_the_metrics_tell_how_hard_the_own_are(tmp_path, frozen):
-    source = frozen(tmp_path / "source", batches=1, **POSTERIOR)
-    mounting = dict(**POSTERIOR, replay__mount=(str(source.run.root),), learner__steps=2, task__missing_eos_reward=0.0)
-    s = frozen(tmp_path / "run", batches=1, **POSTERIOR, task__missing_eos_reward=0.0)
+    source = frozen(tmp_path / "source", batches=2, **POSTERIOR)
+    s = frozen(tmp_path / "run", batches=1, **POSTERIOR)
     append_rewards(s, "later", (1.0, 0.0, 0.0, 0.5))
-    mounting |= dict(searchers__count=1)
-    s = tiny_run.settings(s.run.root, frozen_runs.config(**mounting))
+    mounting = frozen_runs.config(**POSTERIOR, replay__mount=(str(source.run.root),), learner__steps=2)
+    s = tiny_run.settings(s.run.root, mounting)
     assert training.trainer(s)() == 0
     assert beside(s, 2) == by_hand(s)
     line = metrics.read_lines(s.run.metrics("trainer"))[-1]

@@ -33,6 +33,7 @@ def test_a_trainer_that_waits_publishes_what_it_has_and_then_gives_grants(tmp_pa
     with frozen_runs.trainer(s, publish_every_steps=100) as trainer:
         assert not loop.run_trainer(trainer, s.run, stop=stop)
         step = trainer.step_number
+        monkeypatch.setattr(trainer, "close", lambda: None)  # it is closed
     assert 0 < step < 100 and snapshots.committed_steps(s.run.policies) == [0, step]
     assert grants.number(s.run) == 2 and layout.read_json(s.run.grant)["step"] == step
     assert layout.steps_in(s.run.checkpoints) == [step]

@@ -84,7 +84,12 @@ def test_what_is_published_leaves_the_device_in_its_dtype(tmp_path, monkeypatch)
     publisher.close()
     kept = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), handed[0], shardings((2, 2, 2)))
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(handed[0])} == {"bfloat16"} and all(jax.tree.leaves(kept))
-    write(tmp_path / "other", random_params(1), SnapshotInfo(step=1, epoch=1), dtype="bfloat16")
+    write(
+        tmp_path / "other",
+        jax.device_put(random_params(1), shardings((2, 2, 2))),
+        SnapshotInfo(step=1, epoch=1),
+        dtype="bfloat16",
+    )
     assert snapshots.fingerprint(tmp_path / "policy" / layout.step_name(1)) == snapshots.fingerprint(tmp_path / "other")
 
 
@@ -232,17 +237,17 @@ def test_a_beginning_is_published_once_however_slow_storage_is(tmp_path, frozen,
 
 def test_the_best_step_stays_and_a_replaced_trainer_publishes_nothing_more(tmp_path, frozen, monkeypatch, one_device):
     """No setting keeps step 2, which was evaluated all the same: as the last step of a run that was extended, say."""
-    s = frozen(tmp_path / "run", batches=2, publish__keep=2)
+    s = frozen(tmp_path / "run", batches=2, publish__keep=3)
     s.run.evaluations.mkdir()
     save = snapshots.save
     with frozen_runs.trainer(s, publish_every_steps=1) as trainer:
         trainer.poll()
-        for step in range(1, 5):
+        for step in range(1, 7):
             assert trainer.step() is not None
             trainer.flush_snapshot()
             if step == 2:
                 layout.write_json(s.run.evaluations / f"{layout.step_name(step)}.json", {"step": step, "greedy_reward": 0.5})
-        assert snapshots.committed_steps(s.run.policies) == [0, 2, 3, 4]
+        assert snapshots.committed_steps(s.run.policies) == [0, 2, 4, 5, 6]
         later = trainer.lease.epoch + 1
 
         def replaced_meanwhile(*arguments, **settings):
@@ -254,4 +259,4 @@ def test_the_best_step_stays_and_a_replaced_trainer_publishes_nothing_more(tmp_p
         for look in (trainer.flush_snapshot, trainer.publish_unless_there, trainer.step):
             with pytest.raises(StaleEpoch, match=f"epoch {later} has been taken"):
                 look()
-        assert snapshots.committed_steps(s.run.policies) == [0, 2, 3, 4]
+        assert snapshots.committed_steps(s.run.policies) == [0, 2, 4, 5, 6]
