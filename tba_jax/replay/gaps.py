@@ -1,10 +1,8 @@
 """Gaps: committed rows that a trainer never gives to its index, or takes out of it, and how the journal tells of them.
 
 A journal line has a record of each integration of its step: the heads after it, and the gaps below them. A resume leaves the same
-rows out, whether or not they can be read by then, so its index is that of the trainer before. A resume may also find that rows
-which were read before cannot be read any more. It takes them out of the index where it begins, and the first line after it has a
-record of that loss, with the step where that was: who begins earlier takes them out at the same step. Another record tells where
-the recent window began when rows that had left it were merged.
+rows out. Rows that a resume cannot read any more leave the index where it begins, and the first line after it records that loss
+with its step: who begins earlier takes them out at the same step.
 """
 
 import bisect

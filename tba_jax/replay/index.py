@@ -340,8 +340,8 @@ class ReplayIndex(Window):
             counts["damaged"] += gap.stop - gap.start
         # Sorted lists are heaps, so the lowest free number comes first as before.
         slots, queries = list(index._order), list(index._query_number.values())
-        index._free_slots = np.setdiff1d(np.arange(index.rules.capacity + 1), slots).tolist()
-        index._free_queries = np.setdiff1d(np.arange(index.rules.capacity + 1), queries).tolist()
+        index._free_slots = np.delete(np.arange(index.rules.capacity + 1), slots).tolist()
+        index._free_queries = np.delete(np.arange(index.rules.capacity + 1), queries).tolist()
         index._slot_top = max(slots, default=-1) + 1
         for counts in index._counts:
             rejected = sum(counts[f"rejected/{reason}"] for reason in REJECTIONS[1:])

@@ -1,5 +1,4 @@
-"""Finds the resident response that another one is merged with: an identical one, or the nearest one by edit distance over tokens
-or by cosine distance of embeddings.
+"""Finds the resident response that another is merged with: an identical one, or the nearest by edits or by embeddings.
 
 The Levenshtein distance d of two responses with n_a and n_b tokens has a cheap lower bound: with L1 the distance of their
 token counts, d >= (L1 + |n_a − n_b|) / 2. Two weaker bounds are cheaper: L1 of counts in 128 buckets, and the number of buckets

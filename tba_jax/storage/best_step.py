@@ -1,8 +1,7 @@
 """The best step of a run by its held-out score, from the reports of the evaluator.
 
-The held-out score of a step is the figure greedy_reward of its report: the mean reward of greedy responses to held-out queries.
-More is better. Of steps with equal scores the latest is the best, since it is the nearest to the optimum of the loss. A step
-whose score could not be found (NaN, which stands as null in a report), or whose report is damaged, has none.
+The score is the mean reward of greedy responses to held-out queries. Of steps with equal scores the latest is the best. A step
+whose score is NaN (null in a report), or whose report is damaged, has none.
 """
 
 import math

@@ -52,17 +52,6 @@ def test_what_could_not_be_removed_is_removed_by_the_next_call(tmp_path, monkeyp
     assert sorted(p.name for p in (tmp_path / "w0").iterdir()) == ["000002", "000003"]
 
 
-def test_a_reader_goes_on_behind_segments_that_expired(tmp_path):
-    log, reader = writer(tmp_path), LogReader(tmp_path, SHAPE, patience_seconds=5)
-    log.append(make_rows(0, 4))
-    assert reader.heads() == {"w0": 4}
-    for append in range(1, 11):
-        log.append(make_rows(4 * append, 4))
-    remove_segments(tmp_path, {"w0": [0, 1, 2]})
-    assert reader.heads() == {"w0": 44}
-    assert_rows(reader.read("w0", 36, 44), make_rows(36, 8))
-
-
 @pytest.mark.parametrize("content", ["", '{"expired": {"w0": ['], ids=["empty", "cut"])
 def test_a_torn_file_of_names_is_written_again_from_what_is_there(tmp_path, content):
     logs = [writer(tmp_path, name) for name in ("w0", "w1")]

@@ -1,7 +1,6 @@
 """The resident window against a slow model of it, its ledger, and restoring it from the log."""
 
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,33 +45,6 @@ def resident(index: ReplayIndex) -> list[tuple[str, int]]:
     return index.ids(slots[np.argsort(index.arrival[slots])])
 
 
-def test_the_newest_of_identical_responses_stays():
-    index = index_of()
-    index.add("a", make_rows(0, [7, 7, 8], [(1, 2), (3,), (1, 2)]), step=1)
-    index.mark_drawn(index.slots_of([("a", 0), ("a", 1)]))
-    # The same tokens under a longer padding are the same response; (1,) and (1, 0) are not.
-    index.add("b", make_rows(0, [7, 7, 7], [(1, 2), (1,), (1, 0)]), step=2)
-    assert resident(index) == [("a", 1), ("a", 2), ("b", 0), ("b", 1), ("b", 2)]
-    assert index.ledger()["a"]["evicted"] == {"duplicate": 1, "query_capacity": 0, "capacity": 0}
-    slot = index.slots_of([("b", 0)])[0]
-    assert index.row_draws[slot] == 0 and index.visible_step[slot] == 2
-    query = index.slot_query[slot]
-    assert index.query_draws[query] == 1 and index.recent_draws[query] == 0
-
-
-def test_oldest_rows_leave_first_by_query_and_in_total():
-    index = index_of(capacity=4, capacity_per_query=2)
-    index.add("a", make_rows(0, [1, 2, 1, 1], [(0,), (0,), (1,), (2,)]), step=1)
-    assert resident(index) == [("a", 1), ("a", 2), ("a", 3)]
-    index.add("a", make_rows(4, [3, 4, 5], [(0,), (0,), (0,)]), step=2)
-    assert resident(index) == [("a", 3), ("a", 4), ("a", 5), ("a", 6)]
-    entry = index.ledger()["a"]
-    assert entry["evicted"] == {"duplicate": 0, "query_capacity": 1, "capacity": 2}
-    assert entry["evicted_untrained"] == 3
-    slots = np.flatnonzero(index.slot_query >= 0)
-    assert sorted(index.gather(slots)["query_id"].tolist()) == [1, 3, 4, 5]
-
-
 def test_invalid_rows_are_counted_and_left_out():
     index = index_of()
     rows = make_rows(0, [1, 1, 1, 1], [(0,), (1,), (2,), (3,)])
@@ -85,7 +57,7 @@ def test_invalid_rows_are_counted_and_left_out():
         "reward": 1,
     }
     assert index.rejected_first == {("a", "tokens"): 1, ("a", "reward"): 2}
-    index.add("a", {name: column.copy() for name, column in rows.items()} | {"row": np.arange(4, 8)}, step=1)
+    index.add("a", rows | {"row": np.arange(4, 8)}, step=1)
     assert index.rejected_first == {("a", "tokens"): 1, ("a", "reward"): 2}
 
 
@@ -110,7 +82,7 @@ class Model:
         self.keep, self.share = keep, share
         self.late = keep == "best" or share > 0
         self.capacity, self.capacity_per_query, self.rows = capacity, capacity_per_query, []
-        self.evicted = {"duplicate": 0, "query_capacity": 0, "capacity": 0}
+        self.evicted, self.untrained = {"duplicate": 0, "query_capacity": 0, "capacity": 0}, 0
         self.queries, self.round = {}, 0
 
     def add(self, writer, rows, step):
@@ -153,6 +125,7 @@ class Model:
     def evict(self, row, rule):
         self.rows = [other for other in self.rows if other is not row]
         self.evicted[rule] += 1
+        self.untrained += rule != "duplicate" and not row["draws"]
         if all(other["query"] != row["query"] for other in self.rows):
             del self.queries[row["query"]]
 
@@ -217,6 +190,7 @@ def test_random_operation_agrees_with_a_slow_model(seed, keep, share):
             assert entry["seen"] == entry["resident"] + sum(entry["evicted"].values()) + sum(entry["rejected"].values())
         for rule, count in model.evicted.items():
             assert sum(entry["evicted"][rule] for entry in ledger.values()) == count
+        assert sum(entry["evicted_untrained"] for entry in ledger.values()) == model.untrained
     assert index.slots_of([("a", 10**6), ("nobody", 0)]).tolist() == [-1, -1]
 
 
@@ -235,7 +209,7 @@ def test_successes_are_counted_of_the_run_s_own_valid_rows_that_its_policy_sampl
     assert index.success_counts.published().trials.tolist() == [0.5 * 2 + 1, 1]
 
 
-@pytest.mark.parametrize("rules", [{}, {"merge_keep": "best"}, {"merge_keep": "best", "merge_edit_distance": 0.3}], ids=str)
+@pytest.mark.parametrize("rules", [{}, {"merge_keep": "best", "merge_edit_distance": 0.3}], ids=str)
 def test_how_rows_are_split_over_calls_makes_no_difference(rules):
     rng = np.random.default_rng(0)
     whole, split = (index_of(capacity=20, capacity_per_query=5, **rules) for _ in range(2))
@@ -254,12 +228,7 @@ def test_how_rows_are_split_over_calls_makes_no_difference(rules):
             np.testing.assert_array_equal(split.gather(drawn)[name], column)
 
 
-OPTIONS: list[dict[str, Any]] = [
-    near | keep for near in ({}, {"merge_edit_distance": 0.2}) for keep in ({}, {"merge_keep": "best"})
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"merge_edit_distance": 0.2, "merge_keep": "best"}], ids=str)
 def test_a_restored_index_goes_on_as_the_original(tmp_path, options):
     rng, reader = np.random.default_rng(0), LogReader(tmp_path, SHAPE)
     logs = [LogWriter(tmp_path, name, SHAPE, rows_per_append=6, segment_appends=2, info={}) for name in ("a", "b")]
@@ -288,6 +257,8 @@ def test_a_restored_index_goes_on_as_the_original(tmp_path, options):
         index.mark_drawn(slots)
         return slots
 
+    empty, _ = ReplayIndex.restore(original.state(), reader)
+    assert len(empty) == 0 and empty.slots_of([("a", 0)]).tolist() == [-1]
     for step in range(1, 13):
         integrate([original], step)
         draw(original, step)
@@ -304,6 +275,23 @@ def test_a_restored_index_goes_on_as_the_original(tmp_path, options):
     assert restored.ledger() == original.ledger()
 
 
-def test_an_empty_index_is_restored(tmp_path):
-    index, lost = ReplayIndex.restore(index_of().state(), LogReader(tmp_path, SHAPE))
-    assert len(index) == 0 and not lost and index.slots_of([("a", 0)]).tolist() == [-1]
+def test_near_embeddings_are_merged_within_their_query():
+    shape = RowShape(prompt_length=2, response_length=4, reward_parts=(), embedding_size=2)
+    index = ReplayIndex(shape=shape, capacity=9, capacity_per_query=9, vocab_size=V, merge_cosine_distance=0.1)
+    degrees = np.radians([0, 40, 90, 25, 20, 20])  # cosine distance 0.1 is 25.8 degrees
+    rows = {name: np.zeros((6, *row), dtype) for name, (dtype, row) in shape.columns().items()}
+    rows["row"], rows["query_id"] = np.arange(6), np.array([7, 7, 7, 7, 7, 8], np.uint64)
+    rows["response_length"][:], rows["tokens"][:, 0] = 1, np.arange(6) % V
+    rows["embedding"] = np.stack([np.cos(degrees), np.sin(degrees)], axis=1).astype(np.float32)
+    index.add("a", {name: column[:4] for name, column in rows.items()}, step=1)
+    index.merge(before=2)
+    # 25 degrees are 15 from row 1 and 25 from row 0: the nearest goes.
+    assert [row for _, row in resident(index)] == [0, 2, 3]
+    index.add("a", {name: column[4:] for name, column in rows.items()}, step=2)
+    index.merge(before=3)
+    assert [row for _, row in resident(index)] == [0, 2, 4, 5]
+    assert index.ledger()["a"]["evicted"]["duplicate"] == 2
+    spoilt = {name: column[5:].copy() for name, column in rows.items()} | {"row": np.arange(6, 7)}
+    spoilt["embedding"][0, 1] = np.nan
+    index.add("a", spoilt, step=3)
+    assert index.ledger()["a"]["rejected"]["embedding"] == 1 and len(index) == 4

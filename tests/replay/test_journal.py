@@ -50,31 +50,10 @@ def test_a_torn_last_line_is_ignored_at_every_length(tmp_path):
     assert [(entry["step"], entry["epoch"]) for entry in read_lineage(tmp_path)] == [(1, 1), (2, 2), (3, 2)]
 
 
-def test_a_corrupt_line_in_the_middle_is_named(tmp_path):
-    path = write(tmp_path, 1, [1, 2, 3]).path
-    lines = path.read_bytes().split(b"\n")
-    for broken in (b'{"step": 2', b"[]", b'{"epoch": 1}'):
-        path.write_bytes(b"\n".join([lines[0], broken, *lines[2:]]))
-        with pytest.raises(ValueError, match=r"epoch-000001\.jsonl line 2"):
-            read_lineage(tmp_path)
-
-
-def test_later_epochs_win_and_abandoned_steps_are_left_out(tmp_path):
-    write(tmp_path, 1, range(1, 8))
-    write(tmp_path, 2, range(5, 10))
-    write(tmp_path, 3, [])
-    write(tmp_path, 4, range(7, 9))
-    steps = [(entry["step"], entry["epoch"]) for entry in read_lineage(tmp_path)]
-    assert steps == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2), (7, 4), (8, 4)]
-    # An epoch that went further back leaves nothing of the ones between.
-    write(tmp_path, 5, range(2, 4))
-    assert [(entry["step"], entry["epoch"]) for entry in read_lineage(tmp_path)] == [(1, 1), (2, 5), (3, 5)]
-
-
 def test_every_answer_is_that_of_a_reader_of_all_lines(tmp_path, monkeypatch):
     """Random epochs that go back and on; blocks from smaller than a line to larger than a file."""
     draw = np.random.default_rng(0)
-    for trial in range(60):
+    for trial in range(30):
         folder, expected, first = tmp_path / str(trial), {}, 1
         for epoch in range(1, 6):
             steps = range(first, first + int(draw.integers(0, 6)))
@@ -96,7 +75,8 @@ def test_damage_before_the_step_that_is_asked_for_does_no_harm(tmp_path):
     path = write(tmp_path, 1, range(1, 8)).path
     whole = path.read_bytes().split(b"\n")
     for damaged in range(1, 8):
-        path.write_bytes(b"\n".join([*whole[: damaged - 1], b"\0" * 9, *whole[damaged:]]))
+        broken = (b"\0" * 9, b'{"step": 2', b"[]", b'{"epoch": 1}')[damaged % 4]
+        path.write_bytes(b"\n".join([*whole[: damaged - 1], broken, *whole[damaged:]]))
         for after in range(7):
             # The last line counts as torn: no update followed it.
             if damaged in (7, *range(1, after + 1)):
@@ -116,22 +96,22 @@ def test_damage_before_the_step_that_is_asked_for_does_no_harm(tmp_path):
 
 
 def test_a_long_history_costs_neither_memory_nor_reading(tmp_path, monkeypatch):
-    """30 MB of lines, of which 20 follow the step that is asked for."""
-    content = "".join(json.dumps(line(step, epoch=1, note="x" * 1450)) + "\n" for step in range(1, 20_001))
+    """6 MB of lines, of which 20 follow the step that is asked for."""
+    content = "".join(json.dumps(line(step, epoch=1, note="x" * 1450)) + "\n" for step in range(1, 4_001))
     (tmp_path / "epoch-000001.jsonl").write_text(content)
     parsed, real_loads = [], json.loads
     monkeypatch.setattr(journal_lib.json, "loads", lambda content: parsed.append(1) or real_loads(content))
     tracemalloc.start()
     try:
-        lineage = read_lineage(tmp_path, after=19_980)
+        lineage = read_lineage(tmp_path, after=3_980)
         steps = [line["step"] for line in lineage]
         after_a_checkpoint = tracemalloc.get_traced_memory()[1]
-        assert steps == list(range(19_981, 20_001)) and len(parsed) <= 2 * 20 + 1
-        assert sum(line["step"] for line in read_lineage(tmp_path)) == 20_000 * 20_001 // 2
+        assert steps == list(range(3_981, 4_001)) and len(parsed) <= 2 * 20 + 1
+        assert sum(line["step"] for line in read_lineage(tmp_path)) == 4_000 * 4_001 // 2
         of_a_whole_pass = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert len(content) > 30e6 and after_a_checkpoint < 3e6 and of_a_whole_pass < 3e6
+    assert len(content) > 6e6 and after_a_checkpoint < 3e6 and of_a_whole_pass < 3e6
 
 
 def test_missing_steps_and_foreign_epochs_are_refused(tmp_path):

@@ -1,7 +1,5 @@
 """Selection: frequencies against their probabilities, coverage, replacement, limits."""
 
-import time
-
 import numpy as np
 import pytest
 
@@ -124,14 +122,6 @@ def test_a_query_repeats_responses_only_if_it_has_too_few():
             assert sorted(np.unique(group, return_counts=True)[1].tolist()) == {1: [2, 2, 3], 2: [1] * 7, 3: [1] * 7}[query]
 
 
-def test_too_few_queries_draw_nothing():
-    index, rng = index_of({1: 50, 2: 50}), np.random.default_rng(0)
-    assert draw(index, rng, queries=3) is None
-    assert draw(index, rng, queries=2) is not None
-    empty = ReplayIndex(shape=SHAPE, capacity=3, capacity_per_query=3, vocab_size=3)
-    assert draw(empty, rng) is None
-
-
 @pytest.mark.parametrize(
     ("settings", "rows"),
     [
@@ -160,17 +150,10 @@ def test_a_query_without_k_rows_waits_for_them():
     for m in (0.0, 1.0):
         slots = draw(index, rng, queries=2, completions=4, recent_probability=m, recent_window=1, recent_fill="wait")
         assert sorted(queries_of(index, slots, 4).tolist()) == [2, 3] and len(set(slots.tolist())) == 8
+    assert draw(ReplayIndex(shape=SHAPE, capacity=3, capacity_per_query=3, vocab_size=3), rng) is None
+    assert draw(index, rng, queries=4, completions=1) is None
     three = dict(queries=3, completions=4, recent_probability=0.5, recent_window=1)
     assert draw(index, rng, **three, recent_fill="wait") is None and draw(index, rng, **three) is not None
-
-
-def test_a_recent_pool_without_recent_rows_gives_the_newest():
-    """Q=2 queries are asked for, and one alone has recent rows: the other gives its newest K."""
-    index = index_of({1: 6, 2: 6}, step=1)
-    index_of({1: 4}, step=10, index=index)
-    slots = draw(index, np.random.default_rng(0), queries=2, completions=3, recent_probability=1.0, recent_window=1)
-    of_the_old = index.slot_row[slots][index.gather(slots)["query_id"] == 2]
-    assert sorted(of_the_old.tolist()) == [9, 10, 11]
 
 
 def test_steps_at_which_nothing_arrived_do_not_count():
@@ -186,26 +169,6 @@ def test_steps_at_which_nothing_arrived_do_not_count():
     assert index.recent_since(0) > step and len(resident) > 5
 
 
-def test_a_starved_trainer_draws_all_of_the_last_appends():
-    """Four updates an append of 20 queries: the recent pool keeps the 20, and does not shrink to the newest Q."""
-    rng, index, K = np.random.default_rng(8), None, 2
-    drawn = []
-    for step in range(40):
-        if step % 4 == 0:
-            index = index_of(dict.fromkeys(range(5 * step, 5 * step + 20), K), step=step, index=index)
-        slots = draw(index, rng, step=step, queries=5, completions=K, recent_probability=1.0, recent_window=1)
-        drawn += queries_of(index, slots, K).tolist()
-        index.mark_drawn(slots)
-    assert len(set(drawn)) == len(drawn) == 200
-
-
-def test_the_recent_pool_is_extended_by_policy_step_then_arrival():
-    visible, row_step, arrival = np.array([3, 9, 3, 3, 3]), np.array([5, 0, 6, 6, 1]), np.array([10, 1, 2, 3, 20])
-    for minimum, expected in [(1, [1]), (2, [1, 3]), (3, [1, 3, 2]), (4, [1, 3, 2, 0]), (5, [1, 3, 2, 0, 4])]:
-        assert recent_pool(visible, row_step, arrival, oldest=9, minimum=minimum).tolist() == expected
-    assert recent_pool(visible, row_step, arrival, oldest=3, minimum=2).tolist() == [0, 1, 2, 3, 4]
-
-
 def test_ties_among_the_least_drawn_are_fair():
     rng, counts = np.random.default_rng(6), np.zeros(5, int)
     for _ in range(4000):
@@ -214,13 +177,6 @@ def test_ties_among_the_least_drawn_are_fair():
         counts[drawn] += 1
     assert counts[1] == 4000 and counts[3] == 0
     assert_frequencies(counts[[0, 2, 4]], np.full(3, 1 / 3))
-
-
-def test_one_query_samples_its_rows_evenly():
-    index, rng, counts = index_of({9: 300}), np.random.default_rng(7), np.zeros(300, int)
-    for _ in range(300):
-        counts[draw(index, rng, completions=64)] += 1
-    assert_frequencies(counts, np.full(300, 1 / 300))
 
 
 def test_a_row_that_reached_its_draws_is_not_drawn_again():
@@ -255,15 +211,6 @@ def test_bad_settings_are_named():
             draw(index, rng, **changes)
 
 
-def test_the_draw_is_a_function_of_index_and_key():
-    index = index_of(dict.fromkeys(range(30), 5))
-    first, again, other = (
-        draw(index, np.random.default_rng(seed), queries=8, completions=3, recent_probability=0.5) for seed in (1, 1, 2)
-    )
-    np.testing.assert_array_equal(first, again)
-    assert (first != other).any()
-
-
 def test_the_recent_pool_of_many_queries_is_the_sorted_one():
     rng = np.random.default_rng(10)
     for _ in range(200):
@@ -273,6 +220,7 @@ def test_the_recent_pool_of_many_queries_is_the_sorted_one():
         expected = np.lexsort((-arrival, -row_step, ~inside))[: max(minimum, inside.sum())]
         pool = recent_pool(visible, row_step, arrival, oldest=3, minimum=minimum)
         assert sorted(pool.tolist()) == sorted(expected.tolist())
+        assert pool[inside.sum() :].tolist() == expected[inside.sum() :].tolist()
 
 
 @pytest.mark.parametrize("large", [0, 10_000])
@@ -295,45 +243,3 @@ def test_large_groups_give_what_sorting_gives(monkeypatch, large):
             finite = own[np.isfinite(log_weights[own])]
             by_key = finite[np.argsort(-keys[finite])]
             assert drawn[q].tolist() == [by_key[i % len(by_key)] for i in range(K)]
-
-
-def big_index(rows: int, rows_per_query: int) -> ReplayIndex:
-    """Visible at steps 1 to 100, each step the next hundredth of the rows; the same number of rows a query."""
-    index = ReplayIndex(shape=SHAPE, capacity=rows, capacity_per_query=rows_per_query, vocab_size=1000)
-    for step, numbers in enumerate(np.split(np.arange(rows), 100), start=1):
-        part = {name: np.zeros((len(numbers), *row), dtype) for name, (dtype, row) in SHAPE.columns().items()}
-        part["row"] = numbers
-        part["query_id"] = (numbers // rows_per_query).astype(np.uint64)
-        part["response_length"][:] = 2
-        part["tokens"][:, :2] = np.stack([numbers % 1000, numbers // 1000], axis=1)
-        part["policy_step"][:] = step - 1
-        part["reward"] = np.random.default_rng(step).normal(size=len(numbers)).astype(np.float32)
-        index.add("w", part, step=step)
-    return index
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rows", "rows_per_query", "Q", "K"),
-    [pytest.param(1_000_000, 16, 32, 16, marks=pytest.mark.slow), (100_000, 100_000, 1, 128)],
-)
-def test_a_batch_is_drawn_from_a_large_window_in_milliseconds(rows, rows_per_query, Q, K):
-    """About as long as sorting 62,500 numbers, one for each query; going through every row several times is slower."""
-    index, rng = big_index(rows, rows_per_query), np.random.default_rng(12)
-    numbers = rng.permutation(62_500)
-    for recent_probability in (0.0, 0.95):
-        for strategy in STRATEGIES:
-            seconds, sorting = [], []
-            for _ in range(15):
-                begin = time.perf_counter()
-                np.argsort(numbers)
-                sorting.append(time.perf_counter() - begin)
-                settings = dict(queries=Q, completions=K, recent_probability=recent_probability, strategy=strategy)
-                begin = time.perf_counter()
-                slots = draw(index, rng, step=101, recent_window=3, **settings)
-                seconds.append(time.perf_counter() - begin)
-                assert len(set(slots.tolist())) == len(queries_of(index, slots, K)) * K == Q * K
-                index.mark_drawn(slots)
-            for statistic, times in ((min, 3), (np.median, 6)):
-                limit = times * max(0.005 / 3, statistic(sorting))
-                assert statistic(seconds) < limit, (recent_probability, strategy, limit, seconds)

@@ -12,10 +12,9 @@ ROWS = 2048
 ALONE = (ROWS, 1536)  # no other test has arrays of this shape
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_updates_may_overwrite_what_is_being_written(tmp_path, devices):
+def test_updates_may_overwrite_what_is_being_written(tmp_path):
     """16 MiB that are split, and as many that every device holds, take longer to write than an update takes."""
-    mesh = sharding.make_mesh((devices, 1, 1), setting="test", devices=jax.devices()[:devices])
+    mesh = sharding.make_mesh((8, 1, 1), setting="test")
     places = {"split": sharding.rows_sharding(mesh), "whole": sharding.replicated(mesh)}
     values = {name: np.random.default_rng(0).standard_normal((ROWS, 2048)).astype(np.float32) for name in places}
     update = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.full_like(x, 7) + 0 * x, tree), donate_argnums=0)

@@ -5,7 +5,6 @@ import os
 
 import pytest
 
-from configs import base
 from tba_jax.experiment import composition
 from tba_jax.run import processes
 from tba_jax.storage import contract as contract_lib
@@ -14,25 +13,28 @@ from tba_jax.storage.layout import RunDir
 from tests.support import tiny_run
 
 
-def join(tmp_path, overrides: dict[str, object] | None = None):
+def join(tmp_path, overrides: dict[str, object] | None = None, **options):
     config = tiny_run.config_with(overrides or {})
-    contract_lib.join(RunDir(tmp_path / "run"), config, composition.build(config).contract)
+    contract_lib.join(RunDir(tmp_path / "run"), config, composition.build(config).contract, **options)
     return config
 
 
-def test_the_first_role_writes_the_config_and_others_join(tmp_path):
+def test_the_first_role_writes_the_config_and_others_join_and_write_nothing(tmp_path, monkeypatch):
+    """Per-role and schedule settings are no part of the contract, nor is the number format of computing."""
     config = join(tmp_path)
     stored = (tmp_path / "run" / "config.json").read_bytes()
-    assert json.loads(stored)["config"] == json.loads(json.dumps(config.to_dict()))
-    assert json.loads(stored)["changes"] == []
-    join(tmp_path)
-    # Per-role and schedule settings are no part of the contract, nor is the number format of computing.
-    join(
-        tmp_path,
-        {"learner.learning_rate": 1.0, "searchers.count": 7, "model.compute_dtype": "bfloat16", "sampling.temperature": 2.0},
-    )
+    assert json.loads(stored)["config"] == json.loads(json.dumps(config.to_dict())) and json.loads(stored)["changes"] == []
+
+    def refuse(*arguments):
+        raise OSError(28, "No space left on device")
+
+    # A role that is started again while storage refuses must not be told that its user made a mistake.
+    monkeypatch.setattr(layout, "create_json", refuse)
+    join(tmp_path, {"learner.learning_rate": 1.0, "searchers.count": 7, "model.compute_dtype": "bfloat16"})
     assert (tmp_path / "run" / "config.json").read_bytes() == stored
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.json"]
+    with pytest.raises(ValueError, match="cannot be written: No space left on device"):
+        join(tmp_path / "elsewhere")
 
 
 def test_a_run_of_another_version_is_refused(tmp_path):
@@ -44,17 +46,12 @@ def test_a_run_of_another_version_is_refused(tmp_path):
         for attempt in (join, lambda _: contract_lib.read_run(run)):
             with pytest.raises(ValueError, match=rf"config\.json has format {there}, .* {contract_lib.FORMAT}: .* new --workdir"):
                 attempt(tmp_path)
+    layout.write_json(run.config, stored | {"contract": {"supervised": "sft"}})
+    with pytest.raises(ValueError, match="run' holds supervised training"):
+        join(tmp_path)
     del stored["config"]["searchers"]["swap"]
     layout.write_json(run.config, stored)
     with pytest.raises(ValueError, match=r"config\.json has no setting searchers\.swap: .* new --workdir"):
-        join(tmp_path)
-
-
-def test_supervised_training_is_no_run_to_join(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.root.mkdir()
-    layout.write_json(run.config, {"format": contract_lib.FORMAT, "config": {}, "contract": {"supervised": "sft"}})
-    with pytest.raises(ValueError, match="run' holds supervised training"):
         join(tmp_path)
 
 
@@ -81,63 +78,28 @@ def test_another_contract_is_refused_by_field(tmp_path):
         "task.arithmetic.seed: 0 there, 1 here",
         "warm_start.steps: 0 there, 600 here",
     ]
-
-
-def test_of_many_differences_the_first_are_told():
-    assert contract_lib.in_words(["a: 1 there, 2 here", "b: 1 there, 2 here"]) == "a: 1 there, 2 here; b: 1 there, 2 here"
-    assert contract_lib.in_words([f"f{i}" for i in range(20)]).endswith("; f7; and 12 more")
-
-
-def test_another_task_is_told_first():
-    there = {"banned_tokens": [1], "model": {"width": 8}, "task": {"digits": 2}, "task_name": "arithmetic"}
-    told = contract_lib.differences(there, {"banned_tokens": [], "model": {"width": 16}, "task": {}, "task_name": "countdown"})
-    assert told[0] == "task.name: 'arithmetic' there, 'countdown' here" and len(told) == 3
-    assert [each.partition(":")[0] for each in told[1:]] == ["banned_tokens", "model.width"]  # settings follow from the task
-
-
-def test_two_long_lists_are_told_by_what_one_of_them_holds():
-    there = {"banned_tokens": list(range(500)), "stop_strings": ["a"]}
-    (told,) = contract_lib.differences(there, there | {"banned_tokens": list(range(3, 501))})
-    assert told == "banned_tokens: 500 values there, 498 here; 0, 1, 2 only there, 500 only here"
-    (told,) = contract_lib.differences(there, there | {"banned_tokens": []})
-    assert "500 values there, 0 here" in told and "(500) only there, none only here" in told and len(told) < 150
-    (told,) = contract_lib.differences(there, there | {"stop_strings": ["b"]})
-    assert told == "task.stop_strings: ['a'] there, ['b'] here"
-
-
-def test_a_role_that_joins_writes_nothing(tmp_path, monkeypatch):
-    """So that one which is started again while storage refuses is not told that its user made a mistake."""
-    join(tmp_path)
-
-    def refuse(*arguments):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(layout, "create_json", refuse)
-    join(tmp_path)
-    with pytest.raises(ValueError, match="cannot be written: No space left on device"):
-        join(tmp_path / "elsewhere")
+    # Another task is told first: its settings follow from it. Of long lists, what one of them holds.
+    there = {"banned_tokens": list(range(500)), "task": {"digits": 2}, "task_name": "arithmetic"}
+    told = contract_lib.differences(there, {"banned_tokens": list(range(3, 501)), "task": {}, "task_name": "countdown"})
+    assert told[0] == "task.name: 'arithmetic' there, 'countdown' here" and len(told) == 2
+    assert told[1] == "banned_tokens: 500 values there, 498 here; 0, 1, 2 only there, 500 only here"
 
 
 def test_where_a_run_began_cannot_change(tmp_path):
-    contract = composition.build(tiny_run.config_with({})).contract
-    run = RunDir(tmp_path / "run")
-    contract_lib.join(run, tiny_run.config_with({}), contract, init_from="/other@5")
+    join(tmp_path, init_from="/other@5")
     for same in ("/other@5", ""):
-        contract_lib.join(run, tiny_run.config_with({}), contract, init_from=same)
+        join(tmp_path, init_from=same)
     with pytest.raises(ValueError, match=r"--init_from=/other@6: .* exists and began from the policy /other@5"):
-        contract_lib.join(run, tiny_run.config_with({}), contract, init_from="/other@6")
+        join(tmp_path, init_from="/other@6")
     join(tmp_path / "plain")
     with pytest.raises(ValueError, match=r"--init_from=/other@6: .* exists and began from what its config says"):
-        contract_lib.join(RunDir(tmp_path / "plain" / "run"), tiny_run.config_with({}), contract, init_from="/other@6")
+        join(tmp_path / "plain", init_from="/other@6")
 
 
-@pytest.mark.parametrize("inside", ["", "below"])
-def test_a_workdir_that_cannot_be_written_is_refused(tmp_path, inside):
-    (tmp_path / "file").write_text("not a folder")
-    root = tmp_path / "file" / inside
-    config = base.get_config()
-    with pytest.raises(ValueError, match=rf"workdir '{root}' cannot be written: {tmp_path}/file is a file"):
-        contract_lib.join(RunDir(root), config, composition.build(config).contract)
+def test_a_workdir_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "run").write_text("not a folder")
+    with pytest.raises(ValueError, match=rf"workdir '{tmp_path}/run' cannot be written: {tmp_path}/run is a file"):
+        join(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["policy", "reference", "replay", "checkpoints", "journal"])
@@ -153,27 +115,18 @@ def test_folders_of_others_are_left_alone(tmp_path, name):
     join(tmp_path)  # an empty folder of that name, and others beside it, are no obstacle
 
 
-def test_a_damaged_config_is_named(tmp_path):
-    join(tmp_path)
-    (tmp_path / "run" / "config.json").write_text('{"config": ')
-    with pytest.raises(ValueError, match=r"run/config.json is not valid JSON"):
-        join(tmp_path)
-
-
-def test_a_run_is_known_by_its_id(tmp_path):
-    run = RunDir(tmp_path / "run")
-    assert contract_lib.known(run, "") == run
-    join(tmp_path)
-    found = contract_lib.known(run, "")
-    assert found.id and contract_lib.known(run, found.id) == found
-
-
-def test_a_run_that_is_away_is_never_made_again(tmp_path):
+def test_a_run_that_is_away_is_never_made_again_nor_taken_for_another(tmp_path):
     """Whoever knows its id says so, as a failure of storage, and leaves its place empty."""
+    assert contract_lib.known(RunDir(tmp_path / "run"), "") == RunDir(tmp_path / "run")
     config = join(tmp_path)
     run = contract_lib.known(RunDir(tmp_path / "run"), "")
-    run.root.rename(tmp_path / "away")
+    assert run.id and contract_lib.known(run, run.id) == run
     contract = composition.build(config).contract
+    error = FileNotFoundError(2, "x")
+    with pytest.raises(processes.RunIsAway, match="is not there") as away, contract_lib.failures_of_storage(run):
+        run.root.rename(tmp_path / "away")
+        raise error
+    assert away.value.__cause__ is error
     for attempt in (
         lambda: contract_lib.known(RunDir(tmp_path / "run"), run.id),
         lambda: contract_lib.join(run, config, contract),
@@ -185,19 +138,12 @@ def test_a_run_that_is_away_is_never_made_again(tmp_path):
     join(tmp_path)
     with pytest.raises(processes.RunIsAway, match=rf"workdir .*run holds another run: .* expected {run.id}"):
         contract_lib.join(run, config, contract)
-
-
-@pytest.mark.parametrize("error", [FileNotFoundError(2, "x"), NotADirectoryError(20, "x"), ValueError("no such file")], ids=repr)
-def test_an_error_while_the_run_is_away_is_one_of_storage(tmp_path, error):
-    join(tmp_path)
-    run = contract_lib.known(RunDir(tmp_path / "run"), "")
-    with pytest.raises(type(error)) as raised, contract_lib.failures_of_storage(run):
-        raise error
-    assert raised.value is error
-    with pytest.raises(processes.RunIsAway, match="is not there") as away, contract_lib.failures_of_storage(run):
-        run.root.rename(tmp_path / "away")
-        raise error
-    assert away.value.__cause__ is error
+    layout.write_json(run.finished, {"step": 500})
+    with pytest.raises(processes.RunIsAway, match="holds another run"):
+        contract_lib.is_finished(run)
+    assert contract_lib.is_finished(contract_lib.known(RunDir(tmp_path / "run"), ""))
+    with pytest.raises(ValueError, match="no such file"), contract_lib.failures_of_storage(RunDir(tmp_path / "run")):
+        raise ValueError("no such file")
 
 
 def test_a_new_workdir_joins_the_place_where_a_run_meets(tmp_path):
@@ -216,17 +162,7 @@ def test_a_new_workdir_joins_the_place_where_a_run_meets(tmp_path):
         contract_lib.check_is_there(joined)
 
 
-def test_the_end_of_another_run_in_its_place_is_not_its_own(tmp_path):
-    join(tmp_path)
-    run = contract_lib.known(RunDir(tmp_path / "run"), "")
-    layout.write_json(run.finished, {"step": 500})
-    assert contract_lib.is_finished(run)
-    layout.write_json(run.config, layout.read_json(run.config) | {"id": "another"})
-    with pytest.raises(processes.RunIsAway, match="holds another run"):
-        contract_lib.is_finished(run)
-
-
-@pytest.mark.parametrize("kind", ["folder", "fifo", "loop", "deep"])
+@pytest.mark.parametrize("kind", ["folder", "fifo", "loop", "deep", "torn"])
 def test_what_is_no_config_is_told_in_a_sentence(tmp_path, kind):
     run = RunDir(tmp_path)
     make = {
@@ -234,14 +170,8 @@ def test_what_is_no_config_is_told_in_a_sentence(tmp_path, kind):
         "fifo": lambda: os.mkfifo(run.config),
         "loop": lambda: run.config.symlink_to(run.config),
         "deep": lambda: run.config.write_text("[" * 200_000),
+        "torn": lambda: run.config.write_text('{"config": '),
     }
     make[kind]()
     with pytest.raises(ValueError, match=r"config\.json (cannot be read|is no file|is not valid JSON)"):
         contract_lib.read_run(run)
-
-
-def test_a_contract_of_other_fields_is_told_in_a_sentence(tmp_path):
-    join(tmp_path)
-    stored = contract_lib.read(RunDir(tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"runs/x: the contract in its config.json is damaged: .*'odd'"):
-        contract_lib.of(stored | {"contract": stored["contract"] | {"odd": 1}}, called="runs/x")

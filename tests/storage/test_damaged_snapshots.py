@@ -41,25 +41,11 @@ def loads(monkeypatch) -> list[int]:
     return seen
 
 
-def test_the_newest_snapshot_is_taken_once(tmp_path):
-    load = reader(tmp_path)
-    assert load(newer_than=-1) is None
-    for step in (0, 2, 4):
-        save(tmp_path, step)
-    step, params = load(newer_than=0)
-    assert step == 4
-    assert_same_bits(params, random_params(4))
-    assert load(newer_than=4) is None
-
-
 @pytest.mark.parametrize(
     ("steps", "lag", "found"),
     [
         ([], 4, []),
-        ([0], 4, [0]),
         ([0, 2], 4, [0]),
-        ([0, 2, 4], 4, [0]),
-        ([0, 2, 4, 6], 4, [0, 2]),
         ([0, 20, 22, 24], 4, [0, 20]),  # older ones were removed
         ([0, 2, 3, 4, 7], 4, [0, 2, 3]),  # a trainer that waited has published steps between
         ([22, 24], 4, []),  # above the one in use
@@ -154,18 +140,6 @@ def test_a_damaged_snapshot_is_read_once_and_told_once(tmp_path, loads, caplog, 
     assert loads == [4, 2, 4, 8, 6, 10] and len(caplog.records) == 2
 
 
-def test_however_many_are_damaged_each_is_read_once(tmp_path, loads):
-    """Of the sentences about them, those about the newest stay."""
-    for step in range(70):
-        (tmp_path / layout.step_name(step)).mkdir()
-        (tmp_path / layout.step_name(step) / snapshots.COMMIT).write_text(f'{{"step": {step}}}')
-    load = reader(tmp_path)
-    for _ in range(3):
-        assert load(newer_than=-1) is None and loads == [*reversed(range(70))]
-    found = load.func.__self__
-    assert "step 69 is damaged" in found.above(3) and len(found._sentences) == 64
-
-
 def test_storage_that_does_not_answer_publishes_nothing_again(tmp_path, loads, monkeypatch):
     folder = save(tmp_path, 4)
     (folder / "embedding.weight" / "zarr.json").unlink()
@@ -185,24 +159,21 @@ def test_storage_that_does_not_answer_publishes_nothing_again(tmp_path, loads, m
 
 
 def test_a_torn_file_of_a_snapshot_costs_this_snapshot_alone(tmp_path):
-    """Each of its files in turn: its last bytes, all of its bytes, or the file are lost."""
+    """Of each of its files in turn the last bytes, all bytes, or the file are lost."""
     save(tmp_path, 2)
     whole = save(tmp_path / "whole", 4)
     files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
     assert len(files) > 20 and Path(snapshots.COMMIT) in files
     taken = []
-    for file in files:
-        for left in (-3, 0, None):
-            shutil.rmtree(tmp_path / "00000004", ignore_errors=True)
-            shutil.copytree(whole, tmp_path / "00000004")
-            torn = tmp_path / "00000004" / file
-            if left is None:
-                torn.unlink()
-            else:
-                torn.write_bytes(torn.read_bytes()[:left])
-            step, params = reader(tmp_path)(newer_than=-1)
-            assert_same_bits(params, random_params(step))
-            taken.append(step)
+    for number, file in enumerate(files):
+        shutil.rmtree(tmp_path / "00000004", ignore_errors=True)
+        shutil.copytree(whole, tmp_path / "00000004")
+        torn, left = tmp_path / "00000004" / file, (-3, 0, None)[number // 2 % 3]  # an array has two files
+        if left is None:
+            torn.unlink()
+        else:
+            torn.write_bytes(torn.read_bytes()[:left])
+        taken.append(reader(tmp_path)(newer_than=-1)[0])
     assert set(taken) == {2}
 
 

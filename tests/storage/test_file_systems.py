@@ -41,8 +41,4 @@ def test_a_full_disk_behind_another_error_is_found(tmp_path):
         assert str(tmp_path) in file_systems.no_room(error, tmp_path)
         assert file_systems.no_room(error, None).startswith("free some")
     assert "left" in file_systems.no_room(ValueError("RESOURCE: No space left on device"), tmp_path)
-
-
-def test_other_errors_say_nothing_of_room(tmp_path):
-    for error in (OSError(errno.EROFS, "Read-only file system"), ValueError("no"), FileNotFoundError("x")):
-        assert file_systems.no_room(error, tmp_path) == ""
+    assert file_systems.no_room(OSError(errno.EROFS, "Read-only file system"), tmp_path) == ""

@@ -1,8 +1,11 @@
 """Runs in one process, and workdirs whose log nobody writes to any more, for tests of what reads one."""
 
 import contextlib
+import copy
 import shutil
 from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
 
 import jax
 import numpy as np
@@ -11,6 +14,9 @@ from tba_jax import sharding
 from tba_jax.experiment import jobs, training
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
+from tba_jax.roles.trainer import trainer as trainer_lib
+from tba_jax.roles.trainer.update_program import UpdateProgram
+from tba_jax.roles.work import Work
 from tba_jax.storage import snapshots
 from tba_jax.telemetry.record import TimeAccount
 from tests.support import tiny_run
@@ -22,8 +28,8 @@ def run(workdir, **changes):
 
 
 def config(**changes):
-    """Rewards that differ between the rows of a query, so that updates are not zero."""
-    return tiny_run.config(task__missing_eos_reward=-1.0, **changes)
+    """Rewards that differ between the rows of a query, so that updates are not zero. Log-probs are not compared."""
+    return tiny_run.config(**{"task__missing_eos_reward": -1.0, "learner__logprob_gap_every_steps": 0} | changes)
 
 
 def make(workdir, batches=6, **changes):
@@ -53,10 +59,25 @@ def copies(tmp_path_factory):
     return copy
 
 
+class SharedProgram(UpdateProgram):
+    """An update program with the compiled functions of the first one in this process that had the same settings."""
+
+    _made: ClassVar[dict[str, dict[str, Any]]] = {}
+
+    def __init__(self, config, contract, policy, **options):
+        key = repr((config.learner, config.model, config.lora, config.seed, contract, jax.devices(), options))
+        if key not in self._made:
+            super().__init__(config, contract, policy, **options)
+            self._made[key] = vars(self).copy()
+        moving = copy.copy(self._made[key]["_moving_reference"])
+        vars(self).update(self._made[key], work=Work(), frozen={}, _moving_reference=moving)
+
+
 @contextlib.contextmanager
-def trainer(s, *, publish_every_steps=2):
-    """A trainer where the run stands; it publishes step 0 if that has no snapshot yet."""
-    made, lease = training.make_trainer(s, publish_every_steps=publish_every_steps)
+def trainer(s, *, publish_every_steps=2, shared=True):
+    """A trainer where the run stands; it publishes step 0 if that has no snapshot yet. Args: shared: see SharedProgram."""
+    with mock.patch.object(trainer_lib, "UpdateProgram", SharedProgram if shared else UpdateProgram):
+        made, lease = training.make_trainer(s, publish_every_steps=publish_every_steps)
     try:
         yield made
         made.close()

@@ -13,10 +13,8 @@ _LEFT_OUT = ("wait_rows", "compile", "publish", "checkpoint", "logprob_gap")
 class TrainerAccount(TimeAccount):
     """A time account that also adds up the time from the end of an update to the dispatch of the next one.
 
-    The time in which the trainer waits for rows, compiles a new shape, publishes, saves a checkpoint or compares log-probs is
-    left out. An update that ends while the host is at work counts as done from when the host last saw it under way: at its
-    dispatch, or where a measured part of the host's work ended. So the time is told too long there, not too short. A dispatch
-    counts until it returns, though devices may begin before. Time in which other processes have the trainer's core counts too.
+    Waits for rows, compilations, snapshots, checkpoints and comparisons of log-probs are left out. An update that ends while the
+    host is at work counts as done from when the host last saw it under way, so the time is told too long, never too short.
     """
 
     def __init__(self, record: Record | None = None) -> None:

@@ -186,13 +186,8 @@ class Publisher:
         self._thread.shutdown()
 
 
-def is_due(step: int, *, every_steps: int, evaluated: int, final: int) -> bool:
-    """Whether a step is published: every k-th, those that are evaluated, and the last."""
-    return step % every_steps == 0 or step % evaluated == 0 or step == final
-
-
 class Publishing:
-    """Publishes snapshots under the trainer's epoch: each is handed to a thread that writes it."""
+    """Publishes snapshots under the trainer's epoch."""
 
     def __init__(self, config: Any, run: layout.RunDir, lease: EpochLease, group: Group, *, every_steps: int):
         self._policies, self._lease, self._every_steps = run.policies, lease, every_steps
@@ -215,7 +210,7 @@ class Publishing:
 
     def is_due(self, step: int) -> bool:
         """At every k-th step, at steps that are evaluated, and at the last."""
-        return is_due(step, every_steps=self._every_steps, evaluated=self._evaluated_every_steps, final=self._final_step)
+        return step % self._every_steps == 0 or step % self._evaluated_every_steps == 0 or step == self._final_step
 
     def publish(self, params: Params, step: int, beside: Mapping[str, bytes]) -> None:
         """Hands the weights of a step to the publishing thread. Raises StaleEpoch where another trainer has taken over.

@@ -42,7 +42,7 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     trainer.lease.check()  # 1
     sweep(run, keep=trainer.config.checkpoint.keep)
     expiry.mend(run.replay)
-    checkpoint = trainer.checkpoints.latest_step()
+    checkpoint = trainer.checkpoints.stored.latest_step()
     lineage = journal.read_lineage(run.journal, after=checkpoint or 0, must_exist=True)
     if checkpoint is None and not lineage.last:
         _check_is_new(run)
@@ -143,14 +143,14 @@ def _read(trainer: Trainer, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
     trainer.group.call("restore", step=step)
     read, errors = None, []
     try:
-        read = trainer.checkpoints.read(step, shapes)
+        read = trainer.checkpoints.stored.restore(step, shapes)
     except ValueError as error:
         errors.append(error)
     errors += [ValueError(report["error"]) for report in trainer.group.reports("restored") if report["error"]]
     if read is not None and not errors:
         return read
     del read
-    if damage := trainer.checkpoints.damage(step, shapes):
+    if damage := trainer.checkpoints.stored.damage(step, shapes):
         _leave_out(trainer, step, f"it is damaged ({damage})")
     raise errors[0]
 
@@ -160,7 +160,7 @@ def _leave_out(trainer: Trainer, step: int, reason: str) -> NoReturn:
 
     Args: reason: why it does not count.
     """
-    run, older = trainer.run, trainer.checkpoints.steps()[:-1]
+    run, older = trainer.run, trainer.checkpoints.stored.steps()[:-1]
     if obstacle := _obstacle(trainer, older):
         raise ValueError(
             f"checkpoint {run.checkpoints / layout.step_name(step)} cannot be used: {reason}. The run cannot go on without it: "

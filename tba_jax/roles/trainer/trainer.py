@@ -17,7 +17,6 @@ from tba_jax.models.policy import Policy
 from tba_jax.replay import journal, ledger
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.roles.process_group import Alone, Group
-from tba_jax.roles.trainer import due as due_lib
 from tba_jax.roles.trainer import logprob_gap
 from tba_jax.roles.trainer.account import TrainerAccount
 from tba_jax.roles.trainer.buffer import ReplayBuffer
@@ -36,17 +35,31 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Drawn:
-    """A batch that was drawn.
-
-    slots: int64[B]. ids: (writer, row) of its rows. rows: their content, and placed: that on the devices. provenance: see
-    ReplayBuffer.provenance.
-    """
+    """A batch that was drawn. slots: int64[B]. ids: (writer, row) of its rows. provenance: see ReplayBuffer.provenance."""
 
     slots: np.ndarray
     ids: Sequence[tuple[str, int]]
     rows: trajectory.Rows
     placed: Placed
     provenance: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Due:
+    """What follows the update of a step.
+
+    prepare: the next batch is drawn and transferred while the devices compute. Not before a checkpoint nor before the end of the
+      run: both show the replay index as it is after this step.
+    publish, checkpoint: a snapshot, a checkpoint follows.
+    compare: log-probs of sampler and learner are compared. settle: the comparison is awaited, so that the measurements of this
+      step hold it.
+    """
+
+    prepare: bool
+    publish: bool
+    checkpoint: bool
+    compare: bool
+    settle: bool
 
 
 class Trainer:
@@ -187,14 +200,15 @@ class Trainer:
         self._follow_up(due, beside_policy)  # 6
         return measurements | drawn.provenance | self._last_gap
 
-    def _due(self, step: int, *, ahead: bool) -> due_lib.Due:
-        return due_lib.after(
-            step,
-            ahead=ahead,
-            last=step >= self.config.learner.steps,
+    def _due(self, step: int, *, ahead: bool) -> _Due:
+        last, checkpoint = step >= self.config.learner.steps, self.checkpoints.is_due(step)
+        every = self.config.learner.logprob_gap_every_steps
+        return _Due(
+            prepare=ahead and not checkpoint and not last,
             publish=self.publishing.is_due(step),
-            checkpoint=self.checkpoints.is_due(step),
-            compare_every_steps=self.config.learner.logprob_gap_every_steps,
+            checkpoint=checkpoint,
+            compare=bool(every) and step % every == 0,
+            settle=not ahead or last,
         )
 
     def _draw(self, step: int) -> _Drawn | None:
@@ -276,17 +290,17 @@ class Trainer:
         try:
             self._refusals.look_at(measurements, row_finite, drawn.ids, step=self.step_number, was_passed=was_passed)
         except FloatingPointError:
-            self.checkpoints.wait()  # the process may end now, and a checkpoint that is being written should not be torn
+            self.checkpoints.stored.wait()  # the process may end now, and a checkpoint that is being written should not be torn
             raise
         self.group.call("settle", step=self.step_number)
         self.program.move_reference(self.step_number)
         return measurements
 
-    def _follow_up(self, due: due_lib.Due, beside_policy: Mapping[str, bytes]) -> None:
+    def _follow_up(self, due: _Due, beside_policy: Mapping[str, bytes]) -> None:
         """Does what is due after a step. Args: beside_policy: files of a snapshot, see ReplayBuffer.beside_policy."""
         if due.publish:
             with self.account.measure("publish"):
-                self.publish(beside_policy)
+                self.publishing.publish(self.program.policy_params, self.step_number, beside_policy)
         if due.checkpoint:
             with self.account.measure("checkpoint"):
                 self.save_checkpoint()
@@ -296,12 +310,8 @@ class Trainer:
             if (gap := self._gap.take(self.program.frozen, wait=due.settle)) is not None:
                 self._last_gap = gap
 
-    def publish(self, beside_policy: Mapping[str, bytes]) -> None:
-        """Hands the current weights to the publishing thread. Args: beside_policy: see `_follow_up`."""
-        self.publishing.publish(self.program.policy_params, self.step_number, beside_policy)
-
     def publish_unless_there(self) -> bool:
-        """As `publish`, unless this step has a snapshot. Returns whether it was published now."""
+        """Publishes the current weights, unless this step has a snapshot. Returns whether it was published now."""
         return self.publishing.publish_unless_there(self.program.policy_params, self.step_number, self.buffer.beside_policy)
 
     def publish_again(self) -> None:
@@ -352,7 +362,7 @@ class Trainer:
     def finish(self) -> None:
         """Makes everything durable, checks that every row and every step is accounted for, and marks the run finished."""
         self.publishing.wait()
-        self.checkpoints.wait()
+        self.checkpoints.stored.wait()
         accounts = ledger.accounts(self.index, self.index.heads)
         unbalanced = {writer: account for writer, account in accounts.items() if not account.balances}
         try:

@@ -1,24 +1,225 @@
-"""Which snapshots a trainer publishes, and which it does not."""
+"""The publishing thread, the shards that other processes write beside it, and which snapshots a trainer publishes."""
 
+import concurrent.futures
 import json
 import shutil
+import socket
 import threading
+import time
 
+import jax
+import numpy as np
 import pytest
 
-from tba_jax.storage import layout, snapshots
+from tba_jax.models import parameters
+from tba_jax.roles.process_group import Leader, Member
+from tba_jax.roles.trainer.publishing import Publisher, ShardWriter
+from tba_jax.roles.wire import Wire
+from tba_jax.storage import layout, places, snapshots
+from tba_jax.storage.damaged_snapshots import DamagedSnapshots
 from tba_jax.storage.lease import StaleEpoch
+from tba_jax.storage.snapshots import SnapshotInfo
 from tests.support import frozen_runs
+from tests.support.tiny_snapshots import SPECS, assert_same_bits, random_params, shardings
 
-pytestmark = pytest.mark.usefixtures("one_device_throughout")
+
+def make_publisher(policies: places.Place, **settings) -> Publisher:
+    return Publisher(policies, **{"dtype": "float32", "keep": 0, "keep_every": 10, "final_step": 99} | settings)
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-def test_a_beginning_is_published_once_however_slow_storage_is(steps, tmp_path, frozen, monkeypatch):
+def publish(publisher: Publisher, step: int, mesh: tuple[int, int, int] = (8, 1, 1)) -> None:
+    publisher.publish(jax.device_put(random_params(step), shardings(mesh)), SnapshotInfo(step=step, epoch=1))
+
+
+@pytest.fixture
+def held_back(monkeypatch) -> tuple[threading.Event, threading.Event]:
+    """Writes wait for the second event, and set the first."""
+    began, goes_on, save = threading.Event(), threading.Event(), snapshots.save
+
+    def slow(*arguments, **settings):
+        began.set()
+        assert goes_on.wait(30)
+        save(*arguments, **settings)
+
+    monkeypatch.setattr(snapshots, "save", slow)
+    return began, goes_on
+
+
+def test_what_waits_for_slow_storage_gives_way_to_what_is_newer(tmp_path, held_back):
+    """But for snapshots that stay; and what is newest comes in the end, as searchers may be waiting for it."""
+    began, goes_on = held_back
+    publisher = make_publisher(tmp_path)
+    for step in (1, 2, 3, 10, 11, 12):
+        publish(publisher, step)
+        assert began.wait(30)
+    goes_on.set()
+    publisher.wait()
+    assert snapshots.committed_steps(tmp_path) == [1, 10, 12]
+    publish(publisher, 13)
+    publisher.close()
+    assert_same_bits(snapshots.load_step(tmp_path, 13, SPECS, shardings()), random_params(13))
+
+
+def test_the_next_update_may_overwrite_the_published_buffers(tmp_path, held_back):
+    """The write is held back until the parameters have been donated to an update and are gone."""
+    publisher, params = make_publisher(tmp_path), jax.device_put(random_params(), shardings())
+    publisher.publish(params, SnapshotInfo(step=1, epoch=1))
+    update = jax.jit(lambda p: jax.tree.map(lambda x: x * 0 + 7, p), donate_argnums=0)
+    after = jax.block_until_ready(update(params))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params)) and snapshots.committed_steps(tmp_path) == []
+    held_back[1].set()
+    publisher.close()
+    assert_same_bits(snapshots.load_step(tmp_path, 1, SPECS, shardings()), random_params())
+    assert float(after["embedding"]["weight"][0, 0]) == 7
+
+
+def test_what_is_published_leaves_the_device_in_its_dtype(tmp_path, monkeypatch):
+    """And is what is written of the float32 parameters."""
+    handed, write = [], snapshots.save
+    monkeypatch.setattr(
+        snapshots, "save", lambda folder, params, *a, **k: (handed.append(params), write(folder, params, *a, **k))
+    )
+    publisher = make_publisher(tmp_path / "policy", dtype="bfloat16")
+    publish(publisher, 1, (2, 2, 2))
+    publisher.close()
+    kept = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), handed[0], shardings((2, 2, 2)))
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(handed[0])} == {"bfloat16"} and all(jax.tree.leaves(kept))
+    write(
+        tmp_path / "other",
+        jax.device_put(random_params(1), shardings((2, 2, 2))),
+        SnapshotInfo(step=1, epoch=1),
+        dtype="bfloat16",
+    )
+    assert snapshots.fingerprint(tmp_path / "policy" / layout.step_name(1)) == snapshots.fingerprint(tmp_path / "other")
+
+
+@pytest.mark.parametrize("how", ["publish", "wait"])
+def test_a_failed_write_is_raised_by_the_next_call(tmp_path, how):
+    (tmp_path / "policy").write_text("a file where the folder should be")
+    publisher = make_publisher(tmp_path / "policy")
+    publish(publisher, 1)
+    with pytest.raises(OSError, match="policy"):
+        if how == "wait":
+            publisher.wait()
+        for step in range(2, 1000):  # the thread needs a moment to fail
+            publish(publisher, step)
+            time.sleep(0.01)
+    publisher.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_a_trainer_that_has_been_replaced_shows_nothing(tmp_path, kind):
+    policies = tmp_path / "policy" if kind == "local" else places.place("memory://store/policy")
+
+    class Replaced(RuntimeError):
+        pass
+
+    def check() -> None:
+        if replaced:
+            raise Replaced
+
+    replaced: list[int] = []
+    publisher, other = (make_publisher(policies, check=check) for _ in range(2))
+    publish(publisher, 1)
+    publisher.wait()
+    replaced.append(1)
+    publish(publisher, 2)
+    with pytest.raises(Replaced):
+        publisher.wait()
+    assert snapshots.committed_steps(policies) == [1]
+    # The one that replaced it has written step 3; even without the lease the old one leaves that as it is.
+    replaced.clear()
+    folder = policies / layout.step_name(3)
+    snapshots.save(folder, random_params(7), SnapshotInfo(step=3, epoch=2), dtype="float32")
+    publish(other, 3)
+    with pytest.raises(ValueError, match="published under epoch 2, this trainer's is 1: it has been replaced"):
+        other.wait()
+    assert layout.read_json(folder / snapshots.COMMIT)["epoch"] == 2
+    assert_same_bits(snapshots.load_step(policies, 3, SPECS, shardings()), random_params(7))
+    # The same or an earlier epoch's is replaced.
+    snapshots.save(folder, random_params(8), SnapshotInfo(step=3, epoch=3), dtype="float32")
+    assert_same_bits(snapshots.load_step(policies, 3, SPECS, shardings()), random_params(8))
+    if kind == "local":
+        assert layout.steps_in(policies) == [1, 3] and not list(policies.glob(".*"))
+
+
+def test_a_reader_beside_a_publisher_sees_whole_snapshots_only(tmp_path):
+    """Every snapshot is one number throughout: a mixture of two would show. Old ones go while they are read."""
+    publisher = make_publisher(tmp_path, keep=3)
+
+    def read() -> set[int]:
+        seen: set[int] = set()
+        while not seen or max(seen) < 14:
+            found = DamagedSnapshots(tmp_path, follows="").load_newest(SPECS, shardings(), newer_than=max(seen, default=-1))
+            if found is not None:
+                values = {float(value) for leaf in jax.tree.leaves(found[1]) for value in np.unique(leaf)}
+                assert values == {float(found[0])}
+                seen.add(found[0])
+        return seen
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(read)
+        for step in range(15):
+            params = parameters.map_specs(lambda _, spec, step=step: np.full(spec.shape, step, np.float32), SPECS)
+            publisher.publish(params, SnapshotInfo(step=step, epoch=1))
+        publisher.close()
+        assert len(reader.result(30)) > 1
+
+
+@pytest.fixture
+def connected():
+    """A leader and a member in this process."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        wire = Wire(socket.create_connection(server.getsockname()))
+        leader = Leader({1: Wire(server.accept()[0])}, {1: "there"}, heartbeat_seconds=600.0)
+    member = Member(wire, "here", process=1, processes=2, heartbeat_seconds=600.0)
+    yield leader, member
+    leader._ending.set()  # without JAX' runtime, which only real processes have
+    member._ending.set()
+
+
+def test_a_snapshot_is_visible_once_another_process_has_written_its_shards(tmp_path, monkeypatch, connected):
+    """The devices of one process stand for those of two: each half writes the shards on its own devices."""
+    (leader, member), there, is_there = connected, set(jax.devices()[4:]), threading.local()
+
+    def own_shards(array):
+        mine = getattr(is_there, "yes", False)
+        shards = [shard for shard in array.addressable_shards if shard.replica_id == 0 and (shard.device in there) == mine]
+        return [(shard.index, np.asarray(shard.data)) for shard in shards]
+
+    def write_there(*arguments):
+        is_there.yes = True
+        write(*arguments)
+
+    monkeypatch.setattr(snapshots, "_host_shards", own_shards)
+    writer = ShardWriter(member, "policy", tmp_path, dtype="float32")
+    write = writer._write
+    monkeypatch.setattr(writer, "_write", write_there)
+    publisher = make_publisher(tmp_path, group=leader)
+    publish(publisher, 4, (1, 8, 1))
+    time.sleep(0.1)
+    assert snapshots.committed_steps(tmp_path) == [], "the other process has not offered its shards"
+    name, content, _ = next(member.calls())
+    assert (name, content) == ("publish", {"step": 4, "held": []})
+    writer.offer(jax.device_put(random_params(4), shardings((1, 8, 1))), 4)
+    publisher.wait()
+    assert_same_bits(snapshots.load_step(tmp_path, 4, SPECS, shardings()), random_params(4))
+    # A write that fails there is raised here, and nothing is visible.
+    monkeypatch.setattr(snapshots, "write_shards", lambda *_, **__: (_ for _ in ()).throw(OSError("no space there")))
+    publish(publisher, 6)
+    writer.offer(random_params(6), 6)
+    with pytest.raises(OSError, match="process 1: no space there"):
+        publisher.wait()
+    assert snapshots.committed_steps(tmp_path) == [4] and not list(tmp_path.glob(".*"))
+    writer.drain()
+    publisher.close()
+    writer.close()
+
+
+def test_a_beginning_is_published_once_however_slow_storage_is(tmp_path, frozen, monkeypatch, one_device):
     """A second snapshot of the same step would take the first one away from whoever reads it."""
     s = frozen(tmp_path / "run", batches=2)
-    if steps:
-        frozen_runs.train(s, until=steps, abandon=True)
+    frozen_runs.train(s, until=3, abandon=True)
     shutil.rmtree(s.run.policies)
     saved, goes_on, save = [], threading.Event(), snapshots.save
 
@@ -31,17 +232,22 @@ def test_a_beginning_is_published_once_however_slow_storage_is(steps, tmp_path, 
     with frozen_runs.trainer(s, publish_every_steps=100) as trainer:
         goes_on.set()
         trainer.flush_snapshot()
-        assert saved == sorted({0, steps}) == snapshots.committed_steps(s.run.policies)
+        assert saved == [0, 3] == snapshots.committed_steps(s.run.policies)
 
 
-def test_a_replaced_trainer_publishes_nothing_more(tmp_path, frozen, monkeypatch):
-    """It checks its lease when a snapshot is about to become visible, and when it hands one over."""
-    s = frozen(tmp_path / "run", batches=2)
+def test_the_best_step_stays_and_a_replaced_trainer_publishes_nothing_more(tmp_path, frozen, monkeypatch, one_device):
+    """No setting keeps step 2, which was evaluated all the same: as the last step of a run that was extended, say."""
+    s = frozen(tmp_path / "run", batches=2, publish__keep=3)
+    s.run.evaluations.mkdir()
     save = snapshots.save
     with frozen_runs.trainer(s, publish_every_steps=1) as trainer:
         trainer.poll()
-        assert trainer.step() is not None
-        trainer.flush_snapshot()
+        for step in range(1, 7):
+            assert trainer.step() is not None
+            trainer.flush_snapshot()
+            if step == 2:
+                layout.write_json(s.run.evaluations / f"{layout.step_name(step)}.json", {"step": step, "greedy_reward": 0.5})
+        assert snapshots.committed_steps(s.run.policies) == [0, 2, 4, 5, 6]
         later = trainer.lease.epoch + 1
 
         def replaced_meanwhile(*arguments, **settings):
@@ -50,28 +256,7 @@ def test_a_replaced_trainer_publishes_nothing_more(tmp_path, frozen, monkeypatch
 
         monkeypatch.setattr(snapshots, "save", replaced_meanwhile)
         assert trainer.step() is not None
-        for look in (trainer.flush_snapshot, lambda: trainer.publish({}), trainer.step):
+        for look in (trainer.flush_snapshot, trainer.publish_unless_there, trainer.step):
             with pytest.raises(StaleEpoch, match=f"epoch {later} has been taken"):
                 look()
-        assert snapshots.committed_steps(s.run.policies) == [0, 1]
-
-
-def test_the_best_step_stays_until_another_is_better(tmp_path, frozen):
-    """No setting keeps step 2, which was evaluated all the same: as the last step of a run that was extended, say."""
-    s = frozen(tmp_path / "run", publish__keep=3)
-    s.run.evaluations.mkdir()
-
-    def score(step: int, reward: float) -> None:
-        layout.write_json(s.run.evaluations / f"{layout.step_name(step)}.json", {"step": step, "greedy_reward": reward})
-
-    with frozen_runs.trainer(s, publish_every_steps=1) as trainer:
-        trainer.poll()
-        for step in range(1, 9):
-            assert trainer.step() is not None
-            trainer.flush_snapshot()
-            if step == 2:
-                score(2, 0.5)
-            if step == 7:
-                assert snapshots.committed_steps(s.run.policies) == [0, 2, 5, 6, 7]
-                score(7, 0.75)
-        assert snapshots.committed_steps(s.run.policies) == [0, 6, 7, 8]
+        assert snapshots.committed_steps(s.run.policies) == [0, 2, 4, 5, 6]

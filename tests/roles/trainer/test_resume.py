@@ -1,157 +1,274 @@
-"""A trainer that was stopped or killed goes on as if it had not been."""
+"""A trainer goes on from what its predecessor left: exactly, or with a sentence that names what is missing."""
 
 import dataclasses
 import json
+import os
 import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from tba_jax.commands import audit
-from tba_jax.experiment import jobs, training
-from tba_jax.replay import journal
-from tba_jax.storage import layout as layout_lib
+from tba_jax.experiment import jobs
+from tba_jax.replay import expiry, journal
+from tba_jax.replay.log import REGISTER
+from tba_jax.roles.trainer import resume
+from tba_jax.storage import layout, places, snapshots
+from tba_jax.storage.checkpoints import Checkpoints
 from tests.support import frozen_runs, tiny_run
+from tests.support import trainer_processes as trainers
 
-pytestmark = pytest.mark.usefixtures("one_device_throughout")
+pytestmark = [
+    pytest.mark.usefixtures("one_device_throughout"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # of orbax, whose read failed
+]
 
-
-ADAPTERS = {"lora__rank": 2, "model__compute_dtype": "bfloat16", "learner__logprob_gap_limit": 0.1}
-
-RESUMED = {
-    "whole policy": {},
-    "adapters in bfloat16": ADAPTERS,
-    "the better of two near-duplicates": {"replay__merge_keep": "best", "replay__merge_edit_distance": 0.3},
-    "learned log Z": {"learner__objective": "learned_log_z"},
-    "value head": {"learner__objective": "ppo"},
-    # 5, the checkpoint, is between two resets.
-    "reset reference and optimizer": {
-        "learner__objective": "tba_prime",
-        "learner__reference__kind": "reset",
-        "learner__reference__reset_steps": 3,
-        "learner__reference__reset_optimizer": True,
-    },
-    "moving average in host memory": {
-        "model__compute_dtype": "bfloat16",
-        "learner__logprob_gap_limit": 0.1,
-        "learner__reference__kind": "ema",
-        "learner__reference__ema_decay": 0.8,
-        "learner__reference__offload": True,
-    },
-    "weights by reward": {"replay__strategy": "softmax", "replay__recent_probability": 0.5},
-}
-
-# Whose states hold what no other's does; the others take their time in the slow tests.
-BY_DEFAULT = ("the better of two near-duplicates", "moving average in host memory")
+STEPS = {"checkpoint__every_steps": 3, "learner__steps": 9, "replay__capacity": 200}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.slow]) for name in RESUMED])
-def test_resume_on_a_frozen_log_is_bit_for_bit(tmp_path, name, frozen):
-    """12 steps at once = 8 steps with a checkpoint at 5, dropped, replayed from 5 to 8, and on to 12."""
-    changes = RESUMED[name]
-    once = frozen(tmp_path / "once", **changes)
-    shutil.copytree(tmp_path / "once", tmp_path / "twice")
-    twice = tiny_run.settings(tmp_path / "twice", frozen_runs.config(**changes))
-    expected = frozen_runs.train(once, until=12, abandon=False)
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, frozen, one_device_throughout) -> tuple[Path, Any]:
+    """A run that was killed after step 8, with checkpoints of steps 3 and 6, and its state then."""
+    s = frozen(tmp_path_factory.mktemp("stopped") / "run", **STEPS)
+    return s.run.root, frozen_runs.train(s, until=8, abandon=True)
+
+
+@pytest.fixture
+def copied(stopped, tmp_path) -> Callable[..., jobs.Invocation]:
+    """A function that copies that run, and joins it under other settings."""
+
+    def copy(**changes: Any) -> jobs.Invocation:
+        shutil.copytree(stopped[0], tmp_path / "run")
+        return tiny_run.settings(tmp_path / "run", frozen_runs.config(**(STEPS | changes)))
+
+    return copy
+
+
+def checkpoint(s: jobs.Invocation, step: int) -> Path:
+    return s.run.checkpoints / layout.step_name(step)
+
+
+def damage(s: jobs.Invocation, step: int, file: str = "host/metadata") -> None:
+    path = checkpoint(s, step) / file
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def assert_resumes_as(s: jobs.Invocation, state: Any) -> None:
+    with frozen_runs.trainer(s) as trainer:
+        assert trainer.step_number == int(state.step)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), state)
+
+
+def refused(s: jobs.Invocation, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence), frozen_runs.trainer(s):
+        pass
+
+
+def told(caplog) -> list[str]:
+    return [record.message for record in caplog.records if "is set aside" in record.message]
+
+
+def lines_of(s: jobs.Invocation) -> tuple[Path, list[bytes]]:
+    """The last file of the journal that has lines, and these."""
+    path = max(path for path in s.run.journal.glob("*.jsonl") if path.stat().st_size)
+    return path, path.read_bytes().splitlines(keepends=True)
+
+
+def test_an_interrupted_run_ends_as_an_undisturbed_one(copied, frozen, stopped, tmp_path):
+    """9 steps at once, each drawn ahead = 6 steps and a checkpoint, 2 that are done again, and the last."""
+    once = frozen(tmp_path / "once", **STEPS)
+    with frozen_runs.trainer(once) as trainer:
+        trainer.poll()
+        while not trainer.is_done:
+            assert trainer.step(ahead=True) is not None
+        expected = jax.device_get(trainer.state)
     initial = frozen_runs.published(once, 0)
     assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(expected.params["policy"]), strict=True))
-    frozen_runs.train(twice, until=8, abandon=True)
-    lineage = [*journal.read_lineage(twice.run.journal)]
-    assert [line["step"] for line in lineage] == list(range(1, 9))
-    got = frozen_runs.train(twice, until=12, abandon=False)
+    twice = copied()
+    got = frozen_runs.train(twice, until=9, abandon=False)
     jax.tree.map(np.testing.assert_array_equal, got, expected)
-    assert int(got.step) == 12
     lines = [[*journal.read_lineage(s.run.journal)] for s in (once, twice)]
-    assert [line["batch"] for line in lines[0]] == [line["batch"] for line in lines[1]]
+    assert [line["batch"] for line in lines[0]] == [line["batch"] for line in lines[1]] and len(lines[0]) == 9
 
 
-def test_steps_are_done_again_under_their_own_schedule(tmp_path, frozen):
-    """8 steps, the last 3 after the checkpoint, then another objective, batch size and rate: the change counts from step 9 on."""
-    s = frozen(tmp_path / "run")
-    frozen_runs.train(s, until=8, abandon=True)
-    changes = {
-        "learner__objective": "tba_prime",
-        "learner__queries": 2,
-        "learner__completions": 3,
-        "learner__learning_rate": 0.1,
-    }
-    changed = tiny_run.settings(tmp_path / "run", frozen_runs.config(**changes))
-    names = tuple(name.replace("__", ".") for name in changes)
+def test_steps_are_done_again_under_their_own_schedule(copied):
+    """Objective, batch size and rate change after step 8. Without any checkpoint, 8 steps are of the schedule before."""
+    changes = {"learner__objective": "tba_prime", "learner__queries": 2, "learner__completions": 3, "learner__learning_rate": 0.1}
+    changed = copied(**changes)
     with pytest.raises(ValueError, match="to change it, add --allow_change="):
         jobs.join(changed, may_change_schedule=True)
+    names = tuple(name.replace("__", ".") for name in changes)
     jobs.join(dataclasses.replace(changed, allow_change=names), may_change_schedule=True)
     with frozen_runs.trainer(changed) as trainer:
         assert trainer.step_number == 8
-        found = jax.device_get(trainer.state.params["policy"])
-        trainer.flush_snapshot()
-        jax.tree.map(np.testing.assert_array_equal, found, frozen_runs.published(s, 8))
         trainer.poll()
         assert trainer.step() is not None and trainer.program.rows == 6
         state = jax.device_get(trainer.state)
-    lines = [*journal.read_lineage(s.run.journal)]
+    lines = [*journal.read_lineage(changed.run.journal)]
     assert [(line["step"], len(line["rows"])) for line in lines[-2:]] == [(8, 12), (9, 6)]
-    frozen_runs.assert_resumes_as(changed, state)
+    shutil.rmtree(changed.run.checkpoints)
+    assert_resumes_as(changed, state)
 
 
-def test_a_changed_row_stops_the_replay(tmp_path, frozen):
+def test_a_changed_row_stops_the_replay(copied):
     """The journal's hash is checked: rows that are not those that were drawn are never trained on again in silence."""
-    s = frozen(tmp_path / "run")
-    frozen_runs.train(s, until=8, abandon=True)
-    path = max(s.run.journal.glob("*.jsonl"))
-    lines = path.read_text().splitlines()
+    s = copied()
+    path, lines = lines_of(s)
     last = json.loads(lines[-1])
     last["rows"][0], last["rows"][-1] = last["rows"][-1], last["rows"][0]
-    path.write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
-    with pytest.raises(ValueError, match=r"step 8.*not those that were drawn"):
-        frozen_runs.train(s, until=9, abandon=True)
+    path.write_bytes(b"".join([*lines[:-1], json.dumps(last).encode(), b"\n"]))
+    refused(s, r"step 8.*not those that were drawn")
 
 
-def test_a_damaged_line_before_the_checkpoint_stops_no_resume_and_the_audit_names_it(tmp_path, frozen):
-    s = frozen(tmp_path / "run")
-    frozen_runs.train(s, until=8, abandon=True)  # with a checkpoint at 5
-    path = max(s.run.journal.glob("*.jsonl"))
-    lines = path.read_bytes().splitlines(keepends=True)
+def test_a_damaged_line_before_the_checkpoint_stops_no_resume_and_the_audit_names_it(copied):
+    s = copied()
+    path, lines = lines_of(s)
     path.write_bytes(b"".join([*lines[:4], b"\0" * 40 + b"\n", *lines[5:]]))
-    frozen_runs.train(s, until=12, abandon=False)
-    assert layout_lib.read_json(s.run.finished) | {"step": 12, "balanced": True} == layout_lib.read_json(s.run.finished)
+    frozen_runs.train(s, until=9, abandon=False)
+    assert layout.read_json(s.run.finished) | {"step": 9, "balanced": True} == layout.read_json(s.run.finished)
     with pytest.raises(ValueError, match=rf"{path.name} line 5 is not a journal line"):
         audit.open_run(s.run.root)
 
 
-def test_a_line_that_is_damaged_at_the_end_is_told_and_the_run_ends_unbalanced(tmp_path, frozen, caplog):
-    s = frozen(tmp_path / "run")
+def test_a_line_that_is_damaged_at_the_end_is_told_and_the_run_ends_unbalanced(copied, caplog):
+    s = copied()
     with frozen_runs.trainer(s) as trainer:
         trainer.poll()
-        while not trainer.is_done:
-            assert trainer.step() is not None
-        path = max(s.run.journal.glob("*.jsonl"))
-        path.write_bytes(path.read_bytes().replace(b'{"step":3,', b'{"step":4,'))
+        assert trainer.step() is not None
+        path, (line,) = lines_of(s)
+        path.write_bytes(line + line)
         trainer.finish()
-    assert not layout_lib.read_json(s.run.finished)["balanced"]
-    assert f"{path.name} line 3: step 4 of epoch {trainer.lease.epoch} stands before step 4" in caplog.text
+    assert not layout.read_json(s.run.finished)["balanced"]
+    assert f"{path.name} line 1: step 9 of epoch {trainer.lease.epoch} stands before step 9" in caplog.text
 
 
-def test_a_trainer_without_its_state_does_not_begin_again(tmp_path, frozen):
-    s = frozen(tmp_path / "run", batches=2)
-    frozen_runs.train(s, until=5, abandon=False)
+def test_a_trainer_without_its_state_does_not_begin_again(copied):
+    s = copied()
     shutil.rmtree(s.run.checkpoints)
-    journals = list(s.run.journal.glob("*.jsonl"))
-    for path in journals:
-        path.rename(path.with_suffix(".away"))
-    with pytest.raises(ValueError, match=r"holds the policy of step 4 of a trainer whose checkpoints and journal are not in"):
-        training.make_trainer(s, publish_every_steps=2)
-    for path in journals:
-        path.with_suffix(".away").rename(path)
-    with frozen_runs.trainer(s) as trainer:
-        assert trainer.step_number == 5
+    for path in s.run.journal.glob("*.jsonl"):
+        path.unlink()
+    refused(s, r"holds the policy of step 8 of a trainer whose checkpoints and journal are not in")
 
 
-def test_what_a_checkpoint_tells_of_rows_is_what_its_index_has(tmp_path, frozen):
-    """Rows go on coming while it is written."""
-    s = frozen(tmp_path / "run")
+def test_damaged_checkpoints_are_set_aside_and_the_reference_is_taken(copied, stopped, caplog):
+    """The journal is done again from there, bit for bit."""
+    s = copied()
+    for step in (3, 6):
+        damage(s, step)
+    assert_resumes_as(s, stopped[1])
+    newest, older = told(caplog)
+    assert f"checkpoint {checkpoint(s, 6)} is set aside: it is damaged (host/metadata: " in newest
+    assert "goes on from its checkpoint of step 3" in newest and "It is in set-aside-00000006" in newest
+    assert "goes on from its reference policy" in older
+    assert layout.steps_in(s.run.checkpoints) == [8] and len(list(s.run.checkpoints.glob("set-aside-*"))) == 2
+
+
+def test_a_checkpoint_that_does_not_fit_is_not_called_damaged(copied):
+    """What can be read stays: its state is one of other settings, say."""
+    s = copied(learner__objective="learned_log_z")
+    refused(s, r"checkpoint .*00000006 cannot be restored")
+    assert layout.steps_in(s.run.checkpoints) == [3, 6] and not list(s.run.checkpoints.glob("set-aside-*"))
+
+
+def test_a_late_checkpoint_of_a_replaced_trainer_is_set_aside(copied, stopped, caplog):
+    """A trainer is stopped while it saves, another one takes over, and the first goes on: before it saves, or after."""
+    s, late = copied(), stopped[0] / "checkpoints" / "00000006"  # of the epoch before
     with frozen_runs.trainer(s) as trainer:
-        before = trainer.buffer.state()
         trainer.poll()
-        trainer.buffer.integrate(step=0)
-        assert before["visible"] == [] and trainer.buffer.state()["visible"]
+        shutil.copytree(late, checkpoint(s, 9))
+        assert trainer.step() is not None
+        trainer.finish()
+        state, epoch = jax.device_get(trainer.state), trainer.lease.epoch
+    found = Checkpoints(s.run.checkpoints, keep=3, read_only=True)
+    assert found.latest_step() == 9 and found.restore_host(9)["epoch"] == epoch
+    shutil.rmtree(checkpoint(s, 9))
+    shutil.copytree(late, checkpoint(s, 9))
+    assert_resumes_as(s, state)
+    due, newest = told(caplog)
+    assert "replaced wrote it meanwhile" in due
+    assert str(checkpoint(s, 9)) in newest and "had been replaced" in newest and "from its checkpoint of step 8" in newest
+
+
+@pytest.mark.parametrize("lines, shown", [(0, "policy/00000008"), (4, "checkpoints/00000006")])
+def test_more_lost_lines_than_one_end_the_trainer(copied, lines, shown):
+    """What the lost lines said is known to nobody: to begin again before them would throw steps away without a word."""
+    s = copied()
+    for step in (6, 8) if lines else ():
+        snapshots.remove(s.run.policies, step)
+    path, content = lines_of(s)
+    path.write_bytes(b"".join(content[:lines]))
+    there = layout.steps_in(s.run.policies)
+    refused(s, rf"lost lines of the journal in {s.run.journal}: it ends at step {lines}, and .*{shown} is there. Restore its")
+    assert layout.steps_in(s.run.checkpoints) == [3, 6] and layout.steps_in(s.run.policies) == there
+
+
+def test_the_reference_is_no_way_back_where_rows_have_been_removed(copied):
+    s = copied(replay__retention="checkpoints")
+    shutil.rmtree(checkpoint(s, 3))
+    damage(s, 6, "state/manifest.ocdbt")
+    layout.write_json(s.run.replay / expiry.EXPIRED, {"expired": {"frozen": [0]}, "removing": {}})
+    for _ in range(2):
+        refused(s, r"00000006 cannot be used: it is damaged .*replay.retention=checkpoints has removed rows")
+    assert layout.steps_in(s.run.checkpoints) == [6]
+
+
+@pytest.mark.slow
+def test_all_processes_of_a_trainer_leave_the_same_checkpoint_out(tmp_path):
+    """An array that the second process alone reads is damaged: both begin from the checkpoint before, and end as undisturbed."""
+    larger = {"model__width": 32, "model__ffn": 64}  # what is smaller is in the files that all processes read
+    source = frozen_runs.make(tmp_path / "source", **larger).run.root
+    flags = trainers.offline_flags(source, learner__steps=8, checkpoint__every_steps=3, learner__mesh__fsdp=2, **larger)
+    trainers.run(tmp_path / "run", *flags, processes=2)
+    shutil.copytree(tmp_path / "run", tmp_path / "torn")
+    checkpoints = Checkpoints(tmp_path / "torn" / "checkpoints", keep=2, read_only=True)
+    for file in (checkpoints.folder_of(8) / "state" / "ocdbt.process_1" / "d").iterdir():
+        content = file.read_bytes()
+        os.truncate(file, 0)
+        if checkpoints.damage(8, ["state"]):  # most files hold what later ones replace
+            break
+        file.write_bytes(content)
+    again = [flag.replace("learner.steps=8", "learner.steps=11") for flag in flags]
+    ends = []
+    for name in ("run", "torn"):
+        ended = trainers.run(tmp_path / name, *again, "--allow_change=learner.steps", processes=2)
+        assert ("00000008 is set aside: it is damaged" in ended[0].text) == (name == "torn"), ended[0].text
+        ends.append(snapshots.fingerprint(tmp_path / name / "policy" / "00000011"))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("kind", ["folder", "memory"])
+def test_what_dead_processes_left_is_removed(stopped, tmp_path, kind):
+    """What orbax, a snapshot, a reference, a copy and an atomic write leave of themselves when their process is killed."""
+    shutil.copytree(stopped[0], tmp_path / "run")
+    shared = places.place("memory://left/run") if kind == "memory" else None
+    if shared is not None:
+        places.copy_tree(tmp_path / "run", shared, last="config.json")
+    run = layout.RunDir(tmp_path / "run", shared)
+    shutil.copytree(run.checkpoints / "00000006", run.checkpoints / "set-aside-00000002")  # checkpoint.keep=2 are newer
+    shutil.copytree(run.checkpoints / "00000006", run.checkpoints / "set-aside-00000005")  # somebody may look at it
+    before = set(places.files_in(run.root)) | {f"shared/{name}" for name in places.files_in(run.shared)}
+    before = {name for name in before if "set-aside-00000002" not in name}
+    shutil.copytree(run.checkpoints / "00000006", run.checkpoints / "00000007.orbax-checkpoint-tmp-1")
+    for name in ("embedding.weight/zarr.json", "embedding.weight/c/0/0"):
+        for folder in (run.policies / "00000007", run.reference(16 * "b")):
+            places.make_folder((folder / name).parent, below=5)
+            places.write_bytes(folder / name, b"{")
+    if kind == "folder":
+        shutil.copytree(run.policies / "00000004", run.policies / ".00000006.0123abcd")
+        shutil.copytree(run.reference(layout.reference_id(run)), run.references / ".draft-0123abcd")
+        left = [run.root / ".trainer.key.0123456789abcdef", run.journal / ".epoch-000001.lease.0123abcd"]
+        left += [run.replay / REGISTER / ".killed-0123.json.0123abcd", run.references / ".initial.json.0123abcd"]
+        for path in left:
+            path.write_text("{")
+            os.utime(path, (time.time() - 7200,) * 2)
+        young = run.replay / REGISTER / ".living-0123.json.0123abcd"
+        young.write_text("{")
+        os.utime(max(run.journal.glob("*.lease")))  # the storage's clock
+        before |= {str(young.relative_to(run.root)), f"shared/{young.relative_to(run.root)}"}
+    resume.sweep(run, keep=2)
+    assert {*places.files_in(run.root)} | {f"shared/{name}" for name in places.files_in(run.shared)} == before

