@@ -26,7 +26,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from tba_jax.tasks.interface import Query, Scores, check_split
+from tba_jax.tasks.interface import Query, Scores, SplitTask
 
 CHARACTERS = "0123456789+-*/=(),;:#"
 # The teacher skips the search often for targets below _SMALL_TARGET.
@@ -68,17 +68,13 @@ def _results(value: int, number: int) -> dict[str, int]:
     return results
 
 
-class Countdown:
+class Countdown(SplitTask):
     """Queries are distinct problems of `numbers` numbers from 1 to `largest`, with targets from 1 to `largest_target`.
 
     A prompt lists its numbers in descending order. The two splits share no problem.
     """
 
     alphabet = CHARACTERS
-    score_name = "accuracy"
-    reward_parts = ("correct",)
-    reward_range = (0.0, 1.0)
-    reward_version = 1
 
     def __init__(
         self,
@@ -118,7 +114,8 @@ class Countdown:
                 problems[drawn, total.value] = None
         chosen = list(problems)
         self._heldout = frozenset(chosen[:heldout_queries])
-        self._splits = {"heldout": chosen[:heldout_queries], "train": chosen[heldout_queries:]}
+        queries = [Query(self._prompt(numbers, target), f"{_text(numbers)}={target}") for numbers, target in chosen]
+        self._splits = {"heldout": queries[:heldout_queries], "train": queries[heldout_queries:]}
 
     def _draw(self, luck: Iterator[float]) -> tuple[tuple[int, ...], Total | None]:
         """Numbers in descending order, and a random total of them; None instead of a total that is too large."""
@@ -134,13 +131,6 @@ class Countdown:
         found = totals(numbers, self._operations)
         return [total for total in found if total.value <= self._largest_target]
 
-    def queries(self, split: str) -> Sequence[Query]:
-        check_split(split)
-        return [
-            Query(prompt=self._prompt(numbers, target), answer=f"{_text(numbers)}={target}")
-            for numbers, target in self._splits[split]
-        ]
-
     def _prompt(self, numbers: Sequence[int], target: int) -> str:
         if self._style == "characters":
             return _short(numbers, target)
@@ -153,8 +143,7 @@ class Countdown:
             bool(done) and self.final_answer(response) == query.answer
             for query, response, done in zip(queries, responses, finished, strict=True)
         ]
-        reward = np.array(correct, np.float32)
-        return Scores(reward=reward, parts=reward[:, None])
+        return Scores.of_one(np.array(correct))
 
     def final_answer(self, response: str) -> str:
         """The numbers of the response's final expression in descending order, and its value: `9,4,2=34`.
