@@ -197,11 +197,8 @@ def describe_encoder(folder: Path | str, *, fetch: bool = True) -> dict[str, Any
 
     Args: fetch: whether the weights of a hub id are fetched.
     """
-    config, folder = encoder_config(folder), load_lib.resolve_folder(folder, weights=fetch)
-    found = hashlib.blake2b(digest_size=8)
-    for path in (folder / "tokenizer.json", *sorted(folder.glob("*.safetensors"))):
-        found.update(path.read_bytes())
-    return {"width": config.width, "weights": found.hexdigest()}
+    config = encoder_config(folder)
+    return {"width": config.width, "weights": digest(load_lib.resolve_folder(folder, weights=fetch))}
 
 
 def encoder_rows(mesh: Mesh) -> int:

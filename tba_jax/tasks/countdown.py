@@ -18,6 +18,7 @@ styles, and its guesses are no better than random. After the warm start it fails
 discovers that the search pays.
 """
 
+import ast
 import dataclasses
 import operator
 import re
@@ -34,6 +35,8 @@ _SMALL_TARGET, _SKIP_OFTEN, _SKIP_RARELY = 14, 0.9, 0.1
 # If this number of draws for each distinct query found, plus 100 times as many, is not enough, the queries are taken to run out.
 _DRAWS = 20
 _MOST_SEARCHED = 4
+_OPERATIONS = "+-*/"
+_RANK = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 # (numbers in descending order, target).
 Problem = tuple[tuple[int, ...], int]
@@ -94,7 +97,7 @@ class Countdown(SplitTask):
         if style == "characters" and numbers > _MOST_SEARCHED:
             raise ValueError(f"task.countdown.numbers={numbers} must be at most {_MOST_SEARCHED} with style=characters")
         if not operations or len(set(operations)) < len(operations) or not set(operations) <= set(_OPERATIONS):
-            raise ValueError(f"task.countdown.operations={operations!r} must be some of {''.join(_OPERATIONS)}, each once")
+            raise ValueError(f"task.countdown.operations={operations!r} must be some of {_OPERATIONS}, each once")
         self._style, self._numbers, self._largest, self._largest_target = style, numbers, largest, largest_target
         self._operations = operations
         wanted = train_queries + heldout_queries
@@ -247,65 +250,40 @@ def _final_expression(response: str, style: str) -> str:
     return before.rpartition("<answer>")[2] if closed and "<answer>" in before else ""
 
 
-_TOKEN = re.compile(r"\s*([0-9]+|[-+*/()])", re.ASCII)
-_OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
+_LONGEST = 1000  # characters
+_SPACE, _PLAIN = re.compile(r"\s+", re.ASCII), re.compile(r"[-+*/() 0-9]+")
+_SIGNS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
 }
-_RANK = {"(": 0, "+": 1, "-": 1, "*": 2, "/": 2}
 
 
 def evaluate(text: str, *, most: int, largest: int) -> tuple[list[int], Fraction] | None:
     """The numbers of an expression in their order, and its exact value.
 
     The grammar: whole numbers without leading zeros or signs, binary + - * / with the usual precedence, left-associative, and
-    parentheses. Two stacks (Dijkstra's shunting yard) replace recursion, so the time is linear in any text.
+    parentheses, in at most 1,000 characters and 200 levels. Python parses it; nothing is executed.
 
     Returns:
       None if the text is not such an expression, divides by zero, or has more than `most` numbers or a number above `largest`.
     """
     numbers: list[int] = []
-    values: list[Fraction] = []
-    signs: list[str] = []
-    position, text, operand_next = 0, text.rstrip(), True
-    while position < len(text):
-        token = _TOKEN.match(text, position)
-        if token is None:
-            return None
-        position, sign = token.end(), token[1]
-        if sign[0].isdigit() or sign == "(":
-            if not operand_next:
-                return None
-            if sign == "(":
-                signs.append(sign)
-                continue
-            if len(numbers) == most or sign[0] == "0" or len(sign) > len(str(largest)) or int(sign) > largest:
-                return None
-            numbers.append(int(sign))
-            values.append(Fraction(int(sign)))
-            operand_next = False
-            continue
-        if operand_next or not _apply(values, signs, rank=_RANK.get(sign, 1)):
-            return None
-        if sign != ")":
-            signs.append(sign)
-        elif signs:
-            signs.pop()
-        else:
-            return None
-        operand_next = sign != ")"
-    if operand_next or not _apply(values, signs, rank=1) or signs:
+
+    def value(node: ast.expr) -> Fraction:
+        if isinstance(node, ast.BinOp) and type(node.op) in _SIGNS:
+            return _SIGNS[type(node.op)](value(node.left), value(node.right))
+        if not isinstance(node, ast.Constant) or not 0 < node.value <= largest or len(numbers) == most:
+            raise ValueError
+        numbers.append(node.value)
+        return Fraction(node.value)
+
+    plain = _SPACE.sub(" ", text[:_LONGEST].rstrip()).strip(" ")
+    if len(text) > _LONGEST or not _PLAIN.fullmatch(plain):
         return None
-    return numbers, values[0]
-
-
-def _apply(values: list[Fraction], signs: list[str], *, rank: int) -> bool:
-    """Applies the operations on the stack of at least this rank, down to the last parenthesis; False for a division by zero."""
-    while signs and _RANK[signs[-1]] >= rank:
-        right, left, sign = values.pop(), values.pop(), signs.pop()
-        if sign == "/" and not right:
-            return False
-        values.append(_OPERATIONS[sign](left, right))
-    return True
+    try:
+        total = value(ast.parse(plain, mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return None
+    return numbers, total

@@ -246,9 +246,9 @@ class ModelUse:
       "linear": texts -> float32[n], nats: log P(label | text).
       Several threads may call each of them at once.
     roles: the roles that load it. Models that searchers load define the reward and are part of the contract.
-    labels: the number of labels that a sequence classifier must have, 0 for any; ends: whether it is told which texts ended;
-    compute_dtype: "float32" or "bfloat16"; rows: texts of one pass on a device, or replies that are decoded at the same time; length: tokens of the longest text, 0 for the
-    run's prompt and response; rows_setting: the setting of `rows`, "" if there is none.
+    labels: the number of labels that a sequence classifier must have, 0 for any; ends: whether it is told which texts ended.
+    compute_dtype: "float32" or "bfloat16". length: tokens of the longest text, 0 for the run's prompt and response.
+    rows: texts of one pass on a device, or replies decoded at the same time; rows_setting: its setting, "" if there is none.
     """
 
     name: str

@@ -170,6 +170,7 @@ def test_models_that_cannot_be_used_are_named(folders):
 def test_a_linear_classifier_has_no_program_and_a_digest(folders, tmp_path):
     path, one = tmp_path / "linear.npz", np.ones(1)
     np.savez(path, terms=np.array(["zz"]), idf=one, coef=one[None], intercept=one, platt_a=-one, platt_b=0 * one)
+    assert set(task_models.digests(tldr(folders))) == {"task.tldr.reward_path"}, "the gold model defines no reward"
     task = red_team(folders, classifier="linear", classifier_path=str(path))
     found = task_models.of_task(task, mesh(), role="searcher", length=LENGTH)
     assert list(found.held) == ["victim"]
