@@ -61,10 +61,12 @@ Batch = Examples | Preferences
 class StepConfig:
     """Static settings of an update.
 
-    R: the most tokens of a response; micro_batch_rows: examples (pairs) per forward and backward pass, a divisor of B;
+    objective: a value of OBJECTIVES; R: the most tokens of a response;
+    micro_batch_rows: examples (pairs) per forward and backward pass, a divisor of B;
     logit_bytes: see scoring.response_logprobs; remat: a name of layers.REMAT.
     """
 
+    objective: "Objective"
     R: int
     micro_batch_rows: int
     logit_bytes: int
@@ -113,7 +115,7 @@ OBJECTIVES: dict[str, Objective] = {"sft": likelihood, "reward": preference}
 
 @jax.named_scope("update")
 def train_step(
-    state: TrainState, batch: Batch, *, objective: Objective, optimizers: Optimizers, config: StepConfig
+    state: TrainState, batch: Batch, *, optimizers: Optimizers, config: StepConfig
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One update. Jit it once with `state` donated.
 
@@ -125,7 +127,7 @@ def train_step(
     size = batch.size
 
     def share(params: Params, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        sums = objective(state.model(params, {}).policy, micro, config)
+        sums = config.objective(state.model(params, {}).policy, micro, config)
         shares = {name: total / size for name, total in sums.items()}
         return shares["loss"], shares
 
@@ -141,16 +143,14 @@ def train_step(
     return descent.step(state, {}, batch, gradient_of=gradient_of, optimizers=optimizers)
 
 
-def jitted(
-    policy: Policy, mesh: Mesh, *, objective: Objective, optimizers: Optimizers, config: StepConfig
-) -> tuple[sharding.OnMesh, TrainState]:
+def jitted(policy: Policy, mesh: Mesh, *, optimizers: Optimizers, config: StepConfig) -> tuple[sharding.OnMesh, TrainState]:
     """`train_step` on a mesh, and the state as jax.ShapeDtypeStruct."""
     shapes = state_lib.state_shapes(policy, optimizers, mesh)
     out_shardings = (jax.tree.map(lambda x: x.sharding, shapes), sharding.replicated(mesh))
-    step = functools.partial(train_step, objective=objective, optimizers=optimizers, config=config)
+    step = functools.partial(train_step, optimizers=optimizers, config=config)
     return sharding.on_mesh(mesh, jax.jit(step, donate_argnums=0, out_shardings=out_shardings)), shapes
 
 
-def totals(state: TrainState, batch: Batch, *, objective: Objective, config: StepConfig) -> dict[str, jax.Array]:
+def totals(state: TrainState, batch: Batch, *, config: StepConfig) -> dict[str, jax.Array]:
     """The objective's sums over one micro-batch, and `size`: for means over more rows than go through the model at a time."""
-    return objective(state.model(state.params, {}).policy, batch, config) | {"size": batch.size}
+    return config.objective(state.model(state.params, {}).policy, batch, config) | {"size": batch.size}

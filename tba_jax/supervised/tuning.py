@@ -60,14 +60,15 @@ class Tuning:
         self.schedule = settings.make_schedule(t, peak=t.learning_rate, steps=plan.steps)
         optimizers = {"policy": settings.make_adamw(t, self.schedule, weight_decay=t.weight_decay)}
         config = objectives.StepConfig(
+            objective=objectives.OBJECTIVES[plan.config.kind],
             R=plan.config.data.response_length,
             micro_batch_rows=plan.micro_rows,
             logit_bytes=(t.logit_megabytes << 20) * plan.mesh.size,
             remat=t.remat,
         )
-        objective, policy = objectives.OBJECTIVES[plan.config.kind], Policy(model=plan.model)
-        self._update, shapes = objectives.jitted(policy, plan.mesh, objective=objective, optimizers=optimizers, config=config)
-        totals = functools.partial(objectives.totals, objective=objective, config=config)
+        policy = Policy(model=plan.model)
+        self._update, shapes = objectives.jitted(policy, plan.mesh, optimizers=optimizers, config=config)
+        totals = functools.partial(objectives.totals, config=config)
         self._totals = sharding.on_mesh(plan.mesh, jax.jit(totals, out_shardings=sharding.replicated(plan.mesh)))
         self._writer = metrics.open_writer(plan.config, plan.run, "supervised", role="supervised")
         self._checkpoints = Checkpoints(plan.run.checkpoints, keep=plan.config.checkpoint.keep)

@@ -40,8 +40,9 @@ def _jitted(
     schedule = optimizer_lib.linear(peak=learning_rate, steps=steps, warmup_steps=warmup_steps, decay_steps=0, decay="linear")
     optimizer = optimizer_lib.adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, clip_norm=1.0)
     optimizers, policy = {"policy": optimizer}, Policy(model=config)
-    step_config = objectives.StepConfig(R=R, micro_batch_rows=batch_size, logit_bytes=1 << 30, remat="none")
-    update, shapes = objectives.jitted(policy, mesh, objective=objectives.likelihood, optimizers=optimizers, config=step_config)
+    sizes = dict(R=R, micro_batch_rows=batch_size, logit_bytes=1 << 30)
+    step_config = objectives.StepConfig(objective=objectives.likelihood, **sizes, remat="none")
+    update, shapes = objectives.jitted(policy, mesh, optimizers=optimizers, config=step_config)
 
     def init() -> state_lib.TrainState:
         return state_lib.init_state(policy, policy.base.init(jax.random.key(seed)), optimizers)

@@ -91,14 +91,14 @@ def _lines(path: Path, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield f"{where} line {number}", _parsed(line, f"{where} line {number}")
+                    yield f"{where} line {number}", parsed(line, f"{where} line {number}")
     except OSError as error:
         raise ValueError(f"{where} cannot be read: {error.strerror}") from error
 
 
 def _list(path: Path, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
     try:
-        records = _parsed(path.read_bytes(), where)
+        records = parsed(path.read_bytes(), where)
     except OSError as error:
         raise ValueError(f"{where} cannot be read: {error.strerror}") from error
     if not isinstance(records, list):
@@ -127,7 +127,8 @@ def _of_data_set(records: Any, where: str, schema: Schema) -> Iterator[tuple[str
     yield from ((f"{where} row {number}", record) for number, record in enumerate(rows, start=1))
 
 
-def _parsed(content: bytes, place: str) -> Any:
+def parsed(content: bytes, place: str) -> Any:
+    """A JSON value. Raises ValueError beginning with `place`."""
     try:
         return json.loads(content)  # bytes, which may begin with a byte order mark
     except (ValueError, RecursionError) as error:

@@ -52,7 +52,8 @@ _PROGRAM = (
 class Graders:
     """Calls `function(query, response)` in up to `concurrency` worker processes. Several threads may call it at once.
 
-    The first call starts the workers. A worker that exceeds the time limit or dies is replaced.
+    The first call starts the workers. A worker that exceeds the time limit or dies is replaced. grades: how many calls have given
+    a grade so far.
     """
 
     def __init__(
@@ -89,15 +90,10 @@ class Graders:
         self._start = functools.partial(_Worker, _refer(function), time_limit, memory_megabytes)
         self._concurrency, self._lock = concurrency, threading.Lock()
         self._pool: _Pool | None = None
-        self._grades = 0
-
-    @property
-    def grades(self) -> int:
-        """How many calls have given a grade so far."""
-        return self._grades
+        self.grades = 0
 
     def _count(self) -> None:
-        self._grades += 1
+        self.grades += 1
 
     def graded(self, queries: Sequence[Query], responses: Sequence[str]) -> tuple[np.ndarray, str]:
         """Grades response i to query i.

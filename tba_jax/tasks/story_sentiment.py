@@ -4,12 +4,12 @@ Queries are the first words of each story in a JSON list of strings. The reward 
 [-1, 1] (Hutto & Gilbert 2014).
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from tba_jax.tasks import data
 from tba_jax.tasks.interface import Query, Scores, SplitTask
 
 
@@ -24,24 +24,18 @@ class StorySentiment(SplitTask):
         """Raises ValueError naming the file if it cannot be read, is malformed or has too few openings."""
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-        path = Path(data_path)
-        if path.is_dir():
-            raise ValueError(
-                f"task.story_sentiment.data_path={data_path!r} is a folder; it must be a file, a JSON list of strings"
-            )
+        where = f"task.story_sentiment.data_path={data_path!r}"
         try:
-            stories = json.loads(path.read_bytes())
+            stories = data.parsed(Path(data_path).read_bytes(), where)
         except OSError as error:
-            raise ValueError(f"task.story_sentiment.data_path={data_path!r} cannot be read: {error.strerror}") from error
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"task.story_sentiment.data_path={data_path!r} is not valid JSON: {error}") from error
+            raise ValueError(f"{where} cannot be read: {error.strerror}") from error
         if not isinstance(stories, list) or not all(isinstance(story, str) for story in stories):
-            raise ValueError(f"task.story_sentiment.data_path={data_path!r} must be a JSON list of strings")
+            raise ValueError(f"{where} must be a JSON list of strings")
         openings = list(dict.fromkeys(" ".join(story.split()[:opening_words]) for story in stories))
         openings = [opening for opening in openings if opening]
         if len(openings) <= heldout_queries:
             raise ValueError(
-                f"task.story_sentiment.data_path={data_path!r} has {len(openings)} distinct openings of {opening_words} words, "
+                f"{where} has {len(openings)} distinct openings of {opening_words} words, "
                 f"not more than task.story_sentiment.heldout_queries={heldout_queries}"
             )
         queries = [Query(prompt=opening) for opening in openings]

@@ -172,7 +172,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, mo
     assert plan.steps == 4  # 30 examples, 8 a step
     seen, make_batch = [], examples.make_batch
     with monkeypatch.context() as patch:
-        patch.setattr(examples, "make_batch", lambda rows, **sizes: (seen.extend(map(id, rows)), make_batch(rows, **sizes))[1])
+        patch.setattr(examples, "make_batch", lambda batch, **sizes: (seen.extend(map(id, batch)), make_batch(batch, **sizes))[1])
         assert supervised.execute(plan, never) == 0
     taken = [row for row in seen if row in {id(row) for row in plan.data.train}]
     assert len(taken) == 32 and sorted(taken[:12]) == sorted(taken[12:24]) and len(set(taken[:12])) == 12
