@@ -250,8 +250,8 @@ def _final_expression(response: str, style: str) -> str:
     return before.rpartition("<answer>")[2] if closed and "<answer>" in before else ""
 
 
-_LONGEST = 1000  # characters
-_SPACE, _PLAIN = re.compile(r"\s+", re.ASCII), re.compile(r"[-+*/() 0-9]+")
+_LONGEST, _PARENTHESES = 1000, 50
+_SPACE, _PLAIN, _NUMBER = re.compile(r"\s+", re.ASCII), re.compile(r"[-+*/() 0-9]+"), re.compile("[0-9]+")
 _SIGNS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -264,7 +264,7 @@ def evaluate(text: str, *, most: int, largest: int) -> tuple[list[int], Fraction
     """The numbers of an expression in their order, and its exact value.
 
     The grammar: whole numbers without leading zeros or signs, binary + - * / with the usual precedence, left-associative, and
-    parentheses, in at most 1,000 characters and 200 levels. Python parses it; nothing is executed.
+    at most 50 pairs of parentheses, in at most 1,000 characters. Python parses it; nothing is executed.
 
     Returns:
       None if the text is not such an expression, divides by zero, or has more than `most` numbers or a number above `largest`.
@@ -274,13 +274,17 @@ def evaluate(text: str, *, most: int, largest: int) -> tuple[list[int], Fraction
     def value(node: ast.expr) -> Fraction:
         if isinstance(node, ast.BinOp) and type(node.op) in _SIGNS:
             return _SIGNS[type(node.op)](value(node.left), value(node.right))
-        if not isinstance(node, ast.Constant) or not 0 < node.value <= largest or len(numbers) == most:
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, int):
             raise ValueError
-        numbers.append(node.value)
-        return Fraction(node.value)
+        number = node.value
+        if not 0 < number <= largest:
+            raise ValueError
+        numbers.append(number)
+        return Fraction(number)
 
     plain = _SPACE.sub(" ", text[:_LONGEST].rstrip()).strip(" ")
-    if len(text) > _LONGEST or not _PLAIN.fullmatch(plain):
+    deep = plain.count("(") > _PARENTHESES or len(_NUMBER.findall(plain)) > most  # before the parser, which is recursive
+    if len(text) > _LONGEST or deep or not _PLAIN.fullmatch(plain):
         return None
     try:
         total = value(ast.parse(plain, mode="eval").body)

@@ -38,7 +38,7 @@ class TLDR(SplitTask):
           train_path, heldout_path: files, or hub data sets with splits train and validation. A row has "summary", and either
             "query" or "title", "post" and optionally "subreddit".
           reward_path, gold_path: folders or hub ids of the models; gold_path="" turns the comparison of evaluations off.
-          compute_dtype, batch_rows: see rewards.sequence.SequenceClassifier; they hold for both models.
+          compute_dtype, batch_rows: see ModelUse, whose `rows` is the second; they hold for both models.
 
         Raises:
           ValueError: reward_path is empty, or a row is malformed (names file, line and field).

@@ -179,7 +179,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, mo
     assert taken[:12] != taken[12:24], "each epoch has an order of its own"
     capsys.readouterr()
 
-    train.rename(tmp_path / "moved.jsonl")
+    write_lines(tmp_path / "moved.jsonl", lines[:12])
     given = SETTINGS | {"kind": "reward", "model.path": folder, "data.train": tmp_path / "moved.jsonl", "data.heldout": heldout}
     given |= {"training.steps": 0, "training.epochs": 2.5, "evaluation.every_steps": 1, "checkpoint.keep": 3}
     arguments = ["--config=configs/supervised.py", f"--workdir={tmp_path}/parts", f"--output={tmp_path}/parts-model"]
