@@ -28,8 +28,8 @@ from tba_jax.models import decoder, scoring
 from tba_jax.models.hugging_face import load
 from tba_jax.rewards import language_models
 from tba_jax.rewards.scorers import SequenceClassifier
-from tba_jax.tasks.interface import ModelUse
 from tba_jax.storage import layout
+from tba_jax.tasks.interface import ModelUse
 from tba_jax.telemetry import metrics
 from tba_jax.text import stop_strings
 from tba_jax.text.tokenizers import HuggingFaceTokenizer

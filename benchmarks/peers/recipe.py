@@ -17,7 +17,8 @@ class Prompts(SplitTask):
 
     def __init__(self, *, path: str, reward_seconds: float):
         """Args: path: a JSON list of texts; reward_seconds: of a batch, besides the reward's own time."""
-        self._splits = dict.fromkeys(SPLITS, [Query(prompt=prompt) for prompt in json.loads(Path(path).read_text())])
+        queries = [Query(prompt=prompt) for prompt in json.loads(Path(path).read_text())]
+        self._splits = dict.fromkeys(SPLITS, queries)
         self._seconds = reward_seconds
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
