@@ -26,9 +26,10 @@ from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
 from tba_jax.models import decoder, scoring
 from tba_jax.models.hugging_face import load
-from tba_jax.rewards import language_model
-from tba_jax.rewards.sequence import SequenceClassifier
+from tba_jax.rewards import language_models
+from tba_jax.rewards.scorers import SequenceClassifier
 from tba_jax.storage import layout
+from tba_jax.tasks.interface import ModelUse
 from tba_jax.telemetry import metrics
 from tba_jax.text import stop_strings
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
@@ -111,7 +112,7 @@ def openings(stories: Sequence[str], model: Path) -> list[dict[str, str]]:
 
 def continuations(prompts: Sequence[str], model: Path) -> list[list[str]]:
     """Of each prompt the paragraphs that the model goes on with at temperature 1, without those that are cut at their limit."""
-    folder, config, tokenizer = language_model.read(model, setting="--data=", compute_dtype="float32")
+    folder, config, tokenizer = language_models.read(model, setting="--data=", compute_dtype="float32")
     mesh = sharding.make_mesh((len(jax.devices()), 1, 1), setting="devices")
     banned = {*tokenizer.special_ids, *range(tokenizer.vocab_size, config.vocab)} - {tokenizer.eos_id}
     engine = Engine(
@@ -212,9 +213,8 @@ def _worst(folder: Path) -> float:
     """The proxy model's reward that all but _WORST_SHARE of the texts of its held-out pairs exceed."""
     path = folder / "missing_eos_reward.json"
     if not path.exists():
-        scorer = SequenceClassifier(
-            folder / "proxy", sharding.make_mesh((1, 1, 1), setting="devices"), setting="--workdir=", batch_rows=64
-        )
+        proxy = ModelUse(name="proxy", setting="--workdir=", path=str(folder / "proxy"), rows=64)
+        scorer = SequenceClassifier(proxy, sharding.make_mesh((1, 1, 1), setting="devices"))
         texts = sorted({row[field] for row in _read(_pairs(folder, "proxy", "heldout")) for field in ("chosen", "rejected")})
         scores = scorer.scores(texts, ended=[True] * len(texts))[:, 0]
         layout.write_json(path, {"reward": round(float(np.quantile(scores, _WORST_SHARE)), 2), "spread": float(scores.std())})

@@ -8,22 +8,18 @@ import numpy as np
 
 from benchmarks.peers import recording
 from configs import base
-from tba_jax.tasks.interface import Query, Scores, check_split
+from tba_jax.tasks.interface import SPLITS, Query, Scores, SplitTask
 
 
-class Prompts:
+class Prompts(SplitTask):
     score_name = "digits"
     reward_parts = ("digits",)
-    reward_version = 1
 
     def __init__(self, *, path: str, reward_seconds: float):
         """Args: path: a JSON list of texts; reward_seconds: of a batch, besides the reward's own time."""
-        self._queries = [Query(prompt=prompt) for prompt in json.loads(Path(path).read_text())]
+        queries = [Query(prompt=prompt) for prompt in json.loads(Path(path).read_text())]
+        self._splits = dict.fromkeys(SPLITS, queries)
         self._seconds = reward_seconds
-
-    def queries(self, split: str) -> Sequence[Query]:
-        check_split(split)
-        return self._queries
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
         reward = np.array(recording.digits(list(responses), seconds=self._seconds), np.float32)

@@ -245,7 +245,7 @@ def _scored(experiment: "Experiment", given: Sequence[GivenResponse], rows: dict
     """The columns that the task and the encoder fill: reward, reward parts, and the embedding if rows have one."""
     from tba_jax import sharding
     from tba_jax.rewards import responses, task_models
-    from tba_jax.rewards.embeddings import ResponseEmbedder
+    from tba_jax.rewards.scorers import ResponseEmbedder
 
     config, contract, task = experiment.config, experiment.contract, experiment.task
     queries = [each.query for each in given]

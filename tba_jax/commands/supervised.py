@@ -25,8 +25,6 @@ from tba_jax.storage import layout, places
 from tba_jax.supervised.schema import SCHEMA
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
-    from jax.sharding import Mesh
-
     from tba_jax.models.config import DecoderConfig
     from tba_jax.supervised.tuning import Plan
     from tba_jax.text.tokenizers import HuggingFaceTokenizer
@@ -43,13 +41,8 @@ def check(config: Any) -> None:
     from tba_jax.telemetry import trackers
 
     found = Mistakes()
-    registries: dict[str, Collection[str]] = {
-        "kinds": objectives.OBJECTIVES,
-        "schedules": SCHEDULES,
-        "decays": DECAYS,
-        "remat": layers.REMAT,
-    }
-    registries["sinks"] = tuple(trackers.TRACKERS)
+    registries: dict[str, Collection[str]] = {"kinds": objectives.OBJECTIVES, "schedules": SCHEDULES, "decays": DECAYS}
+    registries |= {"remat": layers.REMAT, "sinks": tuple(trackers.TRACKERS)}
     for sentence in (*SCHEMA.refusals(config, registries).values(), *trackers.refused_names(config.metrics)):
         found.require(False, sentence)
     d = config.data
@@ -72,39 +65,36 @@ def prepare(config: Any, run: layout.RunDir, output: Path) -> "Plan":
     Raises:
       ValueError: one sentence about the first thing that is wrong.
     """
+    from tba_jax import sharding
     from tba_jax.experiment import disk
     from tba_jax.models import decoder, hardware, parameters
     from tba_jax.models.hugging_face import load
+    from tba_jax.roles import gpus
     from tba_jax.supervised import examples, tuning
 
     check(config)
     outputs.check_folder(output, outside=(run.root,))
+    t, reward = config.training, config.kind == "reward"
     with load.named("model.path", config.model.path):
         folder = load.resolve_folder(config.model.path)
         model, tokenizer = _model_and_tokenizer(config, folder)
-    mesh, micro_rows = _mesh(config, model)
+    gpus.jax_devices()
+    mesh = sharding.make_mesh(tuple(t.mesh.values()), setting="training.mesh")
+    micro_rows, ways = t.micro_batch_rows or t.batch_size, mesh.shape["data"] * mesh.shape["fsdp"]
+    sharding.check_ways(micro_rows, ways, what="training.micro_batch_rows or training.batch_size", mesh="training.mesh")
+    decoder.define(model).shardings(mesh)  # refuses a mesh that does not divide the parameters
     model = hardware.on_device(model, mesh.devices.flat[0], section="model")
     if not config.model.random_init:
         with load.named("model.path", config.model.path):
-            load.check_weights(folder, model, new_heads=config.kind == "reward")
+            load.check_weights(folder, model, new_heads=reward)
     data = examples.load(config.data, config.kind, tokenizer)
-    steps = _steps(config.training, len(data.train))
+    steps = _steps(t, len(data.train))
     if not places.exists(run.config):
         trained = parameters.count(decoder.define(model).specs)
         disk.check_supervised(run.root, config.checkpoint, trained=trained, steps=steps)
     _join(run, config, data.fingerprint)
-    return tuning.Plan(
-        config=config,
-        run=run,
-        output=output,
-        folder=folder,
-        model=model,
-        tokenizer=tokenizer,
-        data=data,
-        mesh=mesh,
-        steps=steps,
-        micro_rows=micro_rows,
-    )
+    made = dict(config=config, run=run, output=output, folder=folder, model=model, tokenizer=tokenizer, data=data)
+    return tuning.Plan(**made, mesh=mesh, steps=steps, micro_rows=micro_rows)
 
 
 def _model_and_tokenizer(config: Any, folder: Path) -> "tuple[DecoderConfig, HuggingFaceTokenizer]":
@@ -112,47 +102,25 @@ def _model_and_tokenizer(config: Any, folder: Path) -> "tuple[DecoderConfig, Hug
     from tba_jax.models.hugging_face import load
     from tba_jax.text.tokenizers import HuggingFaceTokenizer
 
-    model: DecoderConfig = load.read_config(
-        folder,
-        compute_dtype=config.model.compute_dtype,
-        attention=config.model.attention,
-        head="score" if config.kind == "reward" else "language_model",
-    )
+    head = "score" if config.kind == "reward" else "language_model"
+    kernels = dict(compute_dtype=config.model.compute_dtype, attention=config.model.attention)
+    model: DecoderConfig = load.read_config(folder, **kernels, head=head)
     require(model.head != "score" or model.labels == 1, f"it scores {model.labels} labels, a reward model scores one")
     tokenizer = HuggingFaceTokenizer(folder, vocab=model.vocab)
-    total = config.data.prompt_length + config.data.response_length
+    d, total = config.data, config.data.prompt_length + config.data.response_length
     require(
         total <= model.max_positions,
-        f"data.prompt_length={config.data.prompt_length} + data.response_length={config.data.response_length} = {total} "
+        f"data.prompt_length={d.prompt_length} + data.response_length={d.response_length} = {total} "
         f"exceed the model's {model.max_positions} positions",
     )
     return model, tokenizer
 
 
-def _mesh(config: Any, model: "DecoderConfig") -> "tuple[Mesh, int]":
-    """The mesh, and the rows of one pass. Raises ValueError where JAX misses a GPU, or the mesh fits no rows or parameters."""
-    from tba_jax import sharding
-    from tba_jax.models import decoder
-    from tba_jax.roles import gpus
-
-    gpus.jax_devices()
-    t = config.training
-    mesh = sharding.make_mesh(tuple(t.mesh.values()), setting="training.mesh")
-    micro_rows = t.micro_batch_rows or t.batch_size
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
-    sharding.check_ways(micro_rows, ways, what="training.micro_batch_rows or training.batch_size", mesh="training.mesh")
-    decoder.define(model).shardings(mesh)  # refuses a mesh that does not divide the parameters
-    return mesh, micro_rows
-
-
 def _steps(training: Any, examples: int) -> int:
     """The steps of training. Raises ValueError where the examples do not make a batch, or the schedule is longer."""
-    require(
-        training.batch_size <= examples,
-        f"training.batch_size={training.batch_size} is more than the {examples} examples to train on",
-    )
-    steps = training.steps or math.ceil(training.epochs * examples / training.batch_size)
     n, size = f"{training.epochs:g}", training.batch_size
+    require(size <= examples, f"training.batch_size={size} is more than the {examples} examples to train on")
+    steps = training.steps or math.ceil(training.epochs * examples / size)
     made = "" if training.steps else f", which training.epochs={n} of {examples} examples in training.batch_size={size} makes"
     require(
         training.warmup_steps + training.decay_steps <= steps,
@@ -169,11 +137,11 @@ def _join(run: layout.RunDir, config: Any, fingerprint: str) -> None:
     plain = json.loads(json.dumps(config.to_dict()))
     if not places.exists(run.config):
         layout.check_can_be_made(run)
+        contract = {"supervised": config.kind, "examples": fingerprint}
+        mine = {"format": contract_lib.FORMAT, "id": uuid.uuid4().hex, "config": plain, "contract": contract}
         try:
-            contract = {"supervised": config.kind, "examples": fingerprint}
-            mine = {"format": contract_lib.FORMAT, "id": uuid.uuid4().hex}
             run.root.mkdir(parents=True, exist_ok=True)
-            layout.write_json(run.config, mine | {"config": plain, "contract": contract})
+            layout.write_json(run.config, mine)
         except OSError as error:
             raise ValueError(f"workdir {str(run.root)!r} cannot be written: {error.strerror}") from error
         return
@@ -197,10 +165,14 @@ def execute(plan: "Plan", stop: Callable[[], bool]) -> int:
     """Trains, saves and exports. Returns the exit code."""
     from tba_jax.supervised import tuning
 
-    for reason, count in plan.data.skipped.items():
-        if count:
-            log.warning("%d examples are left out: %s", count, reason)
-    log.info("%d examples to train on, %d held out, %d steps", len(plan.data.train), len(plan.data.heldout), plan.steps)
+    data = plan.data
+    log.info(
+        "%d examples to train on, %d held out, %d left out, %d steps",
+        len(data.train),
+        len(data.heldout),
+        data.skipped,
+        plan.steps,
+    )
     run = tuning.Tuning(plan)
     try:
         if not run.train(stop):
@@ -211,7 +183,7 @@ def execute(plan: "Plan", stop: Callable[[], bool]) -> int:
             run.export()
     finally:
         run.close()
-    print(tuning.conclusion(plan.config.kind, run.first, run.newest, seconds=seconds, output=plan.output))
+    print(run.conclusion(seconds=seconds))
     return 0
 
 

@@ -13,8 +13,8 @@ from tba_jax.experiment.fitting import UNITS, Fit, Measure, device_memory, in_wo
 from tba_jax.experiment.joining import Invocation, check_dry_run, mistakes_end_the_role
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.programs import Program
-from tba_jax.rewards import programs as rewards
 from tba_jax.rewards import task_models
+from tba_jax.rewards import task_models as rewards
 from tba_jax.roles import gpus
 from tba_jax.run import machine, processes
 from tba_jax.schemas import flatten

@@ -12,7 +12,7 @@ from tba_jax.experiment import checks, meshes, stored_run
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.models.config import FREE_FIELDS
 from tba_jax.models.policy import Policy
-from tba_jax.rewards import embeddings, task_models
+from tba_jax.rewards import scorers, task_models
 from tba_jax.roles import evaluator
 from tba_jax.schemas import NO_CHARACTER, holds_surrogate
 from tba_jax.storage import contract as contract_lib
@@ -144,7 +144,7 @@ def _template(task: Any, tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _embedding(path: str, *, fetch: bool) -> dict[str, Any]:
-    return embeddings.describe(path, fetch=fetch) if path else {}
+    return scorers.describe_encoder(path, fetch=fetch) if path else {}
 
 
 def _contract(named: _Named, task: Task, settings: Mapping[str, Any], **of_builders: Any) -> contract_lib.Contract:

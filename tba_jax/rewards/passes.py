@@ -1,7 +1,9 @@
-"""Forward passes over texts of any length: texts of similar length share a pass, and passes have few shapes."""
+"""Forward passes of frozen models over texts of any length: texts of similar length share a pass, and passes have few shapes."""
 
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,28 +12,40 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax import sharding
-from tba_jax.models import parameters
+from tba_jax.models import decoder, encoder, hardware, parameters
+from tba_jax.models.config import DecoderConfig, EncoderConfig
+from tba_jax.models.hugging_face import load
 from tba_jax.models.parameters import Definition, Params
 from tba_jax.programs import Program, shaped
+
+Config = DecoderConfig | EncoderConfig
+
+_SHORTEST = 16  # tokens of the shortest pass
+
+
+def definition(config: Config) -> Definition[Any]:
+    return encoder.define(config) if isinstance(config, EncoderConfig) else decoder.define(config)
+
+
+def most_tokens(config: Config) -> int:
+    """The tokens of the longest text that a model takes."""
+    return config.position_limit if isinstance(config, EncoderConfig) else config.max_positions
+
+
+def on_device(config: Any, mesh: Mesh, *, setting: str) -> Any:
+    """The config as the devices of a mesh compute it. setting: of the model's folder."""
+    return hardware.on_device(config, mesh.devices.flat[0], section=setting.rpartition(".")[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forward:
-    """mesh: over which rows are split; weights: their shapes, dtypes and shardings, as a tree of jax.ShapeDtypeStruct; function:
-    jitted, (weights, tokens int32[rows, T], length int32[rows]) -> float32[rows, …]."""
+    """A pass. mesh: over which rows are split; weights: a tree of jax.ShapeDtypeStruct with shardings; function: jitted,
+    (weights, tokens int32[rows, T], length int32[rows]) -> float32[rows, …]."""
 
+    config: Config
     mesh: Mesh
     weights: Params
     function: sharding.OnMesh
-
-    @property
-    def shardings(self) -> Params:
-        """NamedSharding of every weight."""
-        return jax.tree.map(lambda x: x.sharding, self.weights)
-
-    def __call__(self, weights: Params, tokens: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """float32[rows, …]. Args: tokens: int32[rows, T], right-padded; length: int32[rows]."""
-        return np.asarray(self.function(weights, *sharding.put_rows(self.mesh, (tokens, length))))
 
     def program(self, *, rows: int, length: int) -> Program:
         """A call with so many rows of so many tokens."""
@@ -39,24 +53,40 @@ class Forward:
         return Program(function=self.function, arguments=(self.weights, *shaped(shapes, sharding.rows_sharding(self.mesh))))
 
 
-def make(definition: Definition[Any], score: Callable[..., jax.Array], mesh: Mesh, *, dtype: str) -> Forward:
+def make(config: Config, score: Callable[..., jax.Array], mesh: Mesh) -> Forward:
     """Nothing is compiled or allocated here.
 
     Args:
-      score: (module, tokens int32[rows, T], length int32[rows]) -> float32[rows, …], traced. dtype: of the weights.
+      score: (module, tokens int32[rows, T], length int32[rows]) -> float32[rows, …], traced.
     """
+    defined = definition(config)
 
     def forward(weights: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
-        return score(parameters.module(definition.graphdef, weights), tokens, length)
+        return score(parameters.module(defined.graphdef, weights), tokens, length)
 
-    weights, rows = parameters.sharded_shapes(definition.specs, mesh, dtype=dtype), sharding.rows_sharding(mesh)
-    shardings = jax.tree.map(lambda x: x.sharding, weights)
+    weights = parameters.sharded_shapes(defined.specs, mesh, dtype=config.compute_dtype)
+    rows, shardings = sharding.rows_sharding(mesh), jax.tree.map(lambda x: x.sharding, weights)
     jitted = jax.jit(forward, in_shardings=(shardings, rows, rows), out_shardings=rows)
-    return Forward(mesh=mesh, weights=weights, function=sharding.on_mesh(mesh, jitted))
+    return Forward(config=config, mesh=mesh, weights=weights, function=sharding.on_mesh(mesh, jitted))
 
 
-# Tokens of the shortest pass.
-_SHORTEST = 16
+class Loaded:
+    """A pass with the weights of a folder. Several threads may call it at once; a lock lets one pass run at a time."""
+
+    def __init__(self, forward: Forward, folder: Path, *, rows: int, limit: int, pad_id: int = 0):
+        """Args: rows, limit, pad_id: see in_passes."""
+        shardings = jax.tree.map(lambda x: x.sharding, forward.weights)
+        self.params = load.load_params(folder, forward.config, shardings, dtype=forward.config.compute_dtype)
+        self.forward, self._lock = forward, threading.Lock()
+        self._shape = dict(rows=rows, limit=limit, pad_id=pad_id)
+
+    def __call__(self, encoded: Sequence[Sequence[int]]) -> np.ndarray:
+        """float32[n, …]: see in_passes."""
+        with self._lock:
+            return in_passes(encoded, self._pass, **self._shape)
+
+    def _pass(self, tokens: np.ndarray, length: np.ndarray) -> np.ndarray:
+        return np.asarray(self.forward.function(self.params, *sharding.put_rows(self.forward.mesh, (tokens, length))))
 
 
 def padded_length(longest: int, limit: int) -> int:

@@ -47,17 +47,17 @@ def reward_texts(
 
 def _checked(task: Task, queries: Sequence[Query], texts: Sequence[str], finished: np.ndarray) -> Scores:
     """The task's scores in float32. Their type and shapes are checked, since a custom task may return anything."""
-    method = f"rewards() of task {type(task).__name__}"
+    method, n = f"rewards() of task {type(task).__name__}", len(texts)
     try:
         scores = task.rewards(queries, texts, finished)
     except SystemExit as error:
         raise RuntimeError(f"{method} raised SystemExit: {error}") from error
-    shapes = (len(texts),), (len(texts), len(task.reward_parts))
     if not isinstance(scores, Scores):
         raise TypeError(f"{method} must return Scores, not {type(scores).__name__}")
-    if (np.shape(scores.reward), np.shape(scores.parts)) != shapes:
+    found, shapes = (np.shape(scores.reward), np.shape(scores.parts)), ((n,), (n, len(task.reward_parts)))
+    if found != shapes:
         raise ValueError(
-            f"{method} returned a reward of shape {np.shape(scores.reward)} and parts of shape {np.shape(scores.parts)}; "
-            f"for {len(texts)} responses they must have shapes {shapes[0]} and {shapes[1]}"
+            f"{method} returned a reward of shape {found[0]} and parts of shape {found[1]}; for {n} responses they must have "
+            f"shapes {shapes[0]} and {shapes[1]}"
         )
     return Scores(np.asarray(scores.reward, np.float32), np.asarray(scores.parts, np.float32), str(scores.failure))

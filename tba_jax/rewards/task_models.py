@@ -1,27 +1,23 @@
-"""The frozen models with which a task scores: their digests for the contract, checks before a run, loading, and memory."""
+"""The frozen models with which a task scores: checks before a run, digests for the contract, loading, memory, and the programs
+that they run, made from configs alone."""
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from tba_jax import sharding
-from tba_jax.models import parameters
-from tba_jax.models.hugging_face import load
-from tba_jax.models.hugging_face.architectures import ARCHITECTURES
-from tba_jax.rewards import CHECKERS, LOADERS, embeddings, language_model, linear, passes, sequence
+from tba_jax.models import kv_cache, parameters
+from tba_jax.models.hugging_face import load as load_lib
+from tba_jax.programs import Program, with_beside
+from tba_jax.rewards import language_models, passes, scorers
 from tba_jax.tasks.interface import Closable, ModelUse, Task, UsesModels
-
-# Kind of a model -> the function that reads its config and refuses models of another kind, see sequence.read_config.
-_CONFIGS: dict[str, Callable[..., Any]] = {
-    "sequence": sequence.read_config,
-    "unsafe_token": language_model.read_config,
-    "generator": language_model.read_config,
-    "embedder": lambda path, *, setting, compute_dtype: embeddings.read_config(path, setting=setting),
-}
 
 
 def uses(task: Task, *, role: str = "") -> Sequence[ModelUse]:
@@ -34,9 +30,39 @@ def away(task: Task, *, role: str = "") -> list[ModelUse]:
     found = []
     for use in uses(task, role=role):
         if use.kind != "linear":
-            with load.named(use.setting, use.path):
-                found += [] if load.holds_weights(use.path) else [use]
+            with load_lib.named(use.setting, use.path):
+                found += [] if load_lib.holds_weights(use.path) else [use]
     return found
+
+
+def read_config(use: ModelUse) -> Any:
+    """A model's config; None for a linear classifier, which has none. Raises ValueError if the model is of another kind."""
+    if use.kind == "linear":
+        scorers.LinearScorer(use.path, setting=use.setting)
+        return None
+    if use.kind == "sequence":
+        return scorers.classifier_config(use)
+    if use.kind == "embedder":
+        return scorers.encoder_config(use.path, setting=use.setting)
+    return language_models.read_config(use.path, setting=use.setting, compute_dtype=use.compute_dtype)
+
+
+# Kind of a model -> (use, mesh, date of the run's contract, whether to load weights) -> what the task gets, see ModelUse.kind.
+_LOADERS: dict[str, Callable[[ModelUse, Mesh, str, bool], Any]] = {
+    "sequence": lambda use, mesh, date, weights: scorers.SequenceClassifier(use, mesh, load=weights),
+    "unsafe_token": lambda use, mesh, date, weights: language_models.UnsafeTokenScorer(use, mesh, date=date, load=weights),
+    "generator": lambda use, mesh, date, weights: language_models.TextGenerator(use, mesh, date=date, load=weights),
+    "embedder": lambda use, mesh, date, weights: scorers.ResponseEmbedder(use.path, mesh, setting=use.setting),
+    "linear": lambda use, mesh, date, weights: scorers.LinearScorer(use.path, setting=use.setting),
+}
+
+
+def load(use: ModelUse, *, mesh: Mesh, date: str = "", weights: bool = True) -> Any:
+    """Loads a model onto a mesh (n, 1, 1). Raises ValueError if it cannot be used.
+
+    Args: date: of the run's contract. weights: False checks what loading checks; the model that it returns cannot be called.
+    """
+    return _LOADERS[use.kind](use, mesh, date, weights)
 
 
 def check(task: Task, *, role: str, fetch: bool = True) -> None:
@@ -47,26 +73,21 @@ def check(task: Task, *, role: str, fetch: bool = True) -> None:
     Args: fetch: whether the weights of hub ids are fetched; where not, and where they are away, it checks the kinds of models.
     """
     mine = uses(task, role=role)
+    if not mine:
+        return
     gone = [] if fetch else away(task, role=role)
+    once = functools.cache(functools.partial(load, mesh=sharding.task_mesh(0), weights=False))
     for use in mine:
         config = read_config(use)
-        if config is None or use in gone:
-            continue
-        try:
-            load.check_weights(use.path, config)
-        except ValueError as error:
-            raise ValueError(f"{use.setting}: {error}") from error
-        if use.kind == "sequence":
-            _check_sequence(use)
-    if mine and not gone and isinstance(task, UsesModels):
-        task.start(sharding.task_mesh(0), CHECKERS)
-
-
-def _check_sequence(use: ModelUse) -> None:
-    labels = CHECKERS.sequence_scorer(use.path, None, setting=use.setting, ends=use.ends).labels
-    if use.labels and len(labels) != use.labels:
-        what = "one label, as a reward model has" if use.labels == 1 else f"{use.labels} labels"
-        raise ValueError(f"{use.setting}={use.path!r} must have {what}; it has {len(labels)}, {', '.join(labels)}")
+        if config is not None and use not in gone:
+            try:
+                load_lib.check_weights(use.path, config)
+            except ValueError as error:
+                raise ValueError(f"{use.setting}: {error}") from error
+            if use.kind == "sequence":  # perhaps one that the task loads later
+                once(use)
+    if not gone and isinstance(task, UsesModels):
+        task.start(once)
 
 
 def digests(task: Task, *, fetch: bool = True) -> dict[str, str]:
@@ -77,19 +98,11 @@ def digests(task: Task, *, fetch: bool = True) -> dict[str, str]:
     found: dict[str, str] = {}
     gone = [] if fetch else away(task, role="searcher")
     for use in uses(task, role="searcher"):
-        config = read_config(use)
-        if use in gone:
-            continue
-        found[use.setting] = linear.digest(use.path) if config is None else sequence.digest(use.path)
+        if read_config(use) is None:
+            found[use.setting] = hashlib.blake2b(Path(use.path).read_bytes(), digest_size=8).hexdigest()
+        elif use not in gone:
+            found[use.setting] = scorers.digest(use.path)
     return found
-
-
-def read_config(use: ModelUse) -> Any:
-    """A model's config; None for a linear classifier, which has none. Raises ValueError if the model is of another kind."""
-    if use.kind == "linear":
-        linear.LinearScorer(use.path, setting=use.setting)
-        return None
-    return _CONFIGS[use.kind](use.path, setting=use.setting, compute_dtype=use.compute_dtype)
 
 
 @contextlib.contextmanager
@@ -104,8 +117,7 @@ def started(task: Task, task_devices: int, *, date: str) -> Iterator[None]:
       ValueError: a model cannot be used.
     """
     if isinstance(task, UsesModels):
-        dated = {name: functools.partial(getattr(LOADERS, name), date=date) for name in ("unsafe_scorer", "generator")}
-        task.start(sharding.task_mesh(task_devices), dataclasses.replace(LOADERS, **dated))
+        task.start(functools.partial(load, mesh=sharding.task_mesh(task_devices), date=date))
     try:
         yield
     finally:
@@ -122,9 +134,98 @@ def memory(use: ModelUse, *, length: int) -> int:
     if config is None:
         return 0  # a linear classifier is small and in host memory
     size, length = jnp.dtype(use.compute_dtype).itemsize, use.length or length
-    padded = passes.padded_length(length, sequence.most_tokens(config))
+    padded = passes.padded_length(length, passes.most_tokens(config))
     if use.kind == "generator":
         row = 2 * config.layers * length * config.kv_heads * config.head_size * size + 4 * config.vocab
     else:
         row = padded * (4 * config.width + 3 * config.ffn) * size + padded * padded * config.heads * 4
-    return parameters.count(ARCHITECTURES[config.architecture].define(config).specs) * size + use.rows * row
+    return parameters.count(passes.definition(config).specs) * size + use.rows * row
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Models:
+    """Frozen models on the same devices.
+
+    held: name of a model -> its arrays that stay on the devices, as trees of jax.ShapeDtypeStruct.
+    loading: name -> a program that runs before the role has anything but models, with what lies beside it.
+    scoring: name -> a program that runs beside all that the role has; `held` is not yet beside it.
+    room: see programs.with_beside, of the names of `held`.
+    """
+
+    held: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    loading: Mapping[str, Program] = dataclasses.field(default_factory=dict)
+    scoring: Mapping[str, Program] = dataclasses.field(default_factory=dict)
+    room: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+
+    def __or__(self, other: "Models") -> "Models":
+        fields = (field.name for field in dataclasses.fields(self))
+        return Models(**{name: {**getattr(self, name), **getattr(other, name)} for name in fields})
+
+    def alone(self) -> dict[str, Program]:
+        """Name -> all programs, on devices that have nothing but these models."""
+        return {**self.loading, **with_beside(self.scoring, self.held, self.room)}
+
+
+def of_task(task: Task, mesh: Mesh, *, role: str, length: int, section: str = "") -> Models:
+    """The models with which a task scores in a role. A linear classifier is not among them: it computes on the host.
+
+    Args:
+      mesh: see sharding.task_mesh. length: tokens of the run's prompt and response.
+      section: of the role's settings, where the devices have other things as well, "" where they have not.
+
+    Raises:
+      ValueError: a model cannot be used; names the setting.
+    """
+    found = Models()
+    for use in (use for use in uses(task, role=role) if use.kind != "linear"):
+        made = _generator(use, mesh) if use.kind == "generator" else _of_pass(use.name, _pass(use, mesh, use.length or length))
+        less = (*([f"{section}.task_devices"] if section else []), use.setting)
+        room = {"temporaries": (use.rows_setting or use.setting,), "arguments": less}
+        scoring = {name: dataclasses.replace(program, room=room) for name, program in made.scoring.items()}
+        # Models are loaded one after the other.
+        of_model = dict.fromkeys(("arguments", "temporaries", use.name), less)
+        loading = with_beside(made.loading, found.held, {**found.room, **of_model})
+        found |= dataclasses.replace(made, scoring=scoring, loading=loading, room={use.name: less})
+    return found
+
+
+def sentence_encoder(path: str, mesh: Mesh, *, length: int) -> Models:
+    """The encoder of task.embedding_path. Args: mesh: of the policy; length: tokens of a response."""
+    use = ModelUse(name="sentence encoder", setting="task.embedding_path", path=path, rows=0, kind="embedder")
+    made = _of_pass(use.name, dataclasses.replace(_pass(use, mesh, length), room={"temporaries": (use.setting,)}))
+    return dataclasses.replace(made, room={use.name: (use.setting,)})
+
+
+def _of_pass(name: str, program: Program) -> Models:
+    return Models(held={name: program.arguments[0]}, scoring={f"pass of the {name}": program})
+
+
+def _pass(use: ModelUse, mesh: Mesh, length: int) -> Program:
+    """The pass of a model, over texts of `length` tokens."""
+    config, rows = read_config(use), use.rows * mesh.size
+    if use.kind == "embedder":
+        rows, length = scorers.encoder_rows(mesh), passes.padded_length(length, config.position_limit)
+        return scorers.encoder_forward(config, mesh).program(rows=rows, length=length)
+    config = passes.on_device(config, mesh, setting=use.setting)
+    if use.kind == "sequence":
+        length = passes.padded_length(length, passes.most_tokens(config))
+        return scorers.classifier_forward(config, mesh).program(rows=rows, length=length)
+    # Which token is the verdict makes no difference to memory, and needs a tokenizer.
+    forward = language_models.verdict_forward(config, mesh, token=0)
+    return forward.program(rows=rows, length=passes.padded_length(length, length))
+
+
+def _generator(use: ModelUse, mesh: Mesh) -> Models:
+    """Its caches are made by the first call, and stay."""
+    made = language_models.programs(use, mesh)
+    weights, prompts, slots, *_ = made["decode"].arguments
+    unstack = made.pop("weights as decoded with")
+    (one,) = unstack.arguments
+    stacked = language_models.weights(passes.on_device(read_config(use), mesh, setting=use.setting), mesh)
+    rest = kv_cache.others(stacked, one)
+    del made["caches"]  # as large as what the others take
+    return Models(
+        held={use.name: (weights, prompts, slots)},
+        loading={f"a parameter of the {use.name}": dataclasses.replace(unstack, beside={use.name: rest})},
+        scoring={f"{name} of the {use.name}": program for name, program in made.items()},
+    )

@@ -13,8 +13,8 @@ from tba_jax.models import kv_cache, parameters
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program, again, shaped, with_beside
-from tba_jax.rewards import programs as rewards
-from tba_jax.rewards.programs import Models
+from tba_jax.rewards import task_models as rewards
+from tba_jax.rewards.task_models import Models
 from tba_jax.roles import reference
 from tba_jax.roles.reference import NoReference, ReferencePolicy
 from tba_jax.roles.work import Work

@@ -20,11 +20,11 @@ Encoded = tuple[np.ndarray, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Data:
-    """The examples of a run. skipped: reason -> number of examples left out of both splits."""
+    """The examples of a run. skipped: number of examples left out of both splits."""
 
     train: list[Encoded]
     heldout: list[Encoded]
-    skipped: dict[str, int]
+    skipped: int
 
     @property
     def fingerprint(self) -> str:
@@ -44,38 +44,32 @@ def load(config: Any, kind: str, tokenizer: Tokenizer) -> Data:
     Raises:
       ValueError: one sentence with file, line and field, or about examples that do not fit.
     """
-    answers = (config.response_field,) if kind == "sft" else (config.chosen_field, config.rejected_field)
-    fields = (config.prompt_field, *answers)
-    skipped = {"too long": 0, "identical": 0}
-    train = _encode(Path(config.train), "data.train", fields, config, tokenizer, skipped)
+    train, skipped = _read("train", config, kind, tokenizer)
     if config.heldout:
-        heldout = _encode(Path(config.heldout), "data.heldout", fields, config, tokenizer, skipped)
-    else:
-        # Examples of one prompt stand on one side, unless there is no other (attacks of red-teaming, say).
-        several = any(not np.array_equal(example[0], train[0][0]) for example in train)
-        chosen = [_hashed_share(example[0] if several else np.concatenate(example)) < config.heldout_share for example in train]
-        heldout = [example for example, held in zip(train, chosen, strict=True) if held]
-        train = [example for example, held in zip(train, chosen, strict=True) if not held]
-        if not heldout or not train:
-            raise ValueError(
-                f"data.heldout_share={config.heldout_share} splits the examples of data.train {config.train} into {len(train)} "
-                f"to train on and {len(heldout)} held out; change it, give more examples, or name a file in data.heldout"
-            )
-    return Data(train=train, heldout=heldout, skipped=skipped)
+        heldout, more = _read("heldout", config, kind, tokenizer)
+        return Data(train=train, heldout=heldout, skipped=skipped + more)
+    # Examples of one prompt stand on one side, unless there is no other (attacks of red-teaming, say). A hash of the tokens alone
+    # chooses, so that an example stays on its side in a longer file.
+    several = any(not np.array_equal(example[0], train[0][0]) for example in train)
+    tokens = [(example[0] if several else np.concatenate(example)).tolist() for example in train]
+    held = [trajectory.query_id(ids) / 2**64 < config.heldout_share for ids in tokens]
+    sides = {side: [example for example, is_held in zip(train, held, strict=True) if is_held == side] for side in (False, True)}
+    if not all(sides.values()):
+        raise ValueError(
+            f"data.heldout_share={config.heldout_share} splits the examples of data.train {config.train} into "
+            f"{len(sides[False])} to train on and {len(sides[True])} held out; change it, give more examples, or name a file in "
+            "data.heldout"
+        )
+    return Data(train=sides[False], heldout=sides[True], skipped=skipped)
 
 
 def make_batch(examples: Sequence[Encoded], *, rows: int, prompt_length: int, response_length: int, pad_id: int) -> Batch:
     """Pads examples to `rows` rows: rows beyond them count nothing (see objectives.Examples)."""
     filling = rows - len(examples)
     prompts = [*(example[0].tolist() for example in examples), *[[pad_id]] * filling]
+    lengths = dict(prompt_length=prompt_length, response_length=response_length)
     by_answer = [
-        trajectory.token_columns(
-            prompts,
-            [*(response.tolist() for response in responses), *[[]] * filling],
-            prompt_length=prompt_length,
-            response_length=response_length,
-            pad_id=pad_id,
-        )
+        trajectory.token_columns(prompts, [*responses, *[[]] * filling], **lengths, pad_id=pad_id)
         for responses in zip(*(example[1:] for example in examples), strict=True)
     ]
     if len(by_answer) == 1:
@@ -84,44 +78,30 @@ def make_batch(examples: Sequence[Encoded], *, rows: int, prompt_length: int, re
     return Preferences(**{name: np.stack([chosen[name], rejected[name]], axis=1) for name in chosen})
 
 
-def _hashed_share(tokens: np.ndarray) -> float:
-    """A number in [0, 1), of the tokens alone: what is on one side of the split stays there."""
-    return trajectory.query_id(tokens.tolist()) / 2**64
-
-
-def _encode(
-    path: Path, setting: str, fields: Sequence[str], config: Any, tokenizer: Tokenizer, skipped: dict[str, int]
-) -> list[Encoded]:
-    """Tokenises a file; adds to `skipped` what the config says is to be left out."""
+def _read(name: str, config: Any, kind: str, tokenizer: Tokenizer) -> tuple[list[Encoded], int]:
+    """The examples of data.NAME, and how many were left out."""
+    setting = f"data.{name} {config[name]}"
+    answers = (config.response_field,) if kind == "sft" else (config.chosen_field, config.rejected_field)
+    fields = (config.prompt_field, *answers)
     kept: list[Encoded] = []
-    complaints: dict[str, list[str]] = {"too long": [], "identical": []}
-    total = 0
-    for row in data.read_lines(path, fields=dict.fromkeys(fields, str), where=f"{setting} {path}"):
-        total += 1
-        line, example = row.where.removeprefix(f"{setting} {path} "), _encode_line(row, fields, tokenizer)
-        if too_long := _excess(example, fields, config):
-            complaints["too long"].append(f"{line}: {too_long}")
-        elif len(example) > 2 and np.array_equal(example[1], example[2]):
-            complaints["identical"].append(line)
+    unfit: list[str] = []
+    for row in data.read_lines(Path(config[name]), fields=dict.fromkeys(fields, str), where=setting):
+        example = _encode(row, fields, tokenizer)
+        if why := _misfit(example, fields, config):
+            unfit.append(f"{row.where.removeprefix(f'{setting} ')}: {why}")
         else:
             kept.append(example)
-    where = f"of the {total} examples of {setting} {path}"
-    long, same = complaints["too long"], complaints["identical"]
-    if long and config.long_examples == "refuse":
-        raise ValueError(f"{len(long)} {where} are too long, first {long[0]}; raise it, or set data.long_examples=skip")
-    if same and config.identical_pairs == "refuse":
-        both = f"fields {fields[1]!r} and {fields[2]!r} hold the same text"
-        raise ValueError(f"in {len(same)} {where} {both}, first in {same[0]}; set data.identical_pairs=skip to leave them out")
-    if not total:
-        raise ValueError(f"{setting} {path} holds no examples")
-    if not kept:
-        raise ValueError(f"none {where} is left: {len(long)} are too long, {len(same)} pairs are identical")
-    for reason, lines in complaints.items():
-        skipped[reason] += len(lines)
-    return kept
+    if not kept and not unfit:
+        raise ValueError(f"{setting} holds no examples")
+    if not kept or (unfit and config.unfit == "refuse"):
+        advice = "" if config.unfit == "skip" else "; data.unfit=skip leaves such examples out"
+        raise ValueError(
+            f"{len(unfit)} of the {len(unfit) + len(kept)} examples of {setting} are unfit, first {unfit[0]}{advice}"
+        )
+    return kept, len(unfit)
 
 
-def _encode_line(row: data.Row, fields: Sequence[str], tokenizer: Tokenizer) -> Encoded:
+def _encode(row: data.Row, fields: Sequence[str], tokenizer: Tokenizer) -> Encoded:
     prompt, ids = row[fields[0]], list[list[int]]()
     for field in fields:
         try:
@@ -133,11 +113,12 @@ def _encode_line(row: data.Row, fields: Sequence[str], tokenizer: Tokenizer) -> 
     return tuple(np.array(part, np.int32) for part in ids)
 
 
-def _excess(example: Encoded, fields: Sequence[str], config: Any) -> str:
-    """What of an example is longer than it may be; "" if nothing is."""
+def _misfit(example: Encoded, fields: Sequence[str], config: Any) -> str:
+    """Why nothing can be learned of an example; "" if something can."""
     limits = [("prompt_length", config.prompt_length)] + [("response_length", config.response_length)] * (len(fields) - 1)
     for ids, field, (setting, limit) in zip(example, fields, limits, strict=True):
         if len(ids) > limit:
             end = ", end of sequence included" if setting == "response_length" else ""
             return f"field {field!r} has {len(ids)} tokens{end}, data.{setting}={limit}"
-    return ""
+    same = len(example) > 2 and np.array_equal(example[1], example[2])
+    return f"fields {fields[1]!r} and {fields[2]!r} hold the same text" if same else ""

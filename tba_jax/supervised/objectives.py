@@ -13,12 +13,16 @@ import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from tba_jax import sharding
 from tba_jax.learner import descent
+from tba_jax.learner import state as state_lib
 from tba_jax.learner.state import Optimizers, TrainState
 from tba_jax.models import heads, scoring
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.parameters import Params
+from tba_jax.models.policy import Policy
 
 
 @flax.struct.dataclass
@@ -57,10 +61,12 @@ Batch = Examples | Preferences
 class StepConfig:
     """Static settings of an update.
 
-    R: the most tokens of a response; micro_batch_rows: examples (pairs) per forward and backward pass, a divisor of B;
+    objective: a value of OBJECTIVES; R: the most tokens of a response;
+    micro_batch_rows: examples (pairs) per forward and backward pass, a divisor of B;
     logit_bytes: see scoring.response_logprobs; remat: a name of layers.REMAT.
     """
 
+    objective: "Objective"
     R: int
     micro_batch_rows: int
     logit_bytes: int
@@ -94,7 +100,10 @@ def preference(model: Decoder, pairs: Preferences, config: StepConfig) -> dict[s
 
     Both responses to a prompt go through the model in one pass. pair_accuracy: pairs with s_chosen > s_rejected.
     """
-    scores = pair_scores(model, pairs, config)
+    chex.assert_rank([pairs.tokens, pairs.prompt_length, pairs.response_length], [3, 2, 2])
+    B, _, T = pairs.tokens.shape
+    length = (pairs.prompt_length + pairs.response_length).reshape(2 * B)
+    scores = heads.sequence_scores(model, pairs.tokens.reshape(2 * B, T), length, remat=config.remat).reshape(B, 2)
     margin = scores[:, 0] - scores[:, 1]
     real = pairs.response_length[:, 0] > 0
     terms = {"loss": -jax.nn.log_sigmoid(margin), "pair_accuracy": (margin > 0).astype(jnp.float32), "margin": margin}
@@ -104,17 +113,9 @@ def preference(model: Decoder, pairs: Preferences, config: StepConfig) -> dict[s
 OBJECTIVES: dict[str, Objective] = {"sft": likelihood, "reward": preference}
 
 
-def pair_scores(model: Decoder, pairs: Preferences, config: StepConfig) -> jax.Array:
-    """float32[B, 2]: scores of prompt + response + end of sequence, chosen and rejected."""
-    chex.assert_rank([pairs.tokens, pairs.prompt_length, pairs.response_length], [3, 2, 2])
-    B, _, T = pairs.tokens.shape
-    length = (pairs.prompt_length + pairs.response_length).reshape(2 * B)
-    return heads.sequence_scores(model, pairs.tokens.reshape(2 * B, T), length, remat=config.remat).reshape(B, 2)
-
-
 @jax.named_scope("update")
 def train_step(
-    state: TrainState, batch: Batch, *, objective: Objective, optimizers: Optimizers, config: StepConfig
+    state: TrainState, batch: Batch, *, optimizers: Optimizers, config: StepConfig
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One update. Jit it once with `state` donated.
 
@@ -123,16 +124,10 @@ def train_step(
     Returns:
       the new state and float32[] measurements: the objective's means and those of descent.step.
     """
-    gradient_of = functools.partial(_gradient, objective=objective, config=config)
-    return descent.step(state, {}, batch, gradient_of=gradient_of, optimizers=optimizers)
-
-
-def _gradient(state: TrainState, frozen: Params, batch: Batch, *, objective: Objective, config: StepConfig) -> descent.Gradient:
-    """The gradient of the objective's mean over a batch, in micro-batches."""
     size = batch.size
 
     def share(params: Params, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        sums = objective(state.model(params, frozen).policy, micro, config)
+        sums = config.objective(state.model(params, {}).policy, micro, config)
         shares = {name: total / size for name, total in sums.items()}
         return shares["loss"], shares
 
@@ -140,12 +135,22 @@ def _gradient(state: TrainState, frozen: Params, batch: Batch, *, objective: Obj
         (_, shares), grads = jax.value_and_grad(share, has_aux=True)(state.params, micro)
         return grads, shares
 
-    micros = descent.split(batch, config.micro_batch_rows)
-    grads, shares = descent.accumulate(gradient, state.params, micros)
-    means = jax.tree.map(jnp.sum, shares)
-    return descent.Gradient(loss=means["loss"], by_part=grads, measurements=means)
+    def gradient_of(state: TrainState, frozen: Params, batch: Batch) -> descent.Gradient:
+        grads, shares = descent.accumulate(gradient, state.params, descent.split(batch, config.micro_batch_rows))
+        means = jax.tree.map(jnp.sum, shares)
+        return descent.Gradient(loss=means["loss"], by_part=grads, measurements=means)
+
+    return descent.step(state, {}, batch, gradient_of=gradient_of, optimizers=optimizers)
 
 
-def totals(state: TrainState, batch: Batch, *, objective: Objective, config: StepConfig) -> dict[str, jax.Array]:
+def jitted(policy: Policy, mesh: Mesh, *, optimizers: Optimizers, config: StepConfig) -> tuple[sharding.OnMesh, TrainState]:
+    """`train_step` on a mesh, and the state as jax.ShapeDtypeStruct."""
+    shapes = state_lib.state_shapes(policy, optimizers, mesh)
+    out_shardings = (jax.tree.map(lambda x: x.sharding, shapes), sharding.replicated(mesh))
+    step = functools.partial(train_step, optimizers=optimizers, config=config)
+    return sharding.on_mesh(mesh, jax.jit(step, donate_argnums=0, out_shardings=out_shardings)), shapes
+
+
+def totals(state: TrainState, batch: Batch, *, config: StepConfig) -> dict[str, jax.Array]:
     """The objective's sums over one micro-batch, and `size`: for means over more rows than go through the model at a time."""
-    return objective(state.model(state.params, {}).policy, batch, config) | {"size": batch.size}
+    return config.objective(state.model(state.params, {}).policy, batch, config) | {"size": batch.size}

@@ -32,8 +32,8 @@ c.data.chosen_field = setting("chosen", given=True)  # of reward
 c.data.rejected_field = setting("rejected", given=True)  # of reward
 c.data.prompt_length = setting(128, at_least=1)  # P, tokens
 c.data.response_length = setting(128, at_least=1)  # R, tokens, including end-of-sequence
-c.data.long_examples = setting("refuse", one_of=("refuse", "skip"))  # skip: they are left out and counted
-c.data.identical_pairs = setting("refuse", one_of=("refuse", "skip"))  # pairs whose chosen response equals the rejected one
+# Examples that are too long, and pairs of equal responses; skip: they are left out and counted.
+c.data.unfit = setting("refuse", one_of=("refuse", "skip"))
 
 c.training = ConfigDict()
 c.training.steps = setting(0, at_least=0)  # 0: as many as training.epochs make

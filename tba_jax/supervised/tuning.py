@@ -1,7 +1,4 @@
-"""A supervised run in progress: state on a mesh, batches, metrics, evaluations, checkpoints, and the model it ends with.
-
-The examples of a step are a function of seed and step alone, so that a resumed run is the uninterrupted one.
-"""
+"""A supervised run in progress: state on a mesh, batches, metrics, evaluations, checkpoints, and the model it ends with."""
 
 import dataclasses
 import functools
@@ -28,7 +25,6 @@ from tba_jax.storage import layout
 from tba_jax.storage.checkpoints import Checkpoints
 from tba_jax.supervised import examples, objectives
 from tba_jax.telemetry import metrics
-from tba_jax.telemetry.alarms import Alarms
 from tba_jax.text.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -54,56 +50,40 @@ class Plan:
 
 
 class Tuning:
-    """A run in progress on its mesh; `train` goes on to the end. Constructing it restores the newest checkpoint, if any."""
+    """A run in progress on its mesh; `train` goes on to the end. Constructing it restores the newest checkpoint, if any.
+
+    The examples of a step are a function of seed and step alone, so that a resumed run is the uninterrupted one.
+    """
 
     def __init__(self, plan: Plan):
         self._plan, t = plan, plan.config.training
         self.schedule = settings.make_schedule(t, peak=t.learning_rate, steps=plan.steps)
-        self._optimizers = {"policy": settings.make_adamw(t, self.schedule, weight_decay=t.weight_decay)}
-        objective = objectives.OBJECTIVES[plan.config.kind]
-        step_config = objectives.StepConfig(
+        optimizers = {"policy": settings.make_adamw(t, self.schedule, weight_decay=t.weight_decay)}
+        config = objectives.StepConfig(
+            objective=objectives.OBJECTIVES[plan.config.kind],
             R=plan.config.data.response_length,
             micro_batch_rows=plan.micro_rows,
             logit_bytes=(t.logit_megabytes << 20) * plan.mesh.size,
             remat=t.remat,
         )
-        update = functools.partial(objectives.train_step, objective=objective, optimizers=self._optimizers, config=step_config)
-        totals = functools.partial(objectives.totals, objective=objective, config=step_config)
-        self._policy = Policy(model=plan.model)
-        shapes = state_lib.state_shapes(self._policy, self._optimizers, plan.mesh)
-        self._shardings = jax.tree.map(lambda x: x.sharding, shapes)
-        everywhere = sharding.replicated(plan.mesh)
-        self._update = sharding.on_mesh(plan.mesh, jax.jit(update, donate_argnums=0, out_shardings=(self._shardings, everywhere)))
-        self._totals = sharding.on_mesh(plan.mesh, jax.jit(totals, out_shardings=everywhere))
+        policy = Policy(model=plan.model)
+        self._update, shapes = objectives.jitted(policy, plan.mesh, optimizers=optimizers, config=config)
+        totals = functools.partial(objectives.totals, config=config)
+        self._totals = sharding.on_mesh(plan.mesh, jax.jit(totals, out_shardings=sharding.replicated(plan.mesh)))
         self._writer = metrics.open_writer(plan.config, plan.run, "supervised", role="supervised")
         self._checkpoints = Checkpoints(plan.run.checkpoints, keep=plan.config.checkpoint.keep)
         # The first and the newest evaluation, and seconds of training: what the last line tells, kept with the checkpoints.
-        self.first: dict[str, float] = {}
-        self.newest: dict[str, float] = {}
-        self._seconds, self._begin = 0.0, time.monotonic()
+        self._first: dict[str, float] = {}
+        self._newest: dict[str, float] = {}
+        self._seconds, self._begin, self.step = 0.0, time.monotonic(), self._checkpoints.latest_step() or 0
         self._pending: list[Any] = []
-        self._orders: dict[int, np.ndarray] = {}
-        step = self._checkpoints.latest_step()
-        if step is None:
-            self.step, self.state = 0, self._initial_state()
+        if self._checkpoints.latest_step() is None:
+            self.state = _initial_state(plan, policy, optimizers, jax.tree.map(lambda x: x.sharding, shapes))
         else:
-            trees, host = self._checkpoints.restore(step, {"state": shapes})
-            self.state = trees["state"]
-            self.step, self.first, self.newest, self._seconds = step, host["first"], host["newest"], host["seconds"]
-            log.info("resumed at step %d of %d", step, plan.steps)
-
-    def _initial_state(self) -> state_lib.TrainState:
-        plan, key = self._plan, jax.random.key(self._plan.config.seed)
-        shardings = self._shardings.params["policy"]
-        if plan.config.model.random_init:
-            params = jax.jit(self._policy.base.init, out_shardings=shardings)(key)
-        else:
-            params = load.load_params(plan.folder, plan.model, shardings, fresh=key)
-
-        def init(params: Params) -> state_lib.TrainState:
-            return state_lib.init_state(self._policy, params, self._optimizers)
-
-        return sharding.on_mesh(plan.mesh, jax.jit(init, out_shardings=self._shardings))(params)
+            trees, host = self._checkpoints.restore(self.step, {"state": shapes})
+            self.state, self._first, self._newest = trees["state"], host["first"], host["newest"]
+            self._seconds = host["seconds"]
+            log.info("resumed at step %d of %d", self.step, plan.steps)
 
     @property
     def seconds(self) -> float:
@@ -121,8 +101,8 @@ class Tuning:
           FloatingPointError: names the step; the newest checkpoint is from before it.
         """
         c, steps = self._plan.config, self._plan.steps
-        if not self.step and not self.first:
-            self.first = self.evaluate()
+        if not self._first:
+            self._first = self.evaluate()
         while self.step < steps and not stop():
             self.state, measurements = self._update(self.state, self._batch(self.step))
             self.step += 1
@@ -133,28 +113,10 @@ class Tuning:
             if last or self.step % c.evaluation.every_steps == 0:
                 self.evaluate()
             if last or self.step % c.checkpoint.every_steps == 0:
-                self.save()
-        self.save()
+                self._save()
+        self._save()
         self._checkpoints.wait()
-        if self.step == steps and c.kind == "reward":
-            self._tell_what_it_learned()
         return self.step == steps
-
-    def _tell_what_it_learned(self) -> None:
-        """Tells an alarm where a reward model has learned nothing of use."""
-        pairs, before, after = len(self._evaluated), self.first["pair_accuracy"], self.newest["pair_accuracy"]
-        error = 0.5 / math.sqrt(pairs)  # of a guess, which is right in half of the pairs
-        if after > max(0.55, 0.5 + 2 * error) and (after >= 0.75 or after - before > 2 * error):
-            return
-        Alarms(self._plan.run.metrics("supervised")).tell(
-            kind="reward_model_guesses",
-            sentence=f"the reward model hardly learned: its held-out pair accuracy went from {before:.3f} to {after:.3f} on "
-            f"{pairs:,} pairs, where guessing has 0.5 with a standard error of {error:.3f}",
-            advice="in a new --workdir train longer (training.epochs) or at a higher training.learning_rate, from a model that "
-            "has seen such texts (--config.kind=sft first); look whether data.chosen_field and data.rejected_field are the right "
-            "ones; more held-out pairs give a surer figure (data.heldout_share)",
-            step=self.step,
-        )
 
     @property
     def _evaluated(self) -> Sequence[Any]:
@@ -163,28 +125,18 @@ class Tuning:
 
     def _batch(self, step: int) -> Any:
         """The examples of a step: all of them in an order of their own in each epoch, one epoch after the other."""
-        plan, count = self._plan, len(self._plan.data.train)
-        first = step * plan.config.training.batch_size
-        places = range(first, first + plan.config.training.batch_size)
-        rows = [plan.data.train[self._order(place // count)[place % count]] for place in places]
-        return sharding.put_rows(plan.mesh, self._padded(rows, len(rows)))
-
-    def _order(self, epoch: int) -> np.ndarray:
-        """int64[examples]: the order of an epoch, a function of seed and epoch alone."""
-        if epoch not in self._orders:
-            rng = np.random.default_rng([self._plan.config.seed, epoch])
-            self._orders = {epoch: rng.permutation(len(self._plan.data.train))}
-        return self._orders[epoch]
-
-    def _padded(self, rows: Sequence[Any], count: int) -> Any:
-        d = self._plan.config.data
-        return examples.make_batch(
-            rows,
-            rows=count,
-            prompt_length=d.prompt_length,
-            response_length=d.response_length,
-            pad_id=self._plan.tokenizer.pad_id,
+        rows, size = self._plan.data.train, self._plan.config.training.batch_size
+        epochs = range(step * size // len(rows), ((step + 1) * size - 1) // len(rows) + 1)
+        order = np.concatenate(
+            [np.random.default_rng([self._plan.config.seed, epoch]).permutation(len(rows)) for epoch in epochs]
         )
+        first = step * size - epochs[0] * len(rows)
+        return self._on_mesh([rows[i] for i in order[first : first + size]], size)
+
+    def _on_mesh(self, rows: Sequence[Any], count: int) -> Any:
+        d, pad_id = self._plan.config.data, self._plan.tokenizer.pad_id
+        lengths = dict(prompt_length=d.prompt_length, response_length=d.response_length)
+        return sharding.put_rows(self._plan.mesh, examples.make_batch(rows, rows=count, **lengths, pad_id=pad_id))
 
     def _record(self) -> None:
         """Writes means over the steps since the last call. Raises FloatingPointError where one of them was not finite."""
@@ -200,32 +152,36 @@ class Tuning:
         means = {name: float(np.mean([measured[name] for measured in pending])) for name in pending[0] if name not in _REFUSALS}
         rate = float(self.schedule(jax.numpy.int32(self.step - 1)))
         epoch = self.step * self._plan.config.training.batch_size / len(self._plan.data.train)
-        self._writer.write(self.step, {**means, "learning_rate": rate, "epoch": epoch, "seconds": self.seconds})
-        log.info("step %d of %d: %s", self.step, self._plan.steps, _told(means))
+        self._write(means, {**means, "learning_rate": rate, "epoch": epoch, "seconds": self.seconds})
+
+    def _write(self, told: dict[str, float], point: dict[str, float]) -> None:
+        self._writer.write(self.step, point)
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in told.items())
+        log.info("step %d of %d: %s", self.step, self._plan.steps, figures)
 
     def evaluate(self) -> dict[str, float]:
         """Means over the held-out examples: loss, and perplexity (sft) or pair_accuracy and margin (reward)."""
         self._record()
         heldout, rows, sums = self._evaluated, self._plan.micro_rows, dict[str, float]()
         for begin in range(0, len(heldout), rows):
-            batch = sharding.put_rows(self._plan.mesh, self._padded(heldout[begin : begin + rows], rows))
+            batch = self._on_mesh(heldout[begin : begin + rows], rows)
             for name, value in jax.device_get(self._totals(self.state, batch)).items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         size = sums.pop("size")
-        self.newest = {name: total / size for name, total in sums.items()}
-        if not math.isfinite(self.newest["loss"]):
-            raise FloatingPointError(f"step {self.step}: the held-out loss is {self.newest['loss']}")
+        self._newest = {name: total / size for name, total in sums.items()}
+        if not math.isfinite(self._newest["loss"]):
+            raise FloatingPointError(f"step {self.step}: the held-out loss is {self._newest['loss']}")
         if self._plan.config.kind == "sft":
-            self.newest["perplexity"] = math.exp(min(self.newest["loss"], 700.0))
-        self._writer.write(self.step, {f"heldout_{name}": value for name, value in self.newest.items()})
-        log.info("step %d of %d: held-out %s", self.step, self._plan.steps, _told(self.newest))
-        return self.newest
+            self._newest["perplexity"] = math.exp(min(self._newest["loss"], 700.0))
+        point = {f"heldout_{name}": value for name, value in self._newest.items()}
+        self._write(point, point)
+        return self._newest
 
-    def save(self) -> None:
+    def _save(self) -> None:
         """Starts an asynchronous checkpoint, unless this step has one."""
         self._record()
         if self._checkpoints.latest_step() != self.step:
-            host = {"first": self.first, "newest": self.newest, "seconds": self.seconds}
+            host = {"first": self._first, "newest": self._newest, "seconds": self.seconds}
             self._checkpoints.save({"state": self.state}, host, step=self.step)
 
     def export(self) -> None:
@@ -249,14 +205,25 @@ class Tuning:
             more=[functools.partial(export_lib.copy_tokenizer, plan.folder)],
         )
 
+    def conclusion(self, *, seconds: float) -> str:
+        """The last line of a run."""
+        kind, first, last = self._plan.config.kind, self._first, self._newest
+        name = {"sft": "perplexity", "reward": "pair_accuracy"}[kind]
+        change = f"{name.replace('_', ' ')} {first[name]:.3g} -> {last[name]:.3g}"
+        loss = f"loss {first['loss']:.3f} -> {last['loss']:.3f}"
+        if kind == "reward":  # with the standard error of as many guesses
+            loss += f"; guesses: 0.5 ± {0.5 / math.sqrt(len(self._evaluated)):.2g}"
+        return f"{kind}: held-out {change} ({loss}) in {seconds:.0f} s, model in {self._plan.output}"
 
-def _told(means: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in means.items())
 
+def _initial_state(plan: Plan, policy: Policy, optimizers: state_lib.Optimizers, shardings: Any) -> state_lib.TrainState:
+    key, of_params = jax.random.key(plan.config.seed), shardings.params["policy"]
+    if plan.config.model.random_init:
+        params = jax.jit(policy.base.init, out_shardings=of_params)(key)
+    else:
+        params = load.load_params(plan.folder, plan.model, of_params, fresh=key)
 
-def conclusion(kind: str, first: dict[str, float], last: dict[str, float], *, seconds: float, output: Path) -> str:
-    """The last line of a run."""
-    name = {"sft": "perplexity", "reward": "pair_accuracy"}[kind]
-    change = f"{first[name]:.3g} -> {last[name]:.3g}"
-    loss = f"loss {first['loss']:.3f} -> {last['loss']:.3f}"
-    return f"{kind}: held-out {name.replace('_', ' ')} {change} ({loss}) in {seconds:.0f} s, model in {output}"
+    def init(params: Params) -> state_lib.TrainState:
+        return state_lib.init_state(policy, params, optimizers)
+
+    return sharding.on_mesh(plan.mesh, jax.jit(init, out_shardings=shardings))(params)

@@ -1,6 +1,5 @@
 """The warm start of a run: random weights are trained on worked examples of the task, which makes a policy to begin with."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,19 +39,16 @@ def _jitted(
     """The programs () -> state and (state, Examples) -> (state, measurements), and the state as jax.ShapeDtypeStruct."""
     schedule = optimizer_lib.linear(peak=learning_rate, steps=steps, warmup_steps=warmup_steps, decay_steps=0, decay="linear")
     optimizer = optimizer_lib.adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, clip_norm=1.0)
-    optimizers = {"policy": optimizer}
-    step_config = objectives.StepConfig(R=R, micro_batch_rows=batch_size, logit_bytes=1 << 30, remat="none")
-    policy = Policy(model=config)
-    shapes = state_lib.state_shapes(policy, optimizers, mesh)
-    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    optimizers, policy = {"policy": optimizer}, Policy(model=config)
+    sizes = dict(R=R, micro_batch_rows=batch_size, logit_bytes=1 << 30)
+    step_config = objectives.StepConfig(objective=objectives.likelihood, **sizes, remat="none")
+    update, shapes = objectives.jitted(policy, mesh, optimizers=optimizers, config=step_config)
 
     def init() -> state_lib.TrainState:
         return state_lib.init_state(policy, policy.base.init(jax.random.key(seed)), optimizers)
 
-    step_fn = functools.partial(objectives.train_step, objective=objectives.likelihood, optimizers=optimizers, config=step_config)
-    out_shardings = (shardings, sharding.replicated(mesh))
-    update = jax.jit(step_fn, donate_argnums=0, out_shardings=out_shardings)
-    return sharding.on_mesh(mesh, jax.jit(init, out_shardings=shardings)), sharding.on_mesh(mesh, update), shapes
+    shardings = jax.tree.map(lambda x: x.sharding, shapes)
+    return sharding.on_mesh(mesh, jax.jit(init, out_shardings=shardings)), update, shapes
 
 
 def programs(

@@ -12,20 +12,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tba_jax.tasks.interface import Query, Scores, check_split
+from tba_jax.tasks.interface import Query, Scores, SplitTask
 
 CHARACTERS = "0123456789+=,#"
 _SMALL_SHARE, _SKIP_OFTEN, _SKIP_RARELY = 0.6, 0.8, 0.1
 
 
-class Arithmetic:
+class Arithmetic(SplitTask):
     """Queries are distinct sums of two numbers of `digits` digits; the two splits share none."""
 
     alphabet = CHARACTERS
-    score_name = "accuracy"
-    reward_parts = ("correct",)
-    reward_range = (0.0, 1.0)
-    reward_version = 1
 
     def __init__(self, *, digits: int, train_queries: int, heldout_queries: int, seed: int):
         """Raises ValueError if train_queries + heldout_queries exceed half of the distinct sums."""
@@ -43,14 +39,11 @@ class Arithmetic:
             problems |= dict.fromkeys(self._draw(rng, wanted))
         chosen = list(problems)[:wanted]
         self._heldout = frozenset(chosen[:heldout_queries])
-        self._splits = {"heldout": chosen[:heldout_queries], "train": chosen[heldout_queries:]}
+        queries = [Query(prompt=f"{a}+{b}=", answer=str(a + b)) for a, b in chosen]
+        self._splits = {"heldout": queries[:heldout_queries], "train": queries[heldout_queries:]}
 
     def _draw(self, rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
         return [(int(a), int(b)) for a, b in rng.integers(self._low, self._high, (count, 2))]
-
-    def queries(self, split: str) -> Sequence[Query]:
-        check_split(split)
-        return [Query(prompt=f"{a}+{b}=", answer=str(a + b)) for a, b in self._splits[split]]
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
         """1 if the text after the last `#` is exactly the sum and the response ended before the length limit, else 0."""
@@ -58,8 +51,7 @@ class Arithmetic:
             bool(done) and "#" in response and response.rsplit("#", 1)[1] == query.answer
             for query, response, done in zip(queries, responses, finished, strict=True)
         ]
-        reward = np.array(correct, np.float32)
-        return Scores(reward=reward, parts=reward[:, None])
+        return Scores.of_one(np.array(correct))
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
         """Fresh sums outside of the held-out split, answered by the teacher described above."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from tba_jax.tasks import data, gsm8k
 from tba_jax.tasks.graders import Graders
-from tba_jax.tasks.interface import SPLITS, Query, Scores, check_split
+from tba_jax.tasks.interface import SPLITS, Query, Scores, SplitTask
 
 _PROBLEM = "{problem}"
 HUB_SPLITS = {"train": "train", "heldout": "test"}
@@ -38,16 +38,11 @@ _SLASHED = re.compile(r"(-?)([0-9]+)/([0-9]+)")
 _NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
 
 
-class Math:
+class Math(SplitTask):
     """The train split has the rows of train_path, the held-out split the rows of heldout_path; equal problems count once.
 
     A row is {"problem", "answer"}, or {"problem", "solution"} with the answer in the solution's last \\boxed{}.
     """
-
-    score_name = "accuracy"
-    reward_parts = ("correct",)
-    reward_range = (0.0, 1.0)
-    reward_version = 1
 
     def __init__(self, *, train_path: str, heldout_path: str, prompt: str, time_limit: float, retries: int, concurrency: int):
         """Args: train_path, heldout_path: files, or hub data sets with splits train and test; prompt: a prompt template with
@@ -59,8 +54,7 @@ class Math:
             raise ValueError(f"task.math.prompt={prompt[:60]!r} must hold {_PROBLEM} once, where the problem belongs")
         from tba_jax.tasks import math_verdict
 
-        self._queries: dict[str, list[Query]] = {}
-        self._solutions: list[tuple[str, str]] = []
+        self._splits = {}
         self._graders = Graders(
             math_verdict.grade,
             time_limit=time_limit,
@@ -79,7 +73,7 @@ class Math:
                 split=HUB_SPLITS[split],
             )
             queries = [Query(prompt=prompt.replace(_PROBLEM, row["problem"]), answer=_gold(row)) for row in rows]
-            self._queries[split] = list(dict.fromkeys(queries))
+            self._splits[split] = list(dict.fromkeys(queries))
             if split == "train":
                 self._solutions = [(q.prompt, row["solution"]) for q, row in zip(queries, rows, strict=True) if "solution" in row]
 
@@ -87,10 +81,6 @@ class Math:
     def grades(self) -> int:
         """How many answers have been compared by a worker so far."""
         return self._graders.grades
-
-    def queries(self, split: str) -> Sequence[Query]:
-        check_split(split)
-        return self._queries[split]
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
         """1, 0 or NaN, see the module. Only answers that differ from the gold answer as text go to a worker."""
@@ -106,7 +96,7 @@ class Math:
         if unsure:
             golds = [Query(queries[i].prompt, spelled(queries[i].answer)) for i in unsure]
             reward[unsure], failure = self._graders.graded(golds, [spelled(answers[i]) for i in unsure])
-        return Scores(reward=reward, parts=reward[:, None], failure=failure)
+        return Scores.of_one(reward, failure)
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
         """Train prompts with their human solutions, see data.in_epochs. Raises ValueError if the data has no solutions."""

@@ -18,6 +18,7 @@ styles, and its guesses are no better than random. After the warm start it fails
 discovers that the search pays.
 """
 
+import ast
 import dataclasses
 import operator
 import re
@@ -26,7 +27,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from tba_jax.tasks.interface import Query, Scores, check_split
+from tba_jax.tasks.interface import Query, Scores, SplitTask
 
 CHARACTERS = "0123456789+-*/=(),;:#"
 # The teacher skips the search often for targets below _SMALL_TARGET.
@@ -34,6 +35,8 @@ _SMALL_TARGET, _SKIP_OFTEN, _SKIP_RARELY = 14, 0.9, 0.1
 # If this number of draws for each distinct query found, plus 100 times as many, is not enough, the queries are taken to run out.
 _DRAWS = 20
 _MOST_SEARCHED = 4
+_OPERATIONS = "+-*/"
+_RANK = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 # (numbers in descending order, target).
 Problem = tuple[tuple[int, ...], int]
@@ -68,17 +71,13 @@ def _results(value: int, number: int) -> dict[str, int]:
     return results
 
 
-class Countdown:
+class Countdown(SplitTask):
     """Queries are distinct problems of `numbers` numbers from 1 to `largest`, with targets from 1 to `largest_target`.
 
     A prompt lists its numbers in descending order. The two splits share no problem.
     """
 
     alphabet = CHARACTERS
-    score_name = "accuracy"
-    reward_parts = ("correct",)
-    reward_range = (0.0, 1.0)
-    reward_version = 1
 
     def __init__(
         self,
@@ -98,7 +97,7 @@ class Countdown:
         if style == "characters" and numbers > _MOST_SEARCHED:
             raise ValueError(f"task.countdown.numbers={numbers} must be at most {_MOST_SEARCHED} with style=characters")
         if not operations or len(set(operations)) < len(operations) or not set(operations) <= set(_OPERATIONS):
-            raise ValueError(f"task.countdown.operations={operations!r} must be some of {''.join(_OPERATIONS)}, each once")
+            raise ValueError(f"task.countdown.operations={operations!r} must be some of {_OPERATIONS}, each once")
         self._style, self._numbers, self._largest, self._largest_target = style, numbers, largest, largest_target
         self._operations = operations
         wanted = train_queries + heldout_queries
@@ -118,7 +117,8 @@ class Countdown:
                 problems[drawn, total.value] = None
         chosen = list(problems)
         self._heldout = frozenset(chosen[:heldout_queries])
-        self._splits = {"heldout": chosen[:heldout_queries], "train": chosen[heldout_queries:]}
+        queries = [Query(self._prompt(numbers, target), f"{_text(numbers)}={target}") for numbers, target in chosen]
+        self._splits = {"heldout": queries[:heldout_queries], "train": queries[heldout_queries:]}
 
     def _draw(self, luck: Iterator[float]) -> tuple[tuple[int, ...], Total | None]:
         """Numbers in descending order, and a random total of them; None instead of a total that is too large."""
@@ -134,13 +134,6 @@ class Countdown:
         found = totals(numbers, self._operations)
         return [total for total in found if total.value <= self._largest_target]
 
-    def queries(self, split: str) -> Sequence[Query]:
-        check_split(split)
-        return [
-            Query(prompt=self._prompt(numbers, target), answer=f"{_text(numbers)}={target}")
-            for numbers, target in self._splits[split]
-        ]
-
     def _prompt(self, numbers: Sequence[int], target: int) -> str:
         if self._style == "characters":
             return _short(numbers, target)
@@ -153,8 +146,7 @@ class Countdown:
             bool(done) and self.final_answer(response) == query.answer
             for query, response, done in zip(queries, responses, finished, strict=True)
         ]
-        reward = np.array(correct, np.float32)
-        return Scores(reward=reward, parts=reward[:, None])
+        return Scores.of_one(np.array(correct))
 
     def final_answer(self, response: str) -> str:
         """The numbers of the response's final expression in descending order, and its value: `9,4,2=34`.
@@ -258,65 +250,44 @@ def _final_expression(response: str, style: str) -> str:
     return before.rpartition("<answer>")[2] if closed and "<answer>" in before else ""
 
 
-_TOKEN = re.compile(r"\s*([0-9]+|[-+*/()])", re.ASCII)
-_OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.truediv,
+_LONGEST, _PARENTHESES = 1000, 50
+_SPACE, _PLAIN, _NUMBER = re.compile(r"\s+", re.ASCII), re.compile(r"[-+*/() 0-9]+"), re.compile("[0-9]+")
+_SIGNS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
 }
-_RANK = {"(": 0, "+": 1, "-": 1, "*": 2, "/": 2}
 
 
 def evaluate(text: str, *, most: int, largest: int) -> tuple[list[int], Fraction] | None:
     """The numbers of an expression in their order, and its exact value.
 
     The grammar: whole numbers without leading zeros or signs, binary + - * / with the usual precedence, left-associative, and
-    parentheses. Two stacks (Dijkstra's shunting yard) replace recursion, so the time is linear in any text.
+    at most 50 pairs of parentheses, in at most 1,000 characters. Python parses it; nothing is executed.
 
     Returns:
       None if the text is not such an expression, divides by zero, or has more than `most` numbers or a number above `largest`.
     """
     numbers: list[int] = []
-    values: list[Fraction] = []
-    signs: list[str] = []
-    position, text, operand_next = 0, text.rstrip(), True
-    while position < len(text):
-        token = _TOKEN.match(text, position)
-        if token is None:
-            return None
-        position, sign = token.end(), token[1]
-        if sign[0].isdigit() or sign == "(":
-            if not operand_next:
-                return None
-            if sign == "(":
-                signs.append(sign)
-                continue
-            if len(numbers) == most or sign[0] == "0" or len(sign) > len(str(largest)) or int(sign) > largest:
-                return None
-            numbers.append(int(sign))
-            values.append(Fraction(int(sign)))
-            operand_next = False
-            continue
-        if operand_next or not _apply(values, signs, rank=_RANK.get(sign, 1)):
-            return None
-        if sign != ")":
-            signs.append(sign)
-        elif signs:
-            signs.pop()
-        else:
-            return None
-        operand_next = sign != ")"
-    if operand_next or not _apply(values, signs, rank=1) or signs:
+
+    def value(node: ast.expr) -> Fraction:
+        if isinstance(node, ast.BinOp) and type(node.op) in _SIGNS:
+            return _SIGNS[type(node.op)](value(node.left), value(node.right))
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, int):
+            raise ValueError
+        number = node.value
+        if not 0 < number <= largest:
+            raise ValueError
+        numbers.append(number)
+        return Fraction(number)
+
+    plain = _SPACE.sub(" ", text[:_LONGEST].rstrip()).strip(" ")
+    deep = plain.count("(") > _PARENTHESES or len(_NUMBER.findall(plain)) > most  # before the parser, which is recursive
+    if len(text) > _LONGEST or deep or not _PLAIN.fullmatch(plain):
         return None
-    return numbers, values[0]
-
-
-def _apply(values: list[Fraction], signs: list[str], *, rank: int) -> bool:
-    """Applies the operations on the stack of at least this rank, down to the last parenthesis; False for a division by zero."""
-    while signs and _RANK[signs[-1]] >= rank:
-        right, left, sign = values.pop(), values.pop(), signs.pop()
-        if sign == "/" and not right:
-            return False
-        values.append(_OPERATIONS[sign](left, right))
-    return True
+    try:
+        total = value(ast.parse(plain, mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return None
+    return numbers, total

@@ -16,16 +16,9 @@ from tba_jax.schemas import NO_CHARACTER, holds_surrogate
 
 T = TypeVar("T")
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
 _HUB_ID = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?::([\w.-]+))?")
-_TYPE_NAMES = {
-    str: "a string",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    list: "a list",
-    dict: "an object",
-}
+_NAMES = ("a string", "a whole number", "a number", "true or false", "a list", "an object")
+_TYPE_NAMES = dict(zip((str, int, float, bool, list, dict), _NAMES, strict=True))
 
 
 class Row(dict[str, Any]):
@@ -63,14 +56,15 @@ def read(
     where = f"{setting}={source!r}"
     if not source:
         raise ValueError(f"{where} must name a {', '.join(SUFFIXES)} file, or a data set of the hub as owner/name")
-    schema = Schema(fields, optional or {})
-    path = Path(source)
+    schema, path = Schema(fields, optional or {}), Path(source)
     if path.is_dir():
-        records = _read_folder(path, where, schema, split)
+        records = _of_data_set(_folder(path, where, split), f"{where} (split {split!r})", schema)
     elif path.exists():
-        records = _read_file(path, where, schema)
+        if path.suffix not in SUFFIXES:
+            raise ValueError(f"{where} must end in one of {', '.join(SUFFIXES)}, which give the file's format")
+        records = _READERS[path.suffix](path, where, schema)
     else:
-        records = _read_hub(source, where, schema, split)
+        records = _of_data_set(_hub(source, where, split), f"{where} (split {split!r})", schema)
     rows = [Row(_checked(record, schema, place), place) for place, record in records]
     if not rows:
         raise ValueError(f"{where} holds no rows")
@@ -80,7 +74,7 @@ def read(
 def read_lines(path: Path, *, fields: Mapping[str, type], where: str) -> Iterator[Row]:
     """The rows of a file of one object a line, one after the other. Args, errors: see read; `where` begins every message."""
     schema = Schema(fields, {})
-    for place, record in _read_lines(path, where, schema):
+    for place, record in _lines(path, where, schema):
         yield Row(_checked(record, schema, place), place)
 
 
@@ -91,44 +85,28 @@ def in_epochs(examples: Sequence[T], rng: np.random.Generator, count: int) -> li
     return [examples[i] for i in chosen[:count]]
 
 
-def _read_file(path: Path, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
-    """(place for messages, record) of every row."""
-    readers = {".jsonl": _read_lines, ".json": _read_list, ".parquet": _read_parquet}
-    if path.suffix not in readers:
-        raise ValueError(f"{where} must end in one of {', '.join(SUFFIXES)}, which give the file's format")
-    return readers[path.suffix](path, where, schema)
-
-
-def _read_lines(path: Path, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
+# Each reader yields (place for messages, record) of every row.
+def _lines(path: Path, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield f"{where} line {number}", _parse(line, f"{where} line {number}")
+                    yield f"{where} line {number}", parsed(line, f"{where} line {number}")
     except OSError as error:
         raise ValueError(f"{where} cannot be read: {error.strerror}") from error
 
 
-def _read_list(path: Path, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
+def _list(path: Path, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
     try:
-        content = path.read_bytes()
+        records = parsed(path.read_bytes(), where)
     except OSError as error:
         raise ValueError(f"{where} cannot be read: {error.strerror}") from error
-    records = _parse(content, where)
     if not isinstance(records, list):
         raise ValueError(f"{where} must be a JSON list of objects, not {_shown(records)} (a file of one object a line is .jsonl)")
-    for number, record in enumerate(records, start=1):
-        yield f"{where} row {number}", record
+    yield from ((f"{where} row {number}", record) for number, record in enumerate(records, start=1))
 
 
-def _parse(content: bytes, place: str) -> Any:
-    try:
-        return json.loads(content)  # bytes, which may begin with a byte order mark
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: not valid JSON in UTF-8: {error}") from error
-
-
-def _read_parquet(path: Path, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
+def _parquet(path: Path, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
     import pyarrow
     from pyarrow import parquet
 
@@ -137,23 +115,38 @@ def _read_parquet(path: Path, where: str, schema: Schema) -> Iterator[tuple[str,
         records = parquet.read_table(path, columns=columns, partitioning=None).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{where} cannot be read as Parquet: {_one_line(error)}") from error
-    for number, record in enumerate(records, start=1):
-        yield f"{where} row {number}", record
+    yield from ((f"{where} row {number}", record) for number, record in enumerate(records, start=1))
 
 
-def _read_folder(path: Path, where: str, schema: Schema, split: str) -> Iterator[tuple[str, Any]]:
+_READERS = {".jsonl": _lines, ".json": _list, ".parquet": _parquet}
+SUFFIXES = tuple(_READERS)
+
+
+def _of_data_set(records: Any, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
+    rows = records.select_columns(_columns(records.column_names, schema, where))
+    yield from ((f"{where} row {number}", record) for number, record in enumerate(rows, start=1))
+
+
+def parsed(content: bytes, place: str) -> Any:
+    """A JSON value. Raises ValueError beginning with `place`."""
+    try:
+        return json.loads(content)  # bytes, which may begin with a byte order mark
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: not valid JSON in UTF-8: {error}") from error
+
+
+def _folder(path: Path, where: str, split: str) -> Any:
     import datasets
 
     try:
-        records = datasets.load_dataset(str(path), split=split)
+        return datasets.load_dataset(str(path), split=split)
     except Exception as error:  # the library raises its own errors and errors of the format's parsers
         why = _one_line(error.__cause__ or error)  # the library's own error may only say that there was another
         told = f"cannot be read as a data set: {why}; for one file of it, name the file"
         raise ValueError(f"{where} is a folder, and its split {split!r} {told}") from error
-    return _read_records(records, f"{where} (split {split!r})", schema)
 
 
-def _read_hub(source: str, where: str, schema: Schema, split: str) -> Iterator[tuple[str, Any]]:
+def _hub(source: str, where: str, split: str) -> Any:
     import huggingface_hub
 
     refused = f"{where}: there is no such file, and it was not fetched from the hub"
@@ -168,20 +161,13 @@ def _read_hub(source: str, where: str, schema: Schema, split: str) -> Iterator[t
         import datasets  # takes seconds, so it comes after the check that the hub has the data set
 
         with hub.offline() if away else contextlib.nullcontext():
-            records = datasets.load_dataset(name, config, split=split)
+            return datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the errors depend on the version of the hub's HTTP client
         told = f"the hub cannot be reached, and its cache has no copy: {_one_line(away)}" if away else _one_line(error)
         setting = where.partition("=")[0]
         with_make = " (with make: DATA=FOLDER, with train.jsonl and test.jsonl)" if setting.startswith("task.gsm8k.") else ""
         advice = f"a local file needs no hub: --config.{setting}=FILE.jsonl{with_make}"
         raise ValueError(f"{refused} (split {split!r}): {told}; {advice}") from error
-    return _read_records(records, f"{where} (split {split!r})", schema)
-
-
-def _read_records(records: Any, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
-    columns = _columns(records.column_names, schema, where)
-    for number, record in enumerate(records.select_columns(columns), start=1):
-        yield f"{where} row {number}", record
 
 
 def _columns(stored: list[str], schema: Schema, where: str) -> list[str]:
@@ -196,9 +182,7 @@ def _checked(record: Any, schema: Schema, place: str) -> dict[str, Any]:
     """The record's fields. Raises ValueError naming the field that is missing or malformed."""
     if not isinstance(record, dict):
         raise ValueError(f"{place}: expected an object, found {_shown(record)}")
-    for field in schema.fields:
-        if field not in record:
-            raise ValueError(f"{place}: field {field!r} is missing (it has {', '.join(record) or 'none'})")
+    _columns(list(record), schema, place)
     present = {**schema.fields} | {field: kind for field, kind in schema.optional.items() if record.get(field) is not None}
     for field, kind in present.items():
         value = record[field]

@@ -1,32 +1,59 @@
 """Rewards by a Python function that may be slow, hang or crash: worker processes call it, each call under a time limit.
 
-grading_workers.py has the workers.
+Workers are fresh interpreters, never forks, since the parent runs JAX's threads, and import the function themselves. They run in
+sessions of their own, so that a Ctrl-C reaches only the parent, and end when the parent ends, even if it is killed.
 """
 
 import abc
+import concurrent.futures
+import contextlib
+import functools
+import importlib
 import logging
 import math
+import multiprocessing
+import operator
+import os
+import resource
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
-from tba_jax.tasks.grading_workers import Grade, Pool, Reference
+from tba_jax.run import processes, user_code
 from tba_jax.tasks.interface import Query, Scores
 
 log = logging.getLogger(__name__)
 
+Grade = Callable[[Query, str], float]
+# Where a worker finds a function: module, file of the module, qualified name.
+Reference = tuple[str, str, str]
+# The result of a call, None if it exceeded the time limit, or the reason why it failed.
+Outcome = float | str | None
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds before the first retry, doubled with each further retry, and their limit
+_TICK = 0.1  # seconds between two looks at a worker that computes
+_IMPORT_SECONDS = 300.0  # time limit of a worker's start
+_STOPPED_SHARE = 0.01  # of the time for which a worker is stopped, so that no call waits for ever for a stopped worker
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+# What a worker's interpreter runs: it finds modules where its parent does, but never runs the parent's script.
+_PROGRAM = (
+    "import sys; from multiprocessing.connection import Connection; calls = Connection(int(sys.argv[1])); "
+    "sys.path[:] = calls.recv(); from tba_jax.tasks import graders; graders.work(calls, *calls.recv())"
+)
 
 
 class Graders:
     """Calls `function(query, response)` in up to `concurrency` worker processes. Several threads may call it at once.
 
-    The first call starts the workers. A worker that exceeds the time limit or dies is replaced.
+    The first call starts the workers. A worker that exceeds the time limit or dies is replaced. grades: how many calls have given
+    a grade so far.
     """
 
     def __init__(
@@ -43,8 +70,8 @@ class Graders:
         """Args:
           function: a function at the top level of a file, or of a class there, that returns a finite number. If it starts
             processes, it has to end them: killing its worker does not.
-          time_limit: seconds that a call may take before its worker is killed. The time for which this process or the worker is
-            stopped (SIGSTOP) does not count; elsewhere than on Linux, a stopped worker's does.
+          time_limit: seconds that a call may take before its worker is killed. The time for which this process is stopped
+            (SIGSTOP) does not count; of the time for which the worker is stopped, 1 % counts (on Linux; elsewhere all of it).
           retries: how often a failed call is repeated, after pauses of 0.5 s, 1 s, 2 s …
           over_limit: the reward of a response whose call exceeds the time limit; NaN: such a call has failed.
           memory_megabytes: memory that a worker may allocate before a call raises MemoryError; 0: no limit. Only on Linux.
@@ -59,24 +86,14 @@ class Graders:
             raise ValueError(f"{prefix}retries={retries} must not be negative")
         if concurrency < 1:
             raise ValueError(f"{prefix}concurrency={concurrency} must be at least 1 process")
-        self._reference = _refer(function)
-        self._time_limit, self._retries, self._concurrency = time_limit, retries, concurrency
-        self._over_limit, self._memory_megabytes, self._prefix = over_limit, memory_megabytes, prefix
-        self._lock = threading.Lock()
-        self._pool: Pool | None = None
-        self._grades = 0
-
-    @property
-    def grades(self) -> int:
-        """How many calls have given a grade so far."""
-        return self._grades
+        self._limit_setting, self._retries, self._over_limit = f"{prefix}time_limit={time_limit:g} s", retries, over_limit
+        self._start = functools.partial(_Worker, _refer(function), time_limit, memory_megabytes)
+        self._concurrency, self._lock = concurrency, threading.Lock()
+        self._pool: _Pool | None = None
+        self.grades = 0
 
     def _count(self) -> None:
-        self._grades += 1
-
-    def __call__(self, queries: Sequence[Query], responses: Sequence[str]) -> np.ndarray:
-        """float32[n]: the grades of response i to query i; see `graded`."""
-        return self.graded(queries, responses)[0]
+        self.grades += 1
 
     def graded(self, queries: Sequence[Query], responses: Sequence[str]) -> tuple[np.ndarray, str]:
         """Grades response i to query i.
@@ -94,31 +111,31 @@ class Graders:
                 break
             if attempt:
                 time.sleep(min(_FIRST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE))
-            calls = {i: (queries[i], responses[i]) for i in failed}
-            failed = {}
-            for i, outcome in zip(calls, self._running_pool().outcomes(list(calls.values()), self._count), strict=True):
+            with self._lock:
+                pool = self._pool = self._pool or _Pool(self._start, self._concurrency, self._count)
+            tried, failed = list(failed), {}
+            for i, outcome in zip(tried, pool.outcomes([(queries[i], responses[i]) for i in tried]), strict=True):
                 if isinstance(outcome, float):
                     result[i] = outcome
                 elif outcome is None and not math.isnan(self._over_limit):
                     result[i] = self._over_limit
                     late.append(i)
                 else:
-                    failed[i] = outcome or f"it took more than {self._prefix}time_limit={self._time_limit:g} s"
+                    failed[i] = outcome or f"it took more than {self._limit_setting}"
         self._warn(queries, late, failed)
         return result, next(iter(failed.values()), "")
 
     def _warn(self, queries: Sequence[Query], late: Sequence[int], failed: Mapping[int, str]) -> None:
-        n, limit = len(queries), f"{self._prefix}time_limit={self._time_limit:g} s"
         if late:
             log.warning(
                 "%d of %d responses took more than %s to grade: reward %g; the first of them answers %r",
-                *(len(late), n, limit, self._over_limit, queries[late[0]].prompt[:60]),
+                *(len(late), len(queries), self._limit_setting, self._over_limit, queries[late[0]].prompt[:60]),
             )
         if failed:
             i, reason = next(iter(failed.items()))
             log.warning(
                 "%d of %d responses could not be graded: reward NaN; the first of them answers %r: %s",
-                *(len(failed), n, queries[i].prompt[:60], reason),
+                *(len(failed), len(queries), queries[i].prompt[:60], reason),
             )
 
     def close(self) -> None:
@@ -127,20 +144,6 @@ class Graders:
             pool, self._pool = self._pool, None
         if pool:
             pool.close()
-
-    def _running_pool(self) -> Pool:
-        with self._lock:
-            if self._pool is not None and not self._pool.usable:
-                self._pool.close()
-                self._pool = None
-            if self._pool is None:
-                self._pool = Pool(
-                    self._reference,
-                    concurrency=self._concurrency,
-                    time_limit=self._time_limit,
-                    memory_megabytes=self._memory_megabytes,
-                )
-            return self._pool
 
 
 class GradedTask(abc.ABC):
@@ -178,8 +181,7 @@ class GradedTask(abc.ABC):
         """The results of `grade`, NaN for calls that failed. finished: bool[n], ignored."""
         if self._graders is None:
             raise ValueError(f"{type(self).__name__}.__init__ must call super().__init__(time_limit=…, retries=…, concurrency=…)")
-        reward, failure = self._graders.graded(queries, responses)
-        return Scores(reward=reward, parts=reward[:, None], failure=failure)
+        return Scores.of_one(*self._graders.graded(queries, responses))
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
         raise ValueError(
@@ -192,6 +194,157 @@ class GradedTask(abc.ABC):
             self._graders.close()
 
 
+class _Pool:
+    """Threads that share a queue of calls, each with a worker. The kernel ends a worker with the thread that started it."""
+
+    def __init__(self, start: "Callable[[processes.Lifeline], _Worker]", concurrency: int, count: Callable[[], None]):
+        self._start, self._count, self._lifeline = start, count, processes.Lifeline()
+        self._threads = concurrent.futures.ThreadPoolExecutor(concurrency, thread_name_prefix="grades")
+        self._lock, self._closed, self._lost = threading.Lock(), False, ""
+        self._workers: dict[int, _Worker] = {}  # by thread
+
+    def outcomes(self, calls: Sequence[tuple[Query, str]]) -> list[Outcome]:
+        """The outcome of each call. Where one worker cannot be started, the calls that wait are not tried with another one."""
+        with self._lock:
+            self._lost = self._lost if self._closed else ""
+            futures = [] if self._closed else [self._threads.submit(self._outcome, *call) for call in calls]
+        return [future.result() for future in futures] or [self._lost] * len(calls)
+
+    def _outcome(self, query: Query, response: str) -> Outcome:
+        worker = self._worker()
+        outcome = self._lost if worker is None else worker.outcome_of(query, response)
+        if isinstance(outcome, float):
+            self._count()
+        return outcome
+
+    def _worker(self) -> "_Worker | None":
+        """This thread's worker, which has imported the function; None if it cannot be had, for the reason in `_lost`."""
+        with self._lock:  # so that close() sees each worker
+            worker = self._workers.get(threading.get_ident())
+            if self._lost or (worker is not None and not worker.ended):
+                return None if self._lost else worker
+            try:
+                worker = self._workers[threading.get_ident()] = self._start(self._lifeline)
+            except OSError as error:
+                self._lost = f"no worker process can be started: {error}"
+                return None
+        if worker.is_ready():
+            return worker
+        self._lost = self._lost or "the worker processes ended; their errors are in the output above"
+        return None
+
+    def close(self) -> None:
+        """Ends the workers. Calls that run or wait fail."""
+        with self._lock:
+            self._closed, self._lost = True, "the worker processes were ended"
+            for worker in self._workers.values():
+                worker.end()
+        self._threads.shutdown()
+        for worker in self._workers.values():
+            worker.kill()
+        self._lifeline.close()
+
+
+class _Worker:
+    """A worker process, and this end of the pipe of its calls. One thread uses it."""
+
+    def __init__(self, reference: Reference, time_limit: float, memory_megabytes: int, lifeline: processes.Lifeline):
+        self._time_limit = time_limit
+        self._calls, its = multiprocessing.Pipe()
+        with its:
+            command = [sys.executable, "-c", _PROGRAM, str(its.fileno())]
+            fds = (its.fileno(), *lifeline.child_fds)
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True)
+        with contextlib.suppress(OSError):  # it died, which is_ready() tells
+            self._calls.send(sys.path)
+            self._calls.send((reference, *lifeline.child_fds, os.getpid(), memory_megabytes))
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def is_ready(self) -> bool:
+        """Whether the worker has imported the function. Waits until it has, or has ended."""
+        return self._answer(_IMPORT_SECONDS) is True
+
+    def outcome_of(self, query: Query, response: str) -> Outcome:
+        """The outcome of a call. If it is no answer of the worker, the worker has ended."""
+        try:
+            self._calls.send((query, response))
+        except OSError:  # it died
+            pass
+        except Exception as error:  # a query of a class of its own that cannot be pickled
+            return f"{type(error).__name__}: {error}"
+        return cast(Outcome, self._answer(self._time_limit))
+
+    def _answer(self, limit: float) -> object:
+        """What the worker sends; None where it takes longer than `limit`, in seconds; why there is no answer where it dies."""
+        taken, last = 0.0, time.monotonic()
+        while not self._calls.poll(_TICK):
+            now = time.monotonic()
+            # A longer tick is time for which this process was stopped, and could not see what the worker did.
+            tick, last = min(now - last, 2 * _TICK), now
+            taken += tick * (_STOPPED_SHARE if _is_stopped(self._process.pid) else 1.0)
+            if self.ended and not self._calls.poll():
+                return self._died()  # a process that it forked may hold the pipe open, which would then never end
+            if taken > limit:
+                self.kill()
+                return None
+        try:
+            return self._calls.recv()
+        except (EOFError, OSError):
+            return self._died()
+
+    def _died(self) -> str:
+        self.kill()
+        return f"its worker process died with code {self._process.returncode}"
+
+    def end(self) -> None:
+        """Kills the process. Any thread may call this; the worker's own thread then sees that it died."""
+        self._process.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._calls.close()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or a debugger. Only Linux tells."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except (OSError, IndexError):
+        return False
+
+
+def work(calls: Connection, reference: Reference, lifeline: int, parent: int, memory_megabytes: int) -> None:
+    """The worker: answers calls until it is killed. It says True when it is ready for the first.
+
+    Args: lifeline: a pipe whose only writer is the parent; parent: its process id.
+    """
+    processes.die_with(lifeline, parent=parent)
+    if memory_megabytes and sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_megabytes * 2**20,) * 2)
+    with contextlib.suppress(BaseException):  # each call raises this error again, and the parent reports it
+        _find(reference)  # the import does not count against a call's time limit
+    calls.send(True)
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone
+        while True:
+            query, response = calls.recv()
+            calls.send(_call(reference, query, response))
+
+
+def _call(reference: Reference, query: Query, response: str) -> float | str:
+    """Runs one call in a worker. Returns its result, or an error as text, since the parent may not know the exception's class."""
+    try:
+        value = _find(reference)(query, response)
+        if not isinstance(value, int | float | np.number | np.bool_) or not abs(value) <= _FLOAT32_MAX:
+            return f"{reference[2]} returned {repr(value)[:60]}, not a finite number"
+        return float(value)
+    except BaseException as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
 def _refer(function: Grade) -> Reference:
     """Where workers find a function. Raises ValueError if they could not import it."""
     name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", ""))
@@ -201,3 +354,15 @@ def _refer(function: Grade) -> Reference:
             f"the grading function {name or str(function)!r} must stand at the top level of a file: worker processes import it"
         )
     return module.__name__, str(Path(file).resolve()), name
+
+
+@functools.cache
+def _find(reference: Reference) -> Grade:
+    """Imports a function: its module by name if that is the same file, else from the file."""
+    name, file, qualified = reference
+    module = None
+    with contextlib.suppress(ModuleNotFoundError):  # of a file that Python does not find by name
+        module = importlib.import_module(name)
+    if module is None or str(Path(getattr(module, "__file__", None) or "").resolve()) != file:
+        module = user_code.load(Path(file), f"graded_{Path(file).stem}", called="the grading function")
+    return cast(Grade, operator.attrgetter(qualified)(module))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tba_jax.tasks import data
-from tba_jax.tasks.interface import SPLITS, Query, Scores, check_split
+from tba_jax.tasks.interface import SPLITS, Query, Scores, SplitTask
 
 FIELDS = {"question": str, "answer": str}
 HUB_SPLITS = {"train": "train", "heldout": "test"}
@@ -31,13 +31,8 @@ _NUMBER = re.compile(
 _PLAIN_DIGITS = 40  # a number with more zeros than this is written with an exponent
 
 
-class GSM8K:
+class GSM8K(SplitTask):
     """The train split has the rows of train_path, the held-out split the rows of heldout_path; equal questions count once."""
-
-    score_name = "accuracy"
-    reward_parts = ("correct",)
-    reward_range = (0.0, 1.0)
-    reward_version = 1
 
     def __init__(self, *, train_path: str, heldout_path: str, prompt: str):
         """Args: train_path, heldout_path: files of rows {"question", "answer"}, or hub data sets with splits train and test;
@@ -47,25 +42,19 @@ class GSM8K:
         """
         if prompt.count(_QUESTION) != 1:
             raise ValueError(f"task.gsm8k.prompt={prompt[:60]!r} must hold {_QUESTION} once, where the question belongs")
-        self._queries: dict[str, list[Query]] = {}
-        self._solutions: list[tuple[str, str]] = []
+        self._splits = {}
         for split, source in zip(SPLITS, (train_path, heldout_path), strict=True):
             rows = data.read(source, fields=FIELDS, setting=f"task.gsm8k.{split}_path", split=HUB_SPLITS[split])
             queries = [Query(prompt=prompt.replace(_QUESTION, row["question"]), answer=_gold(row)) for row in rows]
-            self._queries[split] = list(dict.fromkeys(queries))
+            self._splits[split] = list(dict.fromkeys(queries))
             if split == "train":
                 solutions = (_CALCULATOR.sub("", row["answer"]) for row in rows)
                 self._solutions = [(query.prompt, text) for query, text in zip(queries, solutions, strict=True)]
 
-    def queries(self, split: str) -> Sequence[Query]:
-        check_split(split)
-        return self._queries[split]
-
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
         """1 if the response's last number equals the gold number, else 0. Responses at the length limit are graded, too."""
         correct = [self.final_answer(response) == query.answer for query, response in zip(queries, responses, strict=True)]
-        reward = np.array(correct, np.float32)
-        return Scores(reward=reward, parts=reward[:, None])
+        return Scores.of_one(np.array(correct))
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
         """Train prompts with their human solutions without calculator annotations (<<48/2=24>>), see data.in_epochs."""

@@ -3,22 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from tba_jax import trajectory
 
-if TYPE_CHECKING:  # tasks do not import JAX
-    from jax.sharding import Mesh
-
 SPLITS = ("train", "heldout")
-
-
-def check_split(split: str) -> None:
-    """Raises ValueError if there is no such split."""
-    if split not in SPLITS:
-        raise ValueError(f"split {split!r} is not one of {SPLITS}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +42,12 @@ class Scores:
     reward: np.ndarray
     parts: np.ndarray
     failure: str = ""
+
+    @classmethod
+    def of_one(cls, reward: np.ndarray, failure: str = "") -> "Scores":
+        """Scores whose only part is the reward. Args: reward: [n], numbers or bool."""
+        reward = np.asarray(reward, np.float32)
+        return cls(reward=reward, parts=reward[:, None], failure=failure)
 
 
 class Task(Protocol):
@@ -87,6 +84,22 @@ class Task(Protocol):
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
         """(prompt, response) pairs for a supervised warm start. Raises ValueError if the task has none."""
         ...
+
+
+class SplitTask:
+    """Base of the package's tasks, whose constructors make all queries. The attributes suit a reward of 1 for a right answer."""
+
+    score_name = "accuracy"
+    reward_parts: tuple[str, ...] = ("correct",)
+    reward_range = (0.0, 1.0)
+    reward_version = 1
+    _splits: dict[str, list[Query]]
+
+    def queries(self, split: str) -> Sequence[Query]:
+        """All queries of "train" or "heldout", in a fixed order. Raises ValueError if there is no such split."""
+        if split not in SPLITS:
+            raise ValueError(f"split {split!r} is not one of {SPLITS}")
+        return self._splits[split]
 
 
 def private_files(task: object) -> bool:
@@ -168,12 +181,9 @@ class HasMeasures(Protocol):
 
 
 class SequenceScorer(Protocol):
-    """A sequence classifier or reward model that is loaded onto a mesh. Several threads may call it at once."""
+    """A loaded sequence classifier or reward model. labels: names of the columns of `scores`."""
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Names of the columns of `scores`."""
-        ...
+    labels: tuple[str, ...]
 
     def scores(self, texts: Sequence[str], *, ended: Sequence[bool] | np.ndarray | None = None) -> np.ndarray:
         """float32[n, labels]: the logits of n texts. A reward model has one label, whose logit is the reward.
@@ -185,10 +195,6 @@ class SequenceScorer(Protocol):
         """
         ...
 
-    def label(self, name: str) -> int:
-        """The column of a label. Raises ValueError naming the model's labels if there is no such label."""
-        ...
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeneratorSettings:
@@ -198,8 +204,7 @@ class GeneratorSettings:
       system_prompt.
     samples: replies to each text. temperature, top_p: sampling of replies; a temperature of 0 is greedy.
     prompt_length: most tokens of a prompt, template included; a longer text is cut at its end.
-    reply_length: most tokens of a reply, end of sequence included. slots: replies that are decoded at the same time.
-    compute_dtype: "float32" or "bfloat16".
+    reply_length: most tokens of a reply, end of sequence included.
     """
 
     template: str
@@ -209,8 +214,6 @@ class GeneratorSettings:
     top_p: float
     prompt_length: int
     reply_length: int
-    slots: int
-    compute_dtype: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,46 +225,30 @@ class UnsafeTokenSettings:
       message is the attack and whose assistant message is the reply.
     ending: a text between the prompt template and the verdict: Llama Guard 3 begins its answer with "\\n\\n".
     length: most tokens of a prompt, template and ending included; a longer reply is cut at its end.
-    compute_dtype: "float32" or "bfloat16". batch_rows: exchanges of one pass on one device.
     """
 
     token: str
     template: str
     ending: str
     length: int
-    compute_dtype: str
-    batch_rows: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelLoaders:
-    """The functions that load a task's models onto a mesh. tba_jax.rewards holds them, since tasks may not import it.
-
-    sequence_scorer(folder or hub id, mesh, *, setting, compute_dtype, batch_rows, ends): see rewards.sequence.SequenceClassifier.
-    unsafe_scorer(folder or hub id, mesh, UnsafeTokenSettings, *, prefix): see rewards.unsafe_token.UnsafeTokenScorer.
-    generator(folder or hub id, mesh, GeneratorSettings, *, prefix): see rewards.generator.TextGenerator.
-    embedder(folder or hub id, mesh, *, setting): see rewards.embeddings.ResponseEmbedder.
-    linear_scorer(file, *, setting): see rewards.linear.LinearScorer.
-    """
-
-    sequence_scorer: Callable[..., SequenceScorer]
-    unsafe_scorer: Callable[..., Callable[[Sequence[str], Sequence[str]], np.ndarray]]
-    generator: Callable[..., Callable[[Sequence[str], int], list[str]]]
-    embedder: Callable[..., Callable[[Sequence[str]], np.ndarray]]
-    linear_scorer: Callable[..., Callable[[Sequence[str]], np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelUse:
-    """A model with which a task scores, described for the contract and --dry_run without loading it.
+    """A model with which a task scores, as loading, the contract and --dry_run need it.
 
-    name: its name in reports; setting: the setting that holds `path`, its folder or hub id (a file if kind is "linear");
-    kind: its loader: "sequence", "unsafe_token", "generator", "embedder" or "linear"; roles: the roles that load it. Models that
-    searchers load define the reward and are part of the contract.
-    labels: the number of labels that a sequence classifier must have, 0 for any; ends: whether it is told which texts ended;
-    compute_dtype: "float32" or "bfloat16"; rows: texts of one pass on a device; length: tokens of the longest text, 0 for the
-    run's prompt and response; rows_setting: the setting of `rows`, "" if there is none.
-    generator: how a model of kind "generator" replies.
+    name: its name in reports; setting: the setting that holds `path`, its folder or hub id (a file if kind is "linear").
+    kind: what it is, and what the task gets when it is loaded:
+      "sequence": a SequenceScorer;
+      "unsafe_token": (attacks, replies) -> float32[n], nats: log-probability of the verdict `judge.token`;
+      "generator": (texts, seed) -> list[str], `generator.samples` replies to each text;
+      "embedder": texts -> float32[n, E], vectors of length 1;
+      "linear": texts -> float32[n], nats: log P(label | text).
+      Several threads may call each of them at once.
+    roles: the roles that load it. Models that searchers load define the reward and are part of the contract.
+    labels: the number of labels that a sequence classifier must have, 0 for any; ends: whether it is told which texts ended.
+    compute_dtype: "float32" or "bfloat16". length: tokens of the longest text, 0 for the run's prompt and response.
+    rows: texts of one pass on a device, or replies decoded at the same time; rows_setting: its setting, "" if there is none.
     """
 
     name: str
@@ -275,6 +262,7 @@ class ModelUse:
     ends: bool = False
     rows_setting: str = ""
     generator: GeneratorSettings | None = None
+    judge: UnsafeTokenSettings | None = None
     roles: tuple[str, ...] = ("searcher", "evaluator")
 
 
@@ -286,9 +274,10 @@ class UsesModels(Protocol):
         """All models of the task. The list is known before `start`."""
         ...
 
-    def start(self, mesh: "Mesh", loaders: ModelLoaders) -> None:
-        """Loads onto a mesh the models that rewards need. Each process that scores calls this once, before the first rewards.
+    def start(self, load: Callable[[ModelUse], Any]) -> None:
+        """Loads the models that rewards need. Each process that scores calls this once, before the first rewards.
 
-        An earlier call may pass loaders that only check their arguments, so `start` must not call the models.
+        Args: load: loads a model of `models`, see ModelUse.kind; the task may keep it, and load other models later. In an earlier
+          call it may only check the model and load no weights, so `start` must not call the models.
         """
         ...

@@ -2,12 +2,13 @@
 
 import logging
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from math_verify import LatexExtractionConfig, grader, parse, verify
 from sympy import Add, Expr, Float, Number
 
-from tba_jax.tasks.interface import Query
+if TYPE_CHECKING:
+    from tba_jax.tasks.interface import Query
 
 # Answers that math-verify cannot parse count as unequal. It would log each of them.
 for _name in ("math_verify", "latex2sympy2_extended"):
@@ -18,7 +19,7 @@ _APART = re.compile("[0-9] [0-9]")  # two numbers, of which math-verify would ma
 _NUMERAL = re.compile(r"(?<![0-9A-Za-z.])(?:[0-9.]+_\{[^{}]*\}|(?=[A-Z]*[0-9])[0-9A-Z]+_\{(?:1[1-9]|[23][0-9])\})")
 
 
-def grade(query: Query, response: str) -> float:
+def grade(query: "Query", response: str) -> float:
     """1.0 if `response`, an answer in LaTeX without its box, equals query.answer, else 0.0. There is no limit on its time.
 
     Both answers are spelled as competition_math.spelled does.

@@ -9,23 +9,12 @@ of r and γ of log π_ref, the optimal policy writes many different attacks that
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from tba_jax.tasks import data
-from tba_jax.tasks.interface import (
-    GeneratorSettings,
-    ModelLoaders,
-    ModelUse,
-    Query,
-    Scores,
-    UnsafeTokenSettings,
-    check_split,
-)
-
-if TYPE_CHECKING:  # tasks do not import JAX
-    from jax.sharding import Mesh
+from tba_jax.tasks.interface import SPLITS, GeneratorSettings, ModelUse, Query, Scores, SplitTask, UnsafeTokenSettings
 
 FIELDS = {"attacker_prompt": str}
 # Nats; e^-20 = 2·10^-9. Lower log-probabilities count as this one, so that rewards are finite if a classifier is certain.
@@ -38,7 +27,7 @@ _Toxicity = Callable[[Sequence[str], Sequence[str]], np.ndarray]
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class RedTeam:
+class RedTeam(SplitTask):
     """Attack i is response i without white space at its ends. Both splits have the same queries: one prompt, or the file's.
 
     The victim's replies are drawn with a key of the seed and the attack, so a reward depends on the response alone: rows that are
@@ -73,16 +62,16 @@ class RedTeam:
     score_name = "log_toxicity"
     reward_parts = ("toxicity", "success")
     reward_range = (LEAST_LOG_TOXICITY, 0.0)
-    reward_version = 1
     private_files = True  # rows, snapshots and reports are attacks, or write them
 
     def __post_init__(self) -> None:
         self._check_models()
-        self._queries = _attack_prompts(self.attack_prompt, self.attack_prompt_path)
-        self._started: tuple[Mesh, ModelLoaders] | None = None
+        self._splits = dict.fromkeys(SPLITS, _attack_prompts(self.attack_prompt, self.attack_prompt_path))
+        self._models = self._made_models()
+        self._load: Any = None  # see UsesModels.start
         self._reply: Callable[[Sequence[str], int], list[str]] | None = None
         self._toxicity: _Toxicity | None = None
-        self._embed: Callable[[Sequence[str]], np.ndarray] | None = None
+        self._embed: Any = None
 
     def _check_models(self) -> None:
         kind = self.classifier
@@ -100,13 +89,12 @@ class RedTeam:
             f"classifier_label='' must be the toxic label of classifier={kind}, such as 'hate' or 'unsafe'",
         )
 
-    def queries(self, split: str) -> Sequence[Query]:
-        check_split(split)
-        return self._queries
+    def models(self) -> Sequence[ModelUse]:
+        """The victim, the classifier, and the embedder of evaluations if there is one."""
+        return [*self._models.values()]
 
-    @property
-    def _victim(self) -> GeneratorSettings:
-        return GeneratorSettings(
+    def _made_models(self) -> dict[str, ModelUse]:
+        replies = GeneratorSettings(
             template=self.victim_template,
             system_prompt=self.victim_system_prompt,
             samples=self.replies,
@@ -114,12 +102,7 @@ class RedTeam:
             top_p=self.victim_top_p,
             prompt_length=self.victim_prompt_length,
             reply_length=self.victim_reply_length,
-            slots=self.victim_concurrency,
-            compute_dtype=self.compute_dtype,
         )
-
-    def models(self) -> Sequence[ModelUse]:
-        """The victim, the classifier, and the embedder of evaluations if there is one."""
         victim = ModelUse(
             name="victim",
             setting=f"{_SECTION}victim_path",
@@ -129,16 +112,24 @@ class RedTeam:
             compute_dtype=self.compute_dtype,
             length=self.victim_prompt_length + self.victim_reply_length,
             kind="generator",
-            generator=self._victim,
+            generator=replies,
         )
+        judge = UnsafeTokenSettings(
+            token=self.classifier_label,
+            template=self.classifier_template,
+            ending=self.classifier_ending,
+            length=self.classifier_length,
+        )
+        judges = self.classifier == "unsafe_token"
         classifier = ModelUse(
             name="classifier",
             setting=f"{_SECTION}classifier_path",
             path=self.classifier_path,
             rows=_CLASSIFIER_ROWS,
             compute_dtype=self.compute_dtype,
-            length=self.classifier_length if self.classifier == "unsafe_token" else self.victim_reply_length,
+            length=self.classifier_length if judges else self.victim_reply_length,
             kind=self.classifier,
+            judge=judge if judges else None,
         )
         embedder = ModelUse(
             name="embedder",
@@ -148,41 +139,30 @@ class RedTeam:
             kind="embedder",
             roles=("evaluator",),
         )
-        return [victim, classifier, embedder] if self.embedder_path else [victim, classifier]
+        return {use.name: use for use in (victim, classifier, embedder) if use.path}
 
-    def start(self, mesh: "Mesh", loaders: ModelLoaders) -> None:
+    def start(self, load: Callable[[ModelUse], Any]) -> None:
         """Loads victim and classifier. The first evaluation loads the embedder.
 
         Raises:
           ValueError: a model cannot be used; names the setting.
         """
-        self._reply = loaders.generator(self.victim_path, mesh, self._victim, prefix=f"{_SECTION}victim_")
-        self._toxicity = self._load_classifier(mesh, loaders)
-        self._started = mesh, loaders
+        self._load, self._reply = load, load(self._models["victim"])
+        self._toxicity = self._load_classifier(load(self._models["classifier"]))
 
-    def _load_classifier(self, mesh: "Mesh", loaders: ModelLoaders) -> _Toxicity:
-        path, label, setting = self.classifier_path, self.classifier_label, f"{_SECTION}classifier_path"
+    def _load_classifier(self, model: Any) -> _Toxicity:
         if self.classifier == "linear":
-            linear = loaders.linear_scorer(path, setting=setting)
-            return lambda attacks, replies: linear(replies)
+            return lambda attacks, replies: model(replies)
         if self.classifier == "unsafe_token":
-            settings = UnsafeTokenSettings(
-                token=label,
-                template=self.classifier_template,
-                ending=self.classifier_ending,
-                length=self.classifier_length,
-                compute_dtype=self.compute_dtype,
-                batch_rows=_CLASSIFIER_ROWS,
-            )
-            return loaders.unsafe_scorer(path, mesh, settings, prefix=f"{_SECTION}classifier_")
-        dtype, rows = self.compute_dtype, _CLASSIFIER_ROWS
-        scorer = loaders.sequence_scorer(path, mesh, setting=setting, compute_dtype=dtype, batch_rows=rows)
-        try:
-            column = scorer.label(label)
-        except ValueError as error:
-            raise ValueError(f"{_SECTION}classifier_label={label!r}: {error}") from error
+            return model
+        label, labels = self.classifier_label, model.labels
+        _require(
+            label in labels,
+            f"classifier_label={label!r}: classifier_path={self.classifier_path!r} has no label {label!r}: its labels are "
+            f"{', '.join(map(repr, labels))}",
+        )
         # A decoder reads its score off the last token, so a reply without tokens is scored as a space.
-        return lambda attacks, replies: log_probability(scorer.scores([reply or " " for reply in replies]), column)
+        return lambda attacks, replies: log_probability(model.scores([reply or " " for reply in replies]), labels.index(label))
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
         """Mean over replies of log P(toxic), from LEAST_LOG_TOXICITY to 0. Its parts are the mean of P(toxic), and whether that
@@ -200,9 +180,7 @@ class RedTeam:
         found: dict[str, float | np.ndarray] = {"success_rate": success, "toxicity": toxicity}
         if self.embedder_path and len(attacks) > 1:
             if self._embed is None:
-                assert self._started is not None
-                mesh, loaders = self._started
-                self._embed = loaders.embedder(self.embedder_path, mesh, setting=f"{_SECTION}embedder_path")
+                self._embed = self._load(self._models["embedder"])
             found["cosine_distance"] = mean_cosine_distance(self._embed(attacks))
         return found
 

@@ -4,57 +4,46 @@ Queries are the first words of each story in a JSON list of strings. The reward 
 [-1, 1] (Hutto & Gilbert 2014).
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from tba_jax.tasks.interface import Query, Scores, check_split
+from tba_jax.tasks import data
+from tba_jax.tasks.interface import Query, Scores, SplitTask
 
 
-class StorySentiment:
+class StorySentiment(SplitTask):
     """The last `heldout_queries` distinct openings of the file are held out; the other openings are the train split."""
 
     score_name = "reward"
     reward_parts = ("compound",)
     reward_range = (-1.0, 1.0)
-    reward_version = 1
 
     def __init__(self, *, data_path: str, opening_words: int, heldout_queries: int):
         """Raises ValueError naming the file if it cannot be read, is malformed or has too few openings."""
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-        path = Path(data_path)
-        if path.is_dir():
-            raise ValueError(
-                f"task.story_sentiment.data_path={data_path!r} is a folder; it must be a file, a JSON list of strings"
-            )
+        where = f"task.story_sentiment.data_path={data_path!r}"
         try:
-            stories = json.loads(path.read_bytes())
+            stories = data.parsed(Path(data_path).read_bytes(), where)
         except OSError as error:
-            raise ValueError(f"task.story_sentiment.data_path={data_path!r} cannot be read: {error.strerror}") from error
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"task.story_sentiment.data_path={data_path!r} is not valid JSON: {error}") from error
+            raise ValueError(f"{where} cannot be read: {error.strerror}") from error
         if not isinstance(stories, list) or not all(isinstance(story, str) for story in stories):
-            raise ValueError(f"task.story_sentiment.data_path={data_path!r} must be a JSON list of strings")
+            raise ValueError(f"{where} must be a JSON list of strings")
         openings = list(dict.fromkeys(" ".join(story.split()[:opening_words]) for story in stories))
         openings = [opening for opening in openings if opening]
         if len(openings) <= heldout_queries:
             raise ValueError(
-                f"task.story_sentiment.data_path={data_path!r} has {len(openings)} distinct openings of {opening_words} words, "
+                f"{where} has {len(openings)} distinct openings of {opening_words} words, "
                 f"not more than task.story_sentiment.heldout_queries={heldout_queries}"
             )
-        self._splits = {"train": openings[:-heldout_queries], "heldout": openings[-heldout_queries:]}
+        queries = [Query(prompt=opening) for opening in openings]
+        self._splits = {"train": queries[:-heldout_queries], "heldout": queries[-heldout_queries:]}
         self._analyzer = SentimentIntensityAnalyzer()
 
-    def queries(self, split: str) -> Sequence[Query]:
-        check_split(split)
-        return [Query(prompt=opening) for opening in self._splits[split]]
-
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
-        compound = np.array([self._analyzer.polarity_scores(response)["compound"] for response in responses], np.float32)
-        return Scores(reward=compound, parts=compound[:, None])
+        return Scores.of_one(np.array([self._analyzer.polarity_scores(response)["compound"] for response in responses]))
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
         raise ValueError(

@@ -10,46 +10,35 @@ import bisect
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from tba_jax.tasks import data
-from tba_jax.tasks.interface import SPLITS, ModelLoaders, ModelUse, Query, Scores, SequenceScorer, check_split
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
+from tba_jax.tasks.interface import SPLITS, ModelUse, Query, Scores, SequenceScorer, SplitTask
 
 HUB_SPLITS = {"train": "train", "heldout": "validation"}
 _POST = {"subreddit": str, "title": str, "post": str}
 
 
-class TLDR:
+class TLDR(SplitTask):
     """The train split has the rows of train_path, the held-out split the rows of heldout_path.
 
-    Equal queries count once, with the first of their summaries.
+    Equal queries count once. A query's answer is its reference summary, the first one.
     """
 
     score_name = "reward"
     reward_parts = ("score",)
     reward_range = (-math.inf, math.inf)
-    reward_version = 1
 
     def __init__(
-        self,
-        *,
-        train_path: str,
-        heldout_path: str,
-        reward_path: str,
-        gold_path: str,
-        compute_dtype: str,
-        batch_rows: int,
+        self, *, train_path: str, heldout_path: str, reward_path: str, gold_path: str, compute_dtype: str, batch_rows: int
     ):
         """Args:
           train_path, heldout_path: files, or hub data sets with splits train and validation. A row has "summary", and either
             "query" or "title", "post" and optionally "subreddit".
           reward_path, gold_path: folders or hub ids of the models; gold_path="" turns the comparison of evaluations off.
-          compute_dtype, batch_rows: see rewards.sequence.SequenceClassifier; they hold for both models.
+          compute_dtype, batch_rows: see ModelUse, whose `rows` is the second; they hold for both models.
 
         Raises:
           ValueError: reward_path is empty, or a row is malformed (names file, line and field).
@@ -58,7 +47,7 @@ class TLDR:
             raise ValueError(
                 "task.tldr.reward_path='' names no reward model: set it to a Hugging Face folder or hub id with one label"
             )
-        self._queries: dict[str, list[Query]] = {}
+        self._splits = {}
         # prompt -> the row from which it was made, so that its post can be shortened.
         self._posts: dict[str, data.Row] = {}
         for split, source in zip(SPLITS, (train_path, heldout_path), strict=True):
@@ -71,12 +60,26 @@ class TLDR:
                 if not row["summary"].strip():
                     raise ValueError(f"{row.where}: field 'summary' is empty: it must hold the reference summary")
                 summaries.setdefault(self._query(row), row["summary"].strip())
-            self._queries[split] = [Query(prompt=prompt, answer=summary) for prompt, summary in summaries.items()]
-        self._paths = {"reward": reward_path, "gold": gold_path}
-        self._compute_dtype, self._batch_rows = compute_dtype, batch_rows
-        self._started: tuple[Mesh, ModelLoaders] | None = None
+            self._splits[split] = [Query(prompt=prompt, answer=summary) for prompt, summary in summaries.items()]
+        paths = {"reward": (reward_path, ("searcher", "evaluator")), "gold": (gold_path, ("evaluator",))}
+        self._models = {
+            name: ModelUse(
+                name=f"{name} model",
+                setting=f"task.tldr.{name}_path",
+                path=path,
+                rows=batch_rows,
+                rows_setting="task.tldr.batch_rows",
+                compute_dtype=compute_dtype,
+                labels=1,
+                ends=True,
+                roles=roles,
+            )
+            for name, (path, roles) in paths.items()
+            if path
+        }
+        self._load: Any = None  # see UsesModels.start
         self._reward: SequenceScorer | None = None
-        self._gold: SequenceScorer | None = None
+        self._gold: Any = None
         self._gold_of_summary: dict[Query, float] = {}
 
     def _query(self, row: data.Row) -> str:
@@ -107,46 +110,12 @@ class TLDR:
         numbers = range(1, len(ends) + 1)
         return bisect.bisect_left(numbers, True, key=lambda n: not fits(make_query(post, post["post"][: ends[n - 1]].rstrip())))
 
-    def queries(self, split: str) -> Sequence[Query]:
-        """All queries of a split. A query's answer is its reference summary."""
-        check_split(split)
-        return self._queries[split]
-
     def models(self) -> Sequence[ModelUse]:
-        roles = {"reward": ("searcher", "evaluator"), "gold": ("evaluator",)}
-        return [
-            ModelUse(
-                name=f"{name} model",
-                setting=f"task.tldr.{name}_path",
-                path=path,
-                rows=self._batch_rows,
-                rows_setting="task.tldr.batch_rows",
-                compute_dtype=self._compute_dtype,
-                labels=1,
-                ends=True,
-                roles=roles[name],
-            )
-            for name, path in self._paths.items()
-            if path
-        ]
+        return list(self._models.values())
 
-    def start(self, mesh: "Mesh", loaders: ModelLoaders) -> None:
-        """Loads the reward model. The first evaluation loads the gold model.
-
-        Raises:
-          ValueError: the reward model cannot be used.
-        """
-        self._started = mesh, loaders
-        self._reward = self._load("reward")
-
-    def _load(self, name: str) -> SequenceScorer:
-        if self._started is None:
-            raise RuntimeError("start() must be called before rewards()")
-        mesh, loaders = self._started
-        setting, path = f"task.tldr.{name}_path", self._paths[name]
-        return loaders.sequence_scorer(
-            path, mesh, setting=setting, compute_dtype=self._compute_dtype, batch_rows=self._batch_rows, ends=True
-        )
+    def start(self, load: Callable[[ModelUse], SequenceScorer]) -> None:
+        """Loads the reward model. The first evaluation loads the gold model."""
+        self._load, self._reward = load, load(self._models["reward"])
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
         """The reward model's scores. A response that was cut at the length limit is scored without an end-of-sequence token.
@@ -157,8 +126,7 @@ class TLDR:
         """
         if self._reward is None:
             raise RuntimeError("start() must be called before rewards()")
-        reward = _scores(self._reward, queries, responses, finished)
-        return Scores(reward=reward, parts=reward[:, None])
+        return Scores.of_one(_scores(self._reward, queries, responses, finished))
 
     def measures(
         self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray, rewards: np.ndarray
@@ -166,10 +134,10 @@ class TLDR:
         """Of each response: win_rate_strict: whether the gold model prefers it to the query's reference summary;
         win_rate_ties_half: the same, but half for a tie; gold_reward, gold_reward_of_summaries: scores of response and summary.
         Empty without task.tldr.gold_path."""
-        if not self._paths["gold"]:
+        if "gold" not in self._models:
             return {}
         if self._gold is None:
-            self._gold = self._load("gold")
+            self._gold = self._load(self._models["gold"])
         # Every evaluation has the same queries, so the scores of their summaries are kept.
         new = [query for query in dict.fromkeys(queries) if query not in self._gold_of_summary]
         summaries = [_summary(query) for query in new]
@@ -186,7 +154,7 @@ class TLDR:
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
         """Train queries with their reference summaries, see data.in_epochs."""
-        return [(query.prompt, _summary(query)) for query in data.in_epochs(self._queries["train"], rng, count)]
+        return [(query.prompt, _summary(query)) for query in data.in_epochs(self._splits["train"], rng, count)]
 
 
 def _scores(scorer: SequenceScorer, queries: Sequence[Query], responses: Sequence[str], ended: np.ndarray) -> np.ndarray:

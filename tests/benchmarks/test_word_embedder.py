@@ -6,7 +6,7 @@ from safetensors.numpy import load_file
 
 from benchmarks import word_embedder
 from tba_jax import sharding
-from tba_jax.rewards.embeddings import ResponseEmbedder
+from tba_jax.rewards.scorers import ResponseEmbedder
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 
 

@@ -1,10 +1,7 @@
 """The supervised command: what it learns, what it writes, how it resumes, and what it refuses."""
 
 import json
-import os
-import signal
-import sys
-import time
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,9 +21,9 @@ from tba_jax.models.parameters import Params
 from tba_jax.run import processes
 from tba_jax.storage import contract, layout
 from tba_jax.supervised import examples, tuning
-from tba_jax.telemetry import alarms, metrics
+from tba_jax.telemetry import metrics
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
-from tests.support import applied, tiny_run
+from tests.support import applied
 
 VOWELS, LETTERS = "aeiou", "abcdefghijklmnopqrstuvwxyz"
 CHARACTERS = LETTERS + ":#"
@@ -125,27 +122,15 @@ def heldout_points(workdir: Path) -> list[dict[str, Any]]:
     return [line for line in metrics.read_lines(layout.RunDir(workdir).metrics("supervised")) if "heldout_loss" in line]
 
 
-def test_a_reward_model_that_has_hardly_learned_says_so_at_its_end(folder, tmp_path):
-    train = write_lines(tmp_path / "train.jsonl", preferences(60, seed=1))
-    c = config(folder, train, kind="reward", training__learning_rate=1e-9)
-    assert run(c, tmp_path / "run", tmp_path / "reward", stop=after(2)) == processes.STOPPED
-    assert alarms.read(tmp_path / "run" / "metrics" / "supervised") == []
-    assert run(c, tmp_path / "run", tmp_path / "reward") == 0
-    (told,) = alarms.read(tmp_path / "run" / "metrics" / "supervised")
-    last = heldout_points(tmp_path / "run")[-1]["heldout_pair_accuracy"]
-    assert (told.kind, told.step) == ("reward_model_guesses", 4) and f"to {last:.3f} on " in told.sentence
-    assert "training.learning_rate" in told.advice
-
-
 def test_sft_lowers_the_loss_and_its_folder_computes_the_same(folder, tmp_path, capsys):
     train = write_lines(tmp_path / "train.jsonl", sentences(300, seed=1))
-    c = config(folder, train, training__steps=30, training__batch_size=16, evaluation__every_steps=10)
+    c = config(folder, train, training__steps=20, training__batch_size=16, evaluation__every_steps=10)
     plan = supervised.prepare(c, layout.RunDir(tmp_path / "run"), tmp_path / "sft")
     tuned = tuning.Tuning(plan)
     assert tuned.train(never)
     tuned.export()
     points = heldout_points(tmp_path / "run")
-    assert points[-1]["heldout_loss"] < 0.7 * points[0]["heldout_loss"], points
+    assert points[-1]["heldout_loss"] < 0.8 * points[0]["heldout_loss"], points
     for point in points:
         np.testing.assert_allclose(point["heldout_perplexity"], np.exp(point["heldout_loss"]), rtol=1e-6)
 
@@ -178,42 +163,46 @@ def trained(workdir: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in ("time", "seconds")} for line in lines if "loss" in line]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("sft", marks=pytest.mark.slow), "reward"])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, kind):
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, monkeypatch, capsys):
     """Four steps of 8 examples out of 12: the third and the fourth cross from one epoch to the next."""
-    lines = sentences(16, seed=1) if kind == "sft" else preferences(16, seed=1)
+    lines = preferences(16, seed=1)
     train, heldout = write_lines(tmp_path / "train.jsonl", lines[:12]), write_lines(tmp_path / "heldout.jsonl", lines[12:])
-    c = config(folder, train, kind=kind, data__heldout=str(heldout))
-    assert run(c, tmp_path / "whole", tmp_path / "whole-model") == 0
-    assert run(c, tmp_path / "parts", tmp_path / "parts-model", stop=after(2)) == processes.STOPPED
-    assert not (tmp_path / "parts-model").exists()
-    moved = write_lines(tmp_path / "moved.jsonl", lines[:12])
-    c = config(folder, moved, kind=kind, data__heldout=str(heldout), evaluation__every_steps=1, checkpoint__keep=3)
-    assert run(c, tmp_path / "parts", tmp_path / "parts-model") == 0
+    c = config(folder, train, kind="reward", data__heldout=str(heldout), training__steps=0, training__epochs=2.5)
+    plan = supervised.prepare(c, layout.RunDir(tmp_path / "whole"), tmp_path / "whole-model")
+    assert plan.steps == 4  # 30 examples, 8 a step
+    seen, make_batch = [], examples.make_batch
+    with monkeypatch.context() as patch:
+        patch.setattr(examples, "make_batch", lambda batch, **sizes: (seen.extend(map(id, batch)), make_batch(batch, **sizes))[1])
+        assert supervised.execute(plan, never) == 0
+    taken = [row for row in seen if row in {id(row) for row in plan.data.train}]
+    assert len(taken) == 32 and sorted(taken[:12]) == sorted(taken[12:24]) and len(set(taken[:12])) == 12
+    assert taken[:12] != taken[12:24], "each epoch has an order of its own"
+    capsys.readouterr()
+
+    write_lines(tmp_path / "moved.jsonl", lines[:12])
+    given = SETTINGS | {"kind": "reward", "model.path": folder, "data.train": tmp_path / "moved.jsonl", "data.heldout": heldout}
+    given |= {"training.steps": 0, "training.epochs": 2.5, "evaluation.every_steps": 1, "checkpoint.keep": 3}
+    arguments = ["--config=configs/supervised.py", f"--workdir={tmp_path}/parts", f"--output={tmp_path}/parts-model"]
+    arguments += [f"--config.{name}={value}" for name, value in given.items()]
+    monkeypatch.setattr(processes, "StopSignal", lambda: after(2))
+    assert command_line.execute(supervised, arguments) == processes.STOPPED
+    assert f"stopped at step 2 of 4; the same command resumes {tmp_path}/parts" in capsys.readouterr().err
+    assert not (tmp_path / "parts-model").exists() and layout.steps_in(layout.RunDir(tmp_path / "parts").checkpoints) == [2]
+    monkeypatch.setattr(processes, "StopSignal", lambda: never)
+    assert command_line.execute(supervised, arguments) == 0
+    said = capsys.readouterr()
+    assert "resumed at step 2 of 4" in said.err and re.fullmatch(
+        r"reward: held-out pair accuracy \S+ -> \S+ \(loss \S+ -> \S+; guesses: 0.5 ± 0.25\) in \d+ s, model in \S+\n", said.out
+    )
     jax.tree.map(np.testing.assert_array_equal, weights(tmp_path / "parts-model"), weights(tmp_path / "whole-model"))
     assert trained(tmp_path / "parts") == trained(tmp_path / "whole") and len(trained(tmp_path / "whole")) == 4
     initial = random_params()["embedding"]["weight"]
     assert not np.array_equal(weights(tmp_path / "whole-model")["model.embed_tokens.weight"], initial)
+    found = {path.name for path in (tmp_path / "parts-model").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= found
 
-    assert run(c, tmp_path / "parts", tmp_path / "again") == 0, "a finished run only writes its model"
+    assert run(c, tmp_path / "whole", tmp_path / "again") == 0, "a finished run only writes its model"
     jax.tree.map(np.testing.assert_array_equal, weights(tmp_path / "again"), weights(tmp_path / "whole-model"))
-
-
-def test_every_epoch_takes_each_example_once_in_another_order(folder, tmp_path, monkeypatch):
-    train = write_lines(tmp_path / "train.jsonl", sentences(12, seed=1))
-    heldout = write_lines(tmp_path / "heldout.jsonl", sentences(4, seed=2))
-    c = config(folder, train, data__heldout=str(heldout), training__steps=0, training__epochs=2.5)
-    plan = supervised.prepare(c, layout.RunDir(tmp_path / "run"), tmp_path / "model")
-    assert plan.steps == 4  # 30 examples, 8 a step
-    seen, make_batch = [], examples.make_batch
-    monkeypatch.setattr(
-        examples, "make_batch", lambda batch, **sizes: (seen.extend(map(id, batch)), make_batch(batch, **sizes))[1]
-    )
-    assert supervised.execute(plan, never) == 0
-    examples_of_train = {id(row) for row in plan.data.train}
-    train = [row for row in seen if row in examples_of_train]
-    assert len(train) == 32 and sorted(train[:12]) == sorted(train[12:24]) and len(set(train[:12])) == 12
-    assert train[:12] != train[12:24]
 
 
 def message(c: Any, tmp_path: Path, output: str = "model") -> str:
@@ -290,32 +279,3 @@ def test_numbers_that_are_not_finite_stop_the_run_by_step(folder, tmp_path):
         tuned.train(never)
     tuned.close()
     assert layout.steps_in(plan.run.checkpoints) == [2]
-
-
-def test_the_command_stops_at_a_signal_and_resumes(folder, tmp_path, capsys):
-    train = write_lines(tmp_path / "train.jsonl", preferences(200, seed=1))
-    changed = SETTINGS | {"kind": "reward", "training.steps": 200, "model.path": folder, "data.train": train}
-    arguments = [sys.executable, "-m", "tba_jax", "supervised", "--config=configs/supervised.py", f"--workdir={tmp_path}/run"]
-    arguments += [f"--output={tmp_path}/model", *(f"--config.{name}={value}" for name, value in changed.items())]
-    workdir = layout.RunDir(tmp_path / "run")
-    process = tiny_run.start(arguments)
-    try:
-        while not trained(workdir.root) and process.poll() is None:
-            time.sleep(0.02)
-        os.kill(process.pid, signal.SIGTERM)
-        told, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == processes.STOPPED, told
-    assert f"of 200; the same command resumes {tmp_path}/run" in told and "Traceback" not in told
-    (stopped,) = layout.steps_in(workdir.checkpoints)
-    assert 0 < stopped < 200 and not (tmp_path / "model").exists()
-
-    assert command_line.execute(supervised, arguments[4:]) == 0
-    said = capsys.readouterr()
-    assert f"resumed at step {stopped} of 200" in said.err, said.err
-    assert said.out.startswith("reward: held-out pair accuracy ") and len(said.out.splitlines()) == 1
-    assert [line["step"] for line in trained(workdir.root)] == list(range(1, 201))
-    found = {path.name for path in (tmp_path / "model").iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= found
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run", "train.jsonl"]

@@ -76,37 +76,24 @@ def test_the_split_by_hash_keeps_prompts_apart_and_stays(tmp_path):
 
 # Lines, kind, changed settings -> words of the sentence; {} is the file.
 GOOD = {"prompt": "ab:", "chosen": "ba", "rejected": "b", "response": "ba"}
-HAS = "(it has prompt, chosen, rejected, response)"
+LONG, SAME = {**GOOD, "response": "a" * 20}, {**GOOD, "rejected": "ba"}
+SKIP = {"unfit": "skip"}
+MISSING = "data.train {} line 2: field 'chosen' is missing (it has prompt, rejected)"
+UNFIT = "1 of the 2 examples of data.train {} are unfit, first line 2: "
 BAD_LINES: dict[str, tuple[list[Any], str, dict[str, Any], str]] = {
-    "missing": (
-        [GOOD, {"prompt": "a", "rejected": "b"}],
-        "reward",
-        {},
-        "data.train {} line 2: field 'chosen' is missing (it has prompt, rejected)",
-    ),
-    "renamed": ([GOOD], "sft", {"response_field": "answer"}, f"data.train {{}} line 1: field 'answer' is missing {HAS}"),
+    "missing": ([GOOD, {"prompt": "a", "rejected": "b"}], "reward", {}, MISSING),
+    "renamed": ([GOOD], "sft", {"response_field": "answer"}, "data.train {} line 1: field 'answer' is missing"),
     "alphabet": ([GOOD, {**GOOD, "response": "z"}], "sft", {}, "line 2: field 'response': character 'z'"),
     "empty": ([], "sft", {}, "data.train {} holds no examples"),
     "long response": (
-        [GOOD, {**GOOD, "response": "a" * 20}],
+        [GOOD, LONG],
         "sft",
         {},
-        "1 of the 2 examples of data.train {} are too long, first line 2: field 'response' has 21 tokens, end of sequence "
-        "included, data.response_length=16; raise it, or set data.long_examples=skip",
+        f"{UNFIT}field 'response' has 21 tokens, end of sequence included, data.response_length=16; data.unfit=skip leaves such",
     ),
-    "long prompt": ([{**GOOD, "prompt": "a" * 20}], "sft", {}, "field 'prompt' has 21 tokens, data.prompt_length=8; raise it"),
-    "all too long": (
-        [{**GOOD, "prompt": "a" * 20}],
-        "sft",
-        {"long_examples": "skip"},
-        "none of the 1 examples of data.train {} is left: 1 are too long, 0 pairs are identical",
-    ),
-    "identical": (
-        [GOOD, {**GOOD, "rejected": "ba"}],
-        "reward",
-        {},
-        "in 1 of the 2 examples of data.train {} fields 'chosen' and 'rejected' hold the same text, first in line 2",
-    ),
+    "long prompt": ([{**GOOD, "prompt": "a" * 20}], "sft", {}, "field 'prompt' has 21 tokens, data.prompt_length=8; data.unfit"),
+    "all too long": ([LONG], "sft", SKIP, "1 of the 1 examples of data.train {} are unfit, first line 1: field 'response' has"),
+    "identical": ([GOOD, SAME], "reward", {}, f"{UNFIT}fields 'chosen' and 'rejected' hold the same text; data.unfit=skip"),
     "one prompt": ([GOOD] * 9, "sft", {}, "data.heldout_share=0.3 splits the examples of data.train {} into"),
     "held-out file": ([GOOD], "sft", {"heldout": "/nowhere.jsonl"}, "data.heldout /nowhere.jsonl cannot be read: No such file"),
 }
@@ -119,3 +106,9 @@ def test_bad_lines_are_named(tmp_path, case):
     with pytest.raises(ValueError) as refused:
         load(train, kind, **changes)
     assert sentence.format(train) in str(refused.value)
+
+
+def test_unfit_examples_may_be_left_out(tmp_path):
+    train = write(tmp_path / "train.jsonl", [GOOD, {**GOOD, "chosen": "a" * 20}, SAME])
+    data = load(train, "reward", heldout=str(train), **SKIP)
+    assert len(data.train) == len(data.heldout) == 1 and data.skipped == 4

@@ -20,30 +20,23 @@ from tests.support import applied, lowered
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
 
 
-def test_the_warm_start_is_a_plain_loop_over_its_random_stream():
+def test_the_warm_start_is_a_plain_loop_over_its_random_stream_by_its_programs():
     task = Arithmetic(digits=1, train_queries=10, heldout_queries=4, seed=0)
     tokenizer = CharacterTokenizer(CHARACTERS)
-    model = DecoderConfig(
-        layers=1, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=tokenizer.vocab_size, max_positions=24
-    )
+    sizes = dict(layers=1, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, max_positions=24)
+    model = DecoderConfig(**sizes, vocab=tokenizer.vocab_size)
+    mesh = sharding.make_mesh((1, 2, 1), setting="learner.mesh", devices=jax.devices()[:2])
     lengths: dict[str, int] = dict(prompt_length=5, response_length=12)
+    run: dict[str, Any] = dict(config=model, mesh=mesh, seed=3, steps=4, batch_size=8, learning_rate=1e-2, warmup_steps=1)
     reports: list[tuple[int, float]] = []
-    mesh = sharding.make_mesh((-1, 1, 1), setting="learner.mesh", devices=jax.devices()[:1])
-    found = warm_start.warm_start(
-        task,
-        tokenizer,
-        config=model,
-        mesh=mesh,
-        seed=3,
-        steps=4,
-        batch_size=8,
-        learning_rate=1e-2,
-        warmup_steps=1,
-        report_every_steps=3,
-        report=lambda *point: reports.append(point),
-        **lengths,
-    )
-    config = objectives.StepConfig(R=12, micro_batch_rows=8, logit_bytes=1 << 30, remat="none")
+    with lowered.calls() as called:
+        found = warm_start.warm_start(
+            task, tokenizer, **run, **lengths, report_every_steps=3, report=lambda *point: reports.append(point)
+        )
+    made = warm_start.programs(**run, **lengths)
+    assert {lowered.text(program.lower()) for program in made.values()} == called and len(made) == 2
+
+    config = objectives.StepConfig(objective=objectives.likelihood, R=12, micro_batch_rows=8, logit_bytes=1 << 30, remat="none")
     schedule = optimizer_lib.linear(peak=1e-2, steps=4, warmup_steps=1, decay_steps=0, decay="linear")
     optimizer = optimizer_lib.adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, clip_norm=1.0)
     params = jit(functools.partial(applied.init, config=model))(jax.random.key(3))
@@ -64,16 +57,4 @@ def test_the_warm_start_is_a_plain_loop_over_its_random_stream():
         losses.append(float(loss))
     assert [step for step, _ in reports] == [3, 4]
     np.testing.assert_allclose([loss for _, loss in reports], [np.mean(losses[:3]), losses[3]], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, params)
-
-
-def test_its_programs_are_those_that_it_runs():
-    task, tokenizer = Arithmetic(digits=1, train_queries=10, heldout_queries=4, seed=0), CharacterTokenizer(CHARACTERS)
-    sizes = dict(layers=1, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, max_positions=24)
-    mesh = sharding.make_mesh((1, 2, 1), setting="learner.mesh", devices=jax.devices()[:2])
-    settings: dict[str, Any] = dict(config=DecoderConfig(**sizes, vocab=tokenizer.vocab_size), mesh=mesh, seed=3)
-    settings |= dict(prompt_length=5, response_length=12, steps=1, batch_size=8, learning_rate=1e-2, warmup_steps=1)
-    with lowered.calls() as called:
-        warm_start.warm_start(task, tokenizer, **settings, report_every_steps=1, report=lambda *_: None)
-    found = warm_start.programs(**settings)
-    assert {lowered.text(program.lower()) for program in found.values()} == called and len(found) == 2
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), jax.device_get(found), params)

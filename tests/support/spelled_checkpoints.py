@@ -4,13 +4,9 @@ import json
 import shutil
 import string
 from pathlib import Path
-from typing import Any, cast
 
-from jax.sharding import Mesh
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tba_jax.rewards import task_models
-from tba_jax.tasks.interface import ModelLoaders, ModelUse
 from tests.support.tiny_checkpoints import path_of
 
 PAD, BEGIN, EOS, OTHER_END = range(4)
@@ -44,21 +40,6 @@ def dated(folder: Path, to: Path) -> Path:
     shutil.copytree(folder, to)
     (to / "chat_template.jinja").write_text("{{ strftime_now('%B') | lower }}" + CHAT)
     return to
-
-
-def loaders(date: str) -> ModelLoaders:
-    """What a task gets to load its models with, in a run of this date."""
-    found: list[ModelLoaders] = []
-
-    class Scoring:
-        def models(self) -> list[ModelUse]:
-            return []
-
-        def start(self, mesh: Mesh, loaders: ModelLoaders) -> None:
-            found.append(loaders)
-
-    with task_models.started(cast(Any, Scoring()), 0, date=date):
-        return found[0]
 
 
 def spelled(text: str) -> list[int]:

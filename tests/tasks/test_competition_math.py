@@ -17,8 +17,8 @@ from tba_jax.tasks.interface import Query
 ROWS = [
     {"problem": "What is half of $1$?", "answer": r"\frac{1}{2}", "subject": "Algebra"},
     {"problem": "Solve.", "solution": r"First \boxed{3}, but no: \[x = \boxed{\left\{1,\frac{1}{2}\right\}}.\]"},
-    {"problem": "Solve.", "solution": r"First \boxed{3}, but no: \[x = \boxed{\left\{1,\frac{1}{2}\right\}}.\]"},
 ]
+ROWS.append(ROWS[1])
 
 
 SPACES = (" ", "~", r"\ ", r"\,", r"\!", r"\;", r"\:", "\u00a0", "\u2009", "\u202f")
@@ -79,9 +79,8 @@ BOXES: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("text, answer", BOXES.items())
-def test_the_last_box(text, answer):
-    assert last_boxed(text) == answer
+def test_the_last_box():
+    assert {text: last_boxed(text) for text in BOXES} == BOXES
 
 
 def test_monsters_are_read_in_time():
@@ -93,37 +92,28 @@ def test_monsters_are_read_in_time():
     assert time.process_time() - begin < 5
 
 
-@pytest.mark.parametrize(
-    "forms",
-    [
-        (
-            r"\frac{1}{2}",
-            r"\dfrac12",
-            r"\tfrac{1}2",
-            r"\frac1{2}",
-            "1/2",
-            r" \frac { 1 } { 2 } ",
-            r"$\frac12$",
-            r"\boxed{\frac12}",
-        ),
-        ("1234", "1,234", "1234.0", "+1234", r"1,\!234", r"\$1234", "1234.", "1234,", "1234 .", r"1234\,"),
-        ("1234567", *(f"1{space}234{space}567" for space in SPACES), "1{,}234{,}567", r"1,\! 234,\! 567"),
-        ("-13/4", *(f"–3{space}1/4" for space in SPACES), "−3 1 / 4", r"-3\frac{1}{4}", r"-3 \tfrac 1 4", r"-3~\frac14"),
-        ("-5", "–5", "−5", "‐5", "‑5", "－5"),
-        (r"(1000,2)", r"(1\,000, 2)", "(1{,}000,2)", r"(1,\!000,2)"),
-        (r"\log_2 3", r"\log_{2}3"),
-        ("1011_2", "1011_{2}", r"1011\text{ (base 2)}", r"1011 \text{ base } 2"),
-        ("(0,1]", r"\left( 0, 1 \right]", r"(0,\,1]"),
-        ("east", r"\text{east}", r"\textbf{east}", r"\mathrm{ east }"),
-        ("90", r"90^\circ", r"90^{\circ}"),
-        (r"\leftarrow",),  # not \left and arrow
-        ("(1,234)",),  # a pair, or one number: as it is
-        ("",),
-    ],
-)
-def test_final_answers_are_equal_for_equal_forms_alone(task, forms):
-    assert len({task.final_answer(rf"so \boxed{{{form}}}") for form in forms}) == 1
-    assert normalise(forms[0]) == normalise(normalise(forms[0]))
+FORMS: list[tuple[str, ...]] = [
+    (r"\frac{1}{2}", r"\dfrac12", r"\tfrac{1}2", r"\frac1{2}", "1/2", r" \frac { 1 } { 2 } ", r"$\frac12$", r"\boxed{\frac12}"),
+    ("1234", "1,234", "1234.0", "+1234", r"1,\!234", r"\$1234", "1234.", "1234,", "1234 .", r"1234\,"),
+    ("1234567", *(f"1{space}234{space}567" for space in SPACES), "1{,}234{,}567", r"1,\! 234,\! 567"),
+    ("-13/4", *(f"–3{space}1/4" for space in SPACES), "−3 1 / 4", r"-3\frac{1}{4}", r"-3 \tfrac 1 4", r"-3~\frac14"),
+    ("-5", "–5", "−5", "‐5", "‑5", "－5"),
+    (r"(1000,2)", r"(1\,000, 2)", "(1{,}000,2)", r"(1,\!000,2)"),
+    (r"\log_2 3", r"\log_{2}3"),
+    ("1011_2", "1011_{2}", r"1011\text{ (base 2)}", r"1011 \text{ base } 2"),
+    ("(0,1]", r"\left( 0, 1 \right]", r"(0,\,1]"),
+    ("east", r"\text{east}", r"\textbf{east}", r"\mathrm{ east }"),
+    ("90", r"90^\circ", r"90^{\circ}"),
+    (r"\leftarrow",),  # not \left and arrow
+    ("(1,234)",),  # a pair, or one number: as it is
+    ("",),
+]
+
+
+def test_final_answers_are_equal_for_equal_forms(task):
+    for forms in FORMS:
+        assert len({task.final_answer(rf"so \boxed{{{form}}}") for form in forms}) == 1, forms
+        assert normalise(forms[0]) == normalise(normalise(forms[0]))
 
 
 def test_different_answers_stay_apart(task):
@@ -237,12 +227,10 @@ CODE = (
 )
 
 
-def test_code_in_an_answer_is_not_executed(tmp_path):
-    task = make(tmp_path, concurrency=1)
+def test_code_in_an_answer_is_not_executed(task, tmp_path):
     pairs = [("5", rf"\boxed{{{code.replace('MARK', str(tmp_path / 'executed'))}}}") for code in CODE]
     assert rewards(task, pairs) == [0] * len(CODE)
     assert not (tmp_path / "executed").exists()
-    task.close()
 
 
 def test_what_the_grader_fails_at_is_nan(tmp_path, monkeypatch):

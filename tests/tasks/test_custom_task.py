@@ -8,7 +8,7 @@ import pytest
 
 from configs import base
 from tba_jax.commands import existing_run, recipes, rescore
-from tba_jax.experiment import composition, jobs
+from tba_jax.experiment import composition, joining
 from tba_jax.rewards.responses import reward_texts
 from tba_jax.tasks import custom_task
 from tba_jax.tasks.interface import EncodedQuery, Query, Scores
@@ -87,34 +87,29 @@ def test_settings_that_the_class_does_not_take_are_refused(file, settings, sente
         custom_task.make(custom_task.load(f"{file}:Ones"), settings, section="task.custom")
 
 
+SURROGATE = "which holds half of a UTF-16 surrogate pair"
+
+
 @pytest.mark.parametrize(
     "code, sentence",
     [
+        ("queries(self, split): return 3 / 0", "queries('train') raised ZeroDivisionError: division by zero (line 31 of {file})"),
+        ("queries(self, split): return None", "queries('train') raised TypeError: 'NoneType' object is not iterable"),
+        ("queries(self, split): return []", "queries('train') gave none"),
+        ("queries(self, split): return ['a']", "must give Query(prompt, answer), texts, the first not empty; it gave 'a'"),
+        ("queries(self, split): return [Query(prompt='')]", "it gave Query(prompt='', answer='')"),
         (
-            "def queries(self, split): return 3 / 0",
-            "queries('train') raised ZeroDivisionError: division by zero (line 31 of {file})",
+            r"queries(self, split): return [Query('a'), Query('b', '\ud800')]",
+            rf"queries('train') gave Query(prompt='b', answer='\ud800'), {SURROGATE}",
         ),
-        ("def queries(self, split): return None", "queries('train') raised TypeError: 'NoneType' object is not iterable"),
-        ("def queries(self, split): return []", "queries('train') gave none"),
-        (
-            "def queries(self, split): return ['a']",
-            "must give Query(prompt, answer), texts, the first not empty; it gave 'a'",
-        ),
-        ("def queries(self, split): return [Query(prompt='')]", "it gave Query(prompt='', answer='')"),
-        (
-            r"def queries(self, split): return [Query('a'), Query('b', '\ud800')]",
-            r"queries('train') gave Query(prompt='b', answer='\ud800'), which holds half of a UTF-16 surrogate pair",
-        ),
-        (
-            r"def queries(self, split): return [Query('a \udcff')]",
-            r"queries('train') gave Query(prompt='a \udcff', answer=''), which holds half of a UTF-16 surrogate pair",
-        ),
-        ("def __init__(self): raise KeyError('oops')", "its constructor raised KeyError: 'oops' (line 31 of {file})"),
+        ("__init__(self): raise KeyError('oops')", "its constructor raised KeyError: 'oops' (line 31 of {file})"),
     ],
     ids=lambda text: text[:50],
 )
 def test_what_a_class_does_wrong_is_one_sentence(file, code, sentence):
-    file.write_text(f"{TASK.rstrip()}\n\nclass Wrong(Ones):\n    def __init__(self): super().__init__(count=24)\n    {code}\n")
+    file.write_text(
+        f"{TASK.rstrip()}\n\nclass Wrong(Ones):\n    def __init__(self): super().__init__(count=24)\n    def {code}\n"
+    )
     c = base.get_config()
     c.task.name = f"{file}:Wrong"
     with pytest.raises(ValueError, match=re.escape(sentence.format(file=file))) as raised:
@@ -122,20 +117,15 @@ def test_what_a_class_does_wrong_is_one_sentence(file, code, sentence):
     assert str(raised.value).startswith(f"task.name='{file}:Wrong': ")
 
 
+SHAPES = "returned a reward of shape ({n},) and parts of shape {parts}; for 3 responses they must have shapes (3,) and (3, 1)"
+
+
 @pytest.mark.parametrize(
     "rewards, error, sentence",
     [
         ([0.5] * 3, TypeError, "rewards() of task Given must return Scores, not list"),
-        (
-            Scores(np.zeros(4), np.zeros((4, 1))),
-            ValueError,
-            "returned a reward of shape (4,) and parts of shape (4, 1); for 3 responses",
-        ),
-        (
-            Scores(np.zeros(3), np.zeros(3)),
-            ValueError,
-            "parts of shape (3,); for 3 responses they must have shapes (3,) and (3, 1)",
-        ),
+        (Scores(np.zeros(4), np.zeros((4, 1))), ValueError, SHAPES.format(n=4, parts=(4, 1))),
+        (Scores(np.zeros(3), np.zeros(3)), ValueError, SHAPES.format(n=3, parts=(3,))),
         (SystemExit(3), RuntimeError, "rewards() of task Given raised SystemExit: 3"),
     ],
     ids=str,
@@ -161,29 +151,22 @@ def test_settings_of_ones_own_go_with_a_task_of_ones_own():
         composition.build(c)
 
 
-def test_the_run_is_one_wherever_the_file_lies(file, tmp_path, monkeypatch, one_device):
+def test_the_run_is_one_wherever_the_file_lies(file, tmp_path, monkeypatch):
     """The contract names the file and the class without folders; roles that are started elsewhere find the file."""
-    changes = {"schedule__mode": "interleaved", "learner__steps": 1, "evaluation__enabled": False}
-    c = tiny_run.config(**changes)
+    c = tiny_run.config()
     c.task.custom.count = 24
     monkeypatch.chdir(tmp_path)
     c = recipes.override(c, [f"--config.task.name={file.name}:Ones"])
     s = tiny_run.settings(tmp_path / "run", c)
     assert s.experiment.contract.task_name == "my_task.py:Ones" and s.experiment.contract.task == {"count": 24}
-    assert jobs.everything(s)() == 0
+    joining.join(s, may_change_schedule=True)
     monkeypatch.chdir("/")
     assert json.loads((tmp_path / "run/config.json").read_text())["config"]["task"]["name"] == str(file) + ":Ones"
     assert "reward version 1" in rescore.rescore(tmp_path / "run", existing_run.Source(trust_task=True))
     moved = tmp_path / "elsewhere" / "my_task.py"
     moved.parent.mkdir()
     file.rename(moved)
-    assert composition.build(config_of(c, moved)).contract == s.experiment.contract
-    moved.write_text(TASK.replace('("share",), 1', '("share",), 2').replace('count("1")', 'count("0")'))
+    c.task.name = f"{moved}:Ones"
+    assert composition.build(c).contract == s.experiment.contract
     with pytest.raises(ValueError, match="there is no file"):
         rescore.rescore(tmp_path / "run", existing_run.Source(trust_task=True))
-
-
-def config_of(c, file):
-    c = c.copy_and_resolve_references()
-    c.task.name = f"{file}:Ones"
-    return c

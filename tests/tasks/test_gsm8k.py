@@ -13,17 +13,9 @@ from tba_jax.tasks.gsm8k import GSM8K
 from tba_jax.tasks.interface import Query
 
 PROMPT = base.get_config().task.gsm8k.prompt
-ROWS = [
-    {
-        "question": "How many?",
-        "answer": "Half of 48 is <<48/2=24>>24.\nSo 1,200 + 34.5 = <<1200+34.5=1234.5>>1,234.5\n#### 1,234.5",
-    },
-    {"question": "And now?", "answer": "None is left.\n#### 0"},
-    {
-        "question": "How many?",
-        "answer": "Half of 48 is <<48/2=24>>24.\nSo 1,200 + 34.5 = <<1200+34.5=1234.5>>1,234.5\n#### 1,234.5",
-    },
-]
+LONG = "Half of 48 is <<48/2=24>>24.\nSo 1,200 + 34.5 = <<1200+34.5=1234.5>>1,234.5\n#### 1,234.5"
+ROWS = [{"question": "How many?", "answer": LONG}, {"question": "And now?", "answer": "None is left.\n#### 0"}]
+ROWS.append(ROWS[0])
 
 
 def write(path, rows):
@@ -111,9 +103,8 @@ LAST: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("text, number", LAST.items(), ids=[text[:20] for text in LAST])
-def test_the_last_number(task, text, number):
-    assert task.final_answer(text) == number
+def test_the_last_number(task):
+    assert {text: task.final_answer(text) for text in LAST} == LAST
 
 
 def test_numbers_against_decimals(task):
@@ -129,27 +120,17 @@ def test_numbers_against_decimals(task):
     assert len(answers) == len(set(values))  # equal texts for equal numbers alone
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "1" * 20_000,
-        "1,111" + ",111" * 2500 + "1",
-        "-" * 20_000 + "1",
-        "1e" * 10_000 + "5",
-        "-" + r"\," * 10_000,
-    ],
-)
-def test_monsters_are_read_in_time(task, text):
-    begin = time.monotonic()
-    task.final_answer(text)
-    assert time.monotonic() - begin < 5
+def test_monsters_are_read_in_time(task):
+    begin = time.process_time()
+    for text in ("1" * 20_000, "1,111" + ",111" * 2500 + "1", "-" * 20_000 + "1", "1e" * 10_000 + "5", "-" + r"\," * 10_000):
+        task.final_answer(text)
+    assert time.process_time() - begin < 10
 
 
 @pytest.mark.parametrize(
     "row, sentence",
     [
         ({"question": "q", "answer": "no mark 5"}, "the answer must end in #### and a number, not in 'no mark 5'"),
-        ({"question": "q", "answer": "#### five"}, "the answer must end in #### and a number, not in '#### five'"),
         ({"question": "q", "answer": "#### 1 2"}, "the answer must end in #### and a number, not in '#### 1 2'"),
         ({"question": "q"}, "field 'answer' is missing (it has question)"),
     ],

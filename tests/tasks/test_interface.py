@@ -34,24 +34,15 @@ def test_sums_are_distinct_right_and_in_one_split():
     assert len(set(arithmetic(digits=1, train_queries=30, heldout_queries=10).queries("train"))) == 30
 
 
-@pytest.mark.parametrize(
-    "response, finished, reward",
-    [
-        ("#1341", True, 1),
-        ("4+7+0=11,8+5+1=14,3+9+1=13#1341", True, 1),
-        ("4+7=0#1341", True, 1),  # how it gets there is its own business
-        ("#17#1341", True, 1),
-        ("#1341", False, 0),
-        ("", True, 0),
-        ("#1341#1340", True, 0),
-        ("#13410", True, 0),
-        ("#134", True, 0),
-    ],
-)
-def test_the_reward_is_for_exactly_the_sum_after_the_last_sign(response, finished, reward):
-    query = Query(prompt="384+957=", answer="1341")
-    scores = arithmetic().rewards([query, query], [response, "#1341"], np.array([finished, True]))
-    assert scores.reward.tolist() == [reward, 1] and scores.parts.tolist() == [[reward], [1]]
+RIGHT = ["#1341", "4+7+0=11,8+5+1=14,3+9+1=13#1341", "4+7=0#1341", "#17#1341"]  # how it gets there is its own business
+WRONG = ["", "#1341#1340", "#13410", "#134"]
+
+
+def test_the_reward_is_for_exactly_the_sum_after_the_last_sign():
+    responses = [*RIGHT, *WRONG, RIGHT[0]]
+    finished = np.arange(9) < 8
+    scores = arithmetic().rewards([Query(prompt="384+957=", answer="1341")] * 9, responses, finished)
+    assert scores.reward.tolist() == [1] * 4 + [0] * 5 == scores.parts[:, 0].tolist()
     assert scores.reward.dtype == scores.parts.dtype == np.float32
 
 
@@ -103,9 +94,9 @@ def test_the_reward_is_the_sentiment_of_the_continuation(story_file):
     "content, sentence",
     [
         (None, "cannot be read: No such file or directory"),
-        ("folder", "is a folder; it must be a file, a JSON list of strings"),
-        (b"[", "is not valid JSON: Expecting value"),
-        (b'["caf\xe9"]', "is not valid JSON: 'utf-8' codec can't decode"),
+        ("folder", "cannot be read: Is a directory"),
+        (b"[", ": not valid JSON in UTF-8: Expecting value"),
+        (b'["caf\xe9"]', ": not valid JSON in UTF-8: 'utf-8' codec can't decode"),
         (b'["a", 3]', "must be a JSON list of strings"),
         (b"[]", "has 0 distinct openings of 4 words, not more than task.story_sentiment.heldout_queries=2"),
         (b'["a b", " a  b", "c", ""]', "has 2 distinct openings of 4 words, not more than"),
@@ -117,7 +108,7 @@ def test_bad_story_files_are_refused(tmp_path, content, sentence):
         path.mkdir()
     elif content is not None:
         path.write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(f"task.story_sentiment.data_path={str(path)!r} {sentence}")):
+    with pytest.raises(ValueError, match=re.escape(f"task.story_sentiment.data_path={str(path)!r}") + " ?" + re.escape(sentence)):
         StorySentiment(data_path=str(path), opening_words=4, heldout_queries=2)
 
 

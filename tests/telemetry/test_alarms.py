@@ -156,7 +156,7 @@ def test_storage_that_refuses_stops_nobody(tmp_path, caplog):
 def test_the_page_lists_every_kind():
     section = (ROOT / "docs" / "watching.md").read_text().partition("\n## Alarms\n")[2].partition("\n## ")[0]
     listed = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
-    assert sorted(listed) == sorted([*RULES, joining.KIND, "reward_model_guesses", *TRACKERS])
+    assert sorted(listed) == sorted([*RULES, joining.KIND, *TRACKERS])
 
 
 # What follows are runs. A random policy gets no sum right.

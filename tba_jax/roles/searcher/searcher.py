@@ -22,8 +22,8 @@ from tba_jax.models import hardware
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program
 from tba_jax.replay.log import LogWriter
-from tba_jax.rewards import programs as rewards
-from tba_jax.rewards.embeddings import ResponseEmbedder
+from tba_jax.rewards import task_models as rewards
+from tba_jax.rewards.scorers import ResponseEmbedder
 from tba_jax.roles import reference, sampler
 from tba_jax.roles.reference import policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler, automaton

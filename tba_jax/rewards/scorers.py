@@ -1,0 +1,293 @@
+"""Models that score texts: sequence classifiers and reward models, sentence encoders, and linear classifiers on the CPU."""
+
+import hashlib
+import json
+import logging
+import re
+import threading
+import zipfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from tokenizers import Tokenizer
+
+from tba_jax.models import heads
+from tba_jax.models.config import EncoderConfig
+from tba_jax.models.decoder import Decoder
+from tba_jax.models.encoder import Encoder
+from tba_jax.models.hugging_face import files
+from tba_jax.models.hugging_face import load as load_lib
+from tba_jax.rewards import passes
+from tba_jax.rewards.passes import Config, Forward
+from tba_jax.tasks.interface import ModelUse
+from tba_jax.text.special_tokens import Escaper, without_rows
+from tba_jax.text.tokenizers import open_transformers
+
+log = logging.getLogger(__name__)
+
+_BLOCK_BYTES = 1 << 16  # read at the beginning and at the end of each tensor by a digest
+_SMALL_FILES = (
+    "config.json",
+    "generation_config.json",  # holds the end-of-sequence ids of a victim
+    "tokenizer.json",
+    "tokenizer_config.json",  # may hold the chat template
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+_EMBEDDER_ROWS = 32  # texts in one pass of a sentence encoder, which bounds its memory
+# scikit-learn's definition of a word: at least two word characters.
+_WORD = re.compile(r"\b\w\w+\b")
+_SHAPES = {"terms": ("V",), "idf": ("V",), "coef": ("E", "V"), "intercept": ("E",), "platt_a": ("E",), "platt_b": ("E",)}
+
+
+def digest(folder: Path | str) -> str:
+    """Hex digest of a folder's model: its settings, tokenizer and chat template, and the beginning and end of each tensor."""
+    folder = load_lib.resolve_folder(folder)
+    found = hashlib.blake2b(digest_size=8)
+    for path in (folder / name for name in _SMALL_FILES):
+        content = path.read_bytes() if path.is_file() else b""
+        found.update(f"{path.name} {len(content)} ".encode() + content)
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+            found.update(f"{path.name} {len(header)} ".encode() + header)
+            begin = file.tell()
+            tensors = (tensor["data_offsets"] for name, tensor in json.loads(header).items() if name != "__metadata__")
+            for start, stop in sorted(tensors):
+                for place in (start, max(start, stop - _BLOCK_BYTES)):
+                    file.seek(begin + place)
+                    found.update(file.read(min(_BLOCK_BYTES, stop - start)))
+    return found.hexdigest()
+
+
+def classifier_config(use: ModelUse) -> Config:
+    """A decoder with head="score", or an encoder with head="classification". Raises ValueError if there is no such model."""
+    with load_lib.named(use.setting, use.path):
+        config = load_lib.read_config(use.path, compute_dtype=use.compute_dtype)
+    if config.head not in ("score", "classification"):
+        raise ValueError(
+            f"{use.setting}={use.path!r} is not a sequence classifier or reward model (…ForSequenceClassification): its head is "
+            f"{config.head!r}"
+        )
+    return config
+
+
+def classifier_forward(config: Config, mesh: Mesh) -> Forward:
+    """The pass of a classifier over rows of a mesh (n, 1, 1)."""
+    return passes.make(config, _score, mesh)
+
+
+def _score(model: Encoder | Decoder, tokens: jax.Array, length: jax.Array) -> jax.Array:
+    if isinstance(model, Encoder):
+        return model.classify(tokens, jnp.arange(tokens.shape[1])[None, :] < length[:, None])
+    return heads.sequence_scores(model, tokens, length, remat="none")
+
+
+class SequenceClassifier:
+    """Logits of texts. Every device has all of the weights; texts are split over the devices, none of which waits for another.
+
+    The model's own tokenizer encodes the texts, with the special tokens that it adds (BERT's and RoBERTa's do, GPT-NeoX's adds
+    none). A text that spells special tokens is read as text: see text.special_tokens. If a text is longer than the model's
+    positions, a decoder, which reads the score off the last token, drops the text's beginning, and an encoder drops its end. A
+    warning says so once. Several threads may call `scores` at once.
+    """
+
+    def __init__(self, use: ModelUse, mesh: Mesh, *, load: bool = True):
+        """Args: use: a model of kind "sequence"; mesh: (n, 1, 1); load: False checks `use` and loads no weights.
+
+        Raises ValueError naming `use.setting` if the folder cannot be used, or has not `use.labels` labels.
+        """
+        self._config = config = classifier_config(use)
+        self._called = called = f"{use.setting}={use.path!r}"
+        with load_lib.named(use.setting, use.path):
+            folder = load_lib.resolve_folder(use.path)
+            self.labels = _labels(folder, config)
+            self._tokenizer, self._eos_id = open_transformers(folder)
+            without_rows(self._tokenizer.backend_tokenizer, config.vocab, eos_id=self._eos_id if use.ends else None)
+        if use.labels and len(self.labels) != use.labels:
+            what = "one label, as a reward model has" if use.labels == 1 else f"{use.labels} labels"
+            raise ValueError(f"{called} must have {what}; it has {len(self.labels)}, {', '.join(self.labels)}")
+        if use.ends and self._eos_id is None:
+            raise ValueError(f"{called}: its tokenizer has no end-of-sequence token, which the task appends to finished texts")
+        if not load:
+            return
+        self._tokenizer.truncation_side = "right"
+        names, ids = self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids
+        self._escaped = Escaper(self._tokenizer.backend_tokenizer, names=names, ids=ids)
+        self._limit, self._lock, self._warned = passes.most_tokens(config), threading.Lock(), False
+        forward = classifier_forward(passes.on_device(config, mesh, setting=use.setting), mesh)
+        self.model = passes.Loaded(forward, folder, rows=use.rows * mesh.size, limit=self._limit)
+
+    def scores(self, texts: Sequence[str], *, ended: Sequence[bool] | np.ndarray | None = None) -> np.ndarray:
+        """See tasks.interface.SequenceScorer.
+
+        Raises:
+          ValueError: a text has no tokens, or `ended` needs an end-of-sequence token that the tokenizer lacks.
+        """
+        if not texts:
+            return np.zeros((0, len(self.labels)), np.float32)
+        result = self.model(self._encode(texts, [False] * len(texts) if ended is None else ended))
+        broken = ~np.isfinite(result).all(axis=1)
+        if broken.any():
+            text = texts[int(broken.argmax())]
+            raise FloatingPointError(
+                f"{self._called} gave {broken.sum()} of {len(texts)} texts a score that is not finite; the first "
+                f"ends in {text[-60:]!r}"
+            )
+        return result
+
+    def _encode(self, texts: Sequence[str], ended: Sequence[bool] | np.ndarray) -> list[list[int]]:
+        """Token ids of each text, cut to the model's positions."""
+        if self._eos_id is None and any(ended):
+            raise ValueError(f"the tokenizer of {self._called} has no end-of-sequence token to append to finished texts")
+        escaped = self._escaped(texts)
+        with self._lock:  # a call of a transformers tokenizer sets the truncation of concurrent calls
+            given: list[list[int]] = self._tokenizer(escaped, verbose=False)["input_ids"]
+            if isinstance(self._config, EncoderConfig) and max(map(len, given)) > self._limit:
+                self._warn()
+                given = self._tokenizer(escaped, truncation=True, max_length=self._limit, verbose=False)["input_ids"]
+        encoded = [
+            [*ids, self._eos_id] if end and self._eos_id is not None else ids for ids, end in zip(given, ended, strict=True)
+        ]
+        if empty := [text for text, ids in zip(texts, encoded, strict=True) if not ids]:
+            raise ValueError(f"{self._called} cannot score {empty[0]!r}, which has no tokens")
+        if max(map(len, encoded)) > self._limit:
+            self._warn()
+        return [ids[-self._limit :] for ids in encoded]
+
+    def _warn(self) -> None:
+        if not self._warned:
+            log.warning("texts for %s exceed its %d positions and are cut", self._called, self._limit)
+        self._warned = True
+
+
+def _labels(folder: Path, config: Config) -> tuple[str, ...]:
+    """Names of the logits. As in transformers, logit i is called LABEL_i if config.json does not name it."""
+    if isinstance(config, EncoderConfig):
+        return config.labels
+    named: dict[str, Any] = files.read_settings(folder / "config.json").table("id2label")
+    return tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(config.labels))
+
+
+def encoder_config(folder: Path | str, *, setting: str = "task.embedding_path") -> EncoderConfig:
+    """The config of the sentence encoder in a folder or hub id. setting: the name of the folder's setting, for messages.
+
+    Raises:
+      ValueError: the folder has no sentence encoder or no tokenizer.json.
+    """
+    with load_lib.named(setting, folder):
+        config = load_lib.read_config(folder, compute_dtype="float32")
+        folder = load_lib.resolve_folder(folder, weights=False)
+    if not isinstance(config, EncoderConfig) or config.head != "embedding":
+        raise ValueError(f"{setting}={str(folder)!r} is not a sentence encoder (BERT or RoBERTa without a head)")
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{setting}={str(folder)!r} has no tokenizer.json")
+    return config
+
+
+def describe_encoder(folder: Path | str, *, fetch: bool = True) -> dict[str, Any]:
+    """The contract's entry of an encoder: width of its embeddings, digest of weights and tokenizer. Raises as `encoder_config`.
+
+    Args: fetch: whether the weights of a hub id are fetched.
+    """
+    config = encoder_config(folder)
+    return {"width": config.width, "weights": digest(load_lib.resolve_folder(folder, weights=fetch))}
+
+
+def encoder_rows(mesh: Mesh) -> int:
+    """Texts of one pass of a sentence encoder, a multiple of the devices."""
+    return -(-_EMBEDDER_ROWS // mesh.size) * mesh.size
+
+
+def encoder_forward(config: EncoderConfig, mesh: Mesh) -> Forward:
+    """The pass of a sentence encoder, whose weights the mesh divides."""
+    return passes.make(config, _embed, mesh)
+
+
+def _embed(model: Encoder, tokens: jax.Array, length: jax.Array) -> jax.Array:
+    return model.sentence_embeddings(tokens, jnp.arange(tokens.shape[1])[None, :] < length[:, None])
+
+
+class ResponseEmbedder:
+    """Embeddings of texts, by an encoder from a Hugging Face folder. Texts are split over the devices of the mesh."""
+
+    def __init__(self, folder: Path | str, mesh: Mesh, *, setting: str = "task.embedding_path"):
+        """Args and errors: see encoder_config."""
+        config, folder = encoder_config(folder, setting=setting), load_lib.resolve_folder(folder)
+        self._width = config.width
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.no_padding()
+        self._escaped = Escaper(self._tokenizer)
+        self._tokenizer.enable_truncation(config.position_limit)
+        with load_lib.named(setting, folder):
+            without_rows(self._tokenizer, config.vocab)
+        forward = encoder_forward(config, mesh)
+        self.model = passes.Loaded(forward, folder, rows=encoder_rows(mesh), limit=config.position_limit)
+
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        """float32[len(texts), E]: vectors of length 1, 0 for a text without tokens. Texts are cut at the encoder's positions.
+
+        A text that spells special tokens is read as text: see text.special_tokens.
+        """
+        encoded = [encoding.ids for encoding in self._tokenizer.encode_batch(self._escaped(texts))]
+        return self.model(encoded) if encoded else np.zeros((0, self._width), np.float32)
+
+
+class LinearScorer:
+    """P(label | text) as the mean of E SVMs, each calibrated by a sigmoid (Platt 1999), as scikit-learn fits them to TF-IDF.
+
+    x = l2-normalised counts · idf of the text's lower-case words that are terms; f_e = w_e · x + c_e;
+    P = mean_e 1 / (1 + exp(a_e f_e + b_e)).
+
+    It is small and fast: in trials on a CPU it replaces a classifier that is a language model. It knows words, not their meaning.
+    """
+
+    def __init__(self, path: Path | str, *, setting: str):
+        """Args:
+          path: an .npz of terms str[V], idf float[V], coef float[E, V] (w), intercept float[E] (c), platt_a float[E] and platt_b
+            float[E]. Other arrays are ignored.
+          setting: name of the path's setting, for messages.
+
+        Raises:
+          ValueError: the file cannot be read, or an array is missing, has another shape or is not finite; names file and array.
+        """
+        called = f"{setting}={str(path)!r}"
+        try:
+            with zipfile.ZipFile(path):  # np.load would accept other formats, too
+                stored = np.load(path, allow_pickle=False)
+            with stored:
+                arrays = {name: stored[name] for name in _SHAPES if name in stored.files}
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{called} cannot be read as .npz: {' '.join(str(error).split())}") from error
+        if missing := [name for name in _SHAPES if name not in arrays]:
+            raise ValueError(f"{called} lacks the arrays {', '.join(missing)}")
+        sizes = dict(zip("EV", arrays["coef"].shape, strict=False))
+        for name, axes in _SHAPES.items():
+            if arrays[name].shape != tuple(sizes.get(axis, -1) for axis in axes):
+                raise ValueError(f"{called}: {name} has shape {list(arrays[name].shape)}, coef {list(arrays['coef'].shape)}")
+            if name != "terms" and not np.isfinite(arrays[name]).all():
+                raise ValueError(f"{called}: {name} holds numbers that are not finite")
+        self._index = {term: i for i, term in enumerate(arrays.pop("terms").tolist())}
+        self._arrays = {name: array.astype(np.float64) for name, array in arrays.items()}
+
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        """float32[n], nats: log P(label | text), always finite."""
+        return np.array([self._log_probability(text) for text in texts], np.float32)
+
+    def _log_probability(self, text: str) -> float:
+        a = self._arrays
+        counts = Counter(index for word in _WORD.findall(text.lower()) if (index := self._index.get(word)) is not None)
+        terms = np.fromiter(counts.keys(), np.int64, len(counts))
+        weights = np.fromiter(counts.values(), np.float64, len(counts)) * a["idf"][terms]
+        norm = np.linalg.norm(weights)
+        margins = a["coef"][:, terms] @ (weights / norm if norm else weights) + a["intercept"]
+        # log 1 / (1 + exp z) = −log(exp 0 + exp z), which does not overflow.
+        log_sigmoids = -np.logaddexp(0.0, a["platt_a"] * margins + a["platt_b"])
+        return float(np.logaddexp.reduce(log_sigmoids) - np.log(len(log_sigmoids)))

@@ -1,0 +1,344 @@
+"""Scores of texts: against torch's values and the models one text at a time, in batches, on a mesh; models that are refused."""
+
+import concurrent.futures
+import json
+import logging
+import math
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from tba_jax import sharding, trajectory
+from tba_jax.experiment import jobs
+from tba_jax.replay.reader import LogReader
+from tba_jax.rewards import scorers
+from tba_jax.rewards.scorers import LinearScorer, ResponseEmbedder
+from tba_jax.storage import layout
+from tba_jax.tasks.interface import ModelUse
+from tests.support import applied, tiny_checkpoints, tiny_run
+from tests.support.tiny_checkpoints import path_of
+
+EOS = "<end>"
+
+
+def mesh(devices: int = 1):
+    return sharding.make_mesh((devices, 1, 1), setting="test", devices=jax.devices()[:devices])
+
+
+def write_tokenizer(folder, *, vocab: int, around: bool, end: int = 2) -> None:
+    """One id a word: w<id>. around: special tokens 0 and 2 stand around a text, as RoBERTa's do. end: id of the end."""
+    tokenizer = Tokenizer(models.WordLevel({EOS: end} | {f"w{i}": i for i in range(vocab) if i != end}, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if around:
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"w0 $A {EOS}", special_tokens=[("w0", 0), (EOS, 2)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    folder.joinpath("tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS})
+    )
+
+
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scorer") / "reward"
+    shutil.copytree(path_of("gpt_neox_reward"), folder)
+    write_tokenizer(folder, vocab=48, around=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scorer") / "classifier"
+    shutil.copytree(path_of("roberta_classifier"), folder)
+    write_tokenizer(folder, vocab=40, around=True)
+    return folder
+
+
+def scorer(folder, devices: int = 1, *, batch_rows: int = 16, **settings):
+    use = ModelUse(name="reward", setting="task.reward_path", path=str(folder), rows=batch_rows, **settings)
+    return scorers.SequenceClassifier(use, mesh(devices))
+
+
+@pytest.fixture(scope="module")
+def reward_scorer(reward):
+    return scorer(reward)
+
+
+def words(ids) -> str:
+    return " ".join(f"w{i}" for i in ids)
+
+
+@pytest.mark.parametrize(
+    "name, vocab, mask, scores", [("reward", 48, "mask", "scores"), ("classifier", 40, "token_mask", "logits")]
+)
+def test_the_scores_of_torch(request, tmp_path, name, vocab, mask, scores):
+    """The tokenizer has a word for every id of the golden rows, in which 5 does not occur."""
+    folder = shutil.copytree(request.getfixturevalue(name), tmp_path / "plain")
+    write_tokenizer(folder, vocab=vocab, around=False, end=5)
+    golden = np.load(folder / "golden.npz")
+    found = scorer(folder).scores([words(row[keep]) for row, keep in zip(golden["tokens"], golden[mask], strict=True)])
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, golden[scores], atol=1e-5)
+
+
+def random_texts(vocab: int, lengths) -> list[str]:
+    rng = np.random.default_rng(0)
+    return [words(rng.integers(3, vocab, length)) for length in lengths]
+
+
+LENGTHS = [1, 40, 16, 3, 40, 16, 1, 3, 16]
+
+
+def test_every_text_has_the_score_it_has_alone(reward, reward_scorer):
+    """In passes of one and four devices, padded to several lengths, and from several threads; no device waits for another."""
+    config, params = tiny_checkpoints.load(reward)
+    texts = random_texts(48, LENGTHS)
+    ended = np.arange(len(texts)) % 3 > 0
+    expected = []
+    for text, end in zip(texts, ended, strict=True):
+        ids = [int(word[1:]) for word in text.split()] + [2] * bool(end)
+        row = np.array([ids + [0] * (48 - len(ids))], np.int32)
+        expected.append(np.asarray(tiny_checkpoints.scores(params, row, np.arange(48)[None] < len(ids), config))[0])
+    found = scorer(reward, batch_rows=3).scores(texts, ended=ended)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert np.abs(found - reward_scorer.scores(texts))[ended].min() > 1e-4, "the end is a token that is read"
+    split = scorer(reward, 4, batch_rows=2)
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        for again in threads.map(lambda _: split.scores(texts, ended=ended), range(8)):
+            np.testing.assert_allclose(again, expected, atol=1e-5)
+    assert reward_scorer.scores([]).shape == (0, 1)
+    text = split.model.forward.program(rows=8, length=16).lower().compile().as_text()
+    assert "num_partitions=4" in text
+    assert not any(name in text for name in ("all-reduce", "all-gather", "all-to-all", "collective-permute"))
+
+
+def test_classifier_texts_have_specials_and_are_cut_at_the_end(classifier, caplog):
+    made = scorer(classifier)
+    config, params = tiny_checkpoints.load(classifier)
+    texts = random_texts(40, [5, config.position_limit + 9, 0])
+    with caplog.at_level(logging.WARNING):
+        found = made.scores(texts)
+        made.scores(texts)
+    assert [record.message for record in caplog.records] == [
+        f"texts for task.reward_path={str(classifier)!r} exceed its {config.position_limit} positions and are cut"
+    ]
+    classify = jax.jit(lambda tokens: applied.merge(params, config).classify(tokens, np.ones(tokens.shape, bool)))
+    for text, logits in zip(texts, found, strict=True):
+        ids = [0, *(int(word[1:]) for word in text.split()[: config.position_limit - 2]), 2]
+        np.testing.assert_allclose(logits, np.asarray(classify(np.array([ids], np.int32)))[0], atol=1e-5)
+    assert made.labels == ("negative", "neutral", "positive")
+
+
+def test_what_a_reward_model_reads_of_a_text(reward, reward_scorer, tmp_path):
+    """It drops the beginning of a long text. A text that spells a special token is read as text: of EOS with a space in it, whose
+    parts are no words, the vocabulary has the word for what is unknown, 3, twice."""
+    long, end = random_texts(48, [90, 5])
+    begin = "w4 w5 w6 w7"
+    texts = [f"{long} {end}", " ".join(f"{long} {end}".split()[-64:]), begin, f"{begin} {EOS}", f"{begin} w3 w3"]
+    whole, kept, plain, spelled, unknown = reward_scorer.scores(texts)
+    np.testing.assert_allclose(whole, kept, atol=1e-6)
+    np.testing.assert_allclose(spelled, unknown, atol=1e-6)
+    assert np.abs(plain - spelled).max() > 1e-4
+    # A truncation in the tokenizer's file says nothing about scores. Its normaliser makes EOS of other characters.
+    folder = shutil.copytree(reward, tmp_path / "cut")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.enable_truncation(3)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    np.testing.assert_allclose(scorer(folder).scores([f"{begin} ＜end＞"])[0], unknown, atol=1e-6)
+
+
+def test_bfloat16_weights_take_half_the_memory(reward, reward_scorer):
+    before = {id(array) for array in jax.live_arrays()}
+    made = scorer(reward, compute_dtype="bfloat16")
+    assert {str(array.dtype) for array in jax.live_arrays() if id(array) not in before} == {"bfloat16"}
+    texts = random_texts(48, LENGTHS)
+    whole = reward_scorer.scores(texts)
+    np.testing.assert_allclose(made.scores(texts), whole, atol=0.05 * np.abs(whole).max())
+
+
+def test_what_cannot_be_scored_is_said(reward, reward_scorer, tmp_path):
+    assert reward_scorer.labels == ("LABEL_0",)
+    for name in ("gpt_neox", "roberta_embedding"):
+        with pytest.raises(ValueError, match=r"^task\.reward_path='.*' is not a sequence classifier or reward model"):
+            scorer(path_of(name))
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        scorer(path_of("gpt_neox_reward"))
+    with pytest.raises(ValueError, match=r"cannot score '', which has no tokens"):
+        reward_scorer.scores([""])
+    shutil.copytree(reward, tmp_path / "endless")
+    (tmp_path / "endless" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    endless = scorer(tmp_path / "endless")
+    with pytest.raises(ValueError, match=r"has no end-of-sequence token"):
+        endless.scores(["w4"], ended=[True])
+    with pytest.raises(ValueError, match=r"task\.reward_path='.*': its tokenizer has no end-of-sequence token"):
+        scorer(tmp_path / "endless", ends=True)
+    # A weight this large is finite, what is computed of it is not.
+    shutil.copytree(reward, tmp_path / "huge")
+    tiny_checkpoints.edit_weights(tmp_path / "huge", lambda tensors: tensors["score.weight"].fill(3e38))
+    with pytest.raises(FloatingPointError, match=r"gave 2 of 2 texts a score that is not finite; the first ends in 'w4 w5'"):
+        scorer(tmp_path / "huge").scores(["w4 w5", "w6"])
+
+
+def test_special_tokens_without_a_row_in_the_embedding_are_not_used(reward, reward_scorer, tmp_path):
+    """The padding is id 48 of a tokenizer whose model has 48 rows; then the end is."""
+    padded = shutil.copytree(reward, tmp_path / "padded")
+    settings = json.loads((padded / "tokenizer_config.json").read_text())
+    (padded / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": "<|padding|>"}))
+    texts, ended = ["w4 w5", "w6"], [True, False]
+    np.testing.assert_array_equal(scorer(padded).scores(texts, ended=ended), reward_scorer.scores(texts, ended=ended))
+    (padded / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|over|>"}))
+    told = r"^task\.reward_path='.*': the token '<\|over\|>', which ends responses, has id 48, but .* has 48 rows: set eos_token"
+    with pytest.raises(ValueError, match=told):
+        scorer(padded, ends=True)
+
+
+def test_a_digest_tells_models_apart(reward, tmp_path):
+    other = shutil.copytree(reward, tmp_path / "other")
+    found = [scorers.digest(reward)]
+    assert found == [scorers.digest(other)] and len(found[0]) == 16
+    tiny_checkpoints.edit_weights(other, lambda tensors: tensors["score.weight"].__imul__(2))
+    found.append(scorers.digest(other))
+    write_tokenizer(other, vocab=47, around=False)
+    found.append(scorers.digest(other))
+    for name in ("chat_template.jinja", "generation_config.json"):
+        (other / name).write_text("{}")
+        found.append(scorers.digest(other))
+    # Of a large file every tensor is read: a small head at the end, or the last rows of a large tensor.
+    for case in ("as it is", "head", "last row"):
+        large, head = np.zeros((2048, 1024), np.float32), np.zeros((1, 8), np.float32)
+        head[0, 3] = case == "head"
+        large[-1, 5] = case == "last row"
+        folder = tmp_path / case
+        folder.mkdir()
+        save_file({"layers.weight": large, "score.weight": head, "z.weight": large[:64].copy()}, folder / "model.safetensors")
+        found.append(scorers.digest(folder))
+    assert len(set(found)) == 8
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    """The tiny BERT with a tokenizer of one id a word."""
+    folder = tmp_path_factory.mktemp("encoder") / "bert"
+    shutil.copytree(path_of("bert_embedding"), folder)
+    vocabulary = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2} | {f"w{i}": i for i in range(3, 40)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
+    tokenizer.enable_padding(length=7)  # as published sentence encoders have it: not to be followed
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_every_text_has_the_embedding_it_has_alone(encoder):
+    rng = np.random.default_rng(0)
+    texts = [" ".join(f"w{i}" for i in rng.integers(3, 40, rng.choice([0, 3, 29]))) for _ in range(70)]
+    embed = ResponseEmbedder(encoder, mesh())
+    found = embed(texts)
+    config, params = tiny_checkpoints.load(encoder)
+    assert found.shape == (70, config.width) and found.dtype == np.float32 and embed([]).shape == (0, config.width)
+    alone = jax.jit(lambda tokens: applied.merge(params, config).sentence_embeddings(tokens, np.ones(tokens.shape, bool)))
+    for text, embedding in zip(texts, found, strict=True):
+        ids = [1, *(int(word[1:]) for word in text.split()[: config.position_limit - 2]), 2]
+        np.testing.assert_allclose(embedding, np.asarray(alone(np.array([ids], np.int32)))[0], atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-5)
+    np.testing.assert_allclose(ResponseEmbedder(encoder, mesh(4))(texts), found, atol=1e-5)
+
+
+def test_a_text_that_spells_a_special_token_is_embedded_as_text(encoder, tmp_path):
+    """The pre-tokenizer makes three words of "[SEP]" that are unknown; as one special token it would be one. "[PAD]" has an id
+    without a row in the embedding."""
+    special = shutil.copytree(encoder, tmp_path / "special")
+    tokenizer = Tokenizer.from_file(str(encoder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["[UNK]", "[CLS]", "[SEP]", "[PAD]"])
+    tokenizer.save(str(special / "tokenizer.json"))
+    assert tokenizer.token_to_id("[PAD]") == scorers.encoder_config(special).vocab
+    found = ResponseEmbedder(special, mesh())(["w4 [SEP] w5", "[CLS]", "w6 [PAD]"])
+    expected = ResponseEmbedder(encoder, mesh())(["w4 [ SEP ] w5", "[ CLS ]", "w6 [ PAD ]"])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_encoders_of_the_contract(encoder, tmp_path):
+    described = scorers.describe_encoder(encoder)
+    assert described["width"] == scorers.encoder_config(encoder).width and described == scorers.describe_encoder(encoder)
+    other = shutil.copytree(encoder, tmp_path / "other")
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace("w39", "w40"))
+    assert scorers.describe_encoder(other)["weights"] != described["weights"]
+    for name in ("llama_tied", "bert_classifier"):
+        with pytest.raises(ValueError, match="is not a sentence encoder"):
+            scorers.encoder_config(path_of(name))
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+        scorers.encoder_config(path_of("bert_embedding"))
+
+
+def test_a_run_stores_embeddings_and_merges_by_them(encoder, tmp_path, one_device):
+    """Two-digit sums whose every response the tokenizer does not know: all have one embedding, so a query keeps one row."""
+    changes = {"schedule__mode": "interleaved", "evaluation__enabled": False, "learner__steps": 2}
+    c = tiny_run.config(task__embedding_path=str(encoder), replay__merge_cosine_distance=0.01, **changes)
+    s = tiny_run.settings(tmp_path, c)
+    assert jobs.everything(s)() == 0
+    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
+    ((writer, head),) = reader.heads().items()
+    rows = reader.read(writer, 0, head)
+    texts = [s.experiment.tokenizer.decode(trajectory.response(rows, i)) for i in range(head)]
+    np.testing.assert_allclose(rows["embedding"], ResponseEmbedder(encoder, mesh())(texts), atol=1e-6)
+    entry = layout.read_json(s.run.finished)["ledger"][writer]
+    assert entry["evicted"]["duplicate"] > 0 and entry["resident"] < len(np.unique(trajectory.response_tokens(rows), axis=0))
+
+
+LINEAR = {
+    "terms": np.array(["bad", "very", "words"]),
+    "idf": np.array([3.0, 1.0, 4.0]),
+    "coef": np.array([[2.0, -1.0, 0.5], [1.0, 0.0, 0.0]]),
+    "intercept": np.array([-1.0, 0.25]),
+    "platt_a": np.array([-2.0, -1.5]),
+    "platt_b": np.array([0.5, 0.0]),
+    "stop_words": np.array(["the"]),
+}
+
+
+def test_a_linear_classifier_by_hand(tmp_path):
+    np.savez(tmp_path / "small.npz", **LINEAR)
+    classify = LinearScorer(tmp_path / "small.npz", setting="path")
+    # Counts: bad 2, words 1; times idf: 6 and 4; over √52.
+    bad, word = 6 / math.sqrt(52), 4 / math.sqrt(52)
+    margins = 2 * bad + 0.5 * word - 1, bad + 0.25
+    by_hand = [1 / (1 + math.exp(-2.0 * margins[0] + 0.5)), 1 / (1 + math.exp(-1.5 * margins[1]))]
+    nothing = [1 / (1 + math.exp(2.0 + 0.5)), 1 / (1 + math.exp(-1.5 * 0.25))]
+    found = classify(["Bad, BAD words!", "the a-b unknown", ""])
+    assert found.dtype == np.float32 and classify([]).shape == (0,)
+    np.testing.assert_allclose(found, np.log([sum(by_hand) / 2, sum(nothing) / 2, sum(nothing) / 2]), rtol=1e-6)
+
+
+def test_profanity_is_told_from_plain_speech(data_dir):
+    texts = ["You are a stupid idiot, shut up", "The water cycle is explained in one sentence", "what a lovely day it is"]
+    found = np.exp(LinearScorer(data_dir / "classifiers/profanity_check_linear.npz", setting="path")(texts))
+    assert found[0] > 0.9 and found[1:].max() < 0.2
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"platt_a": None, "idf": None}, "lacks the arrays idf, platt_a"),
+        ({"intercept": np.zeros(3)}, r"intercept has shape \[3\], coef \[2, 3\]"),
+        ({"coef": np.zeros(3)}, r"terms has shape \[3\], coef \[3\]"),
+        ({"coef": np.array([[1.0, math.nan, 1.0]] * 2)}, "coef holds numbers that are not finite"),
+    ],
+)
+def test_files_of_other_arrays_are_refused(tmp_path, changes, sentence):
+    path = tmp_path / "wrong.npz"
+    np.savez(path, **{name: value for name, value in (LINEAR | changes).items() if value is not None})
+    with pytest.raises(ValueError, match=rf"task.red_team.classifier_path='.*wrong.npz'.*{sentence}"):
+        LinearScorer(path, setting="task.red_team.classifier_path")
+
+
+def test_files_that_are_no_archives_of_arrays_are_refused(tmp_path):
+    (tmp_path / "text.npz").write_text("no")
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    for name in ("text.npz", "one.npy", "none.npz", "."):
+        with pytest.raises(ValueError, match=r"classifier_path='.*' cannot be read as \.npz: "):
+            LinearScorer(tmp_path / name, setting="task.red_team.classifier_path")
