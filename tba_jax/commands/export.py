@@ -9,8 +9,7 @@ The run may go on meanwhile.
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +22,7 @@ from tba_jax.storage.places import Place
 from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
-    from tba_jax.reporting.model_card import Exported
     from tba_jax.reporting.parquet import Filter
-    from tba_jax.text.tokenizers import Tokenizer
 
 
 def export(workdir: Path, output: Path, *, step: existing_run.AskedStep, dtype: str | None, adapter: bool = False) -> str:
@@ -57,45 +54,40 @@ def export(workdir: Path, output: Path, *, step: existing_run.AskedStep, dtype: 
     step = existing_run.chosen_step(run, step, called=str(workdir))
     source = load.resolve_folder(config.model.path) if config.model.path else None
     base = _adapted_checkpoint(run, config) if adapter else ""
-    write_tokenizer, ids = _tokenizer_files(tokenizer, source)
+    # A tokenizer of characters is written with its ids; that of a checkpoint is copied.
+    ids = {} if source else {name: getattr(tokenizer, name) for name in ("pad_id", "bos_id", "eos_id")}
     folder = run.policies / layout.step_name(step)
     with contextlib.ExitStack() as kept:
         kept.enter_context(_committed(folder, f"snapshot {step}"))
         params = snapshots.open_arrays(folder, policy.trained_specs)
         dtype = dtype or str(layout.read_json(folder / snapshots.COMMIT)["dtype"])
         exported = model_card.Exported(name=output.resolve().name, step=step, dtype=dtype, adapter=adapter)
-        more = [write_tokenizer, _card(run, config, source, exported)]
+
+        def write_more(made: Path) -> None:
+            if source:
+                export_lib.copy_tokenizer(source, made)
+            else:
+                export_lib.write_character_tokenizer(made, tokenizer.characters, **ids)  # type: ignore[attr-defined]
+            card = model_card.text(run, config, base=model_card.base_of(str(config.model.path), source), exported=exported)
+            (made / model_card.CARD).write_text(card, encoding="utf-8")
+
         if adapter:
             assert policy.lora is not None
-            adapters.save(output, policy.model, params, policy.lora, base=base, dtype=dtype, more=more)
+            adapters.save(output, policy.model, params, policy.lora, base=base, dtype=dtype, more=[write_more])
             return f"the adapters of step {step} of {workdir} are in {output}, for {base} ({policy.model.architecture}, {dtype})"
         if policy.lora is not None:
-            reference = _reference(run)
+            if not places.exists(run.initial_reference):
+                raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which the adapters belong to")
+            reference = run.reference(layout.reference_id(run))
             kept.enter_context(_committed(reference, "the reference policy, which the adapters belong to,"))
             params = lora.merge_lazily(snapshots.open_arrays(reference, policy.model_specs), params, policy.lora)
-        export_lib.save(output, policy.model, params, dtype=dtype, source=source, token_ids=ids, more=more)
+        token_ids = {name.replace("_id", "_token_id"): token for name, token in ids.items()}
+        export_lib.save(output, policy.model, params, dtype=dtype, source=source, token_ids=token_ids, more=[write_more])
     return f"step {step} of {workdir} is in {output} ({policy.model.architecture}, {dtype})"
 
 
-def _card(run: layout.RunDir, config: Any, source: Path | None, exported: "Exported") -> Callable[[Path], None]:
-    """A function that writes the model card into a folder. Args: source: the folder of the checkpoint at model.path."""
-    from tba_jax.reporting import model_card
-
-    base = model_card.base_of(str(config.model.path), source)
-
-    def write(folder: Path) -> None:
-        card = model_card.text(run, config, base=base, exported=exported)
-        (folder / model_card.CARD).write_text(card, encoding="utf-8")
-
-    return write
-
-
 def _adapted_checkpoint(run: layout.RunDir, config: Any) -> str:
-    """The checkpoint that the run's adapters belong to, as model.path names it.
-
-    Raises:
-      ValueError: the run has no adapters, or began with another policy than that checkpoint.
-    """
+    """The checkpoint that the run's adapters belong to, as model.path names it. Raises ValueError where there is none."""
     from tba_jax.storage import contract
 
     if not config.lora.rank:
@@ -106,29 +98,6 @@ def _adapted_checkpoint(run: layout.RunDir, config: Any) -> str:
             f"model.path={config.model.path!r}; without the flag they are merged into it"
         )
     return str(config.model.path)
-
-
-def _tokenizer_files(tokenizer: "Tokenizer", source: Path | None) -> tuple[Callable[[Path], None], dict[str, int]]:
-    """A function that writes the tokenizer into a folder, and the token ids for config.json, {} if `source` has its own."""
-    from tba_jax.models.hugging_face import export as export_lib
-    from tba_jax.text.tokenizers import CharacterTokenizer
-
-    if source is not None:
-        return functools.partial(export_lib.copy_tokenizer, source), {}
-    assert isinstance(tokenizer, CharacterTokenizer)
-    ids = {"pad_id": tokenizer.pad_id, "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id}
-
-    def write(folder: Path) -> None:
-        export_lib.write_character_tokenizer(folder, tokenizer.characters, **ids)
-
-    return write, {name.replace("_id", "_token_id"): token for name, token in ids.items()}
-
-
-def _reference(run: layout.RunDir) -> Place:
-    """The folder of the policy that the run began with."""
-    if not places.exists(run.initial_reference):
-        raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which the adapters belong to")
-    return run.reference(layout.reference_id(run))
 
 
 @contextlib.contextmanager
@@ -187,17 +156,17 @@ def run(given: command_line.Given) -> int:
         raise ValueError("name what to write: a policy by --output=FOLDER, or rows by --rows=FILE.parquet")
     others = ("step", "dtype", "adapter") if given.rows else _OF_ROWS
     if odd := next((name for name in others if getattr(given, name) not in (None, False, [])), ""):
-        raise ValueError(
-            f"--{odd} does not go with --{'rows' if given.rows else 'output'}: it is of {'policies' if given.rows else 'rows'}"
-        )
+        goes, of = ("rows", "policies") if given.rows else ("output", "rows")
+        raise ValueError(f"--{odd} does not go with --{goes}: it is of {of}")
     if given.rows:
         from tba_jax.reporting.parquet import Filter
 
         chosen = Filter(**{name: getattr(given, name) for name in _OF_ROWS[:-1]}, writers=tuple(dict.fromkeys(given.writer)))
         chosen.check()
-        privacy.follow(given.workdir)
-        print(visible(export_rows(given.workdir, given.rows, chosen)))
-        return 0
     privacy.follow(given.workdir)
-    print(visible(export(given.workdir, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)))
+    if given.rows:
+        told = export_rows(given.workdir, given.rows, chosen)
+    else:
+        told = export(given.workdir, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)
+    print(visible(told))
     return 0

@@ -5,7 +5,7 @@ import ast
 import pytest
 
 from configs import base, supervised
-from tba_jax.commands.settings_help import BASE, SUPERVISED, entries, recipes
+from tba_jax.commands.settings_help import BASE, SUPERVISED, recipes
 from tba_jax.schemas import flatten
 
 
