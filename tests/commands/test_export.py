@@ -1,6 +1,5 @@
 """Runs exported by the command: the folder holds the weights of the snapshot, and whoever loads it computes the same."""
 
-import functools
 import json
 import shutil
 
@@ -15,7 +14,6 @@ from tba_jax.commands import command_line, export
 from tba_jax.experiment import jobs
 from tba_jax.models import parameters
 from tba_jax.models.hugging_face import adapters, files, load
-from tba_jax.replay.reader import LogReader
 from tba_jax.storage import contract, layout, snapshots
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 from tests.support import applied, random_checkpoints, tiny_checkpoints, tiny_run
@@ -242,27 +240,3 @@ def test_snapshots_pruned_while_their_weights_are_read_are_named(tmp_path, capsy
     monkeypatch.setattr(files, "copy", prune_and_copy)
     assert f"snapshot 0 is gone: {run.policies / '00000000'}" in refusal(capsys, run.root, tmp_path / "model")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
-
-
-def test_searchers_may_sample_from_int8_weights(tmp_path):
-    """The rows come from a policy that is a little off, and the trainer compares them with that policy."""
-    s = finished_run(tmp_path, searchers__weights="int8", learner__logprob_gap_every_steps=2)
-    lines = [json.loads(line) for line in (s.run.metrics("trainer") / "metrics.jsonl").read_text().splitlines()]
-    gaps = [line["logprob_gap_max"] for line in lines if "logprob_gap_max" in line]
-    assert gaps and max(gaps) < 1e-4
-    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
-    ((writer, head),) = reader.heads().items()
-    rows = reader.read(writer, 0, head)
-    first = rows["policy_step"][:, 0] == 0
-    batch = [rows[name][first] for name in ("tokens", "prompt_length", "response_length")]
-    score = functools.partial(
-        applied.response_logprobs,
-        R=rows["policy_step"].shape[1],
-        config=s.experiment.policy.model,
-        space=s.experiment.contract.response_space(),
-        logit_bytes=1 << 20,
-        remat="none",
-    )
-    exact, _ = jax.jit(score)(weights_of_step(s, 0), *batch)
-    assert 1e-6 < np.abs(exact - rows["policy_logprobs"][first]).max() < 0.05
-    np.testing.assert_allclose(rows["ref_logprobs"][first], exact, atol=1e-5)  # step 0 is the reference, which is never rounded

@@ -38,11 +38,8 @@ def test_the_file_is_named_and_its_folder_is_the_current_one(run, tmp_path, monk
     assert capsys.readouterr().out.startswith(f"{tmp_path / 'report.html'} (")
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
     assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
-def test_nothing_is_written_into_the_run_unasked(run, monkeypatch, capsys):
     monkeypatch.chdir(run.metrics("trainer"))
-    assert "--output" in refused(capsys, f"--workdir={run.root}")
+    assert "--output" in refused(capsys, f"--workdir={run.root}"), "nothing is written into the run unasked"
 
 
 @pytest.mark.parametrize("name, words", [("", "is a folder"), ("absent/r.html", "no folder"), ("mine.html", "is no report")])
