@@ -48,12 +48,9 @@ class GivenResponse(NamedTuple):
 def append(workdir: Path, source: str, *, unfit: str, settings: existing_run.Source = existing_run.AS_IT_IS) -> str:
     """Scores the responses of a file by the task and the policy of step 0, and commits them as rows of a new writer.
 
-    Args:
-      source: see tasks.data.read; unfit: what happens to responses that no policy of the run can give, one of UNFIT.
-      settings: what the user says of the run's settings, its task above all.
+    Args: source: see tasks.data.read; unfit: what happens to responses that no policy of the run can give, one of UNFIT.
 
-    Returns:
-      a sentence that says what was appended.
+    Returns: a sentence that says what was appended.
 
     Raises:
       ValueError: there is no run or no reference, nobody trusts its task, its objective needs behaviour log-probs or values of
@@ -130,9 +127,9 @@ def _read(source: str, experiment: "Experiment", unfit: str) -> tuple[list[Given
 
 
 def _query(row: data.Row, queries: dict[str, "EncodedQuery"], task: str) -> "EncodedQuery":
-    if "prompt" not in row and len(queries) == 1:
-        return next(iter(queries.values()))
     if "prompt" not in row:
+        if len(queries) == 1:
+            return next(iter(queries.values()))
         raise ValueError(f"{row.where}: field 'prompt' is missing, and task.name={task!r} has {len(queries)} train queries")
     if row["prompt"] not in queries:
         told = f"prompt {row['prompt'][:60]!r} is none of the {len(queries)} train queries of the task"

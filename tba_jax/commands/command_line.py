@@ -80,7 +80,7 @@ def execute(command: Command, arguments: Sequence[str]) -> int:
 
 def _help(command: Command, values: flags.FlagValues, settings: Program | None, asked: str) -> str:
     """The docstring and all flags; or the section or setting that is asked for."""
-    if settings is not None and asked and not asked.startswith("-"):
+    if settings and asked and not asked.startswith("-"):
         try:
             return settings.describe(asked)
         except ValueError as error:
@@ -89,17 +89,16 @@ def _help(command: Command, values: flags.FlagValues, settings: Program | None, 
     for flag in (each for module in values.flags_by_module_dict().values() for each in module):
         default = f"; default: {flag.default}" if flag.default not in (None, "", False, []) else ""
         lines.append(f"  --{flag.name:13} {flag.help}{default}")
-    return "\n".join(lines) + (settings.overview() if settings is not None else "")
+    return "\n".join(lines) + (settings.overview() if settings else "")
 
 
 def _parse(values: flags.FlagValues, arguments: Sequence[str], settings: Program | None) -> Given:
     """The values of all flags, by absl's parser; `overrides` are the flags --config.NAME=VALUE, in their order."""
     values.set_gnu_getopt(True)
-    takes_settings = settings is not None
-    for each in arguments:
+    # Before absl, which would name a required flag first that is misspelt.
+    for each in (each for each in arguments if each.startswith("-")):
         name = each.lstrip("-").partition("=")[0]
-        known = name in values or name.removeprefix("no") in values or (takes_settings and OVERRIDE.match(each))
-        if each.startswith("-") and not known:
+        if name not in values and name.removeprefix("no") not in values and not (settings and OVERRIDE.match(each)):
             _refuse_unknown(values, each, settings)
     try:
         others = values(["", *arguments], known_only=True)[1:]
@@ -107,9 +106,9 @@ def _parse(values: flags.FlagValues, arguments: Sequence[str], settings: Program
         refuse(ValueError(_in_words(values, str(error))))
     overrides: list[str] = []
     for each in others:
-        if each.startswith("-"):
+        if settings and OVERRIDE.match(each):
             overrides.append(each)
-        elif overrides and "=" not in overrides[-1]:  # --config.NAME VALUE
+        elif overrides and "=" not in overrides[-1] and not each.startswith("-"):  # --config.NAME VALUE
             overrides[-1] += f"={each}"
         else:
             _refuse_unknown(values, each, settings)
@@ -122,7 +121,7 @@ def _refuse_unknown(values: flags.FlagValues, argument: str, settings: Program |
         refuse(ValueError(f"{argument} is no argument; did you mean --{argument}?"))
     name = argument.lstrip("-").partition("=")[0]
     near = difflib.get_close_matches(name, list(values), n=1, cutoff=0.8)
-    offered = [f"--{flag}" for flag in near] or (settings.flags_like(name) if settings is not None else [])
+    offered = [f"--{flag}" for flag in near] or (settings.flags_like(name) if settings else [])
     offered = offered or [f"--{flag}" for flag in difflib.get_close_matches(name, list(values), n=1)]
     refuse(ValueError(f"there is no argument {argument.partition('=')[0]!r}{hint(*offered)}; --help tells which there are"))
 

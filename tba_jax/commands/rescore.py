@@ -36,15 +36,12 @@ _OF_REWARD = ("reward_version", "reward_parts")
 def rescore(workdir: Path, settings: existing_run.Source = existing_run.AS_IT_IS) -> str:
     """Writes the rewards of the task's present version for all committed rows of a run that is not being trained.
 
-    Args: settings: what the user says of the run's settings, its task above all.
-
-    Returns:
-      a sentence that says what was written.
+    Returns: a sentence that says what was written.
 
     Raises:
-      ValueError: there is no run, nobody trusts its task, the task differs by more than its reward, retention has
-        removed rows, a row cannot be read, its query is not the task's any more, or rows hold values of states. LeaseHeld: the
-        run's trainer is at work.
+      ValueError: there is no run, nobody trusts its task, the task differs by more than its reward, retention has removed rows,
+        a row cannot be read, its query is not the task's any more, or rows hold values of states.
+      LeaseHeld: the run's trainer is at work.
     """
     from tba_jax.experiment import composition
     from tba_jax.rewards import task_models

@@ -179,18 +179,6 @@ def test_mistakes_are_one_sentence(s, tmp_path, rows, sentence, capsys):
     assert ended.value.code == processes.BAD_INPUT and told.startswith("error: ") and sentence in told
 
 
-def test_objectives_of_untruncated_rows_do_not_train_on_truncated_ones(tmp_path):
-    """Neither the run that was made so, with another objective, nor one that mounts it."""
-    as_drawn = {"replay__merge_duplicates": False, "replay__recent_fill": "wait"}
-    made = tiny_run.settings(tmp_path / "run", frozen_runs.config(sampling__explore_top_p_probability=0.25, **as_drawn))
-    training.reference(made)()
-    mounting = {"replay__mount": (str(made.run.root),), "searchers__count": 0}
-    for folder, changes in {"run": {}, "offline": mounting}.items():
-        s = tiny_run.settings(tmp_path / folder, frozen_runs.config(learner__objective="a_star_po", **as_drawn, **changes))
-        with pytest.raises(ValueError, match=r"a_star_po .*sampling\.explore_top_p_probability=0\.25"):
-            training.trainer(s)
-
-
 def test_objectives_with_behaviour_weights_do_not_train_on_them(s, tmp_path):
     """Neither the run itself, with another objective, nor one that mounts it; and such a run takes none."""
     path = write_rows(tmp_path / "given.jsonl", [{"prompt": queries_of(s)[0], "response": "1"}])

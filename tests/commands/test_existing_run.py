@@ -195,11 +195,10 @@ def test_a_damaged_config_is_one_sentence(given, capsys):
 SCORES = {0: 0.25, 10: 0.75, 20: 0.5}
 
 
-@pytest.fixture(params=["folder", "memory"])
-def run(request, tmp_path) -> layout.RunDir:
-    """A run whose snapshots are here or in an object store; its reports are in the workdir."""
-    shared = places.place("memory://store/shared") if request.param == "memory" else None
-    made = layout.RunDir(tmp_path, shared)
+@pytest.fixture
+def run(tmp_path) -> layout.RunDir:
+    """A run whose snapshots are in an object store; its reports are in the workdir."""
+    made = layout.RunDir(tmp_path, places.place(f"memory://{tmp_path.name}/shared"))
     made.evaluations.mkdir()
     return made
 

@@ -13,7 +13,7 @@ from tba_jax import sharding
 from tba_jax.commands import command_line, export
 from tba_jax.experiment import jobs
 from tba_jax.models import parameters
-from tba_jax.models.hugging_face import adapters, files, load
+from tba_jax.models.hugging_face import adapters, load
 from tba_jax.storage import contract, layout, snapshots
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 from tests.support import applied, random_checkpoints, tiny_checkpoints, tiny_run
@@ -129,39 +129,22 @@ def test_adapters_alone_are_published_and_optimised(adapted):
     assert changed == {"layers.attention.query.weight", "layers.feed_forward.down.weight"}
 
 
-def test_without_held_out_scores_the_newest_step_is_the_default_and_its_dtype(finished, tmp_path, capsys):
-    run = finished.run.root
-    flags = [f"--workdir={run}", f"--output={tmp_path / 'model'}"]
-    command_line.execute(export, flags)
-    assert "step 6 of" in capsys.readouterr().out
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "float32"
-    with pytest.raises(SystemExit, match="2"):
-        command_line.execute(export, flags)
-    assert f"{tmp_path / 'model'} exists and is not an empty folder" in capsys.readouterr().err
-    with pytest.raises(
-        ValueError, match=r"--step=9 is not a snapshot of .*; the nearest step that is kept is 6; there are 0, 1, 2, 3"
-    ):
-        export.export(run, tmp_path / "other", step=9, dtype=None)
-    with pytest.raises(ValueError, match="holds no run"):
-        export.export(tmp_path, tmp_path / "other", step=None, dtype=None)
-    assert not (tmp_path / "other").exists()
-
-
 def test_the_step_with_the_best_score_is_the_default(finished, tmp_path, capsys):
     run = layout.RunDir(shutil.copytree(finished.run.root, tmp_path / "run"))
     run.evaluations.mkdir()
     for step, reward in ((0, 0.25), (1, 0.75), (3, 0.5)):
         report = {"step": step, "greedy_reward": reward, "score_name": "accuracy", "queries": 8}
         layout.write_json(run.evaluations / f"{layout.step_name(step)}.json", report)
-    for flags, step in (([], 1), (["--step=best"], 1), (["--step=last"], 6), (["--step=2"], 2)):
+    for flags, step in (([], 1), (["--step=best"], 1), (["--step=last"], 6)):
         output = tmp_path / f"model{''.join(flags)}"
         command_line.execute(export, [f"--workdir={run.root}", f"--output={output}", *flags])
         said = capsys.readouterr()
         assert f"step {step} of {run.root} is in {output}" in said.out
         assert ("step 1 has the best held-out score, 0.750, of 3 evaluated snapshots" in said.err) == (step == 1)
         found, expected = (load_file(folder / "model.safetensors") for folder in (output, tmp_path / "model"))
-        same = all(np.array_equal(found[name], expected[name]) for name in expected)
-        assert same == (step == 1)
+        assert all(np.array_equal(found[name], expected[name]) for name in expected) == (step == 1)
+    assert f"{output} exists and is not an empty folder" in refusal(capsys, run.root, output)
+    assert json.loads((output / "config.json").read_text())["dtype"] == "float32", "that of the snapshot"
     card = (tmp_path / "model" / "README.md").read_text()
     assert "| accuracy (reward of greedy responses) | 0.250 | 0.750 |" in card and "best of 3 evaluated steps" in card
 
@@ -226,17 +209,4 @@ def test_references_and_snapshots_that_are_gone_are_named(tmp_path, capsys, monk
         patch.setattr(snapshots, "open_arrays", open_before_pruning)
         with pytest.raises(ValueError, match=f"^snapshot 0 is gone: {snapshot} holds no commit.json$"):
             export.export(run.root, output, step=0, dtype="float32")
-    assert {path.name for path in tmp_path.iterdir()} == {"run"}
-
-
-def test_snapshots_pruned_while_their_weights_are_read_are_named(tmp_path, capsys, monkeypatch):
-    run, _ = written_run(tmp_path / "run")
-    copy = files.copy
-
-    def prune_and_copy(*arguments):
-        shutil.rmtree(run.policies / "00000000", ignore_errors=True)
-        copy(*arguments)
-
-    monkeypatch.setattr(files, "copy", prune_and_copy)
-    assert f"snapshot 0 is gone: {run.policies / '00000000'}" in refusal(capsys, run.root, tmp_path / "model")
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
