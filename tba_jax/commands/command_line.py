@@ -14,8 +14,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NoReturn, Protocol
+from types import ModuleType, SimpleNamespace
+from typing import NoReturn
 
 from absl import flags
 
@@ -34,16 +34,6 @@ OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
 _NO_DASHES = re.compile(r"(?:no)?config\.\w[\w.]*=")
 
 
-class Command(Protocol):
-    """A module that is a command."""
-
-    __name__: str
-
-    def add_flags(self, values: flags.FlagValues) -> Program | None: ...
-
-    def run(self, given: Given) -> int | Job: ...
-
-
 class _PathParser(flags.ArgumentParser):
     def parse(self, argument: str) -> Path:
         if not argument:  # an unset variable of the shell; Path("") would be the current folder
@@ -60,7 +50,7 @@ def add_workdir(values: flags.FlagValues) -> None:
     add_path(values, "workdir", "the run's folder", required=True)
 
 
-def execute(command: Command, arguments: Sequence[str]) -> int:
+def execute(command: ModuleType, arguments: Sequence[str]) -> int:
     """Runs a command and returns its exit code; a mistake or a failure ends the process by a code of its own."""
     values = flags.FlagValues()  # its own: who imports a command defines no flag in absl.flags.FLAGS
     settings = command.add_flags(values)
@@ -78,7 +68,7 @@ def execute(command: Command, arguments: Sequence[str]) -> int:
         return outcome if isinstance(outcome, int) else outcome()
 
 
-def _help(command: Command, values: flags.FlagValues, settings: Program | None, asked: str) -> str:
+def _help(command: ModuleType, values: flags.FlagValues, settings: Program | None, asked: str) -> str:
     """The docstring and all flags; or the section or setting that is asked for."""
     if settings and asked and not asked.startswith("-"):
         try:
