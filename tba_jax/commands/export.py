@@ -9,7 +9,8 @@ The run may go on meanwhile.
 """
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +54,7 @@ def export(workdir: Path, output: Path, *, step: existing_run.AskedStep, dtype: 
     step = existing_run.chosen_step(run, step, called=str(workdir))
     source = load.resolve_folder(config.model.path) if config.model.path else None
     base = _adapted_checkpoint(run, config) if adapter else ""
-    # A tokenizer of characters is written with its ids; that of a checkpoint is copied.
-    ids = {} if source else {name: getattr(tokenizer, name) for name in ("pad_id", "bos_id", "eos_id")}
+    write_tokenizer, token_ids = _tokenizer_files(tokenizer, source)
     folder = run.policies / layout.step_name(step)
     with contextlib.ExitStack() as kept:
         kept.enter_context(_committed(folder, f"snapshot {step}"))
@@ -63,10 +63,7 @@ def export(workdir: Path, output: Path, *, step: existing_run.AskedStep, dtype: 
         exported = model_card.Exported(name=output.resolve().name, step=step, dtype=dtype, adapter=adapter)
 
         def write_more(made: Path) -> None:
-            if source:
-                export_lib.copy_tokenizer(source, made)
-            else:
-                export_lib.write_character_tokenizer(made, tokenizer.characters, **ids)  # type: ignore[attr-defined]
+            write_tokenizer(made)
             card = model_card.text(run, config, base=model_card.base_of(str(config.model.path), source), exported=exported)
             (made / model_card.CARD).write_text(card, encoding="utf-8")
 
@@ -80,9 +77,19 @@ def export(workdir: Path, output: Path, *, step: existing_run.AskedStep, dtype: 
             reference = run.reference(layout.reference_id(run))
             kept.enter_context(_committed(reference, "the reference policy, which the adapters belong to,"))
             params = lora.merge_lazily(snapshots.open_arrays(reference, policy.model_specs), params, policy.lora)
-        token_ids = {name.replace("_id", "_token_id"): token for name, token in ids.items()}
         export_lib.save(output, policy.model, params, dtype=dtype, source=source, token_ids=token_ids, more=[write_more])
     return f"step {step} of {workdir} is in {output} ({policy.model.architecture}, {dtype})"
+
+
+def _tokenizer_files(tokenizer: Any, source: Path | None) -> tuple[Callable[[Path], None], dict[str, int]]:
+    """A function that writes the tokenizer into a folder, and the token ids for config.json, {} if `source` has its own."""
+    from tba_jax.models.hugging_face import export as export_lib
+
+    if source:
+        return functools.partial(export_lib.copy_tokenizer, source), {}
+    ids = {name: getattr(tokenizer, name) for name in ("pad_id", "bos_id", "eos_id")}
+    write = functools.partial(export_lib.write_character_tokenizer, characters=tokenizer.characters, **ids)
+    return write, {name.replace("_id", "_token_id"): token for name, token in ids.items()}
 
 
 def _adapted_checkpoint(run: layout.RunDir, config: Any) -> str:

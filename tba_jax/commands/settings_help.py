@@ -33,15 +33,17 @@ class Program(NamedTuple):
         """
         told: list[str] = []
         comments: list[str] = []
+        names = list(self.schema.rules)
         for line in self.file.read_text(encoding="utf-8").splitlines():
             name = line.removeprefix("c.").partition(" = ")[0]
+            names += [name] * line.startswith("c.")
             if line.startswith("c.") and f"{name}.".startswith(f"{asked}."):
                 told += [*comments, line.removeprefix("c.")]
             comments = [*comments, line] if line.startswith("# ") else []
         if not told and asked in self.schema.rules:  # one line gives the section and its settings
             return self.describe(asked.rpartition(".")[0])
         if not told:
-            near = nearest(asked, [*self.sections(), *self.schema.rules])
+            near = nearest(asked, names)
             raise ValueError(f"--help={asked}: there is no such section or setting{hint(near)}")
         head = (
             "Each line is a setting, its default, its limits and its meaning. A flag changes it: --config.SECTION.SETTING=VALUE"

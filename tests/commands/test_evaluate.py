@@ -53,7 +53,7 @@ def test_other_settings(run):
     "flags, sentence",
     [
         (["--step=1000"], "--step=1000 is not a snapshot of"),
-        (["--config.task.response_length=5"], "is a run of another contract; task.response_length: 6 there, 5 here"),
+        (["--config.task.response_length=5"], "task.response_length: 6 there, 5 here"),
         (["--config.task.name=tldr"], "is a run of task.name='arithmetic', and --config.task.name asks for task.name='tldr'"),
         (["--config.evaluation.queries=-1"], "evaluation.queries=-1 must be at least 0"),
         (["--output={run}/config.json"], "is in the run's folder"),
