@@ -72,9 +72,7 @@ def export(workdir: Path, output: Path, *, step: existing_run.AskedStep, dtype: 
             adapters.save(output, policy.model, params, policy.lora, base=base, dtype=dtype, more=[write_more])
             return f"the adapters of step {step} of {workdir} are in {output}, for {base} ({policy.model.architecture}, {dtype})"
         if policy.lora is not None:
-            if not places.exists(run.initial_reference):
-                raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which the adapters belong to")
-            reference = run.reference(layout.reference_id(run))
+            reference = _reference(run)
             kept.enter_context(_committed(reference, "the reference policy, which the adapters belong to,"))
             params = lora.merge_lazily(snapshots.open_arrays(reference, policy.model_specs), params, policy.lora)
         export_lib.save(output, policy.model, params, dtype=dtype, source=source, token_ids=token_ids, more=[write_more])
@@ -104,6 +102,13 @@ def _adapted_checkpoint(run: layout.RunDir, config: Any) -> str:
             f"model.path={config.model.path!r}; without the flag they are merged into it"
         )
     return str(config.model.path)
+
+
+def _reference(run: layout.RunDir) -> Place:
+    """The folder of the policy that the run began with."""
+    if not places.exists(run.initial_reference):
+        raise ValueError(f"{run.initial_reference} is gone: it names the reference policy, which the adapters belong to")
+    return run.reference(layout.reference_id(run))
 
 
 @contextlib.contextmanager
