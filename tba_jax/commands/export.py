@@ -34,9 +34,7 @@ def export(workdir: Path, output: Path, *, step: existing_run.AskedStep, dtype: 
       step: of a published snapshot, see existing_run.chosen_step. dtype: of the weights written; None: the snapshot's.
       adapter: writes the adapters alone, for peft.
 
-    Returns: a sentence that says what was written.
-
-    Raises:
+    Returns a sentence that says what was written. Raises:
       ValueError: there is no run of this version or no such snapshot, its model, reference or tokenizer is gone, or `output`
         is in use or in the run; or `adapter` of a run without adapters, or whose adapters belong to no published checkpoint.
     """
