@@ -29,7 +29,14 @@ ARGS ?=
 PY := $(VENV)/bin/python
 CANDIDATES := python3 python3.13 python3.12 python3.11
 CONSTRAINTS ?= tested
-INSTALL := -m launch.constraints.install
+# pip with the constraint file, and without it where that fails: a package index may lack a tested version.
+# $(call pip_install,the interpreter,what is installed,the constraint file)
+define pip_install
+file="$(3)"; [ "$$file" != tested ] || file=launch/constraints/python$$("$(1)" -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt; \
+  [ "$(3)" = tested ] || [ -z "$$file" ] || [ -f "$$file" ] || { echo "error: CONSTRAINTS=$$file is no file" >&2; exit 2; }; \
+  pip="-m pip install --quiet --disable-pip-version-check"; \
+  { [ -f "$$file" ] && "$(1)" $$pip -c "$$file" $(2); } || { [ -z "$$file" ] || echo "pip cannot keep to $$file: it chooses all versions"; "$(1)" $$pip $(2); }
+endef
 
 # Stamps lie inside the environment, so they go when it goes.
 BASE := $(VENV)/.installed
@@ -149,7 +156,7 @@ $(BASE): $(REQUIREMENTS)
 	  echo "Making $(VENV) with $$("$$found" -c 'import sys; print(sys.executable, sys.version.split()[0])')"; \
 	  "$$found" -m venv --clear "$(VENV)"; fi
 	@echo "Installing requirements.txt into $(VENV) (a minute or two)"
-	@$(PY) $(INSTALL) "$(CONSTRAINTS)" -r requirements.txt
+	@$(call pip_install,$(PY),-r requirements.txt,$(CONSTRAINTS))
 	@pwd -P > $@
 
 # What an extra of pyproject.toml lists, exactly as it is spelt there: another spelling of torch is another, far larger build.
@@ -157,7 +164,7 @@ $(BASE): $(REQUIREMENTS)
 # $(call install_extra,the extra,the environment)
 install_extra = $(if $(OTHERS),[ "$(2)" != "$(VENV)" ] || { exec >&2; echo "error: VENV=$(VENV) is the environment of another" \
   "checkout and lacks the extra $(1): install it there or name another VENV"; exit 2; };) $(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"], sep="\n")' \
-	> $(2)/$(1).txt && echo "Installing $$(tr '\n' ' ' < $(2)/$(1).txt)into $(2)" && $(2)/bin/python $(INSTALL) "$(if $(filter parity,$(1)),,$(CONSTRAINTS))" -r $(2)/$(1).txt
+	> $(2)/$(1).txt && echo "Installing $$(tr '\n' ' ' < $(2)/$(1).txt)into $(2)" && { $(call pip_install,$(2)/bin/python,-r $(2)/$(1).txt,$(if $(filter parity,$(1)),,$(CONSTRAINTS))); }
 
 $(DEV): $(EXTRAS) $(BASE)
 	@$(call install_extra,dev,$(VENV))

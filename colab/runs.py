@@ -143,7 +143,7 @@ class BackgroundRun:
 
     def picture(self) -> bytes:
         """PNG of held-out score, reward and staleness by step so far."""
-        return _png(results.draw(layout.open_run_dir(self.workdir), score_name=self.score_name))
+        return compared({self.workdir.name: self.workdir}, score_name=self.score_name)
 
 
 def watch(run: BackgroundRun, *, every_seconds: float = 4.0) -> None:
@@ -259,10 +259,6 @@ def compared(runs: Mapping[str, Path], *, score_name: str) -> bytes:
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
-    return _png(figure)
-
-
-def _png(figure: Any) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=110)
     return file.getvalue()

@@ -10,7 +10,6 @@ from configs import base, small
 
 
 def get_config(variant: str = ""):
-    """The recipe, or configs/small.py of it. Raises ValueError for any other variant."""
     c = base.get_config()
     c.task.name = "arithmetic"
     c.task.prompt_length = 9

@@ -10,7 +10,6 @@ from configs import demo, small
 
 
 def get_config(variant: str = ""):
-    """The recipe, or configs/small.py of it. Raises ValueError for any other variant."""
     c = demo.get_config()
     c.learner.objective = "tba_prime"
     c.learner.reference.kind = "reset"

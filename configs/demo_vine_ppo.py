@@ -14,7 +14,6 @@ from configs import baselines, demo, small
 
 
 def get_config(variant: str = ""):
-    """The recipe, or configs/small.py of it. Raises ValueError for any other variant."""
     c = demo.get_config()
     baselines.apply(c, "vine_ppo")
     c.task.step_ends = (",", "#")

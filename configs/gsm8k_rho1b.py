@@ -1,7 +1,7 @@
 """GSM8K with RhoMath-1B, the paper's headline experiment: --config=configs/gsm8k_rho1b.py[:VARIANT].
 
 VARIANT: nothing (1000 steps) | 700_steps (the schedules of the speed comparison: its run ends in the middle of the decay) |
-lr3e-6 | lr1e-6 (1000 steps at this learning rate in place of 1e-5: a sweep of three, for the first departure below) | a name of
+lr3e-6 | lr1e-6 (1000 steps at this learning rate in place of 1e-5: docs/recipes.md, Precision on GSM8K) | a name of
 configs/baselines.py (its objective, in these 700 steps; a line break ends a step of vine_ppo) | synchronous[-VARIANT] (the same
 batch, on-policy: 7 × 20 samples and the update that they make, in turn, on 4 GPUs) | small[-VARIANT] (configs/small.py).
 
@@ -16,13 +16,7 @@ Hardware:  the paper used 4 × A100, three searchers and a trainer, for 82 minut
            docs/fit.md has the memory of each role. A GPU of :synchronous holds all roles, as in its row of 1 × 80 GB. Time:
            not measured here.
 Score:     not measured here.
-Departures from the authors' code (docs/recipes.md has every setting beside theirs):
-           learner.learning_rate: the number is theirs, but weights and Adam's moments are float32 here and bfloat16 there. A
-           bfloat16 weight is rounded back unless its step is half a unit in its last place: with weights of scale 0.02, steps
-           of 1e-5 move about 15 % of them; and with β2 = 0.999 their second moment hardly decays. The same number is a larger
-           effective rate here. See lr3e-6 and lr1e-6.
-           learner.schedule: the learning rate is 0 after the last update; there it is 0 in the last one, which does nothing.
-           publish.dtype: snapshots are bfloat16, float32 there; searchers compute in bfloat16 on both sides.
+Departures from the authors' code, each with its reason: docs/recipes.md.
 """
 
 from configs import base, baselines, small

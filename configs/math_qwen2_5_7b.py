@@ -14,12 +14,7 @@ Hardware:  a trainer on 8 × 80 GB, over which its state is divided, and searche
            them with --role=…, each with its own CUDA_VISIBLE_DEVICES. docs/fit.md has the memory of each role. The paper used a
            trainer of several GPUs, and searchers. A trainer of N devices: --config.learner.mesh.fsdp=N.
 Score:     not measured here.
-Departures from the authors' code (docs/recipes.md has every setting beside theirs):
-           publish.dtype: snapshots are bfloat16; searchers compute in bfloat16 in any case.
-           replay.max_staleness: rows are `level` to `level + 2` updates old: searchers sample the next batch while the trainer
-           learns from the last one. There they are exactly `level` updates old, because both sides wait.
-           learner.row_divisor: that of the public commit, which divides a row by its own length. Whether the paper's figures
-           were made with it is not known; --config.learner.row_divisor=response_budget divides all rows by the same number.
+Departures from the authors' code, each with its reason: docs/recipes.md.
 """
 
 from configs import base, baselines, small

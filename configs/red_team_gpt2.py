@@ -23,17 +23,7 @@ Score:     sampled_success_rate and sampled_cosine_distance (MiniLM embeddings) 
            snapshot: python -m tba_jax evaluate --workdir=DIR --step=N. Not measured here.
 Hardware:  the paper used 4 to 64 A100s, one of them for the trainer. Each searcher holds victim and classifier. Memory of each
            role: --dry_run. Time: not measured here.
-Departures from the authors' code (docs/recipes.md has every setting beside theirs):
-           task.min_response_length: an end of sequence before the fifth token has probability 0; there such an attack is
-           possible, and its log π_ref is set to -500.
-           sampling.explore_temperature_probability: each sample has a temperature of its own; there a whole batch has one.
-           replay.merge_edit_distance: an attack is compared with the nearest one, and the end of sequence counts as a token;
-           there it is compared with the first one that is near, without the end of sequence.
-           replay.merge_keep: rewards alone are compared; there, unless it is set otherwise, log π_ref counts too, and of two
-           equal ones the older stays. Here the newer one does, so that the buffer follows the policy.
-           lora.targets: query, key and value have an adapter each; there one adapter has all three as its outputs.
-           learner.schedule: the warm-up is an update ahead; there the learning rate is 0 in the first one, which does nothing.
-           On both sides it comes down as if to 0 at update 40,000, so that it is still 0.88 of its peak in the last of 5000.
+Departures from the authors' code, each with its reason: docs/recipes.md.
 """
 
 from configs import base, small
@@ -42,7 +32,6 @@ _SMALL_MODELS = {"model.path": "gpt2", "task.red_team.victim_path": "gpt2", "tas
 
 
 def get_config(variant: str = ""):
-    """The recipe, or configs/small.py of it. Raises ValueError for any other variant."""
     c = base.get_config()
     c.task.name = "red_team"
     c.task.red_team.attack_prompt = (

@@ -13,10 +13,8 @@ Hardware:  a searcher holds victim and classifier beside the attacker, 8B parame
            fit beside a searcher in 80 GB: this recipe is made for 3 × 80 GB, a trainer, a searcher and an evaluator.
            docs/fit.md has the memory of each role. Time and score (sampled_success_rate, sampled_cosine_distance): not
            measured here.
-Departures from the authors' code: those of configs/red_team_gpt2.py, but for lora.targets and replay.merge_edit_distance, and
-           replay.merge_cosine_distance: the threshold is that of the base code's commands for Gemma and Llama 2, a similarity
-           of 0.3 of MiniLM embeddings. The one for Llama 3 is not public. `small` merges by edit distance, without an encoder.
-           publish.dtype: snapshots are bfloat16; searchers compute in bfloat16 in any case.
+Departures from the authors' code, each with its reason: docs/recipes.md. `small` merges by edit
+           distance, without an encoder.
 """
 
 from configs import red_team_gpt2, small
@@ -25,7 +23,6 @@ _SMALL_MODELS = {"model.path": "llama", "task.red_team.victim_path": "qwen2", "t
 
 
 def get_config(variant: str = ""):
-    """The recipe, or configs/small.py of it. Raises ValueError for any other variant."""
     c = red_team_gpt2.get_config()
     c.model.compute_dtype = "bfloat16"
     c.task.red_team.compute_dtype = "bfloat16"

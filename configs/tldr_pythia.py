@@ -18,11 +18,7 @@ Score:     python -m tba_jax evaluate --workdir=runs/tldr --step=last
            The run itself evaluates without it, unless gold_path is set. Not measured here.
 Hardware:  the paper used 4 GPUs, for three searchers and a trainer. Each searcher holds policy, reference and reward model.
            --config.searchers.task_devices=1 gives the reward model a GPU of its own. docs/fit.md has the memory of each role.
-Departures from the authors' code (docs/recipes.md has every setting beside theirs):
-           learner.beta_steps: β reaches 0.05 linearly after an eighth of the steps. There it falls towards 0.05 at half of the
-           steps and jumps to it from 0.76 after the eighth, which changes the loss fifteen-fold from one update to the next.
-           learner.schedule: the learning rate is 0 after the last update; there it is 0 in the last one, which does nothing.
-           publish.dtype: snapshots are bfloat16, float32 there; searchers compute in bfloat16 on both sides.
+Departures from the authors' code, each with its reason: docs/recipes.md.
 """
 
 from configs import base, baselines, small

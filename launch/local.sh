@@ -14,8 +14,8 @@ set -euo pipefail
 
 usage() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" >&2; exit 2; }
 [[ ${1:-} =~ ^[1-9][0-9]*$ ]] || usage
-count=$1; shift
-workdir=
+count=$1 workdir=
+shift
 for flag in "$@"; do case $flag in --workdir=*) workdir=${flag#*=} ;; esac; done
 [[ -n $workdir ]] || usage
 
@@ -26,12 +26,19 @@ python=${PYTHON:-$root/.venv/bin/python}
 export GLIBC_TUNABLES=${GLIBC_TUNABLES-glibc.malloc.hugetlb=1}
 
 cores=()
-for part in $(tr ',' ' ' <<<"${CPUS:-}"); do read -r -a more <<<"$(seq -s ' ' "${part%-*}" "${part#*-}")"; cores+=("${more[@]}"); done
+for part in $(tr , " " <<<"${CPUS:-}"); do cores+=($(seq "${part%-*}" "${part#*-}")); done
 case ${JAX_PLATFORMS:-} in
   cpu* | tpu*) ;;
   *) : "${GPUS=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, || true)}}" ;;
 esac
 IFS=, read -r -a gpus <<<"${GPUS:-}"
+
+deal() { # NUMBER ITEM…: every COUNTth item from NUMBER on, with commas; one of them where there are fewer than searchers
+  local number=$1 items=("${@:2}") mine
+  mine=${items[number % ${#items[@]}]}
+  for ((i = number + count; i < ${#items[@]}; i += count)); do mine+=,${items[i]}; done
+  echo "$mine"
+}
 
 mkdir -p "$workdir/logs"
 pids=() logs=()
@@ -39,35 +46,26 @@ pids=() logs=()
 # the batch in flight.
 set -m
 trap '[[ ${#pids[@]} -eq 0 ]] || kill -TERM "${pids[@]}" 2>/dev/null || true' INT TERM
-for ((i = 0; i < count; i++)); do
-  place=()
-  if [[ ${#cores[@]} -gt 0 ]]; then
-    mine=${cores[i % ${#cores[@]}]}
-    for ((c = i + count; c < ${#cores[@]}; c += count)); do mine+=,${cores[c]}; done
-    place+=(taskset -c "$mine")
-  fi
-  place+=(env)
-  if [[ ${#gpus[@]} -gt 0 ]]; then
-    sharing=$(((count + ${#gpus[@]} - 1) / ${#gpus[@]}))
-    own=${gpus[i % ${#gpus[@]}]}
-    for ((g = i + count; g < ${#gpus[@]}; g += count)); do own+=,${gpus[g]}; done
-    place+=(-u XLA_PYTHON_CLIENT_MEM_FRACTION CUDA_DEVICE_ORDER=PCI_BUS_ID "CUDA_VISIBLE_DEVICES=$own" "XLA_CLIENT_MEM_FRACTION=${GPU_MEMORY:-$(printf '0.%02d' $((90 / sharing)))}")
-  elif [[ -n ${GPU_MEMORY:-} ]]; then
-    place+=(-u XLA_PYTHON_CLIENT_MEM_FRACTION "XLA_CLIENT_MEM_FRACTION=$GPU_MEMORY")
-  fi
-  logs+=("$workdir/logs/searcher-$(hostname)-$$-$i.log")
-  "${place[@]}" "$python" -m tba_jax.run.restart "--workdir=$workdir" "$python" -m tba_jax.main "$@" --role=searcher </dev/null >>"${logs[i]}" 2>&1 &
+for ((number = 0; number < count; number++)); do
+  place=() share=${GPU_MEMORY:-}
+  [[ ${#cores[@]} -eq 0 ]] || place=(taskset -c "$(deal "$number" "${cores[@]}")")
+  [[ ${#gpus[@]} -eq 0 ]] || share=${share:-$(printf '0.%02d' $((90 / ((count + ${#gpus[@]} - 1) / ${#gpus[@]}))))}
+  place+=(env ${share:+-u XLA_PYTHON_CLIENT_MEM_FRACTION "XLA_CLIENT_MEM_FRACTION=$share"})
+  [[ ${#gpus[@]} -eq 0 ]] || place+=(CUDA_DEVICE_ORDER=PCI_BUS_ID "CUDA_VISIBLE_DEVICES=$(deal "$number" "${gpus[@]}")")
+  logs+=("$workdir/logs/searcher-$(hostname)-$$-$number.log")
+  "${place[@]}" "$python" -m tba_jax.run.restart "--workdir=$workdir" "$python" -m tba_jax.main "$@" --role=searcher \
+    </dev/null >>"${logs[number]}" 2>&1 &
   pids+=($!)
-  echo "searcher ${pids[i]}${mine:+ on cores $mine}${own:+ on GPU $own}, log ${logs[i]}"
+  echo "searcher ${pids[number]}: ${place[*]}, log ${logs[number]}"
 done
 
 failed=0
-for ((i = 0; i < count; i++)); do
+for ((number = 0; number < count; number++)); do
   # A signal to this script interrupts `wait`, with a code above 128, while the searcher still ends its batch: wait on.
-  while wait "${pids[i]}" && code=0 || code=$?; ((code > 128)) && kill -0 "${pids[i]}" 2>/dev/null; do :; done
-  wait "${pids[i]}" && code=0 || code=$?
+  while wait "${pids[number]}" && code=0 || code=$?; ((code > 128)) && kill -0 "${pids[number]}" 2>/dev/null; do :; done
+  wait "${pids[number]}" && code=0 || code=$?
   if ((code)); then
-    echo "searcher ${pids[i]} ended with code $code: $(tail -n 1 "${logs[i]}")" >&2
+    echo "searcher ${pids[number]} ended with code $code: $(tail -n 1 "${logs[number]}")" >&2
     failed=1
   fi
 done

@@ -1,6 +1,7 @@
 # What a Slurm cluster and a run on it are: read by launch/slurm.sh, which submits, and by the jobs themselves.
 # Each variable may be set in the environment instead: PARTITION=a100 SEARCHERS=16 launch/slurm.sh …
 # shellcheck shell=bash disable=SC2034
+set -a # all of these are for the jobs, too
 
 # Where jobs go. "": the cluster's default.
 : "${ACCOUNT:=}" "${PARTITION:=}" "${QOS:=}" "${CONSTRAINT:=}"
@@ -11,7 +12,8 @@
 # The trainer: one sharded program over all GPUs of its tasks. GPUs, CPUs and memory (GiB; 0: not asked for) are those of a node.
 : "${TRAINER_NODES:=1}" "${TRAINER_GPUS:=4}" "${TRAINER_CPUS:=24}" "${TRAINER_MEMORY:=96}" "${TRAINER_TIME:=24:00:00}"
 : "${TRAINER_TASKS:=node}"       # node: one process a node, which takes all its GPUs; gpu: one process a GPU
-: "${TRAINER_GRACE:=90}"         # seconds that the other processes have to end once the first has ended
+# Seconds that the other processes have to end once the first has ended: more than trainer.heartbeat_seconds.
+: "${TRAINER_GRACE:=90}"
 
 # The evaluator. step: in the trainer's job, so that each of its nodes is asked for these GPUs too; job: a job of its own; none.
 : "${EVALUATOR:=step}" "${EVALUATOR_GPUS:=1}" "${EVALUATOR_CPUS:=8}" "${EVALUATOR_MEMORY:=32}"
@@ -28,15 +30,10 @@ if [[ $CONTAINER == none ]]; then : "${PYTHON:=$PWD/.venv/bin/python}"; else : "
 : "${HF_HUB_OFFLINE:=0}"         # 1 where nodes have no network: download models and data sets to HF_HOME before
 
 # Ends.
-: "${STOP_SECONDS:=180}"         # so long before the time limit the roles are asked to stop; the job then queues again
+: "${STOP_SECONDS:=180}"         # so long before the time limit the roles are asked to stop; Slurm looks at limits every 30 s
 : "${DEATHS:=3}"                 # a role that dies is run again within its job so often, where it lived less than 10 minutes
 : "${REQUEUES:=20}"              # and after that its job queues again so often
-
-export ACCOUNT PARTITION QOS CONSTRAINT SEARCHER_PARTITION SEARCHER_QOS GPU_TYPE SBATCH_MORE \
-  TRAINER_NODES TRAINER_GPUS TRAINER_CPUS TRAINER_MEMORY TRAINER_TIME TRAINER_TASKS TRAINER_GRACE \
-  EVALUATOR EVALUATOR_GPUS EVALUATOR_CPUS EVALUATOR_MEMORY \
-  SEARCHERS SEARCHERS_PER_NODE SEARCHER_GPUS SEARCHER_CPUS SEARCHER_MEMORY SEARCHER_TIME \
-  CONTAINER CONTAINER_IMAGE CONTAINER_MOUNTS PYTHON HF_HOME HF_HUB_OFFLINE STOP_SECONDS DEATHS REQUEUES
+set +a
 
 refuse() { echo "error: $*" >&2; exit 2; }
 
@@ -60,44 +57,39 @@ memory() { # GiB: the option of a job that asks for them; nothing for 0
   (($1 == 0)) || echo "--mem=${1}G"
 }
 
-step_memory() { # GiB: the option of a step. 0: it shares the memory of its job with the other steps, which would wait for it else
-  echo "--mem=$1$( (($1 == 0)) || echo G)"
-}
-
-# role_command ROLE FLAGS…: sets `container`, the options of srun, and `role`, the command line of one process. A change of the
-# schedule is for the trainer alone: the others take it from the run.
-role_command() {
+# role_step ROLE GPUS CPUS MEMORY OPTIONS… -- FLAGS…: sets `step`, the srun of a role. --exact: it takes what it names and no more, so
+# that steps of a job run side by side. A step without memory shares that of its job; it would wait for all of it else. A change of
+# the schedule is for the trainer alone: the others take it from the run.
+role_step() {
   local flag changed='' mounts=$PWD,$WORKDIR,$HF_HOME${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}
-  for flag in "$@"; do case $flag in --allow_change=*) [[ $1 == trainer ]] || changed=,${flag#*=}, ;; esac; done
-  container=() role=("$PYTHON" -m tba_jax.main)
-  for flag in "${@:2}"; do
+  mapfile -t step < <(gres "$2"; memory "$4")
+  (($4 != 0)) || step+=(--mem=0)
+  step=(srun --exact --mpi=none "--cpus-per-task=$3" "${step[@]}")
+  local role=$1 command=("$PYTHON" -m tba_jax.main)
+  shift 4
+  while [[ $1 != -- ]]; do step+=("$1"); shift; done
+  shift
+  for flag in "$@"; do case $flag in --allow_change=*) [[ $role == trainer ]] || changed=,${flag#*=}, ;; esac; done
+  for flag in "$@"; do
     if [[ -n $changed && $flag == --allow_change=* ]]; then continue; fi
     if [[ $flag == --config.*=* && $changed == *,"$(cut -d= -f1 <<<"${flag#--config.}")",* ]]; then continue; fi
-    role+=("$flag")
+    command+=("$flag")
   done
-  role+=("--role=$1")
+  command+=("--role=$role")
   case $CONTAINER in
     pyxis)
-      container=("--container-image=$CONTAINER_IMAGE" "--container-mounts=$mounts" "--container-workdir=$PWD" \
+      step+=("--container-image=$CONTAINER_IMAGE" "--container-mounts=$mounts" "--container-workdir=$PWD" \
         --container-env=HF_HOME,HF_HUB_OFFLINE) ;;
-    apptainer) role=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$CONTAINER_IMAGE" "${role[@]}") ;;
+    apptainer) command=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$CONTAINER_IMAGE" "${command[@]}") ;;
   esac
-}
-
-# one_process GPUS CPUS MEMORY: sets `place`, the options of a step of one process. --exact: it takes what it names and no more, so
-# that steps of a job run side by side.
-one_process() {
-  mapfile -t place < <(printf '%s\n' --nodes=1 --ntasks=1 --exact "--cpus-per-task=$2"; gres "$1"; step_memory "$3")
+  step+=("${command[@]}")
 }
 
 # A mount that is lost leaves an empty folder, in which the roles would begin another run. launch/slurm.sh has made DIR/logs.
 wait_for_workdir() {
-  local told=''
-  until [[ -d $WORKDIR/logs ]]; do
-    [[ -n $told ]] || echo "$WORKDIR is empty or not there at the moment; waiting until it is back" >&2
-    told=1
-    sleep "${LOOK_SECONDS:-30}"
-  done
+  echo "$(date -Is) start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST" >&2
+  [[ -d $WORKDIR/logs ]] || echo "$WORKDIR is empty or not there at the moment; waiting until it is back" >&2
+  until [[ -d $WORKDIR/logs ]]; do sleep "${LOOK_SECONDS:-30}"; done
 }
 
 # give_up CODE: for the end of a trainer that nothing would make better. Searchers would hold their nodes, and queue again, for ever.
@@ -113,17 +105,15 @@ queue_again() {
   # The id of one element of an array may also be that of the whole array: name the element.
   local id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}
   local counted=$WORKDIR/logs/deaths-$id
-  case $1 in
-    0 | 130) ;;
-    *)
-      ((SECONDS < 600)) || rm -f "$counted"
-      echo "$(date -Is) code $1 after $SECONDS s on ${SLURM_JOB_NODELIST:-}" >>"$counted" || true
-      if (($(wc -l <"$counted" || echo 0) > REQUEUES)); then
-        echo "ended with code $1, after $REQUEUES times in the queue: see $counted" >&2
-        [[ -n ${SLURM_ARRAY_JOB_ID:-} || ${ROLE:-trainer} != trainer ]] || give_up "$1"
-        exit 1
-      fi ;;
-  esac
+  if (($1 != 0 && $1 != 130)); then
+    ((SECONDS < 600)) || rm -f "$counted"
+    echo "$(date -Is) code $1 after $SECONDS s on ${SLURM_JOB_NODELIST:-}" >>"$counted" || true
+    if (($(wc -l <"$counted" || echo 0) > REQUEUES)); then
+      echo "ended with code $1, after $REQUEUES times in the queue: see $counted" >&2
+      [[ -n ${SLURM_ARRAY_JOB_ID:-} || ${ROLE:-trainer} != trainer ]] || give_up "$1"
+      exit 1
+    fi
+  fi
   echo "job $id ended with code $1 before the run had finished: it queues again" >&2
   scontrol requeue "$id"
 }

@@ -7,31 +7,25 @@ workdir_of "$@"
 
 tasks=1 # on each node
 [[ $TRAINER_TASKS == node ]] || tasks=$TRAINER_GPUS
-mapfile -t of_trainer < <(gres "$TRAINER_GPUS"; step_memory "$TRAINER_MEMORY")
-role_command trainer "$@"
+role_step evaluator "$EVALUATOR_GPUS" "$EVALUATOR_CPUS" "$EVALUATOR_MEMORY" --nodes=1 --ntasks=1 -- "$@"
+evaluator=("${step[@]}")
 # All tasks see all GPUs of the step on their node, and the processes choose theirs. They find each other from what Slurm tells them.
 # srun waits for the others once one has ended: each ends with a code of its own, which says why.
-trainer=(srun --nodes="$TRAINER_NODES" --ntasks=$((TRAINER_NODES * tasks)) --ntasks-per-node="$tasks" --exact \
-  --cpus-per-task=$((TRAINER_CPUS / tasks)) "${of_trainer[@]}" --mpi=none --kill-on-bad-exit=0 --wait="$TRAINER_GRACE" \
-  "${container[@]}" "${role[@]}")
-role_command evaluator "$@"
-one_process "$EVALUATOR_GPUS" "$EVALUATOR_CPUS" "$EVALUATOR_MEMORY"
-evaluator=(srun "${place[@]}" --mpi=none "${container[@]}" "${role[@]}")
+role_step trainer "$TRAINER_GPUS" $((TRAINER_CPUS / tasks)) "$TRAINER_MEMORY" "--nodes=$TRAINER_NODES" \
+  "--ntasks=$((TRAINER_NODES * tasks))" "--ntasks-per-node=$tasks" --kill-on-bad-exit=0 "--wait=$TRAINER_GRACE" -- "$@"
 if [[ -n ${PRINT_STEPS:-} ]]; then
-  echo "  ${trainer[*]}"
+  echo "  ${step[*]}"
   [[ $EVALUATOR != step ]] || echo "  ${evaluator[*]}"
   exit
 fi
 
-echo "$(date -Is) start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST" >&2
 wait_for_workdir
-# It runs a role again whose storage failed, and DEATHS times one that died.
 waited=
 if [[ $EVALUATOR == step ]]; then
   "${restart[@]}" launch/slurm_step.sh "${evaluator[@]}" &
   waited=$!
 fi
-"${restart[@]}" launch/slurm_step.sh "${trainer[@]}" && code=0 || code=$?
+"${restart[@]}" launch/slurm_step.sh "${step[@]}" && code=0 || code=$?
 
 # Where the roles meet elsewhere (--shared), the file that says whether the run is done is there; code 130 says it is not.
 if ((code == 0)) && [[ -e $WORKDIR/finished.json || -e $WORKDIR/shared.json ]]; then

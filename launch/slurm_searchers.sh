@@ -6,20 +6,14 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 . launch/slurm_cluster.sh
 workdir_of "$@"
-count=$SEARCHERS_PER_NODE
-one_process "$SEARCHER_GPUS" "$SEARCHER_CPUS" "$SEARCHER_MEMORY"
-if [[ ${ROLE:=searcher} == evaluator ]]; then
-  count=1
-  one_process "$EVALUATOR_GPUS" "$EVALUATOR_CPUS" "$EVALUATOR_MEMORY"
-fi
-role_command "$ROLE" "$@"
-step=(srun "${place[@]}" --mpi=none "${container[@]}" "${role[@]}")
+count=$SEARCHERS_PER_NODE takes=("$SEARCHER_GPUS" "$SEARCHER_CPUS" "$SEARCHER_MEMORY")
+[[ ${ROLE:=searcher} != evaluator ]] || count=1 takes=("$EVALUATOR_GPUS" "$EVALUATOR_CPUS" "$EVALUATOR_MEMORY")
+role_step "$ROLE" "${takes[@]}" --nodes=1 --ntasks=1 -- "$@"
 if [[ -n ${PRINT_STEPS:-} ]]; then
   for ((i = 0; i < count; i++)); do echo "  ${step[*]}"; done
   exit
 fi
 
-echo "$(date -Is) start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST" >&2
 wait_for_workdir
 pids=()
 for ((i = 0; i < count; i++)); do

@@ -36,8 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     from tba_jax.commands import command_line
 
-    command: command_line.Command = importlib.import_module(f"tba_jax.commands.{name}")
-    return command_line.execute(command, rest)
+    return command_line.execute(importlib.import_module(f"tba_jax.commands.{name}"), rest)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ different names, and all go with the same JAX. A constraint of a package that no
 """
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,11 +19,33 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.constraints import pythons
-
-ROOT = pythons.FOLDER.parent.parent
+# The Pythons that tba_jax is tested with.
+VERSIONS = ("3.11", "3.12", "3.13")
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parent.parent
 # PyTorch comes in builds whose own packages of CUDA contradict those of JAX.
 LEFT_OUT = ("parity",)
+
+
+def constraints_of(version: str) -> Path:
+    """The constraint file of a Python, "3.12" for any 3.12.x; it need not be there."""
+    return FOLDER / f"python{version}.txt"
+
+
+def find(version: str) -> str:
+    """The path of an interpreter of this version that can make environments, "" where the machine has none.
+
+    It is looked for on the PATH and among the versions of pyenv. A command may be there and fail: pyenv leaves such ones behind.
+    """
+    named = shutil.which(f"python{version}")
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    candidates = [*([named] if named else []), *map(str, sorted(versions.glob(f"{version}.*/bin/python")))]
+    program = "import sys, venv, ensurepip; print(*sys.version_info[:2], sep='.')"
+    for candidate in candidates:
+        done = subprocess.run([candidate, "-c", program], capture_output=True, text=True, check=False)
+        if done.returncode == 0 and done.stdout.strip() == version:
+            return candidate
+    return ""
 
 
 def wanted(root: Path = ROOT) -> list[str]:
@@ -57,8 +81,8 @@ def resolve(python: str, requirements: Iterable[str]) -> dict[str, Any]:
 
 
 def main(versions: Sequence[str]) -> int:
-    for version in versions or pythons.VERSIONS:
-        python, file = pythons.find(version), pythons.constraints_of(version)
+    for version in versions or VERSIONS:
+        python, file = find(version), constraints_of(version)
         if not python:
             print(f"Python {version} is not on this machine: {file.name} stays as it is")
             continue

@@ -16,18 +16,22 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from absl import flags
 
+from tba_jax import trajectory
 from tba_jax.commands import command_line, existing_run, settings_help
+from tba_jax.replay.log import GIVEN, LogWriter, registration
 from tba_jax.storage import file_systems, layout, places, privacy
+from tba_jax.tasks import data
+from tba_jax.text.encoding import encode_pair
+from tba_jax.text.prompts import texts as prompt_texts
 from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.experiment.composition import Experiment
-    from tba_jax.tasks.data import Row
     from tba_jax.tasks.interface import EncodedQuery
     from tba_jax.text.stop_strings import StopStrings
 
@@ -44,33 +48,29 @@ class GivenResponse(NamedTuple):
 def append(workdir: Path, source: str, *, unfit: str, settings: existing_run.Source = existing_run.AS_IT_IS) -> str:
     """Scores the responses of a file by the task and the policy of step 0, and commits them as rows of a new writer.
 
-    Args:
-      source: see tasks.data.read; unfit: what happens to responses that no policy of the run can give, one of UNFIT.
-      settings: what the user says of the run's settings, its task above all.
+    Args: source: see tasks.data.read; unfit: what happens to responses that no policy of the run can give, one of UNFIT.
 
-    Returns:
-      a sentence that says what was appended.
+    Returns: a sentence that says what was appended.
 
     Raises:
       ValueError: there is no run or no reference, nobody trusts its task, its objective needs behaviour log-probs or values of
         states, a row of the file is malformed or unfit, or the same responses were appended before.
       FloatingPointError: the policy of step 0 gave log-probs that are not finite.
     """
-    from tba_jax.replay.log import GIVEN, LogWriter, registration
-
     run, experiment = existing_run.rebuilt(workdir, settings)
     _check_objective(experiment)
     if not places.exists(run.initial_reference):
         raise ValueError(f"{workdir} has no reference policy yet: python -m tba_jax.main --role=reference makes it")
     given, left_out = _read(source, experiment, unfit)
-    told = "".join(f"; left out: {count}, each of which {reason}" for reason, count in sorted(left_out.items()))
     digest = hashlib.blake2b(repr([(each.query.prompt, each.tokens) for each in given]).encode(), digest_size=8).hexdigest()
     writer = f"{GIVEN}{digest}"
     if places.exists(registration(run.replay, writer)):
         raise ValueError(f"--responses={source!r}: these {len(given)} responses are in {workdir} already, as writer {writer}")
     rows = _rows(run, experiment, given)
     places.remove_tree(run.replay / writer)  # of an attempt that was interrupted
-    size = _largest_divisor(len(given), _rows_at_a_time(experiment))
+    # All appends of a log have as many rows.
+    most = min(len(given), _rows_at_a_time(experiment))
+    size = next(size for size in range(most, 0, -1) if len(given) % size == 0)
     log = LogWriter(
         run.replay,
         writer,
@@ -85,6 +85,7 @@ def append(workdir: Path, source: str, *, unfit: str, settings: existing_run.Sou
     log.claim()
     scored = rows["reward"][~np.isnan(rows["reward"])]
     mean = f"{len(scored)} of them have a reward" + (f", {scored.mean():.4g} on average" if len(scored) else "")
+    told = "".join(f"; left out: {count}, each of which {reason}" for reason, count in sorted(left_out.items()))
     return f"{len(given)} responses are rows of {workdir} now, as writer {writer}; {mean}{told}"
 
 
@@ -96,19 +97,15 @@ def _check_objective(experiment: "Experiment") -> None:
             f"{reader} reads π_behaviour of every row, and responses of a file have no known behaviour; "
             "trajectory_balance and others need none"
         )
-    if experiment.contract.step_ends:
-        raise ValueError(
-            f"rows of this run hold values of states (task.step_ends={experiment.contract.step_ends}), which searchers alone make"
-        )
+    if ends := experiment.contract.step_ends:
+        raise ValueError(f"rows of this run hold values of states (task.step_ends={ends}), which searchers alone make")
 
 
 def _read(source: str, experiment: "Experiment", unfit: str) -> tuple[list[GivenResponse], Counter[str]]:
     """The responses that the run can have, and the number of other responses by the reason why it cannot have them."""
     from tba_jax.roles.sampler import automaton
-    from tba_jax.tasks import data
 
-    contract, tokenizer = experiment.contract, experiment.tokenizer
-    stops = automaton(contract.stop_strings, tokenizer, vocab=experiment.policy.model.vocab)
+    stops = automaton(experiment.contract.stop_strings, experiment.tokenizer, vocab=experiment.policy.model.vocab)
     queries = {encoded.query.prompt: encoded for encoded in experiment.queries["train"]}
     kept: list[GivenResponse] = []
     left_out: Counter[str] = Counter()
@@ -129,10 +126,10 @@ def _read(source: str, experiment: "Experiment", unfit: str) -> tuple[list[Given
     return kept, left_out
 
 
-def _query(row: "Row", queries: dict[str, "EncodedQuery"], task: str) -> "EncodedQuery":
-    if "prompt" not in row and len(queries) == 1:
-        return next(iter(queries.values()))
+def _query(row: data.Row, queries: dict[str, "EncodedQuery"], task: str) -> "EncodedQuery":
     if "prompt" not in row:
+        if len(queries) == 1:
+            return next(iter(queries.values()))
         raise ValueError(f"{row.where}: field 'prompt' is missing, and task.name={task!r} has {len(queries)} train queries")
     if row["prompt"] not in queries:
         told = f"prompt {row['prompt'][:60]!r} is none of the {len(queries)} train queries of the task"
@@ -140,14 +137,13 @@ def _query(row: "Row", queries: dict[str, "EncodedQuery"], task: str) -> "Encode
     return queries[row["prompt"]]
 
 
-def _encoded(row: "Row", query: "EncodedQuery", experiment: "Experiment", stops: "StopStrings | None") -> tuple[list[int], str]:
+def _encoded(
+    row: data.Row, query: "EncodedQuery", experiment: "Experiment", stops: "StopStrings | None"
+) -> tuple[list[int], str]:
     """The tokens of a response, and the reason why no policy of the run can give it; "" if a policy can."""
-    from tba_jax.text.encoding import encode_pair
-    from tba_jax.text.prompts import texts
-
     contract, tokenizer, task = experiment.contract, experiment.tokenizer, experiment.config.task
     around = dict(chat_template=task.chat_template, system_prompt=task.system_prompt)
-    (prompt,) = texts([query.query.prompt], tokenizer, **around)
+    (prompt,) = prompt_texts([query.query.prompt], tokenizer, **around)
     try:
         _, tokens = encode_pair(prompt, row["response"], tokenizer, begin=not task.chat_template)
     except ValueError as error:
@@ -181,20 +177,14 @@ def _rows_at_a_time(experiment: "Experiment") -> int:
     return s.queries_per_batch * s.samples_per_query
 
 
-def _largest_divisor(count: int, most: int) -> int:
-    return next(size for size in range(min(count, most), 0, -1) if count % size == 0)
-
-
 def _rows(run: layout.RunDir, experiment: "Experiment", given: Sequence[GivenResponse]) -> dict[str, np.ndarray]:
     """All columns of the rows."""
-    from tba_jax import trajectory
     from tba_jax.decoding import sampling
     from tba_jax.roles.reference import text_columns
 
     contract, count = experiment.contract, len(given)
     columns = text_columns([each.query.prompt for each in given], [each.tokens for each in given], contract)
     mask = trajectory.response_mask(columns["response_length"], contract.response_length)
-    drawn = sampling.constant(count, temperature=contract.scoring_temperature)
     rows: dict[str, np.ndarray] = {
         "row": np.arange(count, dtype=np.int64),
         "query_id": np.array([trajectory.query_id(each.query.prompt) for each in given], np.uint64),
@@ -203,13 +193,13 @@ def _rows(run: layout.RunDir, experiment: "Experiment", given: Sequence[GivenRes
         "reward_version": np.full(count, contract.reward_version, np.int32),
         "policy_step": np.where(mask, 0, -1).astype(np.int32),
         "key": np.zeros((count, 2), np.uint32),
-        **vars(drawn),
+        **vars(sampling.constant(count, temperature=contract.scoring_temperature)),
     }
     logprobs, initial = _initial_logprobs(run, experiment, rows)
     rows["reference_id"] = np.full(count, int(contract.reference_of_rows(initial), 16), np.uint64)
     rows["ref_logprobs"] = logprobs if contract.has_reference else np.zeros_like(logprobs)
     rows |= dict.fromkeys(("policy_logprobs", "behavior_logprobs"), logprobs)
-    return rows | _scored(experiment, given, rows)
+    return rows | _scored(experiment, given, rows["finished"])
 
 
 def _initial_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict[str, np.ndarray]) -> tuple[np.ndarray, str]:
@@ -218,16 +208,15 @@ def _initial_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict[s
     from tba_jax.roles import gpus
     from tba_jax.roles.reference import ReferencePolicy, policy_mesh
 
-    devices = gpus.jax_devices()
+    devices, searchers = gpus.jax_devices(), experiment.config.searchers
     meshes.check(experiment, role="searcher", devices=len(devices))
-    experiment = experiment.on_device(devices[0])
     initial = ReferencePolicy(
         experiment.contract,
         run,
-        policy=experiment.policy,
+        policy=experiment.on_device(devices[0]).policy,
         mesh=policy_mesh(experiment.config, "searchers"),
-        logit_megabytes=experiment.config.searchers.logit_megabytes,
-        score_tokens=experiment.config.searchers.score_tokens,
+        logit_megabytes=searchers.logit_megabytes,
+        score_tokens=searchers.score_tokens,
     )
     size, count = _rows_at_a_time(experiment), len(rows["row"])
     found = []
@@ -241,7 +230,7 @@ def _initial_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict[s
     return logprobs, initial.id
 
 
-def _scored(experiment: "Experiment", given: Sequence[GivenResponse], rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _scored(experiment: "Experiment", given: Sequence[GivenResponse], finished: np.ndarray) -> dict[str, np.ndarray]:
     """The columns that the task and the encoder fill: reward, reward parts, and the embedding if rows have one."""
     from tba_jax import sharding
     from tba_jax.rewards import responses, task_models
@@ -250,19 +239,12 @@ def _scored(experiment: "Experiment", given: Sequence[GivenResponse], rows: dict
     config, contract, task = experiment.config, experiment.contract, experiment.task
     queries = [each.query for each in given]
     texts = responses.response_texts([each.tokens for each in given], queries, experiment.tokenizer)
-    task_models.check(task, role="searcher")
     size = _rows_at_a_time(experiment)
+    task_models.check(task, role="searcher")
     with task_models.started(task, config.searchers.task_devices, date=contract.date):
-        scores = [
-            responses.reward_texts(
-                texts[start : start + size],
-                rows["finished"][start : start + size],
-                queries[start : start + size],
-                task=task,
-                missing_eos_reward=contract.missing_eos_reward,
-            )
-            for start in range(0, len(given), size)
-        ]
+        parts = [slice(start, start + size) for start in range(0, len(given), size)]
+        asked: dict[str, Any] = dict(task=task, missing_eos_reward=contract.missing_eos_reward)
+        scores = [responses.reward_texts(texts[part], finished[part], queries[part], **asked) for part in parts]
     found = {
         "reward": np.concatenate([each.reward for each in scores]),
         "reward_parts": np.concatenate([each.parts for each in scores]),

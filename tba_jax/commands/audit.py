@@ -5,7 +5,7 @@ python -m tba_jax audit --workdir=DIR [--step=N | --regenerate=WRITER:ROW]
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,10 @@ def describe_ledger(run: Run) -> tuple[str, bool]:
             total.update(getattr(account, what))
         lines.append(f"{what}: " + (", ".join(f"{rule} {count}" for rule, count in total.items() if count) or "none"))
     lines.append(f"evicted by a capacity without ever being trained on: {sum(a.evicted_untrained for a in found.values())}")
-    lines += _describe_expired(run, list(found))
+    expired = expired_segments(run.layout.replay)
+    for writer in (writer for writer in found if expired.get(writer)):
+        count, last = len(expired[writer]), max(expired[writer])
+        lines.append(f"removed by retention: {count} segments of {writer}, the last of them {last:06d}")
     epochs = run.lines.epochs
     by = f"trainer epoch{'' if len(epochs) == 1 else 's'} {', '.join(map(str, epochs))}"
     lines.append(f"{len(run.lines)} journalled steps, each once, by {by}" if epochs else "no journalled steps")
@@ -134,16 +137,6 @@ def describe_ledger(run: Run) -> tuple[str, bool]:
     balanced = all(account.balances for account in found.values())
     lines.append("the ledger balances" if balanced else "THE LEDGER DOES NOT BALANCE")
     return "\n".join(lines), balanced
-
-
-def _describe_expired(run: Run, writers: Sequence[str]) -> list[str]:
-    """A line for every writer that retention has removed segments of."""
-    expired = expired_segments(run.layout.replay)
-    return [
-        f"removed by retention: {len(expired[writer])} segments of {writer}, the last of them {max(expired[writer]):06d}"
-        for writer in writers
-        if expired.get(writer)
-    ]
 
 
 def rebuild_batch(run: Run, step: int) -> tuple[str, bool]:
@@ -182,12 +175,14 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
         raise ValueError(f"--regenerate={name!r} must be WRITER:ROW, as the other reports name rows")
     if writer not in run.reader.heads():
         there = sorted(run.reader.heads())
-        listed = ", ".join(there[:4]) + (f" … ({len(there)})" if len(there) > 4 else "")
+        listed = ", ".join(there[:4]) + (" …" if len(there) > 4 else "")
         raise ValueError(f"--regenerate={name!r}: the run has no writer {writer!r}; it has {listed or 'none'}")
     rows = run.reader.read_ids([(writer, int(number))])
     row = {column: value[0] for column, value in rows.items()}
     if not run.reader.is_own(writer):  # its weights are those of the run that it is mounted from
-        return regenerate(open_run(_home(run, writer)), name)
+        shared = {mount: str(layout_lib.open_run_dir(mount).shared) for mount in run.config.replay.mount}
+        folder = str(run.reader.folder(writer))
+        return regenerate(open_run(next(mount for mount, place in shared.items() if folder.startswith(f"{place}/"))), name)
     if source := run.reader.info(writer).get("responses"):
         raise ValueError(f"{name} was not generated: its response is from {source}")
     length = int(row["response_length"])
@@ -195,7 +190,13 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     if len(steps) != 1:
         raise ValueError(f"{name} cannot be generated again: its weights were swapped midway (policy steps {steps})")
     again = _generated(run, name, row, step=steps[0])
-    return _compared(name, rows, again, weights=run.config.searchers.weights)
+    there, here, weights = trajectory.response_tokens(rows)[0], again.tokens[0], run.config.searchers.weights
+    if int(again.length[0]) != length or not np.array_equal(here[:length], there[:length]):
+        first = int((here != there).argmax())
+        told = f"{name} differs from token {first} on: {there[first]} there, {here[first]} here"
+        return f"{told}, with searchers.weights={weights}, which its searcher may have had otherwise", False
+    gap = float(np.abs(again.policy_logprobs - rows["policy_logprobs"])[0, :length].max(initial=0.0))
+    return f"{name} is identical: {length} tokens; its log-probs differ by {gap:.2g} nats at most", True
 
 
 def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int) -> Any:
@@ -231,24 +232,6 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
     sampling = Sampling(**{field.name: row[field.name][None] for field in dataclasses.fields(Sampling)})
     (again,) = sampler.engine.generate([Request(name=name, prompt=prompt, keys=row["key"][None], sampling=sampling)])
     return again
-
-
-def _home(run: Run, writer: str) -> str:
-    """The mounted run that a writer belongs to."""
-    shared = {mount: str(layout_lib.open_run_dir(mount).shared) for mount in run.config.replay.mount}
-    return next(mount for mount, place in shared.items() if str(run.reader.folder(writer)).startswith(f"{place}/"))
-
-
-def _compared(name: str, rows: trajectory.Rows, again: Any, *, weights: str) -> tuple[str, bool]:
-    """The verdict on one row made again. Args: rows: the row as it is in the log, alone. weights: searchers.weights of
-    the run, with which the row was made again."""
-    there, here, length = trajectory.response_tokens(rows)[0], again.tokens[0], int(rows["response_length"][0])
-    if int(again.length[0]) != length or not np.array_equal(here[:length], there[:length]):
-        first = int((here != there).argmax())
-        told = f"{name} differs from token {first} on: {there[first]} there, {here[first]} here"
-        return f"{told}, with searchers.weights={weights}, which its searcher may have had otherwise", False
-    gap = float(np.abs(again.policy_logprobs - rows["policy_logprobs"])[0, :length].max(initial=0.0))
-    return f"{name} is identical: {length} tokens; its log-probs differ by {gap:.2g} nats at most", True
 
 
 def add_flags(values: flags.FlagValues) -> None:

@@ -14,11 +14,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import NoReturn, Protocol
+from types import ModuleType, SimpleNamespace
+from typing import NoReturn
 
 from absl import flags
 
+from tba_jax.commands.settings_help import Program
 from tba_jax.experiment.mistakes import Refused
 from tba_jax.run import processes
 from tba_jax.schemas import hint
@@ -31,26 +32,6 @@ Given = SimpleNamespace  # name of a flag -> its value; overrides: the flags tha
 # A flag that changes a setting: --config.NAME=VALUE, or --noconfig.NAME of a setting that is true or false.
 OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
 _NO_DASHES = re.compile(r"(?:no)?config\.\w[\w.]*=")
-
-
-class SettingsHelp(Protocol):
-    """The settings that --config.NAME=VALUE changes, as help tells of them (see settings_help.Program)."""
-
-    def describe(self, asked: str) -> str: ...
-
-    def overview(self) -> str: ...
-
-    def flags_like(self, name: str) -> list[str]: ...
-
-
-class Command(Protocol):
-    """A module that is a command."""
-
-    __name__: str
-
-    def add_flags(self, values: flags.FlagValues) -> SettingsHelp | None: ...
-
-    def run(self, given: Given) -> int | Job: ...
 
 
 class _PathParser(flags.ArgumentParser):
@@ -69,7 +50,7 @@ def add_workdir(values: flags.FlagValues) -> None:
     add_path(values, "workdir", "the run's folder", required=True)
 
 
-def execute(command: Command, arguments: Sequence[str]) -> int:
+def execute(command: ModuleType, arguments: Sequence[str]) -> int:
     """Runs a command and returns its exit code; a mistake or a failure ends the process by a code of its own."""
     values = flags.FlagValues()  # its own: who imports a command defines no flag in absl.flags.FLAGS
     settings = command.add_flags(values)
@@ -87,9 +68,9 @@ def execute(command: Command, arguments: Sequence[str]) -> int:
         return outcome if isinstance(outcome, int) else outcome()
 
 
-def _help(command: Command, values: flags.FlagValues, settings: SettingsHelp | None, asked: str) -> str:
+def _help(command: ModuleType, values: flags.FlagValues, settings: Program | None, asked: str) -> str:
     """The docstring and all flags; or the section or setting that is asked for."""
-    if settings is not None and asked and not asked.startswith("-"):
+    if settings and asked and not asked.startswith("-"):
         try:
             return settings.describe(asked)
         except ValueError as error:
@@ -98,65 +79,56 @@ def _help(command: Command, values: flags.FlagValues, settings: SettingsHelp | N
     for flag in (each for module in values.flags_by_module_dict().values() for each in module):
         default = f"; default: {flag.default}" if flag.default not in (None, "", False, []) else ""
         lines.append(f"  --{flag.name:13} {flag.help}{default}")
-    return "\n".join(lines) + (settings.overview() if settings is not None else "")
+    return "\n".join(lines) + (settings.overview() if settings else "")
 
 
-def _parse(values: flags.FlagValues, arguments: Sequence[str], settings: SettingsHelp | None) -> Given:
+def _parse(values: flags.FlagValues, arguments: Sequence[str], settings: Program | None) -> Given:
     """The values of all flags, by absl's parser; `overrides` are the flags --config.NAME=VALUE, in their order."""
-    known: list[str] = []
-    overrides: list[str] = []
-    last: list[str] = []
-    for each in arguments:
+    values.set_gnu_getopt(True)
+    # Before absl, which would name a required flag first that is misspelt.
+    for each in (each for each in arguments if each.startswith("-")):
         name = each.lstrip("-").partition("=")[0]
-        if _NO_DASHES.match(each):
-            refuse(ValueError(f"{each} is no argument; did you mean --{each}?"))
-        if settings is not None and OVERRIDE.match(each):
-            last = overrides
-        elif each.startswith("-") and (name in values or name.removeprefix("no") in values):
-            last = known
-        elif last and "=" not in last[-1] and not each.startswith("-"):  # --flag VALUE
-            last[-1] += f"={each}"
-            continue
-        else:
-            near = _alike(values, name, cutoff=0.8) or (settings.flags_like(name) if settings is not None else [])
-            near = near or _alike(values, name, cutoff=0.6)
-            refuse(ValueError(f"there is no argument {each.partition('=')[0]!r}{hint(*near)}; --help tells which there are"))
-        last.append(each)
+        if name not in values and name.removeprefix("no") not in values and not (settings and OVERRIDE.match(each)):
+            _refuse_unknown(values, each, settings)
     try:
-        values(["", *known])
+        others = values(["", *arguments], known_only=True)[1:]
     except (flags.Error, ValueError) as error:
         refuse(ValueError(_in_words(values, str(error))))
+    overrides: list[str] = []
+    for each in others:
+        if settings and OVERRIDE.match(each):
+            overrides.append(each)
+        elif overrides and "=" not in overrides[-1] and not each.startswith("-"):  # --config.NAME VALUE
+            overrides[-1] += f"={each}"
+        else:
+            _refuse_unknown(values, each, settings)
     return Given(**values.flag_values_dict(), overrides=overrides)
 
 
-def _alike(values: flags.FlagValues, name: str, *, cutoff: float) -> list[str]:
-    """The flag whose name is most like `name`, none if none is similar by so much (see difflib)."""
-    return [f"--{flag}" for flag in difflib.get_close_matches(name, list(values), n=1, cutoff=cutoff)]
+def _refuse_unknown(values: flags.FlagValues, argument: str, settings: Program | None) -> NoReturn:
+    """Refuses an argument that the command does not take, and offers what is most like it."""
+    if _NO_DASHES.match(argument):
+        refuse(ValueError(f"{argument} is no argument; did you mean --{argument}?"))
+    name = argument.lstrip("-").partition("=")[0]
+    near = difflib.get_close_matches(name, list(values), n=1, cutoff=0.8)
+    offered = [f"--{flag}" for flag in near] or (settings.flags_like(name) if settings else [])
+    offered = offered or [f"--{flag}" for flag in difflib.get_close_matches(name, list(values), n=1)]
+    refuse(ValueError(f"there is no argument {argument.partition('=')[0]!r}{hint(*offered)}; --help tells which there are"))
 
 
 def _in_words(values: flags.FlagValues, told: str) -> str:
     """The sentence about a flag that absl refuses. Args: told: absl's, which speaks of Python's types."""
-    if needed := re.search(r"Flag --(\w+) must have a value", told):
-        return f"--{needed[1]} is needed: {values[needed[1]].help}"
-    if empty := re.fullmatch(r"Missing value for flag --?(\w+)", told):
-        return f"--{empty[1]} needs a value: {values[empty[1]].help}"
-    if too_many := re.fullmatch(r"--?(no\w+)=.* does not take an argument", told):
-        return f"{told.removesuffix(' does not take an argument')}: --{too_many[1]} takes no value"
-    if (refused := re.match(r"flag --(\w+)=(.*?): ", told, re.DOTALL)) and (allowed := _allowed(values[refused[1]].parser)):
-        return f"--{refused[1]}={refused[2]} must be {allowed}"
+    if missing := re.match(r"flag --(\w+)=None: |Missing value for flag --?(\w+)", told):
+        name = missing[1] or missing[2]
+        return f"--{name} needs a value: {values[name].help}"
+    if refused := re.match(r"flag --(\w+)=(.*?): ", told, re.DOTALL):
+        parser = values[refused[1]].parser
+        allowed = (
+            getattr(parser, "allowed", "true or false") if isinstance(parser, flags.BooleanParser) else parser.syntactic_help
+        )
+        if allowed:
+            return f"--{refused[1]}={refused[2]} must be {allowed}"
     return told.removeprefix("flag ")
-
-
-def _allowed(parser: flags.ArgumentParser) -> str:
-    """The values that a flag may have, in words; "" where the parser says it by itself."""
-    if isinstance(parser, flags.BooleanParser):
-        return getattr(parser, "allowed", "true or false")
-    if isinstance(parser, flags.IntegerParser):
-        most = "" if parser.upper_bound is None else f" and at most {parser.upper_bound}"
-        return "a whole number" + ("" if parser.lower_bound is None else f" of at least {parser.lower_bound}{most}")
-    if isinstance(parser, flags.FloatParser):
-        return "a number"
-    return f"one of {', '.join(parser.enum_values)}" if isinstance(parser, flags.EnumParser) else ""
 
 
 @contextlib.contextmanager
@@ -204,23 +176,18 @@ def failures(workdir: Path | None = None) -> Iterator[None]:
     except Exception as error:
         if _is_interrupted(error):
             _stopped()
-        sentence = sentence_of(error)
+        code, sentence = processes.exit_code(error), sentence_of(error)
         if processes.is_storage_failure(error):
             with contextlib.suppress(OSError):  # the log may lie there too
                 told = "; ".join(filter(None, (sentence, file_systems.no_room(error, workdir))))
                 print(f"error: storage failed; what was committed stays readable: {told}", file=sys.stderr, flush=True)
             # At once: threads that wait for that storage (a checkpoint's, say) would keep the process from its end.
-            os._exit(processes.exit_code(error))
-        if isinstance(error, processes.BadInput):
-            refuse(error)
-        if missing := processes.missing_package(error):
-            refuse(ValueError(missing))
-        if isinstance(error, FloatingPointError | processes.NoRewards | processes.PeerLost):
-            print(f"error: {sentence}", file=sys.stderr)
-            sys.exit(processes.exit_code(error))
-        print(visible(traceback.format_exc()), end="", file=sys.stderr)
-        print(f"error: {type(error).__name__}: {sentence}", file=sys.stderr)
-        sys.exit(1)
+            os._exit(code)
+        if code == 1:
+            print(visible(traceback.format_exc()), end="", file=sys.stderr)
+            sentence = f"{type(error).__name__}: {sentence}"
+        print(f"error: {processes.missing_package(error) or sentence}", file=sys.stderr)
+        sys.exit(code)
 
 
 def _stopped() -> NoReturn:

@@ -24,13 +24,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """The report of one snapshot, as in DIR/evaluations (see Evaluator.report). Disturbs no process of the run.
 
-    Args:
-      step: of a published snapshot, see existing_run.chosen_step.
-      settings: what the user says of the run's settings.
+    Args: step: of a published snapshot, see existing_run.chosen_step.
 
     Raises:
-      ValueError: there is no run of this version or no such snapshot, nobody trusts its task, or a setting is wrong or makes
-        another run of it.
+      ValueError: there is no run or no such snapshot, nobody trusts its task, or a setting is wrong or makes another run of it.
     """
     from tba_jax.experiment import jobs, meshes
     from tba_jax.rewards import task_models
@@ -79,6 +76,5 @@ def run(given: command_line.Given) -> int:
         print(text)  # minutes of work
         raise
     score = f"{report['score_name']} {with_stderr(report, 'greedy_reward')} of greedy responses"
-    score += f" to {report['queries']} held-out queries"
-    print(visible_line(f"step {report['step']}: {score}; the report is in {output}"))
+    print(visible_line(f"step {report['step']}: {score} to {report['queries']} held-out queries; the report is in {output}"))
     return 0

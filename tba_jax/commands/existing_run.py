@@ -65,12 +65,15 @@ def config_of(stored: Mapping[str, Any], source: Source, *, called: str) -> Any:
     from tba_jax.experiment import stored_run
     from tba_jax.tasks import custom_task
 
+    def short(name: str) -> str:  # as the contract has it: a file may lie elsewhere on another machine
+        return custom_task.short(name) if custom_task.is_named(name) else name
+
     config = stored_run.config_of(stored, called=called)
     theirs = config.task.name
     if source.recipe:
         config.task = recipes.load(source.recipe, (), program=settings_help.BASE).task
     config = recipes.override(config, source.overrides)
-    if _short(config.task.name) != _short(theirs):
+    if short(config.task.name) != short(theirs):
         by = f"--config={source.recipe} has" if source.recipe else "--config.task.name asks for"
         raise ValueError(
             f"{called} is a run of task.name={theirs!r}, and {by} task.name={config.task.name!r}: a run keeps its task; another "
@@ -95,21 +98,12 @@ def rebuilt(workdir: Path, source: Source) -> "tuple[layout.RunDir, Experiment]"
     return run, composition.rebuild(stored, config_of(stored, source, called=called), called=called)
 
 
-def _short(name: str) -> str:
-    """The name of a task as the contract has it: a file may lie elsewhere on another machine."""
-    from tba_jax.tasks import custom_task
-
-    return custom_task.short(name) if custom_task.is_named(name) else name
-
-
 BEST, LAST = "best", "last"
 # What --step asks for: BEST, LAST, or a trainer step. None: BEST, or LAST where no step after 0 has a held-out score.
 AskedStep = int | str | None
 
 
 class _StepParser(flags.ArgumentParser):
-    """Best, last, or a whole number."""
-
     def parse(self, argument: str) -> AskedStep:
         if argument in (BEST, LAST):
             return argument
@@ -134,11 +128,6 @@ class BestStep(NamedTuple):
     of: int
     lost: best_step.Scored | None
 
-    @property
-    def only_step_0(self) -> bool:
-        """Whether no policy that was trained has been evaluated."""
-        return self.of == 1 and self.step == 0
-
 
 def best_snapshot(run: layout.RunDir, steps: Sequence[int]) -> BestStep | None:
     """The best step; None where no step has both a snapshot and a score. Args: steps: with a snapshot. Raises OSError."""
@@ -154,7 +143,7 @@ def chosen_step(run: layout.RunDir, asked: AskedStep, *, called: str) -> int:
     """The step that --step asks for. The log says which it is, and why, where no number was given.
 
     Raises:
-      ValueError: it has no snapshot in the run that messages call `called`; names the nearest steps that have one.
+      ValueError: it has no snapshot in the run that messages call `called`; names the steps that have one.
     """
     from tba_jax.storage import snapshots
 
@@ -163,7 +152,9 @@ def chosen_step(run: layout.RunDir, asked: AskedStep, *, called: str) -> int:
         raise ValueError(f"{run.policies} holds no snapshot yet")
     if isinstance(asked, int):
         if asked not in steps:
-            raise ValueError(f"--step={asked} is not a snapshot of {called}{_nearest(asked, steps)}")
+            near = min(steps, key=lambda step: abs(step - asked))
+            there = f"the nearest snapshot is of step {near}; there are {layout.listed(steps)}"
+            raise ValueError(f"--step={asked} is not a snapshot of {called}: {there}")
         return asked
     if asked == LAST:
         log.info("step %d is the newest snapshot of %s", steps[-1], called)
@@ -172,27 +163,15 @@ def chosen_step(run: layout.RunDir, asked: AskedStep, *, called: str) -> int:
     if found is None and asked == BEST:
         without = f"no snapshot of {called} has a held-out score in {run.evaluations}"
         raise ValueError(f"--step={BEST}: {without}; --step={LAST} takes the newest, of step {steps[-1]}")
-    if found is None or (asked is None and found.only_step_0):
+    if found is None or (asked is None and found.of == 1 and found.step == 0):  # no policy that was trained has a score
         which = "no snapshot" if found is None else "no snapshot but that of step 0"
         why = f"{which} of {called} has a held-out score in {run.evaluations}"
         log.warning("%s: the newest, of step %d, is taken", why, steps[-1])
         return steps[-1]
-    log.info("%s", _told_best(found, newest=steps[-1], called=called))
-    return found.step
-
-
-def _told_best(found: BestStep, *, newest: int, called: str) -> str:
-    of = f"{found.of} evaluated snapshots" if found.of > 1 else "the only evaluated snapshot"
-    told = f"step {found.step} has the best held-out score, {found.score:.3f}, of {of} of {called}"
-    if newest != found.step:
-        told += f"; the newest is of step {newest} (--step={LAST})"
+    told = f"step {found.step} has the best held-out score, {found.score:.3f}, of {found.of} evaluated snapshots of {called}"
+    if steps[-1] != found.step:
+        told += f"; the newest is of step {steps[-1]} (--step={LAST})"
     if found.lost is not None:
         told += f"; step {found.lost.step} had {found.lost.score:.3f}, and its snapshot is gone"
-    return told
-
-
-def _nearest(asked: int, steps: Sequence[int]) -> str:
-    """The kept steps around one that is not, for a message. Args: steps: ascending."""
-    around = [*[step for step in steps if step < asked][-1:], *[step for step in steps if step > asked][:1]]
-    kept = f"s that are kept are {around[0]} and {around[1]}" if len(around) > 1 else f" that is kept is {around[0]}"
-    return f"; the nearest step{kept}; there are {layout.listed(steps)}"
+    log.info("%s", told)
+    return found.step

@@ -23,9 +23,7 @@ from tba_jax.storage.places import Place
 from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
-    from tba_jax.reporting.model_card import Exported
     from tba_jax.reporting.parquet import Filter
-    from tba_jax.text.tokenizers import Tokenizer
 
 
 def export(workdir: Path, output: Path, *, step: existing_run.AskedStep, dtype: str | None, adapter: bool = False) -> str:
@@ -36,10 +34,7 @@ def export(workdir: Path, output: Path, *, step: existing_run.AskedStep, dtype: 
       step: of a published snapshot, see existing_run.chosen_step. dtype: of the weights written; None: the snapshot's.
       adapter: writes the adapters alone, for peft.
 
-    Returns:
-      a sentence that says what was written.
-
-    Raises:
+    Returns a sentence that says what was written. Raises:
       ValueError: there is no run of this version or no such snapshot, its model, reference or tokenizer is gone, or `output`
         is in use or in the run; or `adapter` of a run without adapters, or whose adapters belong to no published checkpoint.
     """
@@ -57,45 +52,44 @@ def export(workdir: Path, output: Path, *, step: existing_run.AskedStep, dtype: 
     step = existing_run.chosen_step(run, step, called=str(workdir))
     source = load.resolve_folder(config.model.path) if config.model.path else None
     base = _adapted_checkpoint(run, config) if adapter else ""
-    write_tokenizer, ids = _tokenizer_files(tokenizer, source)
+    write_tokenizer, token_ids = _tokenizer_files(tokenizer, source)
     folder = run.policies / layout.step_name(step)
     with contextlib.ExitStack() as kept:
         kept.enter_context(_committed(folder, f"snapshot {step}"))
         params = snapshots.open_arrays(folder, policy.trained_specs)
         dtype = dtype or str(layout.read_json(folder / snapshots.COMMIT)["dtype"])
         exported = model_card.Exported(name=output.resolve().name, step=step, dtype=dtype, adapter=adapter)
-        more = [write_tokenizer, _card(run, config, source, exported)]
+
+        def write_more(made: Path) -> None:
+            write_tokenizer(made)
+            card = model_card.text(run, config, base=model_card.base_of(str(config.model.path), source), exported=exported)
+            (made / model_card.CARD).write_text(card, encoding="utf-8")
+
         if adapter:
             assert policy.lora is not None
-            adapters.save(output, policy.model, params, policy.lora, base=base, dtype=dtype, more=more)
+            adapters.save(output, policy.model, params, policy.lora, base=base, dtype=dtype, more=[write_more])
             return f"the adapters of step {step} of {workdir} are in {output}, for {base} ({policy.model.architecture}, {dtype})"
         if policy.lora is not None:
             reference = _reference(run)
             kept.enter_context(_committed(reference, "the reference policy, which the adapters belong to,"))
             params = lora.merge_lazily(snapshots.open_arrays(reference, policy.model_specs), params, policy.lora)
-        export_lib.save(output, policy.model, params, dtype=dtype, source=source, token_ids=ids, more=more)
+        export_lib.save(output, policy.model, params, dtype=dtype, source=source, token_ids=token_ids, more=[write_more])
     return f"step {step} of {workdir} is in {output} ({policy.model.architecture}, {dtype})"
 
 
-def _card(run: layout.RunDir, config: Any, source: Path | None, exported: "Exported") -> Callable[[Path], None]:
-    """A function that writes the model card into a folder. Args: source: the folder of the checkpoint at model.path."""
-    from tba_jax.reporting import model_card
+def _tokenizer_files(tokenizer: Any, source: Path | None) -> tuple[Callable[[Path], None], dict[str, int]]:
+    """A function that writes the tokenizer into a folder, and the token ids for config.json, {} if `source` has its own."""
+    from tba_jax.models.hugging_face import export as export_lib
 
-    base = model_card.base_of(str(config.model.path), source)
-
-    def write(folder: Path) -> None:
-        card = model_card.text(run, config, base=base, exported=exported)
-        (folder / model_card.CARD).write_text(card, encoding="utf-8")
-
-    return write
+    if source:
+        return functools.partial(export_lib.copy_tokenizer, source), {}
+    ids = {name: getattr(tokenizer, name) for name in ("pad_id", "bos_id", "eos_id")}
+    write = functools.partial(export_lib.write_character_tokenizer, characters=tokenizer.characters, **ids)
+    return write, {name.replace("_id", "_token_id"): token for name, token in ids.items()}
 
 
 def _adapted_checkpoint(run: layout.RunDir, config: Any) -> str:
-    """The checkpoint that the run's adapters belong to, as model.path names it.
-
-    Raises:
-      ValueError: the run has no adapters, or began with another policy than that checkpoint.
-    """
+    """The checkpoint that the run's adapters belong to, as model.path names it. Raises ValueError where there is none."""
     from tba_jax.storage import contract
 
     if not config.lora.rank:
@@ -106,22 +100,6 @@ def _adapted_checkpoint(run: layout.RunDir, config: Any) -> str:
             f"model.path={config.model.path!r}; without the flag they are merged into it"
         )
     return str(config.model.path)
-
-
-def _tokenizer_files(tokenizer: "Tokenizer", source: Path | None) -> tuple[Callable[[Path], None], dict[str, int]]:
-    """A function that writes the tokenizer into a folder, and the token ids for config.json, {} if `source` has its own."""
-    from tba_jax.models.hugging_face import export as export_lib
-    from tba_jax.text.tokenizers import CharacterTokenizer
-
-    if source is not None:
-        return functools.partial(export_lib.copy_tokenizer, source), {}
-    assert isinstance(tokenizer, CharacterTokenizer)
-    ids = {"pad_id": tokenizer.pad_id, "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id}
-
-    def write(folder: Path) -> None:
-        export_lib.write_character_tokenizer(folder, tokenizer.characters, **ids)
-
-    return write, {name.replace("_id", "_token_id"): token for name, token in ids.items()}
 
 
 def _reference(run: layout.RunDir) -> Place:
@@ -187,17 +165,17 @@ def run(given: command_line.Given) -> int:
         raise ValueError("name what to write: a policy by --output=FOLDER, or rows by --rows=FILE.parquet")
     others = ("step", "dtype", "adapter") if given.rows else _OF_ROWS
     if odd := next((name for name in others if getattr(given, name) not in (None, False, [])), ""):
-        raise ValueError(
-            f"--{odd} does not go with --{'rows' if given.rows else 'output'}: it is of {'policies' if given.rows else 'rows'}"
-        )
+        goes, of = ("rows", "policies") if given.rows else ("output", "rows")
+        raise ValueError(f"--{odd} does not go with --{goes}: it is of {of}")
     if given.rows:
         from tba_jax.reporting.parquet import Filter
 
         chosen = Filter(**{name: getattr(given, name) for name in _OF_ROWS[:-1]}, writers=tuple(dict.fromkeys(given.writer)))
         chosen.check()
-        privacy.follow(given.workdir)
-        print(visible(export_rows(given.workdir, given.rows, chosen)))
-        return 0
     privacy.follow(given.workdir)
-    print(visible(export(given.workdir, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)))
+    if given.rows:
+        told = export_rows(given.workdir, given.rows, chosen)
+    else:
+        told = export(given.workdir, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)
+    print(visible(told))
     return 0

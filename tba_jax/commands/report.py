@@ -5,6 +5,7 @@ python -m tba_jax report --workdir=DIR [--output=FILE] [--config=RECIPE]
 The file needs no network and no other file. No task is imported, and the run is only read.
 """
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from pathlib import Path
 from absl import flags
 
 from tba_jax import outputs
-from tba_jax.commands import command_line
+from tba_jax.commands import command_line, recipes, settings_help
+from tba_jax.storage import privacy
 from tba_jax.text.visible import visible_line
 
 TELL_SECONDS = 5.0
@@ -32,38 +34,19 @@ def write(
     """
     from tba_jax.reporting import page
     from tba_jax.reporting.gathering import Source
-    from tba_jax.storage import privacy
 
     outputs.check_file(output)
-    if output.exists() and not _is_report(output, page.MARK):
+    begin = b""
+    with contextlib.suppress(FileNotFoundError), open(output, "rb") as file:
+        begin = file.read(1000)
+    if begin and page.MARK not in begin:
         raise ValueError(f"--output={output} is there and is no report: name another file")
-    of_recipe = None
-    if recipe:
-        from tba_jax.commands import recipes, settings_help
-
-        of_recipe = recipes.load(recipe, (), program=settings_help.BASE).to_dict()
+    of_recipe = recipes.load(recipe, (), program=settings_help.BASE).to_dict() if recipe else None
     found = Source(workdir).gather(tell)
     content = page.page(found, recipe=of_recipe, recipe_name=recipe).encode("utf-8", errors="replace")
     # Rows that are for their owner alone stay so outside of the run.
     outputs.write(output, content, mode=0o600 if privacy.is_private(found.run) else 0o666)
     return len(content), found.problems
-
-
-def _is_report(output: Path, mark: bytes) -> bool:
-    """Whether a file may be replaced: it is a report, or empty."""
-    try:
-        with open(output, "rb") as file:
-            begin = file.read(1000)
-    except OSError:
-        return False
-    return not begin or mark in begin
-
-
-def _default(workdir: Path) -> Path:
-    """report.html in the current folder. Raises ValueError where that is the run's, in which nothing is written unasked."""
-    if Path.cwd().is_relative_to(workdir.resolve()):
-        raise ValueError(f"the current folder belongs to the run {workdir}: name a file by --output")
-    return Path.cwd() / "report.html"
 
 
 def add_flags(values: flags.FlagValues) -> None:
@@ -85,7 +68,9 @@ def teller() -> Callable[[str], None]:
 
 
 def run(given: command_line.Given) -> int:
-    output = given.output or _default(given.workdir)
+    output = given.output or Path.cwd() / "report.html"
+    if not given.output and Path.cwd().is_relative_to(given.workdir.resolve()):
+        raise ValueError(f"the current folder belongs to the run {given.workdir}: name a file by --output")
     size, problems = write(given.workdir, output, recipe=given.config, tell=teller())
     print(visible_line(f"{output} ({size / 1e6:.1f} MB)"))
     if problems:

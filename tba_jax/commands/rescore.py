@@ -15,16 +15,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 from absl import flags
 
+from tba_jax import trajectory
 from tba_jax.commands import command_line, existing_run, settings_help
+from tba_jax.replay.log import LogWriter, registration
+from tba_jax.replay.reader import LogReader
+from tba_jax.replay.resident import REJECTIONS, validate_rows
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places, privacy
+from tba_jax.storage.lease import EpochLease
 from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.experiment.composition import Experiment
-    from tba_jax.replay.reader import LogReader
     from tba_jax.tasks.interface import EncodedQuery
-    from tba_jax.trajectory import Rows
 
 # Fields of the contract that a new version of the reward changes.
 _OF_REWARD = ("reward_version", "reward_parts")
@@ -33,23 +36,23 @@ _OF_REWARD = ("reward_version", "reward_parts")
 def rescore(workdir: Path, settings: existing_run.Source = existing_run.AS_IT_IS) -> str:
     """Writes the rewards of the task's present version for all committed rows of a run that is not being trained.
 
-    Args: settings: what the user says of the run's settings, its task above all.
-
-    Returns:
-      a sentence that says what was written.
+    Returns: a sentence that says what was written.
 
     Raises:
-      ValueError: there is no run, nobody trusts its task, the task differs by more than its reward, retention has
-        removed rows, a row cannot be read, its query is not the task's any more, or rows hold values of states. LeaseHeld: the
-        run's trainer is at work.
+      ValueError: there is no run, nobody trusts its task, the task differs by more than its reward, retention has removed rows,
+        a row cannot be read, its query is not the task's any more, or rows hold values of states.
+      LeaseHeld: the run's trainer is at work.
     """
-    from tba_jax import trajectory
-    from tba_jax.replay.reader import LogReader
+    from tba_jax.experiment import composition
     from tba_jax.rewards import task_models
-    from tba_jax.storage.lease import EpochLease
 
     run = layout.open_run_dir(workdir)
-    experiment, theirs, retention = _compared(run, workdir, settings)
+    stored = contract_lib.read_run(run, called=str(workdir))
+    theirs = contract_lib.of(stored, called=str(workdir))
+    experiment = composition.build(existing_run.config_of(stored, settings, called=str(workdir)), date=theirs.date)
+    here, there = ({k: v for k, v in c.to_json().items() if k not in _OF_REWARD} for c in (experiment.contract, theirs))
+    if different := contract_lib.differences(there, here):
+        raise ValueError(f"the task of {workdir} is not what it was in more than its reward; " + contract_lib.in_words(different))
     version = experiment.contract.reward_version
     if version == theirs.reward_version:
         told = f"the rows of {workdir} have reward version {version}, that of task.name={theirs.task_name}: nothing to do"
@@ -68,7 +71,7 @@ def rescore(workdir: Path, settings: existing_run.Source = existing_run.AS_IT_IS
         if reader.kept(writer) != [range(head)]:
             raise ValueError(
                 f"{workdir} does not hold all of the {head} rows of writer {writer} any more: retention removed some "
-                f"(replay.retention={retention}), and a new reward version needs every row"
+                f"(replay.retention={stored['config']['replay']['retention']}), and a new reward version needs every row"
             )
     if waiting:
         task_models.check(experiment.task, role="searcher")
@@ -80,30 +83,8 @@ def rescore(workdir: Path, settings: existing_run.Source = existing_run.AS_IT_IS
     return "; ".join([f"{total}, {sum(waiting.values())} of them scored now", *sorted(reader.problems.values())])
 
 
-def _compared(
-    run: layout.RunDir, workdir: Path, settings: existing_run.Source
-) -> tuple["Experiment", contract_lib.Contract, str]:
-    """The experiment that the run's config means now, the contract of its rows, and its replay.retention.
-
-    Raises:
-      ValueError: there is no run, or its task differs by more than its reward.
-    """
-    from tba_jax.experiment import composition
-
-    stored = contract_lib.read_run(run, called=str(workdir))
-    theirs = contract_lib.of(stored, called=str(workdir))
-    experiment = composition.build(existing_run.config_of(stored, settings, called=str(workdir)), date=theirs.date)
-    here, there = ({k: v for k, v in c.to_json().items() if k not in _OF_REWARD} for c in (experiment.contract, theirs))
-    if different := contract_lib.differences(there, here):
-        raise ValueError(f"the task of {workdir} is not what it was in more than its reward; " + contract_lib.in_words(different))
-    return experiment, theirs, stored["config"]["replay"]["retention"]
-
-
 def _is_done(run: layout.RunDir, experiment: "Experiment", writer: str, head: int) -> bool:
     """Whether all rows of a writer are scored already."""
-    from tba_jax.replay.log import registration
-    from tba_jax.replay.reader import LogReader
-
     folder = run.rescored(experiment.contract.reward_version)
     if not places.exists(registration(folder, writer)):
         return False
@@ -119,15 +100,13 @@ def _is_done(run: layout.RunDir, experiment: "Experiment", writer: str, head: in
 def _rescore_writer(
     run: layout.RunDir,
     experiment: "Experiment",
-    reader: "LogReader",
+    reader: LogReader,
     queries: Mapping[int, "EncodedQuery"],
     *,
     writer: str,
     head: int,
 ) -> None:
     """Writes one writer's rows; the writer is registered once all are there, so that nobody reads them before."""
-    from tba_jax.replay.log import LogWriter
-
     contract = experiment.contract
     folder, schema = run.rescored(contract.reward_version), reader.schema(writer)
     places.make_folder(folder.parent)
@@ -147,12 +126,10 @@ def _rescore_writer(
 
 
 def _scored_again(
-    rows: "Rows", experiment: "Experiment", queries: Mapping[int, "EncodedQuery"], writer: str
+    rows: trajectory.Rows, experiment: "Experiment", queries: Mapping[int, "EncodedQuery"], writer: str
 ) -> dict[str, np.ndarray]:
     """The rows with reward, reward parts and version of the task as it is now. Rows that cannot be decoded get NaN."""
-    from tba_jax.replay.resident import REJECTIONS, validate_rows
     from tba_jax.rewards.responses import response_texts, reward_texts
-    from tba_jax.trajectory import response
 
     contract = experiment.contract
     ids = rows["query_id"].tolist()
@@ -167,7 +144,7 @@ def _scored_again(
     if valid.any():
         chosen = {name: column[valid] for name, column in rows.items()}
         asked = [queries[ids[i]] for i in np.flatnonzero(valid)]
-        texts = response_texts([response(chosen, i) for i in range(len(asked))], asked, experiment.tokenizer)
+        texts = response_texts([trajectory.response(chosen, i) for i in range(len(asked))], asked, experiment.tokenizer)
         missing_eos = contract.missing_eos_reward
         scores = reward_texts(texts, chosen["finished"], asked, task=experiment.task, missing_eos_reward=missing_eos)
         reward[valid], parts[valid] = scores.reward, scores.parts

@@ -9,18 +9,17 @@ contract and tokenizer are enough for that: no task is imported. Control charact
 import collections
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from absl import flags
 
+from tba_jax import trajectory
 from tba_jax.commands import command_line, existing_run
+from tba_jax.replay.expiry import RowsExpired
+from tba_jax.replay.reader import LogReader
+from tba_jax.storage import layout
+from tba_jax.telemetry import metrics
 from tba_jax.text.visible import visible
-
-if TYPE_CHECKING:  # imported late: a mistyped flag is answered at once
-    from tba_jax.replay.reader import LogReader
-    from tba_jax.storage import layout
-    from tba_jax.trajectory import Rows
 
 ROWS_PER_READ = 4096
 # Columns that decide the order: best and worst are by reward, among equals the newest.
@@ -33,15 +32,8 @@ def rank(reward: np.ndarray, policy_step: np.ndarray, order: str) -> np.ndarray:
 
 
 def show(workdir: Path, order: str, count: int) -> str:
-    """The text that is printed, without control characters.
-
-    Raises:
-      ValueError: there is no run, or no row, in `workdir`.
-    """
-    from tba_jax import trajectory
-    from tba_jax.experiment import stored_run
-    from tba_jax.replay.reader import LogReader
-    from tba_jax.storage import layout
+    """The text that is printed, without control characters. Raises ValueError where there is no run, or no row."""
+    from tba_jax.experiment import stored_run  # imports JAX: late, so that a mistyped flag is answered at once
 
     run = layout.open_run_dir(workdir)
     stored = stored_run.read(run, called=str(workdir))
@@ -49,13 +41,15 @@ def show(workdir: Path, order: str, count: int) -> str:
     kept = {writer: reader.kept(writer) for writer, head in sorted(reader.heads().items()) if head}
     if not kept:
         raise ValueError(f"{run.replay} holds no committed row yet")
+    spans: Mapping[str, Sequence[range]] = kept
     if order == "newest":
         spans = {writer: newest(ranges, count, reader.schema(writer).rows_per_append) for writer, ranges in kept.items()}
-    else:
-        spans = kept
     writers, rows = _first(reader, spans, order, count)
     newest_step = rows["policy_step"].max(axis=1)
-    sections = []
+    total = sum(len(each) for ranges in kept.values() for each in ranges)
+    gone = sum(ranges[-1].stop for ranges in kept.values()) - total
+    removed = f" ({gone} more were removed by retention)" if gone else ""
+    sections = [f"{total} rows of {len(kept)} writers{removed}, {order} first{_difficulty(run)}{_best(run)}"]
     for i in rank(rows["reward"], newest_step, order):
         prompt, response = rows["tokens"][i, : rows["prompt_length"][i]].tolist(), trajectory.response(rows, i).tolist()
         sections.append(
@@ -64,16 +58,11 @@ def show(workdir: Path, order: str, count: int) -> str:
             f"query:    {visible(stored.tokenizer.decode(prompt))}\n"
             f"response: {visible(stored.tokenizer.decode_continuation(prompt, response))}"
         )
-    total = sum(len(each) for ranges in kept.values() for each in ranges)
-    gone = sum(ranges[-1].stop for ranges in kept.values()) - total
-    removed = f" ({gone} more were removed by retention)" if gone else ""
-    return "\n\n".join([f"{total} rows of {len(kept)} writers{removed}, {order} first{_difficulty(run)}{_best(run)}", *sections])
+    return "\n\n".join(sections)
 
 
-def _difficulty(run: "layout.RunDir") -> str:
+def _difficulty(run: layout.RunDir) -> str:
     """A line about the success of the queries, by the newest point of the trainer's metrics; "" where that has none."""
-    from tba_jax.telemetry import metrics
-
     newest = collections.deque(metrics.each_line(run.metrics("trainer")), maxlen=1)
     told = newest[0] if newest else {}
     if not {"queries_failed", "queries_solved", "queries_mixed", "success_rate_histogram"} <= told.keys():
@@ -84,7 +73,7 @@ def _difficulty(run: "layout.RunDir") -> str:
     )
 
 
-def _best(run: "layout.RunDir") -> str:
+def _best(run: layout.RunDir) -> str:
     """A line about the snapshot with the best held-out score, "" where there is none."""
     from tba_jax.storage import snapshots
 
@@ -103,23 +92,19 @@ def newest(ranges: Sequence[range], count: int, rows_per_append: int) -> list[ra
     return found
 
 
-def _first(reader: "LogReader", spans: Mapping[str, Sequence[range]], order: str, count: int) -> "tuple[list[str], Rows]":
+def _first(reader: LogReader, spans: Mapping[str, Sequence[range]], order: str, count: int) -> tuple[list[str], trajectory.Rows]:
     """The first `count` rows of `spans` and their writers, in the order of storage. Memory holds few rows more than these."""
-    from tba_jax.trajectory import concatenate
-
     writers: list[str] = []
-    rows: Rows = {}
+    rows: trajectory.Rows = {}
     for writer, read in _blocks(reader, spans):
         writers += [writer] * len(read["row"])
-        rows = concatenate([rows, read]) if rows else read
+        rows = trajectory.concatenate([rows, read]) if rows else read
         kept = np.sort(rank(rows["reward"], rows["policy_step"].max(axis=1), order)[:count])
         writers, rows = [writers[i] for i in kept], {name: column[kept] for name, column in rows.items()}
     return writers, rows
 
 
-def _blocks(reader: "LogReader", spans: Mapping[str, Sequence[range]]) -> "Iterator[tuple[str, Rows]]":
-    from tba_jax.replay.expiry import RowsExpired
-
+def _blocks(reader: LogReader, spans: Mapping[str, Sequence[range]]) -> Iterator[tuple[str, trajectory.Rows]]:
     for writer, span in ((writer, span) for writer, of_writer in spans.items() for span in of_writer):
         start = span.start
         while start < span.stop:
@@ -134,11 +119,9 @@ def _blocks(reader: "LogReader", spans: Mapping[str, Sequence[range]]) -> "Itera
 def add_flags(values: flags.FlagValues) -> None:
     command_line.add_workdir(values)
     flags.DEFINE_enum("order", "newest", tuple(_SIGNS), "which rows come first", flag_values=values)
-    flags.DEFINE_integer("count", 10, "how many rows", flag_values=values)
+    flags.DEFINE_integer("count", 10, "how many rows", lower_bound=1, flag_values=values)
 
 
 def run(given: command_line.Given) -> int:
-    if given.count < 1:
-        raise ValueError(f"--count={given.count} must be at least 1")
     print(show(given.workdir, given.order, given.count))
     return 0

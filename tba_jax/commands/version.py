@@ -18,6 +18,7 @@ from absl import flags
 from tba_jax.commands import command_line
 from tba_jax.roles import jax_support
 from tba_jax.run import machine
+from tba_jax.schemas import flatten
 from tba_jax.telemetry import status
 from tba_jax.text.visible import visible
 
@@ -59,13 +60,10 @@ def gather() -> dict[str, Any]:
         "nvidia_driver": jax_support.driver_version(),
         "gpu_nodes": jax_support.gpu_nodes(),
         "tpu_chips": jax_support.tpu_chips(),
-        "environment": environment(),
+        "environment": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES) or name in _NAMES
+        },
     }
-
-
-def environment() -> dict[str, str]:
-    """The variables of the environment that steer JAX and its libraries."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES) or name in _NAMES}
 
 
 def ask_devices() -> tuple[list[str], list[str]]:
@@ -86,22 +84,10 @@ def ask_devices() -> tuple[list[str], list[str]]:
 
 
 def describe(told: dict[str, Any]) -> str:
-    """The text that is printed."""
-    code, versions, devices = told["tba_jax"], dict(told["versions"]), told["devices"]
-    kinds = [f"{devices.count(name)} × {name}" for name in dict.fromkeys(devices)]
-    there = [*told["gpu_nodes"], *([f"{told['tpu_chips']} TPU chips"] if told["tpu_chips"] else [])]
-    rows = [
-        ("tba_jax", f"{code['version']}, {'commit ' + code['commit'] if code['commit'] else 'not in a git checkout'}"),
-        ("Python", f"{versions.pop('python')}, {told['python']}"),
-        ("system", f"{told['system']}, {told['cpus']} CPUs, {told['memory_gib']} GiB"),
-        *versions.items(),
-        ("devices", ", ".join(kinds) or "none: JAX does not start, see below"),
-        ("driver", f"NVIDIA {told['nvidia_driver']}" if told["nvidia_driver"] else "no NVIDIA driver found"),
-        ("in /dev", ", ".join(there) or "no GPU or TPU"),
-        *told["environment"].items(),
-    ]
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name:{width}}  {value}" for name, value in rows]
-    if told["jax_says"]:
-        lines += ["", "JAX says:", *(f"  {line}" for line in told["jax_says"])]
-    return "\n".join(lines)
+    """The text that is printed: a line for each fact, called as in JSON, then what JAX says."""
+    facts = {name: str(value) for name, value in flatten(told | {"devices": ", ".join(told["devices"])}).items()}
+    facts["devices"] = facts["devices"] or "none: JAX does not start, see below"
+    said = facts.pop("jax_says") and told["jax_says"]
+    width = max(map(len, facts))
+    lines = [f"{name:{width}}  {value}".rstrip() for name, value in facts.items()]
+    return "\n".join([*lines, *(["", "JAX says:", *(f"  {line}" for line in said)] if said else [])])

@@ -6,11 +6,11 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
 from colab import runs as notebook
-from configs import base
 from tba_jax.commands import recipes, settings_help
 from tba_jax.experiment import checks
 from tba_jax.storage import layout
@@ -31,16 +31,10 @@ def test_settings_of_a_device_can_be_run(platform, kind):
     assert c.model.compute_dtype in found.why and (platform == "cpu" or kind in found.why)
 
 
-@pytest.mark.parametrize("lag", [0, 7, 50])
-def test_a_lag_keeps_the_snapshots_that_it_needs(lag):
-    c = config(notebook.schedule(searchers=0, lag=lag))
+def test_a_lag_keeps_the_snapshots_that_it_needs():
+    c = config(notebook.schedule(searchers=0, lag=50))
     checks.check(c, new=True)
-    assert c.schedule.lag == lag and c.schedule.mode == "interleaved"
-
-
-def test_searchers_are_processes_of_their_own():
-    c = config(notebook.schedule(searchers=3, lag=7))
-    assert c.searchers.count == 3 and c.schedule.mode == base.get_config().schedule.mode == "asynchronous"
+    assert c.schedule.lag == 50 and c.schedule.mode == "interleaved"
 
 
 def evaluation(run: layout.RunDir, step: int, response: str, reward: float | None) -> None:
@@ -55,17 +49,13 @@ def evaluation(run: layout.RunDir, step: int, response: str, reward: float | Non
 def test_responses_stand_side_by_side_as_text(tmp_path):
     run = layout.RunDir(tmp_path)
     evaluation(run, 0, "<script>alert(1)</script>\x1b[2J", 0.0)
+    with pytest.raises(ValueError, match="has 1 evaluations"):
+        notebook.side_by_side(tmp_path)
     evaluation(run, 20, "2", None)
     found = notebook.side_by_side(tmp_path)
     assert "step 0" in found and "step 20" in found and "1 + 1 =" in found
     assert "&lt;script&gt;" in found and "<script>" not in found and "\x1b" not in found
     assert "reward 0.00" in found and "no reward" in found
-
-
-def test_responses_need_two_evaluations(tmp_path):
-    evaluation(layout.RunDir(tmp_path), 0, "2", 1.0)
-    with pytest.raises(ValueError, match="has 1 evaluations"):
-        notebook.side_by_side(tmp_path)
 
 
 def test_runs_are_compared_in_one_picture(tmp_path):
@@ -75,17 +65,6 @@ def test_runs_are_compared_in_one_picture(tmp_path):
     evaluation(run, 0, "2", 0.25)
     png = notebook.compared({"lag 3": run.root, "lag 0": tmp_path / "second"}, score_name="accuracy")
     assert png[:4] == b"\x89PNG"
-
-
-def test_a_page_is_framed_as_text(tmp_path):
-    (tmp_path / "page.html").write_text('<p class="x">a & b</p>')
-    framed = notebook.frame(tmp_path / "page.html")
-    assert "<iframe srcdoc=" in framed and "&lt;p class=&quot;x&quot;&gt;a &amp; b&lt;/p&gt;" in framed
-
-
-def test_a_command_that_fails_says_why(tmp_path):
-    with pytest.raises(RuntimeError, match="nowhere"):
-        notebook.command("show", f"--workdir={tmp_path / 'nowhere'}")
 
 
 def test_a_run_that_fails_says_why(tmp_path):
@@ -118,12 +97,10 @@ def test_a_run_ends_with_its_notebook(tmp_path):
 
 
 def is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+    try:  # a process that init has not taken yet is a zombie
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
         return False
-    with open(f"/proc/{process}/stat") as file:  # init may not have taken it yet
-        return file.read().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_without_a_network_the_pretrained_model_is_left_out_with_a_sentence(tmp_path):
@@ -149,10 +126,3 @@ def test_without_a_network_the_pretrained_model_is_left_out_with_a_sentence(tmp_
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 2 and all("no-stories" in line and "hub" in line for line in lines), done.stdout
-
-
-def test_local_stories_and_a_local_model_ask_no_hub(tmp_path):
-    stories = tmp_path / "stories.json"
-    stories.write_text('["Once there was a cat."]')
-    assert notebook.pretrained(str(tmp_path), str(stories), into=tmp_path / "runs") == (tmp_path, stories)
-    assert not (tmp_path / "runs").exists()

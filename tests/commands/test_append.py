@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 
 from tba_jax import trajectory
-from tba_jax.commands import append, audit, command_line
+from tba_jax.commands import append, audit, command_line, existing_run
 from tba_jax.experiment import jobs, training
 from tba_jax.replay import journal
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.rewards import task_models
 from tba_jax.run import processes
-from tba_jax.storage import layout
 from tests.support import frozen_runs, random_checkpoints, tiny_run
 from tests.support.summaries import ROWS, write_rows
 
@@ -47,9 +46,8 @@ def test_rows_equal_a_searchers_for_the_same_responses(s, tmp_path, capsys):
     command_line.execute(append, [f"--workdir={s.run.root}", f"--responses={write_rows(tmp_path / 'given.jsonl', texts)}"])
     assert f"{len(chosen)} responses are rows of" in capsys.readouterr().out and len(chosen) > 5
     (given,) = (rows for writer, rows in rows_by_writer(s).items() if writer.startswith("given-"))
-    for name in ("query_id", "tokens", "prompt_length", "response_length", "finished", "reward"):
-        np.testing.assert_array_equal(given[name], searched[name][chosen], err_msg=name)
-    for name in ("reward_parts", "reward_version", "reference_id", "policy_step"):
+    same = "query_id tokens prompt_length response_length finished reward reward_parts reward_version reference_id policy_step"
+    for name in same.split():
         np.testing.assert_array_equal(given[name], searched[name][chosen], err_msg=name)
     # The searcher drew them with the weights of step 0, which are the reference's.
     for name in ("ref_logprobs", "policy_logprobs", "behavior_logprobs"):
@@ -181,28 +179,8 @@ def test_mistakes_are_one_sentence(s, tmp_path, rows, sentence, capsys):
     assert ended.value.code == processes.BAD_INPUT and told.startswith("error: ") and sentence in told
 
 
-def test_objectives_with_behaviour_weights_refuse(tmp_path):
-    s = tiny_run.settings(tmp_path / "run", tiny_run.config(learner__objective="grpo"))
-    training.reference(s)()
-    path = write_rows(tmp_path / "given.jsonl", [{"prompt": queries_of(s)[0], "response": "1"}])
-    with pytest.raises(ValueError, match=r"learner\.objective=grpo reads π_behaviour of every row, and responses of a file"):
-        append.append(s.run.root, path, unfit="refuse")
-
-
-def test_objectives_of_untruncated_rows_do_not_train_on_truncated_ones(tmp_path):
-    """Neither the run that was made so, with another objective, nor one that mounts it."""
-    as_drawn = {"replay__merge_duplicates": False, "replay__recent_fill": "wait"}
-    made = tiny_run.settings(tmp_path / "run", frozen_runs.config(sampling__explore_top_p_probability=0.25, **as_drawn))
-    training.reference(made)()
-    mounting = {"replay__mount": (str(made.run.root),), "searchers__count": 0}
-    for folder, changes in {"run": {}, "offline": mounting}.items():
-        s = tiny_run.settings(tmp_path / folder, frozen_runs.config(learner__objective="a_star_po", **as_drawn, **changes))
-        with pytest.raises(ValueError, match=r"a_star_po .*sampling\.explore_top_p_probability=0\.25"):
-            training.trainer(s)
-
-
 def test_objectives_with_behaviour_weights_do_not_train_on_them(s, tmp_path):
-    """Neither the run itself, with another objective, nor one that mounts it."""
+    """Neither the run itself, with another objective, nor one that mounts it; and such a run takes none."""
     path = write_rows(tmp_path / "given.jsonl", [{"prompt": queries_of(s)[0], "response": "1"}])
     append.append(s.run.root, path, unfit="refuse")
     sentence = r" reads π_behaviour of every row, and nobody knows that of writer given-.*given\.jsonl"
@@ -211,14 +189,12 @@ def test_objectives_with_behaviour_weights_do_not_train_on_them(s, tmp_path):
     for settings in (own, tiny_run.settings(tmp_path / "offline", mounted)):
         with pytest.raises(ValueError, match=r"learner\.objective=grpo" + sentence):
             training.trainer(settings)
+    taken = existing_run.Source(overrides=("--config.learner.objective=grpo",))
+    with pytest.raises(ValueError, match=r"learner\.objective=grpo reads π_behaviour of every row, and responses of a file"):
+        append.append(s.run.root, path, unfit="refuse", settings=taken)
 
 
-def test_a_folder_without_a_run_or_a_reference(tmp_path):
-    with pytest.raises(ValueError, match="holds no run"):
-        append.append(tmp_path / "none", "given.jsonl", unfit="refuse")
-    s = tiny_run.settings(tmp_path / "run", tiny_run.config())
-    training.reference(s)()
+def test_a_run_without_a_reference(s, tmp_path):
     s.run.initial_reference.unlink()
     with pytest.raises(ValueError, match=r"has no reference policy yet: python -m tba_jax\.main --role=reference makes it"):
         append.append(s.run.root, "given.jsonl", unfit="refuse")
-    assert layout.read_json(s.run.config)["config"]["task"]["name"] == "arithmetic"

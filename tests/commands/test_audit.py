@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -133,12 +132,6 @@ def test_rows_are_generated_again_bit_for_bit(finished, copied):
         audit.regenerate(run, "12")
 
 
-def test_a_folder_without_a_run_is_told(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command_line.execute(audit, [f"--workdir={tmp_path}"])
-    assert "holds no run" in capsys.readouterr().err
-
-
 def test_folders_that_are_not_whole_runs_are_told(copied):
     journal = max((copied / "journal").glob("*.jsonl"))
     before = journal.read_text()
@@ -147,23 +140,15 @@ def test_folders_that_are_not_whole_runs_are_told(copied):
         audit.open_run(copied)
     journal.write_text(before)
     config = json.loads((copied / "config.json").read_text())
-    for content in ([], {"config": {}}, config | {"format": 0}):
-        (copied / "config.json").write_text(json.dumps(content))
-        with pytest.raises(ValueError, match=r"config.json has format "):
-            audit.open_run(copied)
-    (copied / "shared.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"shared.json does not say where the run's roles meet"):
+    (copied / "config.json").write_text(json.dumps(config | {"format": 0}))
+    with pytest.raises(ValueError, match=r"config.json has format "):
         audit.open_run(copied)
-    with pytest.raises(ValueError, match="must be a local folder"):
-        audit.open_run(Path("s3://bucket/x"))
-    with pytest.raises(ValueError, match="cannot be read: File name too long"):
-        audit.open_run(copied / ("x" * 300))
+    with pytest.raises(ValueError, match="holds no run"):
+        audit.open_run(copied / "none")
 
 
-def test_rows_that_were_trained_on_and_are_lost_are_accounted_for_as_damaged(finished, tmp_path):
+def test_rows_that_were_trained_on_and_are_lost_are_accounted_for_as_damaged(copied):
     """The account then begins with the newest checkpoint, which has counted all rows before it."""
-    copied = tmp_path / "run"
-    shutil.copytree(finished.run.root, copied)
     run = audit.open_run(copied)
     whole = audit.accounts(run)
     line = next(iter(run.lines))

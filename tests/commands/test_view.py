@@ -24,17 +24,14 @@ def refusal(capsys, *flags: str) -> str:
 
 
 def test_what_is_no_run_is_one_sentence(tmp_path, capsys):
-    assert "holds no run" in refusal(capsys, f"--workdir={tmp_path}")
     assert "nowhere holds no run" in refusal(capsys, f"--workdir={tmp_path / 'nowhere'}")
     run = hostile_runs.make(tmp_path / "run")
     capsys.readouterr()
     assert "there is no argument '--other'" in refusal(capsys, f"--workdir={run.root}", "--other=b")
     layout.write_json(run.config, layout.read_json(run.config) | {"format": 99})
     assert "has format 99" in refusal(capsys, f"--workdir={run.root}")
-    assert "--port=70000 must be a whole number of at least 0 and at most 65535" in refusal(
-        capsys, f"--workdir={run.root}", "--port=70000"
-    )
-    assert "--workdir is needed" in refusal(capsys)
+    told = refusal(capsys, f"--workdir={run.root}", "--port=70000")
+    assert "--port=70000 must be an integer in the range [0, 65535]" in told
 
 
 def test_ctrl_c_ends_it_and_nothing_is_written(tmp_path):

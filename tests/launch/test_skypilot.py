@@ -1,7 +1,6 @@
-"""The SkyPilot tasks: their shell, their flags, and by the schema of the package itself, in an environment of its own."""
+"""The SkyPilot tasks: their flags, and by the schema of the package itself."""
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,24 +15,11 @@ from tests.support import kustomize, tiny_run
 
 LAUNCH = tiny_run.ROOT / "launch"
 TASKS = ("skypilot.yaml", "skypilot_searchers.yaml")
-# It has a hundred dependencies, too many for the extra `dev`.
-PACKAGE = "skypilot==0.14.1"
 
 
 def task(name: str) -> dict[str, Any]:
     (found,) = kustomize.load(LAUNCH / name)
     return found
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_the_shell_is_valid_and_every_variable_is_there(name):
-    found = task(name)
-    assert found.keys() == {"name", "resources", "workdir", "envs", "setup", "run"}
-    for part in ("setup", "run"):
-        assert subprocess.run(["bash", "-n"], input=found[part], text=True, check=False).returncode == 0
-    used = set(re.findall(r"\$\{?([A-Z]\w*)", found["setup"] + found["run"]))
-    assert used - {"HOME", "PATH", "WORKDIR"} == found["envs"].keys() and found["envs"]["CUDA"] == "13"
-    assert all(isinstance(value, str) for value in found["envs"].values())
 
 
 # In the place of Python: prints its arguments, one a line.
@@ -85,57 +71,26 @@ def test_a_spot_machine_runs_a_searcher(tmp_path):
     assert found["resources"]["use_spot"] is True and "use_spot" not in task("skypilot.yaml")["resources"]
 
 
-# Prints what SkyPilot reads of a task, or its refusal. Which clouds have which accelerators it would ask its catalog on the web.
+# Has SkyPilot's own schemas read a task.
 PROGRAM = """
-import sys
-import sky
-import yaml
+import sys, yaml
 from sky.utils import common_utils, schemas
-try:
-    with open(sys.argv[1]) as file:
-        config = yaml.safe_load(file)
-    common_utils.validate_schema(config, schemas.get_task_schema(), "task: ")
-    common_utils.validate_schema(config["resources"], schemas.get_resources_schema(), "resources: ")
-    del config["resources"]["accelerators"]
-    task = sky.Task.from_yaml_config(config)
-    task.expand_and_validate_workdir()
-    task.validate_run()
-    for resources in task.resources:
-        resources.validate()
-except Exception as error:
-    sys.exit(f"refused: {error}")
-print(task.name, task.num_nodes, any(resources.use_spot for resources in task.resources), sorted(task.envs))
+config = yaml.safe_load(open(sys.argv[1]))
+common_utils.validate_schema(config, schemas.get_task_schema(), "task: ")
+common_utils.validate_schema(config["resources"], schemas.get_resources_schema(), "resources: ")
 """
 
 
-@pytest.fixture(scope="module")
-def sky(tmp_path_factory):
-    """A function that has SkyPilot read a task."""
-    folder = tmp_path_factory.mktemp("skypilot")
-    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
-    python, options = str(folder / "venv/bin/python"), ["--quiet", "--disable-pip-version-check"]
-    probe = [python, "-m", "pip", "download", *options, "--no-deps", "--retries=1", "--timeout=15", f"--dest={folder}", PACKAGE]
-    failed = subprocess.run(probe, capture_output=True, text=True, check=False)
-    if failed.returncode and not os.environ.get("REQUIRE_PACKAGES"):
-        pytest.skip(f"packages cannot be fetched here: {' '.join(failed.stderr.split())[-200:]}")
-    subprocess.run([python, "-m", "pip", "install", *options, PACKAGE], check=True, timeout=1200)
-    # It keeps its state below HOME, and asks nobody.
-    environment = os.environ | {"HOME": str(folder), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
-
-    def ask(path: Path) -> subprocess.CompletedProcess[str]:
-        command = [python, "-c", PROGRAM, str(path)]
-        return subprocess.run(
-            command, cwd=tiny_run.ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-
-    return ask
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TASKS)
-def test_skypilot_takes_the_task(sky, name):
-    done = sky(LAUNCH / name)
-    assert done.returncode == 0, done.stderr
-    expected = task(name)
-    shown = f"{expected['name']} 1 {expected['resources'].get('use_spot', False)} {sorted(expected['envs'])}"
-    assert done.stdout.splitlines()[-1] == shown
+def test_skypilot_takes_the_tasks(tmp_path):
+    """In an environment of its own: it has a hundred dependencies, too many for the extra `dev`."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    python = str(tmp_path / "venv/bin/python")
+    install = [python, "-m", "pip", "install", "--quiet", "--retries=1", "--timeout=15", "skypilot==0.14.1"]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=1200, check=False)
+    if done.returncode and not os.environ.get("REQUIRE_PACKAGES"):
+        pytest.skip(f"packages cannot be fetched here: {' '.join(done.stderr.split())[-200:]}")
+    # It keeps its state below HOME, and asks nobody.
+    environment = os.environ | {"HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+    for name in TASKS:
+        subprocess.run([python, "-c", PROGRAM, str(LAUNCH / name)], env=environment, check=True, timeout=300)

@@ -4,7 +4,6 @@ tests/whole_runs/test_slurm.py runs the real ones.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 LAUNCH = Path(__file__).parent.parent.parent / "launch"
-SCRIPTS = sorted(LAUNCH.glob("slurm*.sh"))
 FLAGS = ["--config=configs/demo.py", "--config.seed=1"]
 
 
@@ -47,11 +45,6 @@ def printed(programs: Path, *flags: str, **variables: str) -> list[list[str]]:
     assert done.returncode == 0, done.stderr
     assert not (programs.parent / "run").exists() and not (programs.parent / "called").exists()
     return [line.split() for line in done.stdout.splitlines()]
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_are_valid(script):
-    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
 
 
 def test_a_dry_run_prints_jobs_and_their_steps(slurm):
@@ -120,27 +113,13 @@ def test_a_change_of_the_schedule_is_for_the_trainer_alone(slurm):
 @pytest.mark.parametrize(
     ("flags", "variables", "named"),
     [
-        (FLAGS, {"TRAINER_NODES": "0"}, ["TRAINER_NODES=0", "1"]),
-        (FLAGS, {"TRAINER_GPUS": "four"}, ["TRAINER_GPUS=four", "0"]),
-        (FLAGS, {"TRAINER_GRACE": "10"}, ["TRAINER_GRACE=10", "60"]),
-        (FLAGS, {"STOP_SECONDS": "30"}, ["STOP_SECONDS=30", "60"]),
-        (FLAGS, {"STOP_SECONDS": "600", "TRAINER_TIME": "10"}, ["STOP_SECONDS=600", "TRAINER_TIME=10"]),
-        (FLAGS, {"STOP_SECONDS": "600", "SEARCHER_TIME": "0-00:09:59"}, ["STOP_SECONDS=600", "SEARCHER_TIME=0-00:09:59"]),
         (FLAGS, {"TRAINER_TASKS": "gpus"}, ["TRAINER_TASKS=gpus", "node", "gpu"]),
         (FLAGS, {"TRAINER_TASKS": "gpu", "TRAINER_GPUS": "5"}, ["TRAINER_GPUS=5", "TRAINER_CPUS=24"]),
-        (FLAGS, {"TRAINER_TIME": "1 day"}, ["TRAINER_TIME=1 day", "7-00:00:00"]),
-        (FLAGS, {"EVALUATOR_MEMORY": "0"}, ["TRAINER_MEMORY=96", "EVALUATOR_MEMORY=0"]),
-        (FLAGS, {"EVALUATOR": "yes"}, ["EVALUATOR=yes", "step", "none"]),
         (FLAGS, {"SEARCHERS": "6", "SEARCHERS_PER_NODE": "4"}, ["SEARCHERS=6", "SEARCHERS_PER_NODE=4"]),
-        ([*FLAGS, "--only=searchers"], {"SEARCHERS": "0"}, ["SEARCHERS=0", "--only=searchers"]),
-        ([*FLAGS, "--only=evaluator"], {}, ["--only=evaluator", "--only=trainer"]),
-        (FLAGS, {"CONTAINER": "docker"}, ["CONTAINER=docker", "pyxis", "apptainer"]),
+        ([*FLAGS, "--only=evaluator"], {}, ["only=evaluator", "trainer searchers"]),
         (FLAGS, {"CONTAINER": "pyxis"}, ["CONTAINER=pyxis", "CONTAINER_IMAGE"]),
-        (FLAGS, {"CONTAINER": "apptainer", "CONTAINER_IMAGE": "/none.sif"}, ["CONTAINER_IMAGE=/none.sif"]),
-        (FLAGS, {"HF_HUB_OFFLINE": "true"}, ["HF_HUB_OFFLINE=true", "1"]),
         (FLAGS, {"PYTHON": "/none/python"}, ["PYTHON=/none/python"]),
         ([*FLAGS, "--role=trainer"], {}, ["--role=trainer"]),
-        ([*FLAGS, "--processes=2"], {}, ["--processes=2"]),
         ([*FLAGS, "configs/demo.py"], {}, ["configs/demo.py"]),
         (["--config.seed=1"], {}, ["holds no run yet", "--config=RECIPE"]),
     ],
@@ -153,18 +132,14 @@ def test_bad_values_are_refused_by_one_sentence(slurm, flags, variables, named):
     assert not (slurm.parent / "run").exists() and not (slurm.parent / "called").exists()
 
 
-def test_without_slurm_or_a_workdir_it_says_so(slurm):
-    (slurm / "sbatch").unlink()
-    for tool in ("bash", "env", "dirname", "realpath", "grep"):  # this machine may have a real sbatch beside them
-        (slurm / tool).symlink_to(shutil.which(tool, path=os.defpath))
-    assert "sbatch is not on the PATH" in submit(slurm, *FLAGS, PATH=str(slurm)).stderr
+def test_without_a_workdir_it_says_so(slurm):
     bare = subprocess.run([str(LAUNCH / "slurm.sh"), *FLAGS], env=environment(slurm), capture_output=True, text=True, check=False)
     assert bare.returncode == 2 and "--workdir=DIR is missing" in bare.stderr
 
 
 def start(script: str, programs: Path, **variables: str) -> subprocess.Popen[str]:
     command = ["bash", str(LAUNCH / script), f"--workdir={programs.parent / 'run'}", *FLAGS]
-    told = environment(programs, LOOK_SECONDS="0.2", FIRST_PAUSE="0", **variables)
+    told = environment(programs, LOOK_SECONDS="0.1", **variables)
     return subprocess.Popen(command, env=told, stderr=subprocess.PIPE, text=True)
 
 
@@ -172,11 +147,10 @@ def called(programs: Path, program: str) -> list[str]:
     return [line for line in (programs.parent / "called").read_text().splitlines() if line.startswith(program)]
 
 
-@pytest.mark.parametrize("script", ["slurm_job.sh", "slurm_searchers.sh"])
-def test_a_job_begins_no_run_where_it_does_not_see_its_own(slurm, script):
+def test_a_job_begins_no_run_where_it_does_not_see_its_own(slurm):
     """Its node has lost the mount; the roles start once the run is there."""
-    job = start(script, slurm, SLURM_RESTART_COUNT="1")
-    time.sleep(1.0)
+    job = start("slurm_job.sh", slurm, SLURM_RESTART_COUNT="1")
+    time.sleep(0.3)
     assert job.poll() is None and not (slurm.parent / "called").exists()
     (slurm.parent / "run" / "logs").mkdir(parents=True)
     _, errors = job.communicate(timeout=30)
@@ -187,13 +161,10 @@ def test_a_job_begins_no_run_where_it_does_not_see_its_own(slurm, script):
 @pytest.mark.parametrize(
     ("code", "variables", "queued", "starts"),
     [
-        ("0", {}, True, 1),
         ("130", {}, True, 1),
-        ("4", {}, False, 1),
         ("2", {}, False, 1),
         ("2", {"SLURM_RESTART_COUNT": "1"}, True, 1),  # a hub that is away for a moment, or a lease that is still held
-        ("6", {"DEATHS": "2"}, True, 3),
-        ("137", {"DEATHS": "0"}, True, 1),
+        ("6", {"DEATHS": "1"}, True, 2),
     ],
 )
 def test_what_follows_from_the_end_of_a_trainer(slurm, code, variables, queued, starts):
@@ -223,16 +194,16 @@ def test_a_job_that_dies_again_and_again_is_given_up(slurm):
     (slurm.parent / "code").write_text("137")
     (logs / "slurm-joined").write_text("8\n")
     codes = []
-    for _ in range(3):
-        job = start("slurm_job.sh", slurm, EVALUATOR="none", DEATHS="0", REQUEUES="2")
+    for _ in range(2):
+        job = start("slurm_job.sh", slurm, EVALUATOR="none", DEATHS="0", REQUEUES="1")
         _, errors = job.communicate(timeout=60)
         codes.append(job.returncode)
-    assert codes == [0, 0, 137] and len(called(slurm, "scontrol")) == 2
+    assert codes == [0, 137] and len(called(slurm, "scontrol")) == 1
     assert called(slurm, "scancel") == ["scancel 8"]
-    assert "deaths-7" in errors and len((logs / "deaths-7").read_text().splitlines()) == 3
+    assert "deaths-7" in errors and len((logs / "deaths-7").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize(("code", "requeued"), [("0", "scontrol requeue 5_3"), ("137", "scontrol requeue 5_3"), ("5", "")])
+@pytest.mark.parametrize(("code", "requeued"), [("137", "scontrol requeue 5_3"), ("5", "")])
 def test_an_element_of_the_array_queues_again_by_its_own_name(slurm, code, requeued):
     (slurm.parent / "run" / "logs").mkdir(parents=True)
     (slurm.parent / "code").write_text(code)
@@ -263,8 +234,6 @@ def test_a_finished_run_ends_its_jobs(slurm):
         ),
         (["node2: task 1: Killed", "node1: task 0: Exited with exit code 6"], 137, 137),
         (["node[1-2]: tasks 0-1: Exited with exit code 6"], 6, 6),
-        (["node[1-2]: tasks 0-1: Exited with exit code 130"], 130, 130),
-        ([], 0, 0),
     ],
     ids=str,
 )

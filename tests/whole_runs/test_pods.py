@@ -69,7 +69,7 @@ class Run:
         environment = {name: value for name, value in tiny_run.environment().items() if name.startswith(ours)}
         del environment["JAX_COMPILATION_CACHE_DIR"]  # role.sh names one
         made = resources(folder / "overlay", hosts=hosts, searchers=2)
-        self.cluster = pods.Cluster(made, folder / "volume", environment=environment | {"FINISH_SECONDS": "2"})
+        self.cluster = pods.Cluster(made, folder / "volume", environment=environment | {"FINISH_SECONDS": "2", "DEATHS": "0"})
 
     def steps(self) -> int:
         return len(journal.read_lineage(self.folder.journal)) if self.folder.journal.is_dir() else 0

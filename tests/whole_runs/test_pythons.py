@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.constraints import pythons
+from launch.constraints import resolve as pythons
 from tests.support import tiny_run
 
 pytestmark = pytest.mark.slow
@@ -57,7 +57,8 @@ def python(request, tmp_path_factory) -> str:
     folder = Path(tmp_path_factory.mktemp("pythons") / "venv")
     subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)
     python = str(folder / "bin" / "python")
-    install = [python, "-m", "launch.constraints.install", "tested", "--no-compile"]
+    constraints = str(pythons.constraints_of(request.param))
+    install = [python, "-m", "pip", "install", "--quiet", "--no-compile", "-c", constraints]
     probe = call(*install, "--retries=1", "--timeout=15", "absl-py")
     if probe.returncode and not os.environ.get("REQUIRE_PACKAGES"):
         pytest.skip(f"packages cannot be fetched here: {' '.join(probe.stderr.split())[-200:]}")
