@@ -166,7 +166,7 @@ def _variant_for_this_machine(given: command_line.Given) -> str:
 
 def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *, machine: str) -> command_line.Job:
     """Args: machine: see _variant_for_this_machine, "" without it."""
-    from tba_jax.experiment import answering, compiling, composition, jobs, mistakes, other_runs, this_machine
+    from tba_jax.experiment import answer, answering, compiling, composition, jobs, mistakes, other_runs
     from tba_jax.roles import gpus
     from tba_jax.run import log_files
     from tba_jax.storage import places, privacy
@@ -174,50 +174,45 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
 
     if given.role == "searcher":
         _split_cpu(config.searchers.cpu_devices)
-    found = mistakes.Mistakes()
-    is_private = privacy.is_private(folder) or found.attempt(composition.keeps_private, config.task.name)
-    if is_private and not given.dry_run:
+    if (privacy.is_private(folder) or composition.keeps_private(config.task.name)) and not given.dry_run:
         privacy.keep(folder)
     _hold_compilation_cache(folder)
     world = _world(given)
-    # The supervisor has looked at the GPUs of its children, and a child that it starts again may find memory of the last one.
-    in_one_process = given.role != "all" or config.schedule.mode == "interleaved"
-    computes = given.compile or not given.dry_run
-    if in_one_process and computes and not processes.expected_run() and world.local_processes == 1:
-        found.attempt(gpus.check_free)
+    found = mistakes.Mistakes()
     init_from = found.attempt(other_runs.parse_init_from, given.init_from)
     profile = found.attempt(record.parse_window, given.profile)
     found.attempt(record.check_window, profile, steps=config.learner.steps)
-    if not found.accepts(_check_answers, [*answering.of_init_from(init_from or ""), *answering.of_config(config)], given):
-        found.end()
     asked = found.attempt(_topologies, given)
-    known = found.attempt(_known_of_run, folder, given.role) or {}
+    found.end()
+    _check_answers([*answering.of_init_from(init_from or ""), *answering.of_config(config)], given)
     is_there = places.exists(folder.config)
     if machine and is_there:
         raise ValueError(
             f"--for_this_machine is for a new run, and workdir {str(folder.shared)!r} holds one: leave it out to go on"
         )
+    # The supervisor has looked at the GPUs of its children, and a child that it starts again may find memory of the last one.
+    in_one_process = given.role != "all" or config.schedule.mode == "interleaved"
+    computes = given.compile or not given.dry_run
+    if in_one_process and computes and not processes.expected_run() and world.local_processes == 1:
+        gpus.check_free()
+    known = _known_of_run(folder, given.role) if is_there else {}
     new = bool(given.dry_run) or not is_there
-    experiment = composition.gather(config, found, **known, weights=not given.dry_run, new=new)
-    if experiment is None:
-        found.end()
-    assert experiment is not None
-    if machine and not given.dry_run and not found:
-        found.attempt(this_machine.check_fits, experiment)
+    experiment = composition.build(config, **known, weights=not given.dry_run, new=new)
+    if machine and not given.dry_run:
+        answer.check_fits(experiment)
     if not given.dry_run:
         log_files.keep_bounded(folder.logs, megabytes=config.logs.megabytes, keep=config.logs.keep)
+    arguments = tuple(each for each in sys.argv[1:] if each.lstrip("-").partition("=")[0] != "for_this_machine")
     settings = jobs.Invocation(
         experiment=experiment,
         run=folder,
         name=given.name,
         label=recipes.label_of(given.config + machine) if given.config else folder.root.name,
         allow_change=tuple(given.allow_change),
-        arguments=tuple(each for each in sys.argv[1:] if each.lstrip("-").partition("=")[0] != "for_this_machine")
-        + ((f"--config={given.config}{machine}",) if machine else ()),
+        arguments=(*arguments, f"--config={given.config}{machine}") if machine else arguments,
         init_from=init_from or "",
         world=world,
         profile=profile,
-        mistakes=found,
     )
     full = given.dry_run == "full"
     if asked or given.compile:
@@ -244,15 +239,10 @@ def _config_of_run(run: "layout.RunDir", given: command_line.Given) -> "config_d
 
 
 def _known_of_run(run: "layout.RunDir", role: str) -> dict[str, Any]:
-    """What `composition.gather` takes from the contract of the run that is there; {} without one.
+    """What `composition.build` takes from the contract of the run that is there: its date, and the digests of reward models for
+    a role that scores nothing and does without the models. Raises ValueError where it is no run of this version."""
+    from tba_jax.storage import contract
 
-    It is the run's date, and the digests of reward models for a role that scores nothing and does without the models. Raises
-    ValueError where it is no run of this version.
-    """
-    from tba_jax.storage import contract, places
-
-    if not places.exists(run.config):
-        return {}
     there = contract.read_run(run, called=f"workdir {str(run.shared)!r}")["contract"]
     models = {"reward_models": there["reward_models"]} if role in ("trainer", "reference") else {}
     return {"date": there.get("date", ""), **models}

@@ -7,14 +7,15 @@ import itertools
 from collections.abc import Callable, Collection
 from typing import Any
 
-from tba_jax.experiment import flow, meshes, unread
+from tba_jax.experiment import flow, meshes
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.learner.optimizer import DECAYS, SCHEDULES
+from tba_jax.learner.settings import HELD_REFERENCES
 from tba_jax.models import hardware, layers
 from tba_jax.models.presets import PRESETS
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.objectives.objective import Objective
+from tba_jax.objectives.objective import TEMPERATURES, Objective
 from tba_jax.replay.selection import STRATEGIES
 from tba_jax.schemas import flatten
 from tba_jax.tasks import TASKS, custom_task
@@ -22,48 +23,37 @@ from tba_jax.telemetry import trackers
 
 # Keeps the sentence as a mistake unless the condition holds, see Mistakes.require.
 Require = Callable[[object, str], None]
-_BUILT_FROM = ("task.", "model.", "lora.")  # sections of which task, policy and tokenizer are made
 
 
 def check(config: Any, *, weights: bool = True, new: bool = False) -> None:
-    """Raises ValueError where one config breaks rules by itself, with a sentence about each. Args: see `gather`."""
-    found = Mistakes()
-    gather(config, found, weights=weights, new=new)
-    found.end()
-
-
-def gather(config: Any, found: Mistakes, *, weights: bool = True, new: bool = False) -> tuple[Any, bool]:
-    """Adds the rules to `found` that one config breaks by itself.
-
-    Rules between settings are checked although a setting breaks its own rule: with the default in its place, and without the
-    sentences that name it.
+    """Checks every setting by itself, and where all hold, settings against each other.
 
     Args:
       weights: False: for a dry run, where model.preset may say the shape in place of the weights of model.path.
-      new: for a new run and for a dry run: a setting that the run would not use is a mistake too.
+      new: for a new run and for a dry run: a setting that the run would not use is a mistake too. A run that is there goes on.
 
-    Returns:
-      the config with these defaults; and whether task, policy and tokenizer can be made of the values that it gives.
+    Raises:
+      ValueError: a sentence about each rule that is broken.
     """
-    wrong = _refused_by_themselves(config)
-    for sentence in wrong.values():
+    found = Mistakes()
+    _check_each(config, found.require)
+    found.end()
+    _check_model(config, found.require, weights=weights)
+    for rule in (_check_responses, _check_update, _check_replay, _check_objective, _check_interleaved, _check_searchers):
+        rule(config, found.require)
+    for sentence in (*flow.refusals(config), *trackers.refused_names(config.metrics)):
         found.require(False, sentence)
-    if wrong:
-        config = config.copy_and_resolve_references()
-        defaults = flatten(SCHEMA.defaults().to_dict())
-        config.update_from_flattened_dict({name: defaults[name] for name in wrong if name in defaults})
-    found.silence(wrong)
-    _check_together(config, found.require, weights=weights)
     mesh = config.learner.mesh
     found.attempt(meshes.micro_batch_rows, config, ways=max(mesh.data, 1) * max(mesh.fsdp, 1))
     if new:
-        unread.check(config, found.require)
-    return config, not any(name.startswith(_BUILT_FROM) for name in wrong)
+        _check_used(config, found.require)
+    found.end()
 
 
-def _refused_by_themselves(config: Any) -> dict[str, str]:
-    """Setting -> what is wrong with its value, whatever the others are."""
-    found = SCHEMA.refusals(config, _registries(config.task.name))
+def _check_each(config: Any, require: Require) -> None:
+    """Every setting, whatever the others are."""
+    for sentence in SCHEMA.refusals(config, _registries(config.task.name)).values():
+        require(False, sentence)
     texts = (lambda value: isinstance(value, str) and value != "", "texts of at least one character")
     for name, (allowed, what) in {
         "task.banned_tokens": (lambda value: type(value) is int and value >= 0, "token ids, whole numbers from 0"),
@@ -75,31 +65,15 @@ def _refused_by_themselves(config: Any) -> dict[str, str]:
             'folders of runs, such as \'("runs/first", "runs/second")\'',
         ),
     }.items():
-        values = tuple(flatten(config.to_dict())[name])
-        if wrong := [value for value in values if not allowed(value)]:
-            found[name] = f"{name}={values} must hold {what}, not {wrong[0]!r}"
+        section, _, setting = name.partition(".")
+        values = tuple(config[section][setting])
+        wrong = [value for value in values if not allowed(value)]
+        require(not wrong, f"{name}={values} must hold {what}, not {wrong[0] if wrong else ''!r}")
     for section in ("learner", "searchers", "evaluation"):
         for axis, size in config[section].mesh.items():
             other = {"data": -1, "fsdp": 0 if section == "learner" else 1}.get(axis, 1)
-            if size < 1 and size != other:
-                also = {-1: ", or -1 for all devices that are left", 0: ", or 0 for as many as the state needs"}.get(other, "")
-                found[f"{section}.mesh.{axis}"] = f"{section}.mesh.{axis}={size} must be at least 1{also}"
-    return found
-
-
-def _check_together(config: Any, require: Require, *, weights: bool) -> None:
-    _check_responses(config.task, require)
-    _check_policy(config, require, weights=weights)
-    _check_batch(config, require)
-    _check_coefficients(config.learner, require)
-    _check_replay(config, require)
-    _check_reference(config, require)
-    _check_objective(config, OBJECTIVES[config.learner.objective], require)
-    _check_interleaved(config, require)
-    _check_searchers(config, require)
-    _check_swaps(config, require)
-    for sentence in (*flow.refusals(config), *trackers.refused_names(config.metrics)):
-        require(False, sentence)
+            also = {-1: ", or -1 for all devices that are left", 0: ", or 0 for as many as the state needs"}.get(other, "")
+            require(size >= 1 or size == other, f"{section}.mesh.{axis}={size} must be at least 1{also}")
 
 
 def _registries(task: str) -> dict[str, Collection[str]]:
@@ -116,7 +90,54 @@ def _registries(task: str) -> dict[str, Collection[str]]:
     }
 
 
-def _check_responses(task: Any, require: Require) -> None:
+# Setting -> the other setting that decides whether a run uses it, and the values of that one with which it does.
+_USED_WITH: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "learner.decay": ("learner.schedule", lambda schedule: schedule == "wsd"),
+    "learner.decay_steps": ("learner.schedule", lambda schedule: schedule == "wsd"),
+    "learner.schedule_steps": ("learner.schedule", lambda schedule: schedule in ("linear", "wsd")),
+    "learner.reference.reset_steps": ("learner.reference.kind", lambda kind: kind == "reset"),
+    "learner.reference.ema_decay": ("learner.reference.kind", lambda kind: kind == "ema"),
+    "learner.reference.reset_optimizer": ("learner.reference.kind", lambda kind: kind == "reset"),
+    "learner.reference.offload": ("learner.reference.kind", lambda kind: kind in HELD_REFERENCES),
+    "searchers.lag": ("schedule.mode", lambda mode: mode == "asynchronous"),
+    "searchers.value_samples": ("task.step_ends", bool),
+    "searchers.value_states": ("task.step_ends", bool),
+    "searchers.target_success_rate": ("searchers.prompt_selection", lambda selection: selection == "posterior"),
+    "searchers.prompt_candidates": ("searchers.prompt_selection", lambda selection: selection == "posterior"),
+    "replay.merge_keep": ("replay.merge_duplicates", bool),
+    "replay.recent_window": ("replay.recent_probability", bool),
+    "replay.recent_fill": ("replay.recent_probability", bool),
+    "replay.strategy": ("replay.recent_probability", lambda share: share < 1),
+    "replay.inverse_temperature": ("replay.strategy", lambda strategy: strategy == "softmax"),
+    "schedule.lag": ("schedule.mode", lambda mode: mode == "interleaved"),
+    "schedule.updates_per_search": ("schedule.mode", lambda mode: mode == "interleaved"),
+}
+
+
+def _check_used(config: Any, require: Require) -> None:
+    """A setting that differs from its default is one that the run uses: objectives declare those of theirs that they read
+    (Objective.settings). β scales a metric of every run."""
+    learner, values, defaults = config.learner, flatten(config.to_dict()), flatten(SCHEMA.defaults().to_dict())
+
+    def refuse(name: str, why: str) -> None:
+        value, default = values[name], defaults[name]
+        require(value == default, f"{name}={value} would not be used {why}; leave it at {default}")
+
+    of_any = {name for objective in OBJECTIVES.values() for name in objective.settings}
+    for name in sorted(of_any - {"beta", *OBJECTIVES[learner.objective].settings}):
+        for each in (f"{name}_start", f"{name}_end") if name in TEMPERATURES else (name,):
+            refuse(f"learner.{each}", f"with learner.objective={learner.objective}, which does not read it")
+    for name, (other, uses) in _USED_WITH.items():
+        if not uses(values[other]) and values[name] != "wait":  # recent_fill=wait also says which queries are drawn
+            refuse(name, f"with {other}={values[other]}")
+    require(
+        learner.schedule != "wsd" or learner.decay_steps > 0,
+        f"learner.decay_steps={learner.decay_steps} must be at least 1 with learner.schedule=wsd, whose rate would never decay",
+    )
+
+
+def _check_responses(config: Any, require: Require) -> None:
+    task = config.task
     require(
         task.min_response_length <= task.response_length,
         f"task.min_response_length={task.min_response_length} is more than task.response_length={task.response_length}",
@@ -131,9 +152,14 @@ def _check_responses(task: Any, require: Require) -> None:
             f"task.step_ends={tuple(task.step_ends)} holds {step!r}, which ends no step: by then {stop!r} of task.stop_strings "
             "has ended the response",
         )
+    require(
+        config.searchers.samples_per_query >= 2 or not task.step_ends,
+        f"searchers.samples_per_query={config.searchers.samples_per_query} must be at least 2 with task.step_ends: the value of "
+        "the state before a response is the mean reward of the query's other samples",
+    )
 
 
-def _check_policy(config: Any, require: Require, *, weights: bool) -> None:
+def _check_model(config: Any, require: Require, *, weights: bool) -> None:
     model, lora = config.model, config.lora
     require(
         not (model.path and config.warm_start.steps),
@@ -151,10 +177,16 @@ def _check_policy(config: Any, require: Require, *, weights: bool) -> None:
         f"task.countdown.style={style} needs a pretrained model: set model.path to its folder",
     )
     require(not lora.rank or lora.targets, f"lora.rank={lora.rank} needs lora.targets, names or patterns of linear maps")
+    # Merged adapters and rounded weights are made on the devices, from the whole of the policy.
+    made = [f"the adapters of lora.rank={lora.rank} are merged"] if lora.rank else []
+    rounded = [f"searchers.weights={config.searchers.weights} rounds them"] if config.searchers.weights != "full" else []
+    for section, first in {"searchers": rounded + made, "evaluation": made}.items():
+        told = f"{section}.swap_memory=in_place takes up snapshots as they are, but {' and '.join(first)} first; use beside"
+        require(config[section].swap_memory == "beside" or not first, told)
 
 
-def _check_batch(config: Any, require: Require) -> None:
-    """The completions of an update, and its steps."""
+def _check_update(config: Any, require: Require) -> None:
+    """The rows of an update, its learning rate and its coefficients."""
     learner = config.learner
     require(
         config.searchers.samples_per_query >= learner.completions,
@@ -172,14 +204,10 @@ def _check_batch(config: Any, require: Require) -> None:
         learner.warmup_steps + learner.decay_steps <= most,
         f"learner.warmup_steps={learner.warmup_steps} + learner.decay_steps={learner.decay_steps} exceed {steps}={most}",
     )
-
-
-def _check_coefficients(learner: Any, require: Require) -> None:
-    """β, γ and τ."""
-    for name in ("beta", "ref_temperature", "reward_temperature"):
-        start, end, steps = (learner[f"{name}_{part}"] for part in ("start", "end", "steps"))
+    for name in ("beta", *TEMPERATURES):
+        start, end, over = (learner[f"{name}_{part}"] for part in ("start", "end", "steps"))
         require(
-            steps > 0 or start == end,
+            over > 0 or start == end,
             f"learner.{name}_start={start} would not be used: learner.{name}_steps=0 means {end}, its end, at every step",
         )
 
@@ -213,24 +241,10 @@ def _check_replay(config: Any, require: Require) -> None:
     )
 
 
-def _check_reference(config: Any, require: Require) -> None:
-    reference = config.learner.reference
-    require(
-        reference.kind != "ema" or not config.lora.rank,
-        f"lora.rank={config.lora.rank} trains adapters, and the product of averages of A and B is not the average of A B: "
-        "learner.reference.kind=ema needs lora.rank=0; take learner.reference.kind=reset",
-    )
-    for name in ("ref_temperature_start", "ref_temperature_end"):
-        require(
-            reference.kind != "none" or config.learner[name] == 1,
-            f"learner.{name}={config.learner[name]} would not be used: learner.reference.kind=none has no reference to temper; "
-            "leave it at 1",
-        )
-
-
-def _check_objective(config: Any, objective: Objective, require: Require) -> None:
-    """What the objective needs, and what it does not read."""
-    learner, named = config.learner, f"learner.objective={config.learner.objective}"
+def _check_objective(config: Any, require: Require) -> None:
+    """What the objective and its reference need."""
+    learner, reference = config.learner, config.learner.reference.kind
+    objective, named = OBJECTIVES[learner.objective], f"learner.objective={learner.objective}"
     require(
         learner.completions >= objective.min_completions,
         f"learner.completions={learner.completions} must be at least {objective.min_completions}: {named} compares the "
@@ -246,45 +260,53 @@ def _check_objective(config: Any, objective: Objective, require: Require) -> Non
         f"learner.clip_norm={learner.clip_norm} is in units of the reward, and {named} does not say what a gradient of its loss "
         "is in that unit (reward_unit in tba_jax/objectives/__init__.py): set it to 0",
     )
-    if objective.full_support:
-        _check_full_support(config.sampling, named, require, of_every_row=objective.as_drawn)
-    if objective.as_drawn:
-        _check_rows_as_drawn(config, named, require)
     require(
-        objective.reads_reference or learner.reference.kind in ("initial", "none"),
-        f"learner.reference.kind={learner.reference.kind} moves a reference that {named} does not read: leave it at initial",
+        objective.reads_reference or reference in ("initial", "none"),
+        f"learner.reference.kind={reference} moves a reference that {named} does not read: leave it at initial",
     )
     require(
-        learner.reference.kind != "none" or not objective.k3 or learner.beta_start == learner.beta_end == 0,
+        reference != "none" or not objective.k3 or learner.beta_start == learner.beta_end == 0,
         f"learner.beta_start={learner.beta_start} and learner.beta_end={learner.beta_end} must be 0 with "
         f"learner.reference.kind=none: {named} would estimate the KL from a reference that is not there",
+    )
+    for name in ("ref_temperature_start", "ref_temperature_end"):
+        require(
+            reference != "none" or learner[name] == 1,
+            f"learner.{name}={learner[name]} would not be used: learner.reference.kind=none has no reference to temper; "
+            "leave it at 1",
+        )
+    require(
+        reference != "ema" or not config.lora.rank,
+        f"lora.rank={config.lora.rank} trains adapters, and the product of averages of A and B is not the average of A B: "
+        "learner.reference.kind=ema needs lora.rank=0; take learner.reference.kind=reset",
     )
     require(
         not objective.state_values or config.task.step_ends,
         f"{named} needs rows with the values of the states between steps: say by task.step_ends what ends a step",
     )
+    _check_rows_of(objective, config, named, require)
 
 
-def _check_rows_as_drawn(config: Any, named: str, require: Require) -> None:
-    replay, weighs = config.replay, f"{named} weighs rows by π_ref/π_behaviour, as π_behaviour drew them"
-    require(
-        replay.recent_fill == "wait",
-        f"replay.recent_fill={replay.recent_fill} must be wait: {weighs}, and a row that is repeated would "
-        "have its own reward in its estimate of V*",
-    )
-    require(not config.task.force_eos, f"task.force_eos=True must be False: {weighs}, and a forced end was not drawn")
-    for name, value in {"strategy": "softmax", "merge_keep": "best"}.items():
-        require(replay[name] != value, f"replay.{name}={value} chooses rows by their rewards: {weighs}")
-
-
-def _check_full_support(sampling: Any, named: str, require: Require, *, of_every_row: bool) -> None:
-    share = sampling.explore_top_p_probability
-    if of_every_row:
+def _check_rows_of(objective: Objective, config: Any, named: str, require: Require) -> None:
+    """How the rows of an objective must be drawn, which reads π_behaviour or needs its support."""
+    sampling, replay, share = config.sampling, config.replay, config.sampling.explore_top_p_probability
+    if objective.as_drawn:
+        weighs = f"{named} weighs rows by π_ref/π_behaviour, as π_behaviour drew them"
+        require(
+            replay.recent_fill == "wait",
+            f"replay.recent_fill={replay.recent_fill} must be wait: {weighs}, and a row that is repeated would "
+            "have its own reward in its estimate of V*",
+        )
+        require(not config.task.force_eos, f"task.force_eos=True must be False: {weighs}, and a forced end was not drawn")
+        for name, value in {"strategy": "softmax", "merge_keep": "best"}.items():
+            require(replay[name] != value, f"replay.{name}={value} chooses rows by their rewards: {weighs}")
         advice = f"{named} weighs rows by π_ref/π_behaviour, and a truncated row tells nothing of what it could not have been"
         require(share == 0, f"sampling.explore_top_p_probability={share} must be 0: {advice}")
-    else:
+    elif objective.full_support:
         advice = f"{named} needs full support: truncate a share of the rows by sampling.explore_top_p_probability below 1"
         require(share < 1, f"sampling.explore_top_p_probability=1 would truncate every row; {advice}")
+    else:
+        return
     for name, on in (("top_k", sampling.top_k > 0), ("top_p", sampling.top_p < 1), ("min_p", sampling.min_p > 0)):
         require(not on, f"sampling.{name}={sampling[name]} would truncate every row; {advice}")
 
@@ -308,14 +330,9 @@ def _check_interleaved(config: Any, require: Require) -> None:
 
 
 def _check_searchers(config: Any, require: Require) -> None:
-    searchers = config.searchers
+    searchers, publish, asynchronous = config.searchers, config.publish, config.schedule.mode == "asynchronous"
     require(
-        searchers.samples_per_query >= 2 or not config.task.step_ends,
-        f"searchers.samples_per_query={searchers.samples_per_query} must be at least 2 with task.step_ends: the value of the "
-        "state before a response is the mean reward of the query's other samples",
-    )
-    require(
-        searchers.count > 0 or (config.replay.mount and config.schedule.mode == "asynchronous"),
+        searchers.count > 0 or (config.replay.mount and asynchronous),
         f"searchers.count={searchers.count} needs replay.mount, whose rows are trained on, and schedule.mode=asynchronous",
     )
     posterior, missing_eos = searchers.prompt_selection == "posterior", config.task.missing_eos_reward
@@ -329,25 +346,14 @@ def _check_searchers(config: Any, require: Require) -> None:
         f"task.missing_eos_reward={missing_eos} must be within [0, 1] with searchers.prompt_selection=posterior, which counts "
         "successes",
     )
-    lag, publish, least = searchers.lag, config.publish, flow.least_kept(config)
-    if not lag or config.schedule.mode == "interleaved":
-        return
-    require(
-        lag % publish.every_steps == 0,
-        f"searchers.lag={lag} must be a multiple of publish.every_steps={publish.every_steps}: other steps have no snapshot",
-    )
-    require(
-        publish.keep == 0 or publish.keep >= least,
-        f"searchers.lag={lag} needs publish.keep={publish.keep} to be 0 (all) or at least {least}: a snapshot is taken up when "
-        f"searchers.lag / publish.every_steps newer ones are there, and two more may come while it is read",
-    )
-
-
-def _check_swaps(config: Any, require: Require) -> None:
-    """Merged adapters and rounded weights are made on the devices, from the whole of the policy."""
-    rounds = config.searchers.weights != "full"
-    changes = {"searchers": [f"searchers.weights={config.searchers.weights} rounds them"] if rounds else [], "evaluation": []}
-    for section, made in changes.items():
-        made += [f"the adapters of lora.rank={config.lora.rank} are merged"] if config.lora.rank else []
-        told = f"{section}.swap_memory=in_place takes up snapshots as they are, but {' and '.join(made)} first; use beside"
-        require(config[section].swap_memory == "beside" or not made, told)
+    lag, least = searchers.lag, flow.least_kept(config)
+    if lag and asynchronous:
+        require(
+            lag % publish.every_steps == 0,
+            f"searchers.lag={lag} must be a multiple of publish.every_steps={publish.every_steps}: other steps have no snapshot",
+        )
+        require(
+            publish.keep == 0 or publish.keep >= least,
+            f"searchers.lag={lag} needs publish.keep={publish.keep} to be 0 (all) or at least {least}: a snapshot is taken up "
+            "when searchers.lag / publish.every_steps newer ones are there, and two more may come while it is read",
+        )

@@ -77,6 +77,13 @@ def with_tuples(tree: Any) -> Any:
     return tuple(map(with_tuples, tree)) if isinstance(tree, list) else tree
 
 
+def with_settings(config: Any, values: Mapping[str, Any]) -> Any:
+    """A config with other values of settings, by dotted names, as config.json holds them."""
+    config = config.copy_and_resolve_references()
+    config.update_from_flattened_dict(with_tuples(values))
+    return config
+
+
 def policy_and_tokenizer(config: Any, *, alphabet: str, weights: bool = True, date: str = "") -> tuple[Policy, Tokenizer]:
     """The policy that config.model and config.lora name, and its tokenizer. No code of the checkpoint or of a task is executed.
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tba_jax.experiment import compiling, initial_policy, joining, other_runs, role_devices, schedule_changes, stored_run
+from tba_jax.experiment import initial_policy, joining, meshes, other_runs, schedule_changes, stored_run
 from tba_jax.experiment.joining import Invocation, join, mistakes_end_the_role
 from tba_jax.roles import gpus, rendezvous
 from tba_jax.roles.process_group import Alone, Group, Member
@@ -36,10 +36,10 @@ def reference(s: Invocation) -> Job:
     if isinstance(group, Member):
         return lambda: _follow(s, group)
     with group.guard(ValueError):
-        join(s, may_change_schedule=False, check=lambda: role_devices.check(s.experiment, "trainer"))
+        join(s, may_change_schedule=False, check=lambda: joining.check_devices(s.experiment, "trainer"))
 
     def job() -> int:
-        here, record = role_devices.computed_on(s, "trainer", name="reference"), joining.record_of(s, "reference")
+        here, record = joining.computed_on(s, "trainer", name="reference"), joining.record_of(s, "reference")
         with record.told_failures(), group.guard(ValueError), mistakes_end_the_role():
             group.call("join", run=contract_lib.read(s.run)["id"])
             if not _has_reference(s.run):
@@ -55,7 +55,6 @@ def _group(s: Invocation) -> Group | Member:
     """Meets the other processes of the trainer, if there are any. Returns the group to lead, or the membership to follow."""
     if s.world.processes == 1:
         return Alone()
-    s.mistakes.end()
     if s.config.schedule.mode == "interleaved":
         raise ValueError(f"--processes={s.world.processes} and schedule.mode=interleaved exclude each other: it is one process")
     told = {f"config.{name}": value for name, value in flatten(contract_lib.plain(s.config.to_dict())).items()}
@@ -98,12 +97,11 @@ def _make_reference(s: Invocation, group: Group, record: Record) -> None:
             other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=s.init_from)
         return
     writer = metrics.open_writer(s.config, s.run, "reference", role="reference", status=record.status)
-    steps = s.config.warm_start.steps
 
     def report(step: int, loss: float) -> None:
         log.info("warm start: step %d, loss %.3f", step, loss)
         writer.write(step, {"loss": loss})
-        record.status.phase("warm start", done=step, total=steps)
+        record.status.phase("warm start", done=step, total=s.config.warm_start.steps)
 
     initial_policy.ensure(_on_mesh(s).experiment, s.run, report=report, status=record.status, group=group)
     record.status.phase("")
@@ -144,13 +142,12 @@ def _make_trainer(s: Invocation, *, publish_every_steps: int, group: Group, reco
 
 def _on_mesh(s: Invocation) -> Invocation:
     """The invocation with the mesh of a trainer on the devices of all its processes."""
-    return dataclasses.replace(s, experiment=compiling.of_trainer(s.experiment, gpus.jax_devices()))
+    return dataclasses.replace(s, experiment=meshes.of_trainer(s.experiment, gpus.jax_devices()))
 
 
 def _with_settings(s: Invocation, values: Mapping[str, Any]) -> Invocation:
     """The invocation with other values of settings, as schedule_changes.past gives them."""
-    config = s.config.copy_and_resolve_references()
-    config.update_from_flattened_dict(stored_run.with_tuples(values))
+    config = stored_run.with_settings(s.config, values)
     return dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, config=config))
 
 
@@ -208,8 +205,8 @@ def trainer(s: Invocation) -> Job:
         return lambda: _follow(s, group)
     with group.guard(ValueError, LeaseHeld):
         EpochLease.refuse_if_held(s.run.journal)
-        join(s, may_change_schedule=True, check=lambda: role_devices.check(s.experiment, "trainer"))
-        here = role_devices.computed_on(s, "trainer")
+        join(s, may_change_schedule=True, check=lambda: joining.check_devices(s.experiment, "trainer"))
+        here = joining.computed_on(s, "trainer")
         record = joining.record_of(s, "trainer")
         group.call("join", run=contract_lib.read(s.run)["id"])
         with record.told_failures():
@@ -246,7 +243,7 @@ def _follow(s: Invocation, member: Member) -> int:
             match name:
                 case "join":
                     s = dataclasses.replace(s, run=contract_lib.wait_for(s.run, content["run"]))
-                    s = role_devices.computed_on(s, "trainer")
+                    s = joining.computed_on(s, "trainer")
                     record = joining.record_of(s, f"trainer-process-{s.world.process}")
                 case "make reference":
                     e = _with_settings(s, content["settings"]).experiment
