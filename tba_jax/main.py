@@ -12,6 +12,7 @@ the N processes of a trainer. Flags --config.SETTING=VALUE change settings of th
 replay, publish, schedule) is changed by its trainer alone, with --allow_change.
 """
 
+import functools
 import math
 import os
 import sys
@@ -43,30 +44,40 @@ def add_flags(values: flags.FlagValues) -> settings_help.Program:
     )
     existing_run.add_trust(values)
     command_line.add_workdir(values)
+    text, truth, number, several = (
+        functools.partial(define, flag_values=values)
+        for define in (flags.DEFINE_string, flags.DEFINE_bool, flags.DEFINE_integer, flags.DEFINE_list)
+    )
     what = "all: supervise one trainer, searchers and an evaluator here; reference: make the initial policy, stop"
     flags.DEFINE_enum("role", "all", ROLES, what, flag_values=values)
-    what = "name of this role's metrics; default: the role (searchers add their writer id)"
-    flags.DEFINE_string("name", "", what, flag_values=values)
-    _add_dry_run(values)
+    text("name", "", "name of this role's metrics; default: the role (searchers add their writer id)")
+    what = "check everything, print what fits, and stop; =full prints config and shapes too"
+    parser, shown = _DryRunParser(), flags.ArgumentSerializer[Any]()
+    flags.DEFINE_flag(flags.Flag(parser, shown, "dry_run", False, what, boolean=True), flag_values=values)
+    what = "with --dry_run: compile the programs of each role for the devices of this machine, and say whether they fit"
+    truth("compile", False, what)
+    what = "with --dry_run: compile for devices that are not here: v5p:2x2x1, trainer=v5p:2x2x2,searcher=v5p:2x2x1, or H100x8"
+    several("topology", [], what)
     what = "a new run takes the recipe's variant for the devices of this machine (configs/machines.py), and says which"
-    flags.DEFINE_bool("for_this_machine", False, what, flag_values=values)
-    what = "where searchers and trainer meet, if not in --workdir: a folder, gs://bucket/prefix or s3://bucket/prefix"
-    flags.DEFINE_string("shared", "", what, flag_values=values)
-    what = "RUN@STEP: a new run begins from another run's policy of that step"
-    flags.DEFINE_string("init_from", "", what, flag_values=values)
+    truth("for_this_machine", False, what)
+    text(
+        "shared", "", "where searchers and trainer meet, if not in --workdir: a folder, gs://bucket/prefix or s3://bucket/prefix"
+    )
+    text("init_from", "", "RUN@STEP: a new run begins from another run's policy of that step")
     what = "START:STEPS: trainer, searchers and evaluator trace these steps with jax.profiler, into DIR/profiles"
-    flags.DEFINE_string("profile", "", what, flag_values=values)
-    flags.DEFINE_list("allow_change", [], "A,B: schedule settings that a resumed run may change", flag_values=values)
-    _add_world(values)
+    text("profile", "", what)
+    several("allow_change", [], "A,B: schedule settings that a resumed run may change")
+    text("coordinator", "", "HOST:PORT of process 0 of a trainer of several processes; Slurm and TPU pods tell it by themselves")
+    number("processes", None, "how many processes the trainer has; Slurm, Open MPI and TPU pods tell it by themselves")
+    number("process", None, "which of them this one is, from 0; likewise")
     return settings_help.BASE
 
 
-def _add_world(values: flags.FlagValues) -> None:
-    what = "HOST:PORT of process 0 of a trainer of several processes; Slurm and TPU pods tell it by themselves"
-    flags.DEFINE_string("coordinator", "", what, flag_values=values)
-    what = "how many processes the trainer has; Slurm, Open MPI and TPU pods tell it by themselves"
-    flags.DEFINE_integer("processes", None, what, flag_values=values)
-    flags.DEFINE_integer("process", None, "which of them this one is, from 0; likewise", flag_values=values)
+class _DryRunParser(flags.BooleanParser):
+    allowed = "true, false or full"
+
+    def parse(self, argument: Any) -> Any:
+        return argument if argument == "full" else super().parse(argument)
 
 
 def _world(given: command_line.Given) -> "World":
@@ -83,23 +94,6 @@ def _world(given: command_line.Given) -> "World":
             )
         return world.ALONE
     return world.find(**told)
-
-
-class _DryRunParser(flags.BooleanParser):
-    allowed = "true, false or full"
-
-    def parse(self, argument: Any) -> Any:
-        return argument if argument == "full" else super().parse(argument)
-
-
-def _add_dry_run(values: flags.FlagValues) -> None:
-    what = "check everything, print what fits, and stop; =full prints config and shapes too"
-    parser, shown = _DryRunParser(), flags.ArgumentSerializer[Any]()
-    flags.DEFINE_flag(flags.Flag(parser, shown, "dry_run", False, what, boolean=True), flag_values=values)
-    what = "with --dry_run: compile the programs of each role for the devices of this machine, and say whether they fit"
-    flags.DEFINE_bool("compile", False, what, flag_values=values)
-    what = "with --dry_run: compile for devices that are not here: v5p:2x2x1, trainer=v5p:2x2x2,searcher=v5p:2x2x1, or H100x8"
-    flags.DEFINE_list("topology", [], what, flag_values=values)
 
 
 def _topologies(given: command_line.Given) -> dict[str, str]:
@@ -184,7 +178,7 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
     found.attempt(record.check_window, profile, steps=config.learner.steps)
     asked = found.attempt(_topologies, given)
     found.end()
-    _check_answers([*answering.of_init_from(init_from or ""), *answering.of_config(config)], given)
+    _check_answers(answering.named(config, init_from=init_from or ""), given)
     is_there = places.exists(folder.config)
     if machine and is_there:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Collects the user's mistakes, so that one start reports all that can be found together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
 from tba_jax.run import processes
@@ -27,6 +27,11 @@ class Mistakes:
     def require(self, condition: object, sentence: str) -> None:
         """Keeps the sentence unless the condition holds."""
         if not condition:
+            self.add([sentence])
+
+    def add(self, sentences: Iterable[str]) -> None:
+        """Keeps sentences about what is wrong."""
+        for sentence in sentences:
             self._found.setdefault(sentence, ValueError(sentence))
 
     def attempt(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
@@ -34,8 +39,7 @@ class Mistakes:
         try:
             return function(*args, **kwargs)
         except Refused as error:
-            for sentence in error.sentences:
-                self.require(False, sentence)
+            self.add(error.sentences)
         except ValueError as error:
             if processes.is_storage_failure(error):
                 raise

@@ -84,8 +84,7 @@ def check(run: layout.RunDir, config: Any, *, allowed: Sequence[str], step: int)
         raise ValueError(f"--allow_change={','.join(allowed)}: there is no setting {unknown[0]}{told}")
     changes = changed(run, config)
     require(
-        config.learner.steps >= step,
-        f"learner.steps={config.learner.steps} is less than the {step} steps that the run has done",
+        config.learner.steps >= step, f"learner.steps={config.learner.steps} is less than the {step} steps that the run has done"
     )
     if step or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir())):
         _check_checkpointed(changes)

@@ -42,7 +42,9 @@ def reference(s: Invocation) -> Job:
         here, record = joining.computed_on(s, "trainer", name="reference"), joining.record_of(s, "reference")
         with record.told_failures(), group.guard(ValueError), mistakes_end_the_role():
             group.call("join", run=contract_lib.read(s.run)["id"])
-            if not _has_reference(s.run):
+            try:
+                layout.reference_id(s.run)
+            except (FileNotFoundError, ValueError):  # there is none yet, or its name is damaged
                 _make_reference_alone(here, group, record)
         record.close("finished")
         group.end(0)
@@ -62,14 +64,6 @@ def _group(s: Invocation) -> Group | Member:
     told |= {"--init_from": s.init_from, "--allow_change": list(s.allow_change), "--shared": str(s.run.elsewhere or "")}
     limits = rendezvous.Limits(**{name: s.config.trainer[name] for name in ("connect_seconds", "heartbeat_seconds")})
     return rendezvous.meet(s.world, workdir=s.run.root, settings=told, visible_gpus=len(gpus.visible()), limits=limits)
-
-
-def _has_reference(run: layout.RunDir) -> bool:
-    try:
-        layout.reference_id(run)
-    except (FileNotFoundError, ValueError):
-        return False
-    return True
 
 
 def _make_reference_alone(s: Invocation, group: Group, record: Record) -> None:
@@ -124,20 +118,16 @@ def make_trainer(
 
     group, record = group or Alone(), record or joining.record_of(s, "trainer")
     while True:
-        with contextlib.suppress(CheckpointLeftOut):  # what schedule the steps after the checkpoint before had is asked again
-            return _make_trainer(s, publish_every_steps=publish_every_steps, group=group, record=record)
-
-
-def _make_trainer(s: Invocation, *, publish_every_steps: int, group: Group, record: Record) -> tuple[Any, EpochLease]:
-    """As `make_trainer`. Raises CheckpointLeftOut where the newest checkpoint did not count and is not there any more."""
-    newest = max(layout.steps_in(s.run.checkpoints), default=0)
-    for step, values in schedule_changes.past(s.run, after=newest):
-        past = _with_settings(s, values)
-        every_steps = 1 if past.config.schedule.mode == "interleaved" else past.config.publish.every_steps
-        trainer, lease = _begin_trainer(past, group, values, record=record, publish_every_steps=every_steps, until=step)
-        trainer.close()
-        lease.release()
-    return _begin_trainer(s, group, {}, record=record, publish_every_steps=publish_every_steps)
+        # Where the newest checkpoint did not count and is gone, the schedules of the steps after the one before are asked again.
+        with contextlib.suppress(CheckpointLeftOut):
+            newest = max(layout.steps_in(s.run.checkpoints), default=0)
+            for step, values in schedule_changes.past(s.run, after=newest):
+                past = _with_settings(s, values)
+                every_steps = 1 if past.config.schedule.mode == "interleaved" else past.config.publish.every_steps
+                trainer, lease = _begin_trainer(past, group, values, record=record, publish_every_steps=every_steps, until=step)
+                trainer.close()
+                lease.release()
+            return _begin_trainer(s, group, {}, record=record, publish_every_steps=publish_every_steps)
 
 
 def _on_mesh(s: Invocation) -> Invocation:
@@ -173,16 +163,8 @@ def _begin_trainer(
         _make_reference(s, group, record)
         group.call("begin trainer", settings=settings)
         record.status.phase("loading")
-        trainer = Trainer(
-            s.config,
-            s.experiment.contract,
-            s.run,
-            policy=s.experiment.policy,
-            lease=lease,
-            publish_every_steps=publish_every_steps,
-            group=group,
-            record=record,
-        )
+        world: dict[str, Any] = dict(policy=s.experiment.policy, lease=lease, group=group, record=record)
+        trainer = Trainer(s.config, s.experiment.contract, s.run, **world, publish_every_steps=publish_every_steps)
         # Where a trainer of a past schedule was before this one, the others have let go of it, and take no snapshot for its.
         group.reports("begun")
         try:
