@@ -101,13 +101,13 @@ def flows_in_turn(draw: Any) -> Any:
 
 
 @given(c=flows(), seed=st.integers(0, 2**32 - 1))
-@hypothesis_settings(max_examples=100, deadline=None, derandomize=True)
+@hypothesis_settings(max_examples=40, deadline=None, derandomize=True)
 def test_no_settings_that_pass_wait_for_ever(c, seed):
     look(c, seed)
 
 
 @given(c=flows_in_turn())
-@hypothesis_settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis_settings(max_examples=25, deadline=None, derandomize=True)
 def test_no_settings_that_pass_wait_for_ever_in_turn(c):
     look_in_turn(c)
 
