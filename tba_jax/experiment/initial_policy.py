@@ -52,24 +52,22 @@ def check(experiment: Experiment, run: layout.RunDir, *, init_from: str = "", fe
                 load.check_weights(config.model.path, experiment.policy.model)
 
 
-def programs(experiment: Experiment, run: layout.RunDir, *, devices: Sequence[jax.Device] | None = None) -> dict[str, Program]:
-    """Name -> what the warm start compiles, {} where this run has none or is past it.
+def _warm_start_settings(experiment: Experiment, devices: Sequence[jax.Device] | None = None) -> dict[str, Any]:
+    """What warm_start.warm_start and warm_start.programs take. Args: devices: of the trainer's mesh; None: of this process."""
+    config = experiment.config
+    lengths = dict(prompt_length=config.task.prompt_length, response_length=config.task.response_length)
+    mesh = _mesh(config, devices)
+    return dict(config=experiment.policy.model, mesh=mesh, seed=config.seed, **lengths, **config.warm_start.to_dict())
 
-    Args: devices: of the trainer's mesh; None: of this process.
-    """
+
+def programs(experiment: Experiment, run: layout.RunDir, *, devices: Sequence[jax.Device] | None = None) -> dict[str, Program]:
+    """Name -> what the warm start compiles, {} where this run has none or is past it. Args: see _warm_start_settings."""
     config = experiment.config
     if not config.warm_start.steps or config.model.path or config.replay.mount or places.exists(run.initial_reference):
         return {}
-    settings = config.warm_start.to_dict()
+    settings = _warm_start_settings(experiment, devices)
     del settings["report_every_steps"]
-    return warm_start.programs(
-        config=experiment.policy.model,
-        mesh=_mesh(config, devices),
-        prompt_length=config.task.prompt_length,
-        response_length=config.task.response_length,
-        seed=config.seed,
-        **settings,
-    )
+    return warm_start.programs(**settings)
 
 
 def ensure(
@@ -190,15 +188,9 @@ def follow(experiment: Experiment, run: layout.RunDir, member: Member, *, init_f
 
 def take_optimizer(experiment: Experiment, run: layout.RunDir, init_from: str, reference_id: str) -> None:
     """See other_runs.take_optimizer; by all processes of a trainer."""
-    other_runs.take_optimizer(
-        init_from,
-        run,
-        experiment.config,
-        experiment.contract,
-        policy=experiment.policy,
-        reference=run.reference(reference_id),
-        mesh=_mesh(experiment.config),
-    )
+    mesh, reference = _mesh(experiment.config), run.reference(reference_id)
+    of_run: dict[str, Any] = dict(policy=experiment.policy, reference=reference, mesh=mesh)
+    other_runs.take_optimizer(init_from, run, experiment.config, experiment.contract, **of_run)
 
 
 def _mesh(config: Any, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -214,14 +206,5 @@ def _make(experiment: Experiment, init_from: str, report: Callable[[int, float],
         return load.load_params(load.resolve_folder(config.model.path), model, shardings)
     if not config.warm_start.steps:
         return jax.jit(experiment.policy.base.init, out_shardings=shardings)(jax.random.key(config.seed))
-    return warm_start.warm_start(
-        experiment.task,
-        experiment.tokenizer,
-        config=model,
-        mesh=mesh,
-        seed=config.seed,
-        prompt_length=config.task.prompt_length,
-        response_length=config.task.response_length,
-        **config.warm_start.to_dict(),
-        report=report,
-    )
+    task, settings = experiment.task, _warm_start_settings(experiment)
+    return warm_start.warm_start(task, experiment.tokenizer, **settings, report=report)

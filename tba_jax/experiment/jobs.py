@@ -137,22 +137,18 @@ def evaluator(s: Invocation) -> Job:
 
 
 def _is_complete(s: Invocation) -> bool:
-    """Whether the run has done all its steps, and has evaluated what it would evaluate."""
+    """Whether the run has done all its steps and evaluated what it would: then its result is told once more."""
     from tba_jax.roles.evaluator import PendingSteps
 
     steps, evaluation = s.config.learner.steps, s.config.evaluation
     if not contract_lib.is_finished(s.run) or not snapshots.is_committed(s.run.policies, steps):
         return False
-    return not (evaluation.enabled and PendingSteps(s.run, every_steps=evaluation.every_steps, final_step=steps)())
-
-
-def _tell_again(s: Invocation) -> int:
-    """The job of a run that is complete when it is started: its result is told once more, and called what it is."""
-    steps = s.config.learner.steps
+    if evaluation.enabled and PendingSteps(s.run, every_steps=evaluation.every_steps, final_step=steps)():
+        return False
     results.tell(s.run, label=f"{s.label}: already finished", score_name=s.experiment.task.score_name, outcome="")
     more = "--config.learner.steps=N --allow_change=learner.steps"
     print(f"nothing is left to do of its {steps} steps; {more}, with N > {steps}, goes on", file=sys.stderr)
-    return 0
+    return True
 
 
 def _conclude(s: Invocation, spent: str, code: int) -> None:
@@ -188,7 +184,7 @@ def _in_turn(s: Invocation) -> Job:
 
     def job() -> int:
         if _is_complete(s):
-            return _tell_again(s)
+            return 0
         with Progress(s.run, steps=s.config.learner.steps, tells_alarms=False) as progress:  # this process logs them
             finished = train()
         code = 0 if finished else processes_lib.STOPPED
@@ -257,7 +253,7 @@ def _as_processes(s: Invocation) -> Job:
 
     def job() -> int:
         if _is_complete(s):
-            return _tell_again(s)
+            return 0
         run = dataclasses.replace(s.run, id=contract_lib.read(s.run)["id"])
         processes = supervisor.Supervisor(
             run, max_restarts=s.config.supervisor.max_restarts, stop_seconds=s.config.supervisor.stop_seconds
