@@ -151,9 +151,9 @@ def _variant_for_this_machine(given: command_line.Given) -> str:
         raise ValueError(f"--for_this_machine picks the variant of a recipe: it needs --config=RECIPE.py, not {given.config}")
     if given.role != "all":
         raise ValueError(f"--for_this_machine places all roles of a run on this machine: it is for --role=all, not {given.role}")
-    from tba_jax.experiment import this_machine
+    from tba_jax.experiment import answer
 
-    variant = f":{this_machine.variant()}"
+    variant = f":{answer.variant()}"
     print(f"for this machine: --config={given.config}{variant}", file=sys.stderr)
     return variant
 

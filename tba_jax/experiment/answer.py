@@ -17,6 +17,19 @@ from tba_jax.storage import layout, places
 
 log = logging.getLogger(__name__)
 
+# (variant, platform, devices, GiB of each): what a machine has at least. The first row is taken whose devices are here; GPUs
+# beyond its count are used too, see roles/placement.py.
+VARIANTS = (
+    ("8x80gb", "gpu", 8, 70),
+    ("1x80gb", "gpu", 1, 70),
+    ("1x24gb", "gpu", 1, 20),
+    ("1x16gb", "gpu", 1, 14),
+    ("v5p-8", "tpu", 4, 80),
+    ("v5e-8", "tpu", 8, 15),
+    ("v5e-1", "tpu", 1, 15),
+    ("cpu", "cpu", 1, 0),
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Devices:
@@ -154,6 +167,27 @@ def machine_in_words() -> str:
     if kinds:
         return ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
     return f"{len(placement.available_cpus())} cores, {fitting.in_words(machine.memory())} of memory"
+
+
+def variant() -> str:
+    """--for_this_machine: the variant of a recipe (configs/machines.py) for the devices that are here, by nvidia-smi or by JAX.
+
+    Raises:
+      ValueError: there are accelerators of which none is large enough; or see gpus.jax_devices.
+    """
+    if visible := gpus.visible():
+        platform, count, memory = "gpu", len(visible), min(gpu.memory or 0 for gpu in visible)
+    else:
+        devices = gpus.jax_devices()
+        platform, count, memory = devices[0].platform, len(devices), fitting.device_memory(devices[0]) or 0
+    rows = [row for row in VARIANTS if row[1] == platform]
+    for name, _, least, gib in rows:
+        if count >= least and memory >= gib * (1 << 30):
+            return name
+    raise ValueError(
+        f"--for_this_machine has no variant for {machine_in_words()} of {fitting.in_words(memory)}: the smallest has "
+        f"{min((gib for *_, gib in rows), default=0)} GiB; JAX_PLATFORMS=cpu takes the variant for a CPU"
+    )
 
 
 def _verdict(role: str, devices: Devices, memory: Mapping[str, Mapping[str, int]]) -> Verdict:

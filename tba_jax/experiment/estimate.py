@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping
 
 import jax.numpy as jnp
-import numpy as np
 
 from tba_jax.decoding import sizes
 from tba_jax.experiment import meshes
@@ -117,8 +116,7 @@ class _Memory:
         # A moving average is float32.
         of_reference = (4 if learner.reference.kind == "ema" else self._compute) * self._trained // parts
         held, offloaded = learner.reference.kind in HELD_REFERENCES, learner.reference.offload
-        columns = self._experiment.contract.row_shape().columns().values()
-        row_bytes = sum(np.dtype(dtype).itemsize * max(1, math.prod(shape)) for dtype, shape in columns)
+        row_bytes = self._experiment.contract.row_shape().row_bytes
         return {
             "weights, gradient, update, AdamW": 5 * 4 * self._trained // parts,
             "frozen weights": self._compute * self._params // parts if self._adapters else 0,

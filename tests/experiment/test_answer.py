@@ -15,7 +15,7 @@ import pytest
 from configs import gsm8k_qwen2_5_1_5b, machines
 from tba_jax import main
 from tba_jax.commands import command_line
-from tba_jax.experiment import answer, compiling, composition, joining, this_machine
+from tba_jax.experiment import answer, compiling, composition, joining
 from tba_jax.models.presets import PRESETS
 from tba_jax.roles import gpus as gpus_lib
 from tba_jax.schemas import flatten
@@ -151,20 +151,20 @@ def test_nothing_is_fetched_from_the_hub(tmp_path, monkeypatch):
 
 def test_every_machine_picks_its_variant(gpus, chips, one_device):
     """H100 and H200; RTX 4090, L4, L40S, T4; TPUs."""
-    assert [row[0] for row in this_machine.TABLE] == list(machines.MACHINES)
-    assert this_machine.variant() == "cpu"
+    assert [row[0] for row in answer.VARIANTS] == list(machines.MACHINES)
+    assert answer.variant() == "cpu"
     for count, gib, variant in ((4, 95.7, "v5p-8"), (8, 15.75, "v5e-8"), (1, 15.75, "v5e-1"), (8, 31.2, "v5e-8")):
         chips(count, gib)
-        assert this_machine.variant() == variant
+        assert answer.variant() == variant
     for count, memory, variant in (
         *((8, 81559, "8x80gb"), (7, 81559, "1x80gb"), (1, 143771, "1x80gb")),
         *((8, 24564, "1x24gb"), (1, 23034, "1x24gb"), (1, 46068, "1x24gb"), (4, 15360, "1x16gb")),
     ):
         gpus(count, memory)
-        assert this_machine.variant() == variant
+        assert answer.variant() == variant
     gpus(2, 8192)
     with pytest.raises(ValueError, match=r"no variant for 2 × NVIDIA X of 8\.00 GiB: the smallest has 14 GiB; JAX_PLATFORMS=cpu"):
-        this_machine.variant()
+        answer.variant()
 
 
 ROWS = tiny_run.ROOT / "configs" / "small_data" / "gsm8k.jsonl"

@@ -19,7 +19,7 @@ from tba_jax.programs import Program
 from tba_jax.run import machine, processes
 from tba_jax.storage import layout
 from tba_jax.telemetry.record import TimeAccount
-from tests.support import random_checkpoints, small_recipes, tiny_run
+from tests.support import small_recipes, tiny_run
 
 DEVICES = jax.devices()  # eight; the roles of the runs that are made here take one
 RUN = layout.RunDir(Path("/nowhere"))
@@ -264,16 +264,6 @@ def test_a_victim_whose_slots_do_not_divide_is_one_sentence(tmp_path, capsys, mo
     small = tiny_run.command(tmp_path / "run", *flags, recipe="configs/red_team_gpt2.py:small", tiny=False)[3:]
     said = refusal(small, capsys)
     assert "task.red_team.victim_path=" in said and "slots=3 cannot be divided by the 2 ways" in said
-
-
-def test_a_preset_is_the_shape_and_a_path_gives_the_tokenizer(tmp_path, capsys, one_device):
-    tokenizer = random_checkpoints.byte_tokenizer(tmp_path / "tokenizer")
-    model = random_checkpoints.write(tmp_path / "model", "llama-3.2-1b", tokenizer)
-    (model / "model.safetensors").unlink()
-    flags = ["--dry_run=full", f"--config.model.path={model}", "--config.model.preset=gpt2"]
-    assert command_line.execute(main, tiny_run.command(tmp_path / "run", *flags)[3:]) == 0
-    assert re.search(r"total +124,4", capsys.readouterr().out)
-    assert "exclude each other" in refusal(tiny_run.command(tmp_path / "run", *flags[1:])[3:], capsys)
 
 
 @pytest.fixture

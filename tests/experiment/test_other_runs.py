@@ -118,13 +118,6 @@ def test_heads_begin_anew_with_their_optimisers(tmp_path):
     assert counts(dataclasses.replace(taken, opt_state=taken.opt_state["policy"]), optax.ScaleByAdamState) == [2]
 
 
-def test_a_step_without_a_checkpoint_gives_its_weights_alone(source, tmp_path):
-    s = begin(tmp_path / "run", f"{source.run.root}@3")
-    specs = s.experiment.policy.model_specs
-    assert_same(stored(reference_of(s), specs), stored(snapshot_of(source, 3), specs))
-    assert not s.run.checkpoints.exists()
-
-
 def test_a_begun_run_resumes_exactly_without_the_other_run(source, tmp_path):
     """Killed before its first checkpoint of its own, after the other run has gone."""
     other = copy_of(source, tmp_path / "source")
@@ -182,10 +175,12 @@ def test_adapters_of_the_other_run_are_merged(tmp_path):
     assert not fresh["layers.attention.query.lora_b"].any()
 
 
-def test_the_other_run_is_needed_once(source, tmp_path):
+def test_a_step_without_a_checkpoint_gives_its_weights_alone_and_the_other_run_is_needed_once(source, tmp_path):
     other = copy_of(source, tmp_path / "source")
     s = begin(tmp_path / "run", f"{other.run.root}@3")
-    reference = reference_of(s)
+    reference, specs = reference_of(s), s.experiment.policy.model_specs
+    assert_same(stored(reference, specs), stored(snapshot_of(source, 3), specs))
+    assert not s.run.checkpoints.exists()
     shutil.rmtree(other.run.root)
     for origin in (f"{other.run.root}@3", ""):
         assert reference_of(begin(tmp_path / "run", origin)) == reference
