@@ -12,6 +12,7 @@ the N processes of a trainer. Flags --config.SETTING=VALUE change settings of th
 replay, publish, schedule) is changed by its trainer alone, with --allow_change.
 """
 
+import functools
 import math
 import os
 import sys
@@ -43,30 +44,40 @@ def add_flags(values: flags.FlagValues) -> settings_help.Program:
     )
     existing_run.add_trust(values)
     command_line.add_workdir(values)
+    text, truth, number, several = (
+        functools.partial(define, flag_values=values)
+        for define in (flags.DEFINE_string, flags.DEFINE_bool, flags.DEFINE_integer, flags.DEFINE_list)
+    )
     what = "all: supervise one trainer, searchers and an evaluator here; reference: make the initial policy, stop"
     flags.DEFINE_enum("role", "all", ROLES, what, flag_values=values)
-    what = "name of this role's metrics; default: the role (searchers add their writer id)"
-    flags.DEFINE_string("name", "", what, flag_values=values)
-    _add_dry_run(values)
+    text("name", "", "name of this role's metrics; default: the role (searchers add their writer id)")
+    what = "check everything, print what fits, and stop; =full prints config and shapes too"
+    parser, shown = _DryRunParser(), flags.ArgumentSerializer[Any]()
+    flags.DEFINE_flag(flags.Flag(parser, shown, "dry_run", False, what, boolean=True), flag_values=values)
+    what = "with --dry_run: compile the programs of each role for the devices of this machine, and say whether they fit"
+    truth("compile", False, what)
+    what = "with --dry_run: compile for devices that are not here: v5p:2x2x1, trainer=v5p:2x2x2,searcher=v5p:2x2x1, or H100x8"
+    several("topology", [], what)
     what = "a new run takes the recipe's variant for the devices of this machine (configs/machines.py), and says which"
-    flags.DEFINE_bool("for_this_machine", False, what, flag_values=values)
-    what = "where searchers and trainer meet, if not in --workdir: a folder, gs://bucket/prefix or s3://bucket/prefix"
-    flags.DEFINE_string("shared", "", what, flag_values=values)
-    what = "RUN@STEP: a new run begins from another run's policy of that step"
-    flags.DEFINE_string("init_from", "", what, flag_values=values)
+    truth("for_this_machine", False, what)
+    text(
+        "shared", "", "where searchers and trainer meet, if not in --workdir: a folder, gs://bucket/prefix or s3://bucket/prefix"
+    )
+    text("init_from", "", "RUN@STEP: a new run begins from another run's policy of that step")
     what = "START:STEPS: trainer, searchers and evaluator trace these steps with jax.profiler, into DIR/profiles"
-    flags.DEFINE_string("profile", "", what, flag_values=values)
-    flags.DEFINE_list("allow_change", [], "A,B: schedule settings that a resumed run may change", flag_values=values)
-    _add_world(values)
+    text("profile", "", what)
+    several("allow_change", [], "A,B: schedule settings that a resumed run may change")
+    text("coordinator", "", "HOST:PORT of process 0 of a trainer of several processes; Slurm and TPU pods tell it by themselves")
+    number("processes", None, "how many processes the trainer has; Slurm, Open MPI and TPU pods tell it by themselves")
+    number("process", None, "which of them this one is, from 0; likewise")
     return settings_help.BASE
 
 
-def _add_world(values: flags.FlagValues) -> None:
-    what = "HOST:PORT of process 0 of a trainer of several processes; Slurm and TPU pods tell it by themselves"
-    flags.DEFINE_string("coordinator", "", what, flag_values=values)
-    what = "how many processes the trainer has; Slurm, Open MPI and TPU pods tell it by themselves"
-    flags.DEFINE_integer("processes", None, what, flag_values=values)
-    flags.DEFINE_integer("process", None, "which of them this one is, from 0; likewise", flag_values=values)
+class _DryRunParser(flags.BooleanParser):
+    allowed = "true, false or full"
+
+    def parse(self, argument: Any) -> Any:
+        return argument if argument == "full" else super().parse(argument)
 
 
 def _world(given: command_line.Given) -> "World":
@@ -83,23 +94,6 @@ def _world(given: command_line.Given) -> "World":
             )
         return world.ALONE
     return world.find(**told)
-
-
-class _DryRunParser(flags.BooleanParser):
-    allowed = "true, false or full"
-
-    def parse(self, argument: Any) -> Any:
-        return argument if argument == "full" else super().parse(argument)
-
-
-def _add_dry_run(values: flags.FlagValues) -> None:
-    what = "check everything, print what fits, and stop; =full prints config and shapes too"
-    parser, shown = _DryRunParser(), flags.ArgumentSerializer[Any]()
-    flags.DEFINE_flag(flags.Flag(parser, shown, "dry_run", False, what, boolean=True), flag_values=values)
-    what = "with --dry_run: compile the programs of each role for the devices of this machine, and say whether they fit"
-    flags.DEFINE_bool("compile", False, what, flag_values=values)
-    what = "with --dry_run: compile for devices that are not here: v5p:2x2x1, trainer=v5p:2x2x2,searcher=v5p:2x2x1, or H100x8"
-    flags.DEFINE_list("topology", [], what, flag_values=values)
 
 
 def _topologies(given: command_line.Given) -> dict[str, str]:
@@ -157,16 +151,16 @@ def _variant_for_this_machine(given: command_line.Given) -> str:
         raise ValueError(f"--for_this_machine picks the variant of a recipe: it needs --config=RECIPE.py, not {given.config}")
     if given.role != "all":
         raise ValueError(f"--for_this_machine places all roles of a run on this machine: it is for --role=all, not {given.role}")
-    from tba_jax.experiment import this_machine
+    from tba_jax.experiment import answer
 
-    variant = f":{this_machine.variant()}"
+    variant = f":{answer.variant()}"
     print(f"for this machine: --config={given.config}{variant}", file=sys.stderr)
     return variant
 
 
 def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *, machine: str) -> command_line.Job:
     """Args: machine: see _variant_for_this_machine, "" without it."""
-    from tba_jax.experiment import answering, compiling, composition, jobs, mistakes, other_runs, this_machine
+    from tba_jax.experiment import answer, answering, compiling, composition, jobs, mistakes, other_runs
     from tba_jax.roles import gpus
     from tba_jax.run import log_files
     from tba_jax.storage import places, privacy
@@ -174,50 +168,45 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
 
     if given.role == "searcher":
         _split_cpu(config.searchers.cpu_devices)
-    found = mistakes.Mistakes()
-    is_private = privacy.is_private(folder) or found.attempt(composition.keeps_private, config.task.name)
-    if is_private and not given.dry_run:
+    if (privacy.is_private(folder) or composition.keeps_private(config.task.name)) and not given.dry_run:
         privacy.keep(folder)
     _hold_compilation_cache(folder)
     world = _world(given)
-    # The supervisor has looked at the GPUs of its children, and a child that it starts again may find memory of the last one.
-    in_one_process = given.role != "all" or config.schedule.mode == "interleaved"
-    computes = given.compile or not given.dry_run
-    if in_one_process and computes and not processes.expected_run() and world.local_processes == 1:
-        found.attempt(gpus.check_free)
+    found = mistakes.Mistakes()
     init_from = found.attempt(other_runs.parse_init_from, given.init_from)
     profile = found.attempt(record.parse_window, given.profile)
     found.attempt(record.check_window, profile, steps=config.learner.steps)
-    if not found.accepts(_check_answers, [*answering.of_init_from(init_from or ""), *answering.of_config(config)], given):
-        found.end()
     asked = found.attempt(_topologies, given)
-    known = found.attempt(_known_of_run, folder, given.role) or {}
+    found.end()
+    _check_answers(answering.named(config, init_from=init_from or ""), given)
     is_there = places.exists(folder.config)
     if machine and is_there:
         raise ValueError(
             f"--for_this_machine is for a new run, and workdir {str(folder.shared)!r} holds one: leave it out to go on"
         )
+    # The supervisor has looked at the GPUs of its children, and a child that it starts again may find memory of the last one.
+    in_one_process = given.role != "all" or config.schedule.mode == "interleaved"
+    computes = given.compile or not given.dry_run
+    if in_one_process and computes and not processes.expected_run() and world.local_processes == 1:
+        gpus.check_free()
+    known = _known_of_run(folder, given.role) if is_there else {}
     new = bool(given.dry_run) or not is_there
-    experiment = composition.gather(config, found, **known, weights=not given.dry_run, new=new)
-    if experiment is None:
-        found.end()
-    assert experiment is not None
-    if machine and not given.dry_run and not found:
-        found.attempt(this_machine.check_fits, experiment)
+    experiment = composition.build(config, **known, weights=not given.dry_run, new=new)
+    if machine and not given.dry_run:
+        answer.check_fits(experiment)
     if not given.dry_run:
         log_files.keep_bounded(folder.logs, megabytes=config.logs.megabytes, keep=config.logs.keep)
+    arguments = tuple(each for each in sys.argv[1:] if each.lstrip("-").partition("=")[0] != "for_this_machine")
     settings = jobs.Invocation(
         experiment=experiment,
         run=folder,
         name=given.name,
         label=recipes.label_of(given.config + machine) if given.config else folder.root.name,
         allow_change=tuple(given.allow_change),
-        arguments=tuple(each for each in sys.argv[1:] if each.lstrip("-").partition("=")[0] != "for_this_machine")
-        + ((f"--config={given.config}{machine}",) if machine else ()),
+        arguments=(*arguments, f"--config={given.config}{machine}") if machine else arguments,
         init_from=init_from or "",
         world=world,
         profile=profile,
-        mistakes=found,
     )
     full = given.dry_run == "full"
     if asked or given.compile:
@@ -244,15 +233,10 @@ def _config_of_run(run: "layout.RunDir", given: command_line.Given) -> "config_d
 
 
 def _known_of_run(run: "layout.RunDir", role: str) -> dict[str, Any]:
-    """What `composition.gather` takes from the contract of the run that is there; {} without one.
+    """What `composition.build` takes from the contract of the run that is there: its date, and the digests of reward models for
+    a role that scores nothing and does without the models. Raises ValueError where it is no run of this version."""
+    from tba_jax.storage import contract
 
-    It is the run's date, and the digests of reward models for a role that scores nothing and does without the models. Raises
-    ValueError where it is no run of this version.
-    """
-    from tba_jax.storage import contract, places
-
-    if not places.exists(run.config):
-        return {}
     there = contract.read_run(run, called=f"workdir {str(run.shared)!r}")["contract"]
     models = {"reward_models": there["reward_models"]} if role in ("trainer", "reference") else {}
     return {"date": there.get("date", ""), **models}

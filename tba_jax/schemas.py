@@ -72,15 +72,9 @@ class Rule:
         return "0 or " * self.or_zero + "".join(f"{word} {limit}" for word, limit in words.items() if limit is not None)
 
     def _allows(self, number: float) -> bool:
-        if self.or_zero and number == 0:
-            return True
-        return (
-            math.isfinite(number)
-            and (self.at_least is None or number >= self.at_least)
-            and (self.above is None or number > self.above)
-            and (self.at_most is None or number <= self.at_most)
-            and (self.below is None or number < self.below)
-        )
+        limits = ((self.at_least, operator.ge), (self.above, operator.gt), (self.at_most, operator.le), (self.below, operator.lt))
+        within = all(limit is None or holds(number, limit) for limit, holds in limits)
+        return (self.or_zero and number == 0) or (within and math.isfinite(number))
 
 
 @dataclasses.dataclass(frozen=True)

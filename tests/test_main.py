@@ -17,32 +17,20 @@ from tba_jax.run import processes
 from tba_jax.storage import contract
 from tests.support import random_checkpoints, tiny_run
 
-RECIPES = {
-    "demo.py": "trajectory_balance",
-    "demo_baselines.py:online_dpo": "online_dpo",
-    "story_sentiment.py": "trajectory_balance",
-}
+
+def dry_run(arguments: list[str], capsys) -> str:
+    """What main, in this process, says of a command line."""
+    assert command_line.execute(main, [*arguments, "--dry_run=full"]) == 0
+    return capsys.readouterr().out
 
 
-def stories(data_dir: Path) -> list[str]:
-    """The files that story_sentiment.py asks for."""
-    return [
-        f"--config.model.path={data_dir}/models/TinyStories-656K",
-        f"--config.task.story_sentiment.data_path={data_dir}/tinystories/tinystories_1000.json",
-    ]
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_recipe_dry_runs(recipe, tmp_path, request, capsys, one_device):
-    flags = stories(request.getfixturevalue("data_dir")) if recipe == "story_sentiment.py" else []
-    arguments = tiny_run.command(tmp_path / "run", *flags, "--dry_run=full", recipe=f"configs/{recipe}", tiny=False)
-    assert command_line.execute(main, arguments[3:]) == 0
-    said = capsys.readouterr().out
+def test_a_recipe_dry_runs(tmp_path, capsys, one_device):
+    said = dry_run(tiny_run.command(tmp_path / "run", recipe="configs/demo_baselines.py:online_dpo", tiny=False)[3:], capsys)
     assert [line.split()[0] for line in said.splitlines()[:4]] == [*compiling.ROLES, "together"]
     printed = json.loads(said[said.index("{") : said.index("\nparameters:")])
-    assert printed["learner"]["objective"] == RECIPES[recipe]
+    assert printed["learner"]["objective"] == "online_dpo"
     assert re.search(r"total +[\d,]+", said)
-    for role in ("trainer", "searcher", "evaluator"):
+    for role in compiling.ROLES:
         assert re.search(rf"{role} +\d+\.\d{{3}}  \(", said), f"no memory estimate of the {role}"
     assert not (tmp_path / "run").exists(), "a dry run must not write"
 
@@ -122,56 +110,52 @@ def test_a_run_is_resumed_from_any_folder(pretrained, tmp_path, monkeypatch, cap
     (tmp_path / "other" / pretrained.name).mkdir(parents=True)  # of the same name, and without a model
     monkeypatch.chdir(tmp_path / "other")
     capsys.readouterr()
-    assert command_line.execute(main, ["--workdir=~/run", "--dry_run"]) == 0
-    assert "trainer    fits: " in capsys.readouterr().out
+    assert "trainer    fits: " in dry_run(["--workdir=~/run"], capsys)
     assert not list(tmp_path.rglob("~"))
 
 
-@pytest.mark.parametrize("dry", [[], ["--dry_run", "--compile"]], ids=["run", "compile"])
-def test_all_mistakes_are_told_together(dry, tmp_path, capsys, one_device):
-    """Of settings by themselves, of settings together, of meshes, of the task's files, of the objective, of flags."""
-    mistakes = {
-        "--config.learner.learning_rate=-1": "learner.learning_rate=-1.0 must be",
-        "--config.searchers.samples_per_query=3": "searchers.samples_per_query=3 is less than learner.completions=4",
-        "--config.replay.capacity=2": "replay.capacity=2 cannot hold",
-        "--config.searchers.mesh.tensor=3": "searchers.mesh: ",
-        "--config.replay.max_staleness=1": "replay.max_staleness=1 lets the rows of a snapshot",
-        "--config.learner.clip_low=0.1": "learner.clip_low=0.1 would not be used",
-        "--config.task.embedding_path=/nowhere": "task.embedding_path='/nowhere'",
-        "--config.task.prompt_length=5": "40 of 40 train prompts",
-        "--init_from=nowhere": "--init_from='nowhere' must be RUN@STEP",
-        "--profile=12:2": "--profile=12:2 asks for steps up to 13, and learner.steps=12 ends the run",
-    }
-    flags = [*mistakes, "--config.publish.every_steps=7", "--config.schedule.mode=asynchronous", *dry]
-    with pytest.raises(SystemExit) as ended:
-        command_line.execute(main, tiny_run.command(tmp_path / "run", *flags)[3:])
+def told(arguments: list[str], capsys) -> list[str]:
+    """The lines of several mistakes."""
+    with pytest.raises(SystemExit, match="2"):
+        command_line.execute(main, arguments)
     said = capsys.readouterr()
     first, *listed = said.err.splitlines()
-    assert ended.value.code == 2 and not said.out and first == f"error: {len(mistakes)} mistakes:"
-    assert [line.split(".")[0].strip() for line in listed] == [str(number) for number in range(1, len(mistakes) + 1)]
-    for words in mistakes.values():
-        assert sum(words in line for line in listed) == 1, (words, said.err)
-    assert not (tmp_path / "run").exists()
+    assert not said.out and first == f"error: {len(listed)} mistakes:", said.err
+    return listed
 
 
-def test_what_stands_behind_a_wrong_mesh_is_told_with_it(tmp_path, capsys, one_device):
-    """A mesh, two mounts, the run that is there, and its schedule."""
+FLAGS = {
+    "--init_from=nowhere": "--init_from='nowhere' must be RUN@STEP",
+    "--profile=12:2": "--profile=12:2 asks for steps up to 13, and learner.steps=12 ends the run",
+}
+TOGETHER = {
+    "--config.searchers.samples_per_query=3": "searchers.samples_per_query=3 is less than learner.completions=4",
+    "--config.replay.capacity=2": "replay.capacity=2 cannot hold",
+    "--config.replay.max_staleness=1": "replay.max_staleness=1 lets the rows of a snapshot",
+    "--config.learner.clip_low=0.1": "learner.clip_low=0.1 would not be used",
+}
+NAMED = {
+    "--config.task.embedding_path=/nowhere": "task.embedding_path='/nowhere'",
+    "--config.model.path=/nowhere": "model.path='/nowhere'",
+}
+OF_RUN = {
+    "--config.replay.mount=('/nowhere', '/elsewhere')": "replay.mount: /nowhere holds no run",
+    "--config.task.response_length=9": "belongs to a run of another contract",
+    "--allow_change=learner.stepz": "learner.stepz",
+}
+
+
+@pytest.mark.parametrize("mistakes", [FLAGS, TOGETHER, NAMED, OF_RUN], ids=["flags", "settings", "what they name", "the run"])
+def test_all_mistakes_of_a_stage_are_told_together(mistakes, tmp_path, capsys, one_device):
     made = tiny_run.settings(tmp_path / "run", tiny_run.config(learner__steps=12))
     contract.join(made.run, made.config, made.experiment.contract)
-    mistakes = {
-        "--config.searchers.mesh.tensor=3": "searchers.mesh: ",
-        "--config.replay.mount=('/nowhere', '/elsewhere')": "replay.mount: /nowhere holds no run",
-        "--config.task.response_length=9": "belongs to a run of another contract",
-        "--allow_change=learner.stepz": "learner.stepz",
-    }
-    flags = [*mistakes, "--config.schedule.mode=interleaved", "--dry_run"]
-    with pytest.raises(SystemExit) as ended:
-        command_line.execute(main, tiny_run.command(tmp_path / "run", *flags)[3:])
-    said = capsys.readouterr().err
-    first, *listed = said.splitlines()
-    assert ended.value.code == 2 and first == "error: 5 mistakes:", said
-    for words in (*mistakes.values(), "replay.mount: /elsewhere holds no run"):
-        assert sum(words in line for line in listed) == 1, (words, said)
+    before = made.run.config.read_bytes()
+    flags = [*mistakes, "--config.publish.every_steps=7", "--dry_run"]
+    listed = told(tiny_run.command(tmp_path / "run", *flags)[3:], capsys)
+    assert len(listed) == len(mistakes) + (mistakes is OF_RUN)
+    for words in mistakes.values():
+        assert sum(words in line for line in listed) == 1, (words, listed)
+    assert made.run.config.read_bytes() == before
 
 
 def test_a_dry_run_compares_with_the_run_that_is_there(tmp_path, capsys, one_device):
@@ -239,8 +223,7 @@ def test_ctrl_c_ends_a_warm_start_at_once(tmp_path):
     assert process.returncode == processes.STOPPED and "Traceback" not in rest and rest.rstrip().endswith("stopped"), rest
 
 
-def test_a_run_without_standard_streams_ends_as_any_other(tmp_path):
-    settings = {"schedule.mode": "interleaved", "learner.steps": 2, "evaluation.enabled": False}
-    arguments = tiny_run.command(tmp_path / "run", *(f"--config.{name}={value}" for name, value in settings.items()))
+def test_a_role_without_standard_streams_ends_as_any_other(tmp_path):
+    arguments = tiny_run.command(tmp_path / "run", "--role=reference")
     done = tiny_run.call(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *arguments], timeout=240)
-    assert done.returncode == 0 and (tmp_path / "run" / "finished.json").exists()
+    assert done.returncode == 0 and (tmp_path / "run" / "reference" / "initial.json").exists()

@@ -107,11 +107,7 @@ def test_a_full_disk_is_named_and_keeps_no_part(tmp_path):
             assert processes.is_storage_failure(error.value) and str(error.value).startswith(f"--output={disk.folder}")
             assert f"tmpfs at {disk.folder})" in file_systems.no_room(error.value, tmp_path / "run")
         assert report.read_bytes() == b"old"
-        assert {path.name for path in disk.folder.iterdir()} == {
-            "config.json",
-            "deep",
-            "report",
-        }
+        assert {path.name for path in disk.folder.iterdir()} == {"config.json", "deep", "report"}
         with disk.read_only(), pytest.raises(ValueError, match="no writable folder") as refused:
             outputs.check_folder(output)
         assert not processes.is_storage_failure(refused.value)

@@ -50,12 +50,9 @@ def test_libraries_speak_only_where_they_are_asked_to(without_torch, tmp_path, s
 
 
 def test_no_command_lets_a_library_speak(without_torch, tmp_path):
-    """Commands that open a tokenizer of transformers: the roles of a run in one process, and what shows its rows."""
+    """A role that opens a tokenizer and a checkpoint of transformers."""
     tokenizer = random_checkpoints.byte_tokenizer(tmp_path / "tokenizer")
     model = random_checkpoints.write(tmp_path / "model", "llama-3.2-1b", tokenizer)
-    run = tmp_path / "run"
-    flags = [f"--config.model.path={model}", "--config.schedule.mode=interleaved", "--config.learner.steps=1"]
-    flags += ["--config.learner.warmup_steps=0", "--config.evaluation.enabled=False"]
-    words = words_of(tiny_run.command(run, *flags), without_torch).splitlines()
+    flags = ["--role=reference", f"--config.model.path={model}"]
+    words = words_of(tiny_run.command(tmp_path / "run", *flags), without_torch).splitlines()
     assert words and all(OUR_LOG.match(line) for line in words), words
-    assert words_of([sys.executable, "-m", "tba_jax", "show", f"--workdir={run}"], without_torch) == ""

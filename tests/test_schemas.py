@@ -68,42 +68,23 @@ def test_numbers_are_held_to_their_limits(rule, allowed, refused, limit):
     assert made.rules["part.a"].limits() == ("" if limit == "finite" else limit)
 
 
-def test_a_choice_that_there_is_not_names_the_nearest():
-    made = schema(a=setting("one", one_of=("one", "two")), b=setting("three", registry="numbers"))
+def test_choices_and_texts_that_must_be_given():
+    choices = setting("one", one_of=("one", "two"))
+    made = schema(a=choices, b=setting("three", registry="numbers"), c=setting(("one",), one_of=("one", "two")))
     assert [made.rules[f"part.{name}"].limits() for name in "ab"] == ["one of one, two", "one of the numbers"]
-    config = made.defaults()
-    registries = {"numbers": {"three": 3, "four": 4}}
+    config, registries = made.defaults(), {"numbers": {"three": 3, "four": 4}}
     assert not made.refusals(config, registries)
-    config.part.b = "tree"
-    of_b = "part.b='tree' is not one of three, four (did you mean 'three'?)"
-    assert made.refusals(config, registries) == {"part.b": of_b}
-    config.part.a = "2"
-    assert made.refusals(config, registries) == {"part.a": "part.a='2' is not one of one, two", "part.b": of_b}
-
-
-def test_each_of_several_choices_is_looked_at():
-    made = schema(a=setting(("one",), one_of=("one", "two")))
-    config = made.defaults()
     for names in ((), ("two",), ("one", "two")):
-        config.part.a = names
-        assert not made.refusals(config, {})
-    config.part.a = ("one", "twoo")
-    assert made.refusals(config, {}) == {
-        "part.a": "part.a=('one', 'twoo') holds 'twoo', which is not one of one, two (did you mean 'two'?)"
+        config.part.c = names
+        assert not made.refusals(config, registries)
+    config.part.a, config.part.b, config.part.c = "2", "tree", ("one", "twoo")
+    assert made.refusals(config, registries) == {
+        "part.a": "part.a='2' is not one of one, two",
+        "part.b": "part.b='tree' is not one of three, four (did you mean 'three'?)",
+        "part.c": "part.c=('one', 'twoo') holds 'twoo', which is not one of one, two (did you mean 'two'?)",
     }
-
-
-def test_a_text_that_must_be_given():
-    made = schema(path=setting("", given=True))
-    config = made.defaults()
-    assert made.refusals(config, {}) == {"part.path": "part.path is not given: set --config.part.path=VALUE"}
-    config.part.path = "x"
-    assert not made.refusals(config, {})
-
-
-def test_truth_is_no_number():
-    made = schema(on=setting(True, below=1))
-    assert not made.refusals(made.defaults(), {})
+    made = schema(path=setting("", given=True), on=setting(True, below=1))  # truth is no number
+    assert made.refusals(made.defaults(), {}) == {"part.path": "part.path is not given: set --config.part.path=VALUE"}
 
 
 def test_flatten_names_every_leaf():

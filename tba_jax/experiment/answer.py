@@ -1,6 +1,7 @@
 """What a dry run answers first: whether each role fits the devices that it would have, by an estimate from shapes."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,21 @@ from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, placement
 from tba_jax.run import machine
 from tba_jax.storage import layout, places
+
+log = logging.getLogger(__name__)
+
+# (variant, platform, devices, GiB of each): what a machine has at least. The first row is taken whose devices are here; GPUs
+# beyond its count are used too, see roles/placement.py.
+VARIANTS = (
+    ("8x80gb", "gpu", 8, 70),
+    ("1x80gb", "gpu", 1, 70),
+    ("1x24gb", "gpu", 1, 20),
+    ("1x16gb", "gpu", 1, 14),
+    ("v5p-8", "tpu", 4, 80),
+    ("v5e-8", "tpu", 8, 15),
+    ("v5e-1", "tpu", 1, 15),
+    ("cpu", "cpu", 1, 0),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,12 +61,25 @@ def describe(experiment: Experiment, run: layout.RunDir | None = None) -> str:
     """
     found, memory = judge(experiment)
     lines = [str(verdict) for verdict in found]
-    new = run is not None and not places.exists(run.config)
-    lines += [f"{'disk':9}  {demand.describe()}" for demand in (disk.demands(experiment, run) if run and new else [])]
+    if run is not None and not places.exists(run.config):
+        for demand in disk.demands(experiment, run):
+            lines.append(f"{'disk':9}  {'fits' if demand.fits else 'does not fit'}: {demand.numbers}")
     lines += [f"These are estimates from shapes, for this machine: {machine_in_words()}.", ""]
     lines += [estimate.describe_memory(memory), ""]
     unchecked = ["the programs, which --compile and --topology compile", *unchecked_inputs(experiment)]
     return "\n".join([*lines, f"not checked: {'; '.join(unchecked)}", "--dry_run=full prints config and shapes as well"])
+
+
+def check_fits(experiment: Experiment) -> None:
+    """Tells the estimate of what the run takes on this machine. Raises ValueError where a role does not fit by it."""
+    found, _ = judge(experiment)
+    for verdict in found:
+        log.info("%s", verdict)
+    if problems := [f"{verdict.who} {verdict.sentence}" for verdict in found if verdict.fits is False]:
+        raise ValueError(
+            f"the run does not fit this machine ({machine_in_words()}), by estimates from shapes: {'; '.join(problems)}; "
+            "take a smaller model, adapters (lora.rank) or less memory for search (searchers.slots, evaluation.batch_size)"
+        )
 
 
 def judge(experiment: Experiment) -> tuple[list[Verdict], dict[str, dict[str, int]]]:
@@ -70,19 +99,22 @@ def judge(experiment: Experiment) -> tuple[list[Verdict], dict[str, dict[str, in
 
 def _here(experiment: Experiment) -> tuple[dict[str, Devices], dict[str, str]]:
     """Role -> what it has on this machine under --role=all; and role -> why that does not do."""
-    config, visible = experiment.config, gpus.visible()
-    if visible:
+    if visible := gpus.visible():
         try:
-            if config.schedule.mode == "interleaved":
+            if experiment.config.schedule.mode == "interleaved":
                 gpus.check_free()  # JAX has to find its share of them in this one process
             return by_placement(experiment, visible), {}
         except ValueError as error:
             return {}, {"all roles": str(error)}
     found, refused = {}, {}
-    for role, devices in _without_gpus(config).items():
+    first, count = jax.devices()[0], len(jax.devices())
+    on_host = first.platform == "cpu"
+    limit, where = (machine.memory(), "the CPU") if on_host else (fitting.device_memory(first), "alone on this host")
+    for role in meshes.roles_of(experiment.config):
+        own = max(experiment.config.searchers.cpu_devices, count) if on_host and role == "searcher" else count
         try:
-            meshes.check(experiment, role=role, devices=devices.count)
-            found[role] = devices
+            meshes.check(experiment, role=role, devices=own)
+            found[role] = Devices(count=own, limit=limit, where=where, on_host=on_host)
         except ValueError as error:
             refused[role] = str(error)
     return found, refused
@@ -129,22 +161,33 @@ def describe_placement(experiment: Experiment) -> str:
         return f"--role=all cannot place the roles on this machine: {error}"
 
 
-def _without_gpus(config: Any) -> dict[str, Devices]:
-    first, count, roles = jax.devices()[0], len(jax.devices()), meshes.roles_of(config)
-    if first.platform != "cpu":
-        limit = fitting.device_memory(first)
-        return {role: Devices(count=count, limit=limit, where="alone on this host") for role in roles}
-    counts = {role: max(config.searchers.cpu_devices, count) if role == "searcher" else count for role in roles}
-    limit = machine.memory()
-    return {role: Devices(count=counts[role], limit=limit, where="the CPU", on_host=True) for role in roles}
-
-
 def machine_in_words() -> str:
     """The accelerators of this machine, or its cores and memory where it has none."""
     kinds = [gpu.kind for gpu in gpus.visible()] or [device.device_kind for device in jax.devices() if device.platform != "cpu"]
     if kinds:
         return ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
     return f"{len(placement.available_cpus())} cores, {fitting.in_words(machine.memory())} of memory"
+
+
+def variant() -> str:
+    """--for_this_machine: the variant of a recipe (configs/machines.py) for the devices that are here, by nvidia-smi or by JAX.
+
+    Raises:
+      ValueError: there are accelerators of which none is large enough; or see gpus.jax_devices.
+    """
+    if visible := gpus.visible():
+        platform, count, memory = "gpu", len(visible), min(gpu.memory or 0 for gpu in visible)
+    else:
+        devices = gpus.jax_devices()
+        platform, count, memory = devices[0].platform, len(devices), fitting.device_memory(devices[0]) or 0
+    rows = [row for row in VARIANTS if row[1] == platform]
+    for name, _, least, gib in rows:
+        if count >= least and memory >= gib * (1 << 30):
+            return name
+    raise ValueError(
+        f"--for_this_machine has no variant for {machine_in_words()} of {fitting.in_words(memory)}: the smallest has "
+        f"{min((gib for *_, gib in rows), default=0)} GiB; JAX_PLATFORMS=cpu takes the variant for a CPU"
+    )
 
 
 def _verdict(role: str, devices: Devices, memory: Mapping[str, Mapping[str, int]]) -> Verdict:
@@ -164,18 +207,16 @@ def _verdict(role: str, devices: Devices, memory: Mapping[str, Mapping[str, int]
 
 def _on_host(parts: Mapping[str, int], count: int) -> int:
     """Bytes of a process whose devices share the memory of the machine."""
-    on_device = estimate.on_device(parts)
-    return on_device * count + sum(parts.values()) - on_device
+    return estimate.on_device(parts) * (count - 1) + sum(parts.values())
 
 
 def _together(config: Any, there: Mapping[str, Devices], memory: Mapping[str, Mapping[str, int]]) -> Verdict:
     """Of all processes on a machine without accelerators, or of all roles on the devices that one process has."""
-    if (first := next(iter(there.values()))).limit is None:
+    first = next(iter(there.values()))
+    if first.limit is None:
         return Verdict(who="together", fits=None, sentence="not known: the devices do not say how much memory they have")
-    several = ""
-    if not first.on_host:
-        size = sum(estimate.on_device(memory[role]) for role in there)
-    else:
+    size, several = sum(estimate.on_device(memory[role]) for role in there), " of each device"
+    if first.on_host:
         searchers = config.searchers.count if config.schedule.mode == "asynchronous" else 1
         several = f", with {searchers} searchers" if searchers > 1 else ""
         size = sum(
@@ -183,11 +224,9 @@ def _together(config: Any, there: Mapping[str, Devices], memory: Mapping[str, Ma
             for name, parts in memory.items()
             if name.split(",")[0] in there
         )
-    told = (
-        f"about {fitting.in_words(size)} of {fitting.in_words(first.limit)}{'' if first.on_host else ' of each device'}{several}"
-    )
     fits = size <= first.limit
-    return Verdict(who="together", fits=fits, sentence=f"{'fits' if fits else 'does not fit'}: {told}")
+    numbers = f"about {fitting.in_words(size)} of {fitting.in_words(first.limit)}{several}"
+    return Verdict(who="together", fits=fits, sentence=f"{'fits' if fits else 'does not fit'}: {numbers}")
 
 
 def unchecked_inputs(experiment: Experiment) -> list[str]:

@@ -1,5 +1,6 @@
 """Whether the storage that settings and flags name answers: asked before anything else touches it, which might wait for ever."""
 
+import contextlib
 import logging
 import math
 from collections.abc import Iterable
@@ -18,25 +19,17 @@ DRY_RUN_SECONDS = 30.0
 _OTHERS_SECONDS = 2.0
 
 
-def of_config(config: Any) -> list[tuple[str, Place]]:
-    """(setting, place) of the runs of replay.mount, and of whatever settings name by a path; one may be a name on the hub."""
-    mounts = [("replay.mount", folder) for folder in config.replay.mount]
+def named(config: Any, *, init_from: str = "") -> list[tuple[str, Place]]:
+    """(setting or flag, place) of the run of --init_from, of the runs of replay.mount, and of whatever settings name by a path;
+    one may be a name on the hub. Args: init_from: see other_runs.parse_init_from."""
     paths = [(name, value) for name, value in flatten(config.to_dict()).items() if name.endswith(("_path", ".path"))]
-    texts = [(name, text) for name, text in (*mounts, *paths) if text and isinstance(text, str)]
-    return [(name, place) for name, text in texts if (place := _place(text)) is not None]
-
-
-def of_init_from(init_from: str) -> list[tuple[str, Place]]:
-    """The run of RUN@STEP; none of "". Args: init_from: see other_runs.parse_init_from."""
-    return [("--init_from", places.place(init_from.rpartition("@")[0]))] if init_from else []
-
-
-def _place(text: str) -> Place | None:
-    """None where the text names no place; other checks say so."""
-    try:
-        return places.place(text)
-    except ValueError:
-        return None
+    texts = [("--init_from", init_from.rpartition("@")[0]), *(("replay.mount", folder) for folder in config.replay.mount), *paths]
+    found = []
+    for name, text in texts:
+        if text and isinstance(text, str):
+            with contextlib.suppress(ValueError):  # it names no place, and other checks say so
+                found.append((name, places.place(text)))
+    return found
 
 
 def check_answers(named: Iterable[tuple[str, Place]], *, limit: float = math.inf) -> None:

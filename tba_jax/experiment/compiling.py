@@ -60,13 +60,6 @@ class RoleFit:
         return self.worst.peak * max(self.on_host, 1)
 
 
-def of_trainer(experiment: composition.Experiment, devices: Sequence[Any]) -> composition.Experiment:
-    """The experiment with the mesh of a trainer on these devices, see meshes.by_need."""
-    here = next((device for device in devices if device.process_index == jax.process_index()), devices[0])
-    made: composition.Experiment = meshes.by_need(experiment, devices=len(devices), memory=device_memory(here))
-    return made
-
-
 def programs(
     experiment: composition.Experiment, run: layout.RunDir, *, role: str, devices: Sequence[Any] | None = None
 ) -> dict[str, Program]:
@@ -77,7 +70,7 @@ def programs(
 
     e = experiment
     if role == "trainer":
-        e = of_trainer(e, jax.devices() if devices is None else devices)
+        e = meshes.of_trainer(e, jax.devices() if devices is None else devices)
         made = update_program.programs(e.config, e.contract, e.policy, run, devices=devices)
         return {**initial_policy.programs(e, run, devices=devices), **made}
     room: dict[str, Any] = dict(policy=e.policy, tokenizer=e.tokenizer, task=e.task, devices=devices)
@@ -88,27 +81,27 @@ def programs(
 
 def fit(experiment: composition.Experiment, run: layout.RunDir, *, role: str, on: Devices) -> RoleFit:
     """Compiles the programs of a role for its devices."""
-    experiment = of_trainer(experiment, on.devices) if role == "trainer" else experiment
-    own = _task_devices(experiment, role)
-    sizes = zip(("data", "fsdp", "tensor"), meshes.shape(experiment, role=role, devices=len(on.devices)), strict=True)
-    where = f"{meshes.SECTIONS[role]}.mesh {' × '.join(f'{axis}={size}' for axis, size in sizes)}"
+    experiment = meshes.of_trainer(experiment, on.devices) if role == "trainer" else experiment
     made = programs(experiment, run, role=role, devices=on.devices)
-    of_policy = dataclasses.replace(on, devices=on.devices[: len(on.devices) - own])
-    return _role_fit(made, role, of_policy, where=where, unchecked=_unchecked(experiment, role))
+    own = len(on.devices) - meshes.task_devices(experiment, role)
+    linear = [use.name for use in task_models.uses(experiment.task, role=role) if use.kind == "linear"]
+    return _role_fit(
+        made,
+        role,
+        dataclasses.replace(on, devices=on.devices[:own]),
+        where=meshes.in_words(experiment, role=role, devices=len(on.devices)),
+        unchecked=[f"the {name} of the task, which is linear and computes in the host's memory" for name in linear],
+    )
 
 
 def fit_task(experiment: composition.Experiment, *, role: str, on: Devices) -> RoleFit | None:
     """Compiles the programs of a task's models on the task_devices of a role; None where they have none. Args: on: the role's."""
-    if not (own := _task_devices(experiment, role)):
+    if not (own := meshes.task_devices(experiment, role)):
         return None
     length = experiment.contract.prompt_length + experiment.contract.response_length
     made = rewards.of_task(experiment.task, sharding.task_mesh(own, on.devices), role=role, length=length).alone()
     of_task = dataclasses.replace(on, devices=on.devices[-own:])
     return _role_fit(made, f"{role}, task", of_task, where=f"{meshes.SECTIONS[role]}.task_devices={own}") if made else None
-
-
-def _task_devices(experiment: composition.Experiment, role: str) -> int:
-    return int(experiment.config[meshes.SECTIONS[role]].task_devices) if role != "trainer" else 0
 
 
 def _role_fit(made: Mapping[str, Program], role: str, on: Devices, *, where: str, unchecked: Sequence[str] = ()) -> RoleFit:
@@ -129,12 +122,6 @@ def _role_fit(made: Mapping[str, Program], role: str, on: Devices, *, where: str
     )
 
 
-def _unchecked(experiment: composition.Experiment, role: str) -> list[str]:
-    """What a role computes without programs."""
-    linear = [use for use in task_models.uses(experiment.task, role=role) if use.kind == "linear"]
-    return [f"the {use.name} of the task, which is linear and computes in the host's memory" for use in linear]
-
-
 def describe(found: Sequence[RoleFit], *, config: Any) -> str:
     """The text that a dry run prints: a line for each role, and then a table for each role."""
     lines = [f"{each.role:9}  {_verdict(each, config)}" for each in found]
@@ -153,14 +140,14 @@ def _together(found: Sequence[RoleFit], config: Any) -> list[str]:
     limit, interleaved = found[0].limit, config.schedule.mode == "interleaved"
     if not interleaved and not all(role.on_host for role in found):
         return []
-    counts = {"searcher": 1 if interleaved else config.searchers.count}
+    searchers = 1 if interleaved else config.searchers.count
     there = [role for role in found if role.on_host or role.role in ROLES]
-    size = sum(role.takes * counts.get(role.role.split(",")[0], 1) for role in there)
+    size = sum(role.takes * (searchers if role.role.startswith("searcher") else 1) for role in there)
     verdict = "takes at most" if limit is None else "fits: at most" if size <= limit else "may not fit: up to"
     of = "" if limit is None else f" of {in_words(limit)}"
-    why = (
-        "schedule.mode=interleaved has all roles on the same devices" if interleaved else "all roles share this machine's memory"
-    )
+    why = "all roles share this machine's memory"
+    if interleaved:
+        why = "schedule.mode=interleaved has all roles on the same devices"
     return [f"together   {verdict} {in_words(size)}{of}; {why}"]
 
 
@@ -201,24 +188,22 @@ def on_topologies(experiment: composition.Experiment, asked: Mapping[str, str], 
     if machine_of_all := asked.get("all"):
         placed = answer.by_placement(experiment, topologies.gpus(machine_of_all))
         return {role: _proxy(machine_of_all, placed[role].count, placed[role].limit) for role in roles if role in placed}
-    found, devices = Mistakes(), dict[str, Devices]()
-    for role in (role for role in roles if role in asked):
-        if there := topologies.gpus(asked[role]):
-            limit = int(there[0].usable_share(1) * (there[0].memory or 0))
-            devices[role] = found.attempt(_proxy, asked[role], len(there), limit) or Devices(devices=())
-        else:
-            its = found.attempt(topologies.devices, asked[role])
-            devices[role] = Devices(devices=its or (), name=asked[role])
+    found = Mistakes()
+    devices = {role: found.attempt(_of_topology, asked[role]) for role in roles if role in asked}
     found.end()
-    return devices
+    return {role: on for role, on in devices.items() if on}
+
+
+def _of_topology(name: str) -> Devices:
+    if there := topologies.gpus(name):
+        return _proxy(name, len(there), int(there[0].usable_share(1) * (there[0].memory or 0)))
+    return Devices(devices=topologies.devices(name), name=name)
 
 
 def _proxy(name: str, count: int, limit: int | None) -> Devices:
     """TPU chips in the place of `count` GPUs of a machine. Args: limit: bytes that the role may take of each of the GPUs."""
-    proxies = topologies.stand_ins(count)
-    return Devices(
-        devices=proxies, name=f"{topologies.BY_PROXY} {count} of {name}", limit=int(topologies.PROXY_SHARE * (limit or 0))
-    )
+    limit = int(topologies.PROXY_SHARE * (limit or 0))
+    return Devices(devices=topologies.stand_ins(count), name=f"{topologies.BY_PROXY} {count} of {name}", limit=limit)
 
 
 def _here(s: Invocation, wanted: Sequence[str], visible: Sequence[gpus.Gpu], *, role: str) -> dict[str, Devices]:
@@ -245,32 +230,31 @@ def dry_run(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -
         raise ValueError(f"--role={role} computes nothing of its own; roles that compute: {', '.join(ROLES)}")
     of_run = meshes.roles_of(s.config)
     wanted = [role] if role != "all" else [each for each in of_run if each in asked or not asked or "all" in asked]
-    found, there = s.mistakes.copy(), dict[str, Devices]()
+    found = Mistakes()
     if asked:
-        there = found.attempt(on_topologies, s.experiment, asked, *wanted) or {}
-        named = f"--topology={','.join(asked.values())}"
-        found.require(wanted, f"{named} names no role of this run")
-        found.require(found or not wanted or there, f"{named} names no topology for --role={role}")
-    elif not s.mistakes:  # after one, JAX takes no memory of this machine's devices: a GPU may have been refused as filled
-        there = found.attempt(_here, s, wanted, gpus.visible(), role=role) or {}
+        there = found.attempt(on_topologies, s.experiment, asked, *wanted)
+        named = f"--topology={','.join(asked.values())} names no"
+        found.require(wanted, f"{named} role of this run")
+        found.require(found or there, f"{named} topology for --role={role}")
+    else:
+        there = found.attempt(_here, s, wanted, gpus.visible(), role=role)
     processes.stop_at_once()
-    for each, on in there.items():
+    for each, on in (there or {}).items():
         found.attempt(meshes.check, s.experiment, role=each, devices=len(on.devices))
     found.attempt(check_dry_run, s)
     found.end()
     where = "" if asked else answer.describe_placement(s.experiment)  # before programs take memory of the devices
-    experiments = {each: s.experiment.on_device(on.devices[0]) for each, on in there.items()}
+    experiments = {each: (s.experiment.on_device(on.devices[0]), on) for each, on in (there or {}).items()}
 
     def job() -> int:
-        found = []
-        for each, on in there.items():
+        fits = []
+        for each, (experiment, on) in experiments.items():
             with mistakes_end_the_role():  # slots of a victim that do not divide over the devices, say
-                of_task = fit_task(experiments[each], role=each, on=on)
-                found += [fit(experiments[each], s.run, role=each, on=on), *([of_task] if of_task else [])]
-        parts = [describe(found, config=s.config), *([where] if where else [])]
-        if unchecked := answer.unchecked_inputs(s.experiment):
-            parts.append(f"not checked: {'; '.join(unchecked)}")
-        print(visible("\n\n".join([*parts, *([estimate.describe(s.experiment)] if full else [])])))
+                of_task = fit_task(experiment, role=each, on=on)
+                fits += [fit(experiment, s.run, role=each, on=on), *([of_task] if of_task else [])]
+        unchecked = "; ".join(answer.unchecked_inputs(s.experiment))
+        parts = [describe(fits, config=s.config), where, f"not checked: {unchecked}" if unchecked else ""]
+        print(visible("\n\n".join([*filter(None, parts), *([estimate.describe(s.experiment)] if full else [])])))
         return 0
 
     return job

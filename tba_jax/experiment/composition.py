@@ -7,7 +7,6 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tba_jax import sharding
 from tba_jax.experiment import checks, meshes, stored_run
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.models.config import FREE_FIELDS
@@ -44,15 +43,6 @@ class Experiment:
         return dataclasses.replace(self, policy=self.policy.on_device(device))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Named:
-    """What a config names, as far as it can be had."""
-
-    config: Any
-    policy: Policy
-    tokenizer: Tokenizer
-
-
 def build(
     config: Any, *, reward_models: Mapping[str, str] | None = None, date: str = "", weights: bool = True, new: bool = False
 ) -> Experiment:
@@ -62,96 +52,35 @@ def build(
       reward_models: of the contract, if the run exists and its models need not be here; None: they are read.
       date: of the contract, if the run exists; "": the run is a new one.
       weights: False: for a dry run, which fetches no weights from the hub, see stored_run.policy_and_tokenizer.
-      new: see checks.gather.
+      new: see checks.check.
 
     Raises:
-      ValueError: a sentence about each thing that is wrong, as far as it can be told beside the others.
+      ValueError: a sentence about each setting that is wrong; else about each thing that they name; else about each that does
+        not go with the others.
     """
-    found = Mistakes()
-    experiment = gather(config, found, reward_models=reward_models, date=date, weights=weights, new=new)
-    found.end()
-    assert experiment is not None
-    return experiment
-
-
-def gather(
-    config: Any, found: Mistakes, *, reward_models: Mapping[str, str] | None = None, date: str = "", weights: bool, new: bool
-) -> Experiment | None:
-    """`build` for a start that checks more: adds what is wrong to `found`.
-
-    Returns:
-      what the config means, with the default in the place of a setting that breaks its own rule; None where it cannot be made.
-    """
-    config, can_be_made = checks.gather(config, found, weights=weights, new=new)
-    if not can_be_made:
-        return None
-    date = date or _new_date(config)
+    checks.check(config, weights=weights, new=new)
+    date, found = date or _new_date(config), Mistakes()
     alphabet = "" if config.model.path else found.attempt(alphabet_of, config.task.name)
-    named = None if alphabet is None else found.attempt(_policy, config, alphabet, weights=weights, date=date)
-    template, banned = None, None
-    if named is not None:
-        stored_run.check_policy(config, named.policy, named.tokenizer, found)
-        for role in meshes.roles_of(config):
-            _check_mesh(named, role, found)
-        template = found.attempt(_template, config.task, named.tokenizer)
-        banned = found.attempt(vocabulary.banned_tokens, config.task, named.tokenizer, named.policy.model.vocab)
+    named = None
+    if alphabet is not None:
+        named = found.attempt(stored_run.policy_and_tokenizer, config, alphabet=alphabet, weights=weights, date=date)
     made = found.attempt(make_task, config)
-    queries = None
-    if made is not None:
-        if named is not None and template is not None:
-            queries = found.attempt(encode_queries, config, made[0], named.tokenizer)
-        if reward_models is None:
-            reward_models = found.attempt(task_models.digests, made[0], fetch=weights)
-    embedding = found.attempt(_embedding, config.task.embedding_path, fetch=weights)
-    if not (named and made and queries) or None in (alphabet, template, banned, reward_models, embedding):
-        return None
-    (task, settings), (encoded, skipped) = made, queries
-    contract = _contract(
-        named,
-        task,
-        settings,
-        alphabet=alphabet,
-        date=date,
-        banned_tokens=banned,
-        chat_template=template,
-        embedding=embedding,
-        reward_models=dict(reward_models or {}),
-    )
-    return Experiment(**vars(named), contract=contract, task=task, queries=encoded, skipped=skipped)
-
-
-def _check_mesh(named: _Named, role: str, found: Mistakes) -> None:
-    """Checks a role's mesh without its devices. A mesh that is refused here is not told again by the check with devices."""
-    mesh = f"{meshes.SECTIONS[role]}.mesh"
-    if not found.accepts(meshes.check, named, role=role, devices=None):
-        found.silence([mesh, *(f"{mesh}.{axis}" for axis in sharding.MESH_AXES)])
-
-
-def _new_date(config: Any) -> str:
-    """The date of a new run: that of the first run that it mounts, whose prompts are those of its own; else today's."""
-    for folder in config.replay.mount[:1]:
-        with contextlib.suppress(ValueError, KeyError):  # check_mounts says what is wrong with it
-            return str(contract_lib.read_run(layout.open_run_dir(folder))["contract"]["date"])
-    return datetime.date.today().isoformat()
-
-
-def _policy(config: Any, alphabet: str, **given: Any) -> _Named:
-    return _Named(config, *stored_run.policy_and_tokenizer(config, alphabet=alphabet, **given))
-
-
-def _template(task: Any, tokenizer: Tokenizer) -> dict[str, str]:
-    return prompts.template(tokenizer, chat_template=task.chat_template, system_prompt=task.system_prompt)
-
-
-def _embedding(path: str, *, fetch: bool) -> dict[str, Any]:
-    return scorers.describe_encoder(path, fetch=fetch) if path else {}
-
-
-def _contract(named: _Named, task: Task, settings: Mapping[str, Any], **of_builders: Any) -> contract_lib.Contract:
-    """settings: of the task; of_builders: fields of the contract that need no more than their builder."""
-    config, policy, tokenizer = named.config, named.policy, named.tokenizer
+    path = config.task.embedding_path
+    embedding = found.attempt(scorers.describe_encoder, path, fetch=weights) if path else {}
+    found.end()
+    assert named is not None and made is not None and alphabet is not None and embedding is not None
+    (policy, tokenizer), (task, settings) = named, made
+    stored_run.check_policy(config, policy, tokenizer, found)
+    chat = dict(chat_template=config.task.chat_template, system_prompt=config.task.system_prompt)
+    template = found.attempt(prompts.template, tokenizer, **chat)
+    banned = found.attempt(vocabulary.banned_tokens, config.task, tokenizer, policy.model.vocab)
+    queries = found.attempt(encode_queries, config, task, tokenizer)
+    if reward_models is None:
+        reward_models = found.attempt(task_models.digests, task, fetch=weights)
+    found.end()
+    assert template is not None and banned is not None and queries is not None and reward_models is not None
     c = config.task
-    return contract_lib.Contract(
+    contract = contract_lib.Contract(
         model={name: value for name, value in dataclasses.asdict(policy.model).items() if name not in FREE_FIELDS},
         lora={} if policy.lora is None else dataclasses.asdict(policy.lora),
         tokenizer=tokenizer.fingerprint,
@@ -172,8 +101,28 @@ def _contract(named: _Named, task: Task, settings: Mapping[str, Any], **of_build
         warm_start=config.warm_start.to_dict(),
         private_files=private_files(task),
         reference="none" if config.learner.reference.kind == "none" else "initial",
-        **of_builders,
+        alphabet=alphabet,
+        date=date,
+        banned_tokens=banned,
+        chat_template=template,
+        embedding=embedding,
+        reward_models=dict(reward_models),
     )
+    experiment = Experiment(
+        config=config, contract=contract, tokenizer=tokenizer, task=task, policy=policy, queries=queries[0], skipped=queries[1]
+    )
+    for role in meshes.roles_of(config):
+        found.attempt(meshes.check, experiment, role=role, devices=None)
+    found.end()
+    return experiment
+
+
+def _new_date(config: Any) -> str:
+    """The date of a new run: that of the first run that it mounts, whose prompts are those of its own; else today's."""
+    for folder in config.replay.mount[:1]:
+        with contextlib.suppress(ValueError, KeyError):  # check_mounts says what is wrong with it
+            return str(contract_lib.read_run(layout.open_run_dir(folder))["contract"]["date"])
+    return datetime.date.today().isoformat()
 
 
 def rebuild(stored: Mapping[str, Any], config: Any, *, called: str) -> Experiment:
@@ -217,14 +166,12 @@ def task_class(name: str) -> Callable[..., Task]:
 
 def alphabet_of(name: str) -> str:
     """All characters of the prompts and responses of a task, "" if it needs a pretrained model."""
-    found: str = getattr(task_class(name), "alphabet", "")
-    return found
+    return str(getattr(task_class(name), "alphabet", ""))
 
 
 def keeps_private(name: str) -> bool:
     """Whether files of runs of a task are for their owner alone to read. Raises ValueError where its file has no such task."""
-    found = custom_task.load(name) if custom_task.is_named(name) else TASKS.get(name)
-    return private_files(found)
+    return private_files(custom_task.load(name) if custom_task.is_named(name) else TASKS.get(name))
 
 
 def make_task(config: Any) -> tuple[Task, dict[str, Any]]:

@@ -46,19 +46,12 @@ def snapshots(experiment: Experiment) -> Files:
     return Files(what=what, count=count, size=size)
 
 
-def checkpoints(experiment: Experiment) -> Files:
-    """The checkpoints that are kept, and one that is being written."""
-    c, trained = experiment.config, parameters.count(experiment.policy.trained_specs)
-    moving = 4 * trained if c.learner.reference.kind in HELD_REFERENCES else 0
-    return _checkpoints(c.checkpoint, _STATE_BYTES * trained + moving, steps=c.learner.steps)
-
-
-def _checkpoints(settings: Any, size: int, *, steps: int) -> Files:
-    """Args: settings: the section `checkpoint` of a config; size: bytes of each."""
-    count = min(settings.keep + 1, steps // settings.every_steps + 1)
-    return Files(
-        what=f"{count} checkpoints of {fitting.in_words(size)} (checkpoint.keep={settings.keep})", count=count, size=size
-    )
+def checkpoints(settings: Any, *, trained: int, steps: int, moving_reference: bool = False) -> Files:
+    """The checkpoints that are kept, and one that is being written. Args: settings: the section `checkpoint` of a config;
+    trained: parameters."""
+    size, count = (_STATE_BYTES + 4 * moving_reference) * trained, min(settings.keep + 1, steps // settings.every_steps + 1)
+    what = f"{count} checkpoints of {fitting.in_words(size)} (checkpoint.keep={settings.keep})"
+    return Files(what=what, count=count, size=size)
 
 
 def reference(experiment: Experiment) -> Files:
@@ -89,32 +82,24 @@ class Demand:
         there = f"{fitting.in_words(self.free)} left on the file system of {self.folder}"
         return f"about {fitting.in_words(self.size)} of the {there}: {', '.join(each.what for each in self.files)}"
 
-    def describe(self) -> str:
-        """The verdict of a dry run."""
-        return f"{'fits' if self.fits else 'does not fit'}: {self.numbers}"
-
 
 def demands(experiment: Experiment, run: layout.RunDir, *, trains: bool = True) -> list[Demand]:
-    """What a new run takes of each file system that it writes to. Object stores are left out: they do not say what is free.
+    """What a new run takes of each file system that it writes to: weights, beside which rows, journal and logs are small.
 
-    The rows, the journal and the logs are left out as well: they are small beside weights.
+    Object stores are left out: they do not say what is free.
 
     Args: trains: whether the trainer of the run has this workdir, and its checkpoints.
     """
-    found: list[tuple[Path, Files]] = []
-    if isinstance(run.shared, Path):
-        found += [(run.shared, snapshots(experiment)), (run.shared, reference(experiment))]
-    if trains:
-        found.append((run.root, checkpoints(experiment)))
-    by_system: dict[int, list[tuple[Path, Files]]] = {}
-    for folder, files in found:
-        by_system.setdefault(file_systems.existing(folder).stat().st_dev, []).append((folder, files))
-    made = []
-    for there in by_system.values():
-        folder = there[0][0]
-        free = file_systems.free(folder)
-        made += [] if free is None else [Demand(folder=folder, free=free, files=tuple(files for _, files in there))]
-    return made
+    c, by_system = experiment.config, dict[int, tuple[Path, list[Files]]]()
+    shared = [snapshots(experiment), reference(experiment)] if isinstance(run.shared, Path) else []
+    moving = c.learner.reference.kind in HELD_REFERENCES
+    trained = parameters.count(experiment.policy.trained_specs)
+    own = [checkpoints(c.checkpoint, trained=trained, steps=c.learner.steps, moving_reference=moving)] if trains else []
+    for folder, files in ((run.shared, shared), (run.root, own)):
+        if files and isinstance(folder, Path):
+            by_system.setdefault(file_systems.existing(folder).stat().st_dev, (folder, []))[1].extend(files)
+    there = [(folder, files, file_systems.free(folder)) for folder, files in by_system.values()]
+    return [Demand(folder=folder, free=free, files=tuple(files)) for folder, files, free in there if free is not None]
 
 
 def check(experiment: Experiment, run: layout.RunDir, *, trains: bool) -> None:
@@ -128,15 +113,10 @@ def check(experiment: Experiment, run: layout.RunDir, *, trains: bool) -> None:
 
 
 def check_supervised(folder: Path, settings: Any, *, trained: int, steps: int) -> None:
-    """Raises ValueError where the checkpoints of supervised training would fill the disk.
-
-    Args: folder: of the run; settings: the section `checkpoint` of its config; trained: parameters.
-    """
-    if (free := file_systems.free(folder)) is None:
-        return
-    demand = Demand(folder=folder, free=free, files=(_checkpoints(settings, _STATE_BYTES * trained, steps=steps),))
-    if not demand.fits:
+    """Raises ValueError where the checkpoints of supervised training would fill the disk. Args: see `checkpoints`."""
+    free, files = file_systems.free(folder), checkpoints(settings, trained=trained, steps=steps)
+    if free is not None and files.total > free:
         raise ValueError(
-            f"this run would fill its disk, {demand.numbers}; keep fewer by checkpoint.keep, free some disk, or name another "
-            "--workdir"
+            f"this run would fill its disk, {Demand(folder=folder, free=free, files=(files,)).numbers}; keep fewer by "
+            "checkpoint.keep, free some disk, or name another --workdir"
         )

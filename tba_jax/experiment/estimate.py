@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping
 
 import jax.numpy as jnp
-import numpy as np
 
 from tba_jax.decoding import sizes
 from tba_jax.experiment import meshes
@@ -21,7 +20,7 @@ _GIB = 1 << 30
 
 def describe(experiment: Experiment) -> str:
     """The config and the shapes that --dry_run=full prints."""
-    config = experiment.config
+    config, contract = experiment.config, experiment.contract
     lines = ["config:", json.dumps(config.to_dict(), indent=1, sort_keys=True), "", "parameters:"]
     lines += _table(experiment.policy.model_specs)
     if experiment.policy.lora is not None:
@@ -31,30 +30,22 @@ def describe(experiment: Experiment) -> str:
         lines += ["", f"head of {config.learner.objective}, trained beside the policy:"]
         lines += _table(heads.define(experiment.policy, log_z_head=True, value_head=True).specs["value_head"])
     lines += ["", "rows (one column each, per row):"]
-    lines += [f"  {name:24} {dtype}{list(shape)}" for name, (dtype, shape) in experiment.contract.row_shape().columns().items()]
-    c, s = config.learner, config.searchers
-    P, R = experiment.contract.prompt_length, experiment.contract.response_length
+    lines += [f"  {name:24} {dtype}{list(shape)}" for name, (dtype, shape) in contract.row_shape().columns().items()]
+    c, s, tokens = config.learner, config.searchers, f"{contract.prompt_length} + {contract.response_length} tokens"
     micro = meshes.micro_batch_rows(config, ways=math.prod(meshes.shape(experiment, role="trainer", devices=None)[:2]))
-    lines += [
-        "",
-        "batches:",
-        f"  trainer    Q={c.queries} × K={c.completions} rows of {P} + {R} tokens, {micro} full ones at a time",
-        f"  searcher   {s.queries_per_batch} queries × {s.samples_per_query} samples: rows of {P} + {R} tokens"
-        + (f", {s.value_samples} more from each state between steps" if experiment.contract.step_ends else ""),
-        f"  evaluator  {config.evaluation.batch_size} rows of {P} + {R} tokens",
-        *(
-            f"  {use.name:10} {use.rows} texts at a time of up to {use.length or P + R} tokens, on each device "
-            f"({', '.join(use.roles)})"
-            for use in task_models.uses(experiment.task)
-            if use.kind != "linear"
-        ),
-        "",
-        "queries:",
-        *(
-            f"  {split:10} {len(queries)} ({experiment.skipped[split]} too long, left out)"
-            for split, queries in experiment.queries.items()
-        ),
-    ]
+    more = f", {s.value_samples} more from each state between steps" if contract.step_ends else ""
+    lines += ["", "batches:"]
+    lines += [f"  trainer    Q={c.queries} × K={c.completions} rows of {tokens}, {micro} full ones at a time"]
+    lines += [f"  searcher   {s.queries_per_batch} queries × {s.samples_per_query} samples: rows of {tokens}{more}"]
+    lines += [f"  evaluator  {config.evaluation.batch_size} rows of {tokens}"]
+    for use in task_models.uses(experiment.task):
+        if use.kind != "linear":
+            length = use.length or contract.prompt_length + contract.response_length
+            texts = f"{use.rows} texts at a time of up to {length} tokens, on each device"
+            lines += [f"  {use.name:10} {texts} ({', '.join(use.roles)})"]
+    lines += ["", "queries:"]
+    for split, queries in experiment.queries.items():
+        lines += [f"  {split:10} {len(queries)} ({experiment.skipped[split]} too long, left out)"]
     return "\n".join(lines)
 
 
@@ -125,8 +116,7 @@ class _Memory:
         # A moving average is float32.
         of_reference = (4 if learner.reference.kind == "ema" else self._compute) * self._trained // parts
         held, offloaded = learner.reference.kind in HELD_REFERENCES, learner.reference.offload
-        columns = self._experiment.contract.row_shape().columns().values()
-        row_bytes = sum(np.dtype(dtype).itemsize * max(1, math.prod(shape)) for dtype, shape in columns)
+        row_bytes = self._experiment.contract.row_shape().row_bytes
         return {
             "weights, gradient, update, AdamW": 5 * 4 * self._trained // parts,
             "frozen weights": self._compute * self._params // parts if self._adapters else 0,

@@ -22,9 +22,8 @@ class Fit:
     """Bytes on each device of a program and of what lies beside it.
 
     arguments, temporaries, outputs, aliased: see jax' CompiledMemoryStats; aliased: outputs that take the place of arguments.
-    beside: by name, see Program. seconds: of tracing and compiling. refused: whether the program is too large for a device by
-    itself, so that the compiler refused it: it then says one number, arguments and outputs included, and temporaries stand for
-    all of it that is no argument.
+    beside: by name, see Program. seconds: of tracing and compiling. refused: whether the compiler refused the program as too
+    large for a device by itself: it then says one number for all, and temporaries are what of it is no argument.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Fit:
     @property
     def peak(self) -> int:
         """All that is live together while the program runs."""
-        return self.arguments + self.temporaries + self.outputs - self.aliased + sum(self.beside.values())
+        return sum(self.parts().values())
 
     def parts(self) -> dict[str, int]:
         """The peak by parts."""
@@ -58,16 +57,15 @@ class Measure:
     def fit(self, name: str, program: Program) -> Fit:
         """Compiles a program and what says the size of that which lies beside it."""
         beside = {part: held if isinstance(held, int) else self.size(held) for part, held in program.beside.items()}
-        begin = time.monotonic()
+        begin, refused = time.monotonic(), False
         try:
             stats: Any = program.lower().compile().memory_analysis()
-            sizes = [getattr(stats, f"{part}_size_in_bytes") for part in ("argument", "temp", "output", "alias")]
+            arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
+            outputs, aliased = stats.output_size_in_bytes, stats.alias_size_in_bytes
         except jax.errors.JaxRuntimeError as error:
-            wanted = _wanted(error)
             arguments = self.size([x for x in jax.tree.leaves(program.arguments) if isinstance(x, jax.ShapeDtypeStruct)])
-            sizes = [arguments, wanted - arguments]
-        names, refused = ("arguments", "temporaries", "outputs", "aliased"), len(sizes) == 2
-        own = dict.fromkeys(names, 0) | dict(zip(names, sizes, strict=False))
+            temporaries, outputs, aliased, refused = _wanted(error) - arguments, 0, 0, True
+        own = dict(arguments=arguments, temporaries=temporaries, outputs=outputs, aliased=aliased)
         return Fit(name=name, program=program, **own, beside=beside, refused=refused, seconds=time.monotonic() - begin)
 
     def size(self, tree: Any) -> int:
@@ -105,17 +103,15 @@ def _wanted(error: jax.errors.JaxRuntimeError) -> int:
 
 
 def device_memory(device: Any) -> int | None:
-    """Bytes that programs may take on a device; None where the platform does not report it, as on a CPU."""
+    """Bytes that programs may take on a device; None where the platform does not report it, as on a CPU.
+
+    For a device that is not here, the compiler names its memory when it refuses a program that no device could hold.
+    """
     try:
         stats = device.memory_stats()
-    except jax.errors.JaxRuntimeError:  # a device that is not here
-        return _limit_of_compiler(device)
-    return None if stats is None else stats.get("bytes_limit")
-
-
-def _limit_of_compiler(device: Any) -> int | None:
-    """The memory that the compiler names when it refuses a program that no device could hold."""
-    too_large = jax.ShapeDtypeStruct((1 << 50,), jnp.int8, sharding=jax.sharding.SingleDeviceSharding(device))
+        return None if stats is None else stats.get("bytes_limit")
+    except jax.errors.JaxRuntimeError:
+        too_large = jax.ShapeDtypeStruct((1 << 50,), jnp.int8, sharding=jax.sharding.SingleDeviceSharding(device))
     try:
         jax.jit(lambda x: x + 1).lower(too_large).compile()
     except jax.errors.JaxRuntimeError as error:

@@ -52,24 +52,22 @@ def check(experiment: Experiment, run: layout.RunDir, *, init_from: str = "", fe
                 load.check_weights(config.model.path, experiment.policy.model)
 
 
-def programs(experiment: Experiment, run: layout.RunDir, *, devices: Sequence[jax.Device] | None = None) -> dict[str, Program]:
-    """Name -> what the warm start compiles, {} where this run has none or is past it.
+def _warm_start_settings(experiment: Experiment, devices: Sequence[jax.Device] | None = None) -> dict[str, Any]:
+    """What warm_start.warm_start and warm_start.programs take. Args: devices: of the trainer's mesh; None: of this process."""
+    config = experiment.config
+    lengths = dict(prompt_length=config.task.prompt_length, response_length=config.task.response_length)
+    mesh = _mesh(config, devices)
+    return dict(config=experiment.policy.model, mesh=mesh, seed=config.seed, **lengths, **config.warm_start.to_dict())
 
-    Args: devices: of the trainer's mesh; None: of this process.
-    """
+
+def programs(experiment: Experiment, run: layout.RunDir, *, devices: Sequence[jax.Device] | None = None) -> dict[str, Program]:
+    """Name -> what the warm start compiles, {} where this run has none or is past it. Args: see _warm_start_settings."""
     config = experiment.config
     if not config.warm_start.steps or config.model.path or config.replay.mount or places.exists(run.initial_reference):
         return {}
-    settings = config.warm_start.to_dict()
+    settings = _warm_start_settings(experiment, devices)
     del settings["report_every_steps"]
-    return warm_start.programs(
-        config=experiment.policy.model,
-        mesh=sharding.make_mesh(tuple(config.learner.mesh.values()), setting="learner.mesh", devices=devices),
-        prompt_length=config.task.prompt_length,
-        response_length=config.task.response_length,
-        seed=config.seed,
-        **settings,
-    )
+    return warm_start.programs(**settings)
 
 
 def ensure(
@@ -86,9 +84,9 @@ def ensure(
     either it is imported, warm-started or random, as the config says.
 
     Args:
+      experiment: with the mesh of the trainer.
       report: of the warm start, see supervised.warm_start. status: of this process, whose phase is told.
-      experiment: with the mesh of the trainer. group: of its processes, of which the others are called to `follow`; None: this
-        process alone.
+      group: of the trainer's processes, of which the others are called to `follow`; None: this process alone.
 
     Returns:
       16 hex digits, a hash of the weights; `run.reference(id)` holds them as a snapshot. Where another process was faster, its
@@ -127,24 +125,19 @@ def _write(
 ) -> None:
     """Makes the policy of `ensure` and writes it as a snapshot. Args: see there."""
     config = experiment.config
-    status.phase(_beginning(config, init_from))
     if config.replay.mount:
+        status.phase(f"copying the reference policy of {config.replay.mount[0]}")
         other_runs.copy_reference(config.replay.mount[0], draft)
         return
+    if source := init_from or config.model.path:
+        status.phase(f"loading {source}")
+    else:
+        status.phase("warm start" if config.warm_start.steps else "making a random policy")
     group.call("make reference", settings=_settings(experiment), init_from=init_from)
-    made = _make(experiment, _mesh(config), init_from, report)
+    made = _make(experiment, init_from, report)
     others = publishing.FollowersShards(group, _SHARDS) if group.processes > 1 else None
     status.phase("writing the reference policy")
     snapshots.save(draft, made, snapshots.SnapshotInfo(step=0, epoch=0), dtype="float32", others=others)
-
-
-def _beginning(config: Any, init_from: str) -> str:
-    """What the initial policy is made of, as a phase."""
-    if config.replay.mount:
-        return f"copying the reference policy of {config.replay.mount[0]}"
-    if init_from or config.model.path:
-        return f"loading {init_from or config.model.path}"
-    return "warm start" if config.warm_start.steps else "making a random policy"
 
 
 def _adopt(draft: Path, folder: Place) -> bool:
@@ -188,43 +181,30 @@ def mend(run: layout.RunDir) -> bool:
 def follow(experiment: Experiment, run: layout.RunDir, member: Member, *, init_from: str) -> None:
     """What `ensure` calls the other processes of a trainer for: makes the policy, and writes this process' shards of it."""
     shards = publishing.ShardWriter(member, _SHARDS, run.draft.parent, dtype="float32")
-    shards.offer(_make(experiment, _mesh(experiment.config), init_from, lambda step, loss: None), 0)
+    shards.offer(_make(experiment, init_from, lambda step, loss: None), 0)
     shards.drain()
     shards.close()
 
 
 def take_optimizer(experiment: Experiment, run: layout.RunDir, init_from: str, reference_id: str) -> None:
     """See other_runs.take_optimizer; by all processes of a trainer."""
-    config, reference = experiment.config, run.reference(reference_id)
-    policy, mesh = experiment.policy, _mesh(config)
-    other_runs.take_optimizer(init_from, run, config, experiment.contract, policy=policy, reference=reference, mesh=mesh)
+    mesh, reference = _mesh(experiment.config), run.reference(reference_id)
+    of_run: dict[str, Any] = dict(policy=experiment.policy, reference=reference, mesh=mesh)
+    other_runs.take_optimizer(init_from, run, experiment.config, experiment.contract, **of_run)
 
 
-def _mesh(config: Any) -> jax.sharding.Mesh:
-    return sharding.make_mesh(tuple(config.learner.mesh.values()), setting="learner.mesh")
+def _mesh(config: Any, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    return sharding.make_mesh(tuple(config.learner.mesh.values()), setting="learner.mesh", devices=devices)
 
 
-def _make(experiment: Experiment, mesh: jax.sharding.Mesh, init_from: str, report: Callable[[int, float], None]) -> Params:
+def _make(experiment: Experiment, init_from: str, report: Callable[[int, float], None]) -> Params:
+    config, model, mesh = experiment.config, experiment.policy.model, _mesh(experiment.config)
+    shardings = experiment.policy.model_shardings(mesh)
     if init_from:
         return other_runs.load_policy(init_from, experiment.policy, mesh)
-    return _initial_params(experiment, mesh, report)
-
-
-def _initial_params(experiment: Experiment, mesh: Any, report: Callable[[int, float], None]) -> Params:
-    config, model = experiment.config, experiment.policy.model
-    shardings = experiment.policy.model_shardings(mesh)
     if config.model.path:
         return load.load_params(load.resolve_folder(config.model.path), model, shardings)
     if not config.warm_start.steps:
         return jax.jit(experiment.policy.base.init, out_shardings=shardings)(jax.random.key(config.seed))
-    return warm_start.warm_start(
-        experiment.task,
-        experiment.tokenizer,
-        config=model,
-        mesh=mesh,
-        seed=config.seed,
-        prompt_length=config.task.prompt_length,
-        response_length=config.task.response_length,
-        **config.warm_start.to_dict(),
-        report=report,
-    )
+    task, settings = experiment.task, _warm_start_settings(experiment)
+    return warm_start.warm_start(task, experiment.tokenizer, **settings, report=report)

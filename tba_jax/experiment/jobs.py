@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tba_jax.experiment import answer, composition, estimate, joining, meshes, role_devices, training
-from tba_jax.experiment.joining import Invocation, check_dry_run, join, mistakes_end_the_role, record_of, with_schedule_of_run
+from tba_jax.experiment import answer, composition, estimate, joining, meshes, training
+from tba_jax.experiment.joining import Invocation, check_dry_run, check_role, join, mistakes_end_the_role, record_of
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, placement, results, supervisor
@@ -37,16 +37,11 @@ def dry_run(s: Invocation, *, full: bool) -> Job:
     Args: full: prints the config and the shapes as well.
     """
     check_dry_run(s)
-    if (found := joining.changed_prompts(s.experiment)) is not None:
-        log.warning("%s; what to do: %s", found.sentence, found.advice)
+    joining.tell_changed_prompts(s.experiment)
 
     def job() -> int:
-        parts = [
-            answer.describe(s.experiment, s.run),
-            answer.describe_placement(s.experiment),
-            *([estimate.describe(s.experiment)] if full else []),
-        ]
-        print(visible("\n\n".join(parts)))
+        parts = [answer.describe(s.experiment, s.run), answer.describe_placement(s.experiment)]
+        print(visible("\n\n".join([*parts, *([estimate.describe(s.experiment)] if full else [])])))
         return 0
 
     return job
@@ -69,36 +64,42 @@ def make_searcher(s: Invocation, *, name: str, account: TimeAccount, writer: str
 
 
 def searcher(s: Invocation) -> Job:
-    join(s, may_change_schedule=False, check=lambda: role_devices.check(s.experiment, "searcher"))
+    join(s, may_change_schedule=False, check=lambda: joining.check_devices(s.experiment, "searcher"))
     stop = processes_lib.StopSignal(patience_seconds=s.config.searchers.stop_seconds)
 
     def job() -> int:
-        here = role_devices.computed_on(s, "searcher")
+        here = joining.computed_on(s, "searcher")
         if contract_lib.is_finished(s.run):
-            log.info(
-                "the run in %s has finished its %d steps: nothing is left to search", s.run.shared, contract_lib.steps_of(s.run)
-            )
+            steps = contract_lib.steps_of(s.run)
+            log.info("the run in %s has finished its %d steps: nothing is left to search", s.run.shared, steps)
             return 0
         writer = writer_id(s.name or "searcher")
         name = s.name or writer
-        record = record_of(here, name)
-        with record.told_failures():
-            if _waits_for_run(s, record, stop):
-                joined, account = with_schedule_of_run(here, role="searcher"), TimeAccount(record)
-                record.status.phase("loading the reference policy and the task")
-                with _started_task(here, s.config.searchers.task_devices):
-                    made = make_searcher(joined, name=name, account=account, writer=writer)
-                    run_searcher(made, joined.config, s.run, name=name, account=account, stop=stop)
-            record.end(s.run, role="searcher")
+        with _joined(here, "searcher", name=name, stop=stop) as (joined, record):
+            if joined is not None:
+                account = TimeAccount(record)
+                made = make_searcher(joined, name=name, account=account, writer=writer)
+                run_searcher(made, joined.config, s.run, name=name, account=account, stop=stop)
         return 0
 
     return job
 
 
-def _waits_for_run(s: Invocation, record: Record, stop: Callable[[], bool]) -> bool:
-    """Returns once the run has its reference policy, or False if `stop` came first."""
-    record.status.phase("waiting for the reference policy")
-    return wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop)
+@contextlib.contextmanager
+def _joined(s: Invocation, role: str, *, name: str, stop: Callable[[], bool]) -> Iterator[tuple[Invocation | None, Record]]:
+    """A role that scores, once the run has its reference policy: the invocation with the run's schedule (None: `stop` came first)
+    and the record of the role. The task is started within it."""
+    record = record_of(s, name)
+    with record.told_failures(), contextlib.ExitStack() as stack:
+        record.status.phase("waiting for the reference policy")
+        joined = None
+        if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
+            joined = joining.with_schedule_of_run(s, role=role)
+            record.status.phase("loading the reference policy and the task")
+            stack.enter_context(_started_task(s, s.config[meshes.SECTIONS[role]].task_devices))
+        yield joined, record
+        stack.close()
+        record.end(s.run, role=role)
 
 
 @contextlib.contextmanager
@@ -121,42 +122,33 @@ def make_evaluator(e: composition.Experiment, run: layout.RunDir, record: Record
 def evaluator(s: Invocation) -> Job:
     from tba_jax.roles.evaluator import run_evaluator
 
-    join(s, may_change_schedule=False, check=lambda: role_devices.check(s.experiment, "evaluator"))
+    join(s, may_change_schedule=False, check=lambda: joining.check_devices(s.experiment, "evaluator"))
     stop = processes_lib.StopSignal()
 
     def job() -> int:
-        here = role_devices.computed_on(s, "evaluator")
-        record = record_of(here, "evaluator")
-        with record.told_failures():
-            if _waits_for_run(s, record, stop):
-                joined = with_schedule_of_run(here, role="evaluator")
-                record.status.phase("loading the reference policy and the task")
-                with _started_task(here, s.config.evaluation.task_devices):
-                    made = make_evaluator(joined.experiment, s.run, record)
-                    run_evaluator(made, joined.config, s.run, account=TimeAccount(record), stop=stop)
-            record.end(s.run, role="evaluator")
+        here = joining.computed_on(s, "evaluator")
+        with _joined(here, "evaluator", name="evaluator", stop=stop) as (joined, record):
+            if joined is not None:
+                made = make_evaluator(joined.experiment, s.run, record)
+                run_evaluator(made, joined.config, s.run, account=TimeAccount(record), stop=stop)
         return 0
 
     return job
 
 
 def _is_complete(s: Invocation) -> bool:
-    """Whether the run has done all its steps, and has evaluated what it would evaluate."""
+    """Whether the run has done all its steps and evaluated what it would: then its result is told once more."""
     from tba_jax.roles.evaluator import PendingSteps
 
     steps, evaluation = s.config.learner.steps, s.config.evaluation
     if not contract_lib.is_finished(s.run) or not snapshots.is_committed(s.run.policies, steps):
         return False
-    return not (evaluation.enabled and PendingSteps(s.run, every_steps=evaluation.every_steps, final_step=steps)())
-
-
-def _tell_again(s: Invocation) -> int:
-    """The job of a run that is complete when it is started: its result is told once more, and called what it is."""
-    steps = s.config.learner.steps
+    if evaluation.enabled and PendingSteps(s.run, every_steps=evaluation.every_steps, final_step=steps)():
+        return False
     results.tell(s.run, label=f"{s.label}: already finished", score_name=s.experiment.task.score_name, outcome="")
     more = "--config.learner.steps=N --allow_change=learner.steps"
     print(f"nothing is left to do of its {steps} steps; {more}, with N > {steps}, goes on", file=sys.stderr)
-    return 0
+    return True
 
 
 def _conclude(s: Invocation, spent: str, code: int) -> None:
@@ -188,11 +180,11 @@ def _in_turn(s: Invocation) -> Job:
     from tba_jax.roles.interleaved import run_interleaved
 
     EpochLease.refuse_if_held(s.run.journal)
-    join(s, may_change_schedule=True, check=lambda: role_devices.check(s.experiment, *meshes.roles_of(s.config)))
+    join(s, may_change_schedule=True, check=lambda: joining.check_devices(s.experiment, *meshes.roles_of(s.config)))
 
     def job() -> int:
         if _is_complete(s):
-            return _tell_again(s)
+            return 0
         with Progress(s.run, steps=s.config.learner.steps, tells_alarms=False) as progress:  # this process logs them
             finished = train()
         code = 0 if finished else processes_lib.STOPPED
@@ -200,7 +192,7 @@ def _in_turn(s: Invocation) -> Job:
         return code
 
     def train() -> bool:
-        here = role_devices.computed_on(s, *meshes.roles_of(s.config))
+        here = joining.computed_on(s, *meshes.roles_of(s.config))
         record = record_of(here, "trainer")
         with record.told_failures(), mistakes_end_the_role():
             made, lease = training.make_trainer(here, publish_every_steps=1, record=record)
@@ -216,33 +208,25 @@ def _in_turn(s: Invocation) -> Job:
     return job
 
 
-def _devices_for_all() -> int:
-    """How many JAX devices each process sees where there are no GPUs to share. Raises ValueError where they are a TPU's."""
-    devices = gpus.jax_devices()
-    if devices[0].platform == "tpu":
-        raise ValueError(
-            "--role=all cannot divide a host's TPU between processes: start each role on a host of its own, "
-            "or set schedule.mode=interleaved"
-        )
-    return len(devices)
-
-
 def _check_placements(s: Invocation, placements: Mapping[str, placement.Placement]) -> None:
     """Raises ValueError where the meshes of roles do not fit the devices that their processes will have."""
     found = Mistakes()
     for name, placed in placements.items():
         if placed.gpus:
-            found.attempt(meshes.check, s.experiment, role=name.split("-")[0], devices=len(placed.gpus))
-            found.attempt(task_models.check, s.experiment.task, role=name.split("-")[0])
+            found.attempt(check_role, s.experiment, role=name.split("-")[0], devices=len(placed.gpus))
     if not any(placed.gpus for placed in placements.values()):
-        devices = _devices_for_all()
-        roles, processes = {name.split("-")[0] for name in placements} - {"searcher"}, s.config.trainer.processes
-        found.attempt(role_devices.check, s.experiment, *roles, trainer_processes=processes)
-        if s.config.searchers.count:
-            # The process of a searcher splits the CPU into searchers.cpu_devices.
-            split = max(s.config.searchers.cpu_devices, devices)
-            found.attempt(meshes.check, s.experiment, role="searcher", devices=split)
-            found.attempt(task_models.check, s.experiment.task, role="searcher")
+        devices = gpus.jax_devices()
+        if devices[0].platform == "tpu":
+            raise ValueError(
+                "--role=all cannot divide a host's TPU between processes: start each role on a host of its own, "
+                "or set schedule.mode=interleaved"
+            )
+        roles = {name.split("-")[0] for name in placements}
+        processes = s.config.trainer.processes
+        found.attempt(joining.check_devices, s.experiment, *(roles - {"searcher"}), trainer_processes=processes)
+        if "searcher" in roles:  # whose process splits the CPU into searchers.cpu_devices
+            count = max(s.config.searchers.cpu_devices, len(devices))
+            found.attempt(check_role, s.experiment, role="searcher", devices=count)
     found.end()
 
 
@@ -269,7 +253,7 @@ def _as_processes(s: Invocation) -> Job:
 
     def job() -> int:
         if _is_complete(s):
-            return _tell_again(s)
+            return 0
         run = dataclasses.replace(s.run, id=contract_lib.read(s.run)["id"])
         processes = supervisor.Supervisor(
             run, max_restarts=s.config.supervisor.max_restarts, stop_seconds=s.config.supervisor.stop_seconds

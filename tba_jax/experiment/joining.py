@@ -4,13 +4,14 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from tba_jax.experiment import checks, composition, disk, initial_policy, meshes, other_runs, schedule_changes
 from tba_jax.experiment.mistakes import Mistakes
+from tba_jax.models import hardware
 from tba_jax.replay import journal
 from tba_jax.rewards import task_models
-from tba_jax.roles import gpus
+from tba_jax.roles import gpus, jax_support
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.world import ALONE, World
 from tba_jax.storage import contract as contract_lib
@@ -34,7 +35,6 @@ class Invocation:
     init_from: RUN@STEP, the snapshot that a new run begins from; "" = as its config says.
     world: of the processes of a trainer, as this one sees it.
     profile: the window of --profile.
-    mistakes: found so far; they are told with those that the checks of a role find, and the role does not begin.
     """
 
     experiment: composition.Experiment
@@ -46,68 +46,57 @@ class Invocation:
     init_from: str = ""
     world: World = ALONE
     profile: Window | None = None
-    mistakes: Mistakes = dataclasses.field(default_factory=Mistakes)
 
     @property
     def config(self) -> Any:
         return self.experiment.config
 
 
-def _check_run(s: Invocation, found: Mistakes, *, may_change_schedule: bool, fetch: bool = True) -> None:
-    """Adds to `found` why a role may not join the run that is there, or make one, and raises it; writes nothing.
+def check_devices(experiment: composition.Experiment, *roles: str, trainer_processes: int = 1) -> None:
+    """Raises ValueError where JAX misses GPUs of this process, or the meshes of roles that run in it do not fit its devices.
 
-    Args: fetch: see initial_policy.check; where not, reward models that are away count as those of the run.
+    Args: trainer_processes: processes that the trainer will have, each with as many devices as this one.
     """
-    found.attempt(initial_policy.check, s.experiment, s.run, init_from=s.init_from, fetch=fetch)
-    if may_change_schedule:
-        found.attempt(other_runs.check_behavior_is_known, s.run, s.config)
-    if may_change_schedule or not places.exists(s.run.config):
-        contract = s.experiment.contract
-        found.attempt(other_runs.check_init_from, s.run, s.config, contract, init_from=s.init_from)
-        found.attempt(other_runs.check_mounts, s.run, s.config, contract, init_from=s.init_from)
-    if places.exists(s.run.config):
-        found.attempt(_check_joins, s, fetch=fetch)
-        if may_change_schedule:
-            found.attempt(_check_schedule, s)
+    devices, found = gpus.jax_devices(), Mistakes()
+    found.attempt(hardware.check, experiment.policy.model, hardware.of(devices[0]))
+    for role in roles:
+        count = len(devices) * (trainer_processes if role == "trainer" else 1)
+        found.attempt(check_role, experiment, role=role, devices=count)
     found.end()
-    if not processes_lib.expected_run():  # the supervisor of this process has said the same
-        _warn(s)
 
 
-def _warn(s: Invocation) -> None:
-    """Tells what a role that starts does without."""
-    for split, count in s.experiment.skipped.items():
-        if count:
-            log.warning("%d %s prompts are longer than task.prompt_length and left out", count, split)
-    for sink in dict.fromkeys(s.config.metrics.sinks):
-        if sentence := missing(sink):
-            log.warning("%s", sentence)
+def check_role(experiment: composition.Experiment, *, role: str, devices: int) -> None:
+    """Raises ValueError where the mesh of a role does not fit so many devices, or its task's models cannot be had."""
+    found = Mistakes()
+    found.attempt(meshes.check, experiment, role=role, devices=devices)
+    found.attempt(task_models.check, experiment.task, role=role)
+    found.end()
+
+
+def computed_on(s: Invocation, *roles: str, name: str = "") -> Invocation:
+    """The invocation as the devices of this process compute it. The first line of a role's log says what they are.
+
+    Args: name: of the role, if not its own.
+    """
+    devices = gpus.jax_devices()
+    if devices[0].platform == "cpu" and (told := jax_support.hidden_gpus()):
+        log.warning("%s", told)
+    experiment = s.experiment.on_device(devices[0])
+    meshed = meshes.of_trainer(s.experiment, devices) if "trainer" in roles else s.experiment
+    for role in roles:
+        mesh, compute = meshes.in_words(meshed, role=role, devices=len(devices)), experiment.policy.model.compute_dtype
+        there = devices[0].platform, len(devices), devices[0].device_kind
+        log.info("%s: backend %s, %d × %s, %s, model.compute_dtype=%s", name or role, *there, mesh, compute)
+    return dataclasses.replace(s, experiment=experiment)
 
 
 def check_dry_run(s: Invocation) -> None:
     """The checks of a start, but for those of devices: writes nothing and fetches no weights. Raises ValueError: all mistakes."""
-    found = s.mistakes.copy()
+    found = Mistakes()
     for role in meshes.roles_of(s.config):
         found.attempt(task_models.check, s.experiment.task, role=role, fetch=False)
     found.attempt(layout.check_can_be_made, s.run)
     _check_run(s, found, may_change_schedule=True, fetch=False)
-
-
-def _check_joins(s: Invocation, *, fetch: bool) -> None:
-    contract = s.experiment.contract if fetch else _with_models_away(s)
-    contract_lib.check_joins(s.run, s.config, contract, init_from=s.init_from)
-
-
-def _check_schedule(s: Invocation) -> None:
-    schedule_changes.check(s.run, s.config, allowed=s.allow_change, step=journal.last_step(s.run.journal))
-
-
-def _with_models_away(s: Invocation) -> contract_lib.Contract:
-    """The contract with the run's own digests of reward models whose weights are not on this machine."""
-    gone, contract = {use.setting for use in task_models.away(s.experiment.task)}, s.experiment.contract
-    there = contract_lib.read_run(s.run, called=f"workdir {str(s.run.shared)!r}")["contract"]["reward_models"]
-    known = {setting: digest for setting, digest in there.items() if setting in gone}
-    return dataclasses.replace(contract, reward_models=dict(contract.reward_models) | known)
 
 
 def join(s: Invocation, *, may_change_schedule: bool, check: Callable[[], None] = lambda: None) -> None:
@@ -117,17 +106,54 @@ def join(s: Invocation, *, may_change_schedule: bool, check: Callable[[], None] 
       may_change_schedule: whether this role is the one that records a schedule of other settings (--allow_change).
       check: of the role, whose mistakes are told together with those of the run.
     """
-    found = s.mistakes.copy()
-    if not s.mistakes:  # after a mistake no device is asked for, and no weights are fetched
-        found.attempt(check)
+    found = Mistakes()
+    found.attempt(check)
     if not places.exists(s.run.config):  # a run that goes on has an alarm for its disk
         found.attempt(disk.check, s.experiment, s.run, trains=may_change_schedule)
-    _check_run(s, found, may_change_schedule=may_change_schedule, fetch=not s.mistakes)
+    _check_run(s, found, may_change_schedule=may_change_schedule, fetch=True)
     contract_lib.join(s.run, s.config, s.experiment.contract, init_from=s.init_from)
     if may_change_schedule:
         changes = schedule_changes.change(s.run, s.config, allowed=s.allow_change, step=journal.last_step(s.run.journal))
         for name, (there, here) in changes.items():
             log.warning("changed %s from %r to %r", name, there, here)
+
+
+def _check_run(s: Invocation, found: Mistakes, *, may_change_schedule: bool, fetch: bool) -> None:
+    """Adds to `found` why a role may not join the run that is there, or make one, and raises it; writes nothing.
+
+    Args: fetch: see initial_policy.check; where not, reward models that are away count as those of the run.
+    """
+    found.attempt(initial_policy.check, s.experiment, s.run, init_from=s.init_from, fetch=fetch)
+    contract, exists = s.experiment.contract, places.exists(s.run.config)
+    if may_change_schedule:
+        found.attempt(other_runs.check_behavior_is_known, s.run, s.config)
+    if may_change_schedule or not exists:
+        found.attempt(other_runs.check_init_from, s.run, s.config, contract, init_from=s.init_from)
+        found.attempt(other_runs.check_mounts, s.run, s.config, contract, init_from=s.init_from)
+    if exists:
+        found.attempt(_check_joins, s, fetch=fetch)
+    if exists and may_change_schedule:
+        step = journal.last_step(s.run.journal)
+        found.attempt(schedule_changes.check, s.run, s.config, allowed=s.allow_change, step=step)
+    found.end()
+    if processes_lib.expected_run():  # the supervisor of this process has said the same
+        return
+    for split, count in s.experiment.skipped.items():
+        if count:
+            log.warning("%d %s prompts are longer than task.prompt_length and left out", count, split)
+    for sink in dict.fromkeys(s.config.metrics.sinks):
+        if sentence := missing(sink):
+            log.warning("%s", sentence)
+
+
+def _check_joins(s: Invocation, *, fetch: bool) -> None:
+    contract = s.experiment.contract
+    if not fetch:  # reward models whose weights are not on this machine count as those of the run
+        gone = {use.setting for use in task_models.away(s.experiment.task)}
+        there = contract_lib.read_run(s.run, called=f"workdir {str(s.run.shared)!r}")["contract"]["reward_models"]
+        known = {setting: digest for setting, digest in there.items() if setting in gone}
+        contract = dataclasses.replace(contract, reward_models=dict(contract.reward_models) | known)
+    contract_lib.check_joins(s.run, s.config, contract, init_from=s.init_from)
 
 
 def record_of(s: Invocation, name: str) -> Record:
@@ -151,27 +177,21 @@ def with_schedule_of_run(s: Invocation, *, role: str) -> Invocation:
     config, changes = schedule_changes.taken_over(s.run, s.config)
     if not changes:
         return s
-    listed = "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in changes.items())
-    log.info("the %s takes the schedule of the run in %s, not that of its command; %s", role, s.run.shared, listed)
+    told = schedule_changes.in_words(changes)
+    log.info("the %s takes the schedule of the run in %s, not that of its command; %s", role, s.run.shared, told)
     with mistakes_end_the_role():  # its own settings may not go with that schedule
         checks.check(config)
     return dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, config=config))
 
 
-class ChangedPrompts(NamedTuple):
-    """See Alarms.tell."""
-
-    sentence: str
-    advice: str
-
-
 KIND = "prompts_change"
 # Of each split, evenly spread: decoding a data set takes minutes where it has many prompts.
 PROMPTS = 256
+_ADVICE = "take a model whose tokenizer has these characters, or write prompts without them (the task's prompt setting)"
 
 
-def changed_prompts(e: composition.Experiment) -> ChangedPrompts | None:
-    """What the tokenizer makes of prompts, None where it keeps them."""
+def changed_prompts(e: composition.Experiment) -> str:
+    """A sentence about the prompts whose text the tokenizer changes, and what to do; "" where it keeps them."""
     changes = []
     for split in SPLITS:
         queries = e.queries[split]
@@ -180,15 +200,16 @@ def changed_prompts(e: composition.Experiment) -> ChangedPrompts | None:
         if lost.count:
             of = f"{len(chosen)} {split} prompts" + (f" (of {len(queries):,})" if len(chosen) < len(queries) else "")
             changes.append(f"{lost.count} of {of}, such as '{lost.text}', which the policy reads as '{lost.read}'")
-    if not changes:
-        return None
-    return ChangedPrompts(
-        sentence=f"the tokenizer changes the text of {', and '.join(changes)}",
-        advice="take a model whose tokenizer has these characters, or write prompts without them (the task's prompt setting)",
-    )
+    return f"the tokenizer changes the text of {', and '.join(changes)}" if changes else ""
 
 
-def tell_changed_prompts(e: composition.Experiment, alarms: Alarms) -> None:
-    """Tells an alarm of what the tokenizer makes of prompts, once a run."""
-    if not alarms.is_told(KIND) and (found := changed_prompts(e)) is not None:
-        alarms.tell(kind=KIND, **found._asdict(), step=0)
+def tell_changed_prompts(e: composition.Experiment, alarms: Alarms | None = None) -> None:
+    """Tells what the tokenizer makes of prompts: an alarm once a run, or without `alarms` a warning."""
+    if alarms is not None and alarms.is_told(KIND):
+        return
+    if not (sentence := changed_prompts(e)):
+        return
+    if alarms is None:
+        log.warning("%s; what to do: %s", sentence, _ADVICE)
+    else:
+        alarms.tell(kind=KIND, sentence=sentence, advice=_ADVICE, step=0)

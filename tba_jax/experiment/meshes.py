@@ -2,12 +2,15 @@
 
 import dataclasses
 import math
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from tba_jax import sharding
 from tba_jax.decoding import sizes
+from tba_jax.experiment.fitting import device_memory
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.learner import descent
 from tba_jax.models import hardware, parameters
@@ -21,16 +24,6 @@ _LARGEST_WHOLE_STATE = 1 / 3
 _STATE_BYTES = 5 * 4
 
 
-class HasPolicy(Protocol):
-    """What meshes are checked against: an experiment, or as much of one as there is yet."""
-
-    @property
-    def config(self) -> Any: ...
-
-    @property
-    def policy(self) -> Policy: ...
-
-
 def roles_of(config: Any) -> list[str]:
     """The roles of a run that compute."""
     searches = config.searchers.count or config.schedule.mode == "interleaved"
@@ -38,44 +31,41 @@ def roles_of(config: Any) -> list[str]:
     return [role for role in SECTIONS if there[role]]
 
 
-def check(experiment: HasPolicy, *, role: str, devices: int | None) -> None:
+def check(experiment: Any, *, role: str, devices: int | None) -> None:
     """Raises ValueError where the mesh of a role does not make up its devices, or does not divide its rows or parameters.
 
     Args: devices: how many the role has; None where that is not known: then as few as its mesh can make up.
     """
-    config = experiment.config
+    config, section = experiment.config, SECTIONS[role]
     made = shape(experiment, role=role, devices=devices)
     batch = config.learner.queries * config.learner.completions
-    warm = config.warm_start.batch_size if config.warm_start.steps else batch
     rows_of_searcher = "searchers.queries_per_batch × searchers.samples_per_query"
     settings = {
-        "trainer": {"learner.queries × learner.completions": batch, "warm_start.batch_size": warm},
+        "trainer": {
+            "learner.queries × learner.completions": batch,
+            "warm_start.batch_size": config.warm_start.batch_size if config.warm_start.steps else batch,
+        },
         "searcher": {rows_of_searcher: config.searchers.queries_per_batch * config.searchers.samples_per_query},
         "evaluator": {"evaluation.batch_size": config.evaluation.batch_size},
     }[role]
     found = Mistakes()
     for what, rows in settings.items():
-        found.attempt(sharding.check_ways, rows, made[0] * made[1], what=what, mesh=f"{SECTIONS[role]}.mesh")
+        found.attempt(sharding.check_ways, rows, made[0] * made[1], what=what, mesh=f"{section}.mesh")
     if role == "trainer":
         found.attempt(micro_batch_rows, config, ways=made[0] * made[1])
     # Slots that one way cannot divide into groups may suit as many ways as data=-1 makes.
-    if role != "trainer" and not found and (devices is not None or config[SECTIONS[role]].mesh.data != -1):
+    elif not found and (devices is not None or config[section].mesh.data != -1):
         found.attempt(_check_slots, config, role, ways=made[0])
-    found.attempt(_check_divides, made, experiment.policy, section=SECTIONS[role])
+    try:
+        parameters.check_divides(dict(zip(sharding.MESH_AXES, made, strict=True)), experiment.policy.model_specs)
+    except ValueError as error:
+        found.require(False, f"{section}.mesh: {error}")
     found.end()
 
 
-def _check_divides(made: tuple[int, int, int], policy: Policy, *, section: str) -> None:
-    try:
-        parameters.check_divides(dict(zip(sharding.MESH_AXES, made, strict=True)), policy.model_specs)
-    except ValueError as error:
-        raise ValueError(f"{section}.mesh: {error}") from error
-
-
-def shape(experiment: HasPolicy, *, role: str, devices: int | None) -> tuple[int, int, int]:
+def shape(experiment: Any, *, role: str, devices: int | None) -> tuple[int, int, int]:
     """The sizes (data, fsdp, tensor) of the mesh of a role. Args, Raises: as `check`."""
-    section = SECTIONS[role]
-    own = experiment.config[section].task_devices if role != "trainer" else 0
+    section, own = SECTIONS[role], task_devices(experiment, role)
     settings = experiment.config[section].mesh
     mesh = (settings.data, settings.fsdp or 1, settings.tensor)  # for fsdp=0 see `by_need`
     if devices is None:
@@ -83,6 +73,23 @@ def shape(experiment: HasPolicy, *, role: str, devices: int | None) -> tuple[int
     if own >= devices:
         raise ValueError(f"{section}.task_devices={own} leaves the policy none of the {devices} devices of this role")
     return sharding.mesh_shape(mesh, devices - own, setting=f"{section}.mesh")
+
+
+def in_words(experiment: Any, *, role: str, devices: int) -> str:
+    """The mesh of a role by its sizes, such as "learner.mesh data=2 × fsdp=1 × tensor=1"."""
+    made = zip(sharding.MESH_AXES, shape(experiment, role=role, devices=devices), strict=True)
+    return f"{SECTIONS[role]}.mesh {' × '.join(f'{axis}={size}' for axis, size in made)}"
+
+
+def task_devices(experiment: Any, role: str) -> int:
+    """The devices of a role that are for its task's models alone."""
+    return int(experiment.config[SECTIONS[role]].task_devices) if role != "trainer" else 0
+
+
+def of_trainer(experiment: Any, devices: Sequence[Any]) -> Any:
+    """The experiment with the mesh of a trainer on these devices, see `by_need`."""
+    here = next((device for device in devices if device.process_index == jax.process_index()), devices[0])
+    return by_need(experiment, devices=len(devices), memory=device_memory(here))
 
 
 def by_need(experiment: Any, *, devices: int, memory: int | None) -> Any:
@@ -100,8 +107,8 @@ def by_need(experiment: Any, *, devices: int, memory: int | None) -> Any:
     config.learner.mesh.fsdp = 1
     if memory is not None and mesh.data == -1 and _state_bytes(experiment.policy) / mesh.tensor > memory * _LARGEST_WHOLE_STATE:
         ways = devices // mesh.tensor
-        sizes = [size for size in range(1, ways + 1) if ways % size == 0]
-        config.learner.mesh.fsdp = max(size for size in sizes if _divides(size, mesh.tensor, experiment.policy))
+        fitting = [size for size in range(2, ways + 1) if ways % size == 0 and _divides(size, mesh.tensor, experiment.policy)]
+        config.learner.mesh.fsdp = max(fitting, default=1)
     return dataclasses.replace(experiment, config=config)
 
 
@@ -115,12 +122,12 @@ def _divides(fsdp: int, tensor: int, policy: Policy) -> bool:
     try:
         parameters.check_divides({"data": 1, "fsdp": fsdp, "tensor": tensor}, policy.model_specs)
     except ValueError:
-        return fsdp == 1
+        return False
     return True
 
 
 def micro_batch_rows(config: Any, *, ways: int) -> int:
-    """The rows of a micro-batch on the learner's mesh. Raises ValueError, see micro_batches.limits."""
+    """The rows of a micro-batch on the learner's mesh. Raises ValueError, see descent.limits."""
     learner, task = config.learner, config.task
     sizes = dict(
         prompt=task.prompt_length, response=task.response_length, queries=learner.queries, completions=learner.completions
@@ -136,17 +143,13 @@ def slots_of(config: Any) -> int:
 
 def _check_slots(config: Any, role: str, *, ways: int) -> None:
     """Raises ValueError where the slots of a role that decodes cannot be divided over the data ways of its mesh."""
-    s, evaluation = config.searchers, config.evaluation
-    batch = s.queries_per_batch * s.samples_per_query
-    decoded = slots_of(config)
-    named = f"searchers.slots={s.slots}" if s.slots else f"searchers.slots=0 (queries_per_batch × samples_per_query = {batch})"
-    if not s.slots and decoded != batch:
-        named = f"searchers.slots=0 ({decoded} of the {batch} rows of a batch)"
-    slots, samples, what = {
-        "searcher": (decoded, s.samples_per_query, named),
-        "evaluator": (evaluation.batch_size, 1, f"evaluation.batch_size={evaluation.batch_size}"),
-    }[role]
+    s, section = config.searchers, SECTIONS[role]
+    slots, samples, what = config.evaluation.batch_size, 1, f"evaluation.batch_size={config.evaluation.batch_size}"
+    if role == "searcher":
+        slots, samples = slots_of(config), s.samples_per_query
+        of_batch = f" ({slots} of the {s.queries_per_batch * samples} rows of a batch)"
+        what = f"searchers.slots={s.slots}{'' if s.slots else of_batch}"
     try:
         sizes.arrange(slots, samples, ways, lockstep=config.schedule.mode == "interleaved", what=what)
     except ValueError as error:
-        raise ValueError(f"{SECTIONS[role]}.mesh.data: {error}") from error
+        raise ValueError(f"{section}.mesh.data: {error}") from error

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import shutil
 from collections.abc import Mapping
@@ -70,41 +69,38 @@ def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contrac
         expected = _reference_id(run)
     if not places_lib.exists(run.initial_reference):  # this run will begin from the reference policy of the runs that it mounts
         ours |= {"model.path": config.model.path, "init_from": init_from}
-    mounts, found = _Mounts(run, ours, expected), Mistakes()
-    for folder in config.replay.mount:
-        found.attempt(mounts.check, folder)
-    found.end()
-    _warn_of_finished_mounts(config)
+    writers, seen, found = dict.fromkeys(_writers(run), run.replay), {_identity(run)}, Mistakes()
+    owner = "this run's"
 
-
-class _Mounts:
-    """The runs of replay.mount, each checked against this one and against those before."""
-
-    def __init__(self, run: layout.RunDir, ours: Mapping[str, Any], expected: str | None):
-        """Args: ours: fields that must be equal in each; expected: the id of their reference policy, None: not known yet."""
-        self._ours, self._expected, self._owner = ours, expected, "this run's"
-        self._writers = dict.fromkeys(_writers(run), run.replay)
-        self._places = {_identity(run)}
-
-    def check(self, folder: str) -> None:
-        """Raises ValueError, see check_mounts."""
-        if _identity(layout.open_run_dir(folder)) in self._places:
+    def check(folder: str) -> None:
+        """A run of replay.mount against this one, and against those before it."""
+        nonlocal expected, owner
+        if _identity(layout.open_run_dir(folder)) in seen:
             raise ValueError(f"replay.mount: {folder} is this run itself, or mounted twice")
         other, stored = _read(folder, setting="replay.mount")
-        self._places.add(_identity(other))
-        _check_rows(folder, other, stored, self._ours)
+        seen.add(_identity(other))
+        _check_rows(folder, other, stored, ours)
         reference = _reference_id(other)
         if reference is None:
             raise ValueError(f"replay.mount: {folder} has no reference policy yet: start its trainer first")
-        if self._ours["reference"] != "none" and self._expected not in (None, reference):
-            of = f"{self._owner} is {self._expected}"
+        if ours["reference"] != "none" and expected not in (None, reference):
+            of = f"{owner} is {expected}"
             raise ValueError(f"replay.mount: rows of {folder} have log-probs of reference {reference}, {of}")
-        if self._expected is None:
-            self._expected, self._owner = reference, f"that of {folder}"
+        if expected is None:
+            expected, owner = reference, f"that of {folder}"
         for writer in _writers(other):
-            if writer in self._writers:
-                raise ValueError(f"replay.mount: writer {writer} has a log in {other.replay} and in {self._writers[writer]}")
-            self._writers[writer] = other.replay
+            if writer in writers:
+                raise ValueError(f"replay.mount: writer {writer} has a log in {other.replay} and in {writers[writer]}")
+            writers[writer] = other.replay
+
+    for folder in config.replay.mount:
+        found.attempt(check, folder)
+    found.end()
+    finished = all(places_lib.exists(layout.open_run_dir(folder).finished) for folder in config.replay.mount)
+    share = config.replay.recent_probability
+    if finished and share and not config.searchers.count:  # the newest of all rows count as recent for ever
+        again = "replay.recent_probability=%g draws the newest queries of finished runs again and again; 0 draws all evenly"
+        log.warning(again, share)
 
 
 def _check_rows(folder: str, other: layout.RunDir, stored: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
@@ -139,17 +135,6 @@ def _how_to_begin(folder: str, there: str, here: str) -> str:
         return f"leave out --init_from={here}: {folder} began from what its config says"
     instead = f", not --init_from={here}" if here else ""
     return f"it began from the policy {there}: begin this run with --init_from={there} too{instead}"
-
-
-def _warn_of_finished_mounts(config: Any) -> None:
-    """Warns if all rows are of finished runs, and the newest of them count as recent for ever."""
-    mounted, share = map(layout.open_run_dir, config.replay.mount), config.replay.recent_probability
-    if config.searchers.count or not share:
-        return
-    if all(places_lib.exists(run.finished) for run in mounted):
-        log.warning(
-            "replay.recent_probability=%g draws the newest queries of finished runs again and again; 0 draws all evenly", share
-        )
 
 
 def check_behavior_is_known(run: layout.RunDir, config: Any) -> None:
@@ -256,10 +241,9 @@ def load_policy(init_from: str, policy: Policy, mesh: Mesh) -> Params:
     trained = snapshots.load_step(other.policies, step, theirs.trained_specs, theirs.trained_shardings(mesh))
     if theirs.lora is None:
         return trained
-    reference = _reference_id(other)
+    reference, shardings = _reference_id(other), policy.model_shardings(mesh)
     assert reference is not None, "check_init_from comes first"
-    base = snapshots.load(other.reference(reference), policy.model_specs, policy.model_shardings(mesh))
-    shardings = policy.model_shardings(mesh)
+    base = snapshots.load(other.reference(reference), policy.model_specs, shardings)
     return jax.jit(theirs.merged, out_shardings=shardings)(trained, base)
 
 
@@ -290,43 +274,35 @@ def take_optimizer(
             return False
         state = source.restore(step, {"state": shapes})[0]["state"]
     except ValueError as error:
-        log.warning(
-            "the optimiser of %s is not taken: its state is of another shape (objective, optimiser or adapters)", init_from
-        )
+        why = "its state is of another shape (objective, optimiser or adapters)"
+        log.warning("the optimiser of %s is not taken: %s", init_from, why)
         log.debug("%s", error)
         return False
     finally:
         source.close()
     params = snapshots.load(reference, policy.trained_specs, policy.trained_shardings(mesh))
-    begin = functools.partial(_begin_with, policy=policy, optimizers=optimizers)
     taken = state.opt_state["policy"]
     del state
+
+    def begin(params: Params, taken: Any) -> TrainState:
+        # Log Z and the values of states belong to the reference, which is another one now: their heads begin anew.
+        begun = init_state(policy, params, optimizers)
+        return dataclasses.replace(begun, opt_state=begun.opt_state | {"policy": _restart_schedules(taken)})
+
     begin_on_mesh = jax.jit(begin, out_shardings=jax.tree.map(lambda x: x.sharding, shapes), donate_argnums=(0, 1))
     begun = begin_on_mesh(params, taken)
     del params, taken
-    index = make_index(config, contract)
     target = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
-    target.save({"state": begun}, {"epoch": 0, "index": index.state(), "visible": []}, step=0)
+    target.save({"state": begun}, {"epoch": 0, "index": make_index(config, contract).state(), "visible": []}, step=0)
     target.close()
     log.info("the run begins with the optimiser of %s", init_from)
     return True
 
 
-def _begin_with(params: Params, taken: Any, *, policy: Policy, optimizers: Any) -> TrainState:
-    """The state of step 0. Args: taken: the other run's state of the policy's optimiser."""
-    # Log Z and the values of states belong to the reference, which is another one now: their heads begin anew.
-    begun = init_state(policy, params, optimizers)
-    return dataclasses.replace(begun, opt_state=begun.opt_state | {"policy": _restart_schedules(taken)})
-
-
 def _restart_schedules(opt_state: Any) -> Any:
     """The optimiser's state with the counters of its schedules at 0; Adam's count belongs to its moments and stays."""
 
-    def is_schedule(node: Any) -> bool:
-        return isinstance(node, optax.ScaleByScheduleState)
+    def restart(node: Any) -> Any:
+        return node._replace(count=jnp.zeros_like(node.count)) if isinstance(node, optax.ScaleByScheduleState) else node
 
-    return jax.tree.map(
-        lambda node: node._replace(count=jnp.zeros_like(node.count)) if is_schedule(node) else node,
-        opt_state,
-        is_leaf=is_schedule,
-    )
+    return jax.tree.map(restart, opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))

@@ -6,7 +6,7 @@ config.json is that of all roles; the run's trainer alone may change it.
 """
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tba_jax.experiment import stored_run
@@ -22,16 +22,10 @@ Changes = dict[str, tuple[Any, Any]]  # setting -> (there, here): its value in c
 _SECTIONS = ("seed", "learner", "replay", "publish", "schedule")
 _SCHEDULE = [name for name, rule in SCHEMA.rules.items() if name.split(".")[0] in _SECTIONS and not rule.free]
 
-
-def _heads(objective: str) -> tuple[str, bool]:
-    """What heads of an objective's policy hold. A log Z is of the objective that learned it: in nats, or in nats per token."""
-    declared = OBJECTIVES[objective]
-    return (objective if declared.log_z_head else "", declared.value_head)
-
-
-# Settings that decide which state a checkpoint holds: setting -> value -> that state.
+# Settings that decide which state a checkpoint holds: setting -> value -> that state. A log Z is of the objective that learned
+# it: in nats, or in nats per token.
 _STATEFUL: dict[str, dict[str, object]] = {
-    "learner.objective": {name: _heads(name) for name in OBJECTIVES},
+    "learner.objective": {name: (name if made.log_z_head else "", made.value_head) for name, made in OBJECTIVES.items()},
     "learner.reference.kind": dict.fromkeys(HELD_REFERENCES, "reference"),
 }
 
@@ -42,21 +36,21 @@ def changed(run: layout.RunDir, config: Any) -> Changes:
     return {name: (theirs[name], ours[name]) for name in _SCHEDULE if theirs[name] != ours[name]}
 
 
+def in_words(changes: Changes) -> str:
+    return "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in changes.items())
+
+
 def taken_over(run: layout.RunDir, config: Any) -> tuple[Any, Changes]:
     """A config with the schedule of the run, for a role that does not decide about it; and what `config` says otherwise."""
     changes = changed(run, config)
-    if changes:
-        config = config.copy_and_resolve_references()
-        config.update_from_flattened_dict(stored_run.with_tuples({name: there for name, (there, _) in changes.items()}))
-    return config, changes
+    return stored_run.with_settings(config, {name: there for name, (there, _) in changes.items()}), changes
 
 
 def check_none_given(run: layout.RunDir, config: Any, *, role: str) -> None:
     """Raises ValueError where flags of a joining role ask for another schedule. Args: config: the run's, changed by flags."""
     if changes := changed(run, config):
-        listed = "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in changes.items())
         raise ValueError(
-            f"--role={role} takes the schedule of the run in {run.shared}, which only its trainer may change; {listed}"
+            f"--role={role} takes the schedule of the run in {run.shared}, which only its trainer may change; {in_words(changes)}"
         )
 
 
@@ -90,13 +84,16 @@ def check(run: layout.RunDir, config: Any, *, allowed: Sequence[str], step: int)
         raise ValueError(f"--allow_change={','.join(allowed)}: there is no setting {unknown[0]}{told}")
     changes = changed(run, config)
     require(
-        config.learner.steps >= step,
-        f"learner.steps={config.learner.steps} is less than the {step} steps that the run has done",
+        config.learner.steps >= step, f"learner.steps={config.learner.steps} is less than the {step} steps that the run has done"
     )
     if step or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir())):
         _check_checkpointed(changes)
-    if step:
-        _check_allowed(changes, allowed)
+    refused = {name: values for name, values in changes.items() if name not in allowed}
+    if "none" in refused.get("learner.reference.kind", ()):
+        del refused["learner.reference.kind"]  # the contract refuses it, and nothing can allow it
+    if step and refused:
+        allow = f"to change it, add --allow_change={','.join(sorted(refused))}"
+        raise ValueError(f"the run has another schedule; {in_words(refused)}; {allow}")
     return changes
 
 
@@ -118,7 +115,7 @@ def past(run: layout.RunDir, *, after: int) -> list[tuple[int, dict[str, Any]]]:
     return found
 
 
-def _check_checkpointed(changes: Mapping[str, tuple[Any, Any]]) -> None:
+def _check_checkpointed(changes: Changes) -> None:
     """Refuses changes that the state or the replay index of a checkpoint does not go with."""
     for name, state in _STATEFUL.items():
         there, here = changes.get(name, ("", ""))
@@ -133,12 +130,3 @@ def _check_checkpointed(changes: Mapping[str, tuple[Any, Any]]) -> None:
     for name, (there, here) in changes.items():
         if SCHEMA.rules[name].fixed:
             raise ValueError(f"{name} of a run cannot change: {there!r} there, {here!r} here")
-
-
-def _check_allowed(changes: Mapping[str, tuple[Any, Any]], allowed: Sequence[str]) -> None:
-    refused = {name: values for name, values in changes.items() if name not in allowed}
-    if "none" in refused.get("learner.reference.kind", ()):
-        del refused["learner.reference.kind"]  # the contract refuses it, and nothing can allow it
-    if refused:
-        listed = "; ".join(f"{name}: {there!r} there, {here!r} here" for name, (there, here) in refused.items())
-        raise ValueError(f"the run has another schedule; {listed}; to change it, add --allow_change={','.join(sorted(refused))}")

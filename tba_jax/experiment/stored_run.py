@@ -77,6 +77,13 @@ def with_tuples(tree: Any) -> Any:
     return tuple(map(with_tuples, tree)) if isinstance(tree, list) else tree
 
 
+def with_settings(config: Any, values: Mapping[str, Any]) -> Any:
+    """A config with other values of settings, by dotted names, as config.json holds them."""
+    config = config.copy_and_resolve_references()
+    config.update_from_flattened_dict(with_tuples(values))
+    return config
+
+
 def policy_and_tokenizer(config: Any, *, alphabet: str, weights: bool = True, date: str = "") -> tuple[Policy, Tokenizer]:
     """The policy that config.model and config.lora name, and its tokenizer. No code of the checkpoint or of a task is executed.
 
@@ -127,22 +134,14 @@ def adapters(config: Any) -> LoraConfig | None:
 def check_policy(config: Any, policy: Policy, tokenizer: Tokenizer, found: Mistakes) -> None:
     """Adds to `found` where kernel, stop strings or lengths do not go with the policy or the tokenizer."""
     task, model = config.task, policy.model
-    found.attempt(_check_kernel, model)
+    if model.attention == "cudnn" and model.compute_dtype != "bfloat16":
+        found.add([f"model.attention=cudnn needs model.compute_dtype=bfloat16, not {model.compute_dtype}"])
+    elif model.attention == "cudnn" and not attention.cudnn_takes(model.head_size):
+        of_model = f"the model's are {model.head_size}"
+        found.add([f"model.attention=cudnn takes heads of a multiple of 8 up to 128, {of_model}"])
     found.attempt(vocabulary.check_stop_strings, task.stop_strings, tokenizer, model.vocab)
     found.attempt(vocabulary.check_stop_strings, task.step_ends, tokenizer, model.vocab, setting="task.step_ends", special=False)
     total = task.prompt_length + task.response_length
-    found.require(
-        total <= model.max_positions,
-        f"task.prompt_length={task.prompt_length} + task.response_length={task.response_length} = {total} exceed the model's "
-        f"{model.max_positions} positions",
-    )
-
-
-def _check_kernel(model: DecoderConfig) -> None:
-    """Refuses what cuDNN's flash attention does not take."""
-    if model.attention != "cudnn":
-        return
-    if model.compute_dtype != "bfloat16":
-        raise ValueError(f"model.attention=cudnn needs model.compute_dtype=bfloat16, not {model.compute_dtype}")
-    if not attention.cudnn_takes(model.head_size):
-        raise ValueError(f"model.attention=cudnn takes heads of a multiple of 8 up to 128, the model's are {model.head_size}")
+    if total > model.max_positions:
+        lengths = f"task.prompt_length={task.prompt_length} + task.response_length={task.response_length}"
+        found.add([f"{lengths} = {total} exceed the model's {model.max_positions} positions"])

@@ -30,6 +30,10 @@ _CHIPS = {1: "v5p:1x1x1", 4: "v5p:2x2x1", 8: "v5p:2x2x2", 16: "v5p:2x2x4", 64: "
 # NAME or NAME/CHIPS. The compiler ends its process at a size of 0.
 _TPUS = re.compile(r"(?P<name>\w+:[1-9]\d*(x[1-9]\d*){1,2})(/(?P<chips>[1-9]\d*))?")
 _GPUS = re.compile(r"(?P<name>[A-Za-z][\w-]*?)x(?P<count>[1-9]\d*)(@(?P<gib>[1-9]\d*(\.\d+)?))?")
+_EXAMPLE = (
+    f"such as v5p:2x2x1, v5p:2x2x1/2 for two of its chips, or H100x8 and L4x2@24 for GPUs; known: {', '.join(KNOWN)}, and "
+    f"GPUs {', '.join(MEMORY)}"
+)
 # The compiler looks for TPUs and asks the cloud about them, unless it is told not to; and one process at a time may use a TPU.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -54,25 +58,16 @@ def parse(values: Sequence[str], *, roles: Sequence[str]) -> dict[str, str]:
         if role and role not in roles:
             raise ValueError(f"--topology={value}: there is no role {role!r}; roles that compute: {', '.join(roles)}")
         if not gpus(topology) and not _TPUS.fullmatch(topology):
-            raise ValueError(f"--topology={value}: {topology!r} is no topology, {_example()}")
+            raise ValueError(f"--topology={value}: {topology!r} is no topology, {_EXAMPLE}")
         if role in named:
             raise ValueError(f"--topology={','.join(values)} names {'two topologies' if not role else f'the {role} twice'}")
         named[role] = topology
     everywhere = named.pop("", "")
-    if everywhere and gpus(everywhere):
-        if named:
-            raise ValueError(
-                f"--topology={','.join(values)}: {everywhere} is a machine for all roles, so no role can have another"
-            )
-        return {"all": everywhere}
-    return {role: named.get(role, everywhere) for role in roles if named.get(role, everywhere)}
-
-
-def _example() -> str:
-    return (
-        f"such as v5p:2x2x1, v5p:2x2x1/2 for two of its chips, or H100x8 and L4x2@24 for GPUs; known: {', '.join(KNOWN)}, and "
-        f"GPUs {', '.join(MEMORY)}"
-    )
+    if not (everywhere and gpus(everywhere)):
+        return {role: topology for role in roles if (topology := named.get(role, everywhere))}
+    if named:
+        raise ValueError(f"--topology={','.join(values)}: {everywhere} is a machine for all roles, so no role can have another")
+    return {"all": everywhere}
 
 
 def use_no_devices() -> None:
@@ -96,7 +91,7 @@ def gpus(topology: str) -> tuple[Gpu, ...]:
     known = {name.lower(): gib for name, gib in MEMORY.items()}
     gib = float(found["gib"] or known.get(found["name"].lower(), 0))
     if not gib:
-        raise ValueError(f"{topology}: the memory of {found['name']} is not known: say it as {topology}@GIB, {_example()}")
+        raise ValueError(f"{topology}: the memory of {found['name']} is not known: say it as {topology}@GIB, {_EXAMPLE}")
     kind, memory = found["name"], int(gib * (1 << 30))
     return tuple(Gpu(name=str(number), kind=kind, memory=memory) for number in range(int(found["count"])))
 
@@ -116,7 +111,7 @@ def devices(topology: str) -> list[Any]:
     """
     found = _TPUS.fullmatch(topology)
     if found is None:
-        raise ValueError(f"{topology!r} is no topology, {_example()}")
+        raise ValueError(f"{topology!r} is no topology, {_EXAMPLE}")
     try:
         described = topologies.get_topology_desc(platform="tpu", topology_name=found["name"]).devices
     except RuntimeError as error:  # JaxRuntimeError is one too
@@ -125,7 +120,7 @@ def devices(topology: str) -> list[Any]:
             raise ValueError(
                 f"compiling for {topology} needs the TPU's compiler, which is the extra `tpu`: pip install -e '.[tpu]'"
             ) from error
-        raise ValueError(f"{topology!r} is no topology, {_example()} ({reason[:200].rstrip('.')})") from error
+        raise ValueError(f"{topology!r} is no topology, {_EXAMPLE} ({reason[:200].rstrip('.')})") from error
     chips = int(found["chips"] or len(described))
     if chips > len(described):
         raise ValueError(f"topology {topology} asks for {chips} of {len(described)} chips")

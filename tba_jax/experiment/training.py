@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tba_jax.experiment import compiling, initial_policy, joining, other_runs, role_devices, schedule_changes, stored_run
+from tba_jax.experiment import initial_policy, joining, meshes, other_runs, schedule_changes, stored_run
 from tba_jax.experiment.joining import Invocation, join, mistakes_end_the_role
 from tba_jax.roles import gpus, rendezvous
 from tba_jax.roles.process_group import Alone, Group, Member
@@ -36,13 +36,15 @@ def reference(s: Invocation) -> Job:
     if isinstance(group, Member):
         return lambda: _follow(s, group)
     with group.guard(ValueError):
-        join(s, may_change_schedule=False, check=lambda: role_devices.check(s.experiment, "trainer"))
+        join(s, may_change_schedule=False, check=lambda: joining.check_devices(s.experiment, "trainer"))
 
     def job() -> int:
-        here, record = role_devices.computed_on(s, "trainer", name="reference"), joining.record_of(s, "reference")
+        here, record = joining.computed_on(s, "trainer", name="reference"), joining.record_of(s, "reference")
         with record.told_failures(), group.guard(ValueError), mistakes_end_the_role():
             group.call("join", run=contract_lib.read(s.run)["id"])
-            if not _has_reference(s.run):
+            try:
+                layout.reference_id(s.run)
+            except (FileNotFoundError, ValueError):  # there is none yet, or its name is damaged
                 _make_reference_alone(here, group, record)
         record.close("finished")
         group.end(0)
@@ -55,7 +57,6 @@ def _group(s: Invocation) -> Group | Member:
     """Meets the other processes of the trainer, if there are any. Returns the group to lead, or the membership to follow."""
     if s.world.processes == 1:
         return Alone()
-    s.mistakes.end()
     if s.config.schedule.mode == "interleaved":
         raise ValueError(f"--processes={s.world.processes} and schedule.mode=interleaved exclude each other: it is one process")
     told = {f"config.{name}": value for name, value in flatten(contract_lib.plain(s.config.to_dict())).items()}
@@ -63,14 +64,6 @@ def _group(s: Invocation) -> Group | Member:
     told |= {"--init_from": s.init_from, "--allow_change": list(s.allow_change), "--shared": str(s.run.elsewhere or "")}
     limits = rendezvous.Limits(**{name: s.config.trainer[name] for name in ("connect_seconds", "heartbeat_seconds")})
     return rendezvous.meet(s.world, workdir=s.run.root, settings=told, visible_gpus=len(gpus.visible()), limits=limits)
-
-
-def _has_reference(run: layout.RunDir) -> bool:
-    try:
-        layout.reference_id(run)
-    except (FileNotFoundError, ValueError):
-        return False
-    return True
 
 
 def _make_reference_alone(s: Invocation, group: Group, record: Record) -> None:
@@ -98,12 +91,11 @@ def _make_reference(s: Invocation, group: Group, record: Record) -> None:
             other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=s.init_from)
         return
     writer = metrics.open_writer(s.config, s.run, "reference", role="reference", status=record.status)
-    steps = s.config.warm_start.steps
 
     def report(step: int, loss: float) -> None:
         log.info("warm start: step %d, loss %.3f", step, loss)
         writer.write(step, {"loss": loss})
-        record.status.phase("warm start", done=step, total=steps)
+        record.status.phase("warm start", done=step, total=s.config.warm_start.steps)
 
     initial_policy.ensure(_on_mesh(s).experiment, s.run, report=report, status=record.status, group=group)
     record.status.phase("")
@@ -126,31 +118,26 @@ def make_trainer(
 
     group, record = group or Alone(), record or joining.record_of(s, "trainer")
     while True:
-        with contextlib.suppress(CheckpointLeftOut):  # what schedule the steps after the checkpoint before had is asked again
-            return _make_trainer(s, publish_every_steps=publish_every_steps, group=group, record=record)
-
-
-def _make_trainer(s: Invocation, *, publish_every_steps: int, group: Group, record: Record) -> tuple[Any, EpochLease]:
-    """As `make_trainer`. Raises CheckpointLeftOut where the newest checkpoint did not count and is not there any more."""
-    newest = max(layout.steps_in(s.run.checkpoints), default=0)
-    for step, values in schedule_changes.past(s.run, after=newest):
-        past = _with_settings(s, values)
-        every_steps = 1 if past.config.schedule.mode == "interleaved" else past.config.publish.every_steps
-        trainer, lease = _begin_trainer(past, group, values, record=record, publish_every_steps=every_steps, until=step)
-        trainer.close()
-        lease.release()
-    return _begin_trainer(s, group, {}, record=record, publish_every_steps=publish_every_steps)
+        # Where the newest checkpoint did not count and is gone, the schedules of the steps after the one before are asked again.
+        with contextlib.suppress(CheckpointLeftOut):
+            newest = max(layout.steps_in(s.run.checkpoints), default=0)
+            for step, values in schedule_changes.past(s.run, after=newest):
+                past = _with_settings(s, values)
+                every_steps = 1 if past.config.schedule.mode == "interleaved" else past.config.publish.every_steps
+                trainer, lease = _begin_trainer(past, group, values, record=record, publish_every_steps=every_steps, until=step)
+                trainer.close()
+                lease.release()
+            return _begin_trainer(s, group, {}, record=record, publish_every_steps=publish_every_steps)
 
 
 def _on_mesh(s: Invocation) -> Invocation:
     """The invocation with the mesh of a trainer on the devices of all its processes."""
-    return dataclasses.replace(s, experiment=compiling.of_trainer(s.experiment, gpus.jax_devices()))
+    return dataclasses.replace(s, experiment=meshes.of_trainer(s.experiment, gpus.jax_devices()))
 
 
 def _with_settings(s: Invocation, values: Mapping[str, Any]) -> Invocation:
     """The invocation with other values of settings, as schedule_changes.past gives them."""
-    config = s.config.copy_and_resolve_references()
-    config.update_from_flattened_dict(stored_run.with_tuples(values))
+    config = stored_run.with_settings(s.config, values)
     return dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, config=config))
 
 
@@ -176,16 +163,8 @@ def _begin_trainer(
         _make_reference(s, group, record)
         group.call("begin trainer", settings=settings)
         record.status.phase("loading")
-        trainer = Trainer(
-            s.config,
-            s.experiment.contract,
-            s.run,
-            policy=s.experiment.policy,
-            lease=lease,
-            publish_every_steps=publish_every_steps,
-            group=group,
-            record=record,
-        )
+        world: dict[str, Any] = dict(policy=s.experiment.policy, lease=lease, group=group, record=record)
+        trainer = Trainer(s.config, s.experiment.contract, s.run, **world, publish_every_steps=publish_every_steps)
         # Where a trainer of a past schedule was before this one, the others have let go of it, and take no snapshot for its.
         group.reports("begun")
         try:
@@ -208,8 +187,8 @@ def trainer(s: Invocation) -> Job:
         return lambda: _follow(s, group)
     with group.guard(ValueError, LeaseHeld):
         EpochLease.refuse_if_held(s.run.journal)
-        join(s, may_change_schedule=True, check=lambda: role_devices.check(s.experiment, "trainer"))
-        here = role_devices.computed_on(s, "trainer")
+        join(s, may_change_schedule=True, check=lambda: joining.check_devices(s.experiment, "trainer"))
+        here = joining.computed_on(s, "trainer")
         record = joining.record_of(s, "trainer")
         group.call("join", run=contract_lib.read(s.run)["id"])
         with record.told_failures():
@@ -246,7 +225,7 @@ def _follow(s: Invocation, member: Member) -> int:
             match name:
                 case "join":
                     s = dataclasses.replace(s, run=contract_lib.wait_for(s.run, content["run"]))
-                    s = role_devices.computed_on(s, "trainer")
+                    s = joining.computed_on(s, "trainer")
                     record = joining.record_of(s, f"trainer-process-{s.world.process}")
                 case "make reference":
                     e = _with_settings(s, content["settings"]).experiment

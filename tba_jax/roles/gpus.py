@@ -55,15 +55,13 @@ def visible() -> tuple[Gpu, ...]:
     """
     if os.environ.get("JAX_PLATFORMS", "").startswith(("cpu", "tpu")):
         return ()
-    listed = _listed_by_driver()
-    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+    listed, asked = _listed_by_driver(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if asked is None:
         return tuple(gpu for _, gpu in listed)
-    names = [name.strip() for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
-    numbers = [gpu.name for _, gpu in listed]
+    names, numbers = [name.strip() for name in asked.split(",")], [gpu.name for _, gpu in listed]
     if numbers and (unknown := [name for name in names if name.isdecimal() and name not in numbers]):
-        raise ValueError(
-            f"CUDA_VISIBLE_DEVICES={','.join(names)} names GPU {', '.join(unknown)}; the driver lists {', '.join(numbers)}"
-        )
+        there = f"the driver lists {', '.join(numbers)}"
+        raise ValueError(f"CUDA_VISIBLE_DEVICES={','.join(names)} names GPU {', '.join(unknown)}; {there}")
 
     def known(name: str) -> Gpu:
         same = (gpu for uuid, gpu in listed if gpu.name == name or (name.startswith("GPU-") and uuid.startswith(name)))
@@ -81,16 +79,13 @@ def _listed_by_driver() -> list[tuple[str, Gpu]]:
         listed = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=_DRIVER_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise ValueError(f"nvidia-smi has not answered for {_DRIVER_SECONDS} s: the driver of the GPUs hangs") from error
-    rows = [[field.strip() for field in line.split(",")] for line in listed.stdout.splitlines()]
-
-    def size(mebibytes: str) -> int | None:
-        return int(mebibytes) << 20 if mebibytes.isdecimal() else None
-
-    return [
-        (row[1], Gpu(name=row[0], kind=row[2], memory=size(row[3]), free=size(row[4])))
-        for row in rows
-        if len(row) == 5 and row[0].isdecimal()
-    ]
+    found = []
+    for line in listed.stdout.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 5 and fields[0].isdecimal():
+            memory, free = (int(size) << 20 if size.isdecimal() else None for size in fields[3:])
+            found.append((fields[1], Gpu(name=fields[0], kind=fields[2], memory=memory, free=free)))
+    return found
 
 
 def check_free() -> None:
@@ -121,22 +116,23 @@ def jax_devices() -> list[Any]:
     """
     import jax
 
-    given = visible()
+    given, platforms = visible(), os.environ.get("JAX_PLATFORMS", "")
     names = f"this process may use {len(given)} × GPU ({', '.join(gpu.name for gpu in given)})"
     try:
         found = jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX_PLATFORMS names a platform that JAX cannot use
-        told = f"JAX finds no device of JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
+        told = f"JAX finds no device of JAX_PLATFORMS={platforms}"
+        if given:
+            raise ValueError(f"{names}, but {told}: {jax_support.gpu_advice()}") from error
         reason = f" ({' '.join(str(error).split())[:300]})" if str(error) else ""
-        without = jax_support.unused(told) or f"{told}{reason}: name there a platform that this machine has, such as cpu"
-        raise ValueError(f"{names}, but {told}: {jax_support.gpu_advice()}" if given else without) from error
+        other = f"{told}{reason}: name there a platform that this machine has, such as cpu"
+        raise ValueError(jax_support.unused(told) or other) from error
     told, platform = f"JAX finds {len(found)} × {found[0].device_kind}", found[0].platform
     if given and platform == "cpu":
         raise ValueError(f"{names}, but {told}: {jax_support.gpu_advice()}")
     if given and platform != "tpu" and len(found) < len(given):
-        raise ValueError(
-            f"{names}, but {told}: name by CUDA_VISIBLE_DEVICES those that it finds, or ask for the CPU by JAX_PLATFORMS=cpu"
-        )
+        advice = "name by CUDA_VISIBLE_DEVICES those that it finds, or ask for the CPU by JAX_PLATFORMS=cpu"
+        raise ValueError(f"{names}, but {told}: {advice}")
     if platform == "cpu" and (sentence := jax_support.unused(told)):
         raise ValueError(sentence)
     return found

@@ -13,7 +13,7 @@ from tba_jax.roles.gpus import Gpu, filled
 _SECTIONS = {"trainer": "learner", "searcher": "searchers", "evaluator": "evaluation"}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Placement:
     """Where a role runs. cpus: core numbers. gpus: CUDA device names, () on a machine without GPUs. memory_fraction: share of the
     memory of each GPU, 0 = JAX' default. processes: into which the role is divided, see `split`. beside: others on its GPUs."""
@@ -67,19 +67,21 @@ def place(
     Raises:
       ValueError: the mesh of a role does not fit the GPUs, or they do not divide over trainer.processes; names the numbers.
     """
-    names = [f"searcher-{i}" for i in range(config.searchers.count)]
-    cores = _share_cpus(names, cpus)
-    names = ["trainer", *names, *(["evaluator"] if config.evaluation.enabled else [])]
+    searchers = [f"searcher-{i}" for i in range(config.searchers.count)]
+    half = max(1, len(cpus) // 2)
+    search = tuple(cpus[half:]) or tuple(cpus[:half])
+    cores = {"trainer": tuple(cpus[:half]), "evaluator": search}
+    cores |= {name: search[i :: len(searchers)] or (search[i % len(search)],) for i, name in enumerate(searchers)}
+    names = ["trainer", *searchers, *(["evaluator"] if config.evaluation.enabled else [])]
     on = _deal(config, names, gpus, check) if gpus else {}
     found = {}
     for name in names:
         mine = on.get(name, ())
         beside = tuple(other for other in on if other != name and set(on[other]) & set(mine))
         fraction = _memory_fraction(config, name, on) if mine else 0.0
-        gpu_names = tuple(gpu.name for gpu in mine)
-        found[name] = Placement(cpus=cores[name], gpus=gpu_names, memory_fraction=fraction, beside=beside)
-    found["trainer"] = dataclasses.replace(found["trainer"], processes=config.trainer.processes)
-    split(found["trainer"])
+        gpu_names, processes = tuple(gpu.name for gpu in mine), config.trainer.processes if name == "trainer" else 1
+        found[name] = Placement(cores[name], gpu_names, memory_fraction=fraction, processes=processes, beside=beside)
+    split(found["trainer"])  # which refuses GPUs that do not divide over its processes
     return found
 
 
@@ -160,13 +162,3 @@ def _numbers(cpus: Sequence[int]) -> str:
     """Cores 0, 1, 2 and 8 are "0-2,8"."""
     runs = [[cpu for _, cpu in run] for _, run in itertools.groupby(enumerate(cpus), lambda at: at[1] - at[0])]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def _share_cpus(searchers: Sequence[str], cpus: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Role name -> its cores; a role that would get none shares one."""
-    half = max(1, len(cpus) // 2)
-    of_search = tuple(cpus[half:]) or tuple(cpus[:half])
-    shares = {"trainer": tuple(cpus[:half]), "evaluator": of_search}
-    for i, name in enumerate(searchers):
-        shares[name] = of_search[i :: len(searchers)] or (of_search[i % len(of_search)],)
-    return shares

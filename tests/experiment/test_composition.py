@@ -65,9 +65,7 @@ def test_a_pretrained_model_and_its_limits(model_folder):
     assert {split: len(queries) for split, queries in built.queries.items()} == {"train": 15, "heldout": 5}
     assert built.queries["train"][0].prompt == (2, 3, 4)
     assert "data_path" not in built.contract.task
-    with pytest.raises(
-        ValueError, match=r"task.prompt_length=17 \+ task.response_length=48 = 65 exceed the model's 64 positions"
-    ):
+    with pytest.raises(ValueError, match=r"task.prompt_length=17 \+ task.response_length=48 = 65 exceed the model's 64"):
         composition.build(story_config(model_folder, task__prompt_length=17))
     definition = json.loads((model_folder / "config.json").read_text())
     (model_folder / "config.json").write_text(json.dumps(definition | {"vocab_size": 39}))
@@ -98,7 +96,7 @@ def test_a_run_keeps_the_day_on_which_it_was_made(model_folder, tmp_path, monkey
     assert made.contract.chat_template["text"] == "w4 {prompt}" and made.queries["train"][0].prompt[:1] == tuple(w4)
     contract_lib.join(run, c, made.contract)
     clock_at(monkeypatch, 2025, 3, 5)
-    for flags in ([], ["--role=searcher"], [f"--config={ROOT}/configs/story_sentiment.py", *flags_of(c)]):
+    for flags in (["--role=searcher"], [f"--config={ROOT}/configs/story_sentiment.py", *flags_of(c)]):
         assert command_line.execute(main, [f"--workdir={run.root}", "--dry_run", *flags]) == 0, capsys.readouterr().err
     stored = contract_lib.read_run(run)
     again = composition.rebuild(stored, stored_run.config_of(stored, called="the run"), called="the run")
@@ -115,19 +113,19 @@ def flags_of(config):
     return [f"--config.{name}={value}" for name, value in values if value != theirs[name]]
 
 
-@pytest.mark.parametrize("wrong", ["01", (1.0, 0.0), (0.0, math.nan)])
-def test_rewards_that_are_no_success_rates_are_refused_where_queries_are_chosen_by_them(model_folder, monkeypatch, wrong):
-    chosen = {"searchers__prompt_selection": "posterior"}
+def test_rewards_that_are_no_success_rates_are_refused_where_queries_are_chosen_by_them(model_folder, monkeypatch):
+    config = story_config(model_folder, searchers__prompt_selection="posterior")
     with pytest.raises(
-        ValueError, match=r"must be within \[0, 1\], and those of task.name='story_sentiment' are within \[-1, 1\]: scale them"
+        ValueError, match=r"must be within \[0, 1\], and those of task.name='story_sentiment' are within \[-1, 1\]"
     ):
-        composition.build(story_config(model_folder, **chosen))
-    monkeypatch.setattr("tba_jax.tasks.story_sentiment.StorySentiment.reward_range", wrong)
-    with pytest.raises(ValueError, match=re.escape(f"reward_range={wrong!r}") + ".*StorySentiment.*must be two numbers"):
-        composition.build(story_config(model_folder, **chosen))
+        composition.build(config)
+    for wrong in ("01", (1.0, 0.0), (0.0, math.nan)):
+        monkeypatch.setattr("tba_jax.tasks.story_sentiment.StorySentiment.reward_range", wrong)
+        with pytest.raises(ValueError, match=re.escape(f"reward_range={wrong!r}") + ".*StorySentiment.*must be two numbers"):
+            composition.build(config)
     for says in (None, (0.0, 1.0)):
         monkeypatch.setattr("tba_jax.tasks.story_sentiment.StorySentiment.reward_range", says)
-        composition.build(story_config(model_folder, **chosen))
+        composition.build(config)
 
 
 def test_the_extra_of_a_task_is_named_before_its_model(model_folder, monkeypatch):
@@ -138,10 +136,10 @@ def test_the_extra_of_a_task_is_named_before_its_model(model_folder, monkeypatch
         composition.build(story_config(model_folder, model__path=str(model_folder / "nowhere")))
 
 
-@pytest.mark.parametrize("asked, given", [(0, 8), (3, 3), (9, 8)])
-def test_an_evaluation_may_have_all_held_out_queries(asked, given):
-    built = composition.build(tiny_run.config(evaluation__queries=asked))
-    assert composition.heldout_queries(built) == built.queries["heldout"][:given]
+def test_an_evaluation_may_have_all_held_out_queries():
+    for asked, given in ((0, 8), (3, 3), (9, 8)):
+        built = composition.build(tiny_run.config(evaluation__queries=asked))
+        assert composition.heldout_queries(built) == built.queries["heldout"][:given]
 
 
 def test_long_prompts_may_be_left_out(model_folder):
@@ -154,13 +152,8 @@ def test_long_prompts_may_be_left_out(model_folder):
 
 
 def test_what_ends_and_bounds_responses_is_in_the_contract():
-    changes = {
-        "task.min_response_length": 32,
-        "task.force_eos": True,
-        "task.banned_tokens": (7, 4, 7),
-        "task.stop_strings": ("=", "1+", "="),
-    }
-    changes |= {"task.step_ends": (",", "#", ",")}
+    changes = {"task.min_response_length": 32, "task.force_eos": True, "task.banned_tokens": (7, 4, 7)}
+    changes |= {"task.stop_strings": ("=", "1+", "="), "task.step_ends": (",", "#", ",")}
     contract = composition.build(tiny_run.config_with(changes)).contract
     assert (contract.min_response_length, contract.stop_strings) == (32, ("1+", "="))
     assert contract.step_ends == ("#", ",") and contract.row_shape().state_values

@@ -35,20 +35,18 @@ def test_snapshots_are_counted(steps, every, evaluated, keep):
     assert found.size == 4 * parameters.count(e.policy.trained_specs) and f"publish.keep={keep}" in found.what
 
 
-def test_a_run_in_turn_publishes_every_step():
+def sizes(run: layout.RunDir, **changes) -> list[int]:
+    """Of the snapshots, the reference policy and the checkpoints."""
+    (demand,) = disk.demands(experiment(**changes), run)
+    return [files.size for files in demand.files]
+
+
+def test_what_is_published_and_kept(tmp_path):
     assert disk.snapshots(experiment(schedule__mode="interleaved", learner__steps=9)).count == 10
-
-
-def test_adapters_alone_are_published_and_kept():
-    whole, adapters = experiment(publish__dtype="bfloat16"), experiment(publish__dtype="bfloat16", lora__rank=1)
-    for files in (disk.snapshots, disk.checkpoints):
-        assert files(adapters).size < files(whole).size
-    assert disk.reference(adapters).size == disk.reference(whole).size == 2 * disk.snapshots(whole).size
-
-
-def test_a_moving_reference_is_part_of_checkpoints():
-    sizes = [disk.checkpoints(experiment(learner__reference__kind=kind)).size for kind in ("initial", "ema")]
-    assert 3 * sizes[1] == 4 * sizes[0]
+    run = layout.RunDir(tmp_path / "run")
+    whole, adapters = sizes(run, publish__dtype="bfloat16"), sizes(run, publish__dtype="bfloat16", lora__rank=1)
+    assert adapters[0] < whole[0] and adapters[2] < whole[2] and adapters[1] == whole[1] == 2 * whole[0]
+    assert 3 * sizes(run, learner__reference__kind="ema")[2] == 4 * sizes(run)[2]
 
 
 def test_every_new_run_is_refused_whose_snapshots_the_disk_does_not_hold(tmp_path):
@@ -56,12 +54,8 @@ def test_every_new_run_is_refused_whose_snapshots_the_disk_does_not_hold(tmp_pat
     with pytest.raises(ValueError, match=r"would fill its disk.*GiB left on .*publish.keep=0, all.*--workdir") as told:
         joining.join(s, may_change_schedule=True)
     assert str(tmp_path / "run") in str(told.value) and not s.run.root.exists()
-
-
-def test_the_disk_of_a_run_that_is_there_is_not_asked_about(tmp_path):
     joining.join(tiny_run.settings(tmp_path / "run", tiny_run.config()), may_change_schedule=True)
-    longer = tiny_run.settings(tmp_path / "run", tiny_run.config(learner__steps=TOO_MANY))
-    joining.join(longer, may_change_schedule=False)
+    joining.join(tiny_run.settings(tmp_path / "run", s.config), may_change_schedule=False)  # a run that is there has an alarm
 
 
 def test_a_dry_run_says_what_the_disk_lacks(tmp_path):
@@ -73,10 +67,10 @@ def test_a_dry_run_says_what_the_disk_lacks(tmp_path):
 
 
 def test_checkpoints_and_snapshots_may_lie_on_two_disks(tmp_path):
-    e, run = experiment(), layout.RunDir(tmp_path / "run", tmp_path / "shared")
-    (demand,) = disk.demands(e, run)
-    assert demand.size == disk.snapshots(e).total + disk.checkpoints(e).total + disk.reference(e).total
+    e = experiment()
+    (demand,) = disk.demands(e, layout.RunDir(tmp_path / "run", tmp_path / "shared"))
+    assert demand.size == sum(files.total for files in demand.files) and len(demand.files) == 3
     if not Path("/dev/shm").is_dir() or Path("/dev/shm").stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("there is no second file system at /dev/shm")
     shared, local = disk.demands(e, layout.RunDir(tmp_path / "run", Path("/dev/shm/run")))
-    assert shared.size == disk.snapshots(e).total + disk.reference(e).total and local.size == disk.checkpoints(e).total
+    assert (shared.files, local.files) == (demand.files[:2], demand.files[2:])

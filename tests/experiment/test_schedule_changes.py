@@ -17,24 +17,14 @@ def test_a_changed_schedule_needs_leave_and_is_recorded(tmp_path):
     run = RunDir(tmp_path / "run")
     begin(tmp_path)
     assert schedule_changes.change(run, tiny_run.config_with({}), allowed=[], step=3) == {}
-    free = {
-        "learner.micro_batch_tokens": 960,
-        "learner.mesh.data": 1,
-        "publish.keep": 9,
-        "searchers.count": 5,
-        "evaluation.queries": 8,
-    }
+    free = {"learner.micro_batch_tokens": 960, "learner.mesh.data": 1, "publish.keep": 9, "searchers.count": 5}
     assert schedule_changes.change(run, tiny_run.config_with(free), allowed=[], step=3) == {}
     before = run.config.read_bytes()
     changed = tiny_run.config_with({"learner.steps": 400, "replay.recent_probability": 0.5, "seed": 4})
     with pytest.raises(ValueError, match="the run has another schedule") as refused:
         schedule_changes.change(run, changed, allowed=["learner.steps"], step=3)
-    for part in (
-        "replay.recent_probability: 0.95 there, 0.5 here",
-        "seed: 0 there, 4 here",
-        "--allow_change=replay.recent_probability,seed",
-    ):
-        assert part in str(refused.value)
+    assert "replay.recent_probability: 0.95 there, 0.5 here; seed: 0 there, 4 here" in str(refused.value)
+    assert "--allow_change=replay.recent_probability,seed" in str(refused.value)
     assert "learner.steps" not in str(refused.value)
     assert run.config.read_bytes() == before
     allowed = ["learner.steps", "replay.recent_probability", "seed"]
@@ -42,11 +32,8 @@ def test_a_changed_schedule_needs_leave_and_is_recorded(tmp_path):
     stored = contract.read(run)
     assert stored["config"]["learner"]["steps"] == 400 and len(stored["changes"]) == 1
     assert stored["changes"][0]["step"] == 120
-    assert stored["changes"][0]["settings"] == {
-        "learner.steps": [500, 400],
-        "replay.recent_probability": [0.95, 0.5],
-        "seed": [0, 4],
-    }
+    recorded = {"learner.steps": [500, 400], "replay.recent_probability": [0.95, 0.5], "seed": [0, 4]}
+    assert stored["changes"][0]["settings"] == recorded
     with pytest.raises(ValueError, match=r"learner.steps=400 is less than the 401 steps that the run has done"):
         schedule_changes.change(run, changed, allowed=allowed, step=401)
     # From here on the changed schedule is the run's; the old one would be a change.
@@ -107,38 +94,32 @@ def test_past_schedules_of_steps_after_a_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     "name, there, here, refused",
     [
-        ("learner.reference.kind", "initial", "ema", True),
-        ("learner.reference.kind", "reset", "ema", False),
-        ("learner.objective", "trajectory_balance", "learned_log_z", True),
-        ("learner.objective", "learned_log_z", "flowrl", True),
-        ("learner.objective", "grpo", "ppo", True),
-        ("learner.objective", "rloo", "grpo", False),
+        ("learner.reference.kind", "initial", "ema", "its checkpoints hold another state"),
+        ("learner.reference.kind", "reset", "ema", ""),
+        ("learner.objective", "trajectory_balance", "learned_log_z", "its checkpoints hold another state"),
+        ("learner.objective", "learned_log_z", "flowrl", "its checkpoints hold another state"),
+        ("learner.objective", "grpo", "ppo", "its checkpoints hold another state"),
+        ("learner.objective", "rloo", "grpo", ""),
+        ("replay.capacity", 50_000, 60_000, "50000 there, 60000 here"),  # the index was built with it
     ],
 )
 def test_what_checkpoints_hold_cannot_change(tmp_path, name, there, here, refused):
     begin(tmp_path, {name: there})
     run, changed = RunDir(tmp_path / "run"), tiny_run.config_with({name: here})
     if refused:
-        with pytest.raises(ValueError, match=f"{name} of a run cannot change from '{there}' to '{here}': its checkpoints hold"):
+        with pytest.raises(ValueError, match=f"{name} of a run cannot change.* {refused}"):
             schedule_changes.change(run, changed, allowed=[name], step=3)
     else:
         assert schedule_changes.change(run, changed, allowed=[name], step=3) == {name: (there, here)}
 
 
-def test_what_the_index_was_built_with_cannot_change(tmp_path):
-    begin(tmp_path)
-    changed = tiny_run.config_with({"replay.capacity": 60_000})
-    with pytest.raises(ValueError, match=r"replay.capacity of a run cannot change: 50000 there, 60000 here"):
-        schedule_changes.change(RunDir(tmp_path / "run"), changed, allowed=["replay.capacity"], step=3)
-
-
 def test_mounts_can_only_grow(tmp_path):
     begin(tmp_path, {"replay.mount": ("/a", "/b")})
-    run = RunDir(tmp_path / "run")
+    run, allowed = RunDir(tmp_path / "run"), ["replay.mount"]
+    grown, other = (tiny_run.config_with({"replay.mount": mounts}) for mounts in (("/a", "/b", "/c"), ("/c", "/b")))
     with pytest.raises(ValueError, match=r"replay.mount: \['/a', '/b'\] there, \['/a', '/b', '/c'\] here; .*allow_change"):
-        schedule_changes.change(run, tiny_run.config_with({"replay.mount": ("/a", "/b", "/c")}), allowed=[], step=3)
-    allowed = ["replay.mount"]
+        schedule_changes.change(run, grown, allowed=[], step=3)
     with pytest.raises(ValueError, match=r"replay.mount of a run can only grow: its journal names rows of '/a'"):
-        schedule_changes.change(run, tiny_run.config_with({"replay.mount": ("/c", "/b")}), allowed=allowed, step=3)
-    schedule_changes.change(run, tiny_run.config_with({"replay.mount": ("/a", "/b", "/c")}), allowed=allowed, step=3)
+        schedule_changes.change(run, other, allowed=allowed, step=3)
+    schedule_changes.change(run, grown, allowed=allowed, step=3)
     assert contract.read(run)["config"]["replay"]["mount"] == ["/a", "/b", "/c"]

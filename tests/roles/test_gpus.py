@@ -2,12 +2,12 @@
 
 import dataclasses
 import os
-import time
-from pathlib import Path
 
 import jax
 import pytest
 
+from tba_jax import main
+from tba_jax.commands import command_line
 from tba_jax.roles import gpus
 from tba_jax.roles.gpus import Gpu
 from tests.support import tiny_run
@@ -25,11 +25,6 @@ def driver(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(tiny_run, "environment", lambda environment=tiny_run.environment: _without_platform(environment()))
-
-
-def _without_platform(environment: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name != "JAX_PLATFORMS"}
 
 
 FIRST, SECOND = (
@@ -77,18 +72,18 @@ def test_a_driver_that_fails_has_no_gpus(driver, tmp_path):
     assert gpus.visible() == ()
 
 
-def test_a_role_without_its_gpus_is_refused(driver, tmp_path):
-    done = tiny_run.call(tiny_run.command(tmp_path / "run", "--role=trainer"))
-    assert done.returncode == 2 and not (tmp_path / "run").exists()
-    said = done.stderr.splitlines()[-1]
-    assert said.startswith("error: this process may use 2 × GPU (0, 1), but JAX finds 1 × cpu:")
+def refusal(tmp_path, capsys, *flags: str) -> str:
+    """What main, in this process, says of a command line that it refuses before anything is written."""
+    with pytest.raises(SystemExit, match="2"):
+        command_line.execute(main, tiny_run.command(tmp_path / "run", *flags)[3:])
+    assert not (tmp_path / "run").exists()
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_role_without_its_gpus_is_refused(driver, tmp_path, capsys):
+    said = refusal(tmp_path, capsys, "--role=trainer", "--config.searchers.count=1")
+    assert said.startswith("error: this process may use 2 × GPU (0, 1), but JAX finds 8 × cpu:")
     assert "ACCELERATOR=cuda13" in said and "ACCELERATOR=cuda12" in said  # this driver does not say its version
-
-
-def test_a_platform_that_jax_cannot_use_is_refused_in_a_sentence(driver, tmp_path, monkeypatch):
-    monkeypatch.setattr(tiny_run, "environment", lambda: os.environ | {"JAX_PLATFORMS": "cuda"})
-    done = tiny_run.call(tiny_run.command(tmp_path / "run", "--role=trainer"))
-    assert done.returncode == 2 and "JAX finds no device of JAX_PLATFORMS=cuda" in done.stderr
 
 
 def test_a_platform_that_no_device_has_is_named(monkeypatch):
@@ -107,24 +102,14 @@ def test_the_cpu_is_used_where_it_is_asked_for(driver, tmp_path, monkeypatch):
     assert gpus.jax_devices()[0].platform == "cpu"
 
 
-def test_a_run_whose_roles_do_not_find_their_gpus_ends_at_once(driver, tmp_path):
-    """No role is started again."""
-    begin = time.monotonic()
-    done = tiny_run.call(tiny_run.command(tmp_path / "run"))
-    assert done.returncode == 2 and "this process may use 1 × GPU (0), but JAX finds 1 × cpu" in done.stderr
-    assert "starting it again" not in done.stderr and time.monotonic() - begin < 100
-    assert [log.name for log in Path(tmp_path / "run" / "logs").iterdir()] == ["reference.log"]
-
-
-def test_a_dry_run_says_who_gets_which_gpu(driver, tmp_path):
-    done = tiny_run.call(tiny_run.command(tmp_path / "run", "--dry_run"))
-    assert done.returncode == 0
-    lines = done.stdout.splitlines()[-4:]
+def test_a_dry_run_says_who_gets_which_gpu(driver, tmp_path, capsys):
+    assert command_line.execute(main, tiny_run.command(tmp_path / "run", "--dry_run")[3:]) == 0
+    lines = capsys.readouterr().out.splitlines()[-4:]
     assert [line.split()[0] for line in lines] == ["trainer", "searcher-0", "searcher-1", "evaluator"]
-    assert "GPUs 0 (its own)" in lines[0] and all("GPUs 1 (shared with" in line for line in lines[1:]), done.stdout
+    assert "GPUs 0 (its own)" in lines[0] and all("GPUs 1 (shared with" in line for line in lines[1:]), lines
 
 
-def test_a_gpu_that_another_process_has_filled_is_refused(driver, tmp_path, monkeypatch):
+def test_a_gpu_that_another_process_has_filled_is_refused(driver, tmp_path, monkeypatch, capsys):
     """The driver names 79.2 of 79.6 GiB of the first GPU as free, and nothing of the second."""
     gpus.check_free()
     script = tmp_path / "bin" / "nvidia-smi"
@@ -133,8 +118,7 @@ def test_a_gpu_that_another_process_has_filled_is_refused(driver, tmp_path, monk
         ValueError, match=r"GPU 0 has 1\.0 GiB free, and this role takes 59\.7 GiB, 75% of its 79\.6; other processes"
     ):
         gpus.check_free()
-    done = tiny_run.call(tiny_run.command(tmp_path / "run", "--role=trainer"))
-    assert done.returncode == 2 and "GPU 0 has 1.0 GiB free" in done.stderr and not (tmp_path / "run").exists()
+    assert "GPU 0 has 1.0 GiB free" in refusal(tmp_path, capsys, "--role=trainer")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.01")
     gpus.check_free()
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")

@@ -35,140 +35,105 @@ CONFIGS = {
     "red_team_llama3_2_1b": lambda: red_team_llama3_2_1b.get_config(),
 }
 
-_ADAM = {"learner.adam_beta1": 0.9, "learner.adam_beta2": 0.999, "learner.adam_epsilon": 1e-8}
-_SUMS = {
-    "learner.objective": "trajectory_balance",
-    "learner.reference.kind": "initial",
-    "sampling.scoring_temperature": 0.7,
-    "sampling.temperature": 0.7,
-    "learner.weight_decay": 0.0,
-    "learner.clip_norm": 0.0,
-    "replay.merge_duplicates": True,
-    "replay.merge_keep": "newest",
-    "replay.capacity_per_query": 100,
-    "lora.rank": 0,
-}
+_ADAM = flatten({"learner": dict(adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8)})
+_SUMS = flatten(
+    {
+        "learner": dict(objective="trajectory_balance", reference=dict(kind="initial"), weight_decay=0.0, clip_norm=0.0),
+        "sampling": dict(scoring_temperature=0.7, temperature=0.7),
+        "replay": dict(merge_duplicates=True, merge_keep="newest", capacity_per_query=100),
+        "lora": dict(rank=0),
+    }
+)
 _GSM8K = {
     **_ADAM,
     **_SUMS,
-    "task.prompt_length": 512,
-    "task.response_length": 512,
-    "learner.decay": "cosine",
-    "learner.warmup_steps": 50,
-    "learner.decay_steps": 500,
-    "learner.queries": 7,
-    "learner.completions": 20,
-    "learner.steps": 1000,
-    "learner.beta_start": 0.012,
-    "learner.beta_end": 0.004,
-    "learner.beta_steps": 500,
-    "searchers.samples_per_query": 24,
-    "replay.recent_probability": 0.95,
-    "replay.recent_fill": "repeat",
-    "replay.strategy": "uniform",
-    "replay.min_rows": 500,
-    "publish.every_steps": 2,
+    **flatten(
+        {
+            "task": dict(prompt_length=512, response_length=512),
+            "learner": dict(
+                **dict(decay="cosine", warmup_steps=50, decay_steps=500, queries=7, completions=20, steps=1000),
+                **dict(beta_start=0.012, beta_end=0.004, beta_steps=500),
+            ),
+            "searchers": dict(samples_per_query=24),
+            "replay": dict(recent_probability=0.95, recent_fill="repeat", strategy="uniform", min_rows=500),
+            "publish": dict(every_steps=2),
+        }
+    ),
 }
 _TLDR = {
     **_ADAM,
     **_SUMS,
-    "task.prompt_length": 512,
-    "task.response_length": 128,
-    "task.missing_eos_reward": -1.0,
-    "learner.learning_rate": 3e-6,
-    "learner.warmup_steps": 0,
-    "learner.queries": 8,
-    "learner.completions": 20,
-    "learner.steps": 256,
-    "learner.beta_start": 1.0,
-    "learner.beta_end": 0.05,
-    "searchers.samples_per_query": 20,
-    "replay.recent_probability": 0.5,
-    "replay.recent_fill": "repeat",
-    "replay.strategy": "softmax",
-    "replay.min_rows": 10_000,
-    "publish.every_steps": 10,
+    **flatten(
+        {
+            "task": dict(prompt_length=512, response_length=128, missing_eos_reward=-1.0),
+            "learner": dict(
+                **dict(learning_rate=3e-6, warmup_steps=0, queries=8, completions=20, steps=256),
+                **dict(beta_start=1.0, beta_end=0.05),
+            ),
+            "searchers": dict(samples_per_query=20),
+            "replay": dict(recent_probability=0.5, recent_fill="repeat", strategy="softmax", min_rows=10_000),
+            "publish": dict(every_steps=10),
+        }
+    ),
 }
 _MATH = {
     **_ADAM,
-    "learner.adam_beta2": 0.99,
-    "learner.weight_decay": 0.01,
-    "learner.objective": "tba_prime",
-    "learner.importance_clip": 8.0,
-    "learner.log_ratio_clip": 10.0,
-    "learner.reference.kind": "reset",
-    "learner.reference.reset_steps": 50,
-    "task.prompt_length": 1024,
-    "task.response_length": 3072,
-    "sampling.scoring_temperature": 1.0,
-    "sampling.temperature": 1.0,
-    "learner.learning_rate": 1e-6,
-    "learner.schedule": "constant",
-    "learner.queries": 32,
-    "learner.completions": 16,
-    "learner.steps": 400,
-    "learner.beta_start": 0.005,
-    "learner.beta_end": 0.005,
-    "searchers.samples_per_query": 16,
-    "lora.rank": 0,
+    **flatten(
+        {
+            "learner": dict(
+                **dict(adam_beta2=0.99, weight_decay=0.01, objective="tba_prime", importance_clip=8.0, log_ratio_clip=10.0),
+                **dict(reference=dict(kind="reset", reset_steps=50), learning_rate=1e-6, schedule="constant"),
+                **dict(queries=32, completions=16, steps=400, beta_start=0.005, beta_end=0.005),
+            ),
+            "task": dict(prompt_length=1024, response_length=3072),
+            "sampling": dict(scoring_temperature=1.0, temperature=1.0),
+            "searchers": dict(samples_per_query=16),
+            "lora": dict(rank=0),
+        }
+    ),
 }
 _RED_TEAM = {
     **_ADAM,
-    "learner.weight_decay": 0.1,
-    "learner.objective": "trajectory_balance",
-    "learner.reference.kind": "initial",
-    "task.response_length": 21,
-    "task.force_eos": True,
-    "task.red_team.replies": 5,
-    "task.red_team.victim_temperature": 0.7,
-    "task.red_team.victim_top_p": 0.92,
-    "task.red_team.victim_reply_length": 30,
-    "lora.rank": 32,
-    "lora.alpha": 16.0,
-    "sampling.scoring_temperature": 1.0,
-    "sampling.temperature": 1.0,
-    "sampling.explore_temperature_low_factor": 0.5,
-    "sampling.explore_temperature_factor": 2.0,
-    "learner.learning_rate": 1e-4,
-    "learner.schedule_steps": 40_000,
-    "learner.warmup_steps": 100,
-    "learner.queries": 1,
-    "learner.completions": 128,
-    "learner.steps": 5000,
-    "learner.beta_start": 0.05,
-    "learner.beta_end": 0.05,
-    "learner.ref_temperature_start": 1.0,
-    "learner.ref_temperature_end": 1.0,
-    "learner.reward_temperature_start": 2.0,
-    "learner.reward_temperature_end": 1.0,
-    "learner.reward_temperature_steps": 500,
-    "replay.merge_duplicates": True,
-    "replay.capacity": 100_000,
-    "replay.recent_probability": 0.5,
-    "replay.strategy": "softmax",
-    "publish.every_steps": 10,
+    **flatten(
+        {
+            "learner": dict(
+                **dict(weight_decay=0.1, objective="trajectory_balance", reference=dict(kind="initial"), learning_rate=1e-4),
+                **dict(schedule_steps=40_000, warmup_steps=100, queries=1, completions=128, steps=5000),
+                **dict(beta_start=0.05, beta_end=0.05, ref_temperature_start=1.0, ref_temperature_end=1.0),
+                **dict(reward_temperature_start=2.0, reward_temperature_end=1.0, reward_temperature_steps=500),
+            ),
+            "task": dict(
+                **dict(response_length=21, force_eos=True),
+                red_team=dict(replies=5, victim_temperature=0.7, victim_top_p=0.92, victim_reply_length=30),
+            ),
+            "lora": dict(rank=32, alpha=16.0),
+            "sampling": dict(
+                **dict(scoring_temperature=1.0, temperature=1.0),
+                **dict(explore_temperature_low_factor=0.5, explore_temperature_factor=2.0),
+            ),
+            "replay": dict(merge_duplicates=True, capacity=100_000, recent_probability=0.5, strategy="softmax"),
+            "publish": dict(every_steps=10),
+        }
+    ),
 }
 PAPER: dict[str, Values] = {
     "gsm8k_rho1b": _GSM8K,
     "gsm8k_rho1b:700_steps": _GSM8K
-    | {"learner.steps": 700, "learner.schedule_steps": 1000, "learner.decay_steps": 600, "learner.beta_start": 0.014},
+    | flatten({"learner": dict(steps=700, schedule_steps=1000, decay_steps=600, beta_start=0.014)}),
     "tldr_pythia:410m": _TLDR,
     "math_qwen2_5_7b:async2": _MATH | {"searchers.lag": 2},
     "math_qwen2_5_7b:async10": _MATH | {"searchers.lag": 10},
     "red_team_gpt2": _RED_TEAM,
     "red_team_llama3_2_1b": _RED_TEAM
-    | {
-        "task.red_team.victim_temperature": 0.1,
-        "task.red_team.victim_top_p": 0.9,
-        "task.red_team.victim_reply_length": 64,
-        "lora.targets": ("layers.attention.query", "layers.attention.value"),
-        "replay.merge_edit_distance": 0.0,
-        "sampling.explore_temperature_low_factor": 0.7,
-        "learner.ref_temperature_end": 1.2,
-        "learner.ref_temperature_steps": 2000,
-        "learner.reward_temperature_steps": 1000,
-        "replay.capacity": 150_000,
-    },
+    | flatten(
+        {
+            "task": dict(red_team=dict(victim_temperature=0.1, victim_top_p=0.9, victim_reply_length=64)),
+            "lora": dict(targets=("layers.attention.query", "layers.attention.value")),
+            "replay": dict(merge_edit_distance=0.0, capacity=150_000),
+            "sampling": dict(explore_temperature_low_factor=0.7),
+            "learner": dict(ref_temperature_end=1.2, ref_temperature_steps=2000, reward_temperature_steps=1000),
+        }
+    ),
 }
 
 _ENDS = "0 in the last update"
@@ -240,80 +205,51 @@ DEPARTURES: dict[str, dict[str, Departure]] = {
 }
 
 # Of a recipe unless OWN has another value.
-UNSTATED: dict[str, Any] = {
-    "task.long_prompts": "refuse",
-    "task.missing_eos_reward": None,
-    "task.min_response_length": 0,
-    "task.force_eos": False,
-    "task.banned_tokens": (),
-    "task.stop_strings": (),
-    "task.step_ends": (),
-    "lora.rank": 0,
-    "lora.alpha": 16.0,
-    "lora.targets": ("layers.*",),
-    "sampling.top_k": 0,
-    "sampling.top_p": 1.0,
-    "sampling.min_p": 0.0,
-    "sampling.explore_temperature_probability": 0.0,
-    "sampling.explore_temperature_low_factor": 1.0,
-    "sampling.explore_temperature_factor": 1.1 / 0.7,
-    "sampling.explore_top_p_probability": 0.0,
-    "sampling.explore_top_p_low": 0.7,
-    "searchers.prompt_selection": "uniform",
-    "searchers.weights": "full",
-    "searchers.lag": 0,
-    "replay.capacity": 50_000,
-    "replay.merge_edit_distance": 0.0,
-    "replay.merge_cosine_distance": 0.0,
-    "replay.merge_keep": "newest",
-    "replay.recent_window": 0,
-    "replay.recent_fill": "repeat",
-    "replay.inverse_temperature": 1.0,
-    "replay.max_draws_per_row": 0,
-    "replay.max_staleness": 0,
-    "replay.success_decay": 0.5,
-    "replay.retention": "all",
-    "replay.mount": (),
-    "learner.decay": "linear",
-    "learner.decay_steps": 0,
-    "learner.schedule_steps": 0,
-    "learner.beta_steps": 500,
-    "learner.ref_temperature_start": 1.0,
-    "learner.ref_temperature_end": 1.0,
-    "learner.ref_temperature_steps": 0,
-    "learner.reward_temperature_start": 1.0,
-    "learner.reward_temperature_end": 1.0,
-    "learner.reward_temperature_steps": 0,
-    "learner.reference.reset_steps": 50,
-    "learner.reference.reset_optimizer": False,
-    "learner.reference.ema_decay": 0.95,
-    "learner.non_finite": "stop",
-    "learner.clip_norm": 1.0,
-    "publish.dtype": "float32",
-    "schedule.mode": "asynchronous",
-    "schedule.lag": 0,
-    "schedule.updates_per_search": 1,
-}
-
-
-_OWN_OF_MATH = {
-    "task.long_prompts": "skip",
-    "task.stop_strings": ("<|im_end|>",),
-    "learner.warmup_steps": 0,
-    "replay.recent_probability": 1.0,
-    "replay.max_draws_per_row": 1,
-    "replay.merge_duplicates": False,
-    "replay.strategy": "uniform",
-    "replay.capacity_per_query": 100,
-    "replay.min_rows": 0,
-    "publish.every_steps": 1,
-}
-_OWN_OF_RED_TEAM = {
-    "task.prompt_length": 64,
-    "searchers.samples_per_query": 128,
-    "replay.min_rows": 1024,
-    "replay.capacity_per_query": 100_000,
-}
+UNSTATED: dict[str, Any] = flatten(
+    {
+        "task": dict(
+            **dict(long_prompts="refuse", missing_eos_reward=None, min_response_length=0, force_eos=False),
+            **dict(banned_tokens=(), stop_strings=(), step_ends=()),
+        ),
+        "lora": dict(rank=0, alpha=16.0, targets=("layers.*",)),
+        "sampling": dict(
+            **dict(top_k=0, top_p=1.0, min_p=0.0, explore_temperature_probability=0.0, explore_temperature_low_factor=1.0),
+            **dict(explore_temperature_factor=1.1 / 0.7, explore_top_p_probability=0.0, explore_top_p_low=0.7),
+        ),
+        "searchers": dict(prompt_selection="uniform", weights="full", lag=0),
+        "replay": dict(
+            **dict(capacity=50_000, merge_edit_distance=0.0, merge_cosine_distance=0.0, merge_keep="newest", recent_window=0),
+            **dict(recent_fill="repeat", inverse_temperature=1.0, max_draws_per_row=0, max_staleness=0, success_decay=0.5),
+            **dict(retention="all", mount=()),
+        ),
+        "learner": dict(
+            **dict(decay="linear", decay_steps=0, schedule_steps=0, beta_steps=500, non_finite="stop", clip_norm=1.0),
+            **dict(ref_temperature_start=1.0, ref_temperature_end=1.0, ref_temperature_steps=0),
+            **dict(reward_temperature_start=1.0, reward_temperature_end=1.0, reward_temperature_steps=0),
+            reference=dict(reset_steps=50, reset_optimizer=False, ema_decay=0.95),
+        ),
+        "publish": dict(dtype="float32"),
+        "schedule": dict(mode="asynchronous", lag=0, updates_per_search=1),
+    }
+)
+_OWN_OF_MATH = flatten(
+    {
+        "task": dict(long_prompts="skip", stop_strings=("<|im_end|>",)),
+        "learner": dict(warmup_steps=0),
+        "replay": dict(
+            **dict(recent_probability=1.0, max_draws_per_row=1, merge_duplicates=False, strategy="uniform"),
+            **dict(capacity_per_query=100, min_rows=0),
+        ),
+        "publish": dict(every_steps=1),
+    }
+)
+_OWN_OF_RED_TEAM = flatten(
+    {
+        "task": dict(prompt_length=64),
+        "searchers": dict(samples_per_query=128),
+        "replay": dict(min_rows=1024, capacity_per_query=100_000),
+    }
+)
 OWN: dict[str, dict[str, Any]] = {
     "tldr_pythia:410m": {"task.long_prompts": "skip"},
     "math_qwen2_5_7b:async2": _OWN_OF_MATH,
@@ -323,19 +259,10 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 _SECTIONS = ("learner.", "replay.", "sampling.", "lora.", "publish.", "schedule.")
-_BESIDES = (
-    *(
-        "searchers.samples_per_query",
-        "searchers.prompt_selection",
-        "searchers.weights",
-        "searchers.lag",
-        "task.prompt_length",
-        "task.response_length",
-        "task.long_prompts",
-    ),
-    *("task.min_response_length", "task.force_eos", "task.missing_eos_reward"),
-    *("task.banned_tokens", "task.stop_strings", "task.step_ends"),
-)
+_OF_SEARCHERS = ("samples_per_query", "prompt_selection", "weights", "lag")
+_OF_TASKS = ("prompt_length", "response_length", "long_prompts", "min_response_length", "force_eos", "missing_eos_reward")
+_OF_TASKS += ("banned_tokens", "stop_strings", "step_ends")
+_BESIDES = (*(f"searchers.{name}" for name in _OF_SEARCHERS), *(f"task.{name}" for name in _OF_TASKS))
 # Of the task, for recipes that have it.
 _VICTIM = ("victim_temperature", "victim_top_p", "victim_reply_length")
 _OF_TASK = {"red_team": tuple(f"task.red_team.{name}" for name in ("replies", *_VICTIM))}
