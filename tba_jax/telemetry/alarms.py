@@ -1,7 +1,7 @@
 """Alarms: what keeps a run from learning, in one sentence, and which setting to change. `RULES` is all that roles look for.
 
-`metrics/<role>/alarms.jsonl` holds a line {"time": unix seconds, "step": int, "kind": name, "sentence": text, "advice": text} for
-each kind that the role has told in this run: each is told once. Whoever tells a sentence with the text of a prompt escapes it.
+`metrics/<role>/alarms.jsonl` holds an `Alarm` for each kind that the role has told in this run: each is told once. Whoever tells
+a sentence with the text of a prompt escapes it.
 """
 
 import collections
@@ -49,20 +49,13 @@ class Rule:
 def _height(m: SimpleNamespace) -> float:
     """The mean reward's share of the way from the lowest reward to the best, which bounds the share of solved groups."""
     low, high = m.reward_low.last, m.reward_high.last
-    height: float = (m.reward.mean - low) / (high - low) if high > low else 0.0
-    return height
+    return float(m.reward.mean - low) / (high - low) if high > low else 0.0
 
 
 def _equal_below_best(m: SimpleNamespace, c: Any) -> bool:
     """Half of the groups are equal and not solved; or hardly any group differs while not all queries are solved."""
     equal, height = m.equal_reward_groups.mean, _height(m)
     return bool(equal - height > 0.5 or (equal >= 0.95 and height < 0.9))
-
-
-def _newest_lag_limit(c: Any) -> int:
-    """Steps by which the newest row may lag behind: the paper's runs learn from rows of up to 20 steps."""
-    limit: int = max(64, 8 * c.publish.every_steps) + c.schedule.lag + c.searchers.lag
-    return limit
 
 
 def _may_be_cut(c: Any) -> bool:
@@ -119,10 +112,12 @@ RULES: dict[str, Rule] = {
         advice="compare model.compute_dtype, model.attention and searchers.weights of the roles, and try model.attention=xla and "
         "float32; where the gap is known and small, raise learner.logprob_gap_limit",
     ),
-    "searchers_behind": Rule(  # without searchers, a run learns from old rows
+    "searchers_behind": Rule(  # the paper's runs learn from rows of up to 20 steps; without searchers, a run learns from old rows
         role="trainer",
         needs=("newest_row_lag",),
-        when=lambda m, c: c.searchers.count > 0 and m.newest_row_lag.low > _newest_lag_limit(c),
+        when=lambda m, c: (
+            c.searchers.count > 0 and m.newest_row_lag.low > max(64, 8 * c.publish.every_steps) + c.schedule.lag + c.searchers.lag
+        ),
         sentence="searchers are far behind: the newest rows come from weights of {newest_row_lag.last:.0f} steps ago, and from "
         "at least {newest_row_lag.low:.0f} at each of the last 8 measured batches, while a snapshot is published every "
         "publish.every_steps={c.publish.every_steps} steps",
@@ -186,7 +181,7 @@ RULES: dict[str, Rule] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """An alarm that was told. time: unix seconds. step: trainer step, or batch of a searcher. Others: see Alarms.tell."""
+    """A line of the file. time: unix seconds. step: of the trainer, or batch of a searcher. Others: see Alarms.tell."""
 
     time: float
     step: int
@@ -196,10 +191,7 @@ class Alarm:
 
 
 class Alarms:
-    """Tells a role's alarms: a line of the file, and a warning of the role's log. A restarted role knows what it has told.
-
-    Storage that refuses is left to the writers of what must not be lost.
-    """
+    """Tells a role's alarms: a line of the file, and a warning of the role's log. A restarted role knows what it has told."""
 
     def __init__(self, folder: Path):
         """Args: folder: of the role's metrics, which need not be there yet."""
@@ -211,7 +203,7 @@ class Alarms:
         return kind in self._told
 
     def tell(self, *, kind: str, sentence: str, advice: str, step: int) -> None:
-        """Tells an alarm, unless the role has told its kind.
+        """Tells an alarm, unless the role has told its kind. What storage refuses stands in the log alone.
 
         Args: kind: a name of docs/watching.md. sentence: what is wrong, with figures; advice: what to do about it, with names of
           settings; neither has a period at its end.
@@ -220,10 +212,10 @@ class Alarms:
             return
         self._told.add(kind)
         log.warning("%s; what to do: %s (alarm %s, step %d)", sentence, advice, kind, step)
-        line = {"time": time.time(), "step": step, "kind": kind, "sentence": sentence, "advice": advice}
+        alarm = Alarm(time=time.time(), step=step, kind=kind, sentence=sentence, advice=advice)
         with contextlib.suppress(OSError):
             places.make_folder(self._folder, below=2)
-            layout.append(self._folder / _FILE, [json.dumps(line)])
+            layout.append(self._folder / _FILE, [json.dumps(dataclasses.asdict(alarm))])
 
 
 class Watch:
@@ -256,17 +248,10 @@ def found(rule: Rule, points: Sequence[Mapping[str, Any]], config: Any) -> str:
 
 def read(folder: Path) -> list[Alarm]:
     """The alarms that a role has told, oldest first. Torn lines are left out; of a file that cannot be read there are none."""
-    try:
-        lines = [*layout.each(folder / _FILE)]
-    except OSError:
-        return []
-    return [alarm for alarm in map(_parsed, lines) if alarm is not None]
-
-
-def _parsed(told: Mapping[str, Any]) -> Alarm | None:
-    """The alarm of a line, None for a line that is none: something else wrote it."""
-    try:
-        texts = {name: str(told[name]) for name in ("kind", "sentence", "advice")}
-        return Alarm(time=float(told["time"]), step=int(told["step"]), **texts)
-    except (ValueError, KeyError, TypeError, OverflowError):
-        return None
+    found = []
+    with contextlib.suppress(OSError):
+        for line in layout.each(folder / _FILE):
+            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):  # something else wrote it
+                texts = {name: str(line[name]) for name in ("kind", "sentence", "advice")}
+                found.append(Alarm(time=float(line["time"]), step=int(line["step"]), **texts))
+    return found

@@ -33,16 +33,15 @@ def write(run, *sinks: str, steps=(1,), **settings) -> None:
 class Library:
     """A tracker's library that raises at one point, and keeps the others."""
 
-    note = ""
     kept: list[str]
 
     def __init__(self, session):
         Library.kept = [session.name]
 
     def write(self, point) -> None:
-        if point["step"] == 3:
+        if point.step == 3:
             raise ValueError("three s3cr3t-s3cr3t \x1b[31m\nmore")
-        Library.kept.append(f"{point['step']} {point['values']}")
+        Library.kept.append(f"{point.step} {point.values}")
 
     def end(self) -> None:
         Library.kept.append("end")
@@ -65,9 +64,7 @@ def test_what_a_tracker_raises_is_one_sentence_without_secrets(run, monkeypatch)
     for _ in range(2):  # the second is a role that starts again
         write(run, "wandb", steps=(1, 2, 3, 3, 4))
     (alarm,) = alarms.read(run.metrics("trainer"))
-    assert (
-        alarm.kind == "wandb" and alarm.sentence == "wandb: three (WANDB_API_KEY)  [31m" and "nothing has to be" in alarm.advice
-    )
+    assert alarm.kind == "wandb" and alarm.sentence == "wandb: three (WANDB_API_KEY)  [31m"
     assert Library.kept == ["run-01234567-trainer", *(f"{n} {{'loss': {n / 2}}}" for n in (1, 2, 4)), "end"]
     assert len(metrics.read_lines(run.metrics("trainer"))) == 10
 
@@ -165,11 +162,10 @@ def test_roles_are_runs_of_one_group_in_wandb_also_in_one_process(run, home, mon
     assert first["run"].run_id == second["run"].run_id and [point["step"] for point in second["history"]] == [2, 3]
 
 
-def test_without_a_login_points_are_kept_and_one_sentence_says_so(run, home):
+def test_without_a_login_one_sentence_says_so(run, home):
     write(run, "wandb", steps=(1, 2))
-    assert [point["step"] for point in files(run)[0]["history"]] == [1, 2]
     (alarm,) = alarms.read(run.metrics("trainer"))
-    assert alarm.sentence.startswith("wandb: it is not reached (No API key configured") and "wandb sync" in alarm.sentence
+    assert alarm.sentence.startswith("wandb: No API key configured") and len(metrics.read_lines(run.metrics("trainer"))) == 2
 
 
 def test_points_and_tables_are_in_the_database_of_trackio(run, tmp_path, monkeypatch):
