@@ -24,10 +24,7 @@ from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
 
-# Programs whose functions people call by another name.
-_CALLED = {"train_step": "the update", "decode": "the decoder", "prefill": "the prefill", "score": "the scoring"}
-# Of JAX's events: a program was lowered; its compilation, or its reading from the cache, begins; it has ended.
-_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+# Events of JAX: a compilation, or its reading from the cache, begins; it has ended.
 _BEGINS = "/jax/compilation_cache/compile_requests_use_cache"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -173,17 +170,13 @@ class Record:
 @contextlib.contextmanager
 def _compilations_told(told: Status) -> Iterator[None]:
     """What the main thread compiles inside is its phase for so long, unless the role itself says what it compiles."""
-    lowered, phase = "a program", contextlib.ExitStack()
+    phase = contextlib.ExitStack()
 
     def hear(event: str, _: float = 0.0, **about: str | int) -> None:
-        nonlocal lowered
         if threading.current_thread() is not threading.main_thread():
             return
-        if event == _LOWERED:
-            function = str(about.get("fun_name", "a program")).removeprefix("jit(").removesuffix(")")
-            lowered = _CALLED.get(function, function)
-        elif event == _BEGINS and not told.now.startswith("compiling"):
-            phase.enter_context(told.during(f"compiling {lowered}"))
+        if event == _BEGINS and not told.now.startswith("compiling"):
+            phase.enter_context(told.during("compiling a program"))
         elif event == _COMPILED:
             phase.close()
 

@@ -41,14 +41,6 @@ def duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
-def short(count: float) -> str:
-    """A count in three digits or so: 950, 21.4k, 3.2M."""
-    for limit, unit, size in ((1e9, "G", 1e9), (1e6, "M", 1e6), (1e4, "k", 1e3)):
-        if count >= limit:
-            return f"{count / size:.1f}{unit}"
-    return f"{count:,.0f}" if count >= 100 else f"{count:.3g}"
-
-
 def sparkline(values: Sequence[float]) -> str:
     """A block for each value; "" where all are equal."""
     low, high = min(values, default=0.0), max(values, default=0.0)
@@ -91,15 +83,15 @@ def facts(told: Mapping[str, Told], *, steps: int, rewards: Sequence[float], now
         found.append(("held-out", f"{score}  {best_step.told(best, apart_from=evaluator.step)}".rstrip()))
     if speed:
         pace = f"{speed:.1f} steps/s" if speed >= 1 else f"{1 / speed:.1f} s/step"
-        tokens = [f"{short(figures['tokens_per_second'])} tokens/s"] if "tokens_per_second" in figures else []
+        tokens = [f"{figures['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in figures else []
         mfu = [f"MFU {100 * figures['mfu']:.1f} %"] if "mfu" in figures else []
         found.append(("trainer", "  ".join((pace, *tokens, *mfu))))
     makers = [each for name, each in told.items() if not name.startswith(("trainer", "evaluator", "reference"))]
-    at_work_now = [each.figures for each in makers if not doing(each, now)]
-    speeds = [each["tokens_per_second"] for each in at_work_now if "tokens_per_second" in each]
+    speeds = [
+        each.figures["tokens_per_second"] for each in makers if "tokens_per_second" in each.figures and not doing(each, now)
+    ]
     if speeds and trainer.step < steps:
-        summed = " + ".join(map(short, speeds)) if len(speeds) <= 3 else f"{short(sum(speeds))} of {len(speeds)}"
-        found.append(("searchers", f"{summed} tokens/s"))
+        found.append(("searchers", f"{len(speeds)} at work  {sum(speeds):,.0f} tokens/s"))
     if "buffer_rows" in figures:
         named = (("staleness", "staleness_mean"), ("largest", "staleness_max"))
         ages = [f"{title} {figures[name]:.1f}" for title, name in named if name in figures]
@@ -186,23 +178,20 @@ class Progress:
 
     def look(self) -> None:
         """Shows where the run stands now, and alarms that are new."""
-        roles, now = self._roles(), time.time()
+        roles, now, trainer = self._roles(), time.time(), Told()
         try:
-            told = {name: status.read(self._run.metrics(name)) for name in roles}
+            read = {name: status.read(self._run.metrics(name)) for name in roles}
         except OSError as error:
-            self._show([("step", "not known"), ("storage", visible_line(f"does not answer: {error}"))], step=0)
-            return
-        told = {name: each for name, each in told.items() if each.time >= self._began}
-        trainer = told.get("trainer", Told())
-        if "reward" in trainer.figures and (trainer.step, trainer.figures["reward"]) not in self._rewards:
-            self._rewards.append((trainer.step, trainer.figures["reward"]))
-        self._tell_alarms(roles)
-        shown = facts(told, steps=self._steps, rewards=[reward for _, reward in self._rewards], now=now)
-        self._show(shown, step=trainer.step)
-
-    def _show(self, shown: Sequence[tuple[str, str]], *, step: int) -> None:
+            shown = [("step", "not known"), ("storage", visible_line(f"does not answer: {error}"))]
+        else:
+            told = {name: each for name, each in read.items() if each.time >= self._began}
+            trainer = told.get("trainer", trainer)
+            if "reward" in trainer.figures and (trainer.step, trainer.figures["reward"]) not in self._rewards:
+                self._rewards.append((trainer.step, trainer.figures["reward"]))
+            shown = facts(told, steps=self._steps, rewards=[reward for _, reward in self._rewards], now=now)
+            self._tell_alarms(roles)
         if self._live is not None:
-            self._live.update(picture(shown, step=step, steps=self._steps, spent=self.seconds), refresh=True)
+            self._live.update(picture(shown, step=trainer.step, steps=self._steps, spent=self.seconds), refresh=True)
         else:
             self._print("  ".join(f"{title} {text}" for title, text in shown))
 

@@ -59,15 +59,15 @@ def test_a_phase_is_told_with_its_parts_and_gives_way_to_one_within_it(tmp_path,
     assert (said(told, tmp_path).phase, said(told, tmp_path).phase_since) == ("", 0.0)
 
 
-@pytest.mark.parametrize(("heartbeat", "again"), [(0.05, True), (1000.0, False)])
+@pytest.mark.parametrize(("heartbeat", "again"), [(0.02, True), (1000.0, False)])
 def test_a_thread_writes_what_changes_and_that_the_process_lives(tmp_path, monkeypatch, heartbeat, again):
-    monkeypatch.setattr(status, "FLUSH_SECONDS", 0.02)
+    monkeypatch.setattr(status, "FLUSH_SECONDS", 0.01)
     monkeypatch.setattr(status, "HEARTBEAT_SECONDS", heartbeat)
     before = {*threading.enumerate()}
     told, deadline = status.Status(tmp_path), time.monotonic() + 30
     told.phase("loading")
     while not status.read(tmp_path).phase and time.monotonic() < deadline:
-        time.sleep(0.02)
+        time.sleep(0.01)
     written = status.read(tmp_path).time
     time.sleep(0.2)
     assert status.read(tmp_path).phase == "loading" and (status.read(tmp_path).time > written) == again
