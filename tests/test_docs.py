@@ -54,16 +54,6 @@ def broken_links(page: Path, text: str) -> Iterator[str]:
             yield f"{link}: there is no such heading"
 
 
-# A test that a page names as what holds its sentence.
-NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tests_that_a_page_names_are_there(page):
-    for file, name in NAMED_TEST.findall(page.read_text()):
-        assert f"def {name}(" in (ROOT / file).read_text(), f"{file}::{name}"
-
-
 def commands(text: str) -> Iterator[list[str]]:
     """The words of each command that stands in a block or in backticks; of an optional argument, without its brackets."""
     blocks = [block.replace("\\\n", " ") for language, block in FENCED.findall(text) if not language]

@@ -69,11 +69,6 @@ def test_the_front_matter_is_what_the_hub_reads(run, tmp_path):
         assert "at revision `607a30d783dfa663caf39e06633721c8d4cfcd7e`" in card.text and "licence as `mit`" in card.text
 
 
-def test_other_losses_are_no_trajectory_balance(run):
-    card = read(model_card.text(run, config(learner__objective="grpo"), base=NO_BASE, exported=MERGED))
-    assert "trajectory-balance" not in card.data.tags and "Trajectory Balance" not in card.text and "the loss `grpo`" in card.text
-
-
 def test_a_local_checkpoint_is_no_model_of_the_hub(run, tmp_path):
     """The hub refuses a card whose base_model is a path."""
     folder = checkpoint(tmp_path / "checkpoint", "no front matter\nlicense: mit\n")
@@ -81,8 +76,9 @@ def test_a_local_checkpoint_is_no_model_of_the_hub(run, tmp_path):
     card = read(model_card.text(run, config(model__path=str(folder)), base=base, exported=MERGED))
     assert "base_model" not in card.data.to_dict() and "license" not in card.data.to_dict() and "Licence" not in card.text
     assert f"`{folder}`" in card.text
-    untold = read(model_card.text(run, config(), base=NO_BASE, exported=MERGED))
+    untold = read(model_card.text(run, config(learner__objective="grpo"), base=NO_BASE, exported=MERGED))
     assert "trained from random weights" in untold.text and "base_model" not in untold.data.to_dict()
+    assert "trajectory-balance" not in untold.data.tags and "the loss `grpo`" in untold.text
 
 
 def test_the_scores_of_the_step_and_of_step_0(run):

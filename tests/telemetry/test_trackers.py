@@ -70,13 +70,10 @@ def test_what_a_tracker_raises_is_one_sentence_without_secrets(run, monkeypatch)
 
 
 def test_a_tracker_that_does_not_begin_is_left_out(run, monkeypatch):
-    def refuse(self, session) -> None:
-        raise KeyError
-
-    monkeypatch.setattr(Library, "__init__", refuse)
-    monkeypatch.setitem(trackers.TRACKERS, "trackio", Library)
+    monkeypatch.setitem(trackers.TRACKERS, "trackio", {}.__getitem__)
     write(run, "trackio", steps=range(5))
-    assert [alarm.sentence for alarm in alarms.read(run.metrics("trainer"))] == ["trackio: KeyError"]
+    (alarm,) = alarms.read(run.metrics("trainer"))
+    assert alarm.kind == "trackio" and alarm.sentence.startswith("trackio: ")
     assert len(metrics.read_lines(run.metrics("trainer"))) == 5
 
 
@@ -93,18 +90,17 @@ def test_rows_of_a_private_run_are_in_no_tracker(tmp_path, monkeypatch):
 def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch):
     (tmp_path / "no_such_tracker").mkdir()  # a folder of its name is no package
     monkeypatch.syspath_prepend(tmp_path)
-    assert trackers.missing("tensorboard") == "" and "no_such_tracker, which is not installed" in trackers.missing(
-        "no_such_tracker"
+    assert "no_such_tracker, which is not installed" in trackers.missing("no_such_tracker") and not trackers.missing(
+        "tensorboard"
     )
 
 
 def test_secrets_of_the_config_stay_here(run):
     config = tiny_run.config()
     with config.task.custom.unlocked():
-        config.task.custom.update(api_key="abc", reward_token="abc", url="there")
+        config.task.custom.update(api_key="abc", url="there")
     told = trackers.session_of(config, run, "trainer", kind="trainer").config
-    assert told["task"]["custom"] == {"api_key": "(not told)", "reward_token": "(not told)", "url": "there"}
-    assert "abc" not in json.dumps(told) and told["learner"]["steps"] == 12
+    assert told["task"]["custom"] == {"api_key": "(not told)", "url": "there"} and "abc" not in json.dumps(told)
 
 
 def test_tensorboard_holds_the_same_numbers(run):
