@@ -1,6 +1,6 @@
 """The rows of a run for people who look at it: the figures of each, and the steps that drew it.
 
-`RowTable` keeps 37 bytes of each row and 16 of each draw, of a bounded number of both. Tokens are read again for the rows shown.
+`RowTable` keeps 29 bytes of each row and 16 of each draw, of a bounded number of both. Tokens are read again for the rows shown.
 """
 
 import collections
@@ -19,10 +19,8 @@ MOST_ROWS, MOST_READ_BYTES, MOST_DRAWS = 2_000_000, 16 << 30, 20_000_000
 _BLOCK_BYTES = 8 << 20
 _ROW_BITS = 40  # of a key, which is (number of the writer) << _ROW_BITS | row
 # key: int64, see `RowTable.name`. newest_step, oldest_step: trainer steps of the weights of the row's tokens, -1 without a token.
-# log_ratio: log π_θ − log π_ref of the response, nats, π_θ being the policy that sampled it.
 FIGURES = np.dtype([
-    ("key", "i8"), ("query_id", "u8"), ("reward", "f4"), ("newest_step", "i4"), ("oldest_step", "i4"), ("response_length", "i4"),
-    ("finished", "?"), ("log_ratio", "f4"),
+    ("key", "i8"), ("query_id", "u8"), ("reward", "f4"), ("newest_step", "i4"), ("oldest_step", "i4"), ("finished", "?"),
 ])  # fmt: skip
 
 
@@ -166,8 +164,7 @@ class RowTable:
 def _figures(rows: Rows, writer: int, *, own: bool) -> np.ndarray:
     found = np.zeros(len(rows["row"]), FIGURES)
     found["key"] = writer << _ROW_BITS | rows["row"]
-    for name in ("query_id", "reward", "response_length", "finished"):
+    for name in ("query_id", "reward", "finished"):
         found[name] = rows[name]
     found["newest_step"], found["oldest_step"] = steps_of_rows(rows) if own else (-1, -1)
-    found["log_ratio"] = (rows["policy_logprobs"] - rows["ref_logprobs"]).sum(axis=1, dtype=np.float64)
     return found

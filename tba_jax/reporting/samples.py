@@ -112,7 +112,7 @@ def made(found: Gathered, indices: Sequence[int]) -> dict[int, dict[str, Any]]:
             "length": int(rows["response_length"][0]),
             "newest": int(newest[0]),
             "oldest": int(oldest[0]),
-            "ratio": _number(table.rows["log_ratio"][index]),
+            "ratio": _number((rows["policy_logprobs"] - rows["ref_logprobs"]).sum(dtype=np.float64)),
             "steps": draws[key][:MOST_STEPS],
             "draws": len(draws[key]),
             "mounted": not table.reader.is_own(writer),

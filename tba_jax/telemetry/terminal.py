@@ -101,9 +101,10 @@ def facts(told: Mapping[str, Told], *, steps: int, rewards: Sequence[float], now
     return [*found, *says[:_MOST_NAMED], *more]
 
 
-def picture(shown: Sequence[tuple[str, str]], *, step: int, steps: int, spent: float) -> RenderableType:
-    """What a terminal shows of facts. Args: spent: seconds."""
+def picture(shown: Sequence[tuple[str, str]], *, step: int, steps: int, spent: float, width: int) -> RenderableType:
+    """What a terminal shows of facts. Args: spent: seconds. width: columns; in the last one a terminal may begin a new line."""
     bar, lines = Table.grid(expand=True, padding=(0, 2, 0, 0)), Table.grid(padding=(0, 2, 0, 0))
+    bar.width = width - 1
     bar.add_column(no_wrap=True)
     bar.add_column(ratio=1)
     bar.add_column(no_wrap=True, justify="right")
@@ -191,7 +192,8 @@ class Progress:
             shown = facts(told, steps=self._steps, rewards=[reward for _, reward in self._rewards], now=now)
             self._tell_alarms(roles)
         if self._live is not None:
-            self._live.update(picture(shown, step=trainer.step, steps=self._steps, spent=self.seconds), refresh=True)
+            width = self._live.console.width
+            self._live.update(picture(shown, step=trainer.step, steps=self._steps, spent=self.seconds, width=width), refresh=True)
         else:
             self._print("  ".join(f"{title} {text}" for title, text in shown))
 

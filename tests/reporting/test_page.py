@@ -96,6 +96,8 @@ def test_the_worst_rows_come_with_the_steps_that_drew_them(hostile):
     assert {each["name"]: each["steps"] for each in data(page)["samples"] if each["steps"]} == {
         "w0:0": [1, 2], "w0:1": [1, 2], "w0:2": [1], "w0:3": [1],
     }  # fmt: skip
+    for each in data(page)["samples"]:
+        assert each["ratio"] == pytest.approx(sum(ratio for _, ratio, _ in each["tokens"]), abs=0.001 * len(each["tokens"]))
 
 
 def test_rows_that_cannot_be_read_again_are_named(hostile, monkeypatch):
