@@ -5,24 +5,24 @@ plotly takes some HTML in labels.
 """
 
 import html
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tba_jax.reporting.gathering import Gathered, Role
 from tba_jax.roles.evaluation_figures import STDERR
+from tba_jax.telemetry.status import Told
 from tba_jax.text.visible import visible_line
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b6b6b", "#8a6d00")
-_WAITING = ("#d62728", "#ff7f7f", "#b22222", "#ffb3b3")
-# Of what a role does; other work is grey.
-_OF_WORK = {"update": "#0072b2", "decode": "#0072b2", "evaluate": "#0072b2", "reference": "#56b4e9", "draw": "#009e73"} | {
-    "compile": "#9467bd", "integrate": "#66c2a5", "journal": "#a6d854", "publish": "#e69f00", "load_policy": "#e69f00",
-    "checkpoint": "#8a6d00", "logprob_gap": "#cc79a7", "embedding": "#cc79a7", "values": "#c9a0dc", "other": "#e3e3e3",
-}  # fmt: skip
+_WAITING, _WORKING = (
+    ("#d62728", "#ff7f7f", "#b22222", "#ffb3b3"),
+    ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#8a6d00"),
+)
 # Title, what the chart tells, axis, and the trainer's figures: (name in metrics.jsonl, name on the page).
 _OF_TRAINER: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Loss", "Of the objective. Trajectory balance's loss falls as the policy nears its target; it need not reach 0.", "loss",
@@ -43,28 +43,17 @@ _OF_TRAINER: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
      (("equal_reward_groups", "equal rewards"),)),
     ("Difficulty of the queries", "Shares of the queries of whose newest responses none, some and all succeed.",
      "share of queries", (("queries_failed", "fail"), ("queries_mixed", "in between"), ("queries_solved", "solved"))),
-    ("Clipped tokens", "Share of the tokens whose ratio to the sampler is clipped. Always above 0: searchers are too far behind.",
-     "share of tokens", (("ratio_clipped", "clipped"),)),
     ("Log-prob gap", "Between the log-probs of searcher and learner on the same weights. It should stay near 0.",
      "nats per token", (("logprob_gap_max", "largest"), ("logprob_gap_mean", "mean"))),
     ("Response length", "Of the trained rows.", "tokens", (("response_length", "mean length"),)),
-    ("Rows in the buffer", "Rows that the trainer may draw, and their queries.", "rows",
-     (("buffer_rows", "rows"), ("buffer_queries", "queries"))),
     ("Speed of the trainer", "Updates a second since the process started.", "steps/s", (("steps_per_second", "steps/s"),)),
     ("Tokens of the trainer", "Tokens a second of the trained rows, and with what the model computed beside them, as padding.",
      "tokens/s", (("tokens_per_second", "of rows"), ("computed_tokens_per_second", "computed"))),
-    ("Model FLOPs utilisation", "Share of the peak of the devices that went into updates.", "share", (("mfu", "MFU"),)),
 )  # fmt: skip
 # The same of each searcher: title, what the chart tells, axis, the figure.
 _OF_SEARCHERS = (
     ("Reward of fresh rows", "Of the rows that each searcher has just sampled, trained on or not.", "reward", "reward"),
     ("Speed of the searchers", "Tokens a second of each, since its process started.", "tokens/s", "tokens_per_second"),
-    (
-        "Memory bandwidth of the searchers",
-        "Share of the devices' peak that decode steps need at least.",
-        "share",
-        "bandwidth_share",
-    ),
 )
 
 Figure = dict[str, Any]
@@ -79,31 +68,31 @@ def of(found: Gathered, counts: np.ndarray) -> dict[str, Any]:
         if end - begin < limit
     )
 
-    def clock(times: Any) -> np.ndarray:
-        return (np.asarray(times, np.float64) - begin) / seconds
+    def line(name: str, role: Role, figure: str, number: int) -> list[Figure]:
+        step = "step" if "policy_step" not in role.last else "policy_step"
+        return _line(name, role.curve(figure), role.curve(step), (role.curve("time") - begin) / seconds, _COLOURS[number % 8])
 
-    trainer = found.roles.get("trainer")
-    axes = _axes(trainer, "step", clock) if trainer else {}
-    charts = [_reward(found, trainer, axes, clock)]
-    for title, told, y, names in _OF_TRAINER if trainer else ():
-        curves = trainer.curves if trainer else {}
-        lines = [_line(called, curves.get(name), axes, _COLOURS[number]) for number, (name, called) in enumerate(names)]
-        traces = [trace for line in lines for trace in line]
-        charts.append(_chart("learning", title, told, y, traces))
+    trainer = found.roles.get("trainer", Role(lines=(), status=Told()))
+    steps, times = trainer.curve("step"), (trainer.curve("time") - begin) / seconds
+
+    def when(at: Sequence[float]) -> np.ndarray:
+        return np.interp(at, steps, times) if len(steps) else np.full(len(at), np.nan)
+
+    names = (("reward", "trained rows"), ("reward_own", "of them, the run's own"), ("reward_mounted", "of them, of mounted runs"))
+    rewards = [line(called, trainer, name, colour) for (name, called), colour in zip(names, (0, 5, 3), strict=True)]
+    charts = [_reward([*itertools.chain(*rewards)], found.evaluations, when)]
+    for title, told, y, figures in _OF_TRAINER:
+        lines = [line(called, trainer, name, number) for number, (name, called) in enumerate(figures)]
+        charts.append(_chart("learning", title, told, y, [*itertools.chain(*lines)]))
     searchers = {name: role for name, role in found.roles.items() if name.startswith("searcher")}
-    for title, told, y, name in _OF_SEARCHERS:
-        traces = []
-        for number, (role_name, role) in enumerate(searchers.items()):
-            x_by = _axes(role, "policy_step" if "policy_step" in role.curves else "step", clock)
-            traces += _line(role_name, role.curves.get(name), x_by, _COLOURS[number % 8], band=len(searchers) == 1)
-        charts.append(_chart("learning", title, told, y, traces))
-    charts += [_shares(found.roles), _waiting(found.roles, clock), *_of_rows(found, counts)]
-    known = (trainer.mean("step"), trainer.mean("time")) if trainer else ((), ())
+    for title, told, y, figure in _OF_SEARCHERS:
+        lines = [line(name, role, figure, number) for number, (name, role) in enumerate(searchers.items())]
+        charts.append(_chart("learning", title, told, y, [*itertools.chain(*lines)]))
+    charts += [_shares(found.roles), *_of_rows(found, counts)]
     at = found.table.resumes[-50:]
-    when = np.interp(at, *known) if at and len(known[0]) else np.full(len(at), np.nan)
     return {
         "charts": [chart for chart in charts if chart["traces"]],
-        "resumes": {"step": at, "time": rounded(clock(when))},
+        "resumes": {"step": at, "time": rounded(when(at))},
         "time_title": f"time since the run began ({unit})",
     }
 
@@ -118,10 +107,6 @@ def rounded(values: Any) -> list[Any]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in np.asarray(values, np.float64).ravel()]
 
 
-def _axes(role: Role, step: str, clock: Any) -> dict[str, np.ndarray]:
-    return {"step": role.mean(step), "time": clock(role.mean("time"))}
-
-
 def _chart(section: str, title: str, told: str, y: str, traces: Sequence[Figure], **more: Any) -> Figure:
     """A chart over both axes. Args: section: of the page, whose end it is put at; more: of the figure."""
     values = [value for trace in traces for value in trace["y"] if isinstance(value, float)]
@@ -132,82 +117,47 @@ def _chart(section: str, title: str, told: str, y: str, traces: Sequence[Figure]
     return {**figure, "traces": [*traces], "layout": {"yaxis": axis}, **more}
 
 
-def _line(name: str, curve: np.ndarray | None, axes: Mapping[str, np.ndarray], colour: str, *, band: bool = True) -> list[Figure]:
-    """A line of means, and behind it the range of the lines that share a point; none where there is no such figure."""
-    if curve is None:
+def _line(name: str, values: np.ndarray, steps: np.ndarray, times: np.ndarray, colour: str, **more: Any) -> list[Figure]:
+    """A line over both axes, none where there is no such figure. Args: more: of the trace."""
+    there = np.isfinite(values)
+    if not there.any():
         return []
-    there = np.isfinite(curve[:, 0])
-    mean, low, high = (rounded(each) for each in curve[there].T)
-    x_by = {axis: rounded(x[there]) for axis, x in axes.items()}
-    traces: list[Figure] = []
-    if band and low != high:
-        shape = {"fill": "toself", "fillcolor": f"{colour}26", "line": {"width": 0}, "mode": "lines", "hoverinfo": "skip"}
-        x_of_band = {axis: [*x, *reversed(x)] for axis, x in x_by.items()}
-        traces.append({"x_by": x_of_band, "y": [*high, *reversed(low)], **shape, "showlegend": False})
-    mode = "lines+markers" if len(mean) < 40 else "lines"
+    x_by = {"step": rounded(steps[there]), "time": rounded(times[there])}
+    mode = "lines+markers" if there.sum() < 40 else "lines"
     line = {"mode": mode, "marker": {"size": 4}, "line": {"color": colour, "width": 1.8}}
-    return [*traces, {"x_by": x_by, "y": mean, "name": safe(name), **line}]
+    return [{"x_by": x_by, "y": rounded(values[there]), "name": safe(name), **line, **more}]
 
 
-def _reward(found: Gathered, trainer: Role | None, axes: Mapping[str, np.ndarray], clock: Any) -> Figure:
-    """Rewards of the trained rows, and held-out scores with their standard errors."""
-    traces: list[Figure] = []
-    names = (("reward", "trained rows"), ("reward_own", "of them, the run's own"), ("reward_mounted", "of them, of mounted runs"))
-    for (name, called), colour in zip(names, (0, 5, 3), strict=True):
-        if trainer:
-            traces += _line(called, trainer.curves.get(name), axes, _COLOURS[colour], band=name == "reward")
-    steps = np.array([each["step"] for each in found.evaluations], np.float64)
-    when = np.full(len(steps), np.nan)
-    if trainer and len(trainer.mean("step")):
-        when = clock(np.interp(steps, trainer.mean("step"), trainer.mean("time")))
-    for number, name in enumerate(("greedy_reward", "sampled_reward"), 1):
-        values, errors = (np.array([each.get(key, np.nan) for each in found.evaluations]) for key in (name, name + STDERR))
-        there = np.isfinite(values)
-        if there.any():
-            line = {"color": _COLOURS[number], "width": 1.5, "dash": "solid" if number == 1 else "dot"}
-            error = {"array": rounded(np.nan_to_num(errors[there])), "thickness": 1, "color": _COLOURS[number]}
-            x_by = {"step": rounded(steps[there]), "time": rounded(when[there])}
-            called = "held out, " + name.removesuffix("_reward")
-            trace = {"x_by": x_by, "y": rounded(values[there]), "name": called, "mode": "lines+markers", "line": line}
-            traces.append(trace | {"error_y": error})
-    told = (
-        "Held-out queries are never trained on; bars are standard errors. The pale band is the range of steps that share a point."
-    )
+def _reward(
+    traces: list[Figure], evaluations: Sequence[Mapping[str, Any]], when: Callable[[Sequence[float]], np.ndarray]
+) -> Figure:
+    """Rewards of the trained rows (traces), and held-out scores with their standard errors. Args: when: step -> time."""
+    steps = np.array([each["step"] for each in evaluations], np.float64)
+    for name, colour in (("greedy", _COLOURS[1]), ("sampled", _COLOURS[2])):
+        figure = f"{name}_reward"
+        values, errors = (np.array([each.get(key, np.nan) for each in evaluations]) for key in (figure, figure + STDERR))
+        bars = {"array": rounded(np.nan_to_num(errors[np.isfinite(values)])), "thickness": 1, "color": colour}
+        traces += _line(f"held out, {name}", values, steps, when(steps.tolist()), colour, mode="lines+markers", error_y=bars)
+    told = "Held-out queries are never trained on; bars are standard errors."
     return _chart("learning", "Reward", told, "reward", traces, height=340, wide=True)
 
 
 def _shares(roles: Mapping[str, Role]) -> Figure:
-    """A bar for each role: what its time went into. What took less than a hundredth is joined to "other"."""
+    """A bar for each role: what at least a hundredth of its time went into."""
     shares = {name: of_role for name, role in reversed([*roles.items()]) if (of_role := role.shares())}
-    names = {name for of_role in shares.values() for name, share in of_role.items() if share >= 0.01} | {"other"}
-    order = sorted(names, key=lambda name: (name == "other", not name.startswith("wait_"), name))
+    names = {name for of_role in shares.values() for name, share in of_role.items() if share >= 0.01}
     traces = []
-    for number, name in enumerate(order):
-        colour = _WAITING[number % 4] if name.startswith("wait_") else _OF_WORK.get(name, "#b0b0b8")
-        small = [sum(share for each, share in of_role.items() if each not in names) for of_role in shares.values()]
-        values = [of_role.get(name, 0.0) + rest * (name == "other") for of_role, rest in zip(shares.values(), small, strict=True)]
-        trace = {"type": "bar", "orientation": "h", "y": [safe(role) for role in shares], "x": rounded(values)}
+    for number, name in enumerate(sorted(names, key=lambda name: (name == "other", not name.startswith("wait_"), name))):
+        colour = "#e3e3e3" if name == "other" else (_WAITING[number % 4] if name.startswith("wait_") else _WORKING[number % 6])
+        values = rounded([of_role.get(name, 0.0) for of_role in shares.values()])
         called = safe(name.replace("_", " "))
         look = {"name": called, "marker": {"color": colour}, "hovertemplate": "%{x:.1%}<extra>" + called + "</extra>"}
-        traces.append(trace | look)
+        traces.append({"type": "bar", "orientation": "h", "y": [safe(role) for role in shares], "x": values, **look})
     layout = {"barmode": "stack", "xaxis": {"range": [0, 1], "tickformat": ".0%"}, "yaxis": {"type": "category"}}
     layout["legend"] = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
     told = "What the time of each role went into since its process began to work. Red is waiting."
     more: Figure = {"axes": False, "wide": True, "height": 110 + 30 * len(shares), "layout": layout}
     return _chart("time", "Where the time goes", told, "", traces, **more)
-
-
-def _waiting(roles: Mapping[str, Role], clock: Any) -> Figure:
-    """The share of its time that each role has waited so far, as its lines told it."""
-    traces: list[Figure] = []
-    for number, (name, role) in enumerate(roles.items()):
-        waits = [curve for each, curve in role.curves.items() if each.startswith("time_wait_")]
-        if waits:
-            step = "policy_step" if "policy_step" in role.curves else "step"
-            summed = np.where(np.isfinite(role.mean(step)), np.nansum(waits, axis=0).T, np.nan).T
-            traces += _line(name, summed, _axes(role, step, clock), _COLOURS[number % 8], band=False)
-    told = "Share of its time that each role has waited, since its process began to work."
-    return _chart("time", "Waiting so far", told, "share of time", traces, wide=True)
 
 
 def _of_rows(found: Gathered, counts: np.ndarray) -> Iterable[Figure]:

@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -14,35 +14,34 @@ from tba_jax.experiment.schema import SCHEMA
 from tba_jax.replay.reader import LogReader
 from tba_jax.reporting.rows import RowTable
 from tba_jax.schemas import flatten
-from tba_jax.storage import best_step, layout, places
 from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import layout, places
 from tba_jax.telemetry import alarms as alarms_lib
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry import status as status_lib
 from tba_jax.text.tokenizers import Tokenizer
 
-# Of each curve; more lines share points. Roles and evaluations that are shown at most; figures of one role.
-MOST_POINTS, MOST_ROLES, MOST_EVALUATIONS, _MOST_NAMES = 512, 24, 2000, 400
+MOST_POINTS, MOST_ROLES = 1024, 24  # of each curve; of more roles, and of more lines, some are left out
 # What damaged files and storage raise, however they are damaged.
 UNREADABLE = (*places.STORAGE_ERRORS, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Role:
-    """What one role left in its folder of metrics.
+    """What one role left in its folder of metrics: at most MOST_POINTS of its lines, evenly, with the first and the newest."""
 
-    curves: name -> float64[points, 3], mean, least and greatest of the lines that share a point, NaN where none has the figure.
-    first, last: the first and the newest line of metrics.jsonl, {} without one.
-    """
-
-    curves: Mapping[str, np.ndarray]
-    first: Mapping[str, Any]
-    last: Mapping[str, Any]
+    lines: Sequence[Mapping[str, Any]]
     status: status_lib.Told
 
-    def mean(self, name: str) -> np.ndarray:
-        """float64[points]."""
-        return self.curves[name][:, 0] if name in self.curves else np.full(len(self.curves.get("step", ())), np.nan)
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """The newest line, {} without one."""
+        return self.lines[-1] if self.lines else {}
+
+    def curve(self, name: str) -> np.ndarray:
+        """float64[lines] of a figure, NaN where a line has none."""
+        values = (line.get(name) for line in self.lines)
+        return np.array([value if is_number(value) else math.nan for value in values], np.float64)
 
     def shares(self) -> dict[str, float]:
         """What the role did -> the share of its time since its process began to work."""
@@ -67,12 +66,6 @@ class Gathered:
     finished: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     writers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
-    @contextlib.contextmanager
-    def part(self, what: str) -> Iterator[None]:
-        """Reads a part: what is wrong with it becomes a sentence."""
-        with told(self.problems, what):
-            yield
-
     @property
     def steps(self) -> int:
         """Steps that the run is to do, 0 where the config does not say."""
@@ -82,24 +75,23 @@ class Gathered:
     @property
     def step(self) -> int:
         """The last step that anything tells of."""
-        return max(
-            self.table.last_step, *(int(role.last.get("step", 0)) for name, role in self.roles.items() if name == "trainer"), 0
-        )
+        told = self.roles["trainer"].last.get("step", 0) if "trainer" in self.roles else 0
+        return max(self.table.last_step, int(told))
 
     @property
     def times(self) -> tuple[float, float]:
         """Unix seconds of the first and the last sign of life, 0 without any."""
-        first = [role.first.get("time", 0.0) for role in self.roles.values()]
+        first = [role.lines[0]["time"] for role in self.roles.values() if role.lines]
         first += [info.get("started", 0.0) for info in self.writers.values()]
         last = [time for role in self.roles.values() for time in (role.last.get("time", 0.0), role.status.time)]
-        known, signs = [[float(time) for time in times if is_number(time) and 0 < time < 1e11] for times in (first, last)]
+        known, signs = [[float(time) for time in times if _is_moment(time) and time > 0] for times in (first, last)]
         begin = min(known, default=0.0)
         return begin, max([begin, *signs])
 
 
 @contextlib.contextmanager
-def told(problems: list[str], what: str) -> Iterator[None]:
-    """Adds a sentence where reading inside fails."""
+def part(problems: list[str], what: str) -> Iterator[None]:
+    """Reads a part: where that fails, a sentence says so."""
     try:
         yield
     except UNREADABLE as error:
@@ -112,8 +104,13 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
+def _is_moment(value: Any) -> bool:
+    """Whether a value can be a step, or a time in unix seconds: damage may leave any number."""
+    return is_number(value) and abs(value) < 1e11
+
+
 class Source:
-    """A run that is read once or again and again; rows and journal lines that were read are not read again."""
+    """A run that is read once or again and again."""
 
     def __init__(self, workdir: Path | str):
         """
@@ -134,33 +131,36 @@ class Source:
         self._problems: list[str] = []
         self._tokenizer = None
         mounts: tuple[places.Place, ...] = ()
-        with told(self._problems, "the tokenizer (tokens are shown by their numbers)"):
+        with part(self._problems, "the tokenizer (tokens are shown by their numbers)"):
             self._tokenizer = tokenizer_of(self._stored)
-        with told(self._problems, "a mounted run (its rows are left out)"):
+        with part(self._problems, "a mounted run (its rows are left out)"):
             named = self._stored["config"]["replay"]["mount"]
             answering.check_answers([("replay.mount", places.place(each)) for each in named], limit=answering.DRY_RUN_SECONDS)
             mounts = contract_lib.mounted_logs(named, reward_version=contract.reward_version)
-        self._table = RowTable(LogReader(self.run.replay, shape, mounts=mounts, patience_seconds=1.0), self.run.journal)
+        self._reader = LogReader(self.run.replay, shape, mounts=mounts, patience_seconds=1.0)
 
     def gather(self, tell: Callable[[str], None] = lambda sentence: None) -> Gathered:
         """All that is there now. Args: tell: is given a sentence now and then about how far the reading is."""
+        run, table, problems = self.run, RowTable(self._reader, self.run.journal, tell), [*self._problems]
         found = Gathered(
-            run=self.run, called=self.called, stored=self._stored, table=self._table, tokenizer=self._tokenizer,
-            problems=[*self._problems],
-        )  # fmt: skip
-        with found.part("finished.json"):
-            if places.exists(self.run.finished):
-                finished = layout.read_json(self.run.finished)
+            run=run, called=self.called, stored=self._stored, table=table, tokenizer=self._tokenizer, problems=problems
+        )
+        problems += table.problems
+        with part(problems, "finished.json"):
+            if places.exists(run.finished):
+                finished = layout.read_json(run.finished)
                 int(finished["step"])
                 found.finished = finished
-        self._table.advance(tell)
-        found.problems += self._table.problems
-        for name in self._table.writers:
-            with found.part(f"the registration of writer {name}"):
-                found.writers[name] = dict(self._table.reader.info(name))
-        _read_roles(found)
-        with found.part("the evaluations"):
-            _read_evaluations(found)
+        for name in table.writers:
+            with part(problems, f"the registration of writer {name}"):
+                found.writers[name] = dict(table.reader.info(name))
+        with part(problems, "the folder of metrics"):
+            _read_roles(found, run.root / "metrics")
+        with part(problems, "the evaluations"):
+            for step in layout.steps_in(run.evaluations):
+                with part(problems, f"the evaluation of step {step}"):
+                    report = layout.read_json(run.evaluations / f"{layout.step_name(step)}.json")
+                    found.evaluations.append({k: float(v) for k, v in report.items() if is_number(v)} | {"step": step})
         return found
 
 
@@ -180,69 +180,28 @@ def tokenizer_of(stored: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _read_roles(found: Gathered) -> None:
-    folder = found.run.root / "metrics"
-    names: list[str] = []
-    with found.part("the folder of metrics"):
-        names = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
+def _read_roles(found: Gathered, folder: Path) -> None:
+    names = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
     found.alarms = [(name, alarm) for name in names for alarm in alarms_lib.read(folder / name)]
     found.alarms.sort(key=lambda each: each[1].time)
     # The trainer comes first. Searchers are the first to be left out: they are alike.
     shown = sorted(names, key=lambda name: (name != "trainer", name.startswith("searcher"), name))[:MOST_ROLES]
     found.left_out_roles = len(names) - len(shown)
     for name in shown:
-        with found.part(f"metrics of {name}"):
-            curves, first, last, damaged = read_curves(folder / name)
-            found.roles[name] = Role(curves=curves, first=first, last=last, status=status_lib.read(folder / name))
-            if damaged:
-                found.problems.append(f"damaged lines of metrics in {folder / name} are left out: {damaged}")
+        with part(found.problems, f"metrics of {name}"):
+            found.roles[name] = Role(lines=read_lines(folder / name), status=status_lib.read(folder / name))
 
 
-def read_curves(folder: Path) -> tuple[dict[str, np.ndarray], Mapping[str, Any], Mapping[str, Any], int]:
-    """Returns curves, first line and last line (see `Role`), and how many whole lines are damaged.
-
-    All figures of a role's files of metrics are thinned to at most MOST_POINTS points of equally many lines, in memory that does
-    not grow with the files. Raises OSError where the storage refuses.
-    """
-    curves: dict[str, np.ndarray] = {}
-    first: Mapping[str, Any] = {}
-    last: Mapping[str, Any] = {}
-    damaged = points = 0
-    with contextlib.ExitStack() as stack:
-        paths = [path for name in (f"{metrics.FILE}.1", metrics.FILE) if (path := folder / name).exists()]
-        files = [stack.enter_context(open(path, encoding="utf-8", errors="replace")) for path in paths]
-        width = max(1, -(-sum(1 for file in files for _ in file) // MOST_POINTS))
-        for file in files:
-            file.seek(0)
-        every = itertools.chain(*files)
-        while texts := [*itertools.islice(every, width)]:
-            parsed = [(text, layout.parse_line(text)) for text in texts]
-            lines = [line for _, line in parsed if _is_moment(line.get("step")) and _is_moment(line.get("time"))]
-            damaged += sum(text.endswith("\n") and bool(text.strip()) for text in texts) - len(lines)
-            if not lines:
-                continue
-            first, last = first or lines[0], lines[-1]
-            for name in dict.fromkeys(name for line in lines for name in line):
-                values = [value for line in lines if is_number(value := line.get(name))]
-                if values and (name in curves or len(curves) < _MOST_NAMES):
-                    curve = curves.setdefault(name, np.full((MOST_POINTS + 1, 3), np.nan))
-                    curve[min(points, MOST_POINTS)] = np.mean(values), min(values), max(values)
-            points += 1
-    return {name: curve[:points] for name, curve in curves.items()}, first, last, max(0, damaged)
-
-
-def _is_moment(value: Any) -> bool:
-    """Whether a value can be a step, or a time in unix seconds: damage may leave any number."""
-    return is_number(value) and abs(value) < 1e11
-
-
-def _read_evaluations(found: Gathered) -> None:
-    """The numbers of the evaluator's reports: of very many reports some, evenly, and the best."""
-    steps = layout.steps_in(found.run.evaluations) if found.run.evaluations.is_dir() else []
-    chosen = {steps[i] for i in np.linspace(0, len(steps) - 1, min(len(steps), MOST_EVALUATIONS)).astype(int)} if steps else set()
-    if (best := best_step.Scores(found.run.evaluations).best()) is not None:
-        chosen.add(best.step)
-    for step in sorted(chosen):
-        with found.part(f"the evaluation of step {step}"):
-            report = layout.read_json(found.run.evaluations / f"{layout.step_name(step)}.json")
-            found.evaluations.append({**{k: float(v) for k, v in report.items() if is_number(v)}, "step": step})
+def read_lines(folder: Path) -> list[Mapping[str, Any]]:
+    """Lines of a role's metrics, see `Role`; memory does not grow with the files. Raises OSError where storage refuses."""
+    found: list[Mapping[str, Any]] = []
+    last: list[Mapping[str, Any]] = []
+    width = 1
+    whole = (each for each in metrics.each_line(folder) if _is_moment(each.get("step")) and _is_moment(each.get("time")))
+    for number, line in enumerate(whole):
+        last = [line]
+        if number % width == 0:
+            found.append(line)
+        if len(found) == MOST_POINTS:
+            found, width = found[::2], 2 * width
+    return found if found[-1:] == last else found + last

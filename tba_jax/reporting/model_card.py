@@ -4,7 +4,6 @@ Names and texts that others wrote (of tasks, paths and checkpoints) are code or 
 """
 
 import dataclasses
-import math
 import re
 import shlex
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import jinja2
 
 from tba_jax.replay import journal
+from tba_jax.reporting.gathering import is_number
 from tba_jax.roles.evaluation_figures import STDERR, with_stderr
 from tba_jax.schemas import flatten
 from tba_jax.storage import best_step, layout
@@ -81,8 +81,6 @@ def base_of(path: str, source: Path | None) -> Base:
 def _licence(card: Path) -> dict[str, str]:
     """license, license_name and license_link of the front matter of a card; {} where it names none."""
     try:
-        if not card.is_file():
-            return {}
         with card.open("rb") as file:
             opening = file.read(_OPENING_BYTES).decode("utf-8", "replace").replace("\r\n", "\n")
     except OSError:
@@ -132,14 +130,15 @@ def _scores(reports: Mapping[int, Mapping[str, Any]], step: int) -> str:
     ordered = dict.fromkeys((*_TITLES, *newest))
     hidden = {*_NOT_SHOWN, score_name, *(name + STDERR for name in ordered)}
     titles = _TITLES | {"greedy_reward": f"{score_name} ({_TITLES['greedy_reward']})"}
-    names = [name for name in ordered if name not in hidden and _is_number(newest.get(name))]
-    rows = [(_plain(titles.get(name, name)), *(with_stderr(report, name) for report in reports.values())) for name in names]
-    return _table(("", *(f"step {each}{' (this model)' if each == step else ''}" for each in reports)), rows)
+    names = [name for name in ordered if name not in hidden and is_number(newest.get(name))]
+    head = ["", *(f"step {each}{' (this model)' if each == step else ''}" for each in reports)]
+    rows = [[_plain(titles.get(name, name)), *(with_stderr(report, name) for report in reports.values())] for name in names]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---", *["---:"] * len(reports)], *rows))
 
 
 def _told_of_scores(run: layout.RunDir, reports: Mapping[int, Mapping[str, Any]], step: int) -> Iterator[str]:
     """Sentences about how far the scores are to be trusted."""
-    if reports and _is_number(queries := reports[max(reports)].get("queries")):
+    if reports and is_number(queries := reports[max(reports)].get("queries")):
         yield f"Means over {queries} held-out queries of the task."
     if step not in reports:
         yield f"Step {step} has not been evaluated."
@@ -163,17 +162,11 @@ def _report(run: layout.RunDir, step: int) -> Mapping[str, Any]:
 
 def _schedule(run: layout.RunDir, c: Mapping[str, Any], step: int) -> str:
     if c["schedule.mode"] == "interleaved":
-        lag, updates = c["schedule.lag"], c["schedule.updates_per_search"]
-        often = f", {updates} updates a batch of the searcher" if updates > 1 else ""
-        if not lag and not often:
-            return "on-policy, in turn"
-        return f"search and training in turn, fresh rows of the policy of {lag} steps ago{often}"
-    searchers, every = c["searchers.count"], c["publish.every_steps"]
-    told = f"asynchronous, {searchers} searcher{'s' * (searchers != 1)}, a snapshot every {every} step{'s' * (every != 1)}"
-    try:
-        ages = [line["staleness_mean"] for line in metrics.each_line(run.metrics("trainer")) if line["step"] <= step]
-    except _UNREADABLE:
-        ages = []
+        updates = f"updates after each batch of the searcher: {c['schedule.updates_per_search']}"
+        return f"search and training in turn, fresh rows of the policy of {c['schedule.lag']} steps ago, {updates}"
+    told = f"asynchronous, searchers: {c['searchers.count']}, steps between snapshots: {c['publish.every_steps']}"
+    lines = (line for line in metrics.each_line(run.metrics("trainer")) if line["step"] <= step)
+    ages = [line["staleness_mean"] for line in lines if "staleness_mean" in line]
     return f"{told}; rows were {sum(ages) / len(ages):.1f} steps old on average" if ages else told
 
 
@@ -192,24 +185,10 @@ def _rows_trained(run: layout.RunDir, step: int) -> str:
 
 def _versions(run: layout.RunDir) -> str:
     """The versions that the trainer's newest process told; those of this process where the trainer told none."""
-    here = status.beginning(())
-    try:
-        newest = status.read(run.metrics("trainer")).process or here
-        version, commit = newest["code"]["version"], newest["code"]["commit"]
-        packages = [f"{name} {there}" for name, there in newest["versions"].items()]
-    except _UNREADABLE:
-        version, commit, packages = here["code"]["version"], "", []
+    newest = status.read(run.metrics("trainer")).process or status.beginning(())
+    version, commit = newest["code"]["version"], newest["code"]["commit"]
     own = f"tba_jax {version}" + (f" (commit {commit[:12]})" if commit else "")
-    return _plain(", ".join([own, *packages]))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, ("---", *("---:" for _ in head[1:])) if len(head) > 2 else ("---", "---"), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return _plain(", ".join([own, *(f"{name} {there}" for name, there in newest["versions"].items())]))
 
 
 def _plain(text: str) -> str:

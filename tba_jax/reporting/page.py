@@ -10,20 +10,23 @@ import hashlib
 import json
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 from plotly import offline
 
 from tba_jax.experiment.schema import SCHEMA
-from tba_jax.reporting import charts, learning, samples
-from tba_jax.reporting.gathering import Gathered, is_number
+from tba_jax.reporting import charts, samples
+from tba_jax.reporting.gathering import Gathered, is_number, part
+from tba_jax.roles.evaluation_figures import STDERR, with_stderr
 from tba_jax.schemas import flatten
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage.privacy import without_secrets
+from tba_jax.telemetry.status import Told
 from tba_jax.text.visible import visible
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -32,6 +35,14 @@ MARK = b'<meta name="generator" content="tba_jax report">'
 # A run that wrote nothing for so long is not called live.
 _QUIET_SECONDS = 60.0
 _LONGEST = 300  # characters of a value
+# Standard errors that a change must exceed to count as one.
+_CLEAR = 2.0
+# What a role waits for, in words.
+_WAITS = {
+    "wait_rows": "rows from searchers",
+    "wait_policy": "a newer policy from the trainer",
+    "wait_rewards": "rewards of the task",
+}
 
 
 def page(found: Gathered, *, recipe: Mapping[str, Any] | None = None, recipe_name: str = "", served: bool = False) -> str:
@@ -41,17 +52,17 @@ def page(found: Gathered, *, recipe: Mapping[str, Any] | None = None, recipe_nam
       serves the page, and makes it again when the run has gone on.
     """
     begin, end = found.times
-    counts = found.table.counts()
+    counts, stored, roles = found.table.counts(), found.stored, found.roles
     drawn: dict[str, Any] = {"charts": [], "resumes": {}, "time_title": ""}
-    with found.part("what the charts show"):
+    with part(found.problems, "what the charts show"):
         drawn = charts.of(found, counts)
-    rows: dict[str, Any] = {"groups": {}, "samples": []}
-    with found.part("the samples"):
-        rows = _samples(found, counts)
-    trainer = found.roles.get("trainer")
-    of_held_out, told_held_out = learning.held_out(found.evaluations)
-    of_trained, told_trained = learning.trained(trainer.mean("reward")) if trainer else ("", "No trainer has told of a step.")
-    heading, sentences = learning.waits({name: of_role for name, role in found.roles.items() if (of_role := role.shares())})
+    groups, shown = samples.chosen(found.table.rows, counts), dict[int, dict[str, Any]]()
+    with part(found.problems, "the samples"):
+        shown = samples.made(found, [i for indices in groups.values() for i in indices])
+    named = {group: [shown[i]["name"] for i in indices if i in shown] for group, indices in groups.items()}
+    of_held_out, told_held_out = held_out(found.evaluations)
+    of_trained, told_trained = trained(roles["trainer"].curve("reward")) if "trainer" in roles else ("", "No trainer yet.")
+    heading, sentences = waits({name: of_role for name, role in roles.items() if (of_role := role.shares())})
     content = {
         "title": Path(found.called).name or found.called,
         "workdir": found.called,
@@ -60,31 +71,22 @@ def page(found: Gathered, *, recipe: Mapping[str, Any] | None = None, recipe_nam
         "made": _moment(time.time()),
         "began": _moment(begin) if begin else "not known",
         "state": _state(found, end),
-        "verdict": learning.verdict(of_held_out, of_trained),
+        "verdict": verdict(of_held_out, of_trained),
         "learns": [told_held_out, told_trained],
         "waits_heading": heading,
         "waits": sentences,
-        "now": {name: said for name, role in found.roles.items() if (said := _now(role.status)) and not _is_finished(found)},
-        "troubles": {name: role.status.trouble for name, role in found.roles.items() if role.status.trouble},
+        "now": {name: said for name, role in roles.items() if (said := _now(role.status)) and not _is_finished(found)},
+        "troubles": {name: role.status.trouble for name, role in roles.items() if role.status.trouble},
         "alarms": found.alarms,
         "left_out_roles": found.left_out_roles,
-        "worst": [each for each in rows["samples"] if each["name"] in rows["groups"].get("worst", [])[:3]],
+        "worst": [each for each in shown.values() if each["name"] in named.get("worst", [])[:3]],
         "balanced": found.finished.get("balanced"),
-        "row_count": len(found.table.rows),
+        "row_count": len(counts),
         "drawn_share": float((counts > 0).mean()) if len(counts) else 0.0,
         "writers": _writers(found, counts),
         "has_tokenizer": found.tokenizer is not None,
         "problems": found.problems,
         "served": served,
-        **_of_run(found, recipe, recipe_name),
-    }
-    return _rendered(content, {**drawn, **rows, "newest": found.step})
-
-
-def _of_run(found: Gathered, recipe: Mapping[str, Any] | None, recipe_name: str) -> dict[str, Any]:
-    """What the run was begun with."""
-    stored = found.stored
-    return {
         "settings": _settings(stored["config"], recipe),
         "recipe_name": recipe_name,
         "contract": [(name, in_words(value)) for name, value in flatten(without_secrets(stored["contract"])).items()],
@@ -92,6 +94,83 @@ def _of_run(found: Gathered, recipe: Mapping[str, Any] | None, recipe_name: str)
         "init_from": str(stored.get("init_from") or ""),
         "run_id": str(stored.get("id") or ""),
     }
+    return _rendered(content, {**drawn, "groups": named, "samples": [*shown.values()], "newest": found.step})
+
+
+def held_out(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """(verdict, sentence) about the held-out rewards. The verdict is one of yes, no, unclear, or "" without two evaluations.
+
+    Args: evaluations: figures of the reports in the order of steps.
+    """
+    found = [each for each in evaluations if "greedy_reward" in each]
+    if not found:
+        return "", "There is no held-out score."
+    first, last = found[0], found[-1]
+    before, after = (with_stderr(each, "greedy_reward") for each in (first, last))
+    if len(found) == 1:
+        return "", f"The held-out reward is {before} at step {first['step']}; there is no second one yet."
+    best = max(found, key=lambda each: (each["greedy_reward"], each["step"]))  # as storage/best_step.py has it
+    # The standard deviation of a reward in [low, high] is at most half of the range: for scores without a standard error.
+    most = max(1.0, float(np.ptp([each["greedy_reward"] for each in found]))) / 2
+    errors = (each.get("greedy_reward" + STDERR, most / np.sqrt(max(1.0, each.get("queries", 1.0)))) for each in (first, last))
+    verdict, verb = _change(last["greedy_reward"] - first["greedy_reward"], float(np.hypot(*errors)))
+    ends = f"{before} at step {first['step']} to {after} at step {last['step']:,}"
+    others = f"; the best is {best['greedy_reward']:.3f} at step {best['step']:,}"
+    return verdict, f"The held-out reward {verb} {ends}" + (", the best so far" if best is last else others) + "."
+
+
+def trained(reward: np.ndarray) -> tuple[str, str]:
+    """(verdict, sentence) about the rewards of the rows trained on: the first tenth of the run against the last.
+
+    Args: reward: float64[n], in the order of steps.
+    """
+    reward = reward[np.isfinite(reward)]
+    if len(reward) < 10:
+        return "", "The trainer has told of too few steps to say how its reward moves."
+    part = max(3, len(reward) // 10)
+    first, last = reward[:part], reward[-part:]
+    error = float(np.sqrt(first.var(ddof=1) / part + last.var(ddof=1) / part))
+    verdict, verb = _change(float(last.mean() - first.mean()), error)
+    return (
+        verdict,
+        f"The reward of the trained rows {verb} {first.mean():.3f} in the first steps to {last.mean():.3f} in the last.",
+    )
+
+
+def _change(change: float, error: float) -> tuple[str, str]:
+    if abs(change) <= _CLEAR * error or change == 0:
+        return "unclear", "has not moved clearly: from"
+    return ("yes", "rose from") if change > 0 else ("no", "fell from")
+
+
+def verdict(of_held_out: str, of_trained: str) -> str:
+    """The heading above both sentences. Held-out rewards decide where they are clear."""
+    if of_held_out == "unclear" and of_trained in ("yes", "no"):
+        return {"yes": "The trained reward rises", "no": "The trained reward falls"}[of_trained]
+    known = of_held_out or of_trained
+    return {"yes": "It learns", "no": "It gets worse", "unclear": "No clear change yet"}.get(known, "Too early to say")
+
+
+def waits(shares: Mapping[str, Mapping[str, float]]) -> tuple[str, list[str]]:
+    """Heading, and a sentence for each role. Args: shares: role -> what it did -> share of its time, in [0, 1]."""
+    sentences, longest = [], (0.0, "")
+    for role, of_role in shares.items():
+        waited = {name: share for name, share in of_role.items() if name.startswith("wait_")}
+        work = sorted((name for name in of_role if name not in waited), key=lambda name: -of_role[name])[:3]
+        did = ", ".join(f"{name.replace('_', ' ')} {of_role[name]:.0%}" for name in work if of_role[name] >= 0.05)
+        long = [f"{share:.0%} of its time for {_called(name)}" for name, share in waited.items() if share >= 0.01]
+        told = f"{role} waited {' and '.join(long)}" if long else f"{role} waited for nobody"
+        sentences.append(f"{told}; its time went into {did}." if did else f"{told}.")
+        if not role.startswith("evaluator") and waited:
+            name = max(waited, key=waited.__getitem__)
+            longest = max(longest, (waited[name], f"{role} waits most: {waited[name]:.0%} for {_called(name)}"))
+    if not shares:
+        return "Nothing is known of waits yet", []
+    return longest[1] if longest[0] >= 0.05 else "Neither trainer nor searchers wait", sentences
+
+
+def _called(name: str) -> str:
+    return _WAITS.get(name, name[5:].replace("_", " "))
 
 
 def in_words(value: Any) -> str:
@@ -122,18 +201,10 @@ def _state(found: Gathered, newest: float) -> str:
     return f"Not finished, and silent since {_moment(newest)}: {of}."
 
 
-def _now(told: Any) -> str:
+def _now(told: Told) -> str:
     """What a role said last of what it does and waits for. Args: told: status.Told."""
     phase = f"is {told.phase}" + (f" ({told.done:,} of {told.total:,})" if told.total else "") if told.phase else ""
     return ", ".join(filter(None, (phase, f"waits for {told.waits}" if told.waits else "")))
-
-
-def _samples(found: Gathered, counts: Any) -> dict[str, Any]:
-    """groups: group -> names of rows, first to show first; samples: the rows, see samples.made."""
-    groups = samples.chosen(found.table.rows, counts)
-    shown = samples.made(found, [i for indices in groups.values() for i in indices])
-    named = {group: [shown[i]["name"] for i in indices if i in shown] for group, indices in groups.items()}
-    return {"groups": named, "samples": [*shown.values()]}
 
 
 def _writers(found: Gathered, counts: Any) -> list[dict[str, str]]:
@@ -141,7 +212,7 @@ def _writers(found: Gathered, counts: Any) -> list[dict[str, str]]:
     lines = []
     rows = found.table.rows
     for name in found.table.writers:
-        mine = rows["key"] >> 40 == found.table.writers.index(name)
+        mine = found.table.of_writer(name)
         if (count := int(mine.sum())) == 0:
             continue
         of, info = rows[mine], found.writers.get(name, {})

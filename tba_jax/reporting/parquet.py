@@ -1,8 +1,8 @@
 """The rows of a run's replay log as a Parquet file, with the texts of query and response."""
 
 import dataclasses
-import math
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +36,17 @@ class Filter:
         """Raises ValueError where no row can match."""
         for name in ("step", "reward"):
             least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
-            for flag, value in ((f"--min_{name}", least), (f"--max_{name}", most)):
-                if value is not None and math.isnan(value):
-                    raise ValueError(f"{flag}={value} must be a number")
             if least is not None and most is not None and least > most:
                 raise ValueError(f"--min_{name}={least} is above --max_{name}={most}: no row can match both")
 
     def __call__(self, rows: Rows) -> np.ndarray:
         """bool[B]. A reward that is not a number matches no limit."""
-        found = np.ones(len(rows["row"]), bool)
-        for column, least, most in (
-            (steps_of_rows(rows)[0], self.min_step, self.max_step),
-            (rows["reward"], self.min_reward, self.max_reward),
-        ):
-            if least is not None:
-                found &= column >= least
-            if most is not None:
-                found &= column <= most
+        steps, rewards = steps_of_rows(rows)[0], rows["reward"]
+        limits = ((steps, self.min_step, self.max_step), (rewards, self.min_reward, self.max_reward))
+        found = np.ones(len(steps), bool)
+        for column, least, most in limits:
+            found &= least is None or column >= least
+            found &= most is None or column <= most
         return found
 
 
@@ -88,19 +82,17 @@ def write(
 def _groups(
     reader: LogReader, writers: Sequence[str], chosen: Filter, tokenizer: Tokenizer, schema: pa.Schema, lost: list[Any]
 ) -> Iterator[pa.Table]:
-    texts: dict[bytes, str] = {}
+    decode = functools.lru_cache(_KEPT_QUERIES)(lambda ids: tokenizer.decode([*ids]))
     tables: list[pa.Table] = []
-    for writer in writers:
-        for span in reader.kept(writer):
-            for rows in blocks(reader, writer, span, lost=lost.append):
-                matching = chosen(rows)
-                if matching.any():
-                    tables.append(
-                        table_of({n: c[matching] for n, c in rows.items()}, writer, reader.shape, tokenizer, texts, schema)
-                    )
-                if sum(len(each) for each in tables) * reader.shape.row_bytes >= _GROUP_BYTES:
-                    yield pa.concat_tables(tables)
-                    tables = []
+    for writer, span in [(each, span) for each in writers for span in reader.kept(each)]:
+        for rows in blocks(reader, writer, span, lost=lost.append):
+            matching = chosen(rows)
+            if matching.any():
+                some = {name: column[matching] for name, column in rows.items()}
+                tables.append(table_of(some, writer, reader.shape, tokenizer, decode, schema))
+            if sum(len(each) for each in tables) * reader.shape.row_bytes >= _GROUP_BYTES:
+                yield pa.concat_tables(tables)
+                tables = []
     if tables:
         yield pa.concat_tables(tables)
 
@@ -125,34 +117,25 @@ def schema_of(shape: RowShape) -> pa.Schema:
 
 
 def table_of(
-    rows: Rows, writer: str, shape: RowShape, tokenizer: Tokenizer, texts: dict[bytes, str], schema: pa.Schema
+    rows: Rows, writer: str, shape: RowShape, tokenizer: Tokenizer, decode: Callable[[tuple[int, ...]], str], schema: pa.Schema
 ) -> pa.Table:
-    """Rows of one writer as a table of `schema`. Args: texts: of queries that were decoded before."""
+    """Rows of one writer as a table of `schema`. Args: decode: gives the text of a query."""
     P, R = rows["prompt_length"].clip(0), rows["response_length"].clip(0)
     newest, oldest = steps_of_rows(rows)
-    count = len(P)
-    found: dict[str, Any] = {"writer": pa.DictionaryArray.from_arrays(np.zeros(count, np.int32), [writer])}
-    found |= {"newest_step": newest, "oldest_step": oldest, "query": [], "response": []}
-    for i in range(count):
-        ids = rows["tokens"][i, : P[i]]
-        if len(texts) > _KEPT_QUERIES:
-            texts.clear()
-        if (key := ids.tobytes()) not in texts:
-            texts[key] = tokenizer.decode(ids.tolist())
-        found["query"].append(texts[key])
-        found["response"].append(tokenizer.decode_continuation(ids.tolist(), response(rows, i).tolist()))
+    prompts = [rows["tokens"][i, : P[i]].tolist() for i in range(len(P))]
+    responses = [tokenizer.decode_continuation(prompt, response(rows, i).tolist()) for i, prompt in enumerate(prompts)]
+    found: dict[str, Any] = {"writer": pa.DictionaryArray.from_arrays(np.zeros(len(P), np.int32), [writer])}
+    found |= {"query": pa.array([decode((*prompt,)) for prompt in prompts]), "response": pa.array(responses)}
+    found |= {"newest_step": newest, "oldest_step": oldest}
     for name, (_, size) in shape.columns().items():
         if name == "reward_parts":
             parts = [pa.array(rows[name][:, part]) for part in range(size[0])]
             found[name] = pa.StructArray.from_arrays(parts, list(shape.reward_parts)) if parts else None
         elif size:
-            lengths = {"tokens": P + R, "key": np.full(count, 2), "embedding": np.full(count, size[0])}.get(name, R).clip(
-                max=size[0]
-            )
+            whole = np.full(len(P), size[0])
+            lengths = {"tokens": P + R, "key": whole, "embedding": whole}.get(name, R).clip(max=size[0])
             offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
             found[name] = pa.ListArray.from_arrays(offsets, rows[name][np.arange(size[0]) < lengths[:, None]])
         else:
             found[name] = rows[name]
-    return pa.table(
-        [pa.array(found[name]) if isinstance(found[name], list) else found[name] for name in schema.names], schema=schema
-    )
+    return pa.table([found[name] for name in schema.names], schema=schema)

@@ -2,16 +2,17 @@
 
 import codecs
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from tba_jax.reporting import rows as rows_lib
 from tba_jax.reporting.gathering import Gathered
+from tba_jax.reporting.rows import steps_of_rows
+from tba_jax.storage.places import STORAGE_ERRORS
 from tba_jax.text.tokenizers import Tokenizer
 from tba_jax.text.visible import visible
-from tba_jax.trajectory import response
+from tba_jax.trajectory import Rows, response
 
 MOST_TOKENS, MOST_PROMPT, MOST_STEPS = 400, 3000, 12  # of a row: tokens of the response, characters, steps that drew it
 ROWS_EACH, RANDOM_ROWS, QUERIES, POLICY_STEPS = 12, 24, 6, 8
@@ -32,9 +33,7 @@ def chosen(rows: np.ndarray, counts: np.ndarray) -> dict[str, list[int]]:
     age, undrawn = -rows["newest_step"].astype(np.int64), counts == 0
     groups = {}
     for name, reward in (("worst", rows["reward"]), ("best", -rows["reward"])):
-        limit = np.partition(reward, min(len(rows), 4096) - 1)[min(len(rows), 4096) - 1]
-        near = np.flatnonzero(~(reward > limit))  # with rows that have no reward
-        near = near[np.lexsort((age[near], undrawn[near], reward[near]))][:4096]
+        near = np.lexsort((age, undrawn, reward))[:4096]
         first = np.sort(np.unique(rows["query_id"][near], return_index=True)[1])
         groups[name] = near[[*first, *np.setdiff1d(np.arange(len(near)), first)][:ROWS_EACH]].tolist()
     groups["disagreeing"] = _disagreeing(rows, undrawn)
@@ -49,12 +48,10 @@ def chosen(rows: np.ndarray, counts: np.ndarray) -> dict[str, list[int]]:
 
 def _disagreeing(rows: np.ndarray, undrawn: np.ndarray) -> list[int]:
     there = np.flatnonzero(np.isfinite(rows["reward"]))
-    if not len(there):
-        return []
     order = there[np.lexsort((undrawn[there], rows["reward"][there], rows["query_id"][there]))]
     reward, ids = rows["reward"][order], rows["query_id"][order]
-    begins = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
-    ends = np.append(begins[1:], len(ids))
+    begins = np.flatnonzero(np.append(True, ids[1:] != ids[:-1])[: len(ids)])
+    ends = np.append(begins[1:], len(ids))[: len(begins)]
     spread = reward[ends - 1] - reward[begins]
     found = [query for query in np.argsort(-spread, kind="stable")[:QUERIES] if spread[query] > 1e-6]
     return [int(order[place]) for query in found for place in (ends[query] - 1, begins[query])]
@@ -89,46 +86,48 @@ class Pieces:
 def made(found: Gathered, indices: Sequence[int]) -> dict[int, dict[str, Any]]:
     """Index into `found.table.rows` -> the row as the page shows it; what cannot be read is named in `found.problems`."""
     table, pieces = found.table, Pieces(found.tokenizer)
-    wanted = [int(i) for i in dict.fromkeys(indices)]
-    ids = [table.name(int(table.rows["key"][i])) for i in wanted]
-    rows, there, lost = rows_lib.read_some(table.reader, ids)
-    found.problems += lost[:5]
-    newest, oldest = rows_lib.steps_of_rows(rows)
-    draws = table.draws_of(table.rows["key"][wanted].tolist())
+    keys = {int(i): int(table.rows["key"][i]) for i in indices}
+    draws = table.draws_of([*keys.values()])
     audit = f"python -m tba_jax audit --workdir={shlex.quote(found.called)}"
-    shown = {}
-    for i, place in enumerate(there):
-        index, (writer, row) = wanted[place], ids[place]
-        steps = draws[int(table.rows["key"][index])]
+    shown: dict[int, dict[str, Any]] = {}
+    lost = 0
+    for index, key in keys.items():
+        writer, row = table.name(key)
+        try:
+            rows = table.reader.read_ids([(writer, row)])
+        except STORAGE_ERRORS as error:
+            lost += 1
+            if lost <= 5:
+                found.problems.append(f"row {writer}:{row} is not shown: {error}")
+            continue
+        newest, oldest = steps_of_rows(rows)
         shown[index] = {
             "name": f"{writer}:{row}",
-            "query": f"{int(rows['query_id'][i]):016x}",
-            "prompt": prompt_text(rows, i, found.tokenizer, pieces),
-            **_tokens(rows, i, pieces),
-            "reward": _number(rows["reward"][i]),
-            "parts": [*zip(table.reader.shape.reward_parts, map(_number, rows["reward_parts"][i]), strict=True)],
-            "finished": bool(rows["finished"][i]),
-            "length": int(rows["response_length"][i]),
-            "newest": int(newest[i]),
-            "oldest": int(oldest[i]),
-            "ratio": _number(table.rows["log_ratio"][index]),
-            "steps": steps[:MOST_STEPS],
-            "draws": len(steps),
+            "query": f"{int(rows['query_id'][0]):016x}",
+            "prompt": _prompt(rows, found.tokenizer, pieces),
+            **_tokens(rows, pieces),
+            "reward": _number(rows["reward"][0]),
+            "parts": [*zip(table.reader.shape.reward_parts, map(_number, rows["reward_parts"][0]), strict=True)],
+            "finished": bool(rows["finished"][0]),
+            "length": int(rows["response_length"][0]),
+            "newest": int(newest[0]),
+            "oldest": int(oldest[0]),
+            "ratio": _number((rows["policy_logprobs"] - rows["ref_logprobs"]).sum(dtype=np.float64)),
+            "steps": draws[key][:MOST_STEPS],
+            "draws": len(draws[key]),
             "mounted": not table.reader.is_own(writer),
             "again": f"{audit} --regenerate={shlex.quote(f'{writer}:{row}')}",
         }
     return shown
 
 
-def _tokens(rows: Mapping[str, np.ndarray], i: int, pieces: Pieces) -> dict[str, Any]:
+def _tokens(rows: Rows, pieces: Pieces) -> dict[str, Any]:
     """tokens: [text, log π_θ/π_ref in nats, policy step] each, MOST_TOKENS at most; more: how many tokens follow."""
-    ids = response(rows, i)[: rows["policy_step"].shape[1]]  # a trainer refuses rows whose length is wrong
-    ratios = (rows["policy_logprobs"][i] - rows["ref_logprobs"][i])[: len(ids)]
+    steps = rows["policy_step"][0].tolist()
+    ids = response(rows, 0)[: len(steps)]  # a trainer refuses rows whose length is wrong
+    ratios = (rows["policy_logprobs"][0] - rows["ref_logprobs"][0]).tolist()
     texts = pieces.texts(ids[:MOST_TOKENS].tolist())
-    found = [
-        [text, _number(ratio, "{:.3f}"), int(step)]
-        for text, ratio, step in zip(texts, ratios[:MOST_TOKENS], rows["policy_step"][i, :MOST_TOKENS][: len(texts)], strict=True)
-    ]
+    found = [[text, _number(ratio, "{:.3f}"), step] for text, ratio, step in zip(texts, ratios, steps, strict=False)]
     return {"tokens": found, "more": max(0, len(ids) - MOST_TOKENS)}
 
 
@@ -136,9 +135,9 @@ def _number(value: float, form: str = "{:.6g}") -> float | None:
     return float(form.format(value)) if np.isfinite(value) else None
 
 
-def prompt_text(rows: Mapping[str, np.ndarray], i: int, tokenizer: Tokenizer | None, pieces: Pieces) -> str:
-    """The visible text of a row's prompt, without its middle where it is very long."""
-    ids = rows["tokens"][i, : rows["prompt_length"][i]].tolist()
+def _prompt(rows: Rows, tokenizer: Tokenizer | None, pieces: Pieces) -> str:
+    """The visible text of the prompt, without its middle where it is very long."""
+    ids = rows["tokens"][0, : rows["prompt_length"][0]].tolist()
     if tokenizer is None:
         text = "".join(pieces.texts(ids))
     else:

@@ -2,7 +2,6 @@
 
 import contextlib
 import hmac
-import html
 import http.server
 import logging
 import re
@@ -31,7 +30,7 @@ PAUSE_SECONDS, _TIMES = 5.0, 4.0  # a report is made again once it is older, and
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """`handle_request` serves one request, in a thread, or returns after `timeout`. address: with a token that lets one in."""
+    """`handle_request` serves one request, in a thread, or returns after `timeout`. address: its path is a token that lets in."""
 
     daemon_threads, timeout = True, 0.1
 
@@ -41,10 +40,8 @@ class Server(http.server.ThreadingHTTPServer):
             super().__init__((_HOST, port), _Handler)
         except OSError as error:
             raise ValueError(f"--port={port} cannot be used: {error.strerror or error}; name another, or none") from error
-        self.token = secrets.token_urlsafe(24)
-        # Cookies of one host are shared by all ports: another viewer has another name.
-        self.cookie = f"tba_view_{secrets.token_hex(4)}={secrets.token_urlsafe(24)}"
-        self.address = f"http://{_HOST}:{self.server_port}/?token={self.token}"
+        self.path = f"/{secrets.token_urlsafe(24)}/"
+        self.address = f"http://{_HOST}:{self.server_port}{self.path}"
         self._source, self._lock, self._page, self._again = source, threading.Lock(), b"", 0.0
         self.page(tell)
 
@@ -61,7 +58,7 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """Lets in who knows the token, and gives a cookie in its place. Neither requests nor the server's name are told."""
+    """Lets in who knows the path. Neither requests nor the server's name are told."""
 
     server: Server
     server_version, sys_version, timeout = "tba_jax", "", 30.0  # seconds: a connection that says nothing is closed
@@ -71,33 +68,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         asked = urlsplit(self.path)
-        query = parse_qs(asked.query)
-        cookies = self.headers.get("Cookie", "").split(";")
         if not _NAMES.fullmatch(self.headers.get("Host", "")):
-            self._say(403, "This viewer answers to 127.0.0.1 and localhost alone.")
-        elif any(_same(each.strip(), self.server.cookie) for each in cookies):
-            every = query.get("every", [""])[0]
-            if asked.path == "/":
-                self._send(200, self.server.page(), {"Refresh": every} if re.fullmatch(r"[1-9]\d{0,4}", every) else {})
-            else:
-                self._say(404, "There is one page here: /")
-        elif _same(query.get("token", [""])[0], self.server.token):
-            # A redirect would lack the cookie where a link on another site was followed: the cookie is SameSite=Strict.
-            given = {"Set-Cookie": f"{self.server.cookie}; HttpOnly; SameSite=Strict; Path=/"}
-            self._say(200, "The report comes.", given | {"Refresh": "0; url=/"})
+            self.send_error(403, "This viewer answers to 127.0.0.1 and localhost alone.")
+        elif not hmac.compare_digest(asked.path.encode(errors="replace"), self.server.path.encode()):
+            self.send_error(403, "The address has no token, or a wrong one: open the address that the command has printed.")
         else:
-            self._say(403, "The address lacks the token, or has a wrong one: open the address that the command has printed.")
+            every = parse_qs(asked.query).get("every", [""])[0]
+            self._send(200, self.server.page(), {"Refresh": every} if re.fullmatch(r"[1-9]\d{0,4}", every) else {})
 
     do_HEAD = do_GET
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answers what is no GET, or no HTTP."""
-        self._say(code, "This viewer only reads: it takes GET and no other method.")
-
-    def _say(self, status: int, sentence: str, headers: dict[str, str] | None = None) -> None:
-        headers = {"Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'"} | (headers or {})
-        text = f"<!doctype html><title>{status}</title><p>{html.escape(sentence)}</p>\n"
-        self._send(status, text.encode(), headers)
+        """Answers in one sentence; one that is not ours is about what is no GET, or no HTTP."""
+        sentence = message if code == 403 else "This viewer only reads: it takes GET and no other method."
+        policy = {"Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'"}
+        self._send(code, f"<!doctype html><title>{code}</title><p>{sentence}</p>\n".encode(), policy)
 
     def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -107,7 +92,3 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.command != "HEAD":
             with contextlib.suppress(ConnectionError):  # a browser that went away
                 self.wfile.write(content)
-
-
-def _same(given: str, secret: str) -> bool:
-    return hmac.compare_digest(given.encode(errors="replace"), secret.encode())

@@ -3,7 +3,7 @@
 import collections
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
@@ -39,14 +39,10 @@ def mean(name: str, values: np.ndarray) -> dict[str, float]:
 def with_stderr(figures: Mapping[str, Any], name: str) -> str:
     """A figure with its standard error, "0.500 ± 0.031"; without one, "0.500"; "–" where there is no such figure."""
     value, error = figures.get(name), figures.get(name + STDERR)
-    if not _is_finite(value):
+    if value is None or not math.isfinite(value):
         return "–"
     shown = f"{round(value, 3) + 0.0:.3f}"  # -0.000 is 0
-    return f"{shown} ± {error:.3f}" if _is_finite(error) else shown
-
-
-def _is_finite(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return shown if error is None or not math.isfinite(error) else f"{shown} ± {error:.3f}"
 
 
 def pass_at(right: np.ndarray, samples: int, k: int) -> np.ndarray:
@@ -67,13 +63,12 @@ def majority(answers: Sequence[str], right: Sequence[bool]) -> float:
     counts = collections.Counter(answer for answer in answers if answer)
     if not counts:
         return 0.0
-    most = max(counts.values())
-    voted = [
+    shares = [
         np.mean([correct for given, correct in zip(answers, right, strict=True) if given == answer])
         for answer, count in counts.items()
-        if count == most
+        if count == max(counts.values())
     ]
-    return float(np.mean(voted))
+    return float(np.mean(shares))
 
 
 def perplexity(logprob_sum: float, tokens: float) -> float:

@@ -20,13 +20,14 @@ from tba_jax.roles import sampler
 from tba_jax.roles.evaluation_figures import STDERR, majority, mean, pass_at, perplexity, with_stderr
 from tba_jax.roles.reference import ReferencePolicy, policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler
-from tba_jax.roles.work import Work, policy_peaks
+from tba_jax.roles.work import policy_peaks
 from tba_jax.storage import best_step, layout, places, snapshots
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage.damaged_snapshots import DamagedSnapshots
 from tba_jax.tasks.interface import EncodedQuery, HasFinalAnswer, HasMeasures, Task
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Watch
+from tba_jax.telemetry.metrics import MetricWriter
 from tba_jax.telemetry.record import Record, TimeAccount
 from tba_jax.text.tokenizers import Tokenizer
 
@@ -35,9 +36,8 @@ log = logging.getLogger(__name__)
 
 # The means of every report, which stand beside their standard errors.
 _MEANS = (
-    *("greedy_reward", "sampled_reward", "finished", "kl_to_initial"),
-    *("greedy_ref_perplexity_paper", "sampled_ref_perplexity_paper"),
-)
+    "greedy_reward", "sampled_reward", "finished", "kl_to_initial", "greedy_ref_perplexity_paper", "sampled_ref_perplexity_paper",
+)  # fmt: skip
 # What every report and the metrics hold besides the task's own figures.
 REPORTED = (
     *("step", "time", "queries", "score_name", "unscored", "seconds", "samples", best_step.BEST_STEP, best_step.BEST_SCORE),
@@ -74,20 +74,11 @@ class Evaluator:
         # Of the last evaluation: tokens_per_second, computed_tokens_per_second, and shares of the devices' peaks.
         self.rates: dict[str, float] = {}
         self._initial = ReferencePolicy(contract, run, policy=policy, mesh=mesh, **_scoring_settings(config))
-        self._sampler = Sampler(
-            contract,
-            run,
-            policy=policy,
-            tokenizer=tokenizer,
-            reference=self._initial,
-            **_sampling_settings(config, queries),
-        )
+        settings = _sampling_settings(config, queries)
+        self._sampler = Sampler(contract, run, policy=policy, tokenizer=tokenizer, reference=self._initial, **settings)
 
     def evaluate(self, step: int) -> dict[str, Any]:
-        """Evaluates the snapshot of `step`, writes `evaluations/<step>.json` and returns its content.
-
-        Raises: as `report`.
-        """
+        """Evaluates the snapshot of `step`, writes `evaluations/<step>.json` and returns its content. Raises as `report`."""
         report = self.report(step)
         places.make_folder(self._run.evaluations)
         layout.write_json(self._run.evaluations / f"{layout.step_name(step)}.json", plain(report))
@@ -102,15 +93,18 @@ class Evaluator:
         """
         begin, before = time.time(), self._sampler.work
         try:
-            self._tell_part(step, 0, "loading its policy")
+            self._status.phase(f"evaluating step {step}, loading its policy", done=0, total=3)
             self._sampler.load_step(step)
-            self._tell_part(step, 1, "greedy responses")
+            self._status.phase(f"evaluating step {step}, greedy responses", done=1, total=3)
             greedy = self._respond(temperature=self._config.evaluation.greedy_temperature, samples=1)
-            self._tell_part(step, 2, "samples")
+            self._status.phase(f"evaluating step {step}, samples", done=2, total=3)
             sampled = self._respond(temperature=self._contract.scoring_temperature, samples=self._samples_per_query)
         finally:
             self._status.phase("")
-        self._note_rates(self._sampler.work - before, time.time() - begin)
+        done, seconds = self._sampler.work - before, time.time() - begin
+        rates = {"tokens_per_second": done.tokens / seconds, "computed_tokens_per_second": done.computed / seconds}
+        self.rates = rates | done.shares(seconds, self._peaks)
+        shown = self._config.evaluation.samples
         return {
             "step": step,
             "time": begin,
@@ -123,52 +117,37 @@ class Evaluator:
             # Responses whose reward could not be found. The means leave them out.
             "unscored": sum(math.isnan(response["reward"]) for response in (*greedy, *sampled)),
             **self._of_samples(sampled),
-            **self._measures("greedy", greedy),
-            **self._measures("sampled", sampled),
+            **self._of_kind("greedy", greedy),
+            **self._of_kind("sampled", sampled),
             # −log π_ref of all tokens of the samples.
             "ref_nll_per_token": -_total(sampled, "ref_logprob_sum") / _total(sampled, "tokens"),
-            **self._ref_perplexities("greedy", greedy),
-            **self._ref_perplexities("sampled", sampled),
             **mean("kl_to_initial", self._values(sampled, "policy_logprob_sum") - self._values(sampled, "ref_logprob_sum")),
             "seconds": time.time() - begin,
-            "samples": {
-                "greedy": [_plain(response) for response in greedy[: self._config.evaluation.samples]],
-                "sampled": [_plain(response) for response in sampled[: self._config.evaluation.samples]],
-            },
+            "samples": plain({"greedy": greedy[:shown], "sampled": sampled[:shown]}),
         }
 
-    def _note_rates(self, done: Work, seconds: float) -> None:
-        """Args: done: by the sampler in these seconds, which rewards and the loading of the policy are part of."""
-        rates = {"tokens_per_second": done.tokens / seconds, "computed_tokens_per_second": done.computed / seconds}
-        self.rates = rates | done.shares(seconds, self._peaks)
-
-    def _tell_part(self, step: int, done: int, part: str) -> None:
-        """Tells which of the three parts of an evaluation begins. Args: done: parts before it."""
-        self._status.phase(f"evaluating step {step}, {part}", done=done, total=3)
-
-    def _measures(self, kind: str, responses: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """The task's own figures of all greedy or all sampled responses, by name. Args: kind: "greedy" or "sampled"."""
+    def _of_kind(self, kind: str, responses: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Figures of all greedy or all sampled responses: perplexities of the policy of step 0, per token of the responses at the
+        scoring temperature, and the TBA paper's; and the task's own figures. Args: kind: "greedy" or "sampled"."""
+        per_token = perplexity(_total(responses, "ref_logprob_sum"), _total(responses, "tokens"))
+        found = {f"{kind}_ref_perplexity_per_response_token": per_token}
+        found |= mean(f"{kind}_ref_perplexity_paper", self._values(responses, "ref_perplexity_paper"))
         if not isinstance(self._task, HasMeasures):
-            return {}
+            return found
+        called = f"measures() of task {type(self._task).__name__} gave"
         queries = [query.query for query in self._queries] * (len(responses) // len(self._queries))
         texts, finished, rewards = ([response[name] for response in responses] for name in ("response", "finished", "reward"))
-        found = self._task.measures(queries, texts, np.array(finished), np.array(rewards, np.float32))
-        named: dict[str, float] = {}
-        for name, value in found.items():
-            if np.ndim(value) and np.shape(value) != (len(responses),):
+        for name, value in self._task.measures(queries, texts, np.array(finished), np.array(rewards, np.float32)).items():
+            figure, values = f"{kind}_{name}", np.asarray(value, np.float64)
+            if values.ndim and values.shape != (len(responses),):
                 raise ValueError(
-                    f"measures() of task {type(self._task).__name__} gave {name!r} values of shape {np.shape(value)} for "
-                    f"{len(responses)} responses; it must be one number, or one for each response"
+                    f"{called} {name!r} values of shape {values.shape} for {len(responses)} responses; it must be one number, or "
+                    "one for each response"
                 )
-            values = np.asarray(value, np.float64)
-            figure = f"{kind}_{name}"
-            named |= mean(figure, values.reshape(-1, len(self._queries))) if values.ndim else {figure: float(values)}
-        if taken := sorted(named.keys() & {*REPORTED, self._task.score_name}):
-            raise ValueError(
-                f"measures() of task {type(self._task).__name__} gave {taken[0].removeprefix(kind + '_')!r}, and {taken[0]} is "
-                "another figure of evaluation reports; call it otherwise"
-            )
-        return named
+            if figure in (*REPORTED, self._task.score_name):
+                raise ValueError(f"{called} {name!r}, and {figure} is another figure of evaluation reports; call it otherwise")
+            found |= mean(figure, values.reshape(-1, len(self._queries))) if values.ndim else {figure: float(values)}
+        return found
 
     def _of_samples(self, sampled: Sequence[dict[str, Any]]) -> dict[str, float]:
         """pass@k and majority@k of the queries whose samples were all scored; {} where a reward is neither 0 nor 1."""
@@ -193,33 +172,20 @@ class Evaluator:
         """float64[K, Q]: a figure of K responses to each of the queries."""
         return np.array([response[name] for response in responses], np.float64).reshape(-1, len(self._queries))
 
-    def _ref_perplexities(self, kind: str, responses: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Perplexities of the policy of step 0 on all greedy or all sampled responses: per token of the responses, at the
-        scoring temperature; and the TBA paper's. Args: kind: see `_measures`."""
-        per_token = perplexity(_total(responses, "ref_logprob_sum"), _total(responses, "tokens"))
-        return {
-            f"{kind}_ref_perplexity_per_response_token": per_token,
-            **mean(f"{kind}_ref_perplexity_paper", self._values(responses, "ref_perplexity_paper")),
-        }
-
     def _respond(self, *, temperature: float, samples: int) -> list[dict[str, Any]]:
         """Scored responses: the first sample of all queries, then the second sample of all queries, and so on."""
         # Keys do not depend on the step: two evaluations differ by the weights alone.
         queries = self._queries * samples
         keys = np.asarray(row_keys(np.uint32(self._config.seed), 0, np.arange(len(queries), dtype=np.uint32)))
         sampling = sampling_lib.constant(1, temperature=temperature)
-        generations = self._sampler.engine.generate(
-            [
-                Request(name=repr(query.query.prompt[:60]), prompt=query.prompt, keys=key[None], sampling=sampling)
-                for query, key in zip(queries, keys, strict=True)
-            ]
-        )
-        size = self._config.evaluation.batch_size
-        responses: list[dict[str, Any]] = []
-        for begin in range(0, len(queries), size):
-            batch, made = queries[begin : begin + size], generations[begin : begin + size]
-            responses += self._scored(batch, made)
-        return responses
+        requests = [
+            Request(name=repr(query.query.prompt[:60]), prompt=query.prompt, keys=key[None], sampling=sampling)
+            for query, key in zip(queries, keys, strict=True)
+        ]
+        generations, size = self._sampler.engine.generate(requests), self._config.evaluation.batch_size
+        begins = range(0, len(queries), size)
+        batches = [self._scored(queries[begin : begin + size], generations[begin : begin + size]) for begin in begins]
+        return [response for batch in batches for response in batch]
 
     def _scored(self, batch: Sequence[EncodedQuery], made: Sequence[Generation]) -> list[dict[str, Any]]:
         """Rewards, reference log-probs and texts of at most batch_size responses. Args: made: one response a query."""
@@ -291,33 +257,27 @@ def _scoring_settings(config: Any) -> dict[str, int]:
     return dict(samples=1, logit_megabytes=e.logit_megabytes, score_tokens=e.score_tokens)
 
 
-def plain(report: dict[str, Any]) -> dict[str, Any]:
-    """A report for JSON, which has no NaN: None stands for it."""
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in report.items()}
-
-
-def report_scalars(report: dict[str, Any]) -> dict[str, float]:
-    """The figures of a report, as metrics take them."""
-    return {name: value for name, value in report.items() if isinstance(value, float) and name != "time"}
-
-
-def counts(report: Mapping[str, Any], config: Any) -> dict[str, float]:
-    """How many responses a report is of, and how many of them have no score, as alarms look at them."""
-    return {"unscored": report["unscored"], "rows": report["queries"] * (1 + config.evaluation.samples_per_query)}
-
-
-def sample_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The samples of a report, as tables of trackers take them."""
-    return [{"kind": kind} | response for kind, responses in report["samples"].items() for response in responses]
+def plain(value: Any) -> Any:
+    """A report, or a part of it, for JSON, which has no NaN: None stands for it."""
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _total(responses: Sequence[dict[str, Any]], name: str) -> float:
     return float(sum(response[name] for response in responses))
 
 
-def _plain(response: dict[str, Any]) -> dict[str, Any]:
-    """A response for JSON, see `plain`."""
-    return response | ({"reward": None} if math.isnan(response["reward"]) else {})
+def tell(report: Mapping[str, Any], config: Any, *, writer: MetricWriter, watch: Watch, more: Mapping[str, float]) -> None:
+    """Records a report: its figures and `more` of them as a point of metrics, its samples for trackers, and its alarms."""
+    step = report["step"]
+    figures = {name: value for name, value in report.items() if isinstance(value, float) and name != "time"}
+    writer.write(step, {**figures, **more})
+    watch.look(step, {"unscored": report["unscored"], "rows": report["queries"] * (1 + config.evaluation.samples_per_query)})
+    rows = [{"kind": kind} | response for kind, responses in report["samples"].items() for response in responses]
+    writer.table("samples", step, rows)
 
 
 class PendingSteps:
@@ -365,9 +325,9 @@ def run_evaluator(
         finished = contract_lib.is_finished(run)  # read before the snapshots: the last one is published before it
         # At the end all snapshots are looked at once more: a trainer that resumed may have published steps that were not there.
         pending = damaged.without(afresh()() if finished else pending_steps())
+        if not pending and finished:
+            break
         if not pending:
-            if finished:
-                break
             with account.measure("wait_policy"):
                 time.sleep(places.poll_seconds([run.shared], config.searchers.poll_seconds))
             continue
@@ -378,16 +338,12 @@ def run_evaluator(
             record.profiler.batch(step, most=1)
             with account.measure("evaluate"):
                 report = damaged.attempt(step, functools.partial(evaluator.evaluate, step))
-        except FileNotFoundError:
-            # The snapshot was pruned meanwhile.
-            pending_steps = afresh()
-            continue
-        if report is None:
-            continue
-        record.status.step, best = report["step"], scores.best()
-        writer.write(report["step"], report_scalars(report) | best_step.figures(best) | evaluator.rates | account.shares())
-        watch.look(report["step"], counts(report, config))
-        writer.table("samples", report["step"], sample_rows(report))
-        figures = f"greedy reward {with_stderr(report, 'greedy_reward')}, sampled {with_stderr(report, 'sampled_reward')}"
-        log.info("; ".join(filter(None, (f"step {step}: {figures}", best_step.told(best, apart_from=step)))))
+        except FileNotFoundError:  # the snapshot was pruned meanwhile
+            pending_steps, report = afresh(), None
+        if report is not None:
+            record.status.step, best = step, scores.best()
+            more = best_step.figures(best) | evaluator.rates | account.shares()
+            tell(report, config, writer=writer, watch=watch, more=more)
+            figures = f"greedy reward {with_stderr(report, 'greedy_reward')}, sampled {with_stderr(report, 'sampled_reward')}"
+            log.info("; ".join(filter(None, (f"step {step}: {figures}", best_step.told(best, apart_from=step)))))
     writer.close()

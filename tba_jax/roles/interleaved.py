@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import Callable
 
-from tba_jax.roles.evaluator import NOT_EVALUATED, Evaluator, PendingSteps, counts, report_scalars, sample_rows
+from tba_jax.roles.evaluator import NOT_EVALUATED, Evaluator, PendingSteps, tell
 from tba_jax.roles.searcher.appender import LOOK_SECONDS, SearchReport
 from tba_jax.roles.searcher.reward_watch import RewardWatch
 from tba_jax.roles.searcher.samples import SampleTables
@@ -158,10 +158,8 @@ class _Evaluations:
         for step in self._damaged.without(self._pending()):
             report = self._damaged.attempt(step, functools.partial(self._evaluator.evaluate, step))
             if report is not None:
-                best = best_step.figures(self._scores.best())
-                self._writer.write(step, report_scalars(report) | best | self._evaluator.rates)
-                self._watch.look(step, counts(report, self._config))
-                self._writer.table("samples", step, sample_rows(report))
+                more = best_step.figures(self._scores.best()) | self._evaluator.rates
+                tell(report, self._config, writer=self._writer, watch=self._watch, more=more)
                 self._status.step = step
 
     def close(self, reason: str) -> None:

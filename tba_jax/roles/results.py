@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,41 +50,36 @@ def tell(run: layout.RunDir, *, label: str, score_name: str, outcome: str | None
     Args: outcome: what the last line says of the run beside its figures, such as "in 20 s"; None: there is no last line.
     """
     reports, told = evaluations(run), figures(run)
-    _print_tables(reports, told, score_name=score_name)
+    best = best_step.best((report["step"], report[best_step.SCORE]) for report in reports)
+    _print_tables(reports, told, best=best, score_name=visible_line(score_name))
     if told:
-        plot(run, score_name=score_name, path=run.root / "progress.png")
-    if outcome is not None:
-        print(_last_line(reports, told, label=label, score_name=score_name, outcome=outcome, where=str(run.root)), flush=True)
-
-
-def _last_line(
-    reports: Sequence[Mapping[str, Any]], told: Mapping[str, float], *, label: str, score_name: str, outcome: str, where: str
-) -> str:
-    scores, best = "", _best(reports)
-    if reports:
-        scores = f"{score_name} {reports[0]['greedy_reward']:.2f} -> {reports[-1]['greedy_reward']:.2f}"
+        draw(run, score_name=score_name).savefig(run.root / "progress.png", dpi=120)
+    if outcome is None:
+        return
+    scores = f"{score_name} {reports[0]['greedy_reward']:.2f} -> {reports[-1]['greedy_reward']:.2f}" if reports else ""
     if best is not None and best.step != reports[-1]["step"]:
         scores += f" (best {best.score:.2f} at step {best.step})"
     staleness = f"mean staleness {told['mean staleness (steps)']:.1f} steps" if told else ""
-    parts = (" ".join(filter(None, (scores, outcome))), staleness, f"results in {where}")
-    return visible_line(f"{label}: {', '.join(filter(None, parts))}")
+    parts = (" ".join(filter(None, (scores, outcome))), staleness, f"results in {run.root}")
+    print(visible_line(f"{label}: {', '.join(filter(None, parts))}"), flush=True)
 
 
-def _print_tables(reports: Sequence[Mapping[str, Any]], told: Mapping[str, float], *, score_name: str) -> None:
+def _print_tables(
+    reports: Sequence[Mapping[str, Any]], told: Mapping[str, float], *, best: best_step.Scored | None, score_name: str
+) -> None:
     """The evaluations of the first, the best and the last step, and the figures of the whole run."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(markup=False, highlight=False, emoji=False)
     if reports:
-        found = _best(reports) if len(reports) > 1 else None
-        best = found.step if found is not None else None
-        ends = [r for i, r in enumerate(reports) if i in (0, len(reports) - 1) or r["step"] == best]
-        table = Table(title="held-out queries")
-        for column in ("", *(f"step {r['step']}{', the best' if r['step'] == best else ''}" for r in ends)):
-            table.add_column(column, justify="left" if not column else "right")
+        named = best.step if best is not None and len(reports) > 1 else None
+        ends = [r for i, r in enumerate(reports) if i in (0, len(reports) - 1) or r["step"] == named]
+        table = Table("", title="held-out queries")
+        for report in ends:
+            table.add_column(f"step {report['step']}{', the best' if report['step'] == named else ''}", justify="right")
         rows = {
-            f"greedy {visible_line(score_name)}": "greedy_reward",
+            f"greedy {score_name}": "greedy_reward",
             "mean reward of samples": "sampled_reward",
             "greedy responses that end by themselves": "finished",
             "−log π_ref of samples (nats per token)": "ref_nll_per_token",
@@ -101,10 +95,6 @@ def _print_tables(reports: Sequence[Mapping[str, Any]], told: Mapping[str, float
         console.print(table)
 
 
-def _best(reports: Sequence[Mapping[str, Any]]) -> best_step.Scored | None:
-    return best_step.best((report["step"], report[best_step.SCORE]) for report in reports)
-
-
 def by_step(lines: Iterable[Mapping[str, Any]], names: Sequence[str]) -> np.ndarray:
     """float64[lines, 1 + names]: step and figures, in the order of steps; of a step that was done twice (a resume repeats some),
     the later line's. The lines themselves are not kept."""
@@ -113,13 +103,9 @@ def by_step(lines: Iterable[Mapping[str, Any]], names: Sequence[str]) -> np.ndar
     return table[::-1][from_the_end]
 
 
-def plot(run: layout.RunDir, *, score_name: str, path: Path) -> None:
-    """Draws held-out score, reward of training batches and staleness by trainer step."""
-    draw(run, score_name=score_name).savefig(path, dpi=120)
-
-
 def draw(run: layout.RunDir, *, score_name: str) -> "Figure":
-    """The picture of `plot`. No window or notebook keeps it: it has no part in pyplot."""
+    """Held-out score, reward of training batches and staleness by trainer step. The picture has no part in pyplot, so that no
+    window or notebook keeps it."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -134,14 +120,13 @@ def draw(run: layout.RunDir, *, score_name: str) -> "Figure":
     top.plot(evaluated, [x["greedy_reward"] for x in reports], "o-", color="tab:red", label=f"held-out greedy {score_name}")
     top.plot(evaluated, [x["sampled_reward"] for x in reports], "s--", color="tab:orange", label="held-out reward of samples")
     top.set_ylabel(score_name)
-    top.legend(loc="best")
-    top.grid(alpha=0.3)
     bottom.plot(steps, mean, color="tab:green", label="mean")
     bottom.plot(steps, largest, color="tab:green", alpha=0.3, label="largest")
     bottom.set_ylabel("staleness (steps)")
     bottom.set_ylim(bottom=0)
     bottom.set_xlabel("trainer step")
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    bottom.legend(loc="upper left")
-    bottom.grid(alpha=0.3)
+    for axes in (top, bottom):
+        axes.legend(loc="best")
+        axes.grid(alpha=0.3)
     return figure

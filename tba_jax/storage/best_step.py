@@ -5,8 +5,7 @@ whose score is NaN (null in a report), or whose report is damaged, has none.
 """
 
 import math
-import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,24 +45,21 @@ class Scores:
     def __init__(self, evaluations: Path):
         """Args: evaluations: RunDir.evaluations; a folder that is not there holds no report."""
         self._folder = evaluations
-        self._known: dict[int, tuple[tuple[int, int], float]] = {}
+        self._known: dict[tuple[int, int, int], float] = {}  # by step, size and time of a report
 
     def __call__(self) -> dict[int, float]:
         """Step -> score, in the order of steps, of the steps that have one. Raises OSError where storage refuses."""
-        found: dict[int, tuple[tuple[int, int], float]] = {}
+        found: dict[tuple[int, int, int], float] = {}
         for step in layout.steps_in(self._folder):
             file = self._folder / f"{layout.step_name(step)}.json"
             try:
                 status = file.stat()
-                if not stat.S_ISREG(status.st_mode):
-                    continue
-                stamp = status.st_size, status.st_mtime_ns
-                known = self._known.get(step)
-                found[step] = known if known is not None and known[0] == stamp else (stamp, _score(file))
+                report = step, status.st_size, status.st_mtime_ns
+                found[report] = self._known[report] if report in self._known else _score(file)
             except FileNotFoundError:  # a trainer that resumes has removed it
                 continue
         self._known = found
-        return {step: score for step, (_, score) in found.items() if math.isfinite(score)}
+        return {step: score for (step, _, _), score in found.items() if math.isfinite(score)}
 
     def best(self) -> Scored | None:
         """The best of all steps that have a score. Raises OSError where storage refuses."""
@@ -73,8 +69,7 @@ class Scores:
 def _score(file: Path) -> float:
     """The score in a report, NaN where it says none."""
     try:
-        report = layout.read_json(file)
-        score = report.get(SCORE) if isinstance(report, Mapping) else None
+        score = layout.read_json(file)[SCORE]
         return float(score) if isinstance(score, int | float) and not isinstance(score, bool) else math.nan
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError, KeyError, TypeError):
         return math.nan

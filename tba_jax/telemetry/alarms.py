@@ -1,7 +1,7 @@
 """Alarms: what keeps a run from learning, in one sentence, and which setting to change. `RULES` is all that roles look for.
 
-`metrics/<role>/alarms.jsonl` holds a line {"time": unix seconds, "step": int, "kind": name, "sentence": text, "advice": text} for
-each kind that the role has told in this run: each is told once. Whoever tells a sentence with the text of a prompt escapes it.
+`metrics/<role>/alarms.jsonl` holds an `Alarm` for each kind that the role has told in this run: each is told once. Whoever tells
+a sentence with the text of a prompt escapes it.
 """
 
 import collections
@@ -49,8 +49,7 @@ class Rule:
 def _height(m: SimpleNamespace) -> float:
     """The mean reward's share of the way from the lowest reward to the best, which bounds the share of solved groups."""
     low, high = m.reward_low.last, m.reward_high.last
-    height: float = (m.reward.mean - low) / (high - low) if high > low else 0.0
-    return height
+    return float(m.reward.mean - low) / (high - low) if high > low else 0.0
 
 
 def _equal_below_best(m: SimpleNamespace, c: Any) -> bool:
@@ -59,21 +58,14 @@ def _equal_below_best(m: SimpleNamespace, c: Any) -> bool:
     return bool(equal - height > 0.5 or (equal >= 0.95 and height < 0.9))
 
 
-def _newest_lag_limit(c: Any) -> int:
-    """Steps by which the newest row may lag behind: the paper's runs learn from rows of up to 20 steps."""
-    limit: int = max(64, 8 * c.publish.every_steps) + c.schedule.lag + c.searchers.lag
-    return limit
-
-
-def _may_be_cut(c: Any) -> bool:
+def _may_be_cut(task: Any) -> bool:
     """Whether the settings say that cut responses are meant, or what they get."""
-    task = c.task
     return task.missing_eos_reward is not None or task.force_eos or task.min_response_length == task.response_length
 
 
 _GROUPS = ("equal_reward_groups", "reward", "reward_low", "reward_high")
 _TO_END = (
-    "raise task.response_length, have the policy learn to end (a warm start or a model that was tuned on such responses, "
+    "raise task.response_length, have the policy learn to end (warm_start.steps, a model that was tuned so, "
     "task.chat_template=True for a chat model), or let texts end responses (task.stop_strings)"
 )
 # Kind of alarm -> what it is. Each limit stands with what it is measured against.
@@ -86,9 +78,8 @@ RULES: dict[str, Rule] = {
         "equal rewards, at a mean reward of {reward.mean:.3g} (rewards go from {reward_low.last:g} to {reward_high.last:g}); "
         "{distinct_rows_per_group.mean:.3g} of the K rows of a group are distinct: updates have next to nothing to learn from",
         advice="look at responses and rewards (python -m tba_jax show); take queries of which some responses succeed "
-        "(searchers.prompt_selection=posterior finds them for rewards of 0 and 1), more responses (learner.completions, "
-        "searchers.samples_per_query), a better initial policy (warm_start.steps, model.path) or a reward in steps; where "
-        "responses are the same, raise sampling.temperature",
+        "(searchers.prompt_selection=posterior), more responses (learner.completions), a better initial policy "
+        "(warm_start.steps, model.path) or a reward in steps; where responses are the same, raise sampling.temperature",
     ),
     "solved": Rule(  # a fifth of the run is left; 8 points may be a lucky stretch (the demo: 0.96)
         role="trainer",
@@ -96,8 +87,7 @@ RULES: dict[str, Rule] = {
         needs=(*_GROUPS, "step"),
         when=lambda m, c: m.equal_reward_groups.mean >= 0.99 and _height(m) >= 0.9 and m.step.last <= 0.8 * c.learner.steps,
         sentence="the train queries are solved: {equal_reward_groups.mean:.0%} of the groups of the last 20 measured batches "
-        "have equal rewards, at a mean of {reward.mean:.3g}, where {reward_high.last:g} is the best, at step {step.last:.0f} of "
-        "{c.learner.steps}",
+        "have equal rewards, at a mean of {reward.mean:.3g}, at step {step.last:.0f} of {c.learner.steps}",
         advice="stop the run (Ctrl-C keeps it), or give it harder queries",
     ),
     "gradient_clipped": Rule(  # the demo learns with norms of up to 17 times the clip
@@ -105,8 +95,7 @@ RULES: dict[str, Rule] = {
         needs=("grad_norm",),
         when=lambda m, c: 0 < 30 * c.learner.clip_norm < m.grad_norm.low,
         sentence="the clip of gradients is always active: norms of the last 8 measured batches are {grad_norm.low:.3g} to "
-        "{grad_norm.high:.3g}, far above learner.clip_norm={c.learner.clip_norm:g}; all updates have one size, whatever their "
-        "batches say",
+        "{grad_norm.high:.3g}, far above learner.clip_norm={c.learner.clip_norm:g}; all updates have one size",
         advice="raise learner.clip_norm, or give rewards a smaller scale",
     ),
     "logprob_gap": Rule(  # one comparison proves it
@@ -119,13 +108,14 @@ RULES: dict[str, Rule] = {
         advice="compare model.compute_dtype, model.attention and searchers.weights of the roles, and try model.attention=xla and "
         "float32; where the gap is known and small, raise learner.logprob_gap_limit",
     ),
-    "searchers_behind": Rule(  # without searchers, a run learns from old rows
+    "searchers_behind": Rule(  # the paper's runs learn from rows of up to 20 steps; without searchers, a run learns from old rows
         role="trainer",
         needs=("newest_row_lag",),
-        when=lambda m, c: c.searchers.count > 0 and m.newest_row_lag.low > _newest_lag_limit(c),
-        sentence="searchers are far behind: the newest rows come from weights of {newest_row_lag.last:.0f} steps ago, and from "
-        "at least {newest_row_lag.low:.0f} at each of the last 8 measured batches, while a snapshot is published every "
-        "publish.every_steps={c.publish.every_steps} steps",
+        when=lambda m, c: (
+            c.searchers.count > 0 and m.newest_row_lag.low > max(64, 8 * c.publish.every_steps) + c.schedule.lag + c.searchers.lag
+        ),
+        sentence="searchers are far behind: at each of the last 8 measured batches the newest rows came from weights of at least "
+        "{newest_row_lag.low:.0f} steps ago, while a snapshot is published every {c.publish.every_steps} steps",
         advice="look at metrics/searcher-*/status.json and the searchers' logs; more searchers, smaller batches "
         "(searchers.queries_per_batch), or a limit on the use of old rows (replay.max_staleness, replay.max_draws_per_row)",
     ),
@@ -135,8 +125,7 @@ RULES: dict[str, Rule] = {
         when=lambda m, c: m.skipped_steps.growth >= 3,
         sentence="{skipped_steps.growth:.0f} updates since 8 measured batches were not finite and are left out, "
         "{skipped_steps.last:.0f} in all (learner.non_finite=skip)",
-        advice="the trainer's log names their rows; lower learner.learning_rate or learner.clip_norm, or give rewards a smaller "
-        "scale",
+        advice="the trainer's log names their rows; lower learner.learning_rate or learner.clip_norm",
     ),
     "disk": Rule(
         role="trainer",
@@ -151,14 +140,13 @@ RULES: dict[str, Rule] = {
         needs=("rows", "finished_rows"),
         when=lambda m, c: c.task.missing_eos_reward is not None and m.finished_rows.sum <= 0.05 * m.rows.sum,
         sentence="{finished_rows.sum:,.0f} of the {rows.sum:,.0f} responses of the last 8 batches end within "
-        "task.response_length={c.task.response_length} tokens, and all others get task.missing_eos_reward="
-        "{c.task.missing_eos_reward:g}",
+        "task.response_length={c.task.response_length} tokens; others get task.missing_eos_reward={c.task.missing_eos_reward:g}",
         advice=_TO_END,
     ),
     "never_ends": Rule(  # of responses that should end, some do
         role="searcher",
         needs=("rows", "finished_rows"),
-        when=lambda m, c: not _may_be_cut(c) and m.finished_rows.sum < 0.01 * m.rows.sum,
+        when=lambda m, c: not _may_be_cut(c.task) and m.finished_rows.sum < 0.01 * m.rows.sum,
         sentence="{finished_rows.sum:,.0f} of the {rows.sum:,.0f} responses of the last 8 batches end by themselves within "
         "task.response_length={c.task.response_length} tokens: rewards are of texts that are cut",
         advice=f"{_TO_END}; where all responses are meant to be cut, set task.min_response_length=task.response_length",
@@ -167,8 +155,7 @@ RULES: dict[str, Rule] = {
         role="searcher",
         needs=("rows", "unscored"),
         when=lambda m, c: m.unscored.sum > 0.05 * m.rows.sum,
-        sentence="rewards fail: {unscored.sum:,.0f} of the {rows.sum:,.0f} responses of the last 8 batches have none and are not "
-        "trained on",
+        sentence="rewards fail: {unscored.sum:,.0f} of the {rows.sum:,.0f} responses of the last 8 batches have none",
         advice="the searcher's log and status say why the first failed; look at the task's models, grader and limits of time",
     ),
     "evaluation_fails": Rule(  # an evaluation has hundreds of responses
@@ -176,17 +163,15 @@ RULES: dict[str, Rule] = {
         points=1,
         needs=("rows", "unscored"),
         when=lambda m, c: m.unscored.sum > 0.05 * m.rows.sum,
-        sentence="{unscored.sum:.0f} of the {rows.sum:.0f} held-out responses have no score, and the means of the evaluation "
-        "leave them out",
-        advice="look at the task's models, grader and limits of time on the evaluator's machine; python -m tba_jax evaluate "
-        "scores a snapshot again",
+        sentence="{unscored.sum:.0f} of the {rows.sum:.0f} held-out responses have no score, and the means leave them out",
+        advice="look at the task's models, grader and limits of time on the evaluator's machine",
     ),
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """An alarm that was told. time: unix seconds. step: trainer step, or batch of a searcher. Others: see Alarms.tell."""
+    """A line of the file. time: unix seconds. step: of the trainer, or batch of a searcher. Others: see Alarms.tell."""
 
     time: float
     step: int
@@ -196,10 +181,7 @@ class Alarm:
 
 
 class Alarms:
-    """Tells a role's alarms: a line of the file, and a warning of the role's log. A restarted role knows what it has told.
-
-    Storage that refuses is left to the writers of what must not be lost.
-    """
+    """Tells a role's alarms: a line of the file, and a warning of the role's log. A restarted role knows what it has told."""
 
     def __init__(self, folder: Path):
         """Args: folder: of the role's metrics, which need not be there yet."""
@@ -211,7 +193,7 @@ class Alarms:
         return kind in self._told
 
     def tell(self, *, kind: str, sentence: str, advice: str, step: int) -> None:
-        """Tells an alarm, unless the role has told its kind.
+        """Tells an alarm, unless the role has told its kind. What storage refuses stands in the log alone.
 
         Args: kind: a name of docs/watching.md. sentence: what is wrong, with figures; advice: what to do about it, with names of
           settings; neither has a period at its end.
@@ -220,10 +202,10 @@ class Alarms:
             return
         self._told.add(kind)
         log.warning("%s; what to do: %s (alarm %s, step %d)", sentence, advice, kind, step)
-        line = {"time": time.time(), "step": step, "kind": kind, "sentence": sentence, "advice": advice}
+        alarm = Alarm(time=time.time(), step=step, kind=kind, sentence=sentence, advice=advice)
         with contextlib.suppress(OSError):
             places.make_folder(self._folder, below=2)
-            layout.append(self._folder / _FILE, [json.dumps(line)])
+            layout.append(self._folder / _FILE, [json.dumps(dataclasses.asdict(alarm))])
 
 
 class Watch:
@@ -256,17 +238,10 @@ def found(rule: Rule, points: Sequence[Mapping[str, Any]], config: Any) -> str:
 
 def read(folder: Path) -> list[Alarm]:
     """The alarms that a role has told, oldest first. Torn lines are left out; of a file that cannot be read there are none."""
-    try:
-        lines = [*layout.each(folder / _FILE)]
-    except OSError:
-        return []
-    return [alarm for alarm in map(_parsed, lines) if alarm is not None]
-
-
-def _parsed(told: Mapping[str, Any]) -> Alarm | None:
-    """The alarm of a line, None for a line that is none: something else wrote it."""
-    try:
-        texts = {name: str(told[name]) for name in ("kind", "sentence", "advice")}
-        return Alarm(time=float(told["time"]), step=int(told["step"]), **texts)
-    except (ValueError, KeyError, TypeError, OverflowError):
-        return None
+    found = []
+    with contextlib.suppress(OSError):
+        for line in layout.each(folder / _FILE):
+            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):  # something else wrote it
+                texts = {name: str(line[name]) for name in ("kind", "sentence", "advice")}
+                found.append(Alarm(time=float(line["time"]), step=int(line["step"]), **texts))
+    return found

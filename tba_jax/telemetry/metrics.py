@@ -14,7 +14,7 @@ from tba_jax.storage import layout, places, privacy
 from tba_jax.telemetry import trackers
 from tba_jax.telemetry.alarms import Alarms
 from tba_jax.telemetry.status import Status
-from tba_jax.telemetry.trackers import Tracker
+from tba_jax.telemetry.trackers import Point, Tracker
 
 FILE = "metrics.jsonl"
 
@@ -49,9 +49,10 @@ class MetricWriter:
         """
         values = {name: value if isinstance(value, str) else float(value) for name, value in scalars.items()}
         values = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
-        counted = {name: _histogram(array) for name, array in (histograms or {}).items()}
-        line: dict[str, Any] = {"step": int(step), "time": time.time(), **values}
-        text = json.dumps(line | {f"{name}_histogram": found for name, found in counted.items()}) + "\n"
+        counted = {name: trackers.histogram(array) for name, array in (histograms or {}).items()}
+        told = {f"{name}_histogram": dict(counts=n.tolist(), edges=edges.tolist()) for name, (n, edges) in counted.items()}
+        now = time.time()
+        text = json.dumps({"step": int(step), "time": now, **values, **told}) + "\n"
         if self._size and self._size + len(text) > self._half:
             self._lines.close()
             self._path.replace(self._path.with_name(f"{FILE}.1"))
@@ -60,11 +61,8 @@ class MetricWriter:
         self._size += len(text)
         numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
         self._status.point(numbers)
-        self._show(line, values=numbers, histograms=counted)
-
-    def _show(self, line: Mapping[str, Any], **parts: Any) -> None:
         for tracker in self._trackers:
-            tracker.offer({"values": {}, "histograms": {}, "tables": {}, "step": line["step"], "time": line["time"], **parts})
+            tracker.write(Point(step=int(step), time=now, values=numbers, histograms=histograms or {}))
 
     @property
     def shows_tables(self) -> bool:
@@ -74,9 +72,8 @@ class MetricWriter:
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Shows rows of equal fields in trackers; they are in no file of metrics."""
         if rows and self.shows_tables:
-            columns = list(rows[0])
-            shown = {"columns": columns, "rows": [[row[column] for column in columns] for row in rows]}
-            self._show({"step": int(step), "time": time.time()}, tables={name: shown})
+            for tracker in self._trackers:
+                tracker.write(Point(step=int(step), time=time.time(), tables={name: rows}))
 
     def close(self) -> None:
         self._lines.close()
@@ -93,22 +90,14 @@ def open_writer(config: Any, run: layout.RunDir, name: str, *, role: str, status
     """
     c, folder = config.metrics, run.metrics(name)
     session = functools.partial(trackers.session_of, config, run, name, kind=role)
+
+    def tell(sink: str, reason: str) -> None:
+        advice = "nothing has to be done, since metrics.jsonl has every point; or log in, or leave it out of metrics.sinks"
+        Alarms(folder).tell(kind=sink, sentence=f"{sink}: {reason}", advice=advice, step=0)
+
     names = [sink for sink in dict.fromkeys(c.sinks) if not trackers.missing(sink)]
-    shown = [Tracker(sink, session, functools.partial(_tell_once, folder, sink)) for sink in names]
+    shown = [Tracker(sink, session, functools.partial(tell, sink)) for sink in names]
     return MetricWriter(folder, megabytes=c.megabytes, status=status, shown=shown, tables=not privacy.is_private(run))
-
-
-def _tell_once(folder: Path, sink: str, reason: str) -> None:
-    """Tells an alarm of a tracker, unless the role has told one of it."""
-    advice = "nothing has to be done: the run goes on, and metrics.jsonl has every point; or leave it out of metrics.sinks"
-    Alarms(folder).tell(kind=sink, sentence=f"{sink}: {reason}", advice=advice, step=0)
-
-
-def _histogram(array: np.ndarray) -> dict[str, list[float]]:
-    """What is written of the numbers of an array: counts between edges, of whole numbers at least 1 apart."""
-    most = int(np.ptp(array)) + 1 if array.size and array.dtype.kind in "iu" else 20
-    counts, edges = np.histogram(array, bins=min(20, most) if array.size else 1)
-    return {"counts": counts.tolist(), "edges": edges.tolist()}
 
 
 def each_line(folder: Path) -> Iterator[dict[str, Any]]:

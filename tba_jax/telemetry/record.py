@@ -11,7 +11,6 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +24,7 @@ from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
 
-# Programs whose functions people call by another name.
-_CALLED = {"train_step": "the update", "decode": "the decoder", "prefill": "the prefill", "score": "the scoring"}
-# Of JAX's events: a program was lowered; its compilation, or its reading from the cache, begins; it has ended.
-_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+# Events of JAX: a compilation, or its reading from the cache, begins; it has ended.
 _BEGINS = "/jax/compilation_cache/compile_requests_use_cache"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -69,25 +65,24 @@ class Profiler:
     def __init__(self, folder: Path | None, window: Window | None):
         """Args: folder: of the traces, made once there is one; None, as window=None: nothing is traced."""
         self._folder, self._window = folder or Path(), None if folder is None else window
-        self._is_tracing, self._is_first, self._batches = False, True, 0
+        self._is_tracing, self._batches = False, 0
 
     def step(self, number: int) -> None:
         """A trainer comes to this step, or still waits for its rows. Called again once the last step of the run is done."""
-        if self._window is not None and number >= self._window.start:
-            self._go(number - 1, inside=number <= self._window.last)
+        window = self._window
+        if window is not None and number >= window.start:
+            if number > window.last and not self._is_tracing:
+                log.warning("--profile: nothing is traced, because the run goes on from step %d; name later steps", number - 1)
+            self._trace(number <= window.last)
 
     def batch(self, policy_step: int, *, most: int | None = None) -> None:
         """A batch is to be made with the weights of a step. Args: most: batches that are traced; None: the window's STEPS."""
-        window, first, self._is_first = self._window, self._is_first, False
-        if window is not None and policy_step >= window.start - 1:
-            is_late = first and policy_step >= window.last
-            self._go(policy_step, inside=not is_late and self._batches < (most or window.steps))
+        if self._window is not None and policy_step >= self._window.start - 1:
+            self._trace(self._batches < (most or self._window.steps))
             self._batches += 1
 
-    def _go(self, step: int, *, inside: bool) -> None:
-        if not inside:
-            if not self._is_tracing:
-                log.warning("--profile: nothing is traced, because the run goes on from step %d; name later steps", step)
+    def _trace(self, wanted: bool) -> None:
+        if not wanted:
             self.end()
         elif not self._is_tracing:
             options = jax.profiler.ProfileOptions()
@@ -128,14 +123,15 @@ class Record:
     ):
         """Args: folder: of the role's metrics; None: nothing is told. traces, profile: see Profiler. devices: of the process."""
         self.profiler, self._compiles, self._closed = Profiler(traces, profile), contextlib.ExitStack(), False
+        if folder is None:
+            self.status = Status(None)
+            return
         step = 0
-        if folder is not None:
-            with contextlib.suppress(OSError):
-                places.make_folder(folder, below=2)
-                step = status.read(folder).step
-        self.status = Status(folder, process=status.beginning(devices) if folder is not None else {}, step=step)
-        if folder is not None:
-            self._compiles.enter_context(_compilations_told(self.status))
+        with contextlib.suppress(OSError):
+            places.make_folder(folder, below=2)
+            step = status.read(folder).step
+        self.status = Status(folder, process=status.beginning(devices), step=step)
+        self._compiles.enter_context(_compilations_told(self.status))
 
     def close(self, reason: str) -> None:
         """Writes that the process ends, once. Args: reason: such as "finished"."""
@@ -174,20 +170,15 @@ class Record:
 @contextlib.contextmanager
 def _compilations_told(told: Status) -> Iterator[None]:
     """What the main thread compiles inside is its phase for so long, unless the role itself says what it compiles."""
-    lowered, phases = "a program", list[AbstractContextManager[None]]()
+    phase = contextlib.ExitStack()
 
     def hear(event: str, _: float = 0.0, **about: str | int) -> None:
-        nonlocal lowered
         if threading.current_thread() is not threading.main_thread():
             return
-        if event == _LOWERED:
-            function = str(about.get("fun_name", "a program")).removeprefix("jit(").removesuffix(")")
-            lowered = _CALLED.get(function, function)
-        elif event == _BEGINS and not phases and not told.now.startswith("compiling"):
-            phases.append(told.during(f"compiling {lowered}"))
-            phases[0].__enter__()
-        elif event == _COMPILED and phases:
-            phases.pop().__exit__(None, None, None)
+        if event == _BEGINS and not told.now.startswith("compiling"):
+            phase.enter_context(told.during("compiling a program"))
+        elif event == _COMPILED:
+            phase.close()
 
     listener: Any = hear
     monitoring.register_event_listener(listener)

@@ -1,10 +1,4 @@
-"""What a role says of itself: `metrics/<role>/status.json`, which the role alone writes and whoever shows the run reads.
-
-The file holds {"time": unix seconds of this writing, "pid": int, "phase": what the role does other than its work, "" at work,
-"phase_since": unix seconds, "phase_of": [done, total], "waits": what it waits for, "since": unix seconds, "trouble": what is
-wrong with its rewards, "step": of the trainer, "figures": {name: number} of its newest point of metrics, "process": where it
-runs, see `beginning`}. A sentence is "" where there is nothing to say.
-"""
+"""What a role says of itself: `metrics/<role>/status.json`, which the role alone writes and whoever shows the run reads."""
 
 import contextlib
 import dataclasses
@@ -27,22 +21,23 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore"
 _CHECKOUT = Path(__file__).resolve().parents[2]
 # What has changed is written after this time, and what has not after the other: readers see that the process lives.
 FLUSH_SECONDS, HEARTBEAT_SECONDS = 1.0, 10.0
-# What ends a phase that a process is in.
-_WORKS = {"phase": "", "phase_since": 0.0, "phase_of": [0, 0]}
+_PHASE = ("phase", "phase_since", "done", "total")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Told:
-    """seconds, phase_seconds: for how long the role has waited, and been in its phase. done, total: of the phase's parts, or 0.
+    """The fields of the file. A sentence is "" where there is nothing to say; times are unix seconds.
 
-    time: when it was written, unix seconds, 0 before. The others are those of the file.
+    waits, since: what the role waits for, and since when. trouble: what is wrong with its rewards. phase, phase_since: what it
+    does other than its work. done, total: parts of the phase, 0 where it has none. time: of this writing, 0 where nothing was
+    written. step: of the trainer. figures: of the newest point of metrics. process: see `beginning`.
     """
 
     waits: str = ""
-    seconds: float = 0.0
+    since: float = 0.0
     trouble: str = ""
     phase: str = ""
-    phase_seconds: float = 0.0
+    phase_since: float = 0.0
     done: int = 0
     total: int = 0
     time: float = 0.0
@@ -50,6 +45,9 @@ class Told:
     step: int = 0
     figures: Mapping[str, float] = dataclasses.field(default_factory=dict)
     process: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_NOTHING = Told()
 
 
 class Status:
@@ -61,14 +59,13 @@ class Status:
     def __init__(self, folder: Path | None, *, process: Mapping[str, Any] | None = None, step: int = 0):
         """Args: folder: None: nothing is written. process: see `beginning`. step: that the role's last life had come to."""
         self._folder, self.step = folder, step
-        self._told: dict[str, Any] = {"waits": "", "since": 0.0, "trouble": "", **_WORKS, "figures": {}, "process": process or {}}
+        self._told = dataclasses.asdict(Told(process=process or {}, pid=os.getpid()))
         self._written, self._at = "", 0.0
         self._writing, self._stopping = threading.Lock(), threading.Event()
         if folder is not None:
             self.flush()
-            threading.Thread(
-                target=_flush_now_and_then, args=(weakref.ref(self), self._stopping), name="status", daemon=True
-            ).start()
+            arguments = weakref.ref(self), self._stopping
+            threading.Thread(target=_flush_now_and_then, args=arguments, name="status", daemon=True).start()
 
     def waits(self, sentence: str, *, seconds: float) -> None:
         """The role has waited so long for what `sentence` says; "": it works."""
@@ -79,12 +76,9 @@ class Status:
         self._told["trouble"] = sentence
 
     def phase(self, sentence: str, *, done: int = 0, total: int = 0) -> None:
-        """Tells what the role does before it is at work, without a period; "": it is at work.
-
-        Args: done, total: of the phase's parts; 0: it has none.
-        """
+        """Tells what the role does other than its work, without a period; "": it is at work. Args: done, total: see Told."""
         since = self._told["phase_since"] if sentence == self.now else round(time.time(), 1)
-        self._told |= {"phase": sentence, "phase_since": since if sentence else 0.0, "phase_of": [done, total]}
+        self._told |= {"phase": sentence, "phase_since": since if sentence else 0.0, "done": done, "total": total}
 
     @property
     def now(self) -> str:
@@ -95,7 +89,7 @@ class Status:
     @contextlib.contextmanager
     def during(self, sentence: str) -> Iterator[None]:
         """The role is in this phase inside, and then again in the one before."""
-        before = {name: self._told[name] for name in _WORKS}
+        before = {name: self._told[name] for name in _PHASE}
         self.phase(sentence)
         try:
             yield
@@ -115,7 +109,7 @@ class Status:
                 return
             with contextlib.suppress(OSError):
                 temporary = self._folder / f".{_FILE}.{os.getpid()}"
-                temporary.write_text(json.dumps({**told, "time": now, "pid": os.getpid()}))
+                temporary.write_text(json.dumps({**told, "time": now}))
                 temporary.replace(self._folder / _FILE)
                 self._written, self._at = text, now
 
@@ -137,28 +131,18 @@ def _flush_now_and_then(reference: "weakref.ref[Status]", stopping: threading.Ev
 def read(folder: Path) -> Told:
     """What a role said last; nothing where the file is damaged. Raises OSError where the storage refuses."""
     try:
-        told = json.loads((folder / _FILE).read_text())
-        texts = {name: told.get(name, "") for name in ("waits", "trouble", "phase")}
-        since, phase_since, written, pid, step = (told.get(name, 0) for name in ("since", "phase_since", "time", "pid", "step"))
-        done, total = told.get("phase_of", (0, 0))
-        figures, process = ({**told.get(name, {})} for name in ("figures", "process"))
-    except (FileNotFoundError, ValueError, AttributeError, TypeError, RecursionError):
-        return Told()
-    numbers = (since, phase_since, written, pid, step, done, total, *figures.values())
-    if not all(isinstance(text, str) for text in texts.values()) or not all(map(_is_number, numbers)):
-        return Told()
-    now = time.time()
-    return Told(
-        **texts,
-        seconds=max(0.0, now - since) if texts["waits"] else 0.0,
-        phase_seconds=max(0.0, now - phase_since) if texts["phase"] else 0.0,
-        **dict(done=done, total=total, time=written, pid=pid, step=int(step), figures=figures, process=process),
-    )
+        told = Told(**json.loads((folder / _FILE).read_text()))
+    except (FileNotFoundError, ValueError, TypeError, RecursionError):
+        return _NOTHING
+    whole = all(_fits(value, vars(_NOTHING)[name]) for name, value in vars(told).items())
+    return told if whole and all(_fits(value, 0.0) for value in told.figures.values()) else _NOTHING
 
 
-def _is_number(value: object) -> bool:
-    """Whether a float holds it: JSON knows integers of any length, and NaN."""
-    return isinstance(value, int | float) and -1e300 < value < 1e300
+def _fits(value: object, like: object) -> bool:
+    """Whether a value is of the kind of another. JSON knows integers of any length, and NaN, which no float holds."""
+    if isinstance(like, int | float):
+        return isinstance(value, int | float) and -1e300 < value < 1e300
+    return isinstance(value, type(like))
 
 
 def beginning(devices: Sequence[Any]) -> dict[str, Any]:

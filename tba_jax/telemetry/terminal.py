@@ -5,13 +5,14 @@ All of it is what each role says in its own status file (telemetry/status.py), a
 
 import collections
 import contextlib
+import datetime
 import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -24,42 +25,26 @@ from tba_jax.telemetry import alarms, status
 from tba_jax.telemetry.status import Told
 from tba_jax.text.visible import visible_line
 
-LIVE_SECONDS, PLAIN_SECONDS = 0.5, 10.0
-# Folders of roles are listed so often. Of very many roles, those that have written last are shown.
-_LIST_SECONDS, MOST_ROLES = 2.0, 200
-_SKEW_SECONDS = 3600.0  # by which the clock of the storage may be behind
+LIVE_SECONDS, PLAIN_SECONDS = 1.0, 10.0
+MOST_ROLES, _MOST_NAMED = 200, 6  # that are looked at, those that wrote last; of those that do not work, so many are named
 # A role that has written no status for so long may be dead, or its storage away: its figures do not count.
 QUIET_SECONDS = 30.0
-# A wait is shown once it is so long.
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 10.0  # a wait is shown once it is so long
 _ENDS = ("finished", "stopped")
-# Of the roles that do something else than their work, so many are named.
-_MOST_NAMED = 6
 _JOIN_SECONDS = 5.0
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKS = 16
 
 
 def duration(seconds: float) -> str:
-    """M:SS, or H:MM:SS."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def short(count: float) -> str:
-    """A count in three digits or so: 950, 21.4k, 3.2M."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if count >= limit:
-            return f"{count / (1e3 if unit == 'k' else limit):.1f}{unit}"
-    return f"{count:,.0f}" if count >= 100 else f"{count:.3g}"
+    """H:MM:SS."""
+    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A block for each of up to _SPARKS values, the newest; "" where all are equal."""
-    shown = list(values)[-_SPARKS:]
-    low, high = min(shown, default=0.0), max(shown, default=0.0)
-    return "".join(_BLOCKS[round((value - low) * 7 / (high - low))] for value in shown) if high > low else ""
+    """A block for each value; "" where all are equal."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    return "".join(_BLOCKS[round((value - low) * 7 / (high - low))] for value in values) if high > low else ""
 
 
 def doing(told: Told, now: float) -> str:
@@ -70,10 +55,10 @@ def doing(told: Told, now: float) -> str:
         return f"has said nothing for {now - told.time:.0f} s"
     if told.trouble:
         return told.trouble
-    if told.waits and told.seconds >= WAIT_SECONDS and not (told.phase and told.phase_seconds < told.seconds):
-        return f"has waited {told.seconds:.0f} s for {told.waits}"
+    if told.waits and now - told.since >= WAIT_SECONDS and not (told.phase and told.phase_since > told.since):
+        return f"has waited {now - told.since:.0f} s for {told.waits}"
     parts = f": {told.done} of {told.total}" if told.total else ""
-    return f"{told.phase}{parts}, {told.phase_seconds:.0f} s" if told.phase else ""
+    return f"{told.phase}{parts}, {max(0.0, now - told.phase_since):.0f} s" if told.phase else ""
 
 
 def facts(told: Mapping[str, Told], *, steps: int, rewards: Sequence[float], now: float) -> list[tuple[str, str]]:
@@ -89,29 +74,29 @@ def facts(told: Mapping[str, Told], *, steps: int, rewards: Sequence[float], now
     found = [("step", f"{trainer.step}/{steps}  {100 * min(trainer.step / max(steps, 1), 1):.0f} %{eta}")]
     if "reward" in figures:
         apart = [f"{name[7:]} {figures[name]:.3f}" for name in ("reward_own", "reward_mounted") if name in figures]
-        found.append(("reward", "  ".join(filter(None, (f"{figures['reward']:.3f}", *apart, sparkline(rewards))))))
+        found.append(("reward", "  ".join((f"{figures['reward']:.3f}", *apart, sparkline(rewards))).rstrip()))
     if best_step.SCORE in held_out:
-        known = best_step.BEST_STEP in held_out and best_step.BEST_SCORE in held_out
-        best = best_step.Scored(int(held_out[best_step.BEST_STEP]), held_out[best_step.BEST_SCORE]) if known else None
+        best = None
+        if best_step.BEST_STEP in held_out:
+            best = best_step.Scored(int(held_out[best_step.BEST_STEP]), held_out[best_step.BEST_SCORE])
         score = f"{held_out[best_step.SCORE]:.3f} at step {evaluator.step}"
-        found.append(("held-out", "  ".join(filter(None, (score, best_step.told(best, apart_from=evaluator.step))))))
+        found.append(("held-out", f"{score}  {best_step.told(best, apart_from=evaluator.step)}".rstrip()))
     if speed:
         pace = f"{speed:.1f} steps/s" if speed >= 1 else f"{1 / speed:.1f} s/step"
-        tokens = [f"{short(figures['tokens_per_second'])} tokens/s"] if "tokens_per_second" in figures else []
+        tokens = [f"{figures['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in figures else []
         mfu = [f"MFU {100 * figures['mfu']:.1f} %"] if "mfu" in figures else []
         found.append(("trainer", "  ".join((pace, *tokens, *mfu))))
-    makers = [each for name, each in told.items() if name not in ("evaluator", "reference") and not name.startswith("trainer")]
+    makers = [each for name, each in told.items() if not name.startswith(("trainer", "evaluator", "reference"))]
     speeds = [
         each.figures["tokens_per_second"] for each in makers if "tokens_per_second" in each.figures and not doing(each, now)
     ]
     if speeds and trainer.step < steps:
-        each = " + ".join(map(short, speeds)) if len(speeds) <= 3 else f"{short(sum(speeds))} of {len(speeds)}"
-        found.append(("searchers", f"{each} tokens/s"))
+        found.append(("searchers", f"{len(speeds)} at work  {sum(speeds):,.0f} tokens/s"))
     if "buffer_rows" in figures:
         named = (("staleness", "staleness_mean"), ("largest", "staleness_max"))
         ages = [f"{title} {figures[name]:.1f}" for title, name in named if name in figures]
         found.append(("rows", "  ".join((f"{figures['buffer_rows']:,.0f} in the buffer", *ages))))
-    says = [(visible_line(name), visible_line(said)) for name, each in told.items() if (said := doing(each, now))]
+    says = [(f"{visible_line(name)}:", visible_line(said)) for name, each in told.items() if (said := doing(each, now))]
     more = [("", f"and {len(says) - _MOST_NAMED} more roles do not work")] if len(says) > _MOST_NAMED else []
     return [*found, *says[:_MOST_NAMED], *more]
 
@@ -130,51 +115,22 @@ def picture(shown: Sequence[tuple[str, str]], *, step: int, steps: int, spent: f
     return Group(bar, lines)
 
 
-def suits(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that can show the picture: it moves the cursor, and has the characters of a bar."""
-    if not stream.isatty() or os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
-        return False
-    return (stream.encoding or "").lower().startswith("utf")
-
-
-class _Console(Console):
-    """Never hides the cursor: a process that is killed could not show it again."""
-
-    def show_cursor(self, show: bool = True) -> bool:
-        return False
-
-
 class Progress:
     """Shows where the run stands, from `with` to its end, in a thread of its own: a compilation takes a minute, and is named."""
 
-    def __init__(
-        self,
-        run: layout.RunDir,
-        *,
-        steps: int,
-        tells_alarms: bool = True,
-        plain_seconds: float = PLAIN_SECONDS,
-    ):
-        """Args:
-        steps: learner.steps. tells_alarms: False: this process logs the alarms itself.
-        plain_seconds: between two lines where the output is no terminal.
-        """
+    def __init__(self, run: layout.RunDir, *, steps: int, tells_alarms: bool = True):
+        """Args: steps: learner.steps. tells_alarms: False: this process logs the alarms itself."""
         self._run, self._steps, self._tells_alarms = run, steps, tells_alarms
         self._began, self._begin, self._first_step = time.time(), time.monotonic(), 0
         with contextlib.suppress(OSError):
             self._first_step = status.read(run.metrics("trainer")).step
-        self._folders: list[str] = []
-        self._next_list = 0.0
         self._rewards: collections.deque[tuple[int, float]] = collections.deque(maxlen=_SPARKS)
         self._kinds: set[str] = set()  # of alarms that were told
-        self._live: Live | None = None
-        if suits(sys.stdout):
-            # What shells export as the size does not follow the terminal.
-            known = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-            console = _Console(file=sys.stdout, markup=False, highlight=False, emoji=False, _environ=known)
-            self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._handlers: list[tuple[Any, TextIO]] = []
-        self._seconds = plain_seconds if self._live is None else LIVE_SECONDS
+        console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
+        shows = sys.stdout.isatty() and not console.is_dumb_terminal and not console.options.ascii_only
+        self._live = Live(console=console, auto_refresh=False, transient=True) if shows else None
+        self._handlers: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
+        self._seconds = LIVE_SECONDS if shows else PLAIN_SECONDS
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._go_on, name="progress", daemon=True)
 
@@ -203,7 +159,6 @@ class Progress:
         self._ends.set()
         self._thread.join(_JOIN_SECONDS)
         if not self._thread.is_alive():  # else storage hangs, which does not keep the process from its end
-            self._next_list = 0.0
             self._tell_alarms(self._roles())
         for handler, stream in self._handlers:
             handler.setStream(stream)
@@ -216,42 +171,35 @@ class Progress:
             self._ends.wait(self._seconds)
 
     def _roles(self) -> list[str]:
-        """Roles that have written something lately, as of a moment ago, in order."""
-        if time.monotonic() >= self._next_list:
-            self._next_list = time.monotonic() + _LIST_SECONDS
-            with contextlib.suppress(OSError):
-                folders = [(each.stat().st_mtime, each.name) for each in os.scandir(self._run.metrics("trainer").parent)]
-                newest = sorted(each for each in folders if each[0] >= self._began - _SKEW_SECONDS)[-MOST_ROLES:]
-                self._folders = sorted({name for _, name in newest})
-        return self._folders
+        """Roles that have written something, in order."""
+        with contextlib.suppress(OSError):
+            folders = [(each.stat().st_mtime, each.name) for each in os.scandir(self._run.metrics("trainer").parent)]
+            return sorted(name for _, name in sorted(folders)[-MOST_ROLES:])
+        return []
 
     def look(self) -> None:
         """Shows where the run stands now, and alarms that are new."""
-        roles, now = self._roles(), time.time()
+        roles, now, trainer = self._roles(), time.time(), Told()
         try:
-            told = {name: status.read(self._run.metrics(name)) for name in roles}
+            read = {name: status.read(self._run.metrics(name)) for name in roles}
         except OSError as error:
-            self._show([("step", "not known"), ("storage", visible_line(f"does not answer: {error}"))], step=0)
-            return
-        told = {name: each for name, each in told.items() if each.time >= self._began}
-        trainer = told.get("trainer", Told())
-        if "reward" in trainer.figures and (trainer.step, trainer.figures["reward"]) not in self._rewards:
-            self._rewards.append((trainer.step, trainer.figures["reward"]))
-        self._tell_alarms(roles)
-        shown = facts(told, steps=self._steps, rewards=[reward for _, reward in self._rewards], now=now)
-        self._show(shown, step=trainer.step)
-
-    def _show(self, shown: Sequence[tuple[str, str]], *, step: int) -> None:
-        if self._live is not None:
-            size = self._live.console.width
-            self._live.update(picture(shown, step=step, steps=self._steps, spent=self.seconds, width=size), refresh=True)
+            shown = [("step", "not known"), ("storage", visible_line(f"does not answer: {error}"))]
         else:
-            self._print("  ".join(f"{title}{': ' if title in self._folders else ' '}{text}" for title, text in shown))
+            told = {name: each for name, each in read.items() if each.time >= self._began}
+            trainer = told.get("trainer", trainer)
+            if "reward" in trainer.figures and (trainer.step, trainer.figures["reward"]) not in self._rewards:
+                self._rewards.append((trainer.step, trainer.figures["reward"]))
+            shown = facts(told, steps=self._steps, rewards=[reward for _, reward in self._rewards], now=now)
+            self._tell_alarms(roles)
+        if self._live is not None:
+            width = self._live.console.width
+            self._live.update(picture(shown, step=trainer.step, steps=self._steps, spent=self.seconds, width=width), refresh=True)
+        else:
+            self._print("  ".join(f"{title} {text}" for title, text in shown))
 
     def _tell_alarms(self, roles: Sequence[str]) -> None:
         """Each kind is told once, whichever role tells it first."""
-        told = [alarm for role in roles if self._tells_alarms for alarm in alarms.read(self._run.metrics(role))]
-        for alarm in told:
+        for alarm in [alarm for role in roles if self._tells_alarms for alarm in alarms.read(self._run.metrics(role))]:
             if alarm.time >= self._began and alarm.kind not in self._kinds:
                 self._kinds.add(alarm.kind)
                 self._print(visible_line(f"warning: {alarm.sentence}. What to do: {alarm.advice}"))

@@ -6,11 +6,10 @@ them raises is told once, and metrics.jsonl has every point.
 
 import dataclasses
 import importlib.util
-import logging
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,21 @@ import numpy as np
 from tba_jax.storage import contract, layout
 from tba_jax.storage.privacy import without_secrets
 
-log = logging.getLogger(__name__)
-
 # A role that ends waits so long for each tracker, and wandb's own process goes on for as long as the second says.
 CLOSE_SECONDS, _FINISH_SECONDS = 4.0, 60.0
 # Kind of role -> the group of its metrics in wandb and trackio: train/loss, search/reward.
 GROUPS = dict(trainer="train", searcher="search", evaluator="evaluate", reference="reference", supervised="supervised")
-# {"step": int, "time": unix seconds, "values": {name: float}, "histograms": {name: {"counts", "edges"}},
-# "tables": {name: {"columns": […], "rows": [[…], …]}}}
-Point = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Point:
+    """time: unix seconds. histograms: name -> the numbers that are counted. tables: name -> rows, all of the same fields."""
+
+    step: int
+    time: float
+    values: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    histograms: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    tables: Mapping[str, Sequence[Mapping[str, Any]]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,12 +49,18 @@ class Session:
     folder: str
     config: dict[str, Any]
 
-    def grouped(self, point: Point) -> Point:
-        """The point with the names of trackers, on the axis of the trainer's steps: a searcher counts batches from its start."""
-        if self.kind == "searcher" and "policy_step" in (values := point["values"]):
-            point = point | {"step": int(values["policy_step"]), "values": values | {"batch": point["step"]}}
-        parts, group = ("values", "histograms", "tables"), GROUPS[self.kind]
-        return point | {part: {f"{group}/{name}": each for name, each in point[part].items()} for part in parts}
+    def shown(self, library: Any, point: Point) -> dict[str, Any]:
+        """All of a point under the role's group, and "step": the trainer's, as a searcher counts batches from its start.
+
+        Args: library: wandb, or trackio, which has the same names.
+        """
+        step, found = point.step, {**point.values}
+        if self.kind == "searcher" and "policy_step" in found:
+            step, found["batch"] = int(found["policy_step"]), step
+        found |= {name: library.Histogram(np_histogram=histogram(each)) for name, each in point.histograms.items()}
+        for name, rows in point.tables.items():
+            found[name] = library.Table(columns=[*rows[0]], data=[[*row.values()] for row in rows])
+        return {"step": step} | {f"{GROUPS[self.kind]}/{name}": each for name, each in found.items()}
 
 
 def session_of(config: Any, run: layout.RunDir, name: str, *, kind: str) -> Session:
@@ -62,14 +73,17 @@ def session_of(config: Any, run: layout.RunDir, name: str, *, kind: str) -> Sess
     return Session(**shown, id=key, folder=str(run.metrics(name).absolute()), config=told)
 
 
+def histogram(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Counts between edges, which for whole numbers are at least 1 apart."""
+    most = int(np.ptp(array)) + 1 if array.size and array.dtype.kind in "iu" else 20
+    return np.histogram(array, bins=min(20, most) if array.size else 1)
+
+
 # What hands points to a library: constructing it begins the session, then come write(point) … and end(). All may raise.
-# note: what is to be told of the session, "" where all is well.
 
 
 class TensorBoard:
     """Event files in the folder of the role's metrics."""
-
-    note = ""
 
     def __init__(self, session: Session):
         from tensorboardX import SummaryWriter
@@ -77,42 +91,28 @@ class TensorBoard:
         self._writer = SummaryWriter(session.folder, flush_secs=5)
 
     def write(self, point: Point) -> None:
-        told = dict(global_step=point["step"], walltime=point["time"])
-        for name, value in point["values"].items():
+        told = dict(global_step=point.step, walltime=point.time)
+        for name, value in point.values.items():
             self._writer.add_scalar(name, value, **told)
-        for name, each in point["histograms"].items():
-            counts, edges = np.array(each["counts"], float), np.array(each["edges"])
-            middles = (edges[1:] + edges[:-1]) / 2
-            sums = dict(num=counts.sum(), sum=counts @ middles, sum_squares=counts @ middles**2)
-            buckets = dict(bucket_limits=edges[1:].tolist(), bucket_counts=counts.tolist())
-            self._writer.add_histogram_raw(name, min=edges[0], max=edges[-1], **sums, **buckets, **told)
+        for name, array in point.histograms.items():
+            self._writer.add_histogram(name, array, bins=histogram(array)[1], **told)
 
     def end(self) -> None:
         self._writer.close()
 
 
 class Wandb:
-    """A run of Weights & Biases. Without login or network its points are kept in the folder, and `wandb sync` sends them."""
-
-    note = ""
+    """A run of Weights & Biases; with WANDB_MODE=offline its points are kept in the folder, and `wandb sync` sends them."""
 
     def __init__(self, session: Session):
         import wandb
 
         self._session = session
         # Several roles may be in one process, each with a run of its own.
+        told: dict[str, Any] = {name: vars(session)[name] for name in ("project", "group", "name", "id", "config")}
         limits: dict[str, Any] = dict(init_timeout=30.0, finish_timeout=_FINISH_SECONDS, reinit="create_new")
-        told: dict[str, Any] = dict(
-            **{name: vars(session)[name] for name in ("project", "group", "name", "id", "config")},
-            **dict(job_type=session.kind, dir=session.folder, resume="allow"),
-            settings=wandb.Settings(silent=True, console="off", save_code=False, **limits),
-        )
-        try:
-            self._run = wandb.init(**told)
-        except (wandb.errors.UsageError, wandb.errors.CommError, wandb.errors.AuthenticationError) as error:
-            self._run = wandb.init(**told, mode="offline")
-            reason = str(error).partition("\n")[0].rstrip(".")
-            self.note = f"it is not reached ({reason}); `wandb sync {session.folder}/wandb/offline-run-*` sends its points"
+        settings = wandb.Settings(silent=True, console="off", save_code=False, **limits)
+        self._run = wandb.init(**told, job_type=session.kind, dir=session.folder, resume="allow", settings=settings)
         # A trainer that resumes does steps again. wandb's own step only grows, so the axis is a metric like any other.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
@@ -120,8 +120,7 @@ class Wandb:
     def write(self, point: Point) -> None:
         import wandb
 
-        point = self._session.grouped(point)
-        self._run.log({"step": point["step"], **point["values"], **_shown(wandb, point)})
+        self._run.log(self._session.shown(wandb, point))
 
     def end(self) -> None:
         self._run.finish()
@@ -129,8 +128,6 @@ class Wandb:
 
 class Trackio:
     """A run of Trackio: in TRACKIO_DIR on this machine, or at the space or server that the environment names."""
-
-    note = ""
 
     def __init__(self, session: Session):
         import trackio
@@ -142,18 +139,11 @@ class Trackio:
     def write(self, point: Point) -> None:
         import trackio
 
-        point = self._session.grouped(point)
-        self._run.log({**point["values"], **_shown(trackio, point)}, step=point["step"])
+        shown = self._session.shown(trackio, point)
+        self._run.log(shown, step=shown.pop("step"))
 
     def end(self) -> None:
         self._run.finish()
-
-
-def _shown(library: Any, point: Point) -> dict[str, Any]:
-    """The histograms and tables of a point. Args: library: wandb, or trackio, which has the same names."""
-    counted = {name: (np.array(each["counts"]), np.array(each["edges"])) for name, each in point["histograms"].items()}
-    tables = {name: library.Table(columns=each["columns"], data=each["rows"]) for name, each in point["tables"].items()}
-    return {name: library.Histogram(np_histogram=each) for name, each in counted.items()} | tables
 
 
 # The values of metrics.sinks, and what hands points to each.
@@ -186,13 +176,11 @@ class Tracker:
         self._sink: TensorBoard | Wandb | Trackio | None = None
         self._begun = self._told = False
 
-    def offer(self, point: Point) -> None:
+    def write(self, point: Point) -> None:
         """Shows a point; the first one begins the session."""
         if not self._begun:
             self._begun = True
             self._sink = self._attempt(lambda: TRACKERS[self.name](self._session()))
-            if self._sink is not None and self._sink.note:
-                self._fails(self._sink.note)
         if self._sink is not None:
             self._attempt(self._sink.write, point)
 
@@ -207,18 +195,11 @@ class Tracker:
         try:
             return call(*arguments)
         except Exception as error:  # of the tracker's library: nobody else knows its errors
-            self._fails(str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__)
-            return None
-
-    def _fails(self, reason: str) -> None:
+            reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         if not self._told:
             self._told = True
-            self._tell(_one_line(reason))
-
-
-def _one_line(sentence: str) -> str:
-    """The sentence on one line, without what would be a secret in a log."""
-    for name, value in os.environ.items():
-        if any(word in name.upper() for word in ("KEY", "TOKEN", "SECRET", "PASSWORD", "URL")) and len(value) > 5:
-            sentence = sentence.replace(value, f"({name})")
-    return "".join(letter if letter.isprintable() else " " for letter in sentence)[:500]
+            for name, value in os.environ.items():  # what would be a secret in a log
+                if re.search("KEY|TOKEN|SECRET|PASSWORD|URL", name.upper()) and len(value) > 5:
+                    reason = reason.replace(value, f"({name})")
+            self._tell("".join(letter if letter.isprintable() else " " for letter in reason)[:500])
+        return None

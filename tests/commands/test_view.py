@@ -43,7 +43,7 @@ def test_ctrl_c_ends_it_and_nothing_is_written(tmp_path):
     )
     try:
         address = process.stdout.readline().strip()
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{32}", address)
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", address)
         with urllib.request.urlopen(address, timeout=20) as answer:
             assert answer.status == 200
         process.send_signal(signal.SIGINT)

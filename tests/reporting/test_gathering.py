@@ -1,4 +1,4 @@
-"""What is read of the folders of roles: curves against a plain computation, whatever damage has left."""
+"""What is read of the folders of roles, whatever damage has left."""
 
 import json
 import shutil
@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from tba_jax.reporting import gathering
-from tba_jax.reporting.gathering import MOST_POINTS, Source, read_curves
+from tba_jax.reporting.gathering import MOST_POINTS, Role, Source, read_lines
 from tba_jax.storage import layout
 from tba_jax.telemetry.alarms import Alarms
+from tba_jax.telemetry.status import Told
 from tests.support import frozen_runs, hostile_runs
 
 
@@ -24,51 +25,33 @@ def copy(hostile, tmp_path):
     return layout.RunDir(tmp_path / "run")
 
 
-@pytest.mark.parametrize("count", [7, 5 * MOST_POINTS + 3])
-def test_points_hold_mean_least_and_greatest_of_their_lines(tmp_path, count):
-    values = np.random.default_rng(0).normal(size=count)
-    lines = [
-        {"step": step, "time": 1.0, "reward": value} | ({"late": 1.0} if step == count else {})
-        for step, value in enumerate(values, 1)
-    ]
-    for name, part in (("metrics.jsonl.1", lines[: count // 3]), ("metrics.jsonl", lines[count // 3 :])):
-        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in part))
-    curves, first, last, damaged = read_curves(tmp_path)
-    assert first == lines[0] and last == lines[-1] and damaged == 0 and len(curves["step"]) <= MOST_POINTS
-    ends = curves["step"][:, 2].astype(int)
-    assert curves["step"][0, 1] == 1 and curves["step"][1:, 1].tolist() == (ends[:-1] + 1).tolist() and ends[-1] == count
-    mine = [values[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
-    np.testing.assert_allclose(curves["reward"], [[each.mean(), each.min(), each.max()] for each in mine])
-    assert np.isfinite(curves["late"][:, 0]).tolist() == [False] * (len(ends) - 1) + [True]
+@pytest.mark.parametrize("count", [7, MOST_POINTS, 5 * MOST_POINTS + 3])
+def test_some_lines_are_kept_evenly_with_the_first_and_the_newest(tmp_path, count):
+    lines = [json.dumps({"step": step, "time": 1.0}) + "\n" for step in range(count)]
+    for name, some in (("metrics.jsonl.1", lines[: count // 3]), ("metrics.jsonl", lines[count // 3 :])):
+        (tmp_path / name).write_text("".join(some))
+    steps = [line["step"] for line in read_lines(tmp_path)]
+    assert steps[0] == 0 and steps[-1] == count - 1 and len(steps) <= MOST_POINTS
+    gaps = np.diff(steps)
+    assert len(steps) == count or (len(steps) > MOST_POINTS / 2 and len({*gaps[:-1].tolist()}) == 1 and gaps[-1] <= gaps[0])
 
 
-def test_damaged_lines_are_counted_and_one_that_is_being_written_is_none(tmp_path):
-    good = json.dumps({"step": 1, "time": 1.0, "loss": 2.0})
+def test_damaged_lines_are_left_out(tmp_path):
+    good = json.dumps({"step": 1, "time": 1.0, "loss": 2.0, "note": "text"})
     odd = ["{", "[]", '{"step": 1}', '{"step": "x", "time": 1}', f'{{"step": 1{"0" * 400}, "time": 1}}']
     (tmp_path / "metrics.jsonl").write_text("\n".join([good, *odd, good, '{"step": 3, "ti']))
-    curves, _, last, damaged = read_curves(tmp_path)
-    assert damaged == 5 and curves["loss"][:, 0].tolist() == [2.0, 2.0] and last["step"] == 1
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0, **{f"name{i}": 1.0 for i in range(5000)}}) + "\n")
-    assert len(read_curves(tmp_path)[0]) <= gathering._MOST_NAMES
-    assert read_curves(tmp_path / "none") == ({}, {}, {}, 0)
+    role = Role(lines=read_lines(tmp_path), status=Told())
+    assert role.curve("loss").tolist() == [2.0, 2.0] and np.isnan(role.curve("note")).all() and role.last["step"] == 1
+    assert read_lines(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize(
     ("file", "named"),
-    [
-        ("finished.json", "finished.json"),
-        ("metrics/trainer/metrics.jsonl", "metrics/trainer are left out: 1"),
-        ("replay/w0/000000/manifest.ocdbt", "w0"),
-        ("config.json", "the tokenizer"),
-    ],
+    [("finished.json", "finished.json"), ("replay/w0/000000/manifest.ocdbt", "w0"), ("config.json", "the tokenizer")],
 )
 def test_damage_is_named_and_the_rest_is_read(copy, file, named):
     path = copy.root / file
-    path.parent.mkdir(exist_ok=True)
-    before = path.read_bytes() if file.endswith(("metrics.jsonl", "config.json")) else b""
-    path.write_bytes(before + b"[1, {}" + b"\n" * bool(before))
-    if file == "config.json":
-        path.write_bytes(before.replace(b'"path": ""', b'"path": "/gone"'))
+    path.write_bytes(path.read_bytes().replace(b'"path": ""', b'"path": "/gone"') if file == "config.json" else b"[1, {}")
     found = Source(copy.root).gather()
     assert any(named in told for told in found.problems), found.problems
     assert found.roles["trainer"].last["step"] == 20 and (named == "w0" or len(found.table.rows) == hostile_runs.ROWS)

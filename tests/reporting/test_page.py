@@ -1,4 +1,4 @@
-"""The page of a run: self-contained, obeying nothing that stands in the run, and right about whole runs."""
+"""The page of a run: its sentences, self-contained, obeying nothing that stands in the run, and right about whole runs."""
 
 import html
 import json
@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from tba_jax.experiment import composition
-from tba_jax.replay.log import LogWriter
+from tba_jax.replay.reader import LogReader
 from tba_jax.reporting import page as page_lib
 from tba_jax.reporting.gathering import Gathered, Source
 from tba_jax.storage import contract, layout
-from tests.support import browser, frozen_runs, hostile_runs, tiny_run
+from tba_jax.telemetry import metrics
+from tests.support import browser, hostile_runs, tiny_run
 
 
 def made(run) -> tuple[Gathered, str]:
@@ -34,15 +35,6 @@ def texts(value) -> list[str]:
     """All strings of a tree of JSON."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [value] if isinstance(value, str) else [text for each in inner for text in texts(each)]
-
-
-def more_rows(run, writer: str, **columns) -> None:
-    """Four rows of another writer, zero but for the columns given."""
-    shape = contract.of(contract.read_run(run), called="the test").row_shape()
-    rows = {name: np.zeros((4, *size), dtype) for name, (dtype, size) in shape.columns().items()}
-    for name, values in ({"row": np.arange(4)} | columns).items():
-        rows[name][:] = values
-    LogWriter(run.replay, writer, shape, rows_per_append=4, segment_appends=4, info={"started": 1e300}).append(rows)
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +58,16 @@ def test_nothing_of_a_run_becomes_markup(hostile):
     assert 'href="javascript' not in text and "49{% raw %}" not in text and "{{7*7}}" in text
     for string in (hostile_runs.STRINGS[0], hostile_runs.STRINGS[2]):
         assert html.escape(string).replace("&quot;", "&#34;").replace("&#x27;", "&#39;") in text
+    tags = {tag for string in texts(data(page)["charts"]) for tag in re.findall(r"<(/?\w+)", string)}
+    assert tags <= {"extra", "/extra"}, "labels of charts"
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
 
 
-def test_labels_of_charts_are_escaped(hostile):
-    tags = {tag for text in texts(data(made(hostile)[1])["charts"]) for tag in re.findall(r"<(/?\w+)", text)}
-    assert tags <= {"extra", "/extra"}, tags
-
-
-def test_samples_can_be_searched_and_nothing_is_executed_or_fetched_in_a_browser(hostile, tmp_path):
+def test_in_a_browser_samples_can_be_searched_and_nothing_of_others_is_executed_or_fetched(hostile, tmp_path):
+    """Also not what is injected as markup: the page's policy stops it."""
     page = tmp_path / "report.html"
-    page.write_text(made(hostile)[1], encoding="utf-8")
+    injected = "<script>window.owned=1</script><img src='http://127.0.0.1:9/x' onerror='window.owned=2'>"
+    page.write_text(made(hostile)[1].replace('<h2 id="learning">', injected + '<h2 id="learning">'), encoding="utf-8")
 
     def count(script: str) -> int:
         return driver.execute_script(f"return document.querySelectorAll('{script}').length")
@@ -93,24 +84,9 @@ def test_samples_can_be_searched_and_nothing_is_executed_or_fetched_in_a_browser
         driver.find_element("id", "step").clear()
         driver.find_element("id", "text").send_keys("ONLOAD")
         assert count("article") == 2
-        driver.find_element("id", "text").clear()
-        driver.execute_script(
-            "const s = document.getElementById('query'); s.value = s.options[1].value; s.dispatchEvent(new Event('input'))"
-        )
-        assert 1 <= count("article") < hostile_runs.ROWS
-        assert driver.execute_script("return [window.owned, document.images.length, document.scripts.length]") == [None, 0, 3]
-        assert count("a[href^=javascript], svg[onload]") == 0
-        assert browser.requested(driver) == [page.as_uri()] and browser.complaints(driver) == []
-
-
-def test_the_policy_of_the_page_stops_what_escaping_would_let_through(hostile, tmp_path):
-    page = tmp_path / "report.html"
-    injected = "<script>window.owned=1</script><img src='http://127.0.0.1:9/x' onerror='window.owned=2'>"
-    page.write_text(made(hostile)[1].replace('<h2 id="learning">', injected + '<h2 id="learning">'), encoding="utf-8")
-    with browser.chromium() as driver:
-        driver.get(page.as_uri())
-        assert driver.execute_script("return window.owned") is None
-        assert any("Content Security Policy" in told for told in browser.complaints(driver))
+        assert driver.execute_script("return window.owned") is None and count("a[href^=javascript], svg[onload]") == 0
+        assert browser.requested(driver) == [page.as_uri()]
+        assert all("Content Security Policy" in told for told in browser.complaints(driver))
 
 
 def test_the_worst_rows_come_with_the_steps_that_drew_them(hostile):
@@ -120,11 +96,22 @@ def test_the_worst_rows_come_with_the_steps_that_drew_them(hostile):
     assert {each["name"]: each["steps"] for each in data(page)["samples"] if each["steps"]} == {
         "w0:0": [1, 2], "w0:1": [1, 2], "w0:2": [1], "w0:3": [1],
     }  # fmt: skip
+    for each in data(page)["samples"]:
+        assert each["ratio"] == pytest.approx(sum(ratio for _, ratio, _ in each["tokens"]), abs=0.001 * len(each["tokens"]))
+
+
+def test_rows_that_cannot_be_read_again_are_named(hostile, monkeypatch):
+    def refuse(self, ids):
+        raise OSError("gone")
+
+    monkeypatch.setattr(LogReader, "read_ids", refuse)
+    found, page = made(hostile)
+    assert len(found.problems) == 5 and "row w0:0 is not shown: gone" in found.problems and data(page)["samples"] == []
 
 
 def test_steps_of_a_mounted_run_are_not_taken_for_those_of_the_run(copy, tmp_path):
     other = hostile_runs.make(tmp_path / "other")
-    more_rows(other, "w9", prompt_length=1, response_length=1, policy_step=7_000)
+    hostile_runs.more_rows(other, "w9", prompt_length=1, response_length=1, policy_step=7_000)
     shutil.rmtree(other.replay / "w0")
     (other.replay / "writers" / "w0.json").unlink()
     stored = layout.read_json(copy.config)
@@ -158,17 +145,52 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path):
     assert found.problems == [] and "Too early to say" in page and "No role has written anything yet" in page
 
 
-@pytest.mark.usefixtures("one_device")
-def test_a_whole_run_is_reported_whole(tmp_path):
-    run = layout.RunDir(tmp_path / "run")
-    frozen_runs.run(run.root, metrics__every_steps=1)
-    found, page = made(run)
+def test_a_whole_run_is_reported_whole(finished):
+    found, page = made(finished.run)
     text, shown = html.unescape(markup(page)), data(page)
-    assert found.problems == [] and "Finished: step 12 of 12." in text and "ledger of the rows balances" in text
-    assert {step for each in shown["samples"] for step in each["steps"]} <= set(range(1, 13)) and any(
-        each["steps"] for each in shown["samples"]
-    )
+    assert found.problems == [] and "Finished: step 6 of 6." in text and "ledger of the rows balances" in text
+    steps = {step for each in shown["samples"] for step in each["steps"]}
+    assert steps and steps <= {*range(1, 7)}
     titles = {chart["title"]: chart for chart in shown["charts"]}
     assert {"Reward", "Loss", "Distance from the reference", "Gradient norm", "Where the time goes"} <= titles.keys()
-    assert titles["Loss"]["traces"][-1]["x_by"]["step"] == [*range(1, 13)]
+    assert titles["Loss"]["traces"][-1]["x_by"]["step"] == [
+        line["step"] for line in metrics.each_line(found.run.metrics("trainer"))
+    ]
     assert all(chart["traces"] for chart in shown["charts"])
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "more", "verdict"),
+    [
+        (0.4, 0.9, {}, "yes"),
+        (0.9, 0.4, {}, "no"),
+        (0.50, 0.52, {}, "unclear"),
+        (0.25, 0.75, {"greedy_reward_stderr": 0.1}, "yes"),  # 0.5 is more than twice √2 · 0.1, and less than twice √2 · 0.2
+        (0.25, 0.75, {"greedy_reward_stderr": 0.2}, "unclear"),
+    ],
+)
+def test_held_out_rewards_decide_where_they_differ_by_more_than_chance(first, last, more, verdict):
+    found = [{"step": step, "greedy_reward": reward, "queries": 256, **more} for step, reward in ((0, first), (100, last))]
+    told, sentence = page_lib.held_out(found)
+    assert told == verdict and f"{first:.3f}" in sentence and f"{last:.3f}" in sentence and "step 100" in sentence
+    best = page_lib.held_out([*found, {"step": 200, "greedy_reward": 0.0}])[1]
+    assert f"the best is {max(first, last):.3f}" in best
+    assert page_lib.held_out([]) == ("", "There is no held-out score.") and page_lib.held_out(found[:1])[0] == ""
+
+
+def test_trained_rewards_are_compared_with_their_noise_and_held_out_ones_outrank_them():
+    noise = np.random.default_rng(0).normal(size=400)
+    slopes = {"unclear": 0, "yes": 9, "no": -9}
+    assert {page_lib.trained(noise + np.linspace(0, slope, 400))[0]: slope for slope in slopes.values()} == slopes
+    told = {("no", "yes"): "It gets worse", ("yes", "no"): "It learns", ("unclear", "yes"): "The trained reward rises"}
+    assert all(page_lib.verdict(*each) == heading for each, heading in told.items())
+    assert page_lib.trained(np.full(4, 0.5))[0] == "" and page_lib.verdict("", "") == "Too early to say"
+
+
+def test_waits_name_whom_a_role_waits_for():
+    shares = {"trainer": {"wait_rows": 0.6, "update": 0.3, "other": 0.1}, "searcher-0": {"decode": 0.9, "wait_policy": 0.1}}
+    heading, sentences = page_lib.waits(shares)
+    assert heading == "trainer waits most: 60% for rows from searchers"
+    assert "trainer waited 60% of its time for rows" in sentences[0] and "update 30%" in sentences[0]
+    assert page_lib.waits({"trainer": {"update": 1.0}})[0] == "Neither trainer nor searchers wait"
+    assert page_lib.waits({}) == ("Nothing is known of waits yet", [])

@@ -4,14 +4,12 @@ import contextlib
 import http.client
 import socket
 import threading
-from urllib.parse import urlsplit
 
 import pytest
 
 from tba_jax.reporting import server as server_lib
 from tba_jax.reporting.gathering import Source
 from tba_jax.reporting.server import Server
-from tests.reporting.test_page import more_rows
 from tests.support import frozen_runs, hostile_runs
 
 
@@ -46,47 +44,35 @@ def ask(server, path: str, method: str = "GET", **headers: str) -> http.client.H
     return answer
 
 
-def entered(server) -> dict[str, str]:
-    """The cookie of a browser that has opened the printed address."""
-    answer = ask(server, f"/?{urlsplit(server.address).query}")
-    cookie, *rules = answer.getheader("Set-Cookie").split("; ")
-    assert answer.status == 200 and answer.getheader("Refresh") == "0; url=/" and {"HttpOnly", "SameSite=Strict"} <= {*rules}
-    return {"Cookie": f"other=1; {cookie}"}
-
-
 def test_nobody_without_the_token_gets_in_and_no_request_is_told(run, capfd):
     with served(run) as server:
-        token = urlsplit(server.address).query.removeprefix("token=")
-        assert len(token) == 32 and server.server_address[0] == "127.0.0.1"
-        for path in ("/", "/?token=", "/?token=x", f"/?token={token[:-1]}", "/?token=%C3%A9"):
+        assert server.address.endswith(server.path) and len(server.path) == 34 and server.server_address[0] == "127.0.0.1"
+        for path in ("/", "//", server.path[:-2] + "/", server.path[:-1], f"{server.path}x", "/%C3%A9/", "/etc/passwd"):
             refused = ask(server, path)
-            assert refused.status == 403 and "w0:" not in refused.text and refused.getheader("Set-Cookie") is None
-        assert ask(server, "/", Cookie=f"{server.cookie[:-1]}").status == 403
-        assert token not in ask(server, "/", **entered(server)).text
+            assert refused.status == 403 and "w0:" not in refused.text
+        assert server.path not in ask(server, server.path).text
         with served(run) as another:
-            assert another.token != server.token and ask(another, "/", **entered(server)).status == 403
+            assert ask(another, server.path).status == 403
     said = capfd.readouterr()
-    assert "GET" not in said.out + said.err and token not in said.out + said.err
+    assert "GET" not in said.out + said.err and server.path not in said.out + said.err
 
 
 def test_a_name_of_another_site_is_refused(run):
     with served(run) as server:
-        cookie = entered(server)
         for host in ("evil.example", "127.0.0.1.evil.example", "localhost:1:2", ""):
-            assert ask(server, "/", Host=host, **cookie).status == 403
+            assert ask(server, server.path, Host=host).status == 403
         for host in ("localhost:9", "127.0.0.1", "[::1]:80"):
-            assert ask(server, "/", Host=host, **cookie).status == 200
+            assert ask(server, server.path, Host=host).status == 200
 
 
 def test_only_reading_is_answered_and_only_read(run):
     before = frozen_runs.contents(run.root)
     with served(run) as server:
-        cookie = entered(server)
         for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
-            assert ask(server, "/", method, **cookie).status == 501
-        assert ask(server, "/etc/passwd", **cookie).status == 404 and ask(server, "/", "HEAD", **cookie).text == ""
-        answer = ask(server, "/?every=30", **cookie)
-        assert answer.getheader("Refresh") == "30" and ask(server, "/?every=<b>", **cookie).getheader("Refresh") is None
+            assert ask(server, server.path, method).status == 501
+        assert ask(server, server.path, "HEAD").text == ""
+        answer = ask(server, f"{server.path}?every=30")
+        assert answer.getheader("Refresh") == "30" and ask(server, f"{server.path}?every=<b>").getheader("Refresh") is None
         for name, value in (("Content-Security-Policy", "frame-ancestors 'none'"), ("Cache-Control", "no-store")):
             assert value in answer.getheader(name)
     assert frozen_runs.contents(run.root) == before
@@ -97,10 +83,9 @@ def test_the_page_follows_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(server_lib, "_TIMES", 0.0)
     run = hostile_runs.make(tmp_path / "run")
     with served(run) as server:
-        cookie = entered(server)
-        assert "16 rows can be read" in ask(server, "/", **cookie).text
-        more_rows(run, "w1")
-        assert "20 rows can be read" in ask(server, "/", **cookie).text
+        assert "16 rows can be read" in ask(server, server.path).text
+        hostile_runs.more_rows(run, "w1")
+        assert "20 rows can be read" in ask(server, server.path).text
 
 
 def test_a_port_that_is_taken_is_one_sentence(run):

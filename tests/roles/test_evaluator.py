@@ -1,6 +1,7 @@
 """Which snapshots wait for the evaluator, and what asking costs; what its reports hold, against loops."""
 
 import dataclasses
+import functools
 import itertools
 import os
 import shutil
@@ -18,7 +19,7 @@ from tba_jax.storage import contract, layout, places, snapshots
 from tba_jax.storage.snapshots import COMMIT, SnapshotInfo
 from tba_jax.tasks.interface import Scores
 from tba_jax.telemetry import alarms, metrics
-from tba_jax.telemetry.record import Record, TimeAccount
+from tba_jax.telemetry.record import TimeAccount
 from tests.support import applied, tiny_run
 
 
@@ -77,11 +78,6 @@ def prepared(tmp_path_factory, one_device_throughout) -> jobs.Invocation:
     return s
 
 
-def evaluated(s: jobs.Invocation, task: Any = None) -> dict[str, Any]:
-    experiment = dataclasses.replace(s.experiment, task=task or s.experiment.task)
-    return jobs.make_evaluator(experiment, s.run).evaluate(0)
-
-
 class Changed:
     """The run's task, of which a test changes a part."""
 
@@ -93,7 +89,7 @@ class Changed:
 
 
 def test_a_report_of_several_samples(prepared):
-    report = evaluated(prepared)
+    report = jobs.make_evaluator(prepared.experiment, prepared.run).report(0)
     greedy, sampled = report["samples"]["greedy"], report["samples"]["sampled"]
     assert (len(greedy), len(sampled)) == (8, 32)
     prompts = [query.query.prompt for query in composition.heldout_queries(prepared.experiment)]
@@ -132,12 +128,12 @@ def logprobs(params: Any, s: jobs.Invocation, responses: Sequence[dict[str, Any]
     return sums
 
 
-@pytest.mark.parametrize("temperature, kind", [(0.5, "none"), (1.0, "initial")])
-def test_kl_and_perplexities_are_of_the_policy_of_step_0(prepared, tmp_path, temperature, kind):
-    """Of a policy that has moved, whatever reference its run trains with, at the scoring temperature and at 1."""
+def test_kl_and_perplexities_are_of_the_policy_of_step_0(prepared, tmp_path):
+    """Of a policy that has moved, in a run that trains without a reference, at the scoring temperature and at 1."""
+    temperature = 0.5
     shutil.copytree(prepared.run.root, tmp_path / "run", ignore=shutil.ignore_patterns("evaluations"))
     c = prepared.config.copy_and_resolve_references()
-    c.sampling.scoring_temperature, c.learner.reference.kind = temperature, kind
+    c.sampling.scoring_temperature, c.learner.reference.kind = temperature, "none"
     s = tiny_run.settings(tmp_path / "run", c)
     policy, mesh = s.experiment.policy, sharding.make_mesh((-1, 1, 1), setting="test")
     initial = snapshots.load_step(s.run.policies, 0, policy.model_specs, policy.model_shardings(mesh), dtype="float32")
@@ -193,21 +189,13 @@ def test_a_damaged_snapshot_is_told_once_and_holds_up_nobody(prepared, tmp_path,
             os.truncate(damaged / "embedding.weight" / "c" / "0" / "0", 100)
         return len(looks) > 100
 
-    made = jobs.make_evaluator(s.experiment, s.run)
-    evaluator.run_evaluator(made, s.config, s.run, account=TimeAccount(), stop=publish_again)
+    account = TimeAccount()
+    made = jobs.make_evaluator(s.experiment, s.run, account.record)
+    evaluator.run_evaluator(made, s.config, s.run, account=account, stop=publish_again)
+    assert account.record.status.now == ""
     assert looks[5] == [0, last] and layout.steps_in(s.run.evaluations) == [0, last, every] == sorted([0, last, every])
     (told,) = [record.message for record in caplog.records if "is damaged" in record.message]
     assert f"step {every} is damaged" in told and "It is not evaluated" in told and str(damaged) in told
-
-
-def test_a_damaged_snapshot_is_no_phase_that_stays(prepared, tmp_path):
-    shutil.copytree(prepared.run.root, tmp_path / "run")
-    s = dataclasses.replace(prepared, run=layout.RunDir(tmp_path / "run"))
-    (s.run.policies / "00000000" / COMMIT).write_bytes(b"")
-    record = Record()
-    with pytest.raises(snapshots.Damaged):
-        jobs.make_evaluator(s.experiment, s.run, record).evaluate(0)
-    assert record.status.now == ""
 
 
 def test_rewards_that_could_not_be_found_count_nowhere(prepared, tmp_path):
@@ -219,22 +207,19 @@ def test_rewards_that_could_not_be_found_count_nowhere(prepared, tmp_path):
         def final_answer(self, response):
             return response[:1]
 
-    report = evaluated(prepared, Failing(prepared.experiment.task))
+    shutil.copytree(prepared.run.root, tmp_path / "run", ignore=shutil.ignore_patterns("evaluations"))
+    run, experiment = layout.RunDir(tmp_path / "run"), prepared.experiment
+    contract.join(run, prepared.config, experiment.contract)
+    made = jobs.make_evaluator(dataclasses.replace(experiment, task=Failing(experiment.task)), run)
+    done = functools.partial(places.exists, run.evaluations / "00000000.json")
+    evaluator.run_evaluator(made, prepared.config, run, account=TimeAccount(), stop=done)
+    report = layout.read_json(run.evaluations / "00000000.json")
     assert report["unscored"] == 20 and report["greedy_reward"] == report["sampled_reward"] == report["pass@4"] == 1
     assert 0 < report["majority@4"] <= 1
     assert [response["reward"] for response in report["samples"]["greedy"]] == [1, None] * 4
-
-    for name, task in {"whole": prepared.experiment.task, "failing": Failing(prepared.experiment.task)}.items():
-        shutil.copytree(prepared.run.root, tmp_path / name, ignore=shutil.ignore_patterns("evaluations"))
-        run = layout.RunDir(tmp_path / name)
-        contract.join(run, prepared.config, prepared.experiment.contract)
-        made = jobs.make_evaluator(dataclasses.replace(prepared.experiment, task=task), run)
-        done = lambda run=run: bool(layout.steps_in(run.evaluations))  # noqa: E731
-        evaluator.run_evaluator(made, prepared.config, run, account=TimeAccount(), stop=done)
-    assert not alarms.read(tmp_path / "whole" / "metrics" / "evaluator")
-    (line,) = metrics.read_lines(tmp_path / "whole" / "metrics" / "evaluator")
-    assert {"greedy_reward_stderr", "pass@4_stderr", "kl_to_initial_stderr"} <= set(line)
-    (told,) = alarms.read(tmp_path / "failing" / "metrics" / "evaluator")
+    (line,) = metrics.read_lines(run.metrics("evaluator"))
+    assert {"pass@4_stderr", "kl_to_initial_stderr", "tokens_per_second", "best_step"} <= set(line)
+    (told,) = alarms.read(run.metrics("evaluator"))
     assert told.kind == "evaluation_fails" and "20 of the 40 held-out responses" in told.sentence
 
 
@@ -251,17 +236,16 @@ def test_a_tasks_own_measures_are_of_all_responses(prepared):
             return {self.measure: len(responses), "unmeasured": np.nan, "of_each": second, "wrong": self.wrong}
 
     task = Measuring(prepared.experiment.task)
-    report = evaluated(prepared, task)
+    made = jobs.make_evaluator(dataclasses.replace(prepared.experiment, task=task), prepared.run)
+    report = made.evaluate(0)
     assert report["greedy_count"] == 8 and report["sampled_count"] == 32 and np.isnan(report["greedy_unmeasured"])
     assert layout.read_json(prepared.run.evaluations / "00000000.json")["sampled_unmeasured"] is None
     for kind in ("greedy", "sampled"):  # one of eight queries, however many samples it has
         assert report[f"{kind}_of_each"] == 1 / 8 and report[f"{kind}_of_each_stderr"] == pytest.approx(1 / 8)
     assert not {"greedy_count_stderr", "greedy_unmeasured_stderr"} & set(report)
     task.wrong = np.zeros(3)
-    with pytest.raises(
-        ValueError, match=r"'wrong' values of shape \(3,\) for 8 responses; it must be one number, or one for each"
-    ):
-        evaluated(prepared, task)
+    with pytest.raises(ValueError, match=r"'wrong' values of shape \(3,\) for 8 responses; it must be one number, or one for"):
+        made.report(0)
     task.measure, task.wrong = "reward", 0.0
     with pytest.raises(ValueError, match=r"measures\(\) of task Measuring gave 'reward', and greedy_reward is another figure"):
-        evaluated(prepared, task)
+        made.report(0)

@@ -106,3 +106,12 @@ def _write_roles(run: layout.RunDir) -> None:
         status = {"waits": STRINGS[0], "since": 1_000.0, "trouble": STRINGS[2], "phase": STRINGS[3], "process": process}
         (folder / "status.json").write_text(json.dumps(status))
         Alarms(folder).tell(kind=STRINGS[5], sentence=STRINGS[2], advice=STRINGS[1], step=3)
+
+
+def more_rows(run: layout.RunDir, writer: str, **columns: object) -> None:
+    """Four rows of another writer, zero but for the columns given."""
+    shape = contract.of(contract.read_run(run), called="the test").row_shape()
+    rows = {name: np.zeros((4, *size), dtype) for name, (dtype, size) in shape.columns().items()}
+    for name, values in ({"row": np.arange(4)} | columns).items():
+        rows[name][:] = values
+    LogWriter(run.replay, writer, shape, rows_per_append=4, segment_appends=4, info={"started": 1e300}).append(rows)

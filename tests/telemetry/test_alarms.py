@@ -1,24 +1,23 @@
-"""Alarms: what the rules find, what is told, and what runs that learn nothing tell."""
+"""Alarms: what the rules find, what is told, and what they look at of a trainer."""
 
 import json
 import logging
-import os
 import re
-import shutil
+import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from configs import story_sentiment
-from tba_jax.experiment import joining, training
-from tba_jax.roles.trainer import loop
+from tba_jax.experiment import joining
 from tba_jax.roles.trainer.recorder import Circumstances, Recorder
+from tba_jax.storage import layout
 from tba_jax.telemetry import alarms
 from tba_jax.telemetry.alarms import RULES
 from tba_jax.telemetry.trackers import TRACKERS
 from tests.support import frozen_runs, tiny_run
-from tests.support.small_disk import SmallDisk
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLE = dict(kind="equal_rewards", sentence="all rewards are 0", advice="easier queries")
@@ -53,15 +52,9 @@ CASES: list[tuple[str, dict[str, float], dict[str, float], dict[str, Any], str]]
     ("solved", dict(equal_reward_groups=0.98, reward=1.0), dict(equal_reward_groups=1.0, reward=1.0), {}, "at step 100 of 1000"),
     ("gradient_clipped", dict(grad_norm=29.0), dict(grad_norm=31.0), {"learner__clip_norm": 1.0}, "learner.clip_norm=1;"),
     ("logprob_gap", {}, dict(logprob_gap_alarm=1.0, logprob_gap_max=float("nan")), {}, "disagree by nan nats on a token"),
-    ("searchers_behind", dict(newest_row_lag=64), dict(newest_row_lag=65), {"publish__every_steps": 2}, "of 65 steps ago"),
-    (
-        "searchers_behind",
-        dict(newest_row_lag=160),
-        dict(newest_row_lag=161),
-        {"publish__every_steps": 20},
-        "every_steps=20 steps",
-    ),
-    ("searchers_behind", dict(newest_row_lag=164), dict(newest_row_lag=165), {"searchers__lag": 100}, "of 165 steps ago"),
+    ("searchers_behind", dict(newest_row_lag=64), dict(newest_row_lag=65), {"publish__every_steps": 2}, "at least 65 steps ago"),
+    ("searchers_behind", dict(newest_row_lag=160), dict(newest_row_lag=161), {"publish__every_steps": 20}, "every 20 steps"),
+    ("searchers_behind", dict(newest_row_lag=164), dict(newest_row_lag=165), {"searchers__lag": 100}, "at least 165 steps ago"),
     ("disk", dict(disk_free=2.0**20), dict(disk_free=2.0**19), {}, "0.00 GiB left"),
     ("missing_eos_reward", dict(finished_rows=6), dict(finished_rows=5), {"task__missing_eos_reward": -1.0}, "eos_reward=-1"),
     ("never_ends", dict(finished_rows=1), dict(finished_rows=0), {}, "0 of the 800 responses"),
@@ -131,19 +124,15 @@ def test_a_watch_tells_what_its_rules_find_once(folder):
     assert [(alarm.kind, alarm.step) for alarm in alarms.read(folder)] == [("gradient_clipped", 7), ("disk", 20)]
 
 
-def test_a_torn_line_is_left_out_and_the_next_begins_on_its_own(folder):
+OTHERS = ["[]", "{}", "null", "7", json.dumps({**EXAMPLE, "time": "x", "step": 1}), "\x00", '{"time": 1.0, "kind": "di']
+
+
+def test_torn_lines_and_those_of_others_are_left_out_and_the_next_begins_on_its_own(folder):
     alarms.Alarms(folder).tell(**EXAMPLE, step=40)
     file = folder / "alarms.jsonl"
-    file.write_bytes(file.read_bytes() + b'{"time": 1.0, "step": 41, "kind": "disk"')
+    file.write_text(file.read_text() + "\n".join(OTHERS))
     alarms.Alarms(folder).tell(**EXAMPLE | {"kind": "logprob_gap"}, step=42)
     assert [alarm.kind for alarm in alarms.read(folder)] == ["equal_rewards", "logprob_gap"]
-
-
-@pytest.mark.parametrize("line", ["[]", "{}", "null", "7", json.dumps({**EXAMPLE, "time": "x", "step": 1}), "\x00", "{"])
-def test_lines_of_another_kind_are_left_out(folder, line):
-    folder.mkdir(parents=True)
-    (folder / "alarms.jsonl").write_text(line + "\n")
-    assert alarms.read(folder) == []
 
 
 def test_storage_that_refuses_stops_nobody(tmp_path, caplog):
@@ -159,65 +148,45 @@ def test_the_page_lists_every_kind():
     assert sorted(listed) == sorted([*RULES, joining.KIND, *TRACKERS])
 
 
-# What follows are runs. A random policy gets no sum right.
+class Index:
+    """Rows of a trainer, from the weights of step 8."""
 
-pytestmark = pytest.mark.usefixtures("one_device_throughout")
+    def __init__(self, reward: list[float], arrivals: int):
+        self.arrival, self.reward, self.row_step = np.arange(len(reward)), np.array(reward), np.full(len(reward), 8)
+        self.arrivals = arrivals
 
-
-def told(workdir: Path, role: str = "trainer") -> dict[str, alarms.Alarm]:
-    return {alarm.kind: alarm for alarm in alarms.read(workdir / "metrics" / role)}
-
-
-def test_a_run_without_any_reward_says_so_once(tmp_path):
-    settings: dict[str, Any] = {"evaluation__enabled": False, "learner__steps": 10}
-    assert frozen_runs.run(tmp_path / "run", **settings) == 0
-    (alarm,) = alarms.read(tmp_path / "run" / "metrics" / "trainer")
-    assert (alarm.kind, alarm.step) == ("equal_rewards", 8)
-    assert "rewards go from 0 to 0" in alarm.sentence and "of the K rows of a group are distinct" in alarm.sentence
+    def __len__(self) -> int:
+        return len(self.reward)
 
 
-def test_a_trainer_without_new_rows_says_that_searchers_are_behind(tmp_path, frozen):
-    s = frozen(tmp_path / "run", learner__steps=80, checkpoint__every_steps=100, learner__logprob_gap_every_steps=0)
-    made, lease = training.make_trainer(s, publish_every_steps=2)
-    assert loop.run_trainer(made, s.run, stop=lambda: False)
-    lease.release()
-    found = told(s.run.root)
-    assert found.keys() <= {"searchers_behind", "equal_rewards"}  # the rows differ from run to run
-    assert found["searchers_behind"].step == 64 + 8 and "of 72 steps ago" in found["searchers_behind"].sentence
+@pytest.mark.parametrize(
+    ("rewards", "arrivals", "extent"),
+    [([1.0, 1.0], 2, (1.0, 1.0)), ([0.0, 1.0], 9, (0.0, 1.0)), ([1.0, 1.0], 9, (None, None))],
+)
+def test_one_reward_of_all_resident_rows_says_nothing_where_others_were_evicted(tmp_path, rewards, arrivals, extent):
+    """A resumed trainer knows nothing of rows that are gone: the one reward may be the best or the worst."""
+    trainer = types.SimpleNamespace(
+        **dict(index=Index(rewards, arrivals), step_number=80, run=layout.RunDir(tmp_path), config=tiny_run.config()),
+        buffer=types.SimpleNamespace(has_own_rows=lambda: True),
+        program=types.SimpleNamespace(trees=lambda: {"w": np.zeros(4, np.float32)}),
+    )
+    found = Circumstances(trainer)()
+    assert (found.get("reward_low"), found.get("reward_high")) == extent
+    assert found["newest_row_lag"] == 72 and found["checkpoint_bytes"] == 16 and found["disk_free"] > 0
 
 
-def test_one_reward_of_all_resident_rows_may_be_the_best_where_others_were_evicted(tmp_path, frozen):
-    """A resumed trainer knows nothing of rows that are gone."""
-    s = frozen(tmp_path / "run", replay__capacity=48, replay__capacity_per_query=48, replay__merge_duplicates=False)
-    for number in range(12):
-        frozen_runs.append_changed(s, f"solved-{number}", reward=(slice(None), 1.0))
+@pytest.mark.usefixtures("one_device")
+def test_a_trainer_looks_at_its_points_and_a_disk_without_room_for_the_next_checkpoint_is_named(tmp_path, frozen, monkeypatch):
+    s = frozen(tmp_path / "run")
     with frozen_runs.trainer(s) as trainer:
-        circumstances = Circumstances(trainer)
+        recorder = Recorder(trainer, trainer.run)
         trainer.poll()
-        assert trainer.step() is None  # it has taken the rows in, which are of too few queries
-        assert circumstances()["reward_high"] == 1
-        trainer.save_checkpoint()
-    with frozen_runs.trainer(s) as trainer:
-        assert len(trainer.index) == 48
-        assert "reward_low" not in Circumstances(trainer)()
-
-
-def test_a_disk_without_room_for_the_next_checkpoint_is_named(tmp_path, frozen):
-    s = frozen(tmp_path / "made", checkpoint__every_steps=100, publish__every_steps=100)
-    with SmallDisk(tmp_path / "disk", megabytes=8) as disk:
-        if disk.missing:
-            pytest.skip(disk.missing)
-        workdir = disk.folder / "run"
-        shutil.copytree(s.run.root, workdir)
-        with frozen_runs.trainer(tiny_run.settings(workdir, s.config), publish_every_steps=100) as trainer:
-            recorder = Recorder(trainer, trainer.run)
-            trainer.poll()
-            assert (measurements := trainer.step()) is not None and recorder.note(measurements)
-            assert told(workdir) == {}
-            needed = Circumstances(trainer)()["checkpoint_bytes"]
-            room = os.statvfs(workdir)
-            (disk.folder / "ballast").write_bytes(bytes(int(room.f_bavail * room.f_frsize - needed / 2)))
-            assert (measurements := trainer.step()) is not None and recorder.note(measurements)
-            (disk.folder / "ballast").unlink()
-            recorder.close()
-        assert "GiB left" in told(workdir)["disk"].sentence
+        assert (measurements := trainer.step()) is not None
+        assert recorder.note(measurements) or recorder.note(trainer.step())
+        assert alarms.read(s.run.metrics("trainer")) == []
+        room = types.SimpleNamespace(f_bavail=1, f_frsize=512, f_blocks=1)
+        monkeypatch.setattr("tba_jax.roles.trainer.recorder.os.statvfs", lambda path: room)
+        while not alarms.read(s.run.metrics("trainer")):
+            recorder.note(trainer.step())
+        recorder.close()
+    assert [alarm.kind for alarm in alarms.read(s.run.metrics("trainer"))] == ["disk"]
