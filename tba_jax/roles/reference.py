@@ -16,8 +16,7 @@ from tba_jax.models.policy import Policy
 from tba_jax.packing import row_layout, row_packing
 from tba_jax.programs import Program, shaped
 from tba_jax.roles import work
-from tba_jax.roles.shapes_log import ShapesLog
-from tba_jax.roles.work import Work
+from tba_jax.roles.work import ShapesLog, Work
 from tba_jax.run import processes
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, snapshots

@@ -19,7 +19,7 @@ ROLE = 'folder=$1; echo >> "$folder/lives"; shift; n=$(wc -l < "$folder/lives");
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """run(command, deaths) runs a role in this process, whose handlers of signals come back; a run is in the folder by default."""
+    """run(*command, deaths=N) runs a role in this process, whose handlers of signals come back. The folder holds a run."""
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(restart, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(restart, "LOOK_SECONDS", 0.01)
