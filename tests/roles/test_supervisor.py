@@ -1,4 +1,4 @@
-"""When a role is started again, what ends a run, and how the processes of a trainer end together. Shell scripts stand for roles."""
+"""When a role is started again, what ends a run, and how the processes of a trainer end. Shell scripts stand for roles."""
 
 import errno
 import itertools
