@@ -8,14 +8,12 @@ import time
 from collections.abc import Callable
 
 from tba_jax.roles.evaluator import NOT_EVALUATED, Evaluator, PendingSteps, tell
-from tba_jax.roles.searcher.appender import LOOK_SECONDS, SearchReport
-from tba_jax.roles.searcher.reward_watch import RewardWatch
-from tba_jax.roles.searcher.samples import SampleTables
+from tba_jax.roles.searcher.appender import LOOK_SECONDS
+from tba_jax.roles.searcher.report import SearchRecord, SearchReport
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.trainer.loop import end
 from tba_jax.roles.trainer.recorder import Recorder
 from tba_jax.roles.trainer.trainer import Trainer
-from tba_jax.roles.work import Work, policy_peaks
 from tba_jax.run import processes
 from tba_jax.storage import best_step, layout, snapshots
 from tba_jax.storage.damaged_snapshots import DamagedSnapshots
@@ -44,12 +42,17 @@ def run_interleaved(
     trainer.flush_snapshot()
     if evaluations:
         evaluations.catch_up()
-    search_record = _SearchRecord(run, trainer, searcher)
-    goes_on = functools.partial(search_record.goes_on, searcher, stop)
+    status = Status(run.metrics("searcher-0"))
+    search_record = SearchRecord(trainer.config, run, "searcher-0", status=status, mesh=searcher.mesh)
     report, lacks_rows = None, False
+
+    def goes_on() -> bool:
+        search_record.look(waiting=searcher.appender.waiting, grades=searcher.appender.grades)
+        return not stop()
+
     while not trainer.is_done and goes_on():
         searches = lacks_rows or trainer.step_number % trainer.config.schedule.updates_per_search == 0
-        if searches and not search_record.watch.may_search:
+        if searches and not search_record.rewards.may_search:
             time.sleep(trainer.config.searchers.poll_seconds)
             continue
         if searches and (report := _search(trainer, searcher, search_record, goes_on)) is None:
@@ -63,83 +66,41 @@ def run_interleaved(
             continue
         trainer.flush_snapshot()
         if recorder.note(measurements) and report is not None:
-            search_record.write(trainer.step_number, report)
+            search_record.write(trainer.step_number, report, {})
             report = None
         if evaluations:
             evaluations.catch_up()
     finished = end(trainer, recorder)
     searcher.close()
     reason = "finished" if finished else "stopped"
-    search_record.close(reason)
+    search_record.close()
+    status.close(reason)
     if evaluations:
         evaluations.close(reason)
     return finished
 
 
-def _search(
-    trainer: Trainer, searcher: Searcher, search_record: "_SearchRecord", goes_on: Callable[[], bool]
-) -> SearchReport | None:
-    """Appends one batch to the log, and tells of it; None where the run stops before."""
-    _load(searcher, max(0, trainer.step_number - trainer.config.schedule.lag))
-    searcher.advance(waits=goes_on)
-    while not (reports := searcher.appended(wait_seconds=LOOK_SECONDS)) and goes_on():
-        pass
-    if not reports:
-        return None
-    (report,) = reports
-    search_record.note(trainer.step_number + 1, report)
-    return report
+def _search(trainer: Trainer, searcher: Searcher, record: SearchRecord, goes_on: Callable[[], bool]) -> SearchReport | None:
+    """Appends one batch to the log, and tells of it; None where the run stops before.
 
-
-class _SearchRecord:
-    """The metrics, tables, alarms and trouble with rewards of the half of the process that searches.
-
-    Attributes: watch: says whether the rows get rewards.
+    Raises BadInput where the snapshot is damaged: the schedule asks for this one and no other.
     """
-
-    def __init__(self, run: layout.RunDir, trainer: Trainer, searcher: Searcher):
-        config, name = trainer.config, "searcher-0"
-        self._peaks = policy_peaks(searcher.mesh, config)
-        self._work = self._before = Work()  # of the sampler, up to the last batch and up to the one before
-        self._status = Status(run.metrics(name))
-        self._writer = metrics.open_writer(config, run, name, role="searcher", status=self._status)
-        self._tables = SampleTables(self._writer, config)
-        self._alarms = Watch(run.metrics(name), config, role="searcher")
-        self.watch = RewardWatch(give_up_seconds=config.searchers.give_up_seconds)
-
-    def goes_on(self, searcher: Searcher, stop: Callable[[], bool]) -> bool:
-        """Whether nobody asks to stop. Raises NoRewards where no reward has come for too long."""
-        self.watch.look(waiting=searcher.unrewarded, grades=searcher.grades)
-        self._status.trouble(self.watch.trouble)
-        return not stop()
-
-    def note(self, step: int, report: SearchReport) -> None:
-        """A batch was appended, of whose rows update number `step` may be made."""
-        self.watch.note(report)
-        self._before, self._work = self._work, report.work
-        self._tables.note(report.samples, policy_step=report.policy_step)
-        self._alarms.look(step, report.counts)
-
-    def write(self, step: int, report: SearchReport) -> None:
-        """Writes the point of a batch."""
-        done = self._work - self._before
-        rates = {"computed_tokens_per_second": done.computed / report.seconds} | done.shares(report.seconds, self._peaks)
-        self._writer.write(step, _scalars(report) | rates)
-
-    def close(self, reason: str) -> None:
-        """Args: reason: see Status.close."""
-        self._writer.close()
-        self._status.close(reason)
-
-
-def _load(searcher: Searcher, step: int) -> None:
-    """Raises BadInput where the snapshot is damaged: the schedule asks for this one and no other."""
+    step = max(0, trainer.step_number - trainer.config.schedule.lag)
     try:
         searcher.load_step(step)
     except snapshots.Damaged as error:
         raise processes.BadInput(
             f"{error}. schedule.lag needs this snapshot; remove the checkpoints from step {step} on, and it is made again"
         ) from error
+    record.begin(time.monotonic())
+    searcher.advance(waits=goes_on)
+    while not (reports := searcher.appended(wait_seconds=LOOK_SECONDS)) and goes_on():
+        pass
+    if not reports:
+        return None
+    (report,) = reports
+    record.note(report, step=trainer.step_number + 1)
+    return report
 
 
 class _Evaluations:
@@ -166,15 +127,3 @@ class _Evaluations:
         """Args: reason: see Status.close."""
         self._writer.close()
         self._status.close(reason)
-
-
-def _scalars(report: SearchReport) -> dict[str, float]:
-    """The searcher's metrics of one batch."""
-    scalars = {
-        "rows_per_second": report.rows / report.seconds,
-        "tokens_per_second": report.tokens / report.seconds,
-        "reward": report.reward,
-        "equal_reward_groups": report.equal_reward_groups,
-        "policy_step": report.policy_step,
-    }
-    return scalars | ({"value_tokens_per_second": report.value_tokens / report.seconds} if report.value_tokens else {})

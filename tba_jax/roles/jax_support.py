@@ -1,10 +1,10 @@
 """The GPUs and TPUs of this machine that JAX lacks the support for, and the command that installs it."""
 
+import contextlib
 import importlib.metadata
 import math
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -21,25 +21,20 @@ def driver_version() -> str:
     """The version of the NVIDIA driver, such as "580.65.06"; "" where there is none, or none that says it."""
     if asked := _ask_driver("driver_version"):
         return asked[0]
-    try:
-        told = (_ROOT / "proc/driver/nvidia/version").read_text()
-    except OSError:
-        return ""
-    found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", told)
-    return found[1] if found else ""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", (_ROOT / "proc/driver/nvidia/version").read_text()):
+            return found[1]
+    return ""
 
 
 def _ask_driver(field: str) -> list[str]:
-    """What nvidia-smi says of each GPU, [] where it does not answer."""
-    if shutil.which("nvidia-smi") is None:
-        return []
+    """The numbers that nvidia-smi says of each GPU, [] where it does not answer."""
+    asked = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
-        asked = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-        done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=_DRIVER_SECONDS)
-    except subprocess.TimeoutExpired:
+        done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=_DRIVER_SECONDS)
+    except (OSError, subprocess.SubprocessError):
         return []
-    lines = [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else []
-    return [line for line in lines if re.fullmatch(r"\d+(\.\d+)+", line)]
+    return [line.strip() for line in done.stdout.splitlines() if re.fullmatch(r"\d+(\.\d+)+", line.strip())]
 
 
 def gpu_nodes() -> list[str]:
@@ -49,7 +44,7 @@ def gpu_nodes() -> list[str]:
 
 def hidden_gpus() -> str:
     """The sentence on GPUs of the machine that this process cannot open; "" where there are none, or JAX is to use the CPU."""
-    count = len([*(_ROOT / "proc/driver/nvidia/gpus").glob("*")])
+    count = sum(1 for _ in (_ROOT / "proc/driver/nvidia/gpus").glob("*"))
     if not count or gpu_nodes() or os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return ""
     return (
@@ -73,10 +68,8 @@ def installed() -> dict[str, str]:
     """The packages by which JAX uses accelerators, as far as they are installed -> their versions."""
     found = {}
     for name in ("jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -1,4 +1,4 @@
-"""The run's reference policy on the mesh of a role that samples: its weights, and the log-probs that it gives responses."""
+"""The run's reference policy on the mesh of a role that samples: its weights, and the log-probs of responses under it."""
 
 import dataclasses
 import functools
@@ -16,8 +16,7 @@ from tba_jax.models.policy import Policy
 from tba_jax.packing import row_layout, row_packing
 from tba_jax.programs import Program, shaped
 from tba_jax.roles import work
-from tba_jax.roles.shapes_log import ShapesLog
-from tba_jax.roles.work import Work
+from tba_jax.roles.work import ShapesLog, Work
 from tba_jax.run import processes
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, snapshots
@@ -26,9 +25,7 @@ from tba_jax.storage import layout, snapshots
 def policy_mesh(config: Any, section: str, *, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
     """The mesh of the policy in a role that samples, on the devices that the task's models leave to it.
 
-    Args:
-      section: "searchers" or "evaluation", the part of the config that says how the role's devices are used.
-      devices: of the role; None: of this process.
+    Args: section: of the role's settings, "searchers" or "evaluation"; devices: of the role, None: of this process.
     """
     settings = config[section]
     devices = sharding.policy_devices(settings.task_devices, devices)
@@ -93,7 +90,7 @@ def programs(
 
 
 def _load(run: layout.RunDir, policy: Policy, mesh: jax.sharding.Mesh) -> Params:
-    """The weights of the policy that the run starts from, on the mesh."""
+    """The weights of the policy that the run starts from. Raises BadInput where they are damaged."""
     folder, shardings = run.reference(layout.reference_id(run)), policy.model_shardings(mesh)
     try:
         return snapshots.load(folder, policy.model_specs, shardings, dtype=policy.model.compute_dtype)
@@ -118,11 +115,8 @@ class ReferencePolicy:
         logit_megabytes: int,
         score_tokens: int,
     ):
-        """
-        Args:
-          samples: so many consecutive rows have one prompt, usually.
-          logit_megabytes: memory that the logits of `logprobs` may take at a time on each device.
-          score_tokens: tokens of the sequences that `logprobs` scores at a time on each device, see row_layout.Limits.tokens.
+        """Args: samples: so many consecutive rows have one prompt, usually. On each device `logprobs` scores sequences of
+        score_tokens at a time (row_layout.Limits.tokens), whose logits take at most logit_megabytes.
         """
         self.id = layout.reference_id(run)
         self.mesh = mesh
@@ -134,8 +128,7 @@ class ReferencePolicy:
         self._shapes_log = ShapesLog("scoring by the reference")
 
     def logprobs(self, rows: Mapping[str, np.ndarray], *, temperature: float | None = None) -> np.ndarray:
-        """float32[B, R], nats, 0 where masked. A program is compiled for each temperature, B and number of sequences, of which
-        there are at most 8 for a B, see row_layout.Limits.
+        """float32[B, R], nats, 0 where masked. A program is compiled for each temperature, B and number of sequences (at most 8).
 
         Args: rows: the columns of `text_columns`, others are ignored; temperature: None: the scoring temperature.
         """
@@ -149,10 +142,7 @@ class ReferencePolicy:
 
 
 class NoReference:
-    """What stands for the reference policy in a run without one: log π_ref is 0 for every token, and nothing is computed.
-
-    Attributes: as ReferencePolicy; work stays 0. params: the weights that adapters belong to, {} without adapters.
-    """
+    """The reference of a run without one: log π_ref is 0 for every token. params: what adapters belong to, {} without them."""
 
     def __init__(self, contract: contract_lib.Contract, run: layout.RunDir, *, policy: Policy, mesh: jax.sharding.Mesh):
         self.id, self.mesh = contract_lib.NO_REFERENCE, mesh

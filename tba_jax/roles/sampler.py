@@ -75,9 +75,8 @@ def programs(
 ) -> dict[str, Program]:
     """Name -> what a role with a Sampler compiles on the devices of its policy. Nothing is loaded or allocated.
 
-    Args: rows: that the reference scores in one call; limits: see reference.programs; section: of the role's settings;
-      slots_setting: the one that says how many responses are decoded at a time; models: on the same devices; scores: whether the
-      role scores with the policy of step 0; others: see Sampler.
+    Args: rows, limits: see reference.programs; section: of the role's settings; slots_setting: which says how many responses are
+      decoded at a time; models: on the same devices; scores: with the policy of step 0; others: see Sampler.
     """
     base = policy.model_shapes(mesh, dtype=policy.model.compute_dtype) if scores or policy.lora is not None else {}
     published = policy.snapshot_shapes(mesh)
@@ -121,7 +120,7 @@ def programs(
 
 
 def _room(section: str, slots_setting: str) -> dict[str, Sequence[str]]:
-    """See programs.with_beside, of the parts that a role with a Sampler holds. Args: see `programs`."""
+    """The settings that make room for each part that a role with a Sampler holds, see programs.with_beside."""
     split = (f"{section}.mesh.tensor", f"{section}.mesh.fsdp")
     return {
         "temporaries": (slots_setting, f"{section}.mesh.tensor"),
@@ -142,7 +141,7 @@ def models_beside(config: Any, task: Task, *, role: str, section: str, devices: 
 class Sampler:
     """A decoding engine that takes its weights from the snapshots of a run, beside the reference policy on the same mesh.
 
-    Attributes: engine; reference; step: of the snapshot that the engine was handed last, -1 before the first.
+    Attributes: engine; reference; step: of the snapshot that the engine was handed last, −1 before the first.
     """
 
     def __init__(
@@ -157,12 +156,9 @@ class Sampler:
         swap_memory: str = "beside",
         **engine: Any,
     ):
-        """
-        Args:
-          reference: its mesh is the sampler's.
-          weights: precision of the sampled weights, one of kv_cache.WEIGHTS.
-          swap_memory: see Engine; in_place: snapshots are loaded into host memory. Not with adapters or rounded weights.
-          engine: further arguments of Engine: slots, samples, prompt_length, given_length, swap, chunk, lockstep.
+        """Args: reference: its mesh is the sampler's. weights: precision of the sampled weights, one of kv_cache.WEIGHTS.
+        swap_memory: see Engine; in_place loads snapshots into host memory, and is not for adapters or rounded weights. engine:
+        further arguments of Engine.
         """
         self._policies, self.reference = run.policies, reference
         self._in_place, shardings = swap_memory == "in_place", policy.trained_shardings(reference.mesh)
@@ -183,9 +179,7 @@ class Sampler:
     def load_newest(self, *, lag: int) -> bool:
         """Hands the newest whole snapshot to the engine if it is newer than the last one. Returns whether there was one.
 
-        Args: lag: see damaged_snapshots.lagging.
-
-        May be called from a thread beside the one that decodes: the engine takes the weights up while it runs.
+        May be called from a thread beside the one that decodes. Args: lag: see damaged_snapshots.lagging.
         """
         if not self.engine.swapped:  # the memory holds one snapshot that waits to be taken up, not two
             return False

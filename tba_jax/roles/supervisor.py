@@ -1,53 +1,178 @@
 """The local supervisor: one trainer, some searchers and an evaluator as processes of this machine, each with its devices.
 
-One role's trouble is its own: a role that dies is started again, after pauses that grow. `judge` in run/restart.py says when that
-ends the run. No process outlives the supervisor, however it ends.
+A role that dies is started again, after pauses that grow; `judge` in run/restart.py says when that ends the run. Whether a role
+works is what its own status says. No process outlives the supervisor, however it ends.
 """
 
+import contextlib
+import dataclasses
 import logging
+import os
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
 
-from tba_jax.replay import segment
-from tba_jax.replay.log import REGISTER
 from tba_jax.roles import placement as placement_lib
 from tba_jax.roles.placement import Placement
-from tba_jax.roles.role_processes import RoleProcesses
-from tba_jax.run import processes, restart
-from tba_jax.run.restart import Verdict
+from tba_jax.run import log_files, processes
+from tba_jax.run.restart import Lives, Verdict
 from tba_jax.storage import contract, layout, places
+from tba_jax.telemetry import status
+from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
-# Where storage did not answer whether the run has finished, it is asked again after this time.
+# Where storage did not answer, it is asked again after this time.
 LOOK_AGAIN_SECONDS = 2.0
 # A role that has written no metrics this long after its start is taken to have compiled.
 STARTING_SECONDS = 60.0
+# When one process of a trainer has ended, the others have so long to see it and to end, then they are killed.
+END_TOGETHER_SECONDS = 60.0
 
 
+class RoleProcesses:
+    """One life of a role: one process, or all processes of a trainer. They run from the moment that this object is made."""
+
+    def __init__(
+        self, name: str, arguments: Sequence[str], parts: Sequence[Placement], run: layout.RunDir, lifeline: processes.Lifeline
+    ):
+        """Args: parts: where each process runs."""
+        self._name, self._run, self._lifeline = name, run, lifeline
+        # A launcher may have told the supervisor of a world that is not this role's.
+        self._world = ["--processes=1"] if name in ("trainer", "reference") else []
+        if len(parts) > 1:
+            with socket.create_server(("127.0.0.1", 0)) as free:  # a port of its own for each life
+                self._world = [f"--coordinator=127.0.0.1:{free.getsockname()[1]}", f"--processes={len(parts)}"]
+        self._spoke = 0  # the process whose end is that of the role
+        self._first_end: float | None = None
+        self._started = [self._start(number, arguments, part) for number, part in enumerate(parts)]
+
+    def _start(self, number: int, arguments: Sequence[str], part: Placement) -> subprocess.Popen[bytes]:
+        environment = os.environ | self._lifeline.child_environment(part.cpus, run_id=self._run.id)
+        # Transparent huge pages for large buffers; a measurable gain for every role on a CPU.
+        environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+        # A role that is started again finds its programs compiled, and so does the second of two searchers.
+        environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(self._run.compilation_cache))
+        environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+        if part.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(part.gpus)
+            environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order of nvidia-smi, which told the memory of each number
+        if part.memory_fraction:
+            environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # the old name: JAX refuses both together
+            environment["XLA_CLIENT_MEM_FRACTION"] = str(part.memory_fraction)
+        world = [*self._world, f"--process={number}"] if self._world else []
+        with contextlib.ExitStack() as stack:
+            output = self._open_log(number)
+            if output is not None:
+                stack.enter_context(output)
+            return subprocess.Popen(
+                [sys.executable, "-m", "tba_jax.main", *arguments, *world],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=self._lifeline.child_fds,
+                start_new_session=True,  # a Ctrl-C reaches the supervisor alone, which then ends the others in order
+            )
+
+    def _log(self, number: int) -> Path:
+        return self._run.log(self._name if number == 0 else f"{self._name}-process-{number}")
+
+    def _open_log(self, number: int) -> IO[bytes] | None:
+        """None where storage refuses the log: the child then inherits the supervisor's output."""
+        path = self._log(number)
+        try:
+            places.make_folder(path.parent)
+            return open(path, "ab")
+        except OSError as error:
+            log.warning("%s has no log: %s", self._name, error)
+            return None
+
+    @property
+    def log(self) -> Path:
+        """The log of the process that ended the role."""
+        return self._log(self._spoke)
+
+    @property
+    def pid(self) -> int:
+        """Of the process that writes the role's status."""
+        return self._started[0].pid
+
+    def poll(self) -> int | None:
+        """The exit code of the role once all its processes have ended, None before.
+
+        It is that of the process that ended the others: of the first one that does not just say that another one has ended.
+        """
+        codes = [process.poll() for process in self._started]
+        if any(code is None for code in codes):
+            if any(code is not None for code in codes):
+                self._end_others()
+            return None
+        own = [number for number, code in enumerate(codes) if code not in (0, processes.PEER_LOST)]
+        lost = [number for number, code in enumerate(codes) if code == processes.PEER_LOST]
+        self._spoke = (own or lost or [0])[0]
+        return codes[self._spoke]
+
+    def _end_others(self) -> None:
+        """Kills processes that have not ended long after another one of the role has."""
+        now = time.monotonic()
+        self._first_end = now if self._first_end is None else self._first_end
+        if now - self._first_end > END_TOGETHER_SECONDS:
+            for process in self._started:
+                process.kill()
+
+    def last_words(self, code: int) -> str:
+        """The last line of the role's log. Where its exit code has a meaning, the last line that begins with "error: "."""
+        try:
+            lines = log_files.last_lines(self.log)
+        except OSError as error:
+            return f"(no log: {error})"
+        # Threads of libraries may write further lines after the error.
+        errors = [line for line in lines if code in processes.EXPLAINED_CODES and line.startswith("error: ")]
+        return visible((errors or lines or ["(no output)"])[-1])
+
+    def terminate(self) -> None:
+        """Asks all processes to stop."""
+        for process in self._started:
+            process.terminate()
+
+    def end_by(self, deadline: float) -> None:
+        """Waits until all processes have ended, and kills those that have not by then. Args: deadline: of time.monotonic."""
+        for process in self._started:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
 class _Role:
-    """One supervised role."""
+    """One supervised role. metrics: the folder of its status. after: roles that must be at work before it starts.
 
-    def __init__(self, name: str, arguments: Sequence[str], placement: Placement, run: layout.RunDir, line: processes.Lifeline):
-        self.name, self._arguments, self._placement, self._run, self._lifeline = name, list(arguments), placement, run, line
-        self.kind = name.split("-")[0]
-        self.started = self.next_start = self.next_look = 0.0
-        # This role starts once these roles are at work.
-        self.after: list[_Role] = []
-        # Lives; deaths without ten minutes of life in between; deaths and refusals of storage in a row without any work between.
-        self.starts = self.deaths = self.deaths_in_a_row = self.refusals_in_a_row = 0
-        # Deaths of this searcher since anybody has made rows, or the trainer a step.
-        self.deaths_in_vain = 0
-        self.refusals = restart.Refusals()
-        self._metrics_before = 0
-        self.done = self.rests = False
-        # Its processes; None before it is started, and between its lives.
-        self.life: RoleProcesses | None = None
+    next_look: when it is looked after again, by time.monotonic. rests: it is not started again.
+    """
 
-    def shares_cores(self, other: "_Role") -> bool:
-        return not set(self._placement.cpus).isdisjoint(other._placement.cpus)
+    name: str
+    arguments: Sequence[str]
+    placement: Placement
+    metrics: Path
+    lives: Lives
+    after: "list[_Role]"
+    life: RoleProcesses | None = None
+    started: float = 0.0
+    next_look: float = 0.0
+    done: bool = False
+    rests: bool = False
+
+    @property
+    def kind(self) -> str:
+        return self.name.split("-")[0]
 
     @property
     def is_at_work(self) -> bool:
@@ -58,26 +183,11 @@ class _Role:
 
     @property
     def has_worked(self) -> bool:
-        """Whether the role has written metrics since it was started last."""
-        return self.metrics_size() not in (0, self._metrics_before)
-
-    def metrics_size(self) -> int:
-        """Bytes of the role's metrics; 0 where there are none, or their storage is away."""
-        try:
-            return (self._run.metrics(self.name) / "metrics.jsonl").stat().st_size
-        except OSError:
-            return 0
-
-    def start(self) -> None:
-        self.started, self._metrics_before = time.monotonic(), self.metrics_size()
-        self.starts += 1
-        parts = placement_lib.split(self._placement)
-        self.life = RoleProcesses(self.name, self._arguments, parts, self._run, self._lifeline)
-
-    def poll(self) -> int | None:
-        """The exit code, or None while it runs."""
-        assert self.life is not None
-        return self.life.poll()
+        """Whether the role's status has figures of its metrics in this life."""
+        with contextlib.suppress(OSError):
+            told = status.read(self.metrics)
+            return self.life is not None and told.pid == self.life.pid and bool(told.figures)
+        return False
 
 
 class Supervisor:
@@ -89,9 +199,8 @@ class Supervisor:
         self._lifeline = processes.Lifeline()
         self._roles: list[_Role] = []
         self._proof = run.finished
-        self._is_away, self._next_look = False, 0.0
-        # See _signs_of_rows; None before searchers die.
-        self._signs: tuple[int, dict[str, tuple[int, bytes]]] | None = None
+        self._is_away = False
+        self._step: int | None = None  # of the trainer, when searchers were last seen to be of use
 
     def run(
         self,
@@ -112,175 +221,127 @@ class Supervisor:
           0; or the exit code of the role that ended the run, 1 where it died too often by failures without a code of their own;
           or 130 where `stop` ended it.
         """
-        self._proof = self._run.finished if proof is None else proof
+        self._proof, self._step = self._run.finished if proof is None else proof, self._trained()
         self._roles.clear()
-        for name, (arguments, placement) in roles.items():
-            role = _Role(name, arguments, placement, self._run, self._lifeline)
+        for name, (arguments, placed) in roles.items():
+            # The others wait for the trainer's snapshots, and it waits for their rows.
+            beside = [other for other in self._roles if "trainer" not in (name, other.name)]
+            role = _Role(
+                name=name,
+                arguments=arguments,
+                placement=placed,
+                metrics=self._run.metrics(name),
+                lives=Lives(name.split("-")[0], max_restarts=self._max_restarts),
+                after=[other for other in beside if not set(placed.cpus).isdisjoint(other.placement.cpus)],
+            )
             self._roles.append(role)
-            if name != "trainer":  # the others wait for the trainer's snapshots, and it waits for their rows
-                role.after = [other for other in self._roles[:-1] if other.name != "trainer" and role.shares_cores(other)]
-        waiting = set(until)
-        while waiting:
+        while not all(role.done for role in self._roles if role.name in until):
             if stop():
                 return processes.STOPPED
-            self._look_for_the_run()
             for role in self._roles:
-                if (final := self._look_after(role)) is not None:
-                    return final
-                if role.done:
-                    waiting.discard(role.name)
+                if not (role.done or role.rests) and (code := self._look_after(role)) is not None:
+                    return code
             time.sleep(_POLL_SECONDS)
         return 0
 
-    def _look_for_the_run(self) -> None:
-        """Says so when the workdir does not hold the run any more, or again. Roles that wait for it are started at once then."""
-        if not self._run.id or time.monotonic() < self._next_look:
-            return
-        self._next_look = time.monotonic() + LOOK_AGAIN_SECONDS
+    def _look_after(self, role: _Role) -> int | None:
+        """Starts a role when it is time, and notes its end. Returns the code that ends the run, None while it goes on."""
+        code = None if role.life is None else role.life.poll()
+        if time.monotonic() < role.next_look or (role.life is not None and code is None):
+            return None
         try:
-            contract.check_is_there(self._run)
+            self._check_the_run()
+            # Code 0 alone does not tell whether the run has finished, or somebody stopped this role.
+            role.done = code == 0 and places.exists(self._proof)
         except OSError as error:
             if not self._is_away:
                 log.warning("%s; the run goes on once it is back", error)
             self._is_away = True
-            return
-        if self._is_away:
-            log.warning("workdir %s is back", self._run.root)
-            for role in self._roles:
-                role.next_start = min(role.next_start, time.monotonic())
-        self._is_away = False
-
-    def _look_after(self, role: _Role) -> int | None:
-        """Starts a role when it is time, and notes that it is done. Returns the code that ends the run, None while it goes on."""
-        if role.rests:
-            return None
-        if role.life is None:
-            if not self._is_away and time.monotonic() >= role.next_start and all(other.is_at_work for other in role.after):
-                role.after = []
-                role.start()
-            return None
-        if role.done or (code := role.poll()) is None or time.monotonic() < role.next_look:
-            return None
-        try:
-            if self._run.id:  # the proof must not be that of another run in its place
-                contract.check_is_there(self._run)
-            # Code 0 alone does not tell whether the run has finished, or somebody stopped this role.
-            role.done = code == 0 and places.exists(self._proof)
-        except OSError as error:
-            log.warning("%s has ended; storage does not answer whether the run has: %s", role.name, error)
             role.next_look = time.monotonic() + LOOK_AGAIN_SECONDS
             return None
-        return None if role.done else self._died(role, code)
+        if code is not None:
+            return None if role.done else self._died(role, code)
+        if all(other.is_at_work for other in role.after):
+            role.after, role.started = [], time.monotonic()
+            parts = placement_lib.split(role.placement)
+            role.life = RoleProcesses(role.name, role.arguments, parts, self._run, self._lifeline)
+        return None
+
+    def _check_the_run(self) -> None:
+        """Raises OSError where the workdir does not hold the run: nothing begins, or is taken for finished, in its place."""
+        if self._run.id:
+            contract.check_is_there(self._run)
+        if self._is_away:
+            log.warning("workdir %s is back", self._run.root)
+        self._is_away = False
 
     def _died(self, role: _Role, code: int) -> int | None:
-        """Schedules the next start of a role. Returns the code that ends the run, None while it goes on."""
+        """Schedules the next life of a role. Returns the code that ends the run, None while it goes on."""
         assert role.life is not None
-        words = f"{role.name} (exit code {code}): {role.life.last_words(code)}"
-        is_new = role.starts == 1 and not role.has_worked
-        if role.has_worked:
-            role.deaths_in_a_row = role.refusals_in_a_row = 0
-            role.refusals.forget()
-        now = time.monotonic()
-        if code in restart.PATIENCE_SECONDS:
-            role.refusals_in_a_row += 1
-        else:
-            role.deaths = 1 if now - role.started > restart.HEALTHY_SECONDS else role.deaths + 1
-            role.deaths_in_a_row, role.refusals_in_a_row = role.deaths_in_a_row + 1, 0
-        seconds = role.refusals.seconds(code, began=role.started, now=now)
-        most = self._max_restarts
-        verdict = restart.judge(role.kind, code, is_new=is_new, deaths=role.deaths, max_restarts=most, seconds=seconds)
+        words, lives, most = f"{role.name} (exit code {code}): {role.life.last_words(code)}", role.lives, self._max_restarts
+        verdict = lives.end(code, began=role.started, now=time.monotonic(), has_worked=role.has_worked)
         if verdict is Verdict.ENDS and code == processes.NO_REWARDS and role.kind == "searcher":
-            return self._rest(role, code, words)
+            role.rests = True
+            if not all(other.rests for other in self._of("searcher")):
+                log.warning("%s; it is not started again", words)
+                return None
         if verdict is Verdict.ENDS:
-            often = f"; it died {role.deaths} times, more than supervisor.max_restarts={self._max_restarts}"
-            final = (*restart.PATIENCE_SECONDS, processes.NOT_FINITE, processes.NO_REWARDS)
-            explained = code in final or (code == processes.BAD_INPUT and is_new)
-            print(words if explained else words + often, file=sys.stderr)
-            return code if explained else 1
-        if verdict is Verdict.AGAIN and role.kind == "searcher" and (end := self._nobody_is_left(role, words)) is not None:
-            return end
-        if role.kind == "evaluator" and self._is_in_vain(role):
-            self._give_up(role, words)
-        else:
-            self._schedule(role, words)
-        return None
-
-    def _is_in_vain(self, evaluator: _Role) -> bool:
-        """Whether the run waits for nobody but an evaluator that dies again and again."""
-        trained = any(role.kind == "trainer" and role.done for role in self._roles)
-        return trained and evaluator.deaths_in_a_row > self._max_restarts
-
-    def _give_up(self, role: _Role, words: str) -> None:
-        role.done = role.rests = True
-        log.warning(
-            "%s; it died %d times in a row, more than supervisor.max_restarts=%d, and is given up: the training is done, and "
-            "python -m tba_jax evaluate --workdir=%s --step=N --output=FILE evaluates a snapshot",
-            *(words, role.deaths_in_a_row, self._max_restarts, self._run.root),
-        )
-
-    def _schedule(self, role: _Role, words: str) -> None:
-        """Starts a role again after a pause, and says how often it has ended."""
-        pause = restart.pause_seconds(max(role.deaths_in_a_row + role.refusals_in_a_row, 1))
-        if role.refusals_in_a_row:
-            often = f"its storage has refused {role.refusals_in_a_row} times in a row"
-        else:
-            often = f"it has died {role.deaths} times"
-        assert role.life is not None
-        log.warning("%s; %s; starting it again in %.1f s (see %s)", words, often, pause, role.life.log)
-        role.life, role.next_start = None, time.monotonic() + pause
-
-    def _rest(self, role: _Role, code: int, words: str) -> int | None:
-        """Leaves a searcher ended. Returns its code where no other searcher is left."""
-        role.rests = True
-        if all(other.rests for other in self._searchers()):
             print(words, file=sys.stderr)
             return code
-        log.warning("%s; it is not started again", words)
+        often = f"it died {lives.deaths} times, more than supervisor.max_restarts={most}"
+        if verdict is Verdict.GIVEN_UP:
+            print(f"{words}; {often}", file=sys.stderr)
+            return 1
+        if role.kind == "searcher" and self._nobody_makes_rows():
+            print(
+                f"{words}; all searchers died more than supervisor.max_restarts={most} times without making a row, and the "
+                "trainer has made no step meanwhile: it has nothing to learn from",
+                file=sys.stderr,
+            )
+            return 1
+        trained = any(trainer.done for trainer in self._of("trainer"))
+        if role.kind == "evaluator" and trained and lives.in_vain > most:
+            role.done = True
+            log.warning(
+                "%s; %s, and is given up: the training is done, and python -m tba_jax evaluate --workdir=%s --step=N "
+                "--output=FILE evaluates a snapshot",
+                *(words, often, self._run.root),
+            )
+            return None
+        often = (
+            f"its storage has refused {lives.refusals} times in a row" if lives.refusals else f"it has died {lives.deaths} times"
+        )
+        log.warning("%s; %s; starting it again in %.1f s (see %s)", words, often, lives.pause, role.life.log)
+        role.life, role.next_look = None, time.monotonic() + lives.pause
         return None
 
-    def _searchers(self) -> list[_Role]:
-        return [role for role in self._roles if role.kind == "searcher"]
+    def _of(self, kind: str) -> list[_Role]:
+        return [role for role in self._roles if role.kind == kind]
 
-    def _nobody_is_left(self, role: _Role, words: str) -> int | None:
-        """Notes a searcher's death. Returns 1 where no searcher comes to work, and nobody else makes rows or trains on them."""
-        role.deaths_in_vain = 1 if role.has_worked else role.deaths_in_vain + 1
-        may_decide = all(other.rests or other.deaths_in_vain > self._max_restarts for other in self._searchers())
-        if self._is_away or not (may_decide or self._signs is None):
-            return None
-        try:
-            signs = self._signs_of_rows()
-        except OSError as error:
-            log.warning("storage does not answer which rows the run has: %s", error)
-            return None
-        at_work = any(other.life is not None and other.has_worked for other in self._searchers())
-        if signs != self._signs or at_work:
-            self._signs = signs
-            for other in self._searchers():
-                other.deaths_in_vain = min(other.deaths_in_vain, 1)
-            return None
-        print(
-            f"{words}; all searchers died more than supervisor.max_restarts={self._max_restarts} times without making a row, and "
-            "nobody else makes rows: the trainer has nothing to learn from",
-            file=sys.stderr,
-        )
-        return 1
+    def _nobody_makes_rows(self) -> bool:
+        """Whether all searchers have died too often without any work, and the trainer's step has not moved meanwhile.
 
-    def _signs_of_rows(self) -> tuple[int, dict[str, tuple[int, bytes]]]:
-        """What changes when somebody makes rows, or trains on them: the trainer's metrics, and the newest commit of every log."""
-        trained = sum(role.metrics_size() for role in self._roles if role.kind == "trainer")
-        commits: dict[str, tuple[int, bytes]] = {}
-        for name in places.names_in(self._run.replay / REGISTER):
-            writer = name.removesuffix(".json")
-            last = segment.last_segment(self._run.replay / writer, 0)
-            try:
-                commits[writer] = last, places.read_bytes(segment.manifest(self._run.replay / writer, last))
-            except FileNotFoundError:  # a writer that has not made a row
-                continue
-        return trained, commits
+        Where it has moved, it learns from other rows: the searchers then have as many lives again.
+        """
+        searchers = self._of("searcher")
+        if any(role.has_worked or not (role.rests or role.lives.in_vain > self._max_restarts) for role in searchers):
+            return False
+        before, self._step = self._step, self._trained()
+        if self._step is not None and self._step == before:
+            return True
+        for role in searchers:
+            role.lives.forget()
+        return False
+
+    def _trained(self) -> int | None:
+        """The step that the trainer's status says; None where its storage does not answer."""
+        with contextlib.suppress(OSError):
+            return status.read(self._run.metrics("trainer")).step
+        return None
 
     def close(self) -> None:
         """Asks all roles to stop, kills those that do not within stop_seconds, and waits until none is left."""
-        running = [role.life for role in self._roles if role.life is not None and role.poll() is None]
+        running = [role.life for role in self._roles if role.life is not None and role.life.poll() is None]
         for life in running:
             life.terminate()
         deadline = time.monotonic() + self._stop_seconds

@@ -1,6 +1,7 @@
 """How much roles compute: tokens a second, and the shares of what their devices could compute and read at most."""
 
 import dataclasses
+import logging
 import time
 from typing import Any
 
@@ -13,14 +14,16 @@ from tba_jax.packing.row_layout import Plan
 from tba_jax.telemetry import device_peaks
 from tba_jax.telemetry.device_peaks import Peaks
 
+log = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Of updates: tokens of prompts and responses, a prompt once for the rows that share it; computed: with padding. flops: of
-    the former, forward and backward, without what is computed again to save memory.
+    """What updates, or a sampler, have computed.
 
-    Of a sampler: tokens that its decode steps drew; computed: with the slots that were idle. flops: of these tokens, their
-    prompts and the scoring by the reference. bytes: that decode steps must read, see decoding/slots.py.
+    tokens: of updates those of prompts and responses, a prompt once for the rows that share it; of a sampler those that were
+    drawn. computed: these with padding, or with idle slots. flops: of `tokens`, without what is computed again to save memory; of
+    a sampler with the prompts and the scoring by the reference. bytes: that decode steps must read, see decoding/slots.py.
     """
 
     tokens: int = 0
@@ -84,3 +87,24 @@ class WorkRates:
         seconds, done = max(end - begin, 1e-9), after - before
         rates = {"tokens_per_second": done.tokens / seconds, "computed_tokens_per_second": done.computed / seconds}
         return rates | done.shares(seconds, self._peaks)
+
+
+class ShapesLog:
+    """Logs each shape of packed rows that a program is called with for the first time: every one of them is compiled."""
+
+    def __init__(self, program: str):
+        self._program = program
+        self._seen: set[int] = set()
+
+    def knows(self, plan: Plan) -> bool:
+        """Whether there was a call with rows of this shape."""
+        return plan.sequences in self._seen
+
+    def note(self, plan: Plan) -> bool:
+        """A call with the rows of a plan. Returns whether their shape is new."""
+        if self.knows(plan):
+            return False
+        self._seen.add(plan.sequences)
+        told = "%s: compiled for %d sequences (%d of at most 8 shapes; %.0f %% of the tokens are of rows)"
+        log.info(told, self._program, plan.sequences, len(self._seen), 100 * plan.useful)
+        return True

@@ -1,9 +1,7 @@
 """Text logs of roles: bounded by settings, and read from their ends.
 
-A role's output is an open file that the shell or the supervisor handed it, and children of the role write to the same file.
-Nobody can tell all of them to write to another file. So a large log is copied to `<role>.log.1` and cut to nothing, and all of
-them write on into it. What is written between the end of the copy and the cut is lost. The role does this by itself, whoever
-has started it.
+A role's output is an open file, to which its children write as well, so nobody can move all of them to another. A large log is
+copied to `<role>.log.1` and cut to nothing instead, by the role itself. What is written between copy and cut is lost.
 """
 
 import contextlib
@@ -28,29 +26,27 @@ def keep_bounded(folder: Path, *, megabytes: float, keep: int) -> None:
       megabytes: the size above which a log is set aside; keep: how many older logs stay beside it, at least 1.
     """
     logs = {path for descriptor in _OUTPUTS if (path := _log_of(descriptor, folder)) is not None}
+
+    def look_after() -> None:
+        while True:  # at once, too: a role may die again and again before the next look
+            for path in logs:
+                with contextlib.suppress(OSError):  # storage that refuses is left to the writers of what must not be lost
+                    rotate(path, limit=int(megabytes * 2**20), keep=keep)
+            time.sleep(LOOK_SECONDS)
+
     if logs:
-        arguments = (logs, int(megabytes * 2**20), keep)
-        threading.Thread(target=_look_after, args=arguments, name="log files", daemon=True).start()
+        threading.Thread(target=look_after, name="log files", daemon=True).start()
 
 
 def _log_of(descriptor: int, folder: Path) -> Path | None:
     """The log that a descriptor of this process writes to; None where it is no file of `folder`."""
     with contextlib.suppress(OSError):
         output = os.fstat(descriptor)
-        if stat.S_ISREG(output.st_mode):
-            found = next((path for path in folder.glob("*.log") if os.path.samestat(path.stat(), output)), None)
-            if found is not None:  # after the cut, who writes elsewhere than at the end would leave a hole
-                fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
-            return found
+        found = next((path for path in folder.glob("*.log") if os.path.samestat(path.stat(), output)), None)
+        if found is not None:  # after the cut, who writes elsewhere than at the end would leave a hole
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
+        return found
     return None
-
-
-def _look_after(logs: set[Path], limit: int, keep: int) -> None:
-    while True:  # at once, too: a role may die again and again before the next look
-        for path in logs:
-            with contextlib.suppress(OSError):  # storage that refuses is left to the writers of what must not be lost
-                rotate(path, limit=limit, keep=keep)
-        time.sleep(LOOK_SECONDS)
 
 
 def rotate(path: Path, *, limit: int, keep: int) -> bool:
@@ -76,7 +72,10 @@ def rotate(path: Path, *, limit: int, keep: int) -> bool:
                 os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(log.fileno()).st_mode))
                 shutil.copyfileobj(log, copy, 1 << 20)
                 copy.flush()
-                _set_aside(path, draft, keep)
+                for number in range(keep - 1, 0, -1):
+                    with contextlib.suppress(FileNotFoundError):
+                        older(path, number).replace(older(path, number + 1))
+                draft.replace(older(path, 1))
                 shutil.copyfileobj(log, copy)  # what came meanwhile
                 copy.flush()
                 log.truncate(0)  # at the end: a role that is killed before leaves its last words twice
@@ -84,13 +83,6 @@ def rotate(path: Path, *, limit: int, keep: int) -> bool:
             draft.unlink(missing_ok=True)
             raise
     return True
-
-
-def _set_aside(path: Path, draft: Path, keep: int) -> None:
-    for number in range(keep - 1, 0, -1):
-        with contextlib.suppress(FileNotFoundError):
-            older(path, number).replace(older(path, number + 1))
-    draft.replace(older(path, 1))
 
 
 def older(path: Path, number: int) -> Path:

@@ -21,10 +21,7 @@ _CPU_LINES = (
 
 
 def cpu_type(*, list_file: Path = Path("/proc/cpuinfo")) -> str:
-    """A name of the type of CPU, such as "x86_64-0f3a9c51": a program compiled on one type may not run on another.
-
-    It is made from the architecture, and from the CPU's model and instructions as Linux lists them, elsewhere from its name.
-    """
+    """A name of the CPU's model and instructions, such as "x86_64-0f3a9c51": programs compiled for one may not run on others."""
     try:
         lines = {line.strip() for line in list_file.read_text().splitlines() if line.partition(":")[0].strip() in _CPU_LINES}
     except OSError:

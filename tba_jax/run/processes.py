@@ -1,8 +1,7 @@
-"""Processes of a run that end together: a child dies with its parent, however the parent ends.
+"""How processes of a run end: by which exit code, when they are asked to stop, and with their parent, however that ends.
 
-On Linux the kernel kills the child when its parent dies (prctl(2), PR_SET_PDEATHSIG), also a child that is stopped. Everywhere
-the parent holds the write end of a pipe, and a thread of the child reads from the other, which ends when the parent is gone.
-This file also holds what a parent tells its children before they import JAX, and which exit code follows from an error.
+On Linux the kernel kills a child when its parent dies (prctl(2), PR_SET_PDEATHSIG), also a child that is stopped. Everywhere the
+parent holds the write end of a pipe, from which a thread of the child reads until the parent is gone.
 """
 
 import contextlib
@@ -79,15 +78,13 @@ def is_storage_failure(error: BaseException) -> bool:
 
     The errors that an error was raised from, or while handling, count as well.
     """
-    for cause in _causes(error):
-        text = str(cause)
-        if isinstance(cause, RunIsAway):
+
+    def refuses(cause: BaseException) -> bool:
+        if isinstance(cause, OSError) and (cause.errno in _STORAGE_ERRORS or _REFUSING.search(str(cause))):
             return True
-        if isinstance(cause, OSError) and (cause.errno in _STORAGE_ERRORS or _REFUSING.search(text)):
-            return True
-        if any(os.strerror(number) in text for number in _STORAGE_ERRORS):
-            return True
-    return False
+        return isinstance(cause, RunIsAway) or any(os.strerror(number) in str(cause) for number in _STORAGE_ERRORS)
+
+    return any(map(refuses, _causes(error)))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -115,10 +112,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def missing_package(error: BaseException) -> str:
-    """The sentence about a package that an import did not find, "" for any other error.
-
-    The environment is a setting of the user's: a role that lacks a package fails in the same way however often it is started.
-    """
+    """The sentence about a package that an import did not find, "" for any other error."""
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package in ("", "tba_jax"):
         return ""
@@ -161,10 +155,7 @@ def hold() -> None:
 
 
 def open_standard_streams() -> None:
-    """Opens the null device on each of the descriptors 0 to 2 that is closed, and as each standard stream that Python lacks.
-
-    Otherwise a pipe or a file of ours would get such a number, and a child would take it for its standard input.
-    """
+    """Opens the null device as each standard stream that is closed: a pipe of ours would get its number, and a child take it."""
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest number that is free
         os.set_inheritable(opened, True)
     os.close(opened)
@@ -187,10 +178,7 @@ def to_the_end() -> Iterator[None]:
 
 
 def expected_run() -> str:
-    """The id of the run that the parent of this process supervises, "" where there is no such parent.
-
-    A process that expects a run must find config.json with this id, and makes no run.
-    """
+    """The id of the run that the parent of this process supervises, and that this one must find; "" without such a parent."""
     return os.environ.get(_RUN, "")
 
 

@@ -32,6 +32,8 @@ FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT)
 
 # The pause before a role is started again, doubled with each failure in a row, and its limit.
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 60.0
+# How often a folder is looked into whose run is away.
+LOOK_SECONDS = 5.0
 # After a life this long earlier failures are forgotten: only a role that does not get anywhere is given up.
 HEALTHY_SECONDS = 600.0
 # So long a role is started again whose storage does not answer, or forbids.
@@ -41,9 +43,9 @@ PATIENCE_SECONDS = {STORAGE_FAILED: 7 * 86400.0, STORAGE_FORBIDS: 600.0}
 class Verdict(enum.Enum):
     """What follows from the end of a role that is not done."""
 
-    ENDS = enum.auto()  # it is not started again
+    ENDS = enum.auto()  # its exit code says that another life would end in the same way
+    GIVEN_UP = enum.auto()  # it died too often
     AGAIN = enum.auto()
-    AGAIN_UNCOUNTED = enum.auto()  # what has failed may recover by itself
 
 
 def judge(kind: str, code: int, *, is_new: bool, deaths: int, max_restarts: int, seconds: float = 0.0) -> Verdict:
@@ -56,7 +58,7 @@ def judge(kind: str, code: int, *, is_new: bool, deaths: int, max_restarts: int,
     | 4 not finite      | ends                                 | again                |
     | 5 no rewards      | ends                                 | ends                 |
     | 7 storage forbids | again, for ten minutes               | likewise             |
-    | others, 2 later   | again; ends after max_restarts       | again                |
+    | others, 2 later   | again; given up after max_restarts   | again                |
 
     Args:
       kind: "trainer", "reference", "searcher", "evaluator"; "" for a role that ends like a trainer.
@@ -66,34 +68,52 @@ def judge(kind: str, code: int, *, is_new: bool, deaths: int, max_restarts: int,
     """
     joins = kind in ("searcher", "evaluator")
     if code in PATIENCE_SECONDS:
-        return Verdict.AGAIN_UNCOUNTED if seconds <= PATIENCE_SECONDS[code] else Verdict.ENDS
-    if code == NO_REWARDS or (code == BAD_INPUT and is_new):
+        return Verdict.AGAIN if seconds <= PATIENCE_SECONDS[code] else Verdict.ENDS
+    if code == NO_REWARDS or (code == BAD_INPUT and is_new) or (code == NOT_FINITE and not joins):
         return Verdict.ENDS
-    if not joins and (code == NOT_FINITE or deaths > max_restarts):
-        return Verdict.ENDS
-    return Verdict.AGAIN
+    return Verdict.GIVEN_UP if deaths > max_restarts and not joins else Verdict.AGAIN
 
 
-def pause_seconds(times: int) -> float:
-    """Seconds before a role is started again that has ended so often in a row."""
-    return min(FIRST_PAUSE_SECONDS * 2 ** min(times - 1, 20), LONGEST_PAUSE_SECONDS)
+class Lives:
+    """How the lives of one role have ended so far.
 
+    Attributes:
+      deaths: ends without ten minutes of life in between, failures of storage left out.
+      in_vain: deaths in a row of lives that did no work.
+      refusals: how often in a row its storage has failed. seconds: since when it has failed in one and the same way.
+    """
 
-class Refusals:
-    """For how long the storage of one role has failed in one and the same way, life after life."""
-
-    def __init__(self) -> None:
-        self._code, self._since = 0, 0.0
-
-    def seconds(self, code: int, *, began: float, now: float) -> float:
-        """0 where it is not the storage that ended this life. Args: began, now: of the life, by time.monotonic."""
-        if code != self._code:
-            self._code, self._since = code, began
-        return now - self._since if code in PATIENCE_SECONDS else 0.0
+    def __init__(self, kind: str, *, max_restarts: int) -> None:
+        """Args: kind, max_restarts: see `judge`."""
+        self._kind, self._max_restarts = kind, max_restarts
+        self._is_new, self.deaths, self.seconds = True, 0, 0.0
+        self.forget()
 
     def forget(self) -> None:
-        """The role has worked meanwhile."""
-        self._code = 0
+        """The role has worked, or is needed no less than at its start."""
+        self.in_vain = self.refusals = self._code = 0
+        self._since = 0.0
+
+    def end(self, code: int, *, began: float, now: float, has_worked: bool = False) -> Verdict:
+        """Counts the end of a life. Args: began, now: of the life, by time.monotonic; has_worked: in this life."""
+        is_long = now - began >= HEALTHY_SECONDS
+        is_new, self._is_new = self._is_new and not has_worked, False
+        if has_worked or is_long:
+            self.forget()
+        if code != self._code:
+            self._code, self._since = code, began
+        if code in PATIENCE_SECONDS:
+            self.refusals, self.seconds = self.refusals + 1, now - self._since
+        else:
+            self.deaths = 1 if is_long else self.deaths + 1
+            self.in_vain, self.refusals, self.seconds = self.in_vain + 1, 0, 0.0
+        most = self._max_restarts
+        return judge(self._kind, code, is_new=is_new, deaths=self.deaths, max_restarts=most, seconds=self.seconds)
+
+    @property
+    def pause(self) -> float:
+        """Seconds before the role is started again: they double with each failure in a row."""
+        return min(FIRST_PAUSE_SECONDS * 2 ** min(self.in_vain + self.refusals - 1, 20), LONGEST_PAUSE_SECONDS)
 
 
 def _say(sentence: str) -> None:
@@ -111,10 +131,9 @@ def run(command: list[str], *, workdir: str, deaths: int) -> int:
 
     signal.signal(signal.SIGTERM, pass_on)
     signal.signal(signal.SIGINT, pass_on)
-    died = failed = lives = 0
-    refusals = Refusals()
+    lives = Lives("", max_restarts=deaths)
     while True:
-        begin, lives = time.monotonic(), lives + 1
+        begin = time.monotonic()
         # In a session of its own: a Ctrl-C of the terminal reaches this process alone, and a second signal would drop a batch.
         child = subprocess.Popen(command, start_new_session=True)
         if asked.is_set():  # it came before the child was known
@@ -123,25 +142,19 @@ def run(command: list[str], *, workdir: str, deaths: int) -> int:
         code = 128 - code if code < 0 else code
         if asked.is_set() or code in (0, STOPPED):
             return code
-        now = time.monotonic()
-        if now - begin >= HEALTHY_SECONDS:
-            died = failed = 0
-            refusals.forget()
-        failed += 1
-        died += code not in PATIENCE_SECONDS
-        seconds = refusals.seconds(code, began=begin, now=now)
-        if judge("", code, is_new=lives == 1, deaths=died, max_restarts=deaths, seconds=seconds) is Verdict.ENDS:
+        if lives.end(code, began=begin, now=time.monotonic()) is not Verdict.AGAIN:
             return code
-        asked.wait(pause_seconds(failed))
-        if code in PATIENCE_SECONDS and not _comes_back(workdir, asked, failed, seconds=PATIENCE_SECONDS[code] - seconds):
+        asked.wait(lives.pause)
+        storage_failed = code in PATIENCE_SECONDS
+        if storage_failed and not _comes_back(workdir, asked, seconds=PATIENCE_SECONDS[code] - lives.seconds):
             return code
         if asked.is_set():
             return code
-        reason = "storage failed" if code in PATIENCE_SECONDS else f"ended with code {code}"
+        reason = "storage failed" if storage_failed else f"ended with code {code}"
         _say(f"{reason}; running the role again")
 
 
-def _comes_back(workdir: str, asked: threading.Event, failed: int, *, seconds: float) -> bool:
+def _comes_back(workdir: str, asked: threading.Event, *, seconds: float) -> bool:
     """Waits until the run is in its folder. Returns False where it was asked to stop, or so many seconds went by."""
     told, deadline = False, time.monotonic() + seconds
     while not any(os.path.exists(os.path.join(workdir, name)) for name in ("config.json", "shared.json")):
@@ -149,8 +162,8 @@ def _comes_back(workdir: str, asked: threading.Event, failed: int, *, seconds: f
             return False
         if not told:
             _say(f"{workdir} holds no run at the moment; waiting until it is back")
-        told, failed = True, failed + 1
-        asked.wait(pause_seconds(failed))
+        told = True
+        asked.wait(LOOK_SECONDS)
     return True
 
 

@@ -10,12 +10,9 @@ from types import ModuleType
 def load(path: Path, module_name: str, *, called: str) -> ModuleType:
     """The module that a file makes.
 
-    Args:
-      module_name: where `sys.modules` holds it, as dataclasses of the file need.
-      called: what a message calls the file's setting.
+    Args: module_name: where `sys.modules` holds it, as dataclasses of the file need; called: the file's setting in a message.
 
-    Raises:
-      ValueError: the file is no Python file, or its import raised; names the error and the line.
+    Raises ValueError where the file is no Python file, or its import raised; names the error and the line.
     """
     specification = importlib.util.spec_from_file_location(module_name, path)
     if specification is None or specification.loader is None:

@@ -1,7 +1,4 @@
-"""The processes that make up one trainer, and what tells each of them its number: flags, Slurm, Open MPI or a TPU pod.
-
-A trainer of one process needs none of this.
-"""
+"""The processes that make up one trainer, and what tells each of them its number: flags, Slurm, Open MPI or a TPU pod."""
 
 import dataclasses
 import importlib.util
@@ -19,11 +16,10 @@ _METADATA_SECONDS = 5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class World:
-    """All processes of a trainer, as the process with the number `process` sees them.
+    """All processes of a trainer, as the process with the number `process`, from 0, sees them.
 
-    process: 0 … processes - 1. processes: how many there are. coordinator: HOST:PORT at which process 0 awaits the others.
-    local_process, local_processes: the number of this process among those that share the devices of its host, and how many.
-    source: what told the numbers, in words.
+    coordinator: HOST:PORT at which process 0 awaits the others. local_process, local_processes: the number of this process among
+    those that share the devices of its host, and how many they are. source: what told the numbers, in words.
     """
 
     process: int = 0
@@ -40,12 +36,9 @@ class World:
         return host.strip("[]"), int(port)
 
     def local_devices(self, visible: int) -> list[int]:
-        """The GPUs of this process, as numbers from 0 among those that it sees.
+        """The GPUs of this process, as numbers from 0 among the visible ones, which the processes of a host share equally.
 
-        Processes that share a host take equal parts of its GPUs. A process that is shown a single GPU takes it.
-
-        Raises:
-          ValueError: the GPUs do not divide over the processes of this host.
+        A process that is shown a single GPU takes it. Raises ValueError where the GPUs do not divide over the processes.
         """
         if self.local_processes == 1 or visible <= 1:
             return list(range(visible))
@@ -71,7 +64,8 @@ def find(*, coordinator: str, processes: int | None, process: int | None, enviro
     """
     if processes == 1 and process in (None, 0):
         return ALONE
-    found = _detect(environment)
+    told = (of(environment) for of in (_of_slurm, _of_open_mpi, _of_tpu_pod))
+    found = next((world for world in told if world is not None and world.processes > 1), None)
     if None not in (processes, process) and coordinator:
         # The launcher still knows which processes share a host, if it is the one that told the numbers.
         found = found if found is not None and (found.processes, found.process) == (processes, process) else None
@@ -87,28 +81,14 @@ def find(*, coordinator: str, processes: int | None, process: int | None, enviro
         raise ValueError(
             f"a trainer of several processes needs {missing} as well: its launcher does not say by itself what it is"
         )
-    world = dataclasses.replace(found or ALONE, coordinator=coordinator, processes=processes, process=process)
-    _check(world)
-    return world
-
-
-def _check(world: World) -> None:
-    if world.processes < 1:
-        raise ValueError(f"--processes={world.processes} must be at least 1")
-    if not 0 <= world.process < world.processes:
-        raise ValueError(f"--process={world.process} must be 0 to {world.processes - 1}, as --processes={world.processes}")
-    host, _, port = world.coordinator.rpartition(":")
+    if processes < 1:
+        raise ValueError(f"--processes={processes} must be at least 1")
+    if not 0 <= process < processes:
+        raise ValueError(f"--process={process} must be 0 to {processes - 1}, as --processes={processes}")
+    host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"--coordinator={world.coordinator} must be HOST:PORT of process 0, such as node1:7133")
-
-
-def _detect(environment: Mapping[str, str]) -> World | None:
-    """What the launcher of this process says about a world of several processes; None where it says nothing of it."""
-    for of in (_of_slurm, _of_open_mpi, _of_tpu_pod):
-        found = of(environment)
-        if found is not None and found.processes > 1:
-            return found
-    return None
+        raise ValueError(f"--coordinator={coordinator} must be HOST:PORT of process 0, such as node1:7133")
+    return dataclasses.replace(found or ALONE, coordinator=coordinator, processes=processes, process=process)
 
 
 def _of_slurm(environment: Mapping[str, str]) -> World | None:

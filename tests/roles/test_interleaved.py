@@ -1,15 +1,17 @@
 """The one-process schedule, and through it trainer, searcher, evaluator and resume, without processes."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 
 from tba_jax import sharding, trajectory
-from tba_jax.experiment import training
+from tba_jax.commands import audit
 from tba_jax.replay import success_counts
 from tba_jax.replay.reader import LogReader
 from tba_jax.roles.searcher import stream
-from tba_jax.storage import best_step, snapshots
+from tba_jax.storage import best_step, places, snapshots
 from tba_jax.storage import layout as layout_lib
 from tba_jax.telemetry import metrics
 from tests.support import applied, frozen_runs, tiny_checkpoints, tiny_run
@@ -17,14 +19,31 @@ from tests.support import applied, frozen_runs, tiny_checkpoints, tiny_run
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
-@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_rows_come_from_exactly_lag_steps_ago(tmp_path, lag):
-    changes = {"replay__merge_duplicates": False, "evaluation__enabled": False}
-    assert frozen_runs.run(tmp_path, schedule__lag=lag, learner__steps=8, **changes) == 0
-    lines = metrics.read_lines(tmp_path / "metrics" / "trainer")
-    assert [line["step"] for line in lines] == list(range(1, 9))
-    assert [line["staleness_max"] for line in lines] == [min(step, lag) for step in range(8)]
-    assert [line["staleness_mean"] for line in lines] == [min(step, lag) for step in range(8)]
+LAG, STEPS = 3, 8
+
+
+@pytest.fixture(scope="module")
+def lagging(tmp_path_factory, one_device_throughout) -> Any:
+    """A run whose fresh rows come from the policy of three steps ago, with evaluations, exploration and chosen queries."""
+    folder = tmp_path_factory.mktemp("lagging") / "run"
+    changes = {"schedule__lag": LAG, "learner__steps": STEPS, "replay__merge_duplicates": False, "evaluation__every_steps": 4}
+    changes |= {"searchers__prompt_selection": "posterior", "searchers__prompt_candidates": 3}
+    changes |= {"sampling__temperature": 1.3, "sampling__explore_top_p_probability": 0.5}
+    assert frozen_runs.run(folder, **changes) == 0
+    return tiny_run.settings(folder, tiny_run.config(**changes))
+
+
+def rows_of(s) -> tuple[str, dict[str, np.ndarray]]:
+    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
+    ((writer, head),) = reader.heads().items()
+    return writer, dict(reader.read(writer, 0, head))
+
+
+def test_rows_come_from_exactly_lag_steps_ago(lagging):
+    lines = metrics.read_lines(lagging.run.metrics("trainer"))
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["staleness_max"] for line in lines] == [min(step, LAG) for step in range(STEPS)]
+    assert [line["staleness_mean"] for line in lines] == [min(step, LAG) for step in range(STEPS)]
 
 
 def test_several_updates_follow_a_batch_of_the_searcher(tmp_path):
@@ -51,40 +70,37 @@ def test_a_batch_comes_early_where_an_update_finds_too_few_rows(tmp_path):
     )
 
 
-def test_queries_are_chosen_by_the_counts_of_the_policy_that_samples(tmp_path):
-    """Batch after batch, at a lag of 1: by the file beside the snapshot and the searcher's key, and by nothing else."""
-    chosen = {"searchers__prompt_selection": "posterior", "searchers__prompt_candidates": 3, "schedule__lag": 1}
-    assert frozen_runs.run(tmp_path, learner__steps=6, evaluation__enabled=False, **chosen) == 0
-    s = tiny_run.settings(tmp_path, tiny_run.config())
+def test_queries_are_chosen_by_the_counts_of_the_policy_that_samples(lagging):
+    """Batch after batch, by the file beside the snapshot and the searcher's key; a row is made again without the file."""
+    s = lagging
     ids = np.array([trajectory.query_id(query.prompt) for query in s.experiment.queries["train"]], np.uint64)
-    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
-    ((writer, head),) = reader.heads().items()
-    rows, counted = reader.read(writer, 0, head), list[float]()
-    for batch, asked in enumerate(rows["query_id"].reshape(6, 4, 4)):
-        successes, trials = success_counts.read(s.run.policies, max(0, batch - 1)).of(ids)
+    (writer, rows), counted = rows_of(s), list[float]()
+    for batch, asked in enumerate(rows["query_id"].reshape(STEPS, 4, 4)):
+        successes, trials = success_counts.read(s.run.policies, max(0, batch - LAG)).of(ids)
         key = dict(seed=s.config.seed, writer=stream.writer_number(writer), batch=batch)
         taken = stream.chosen_queries(successes, trials, size=4, candidates=3, target=0.5, **key)
         assert asked[:, 0].tolist() == ids[taken].tolist()
         counted.append(trials.sum())
-    assert counted[:2] == [0, 0] and counted[2] == 16, "the rows of the first batch are counted at step 1"
+    assert counted[: LAG + 1] == [0] * (LAG + 1) and counted[LAG + 1] > 0, "the rows of the first batches are counted at step 1"
     line = metrics.read_lines(s.run.metrics("searcher-0"))[-1]
-    groups = rows["reward"].reshape(6, 4, 4)[-1]
+    groups = rows["reward"].reshape(STEPS, 4, 4)[-1]
     assert line["equal_reward_groups"] == np.mean([len(set(group)) == 1 for group in groups.tolist()])
+    places.remove(s.run.policies / layout_lib.step_name(2) / success_counts.FILE)
+    assert audit.regenerate(audit.open_run(s.run.root), f"{writer}:{16 * (2 + LAG) + 1}")[1]
 
 
-def test_a_run_leaves_what_the_readme_promises(tmp_path):
-    assert frozen_runs.run(tmp_path, learner__steps=6, evaluation__every_steps=3) == 0
-    layout = layout_lib.RunDir(tmp_path)
-    assert layout_lib.steps_in(layout.evaluations) == [0, 3, 6]
-    report = layout_lib.read_json(layout.evaluations / "00000006.json")
+def test_a_run_leaves_what_the_readme_promises(lagging):
+    layout = lagging.run
+    assert layout_lib.steps_in(layout.evaluations) == [0, 4, 8]
+    report = layout_lib.read_json(layout.evaluations / "00000008.json")
     assert report["queries"] == 8 and len(report["samples"]["greedy"]) == 2
     assert {"query", "answer", "response", "reward"} <= set(report["samples"]["greedy"][0])
     evaluated, scores = metrics.read_lines(layout.metrics("evaluator")), best_step.Scores(layout.evaluations)
     best = scores.best()
     assert best is not None and (evaluated[-1]["best_step"], evaluated[-1]["best_greedy_reward"]) == best
-    assert report["score_name"] == "accuracy" and report["accuracy"] == report["greedy_reward"] == scores()[6]
-    assert snapshots.committed_steps(layout.policies) == list(range(7))
-    assert (tmp_path / "progress.png").read_bytes()[:4] == b"\x89PNG"
+    assert report["score_name"] == "accuracy" and report["accuracy"] == report["greedy_reward"] == scores()[8]
+    assert snapshots.committed_steps(layout.policies) == list(range(STEPS + 1))
+    assert (layout.root / "progress.png").read_bytes()[:4] == b"\x89PNG"
     line = metrics.read_lines(layout.metrics("trainer"))[-1]
     assert {"loss", "reward", "kl_to_ref", "entropy", "log_z", "grad_norm", "draws_per_row", "buffer_rows"} <= set(line)
     assert {"ratio_mean", "ratio_max", "ratio_clipped", "effective_sample_share", "kl_to_ref_k3", "log_z_std"} <= set(line)
@@ -96,40 +112,32 @@ def test_a_run_leaves_what_the_readme_promises(tmp_path):
     assert list(layout.metrics("trainer").glob("events.out.tfevents*"))
 
 
-def test_rows_in_the_log_are_whole_and_true(tmp_path):
+def test_rows_in_the_log_are_whole_and_true(lagging):
     """Every stored log-prob is what the named weights give the named tokens, recomputed here from the snapshots."""
-    changes = {"sampling__temperature": 1.3, "sampling__explore_top_p_probability": 0.5, "evaluation__enabled": False}
-    assert frozen_runs.run(tmp_path, learner__steps=3, **changes) == 0
-    s = tiny_run.settings(tmp_path, tiny_run.config())
+    s = lagging
     contract, policy = s.experiment.contract, s.experiment.policy
     model, specs = policy.model, policy.model_specs
-    shape = trajectory.RowShape(prompt_length=7, response_length=6, reward_parts=contract.reward_parts)
-    reader = LogReader(s.run.replay, shape)
-    ((writer, head),) = reader.heads().items()
-    rows = reader.read(writer, 0, head)
-    shardings = applied.shardings(model, roles_mesh())
+    _, rows = rows_of(s)
+    shardings = applied.shardings(model, sharding.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1]))
     mask = trajectory.response_mask(rows["response_length"], 6)
-    assert set(np.unique(rows["policy_step"][mask])) == {0, 1, 2} and (rows["policy_step"][~mask] == -1).all()
+    steps = range(STEPS - LAG)
+    assert set(np.unique(rows["policy_step"][mask])) == set(steps) and (rows["policy_step"][~mask] == -1).all()
     reference = snapshots.load(s.run.reference(f"{rows['reference_id'][0]:016x}"), specs, shardings)
-    expected = {step: snapshots.load_step(s.run.policies, step, specs, shardings) for step in range(3)}
-    for i in range(0, head, 16):
+    expected = {step: snapshots.load_step(s.run.policies, step, specs, shardings) for step in steps}
+    for i in range(0, 16 * STEPS, 16):
         row = {name: column[i] for name, column in rows.items()}
         policy = logprobs_by_prefix(expected[int(row["policy_step"][0])], row, model, contract)
         np.testing.assert_allclose(row["policy_logprobs"], policy, atol=2e-5)
         np.testing.assert_allclose(row["ref_logprobs"], logprobs_by_prefix(reference, row, model, contract), atol=2e-5)
     assert (rows["top_p"] < 1).any() and (rows["top_p"] == 1).any()
     answers = {query.prompt: query.query.answer for query in s.experiment.queries["train"]}
-    for i in range(head):
+    for i in range(16 * STEPS):
         begin, end = rows["prompt_length"][i], rows["prompt_length"][i] + rows["response_length"][i]
         prompt = tuple(rows["tokens"][i, :begin].tolist())
         text = s.experiment.tokenizer.decode(rows["tokens"][i, begin:end].tolist())
         right = bool(rows["finished"][i]) and text.rpartition("#")[2] == answers[prompt] and "#" in text
         assert rows["reward"][i] == float(right)
         assert rows["query_id"][i] == trajectory.query_id(prompt)
-
-
-def roles_mesh():
-    return sharding.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1])
 
 
 def logprobs_by_prefix(params, row, model, contract):
@@ -143,10 +151,3 @@ def logprobs_by_prefix(params, row, model, contract):
         at = logits[begin + t - 1]
         result[t] = at[token] - np.log(np.exp(at - at.max()).sum()) - at.max()
     return result
-
-
-def test_what_is_left_out_of_training_is_told(tmp_path, caplog):
-    training.reference(tiny_run.settings(tmp_path / "run", tiny_run.config(evaluation__enabled=False, learner__steps=2)))()
-    (tmp_path / "run" / "replay" / "notes").mkdir(parents=True)
-    assert frozen_runs.run(tmp_path / "run", learner__steps=2, evaluation__enabled=False) == 0
-    assert "notes is ignored: no writer is registered under this name" in caplog.text

@@ -29,12 +29,15 @@ def write(file, text=""):
     file.write_text(text)
 
 
+def nvidia_smi(root, lines):
+    script = root.parent / "bin" / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\n{lines}\n")
+    script.chmod(0o755)
+
+
 def driver(root, version, capability="9.0"):
     """An nvidia-smi that knows the version of the driver, and the compute capability of two GPUs."""
-    script = root.parent / "bin" / "nvidia-smi"
-    answers = f"case $1 in *driver*) echo {version}; echo {version};; *compute_cap*) echo {capability}; echo {capability};; esac"
-    script.write_text(f"#!/bin/sh\n{answers}\n")
-    script.chmod(0o755)
+    nvidia_smi(root, f"case $1 in *driver*) told={version};; *compute_cap*) told={capability};; esac; echo $told; echo $told")
 
 
 def tpu(root, number, device, vendor="0x1ae0"):
@@ -57,11 +60,8 @@ def test_the_driver_and_the_gpus_choose_what_to_install(root, version, capabilit
     write(root / "dev/nvidia0")
     told = jax_support.unused("JAX finds 1 × cpu")
     assert told.startswith("this machine has 1 × GPU (/dev/nvidia0), but JAX finds 1 × cpu: ") and "JAX_PLATFORMS=cpu" in told
-    if asked.startswith("cuda"):
-        assert f"`make venv ACCELERATOR={asked}` or `pip install 'jax[{asked}]=={JAX}'`" in told
-        assert told.count("cuda1") == 2
-    else:
-        assert asked in told and "make venv" not in told
+    assert (f"`make venv ACCELERATOR={asked}` or `pip install 'jax[{asked}]=={JAX}'`" in told) == asked.startswith("cuda")
+    assert told.count("cuda1") == 2 if asked.startswith("cuda") else asked in told and "make venv" not in told
 
 
 def test_the_driver_tells_its_version_in_proc_too(root):
@@ -75,9 +75,7 @@ def test_the_driver_tells_its_version_in_proc_too(root):
 
 
 def test_a_driver_that_fails_has_no_version(root):
-    script = root.parent / "bin" / "nvidia-smi"
-    script.write_text("#!/bin/sh\necho NVIDIA-SMI has failed because it 12.5 could not communicate\nexit 9\n")
-    script.chmod(0o755)
+    nvidia_smi(root, "echo NVIDIA-SMI has failed because it 12.5 could not communicate; exit 9")
     assert jax_support.driver_version() == ""
 
 

@@ -22,12 +22,17 @@ def rows_by_writer(s: jobs.Invocation) -> dict[str, dict[str, np.ndarray]]:
     return {writer: reader.read(writer, 0, head) for writer, head in reader.heads().items()}
 
 
-@pytest.mark.parametrize("rank", [0, 2], ids=["whole policy", "adapters"])
-def test_a_whole_run_scores_in_evaluations_alone(rank, tmp_path, monkeypatch):
-    """For its searcher nothing that would score is built; adapters have the frozen weights that they belong to."""
-    load, loads = reference._load, []
-    monkeypatch.setattr(reference, "_load", lambda *given: (loads.append(given), load(*given))[1])
-    changes = NONE | {"lora__rank": rank, "learner__steps": 4, "evaluation__every_steps": 2}
+@pytest.fixture
+def loads(monkeypatch) -> list[object]:
+    """Grows with each load of the weights of step 0."""
+    load, found = reference._load, list[object]()
+    monkeypatch.setattr(reference, "_load", lambda *given: (found.append(given), load(*given))[1])
+    return found
+
+
+def test_a_whole_run_scores_in_evaluations_alone(tmp_path, loads):
+    """Its searcher builds nothing that would score; the adapters have the frozen weights that they belong to."""
+    changes = NONE | {"lora__rank": 2, "learner__steps": 2, "evaluation__every_steps": 2}
     assert frozen_runs.run(tmp_path, task__missing_eos_reward=-1.0, **changes) == 0
     s = tiny_run.settings(tmp_path, frozen_runs.config(**changes))
     (rows,) = rows_by_writer(s).values()
@@ -36,24 +41,24 @@ def test_a_whole_run_scores_in_evaluations_alone(rank, tmp_path, monkeypatch):
     for line in metrics.read_lines(s.run.metrics("trainer")):
         assert not {name for name in line if "ref" in name and "kl" in name} and line["loss"] > 0
         assert np.isfinite(line["log_z"]) and line["log_weight_std"] > 0
-    report = layout.read_json(s.run.evaluations / "00000004.json")
+    report = layout.read_json(s.run.evaluations / "00000002.json")
     before = layout.read_json(s.run.evaluations / "00000000.json")
     assert abs(before["kl_to_initial"]) < 1e-4 < abs(report["kl_to_initial"])
     assert all(report[f"{kind}_ref_perplexity_paper"] > 1 for kind in ("greedy", "sampled")) and report["ref_nll_per_token"] > 0
-    assert len(loads) == (2 if rank else 1), "the evaluator's, and the weights that the searcher's adapters belong to"
+    assert len(loads) == 2, "the evaluator's, and the weights that the searcher's adapters belong to"
     (writer,) = rows_by_writer(s)
     text, same = audit.regenerate(audit.open_run(s.run.root), f"{writer}:0")
     assert same, text
 
 
-def test_resume_is_exact(tmp_path):
-    s = frozen_runs.make(tmp_path / "run", **NONE)
-    state = frozen_runs.train(s, until=8, abandon=True)
-    frozen_runs.assert_resumes_as(s, state)
+def test_resume_is_exact(tmp_path, loads):
+    s = frozen_runs.make(tmp_path / "run", batches=2, checkpoint__every_steps=2, **NONE)
+    assert not loads, "a searcher without adapters needs no weights of step 0"
+    frozen_runs.assert_resumes_as(s, frozen_runs.train(s, until=3, abandon=True))
 
 
-def test_searchers_and_trainer_must_agree(tmp_path):
-    s = frozen_runs.make(tmp_path / "run", batches=1, **NONE)
+def test_searchers_and_trainer_must_agree(tmp_path, frozen):
+    s = frozen(tmp_path / "run", batches=3, **NONE)
     other = tiny_run.settings(tmp_path / "run", frozen_runs.config())
     with pytest.raises(ValueError, match=r"learner\.reference\.kind: 'none' there, 'initial' here"):
         contract.join(s.run, other.config, other.experiment.contract)
@@ -64,14 +69,14 @@ def test_searchers_and_trainer_must_agree(tmp_path):
 
 
 @pytest.mark.parametrize("here", ["none", "initial"])
-def test_rows_of_another_reference_are_left_out_and_counted(here, tmp_path, caplog):
-    s = frozen_runs.make(tmp_path / "run", batches=1, learner__reference__kind=here, learner__queries=4, learner__completions=4)
+def test_rows_of_another_reference_are_left_out_and_counted(here, tmp_path, caplog, frozen):
+    s = frozen(tmp_path / "run", batches=3, **(NONE if here == "none" else {}))
     id_of_run = layout.reference_id(s.run)
     theirs = int(id_of_run, 16) if here == "none" else 0
     frozen_runs.append_changed(s, "other-1", reference_id=(slice(None), theirs), tokens=((slice(None), 0), 3))
     with frozen_runs.trainer(s) as trainer:
         trainer.poll()
-        for _ in range(4):
+        for _ in range(2):
             assert trainer.step() is not None
         trainer.report_problems()
     run = audit.open_run(s.run.root)
@@ -82,10 +87,9 @@ def test_rows_of_another_reference_are_left_out_and_counted(here, tmp_path, capl
     assert f"writer other-1: row 0 is not valid (its log-probs are not of {of_run}" in caplog.text
 
 
-def test_responses_of_a_file_are_rows_of_step_0_without_a_reference(tmp_path):
+def test_responses_of_a_file_are_rows_of_step_0_without_a_reference(tmp_path, frozen):
     """The columns for policy and behaviour are the log-probs of the policy of step 0 all the same."""
-    scored = frozen_runs.make(tmp_path / "with", batches=1)
-    without = frozen_runs.make(tmp_path / "without", batches=1, **NONE)
+    scored, without = frozen(tmp_path / "with", batches=3), frozen(tmp_path / "without", batches=3, **NONE)
     texts = [{"prompt": query.query.prompt, "response": "12"} for query in scored.experiment.queries["train"][:4]]
     path = write_rows(tmp_path / "given.jsonl", texts)
     found = []
@@ -98,8 +102,8 @@ def test_responses_of_a_file_are_rows_of_step_0_without_a_reference(tmp_path):
     assert found[0]["ref_logprobs"].any() and not found[1]["ref_logprobs"].any() and not found[1]["reference_id"].any()
 
 
-def test_rows_without_a_reference_are_trained_on_by_another_run_without_one(tmp_path):
-    source = frozen_runs.make(tmp_path / "source", batches=3, **NONE)
+def test_rows_without_a_reference_are_trained_on_by_another_run_without_one(tmp_path, frozen):
+    source = frozen(tmp_path / "source", batches=3, **NONE)
     own = tiny_run.settings(tmp_path / "run", frozen_runs.config(seed=5, **NONE))
     training.reference(own)()  # it begins from another policy, which says nothing about rows without a reference
     s = frozen_runs.offline(tmp_path / "run", source.run.root, seed=5, learner__steps=2, **NONE)

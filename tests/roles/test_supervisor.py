@@ -1,370 +1,192 @@
-"""When a role is started again, what ends a run, and that no process outlives the one that started it."""
+"""When a role is started again, what ends a run, and how the processes of a trainer end. Shell scripts stand for roles."""
 
 import errno
 import itertools
-import os
 import re
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tba_jax.roles import supervisor
+from tba_jax.roles import placement, supervisor
 from tba_jax.roles.placement import Placement
-from tba_jax.roles.supervisor import Supervisor
-from tba_jax.run import processes as processes_lib
-from tba_jax.run import restart
+from tba_jax.roles.supervisor import RoleProcesses, Supervisor
+from tba_jax.run import log_files, processes, restart
 from tba_jax.storage import layout, places
 from tba_jax.storage.layout import RunDir
 
-REPOSITORY = Path(__file__).parent.parent.parent
-
-
-# A parent that starts two children on one lifeline. Each tells its process id, its cores and whether it has imported JAX.
-CHILD = """
-import os, subprocess, sys, time
-from tba_jax.run import processes
-processes.hold()
-print(os.getpid(), *sorted(os.sched_getaffinity(0)), "jax" in sys.modules, flush=True)
-time.sleep(600)
+# Stands for `python -m tba_jax.main NAME SCRIPT …`. A script asks how many lives the role has had, says that the role works at a
+# step, as its status would, and ends the run.
+PROGRAM = """#!/bin/sh
+name=$3 script=$4
+shift 4
+echo "$name was here"
+echo >> "$ROOT/$name.lives"
+lives=$(wc -l < "$ROOT/$name.lives")
+works() {
+    mkdir -p "$ROOT/metrics/$name"
+    echo "{\\"pid\\": $$, \\"step\\": $1, \\"figures\\": {\\"loss\\": 1}}" > "$ROOT/metrics/$name/draft"
+    mv "$ROOT/metrics/$name/draft" "$ROOT/metrics/$name/status.json"
+}
+finish() { echo '{"step": 1}' > "$ROOT/finished.json"; }
+eval "$script"
 """
-PARENT = f"""
-import os, subprocess, sys, time
-from tba_jax.run.processes import Lifeline
-line, core = Lifeline(), min(os.sched_getaffinity(0))
-for _ in range(2):
-    subprocess.Popen([sys.executable, "-c", {CHILD!r}], env=os.environ | line.child_environment((core,)), pass_fds=line.child_fds,
-                     start_new_session=True)
-time.sleep(600)
-"""
+STAYS = "exec sleep 600"
 
 
-def is_running(pid: int) -> bool:
-    """A zombie is not: nobody may be there to wait for it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def dies(code: int, *, times: int) -> str:
+    return f'[ $lives -gt {times} ] || {{ echo "error: code {code}"; exit {code}; }}; finish'
 
 
-def wait_until(condition, seconds: float) -> float:
-    """Seconds until `condition()` holds; fails after `seconds`."""
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin < seconds
-        time.sleep(0.01)
-    return time.monotonic() - begin
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM], ids=lambda end: end.name)
-def test_children_die_with_their_parent(end):
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=environment)
-    children = []
-    try:
-        for _ in range(2):
-            pid, *cores, jax_is_imported = parent.stdout.readline().split()
-            children.append(int(pid))
-            assert cores == [str(min(os.sched_getaffinity(0)))] and jax_is_imported == "False"
-        time.sleep(0.2)
-        assert parent.poll() is None and all(map(is_running, children))
-        parent.send_signal(end)
-        parent.wait()
-        wait_until(lambda: not any(map(is_running, children)), 2.0)
-    finally:
-        parent.kill()
-        for pid in filter(is_running, children):
-            os.kill(pid, signal.SIGKILL)
-        parent.stdout.close()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux alone ends children with their parent")
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM], ids=lambda end: end.name)
-def test_children_that_are_stopped_die_with_their_parent(end):
-    """No thread of a stopped process runs: the kernel alone can end it."""
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=environment)
-    children = [int(parent.stdout.readline().split()[0]) for _ in range(2)]
-    try:
-        for pid in children:
-            os.kill(pid, signal.SIGSTOP)
-        parent.send_signal(end)
-        parent.wait()
-        wait_until(lambda: not any(map(is_running, children)), 2.0)
-    finally:
-        parent.kill()
-        for pid in filter(is_running, children):
-            os.kill(pid, signal.SIGKILL)
-        parent.stdout.close()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux alone ends children with their parent")
-def test_a_child_whose_parent_died_before_it_held_ends(tmp_path):
-    """The pipe is still open: somebody else holds its other end."""
-    lifeline = processes_lib.Lifeline()
-    told = lifeline.child_environment(()) | {"TBA_JAX_PARENT": "1"}
-    command = [sys.executable, "-c", "import time\nfrom tba_jax.run import processes\nprocesses.hold()\ntime.sleep(60)"]
-    environment = os.environ | told | {"PYTHONPATH": str(REPOSITORY)}
-    child = subprocess.Popen(command, env=environment, pass_fds=lifeline.child_fds)
-    try:
-        assert child.wait(20) == -signal.SIGKILL
-    finally:
-        child.kill()
-        lifeline.close()
-
-
-def test_a_process_without_a_lifeline_just_runs(monkeypatch):
-    monkeypatch.delenv("TBA_JAX_LIFELINE", raising=False)
-    monkeypatch.delenv("TBA_JAX_CPUS", raising=False)
-    cores = os.sched_getaffinity(0)
-    processes_lib.hold()
-    assert os.sched_getaffinity(0) == cores
-
-
-# What a role does here instead of `python -m tba_jax.main`, by its first argument.
-ROLE = """
-import pathlib, re, sys, time
-name, folder, run = sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
-kind = re.sub(r"^(trainer|evaluator|searcher)(-\\d)?-", "", name)
-starts = len(list(folder.glob(name + "-start-*")))
-(folder / f"{name}-start-{starts}").touch()
-print(kind, "was here", flush=True)
-if kind == "dies-once" and starts == 0:
-    sys.exit(1)
-if kind == "stops-once" and starts == 0:
-    sys.exit(0)
-if kind in ("dies-once", "stops-once"):
-    (folder / "finished.json").write_text('{"step": 1}')
-if kind == "always-dies":
-    sys.exit(9)
-if kind == "dies-then-bad-input" and starts < 3:
-    sys.exit(2 if starts else 9)
-if kind == "dies-then-bad-input":
-    (run / "finished.json").write_text('{"step": 1}')
-if kind == "dies-after-a-while" and starts < 2:
-    time.sleep(0.3)
-    sys.exit(9)
-if kind == "full" and starts < 2:
-    sys.exit(3)
-if kind in ("dies-after-a-while", "full"):
-    (run / "finished.json").write_text('{"step": 1}')
-if kind == "always-full":
-    print("error: storage failed", flush=True)
-    sys.exit(3)
-if kind == "bad-input":
-    print("error: bad value")
-    print("RuntimeError: a thread that was left alone", flush=True)
-    sys.exit(2)
-if kind == "compiles":
-    time.sleep(3.0)
-    metrics = folder / "metrics" / kind
-    metrics.mkdir(parents=True)
-    (metrics / "metrics.jsonl").write_text('{"step": 2}')
-    time.sleep(600)
-if kind.startswith("ends-now"):
-    (folder / "finished.json").write_text('{"step": 1}')
-    time.sleep(2.0 if kind == "ends-later" else 0.0)
-if kind in ("stays", "trainer"):
-    time.sleep(600)
-if kind == "works-and-dies":
-    metrics = folder / "metrics" / name
-    metrics.mkdir(parents=True, exist_ok=True)
-    with open(metrics / "metrics.jsonl", "a") as file:
-        file.write('{"step": 1}')
-    sys.exit(9)
-if kind.startswith("code"):  # once, or each time, or so often; the end of the run afterwards
-    code, _, times = kind.removeprefix("code").partition("x")
-    if starts < int(times or 1):
-        print(f"error: code {code}", flush=True)
-        sys.exit(int(code))
-    (folder / "finished.json").write_text('{"step": 1}')
-"""
+@pytest.fixture(autouse=True)
+def _program(tmp_path, monkeypatch):
+    program = tmp_path / "program"
+    program.write_text(PROGRAM)
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setenv("ROOT", str(tmp_path))
+    monkeypatch.setattr(supervisor, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "LOOK_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(restart, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(restart, "LONGEST_PAUSE_SECONDS", 0.02)
 
 
 @pytest.fixture
-def roles(tmp_path, monkeypatch):
-    """roles(kinds, until, …) runs a supervisor over processes of these kinds; returns (exit code, starts of each kind)."""
-    popen = subprocess.Popen
-    started = []
+def supervise(tmp_path):
+    """Runs the scripts of roles under a supervisor; returns its exit code and how many lives each role had."""
 
-    def instead_of_main(command, **settings):
-        started.append(popen([sys.executable, "-c", ROLE, *command[3:]], **settings))
-        return started[-1]
-
-    monkeypatch.setattr(subprocess, "Popen", instead_of_main)
-
-    def run(kinds, *, until, max_restarts=2, stop=lambda: False, share_cores=False, run_dir=None):
-        monkeypatch.setattr(restart, "FIRST_PAUSE_SECONDS", 0.05)
-
-        processes = Supervisor(run_dir or RunDir(tmp_path), max_restarts=max_restarts, stop_seconds=5.0)
-        placement = Placement(cpus=tuple(os.sched_getaffinity(0)) if share_cores else ())
-        commands = {kind: ((kind, str(tmp_path), str(run_dir.root if run_dir else tmp_path)), placement) for kind in kinds}
+    def run(scripts, *until, max_restarts=2, stop=lambda: False, cpus=(), run_dir=None):
+        run = run_dir or RunDir(tmp_path)
+        made, end = Supervisor(run, max_restarts=max_restarts, stop_seconds=5.0), time.monotonic() + 60
+        roles = {name: ((name, script), Placement(cpus=cpus)) for name, script in scripts.items()}
         try:
-            code = processes.run(commands, until=until, stop=stop)
+            code = made.run(roles, until=until or list(scripts)[:1], stop=lambda: stop() or time.monotonic() > end)
         finally:
-            processes.close()
-        assert all(process.poll() is not None for process in started)
-        return code, {kind: len(list(tmp_path.glob(f"{kind}-start-*"))) for kind in kinds}
+            lives = [role.life for role in made._roles if role.life is not None]
+            made.close()
+        assert all(life.poll() is not None for life in lives)
+        files = {name: tmp_path / f"{name}.lives" for name in scripts}
+        return code, {name: len(file.read_text()) if file.exists() else 0 for name, file in files.items()}
 
     return run
 
 
-@pytest.mark.parametrize("kind, starts", [("dies-once", 2), ("stops-once", 2), ("full", 3)])
-def test_a_role_that_ends_too_early_is_started_again(roles, tmp_path, kind, starts):
-    assert roles([kind, "stays"], until=[kind]) == (0, {kind: starts, "stays": 1})
-    assert RunDir(tmp_path).log(kind).read_text() == f"{kind} was here\n" * starts
-
-
-@pytest.mark.parametrize("share_cores, patience, waits", [(True, 60.0, True), (True, 0.2, False), (False, 60.0, False)])
-def test_a_role_starts_when_the_one_on_its_cores_is_at_work(roles, tmp_path, monkeypatch, share_cores, patience, waits):
-    monkeypatch.setattr(supervisor, "STARTING_SECONDS", patience)
-    kinds = ["compiles", "ends-now"]
-    assert roles(kinds, until=["ends-now"], share_cores=share_cores) == (0, {"compiles": 1, "ends-now": 1})
-    assert (tmp_path / "metrics" / "compiles" / "metrics.jsonl").exists() == waits
-
-
-def test_a_role_starts_when_the_one_on_its_cores_has_ended(roles):
-    kinds = ["ends-now-a", "ends-now-b"]
-    begin = time.monotonic()
-    assert roles(kinds, until=kinds, share_cores=True) == (0, {"ends-now-a": 1, "ends-now-b": 1})
-    assert time.monotonic() - begin < 30.0
-
-
-@pytest.mark.parametrize("kinds", [["stays", "trainer"], ["trainer", "stays"]], ids=" ".join)
-def test_the_trainer_waits_for_nobody_and_nobody_for_it(roles, kinds):
-    ends = iter([False] * 5)
-    code, starts = roles(kinds, until=kinds, share_cores=True, stop=lambda: next(ends, True))
-    assert code == processes_lib.STOPPED and starts == {"stays": 1, "trainer": 1}
-
-
-def test_bad_input_at_the_first_start_ends_the_run_by_its_last_words(roles, capsys):
-    assert roles(["bad-input", "stays"], until=["stays"]) == (2, {"bad-input": 1, "stays": 1})
-    assert capsys.readouterr().err == "bad-input (exit code 2): error: bad value\n"
-
-
-def test_a_trainer_that_keeps_dying_ends_the_run(roles, capsys):
-    assert roles(["trainer-always-dies"], until=["trainer-always-dies"], max_restarts=1) == (1, {"trainer-always-dies": 2})
-    assert "it died 2 times, more than supervisor.max_restarts=1" in capsys.readouterr().err
-
-
-def test_deaths_before_a_long_life_are_forgotten(roles, monkeypatch):
-    monkeypatch.setattr(restart, "HEALTHY_SECONDS", 0.2)
-    kind = "trainer-dies-after-a-while"
-    assert roles([kind], until=[kind], max_restarts=1) == (0, {kind: 3})
-
-
 @pytest.mark.parametrize("name", ["trainer", "searcher", "evaluator"])
-def test_storage_that_fails_uses_up_no_restarts(roles, name):
-    kind = f"{name}-code3x5"
-    assert roles([kind], until=[kind], max_restarts=0) == (0, {kind: 6})
+@pytest.mark.parametrize(
+    "script, lives", [(dies(1, times=1), 2), (dies(0, times=1), 2), (dies(3, times=5), 6)], ids=["dies", "stops", "full"]
+)
+def test_a_role_that_ends_too_early_is_started_again(supervise, tmp_path, name, script, lives):
+    """Code 0 without the end of the run is too early; storage that fails uses up no restarts."""
+    assert supervise({name: script, "searcher-1": STAYS}) == (0, {name: lives, "searcher-1": 1})
+    assert RunDir(tmp_path).log(name).read_text().count(f"{name} was here\n") == lives
 
 
-@pytest.mark.parametrize("end, starts", [("always-dies", 0), ("code4x6", 7), ("code2x0", 1)])
-def test_a_searcher_that_dies_again_and_again_ends_no_run(roles, end, starts):
-    """Another searcher is alive meanwhile."""
-    kind, others = f"searcher-{end}", ["searcher-stays", "trainer-code3x6"]
-    code, started = roles([kind, *others], until=others[1:], max_restarts=2)
-    assert code == 0 and started["searcher-stays"] == 1
-    assert started[kind] == starts if starts else started[kind] > 3
+@pytest.mark.parametrize("cpus, patience, waits", [((0,), 60.0, True), ((0,), 0.05, False), ((), 60.0, False)])
+def test_a_role_starts_when_the_one_on_its_cores_is_at_work(supervise, tmp_path, monkeypatch, cpus, patience, waits):
+    monkeypatch.setattr(supervisor, "STARTING_SECONDS", patience)
+    scripts = {"searcher-0": f"sleep 0.5; works 0; {STAYS}", "evaluator": "finish"}
+    assert supervise(scripts, "evaluator", cpus=cpus) == (0, {"searcher-0": 1, "evaluator": 1})
+    assert (tmp_path / "metrics/searcher-0/status.json").exists() == waits
 
 
-def test_bad_input_of_a_role_that_is_started_again_is_a_death(roles, capfd):
-    kind = "searcher-dies-then-bad-input"
-    assert roles([kind, "searcher-stays"], until=[kind]) == (0, {kind: 4, "searcher-stays": 1})
+def test_a_role_starts_when_the_one_on_its_cores_has_ended_and_the_trainer_waits_for_nobody(supervise):
+    scripts = {"searcher-0": "finish", "trainer": "finish", "searcher-1": "finish"}
+    assert supervise(scripts, *scripts, cpus=(0,)) == (0, dict.fromkeys(scripts, 1))
 
 
-def test_numbers_that_are_not_finite_end_the_run_of_a_trainer_alone(roles, capsys):
-    assert roles(["trainer-code4", "searcher-stays"], until=["trainer-code4"])[0] == processes_lib.NOT_FINITE
-    assert capsys.readouterr().err == "trainer-code4 (exit code 4): error: code 4\n"
+TRAINER = {"trainer": STAYS}
 
 
-def test_the_run_ends_when_nobody_can_make_rows(roles, capsys):
-    kinds = ["trainer-stays", "searcher-always-dies", "searcher-1-always-dies"]
-    code, starts = roles(kinds, until=kinds[:1], max_restarts=1)
-    assert code == 1 and min(starts[kind] for kind in kinds[1:]) >= 2
-    assert "all searchers died more than supervisor.max_restarts=1 times" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "scripts, code, told",
+    [
+        (
+            {"searcher": "echo error: bad value; echo a thread; exit 2"} | TRAINER,
+            2,
+            r"searcher \(exit code 2\): error: bad value",
+        ),
+        ({"trainer": dies(4, times=9)}, 4, r"trainer \(exit code 4\): error: code 4"),
+        ({"trainer": dies(9, times=9)}, 1, r".*it died 3 times, more than supervisor.max_restarts=2"),
+        (
+            {"searcher": dies(9, times=99), "searcher-1": dies(4, times=99)} | TRAINER,
+            1,
+            r".*max_restarts=2 times without .* row.*",
+        ),
+        ({"searcher": dies(5, times=9), "searcher-1": dies(5, times=9)} | TRAINER, 5, r"searcher\S* \(exit code 5\): .*code 5"),
+        ({"searcher": dies(5, times=9), "searcher-1": dies(9, times=99)} | TRAINER, 1, r".* without making a row.*"),
+    ],
+    ids=["bad input", "not finite", "the trainer dies", "all searchers die", "no rewards", "one rests, the other dies"],
+)
+def test_what_ends_a_run(supervise, capsys, scripts, code, told):
+    found, lives = supervise(scripts, "trainer")
+    assert found == code and re.fullmatch(told, capsys.readouterr().err.strip())
+    assert all(lives[name] == (1 if "exit 5" in script else lives[name]) for name, script in scripts.items())
 
 
-@pytest.mark.parametrize("who", ["the trainer", "another writer"])
-def test_the_run_goes_on_while_others_make_rows(roles, tmp_path, who):
-    """The only searcher dies at once, again and again, but the trainer goes on, or a log grows that is not its own."""
-    begin, told = time.monotonic(), itertools.count()
-    grows = tmp_path / ("metrics/trainer-stays/metrics.jsonl" if who == "the trainer" else "replay/else-1/000000/manifest.ocdbt")
-    register = tmp_path / "replay" / "writers" / "else-1.json"
-    for file in (grows, register):
-        file.parent.mkdir(parents=True)
-        file.write_text("{}")
-
-    def stop():
-        grows.write_text(f"{next(told):09d}" * (1 + next(told)))
-        return time.monotonic() - begin > 3.0
-
-    code, starts = roles(["trainer-stays", "searcher-always-dies"], until=["trainer-stays"], max_restarts=1, stop=stop)
-    assert code == processes_lib.STOPPED and starts["searcher-always-dies"] > 4
+@pytest.mark.parametrize("code, lives", [(9, 20), (4, 7), (2, 1)])
+def test_a_searcher_that_dies_again_and_again_ends_no_run_beside_another(supervise, code, lives):
+    scripts = {"searcher": dies(code, times=lives - 1), "searcher-1": STAYS}
+    assert supervise(scripts) == (0, {"searcher": lives, "searcher-1": 1})
 
 
-def test_a_searcher_that_gets_to_work_between_its_deaths_ends_no_run(roles):
-    begin = time.monotonic()
-    kinds = ["trainer-stays", "searcher-works-and-dies"]
-    code, starts = roles(kinds, until=kinds[:1], max_restarts=1, stop=lambda: time.monotonic() - begin > 3.0)
-    assert code == processes_lib.STOPPED and starts["searcher-works-and-dies"] > 4
+def test_bad_input_of_a_role_that_is_started_again_is_a_death(supervise):
+    script = f"[ $lives != 1 ] || exit 9; {dies(2, times=3)}"
+    assert supervise({"searcher": script, "searcher-1": STAYS}) == (0, {"searcher": 4, "searcher-1": 1})
 
 
-def test_searchers_without_rewards_rest_and_the_last_ends_the_run(roles, capsys):
-    kinds = ["trainer-stays", "searcher-code5", "searcher-1-code5"]
-    code, starts = roles(kinds, until=kinds[:1])
-    # On a loaded machine the run may end before the trainer's process has got to its first line.
-    assert code == processes_lib.NO_REWARDS and {kind: starts[kind] for kind in kinds[1:]} == dict.fromkeys(kinds[1:], 1)
-    assert re.fullmatch(r"searcher\S* \(exit code 5\): error: code 5\n", capsys.readouterr().err)
+def test_deaths_before_a_long_life_are_forgotten(supervise, monkeypatch):
+    monkeypatch.setattr(restart, "HEALTHY_SECONDS", 0.2)
+    assert supervise({"trainer": f"sleep 0.3; {dies(9, times=2)}"}, max_restarts=1) == (0, {"trainer": 3})
 
 
-def test_an_evaluator_that_keeps_dying_is_given_up_after_the_training(roles, caplog):
-    kinds = ["trainer-ends-now", "evaluator-always-dies"]
-    assert roles(kinds, until=kinds, max_restarts=2) == (0, {"trainer-ends-now": 1, "evaluator-always-dies": 3})
-    assert "python -m tba_jax evaluate --workdir=" in caplog.text
+@pytest.mark.parametrize("works", ["the trainer", "the searcher itself"])
+def test_a_run_goes_on_while_somebody_makes_rows(supervise, works):
+    """The only searcher dies again and again, but the trainer learns from others, or the searcher works before it dies."""
+    trainer = "n=0; while :; do n=$((n + 1)); works $n; sleep 0.02; done" if works == "the trainer" else STAYS
+    searcher = dies(9, times=20) if works == "the trainer" else f"works 0; sleep 0.02; {dies(9, times=20)}"
+    assert supervise({"searcher": searcher, "trainer": trainer})[1]["searcher"] == 21
 
 
-def test_nothing_begins_in_the_place_of_a_workdir_that_is_away(roles, tmp_path, caplog, monkeypatch):
+def test_an_evaluator_that_keeps_dying_is_given_up_after_the_training(supervise, caplog):
+    code, lives = supervise({"trainer": "finish", "evaluator": dies(9, times=99)}, "trainer", "evaluator")
+    assert code == 0 and lives["evaluator"] >= 3 and "python -m tba_jax evaluate --workdir=" in caplog.text
+
+
+def test_nothing_begins_in_the_place_of_a_workdir_that_is_away(supervise, tmp_path, caplog):
     """The supervisor goes on, makes no folder for logs, and starts the role that died once the workdir is back."""
-    monkeypatch.setattr(supervisor, "LOOK_AGAIN_SECONDS", 0.1)
-    run, away = RunDir(tmp_path / "run", id="f00"), tmp_path / "away"
+    run, away, begin = RunDir(tmp_path / "run", id="f00"), tmp_path / "away", time.monotonic()
     run.root.mkdir()
     layout.write_json(run.config, {"id": "f00"})
-    begin = time.monotonic()
 
     def stop():
         seconds = time.monotonic() - begin
-        if seconds > 0.5 and run.root.exists() and not back:
+        if seconds > 0.1 and run.root.exists() and not away_once:
             run.root.rename(away)
-        if seconds > 2.5 and away.exists():
+            away_once.append(True)
+        if seconds > 0.8 and away.exists():
             assert not run.root.exists()
             away.rename(run.root)
-            back.append(True)
         return False
 
-    back: list[bool] = []
-    kind = "trainer-dies-after-a-while"
-    assert roles([kind], until=[kind], max_restarts=9, stop=stop, run_dir=run) == (0, {kind: 3})
+    away_once: list[bool] = []
+    script = f'sleep 0.3; {dies(9, times=2)}; cp "$ROOT/finished.json" "$ROOT/run/"'
+    assert supervise({"trainer": script}, max_restarts=9, stop=stop, run_dir=run) == (0, {"trainer": 3})
     assert "is not there" in caplog.text and "is back" in caplog.text
 
 
-def test_a_role_without_a_log_runs(roles, tmp_path, capfd):
-    """Its log cannot be opened: it speaks where the supervisor does, and is started again all the same."""
-    RunDir(tmp_path).log("dies-once").mkdir(parents=True)
-    assert roles(["dies-once"], until=["dies-once"]) == (0, {"dies-once": 2})
-    assert capfd.readouterr().out == "dies-once was here\n" * 2
+def test_a_role_without_a_log_speaks_where_the_supervisor_does(supervise, tmp_path, capfd):
+    RunDir(tmp_path).log("trainer").mkdir(parents=True)
+    assert supervise({"trainer": dies(1, times=1)}) == (0, {"trainer": 2})
+    assert capfd.readouterr().out.count("trainer was here\n") == 2
 
 
-def test_a_stop_ends_all(roles):
-    asked = time.monotonic() + 0.5
-    assert roles(["stays"], until=["stays"], stop=lambda: time.monotonic() > asked) == (130, {"stays": 1})
+def test_a_stop_ends_all(supervise):
+    asked = itertools.count()
+    assert supervise({"trainer": STAYS, "searcher": STAYS}, stop=lambda: next(asked) > 3)[0] == processes.STOPPED
 
 
-def test_storage_is_asked_once_a_role_and_may_fail(roles, monkeypatch):
+def test_storage_that_does_not_say_whether_the_run_has_ended_is_asked_again(supervise, monkeypatch):
     exists, asked = places.exists, []
 
     def answer(place):
@@ -374,7 +196,84 @@ def test_storage_is_asked_once_a_role_and_may_fail(roles, monkeypatch):
         return exists(place)
 
     monkeypatch.setattr(places, "exists", answer)
-    monkeypatch.setattr(supervisor, "LOOK_AGAIN_SECONDS", 0.2)
-    kinds = ["ends-now", "ends-later"]
-    assert roles(kinds, until=kinds) == (0, {"ends-now": 1, "ends-later": 1})
-    assert asked == ["finished.json"] * 3
+    assert supervise({"trainer": "finish"}) == (0, {"trainer": 1}) and asked == ["finished.json"] * 2
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts the processes of a trainer, each of which ends by the code that `end` writes for its number."""
+    script = (
+        'for n in "$@"; do :; done; n=${n#*=}; echo "$@" > "$ROOT/told-$n"; until [ -e "$ROOT/code-$n" ]; do sleep 0.02; done; '
+        'echo "error: words of $n"; exit $(cat "$ROOT/code-$n")'
+    )
+    lifeline, started = processes.Lifeline(), []
+
+    def start_role(count: int) -> RoleProcesses:
+        whole = Placement(cpus=placement.available_cpus(), processes=count)
+        started.append(RoleProcesses("trainer", ["trainer", script], placement.split(whole), RunDir(tmp_path), lifeline))
+        return started[-1]
+
+    yield start_role
+    for each in started:
+        each.end_by(time.monotonic())
+    lifeline.close()
+
+
+def end(root: Path, *codes: int) -> None:
+    for number, code in enumerate(codes):
+        (root / "draft").write_text(str(code))
+        (root / "draft").rename(root / f"code-{number}")
+
+
+def wait(role: RoleProcesses) -> int:
+    deadline = time.monotonic() + 20
+    while (code := role.poll()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return code
+
+
+def test_processes_share_a_coordinator_and_one_has_none(tmp_path, start):
+    for count in (1, 2):
+        role = start(count)
+        end(tmp_path, *[0] * count)
+        assert wait(role) == 0
+        told = [(tmp_path / f"told-{number}").read_text().split() for number in range(count)]
+        assert [each[-2:] for each in told] == [[f"--processes={count}", f"--process={number}"] for number in range(count)]
+    assert len(told[0]) == 3 and told[0][0] == told[1][0] and told[0][0].startswith("--coordinator=127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    "codes, expected", [((6, 3, 6), 3), ((6, 6), 6), ((0, 6, 0), 6), ((4, 4, 6), 4), ((130, 130), 130)], ids=str
+)
+def test_the_end_is_that_of_the_process_that_ended_the_others(tmp_path, start, codes, expected):
+    role = start(len(codes))
+    end(tmp_path, *codes[:-1])
+    assert role.poll() is None, "it has not ended before all processes have"
+    end(tmp_path, *codes)
+    assert wait(role) == expected and role.last_words(expected) == f"error: words of {codes.index(expected)}"
+
+
+def test_a_process_that_does_not_see_the_end_of_another_is_killed(tmp_path, start, monkeypatch):
+    monkeypatch.setattr(supervisor, "END_TOGETHER_SECONDS", 0.1)
+    role = start(2)
+    end(tmp_path, 6)
+    assert wait(role) == -9
+
+
+def test_the_last_words_of_a_log_that_was_just_set_aside_are_found(tmp_path, start):
+    role = start(1)
+    role.log.write_text("error: words of before\n" + "y" * (1 << 20) + "\n")
+    end(tmp_path, 3)
+    assert wait(role) == 3 and role.last_words(3) == "error: words of 0"
+    assert log_files.rotate(role.log, limit=100, keep=1) and role.log.read_text() == ""
+    assert role.last_words(3) == "error: words of 0"
+
+
+def test_cores_and_gpus_are_divided():
+    whole = Placement(cpus=(0, 1, 2, 3, 4), gpus=("2", "3", "5", "7"), processes=2)
+    first, second = placement.split(whole)
+    assert (first.cpus, second.cpus) == ((0, 1), (2, 3, 4)) and (first.gpus, second.gpus) == (("2", "3"), ("5", "7"))
+    assert [each.cpus for each in placement.split(Placement(cpus=(3,), processes=2))] == [(3,), (3,)]
+    with pytest.raises(ValueError, match=r"trainer.processes=3 does not divide the 4 GPUs"):
+        placement.split(Placement(cpus=(0,), gpus=("0", "1", "2", "3"), processes=3))

@@ -13,18 +13,18 @@ import pytest
 from tba_jax.run import log_files
 
 # Writes numbered lines from a child too, to whatever its output is, and bounds its log meanwhile. A line is one write, so that
-# lines of two processes do not mix, whatever PYTHONUNBUFFERED says. 37,000 bytes are three cuts, the last far from the end.
+# lines of two processes do not mix, whatever PYTHONUNBUFFERED says. 37,000 bytes are three cuts.
 PROGRAM = """
 import os, subprocess, sys, time
 from pathlib import Path
 from tba_jax.run import log_files
-log_files.LOOK_SECONDS = 0.02
+log_files.LOOK_SECONDS = 0.01
 log_files.keep_bounded(Path(sys.argv[1]), megabytes=0.01, keep=2)
-writes = "import os, time\\nfor n in range(270): os.write(1, b'child %d %s\\\\n' % (n, b'x' * 60)); time.sleep(.005)"
+writes = "import os, time\\nfor n in range(270): os.write(1, b'child %d %s\\\\n' % (n, b'x' * 60)); time.sleep(.001)"
 child = subprocess.Popen([sys.executable, "-c", writes])
 for n in range(270):
     os.write(1, b"role %d %s\\n" % (n, b"x" * 60))
-    time.sleep(0.005)
+    time.sleep(0.001)
 child.wait()
 print("error: the last words", flush=True)
 """

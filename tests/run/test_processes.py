@@ -1,4 +1,4 @@
-"""How processes are asked to stop, what happens when they do not, and what counts as a failure of storage."""
+"""How processes are asked to stop, how they end with their parent, and what counts as a failure of storage."""
 
 import errno
 import os
@@ -6,10 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from tba_jax.run import processes
+
+ROOT = Path(__file__).parent.parent.parent
 
 # The main thread is inside one long call into C, as it is while a compiled program runs.
 PROGRAM = """
@@ -22,56 +25,108 @@ print("finished, asked:", stop(), flush=True)
 """
 
 
-def start(asked: str, iterations: int) -> subprocess.Popen:
-    """A process in its long call. Args: asked: how it asks for signals, an expression."""
+@pytest.mark.parametrize(
+    "asked, iterations, number, said, code, least",
+    [
+        ("processes.StopSignal(patience_seconds=0.5)", 1_000_000_000, signal.SIGTERM, "", 0, 0.5),  # many minutes
+        ("processes.stop_at_once()", 1_000_000_000, signal.SIGINT, "", processes.STOPPED, 0.0),
+        ("processes.StopSignal()", 1_000_000, signal.SIGTERM, "finished, asked: True\n", 0, 0.0),
+        ("processes.StopSignal(patience_seconds=60.0)", 1_000_000, signal.SIGINT, "finished, asked: True\n", 0, 0.0),
+    ],
+    ids=["abandoned", "at once", "finished", "finished in time"],
+)
+def test_a_signal_lets_a_call_end_for_so_long_as_its_patience_lasts(asked, iterations, number, said, code, least):
     program = PROGRAM.format(asked=asked, iterations=iterations)
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
-    return process
-
-
-@pytest.mark.parametrize("patience", [0.0, 0.5])
-def test_what_takes_too_long_is_abandoned(patience):
-    process = start(f"processes.StopSignal(patience_seconds={patience})", 1_000_000_000)  # many minutes
     begin = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=20)
-    assert process.returncode == 0 and output == ""
-    assert patience <= time.monotonic() - begin < patience + 5
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_has_nothing_to_keep_ends_at_once(number):
-    process = start("processes.stop_at_once()", 1_000_000_000)
     process.send_signal(number)
-    assert process.communicate(timeout=20) == ("", "") and process.returncode == processes.STOPPED
-
-
-@pytest.mark.parametrize("patience", [None, 60.0])
-def test_what_is_in_flight_is_finished(patience):
-    process = start(f"processes.StopSignal(patience_seconds={patience})", 1_000_000)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and output == "finished, asked: True\n"
+    assert process.communicate(timeout=60)[0] == said and process.returncode == code
+    assert least <= time.monotonic() - begin < least + 20
 
 
 def test_a_second_signal_ends_the_process():
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import time\nfrom tba_jax.run import processes\nprocesses.StopSignal(patience_seconds=60.0)\n"
-            "print('ready', flush=True)\nwhile True: time.sleep(0.01)",
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout.readline() == "ready\n"
-    for _ in range(2):
+    program = "import time\nfrom tba_jax.run import processes\nstop = processes.StopSignal(patience_seconds=60.0)\n"
+    program += "print('ready', flush=True)\nwhile not stop(): time.sleep(0.01)\nprint('asked', flush=True)\ntime.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for said in ("ready\n", "asked\n"):
+        assert process.stdout.readline() == said
         os.kill(process.pid, signal.SIGINT)
-        time.sleep(0.3)
     process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGINT
+
+
+# A parent that starts two children on one lifeline. Each tells its process id, its cores and whether it has imported JAX.
+CHILD = """
+import os, sys, time
+from tba_jax.run import processes
+processes.hold()
+print(os.getpid(), *sorted(os.sched_getaffinity(0)), "jax" in sys.modules, flush=True)
+time.sleep(600)
+"""
+PARENT = f"""
+import os, subprocess, sys, time
+from tba_jax.run.processes import Lifeline
+line, core = Lifeline(), min(os.sched_getaffinity(0))
+for _ in range(2):
+    subprocess.Popen([sys.executable, "-c", {CHILD!r}], env=os.environ | line.child_environment((core,)), pass_fds=line.child_fds,
+                     start_new_session=True)
+time.sleep(600)
+"""
+
+
+def is_running(pid: int) -> bool:
+    """A zombie is not: nobody may be there to wait for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux alone ends children with their parent")
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM], ids=lambda end: end.name)
+def test_children_die_with_their_parent(end):
+    """One of them is stopped: no thread of it runs, and the kernel alone can end it."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    told = [parent.stdout.readline().split() for _ in range(2)]
+    children = [int(pid) for pid, *_ in told]
+    try:
+        assert [each[1:] for each in told] == [[str(min(os.sched_getaffinity(0))), "False"]] * 2
+        assert parent.poll() is None and all(map(is_running, children))
+        os.kill(children[0], signal.SIGSTOP)
+        parent.send_signal(end)
+        parent.wait()
+        deadline = time.monotonic() + 5.0
+        while any(map(is_running, children)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        parent.kill()
+        for pid in filter(is_running, children):
+            os.kill(pid, signal.SIGKILL)
+        parent.stdout.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux alone ends children with their parent")
+def test_a_child_whose_parent_died_before_it_held_ends():
+    """The pipe is still open: somebody else holds its other end."""
+    lifeline = processes.Lifeline()
+    environment = os.environ | lifeline.child_environment(()) | {"TBA_JAX_PARENT": "1"}
+    command = [sys.executable, "-c", "import time\nfrom tba_jax.run import processes\nprocesses.hold()\ntime.sleep(60)"]
+    child = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=lifeline.child_fds)
+    try:
+        assert child.wait(20) == -signal.SIGKILL
+    finally:
+        child.kill()
+        lifeline.close()
+
+
+def test_a_process_without_a_lifeline_just_runs(monkeypatch):
+    for name in ("TBA_JAX_LIFELINE", "TBA_JAX_CPUS"):
+        monkeypatch.delenv(name, raising=False)
+    cores = os.sched_getaffinity(0)
+    processes.hold()
+    assert os.sched_getaffinity(0) == cores
 
 
 def raised(make) -> Exception:
@@ -156,10 +211,10 @@ with open(sys.argv[1], "w") as file:
 """
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_closed_standard_descriptor_is_the_null_device(closed, tmp_path):
     told = tmp_path / "told"
     shell = f'exec "$@" </dev/null >/dev/null 2>/dev/null {closed}'
-    subprocess.run(["sh", "-c", shell, "sh", sys.executable, "-c", CLOSED, told], check=True)
+    subprocess.run(["sh", "-c", shell, "sh", sys.executable, "-c", CLOSED, told], cwd=ROOT, check=True)
     *streams, read, write = told.read_text().split()
     assert streams == ["/dev/null"] * 3 and min(int(read), int(write)) > 2

@@ -4,82 +4,71 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
 
 from tba_jax.run import restart
-from tba_jax.run.restart import Verdict
+from tba_jax.run.restart import Lives, Verdict
 
 ROOT = Path(__file__).parent.parent.parent
 # A role that notes each of its lives, and ends by the next of the codes that it is given.
 ROLE = 'folder=$1; echo >> "$folder/lives"; shift; n=$(wc -l < "$folder/lives"); exit "${!n}"'
 
 
-def start(workdir: Path, *command: str, deaths: int) -> subprocess.Popen:
-    wrapper = [sys.executable, "-m", "tba_jax.run.restart", f"--workdir={workdir}", f"--deaths={deaths}"]
-    return subprocess.Popen([*wrapper, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """run(*command, deaths=N) runs a role in this process, whose handlers of signals come back. The folder holds a run."""
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(restart, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(restart, "LOOK_SECONDS", 0.01)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield lambda *command, deaths=0: restart.run([*command], workdir=str(tmp_path), deaths=deaths)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-def again(workdir: Path, *codes: int, deaths: int = 0) -> subprocess.Popen:
-    return start(workdir, "bash", "-c", ROLE, "role", str(workdir), *map(str, codes), deaths=deaths)
+def lives(folder: Path) -> int:
+    return len((folder / "lives").read_text())
 
 
 @pytest.mark.parametrize("codes", [(0,), (3, 3, 0), (3, 4), (2,), (5,), (9,), (7, 7, 0)], ids=str)
-def test_a_role_is_run_again_as_long_as_its_storage_fails(tmp_path, codes):
-    (tmp_path / "config.json").write_text("{}")
-    process = again(tmp_path, *codes)
-    process.communicate(timeout=30)
-    assert process.returncode == codes[-1] and len((tmp_path / "lives").read_text()) == len(codes)
+def test_a_role_is_run_again_as_long_as_its_storage_fails(run, tmp_path, codes):
+    assert run("bash", "-c", ROLE, "role", tmp_path, *map(str, codes)) == codes[-1] and lives(tmp_path) == len(codes)
 
 
 @pytest.mark.parametrize(
-    "codes", [(6, 137, 0), (1, 6, 139), (6, 2, 0), (6, 2, 2), (3, 2, 0), (1, 4), (134, 5), (1, 130), (6, 3, 6, 0)], ids=str
+    "codes", [(6, 137, 0), (1, 6, 139), (6, 2, 0), (6, 2, 2), (3, 2, 0), (1, 4), (134, 5), (1, 130), (6, 3, 6, 0), (2,)], ids=str
 )
-def test_a_role_that_dies_is_run_again_so_often_as_it_is_told(tmp_path, codes):
-    (tmp_path / "config.json").write_text("{}")
-    process = again(tmp_path, *codes, deaths=2)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == codes[-1] and len((tmp_path / "lives").read_text()) == len(codes)
+def test_a_role_that_dies_is_run_again_so_often_as_it_is_told(run, tmp_path, codes, capsys):
+    assert run("bash", "-c", ROLE, "role", tmp_path, *map(str, codes), deaths=2) == codes[-1] and lives(tmp_path) == len(codes)
     reason = "storage failed" if codes[0] == 3 else f"ended with code {codes[0]}"
-    assert f"{reason}; running the role again" in errors
+    assert (f"{reason}; running the role again" in capsys.readouterr().err) == (len(codes) > 1)
 
 
-def test_bad_input_of_the_first_life_is_the_end(tmp_path):
-    process = again(tmp_path, 2, 0, deaths=2)
-    process.communicate(timeout=30)
-    assert process.returncode == 2
+@pytest.mark.parametrize("code", [1, 3, 7])
+def test_a_role_whose_storage_failed_waits_until_its_run_is_there(run, tmp_path, code, capsys):
+    """One that died otherwise need not see a run: perhaps there was none yet."""
+    config, seen = tmp_path / "config.json", []
+    config.unlink()
+    back = threading.Timer(0.3, lambda: (seen.append(lives(tmp_path)), config.write_text("{}")))
+    back.start()
+    assert run("bash", "-c", ROLE, "role", tmp_path, str(code), "0", deaths=1) == 0
+    back.join()
+    assert seen == [2 if code == 1 else 1] and ("holds no run at the moment" in capsys.readouterr().err) == (code != 1)
 
 
-def test_a_role_that_died_before_there_was_a_run_need_not_see_one(tmp_path):
-    process = again(tmp_path, 1, 0, deaths=1)
-    process.communicate(timeout=30)
-    assert process.returncode == 0
-
-
-@pytest.mark.parametrize("code", [3, 7])
-def test_a_role_is_not_run_again_before_its_run_is_there(tmp_path, code):
-    process = again(tmp_path, code, 0)
-    time.sleep(1.0)
-    assert process.poll() is None and (tmp_path / "lives").read_text() == "\n"
-    (tmp_path / "config.json").write_text("{}")
-    _, errors = process.communicate(timeout=70)
-    assert process.returncode == 0 and "holds no run at the moment" in errors
+def test_a_run_that_stays_away_is_waited_for_as_long_as_waiting_may_help(run, tmp_path, monkeypatch):
+    (tmp_path / "config.json").unlink()
+    monkeypatch.setitem(restart.PATIENCE_SECONDS, 7, 0.3)
+    assert run("bash", "-c", ROLE, "role", tmp_path, "7", "0") == 7 and lives(tmp_path) == 1
 
 
 @pytest.mark.parametrize("code", [3, 6])
-def test_a_role_that_is_asked_to_stop_is_not_run_again(tmp_path, code):
-    waits = f"trap 'exit {code}' TERM; echo ready; while :; do sleep 0.1; done"
-    process = start(tmp_path, "bash", "-c", waits, deaths=9)
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
-    assert process.returncode == code
-
-
-def test_pauses_grow_to_a_minute():
-    assert [restart.pause_seconds(n) for n in (1, 2, 3, 8, 9, 1000)] == [0.5, 1.0, 2.0, 60.0, 60.0, 60.0]
+def test_a_role_that_is_asked_to_stop_is_not_run_again(run, code):
+    asks = f"trap 'exit {code}' TERM; kill -TERM $PPID; while :; do sleep 0.02; done"
+    assert run("sh", "-c", asks, deaths=9) == code
 
 
 @pytest.mark.parametrize(
@@ -89,14 +78,14 @@ def test_pauses_grow_to_a_minute():
         ("searcher", 2, True, 1, Verdict.ENDS),
         ("trainer", 2, False, 1, Verdict.AGAIN),
         ("evaluator", 2, False, 99, Verdict.AGAIN),
-        ("trainer", 3, True, 99, Verdict.AGAIN_UNCOUNTED),
-        ("reference", 3, True, 99, Verdict.AGAIN_UNCOUNTED),
+        ("trainer", 3, True, 99, Verdict.AGAIN),
+        ("reference", 3, True, 99, Verdict.AGAIN),
         ("trainer", 4, False, 1, Verdict.ENDS),
         ("searcher", 4, True, 99, Verdict.AGAIN),
         ("searcher", 5, False, 1, Verdict.ENDS),
         ("", 4, False, 1, Verdict.ENDS),
         ("trainer", -9, False, 20, Verdict.AGAIN),
-        ("trainer", -9, False, 21, Verdict.ENDS),
+        ("trainer", -9, False, 21, Verdict.GIVEN_UP),
         ("searcher", -9, False, 999, Verdict.AGAIN),
     ],
 )
@@ -104,11 +93,38 @@ def test_verdicts(kind, code, is_new, deaths, expected):
     assert restart.judge(kind, code, is_new=is_new, deaths=deaths, max_restarts=20) is expected
 
 
+@pytest.mark.parametrize("kind", ["trainer", "searcher", "evaluator"])
 @pytest.mark.parametrize("code, last", [(restart.STORAGE_FAILED, 7 * 86400), (restart.STORAGE_FORBIDS, 600)])
-def test_storage_is_waited_for_so_long_as_waiting_may_help(code, last):
-    for kind in ("trainer", "searcher", "evaluator"):
-        verdicts = [restart.judge(kind, code, is_new=True, deaths=99, max_restarts=0, seconds=last + more) for more in (0, 1)]
-        assert verdicts == [Verdict.AGAIN_UNCOUNTED, Verdict.ENDS]
+def test_storage_is_waited_for_so_long_as_waiting_may_help(kind, code, last):
+    lives = Lives(kind, max_restarts=0)
+    ends = [lives.end(code, began=at, now=at + 1.0) for at in (0.0, last - 1.0, last)]
+    assert ends == [Verdict.AGAIN, Verdict.AGAIN, Verdict.ENDS] and not lives.deaths
+
+
+def test_each_way_to_refuse_has_its_own_time():
+    """An hour without an answer leaves the ten minutes of storage that forbids then."""
+    lives, found = Lives("", max_restarts=9), []
+    for code, at in [(3, 0.0), (3, 3600.0), (7, 3700.0), (7, 3800.0), (9, 3900.0), (7, 4000.0)]:
+        lives.end(code, began=at, now=at + 1.0)
+        found.append(lives.seconds)
+    assert found == [1.0, 3601.0, 1.0, 101.0, 0.0, 1.0]
+    lives.end(7, began=9000.0, now=9001.0, has_worked=True)
+    assert lives.seconds == 1.0
+
+
+def test_deaths_are_counted_up_to_a_long_life_and_pauses_grow_to_a_minute_until_there_is_work():
+    lives = Lives("trainer", max_restarts=99)
+
+    def pauses(times: int, **end: bool) -> list[float]:
+        return [(lives.end(9, began=0.0, now=1.0, **end), lives.pause)[1] for _ in range(times)]
+
+    assert pauses(9) == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0] and lives.deaths == lives.in_vain == 9
+    assert pauses(2, has_worked=True) == [0.5, 0.5] and (lives.deaths, lives.in_vain) == (11, 1)
+    lives.end(3, began=0.0, now=1.0)
+    lives.end(3, began=0.0, now=1.0)
+    assert lives.pause == 2.0 and lives.deaths == 11
+    lives.end(9, began=0.0, now=600.0)
+    assert lives.pause == 0.5 and lives.deaths == 1
 
 
 @pytest.mark.parametrize(
@@ -120,15 +136,6 @@ def test_what_it_cannot_run_is_refused(flags, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_each_way_to_refuse_has_its_own_time():
-    """An hour without an answer leaves the ten minutes of storage that forbids then."""
-    refusals = restart.Refusals()
-    codes = [(3, 0.0), (3, 3600.0), (7, 3700.0), (7, 3800.0), (9, 3900.0), (7, 4000.0)]
-    assert [refusals.seconds(code, began=at, now=at + 1.0) for code, at in codes] == [1.0, 3601.0, 1.0, 101.0, 0.0, 1.0]
-    refusals.forget()
-    assert refusals.seconds(7, began=9000.0, now=9001.0) == 1.0
-
-
 COUNTS_SIGNALS = """
 import signal, time
 seen = []
@@ -137,7 +144,7 @@ for number in (signal.SIGINT, signal.SIGTERM):
 print("ready", flush=True)
 while not seen:
     time.sleep(0.05)
-time.sleep(1.0)
+time.sleep(0.5)
 print(len(seen), flush=True)
 """
 

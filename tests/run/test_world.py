@@ -18,6 +18,7 @@ STEP = {
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
 }
+SHELL = {name: value for name, value in STEP.items() if name != "SLURM_STEP_NODELIST"}
 MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in dict(RANK="2", SIZE="4", LOCAL_RANK="0", LOCAL_SIZE="2").items()}
 POD = {"TPU_WORKER_HOSTNAMES": "host-0,host-1", "TPU_WORKER_ID": "1"}
 
@@ -26,52 +27,48 @@ def find(environment=None, *, coordinator="", processes=None, process=None) -> W
     return world.find(coordinator=coordinator, processes=processes, process=process, environment=environment or {})
 
 
-@pytest.mark.parametrize("given", [{}, {"processes": 1}, {"processes": 1, "process": 0, "coordinator": "here:1"}], ids=str)
-def test_a_trainer_of_one_process_needs_nothing(given):
-    assert find(**given) == ALONE
+@pytest.mark.parametrize(
+    "environment, given",
+    [
+        ({}, {}),
+        ({}, dict(processes=1)),
+        (STEP, dict(processes=1, process=0, coordinator="here:1")),
+        ({**STEP, "SLURM_STEP_NUM_TASKS": "1"}, {}),
+        (SHELL, {}),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, {}),
+    ],
+    ids=["nothing", "one", "one of a step", "a step of one task", "the shell of a job", "one host"],
+)
+def test_a_trainer_of_one_process_needs_nothing(environment, given):
+    assert find(environment, **given) == ALONE
 
 
-def test_flags_say_all():
-    found = find(STEP, coordinator="node1:7133", processes=2, process=1)
-    assert (found.process, found.processes, found.address, found.source) == (1, 2, ("node1", 7133), "flags")
-    assert find(coordinator="[::1]:80", processes=2, process=0).address == ("::1", 80)
+FIVE = dict(coordinator="node1:7133", processes=5, process=3)
 
 
-def test_a_step_of_slurm():
-    found = find(STEP)
-    assert (found.process, found.processes, found.local_process, found.local_processes) == (3, 5, 1, 2)
-    assert found.address[0] == "gpu007" and 1024 < found.address[1] < 1 << 16
-    ports = {
-        find(STEP | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).address[1] for job in (77, 78) for step in (0, 1)
-    }
-    assert len(ports) == 4, "steps and jobs on one node have ports of their own"
-    assert find({**STEP, "SLURM_STEP_NUM_TASKS": "1"}) == ALONE
-    assert find({name: value for name, value in STEP.items() if name != "SLURM_STEP_NODELIST"}) == ALONE, "the shell of a job"
-    for listed, first in (("login,gpu1", "login"), ("rack[2-3]-n[07,09],login", "rack2-n07"), ("node[1-2]-ib", "node1-ib")):
-        assert find({**STEP, "SLURM_STEP_NODELIST": listed}).address[0] == first
+@pytest.mark.parametrize(
+    "environment, given, process, processes, host, local",
+    [
+        (STEP, dict(coordinator="node1:7133", processes=2, process=1), 1, 2, "node1", (0, 1)),
+        ({}, dict(coordinator="[::1]:80", processes=2, process=0), 0, 2, "::1", (0, 1)),
+        (STEP, {}, 3, 5, "gpu007", (1, 2)),
+        (STEP, FIVE, 3, 5, "node1", (1, 2)),  # flags that repeat what Slurm says leave GPUs shared
+        (STEP | {"SLURM_GPUS_PER_TASK": "2"}, {}, 3, 5, "gpu007", (0, 1)),  # it sees its own GPUs alone
+        (STEP | {"SLURM_STEP_NODELIST": "login,gpu1"}, {}, 3, 5, "login", (1, 2)),
+        (STEP | {"SLURM_STEP_NODELIST": "rack[2-3]-n[07,09],login"}, {}, 3, 5, "rack2-n07", (1, 2)),
+        (MPI, dict(coordinator="node1:7133"), 2, 4, "node1", (0, 2)),
+        (POD, {}, 1, 2, "host-0", (0, 1)),
+    ],
+)
+def test_flags_come_before_what_the_launcher_says(environment, given, process, processes, host, local):
+    found = find(environment, **given)
+    assert (found.process, found.processes, found.address[0]) == (process, processes, host)
+    assert (found.local_process, found.local_processes) == local and 0 < found.address[1] < 1 << 16
 
 
-def test_a_task_with_gpus_of_its_own_takes_all_that_it_sees():
-    found = find({**STEP, "SLURM_GPUS_PER_TASK": "2"})
-    assert (found.process, found.local_processes) == (3, 1) and found.local_devices(2) == [0, 1]
-
-
-def test_flags_that_repeat_what_the_launcher_says_leave_gpus_shared():
-    found = find(STEP, coordinator="node1:7133", processes=5, process=3)
-    assert (found.address, found.local_process, found.local_processes) == (("node1", 7133), 1, 2)
-
-
-def test_open_mpi_knows_numbers_and_no_address():
-    found = find(MPI, coordinator="node1:7133")
-    assert (found.process, found.processes, found.local_processes) == (2, 4, 2)
-    with pytest.raises(ValueError, match="needs --coordinator"):
-        find(MPI)
-
-
-def test_a_host_of_a_tpu_pod():
-    found = find(POD)
-    assert (found.process, found.processes, found.address[0]) == (1, 2, "host-0")
-    assert find({"TPU_WORKER_HOSTNAMES": "localhost"}) == ALONE
+def test_steps_and_jobs_on_one_node_have_ports_of_their_own():
+    asked = [STEP | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step} for job in ("77", "78") for step in "01"]
+    assert len({find(each).address[1] for each in asked}) == 4
 
 
 def test_a_tpu_vm_asks_the_metadata_server():
@@ -86,13 +83,10 @@ def test_a_tpu_vm_asks_the_metadata_server():
         def log_message(self, *_):
             pass
 
-    server = http.server.HTTPServer(("127.0.0.1", 0), Metadata)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with http.server.HTTPServer(("127.0.0.1", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         assert world.tpu_hosts(f"http://127.0.0.1:{server.server_port}/attributes") == (["10.0.0.1", "10.0.0.2"], "1")
-    finally:
         server.shutdown()
-        server.server_close()
     assert world.tpu_hosts(f"http://127.0.0.1:{server.server_port}") == ([], "")
 
 
@@ -102,11 +96,10 @@ def test_a_tpu_vm_asks_the_metadata_server():
         (dict(processes=2, process=2, coordinator="a:1"), "--process=2 must be 0 to 1, as --processes=2"),
         (dict(processes=2, process=-1, coordinator="a:1"), "--process=-1 must be 0 to 1"),
         (dict(processes=0, process=0, coordinator="a:1"), "--processes=0 must be at least 1"),
-        (dict(processes=2, process=0, coordinator="a"), "--coordinator=a must be HOST:PORT"),
-        (dict(processes=2, process=0, coordinator=":80"), "--coordinator=:80 must be HOST:PORT"),
-        (dict(processes=2, process=0, coordinator="a:99999"), "--coordinator=a:99999 must be HOST:PORT"),
+        *((dict(processes=2, process=0, coordinator=each), f"--coordinator={each} must be") for each in ("a", ":80", "a:99999")),
         (dict(processes=2, coordinator="a:1"), "needs --process as well"),
         (dict(process=1), "needs --coordinator and --processes as well"),
+        (dict(environment=MPI), "needs --coordinator"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -115,15 +108,9 @@ def test_wrong_numbers_are_named(given, told):
         find(**given)
 
 
-@pytest.mark.parametrize(
-    "local, visible, expected",
-    [((0, 1), 8, list(range(8))), ((1, 2), 8, [4, 5, 6, 7]), ((1, 4), 4, [1]), ((3, 4), 1, [0]), ((0, 2), 0, [])],
-    ids=str,
-)
-def test_processes_of_a_host_share_its_gpus(local, visible, expected):
-    assert World(processes=8, local_process=local[0], local_processes=local[1]).local_devices(visible) == expected
-
-
-def test_gpus_that_do_not_divide_are_refused():
+def test_processes_of_a_host_share_its_gpus():
+    shared = [((0, 1), 8), ((1, 2), 8), ((1, 4), 4), ((3, 4), 1), ((0, 2), 0)]
+    found = [World(processes=8, local_process=i, local_processes=n).local_devices(visible) for (i, n), visible in shared]
+    assert found == [list(range(8)), [4, 5, 6, 7], [1], [0], []]
     with pytest.raises(ValueError, match="3 GPUs of this host do not divide over the 2 processes"):
         World(processes=2, local_processes=2).local_devices(3)

@@ -4,7 +4,8 @@ import dataclasses
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import numpy as np
 
 from tba_jax import trajectory
 from tba_jax.decoding import slots
+from tba_jax.decoding.requests import Generation, Request
+from tba_jax.decoding.slots import Usage
 from tba_jax.experiment import jobs
 from tba_jax.replay.reader import LogReader
 from tba_jax.roles.searcher import loop
@@ -107,6 +110,62 @@ def rows_of_the_stream(s: jobs.Invocation, made: Searcher, queries: int) -> dict
 def assert_same_rows(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     for name, column in expected.items():
         np.testing.assert_allclose(found[name], column, rtol=0, atol=1e-5 if name.endswith("_logprobs") else 0, err_msg=name)
+
+
+@dataclasses.dataclass
+class InstantTicket:
+    request: Request
+    generation: Generation
+    left: int
+
+
+class InstantEngine:
+    """In the place of decoding.engine.Engine: answers requests at once, by their keys. What is done with them needs no model."""
+
+    prompts, swapped, policy_step = Q, True, -1
+
+    def __init__(self, *_: Any, response_length: int, **__: Any):
+        self._length, self.usage = response_length, Usage()
+        self._queue, self._is_finite = deque[InstantTicket](), True
+
+    def prepare(self, params: Any, *, consume: bool) -> Any:
+        self._is_finite = all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+        return params
+
+    def swap(self, prepared: Any, step: int) -> None:
+        self.policy_step = step
+
+    def submit(self, request: Request) -> InstantTicket:
+        logprobs, tokens = (np.zeros((request.samples, self._length), kind) for kind in (np.float32, np.int32))
+        length, finished = (np.zeros(request.samples, kind) for kind in (np.int32, bool))
+        columns = dict(tokens=tokens, length=length, finished=finished, policy_step=tokens - 1)
+        made = Generation(**columns, policy_logprobs=logprobs, behavior_logprobs=logprobs)
+        self._queue.append(InstantTicket(request, made, request.samples))
+        return self._queue[-1]
+
+    def decode(self, tickets: Sequence[InstantTicket]) -> Iterator[int]:
+        while any(ticket.left for ticket in tickets):
+            yield max(0, self.prompts - len(self._queue))
+            self._answer(self._queue.popleft())
+
+    def collect(self, tickets: Sequence[InstantTicket], *, feed: Callable[[], bool]) -> list[Generation]:
+        for room in self.decode(tickets):
+            [feed() for _ in range(room)]
+        return [ticket.generation for ticket in tickets]
+
+    def _answer(self, ticket: InstantTicket) -> None:
+        if not self._is_finite:
+            raise FloatingPointError(f"log-probs of query {ticket.request.name} are not finite")
+        made = ticket.generation
+        for row, key in enumerate(ticket.request.keys):
+            rng = np.random.default_rng(key)
+            made.length[row] = n = rng.integers(1, self._length + 1)
+            made.tokens[row, :n], made.policy_step[row, :n] = rng.integers(3, 9, n), self.policy_step
+            made.policy_logprobs[row, :n] = rng.uniform(-2, -1, n)
+        made.finished[:], ticket.left = made.length < self._length, 0
+        tokens = int(made.length.sum())
+        done = Usage(slot_steps=2 * tokens, useful=tokens, prefilled=16, prompt_tokens=7, flops=100 * tokens, bytes=10 * tokens)
+        self.usage = Usage(*map(sum, zip(dataclasses.astuple(self.usage), dataclasses.astuple(done), strict=True)))
 
 
 class Held:

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,8 +22,7 @@ from tba_jax.decoding.state_values import ValuedStates
 from tba_jax.replay import success_counts
 from tba_jax.replay.log import LogWriter
 from tba_jax.rewards.responses import response_texts, reward_texts
-from tba_jax.roles.searcher.samples import Samples
-from tba_jax.roles.work import Work
+from tba_jax.roles.searcher.report import Samples, SearchReport
 from tba_jax.run import processes
 from tba_jax.tasks.interface import CountsGrades, EncodedQuery, Scores, Task
 from tba_jax.text.tokenizers import Tokenizer
@@ -36,49 +35,11 @@ LOOK_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchReport:
-    """What became of one batch.
-
-    time: when it was appended, time.monotonic(). seconds: from the beginning of its decoding until then.
-    rows: number of rows. tokens: response tokens in them. value_tokens: tokens that were generated only to value their states.
-    reward: mean reward of the rows that have one. unscored: rows whose reward could not be found, NaN in the log.
-    finished: share of the responses that ended by themselves.
-    failure: why the first of them could not be scored, "" if the task does not say.
-    equal_reward_groups: share of its queries whose rows all have the same reward.
-    policy_step: of the weights in use when it was decoded. slot_idle: share of all slot-steps so far that gave no token.
-    useful_token_share: of all tokens so far that prefill and reference computed, those of prompts and rows.
-    work: of the sampler so far. samples: the rows, for tables.
-    """
-
-    time: float
-    rows: int
-    tokens: int
-    reward: float
-    unscored: int
-    finished: float
-    policy_step: int
-    slot_idle: float
-    useful_token_share: float
-    seconds: float
-    value_tokens: int
-    failure: str
-    equal_reward_groups: float = float("nan")
-    work: Work = dataclasses.field(default_factory=Work)
-    samples: Samples = dataclasses.field(default_factory=Samples)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """The responses, those that ended by themselves and those without a reward, as alarms look at them."""
-        return {"rows": self.rows, "finished_rows": round(self.finished * self.rows), "unscored": self.unscored}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodedBatch:
     """A batch that waits for its rewards.
 
     rows: all columns but row, reward, reward_parts and state_values. texts, queries: of the rows, one each. scores, values: what
-    gives the missing columns.
-    begin: time.monotonic() when its decoding began. Others: see SearchReport.
+    gives the missing columns. begin: time.monotonic() when its decoding began. figures: of the decoder, for the SearchReport.
     """
 
     rows: dict[str, np.ndarray]
@@ -86,11 +47,8 @@ class DecodedBatch:
     queries: Sequence[EncodedQuery]
     scores: Future[Scores]
     values: ValuedStates | None
-    policy_step: int
-    slot_idle: float
-    useful_token_share: float
-    work: Work
     begin: float
+    figures: Mapping[str, Any]
 
 
 class _Threads:
@@ -102,13 +60,12 @@ class _Threads:
     def __init__(self, count: int, name: str):
         self._calls: _Calls = queue.SimpleQueue()
         for number in range(count):
-            own = f"{name}-{number}" if count > 1 else name
-            threading.Thread(target=_do, args=(self._calls,), name=own, daemon=True).start()
+            threading.Thread(target=_do, args=(self._calls,), name=f"{name}-{number}", daemon=True).start()
         self.close = weakref.finalize(self, _end, self._calls, count)
 
-    def submit(self, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Future[Any]:
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
-        self._calls.put((future, functools.partial(function, *arguments, **settings)))
+        self._calls.put((future, function))
         return future
 
 
@@ -157,8 +114,8 @@ class Appender:
     def reward(self, generation: Generation, queries: Sequence[EncodedQuery]) -> tuple[list[str], Future[Scores]]:
         """The B texts of the responses, and a future of their scores."""
         texts = response_texts(generation.responses, queries, self._tokenizer)
-        asked: dict[str, Any] = dict(task=self._task, missing_eos_reward=self._missing_eos_reward)
-        return texts, self._calls.submit(reward_texts, texts, generation.finished, queries, **asked)
+        given: dict[str, Any] = dict(task=self._task, missing_eos_reward=self._missing_eos_reward)
+        return texts, self._calls.submit(functools.partial(reward_texts, texts, generation.finished, queries, **given))
 
     def put(self, batch: DecodedBatch, *, waits: Callable[[], bool] = lambda: True) -> None:
         """Has the batch appended once its rewards are there. While most_waiting batches wait, waits for the first of them.
@@ -172,7 +129,7 @@ class Appender:
                 waiting[0].result()
             elif not waits():
                 return
-        self._waiting.append(self._appends.submit(self._append, batch))
+        self._waiting.append(self._appends.submit(functools.partial(self._append, batch)))
 
     def appended(self, *, wait_seconds: float | None = 0.0) -> list[SearchReport]:
         """Reports of the batches that were appended since the last call, in their order.
@@ -238,10 +195,7 @@ class Appender:
             reward=float(scores.reward[scored].mean()) if scored.any() else float("nan"),
             unscored=int(count - scored.sum()),
             finished=float(rows["finished"].mean()),
-            policy_step=batch.policy_step,
-            slot_idle=batch.slot_idle,
-            useful_token_share=batch.useful_token_share,
-            work=batch.work,
+            **batch.figures,
             seconds=now - batch.begin,
             value_tokens=0 if batch.values is None else batch.values.tokens,
             failure=scores.failure,

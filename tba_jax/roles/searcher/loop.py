@@ -3,22 +3,14 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from tba_jax.roles.searcher.appender import SearchReport
-from tba_jax.roles.searcher.reward_watch import RewardWatch
-from tba_jax.roles.searcher.samples import SampleTables
+from tba_jax.roles.searcher.report import SearchRecord
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.roles.work import Work, policy_peaks
 from tba_jax.storage import contract, grants, layout, places
 from tba_jax.storage.requests import RequestRate
-from tba_jax.telemetry import metrics
-from tba_jax.telemetry.alarms import Watch
-from tba_jax.telemetry.device_peaks import Peaks
-from tba_jax.telemetry.metrics import MetricWriter
 from tba_jax.telemetry.record import TimeAccount
-from tba_jax.telemetry.status import Status
 
 log = logging.getLogger(__name__)
 
@@ -53,86 +45,16 @@ class _Refresher:
         self._thread.join(patience_seconds)
 
 
-class _Pause:
-    """Says what a searcher waits for that may not ask the newest snapshot any more."""
-
-    def __init__(self, status: Status, config: Any):
-        self._status, self._config = status, config
-        self._since: float | None = None
-
-    def waits(self, step: int, damage: str) -> None:
-        """Args: step: of the newest snapshot, -1 before the first. damage: see Sampler.damage."""
-        now = time.monotonic()
-        self._since = now if self._since is None else self._since
-        c = self._config
+def _awaited(searcher: Searcher, config: Any) -> str:
+    """What a searcher waits for that may not ask the newest snapshot any more."""
+    told, s, publish = "the first snapshot", config.searchers, config.publish
+    if searcher.sampler.published >= 0:
         told = (
-            f"a snapshot newer than step {step}: the rows of searchers.max_rows_per_snapshot={c.searchers.max_rows_per_snapshot} "
-            f"are asked; the trainer publishes every publish.every_steps={c.publish.every_steps} steps, or lets it go on after "
-            f"waiting publish.at_most_seconds={c.publish.at_most_seconds:g} for rows"
+            f"a snapshot newer than step {searcher.sampler.published}: the rows of searchers.max_rows_per_snapshot="
+            f"{s.max_rows_per_snapshot} are asked; the trainer publishes every publish.every_steps={publish.every_steps} steps, "
+            f"or lets it go on after waiting publish.at_most_seconds={publish.at_most_seconds:g} for rows"
         )
-        if step < 0:
-            told = "the first snapshot"
-        told = f"{told}; {damage}" if damage else told
-        self._status.waits(told, seconds=now - self._since)
-
-    def ends(self) -> None:
-        self._since = None
-        self._status.waits("", seconds=0.0)
-
-
-class Rates:
-    """Writes a searcher's metrics, a line for each appended batch. Rates begin after the first, which holds the compilation.
-
-    Every batch is also shown to the tables of trackers, and to the watch for alarms.
-    """
-
-    def __init__(
-        self,
-        writer: MetricWriter,
-        account: TimeAccount,
-        requests: RequestRate,
-        tables: SampleTables,
-        watch: Watch,
-        peaks: Peaks,
-    ):
-        """Args: peaks: of all devices of the policy."""
-        self._writer, self._account, self._requests = writer, account, requests
-        self._tables, self._watch, self._peaks, self._work = tables, watch, peaks, Work()
-        self._batches, self._begin = 0, 0.0
-        self._rows = self._tokens = self._value_tokens = self._unscored = 0
-
-    def write(self, reports: Sequence[SearchReport]) -> None:
-        for report in reports:
-            self._batches += 1
-            self._unscored += report.unscored
-            self._tables.note(report.samples, policy_step=report.policy_step)
-            self._watch.look(self._batches, report.counts)
-            if self._batches == 1:
-                self._account.restart()
-                self._begin, self._work = report.time, report.work
-                continue
-            self._rows += report.rows
-            self._tokens += report.tokens
-            self._value_tokens += report.value_tokens
-            elapsed, work = max(report.time - self._begin, 1e-9), report.work - self._work
-            scalars = {
-                "rows_per_second": self._rows / elapsed,
-                "tokens_per_second": self._tokens / elapsed,
-                "computed_tokens_per_second": work.computed / elapsed,
-                **work.shares(elapsed, self._peaks),
-                "reward": report.reward,
-                "finished": report.finished,
-                "equal_reward_groups": report.equal_reward_groups,
-                "policy_step": report.policy_step,
-                "slot_idle": report.slot_idle,
-                "useful_token_share": report.useful_token_share,
-                "rows": report.rows,
-                "tokens": report.tokens,
-                "unscored": self._unscored,
-            }
-            if self._value_tokens:
-                scalars["value_tokens_per_second"] = self._value_tokens / elapsed
-            self._writer.write(self._batches, scalars | self._account.shares() | self._requests.scalars())
+    return f"{told}; {searcher.sampler.damage}" if searcher.sampler.damage else told
 
 
 def run_searcher(
@@ -143,47 +65,51 @@ def run_searcher(
     The batch that is being decoded is completed. Batches that wait for their rewards have searchers.stop_seconds to get them.
     """
     status, profiler = account.record.status, account.record.profiler
-    writer = metrics.open_writer(config, run, name, role="searcher", status=status)
-    watch = RewardWatch(give_up_seconds=config.searchers.give_up_seconds)
+    record, requests = SearchRecord(config, run, name, status=status, mesh=searcher.mesh), RequestRate([run.shared])
     poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds)
     searcher.refresh()
     status.phase("")
     log.info("%s writes replay/%s", name, searcher.writer)
-    refresher, pause = _Refresher(searcher, poll_seconds=poll_seconds), _Pause(status, config)
-    tables, alarms = SampleTables(writer, config), Watch(run.metrics(name), config, role="searcher")
-    rates = Rates(writer, account, RequestRate([run.shared]), tables, alarms, policy_peaks(searcher.mesh, config))
+    refresher = _Refresher(searcher, poll_seconds=poll_seconds)
 
     def goes_on() -> bool:
         if stop() or contract.is_finished(run):
             return False
         refresher.check()
-        watch.look(waiting=searcher.unrewarded, grades=searcher.grades)
-        status.trouble(watch.trouble)
+        record.look(waiting=searcher.appender.waiting, grades=searcher.appender.grades)
         return True
 
     def take_reports(wait_seconds: float = 0.0) -> None:
-        for report in (reports := searcher.appended(wait_seconds=wait_seconds)):
-            watch.note(report)
-        rates.write(reports)
+        for report in searcher.appended(wait_seconds=wait_seconds):
+            number = record.note(report)
+            if number == 1:  # it holds the compilation
+                account.restart()
+                record.begin(report.time)
+            else:
+                record.write(number, report, account.shares() | requests.scalars())
 
+    waits_since: float | None = None
     try:
         while goes_on():
-            if searcher.may_search and watch.may_search:
-                pause.ends()
-                profiler.batch(searcher.policy_step)
-                searcher.advance(ahead=lambda: not stop() and watch.may_search, waits=goes_on)
+            may_search = record.rewards.may_search
+            if searcher.may_search and may_search:
+                waits_since = None
+                status.waits("", seconds=0.0)
+                profiler.batch(searcher.sampler.step)
+                searcher.advance(ahead=lambda: not stop() and record.rewards.may_search, waits=goes_on)
             else:
-                with account.measure("wait_policy" if watch.may_search else "wait_rewards"):
+                with account.measure("wait_policy" if may_search else "wait_rewards"):
                     time.sleep(poll_seconds)
                 if not searcher.may_search:
                     searcher.look_for_grant(grants.number(run))
-                    pause.waits(searcher.published_step, searcher.damage)
+                    waits_since = waits_since or time.monotonic()
+                    status.waits(_awaited(searcher, config), seconds=time.monotonic() - waits_since)
             take_reports()
         take_reports(config.searchers.stop_seconds)
     finally:
         refresher.close(patience_seconds=config.searchers.stop_seconds)
         searcher.close()
-        writer.close()
+        record.close()
 
 
 def wait_for_run(run: layout.RunDir, *, poll_seconds: float, stop: Callable[[], bool]) -> bool:

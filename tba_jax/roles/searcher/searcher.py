@@ -28,7 +28,8 @@ from tba_jax.roles import reference, sampler
 from tba_jax.roles.reference import policy_mesh, text_columns
 from tba_jax.roles.sampler import Sampler, automaton
 from tba_jax.roles.searcher import stream
-from tba_jax.roles.searcher.appender import Appender, DecodedBatch, SearchReport
+from tba_jax.roles.searcher.appender import Appender, DecodedBatch
+from tba_jax.roles.searcher.report import SearchReport
 from tba_jax.roles.searcher.stream import Quota
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
@@ -54,6 +55,8 @@ class Searcher:
     The decoder goes on with the next queries while the last responses of a batch end. Rows are numbered and appended in the
     order in which their queries were asked: rows that end early do not overtake long ones, which would bias what the trainer
     sees.
+
+    Attributes: sampler; appender; writer: the id of its log; mesh: of the policy.
     """
 
     def __init__(
@@ -72,15 +75,30 @@ class Searcher:
         """Args: writer: the id of its log, see stream.writer_id."""
         self._config, self._contract = config, contract
         self._account = account
-        self._sampler = _make_sampler(config, contract, run, policy=policy, tokenizer=tokenizer, queries=queries)
-        self._engine, self._reference = self._sampler.engine, self._sampler.reference
-        self.mesh = self._reference.mesh
+        self.mesh = policy_mesh(config, "searchers")
+        self.sampler = Sampler(
+            contract,
+            run,
+            policy=policy,
+            tokenizer=tokenizer,
+            reference=reference.make(contract, run, policy=policy, mesh=self.mesh, **_scoring_settings(config)),
+            **_sampling_settings(config, contract, queries, self.mesh),
+        )
+        self._engine, self._reference = self.sampler.engine, self.sampler.reference
         self._embedder = ResponseEmbedder(config.task.embedding_path, self.mesh) if contract.embedding else None
         self.writer, self._writer_number = writer, stream.writer_number(writer)
         self._stream = stream.make(config, queries, run.policies, writer=self._writer_number)
         self._rng = np.random.default_rng([config.seed, self._writer_number])
-        self._appender = Appender(
-            self._open_log(run),
+        log = LogWriter(
+            run.replay,
+            writer,
+            contract.row_shape(),
+            rows_per_append=_rows_per_batch(config),
+            segment_appends=config.replay.segment_appends,
+            info=dict(host=platform.node(), pid=os.getpid(), started=time.time(), devices=str(self.mesh.devices.size)),
+        )
+        self.appender = Appender(
+            log,
             task=task,
             tokenizer=tokenizer,
             missing_eos_reward=contract.missing_eos_reward,
@@ -96,20 +114,6 @@ class Searcher:
             max_rows=s.max_rows_per_snapshot, queries_per_batch=s.queries_per_batch, samples_per_query=s.samples_per_query
         )
 
-    @property
-    def rows_per_batch(self) -> int:
-        return _rows_per_batch(self._config)
-
-    def _open_log(self, run: layout.RunDir) -> LogWriter:
-        return LogWriter(
-            run.replay,
-            self.writer,
-            self._contract.row_shape(),
-            rows_per_append=self.rows_per_batch,
-            segment_appends=self._config.replay.segment_appends,
-            info=dict(host=platform.node(), pid=os.getpid(), started=time.time(), devices=str(self.mesh.devices.size)),
-        )
-
     def _make_state_values(self, step_ends: StopStrings | None) -> StateValues | None:
         s = self._config.searchers
         if step_ends is None:
@@ -121,7 +125,7 @@ class Searcher:
             most_states=s.value_states,
             samples_per_query=s.samples_per_query,
             states_at_a_time=2 * _slots(self._config, self.mesh) // s.value_samples,
-            reward=self._appender.reward,
+            reward=self.appender.reward,
         )
 
     def refresh(self) -> bool:
@@ -129,59 +133,37 @@ class Searcher:
 
         May be called from a thread beside the one that searches.
         """
-        published = self._sampler.published
-        if found := self._sampler.load_newest(lag=self._config.searchers.lag):
+        published = self.sampler.published
+        if found := self.sampler.load_newest(lag=self._config.searchers.lag):
             self._note_load()
-        if self._sampler.published > published:  # though it may not be taken up yet: the trainer needs rows to go on
+        if self.sampler.published > published:  # though it may not be taken up yet: the trainer needs rows to go on
             self._quota.renew()
         return found
 
     def _note_load(self) -> None:
         """A snapshot was taken up."""
-        self._stream.look(self._sampler.step)
+        self._stream.look(self.sampler.step)
         status = self._account.record.status
-        status.step = max(status.step, self._sampler.step)
+        status.step = max(status.step, self.sampler.step)
 
     def load_step(self, step: int) -> None:
         """Takes up the snapshot of exactly this trainer step."""
-        if step != self._sampler.step:
-            self._sampler.load_step(step)
+        if step != self.sampler.step:
+            self.sampler.load_step(step)
             self._note_load()
             self._quota.renew()
 
     @property
     def may_search(self) -> bool:
         """Whether there are weights, and a query that is being answered or may be asked."""
-        return self._sampler.step >= 0 and (len(self._asked) > 0 or self._quota.is_left)
-
-    @property
-    def policy_step(self) -> int:
-        """The trainer step of the newest weights, -1 before the first."""
-        return self._sampler.step
-
-    published_step = property(lambda self: self._sampler.published)
-
-    @property
-    def damage(self) -> str:
-        """See Sampler.damage."""
-        return self._sampler.damage
-
-    @property
-    def unrewarded(self) -> int:
-        """How many batches are decoded and not in the log yet."""
-        return self._appender.waiting
-
-    @property
-    def grades(self) -> int:
-        """How many responses the task has graded so far, 0 if it does not count them."""
-        return self._appender.grades
+        return self.sampler.step >= 0 and (len(self._asked) > 0 or self._quota.is_left)
 
     def look_for_grant(self, grants: int) -> None:
         """Called while the searcher may not search. Goes on by a grant of the trainer, once all it has decoded is in the log.
 
-        Args: grants: how many the run has had (storage/grants.py).
+        Args: grants: how many the run has had.
         """
-        if self._sampler.step >= 0 and not self.unrewarded:
+        if self.sampler.step >= 0 and not self.appender.waiting:
             self._quota.wait(grants)
 
     def _ask(self) -> None:
@@ -229,7 +211,7 @@ class Searcher:
         with self._account.measure("reference"):
             rows["ref_logprobs"] = self._reference.logprobs(rows)
             reference.check_finite(rows["ref_logprobs"], [query.name for query in queries])
-        texts, scores = self._appender.reward(generation, queries)
+        texts, scores = self.appender.reward(generation, queries)
         if self._embedder is not None:
             with self._account.measure("embedding"):
                 rows["embedding"] = self._embedder(texts)
@@ -243,14 +225,16 @@ class Searcher:
             queries=queries,
             scores=scores,
             values=values,
-            policy_step=self._engine.policy_step,
-            slot_idle=self._engine.usage.idle,
-            useful_token_share=self._sampler.useful_token_share,
-            work=self._sampler.work,
             begin=begin,
+            figures=dict(
+                policy_step=self._engine.policy_step,
+                slot_idle=self._engine.usage.idle,
+                useful_token_share=self.sampler.useful_token_share,
+                work=self.sampler.work,
+            ),
         )
         with self._account.measure("wait_rewards"):
-            self._appender.put(decoded, waits=waits)
+            self.appender.put(decoded, waits=waits)
 
     def appended(self, *, wait_seconds: float | None = 0.0) -> list[SearchReport]:
         """Reports of the batches that were appended since the last call.
@@ -262,11 +246,11 @@ class Searcher:
           Exception: any error of the task's rewards.
         """
         with self._account.measure("wait_rewards"):
-            return self._appender.appended(wait_seconds=wait_seconds)
+            return self.appender.appended(wait_seconds=wait_seconds)
 
     def close(self) -> None:
         """Ends the threads that reward and append."""
-        self._appender.close()
+        self.appender.close()
 
     def _decode(self, feed: Callable[[], bool]) -> tuple[list[_Asked], Generation]:
         """The next queries_per_batch queries, and the responses to them."""
@@ -290,8 +274,8 @@ class Searcher:
             "query_id": np.array([trajectory.query_id(query.prompt) for query in queries], np.uint64),
             **text_columns([query.prompt for query in queries], generation.responses, self._contract),
             "finished": generation.finished,
-            "reward_version": np.full(self.rows_per_batch, self._contract.reward_version, np.int32),
-            "reference_id": np.full(self.rows_per_batch, int(self._reference.id, 16), np.uint64),
+            "reward_version": np.full(len(queries), self._contract.reward_version, np.int32),
+            "reference_id": np.full(len(queries), int(self._reference.id, 16), np.uint64),
             "policy_logprobs": generation.policy_logprobs,
             "behavior_logprobs": generation.behavior_logprobs,
             "policy_step": generation.policy_step,
@@ -319,26 +303,6 @@ def _slots(config: Any, mesh: jax.sharding.Mesh) -> int:
     """Sequences that are decoded side by side on a mesh."""
     s, platform = config.searchers, mesh.devices.flat[0].platform
     return hardware.slots(s.slots, queries=s.queries_per_batch, samples=s.samples_per_query, platform=platform)
-
-
-def _make_sampler(
-    config: Any,
-    contract: contract_lib.Contract,
-    run: layout.RunDir,
-    *,
-    policy: Policy,
-    tokenizer: Tokenizer,
-    queries: Sequence[EncodedQuery],
-) -> Sampler:
-    mesh = policy_mesh(config, "searchers")
-    return Sampler(
-        contract,
-        run,
-        policy=policy,
-        tokenizer=tokenizer,
-        reference=reference.make(contract, run, policy=policy, mesh=mesh, **_scoring_settings(config)),
-        **_sampling_settings(config, contract, queries, mesh),
-    )
 
 
 def _sampling_settings(

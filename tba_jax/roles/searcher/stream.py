@@ -14,7 +14,6 @@ import numpy as np
 
 from tba_jax import trajectory
 from tba_jax.replay import success_counts
-from tba_jax.replay.success_counts import QueryCounts
 from tba_jax.storage.places import Place
 from tba_jax.tasks.interface import EncodedQuery
 
@@ -76,16 +75,19 @@ class QueryStream:
 
     def __init__(self, queries: Sequence[EncodedQuery], *, seed: int, writer: int):
         self._queries, self._seed, self._writer = queries, seed, writer
-        self._order = np.zeros(0, np.int64)
+        self._size = len(queries)  # of what is ordered at a time
         self.taken = 0
 
     def look(self, step: int) -> None:
         """Called when the policy of a step is taken up, which may be in another thread. The order does not depend on it."""
 
+    def _next_order(self, number: int) -> np.ndarray:
+        return query_order(self._size, seed=self._seed, writer=self._writer, epoch=number)
+
     def __next__(self) -> EncodedQuery:
-        epoch, position = divmod(self.taken, len(self._queries))
+        number, position = divmod(self.taken, self._size)
         if position == 0:
-            self._order = query_order(len(self._queries), seed=self._seed, writer=self._writer, epoch=epoch)
+            self._order = self._next_order(number)
         self.taken += 1
         return self._queries[self._order[position]]
 
@@ -96,21 +98,12 @@ class SelectedQueries(QueryStream):
     Before it has seen any, and for queries that nobody has counted, every success rate is as likely as any other.
     """
 
-    def __init__(
-        self,
-        queries: Sequence[EncodedQuery],
-        policies: Place,
-        *,
-        seed: int,
-        writer: int,
-        size: int,
-        candidates: int,
-        target: float,
-    ):
-        """Args: policies: where the snapshots are. size: queries of a batch; others: see `chosen_queries`."""
-        super().__init__(queries, seed=seed, writer=writer)
-        self._policies = policies
-        self._size, self._candidates, self._target = size, candidates, target
+    def __init__(self, queries: Sequence[EncodedQuery], policies: Place, *, config: Any, writer: int):
+        """Args: policies: where the snapshots are."""
+        super().__init__(queries, seed=config.seed, writer=writer)
+        s = config.searchers
+        self._policies, self._size = policies, s.queries_per_batch
+        self._settings = dict(size=self._size, candidates=s.prompt_candidates, target=s.target_success_rate)
         self._ids = np.array([trajectory.query_id(query.prompt) for query in queries], np.uint64)
         self._counts = np.zeros(len(queries)), np.zeros(len(queries))
         self._told = False
@@ -118,55 +111,26 @@ class SelectedQueries(QueryStream):
     def look(self, step: int) -> None:
         """Takes up the counts beside the policy of a step. Without them, or where they are damaged, the last ones stay."""
         try:
-            counts = success_counts.read(self._policies, step)
+            self._counts = success_counts.read(self._policies, step).of(self._ids)
         except FileNotFoundError:  # the snapshot may also have been removed meanwhile
             self._tell(f"there are no counts beside the snapshot of step {step}: the trainer publishes them with this setting")
         except ValueError as error:
             self._tell(f"the counts beside the snapshot of step {step} cannot be read: {error}")
-        else:
-            self.see(counts)
-
-    def see(self, counts: QueryCounts) -> None:
-        """The next batch is chosen by these counts."""
-        self._counts = counts.of(self._ids)
 
     def _tell(self, why: str) -> None:
         if not self._told:
             log.warning("searchers.prompt_selection=posterior goes on with the counts that it has: %s", why)
             self._told = True
 
-    def __next__(self) -> EncodedQuery:
-        batch, position = divmod(self.taken, self._size)
-        if position == 0:
-            successes, trials = self._counts
-            self._order = chosen_queries(
-                successes,
-                trials,
-                size=self._size,
-                candidates=self._candidates,
-                target=self._target,
-                seed=self._seed,
-                writer=self._writer,
-                batch=batch,
-            )
-        self.taken += 1
-        return self._queries[self._order[position]]
+    def _next_order(self, number: int) -> np.ndarray:
+        return chosen_queries(*self._counts, seed=self._seed, writer=self._writer, batch=number, **self._settings)
 
 
 def make(config: Any, queries: Sequence[EncodedQuery], policies: Place, *, writer: int) -> QueryStream:
     """The stream that the config of a searcher names. Args: policies: where the snapshots are; writer: see `writer_number`."""
-    s = config.searchers
-    if s.prompt_selection == "uniform":
+    if config.searchers.prompt_selection == "uniform":
         return QueryStream(queries, seed=config.seed, writer=writer)
-    return SelectedQueries(
-        queries,
-        policies,
-        seed=config.seed,
-        writer=writer,
-        size=s.queries_per_batch,
-        candidates=s.prompt_candidates,
-        target=s.target_success_rate,
-    )
+    return SelectedQueries(queries, policies, config=config, writer=writer)
 
 
 class Quota:

@@ -17,9 +17,8 @@ from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.packing import row_layout, row_packing
 from tba_jax.programs import Program, again, shaped, with_beside
-from tba_jax.roles.shapes_log import ShapesLog
 from tba_jax.roles.trainer.logprob_gap import SnapshotScores
-from tba_jax.roles.work import Work, of_plan
+from tba_jax.roles.work import ShapesLog, Work, of_plan
 from tba_jax.sharding import PINNED_HOST
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout

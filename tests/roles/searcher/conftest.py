@@ -5,13 +5,15 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import pytest
 
 from tba_jax.experiment import jobs, training
+from tba_jax.roles import reference, sampler
 from tba_jax.roles.searcher import stream
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.telemetry import status
-from tests.support.tiny_searcher import make_searcher, publish, settings
+from tests.support.tiny_searcher import InstantEngine, make_searcher, publish, settings
 
 
 @pytest.fixture(autouse=True)
@@ -21,11 +23,13 @@ def _one_writer(monkeypatch, one_device_throughout) -> None:
     monkeypatch.setattr(stream, "uuid", types.SimpleNamespace(uuid4=lambda: types.SimpleNamespace(hex="0" * 32)))
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory, one_device_throughout) -> Path:
+@pytest.fixture(scope="package")
+def prepared(tmp_path_factory) -> Path:
     """A run with its reference and snapshot 0."""
-    s = settings(tmp_path_factory.mktemp("searcher") / "run")
-    training.reference(s)()
+    s, first = settings(tmp_path_factory.mktemp("searcher") / "run"), jax.local_devices()[:1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *_: first)
+        training.reference(s)()
     s.run.root.joinpath("policy").mkdir()
     publish(s, 0)
     return s.run.root
@@ -34,3 +38,14 @@ def prepared(tmp_path_factory, one_device_throughout) -> Path:
 @pytest.fixture
 def make(prepared, tmp_path) -> Callable[..., tuple[jobs.Invocation, Searcher]]:
     return functools.partial(make_searcher, prepared, tmp_path)
+
+
+@pytest.fixture
+def quick(make, monkeypatch) -> Callable[..., tuple[jobs.Invocation, Searcher]]:
+    """As `make`, for tests of what is done with responses: nothing is decoded, and no reference scores."""
+    monkeypatch.setattr(sampler, "Engine", InstantEngine)
+    monkeypatch.setattr(sampler, "_for_sampling", lambda *_: lambda published, base: published)
+    zeros = reference.NoReference.logprobs
+    monkeypatch.setattr(reference.ReferencePolicy, "_response_length", 12, raising=False)
+    monkeypatch.setattr(reference.ReferencePolicy, "logprobs", zeros)
+    return make

@@ -16,34 +16,71 @@ from tba_jax.replay.resident import REJECTIONS, validate_rows
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.storage import snapshots
 from tba_jax.tasks.interface import Scores
-from tests.support import applied
+from tests.support import applied, tiny_searcher
 from tests.support.tiny_searcher import ROWS, Held, Q, R, assert_same_rows, committed, publish, rows_of_the_stream, weights
 
 
-def test_rows_are_appended_in_the_order_of_queries(make, monkeypatch):
-    found, overtaken, tickets, submit = list[dict[str, np.ndarray]](), 0, list[Ticket](), Engine.submit
-    monkeypatch.setattr(Engine, "submit", lambda *asked: tickets.append(submit(*asked)) or tickets[-1])
-    for goes_ahead in (False, True):
-        tickets.clear()
-        s, made = make(str(goes_ahead), searchers__slots=16)
-        assert not made.may_search and made.refresh() and made.may_search and not made.refresh()
-        for batch in range(1, 10):
-            left = [ticket.left for ticket in tickets[(batch - 1) * Q :]]
-            overtaken += any(left[:Q]) and not all(left[Q:])  # a query of a later batch was answered before one of this
-            report = made.search(ahead=lambda goes_ahead=goes_ahead: goes_ahead)
-            assert committed(s) == batch * ROWS
-            rows = rows_of_the_stream(s, made, batch * Q)
-            assert (report.rows, report.policy_step, report.tokens) == (ROWS, 0, rows["response_length"][-ROWS:].sum())
-            means = [rows[name][-ROWS:].mean() for name in ("reward", "finished")]
-            assert [report.reward, report.finished] == pytest.approx(means)
-        found.append(rows)
-    assert overtaken > 0
-    assert_same_rows(found[1], found[0])
+def always() -> bool:
+    return True
+
+
+def search_five_and_two(s, made, ahead: Callable[[], bool] = lambda: False) -> dict[str, np.ndarray]:
+    """The rows of five batches by the weights of step 0, and of two by those of step 1."""
+    assert not made.may_search and made.refresh() and made.may_search and not made.refresh()
+    for batch in range(1, 8):
+        if batch == 6:
+            publish(s, 1)
+            assert made.refresh()
+        report = made.search(ahead=ahead if batch < 5 else lambda: False)
+        assert committed(s) == batch * ROWS
+    rows = rows_of_the_stream(s, made, 7 * Q)
+    assert (report.rows, report.policy_step, report.tokens) == (ROWS, 1, rows["response_length"][-ROWS:].sum())
+    means = [rows[name][-ROWS:].mean() for name in ("reward", "finished")]
+    assert [report.reward, report.finished] == pytest.approx(means)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def alone(prepared, tmp_path_factory, one_device_throughout) -> dict[str, np.ndarray]:
+    """The rows of `search_five_and_two` by a searcher that is never ahead."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_searcher.jobs, "writer_id", lambda name: f"{name}-{'0' * 8}")
+        rows = search_five_and_two(*tiny_searcher.make_searcher(prepared, tmp_path_factory.mktemp("alone")))
     # Rows of many kinds, so that it would be noticed if they changed places.
-    assert len(set(found[0]["response_length"])) > 6 and len(set(found[0]["temperature"])) > 9
+    assert len(set(rows["response_length"])) > 6 and len(set(rows["temperature"])) > 9
+    assert rows["policy_step"].max(axis=1).tolist() == [0] * 5 * ROWS + [1] * 2 * ROWS
+    return rows
 
 
-def search_on(made: Searcher, ahead: Callable[[], bool] = lambda: True) -> int:
+def test_rows_are_appended_in_the_order_of_queries(make, monkeypatch, alone):
+    tickets, submit, overtaken = list[Ticket](), Engine.submit, list[bool]()
+    monkeypatch.setattr(Engine, "submit", lambda *asked: tickets.append(submit(*asked)) or tickets[-1])
+
+    def ahead() -> bool:
+        left = [ticket.left for ticket in tickets]
+        overtaken.append(any(mine and not all(left[i + 1 :]) for i, mine in enumerate(left)))  # a later query was answered first
+        return True
+
+    assert_same_rows(search_five_and_two(*make(searchers__slots=16), ahead=ahead), alone)
+    assert any(overtaken)
+
+
+def test_policies_that_are_taken_up_in_place_give_the_same_rows(make, alone):
+    assert_same_rows(search_five_and_two(*make(searchers__swap_memory="in_place")), alone)
+
+
+def test_two_lanes_lose_nothing_and_keep_the_order(make, monkeypatch, alone):
+    monkeypatch.setattr(jax, "devices", lambda *_: jax.local_devices()[:2])
+    s, made = make(searchers__mesh__data=2)
+    assert_same_rows(search_five_and_two(s, made, ahead=always), alone)
+    publish(s, 2)
+    assert made.refresh()
+    reported = [made.search(ahead=always).policy_step for _ in range(5)]
+    steps = rows_of_the_stream(s, made, 12 * Q)["policy_step"].max(axis=1)
+    assert reported == sorted(reported) and reported[-1] == 2 and set(steps[-ROWS:]) == {2}
+
+
+def search_on(made: Searcher, ahead: Callable[[], bool] = always) -> int:
     """Searches as long as it may, twenty times at most. Returns how often it did."""
     batches = 0
     while made.may_search and batches < 20:
@@ -52,8 +89,8 @@ def search_on(made: Searcher, ahead: Callable[[], bool] = lambda: True) -> int:
     return batches
 
 
-def test_every_snapshot_is_asked_as_many_whole_batches(make):
-    s, made = make(searchers__max_rows_per_snapshot=ROWS + 1)
+def test_every_snapshot_is_asked_as_many_whole_batches(quick):
+    s, made = quick(searchers__max_rows_per_snapshot=ROWS + 1)
     made.refresh()
     assert search_on(made) == 2 and committed(s) == 2 * ROWS
     assert not made.refresh() and not made.may_search
@@ -64,24 +101,10 @@ def test_every_snapshot_is_asked_as_many_whole_batches(make):
     assert rows_of_the_stream(s, made, 4 * Q)["policy_step"].max(axis=1).tolist() == [0] * 2 * ROWS + [1] * 2 * ROWS
 
 
-def test_policies_that_are_taken_up_in_place_give_the_same_rows(make):
-    found = []
-    for memory in ("beside", "in_place"):
-        s, made = make(memory, searchers__swap_memory=memory)
-        for step in (0, 1):
-            if step:
-                publish(s, step)
-            assert made.refresh()
-            made.search()
-        found.append(rows_of_the_stream(s, made, 2 * Q))
-    assert_same_rows(found[1], found[0])
-    assert set(found[0]["policy_step"].max(axis=1)) == {0, 1}
-
-
 @pytest.mark.parametrize("before", [Q, Q + 1])
-def test_a_snapshot_in_a_batch_is_asked_as_many_besides(make, before):
+def test_a_snapshot_in_a_batch_is_asked_as_many_besides(quick, before):
     """Besides what was asked before it came; where these queries break into a batch, that one is made whole."""
-    s, made = make(searchers__max_rows_per_snapshot=2 * ROWS)
+    s, made = quick(searchers__max_rows_per_snapshot=2 * ROWS)
     made.refresh()
     asked = Q - 1
 
@@ -146,30 +169,6 @@ def test_tokens_are_drawn_by_the_weights_of_their_step(make, swap):
         assert (difference[(first == step) & ~mixed] < 2e-5).all() and (difference[(first != step) & (last != step)] > 0.05).all()
 
 
-def test_two_lanes_lose_nothing_and_keep_the_order(make, monkeypatch):
-    found, feeders = [], set[threading.Thread]()
-    for ways in (1, 2):
-        monkeypatch.setattr(jax, "devices", lambda *_, ways=ways: jax.local_devices()[:ways])
-        s, made = make(str(ways), searchers__mesh__data=ways)
-        made.refresh()
-
-        def ahead() -> bool:
-            feeders.add(threading.current_thread())
-            return True
-
-        for _ in range(5):
-            made.search(ahead=ahead)
-        found.append(rows_of_the_stream(s, made, 5 * Q))
-    assert_same_rows(found[1], found[0])
-    assert len(feeders) == 3, "this thread and one of each lane"
-    publish(s, 1)
-    assert made.refresh()
-    reported = [made.search(ahead=ahead).policy_step for _ in range(5)]
-    steps = rows_of_the_stream(s, made, 10 * Q)["policy_step"].max(axis=1)
-    assert reported == sorted(reported) and reported[-1] == 1
-    assert set(steps[: 5 * ROWS]) == {0} and set(steps[-ROWS:]) == {1}
-
-
 def test_threads_of_a_searcher_start_programs_of_several_devices_through_its_meshes(make, monkeypatch):
     """So that they wait for each other, see sharding.OnMesh. The first call of a program compiles it in the calling thread."""
     names, calls, call = set[tuple[str, bool]](), threading.local(), sharding.OnMesh.__call__
@@ -191,20 +190,20 @@ def test_threads_of_a_searcher_start_programs_of_several_devices_through_its_mes
     jax.monitoring.register_event_duration_secs_listener(hear)
     with concurrent.futures.ThreadPoolExecutor(1) as refresher:
         refresher.submit(made.refresh).result()
-        made.search(ahead=lambda: True)
+        made.search(ahead=always)
     jax.monitoring.unregister_event_duration_listener(hear)
     assert {f"jit({name})" for name in ("for_sampling", "unstack", "prefill", "decode", "score")} <= {name for name, _ in names}
     assert {name for name, on_mesh in names if not on_mesh} <= {"jit(row_keys)"}, "the keys are of one device"
 
 
-def test_decoding_goes_on_while_a_batch_waits_for_its_rewards(make):
+def test_decoding_goes_on_while_a_batch_waits_for_its_rewards(quick):
     decoded, reached = threading.Event(), list[int]()
 
     def late(scores: Scores) -> Scores:
         assert decoded.wait(60)
         return scores
 
-    s, made = make(task=lambda task: Held(task, late), searchers__reward_batches=3)
+    s, made = quick(task=lambda task: Held(task, late), searchers__reward_batches=3)
     made.refresh()
     for _ in range(3):
         made.advance()
@@ -216,7 +215,7 @@ def test_decoding_goes_on_while_a_batch_waits_for_its_rewards(make):
     made.close()
 
 
-def test_so_many_batches_wait_for_rewards_at_most(make):
+def test_so_many_batches_wait_for_rewards_at_most(quick):
     begun, released = threading.Event(), threading.Event()
 
     def late(scores: Scores) -> Scores:
@@ -224,13 +223,13 @@ def test_so_many_batches_wait_for_rewards_at_most(make):
         assert released.wait(60)
         return scores
 
-    s, made = make(task=lambda task: Held(task, late), searchers__reward_batches=1)
+    s, made = quick(task=lambda task: Held(task, late), searchers__reward_batches=1)
     made.refresh()
     made.advance()
     second = threading.Thread(target=made.advance)
     second.start()
     assert begun.wait(60)
-    second.join(timeout=0.5)
+    second.join(timeout=0.3)
     assert second.is_alive() and committed(s) == 0
     released.set()
     second.join(timeout=60)
@@ -239,17 +238,17 @@ def test_so_many_batches_wait_for_rewards_at_most(make):
     made.close()
 
 
-def test_rows_without_a_reward_are_kept_and_counted(make):
+def test_rows_without_a_reward_are_kept_and_counted(quick):
+    failed = np.arange(ROWS) % 3 == 1
+
     def some(scores: Scores) -> Scores:
-        failed = np.arange(ROWS) % 3 == 1
         parts = np.where(failed[:, None], np.nan, scores.parts)
         return Scores(np.where(failed, np.nan, scores.reward).astype(np.float32), parts.astype(np.float32))
 
-    s, made = make(task=lambda task: Held(task, some, some), task__missing_eos_reward=-1.0)
+    s, made = quick(task=lambda task: Held(task, some, some), task__missing_eos_reward=-1.0)
     made.refresh()
     report = made.search()
     rows = rows_of_the_stream(s, made, Q)
-    failed = np.arange(ROWS) % 3 == 1
     np.testing.assert_array_equal(np.isnan(rows["reward"]), failed)
     assert report.unscored == failed.sum() and report.reward == pytest.approx(rows["reward"][~failed].mean())
     reasons = validate_rows(rows, vocab_size=s.experiment.policy.model.vocab)
@@ -257,9 +256,9 @@ def test_rows_without_a_reward_are_kept_and_counted(make):
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_threads_end_with_their_searcher(make, closed):
+def test_threads_end_with_their_searcher(quick, closed):
     before = set(threading.enumerate())
-    _, made = make()
+    _, made = quick()
     made.refresh()
     made.search()
     threads = [

@@ -1,12 +1,19 @@
-"""Rows that get no reward: what is said, when the searcher pauses, and when it gives up."""
+"""What a searcher tells of its batches; and of rows that get no reward: what is said, when it pauses, and when it gives up."""
 
 import dataclasses
+import types
 
+import jax
 import pytest
 
-from tba_jax.roles.searcher.appender import SearchReport
-from tba_jax.roles.searcher.reward_watch import RewardWatch
+from tba_jax import sharding
+from tba_jax.roles.searcher.report import RewardWatch, SearchRecord, SearchReport
+from tba_jax.roles.work import Work
 from tba_jax.run.processes import NoRewards
+from tba_jax.storage.layout import RunDir
+from tba_jax.telemetry import alarms, metrics
+from tba_jax.telemetry.status import Status
+from tests.support import tiny_run
 
 SCORED = SearchReport(
     time=0.0, rows=64, tokens=1, reward=0.5, unscored=0, finished=1.0, policy_step=0, slot_idle=0.0, seconds=1.0, value_tokens=0,
@@ -113,9 +120,32 @@ def test_grades_that_arrive_one_by_one_are_life(watch, clock):
         watch.look(waiting=1, grades=8)
 
 
-def test_a_short_patience_says_what_was_waited_for(clock):
-    watch = RewardWatch(give_up_seconds=10.0, clock=clock)
-    watch.look(waiting=4)
-    clock.now += 11
-    with pytest.raises(NoRewards, match=r"^4 batches have waited 11 s"):
-        watch.look(waiting=4)
+def test_rates_are_those_of_appends_since_they_began(tmp_path):
+    """The first batch holds the compilation. Batches that are told late are counted by the time of their append."""
+    run, config = RunDir(tmp_path), tiny_run.config(metrics__peak_flops=1e3, metrics__peak_bandwidth=1e2)
+    mesh = sharding.make_mesh((1, 1, 1), setting="test", devices=jax.local_devices()[:1])
+    record = SearchRecord(config, run, "tested", status=Status(None), mesh=mesh)
+    for number in (1, 2, 3):
+        done = Work(tokens=10 * number, computed=20 * number, flops=400 * number, bytes=50 * number)
+        changes = types.SimpleNamespace(time=100.0 + 4 * number, tokens=10 * number, value_tokens=6, unscored=number - 1)
+        report = dataclasses.replace(SCORED, work=done, **vars(changes))
+        assert record.note(report) == number
+        if number == 1:
+            record.begin(report.time)
+        else:
+            record.write(number, report, {"more": 0.5})
+    record.close()
+    second, third = metrics.read_lines(run.metrics("tested"))
+    assert (second["step"], third["step"], third["more"], third["unscored"]) == (2, 3, 0.5, 3)
+    rates = ("rows_per_second", "tokens_per_second", "computed_tokens_per_second", "value_tokens_per_second")
+    assert [second[name] for name in rates] == [16.0, 5.0, 5.0, 1.5] and [third[name] for name in rates] == [16.0, 6.25, 5.0, 1.5]
+    assert (third["mfu"], third["bandwidth_share"]) == (0.1, 0.125)
+
+
+def test_rewards_that_fail_now_and_then_are_an_alarm(tmp_path):
+    run, mesh = RunDir(tmp_path), sharding.make_mesh((1, 1, 1), setting="test", devices=jax.local_devices()[:1])
+    record = SearchRecord(tiny_run.config(), run, "tested", status=Status(None), mesh=mesh)
+    for _ in range(8):
+        record.note(dataclasses.replace(SCORED, rows=12, unscored=3, failure="a timeout"))
+    (alarm,) = alarms.read(run.metrics("tested"))
+    assert alarm.kind == "rewards_fail" and "24 of the 96 responses" in alarm.sentence and alarm.step == 8
