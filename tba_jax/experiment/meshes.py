@@ -147,6 +147,6 @@ def _check_slots(config: Any, role: str, *, ways: int) -> None:
         "evaluator": (evaluation.batch_size, 1, f"evaluation.batch_size={evaluation.batch_size}"),
     }[role]
     try:
-        sizes.arrange(slots, samples, ways, lockstep=config.schedule.mode == "interleaved", what=what)
+        sizes.lane_sizes(slots, samples, ways, lockstep=config.schedule.mode == "interleaved", what=what)
     except ValueError as error:
         raise ValueError(f"{SECTIONS[role]}.mesh.data: {error}") from error
