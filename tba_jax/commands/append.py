@@ -142,8 +142,7 @@ def _query(row: "Row", queries: dict[str, "EncodedQuery"], task: str) -> "Encode
 
 def _encoded(row: "Row", query: "EncodedQuery", experiment: "Experiment", stops: "StopStrings | None") -> tuple[list[int], str]:
     """The tokens of a response, and the reason why no policy of the run can give it; "" if a policy can."""
-    from tba_jax.text.encoding import encode_pair
-    from tba_jax.text.prompts import texts
+    from tba_jax.text.prompts import encode_pair, texts
 
     contract, tokenizer, task = experiment.contract, experiment.tokenizer, experiment.config.task
     around = dict(chat_template=task.chat_template, system_prompt=task.system_prompt)

@@ -19,7 +19,7 @@ from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
 from tba_jax.tasks import EXTRAS, TASKS, custom_task
 from tba_jax.tasks.interface import SPLITS, EncodedQuery, Query, Shortens, Task, private_files, reward_range
-from tba_jax.text import prompts, vocabulary
+from tba_jax.text import prompts, stop_strings
 from tba_jax.text.tokenizers import Tokenizer
 
 # How names of task settings end that say where data is and how rewards are computed here. Such settings do not change what a
@@ -94,7 +94,7 @@ def gather(
         for role in meshes.roles_of(config):
             _check_mesh(named, role, found)
         template = found.attempt(_template, config.task, named.tokenizer)
-        banned = found.attempt(vocabulary.banned_tokens, config.task, named.tokenizer, named.policy.model.vocab)
+        banned = found.attempt(stop_strings.banned_tokens, config.task, named.tokenizer, named.policy.model.vocab)
     made = found.attempt(make_task, config)
     queries = None
     if made is not None:

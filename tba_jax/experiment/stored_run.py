@@ -19,7 +19,7 @@ from tba_jax.models.presets import PRESETS
 from tba_jax.schemas import flatten
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
-from tba_jax.text import vocabulary
+from tba_jax.text import stop_strings
 from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 
 
@@ -128,8 +128,10 @@ def check_policy(config: Any, policy: Policy, tokenizer: Tokenizer, found: Mista
     """Adds to `found` where kernel, stop strings or lengths do not go with the policy or the tokenizer."""
     task, model = config.task, policy.model
     found.attempt(_check_kernel, model)
-    found.attempt(vocabulary.check_stop_strings, task.stop_strings, tokenizer, model.vocab)
-    found.attempt(vocabulary.check_stop_strings, task.step_ends, tokenizer, model.vocab, setting="task.step_ends", special=False)
+    found.attempt(stop_strings.check_stop_strings, task.stop_strings, tokenizer, model.vocab)
+    found.attempt(
+        stop_strings.check_stop_strings, task.step_ends, tokenizer, model.vocab, setting="task.step_ends", special=False
+    )
     total = task.prompt_length + task.response_length
     found.require(
         total <= model.max_positions,

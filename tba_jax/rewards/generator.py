@@ -23,8 +23,8 @@ from tba_jax.programs import Program
 from tba_jax.rewards import language_model
 from tba_jax.tasks.interface import GeneratorSettings
 from tba_jax.text import stop_strings
+from tba_jax.text.prompts import PromptTemplate
 from tba_jax.text.stop_strings import StopStrings
-from tba_jax.text.templates import PromptTemplate
 from tba_jax.text.tokenizers import HuggingFaceTokenizer, has_tokenizer
 
 

@@ -19,7 +19,7 @@ from tba_jax.rewards import language_model, passes
 from tba_jax.rewards import passes as forward_lib
 from tba_jax.rewards.passes import Forward
 from tba_jax.tasks.interface import UnsafeTokenSettings
-from tba_jax.text.templates import PromptTemplate
+from tba_jax.text.prompts import PromptTemplate
 
 
 class UnsafeTokenScorer:
