@@ -22,7 +22,6 @@ from tba_jax.models.policy import Policy
 from tba_jax.text import stop_strings as stop_strings_lib
 from tests.support import applied
 from tests.support.tiny_engine import (
-    BANNED,
     EOS,
     LENGTHS,
     MODEL,
@@ -43,7 +42,6 @@ from tests.support.tiny_engine import (
     mixed_sampling,
     numpy_distribution,
     random_params,
-    row_keys,
     row_of,
 )
 
@@ -156,24 +154,6 @@ def test_local_layers_read_a_window_of_prompt_and_response():
     assert max(found.length) > 5
     np.testing.assert_allclose(found.policy_logprobs, logprobs(model), atol=1e-5)
     assert np.abs(found.policy_logprobs - logprobs(dataclasses.replace(model, window=100))).max() > 0.1
-
-
-def test_greedy_is_the_argmax_of_every_step(grouped):
-    grouped.set_policy(PARAMS, 5)
-    requests = [make_request([3 + i, 5, i + 2], 1, i, sampling=sampling_lib.constant(1, temperature=0.0)) for i in range(8)]
-    found = requests_lib.concatenate(grouped.generate(requests))
-    other_keys = [dataclasses.replace(request, keys=row_keys(1, 99)) for request in requests]
-    assert_same_rows(requests_lib.concatenate(grouped.generate(other_keys)), found)
-    tokens = np.full((8, R), PAD, np.int32)
-    done = np.zeros(8, bool)
-    for t in range(R):
-        logits = teacher_forced_logits(requests, tokens)[:, t]
-        logits[:, list(BANNED)] = -np.inf
-        tokens[:, t] = np.where(done, PAD, logits.argmax(axis=1))
-        done |= tokens[:, t] == EOS
-    np.testing.assert_array_equal(found.tokens, tokens)
-    np.testing.assert_array_equal(found.finished, done)
-    assert not found.behavior_logprobs.any() and (found.policy_logprobs.sum(axis=1) < 0).all()
 
 
 def test_meshes_give_the_rows_of_one_device(single):
