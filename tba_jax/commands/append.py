@@ -26,7 +26,7 @@ from tba_jax.commands import command_line, existing_run, settings_help
 from tba_jax.replay.log import GIVEN, LogWriter, registration
 from tba_jax.storage import file_systems, layout, places, privacy
 from tba_jax.tasks import data
-from tba_jax.text.encoding import encode_pair
+from tba_jax.text.prompts import encode_pair
 from tba_jax.text.prompts import texts as prompt_texts
 from tba_jax.text.visible import visible
 

@@ -4,25 +4,19 @@ B = J·W; K places of a buffer, one for each completion of its prompt; X = U·K 
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.stages import Wrapped
 
+from tba_jax import sharding
 from tba_jax.decoding import sampling
-from tba_jax.decoding.slots import (
-    CUT,
-    FINISHED,
-    RUNNING,
-    Arrivals,
-    Prompts,
-    Samples,
-    Slots,
-    SlotsConfig,
-    Tokens,
-    Trace,
-    own_entries,
-    prompt_entries,
-)
+from tba_jax.decoding import slots as slots_lib
+from tba_jax.decoding.slots import CUT, FINISHED, RUNNING, Arrivals, Prompts, Samples, Slots, SlotsConfig, Tokens, Trace
 from tba_jax.models import kv_cache, parameters, scoring
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.parameters import Params
@@ -120,7 +114,7 @@ def _put(
     def put_cache(whole: jax.Array, new: jax.Array) -> jax.Array:
         """Writes each arrival in one piece: one scatter for all would write element by element."""
         for i in range(a.tokens.shape[0]):
-            start = (a.group[i], 0, a.buffer[i] * prompt_entries(c), 0)
+            start = (a.group[i], 0, a.buffer[i] * c.prompt_entries, 0)
             old = jax.lax.dynamic_slice(whole, start, (1, *new.shape[1:]))
             whole = jax.lax.dynamic_update_slice(whole, jnp.where(a.valid[i], new[i][None], old), start)
         return whole
@@ -220,9 +214,18 @@ def decode(
       window: static: the first entries of the own caches, which are the ring that is read and written. No sample makes more
         entries than it has.
     """
-    c = config
-    call = _begin_call(params, prompts, config=c, buffers=buffers, window=window)
-    whole = slots.own
+    c, whole = config, slots.own
+    call = _Call(
+        config=c,
+        samples=jax.tree.map(lambda x: x.reshape(c.groups, c.buffers * c.places, *x.shape[3:]), prompts.samples),
+        prompt_length=jnp.repeat(prompts.length - prompts.given, c.places, axis=1),
+        in_prompt=jnp.arange(c.prompt_entries) < prompts.length[:, :buffers, None],
+        cache=prompts.cache if c.tiled else _cut(prompts.cache, buffers * c.prompt_entries),
+        model=parameters.module(c.graphdef, params),
+        prompts=prompts,
+        buffers=buffers,
+        window=window,
+    )
     if not c.tiled:  # once a call: a slice that the loop read would be copied at every step
         slots = dataclasses.replace(slots, own=_cut(slots.own, window))
 
@@ -240,26 +243,10 @@ def decode(
 
     start = slots, _empty_trace(c), jnp.zeros((), jnp.int32), _free_buffers(slots, c)
     slots, trace, _, _ = jax.lax.while_loop(goes_on, step, start)
-    if window < own_entries(c) and not c.tiled:
+    if window < c.own_entries and not c.tiled:
         own = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(old, new, (0, 0, 0, 0)), whole, slots.own)
         slots = dataclasses.replace(slots, own=own)
     return slots, trace
-
-
-def _begin_call(params: Params, prompts: Prompts, *, config: SlotsConfig, buffers: int, window: int) -> _Call:
-    """Args: see decode."""
-    c = config
-    return _Call(
-        config=c,
-        samples=jax.tree.map(lambda x: x.reshape(c.groups, c.buffers * c.places, *x.shape[3:]), prompts.samples),
-        prompt_length=jnp.repeat(prompts.length - prompts.given, c.places, axis=1),
-        in_prompt=jnp.arange(prompt_entries(c)) < prompts.length[:, :buffers, None],
-        cache=prompts.cache if c.tiled else _cut(prompts.cache, buffers * prompt_entries(c)),
-        model=parameters.module(c.graphdef, params),
-        prompts=prompts,
-        buffers=buffers,
-        window=window,
-    )
 
 
 def _step(call: _Call, slots: Slots, entry: jax.Array, stop_table: jax.Array | None) -> tuple[Slots, Trace]:
@@ -281,7 +268,7 @@ def _step(call: _Call, slots: Slots, entry: jax.Array, stop_table: jax.Array | N
     position = call.of_place(place, call.prompt_length) + count - 1
     local_masks = None
     if c.model.window:
-        prompt_age = position.reshape(J, W, 1) - jnp.tile(jnp.arange(prompt_entries(c)), call.buffers)
+        prompt_age = position.reshape(J, W, 1) - jnp.tile(jnp.arange(c.prompt_entries), call.buffers)
         local_masks = kv_cache.within_window(masks, c.model.window, prompt_age=prompt_age, own_age=age)
     token = slots.token.reshape(-1)
     logits, own = kv_cache.decode_step(
@@ -324,3 +311,28 @@ def rotate(own: tuple[jax.Array, ...], by: jax.Array, *, window: int) -> tuple[j
 def _cut(cache: kv_cache.Cache, entries: int) -> kv_cache.Cache:
     """The first entries of each cache [., G, S, H]."""
     return jax.tree.map(lambda x: x[:, :, :entries], cache)
+
+
+def make_programs(config: SlotsConfig, mesh: Mesh) -> dict[str, Wrapped]:
+    """The jitted functions of a lane; the mesh is the context of their calls (sharding.on_mesh). Nothing is compiled here.
+
+    prefill takes the memory of prompts and slots, decode that of slots, rotate that of the own cache of a layer. move, and
+    move_prompt and move_own of a layer, bring the state of wider slots into these sizes.
+    """
+    whole = sharding.replicated(mesh)
+    prompts, slots = slots_lib.shardings(config, mesh)
+
+    def program(function: Callable[..., Any], **options: Any) -> Wrapped:
+        return jax.jit(functools.partial(function, config=config), **options)
+
+    static = ("buffers", "window")
+    return dict(
+        init=program(slots_lib.init, out_shardings=(prompts, slots)),
+        prefill=program(prefill, donate_argnums=(1, 2), out_shardings=(prompts, slots, whole)),
+        decode=program(decode, donate_argnums=2, static_argnames=static, out_shardings=(slots, whole)),
+        rotate=jax.jit(rotate, donate_argnums=0, static_argnames="window", out_shardings=slots.own[0]),
+        unstack=jax.jit(functools.partial(kv_cache.unstack, config=config.model)),
+        move=program(slots_lib.move, out_shardings=whole),
+        move_prompt=jax.jit(slots_lib.move_cache, out_shardings=prompts.cache[0]),
+        move_own=jax.jit(slots_lib.move_cache, out_shardings=slots.own[0]),
+    )

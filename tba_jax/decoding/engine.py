@@ -1,23 +1,18 @@
 """The decoder as searchers and evaluators use it: requests in, generations out, weights exchanged while it runs.
 
-One lane runs on each way of the mesh's "data" axis, in a thread of its own and with slots of its own (slots.py). Lanes share the
-queue of requests and never wait for each other.
+One lane runs on each way of the mesh's "data" axis, with slots of its own (slots.py). Lanes share the queue of requests, and the
+engine goes on with whichever lane has its results first.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax import sharding
-from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sizes
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.lane import Lane
@@ -29,8 +24,6 @@ from tba_jax.models.parameters import Params
 from tba_jax.models.response_space import ResponseSpace
 from tba_jax.programs import Program
 from tba_jax.text.stop_strings import StopStrings
-
-_IDLE_SECONDS = 1e-3
 
 
 class Engine:
@@ -77,7 +70,11 @@ class Engine:
         swap_memory: str = "beside",
     ):
         self._pad_id, self._stop_strings, self._longest_prompt = pad_id, stop_strings, prompt_length - given_length
-        _check_positions(model, longest_prompt=self._longest_prompt, response_length=response_length)
+        if model.positions == "learned" and self._longest_prompt + response_length - 1 > model.max_positions:
+            raise ValueError(
+                f"prompt_length={self._longest_prompt} and response_length={response_length} need more than the model's "
+                f"{model.max_positions} positions"
+            )
         ways, platform = sharding.data_ways(mesh), mesh.devices.flat[0].platform
         lane = sizes.lane_sizes(slots, samples, len(ways), lockstep=lockstep)
         self.config = SlotsConfig(
@@ -93,19 +90,15 @@ class Engine:
             chunk=min(hardware.value("searchers.decode_chunk", chunk, platform), response_length),
             stop_accept=stop_strings.accept if stop_strings is not None else -1,
             tiled=slots_lib.in_tiles(mesh),
-            together=slots_lib.heads_together(model, mesh),
+            together=sizes.heads_together(model.kv_heads, model.head_size, mesh.shape["tensor"], tiled=slots_lib.in_tiles(mesh)),
         )
         self._queue: deque[Part] = deque()
-        # Over the queue, the lanes' incoming weights, and the counts of samples that have not ended.
-        self._lock = threading.Lock()
-        # One lane at a time asks for prompts.
-        self._feeding = threading.Lock()
-        make_lane = functools.partial(Lane, self.config, stop_strings=stop_strings, pad_id=pad_id, lock=self._lock)
         drains, self._in_place = swap == "new_sequences", swap_memory == "in_place"
-        make_lane = functools.partial(make_lane, drains=drains, in_place=self._in_place)
-        self._lanes = [make_lane(way, lockstep=lockstep, arrivals=lane.arrivals) for way in ways]
-        self._threads = concurrent.futures.ThreadPoolExecutor(len(ways), thread_name_prefix="decoder") if len(ways) > 1 else None
-        self._failed = False
+        make_lane = functools.partial(Lane, self.config, stop_strings=stop_strings, pad_id=pad_id, drains=drains)
+        make_lane = functools.partial(make_lane, in_place=self._in_place, lockstep=lockstep, arrivals=lane.arrivals)
+        self._lanes = [make_lane(way) for way in ways]
+        # Lanes whose call is running on their devices, the oldest call first.
+        self._running: list[Lane] = []
 
     @property
     def usage(self) -> Usage:
@@ -157,115 +150,92 @@ class Engine:
 
     def swap(self, prepared: Sequence[Params], step: int) -> None:
         """Hands over weights. Lanes take them up before the next chunk, or when the running sequences have ended (`swap`)."""
-        with self._lock:
-            for lane, weights in zip(self._lanes, prepared, strict=True):
-                lane.incoming = (weights, step)
+        for lane, weights in zip(self._lanes, prepared, strict=True):
+            lane.hand_over(weights, step)
 
     def set_policy(self, params: Params, step: int) -> None:
         """Prepares weights and hands them over, for a caller that has nothing running."""
         self.swap(self.prepare(params), step)
 
     def submit(self, request: Request) -> Ticket:
-        """Queues a request and returns its ticket, which `collect` takes.
+        """Queues a request and returns its ticket, which `decode` takes. May be called while `decode` pauses.
 
         Raises:
-          ValueError: a prompt that is empty or longer than the cache, a beginning that leaves no room, or bad sampling settings;
-            names the value and the limit.
+          ValueError: the prompt is empty or too long, or the beginning leaves no room or holds a stop string; names the limit.
         """
-        c = self.config
-        requests_lib.check(request, c, longest_prompt=self._longest_prompt)
+        c, prompt, given = self.config, len(request.prompt), len(request.beginning)
+        if not 1 <= prompt <= self._longest_prompt or prompt + given > c.prompt_length or given >= c.response_length:
+            raise ValueError(
+                f"query {request.name}: {prompt} tokens of prompt and {given} of the response are not within 1 to "
+                f"{self._longest_prompt} and 0 to {min(c.prompt_length - prompt, c.response_length - 1)}"
+            )
         if self._stop_strings is not None and self._stop_strings.run(request.beginning) == self._stop_strings.accept:
             raise ValueError(f"query {request.name}: the given response tokens hold a stop string, which ends a response")
-        ticket = Ticket(request, self._empty_generation(request), left=request.samples)
-        with self._lock:
-            for first in range(0, request.samples, c.places):
-                self._queue.append(Part(ticket, first, min(c.places, request.samples - first)))
+        ticket = Ticket(request, response_length=c.response_length, pad_id=self._pad_id)
+        for first in range(0, request.samples, c.places):
+            self._queue.append(Part(ticket, first, min(c.places, request.samples - first)))
         return ticket
 
-    def _empty_generation(self, request: Request) -> Generation:
-        """The generation of a request that has only its given tokens yet; lanes fill it in."""
-        S, R, given = request.samples, self.config.response_length, len(request.beginning)
-        tokens = np.full((S, R), self._pad_id, np.int32)
-        tokens[:, :given] = request.beginning
-        return Generation(
-            tokens=tokens,
-            length=np.full(S, given, np.int32),
-            finished=np.zeros(S, bool),
-            policy_logprobs=np.zeros((S, R), np.float32),
-            behavior_logprobs=np.zeros((S, R), np.float32),
-            policy_step=np.full((S, R), -1, np.int32),
-        )
-
-    def collect(self, tickets: Sequence[Ticket], *, feed: Callable[[], bool] | None = None) -> list[Generation]:
+    def decode(self, tickets: Sequence[Ticket], *, last: bool = False) -> Iterator[int]:
         """Decodes until these requests are answered. Other requests that are running go on at the next call.
 
+        Pauses before each chunk and yields how many more prompts there is room for: the caller may submit so many.
+
         Args:
-          feed: called when there is room for a prompt and the queue is empty: submits another request and returns True, or
-            returns False. Never called from two threads at a time. Without it no prompts come but those that are queued, and
-            the last samples move into fewer slots (lane_programs.py).
+          last: no prompts come but those that are queued, so that the last samples move into fewer slots (sizes.narrower).
 
         Raises:
           FloatingPointError: logits that are not numbers; names the query. The engine cannot be used afterwards.
         """
-        if self._failed:
-            raise RuntimeError("the decoder stopped on an error before; its slots are in no known state")
         if any(lane.policy_step < 0 and lane.incoming is None for lane in self._lanes):
             raise RuntimeError("the decoder has no weights yet: `swap` or `set_policy` comes first")
-        take = functools.partial(self._take, feed=feed or (lambda: False))
-        work = functools.partial(self._work, tickets=tickets, take=take, ends=lambda: feed is None and not self._queue)
-        if self._threads is None:
-            work(self._lanes[0])
-        else:
-            for future in [self._threads.submit(work, lane) for lane in self._lanes]:
-                future.result()
-        # A lane takes up weights where it advances. An idle one that is asked no more would keep the old ones for ever.
+        while any(ticket.left for ticket in tickets):
+            idle = [lane for lane in self._lanes if lane not in self._running]
+            for lane in idle:
+                lane.take_up()
+            yield max(0, sum(len(lane.free()) for lane in idle) - len(self._queue))
+            for lane in idle:
+                filled = self._fill(lane)
+                if lane.begin(refills=filled, last=last and not self._queue):
+                    self._running.append(lane)
+            self._finish(next((lane for lane in self._running if lane.is_ready), self._running[0]))
+        for lane in self._running[:]:
+            self._finish(lane)
+        # A lane takes up weights where it begins a chunk. An idle one that is asked no more would keep the old ones for ever.
         for lane in self._lanes:
             lane.take_up()
-        return [ticket.generation for ticket in tickets]
 
-    def _work(
-        self, lane: Lane, *, tickets: Sequence[Ticket], take: Callable[[bool], Part | None], ends: Callable[[], bool]
-    ) -> None:
-        """Advances a lane until these requests are answered, by whichever lane."""
-        while any(ticket.left for ticket in tickets) and not self._failed:
-            try:
-                if not lane.advance(take, ends=ends):
-                    # Other lanes have the samples that are left. They may be fed again, and this lane with them.
-                    time.sleep(_IDLE_SECONDS)
-            except BaseException:
-                self._failed = True
-                raise
+    def _finish(self, lane: Lane) -> None:
+        self._running.remove(lane)
+        lane.finish()
 
-    def _take(self, ahead: bool, *, feed: Callable[[], bool]) -> Part | None:
+    def _fill(self, lane: Lane) -> bool:
+        """Puts queued prompts into the free buffers of a lane. Returns whether it may go on to take prompts, and each got one."""
+        for group, buffer in lane.free():
+            part = self._next_part(ahead=lane.in_use(group) > 0)
+            if part is None:
+                return False
+            lane.put(group, buffer, part)
+        return lane.is_open
+
+    def _next_part(self, *, ahead: bool) -> Part | None:
         """The next prompt for a group of a lane, None where there is none.
 
         Args: ahead: whether the group has a prompt already; groups without any, of whichever lane, come before it.
         """
-        with self._feeding:
-            if ahead and any(lane.empty_groups for lane in self._lanes):
-                return None
-            if not self._queue and not feed():
-                return None
-            with self._lock:
-                if not self._queue:
-                    return None
-                part, width = self._queue.popleft(), self.config.width
-                # Where groups would stay empty, they share the samples of a query.
-                empty = sum(lane.empty_groups for lane in self._lanes)
-                if part.count > width and empty > 1 + len(self._queue):
-                    self._queue.appendleft(Part(part.ticket, part.first + width, part.count - width))
-                    part = Part(part.ticket, part.first, width)
-                return part
+        empty = sum(lane.empty_groups for lane in self._lanes)
+        if not self._queue or (ahead and empty):
+            return None
+        part, width = self._queue.popleft(), self.config.width
+        # Where groups would stay empty, they share the samples of a query.
+        if part.count > width and empty > 1 + len(self._queue):
+            self._queue.appendleft(Part(part.ticket, part.first + width, part.count - width))
+            part = Part(part.ticket, part.first, width)
+        return part
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """Answers these requests; nothing else may be running. Raises: as `submit` and `collect`."""
-        return self.collect([self.submit(request) for request in requests])
-
-
-def _check_positions(model: DecoderConfig, *, longest_prompt: int, response_length: int) -> None:
-    """Raises ValueError where the model has too few positions."""
-    if model.positions == "learned" and longest_prompt + response_length - 1 > model.max_positions:
-        raise ValueError(
-            f"prompt_length={longest_prompt} and response_length={response_length} need more than the model's "
-            f"{model.max_positions} positions"
-        )
+        """Answers these requests; nothing else may be running. Raises: as `submit` and `decode`."""
+        tickets = [self.submit(request) for request in requests]
+        for _ in self.decode(tickets, last=True):
+            pass
+        return [ticket.generation for ticket in tickets]

@@ -11,10 +11,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax import sharding as sharding_lib
-from tba_jax.decoding import lane_programs, sizes
-from tba_jax.decoding import requests as requests_lib
+from tba_jax.decoding import decode_loop, sizes
 from tba_jax.decoding import slots as slots_lib
-from tba_jax.decoding.requests import Part
+from tba_jax.decoding.requests import Part, arrivals_of
 from tba_jax.decoding.sizes import Ring
 from tba_jax.decoding.slots import Arrivals, SlotsConfig, Tokens, Usage
 from tba_jax.models import kv_cache
@@ -40,7 +39,6 @@ class Lane:
         drains: bool,
         in_place: bool,
         pad_id: int,
-        lock: threading.Lock,
         lockstep: bool,
         arrivals: int,
     ):
@@ -49,41 +47,48 @@ class Lane:
           stop_strings: the automaton whose table the config names.
           drains: new weights wait until the running samples have ended; else they take over at the next chunk.
           in_place: incoming weights are stacked, on any devices, and replace those in use one by one, see Engine.
-          lock: over `incoming` and the counts of samples that have not ended.
           lockstep: see Engine. arrivals: I, prompts of one prefill call.
         """
-        self._config, self._mesh, self._pad_id, self._lock = config, mesh, pad_id, lock
+        self._config, self._mesh, self._pad_id = config, mesh, pad_id
         self._stop_strings, self._lockstep, self._arrivals = stop_strings, lockstep, arrivals
         self._drains, self._in_place = drains, in_place
         self.usage = Usage()
         self.policy_step = -1
         self.incoming: tuple[Params, int] | None = None
+        self._lock = threading.Lock()  # over `incoming`
         self._weights: Params = {}
         self._weight_bytes = 0
-        self._windows = sizes.windows(slots_lib.own_entries(config), config.chunk, tiled=config.tiled)
+        self._windows = sizes.windows(config.own_entries, config.chunk, tiled=config.tiled)
         self._ring = Ring(self._windows, config.chunk, lockstep=lockstep)
         self._buckets = sizes.buckets(config.prompt_length)
         # The sizes that the state may have, falling, and which of them it has; the groups that it holds.
-        self._sizes = [config, *lane_programs.narrower(config)]
+        self._sizes = [config, *sizes.narrower(config)]
         self._size = 0
         self._groups = np.arange(config.groups)
         # (group, buffer) -> the part in it; a free buffer has no entry.
         self._parts: dict[tuple[int, int], Part] = {}
         # When each buffer was filled, as a count of fills.
         self._filled_at = np.zeros((config.groups, config.buffers), np.int64)
+        # Buffers that were filled and not prefilled yet.
+        self._arrived: list[tuple[int, int]] = []
+        # What the running call is to give, and the bytes that each of its steps reads.
+        self._trace: Any = None
+        self._step_bytes = 0
         # Buffers that were prefilled, and their first tokens, which are on their way from the device.
         self._first: list[tuple[tuple[tuple[int, int], ...], Tokens]] = []
-        self._make_programs()
-        self._make_host_copy()
-
-    def _make_programs(self) -> None:
-        """The programs that make and change the state on the devices. The state itself is made by the first prefill."""
+        # Of the samples in the places [J, X]: status, response tokens so far, given ones, and the most that there may be.
+        places = (config.groups, config.buffers * config.places)
+        self._status = np.full(places, slots_lib.CUT, np.int32)
+        self._length, self._given, self._limit = (np.zeros(places, np.int32) for _ in range(3))
+        # The programs that make and change the state on the devices. The state itself is made by the first prefill.
         on_mesh = functools.partial(sharding_lib.on_mesh, self._mesh)
-        self._made = [lane_programs.make(config, self._mesh) for config in self._sizes]
-        whole = self._made[0]
-        self._init, self._prefill, self._unstack = map(on_mesh, (whole.init, whole.prefill, whole.unstack))
-        self._decode = [on_mesh(made.decode) for made in self._made]
-        self._rotate = [on_mesh(made.rotate) for made in self._made]
+        self._made = [
+            {name: on_mesh(function) for name, function in decode_loop.make_programs(config, mesh).items()}
+            for config in self._sizes
+        ]
+        self._init, self._prefill, self._unstack = (self._made[0][name] for name in ("init", "prefill", "unstack"))
+        self._decode = [made["decode"] for made in self._made]
+        self._rotate = [made["rotate"] for made in self._made]
         self._prompts: Any = None
         self._slots: Any = None
         self._stop_table: Any = None
@@ -105,7 +110,7 @@ class Lane:
         weights = self._as_read(kv_cache.unstacked_shapes(stacked, c.model, self._mesh), shaped)
         prompts, slots = shaped(self._init.lower().out_info, slots_lib.shardings(c, self._mesh))
         table = None if self._stop_strings is None else shaped(self._stop_strings.next_state, whole)
-        order, arrivals, number = self._oldest_first(), self._empty_arrivals(c.prompt_length), np.int32(1)
+        order, arrivals, number = self._oldest_first(), self._arrivals_of([], tokens=c.prompt_length), np.int32(1)
         found = {
             "caches": Program(function=self._init, arguments=()),
             # One parameter after the other.
@@ -125,15 +130,6 @@ class Lane:
             found["rotation of a ring"] = Program(function=self._rotate[0], arguments=(slots.own[0], number), options=rotated)
         return found
 
-    def _make_host_copy(self) -> None:
-        """The samples so far, on the host: leaves [J, X] and [J, X, R]."""
-        config = self._config
-        places = (config.groups, config.buffers * config.places)
-        self._status = np.full(places, slots_lib.CUT, np.int32)
-        self._length, self._given, self._limit = (np.zeros(places, np.int32) for _ in range(3))
-        self._tokens, self._steps = (np.zeros((*places, config.response_length), np.int32) for _ in range(2))
-        self._policy, self._behavior = (np.zeros((*places, config.response_length), np.float32) for _ in range(2))
-
     def prepare(self, params: Params) -> Params:
         """`params` on this lane's devices, unstacked."""
 
@@ -147,6 +143,11 @@ class Lane:
     def _as_read(self, weights: Params, put: Callable[[Any, Any], Any]) -> Params:
         """The weights in the layout that the decode step reads. Args: put: see kv_cache.head_by_head."""
         return kv_cache.head_by_head(weights, self._config.model, put) if self._config.tiled else weights
+
+    def hand_over(self, weights: Params, step: int) -> None:
+        """Sets `incoming`."""
+        with self._lock:
+            self.incoming = (weights, step)
 
     def take_up(self) -> None:
         """From now on decodes with the weights that were handed over last. A lane that drains ends its running samples first."""
@@ -169,24 +170,45 @@ class Lane:
             part.clear()
             jax.block_until_ready(self._weights)
 
-    def advance(self, take: Callable[[bool], Part | None], *, ends: Callable[[], bool]) -> bool:
-        """Fills free buffers, decodes one chunk and hands out generations that are whole. Returns whether anything was decoded.
+    @property
+    def is_open(self) -> bool:
+        """Whether free buffers may be filled: not before new weights are taken up, and not in fewer slots."""
+        return self.incoming is None and not self._size
 
-        Args: take: see Engine._take. ends: whether no prompts are left, for any lane.
+    def free(self) -> list[tuple[int, int]]:
+        """The free buffers (group, buffer) that may be filled; those of groups that have no part come first."""
+        if not self.is_open:
+            return []
+        c = self._config
+        free = [(j, u) for u in range(c.buffers) for j in range(c.groups) if (j, u) not in self._parts]
+        return sorted(free, key=lambda buffer: self.in_use(buffer[0]))
+
+    def put(self, group: int, buffer: int, part: Part) -> None:
+        """Fills a free buffer."""
+        self._filled_at[group, buffer] = self._filled_at.max() + 1
+        self._parts[group, buffer] = part
+        self._arrived.append((group, buffer))
+
+    def begin(self, *, refills: bool, last: bool) -> bool:
+        """Sends a chunk to the devices; `finish` fetches its tokens. Returns whether there is anything to decode.
+
+        Args:
+          refills: whether a prompt is likely to wait for a buffer that becomes free.
+          last: whether no prompts are left, for any lane.
         """
-        self.take_up()
-        if self._size and not self._parts:
-            self._widen()
-        filled = self.incoming is None and not self._size and self._fill(take)
+        for first in range(0, len(self._arrived), self._arrivals):
+            self._prefill_into(self._arrived[first : first + self._arrivals])
+        self._arrived = []
         if not self._parts:
             return False
         # Free buffers are a reason to stop decoding only where prompts wait for them, or where fewer slots are then enough.
-        enough = self._arrivals if filled else len(self._groups) * self._config.buffers + 1
-        if ends():
+        enough = self._arrivals if refills else len(self._groups) * self._config.buffers + 1
+        if last:
             self._narrow()
             enough = self._enough_to_narrow() or enough
         window, buffers, config = self._fit_ring(), self._buffers_in_use(), self._sizes[self._size]
-        self._slots, trace = self._decode[self._size](
+        self._step_bytes = slots_lib.step_bytes(config, self._weight_bytes, buffers=buffers, window=window)
+        self._slots, self._trace = self._decode[self._size](
             self._weights,
             self._prompts,
             self._slots,
@@ -197,15 +219,24 @@ class Lane:
             buffers=buffers,
             window=window,
         )
+        return True
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the devices have ended the chunk that was begun."""
+        return self._trace.place.is_ready()
+
+    def finish(self) -> None:
+        """Waits for the chunk that was begun, and hands out generations that are whole."""
         for filled_buffers, tokens in self._first:
             self._note_first(filled_buffers, jax.device_get(tokens))
         self._first = []
-        step_bytes = slots_lib.step_bytes(config, self._weight_bytes, buffers=buffers, window=window)
-        self._note(jax.device_get(trace), step_bytes)
+        self._note(jax.device_get(self._trace), self._step_bytes)
+        self._trace = None
         self._release()
         if not self._parts:
             self._ring.begin()
-        return True
+            self._widen()
 
     def _running(self) -> np.ndarray:
         """int[J], the samples of each group that have not ended."""
@@ -214,24 +245,24 @@ class Lane:
     def _goes_on(self) -> bool:
         """Whether a sample may run for long enough that fewer slots are worth a move."""
         left = np.where(self._status == slots_lib.RUNNING, self._limit - self._length, 0)
-        return int(left.max()) >= lane_programs.WORTHWHILE_STEPS
+        return int(left.max()) >= sizes.WORTHWHILE_STEPS
 
     def _narrow(self) -> None:
         """Moves the running samples into fewer slots where they fit; layer by layer, so that one is there twice at a time."""
         running = self._running()
-        fitting = [i for i, config in enumerate(self._sizes) if i > self._size and lane_programs.holds(config, running)]
+        fitting = [i for i, config in enumerate(self._sizes) if i > self._size and sizes.holds(config, running)]
         if not fitting or not self._goes_on():
             return
         self._size = fitting[-1]
         # Positions of the groups among those that the state holds: the ones that run come first.
         chosen = np.argsort(running[self._groups] == 0, kind="stable")[: self._sizes[self._size].groups].astype(np.int32)
-        made, on_mesh = self._made[self._size], functools.partial(sharding_lib.on_mesh, self._mesh)
+        made = self._made[self._size]
         prompts, own = list(self._prompts.cache), list(self._slots.own)
         small = dataclasses.replace(self._prompts, cache=()), dataclasses.replace(self._slots, own=())
         self._prompts = self._slots = None
-        new_prompts, new_slots, rows = on_mesh(made.move)(*small, chosen)
+        new_prompts, new_slots, rows = made["move"](*small, chosen)
         for i in range(len(own)):
-            prompts[i], own[i] = on_mesh(made.move_prompt)(prompts[i], chosen), on_mesh(made.move_own)(own[i], rows)
+            prompts[i], own[i] = made["move_prompt"](prompts[i], chosen), made["move_own"](own[i], rows)
         self._prompts = dataclasses.replace(new_prompts, cache=tuple(prompts))
         self._slots = dataclasses.replace(new_slots, own=tuple(own))
         self._groups = self._groups[chosen]
@@ -244,27 +275,10 @@ class Lane:
 
     def _widen(self) -> None:
         """Back to all slots, which are idle."""
+        if not self._size:
+            return
         self._size, self._groups = 0, np.arange(self._config.groups)
         self._prompts = self._slots = None
-
-    def _fill(self, take: Callable[[bool], Part | None]) -> bool:
-        """Prefills parts into free buffers. Returns whether there was a part for each buffer."""
-        c = self._config
-        free = [(j, u) for u in range(c.buffers) for j in range(c.groups) if (j, u) not in self._parts]
-        # Groups that have no part come first.
-        free.sort(key=lambda buffer: self._in_use(buffer[0]))
-        while free:
-            arrived: list[tuple[int, int]] = []
-            while free and len(arrived) < self._arrivals and (part := take(self._in_use(free[0][0]) > 0)) is not None:
-                j, u = buffer = free.pop(0)
-                self._filled_at[j, u] = self._filled_at.max() + 1
-                self._parts[buffer] = part
-                arrived.append(buffer)
-            if arrived:
-                self._prefill_into(arrived)
-            if len(arrived) < self._arrivals and free:
-                return False
-        return True
 
     def _buffers_in_use(self) -> int:
         """How many buffers of each group the next chunk reads, from the first on."""
@@ -282,7 +296,7 @@ class Lane:
             self._slots = dataclasses.replace(self._slots, own=own)
         return self._ring.window
 
-    def _in_use(self, group: int) -> int:
+    def in_use(self, group: int) -> int:
         """How many buffers of a group hold a part."""
         return sum((group, u) in self._parts for u in range(self._config.buffers))
 
@@ -293,14 +307,15 @@ class Lane:
     @property
     def empty_groups(self) -> int:
         """How many groups hold no part and may be given one."""
-        return 0 if self._size else sum(not self._in_use(group) for group in range(self._config.groups))
+        return 0 if self._size else sum(not self.in_use(group) for group in range(self._config.groups))
 
     def _prefill_into(self, buffers: Sequence[tuple[int, int]]) -> None:
         """One prefill call. Its first tokens are fetched once the decode call after it has been sent, so as not to wait twice."""
         if self._slots is None:
             self._make_state()
-        parts = [self._parts[buffer] for buffer in buffers]
-        arrivals = self._arrivals_of(buffers, parts)
+        parts = [(buffer, self._parts[buffer]) for buffer in buffers]
+        longest = max(len(part.ticket.request.context) for _, part in parts)
+        arrivals = self._arrivals_of(parts, tokens=next(bucket for bucket in self._buckets if bucket >= longest))
         self.usage.prefilled += arrivals.tokens.size
         lengths = arrivals.length[arrivals.valid].tolist()
         self.usage.prompt_tokens += sum(lengths)
@@ -309,22 +324,16 @@ class Lane:
             self._weights, self._prompts, self._slots, self._oldest_first(), arrivals, self._stop_table
         )
         K = self._config.places
-        for (j, u), part in zip(buffers, parts, strict=True):
-            places, given = slice(u * K, (u + 1) * K), len(part.ticket.request.beginning)
+        for (j, u), part in parts:
+            places = slice(u * K, (u + 1) * K)
             self._status[j, places] = np.where(np.arange(K) < part.count, slots_lib.RUNNING, slots_lib.CUT)
-            self._given[j, places], self._length[j, places] = given, given + 1
-            self._limit[j, u * K : u * K + part.count] = part.limits(self._config.response_length)
+            self._given[j, places], self._length[j, places] = part.given, part.given + 1
+            self._limit[j, u * K : u * K + part.count] = part.ticket.limit[part.rows]
         self._first.append((tuple(buffers), first))
 
-    def _arrivals_of(self, buffers: Sequence[tuple[int, int]], parts: Sequence[Part]) -> Arrivals:
-        """The prompts of parts as `prefill` takes them: padded to I prompts, and to the shortest bucket that holds them."""
-        contexts = [[*part.ticket.request.prompt, *part.ticket.request.beginning] for part in parts]
-        found = self._empty_arrivals(next(length for length in self._buckets if length >= max(map(len, contexts))))
-        requests_lib.fill_arrivals(found, contexts, parts, buffers, stop_strings=self._stop_strings, config=self._config)
-        return found
-
-    def _empty_arrivals(self, P: int) -> Arrivals:
-        return requests_lib.empty_arrivals(self._config, prompts=self._arrivals, tokens=P, pad_id=self._pad_id)
+    def _arrivals_of(self, parts: Sequence[tuple[tuple[int, int], Part]], *, tokens: int) -> Arrivals:
+        its: dict[str, Any] = dict(config=self._config, stop_strings=self._stop_strings, pad_id=self._pad_id)
+        return arrivals_of(parts, prompts=self._arrivals, tokens=tokens, **its)
 
     def _note_first(self, buffers: Sequence[tuple[int, int]], tokens: Tokens) -> None:
         """Notes the first tokens of the samples that were prefilled into buffers. Args: tokens: leaves [I, K]."""
@@ -332,7 +341,7 @@ class Lane:
         for i, (j, u) in enumerate(buffers):
             part = self._parts[j, u]
             place = u * K + np.arange(part.count)
-            count = np.full(part.count, len(part.ticket.request.beginning))
+            count = np.full(part.count, part.given)
             self._write(np.full(part.count, j), place, count, jax.tree.map(lambda x, i=i, n=part.count: x[i, :n], tokens))
 
     def _note(self, trace: slots_lib.Trace, step_bytes: int) -> None:
@@ -360,33 +369,21 @@ class Lane:
                 f"the logits of policy step {self.policy_step} are not finite at response token {count[first]} of query "
                 f"{part.ticket.request.name}"
             )
-        self._tokens[group, place, count] = tokens.token
-        self._policy[group, place, count] = tokens.policy_logprob
-        self._behavior[group, place, count] = tokens.behavior_logprob
-        self._steps[group, place, count] = self.policy_step
         self._length[group, place] = count + 1
         self._status[group, place] = tokens.status
+        for (j, u), part in self._parts.items():
+            at = np.flatnonzero((group == j) & (place // self._config.places == u))
+            of_part = jax.tree.map(lambda x, at=at: x[at], tokens)
+            part.write(place[at] % self._config.places, count[at], of_part, self.policy_step)
 
     def _release(self) -> None:
-        """Writes the parts whose samples have all ended into their generations, and frees their buffers."""
+        """Frees the buffers of parts whose samples have all ended."""
         K = self._config.places
         ended = (self._status != slots_lib.RUNNING).reshape(self._config.groups, self._config.buffers, K).all(axis=2)
         for (j, u), part in [item for item in self._parts.items() if ended[item[0]]]:
             places = slice(u * K, u * K + part.count)
-            rows = slice(part.first, part.first + part.count)
-            made, given = part.ticket.generation, len(part.ticket.request.beginning)
-            length, prompt = self._length[j, places], len(part.ticket.request.prompt) + given
-            self.usage.flops += slots_lib.decode_flops(self._config.model, prompt=prompt, drawn=length - given)
-            new = (np.arange(self._config.response_length) < length[:, None]) & (np.arange(self._config.response_length) >= given)
-            for whole, lane in (
-                (made.tokens, self._tokens),
-                (made.policy_logprobs, self._policy),
-                (made.behavior_logprobs, self._behavior),
-                (made.policy_step, self._steps),
-            ):
-                whole[rows] = np.where(new, lane[j, places], whole[rows])
-            made.length[rows] = length
-            made.finished[rows] = self._status[j, places] == slots_lib.FINISHED
+            length = self._length[j, places]
+            prompt = len(part.ticket.request.context)
+            self.usage.flops += slots_lib.decode_flops(self._config.model, prompt=prompt, drawn=length - part.given)
+            part.end(length, self._status[j, places] == slots_lib.FINISHED)
             del self._parts[j, u]
-            with self._lock:
-                part.ticket.left -= part.count

@@ -7,7 +7,7 @@ import numpy as np
 
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.sampling import Sampling
-from tba_jax.decoding.slots import Arrivals, Samples, SlotsConfig
+from tba_jax.decoding.slots import Arrivals, Samples, SlotsConfig, Tokens
 from tba_jax.text.stop_strings import StopStrings
 
 
@@ -33,6 +33,11 @@ class Request:
     @property
     def samples(self) -> int:
         return len(self.keys)
+
+    @property
+    def context(self) -> list[int]:
+        """The prompt and the given response tokens."""
+        return [*self.prompt, *self.beginning]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,75 +71,25 @@ def concatenate(parts: Sequence[Generation]) -> Generation:
     return Generation(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
 
 
-def check(request: Request, config: SlotsConfig, *, longest_prompt: int) -> None:
-    """Whether slots of this config can answer the request.
-
-    Args: longest_prompt: tokens; the rest of the cache is for given response tokens.
-
-    Raises:
-      ValueError: a prompt that is empty or longer than the cache, a beginning that leaves no room, or bad sampling settings;
-        names the query, the value and the limit.
-    """
-    try:
-        _check_tokens(request, config, longest_prompt)
-        _check_samples(request, config)
-    except ValueError as error:
-        raise ValueError(f"query {request.name}: {error}") from None
-
-
-def _check_tokens(request: Request, config: SlotsConfig, longest_prompt: int) -> None:
-    prompt, given = len(request.prompt), len(request.beginning)
-    if not prompt or prompt + given > config.prompt_length:
-        raise ValueError(
-            f"{prompt + given} tokens of prompt (with {given} of the response) do not fit the cache, which holds 1 to "
-            f"{config.prompt_length}"
-        )
-    if prompt > longest_prompt:
-        raise ValueError(
-            f"a prompt of {prompt} tokens is longer than {longest_prompt}, the rest of the cache is for given response tokens"
-        )
-    if given >= config.response_length:
-        raise ValueError(f"{given} given response tokens leave none of response_length={config.response_length}")
-    for token in (*request.prompt, *request.beginning):
-        if not isinstance(token, int | np.integer) or not 0 <= token < config.model.vocab:
-            raise ValueError(f"token {token!r} is not an id of the vocabulary of {config.model.vocab}")
-    barred = {*config.space.banned_tokens, config.space.eos_id}
-    if ended := [token for token in request.beginning if token in barred]:
-        raise ValueError(f"the given response tokens hold {ended[0]}, which ends a response or is banned")
-
-
-def _check_samples(request: Request, config: SlotsConfig) -> None:
-    S, given, limit, s = request.samples, len(request.beginning), request.limit, request.sampling
-    if S < 1:
-        raise ValueError("no samples are asked for")
-    if request.keys.dtype != np.uint32 or request.keys.shape != (S, 2):
-        raise ValueError(f"keys are {request.keys.dtype}{list(request.keys.shape)}, not uint32[{S}, 2]")
-    if limit is not None and limit.shape != (S,):
-        raise ValueError(f"limits have shape {list(limit.shape)}, the samples are {S}")
-    if limit is not None and (limit.min() <= given or limit.max() > config.response_length):
-        raise ValueError(
-            f"limits {limit.min()} to {limit.max()} must be within {given + 1} to {config.response_length} response tokens"
-        )
-    for name, good, allowed in (
-        ("temperature", np.isfinite(s.temperature) & (s.temperature >= 0), "at least 0"),
-        ("top_k", s.top_k >= 0, "at least 0"),
-        ("top_p", (s.top_p > 0) & (s.top_p <= 1), "within (0, 1]"),
-        ("min_p", (s.min_p >= 0) & (s.min_p < 1), "within [0, 1)"),
-    ):
-        values = np.asarray(getattr(s, name))
-        if values.shape != (S,):
-            raise ValueError(f"sampling.{name} has shape {values.shape}, the samples are {S}")
-        if not np.all(good):
-            raise ValueError(f"{name}={values[int(np.argmin(good))]} must be {allowed}")
-
-
-@dataclasses.dataclass
 class Ticket:
-    """A request's generation while it is made. left: how many of its samples have not ended."""
+    """A request and its generation while it is made.
 
-    request: Request
-    generation: Generation
-    left: int
+    Attributes: generation: the given tokens, and the tokens so far; left: how many samples have not ended.
+    """
+
+    def __init__(self, request: Request, *, response_length: int, pad_id: int):
+        self.request, self.left = request, request.samples
+        S, R, given = request.samples, response_length, len(request.beginning)
+        self.generation = Generation(
+            tokens=np.full((S, R), pad_id, np.int32),
+            length=np.full(S, given, np.int32),
+            finished=np.zeros(S, bool),
+            policy_logprobs=np.zeros((S, R), np.float32),
+            behavior_logprobs=np.zeros((S, R), np.float32),
+            policy_step=np.full((S, R), -1, np.int32),
+        )
+        self.generation.tokens[:, :given] = request.beginning
+        self.limit = np.full(S, R, np.int32) if request.limit is None else request.limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,21 +100,39 @@ class Part:
     first: int
     count: int
 
-    def limits(self, response_length: int) -> np.ndarray:
-        """int32[count], the most response tokens of each sample. Args: response_length: of samples without a limit."""
-        limit = self.ticket.request.limit
-        return np.full(self.count, response_length, np.int32) if limit is None else limit[self.first : self.first + self.count]
+    @property
+    def rows(self) -> slice:
+        """The samples, of those of the request."""
+        return slice(self.first, self.first + self.count)
+
+    @property
+    def given(self) -> int:
+        return len(self.ticket.request.beginning)
+
+    def write(self, sample: np.ndarray, t: np.ndarray, tokens: Tokens, policy_step: int) -> None:
+        """Writes n tokens into the generation. Args: sample: int[n], within the part; t: int[n], response index."""
+        made, row = self.ticket.generation, self.first + sample
+        made.tokens[row, t], made.policy_step[row, t] = tokens.token, policy_step
+        made.policy_logprobs[row, t], made.behavior_logprobs[row, t] = tokens.policy_logprob, tokens.behavior_logprob
+
+    def end(self, length: np.ndarray, finished: np.ndarray) -> None:
+        """All samples have ended. Args: int32[count], bool[count]."""
+        self.ticket.generation.length[self.rows], self.ticket.generation.finished[self.rows] = length, finished
+        self.ticket.left -= self.count
 
 
-def empty_arrivals(config: SlotsConfig, *, prompts: int, tokens: int, pad_id: int) -> Arrivals:
-    """Prompts of so many tokens that are all padding."""
+def arrivals_of(
+    parts: Sequence[tuple[tuple[int, int], Part]],
+    *,
+    prompts: int,
+    tokens: int,
+    pad_id: int,
+    stop_strings: StopStrings | None,
+    config: SlotsConfig,
+) -> Arrivals:
+    """Parts as `prefill` takes them, padded. Args: parts: ((group, buffer), part) each; prompts: I; tokens: P."""
     I, K = prompts, config.places
-    samples = Samples(
-        key=np.zeros((I, K, 2), np.uint32),
-        sampling=sampling_lib.constant((I, K), temperature=1.0),
-        limit=np.zeros((I, K), np.int32),
-    )
-    return Arrivals(
+    made = Arrivals(
         group=np.zeros(I, np.int32),
         buffer=np.zeros(I, np.int32),
         valid=np.zeros(I, bool),
@@ -167,31 +140,19 @@ def empty_arrivals(config: SlotsConfig, *, prompts: int, tokens: int, pad_id: in
         length=np.ones(I, np.int32),
         given=np.zeros(I, np.int32),
         stop_state=np.zeros(I, np.int32),
-        samples=samples,
+        samples=Samples(
+            key=np.zeros((I, K, 2), np.uint32),
+            sampling=sampling_lib.constant((I, K), temperature=1.0),
+            limit=np.zeros((I, K), np.int32),
+        ),
     )
-
-
-def fill_arrivals(
-    arrivals: Arrivals,
-    contexts: Sequence[Sequence[int]],
-    parts: Sequence[Part],
-    buffers: Sequence[tuple[int, int]],
-    *,
-    stop_strings: StopStrings | None,
-    config: SlotsConfig,
-) -> None:
-    """Writes parts into the first arrivals, which are empty.
-
-    Args: contexts: prompt and given tokens of each part; buffers: (group, buffer) that it is prefilled into.
-    """
-    for i, (part, context, buffer) in enumerate(zip(parts, contexts, buffers, strict=True)):
-        request, rows = part.ticket.request, slice(part.first, part.first + part.count)
-        arrivals.group[i], arrivals.buffer[i], arrivals.valid[i] = *buffer, True
-        arrivals.tokens[i, : len(context)], arrivals.length[i] = context, len(context)
-        arrivals.given[i] = len(request.beginning)
-        arrivals.stop_state[i] = stop_strings.run(request.beginning) if stop_strings is not None else 0
-        samples = arrivals.samples
-        samples.key[i, : part.count] = request.keys[rows]
-        for field in dataclasses.fields(sampling_lib.Sampling):
-            getattr(samples.sampling, field.name)[i, : part.count] = getattr(request.sampling, field.name)[rows]
-        samples.limit[i, : part.count] = part.limits(config.response_length)
+    for i, (buffer, part) in enumerate(parts):
+        request, context = part.ticket.request, part.ticket.request.context
+        made.group[i], made.buffer[i], made.valid[i] = *buffer, True
+        made.tokens[i, : len(context)], made.length[i], made.given[i] = context, len(context), part.given
+        made.stop_state[i] = stop_strings.run(request.beginning) if stop_strings is not None else 0
+        made.samples.key[i, : part.count] = request.keys[part.rows]
+        made.samples.limit[i, : part.count] = part.ticket.limit[part.rows]
+        for field in dataclasses.fields(Sampling):
+            getattr(made.samples.sampling, field.name)[i, : part.count] = getattr(request.sampling, field.name)[part.rows]
+    return made

@@ -6,6 +6,12 @@ A lane reads the first entries of the own caches, as many as the running samples
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tba_jax.decoding.slots import SlotsConfig
 
 # Prompts are prefilled at one of these parts of the longest length, the shortest that holds them, but not below _SHORTEST.
 _BUCKETS = (8, 4, 2, 1)
@@ -23,31 +29,6 @@ _TILE = 16
 _TILE_COLUMNS = 128
 
 
-def arrange(slots: int, samples: int, ways: int, *, lockstep: bool = False, what: str = "") -> tuple[int, int]:
-    """The number of groups of each lane and their width.
-
-    Args: ways: lanes; lockstep: see Engine; what: how messages call the slots.
-
-    Raises:
-      ValueError: the slots cannot be divided by the ways, or only into far smaller groups than wanted; names the numbers.
-    """
-    if samples < 1:
-        raise ValueError(f"samples={samples} of a query must be at least 1")
-    if slots < ways or slots % ways:
-        raise ValueError(f"{what or f'slots={slots}'} cannot be divided by the {ways} ways of the mesh's data axis")
-    lane = slots // ways
-    if lockstep and lane % samples == 0:  # all samples of a query begin at once, and read its prompt together
-        return lane // samples, samples
-    most = max(1, samples // (2 if samples <= _HALF_UP_TO else 4))
-    width = max(width for width in range(1, most + 1) if lane % width == 0)
-    if lane > most and 2 * width <= most and most > 2:
-        raise ValueError(
-            f"{what or f'slots={slots}'} over {ways} ways of the mesh are {lane} each, which divide into groups of {width} only; "
-            f"a multiple of {most} lets the {samples} samples of a query share its prompt"
-        )
-    return lane // width, width
-
-
 @dataclasses.dataclass(frozen=True)
 class LaneSizes:
     """The slots of one lane. groups: J; width: W, slots of a group; buffers: U, prompts of a group; arrivals: I, prompts of one
@@ -60,8 +41,28 @@ class LaneSizes:
 
 
 def lane_sizes(slots: int, samples: int, ways: int, *, lockstep: bool = False, what: str = "") -> LaneSizes:
-    """The sizes of each lane. Args, Raises: see `arrange`."""
-    groups, width = arrange(slots, samples, ways, lockstep=lockstep, what=what)
+    """The sizes of each lane.
+
+    Args: ways: lanes; lockstep: see Engine; what: how messages call the slots.
+
+    Raises:
+      ValueError: the slots cannot be divided by the ways, or only into far smaller groups than wanted; names the numbers.
+    """
+    what = what or f"slots={slots}"
+    if samples < 1:
+        raise ValueError(f"samples={samples} of a query must be at least 1")
+    if slots < ways or slots % ways:
+        raise ValueError(f"{what} cannot be divided by the {ways} ways of the mesh's data axis")
+    lane, width = slots // ways, samples
+    if not lockstep or lane % samples:  # else all samples of a query begin at once, and read its prompt together
+        most = max(1, samples // (2 if samples <= _HALF_UP_TO else 4))
+        width = max(width for width in range(1, most + 1) if lane % width == 0)
+        if lane > most and 2 * width <= most and most > 2:
+            raise ValueError(
+                f"{what} over {ways} ways of the mesh are {lane} each, which divide into groups of {width} only; "
+                f"a multiple of {most} lets the {samples} samples of a query share its prompt"
+            )
+    groups = lane // width
     # A group of one slot needs no second prompt: no slot waits for another.
     buffers = 1 if width == 1 else 2
     return LaneSizes(groups, width, buffers, max(1, groups * buffers // 16))
@@ -94,6 +95,27 @@ def windows(entries: int, chunk: int, *, tiled: bool = False) -> tuple[int, ...]
     quarter = max(-(-entries // 4), chunk)
     quarter = -(-quarter // _TILE_COLUMNS) * _TILE_COLUMNS if tiled else quarter
     return (*range(quarter, entries, quarter), entries)
+
+
+# A move takes the time of two or three decode steps, and the first one compiles a decode loop.
+WORTHWHILE_STEPS = 32
+
+
+def narrower(config: "SlotsConfig") -> list["SlotsConfig"]:
+    """The sizes with a half and a quarter of the slots: groups of half the width, or half the groups where the width is one."""
+    found = [config]
+    for _ in range(2):
+        groups, width = found[-1].groups, found[-1].width
+        if groups * width == 1:
+            break
+        groups, width = (groups, -(-width // 2)) if width > 1 else (-(-groups // 2), width)
+        found.append(dataclasses.replace(found[-1], groups=groups, width=width))
+    return found[1:]
+
+
+def holds(config: "SlotsConfig", running: np.ndarray) -> bool:
+    """Whether slots of these sizes hold the running samples. Args: running: int[J], samples of each group."""
+    return bool(np.count_nonzero(running) <= config.groups and running.max(initial=0) <= config.width)
 
 
 class Ring:

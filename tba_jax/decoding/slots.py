@@ -60,6 +60,20 @@ class SlotsConfig:
     tiled: bool = False
     together: int = 1
 
+    @property
+    def prompt_entries(self) -> int:
+        """The entries S of a buffer, at least the longest prompt."""
+        return sizes.in_tiles(self.prompt_length, tiled=self.tiled)
+
+    @property
+    def own_entries(self) -> int:
+        """The entries R of a slot's ring, at least those of a response; its last token predicts nothing and needs none."""
+        return sizes.in_tiles(max(self.response_length - 1, 1), tiled=self.tiled)
+
+    def cache_shape(self, rows: int, entries: int, together: int = 1) -> tuple[int, ...]:
+        """[rows, G/t, entries, t·H], the shape of keys or values. Args: together: t."""
+        return rows, self.model.kv_heads // together, entries, together * self.model.head_size
+
 
 @flax.struct.dataclass
 class Samples:
@@ -153,27 +167,6 @@ def in_tiles(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "tpu"
 
 
-def prompt_entries(config: SlotsConfig) -> int:
-    """The entries S of a buffer, at least the longest prompt."""
-    return sizes.in_tiles(config.prompt_length, tiled=config.tiled)
-
-
-def own_entries(config: SlotsConfig) -> int:
-    """The entries R of a slot's ring, at least those of a response; its last token needs none: nothing is predicted from it."""
-    return sizes.in_tiles(max(config.response_length - 1, 1), tiled=config.tiled)
-
-
-def heads_together(model: DecoderConfig, mesh: Mesh) -> int:
-    """SlotsConfig.together of a model on a mesh."""
-    return sizes.heads_together(model.kv_heads, model.head_size, mesh.shape["tensor"], tiled=in_tiles(mesh))
-
-
-def _cache_shape(config: SlotsConfig, rows: int, entries: int, together: int) -> tuple[int, ...]:
-    """[rows, G/t, entries, t·H], the shape of keys or values. Args: together: t."""
-    m = config.model
-    return rows, m.kv_heads // together, entries, together * m.head_size
-
-
 def init(config: SlotsConfig) -> tuple[Prompts, Slots]:
     """Empty buffers and idle slots."""
     c, m = config, config.model
@@ -181,7 +174,7 @@ def init(config: SlotsConfig) -> tuple[Prompts, Slots]:
 
     def cache(rows: int, entries: int, together: int = 1) -> kv_cache.Cache:
         def zeros() -> jax.Array:
-            return sharding.constrain(jnp.zeros(_cache_shape(c, rows, entries, together), m.compute_dtype), "QGSH")
+            return sharding.constrain(jnp.zeros(c.cache_shape(rows, entries, together), m.compute_dtype), "QGSH")
 
         return tuple((zeros(), zeros()) for _ in range(m.layers))
 
@@ -194,7 +187,7 @@ def init(config: SlotsConfig) -> tuple[Prompts, Slots]:
         limit=whole(J, U, K),
     )
     prompts = Prompts(
-        cache=cache(J, U * prompt_entries(c)),
+        cache=cache(J, U * c.prompt_entries),
         samples=samples,
         length=whole(J, U),
         given=whole(J, U),
@@ -202,7 +195,7 @@ def init(config: SlotsConfig) -> tuple[Prompts, Slots]:
         stop_state=whole(J, U, K),
     )
     slots = Slots(
-        own=cache(J * W, own_entries(c), c.together),
+        own=cache(J * W, c.own_entries, c.together),
         place=jnp.full((J, W), -1, jnp.int32),
         count=whole(J, W),
         token=whole(J, W),
@@ -217,14 +210,42 @@ def shardings(config: SlotsConfig, mesh: Mesh) -> tuple[Prompts, Slots]:
     c, m = config, config.model
 
     def cache(rows: int, entries: int, together: int = 1) -> Any:
-        one = sharding.computed_sharding(mesh, "QGSH", _cache_shape(c, rows, entries, together))
+        one = sharding.computed_sharding(mesh, "QGSH", c.cache_shape(rows, entries, together))
         return ((one, one),) * m.layers
 
     prompts, slots = jax.tree.map(lambda _: sharding.replicated(mesh), jax.eval_shape(functools.partial(init, config)))
     return (
-        dataclasses.replace(prompts, cache=cache(c.groups, c.buffers * prompt_entries(c))),
-        dataclasses.replace(slots, own=cache(c.groups * c.width, own_entries(c), c.together)),
+        dataclasses.replace(prompts, cache=cache(c.groups, c.buffers * c.prompt_entries)),
+        dataclasses.replace(slots, own=cache(c.groups * c.width, c.own_entries, c.together)),
     )
+
+
+def move(prompts: Prompts, slots: Slots, groups: jax.Array, *, config: SlotsConfig) -> tuple[Prompts, Slots, jax.Array]:
+    """The state of some groups, each with its first `width` slots that run, but for the caches: see `move_cache`.
+
+    Args:
+      prompts, slots: without caches.
+      groups: int32[J'], the groups that stay, J' = config.groups. No sample of another group runs, and none waits.
+      config: the sizes afterwards.
+
+    Returns: the state; and int32[J'·W'], the row of the own caches that each slot had.
+    """
+    place = slots.place[groups]
+    width = place.shape[1]
+    columns = jnp.argsort(place < 0, axis=1, stable=True)[:, : config.width]
+
+    def moved(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x[groups], columns, axis=1)
+
+    waiting = slots.waiting[groups]
+    of_slots = jax.tree.map(moved, dataclasses.replace(slots, own=(), waiting=()))
+    rows = groups[:, None] * width + columns
+    return jax.tree.map(lambda x: x[groups], prompts), dataclasses.replace(of_slots, waiting=waiting), rows.reshape(-1)
+
+
+def move_cache(cache: tuple[jax.Array, ...], rows: jax.Array) -> tuple[jax.Array, ...]:
+    """The keys and values [rows', ...] of a layer. Args: rows: int32[rows'], where they were."""
+    return tuple(jnp.take(x, rows, axis=0) for x in cache)
 
 
 def row_keys(seed: int | np.integer, writer: int | np.integer, rows: jax.Array | np.ndarray) -> jax.Array:
@@ -268,7 +289,7 @@ def step_bytes(config: SlotsConfig, weights: int, *, buffers: int, window: int) 
     Args: weights: see weight_bytes; buffers, window: see decode_loop.decode.
     """
     c, m = config, config.model
-    entries = c.groups * (buffers * prompt_entries(c) + c.width * window)
+    entries = c.groups * (buffers * c.prompt_entries + c.width * window)
     return weights + entries * 2 * m.layers * m.kv_heads * m.head_size * jnp.dtype(m.compute_dtype).itemsize
 
 

@@ -5,12 +5,14 @@ The value of a state is the mean reward of responses that go on from it.
 
 import dataclasses
 import functools
+import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tba_jax.decoding.engine import Engine
@@ -53,20 +55,21 @@ def evenly(states: np.ndarray, most: int) -> np.ndarray:
 
 # Token t of a row is drawn with fold_in(key of the row, t). Continuations of a row fold in this number, which is no t.
 _CONTINUATIONS = 2**32 - 1
-_KEYS_AT_A_TIME = 256
 
 
-def continuation_keys(row_keys: jax.Array, states: jax.Array, *, samples: int) -> jax.Array:
-    """uint32[n, samples, 2]: the random keys of responses that go on from states of rows.
+def continuation_keys(row_key: jax.Array, *, states: int, samples: int) -> jax.Array:
+    """uint32[states, samples, 2]: the random keys of responses that go on from the state before each token of a row.
 
-    Args: row_keys: uint32[n, 2], the key of the row of each state; states: uint32[n], tokens of the response before it.
+    Args: row_key: uint32[2].
     """
+    key = jax.random.fold_in(jax.random.wrap_key_data(row_key), np.uint32(_CONTINUATIONS))
 
-    def of_state(key: jax.Array, state: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), np.uint32(_CONTINUATIONS)), state)
-        return jax.vmap(functools.partial(jax.random.fold_in, key))(np.arange(samples, dtype=np.uint32))
+    def of_state(state: jax.Array) -> jax.Array:
+        return jax.vmap(functools.partial(jax.random.fold_in, jax.random.fold_in(key, state)))(
+            jnp.arange(samples, dtype=jnp.uint32)
+        )
 
-    return jax.random.key_data(jax.vmap(of_state)(row_keys, states))
+    return jax.random.key_data(jax.vmap(of_state)(jnp.arange(states, dtype=jnp.uint32)))
 
 
 def mean_of_others(reward: np.ndarray, samples: int) -> np.ndarray:
@@ -91,9 +94,9 @@ def _mean(reward: np.ndarray) -> np.ndarray:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class ValuedStates:
-    """States whose continuations are decoded and wait for their rewards.
+    """States whose continuations StateValues.decode decodes, and which then wait for their rewards.
 
     shape: (B, R) of the rows. samples_per_query: rows of one query, which are consecutive.
     blocks: n states each, as (rows int[n], response tokens before the state int[n], scores of their continuations).
@@ -102,8 +105,8 @@ class ValuedStates:
 
     shape: tuple[int, int]
     samples_per_query: int
-    blocks: list[tuple[np.ndarray, np.ndarray, Future[Scores]]]
-    tokens: int
+    blocks: list[tuple[np.ndarray, np.ndarray, Future[Scores]]] = dataclasses.field(default_factory=list)
+    tokens: int = 0
 
     def finish(self, reward: np.ndarray) -> np.ndarray:
         """Waits for the rewards of the continuations, and returns the values of states.
@@ -120,14 +123,6 @@ class ValuedStates:
         for rows, states, scores in self.blocks:
             values[rows, states] = _mean(scores.result().reward.reshape(len(rows), -1))
         return values
-
-
-class _State(NamedTuple):
-    """The state of a row before its response token t, and the request for responses that go on from it."""
-
-    row: int
-    t: int
-    request: Request
 
 
 class StateValues:
@@ -161,69 +156,59 @@ class StateValues:
         self._most_states, self._samples_per_query, self._at_a_time = most_states, samples_per_query, max(states_at_a_time, 1)
         self._samples = len(sampling.temperature)
         self._reward = reward
-        self._jit_keys = jax.jit(functools.partial(continuation_keys, samples=self._samples))
+        self._jit_keys = jax.jit(continuation_keys, static_argnames=("states", "samples"))
 
-    def __call__(
-        self,
-        generation: Generation,
-        keys: np.ndarray,
-        queries: Sequence[EncodedQuery],
-        *,
-        feed: Callable[[], bool] = lambda: False,
-    ) -> ValuedStates:
-        """Has responses decoded that go on from states of B rows, and hands them on to be rewarded.
+    def begin(self, generation: Generation) -> ValuedStates:
+        """No state of these rows is valued yet, see `decode`."""
+        return ValuedStates(shape=generation.tokens.shape, samples_per_query=self._samples_per_query)
+
+    def decode(
+        self, valued: ValuedStates, generation: Generation, keys: np.ndarray, queries: Sequence[EncodedQuery]
+    ) -> Iterator[int]:
+        """Decodes responses that go on from states of B rows, and hands them on to be rewarded.
+
+        Pauses as Engine.decode does, once no state waits to be asked, and yields how many prompts there is room for.
 
         Args:
-          generation: the B rows, rows of one query consecutive. keys: uint32[B, 2], their random keys. queries: one a row.
-          feed: see Engine.collect; called once no state waits any more.
+          valued: gets the states. generation: the B rows, rows of one query consecutive. keys: uint32[B, 2], their random keys.
+          queries: one a row.
 
         Raises:
-          FloatingPointError: see Engine.collect.
+          FloatingPointError: see Engine.decode.
         """
+        R = generation.tokens.shape[1]
         between = between_steps(generation.tokens, generation.length, self._step_ends)
-        chosen = [(row, t) for row, states in enumerate(between) for t in evenly(np.flatnonzero(states), self._most_states)]
-        waiting = deque(
-            _State(row, t, self._request(queries[row], generation.tokens[row, :t], of_state))
-            for (row, t), of_state in zip(chosen, self._keys(keys, chosen), strict=True)
-        )
-        asked: deque[tuple[_State, Ticket]] = deque()
+        waiting: deque[tuple[int, int, Request]] = deque()
+        for row, query in enumerate(queries):
+            chosen = evenly(np.flatnonzero(between[row]), self._most_states).tolist()
+            if not chosen:
+                continue
+            of_states = np.asarray(self._jit_keys(keys[row], states=R, samples=self._samples))
+            for t in chosen:
+                its: dict[str, Any] = dict(
+                    keys=of_states[t], sampling=self._sampling, beginning=generation.tokens[row, :t].tolist()
+                )
+                waiting.append((row, t, Request(name=query.name, prompt=query.prompt, **its)))
+        asked: deque[tuple[int, int, Ticket]] = deque()
 
-        def ask() -> bool:
-            if not waiting or len(asked) == 2 * self._at_a_time:
-                return False
-            state = waiting.popleft()
-            asked.append((state, self._engine.submit(state.request)))
-            return True
+        def ask(most: int) -> int:
+            """Submits at most so many states; returns how many more there was room for."""
+            while waiting and most > 0 and len(asked) < 2 * self._at_a_time:
+                row, t, request = waiting.popleft()
+                asked.append((row, t, self._engine.submit(request)))
+                most -= 1
+            return most
 
-        def more() -> bool:
-            return ask() or (not waiting and feed())
-
-        tokens, blocks = 0, []
         while waiting or asked:
-            while len(asked) < self._at_a_time and ask():
-                pass
-            block = [asked[i] for i in range(min(len(asked), self._at_a_time))]
-            made = concatenate(self._engine.collect([ticket for _, ticket in block], feed=more))
-            for _ in block:
+            ask(self._at_a_time - len(asked))
+            rows, states, tickets = zip(*itertools.islice(asked, self._at_a_time), strict=True)
+            for room in self._engine.decode(tickets):
+                room = ask(room)
+                if not waiting:
+                    yield room
+            for _ in tickets:
                 asked.popleft()
-            rows, states = (np.array(index) for index in zip(*((state.row, state.t) for state, _ in block), strict=True))
-            of_rows = [queries[row] for row in np.repeat(rows, self._samples)]
-            blocks.append((rows, states, self._reward(made, of_rows)[1]))
-            tokens += int(made.length.sum() - self._samples * states.sum())
-        shape = (len(queries), generation.tokens.shape[1])
-        return ValuedStates(shape=shape, samples_per_query=self._samples_per_query, blocks=blocks, tokens=tokens)
-
-    def _request(self, query: EncodedQuery, beginning: np.ndarray, keys: np.ndarray) -> Request:
-        """Asks for responses that go on from a state. Args: beginning: int32[t], tokens before it; keys: uint32[samples, 2]."""
-        return Request(name=query.name, prompt=query.prompt, keys=keys, sampling=self._sampling, beginning=beginning.tolist())
-
-    def _keys(self, keys: np.ndarray, chosen: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Random keys uint32[samples, 2] for each of the chosen (row, t)."""
-        found: list[np.ndarray] = []
-        for begin in range(0, len(chosen), _KEYS_AT_A_TIME):
-            block = chosen[begin : begin + _KEYS_AT_A_TIME]
-            # Padded, so that one program computes them all.
-            rows, states = np.zeros((2, _KEYS_AT_A_TIME), np.uint32)
-            rows[: len(block)], states[: len(block)] = zip(*block, strict=True)
-            found.extend(np.asarray(self._jit_keys(keys[rows], states))[: len(block)])
-        return found
+            made = concatenate([ticket.generation for ticket in tickets])
+            scores = self._reward(made, [queries[row] for row in np.repeat(rows, self._samples)])[1]
+            valued.blocks.append((np.array(rows), np.array(states), scores))
+            valued.tokens += int(made.length.sum() - self._samples * sum(states))

@@ -18,7 +18,7 @@ from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
 from tba_jax.tasks import EXTRAS, TASKS, custom_task
 from tba_jax.tasks.interface import SPLITS, EncodedQuery, Query, Shortens, Task, private_files, reward_range
-from tba_jax.text import prompts, vocabulary
+from tba_jax.text import prompts, stop_strings
 from tba_jax.text.tokenizers import Tokenizer
 
 # How names of task settings end that say where data is and how rewards are computed here. Such settings do not change what a
@@ -73,7 +73,7 @@ def build(
     stored_run.check_policy(config, policy, tokenizer, found)
     chat = dict(chat_template=config.task.chat_template, system_prompt=config.task.system_prompt)
     template = found.attempt(prompts.template, tokenizer, **chat)
-    banned = found.attempt(vocabulary.banned_tokens, config.task, tokenizer, policy.model.vocab)
+    banned = found.attempt(stop_strings.banned_tokens, config.task, tokenizer, policy.model.vocab)
     queries = found.attempt(encode_queries, config, task, tokenizer)
     if reward_models is None:
         reward_models = found.attempt(task_models.digests, task, fetch=weights)

@@ -20,7 +20,7 @@ from tba_jax.tasks.interface import SPLITS
 from tba_jax.telemetry.alarms import Alarms
 from tba_jax.telemetry.record import Record, Window
 from tba_jax.telemetry.trackers import missing
-from tba_jax.text import lost_text
+from tba_jax.text.prompts import changed_by
 
 log = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ def changed_prompts(e: composition.Experiment) -> str:
     for split in SPLITS:
         queries = e.queries[split]
         chosen = range(0, len(queries), max(1, -(-len(queries) // PROMPTS)))
-        lost = lost_text.find([queries[i].query.prompt for i in chosen], e.tokenizer)
+        lost = changed_by(e.tokenizer, [queries[i].query.prompt for i in chosen])
         if lost.count:
             of = f"{len(chosen)} {split} prompts" + (f" (of {len(queries):,})" if len(chosen) < len(queries) else "")
             changes.append(f"{lost.count} of {of}, such as '{lost.text}', which the policy reads as '{lost.read}'")

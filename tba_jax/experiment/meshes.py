@@ -150,6 +150,6 @@ def _check_slots(config: Any, role: str, *, ways: int) -> None:
         of_batch = f" ({slots} of the {s.queries_per_batch * samples} rows of a batch)"
         what = f"searchers.slots={s.slots}{'' if s.slots else of_batch}"
     try:
-        sizes.arrange(slots, samples, ways, lockstep=config.schedule.mode == "interleaved", what=what)
+        sizes.lane_sizes(slots, samples, ways, lockstep=config.schedule.mode == "interleaved", what=what)
     except ValueError as error:
         raise ValueError(f"{section}.mesh.data: {error}") from error

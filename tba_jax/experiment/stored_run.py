@@ -19,7 +19,7 @@ from tba_jax.models.presets import PRESETS
 from tba_jax.schemas import flatten
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
-from tba_jax.text import vocabulary
+from tba_jax.text import stop_strings
 from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
 
 
@@ -139,8 +139,10 @@ def check_policy(config: Any, policy: Policy, tokenizer: Tokenizer, found: Mista
     elif model.attention == "cudnn" and not attention.cudnn_takes(model.head_size):
         of_model = f"the model's are {model.head_size}"
         found.add([f"model.attention=cudnn takes heads of a multiple of 8 up to 128, {of_model}"])
-    found.attempt(vocabulary.check_stop_strings, task.stop_strings, tokenizer, model.vocab)
-    found.attempt(vocabulary.check_stop_strings, task.step_ends, tokenizer, model.vocab, setting="task.step_ends", special=False)
+    found.attempt(stop_strings.check_stop_strings, task.stop_strings, tokenizer, model.vocab)
+    found.attempt(
+        stop_strings.check_stop_strings, task.step_ends, tokenizer, model.vocab, setting="task.step_ends", special=False
+    )
     total = task.prompt_length + task.response_length
     if total > model.max_positions:
         lengths = f"task.prompt_length={task.prompt_length} + task.response_length={task.response_length}"

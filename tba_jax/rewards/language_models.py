@@ -27,8 +27,8 @@ from tba_jax.rewards import passes
 from tba_jax.rewards.passes import Forward
 from tba_jax.tasks.interface import GeneratorSettings, ModelUse
 from tba_jax.text import stop_strings
+from tba_jax.text.prompts import PromptTemplate
 from tba_jax.text.stop_strings import StopStrings
-from tba_jax.text.templates import PromptTemplate
 from tba_jax.text.tokenizers import HuggingFaceTokenizer, has_tokenizer
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from tba_jax import trajectory
 from tba_jax.supervised.objectives import Batch, Examples, Preferences
 from tba_jax.tasks import data
-from tba_jax.text.encoding import encode_pair
+from tba_jax.text.prompts import encode_pair
 from tba_jax.text.tokenizers import Tokenizer
 
 # Token ids int32[n] of a prompt and of what may follow it: one response, or the chosen and the rejected one.

@@ -16,7 +16,7 @@ from tba_jax.models.policy import Policy
 from tba_jax.programs import Program, shaped
 from tba_jax.supervised import examples, objectives
 from tba_jax.tasks.interface import Task
-from tba_jax.text.encoding import encode_pair
+from tba_jax.text.prompts import encode_pair
 from tba_jax.text.tokenizers import Tokenizer
 
 

@@ -1,25 +1,20 @@
-"""Encodes queries: their prompts, in a chat template or alone, as token ids, cached on disk, without those that are too long."""
+"""Prompts as token ids: those of queries, of a prompt with a given response, and of the templates of frozen models."""
 
-import contextlib
+import dataclasses
 import hashlib
-import json
 import logging
-import os
-import uuid
-import zipfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import re
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
 
 from tba_jax.tasks.interface import EncodedQuery, Query
-from tba_jax.text.tokenizers import Tokenizer
+from tba_jax.text.tokenizers import HuggingFaceTokenizer, Tokenizer
+from tba_jax.text.visible import visible_line
 
 log = logging.getLogger(__name__)
-
-# Prompts of fewer characters are encoded faster than a cache file is read.
-CACHED_CHARACTERS = 1 << 20
 
 
 class EncodedQueries(Sequence[EncodedQuery]):
@@ -105,8 +100,7 @@ def encode(
     """
     around: dict[str, Any] = dict(chat_template=chat_template, system_prompt=system_prompt)
     queries, read = _distinct(queries, texts([query.prompt for query in queries], tokenizer, **around), split)
-    tokens, ends = _encoded(read, tokenizer, begin=not chat_template)
-    encoded = EncodedQueries(queries, tokens, ends)
+    encoded = EncodedQueries(queries, *_joined(tokenizer.encode_all(read, begin=not chat_template)))
     if not encoded.lengths.all():
         empty = queries[int((encoded.lengths == 0).argmax())]
         raise ValueError(f"the {split} prompt {empty.prompt[:60]!r} has no token: the tokenizer knows none of its characters")
@@ -146,37 +140,6 @@ def _distinct(queries: Sequence[Query], read: Sequence[str], split: str) -> tupl
     return list(first.values()), list(first)
 
 
-def _encoded(texts: Sequence[str], tokenizer: Tokenizer, *, begin: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, ends) as EncodedQueries takes them, read from the cache if it has them."""
-    if sum(map(len, texts)) < CACHED_CHARACTERS:
-        return _joined(tokenizer.encode_all(texts, begin=begin))
-    name = hashlib.blake2b(json.dumps([tokenizer.fingerprint, begin, *texts]).encode(), digest_size=16).hexdigest()
-    path = cache_folder() / f"{name}.npz"
-    try:
-        with np.load(path, allow_pickle=False) as stored:
-            return stored["tokens"], stored["ends"]
-    except FileNotFoundError:
-        pass
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:  # truncated, or without permission
-        log.warning("%s cannot be read (%s): the prompts are encoded again", path, error)
-    tokens, ends = _joined(tokenizer.encode_all(texts, begin=begin))
-    draft = path.with_name(f".{uuid.uuid4().hex[:8]}.npz")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(draft, tokens=tokens, ends=ends)
-        draft.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        log.warning("%s cannot be written (%s): every process encodes the prompts", path, error)
-    return tokens, ends
-
-
-def cache_folder() -> Path:
-    """The folder of encoded prompts, which all runs of this user share. It may be deleted at any time."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tba_jax" / "prompts"
-
-
 def _joined(ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """(tokens, ends) as EncodedQueries takes them."""
     ends = np.cumsum([len(each) for each in ids], dtype=np.int64)
@@ -184,3 +147,173 @@ def _joined(ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     for each, end in zip(ids, ends, strict=True):
         tokens[end - len(each) : end] = each
     return tokens, ends
+
+
+def encode_pair(prompt: str, response: str, tokenizer: Tokenizer, *, begin: bool = True) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt, as generation starts from it, and token ids of the response, which end with the end of sequence.
+
+    Args: begin: see Tokenizer.encode_all.
+
+    Raises:
+      ValueError: the tokenizer merges the two texts where they meet, so that no tokens after the prompt's spell the response.
+    """
+    prompt_ids, whole = tokenizer.encode_all([prompt, prompt + response], begin=begin)
+    if whole[: len(prompt_ids)] == prompt_ids:
+        return prompt_ids, [*whole[len(prompt_ids) :], tokenizer.eos_id]
+    text = tokenizer.decode(whole)  # lacks the characters for which the tokenizer has no token
+    for ids in _spellings(response, tokenizer):
+        if tokenizer.decode([*prompt_ids, *ids]) == text:
+            return prompt_ids, [*ids, tokenizer.eos_id]
+    raise ValueError(
+        f"the tokenizer merges {prompt[-12:]!r} and {response[:12]!r} where they meet: begin the response at another character"
+    )
+
+
+# Texts with which tokenizers do not merge the text that follows.
+_ANCHORS = ("\n", ".")
+
+
+def _spellings(response: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Token ids that may spell the response in the middle of a text, the likeliest first.
+
+    Some tokenizers put a space before every text, and so before a response that is encoded alone. The space may be a token of its
+    own, which can be dropped. Or it is merged into the response's first token; then the response is encoded after an anchor.
+    """
+    alone = tokenizer.encode(response)[len(tokenizer.encode("")) :]
+    yield from (alone, alone[1:])
+    for anchor in _ANCHORS:
+        before, whole = tokenizer.encode(anchor), tokenizer.encode(anchor + response)
+        if whole[: len(before)] == before:
+            yield whole[len(before) :]
+
+
+# Characters of an example before and after the first one that is lost.
+_BEFORE, _AFTER = 20, 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lost:
+    """count: prompts that the tokenizer changes, of those looked at. text, read: of the first of them, the part with the change
+    and what the policy reads of it, both safe to print."""
+
+    count: int
+    text: str = ""
+    read: str = ""
+
+
+def changed_by(tokenizer: Tokenizer, prompts: Sequence[str]) -> Lost:
+    """Whether prompts survive the tokenizer: one without a token for a character drops it, and "1/5" becomes "15".
+
+    White space and Unicode's compatible forms (NFKC) may change; texts of special tokens stay.
+    """
+    given = tokenizer.escaped(prompts)
+    pairs = zip(given, (tokenizer.decode(ids) for ids in tokenizer.encode_all(given, begin=False)), strict=True)
+    words = [tuple(unicodedata.normalize("NFKC", text).split() for text in pair) for pair in pairs]
+    changed = [(" ".join(text), " ".join(read)) for text, read in words if "".join(text) != "".join(read)]
+    if not changed:
+        return Lost(count=0)
+    text, read = changed[0]
+    first = next((i for i, pair in enumerate(zip(text, read, strict=False)) if pair[0] != pair[1]), min(len(text), len(read)))
+    text, read = (visible_line(each[max(0, first - _BEFORE) : first + _AFTER]) for each in (text, read))
+    return Lost(count=len(changed), text=text, read=read)
+
+
+# The role of the first field in a chat template, and of the second.
+_ROLES = ("user", "assistant")
+
+
+class PromptTemplate:
+    """Puts texts into a prompt template and encodes the prompts; texts of a prompt that is too long are cut.
+
+    A text that spells special tokens is escaped, so that no text can end its turn in a conversation or begin another.
+    If a prompt has no token at all, its texts are replaced by a space each.
+    """
+
+    def __init__(
+        self,
+        tokenizer: HuggingFaceTokenizer,
+        template: str,
+        *,
+        fields: Sequence[str],
+        limit: int,
+        template_setting: str,
+        limit_setting: str,
+        system_prompt: str = "",
+        ending: str = "",
+    ):
+        """
+        Args:
+          template: a text that contains each {field} once; "": the chat template, whose user message is the first field and whose
+            assistant message is the second.
+          fields: names of the texts. If a prompt has more than `limit` tokens, the end of its last text is cut off, and then, if
+            that is not enough, the end of the text before it.
+          template_setting, limit_setting: names of the two settings in messages.
+          system_prompt: the system message of a chat template; ending: a text that follows the filled-in template.
+
+        Raises:
+          ValueError: the template lacks a field or contains it twice, there is no chat template, the template alone has `limit`
+            tokens or more, or it has no token even with a space for every field.
+        """
+        if template and system_prompt:
+            raise ValueError(
+                f"{template_setting}={template[:60]!r} and a system prompt exclude each other: write it into the template"
+            )
+        for field in fields if template else ():
+            if template.count(f"{{{field}}}") != 1:
+                raise ValueError(f"{template_setting}={template[:60]!r} must hold {{{field}}} once, where the {field} belongs")
+        self._tokenizer, self._template, self._fields = tokenizer, template, tuple(fields)
+        self._system_prompt, self._ending = system_prompt, ending
+        self._limit, self._limit_setting, self._warned = limit, limit_setting, False
+        self._setting = f"{template_setting}='', the chat template"
+        self._places = re.compile("|".join(re.escape(f"{{{field}}}") for field in fields))
+        # A chat template writes the beginning of sequence itself.
+        self._begin = bool(template)
+        needed = len(self._encoded([("",) * len(fields)])[0])
+        if needed >= limit:
+            raise ValueError(f"{limit_setting}={limit} leaves no room for any text: the template alone has {needed} tokens")
+        self._blank = self._encoded([(" ",) * len(fields)])[0]
+        if not self._blank:
+            raise ValueError(f"{template_setting}={template!r} has no token when its texts are empty: write something into it")
+
+    def encode(self, texts: Sequence[tuple[str, ...]]) -> list[list[int]]:
+        """Token ids of one prompt for each tuple of texts (one text a field). The first time that texts are cut, it logs so."""
+        encoded = self._encoded(texts)
+        too_long = [i for i, ids in enumerate(encoded) if len(ids) > self._limit]
+        for i in too_long:
+            encoded[i] = self._cut(texts[i], len(encoded[i]))
+        if too_long and not self._warned:
+            self._warned = True
+            log.warning(
+                "%d of %d prompts exceed %s=%d tokens: their texts are cut at the end (further ones are not reported)",
+                *(len(too_long), len(texts), self._limit_setting, self._limit),
+            )
+        return [ids or self._blank for ids in encoded]
+
+    def _encoded(self, texts: Sequence[tuple[str, ...]]) -> list[list[int]]:
+        escaped = [tuple(self._tokenizer.escaped(each)) for each in texts]
+        return self._tokenizer.encode_all([self._filled_in(each) for each in escaped], begin=self._begin)
+
+    def _filled_in(self, texts: tuple[str, ...]) -> str:
+        """The template with these escaped texts in the places of its fields, and the ending."""
+        if self._template:
+            by_place = {f"{{{field}}}": text for field, text in zip(self._fields, texts, strict=True)}
+            return self._places.sub(lambda found: by_place[found[0]], self._template) + self._ending
+        messages = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
+        messages += [{"role": role, "content": text} for role, text in zip(_ROLES, texts, strict=False)]
+        return self._tokenizer.conversations([messages], setting=self._setting)[0] + self._ending
+
+    def _cut(self, texts: tuple[str, ...], length: int) -> list[int]:
+        """Token ids of a prompt of `length` tokens after cutting: the last text loses the excess tokens until the prompt fits;
+        once that text is empty, the text before it does."""
+        kept_texts = list(texts)
+        for i in reversed(range(len(texts))):
+            own = self._tokenizer.encode_all([texts[i]], begin=False)[0]
+            kept = len(own)
+            while kept:
+                kept = max(0, kept - (length - self._limit))
+                kept_texts[i] = self._tokenizer.decode(own[:kept])
+                ids = self._encoded([tuple(kept_texts)])[0]
+                if len(ids) <= self._limit:
+                    return ids
+                length = len(ids)
+        raise AssertionError("the constructor checked that the template without texts fits")

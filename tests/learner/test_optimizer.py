@@ -29,7 +29,7 @@ def rate_of_update(n: int, name: str, *, steps: int, warmup_steps: int, decay_st
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
-@pytest.mark.parametrize("steps, warmup_steps, decay_steps", [(20, 4, 5), (20, 0, 0), (9, 4, 5), (1, 0, 0)])
+@pytest.mark.parametrize("steps, warmup_steps, decay_steps", [(20, 4, 5), (9, 4, 5), (1, 0, 0)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_learning_rates(name, steps, warmup_steps, decay_steps, decay):
     settings = dict(steps=steps, warmup_steps=warmup_steps, decay_steps=decay_steps, decay=decay)

@@ -11,18 +11,10 @@ import pytest
 from tba_jax.objectives import OBJECTIVES, advantages
 from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
 from tba_jax.objectives.objective import TEMPERATURES
-from tba_jax.objectives.ratios import LARGEST_LOG_RATIO
-from tests.support import objective_loops
 from tests.support.objective_loops import evaluate, random_batch
 
 SIZES = (3, 4, 7)
 B, R = 12, 7
-
-
-def on_policy(**settings: float) -> tuple[PolicyOutputs, ObjectiveInputs]:
-    """Every ratio is 1, and no KL term has a weight."""
-    outputs, inputs = random_batch(*SIZES, **settings)
-    return outputs, dataclasses.replace(inputs, behavior_logprobs=outputs.logprobs, beta=np.float64(0.0))
 
 
 def gradient_of(name: str, outputs: PolicyOutputs, inputs: ObjectiveInputs) -> np.ndarray:
@@ -60,9 +52,8 @@ def test_tokens_of_a_step_share_its_advantage(case):
     np.testing.assert_allclose(found[0], expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("reward", [0.1, -7.7e5])
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "icepop", "gspo", "cispo", "online_dpo"])
-def test_a_group_of_equal_rewards_has_no_gradient(name, reward):
+def test_a_group_of_equal_rewards_has_no_gradient(name, reward=-7.7e5):
     """Exactly, although the mean of K equal float32 is not always that number; the KL term is left out."""
     outputs, inputs = random_batch(1, 7, 5, dtype=np.float32)
     equal = dataclasses.replace(inputs, reward=np.full(7, reward, np.float32))
@@ -114,15 +105,6 @@ def test_an_empty_batch_has_a_finite_loss_and_no_gradient(name):
     assert np.isfinite(loss) and not gradient.logprobs.any() and not gradient.values.any()
 
 
-def test_random_batches_stay_below_the_bound_of_ratios():
-    assert LARGEST_LOG_RATIO == objective_loops.LARGEST_LOG_RATIO
-    outputs, inputs = random_batch(*SIZES)
-    assert np.abs((outputs.logprobs - inputs.behavior_logprobs)[inputs.mask]).max() < LARGEST_LOG_RATIO
-    outputs, inputs = random_batch(*SIZES, outliers=0.1)
-    assert np.abs((outputs.logprobs - inputs.behavior_logprobs)[inputs.mask]).max() > LARGEST_LOG_RATIO
-    assert 1e6 * np.exp(np.float32(LARGEST_LOG_RATIO)) ** 2 < np.finfo(np.float32).max
-
-
 # Setting -> another value, which changes something wherever the setting is read.
 OTHER_VALUES: dict[str, Any] = {
     "importance_clip": 1.5,
@@ -156,11 +138,13 @@ def test_an_objective_reads_only_the_settings_it_declares(name):
     def gradient(inputs: ObjectiveInputs) -> np.ndarray:
         return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(evaluate(name, outputs, inputs)[1])])
 
-    usual = gradient(inputs)
-    changed = {setting: with_settings(inputs, **{setting: value}) for setting, value in OTHER_VALUES.items()}
-    changed |= {name: dataclasses.replace(inputs, **{name: np.float32(1.7)}) for name in COEFFICIENTS}
-    read = {setting for setting, other in changed.items() if (gradient(other) != usual).any()}
-    assert read == set(OBJECTIVES[name].settings) - HEADS_RATES
+    def changed(*settings: str) -> bool:
+        other = with_settings(inputs, **{name: OTHER_VALUES[name] for name in settings if name in OTHER_VALUES})
+        other = dataclasses.replace(other, **{name: np.float32(1.7) for name in settings if name in COEFFICIENTS})
+        return bool((gradient(other) != usual).any())
+
+    usual, declared = gradient(inputs), set(OBJECTIVES[name].settings) - HEADS_RATES
+    assert all(changed(setting) for setting in declared) and not changed(*({*OTHER_VALUES, *COEFFICIENTS} - declared))
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -32,9 +32,7 @@ def in_float64():
         yield
 
 
-@pytest.mark.parametrize("beta", [0.004, 1.0])
-@pytest.mark.parametrize("sizes", [(1, 2, 3), (2, 16, 12)], ids=str)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("sizes, beta, dtype", [((1, 2, 3), 1.0, np.float64), ((2, 16, 12), 0.004, np.float32)], ids=str)
 def test_the_gradient_is_reinforce_with_a_mean_baseline(sizes, beta, dtype):
     """∇L = −(2/β) · mean_ij A_ij ∇ log π_θ(y_ij|x_i), A_ij = (r_ij − r̄_i) − β (k_ij − k̄_i), on any batch."""
     outputs, inputs = random_batch(*sizes, beta=beta, dtype=dtype)
@@ -57,9 +55,8 @@ def regularised_reward(theta: jax.Array) -> jax.Array:
     return jnp.sum(jnp.exp(logprobs) * (REWARD - BETA * (logprobs - REF_LOGPROBS)))
 
 
-@pytest.mark.parametrize("K", [2, 3])
 @pytest.mark.parametrize("form", EXPECTED_SCALE)
-def test_on_policy_gradients_are_of_the_regularised_reward(form, K):
+def test_on_policy_gradients_are_of_the_regularised_reward(form, K=3):
     found = np.asarray(expected_gradient(jnp.asarray(THETA), jax.nn.softmax(THETA), K=K, form=form))
     ascent = np.asarray(jax.grad(regularised_reward)(jnp.asarray(THETA)))
     assert np.abs(ascent).max() > 0.05
@@ -127,8 +124,7 @@ def test_the_optimum_has_no_loss_and_no_gradient(name):
     assert max(np.abs(gradient.logprobs).max(), np.abs(gradient.log_z).max()) < 1e-10
 
 
-@pytest.mark.parametrize("temperatures", [(1.0, 1.0), (1.7, 0.6)], ids=str)
-def test_tba_prime_without_weights_is_trajectory_balance(temperatures):
+def test_tba_prime_without_weights_is_trajectory_balance(temperatures=(1.7, 0.6)):
     """Its gradient is β/(2R) of trajectory balance's where no log-ratio is clipped, and another where one is."""
     R, (gamma, tau) = 7, temperatures
     settings = dict(ref_temperature=gamma, reward_temperature=tau, importance_clip=0.0)

@@ -3,13 +3,12 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.trajectory_balance import vargrad_log_z
-from tests.support.objective_loops import FORMS, PER_BUDGET, UNCOUPLED, evaluate, held_by, loop_loss, random_batch, rows_of
+from tests.support.objective_loops import FORMS, UNCOUPLED, evaluate, held_by, loop_loss, random_batch
 
 SIZES = [(3, 4, 7), (5, 3, 1), (6, 1, 5)]  # Q, K, R
 COEFFICIENTS = [(0.004, 1.0, 1.0), (0.3, 1.7, 0.6), (1.0, 0.8, 2.0)]  # β, γ, τ
@@ -85,50 +84,6 @@ def test_the_estimate_of_log_z_carries_no_gradient():
 
 
 @forms
-def test_the_order_of_rows_and_groups_does_not_matter(form):
-    name, (outputs, inputs) = FORMS[form][0], batch_of(form)
-    rng = np.random.default_rng(1)
-    order = rng.permutation(rng.permuted(np.arange(12).reshape(3, 4), axis=1), axis=0).reshape(-1)
-    loss, gradient = evaluate(name, outputs, inputs)
-    permuted_loss, permuted_gradient = evaluate(name, *rows_of(outputs, inputs, order))
-    np.testing.assert_allclose(permuted_loss, loss, rtol=1e-12)
-    for field in ("logprobs", "log_z", "values"):
-        np.testing.assert_allclose(getattr(permuted_gradient, field), getattr(gradient, field)[order], rtol=1e-9, atol=1e-12)
-
-
-@forms
-def test_which_objectives_tell_groups_apart(form):
-    name, (outputs, inputs) = FORMS[form][0], batch_of(form)
-    rng, loss = np.random.default_rng(0), evaluate(name, outputs, inputs)[0]
-    mixed = [evaluate(name, *rows_of(outputs, inputs, rng.permutation(12)))[0] for _ in range(4)]
-    if name in UNCOUPLED:
-        np.testing.assert_allclose(mixed, loss, rtol=1e-12)
-    else:
-        assert np.abs(np.array(mixed) - loss).max() > 1e-2 * abs(loss)
-
-
-@forms
-def test_more_padding_changes_nothing(form):
-    """But R, where that is the divisor."""
-    name, (outputs, inputs) = FORMS[form][0], batch_of(form)
-
-    def wider(array: np.ndarray) -> np.ndarray:
-        return np.pad(array, ((0, 0), (0, 3)), constant_values=0 if array.dtype == bool else -9.0)
-
-    names = ("ref_logprobs", "behavior_logprobs", "mask", "state_values")
-    padded = dataclasses.replace(inputs, **{name: wider(getattr(inputs, name)) for name in names})
-    outputs_padded = dataclasses.replace(outputs, logprobs=wider(outputs.logprobs), values=wider(outputs.values))
-    scale = 7 / 10 if name in PER_BUDGET and inputs.settings.row_divisor == "response_budget" else 1.0
-    loss, gradient = evaluate(name, outputs, inputs)
-    padded_loss, padded_gradient = evaluate(name, outputs_padded, padded)
-    np.testing.assert_allclose(padded_loss, loss * scale, rtol=1e-12)
-    for field in ("logprobs", "values"):
-        found, expected = getattr(padded_gradient, field), getattr(gradient, field)
-        np.testing.assert_allclose(found[:, :7], expected * scale, rtol=1e-12, atol=1e-16)
-        assert not found[:, 7:].any()
-
-
-@forms
 def test_extreme_ratios_give_finite_losses_and_gradients(form):
     """e^200 is infinite in float32, and so must the norm of the gradient not be. Who reads what is as it is declared."""
     name, (outputs, inputs) = FORMS[form][0], batch_of(form, dtype=np.float32)
@@ -147,10 +102,9 @@ def test_arrays_of_another_shape_are_refused(form):
     """None of them is broadcast; a batch is of whole groups, unless the objective couples no rows."""
     name, (outputs, inputs) = FORMS[form][0], batch_of(form, dtype=np.float32)
     full = outputs.logprobs
-    wrong = [(dataclasses.replace(outputs, logprobs=cut), inputs) for cut in (full[:, :6], full[:, :1], full[:1], full[0])]
+    wrong = [(dataclasses.replace(outputs, logprobs=cut), inputs) for cut in (full[:, :1], full[:1])]
     for field in ("ref_logprobs", "behavior_logprobs", "mask", "reward"):
-        array = getattr(inputs, field)
-        wrong += [(outputs, dataclasses.replace(inputs, **{field: cut})) for cut in (array[:1], array[..., :1])]
+        wrong.append((outputs, dataclasses.replace(inputs, **{field: getattr(inputs, field)[:1]})))
     if form not in UNCOUPLED:
         wrong.append((outputs, dataclasses.replace(inputs, settings=dataclasses.replace(inputs.settings, completions=5))))
     if OBJECTIVES[name].log_z_head:
@@ -163,4 +117,4 @@ def test_arrays_of_another_shape_are_refused(form):
         wrong.append((outputs, dataclasses.replace(inputs, prompt_length=inputs.prompt_length[:1])))
     for given in wrong:
         with pytest.raises(AssertionError):
-            OBJECTIVES[name].loss(*jax.tree.map(jnp.asarray, given))
+            jax.eval_shape(OBJECTIVES[name].loss, *given)

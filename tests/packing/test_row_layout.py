@@ -40,7 +40,7 @@ def settings(draw):
     return of, Lengths(prompt[same].repeat(K), response, same.repeat(K))
 
 
-@hypothesis_settings(max_examples=300, deadline=None, derandomize=True)
+@hypothesis_settings(max_examples=120, deadline=None, derandomize=True)
 @given(settings(), strategies.sampled_from([0.0, 0.4, 10.0]))
 def test_every_token_lies_in_one_place_within_the_limits(settings, second_pass):
     of, lengths = settings
@@ -130,13 +130,13 @@ def test_a_row_longer_than_sequences_are_made_for_is_refused():
 
 
 @pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("queries, completions, rows", [(7, 20, 140), (8, 8, 8), (32, 16, 16), (32, 16, 64)])
+@pytest.mark.parametrize("queries, completions, rows", [(7, 20, 140), (32, 16, 16)])
 def test_short_rows_leave_little_padding(queries, completions, rows, shares):
     """Rows as long as those of GSM8K: about an eighth of the longest, some a half of it."""
     rng, count = np.random.default_rng(0), queries * completions
     sizes = dict(rows=count, group=completions, prompt=512, response=512, shares=shares, tokens=rows * 1024)
     found = []
-    for _ in range(5):
+    for _ in range(3):
         prompt, response = np.minimum(rng.lognormal([[4.2], [4.5]], 0.5, (2, count)).astype(int), 512)
         lengths = lengths_of(prompt, response, group=completions)
         found.append(row_layout.plan(lengths, Limits(**sizes), second_pass=1 / 3))

@@ -8,7 +8,6 @@ import functools
 import math
 import os
 import sys
-import threading
 from typing import Any
 
 import jax
@@ -62,7 +61,7 @@ def programs(config: slots_lib.SlotsConfig, mesh: Mesh, arrivals: int) -> dict[s
     definition = decoder.define(config.model)
     cast = functools.partial(parameters.cast, dtype=config.model.compute_dtype)
     policy = shaped(jax.eval_shape(cast, parameters.shapes(definition.specs)), definition.shardings(mesh))
-    return Lane(config, mesh, arrivals=arrivals, lock=threading.Lock(), **options).programs(policy)
+    return Lane(config, mesh, arrivals=arrivals, **options).programs(policy)
 
 
 def cache_entries(config: slots_lib.SlotsConfig, mesh: Mesh) -> int:

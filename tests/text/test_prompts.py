@@ -1,13 +1,9 @@
-"""Prompts as ids: against encoding one by one, with a chat template, from the cache, and the too long ones."""
+"""Prompts as ids: against encoding one by one, with a chat template, beside responses, and those that a tokenizer changes."""
 
 import datetime
 import json
-import os
 import shutil
-import subprocess
-import sys
 
-import numpy as np
 import pytest
 import tokenizers
 import transformers
@@ -33,12 +29,6 @@ def write_template(folder, template):
 @pytest.fixture
 def tokenizer(tmp_path):
     return HuggingFaceTokenizer(tiny_checkpoints.write_byte_bpe(tmp_path / "tokenizer"))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "tba_jax" / "prompts"
 
 
 def encode(queries, tokenizer, **changes):
@@ -116,9 +106,7 @@ def test_templates_that_do_not_take_the_conversation_are_refused(tokenizer, tmp_
 # What published templates do to messages, in short.
 CHANGING = {
     "trims": "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}\n{% endfor %}",
-    "upper-case roles": "{% for m in messages %}{{ m['role'] | upper }}: {{ m['content'] }}<|end|>{% endfor %}ASSISTANT:",
     "default system prompt": "{% if messages[0]['role'] != 'system' %}<system>You are helpful.{% endif %}" + TEMPLATE,
-    "looks into the prompt": "{% for m in messages %}{{ m['content'].split('?')[0] + ' ' + m['content'] * 2 }}{% endfor %}",
     "date, where there is a clock": "{% if strftime_now is defined %}{% set today = strftime_now('%d %b %Y') %}{% else %}"
     "{% set today = '26 Jul 2024' %}{% endif %}\n  {% if true %}Today: {{ today }}{% endif %}\n" + TEMPLATE,
     "date in a macro": "{% macro head() %}{{ strftime_now('%A, %-d %B %Y (%F, week %V) %H:%M') }}{% endmacro %}{{ head() }}"
@@ -133,9 +121,9 @@ class Midnight(datetime.datetime):
         return cls(2025, 3, 9)
 
 
-@pytest.mark.parametrize("system", ["", "  Be brief. "])
 @pytest.mark.parametrize("name", CHANGING)
-def test_prompts_are_those_of_transformers(tmp_path, monkeypatch, name, system):
+def test_prompts_are_those_of_transformers(tmp_path, monkeypatch, name):
+    system = "" if name == "default system prompt" else "  Be brief. "
     folder = tiny_checkpoints.write_byte_bpe(tmp_path / "chat")
     write_template(folder, CHANGING[name])
     before = [{"role": "system", "content": system}] if system else []
@@ -152,16 +140,6 @@ def test_prompts_are_those_of_transformers(tmp_path, monkeypatch, name, system):
     assert chat.chat(GIVEN, system) == [theirs.decode(ids) for ids in expected]
     found, _ = encode([Query(prompt=text) for text in GIVEN], chat, chat_template=True, system_prompt=system)
     assert [query.prompt for query in found] == [*dict.fromkeys(map(tuple, expected))]
-
-
-def test_real_prompts_are_those_of_transformers(data_dir):
-    folder = data_dir / "tokenizers" / "qwen2.5"
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    found, _ = encode([Query(prompt=text) for text in GIVEN], HuggingFaceTokenizer(folder), chat_template=True)
-    for query, text in zip(found, GIVEN, strict=True):
-        asked = [{"role": "user", "content": text}]
-        ids = theirs.apply_chat_template(asked, add_generation_prompt=True, tokenize=True, return_dict=False)
-        assert query.prompt == tuple(ids)
 
 
 def test_a_contract_tells_templates_apart_that_look_the_same(tmp_path):
@@ -195,66 +173,12 @@ def test_a_real_chat_template(data_dir, tmp_path):
     assert query.prompt.count(start[0]) == 3 and query.prompt.count(end[0]) == 2 and query.prompt[0] == start[0]
 
 
-def test_many_prompts_are_encoded_once(tokenizer, cache, monkeypatch, caplog):
-    queries = [Query(prompt=f"{i} " + "word " * 300) for i in range(800)]
-    first, _ = encode(queries, tokenizer)
-    (kept,) = cache.iterdir()
-    encode_all = HuggingFaceTokenizer.encode_all
-    monkeypatch.setattr(HuggingFaceTokenizer, "encode_all", None)
-    second, _ = encode(queries, tokenizer)
-    assert [*second] == [*first] and first[7].prompt == tuple(tokenizer.encode(queries[7].prompt))
-    # Another prompt or template is another entry, and a file that is damaged is made again.
-    monkeypatch.setattr(HuggingFaceTokenizer, "encode_all", encode_all)
-    other, _ = encode([Query(prompt="one more"), *queries[1:]], tokenizer)
-    assert other[0].prompt == tuple(tokenizer.encode("one more")) and len([*cache.iterdir()]) == 2
-    encode([Query(prompt=f"{query.prompt}!") for query in queries], tokenizer)
-    assert len([*cache.iterdir()]) == 3
-    os.truncate(kept, 1000)
-    again, _ = encode(queries, tokenizer)
-    assert [*again] == [*first] and "the prompts are encoded again" in caplog.text
-    with np.load(kept) as whole:
-        assert len(whole["ends"]) == 800
-
-
-def test_an_empty_file_of_the_cache_is_made_again(tokenizer, cache):
-    queries = [Query(prompt=f"{i} " + "word " * 300) for i in range(800)]
-    first, _ = encode(queries, tokenizer)
-    (kept,) = cache.iterdir()
-    kept.write_bytes(b"")
-    again, _ = encode(queries, tokenizer)
-    assert [*again] == [*first] and kept.stat().st_size > 1000
-
-
 def test_a_prompt_is_asked_once(tokenizer, caplog):
     """Rows know their query by its prompt."""
     queries = [Query(prompt="1/2?", answer=answer) for answer in ("0.5", "1/2", "0.5")]
     encoded, skipped = encode([*queries, Query(prompt="more")], tokenizer)
     assert [query.query for query in encoded] == [queries[0], Query(prompt="more")] and skipped == 0
     assert "2 of 4 train queries repeat the prompt of an earlier one, 1 of them with another answer" in caplog.text
-
-
-def test_a_cache_that_cannot_be_written_stops_nothing(tokenizer, cache, caplog):
-    cache.parent.mkdir(parents=True)
-    cache.write_text("not a folder")
-    queries = [Query(prompt=f"{i} " + "word " * 300) for i in range(800)]
-    encoded, _ = encode(queries, tokenizer)
-    assert len(encoded) == 800 and "cannot be written" in caplog.text
-
-
-def test_processes_that_encode_at_a_time_leave_one_whole_file(tokenizer, cache, tmp_path):
-    program = (
-        "import sys; from tba_jax.text import prompts; from tba_jax.tasks.interface import Query\n"
-        "from tba_jax.text.tokenizers import HuggingFaceTokenizer\n"
-        f"tokenizer = HuggingFaceTokenizer({str(tmp_path / 'tokenizer')!r})\n"
-        "queries = [Query(prompt=f'{i} ' + 'word ' * 300) for i in range(800)]\n"
-        "rules = dict(limit=10_000, long_prompts='refuse', split='train')\n"
-        "found, _ = prompts.encode(queries, tokenizer, chat_template=False, system_prompt='', **rules)\n"
-        "print(found.lengths.sum())\n"
-    )
-    running = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    sums = {process.communicate(timeout=120)[0].strip() for process in running}
-    assert len(sums) == 1 and all(process.returncode == 0 for process in running)
-    assert [path.suffix for path in cache.iterdir()] == [".npz"] and not next(cache.iterdir()).name.startswith(".")
 
 
 def test_a_prompt_of_unknown_characters_is_refused(tmp_path):
@@ -264,3 +188,68 @@ def test_a_prompt_of_unknown_characters_is_refused(tmp_path):
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}')
     with pytest.raises(ValueError, match="the train prompt '12' has no token"):
         encode([Query("ab"), Query("12")], HuggingFaceTokenizer(folder))
+
+
+class JoiningTokenizer(CharacterTokenizer):
+    """Joins "ab" into one id, as tokenizers with merges do, and begins every text with `space`, as those of Llama models do."""
+
+    def __init__(self, space: str = ""):
+        super().__init__("abc_\n.\0")
+        self.space, self.ab = space, super().encode("\0")[-1]
+
+    def encode(self, text: str) -> list[int]:
+        return super().encode((self.space + text if text else "").replace("ab", "\0"))
+
+    def decode(self, ids) -> str:
+        return super().decode(ids).replace("\0", "ab").removeprefix(self.space)
+
+
+A, B_, C, SPACE = 3, 4, 5, 6
+
+
+@pytest.mark.parametrize(
+    "space, prompt, response, expected",
+    [
+        ("", "cab", "c", ([1, C, 9], [C, 2])),
+        ("", "ca", "bc", ([1, C, A], [B_, C, 2])),  # the texts meet inside of what is one id
+        ("_", "ca", "bc", ([1, SPACE, C, A], [B_, C, 2])),  # and the response alone would begin with a space
+        ("a", "ca", "bc", ([1, A, C, A], [B_, C, 2])),  # which is joined with the response, too
+    ],
+)
+def test_a_response_continues_the_prompt_as_it_is_encoded_alone(space, prompt, response, expected):
+    tokenizer = JoiningTokenizer(space)
+    found = prompts.encode_pair(prompt, response, tokenizer)
+    assert found == expected and tokenizer.decode([*found[0], *found[1]]) == prompt + response
+
+
+def test_a_response_that_no_tokens_spell_is_refused(monkeypatch):
+    monkeypatch.setattr(JoiningTokenizer, "decode", lambda _, ids: str(list(ids)))
+    with pytest.raises(ValueError, match="'ca' and 'bc'"):
+        prompts.encode_pair("ca", "bc", JoiningTokenizer())
+
+
+@pytest.mark.parametrize(
+    "prompt, text, read",
+    [
+        ("a 1/5 and 2/5", "a 1/5 and 2/5", "a 15 ad 25"),
+        ("a" * 500 + "\x1b[31m\u202e1/5" + "b" * 500, "a" * 20 + "\\x1b[31m\\u202e1/5" + "b" * 28, "a" * 20 + "31m15" + "b" * 35),
+    ],
+    ids=["short", "an excerpt that a terminal may show"],
+)
+def test_a_character_without_a_token_is_found(tmp_path, prompt, text, read):
+    known = HuggingFaceTokenizer(tiny_checkpoints.write_letters(tmp_path / "letters", "0123456789abcdefghijklm "))
+    assert prompts.changed_by(known, ["add 1 2", prompt, "3/4"]) == prompts.Lost(count=2, text=text, read=read)
+
+
+@pytest.mark.parametrize(
+    "normalizer, count",
+    [(None, 0), ("NFKC", 0), ("NFD", 0), ("Strip", 0), ("Lowercase", 1)],
+)
+def test_normal_forms_and_white_space_are_no_loss(tmp_path, normalizer, count):
+    folder = tiny_checkpoints.write_byte_bpe(tmp_path)
+    if normalizer:
+        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        backend.normalizer = getattr(tokenizers.normalizers, normalizer)()
+        backend.save(str(folder / "tokenizer.json"))
+    given = ["1/5 of  it\n\nis\t“x” — ½ 漢字 <|end|> <tool> é", " ", "Ann"]
+    assert prompts.changed_by(HuggingFaceTokenizer(folder), given).count == count

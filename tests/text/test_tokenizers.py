@@ -2,7 +2,6 @@
 
 import io
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -29,11 +28,6 @@ def test_characters_refuse_what_they_do_not_know():
         CharacterTokenizer("011")
     with pytest.raises(ValueError, match="empty"):
         CharacterTokenizer("")
-
-
-def test_character_fingerprints_follow_the_alphabet():
-    assert CharacterTokenizer("01").fingerprint == CharacterTokenizer("01").fingerprint
-    assert CharacterTokenizer("01").fingerprint != CharacterTokenizer("10").fingerprint
 
 
 def test_byte_level_tokenizer(tmp_path, caplog):
@@ -86,11 +80,9 @@ def test_bytes_of_pieces_with_a_mark_for_spaces(tmp_path, decoders):
     [
         ((), "none"),
         (({"type": "WordPiece", "prefix": "##", "cleanup": True},), "WordPiece"),
-        (({"type": "BPEDecoder", "suffix": "</w>"},), "BPEDecoder"),
         ((MARK, STRIP), r"Replace \+ Strip"),  # of each piece, not of the whole text
         ((MARK, {"type": "Fuse"}, STRIP | {"stop": 1}), r"Replace \+ Fuse \+ Strip"),
         (({"type": "ByteFallback"}, {"type": "Fuse"}), r"ByteFallback \+ Fuse"),
-        ((MARK, MARK | {"pattern": {"String": "?"}}), r"Replace \+ Replace"),
     ],
 )
 def test_bytes_that_depend_on_other_tokens_are_refused(tmp_path, decoders, named):
@@ -103,7 +95,7 @@ def test_bytes_of_real_vocabularies_join_to_the_text(data_dir, name):
     tokenizer = HuggingFaceTokenizer(data_dir / name)
     texts, begins = tokenizer.token_bytes(), tokenizer.encode("")
     assert all(texts)
-    for story in json.loads((data_dir / "tinystories/tinystories_1000.json").read_text())[:50]:
+    for story in json.loads((data_dir / "tinystories/tinystories_1000.json").read_text())[:12]:
         joined = b"".join(texts[i] for i in tokenizer.encode(story)[len(begins) :])
         assert joined.decode().removeprefix(" ") == tokenizer.decode(tokenizer.encode(story)).removeprefix(" ")
     special = texts[tokenizer.eos_id].decode()
@@ -118,9 +110,6 @@ def test_fingerprint_follows_what_defines_ids(tmp_path):
     definition = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(definition, indent=4))
     assert HuggingFaceTokenizer(folder).fingerprint == first.fingerprint  # formatting is not content
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_text((folder / name).read_text(), encoding="utf-8-sig")
-    assert HuggingFaceTokenizer(folder).fingerprint == first.fingerprint  # nor is a byte order mark
     definition["normalizer"] = {"type": "Lowercase"}
     (folder / "tokenizer.json").write_text(json.dumps(definition))
     assert HuggingFaceTokenizer(folder).fingerprint != first.fingerprint
@@ -152,31 +141,20 @@ def beyond(folder, **named):
     return folder
 
 
-def test_padding_without_a_row_in_the_embedding_is_the_end_of_sequence(tmp_path):
-    folder = beyond(tmp_path, pad_token="<|padding|>")
-    assert HuggingFaceTokenizer(folder).pad_id == HuggingFaceTokenizer(folder, vocab=259).pad_id == 258
-    cut = HuggingFaceTokenizer(folder, vocab=258)
-    assert cut.pad_id == cut.eos_id == 256 and cut.vocab_size == 258
-    assert max(cut.encode("a<|padding|>")) < 258
-
-
-def test_an_end_of_sequence_without_a_row_in_the_embedding_is_refused(tmp_path):
-    folder = beyond(tmp_path, eos_token="<|over|>")
-    assert HuggingFaceTokenizer(folder, vocab=259).eos_id == 258
-    told = r"token '<\|over\|>', which ends responses, has id 258, but the model's embedding has 258 rows: set eos_token in"
-    with pytest.raises(ValueError, match=told):
-        HuggingFaceTokenizer(folder, vocab=258)
-
-
-def test_a_token_that_stands_before_every_text_needs_a_row_in_the_embedding(tmp_path):
-    folder = tiny_checkpoints.write_byte_bpe(tmp_path)
-    whole = Backend.from_file(str(folder / "tokenizer.json"))
+def test_special_tokens_that_are_needed_have_rows_in_the_embedding(tmp_path):
+    padded = beyond(tmp_path / "padded", pad_token="<|padding|>")
+    assert HuggingFaceTokenizer(padded).pad_id == HuggingFaceTokenizer(padded, vocab=259).pad_id == 258
+    cut = HuggingFaceTokenizer(padded, vocab=258)
+    assert cut.pad_id == cut.eos_id == 256 and cut.vocab_size == 258 and max(cut.encode("a<|padding|>")) < 258
+    ending, begun = beyond(tmp_path / "ending", eos_token="<|over|>"), tiny_checkpoints.write_byte_bpe(tmp_path / "begun")
+    whole = Backend.from_file(str(begun / "tokenizer.json"))
     whole.add_special_tokens(["<|begin|>"])
     whole.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 258)])
-    whole.save(str(folder / "tokenizer.json"))
-    assert HuggingFaceTokenizer(folder, vocab=259).encode("a")[0] == 258
-    with pytest.raises(ValueError, match=r"'<\|begin\|>', which the tokenizer adds to every text, has id 258, .* 258 rows: set"):
-        HuggingFaceTokenizer(folder, vocab=258)
+    whole.save(str(begun / "tokenizer.json"))
+    assert HuggingFaceTokenizer(ending, vocab=259).eos_id == 258 == HuggingFaceTokenizer(begun, vocab=259).encode("a")[0]
+    for folder, role in ((ending, "which ends responses"), (begun, "which the tokenizer adds to every text")):
+        with pytest.raises(ValueError, match=rf"{role}, has id 258, but the model's embedding has 258 rows: set"):
+            HuggingFaceTokenizer(folder, vocab=258)
 
 
 def test_folders_without_a_usable_tokenizer_are_refused(tmp_path):
@@ -202,35 +180,15 @@ def test_tinystories(data_dir):
     assert tokenizer.encode("漢")[-1] == 0  # <unk> as tokenizer.json says, not dropped
 
 
-def test_stories260k_begins_and_ends_with_the_same_id(data_dir):
-    tokenizer = HuggingFaceTokenizer(data_dir / "models/stories260K-hf")
-    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id, tokenizer.special_ids) == (512, 1, 0, (0, 1, 2))
-    assert tokenizer.encode("Once upon a time") == [1, 403, 407, 261, 378]
-
-
 @pytest.mark.parametrize("name", ["TinyStories-656K", "stories260K-hf"])
 def test_continuations_of_real_stories_keep_their_spaces(data_dir, name):
     tokenizer = HuggingFaceTokenizer(data_dir / "models" / name)
-    for story in json.loads((data_dir / "tinystories/tinystories_1000.json").read_text())[:50]:
+    for story in json.loads((data_dir / "tinystories/tinystories_1000.json").read_text())[:12]:
         ids = tokenizer.encode(story)
         whole = tokenizer.decode(ids)
         for cut in (1, 2, 10, 50):
             continuation = tokenizer.decode_continuation(ids[:cut], [*ids[cut:], tokenizer.eos_id])
             assert tokenizer.decode(ids[:cut]) + continuation == whole
-
-
-def test_tokenizer_json_alone_defines_the_ids(data_dir, tmp_path):
-    """Qwen2.5's model class and its tokenizer.json agree; the special ids include the added ones."""
-    from transformers import AutoTokenizer
-
-    folder = shutil.copytree(data_dir / "tokenizers/qwen2.5", tmp_path / "qwen")
-    tokenizer = HuggingFaceTokenizer(folder)
-    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id) == (151_665, 151_645, 151_643)
-    text = "<|im_start|>user\nWhat is 3 × 4?<|im_end|>\n"
-    ids = tokenizer.encode(text)
-    assert ids == AutoTokenizer.from_pretrained(folder, local_files_only=True).encode(text)
-    assert tokenizer.decode(ids) == "user\nWhat is 3 × 4?\n"
-    assert 151_656 in tokenizer.special_ids and 151_657 not in tokenizer.special_ids
 
 
 @pytest.fixture
@@ -246,17 +204,12 @@ def sentencepiece_folder(tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_tokenizer_model_alone_is_read(sentencepiece_folder):
+def test_a_tokenizer_model_alone_is_read_with_the_package_of_an_extra(sentencepiece_folder, monkeypatch):
     tokenizer = HuggingFaceTokenizer(sentencepiece_folder)
     assert tokenizer.vocab_size == 280 and tokenizer.token_bytes()[3:259] == [bytes([i]) for i in range(256)]
     assert tokenizer.decode(tokenizer.encode("that hat is 猫")) == "that hat is 猫"
-
-
-def test_the_package_of_the_extra_is_named_where_it_is_missing(sentencepiece_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(
-        ValueError, match=r"needs the package sentencepiece; .* extra `sentencepiece`: pip install .*sentencepiece\]'"
-    ):
+    with pytest.raises(ValueError, match=r"needs the package sentencepiece; .*: pip install .*sentencepiece\]'"):
         HuggingFaceTokenizer(sentencepiece_folder)
 
 

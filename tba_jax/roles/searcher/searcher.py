@@ -177,6 +177,15 @@ class Searcher:
         self._asked.append(_Asked(query, self._engine.submit(request), keys, sampling))
         self._quota.ask()
 
+    def _ask_ahead(self, room: int, ahead: Callable[[], bool]) -> None:
+        """Asks queries of the next batches. Args: room: prompts that the decoder has room for; ahead: see `advance`."""
+        # The other lanes do not run ahead of a slow one without end.
+        most = self._config.searchers.queries_per_batch + self._engine.prompts
+        for _ in range(room):
+            if len(self._asked) >= most or not (self._quota.is_left and ahead()):
+                break
+            self._ask()
+
     def search(self, *, ahead: Callable[[], bool] = lambda: False) -> SearchReport:
         """Searches one batch, which is in the log when this returns. See `advance`."""
         self.advance(ahead=ahead)
@@ -197,15 +206,7 @@ class Searcher:
         """
         begin = time.monotonic()
 
-        def feed() -> bool:
-            # The other lanes do not run ahead of a slow one without end.
-            most = self._config.searchers.queries_per_batch + self._engine.prompts
-            if len(self._asked) >= most or not (self._quota.is_left and ahead()):
-                return False
-            self._ask()
-            return True
-
-        batch, generation = self._decode(feed)
+        batch, generation = self._decode(ahead)
         queries = [asked.query for asked in batch for _ in range(asked.ticket.request.samples)]
         rows = self._rows(batch, queries, generation)
         with self._account.measure("reference"):
@@ -218,7 +219,9 @@ class Searcher:
         values = None
         if self._value_states is not None:
             with self._account.measure("values"):
-                values = self._value_states(generation, rows["key"], queries, feed=feed)
+                values = self._value_states.begin(generation)
+                for room in self._value_states.decode(values, generation, rows["key"], queries):
+                    self._ask_ahead(room, ahead)
         decoded = DecodedBatch(
             rows=rows,
             texts=texts,
@@ -252,7 +255,7 @@ class Searcher:
         """Ends the threads that reward and append."""
         self.appender.close()
 
-    def _decode(self, feed: Callable[[], bool]) -> tuple[list[_Asked], Generation]:
+    def _decode(self, ahead: Callable[[], bool]) -> tuple[list[_Asked], Generation]:
         """The next queries_per_batch queries, and the responses to them."""
         size = self._config.searchers.queries_per_batch
         status = self._account.record.status
@@ -262,9 +265,11 @@ class Searcher:
             while len(self._asked) < size:
                 self._ask()
             batch = [self._asked[i] for i in range(size)]
-            generation = concatenate(self._engine.collect([asked.ticket for asked in batch], feed=feed))
+            for room in self._engine.decode([asked.ticket for asked in batch]):
+                self._ask_ahead(room, ahead)
             for _ in batch:
                 self._asked.popleft()
+        generation = concatenate([asked.ticket.generation for asked in batch])
         return batch, generation
 
     def _rows(self, batch: Sequence[_Asked], queries: Sequence[EncodedQuery], generation: Generation) -> dict[str, np.ndarray]:
