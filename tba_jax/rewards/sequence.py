@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax import sharding
-from tba_jax.models import decoder, encoder, hardware, heads
+from tba_jax.models import decoder, encoder, hardware, scoring
 from tba_jax.models.config import DecoderConfig, EncoderConfig
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.encoder import Encoder
@@ -206,7 +206,7 @@ def forward(config: Config, mesh: Mesh) -> Forward:
 def _score(model: Encoder | Decoder, tokens: jax.Array, length: jax.Array) -> jax.Array:
     if isinstance(model, Encoder):
         return model.classify(tokens, jnp.arange(tokens.shape[1])[None, :] < length[:, None])
-    return heads.sequence_scores(model, tokens, length, remat="none")
+    return scoring.sequence_scores(model, tokens, length, remat="none")
 
 
 def _labels(folder: Path, config: Config) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from tba_jax.learner import descent
 from tba_jax.learner.state import Optimizers, TrainState
-from tba_jax.models import heads, scoring
+from tba_jax.models import scoring
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.parameters import Params
 
@@ -109,7 +109,7 @@ def pair_scores(model: Decoder, pairs: Preferences, config: StepConfig) -> jax.A
     chex.assert_rank([pairs.tokens, pairs.prompt_length, pairs.response_length], [3, 2, 2])
     B, _, T = pairs.tokens.shape
     length = (pairs.prompt_length + pairs.response_length).reshape(2 * B)
-    return heads.sequence_scores(model, pairs.tokens.reshape(2 * B, T), length, remat=config.remat).reshape(B, 2)
+    return scoring.sequence_scores(model, pairs.tokens.reshape(2 * B, T), length, remat=config.remat).reshape(B, 2)
 
 
 @jax.named_scope("update")
