@@ -26,7 +26,7 @@ from benchmarks import summary
 from tba_jax.decoding import sampling
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update
-from tba_jax.models import decoder, heads, parameters, scoring
+from tba_jax.models import decoder, parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
@@ -304,7 +304,7 @@ def train(
 def predicted_log_z(state: state_lib.TrainState, *, queries: int = QUERIES) -> jax.Array:
     """log Z_φ(x) of a run with learned log Z: float32[Q], nats."""
     model = state.model(state.params, {})
-    return heads.log_partition(model.log_z_head, heads.mean_prompt_states(model.policy, *prompts(queries, 1)))
+    return model.log_z_head(scoring.mean_prompt_states(model.policy, *prompts(queries, 1)))[:, 0]
 
 
 def compile_train(*, queries: int = QUERIES, **static: Any) -> Any:

@@ -30,9 +30,8 @@ from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
 from tba_jax.decoding.slots import row_keys
 from tba_jax.models import attention, hardware, parameters
-from tba_jax.models.config import DecoderConfig
+from tba_jax.models.config import DecoderConfig, ResponseSpace
 from tba_jax.models.policy import Policy
-from tba_jax.models.response_space import ResponseSpace
 from tba_jax.roles.work import Work
 from tba_jax.storage import snapshots
 from tba_jax.telemetry import device_peaks

@@ -39,9 +39,9 @@ def export(workdir: Path, output: Path, *, step: existing_run.AskedStep, dtype: 
         is in use or in the run; or `adapter` of a run without adapters, or whose adapters belong to no published checkpoint.
     """
     from tba_jax.experiment import stored_run
-    from tba_jax.models import lora
     from tba_jax.models.hugging_face import adapters, load
     from tba_jax.models.hugging_face import export as export_lib
+    from tba_jax.models.policy import merge_lazily
     from tba_jax.reporting import model_card
     from tba_jax.storage import snapshots
 
@@ -72,7 +72,7 @@ def export(workdir: Path, output: Path, *, step: existing_run.AskedStep, dtype: 
         if policy.lora is not None:
             reference = _reference(run)
             kept.enter_context(_committed(reference, "the reference policy, which the adapters belong to,"))
-            params = lora.merge_lazily(snapshots.open_arrays(reference, policy.model_specs), params, policy.lora)
+            params = merge_lazily(snapshots.open_arrays(reference, policy.model_specs), params, policy.lora)
         export_lib.save(output, policy.model, params, dtype=dtype, source=source, token_ids=token_ids, more=[write_more])
     return f"step {step} of {workdir} is in {output} ({policy.model.architecture}, {dtype})"
 

@@ -19,9 +19,8 @@ from tba_jax.decoding.lane import Lane
 from tba_jax.decoding.requests import Generation, Part, Request, Ticket
 from tba_jax.decoding.slots import SlotsConfig, Usage
 from tba_jax.models import hardware, kv_cache
-from tba_jax.models.config import DecoderConfig
+from tba_jax.models.config import DecoderConfig, ResponseSpace
 from tba_jax.models.parameters import Params
-from tba_jax.models.response_space import ResponseSpace
 from tba_jax.programs import Program
 from tba_jax.text.stop_strings import StopStrings
 

@@ -27,9 +27,8 @@ from tba_jax import sharding
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import sizes
 from tba_jax.models import flops, kv_cache, parameters
-from tba_jax.models.config import DecoderConfig
+from tba_jax.models.config import DecoderConfig, ResponseSpace
 from tba_jax.models.parameters import Params
-from tba_jax.models.response_space import ResponseSpace
 
 # The status of a sample after a token.
 RUNNING, FINISHED, CUT = 0, 1, 2

@@ -10,7 +10,7 @@ from tba_jax.decoding import sizes
 from tba_jax.experiment import meshes
 from tba_jax.experiment.composition import Experiment
 from tba_jax.learner.settings import HELD_REFERENCES
-from tba_jax.models import hardware, heads, kv_cache, parameters
+from tba_jax.models import hardware, kv_cache, parameters
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.rewards import task_models
@@ -28,7 +28,7 @@ def describe(experiment: Experiment) -> str:
     objective = OBJECTIVES[config.learner.objective]
     if objective.log_z_head or objective.value_head:  # heads of one shape
         lines += ["", f"head of {config.learner.objective}, trained beside the policy:"]
-        lines += _table(heads.define(experiment.policy, log_z_head=True, value_head=True).specs["value_head"])
+        lines += _table(experiment.policy.with_heads(log_z_head=True, value_head=True).specs["value_head"])
     lines += ["", "rows (one column each, per row):"]
     lines += [f"  {name:24} {dtype}{list(shape)}" for name, (dtype, shape) in contract.row_shape().columns().items()]
     c, s, tokens = config.learner, config.searchers, f"{contract.prompt_length} + {contract.response_length} tokens"

@@ -13,7 +13,7 @@ from tba_jax.decoding import sizes
 from tba_jax.experiment.fitting import device_memory
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.learner import descent
-from tba_jax.models import hardware, parameters
+from tba_jax.models import parameters
 from tba_jax.models.policy import Policy
 
 # Role -> the section of the config that has its mesh.
@@ -136,9 +136,9 @@ def micro_batch_rows(config: Any, *, ways: int) -> int:
 
 
 def slots_of(config: Any) -> int:
-    """The slots of a searcher, told before there are devices: as on a GPU."""
+    """The sequences that a searcher decodes side by side."""
     s = config.searchers
-    return hardware.slots(s.slots, queries=s.queries_per_batch, samples=s.samples_per_query, platform="gpu")
+    return s.slots or s.queries_per_batch * s.samples_per_query
 
 
 def _check_slots(config: Any, role: str, *, ways: int) -> None:

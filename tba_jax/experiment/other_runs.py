@@ -16,9 +16,8 @@ from jax.sharding import Mesh
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.learner.settings import make_optimizers
 from tba_jax.learner.state import TrainState, init_state, state_shapes
-from tba_jax.models.lora import LoraConfig
 from tba_jax.models.parameters import Params
-from tba_jax.models.policy import Policy
+from tba_jax.models.policy import LoraConfig, Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.replay.log import GIVEN, REGISTER, registration
 from tba_jax.roles.trainer.buffer import make_index

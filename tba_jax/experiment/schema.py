@@ -163,8 +163,7 @@ c.searchers.queries_per_batch = setting(8, at_least=1)
 c.searchers.samples_per_query = setting(24, at_least=1)  # S, at least learner.completions
 c.searchers.value_samples = setting(9, at_least=1)  # continuations from each state between steps (task.step_ends)
 c.searchers.value_states = setting(0, at_least=0)  # most states of a response that get a value, evenly spaced; 0: all
-# Sequences decoded side by side; 0: by the kind of device, as a share of queries_per_batch * samples_per_query
-# (models/hardware.py).
+# Sequences decoded side by side; 0: queries_per_batch * samples_per_query.
 c.searchers.slots = setting(0, at_least=0)
 # Decode steps before new weights and new queries can be taken up; 0: by the kind of device (models/hardware.py).
 c.searchers.decode_chunk = setting(0, at_least=0)

@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 
 from tba_jax import sharding as sharding_lib
 from tba_jax import trajectory
-from tba_jax.models import heads, parameters
+from tba_jax.models import parameters
 from tba_jax.models.parameters import Definition, Params
-from tba_jax.models.policy import Policy
+from tba_jax.models.policy import Policy, PolicyWithHeads
 
 # Parts of what is trained (PolicyWithHeads) -> the optimiser of each: "policy", and the heads that an RL objective has.
 Optimizers = dict[str, optax.GradientTransformation]
@@ -30,7 +30,7 @@ class TrainState:
     which neither the optimisers nor their learning rates go on;
     params: float32 master weights by part, {"policy": what is trained of it (Policy), "log_z_head": …, "value_head": …};
     opt_state: of each part's optimiser;
-    graphdef: of the module that they belong to, heads.PolicyWithHeads; static.
+    graphdef: of the module that they belong to, policy.PolicyWithHeads; static.
     """
 
     step: chex.Array
@@ -39,7 +39,7 @@ class TrainState:
     opt_state: dict[str, Any]
     graphdef: nnx.GraphDef = flax.struct.field(pytree_node=False)
 
-    def model(self, params: Params, frozen: Params) -> heads.PolicyWithHeads:
+    def model(self, params: Params, frozen: Params) -> PolicyWithHeads:
         """The module in a traced function, differentiable in `params`, which are like those of the state.
 
         Args: frozen: the part of the policy that is not trained, see Policy.for_training.
@@ -77,8 +77,8 @@ def batch_from_rows(rows: trajectory.Rows) -> Batch:
     return Batch(**{name: np.asarray(rows[name]) for name in columns})
 
 
-def _definition(policy: Policy, optimizers: Optimizers) -> Definition[heads.PolicyWithHeads]:
-    return heads.define(policy, log_z_head="log_z_head" in optimizers, value_head="value_head" in optimizers)
+def _definition(policy: Policy, optimizers: Optimizers) -> Definition[PolicyWithHeads]:
+    return policy.with_heads(log_z_head="log_z_head" in optimizers, value_head="value_head" in optimizers)
 
 
 def init_state(policy: Policy, params: Params, optimizers: Optimizers) -> TrainState:

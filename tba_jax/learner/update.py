@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from tba_jax.learner import descent
 from tba_jax.learner.optimizer import Schedule
 from tba_jax.learner.state import Batch, Optimizers, TrainState
-from tba_jax.models import heads, scoring
+from tba_jax.models import scoring
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
@@ -80,14 +80,14 @@ def scored(
 ) -> tuple[tuple[jax.Array, jax.Array | None], jax.Array]:
     """((policy_logprobs, values), entropy) of the rows of a micro-batch, each float32[B, R], 0 elsewhere, from one forward pass.
 
-    Args: value_head: heads.PolicyWithHeads.value_head; None: there are no values.
+    Args: value_head: policy.PolicyWithHeads.value_head; None: there are no values.
     """
     B, R = batch.ref_logprobs.shape
     rows = functools.partial(scoring.by_row, numbers=micro.numbers, B=B, R=R)
     hidden = scoring.packed_hidden_states(policy, micro, remat=config.remat)
     limits: dict[str, Any] = dict(space=config.space, logit_bytes=config.logit_bytes)
     logprobs, entropy = scoring.packed_logprobs(policy, hidden, micro, R=R, none=B * R, **limits)
-    values = None if value_head is None else rows(heads.state_values(value_head, hidden))
+    values = None if value_head is None else rows(value_head(hidden)[..., 0])
     return (rows(logprobs), values), rows(entropy)
 
 
@@ -170,11 +170,11 @@ def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfi
     prompts = batch.tokens[::K, :P], batch.prompt_length[::K]
     at_a_time = math.gcd(len(prompts[0]), max(1, config.limits.full_rows // K))
     micros = descent.split(prompts, at_a_time)
-    states = descent.join(jax.lax.map(lambda micro: heads.mean_prompt_states(model.policy, *micro), micros))
+    states = descent.join(jax.lax.map(lambda micro: scoring.mean_prompt_states(model.policy, *micro), micros))
 
     def of_rows(head: Params) -> jax.Array:
         model = state.model(state.params | head, frozen)
-        return jnp.repeat(heads.log_partition(model.log_z_head, states), K)
+        return jnp.repeat(model.log_z_head(states)[:, 0], K)
 
     log_z, pull_back = jax.vjp(of_rows, {"log_z_head": state.params["log_z_head"]})
     return log_z, lambda cotangent: pull_back(cotangent)[0]

@@ -1,36 +1,23 @@
-"""Configurations of the models: decoder.py computes every decoder from one dataclass, encoder.py every encoder from another."""
+"""Configurations of the models, and which responses a policy can give. Without JAX: commands read them before they load it."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
 from typing import ClassVar
 
-import jax
-
-
-@dataclasses.dataclass(frozen=True)
-class Activation:
-    """function: applied to each element of an array. names: its names in config.json; export writes the first."""
-
-    function: Callable[[jax.Array], jax.Array]
-    names: tuple[str, ...]
-
-
+# Activation -> its names in config.json; export writes the first. layers.py has the functions.
 ACTIVATIONS = {
-    "silu": Activation(jax.nn.silu, ("silu", "swish")),
-    "gelu": Activation(functools.partial(jax.nn.gelu, approximate=False), ("gelu",)),
-    "gelu_tanh": Activation(functools.partial(jax.nn.gelu, approximate=True), ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")),
-    "relu": Activation(jax.nn.relu, ("relu",)),
+    "silu": ("silu", "swish"),
+    "gelu": ("gelu",),
+    "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+    "relu": ("relu",),
 }
 
 # Name in config.json -> name in ACTIVATIONS.
-ACTIVATION_NAMES = {name: ours for ours, activation in ACTIVATIONS.items() for name in activation.names}
-
+ACTIVATION_NAMES = {name: ours for ours, names in ACTIVATIONS.items() for name in names}
 
 ENCODER_HEADS = ("embedding", "classification")
 
-_STD = 0.02
+STD = 0.02  # standard deviation of initial weights, unless a module takes another
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +46,7 @@ class DecoderConfig:
     positions: "rotary" or "learned" (an embedding of max_positions).
     rotary_size: how many elements of each head are rotated, counted from the first; 0: all. parallel_residual: attention and
       feed-forward both read the layer's input (GPT-NeoX).
-    activation: a name of activations.ACTIVATIONS. gated: the feed-forward is down(act(gate(x)) * up(x)), otherwise
+    activation: a name of ACTIVATIONS. gated: the feed-forward is down(act(gate(x)) * up(x)), otherwise
       down(act(up(x))).
     qkv_bias, out_bias, ffn_bias: whether these linear maps have a bias. qk_norm: each query and key head is normalised (Qwen3).
     scaled_embedding: embeddings of tokens are multiplied by sqrt(width). query_scalar: attention scores are divided by its square
@@ -131,7 +118,7 @@ class DecoderConfig:
     def residual_std(self) -> float:
         """Standard deviation of the initial weights of maps into the residual stream. As in GPT-2, the variance of the stream
         then does not grow with depth."""
-        return _STD / math.sqrt(2 * self.layers)
+        return STD / math.sqrt(2 * self.layers)
 
 
 # These fields of DecoderConfig say how a model is computed, not which model it is: they may differ between the roles of a run.
@@ -147,7 +134,7 @@ class EncoderConfig:
     max_positions: rows of the position table. position_offset: 0: a token's position is its index in the row (BERT); n > 0: the
       first real token has position n, the next n + 1, and padding n - 1 (RoBERTa: n is the padding token's id + 1).
     token_types: rows of the token-type table (BERT's segments).
-    activation: a name of activations.ACTIVATIONS.
+    activation: a name of ACTIVATIONS.
     head: "embedding": the encoder has no head, see Encoder.sentence_embeddings; "classification": a linear map of the pooled
       first token to `labels`, see Encoder.classify.
     labels: names of the classes, in the order of the logits; empty with an embedding head.
@@ -164,7 +151,7 @@ class EncoderConfig:
     ffn_bias: ClassVar[bool] = True
     qk_norm: ClassVar[bool] = False
     query_scalar: ClassVar[int] = 0
-    residual_std: ClassVar[float] = _STD
+    residual_std: ClassVar[float] = STD
 
     architecture: str
     layers: int
@@ -212,3 +199,29 @@ class EncoderConfig:
 
 # Attention and feed-forward are built from either.
 ModelConfig = DecoderConfig | EncoderConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResponseSpace:
+    """Which responses there are, and at which temperature they are scored: the same for the policy and the reference.
+
+    π(y_t|x, y_<t) = softmax(logits / temperature) over all tokens but the banned ones and, where t + 1 < min_length, the
+    end of sequence. t counts response tokens from 0, so none ends by it with fewer than min_length of them.
+
+    temperature: the run's scoring temperature T (TBA paper: one constant that defines the policy and the reference alike);
+    banned_tokens: ids below V that no response holds; eos_id: the end of sequence, -1: there is none; min_length: tokens,
+    0 and 1: any; force_eos: a response that has not ended before its last token gets the end of sequence there, scored by the
+    softmax above.
+    """
+
+    temperature: float
+    banned_tokens: tuple[int, ...]
+    eos_id: int
+    min_length: int = 0
+    force_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.min_length > 1 and self.eos_id < 0:
+            raise ValueError(f"min_length={self.min_length} holds back the end of sequence, and eos_id={self.eos_id} names none")
+        if self.force_eos and self.eos_id < 0:
+            raise ValueError(f"force_eos=True puts an end of sequence, and eos_id={self.eos_id} names none")

@@ -16,10 +16,9 @@ from flax import nnx
 from tba_jax import sharding
 from tba_jax.models import attention, parameters
 from tba_jax.models.attention import Attend, Attention, Prefix, Rotary
-from tba_jax.models.config import DecoderConfig
+from tba_jax.models.config import STD, DecoderConfig
 from tba_jax.models.layers import (
     REMAT_POLICIES,
-    STD,
     Einsum,
     Embedding,
     FeedForward,

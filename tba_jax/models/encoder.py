@@ -15,8 +15,8 @@ from flax import nnx
 from tba_jax import sharding
 from tba_jax.models import attention, parameters
 from tba_jax.models.attention import Attend, Attention
-from tba_jax.models.config import EncoderConfig
-from tba_jax.models.layers import STD, Einsum, Embedding, FeedForward, Norm, ScalarHead, full_precision
+from tba_jax.models.config import STD, EncoderConfig
+from tba_jax.models.layers import Einsum, Embedding, FeedForward, Norm, ScalarHead, full_precision
 from tba_jax.models.parameters import Definition
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tba_jax import sharding
-from tba_jax.models.config import ACTIVATIONS, ModelConfig
+from tba_jax.models.config import STD, ModelConfig
 from tba_jax.models.parameters import parameter
 
 # Name of a setting -> policy of jax.checkpoint, which says what a layer keeps for its backward pass. None: it keeps everything.
@@ -26,7 +26,13 @@ REMAT_POLICIES = {
 }
 REMAT = tuple(REMAT_POLICIES)
 
-STD = 0.02  # standard deviation of initial weights, unless a module takes another
+# Name in config.ACTIVATIONS -> function of each element.
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
 _LEVELS = 127  # int8 values on either side of 0
 
 
@@ -276,8 +282,7 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps x [t, D] to [t, D]."""
-        activation = ACTIVATIONS[self.activation].function
-        up = self.up(x)
+        activation, up = _ACTIVATIONS[self.activation], self.up(x)
         return self.down(activation(up) if self.gate is None else activation(self.gate(x)) * up)
 
 

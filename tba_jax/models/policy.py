@@ -1,19 +1,83 @@
-"""The trained and the frozen part of a policy. Without LoRA the whole model is trained; with LoRA the adapters are."""
+"""The policy: a decoder, its LoRA adapters (Hu et al., 2021), and the scalar heads that objectives ask for.
+
+Without LoRA the whole model is trained; with LoRA the adapters are. layers.Einsum says what an adapter computes.
+"""
 
 import dataclasses
+import fnmatch
 import functools
+import math
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from tba_jax.models import decoder, hardware, kv_cache, parameters
-from tba_jax.models import lora as lora_lib
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
-from tba_jax.models.layers import linear_maps
+from tba_jax.models.layers import ScalarHead, linear_maps
 from tba_jax.models.parameters import Definition, Params, Specs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """rank; alpha: the update is scaled by alpha / rank; targets: patterns (`*`, `?`) of the names of linear maps, as
+    "layers.attention.query" or "layers.*"."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+def _adapt(model: nnx.Module, lora: LoraConfig, rngs: nnx.Rngs) -> None:
+    """Adds adapters to the linear maps that lora.targets name.
+
+    Raises:
+      ValueError: a pattern of lora.targets matches no linear map, or a map is too small for the rank; names the setting.
+    """
+    linears = dict(linear_maps(model))
+    for pattern in lora.targets:
+        if not any(fnmatch.fnmatchcase(name, str(pattern)) for name in linears):
+            raise ValueError(
+                f"lora.targets: {pattern!r} matches no linear map of the model; there are {sorted(linears)} "
+                """(several are given as '("layers.attention.query", "layers.attention.value")')"""
+            )
+    for name, linear in sorted(linears.items()):
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in lora.targets):
+            continue
+        sizes = linear.sizes()
+        fan_in, fan_out = (math.prod(sizes[letter] for letter in letters) for letters in (linear.inputs, linear.outputs))
+        if lora.rank > min(fan_in, fan_out):
+            raise ValueError(
+                f"lora.rank={lora.rank} is more than {name} can have, which maps {fan_in} to {fan_out} numbers: "
+                "lower it, or leave the map out of lora.targets"
+            )
+        linear.adapt(lora.rank, lora.scale, rngs)
+
+
+class PolicyWithHeads(nnx.Module):
+    """The policy, adapters included, and the scalar heads that a trainer's objective asks for, which begin at 0.
+
+    log_z_head: log Z(x) from the prompt's mean state, see scoring.mean_prompt_states. value_head: V of the state before each
+    response token, from the hidden state that predicts the token.
+    """
+
+    log_z_head: Any = None
+    value_head: Any = None
+
+    def __init__(self, policy: Decoder, *, log_z_head: bool, value_head: bool, rngs: nnx.Rngs):
+        """Args: log_z_head, value_head: whether the policy gets this head."""
+        self.policy = policy
+        if log_z_head:
+            self.log_z_head = ScalarHead(policy.config.width, bias=True, std=0.0, rngs=rngs)
+        if value_head:
+            self.value_head = ScalarHead(policy.config.width, bias=True, std=0.0, rngs=rngs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +85,7 @@ class Policy:
     """A decoder, with or without LoRA adapters. An argument `base` is the reference policy that a run starts from."""
 
     model: DecoderConfig
-    lora: lora_lib.LoraConfig | None = None
+    lora: LoraConfig | None = None
 
     def on_device(self, device: Any) -> "Policy":
         """The policy as a role computes it on devices of this kind, see hardware.suited. Says what is not as it was asked for."""
@@ -41,8 +105,16 @@ class Policy:
 
         def make(rngs: nnx.Rngs) -> Decoder:
             model = Decoder(self.model, rngs=rngs)
-            lora_lib.adapt(model, lora, rngs)
+            _adapt(model, lora, rngs)
             return model
+
+        return parameters.define(make)
+
+    def with_heads(self, *, log_z_head: bool, value_head: bool) -> Definition[PolicyWithHeads]:
+        """The definition of the policy, adapters included, with the heads that are asked for."""
+
+        def make(rngs: nnx.Rngs) -> PolicyWithHeads:
+            return PolicyWithHeads(self.adapted.make(rngs), log_z_head=log_z_head, value_head=value_head, rngs=rngs)
 
         return parameters.define(make)
 
@@ -98,3 +170,37 @@ class Policy:
         if weights == "int8":
             kv_cache.quantize(model)
         return parameters.cast(parameters.pure(model), self.model.compute_dtype)
+
+
+def merge_lazily(base: Params, adapters: Params, lora: LoraConfig) -> Params:
+    """`base`, in which every weight that has an adapter is replaced by weight + scale · A B, computed when it is read.
+
+    Args: base, adapters: arrays on the host or in storage.
+    """
+    merged, flat = parameters.flatten(base), parameters.flatten(adapters)
+    for name in [name.removesuffix(".lora_a") for name in flat if name.endswith(".lora_a")]:
+        weight = merged[f"{name}.weight"]
+        merged[f"{name}.weight"] = MergedWeight(weight, flat[f"{name}.lora_a"], flat[f"{name}.lora_b"], lora.scale)
+    return parameters.unflatten(merged)
+
+
+class MergedWeight:
+    """A stacked weight with its adapter, merged one layer at a time as it is read: exports never hold the whole stack."""
+
+    def __init__(self, weight: Any, lora_a: Any, lora_b: Any, scale: float):
+        self._parts, self._scale = (weight, lora_a, lora_b), scale
+        self.shape = weight.shape
+
+    def __getitem__(self, layer: int) -> np.ndarray:
+        return self._merged(*(np.asarray(part[layer]) for part in self._parts))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self._merged(*(np.asarray(part) for part in self._parts)).astype(dtype or np.float32)
+
+    def _merged(self, weight: np.ndarray, lora_a: np.ndarray, lora_b: np.ndarray) -> np.ndarray:
+        """weight + scale · A B in float32, for one layer or for the stack."""
+        weight, lora_a, lora_b = (part.astype(np.float32) for part in (weight, lora_a, lora_b))
+        stack = () if lora_a.ndim + lora_b.ndim - 2 == weight.ndim else weight.shape[:1]
+        rank = lora_a.shape[-1]
+        update = np.matmul(lora_a.reshape(*stack, -1, rank), lora_b.reshape(*stack, rank, -1))
+        return weight + self._scale * update.reshape(weight.shape)

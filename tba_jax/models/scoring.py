@@ -13,11 +13,10 @@ from jax.sharding import Mesh
 from tba_jax import sharding
 from tba_jax.models import parameters
 from tba_jax.models.attention import Prefix, reads_prefixes
-from tba_jax.models.config import DecoderConfig
+from tba_jax.models.config import DecoderConfig, ResponseSpace
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.layers import full_precision
 from tba_jax.models.parameters import Params
-from tba_jax.models.response_space import ResponseSpace
 from tba_jax.packing.row_packing import Packed, Sequences, summed
 
 
@@ -134,6 +133,36 @@ def program(
         return summed(of_micro_batch, packed)
 
     return sharding.on_mesh(mesh, jax.jit(score))
+
+
+def sequence_scores(model: Decoder, tokens: jax.Array, length: jax.Array, *, remat: str) -> jax.Array:
+    """Scores of whole sequences, read at the last real token (the `ForSequenceClassification` models of transformers).
+
+    Args:
+      model: of a config with head="score".
+      tokens: int32[B, T], padded on the right; length: int32[B], real tokens.
+      remat: a name of layers.REMAT.
+
+    Returns:
+      float32[B, labels]; a reward model has one label.
+    """
+    hidden = model(tokens, remat=remat)
+    last = jax.vmap(lambda row, n: jax.lax.dynamic_index_in_dim(row, n - 1, keepdims=False))(hidden, length)
+    return model.score(last)
+
+
+def mean_prompt_states(model: Decoder, tokens: jax.Array, prompt_length: jax.Array) -> jax.Array:
+    """Means of the last hidden states over the tokens of each prompt.
+
+    Args:
+      tokens: int32[Q, n], rows that begin with a prompt, whatever follows it; prompt_length: int32[Q], at most n.
+
+    Returns:
+      float32[Q, D], no gradient flows through it; 0 where a prompt has no tokens.
+    """
+    hidden = jax.lax.stop_gradient(model(tokens))
+    real = (jnp.arange(tokens.shape[1])[None, :] < prompt_length[:, None])[..., None]
+    return jnp.sum(jnp.where(real, hidden.astype(jnp.float32), 0.0), axis=1) / jnp.maximum(prompt_length, 1)[:, None]
 
 
 def shares_prompts(model: DecoderConfig, mesh: Mesh) -> bool:

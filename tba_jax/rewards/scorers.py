@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
-from tba_jax.models import heads
+from tba_jax.models import scoring
 from tba_jax.models.config import EncoderConfig
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.encoder import Encoder
@@ -87,7 +87,7 @@ def classifier_forward(config: Config, mesh: Mesh) -> Forward:
 def _score(model: Encoder | Decoder, tokens: jax.Array, length: jax.Array) -> jax.Array:
     if isinstance(model, Encoder):
         return model.classify(tokens, jnp.arange(tokens.shape[1])[None, :] < length[:, None])
-    return heads.sequence_scores(model, tokens, length, remat="none")
+    return scoring.sequence_scores(model, tokens, length, remat="none")
 
 
 class SequenceClassifier:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tba_jax import trajectory
-from tba_jax.models.response_space import ResponseSpace
+from tba_jax.models.config import ResponseSpace
 from tba_jax.run import processes
 from tba_jax.schemas import flatten
 from tba_jax.storage import layout, places

@@ -19,7 +19,7 @@ from tba_jax import sharding
 from tba_jax.learner import descent
 from tba_jax.learner import state as state_lib
 from tba_jax.learner.state import Optimizers, TrainState
-from tba_jax.models import heads, scoring
+from tba_jax.models import scoring
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
@@ -103,7 +103,7 @@ def preference(model: Decoder, pairs: Preferences, config: StepConfig) -> dict[s
     chex.assert_rank([pairs.tokens, pairs.prompt_length, pairs.response_length], [3, 2, 2])
     B, _, T = pairs.tokens.shape
     length = (pairs.prompt_length + pairs.response_length).reshape(2 * B)
-    scores = heads.sequence_scores(model, pairs.tokens.reshape(2 * B, T), length, remat=config.remat).reshape(B, 2)
+    scores = scoring.sequence_scores(model, pairs.tokens.reshape(2 * B, T), length, remat=config.remat).reshape(B, 2)
     margin = scores[:, 0] - scores[:, 1]
     real = pairs.response_length[:, 0] > 0
     terms = {"loss": -jax.nn.log_sigmoid(margin), "pair_accuracy": (margin > 0).astype(jnp.float32), "margin": margin}

@@ -16,9 +16,8 @@ from tba_jax.decoding import sizes as sizes_lib
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Generation, Request, Ticket
 from tba_jax.models import scoring
-from tba_jax.models.lora import LoraConfig
 from tba_jax.models.parameters import Params
-from tba_jax.models.policy import Policy
+from tba_jax.models.policy import LoraConfig, Policy
 from tba_jax.text import stop_strings as stop_strings_lib
 from tests.support import applied
 from tests.support.tiny_engine import (

@@ -16,8 +16,7 @@ from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.optimizer import adamw
 from tba_jax.models import parameters
-from tba_jax.models.lora import LoraConfig
-from tba_jax.models.policy import Policy
+from tba_jax.models.policy import LoraConfig, Policy
 from tba_jax.objectives.inputs import ObjectiveSettings
 from tests.support import applied
 from tests.support.tiny_updates import (

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding
-from tba_jax.models import lora as lora_lib
 from tba_jax.models import parameters
+from tba_jax.models import policy as lora_lib
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.policy import Policy

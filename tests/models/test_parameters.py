@@ -16,8 +16,7 @@ from tba_jax import sharding
 from tba_jax.learner import state as state_lib
 from tba_jax.models import decoder, kv_cache, parameters, scoring
 from tba_jax.models.layers import Einsum, Embedding, Norm, ScalarHead
-from tba_jax.models.lora import LoraConfig
-from tba_jax.models.policy import Policy
+from tba_jax.models.policy import LoraConfig, Policy
 from tests.support import applied
 from tests.support.tiny_decoders import CONFIGS, EVERYTHING, GROUPED
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tba_jax.models import decoder, encoder, heads, kv_cache, parameters, scoring
+from tba_jax.models import decoder, encoder, kv_cache, parameters, scoring
 from tba_jax.models.config import DecoderConfig, EncoderConfig
 from tba_jax.models.parameters import Params, Specs
 
@@ -88,7 +88,7 @@ def token_logprobs(params: Params, hidden: Any, tokens: Any, *, config: DecoderC
 
 
 def sequence_scores(params: Params, tokens: Any, length: Any, *, config: DecoderConfig, remat: str = "none") -> jax.Array:
-    return heads.sequence_scores(merge(params, config), tokens, length, remat=remat)
+    return scoring.sequence_scores(merge(params, config), tokens, length, remat=remat)
 
 
 def prefill(params: Params, tokens: Any, length: Any, *, config: DecoderConfig) -> Any:

@@ -19,8 +19,8 @@ from tba_jax.decoding import sizes
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.lane import Lane
 from tba_jax.models import decoder, kv_cache, parameters
+from tba_jax.models.config import ResponseSpace
 from tba_jax.models.presets import PRESETS
-from tba_jax.models.response_space import ResponseSpace
 from tba_jax.programs import Program, shaped
 
 # Recipe -> preset, slots of four chips, samples of a query, prompt, response.

@@ -12,7 +12,7 @@ from tba_jax import trajectory
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.optimizer import linear_then_constant
-from tba_jax.models import heads, scoring
+from tba_jax.models import scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
@@ -132,7 +132,7 @@ def state_of(form: str, optimizers: state_lib.Optimizers | None = None) -> tuple
     name = FORMS[form][1]
     optimizers = optimizers or DESCENT | ({name: optax.sgd(1.0)} if name else {})
     state = state_lib.init_state(POLICY, random_params(), optimizers)
-    specs = heads.define(POLICY, log_z_head=True, value_head=True).specs
+    specs = POLICY.with_heads(log_z_head=True, value_head=True).specs
     head = {name: applied.random(specs[name], scale=1.0, seed=3)} if name else {}
     return dataclasses.replace(state, params=state.params | head), optimizers
 

@@ -4,10 +4,9 @@ An adapter adds scale · A B to a weight. Checkpoints that hold query, key and v
 its rank is the sum of their ranks, and the columns of its B that belong to one of them are zero in the rows of the others.
 """
 
-import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,46 +19,14 @@ from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import export, files
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES
 from tba_jax.models.hugging_face.files import Stored
-from tba_jax.models.lora import LoraConfig
 from tba_jax.models.parameters import Params
+from tba_jax.models.policy import LoraConfig
 
 CONFIG, WEIGHTS = files.ADAPTER
 # The names of modules in the model that PEFT wraps begin so.
 _WRAPPED = "base_model.model."
 # model_type of checkpoints whose linear weights are [in, out], which PEFT must be told.
 _INPUTS_FIRST = ("gpt2",)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """The adapter of one of our weights, for one layer. stored: how the weight lies in the checkpoint's tensor.
-
-    lora_a: float32[inputs ..., r]; lora_b: float32[r, outputs ...].
-    """
-
-    stored: Stored
-    lora_a: np.ndarray
-    lora_b: np.ndarray
-
-    def a(self) -> np.ndarray:
-        """float32[r, inputs]: A as PEFT has it, inputs in the order of the checkpoint."""
-        ours = self.stored.our_axes.split()[: self.lora_a.ndim - 1]
-        order = [ours.index(axis) for axis in self._stored_axes() if axis in ours]
-        return self.lora_a.transpose(len(ours), *order).reshape(self.lora_a.shape[-1], -1)
-
-    def b(self) -> np.ndarray:
-        """float32[outputs, r]: B as PEFT has it, outputs in the order of the checkpoint; zero where other parts write."""
-        ours = self.stored.our_axes.split()[self.lora_a.ndim - 1 :]
-        rank, *sizes = self.lora_b.shape
-        axes = [axis for axis in self._stored_axes() if axis in ours or axis.isdigit()]
-        whole = np.zeros([int(axis) if axis.isdigit() else sizes[ours.index(axis)] for axis in axes] + [rank], np.float32)
-        order = [1 + ours.index(axis) for axis in axes if axis in ours]
-        place = tuple(self.stored.part if axis.isdigit() else slice(None) for axis in axes)
-        whole[place] = self.lora_b.transpose(*order, 0)
-        return whole.reshape(-1, rank)
-
-    def _stored_axes(self) -> list[str]:
-        return re.findall(r"\w+", self.stored.stored_axes)
 
 
 def save(
@@ -72,7 +39,7 @@ def save(
     dtype: str,
     more: Sequence[Callable[[Path], None]] = (),
 ) -> None:
-    """Writes a folder that peft.PeftModel.from_pretrained reads. One layer of an adapter at a time is on the host.
+    """Writes a folder that peft.PeftModel.from_pretrained reads.
 
     Args:
       folder: created, with its parents; it must not exist, or be empty. After an error it does not exist, or is empty.
@@ -85,53 +52,24 @@ def save(
       ValueError: the folder is in use, the dtype is none of these, or an adapter holds numbers that are not finite in it.
     """
     export.check_dtype(dtype)
-    leaves = parameters.flatten(adapters)
-    tensors = _adapted(config, leaves)
-    made = {
-        name: matrix for module in _modules(tensors, config.layers) for name, matrix in _matrices(*module, config, leaves, lora)
-    }
-
-    def content(name: str) -> np.ndarray:
-        with np.errstate(over="ignore"):  # a number that becomes infinite is refused
-            whole = np.ascontiguousarray(made[name].content().astype(jnp.dtype(dtype)))
-        return export.finite(whole, name, "an adapter")
-
+    leaves = {name: np.asarray(leaf).astype(np.float32) for name, leaf in parameters.flatten(adapters).items()}
+    modules = _adapted(config, leaves)
     with outputs.folder(Path(folder)) as whole:
-        export.write_tensors(whole / WEIGHTS, {name: matrix.shape for name, matrix in made.items()}, content, dtype=dtype)
-        values = _config_values(tensors, config, lora, base)
+        tensors: dict[str, np.ndarray] = {}
+        for module, stored in modules.items():
+            for layer in range(config.layers) if "{layer}" in module else (None,):
+                parts = [_matrices(part, layer, leaves) for part in stored]
+                name = f"{_WRAPPED}{module.format(layer=layer)}"
+                tensors[f"{name}.lora_A.weight"] = np.concatenate([a for a, _ in parts])
+                tensors[f"{name}.lora_B.weight"] = np.concatenate([b for _, b in parts], axis=1)
+        for name, matrix in tensors.items():
+            with np.errstate(over="ignore"):  # a number that becomes infinite is refused
+                tensors[name] = export.finite(np.ascontiguousarray(matrix.astype(jnp.dtype(dtype))), name, "an adapter")
+        export.write_tensors(whole / WEIGHTS, tensors)
+        values = _config_values(modules, config, lora, base)
         (whole / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         for write in more:
             write(whole)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Matrix:
-    """A or B of a module. content: makes it when it is written, float32 of that shape."""
-
-    shape: tuple[int, int]
-    content: Callable[[], np.ndarray]
-
-
-def _matrices(
-    module: str,
-    layer: int | None,
-    stored: tuple[Stored, ...],
-    config: DecoderConfig,
-    leaves: Mapping[str, Any],
-    lora: LoraConfig,
-) -> Iterator[tuple[str, _Matrix]]:
-    """(name of the tensor, matrix) of A and B of one module. Args: see _modules."""
-
-    def a() -> np.ndarray:
-        return np.concatenate([part.a() for part in _parts(stored, leaves, layer)])
-
-    def b() -> np.ndarray:
-        return np.concatenate([part.b() for part in _parts(stored, leaves, layer)], axis=1)
-
-    outputs, inputs = stored[0].shape(config.sizes)[:: -1 if config.architecture in _INPUTS_FIRST else 1]
-    rank = lora.rank * len(stored)
-    yield f"{_WRAPPED}{module}.lora_A.weight", _Matrix((rank, inputs), a)
-    yield f"{_WRAPPED}{module}.lora_B.weight", _Matrix((outputs, rank), b)
 
 
 def _adapted(config: DecoderConfig, leaves: Mapping[str, Any]) -> dict[str, tuple[Stored, ...]]:
@@ -148,30 +86,34 @@ def _adapted(config: DecoderConfig, leaves: Mapping[str, Any]) -> dict[str, tupl
     return {module: stored for module, stored in found.items() if stored}
 
 
-def _modules(tensors: Mapping[str, tuple[Stored, ...]], layers: int) -> Iterator[tuple[str, int | None, tuple[Stored, ...]]]:
-    """(name, layer, our weights) of every module that has an adapter."""
-    for module, stored in tensors.items():
-        if "{layer}" in module:
-            yield from ((module.format(layer=layer), layer, stored) for layer in range(layers))
-        else:
-            yield module, None, stored
+def _matrices(part: Stored, layer: int | None, leaves: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """A float32[r, inputs] and B float32[outputs, r] of one of our weights as PEFT has them, in the order of the checkpoint.
 
+    B is zero where other parts of the tensor write.
+    """
+    lora_a, lora_b = (leaves[part.path.removesuffix("weight") + name] for name in ("lora_a", "lora_b"))
+    if layer is not None:
+        lora_a, lora_b = lora_a[layer], lora_b[layer]
+    letters, stored = part.our_axes.split(), re.findall(r"\w+", part.stored_axes)
+    inputs, results = letters[: lora_a.ndim - 1], letters[lora_a.ndim - 1 :]
+    order = [inputs.index(axis) for axis in stored if axis in inputs]
+    a = lora_a.transpose(len(inputs), *order).reshape(lora_a.shape[-1], -1)
 
-def _parts(stored: Sequence[Stored], leaves: Mapping[str, Any], layer: int | None) -> list[_Part]:
-    def read(part: Stored, name: str) -> np.ndarray:
-        leaf = leaves[part.path.removesuffix("weight") + name]
-        return np.asarray(leaf if layer is None else leaf[layer]).astype(np.float32)
-
-    return [_Part(part, read(part, "lora_a"), read(part, "lora_b")) for part in stored]
+    rank, *sizes = lora_b.shape
+    axes = [axis for axis in stored if axis in results or axis.isdigit()]
+    b = np.zeros([int(axis) if axis.isdigit() else sizes[results.index(axis)] for axis in axes] + [rank], np.float32)
+    place = tuple(part.part if axis.isdigit() else slice(None) for axis in axes)
+    b[place] = lora_b.transpose(*(1 + results.index(axis) for axis in axes if axis in results), 0)
+    return a, b.reshape(-1, rank)
 
 
 def _config_values(
-    tensors: Mapping[str, tuple[Stored, ...]], config: DecoderConfig, lora: LoraConfig, base: str
+    modules: Mapping[str, tuple[Stored, ...]], config: DecoderConfig, lora: LoraConfig, base: str
 ) -> dict[str, Any]:
     """The content of adapter_config.json. Alphas are summed where ranks are, so that the scale, alpha / rank, stays."""
     # PEFT finds modules by how their names end, here by what follows the number of the layer.
-    target = {module: module.rpartition("{layer}.")[2] for module in tensors}
-    parts = {target[module]: len(stored) for module, stored in tensors.items() if len(stored) > 1}
+    target = {module: module.rpartition("{layer}.")[2] for module in modules}
+    parts = {target[module]: len(stored) for module, stored in modules.items() if len(stored) > 1}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -7,25 +7,23 @@ import codecs
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 
 from tba_jax import outputs
 from tba_jax.models import parameters
+from tba_jax.models.config import FREE_FIELDS
 from tba_jax.models.hugging_face import files, load
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES
 from tba_jax.models.hugging_face.files import Settings, Stored
 from tba_jax.models.parameters import Params
 
-DTYPES = {str(dtype): name for name, dtype in load.DTYPES.items()}
-
-# Fields of our configs that config.json does not say.
-_UNWRITTEN = ("compute_dtype", "attention")
+DTYPES = tuple(map(str, load.DTYPES.values()))
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -43,16 +41,6 @@ _TOKENIZER_FILES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tensor:
-    """A tensor to write. parts: our parameters that it holds; layer: its layer, None outside of the stack."""
-
-    name: str
-    shape: tuple[int, ...]
-    parts: tuple[Stored, ...]
-    layer: int | None
-
-
 def save(
     folder: Path | str,
     config: Any,
@@ -62,9 +50,9 @@ def save(
     source: Path | None = None,
     token_ids: Mapping[str, int | None] | None = None,
     more: Sequence[Callable[[Path], None]] = (),
-    max_shard_bytes: int = 2 << 30,
+    max_shard_bytes: int = 1 << 30,
 ) -> None:
-    """Writes a folder from which transformers computes the same. One tensor at a time is on the host.
+    """Writes a folder from which transformers computes the same. One file's tensors at a time are on the host.
 
     Args:
       folder: created, with its parents; it must not exist, or be empty. After an error it does not exist, or is empty.
@@ -115,7 +103,7 @@ def _config_values(folder: Path, config: Any, dtype: str, source: Path | None) -
         values["label2id"] = {f"LABEL_{i}": i for i in range(config.labels)}
     read = load.config_of(Settings(path, values), compute_dtype=config.compute_dtype)
     expected, found = dataclasses.asdict(config), dataclasses.asdict(read)
-    if differing := [key for key in expected if key not in _UNWRITTEN and expected[key] != found[key]]:
+    if differing := [key for key in expected if key not in FREE_FIELDS and expected[key] != found[key]]:
         what = "cannot be said in a config.json of" if source is None else f"differ from {path} of"
         shown = ", ".join(f"{key}={expected[key]!r} (it gives {found[key]!r})" for key in differing)
         raise ValueError(f"{folder}: settings of the model that {what} model_type={config.architecture!r}: {shown}")
@@ -136,67 +124,45 @@ def _checked_leaves(config: Any, params: Params) -> dict[str, Any]:
 
 
 def _write_weights(folder: Path, config: Any, leaves: Mapping[str, Any], dtype: str, max_shard_bytes: int) -> None:
-    architecture = ARCHITECTURES[config.architecture]
-    sizes = config.sizes
-    tensors = [
-        _Tensor(pattern.format(layer=layer), parts[0].shape(sizes), parts, layer)
-        for pattern, parts in architecture.tensors(config).items()
+    import huggingface_hub
+
+    tensors = {  # name -> layer (None outside of the stack), what it holds
+        pattern.format(layer=layer): (layer, parts)
+        for pattern, parts in ARCHITECTURES[config.architecture].tensors(config).items()
         for layer in (range(config.layers) if "{layer}" in pattern else (None,))
-    ]
+    }
     item = jnp.dtype(dtype).itemsize
-    shards: list[list[_Tensor]] = [[]]
-    for tensor in tensors:
-        if shards[-1] and item * sum(math.prod(t.shape) for t in (*shards[-1], tensor)) > max_shard_bytes:
-            shards.append([])
-        shards[-1].append(tensor)
-    names = [load.SINGLE]
-    if len(shards) > 1:
-        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-        total = item * sum(math.prod(tensor.shape) for tensor in tensors)
-        weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    split = huggingface_hub.split_state_dict_into_shards_factory(
+        {name: item * math.prod(parts[0].shape(config.sizes)) for name, (_, parts) in tensors.items()},
+        get_storage_size=int,
+        filename_pattern=load.SINGLE.replace(".", "{suffix}.", 1),
+        max_shard_size=max_shard_bytes,
+    )
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / load.INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    for name, shard in zip(names, shards, strict=True):
-        by_name = {tensor.name: tensor for tensor in shard}
-
-        def content(name: str, by_name: Mapping[str, _Tensor] = by_name) -> np.ndarray:
-            return _content(by_name[name], leaves, sizes, dtype)
-
-        write_tensors(folder / name, {tensor.name: tensor.shape for tensor in shard}, content, dtype=dtype)
+    for file, names in split.filename_to_tensors.items():
+        write_tensors(folder / file, {name: _content(name, *tensors[name], leaves, config.sizes, dtype) for name in names})
 
 
-def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], content: Callable[[str], np.ndarray], *, dtype: str) -> None:
-    """Writes a safetensors file: length of the header, header (padded to 8 bytes), the tensors one after the other.
-
-    Args: shapes: by the tensors' names; content: gives a tensor of `dtype` by its name. One at a time is on the host.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        begin, end = end, end + jnp.dtype(dtype).itemsize * math.prod(shape)
-        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little"))
-        file.write(encoded)
-        for name in shapes:
-            file.write(content(name).reshape(-1).view(np.uint8).data)
-        file.flush()
-        os.fsync(file.fileno())
+def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Writes a safetensors file. safetensors' own save_file would let nobody but the user read it."""
+    path.write_bytes(safetensors.numpy.save(tensors, metadata={"format": "pt"}))
 
 
-def _content(tensor: _Tensor, leaves: Mapping[str, Any], sizes: Mapping[str, int], dtype: str) -> np.ndarray:
+def _content(
+    name: str, layer: int | None, parts: Sequence[Stored], leaves: Mapping[str, Any], sizes: Mapping[str, int], dtype: str
+) -> np.ndarray:
     """The tensor. Raises ValueError on an integer parameter, and on numbers that are not finite (in `dtype`)."""
-    content = np.empty(tensor.shape, jnp.dtype(dtype))
-    for part in tensor.parts:
+    content = np.empty(parts[0].shape(sizes), jnp.dtype(dtype))
+    for part in parts:
         leaf = leaves[part.path]
-        ours = np.asarray(leaf if tensor.layer is None else leaf[tensor.layer])
+        ours = np.asarray(leaf if layer is None else leaf[layer])
         if not jnp.issubdtype(ours.dtype, jnp.floating):
             raise ValueError(f"{part.path} is {ours.dtype}; integer weights must be restored before they are exported")
         with np.errstate(over="ignore"):  # what becomes infinite is refused below
             files.copy(part.view(content, sizes), ours)
-    return finite(content, tensor.name, tensor.parts[0].path)
+    return finite(content, name, parts[0].path)
 
 
 def finite(content: np.ndarray, name: str, path: str) -> np.ndarray:

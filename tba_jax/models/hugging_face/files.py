@@ -1,27 +1,20 @@
-"""The language in which architectures.py describes checkpoints: tensors by their axes, config.json by its settings."""
+"""The language in which architectures.py and encoders.py describe checkpoints: tensors by their axes, config.json by its keys."""
 
 import dataclasses
 import json
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
+from tba_jax.models.config import ACTIVATION_NAMES, ACTIVATIONS
 from tba_jax.models.parameters import Definition
 
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # files that PEFT writes
-
-# A part of a tensor's name that a wrapper of the model adds -> the wrapper.
-WRAPPERS = {
-    **dict.fromkeys(("base_model", "base_layer", "lora_A", "lora_B"), "PEFT"),
-    "_orig_mod": "torch.compile",
-    "module": "DistributedDataParallel",
-}
-_MERGE = "load the model with peft, call merge_and_unload(), and save_pretrained(FOLDER) of what that returns"
 
 COPIED_BYTES = 512 << 10  # of a tensor that are copied at a time: a transposed copy of this much stays in the processor's cache
 
@@ -46,13 +39,10 @@ class Stored:
         groups = re.findall(r"\([^)]*\)|\w+", self.stored_axes)
         return tuple(math.prod(_size(axis, sizes) for axis in group.strip("()").split()) for group in groups)
 
-    def view(self, tensor: Any, sizes: Mapping[str, int]) -> Any:
-        """Our parameter as a view of the tensor, in our axes: reading it reads the tensor, writing it writes the tensor.
-
-        Args: tensor: an array of the host, or of the devices, of which the result is computed.
-        """
+    def view(self, tensor: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+        """Our parameter as a view of the tensor, in our axes: reading it reads the tensor, writing it writes the tensor."""
         axes = re.findall(r"\w+", self.stored_axes)
-        assert not isinstance(tensor, np.ndarray) or tensor.flags.c_contiguous, "reshape would copy it"
+        assert tensor.flags.c_contiguous, "reshape would copy it"
         split = tensor.reshape([_size(axis, sizes) for axis in axes])
         part = split[tuple(self.part if axis.isdigit() else slice(None) for axis in axes)]
         letters = [axis for axis in axes if not axis.isdigit()]
@@ -73,6 +63,40 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
         target[block] = source[block].astype(target.dtype)
 
 
+# Name of a tensor, with "{layer}" for the number of a layer -> our parameters that it holds.
+Tensors = dict[str, tuple[Stored, ...]]
+
+
+def linear(name: str, path: str, axes: tuple[str, str, str], bias: bool) -> Tensors:
+    """The weight of a linear map and its bias. axes: stored_axes and our_axes of the weight, stored_axes of the bias."""
+    stored_axes, our_axes, bias_axes = axes
+    tensors: Tensors = {f"{name}.weight": (Stored(f"{path}.weight", stored_axes, our_axes),)}
+    return tensors | ({f"{name}.bias": (Stored(f"{path}.bias", bias_axes, bias_axes.strip("()")),)} if bias else {})
+
+
+def norm(name: str, path: str, axis: str = "D", *, bias: bool = False) -> Tensors:
+    """The scale of a norm, and the bias of a layer norm."""
+    tensors: Tensors = {f"{name}.weight": (Stored(f"{path}.scale", axis, axis),)}
+    return tensors | ({f"{name}.bias": (Stored(f"{path}.bias", axis, axis),)} if bias else {})
+
+
+def head(kind: str, tied: bool, lm_head: str) -> Tensors:
+    """The head of a decoder. kind: its config's `head`; lm_head: the name of the language model's head."""
+    if kind == "score":
+        return {"score.weight": (Stored("score.weight", "C D", "D C"),)}
+    return {} if tied else {lm_head: (Stored("lm_head.weight", "V D", "D V"),)}
+
+
+def fused(name: str, axes: tuple[str, str], bias_axes: str, bias: bool) -> Tensors:
+    """Query, key and value in one tensor, in this order on its axis of 3. axes: stored_axes and our_axes of the weight."""
+
+    def parts(kind: str, stored_axes: str, our_axes: str) -> Tensors:
+        paths = [f"layers.attention.{part}.{kind}" for part in ("query", "key", "value")]
+        return {f"{name}.{kind}": tuple(Stored(path, stored_axes, our_axes, part) for part, path in enumerate(paths))}
+
+    return parts("weight", *axes) | (parts("bias", bias_axes, "N H") if bias else {})
+
+
 class Settings:
     """The keys of a config.json. Every error names the file, the key and the value."""
 
@@ -82,36 +106,50 @@ class Settings:
     def refuse(self, key: str, computed: str) -> NoReturn:
         raise ValueError(f"{self.path}: {key}={self.values.get(key)!r} is not supported; the model code computes {computed} only")
 
-    def size(self, key: str, absent: int | None = None, null: int | None = None) -> int:
-        """A positive integer; `absent` if the key is not given, `null` if its value is null (default: `absent`)."""
-        value = self.values.get(key, absent)
-        if value is None:
-            value = absent if null is None else null
+    def _given(self, key: str, absent: Any) -> Any:
+        value = self.values.get(key)
+        return absent if value is None else value
+
+    def size(self, key: str, absent: int | None = None) -> int:
+        """A positive integer; `absent` if the key is not given or null, as in the other methods."""
+        value = self._given(key, absent)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{self.path}: {key}={self.values.get(key)!r} must be a positive integer")
+            raise ValueError(f"{self.path}: {key}={value!r} must be a positive integer")
         return value
 
     def number(self, key: str, absent: float) -> float:
-        value = self.values.get(key)
-        value = absent if value is None else value
+        value = self._given(key, absent)
         # JSON as Python reads it has NaN, Infinity, and integers that no float can hold.
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             raise ValueError(f"{self.path}: {key}={value!r} must be a positive number, and finite")
         return float(value)
 
     def flag(self, key: str, absent: bool) -> bool:
-        value = self.values.get(key)
-        value = absent if value is None else value
+        value = self._given(key, absent)
         if not isinstance(value, bool):
             raise ValueError(f"{self.path}: {key}={value!r} must be true or false")
         return value
 
-    def choice(self, key: str, choices: Mapping[str, str], absent: str) -> str:
-        """Our name of a named option."""
+    def names(self, key: str) -> list[str]:
+        """A list of strings."""
+        value = self._given(key, [])
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise ValueError(f"{self.path}: {key}={value!r} must be a list of names")
+        return value
+
+    def table(self, key: str) -> dict[str, Any]:
+        """An object."""
+        value = self._given(key, {})
+        if not isinstance(value, dict):
+            raise ValueError(f"{self.path}: {key}={value!r} must be an object")
+        return value
+
+    def activation(self, key: str, absent: str) -> str:
+        """Our name of an activation. Null is refused."""
         value = self.values.get(key, absent)
-        if not isinstance(value, str) or value not in choices:
-            self.refuse(key, " or ".join(f"{key}={name!r}" for name in choices))
-        return choices[value]
+        if not isinstance(value, str) or value not in ACTIVATION_NAMES:
+            self.refuse(key, " or ".join(f"{key}={name!r}" for name in ACTIVATION_NAMES))
+        return ACTIVATION_NAMES[value]
 
     def only(self, key: str, *computed: Any) -> None:
         """Refuses every value that is not in `computed`. An absent key has the value computed[0]; 1 is not true."""
@@ -119,27 +157,16 @@ class Settings:
         if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in computed):
             self.refuse(key, f"{key}={computed[0]!r}")
 
-    def names(self, key: str) -> list[str]:
-        """A list of strings; empty if the key is absent or null."""
-        value = self.values.get(key)
-        value = [] if value is None else value
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise ValueError(f"{self.path}: {key}={value!r} must be a list of names")
-        return value
-
-    def table(self, key: str) -> dict[str, Any]:
-        """An object; empty if the key is absent or null."""
-        value = self.values.get(key)
-        value = {} if value is None else value
-        if not isinstance(value, dict):
-            raise ValueError(f"{self.path}: {key}={value!r} must be an object")
-        return value
-
     def labels(self) -> int:
         """Outputs of a classification head: num_labels, or as many as id2label names, or the default of transformers, 2."""
-        if self.values.get("num_labels") is not None:
-            return self.size("num_labels")
-        return len(self.table("id2label")) or 2
+        return self.size("num_labels", len(self.table("id2label")) or 2)
+
+    def head_size(self, width_key: str, heads_key: str) -> int:
+        """The width of a head where no key gives it."""
+        width, heads = self.size(width_key), self.size(heads_key)
+        if width % heads:
+            raise ValueError(f"{self.path}: {width_key}={width} is not divisible by {heads_key}={heads}")
+        return width // heads
 
 
 def read_settings(path: Path) -> Settings:
@@ -165,64 +192,42 @@ def read_json(path: Path) -> dict[str, Any]:
 def check_no_adapter(folder: Path) -> None:
     """Raises ValueError where the folder holds an adapter; to be called where a model's files are missing."""
     if found := [name for name in (*ADAPTER, "adapter_model.bin") if (folder / name).is_file()]:
-        raise ValueError(f"{folder} holds {found[0]}, an adapter of PEFT without the model that it belongs to; {_MERGE}")
+        raise ValueError(
+            f"{folder} holds {found[0]}, an adapter of PEFT without the model that it belongs to; load the model with peft, call "
+            "merge_and_unload(), and save_pretrained(FOLDER) of what that returns"
+        )
 
 
-def check_unwrapped(folder: Path, names: Collection[str]) -> None:
-    """Raises ValueError where tensors have the names that a wrapper of the model gives them."""
-    for part, wrapper in WRAPPERS.items():
-        if found := [name for name in names if part in name.split(".")]:
-            strip = f"save the model inside of the wrapper, or remove {part + '.'!r} from the names"
-            raise ValueError(
-                f"{folder}: {len(found)} of {len(names)} tensors, such as {found[0]}, are named with {part!r}, as in the "
-                f"state dict of a model in {wrapper}; {_MERGE if wrapper == 'PEFT' else strip}"
-            )
+# Reads a key: (settings, name of the key, value of an absent key) -> value of our field.
+Reader = Callable[[Settings, str, Any], Any]
 
 
-Tensors = dict[str, tuple[Stored, ...]]
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A key of config.json and what it is in our config; the same description reads and writes it.
 
+    fields: the names of our fields that have its value. read: a method of Settings. absent: the value of transformers where the
+    key is not given, or a function of the settings that returns it; None: the key must be given.
+    """
 
-def linear(name: str, path: str, axes: tuple[str, str, str], bias: bool) -> Tensors:
-    """The weight of a linear map and its bias. axes: stored_axes and our_axes of the weight, stored_axes of the bias."""
-    stored_axes, our_axes, bias_axes = axes
-    tensors: Tensors = {f"{name}.weight": (Stored(f"{path}.weight", stored_axes, our_axes),)}
-    return tensors | ({f"{name}.bias": (Stored(f"{path}.bias", bias_axes, bias_axes.strip("()")),)} if bias else {})
-
-
-def norm(name: str, path: str, axis: str = "D", *, bias: bool = False) -> Tensors:
-    """The scale of a norm, and the bias of a layer norm."""
-    tensors: Tensors = {f"{name}.weight": (Stored(f"{path}.scale", axis, axis),)}
-    return tensors | ({f"{name}.bias": (Stored(f"{path}.bias", axis, axis),)} if bias else {})
-
-
-def head(kind: str, tied: bool, lm_head: str) -> Tensors:
-    """The head of a decoder. kind: its config's `head`; lm_head: the name of the language model's head."""
-    if kind == "score":
-        return {"score.weight": (Stored("score.weight", "C D", "D C"),)}
-    return {} if tied else {lm_head: (Stored("lm_head.weight", "V D", "D V"),)}
-
-
-def fused(name: str, stored_axes: str, our_axes: str, kind: str) -> Tensors:
-    """Query, key and value in one tensor, in this order on its axis of 3."""
-    parts = ("query", "key", "value")
-    return {
-        name: tuple(Stored(f"layers.attention.{path}.{kind}", stored_axes, our_axes, part) for part, path in enumerate(parts))
-    }
+    fields: str
+    read: Reader = Settings.size
+    absent: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One model_type of Hugging Face checkpoints.
+    """One model_type of Hugging Face checkpoints, for import and export.
 
     heads: class names that config.json's `architectures` may hold -> the head of our config ("language_model", "score"). Export
       writes the first class of each head.
     config: makes our config from the fields that `read` returns and architecture, head, compute_dtype, attention, and also labels
       if the head is "score".
-    read: config.json -> the other fields of our config. It refuses every setting that changes what the model computes and that
-      our code does not compute.
-    write: our config -> keys of config.json; the exporter adds the keys of the head and of the dtype.
     define: our config -> the definition of its module.
-    tensors: our config -> the name of each tensor, with "{layer}" for the number of a layer -> our parameters that it holds.
+    only: keys that change what the model computes -> the values that our code computes, the value of an absent key first.
+    fixed: fields of our config that all checkpoints have. keys: the keys of config.json that are fields of our config.
+    read_more: (settings, fields so far) -> the fields that are not a key each. write_more: the inverse, config -> keys.
+    tensors: our config -> its tensors.
     prefix: begins the names of the base model's tensors; a checkpoint of the base model alone has the names without it.
     lm_head: the tensor that is redundant if embeddings are tied, and that is left out if head="score" is asked for.
     ignored: regular expression of the tensors (without the prefix) that are not read, such as buffers that old versions saved.
@@ -230,10 +235,32 @@ class Architecture:
 
     heads: Mapping[str, str]
     config: Callable[..., Any]
-    read: Callable[[Settings], dict[str, Any]]
-    write: Callable[[Any], dict[str, Any]]
     define: Callable[[Any], Definition[Any]]
+    only: Mapping[str, tuple[Any, ...]]
+    fixed: Mapping[str, Any]
+    keys: Mapping[str, Key]
+    read_more: Callable[[Settings, dict[str, Any]], dict[str, Any]]
+    write_more: Callable[[Any], dict[str, Any]]
     tensors: Callable[[Any], Tensors]
     prefix: str
     lm_head: str = ""
     ignored: str = ""
+
+    def read(self, settings: Settings) -> dict[str, Any]:
+        """Fields of our config. Raises ValueError: a setting is malformed, or is not computed."""
+        for name, computed in self.only.items():
+            settings.only(name, *computed)
+        fields = dict(self.fixed)
+        for name, key in self.keys.items():
+            is_derived = callable(key.absent) and settings.values.get(name) is None
+            value = key.read(settings, name, key.absent(settings) if is_derived else key.absent)
+            fields |= dict.fromkeys(key.fields.split(), value)
+        return fields | self.read_more(settings, fields)
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Keys of config.json; the exporter adds the keys of the head and of the dtype."""
+        values = {name: vars(config)[key.fields.split()[0]] for name, key in self.keys.items()}
+        for name, key in self.keys.items():
+            if key.read is Settings.activation:
+                values[name] = ACTIVATIONS[values[name]][0]
+        return {"model_type": config.architecture, **values, **self.write_more(config)}

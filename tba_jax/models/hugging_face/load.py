@@ -1,7 +1,7 @@
 """Strict import of Hugging Face checkpoints: config.json to our config, safetensors to sharded parameters.
 
-A setting that our models would compute differently, and a tensor that architectures.py does not name, is refused by name.
-Only safetensors are read: a pickled checkpoint runs code when it is loaded.
+A setting that our models would compute differently, and a tensor that the architecture does not have, is refused by name. Only
+safetensors are read: a pickled checkpoint runs code when it is loaded.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ import safetensors
 from safetensors import SafetensorError
 
 from tba_jax.models import parameters
-from tba_jax.models.hugging_face import exchange, files, hub
+from tba_jax.models.hugging_face import files, hub
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES, INSTEAD
-from tba_jax.models.hugging_face.files import Architecture, Stored
-from tba_jax.models.parameters import Params, ParamSpec, Specs
+from tba_jax.models.hugging_face.files import Stored
+from tba_jax.models.parameters import Params, ParamSpec
 
 DTYPES: dict[str, np.dtype[Any]] = {"F32": jnp.dtype("float32"), "F16": jnp.dtype("float16"), "BF16": jnp.dtype("bfloat16")}
 
@@ -137,7 +137,7 @@ def check_weights(folder: Path | str, config: Any, *, new_heads: bool = False) -
 
     Args: new_heads: whether load_params will be given `fresh`.
     """
-    _open_checked(resolve_folder(folder), config, ARCHITECTURES[config.architecture].define(config).specs, new_heads)
+    _open_checked(resolve_folder(folder), config, new_heads)
 
 
 def load_params(
@@ -147,7 +147,7 @@ def load_params(
 
     Files are mapped, and every device's shard is filled layer by layer from its slices of them: the host holds the shards of
     this process and nothing else. On a CPU the shards are the arrays themselves. On accelerators the host frees the shards of
-    one parameter before it reads the next. Several processes share the reading, see exchange.py.
+    one parameter before it reads the next.
 
     Args:
       folder: a local folder or a hub id, see resolve_folder.
@@ -162,17 +162,13 @@ def load_params(
         or of a dtype other than float32, float16 and bfloat16, or holds a number that is not finite; tied embeddings that
         differ. Names the tensor and the file.
     """
-    definition, sizes = ARCHITECTURES[config.architecture].define(config), config.sizes
+    definition = ARCHITECTURES[config.architecture].define(config)
     specs, sharding_of = parameters.flatten(definition.specs), parameters.flatten(shardings)
-    is_shared = not all(each.is_fully_addressable for each in sharding_of.values())
-    sources = _open_checked(resolve_folder(folder), config, definition.specs, fresh is not None, compare_tied=not is_shared)
-
-    if is_shared:
-        loaded = exchange.load(_by_tensor(sources, specs), specs, sharding_of, sizes=sizes, dtype=dtype)
-    else:
-        read = functools.partial(_load, sizes=sizes, dtype=dtype)
-        loaded = {path: read(layers, specs[path], sharding_of[path]) for path, layers in sources.items()}
+    sources = _open_checked(resolve_folder(folder), config, fresh is not None)
+    read = functools.partial(_load, sizes=config.sizes, dtype=dtype)
+    loaded = {path: read(layers, specs[path], sharding_of[path]) for path, layers in sources.items()}
     if new := [path for path in specs if path not in sources]:
+        assert all(path.startswith(_NEW_HEAD) for path in new), "the architecture has a tensor for every other parameter"
 
         def init(key: jax.Array) -> dict[str, jax.Array]:
             drawn = parameters.flatten(definition.init(key))
@@ -180,18 +176,6 @@ def load_params(
 
         loaded |= jax.jit(init, out_shardings={path: sharding_of[path] for path in new})(fresh)
     return parameters.unflatten({path: loaded[path] for path in specs})
-
-
-def _by_tensor(
-    sources: Mapping[str, Sequence["_Source"]], specs: Mapping[str, ParamSpec]
-) -> list[tuple["_Tensor", list[exchange.Part]]]:
-    """Each tensor, and the parameters that it holds."""
-    found: dict[_Tensor, list[exchange.Part]] = {}
-    for path, layers in sources.items():
-        for layer, source in enumerate(layers):
-            has_layers = specs[path].axes[0] == "layers"
-            found.setdefault(source.tensor, []).append((path, layer if has_layers else None, source.stored))
-    return list(found.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,10 +257,7 @@ def _open_folder(folder: Path) -> dict[str, _Tensor]:
         indexed = files.read_settings(folder / INDEX).table("weight_map")
         if not indexed:
             raise ValueError(f"{folder / INDEX}: weight_map names no file")
-        if unnamed := [name for name, shard in indexed.items() if not isinstance(shard, str)]:
-            name = unnamed[0]
-            raise ValueError(f"{folder / INDEX}: weight_map gives {name!r} the file {indexed[name]!r}, which must be a name")
-        if outside := sorted(shard for shard in indexed.values() if Path(shard).name != shard):
+        if outside := [name for name in indexed.values() if not isinstance(name, str) or Path(name).name != name]:
             raise ValueError(f"{folder / INDEX}: weight_map names {outside[0]!r}, which must be a file of this folder")
         paths = [folder / shard for shard in sorted(set(indexed.values()))]
         if missing := [path.name for path in paths if not path.is_file()]:
@@ -297,48 +278,27 @@ def _open_folder(folder: Path) -> dict[str, _Tensor]:
             if tensor.name in tensors:
                 raise ValueError(f"tensor {tensor.name} is in two files: {tensors[tensor.name].path} and {path}")
             tensors[tensor.name] = tensor
-    if misplaced := sorted(name for name, shard in indexed.items() if name not in tensors or tensors[name].path.name != shard):
-        raise ValueError(f"{folder / INDEX} names tensors that are not in their files: {_some(misplaced, indexed)}")
-    files.check_unwrapped(folder, tensors)
     return tensors
 
 
-def _open_checked(
-    folder: Path, config: Any, specs: Specs, new_heads: bool, *, compare_tied: bool = True
-) -> dict[str, list[_Source]]:
-    """Our parameter -> its tensor in each layer, once every check has passed. New heads that are absent are left out.
-
-    Args: compare_tied: whether the numbers of two tied embeddings are compared, where the checkpoint holds both.
-    """
+def _open_checked(folder: Path, config: Any, new_heads: bool) -> dict[str, list[_Source]]:
+    """Our parameter -> its tensor in each layer, once every check has passed. New heads that are absent are left out."""
     tensors = _open_folder(folder)
-    sizes = config.sizes
     sources: dict[str, list[_Source]] = {}
-    for name, parts in _expected(folder, tensors, config, ARCHITECTURES[config.architecture], new_heads, compare_tied).items():
-        _check_tensor(tensors[name], parts[0].shape(sizes))
+    for name, parts in _expected(folder, tensors, config, new_heads).items():
+        _check_tensor(tensors[name], parts[0].shape(config.sizes))
         for part in parts:
             sources.setdefault(part.path, []).append(_Source(tensors[name], part))
-    absent = [path for path in parameters.flatten(specs) if path not in sources]
-    if unnamed := [path for path in absent if not (new_heads and path.startswith(_NEW_HEAD))]:
-        raise ValueError(
-            f"{folder}: parameters that no checkpoint of model_type={config.architecture!r} holds: {_some(unnamed)}; "
-            "they must be initialised"
-        )
     return sources
 
 
-def _expected(
-    folder: Path,
-    present: Mapping[str, _Tensor],
-    config: Any,
-    architecture: Architecture,
-    new_heads: bool,
-    compare_tied: bool,
-) -> dict[str, tuple[Stored, ...]]:
+def _expected(folder: Path, present: Mapping[str, _Tensor], config: Any, new_heads: bool) -> dict[str, tuple[Stored, ...]]:
     """The tensors to read, in the order of their layers -> what they hold.
 
     Raises:
       ValueError: names the tensors that are missing or unknown; tied embeddings that differ.
     """
+    architecture = ARCHITECTURES[config.architecture]
     table = architecture.tensors(config)
     prefix = architecture.prefix if any(name.startswith(architecture.prefix) for name in present) else ""
 
@@ -355,26 +315,27 @@ def _expected(
     left_out = set() if architecture.lm_head in expected else {architecture.lm_head}
     if left_out & set(present) and config.tied_embedding:  # savers keep either name of a tied tensor, or both
         if embedding in present:
-            if compare_tied:
-                _check_tied(present[embedding], present[architecture.lm_head])
+            _check_tied(present[embedding], present[architecture.lm_head])
         else:
             expected = {(architecture.lm_head if name == embedding else name): parts for name, parts in expected.items()}
     if new_heads:
         expected = {name: parts for name, parts in expected.items() if name in present or not parts[0].path.startswith(_NEW_HEAD)}
-    if missing := [name for name in expected if name not in present]:
-        raise ValueError(f"{folder}: {len(missing)} of {len(expected)} tensors are missing from the weights: {_some(missing)}")
+    missing = [name for name in expected if name not in present]
     ignored = re.compile(architecture.ignored)
-    unknown = sorted(
-        name for name in set(present) - set(expected) - left_out if not ignored.fullmatch(name.removeprefix(architecture.prefix))
-    )
+    others = sorted(set(present) - set(expected) - left_out)
+    unknown = [name for name in others if not ignored.fullmatch(name.removeprefix(architecture.prefix))]
+    held = f"; unknown ones are there: {_some(unknown)}" if unknown else ""
+    if missing:
+        raise ValueError(
+            f"{folder}: {len(missing)} of {len(expected)} tensors are missing from the weights: {_some(missing)}{held}"
+        )
     if unknown:
         raise ValueError(f"{folder}: {len(unknown)} tensors of the weights are unknown to the model: {_some(unknown)}")
     return expected
 
 
-def _some(names: list[str], files: Mapping[str, str] | None = None) -> str:
-    shown = [f"{name} ({files[name]})" if files else name for name in names[:6]]
-    return ", ".join(shown) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 def _check_tensor(tensor: _Tensor, shape: tuple[int, ...]) -> None:

@@ -18,7 +18,6 @@ from tba_jax.decoding.engine import Ticket
 from tba_jax.decoding.requests import Generation, Request, concatenate
 from tba_jax.decoding.slots import row_keys
 from tba_jax.decoding.state_values import StateValues
-from tba_jax.models import hardware
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program
 from tba_jax.replay.log import LogWriter
@@ -124,7 +123,7 @@ class Searcher:
             sampling=self._plain_sampling(s.value_samples),
             most_states=s.value_states,
             samples_per_query=s.samples_per_query,
-            states_at_a_time=2 * _slots(self._config, self.mesh) // s.value_samples,
+            states_at_a_time=2 * _slots(self._config) // s.value_samples,
             reward=self.appender.reward,
         )
 
@@ -304,10 +303,9 @@ def _rows_per_batch(config: Any) -> int:
     return config.searchers.queries_per_batch * config.searchers.samples_per_query
 
 
-def _slots(config: Any, mesh: jax.sharding.Mesh) -> int:
-    """Sequences that are decoded side by side on a mesh."""
-    s, platform = config.searchers, mesh.devices.flat[0].platform
-    return hardware.slots(s.slots, queries=s.queries_per_batch, samples=s.samples_per_query, platform=platform)
+def _slots(config: Any) -> int:
+    """Sequences that are decoded side by side."""
+    return config.searchers.slots or _rows_per_batch(config)
 
 
 def _sampling_settings(
@@ -319,7 +317,7 @@ def _sampling_settings(
     given_length = contract.response_length - 1 if contract.step_ends else 0
     return dict(
         weights=s.weights,
-        slots=_slots(config, mesh),
+        slots=_slots(config),
         samples=s.samples_per_query,
         prompt_length=max(len(query.prompt) for query in queries) + given_length,
         given_length=given_length,

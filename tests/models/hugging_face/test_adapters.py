@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tba_jax.models import lora as lora_lib
 from tba_jax.models import parameters
 from tba_jax.models.hugging_face import adapters, export
-from tba_jax.models.lora import LoraConfig
-from tba_jax.models.policy import Policy
+from tba_jax.models.policy import LoraConfig, Policy, merge_lazily
 from tests.support.tiny_checkpoints import load, logits, path_of
 
 MODELS = ("llama_untied", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma3")
@@ -34,7 +32,7 @@ def saved(folder: Path, name: str, lora: LoraConfig) -> tuple[Policy, dict]:
     """Writes the folder `adapter` and the folder `merged`; returns the policy and its merged weights."""
     policy, base, trained = adapted(name, lora)
     adapters.save(folder / "adapter", policy.model, trained, lora, base=str(path_of(name)), dtype="float32")
-    merged = lora_lib.merge_lazily(base, trained, lora)
+    merged = merge_lazily(base, trained, lora)
     export.save(folder / "merged", policy.model, merged, dtype="float32", source=path_of(name))
     return policy, policy.merged(trained, base)
 
