@@ -40,6 +40,9 @@ import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 pytest.register_assert_rewrite("tests.support")
+from tests.support import shared_programs  # noqa: E402
+
+shared_programs.share()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -90,6 +93,12 @@ def few_programs() -> Iterator[None]:
     if mappings.exists() and mappings.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def own_programs() -> None:
+    """For tests that count what is traced or compiled: what others made is forgotten."""
+    shared_programs.forget()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tba_jax import main
+from tba_jax.commands import command_line
 from tests.support import tiny_run
 
 RED_TEAM = tiny_run.ROOT / "configs" / "red_team_gpt2.py"
@@ -61,10 +63,18 @@ class Secret(Arithmetic):
 """
 
 
-def test_a_task_of_ones_own_may_ask_for_it(tmp_path):
+@pytest.fixture
+def readable_by_all():
+    """The umask of a user whose files everybody may read."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def test_a_task_of_ones_own_may_ask_for_it(tmp_path, one_device, readable_by_all):
     (tmp_path / "secret.py").write_text(OWN)
     asked = ("--config.schedule.mode=interleaved", "--config.learner.steps=2", "--config.evaluation.enabled=False")
-    arguments = tiny_run.command(tmp_path / "run", *asked, f"--config.task.name={tmp_path}/secret.py:Secret")[2:]
-    call(*[each for each in arguments if "task.arithmetic" not in each])
+    arguments = tiny_run.command(tmp_path / "run", *asked, f"--config.task.name={tmp_path}/secret.py:Secret")[3:]
+    assert command_line.execute(main, [each for each in arguments if "task.arithmetic" not in each]) == 0
     assert open_to_others(tmp_path / "run") == []
     assert os.path.exists(tmp_path / "run" / "replay")

@@ -70,7 +70,7 @@ def python(request, tmp_path_factory) -> str:
 
 def test_everything_imports(python):
     done = call(python, "-c", IMPORT_ALL)
-    assert done.returncode == 0 and int(done.stdout) > 200, done.stdout + done.stderr
+    assert done.returncode == 0 and int(done.stdout) > 100, done.stdout + done.stderr
 
 
 def test_fast_tests_pass(python):

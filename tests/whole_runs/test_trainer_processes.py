@@ -103,12 +103,12 @@ def kill_and_resume(workdir: Path, flags: list[str], *, killed: int, at: int, co
 @pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_two_processes_of_which_one_is_killed_compute_what_one_process_computes(tmp_path, source, killed):
     """The others end with it, and all resume bit for bit."""
-    flags = trainers.offline_flags(source, learner__steps=30, checkpoint__every_steps=8, learner__logprob_gap_every_steps=0)
-    seconds = kill_and_resume(tmp_path / "two", flags, killed=killed, at=11)
+    flags = trainers.offline_flags(source, learner__steps=16, checkpoint__every_steps=4, learner__logprob_gap_every_steps=0)
+    seconds = kill_and_resume(tmp_path / "two", flags, killed=killed, at=6)
     assert seconds < 10.0, f"the others ended after {seconds:.1f} s"
     first, second = trainers.run(tmp_path / "two", *flags, processes=2)
     trainers.run(tmp_path / "one", *flags, processes=1, devices=2)
-    assert_resumed_as(tmp_path / "two", tmp_path / "one", steps=30)
+    assert_resumed_as(tmp_path / "two", tmp_path / "one", steps=16)
     assert "process 0 of 2" in first.text and "process 1 of 2" in second.text
     assert not (tmp_path / "two" / "trainer.key").exists()
 
@@ -217,6 +217,7 @@ def test_a_checkpoint_that_another_process_cannot_write_ends_all_at_once(tmp_pat
     assert all("No space left" in each.text for each in ended) and time.monotonic() - begin < 60
 
 
+@pytest.mark.slow
 def test_a_silent_process_is_seen_after_the_heartbeat(tmp_path, source):
     flags = trainers.offline_flags(source, **LONG, trainer__heartbeat_seconds=3.0)
     started = trainers.start(tmp_path / "run", *flags, processes=2)
@@ -257,6 +258,7 @@ def test_a_supervised_trainer_of_two_processes_is_started_again_as_a_whole(tmp_p
         assert len(list((workdir / "profiles" / name).rglob("*.xplane.pb"))) == 1, name
 
 
+@pytest.mark.slow
 def test_a_mesh_that_the_devices_of_all_processes_do_not_make_up_is_refused_by_all(tmp_path, source):
     flags = trainers.offline_flags(source, learner__mesh__data=3)
     for each in trainers.wait(trainers.start(tmp_path / "run", *flags, processes=2)):

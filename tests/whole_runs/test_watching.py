@@ -1,14 +1,15 @@
 """What a person sees of a run on a terminal and without one, until it ends or is stopped."""
 
-import os
+import json
 import re
-import signal
+import sqlite3
 from pathlib import Path
 
 import pytest
 
 from tba_jax.storage import layout
-from tests.support import tiny_run
+from tba_jax.telemetry import metrics
+from tests.support import tiny_run, wandb_files
 from tests.support.screen import OnTerminal
 
 
@@ -24,19 +25,13 @@ def picture(text: str) -> list[str]:
     return [line.rstrip() for line in lines[first:]]
 
 
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds processes through /proc, which this system lacks")
 def test_the_run_is_shown_and_a_stop_leaves_tables_and_a_clean_terminal(tmp_path):
     workdir = tmp_path / "run"
-    flags = ("--config.learner.steps=1000000", "--config.searchers.count=1")
-    with on_terminal(workdir, *flags, width=60) as shown:
+    with on_terminal(workdir, "--config.learner.steps=1000000", "--config.searchers.count=1", width=60) as shown:
         shown.shows(lambda text: any("compiling the update" in line for line in picture(text)))
         shown.shows(lambda text: "steps/s" in "".join(picture(text)) and "ETA" in picture(text)[0])
-        (trainer,) = (pid for pid, line in tiny_run.processes(workdir).items() if "--role=trainer" in line)
-        os.kill(trainer, signal.SIGKILL)
-        shown.shows(lambda text: "starting it again in" in "".join(text.split("\n")) and "steps/s" not in "".join(picture(text)))
-        again = picture(shown.shows(lambda text: "steps/s" in "".join(picture(text))))
-        assert any(line.startswith("reward ") for line in again) and all(len(line) < 60 for line in again), again
-
+        lines = picture(shown.shows(lambda text: any(line.startswith("reward ") for line in picture(text))))
+        assert all(len(line) < 60 for line in lines), lines
         shown.interrupt()
         assert shown.wait() == 130
         text = shown.screen.text
@@ -47,15 +42,21 @@ def test_the_run_is_shown_and_a_stop_leaves_tables_and_a_clean_terminal(tmp_path
     assert (workdir / "progress.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_run_without_a_display_writes_plain_lines_and_its_result_once(tmp_path):
+def test_a_run_without_a_display_has_plain_lines_trackers_and_its_result_once(tmp_path):
+    """Every role is in the run's group of both trackers, and nothing but the run's own words reaches the terminal."""
+    for package in ("wandb", "trackio"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
     workdir = tmp_path / "run"
-    flags = ("--config.schedule.mode=interleaved", "--config.learner.steps=3")
-    with on_terminal(workdir, *flags, width=200, TERM="dumb") as shown:
+    flags = ("--config.metrics.sinks=('wandb','trackio')", "--config.schedule.mode=interleaved", "--config.learner.steps=3")
+    own = {"HOME": str(tmp_path), "WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio"), "TERM": "dumb"}
+    with on_terminal(workdir, *flags, width=200, **own) as shown:
         assert shown.wait() == 0
         lines = shown.screen.text.split("\n")
     assert "\x1b" not in shown.written
     assert any(re.search(r"s  step 0/3  0 %", line) for line in lines), lines
     assert any("base: accuracy" in line and " s, mean staleness" in line for line in lines)
+    assert not [line for line in lines if "wandb" in line or "trackio" in line], lines
+    check_trackers(layout.open_run_dir(workdir), tmp_path / "trackio" / "tba_jax.db")
 
     finished = layout.read_json(layout.RunDir(workdir).finished)
     again = tiny_run.call(tiny_run.command(workdir, *flags))
@@ -64,5 +65,19 @@ def test_a_run_without_a_display_writes_plain_lines_and_its_result_once(tmp_path
     assert "--config.learner.steps=N --allow_change=learner.steps, with N > 3, goes on" in again.stderr
     assert layout.read_json(layout.RunDir(workdir).finished) == finished, "nothing was done again"
     assert "\x1b" not in again.stdout + again.stderr
-    extended = tiny_run.call(tiny_run.command(workdir, flags[0], "--config.learner.steps=4", "--allow_change=learner.steps"))
-    assert extended.returncode == 0 and "already finished" not in extended.stdout, extended.stdout + extended.stderr
+
+
+def check_trackers(run: layout.RunDir, database: Path) -> None:
+    called = f"run-{layout.read_json(run.config)['id'][:8]}"
+    seen = {"trainer": "train/loss", "searcher-0": "search/samples.nrows", "evaluator": "evaluate/samples.nrows"}
+    for role, name in seen.items():
+        (path,) = run.metrics(role).glob("wandb/offline-run-*/*.wandb")
+        found = wandb_files.read(path)
+        assert (found["run"].run_group, found["run"].display_name) == (called, f"{called}-{role}")
+        assert any(name in point for point in found["history"])
+        assert not [*run.metrics(role).glob("events.out.*")]
+    with sqlite3.connect(database) as connection:
+        points = connection.execute("select run_name, step, metrics from metrics order by id").fetchall()
+    assert {name for name, _, _ in points} == {f"{called}-{role}" for role in seen}
+    trained = [(step, json.loads(values)["train/loss"]) for name, step, values in points if name.endswith("-trainer")]
+    assert trained == [(line["step"], line["loss"]) for line in metrics.read_lines(run.metrics("trainer"))]

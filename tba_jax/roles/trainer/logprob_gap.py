@@ -42,28 +42,32 @@ def limit(config: Any) -> float:
     return given or _LIMITS[config.model.compute_dtype]
 
 
+def score_snapshot(
+    snapshot: parameters.Params, frozen: parameters.Params, batch: Batch, *, config: update.LearnerConfig, sampler_weights: str
+) -> jax.Array:
+    """float32[B, R], nats: log-probs under the weights of a snapshot, which are rounded as searchers round them."""
+    policy = config.policy
+    if sampler_weights == "full":
+        model = policy.for_training(snapshot, frozen)
+    else:
+        rounded = kv_cache.define(policy.model, sampler_weights, unstacked=False)
+        model = parameters.module(rounded.graphdef, policy.for_sampling(snapshot, frozen, sampler_weights))
+    return update.score(model, batch, config=config)[0]
+
+
 class SnapshotScores:
     """The learner's log-probs of rows under the weights of a published snapshot. Every process of a trainer has these scores."""
 
     def __init__(self, config: update.LearnerConfig, mesh: jax.sharding.Mesh, policies: Place, *, sampler_weights: str):
         """Args: policies: the folder of snapshots. sampler_weights: searchers.weights."""
-        self._config, self._mesh, self._policies, self._sampler_weights = config, mesh, policies, sampler_weights
-        self._score = sharding.on_mesh(mesh, jax.jit(self._score_snapshot, out_shardings=sharding.replicated(mesh)))
+        self._config, self._mesh, self._policies = config, mesh, policies
+        score = functools.partial(score_snapshot, config=config, sampler_weights=sampler_weights)
+        self._score = sharding.on_mesh(mesh, jax.jit(score, out_shardings=sharding.replicated(mesh)))
         self._on_devices = config.policy.trained_shardings(mesh)
         self._in_host_memory = jax.tree.map(lambda x: x.with_memory_kind(sharding.PINNED_HOST), self._on_devices)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="logprob-gap")
         self._damaged = DamagedSnapshots(policies, follows="Log-probs are not compared under its weights")
         self._loading: concurrent.futures.Future[tuple[int, parameters.Params] | None] | None = None
-
-    def _score_snapshot(self, snapshot: parameters.Params, frozen: parameters.Params, batch: Batch) -> jax.Array:
-        """float32[B, R]: log-probs under the weights of a snapshot, which are rounded as searchers round them."""
-        policy = self._config.policy
-        if self._sampler_weights == "full":
-            model = policy.for_training(snapshot, frozen)
-        else:
-            rounded = kv_cache.define(policy.model, self._sampler_weights, unstacked=False)
-            model = parameters.module(rounded.graphdef, policy.for_sampling(snapshot, frozen, self._sampler_weights))
-        return update.score(model, batch, config=self._config)[0]
 
     def programs(self, frozen: parameters.Params, batch: Batch) -> dict[str, Program]:
         """Name -> the program of `score`. Args: shapes of the frozen weights, and of a batch of any size."""

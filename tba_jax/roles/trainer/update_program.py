@@ -86,6 +86,11 @@ class Placed:
     work: Work
 
 
+def initial_state(reference: Params, *, policy: Policy, optimizers: Any, seed: int) -> state_lib.TrainState:
+    """The state of step 0. Args: reference: the policy that training starts from; {} where adapters are trained alone."""
+    return state_lib.init_state(policy, policy.initial(reference, jax.random.key(seed)), optimizers)
+
+
 class UpdateProgram:
     """The compiled update, the train state, the frozen weights, and the reference that moves with the policy if one does.
 
@@ -108,7 +113,7 @@ class UpdateProgram:
     ):
         """Args: devices: of the mesh; None: all of this process' world. donates: whether an update takes the state's memory."""
         c = config.learner
-        self._policy, self._seed = policy, config.seed
+        self._policy = policy
         self._resets_optimizer = c.reference.reset_optimizer
         self.rows, self.work = c.queries * c.completions, Work()
         held = c.reference.kind in settings.HELD_REFERENCES
@@ -129,7 +134,8 @@ class UpdateProgram:
         options: dict[str, Any] = dict(donate_argnums=0 if donates else (), static_argnames="whole_groups")
         options |= dict(out_shardings=(self._shardings, sharding.replicated(self.mesh)))
         self._update = sharding.on_mesh(self.mesh, jax.jit(update, **options))
-        self._begin = jax.jit(self._initial_state, out_shardings=self._shardings, donate_argnums=0)
+        initial = functools.partial(initial_state, policy=policy, optimizers=self._optimizers, seed=config.seed)
+        self._begin = jax.jit(initial, out_shardings=self._shardings, donate_argnums=0)
         of_policy = self._shardings.opt_state["policy"]
         self._restart_moments = jax.jit(optimizer.restart_moments, donate_argnums=0, out_shardings=of_policy)
         self._moving_reference = settings.make_moving_reference(c, self.config, self.mesh)
@@ -145,10 +151,6 @@ class UpdateProgram:
         self.state = self._begin(reference if self._policy.lora is None else {})
         if self._moving_reference:
             self._moving_reference.start(self.policy_params)
-
-    def _initial_state(self, reference: Params) -> state_lib.TrainState:
-        key = jax.random.key(self._seed)
-        return state_lib.init_state(self._policy, self._policy.initial(reference, key), self._optimizers)
 
     def checkpointed_shapes(self, step: int) -> dict[str, Any]:
         """Name -> tree of jax.ShapeDtypeStruct: what `trees` gave to the checkpoint of a step."""
