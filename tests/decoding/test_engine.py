@@ -195,7 +195,7 @@ def compiled(caplog: pytest.LogCaptureFixture) -> dict[str, int]:
     return {name: told.count(f"Finished XLA compilation of jit({name})") for name in ("prefill", "decode", "unstack")}
 
 
-def test_nothing_is_compiled_after_a_request_of_each_bucket(spare, caplog):
+def test_nothing_is_compiled_after_a_request_of_each_bucket(spare, caplog, own_programs):
     engine = spare
     with jax.log_compiles():
         engine.set_policy(PARAMS, 5)

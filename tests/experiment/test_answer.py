@@ -1,6 +1,5 @@
 """Dry runs without compiling: the answer for every recipe and every preset, and for machines that are not this one."""
 
-import itertools
 import json
 import os
 import types
@@ -27,7 +26,7 @@ LENGTHS = {"task.prompt_length": 880, "task.response_length": 128, "learner.micr
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize("recipe, number", zip(small_recipes.RECIPES, itertools.count(), strict=False))
+@pytest.mark.parametrize("number, recipe", [*enumerate(small_recipes.RECIPES)])
 def test_every_recipe_and_every_preset_is_answered(recipe, number, one_device):
     """From shapes and a tokenizer: neither weights nor a config of the policy are there. Recipes take turns with the presets."""
     small = small_recipes.config(f"{recipe}:{'small-rloo' if recipe == 'demo_baselines' else 'small'}")

@@ -10,7 +10,6 @@ from tba_jax.replay.index import ReplayIndex
 from tba_jax.roles.searcher.stream import QueryStream, Quota
 from tba_jax.roles.trainer.buffer import draw, make_selection
 from tba_jax.roles.trainer.loop import Relief
-from tba_jax.roles.trainer.publishing import is_due
 from tba_jax.tasks.interface import EncodedQuery, Query
 from tba_jax.trajectory import RowShape
 
@@ -138,7 +137,8 @@ class World:
         self.index.mark_drawn(slots)
         self.step += 1
         self.relief.stepped()
-        if is_due(self.step, every_steps=c.publish.every_steps, evaluated=c.evaluation.every_steps, final=c.learner.steps):
+        steps = c.publish.every_steps, c.evaluation.every_steps, c.learner.steps
+        if any(self.step % every == 0 for every in steps):  # as Publishing.is_due: no run goes on after learner.steps
             self._publish()
         return True
 

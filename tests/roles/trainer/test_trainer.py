@@ -26,7 +26,7 @@ def test_a_second_trainer_is_refused(tmp_path, frozen):
         training.trainer(s)
 
 
-def test_the_update_is_compiled_while_rows_are_awaited_and_once_for_a_shape(tmp_path, caplog, monkeypatch, frozen):
+def test_the_update_is_compiled_while_rows_are_awaited_and_once_for_a_shape(tmp_path, caplog, monkeypatch, frozen, own_programs):
     s = frozen(tmp_path / "run", batches=2)
 
     def updates_compiled():
