@@ -15,8 +15,8 @@ _SECTIONS = {"trainer": "learner", "searcher": "searchers", "evaluator": "evalua
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a role runs. cpus: core numbers. gpus: CUDA device names, () on a machine without GPUs. memory_fraction: share of the
-    memory of each GPU, 0 = JAX' default. processes: into which the role is divided, see `split`. beside: others on its GPUs."""
+    """Where a role runs. cpus: core numbers. gpus: CUDA device names. memory_fraction: share of the memory of each GPU, 0: JAX'
+    default. processes: into which the role is divided, see `split`. beside: other roles on its GPUs."""
 
     cpus: tuple[int, ...]
     gpus: tuple[str, ...] = ()
@@ -33,8 +33,7 @@ def available_cpus() -> tuple[int, ...]:
 def split(placed: Placement) -> list[Placement]:
     """Where each process of a role runs: its cores and GPUs in equal runs; where there are fewer cores, processes share them.
 
-    Raises:
-      ValueError: the GPUs of the role do not divide over its processes.
+    Raises: ValueError: the GPUs of the role do not divide over its processes.
     """
     count = placed.processes
     if len(placed.gpus) % count:
