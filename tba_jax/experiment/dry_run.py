@@ -305,7 +305,7 @@ def estimated(s: Invocation, *, full: bool) -> Callable[[], int]:
     joining.tell_changed_prompts(s.experiment)
 
     def job() -> int:
-        _print(s, describe(s.experiment, s.run), this_machine.describe_placement(s.experiment), full=full)
+        _print(s, describe(s.experiment, s.run), full=full)
         return 0
 
     return job
@@ -339,7 +339,6 @@ def compiled(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) 
         found.attempt(meshes.check, s.experiment, role=each, devices=on.count)
     found.attempt(check_dry_run, s)
     found.end()
-    where = "" if asked else this_machine.describe_placement(s.experiment)  # before programs take memory of the devices
 
     def job() -> int:
         fits = []
@@ -349,8 +348,7 @@ def compiled(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) 
                 of_task = fit_task(experiment, role=each, on=on)
                 fits += [fit(experiment, s.run, role=each, on=on), *([of_task] if of_task else [])]
         unchecked = "; ".join(unchecked_inputs(s.experiment))
-        parts = (describe_programs(fits, config=s.config), where, f"not checked: {unchecked}" if unchecked else "")
-        _print(s, *parts, full=full)
+        _print(s, describe_programs(fits, config=s.config), f"not checked: {unchecked}" if unchecked else "", full=full)
         return 0
 
     return job

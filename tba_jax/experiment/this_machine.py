@@ -98,16 +98,6 @@ def place(experiment: Experiment, there: Sequence[gpus.Gpu]) -> dict[str, placem
     return placement.place(experiment.config, cpus=placement.available_cpus(), gpus=there, check=check)
 
 
-def describe_placement(experiment: Experiment) -> str:
-    """The lines of a dry run about where --role=all runs the roles on this machine, or why it cannot."""
-    if experiment.config.schedule.mode == "interleaved":
-        return "schedule.mode=interleaved: all roles run in turn in one process, on all of its devices"
-    try:
-        return placement.describe(place(experiment, gpus.visible()))
-    except ValueError as error:
-        return f"--role=all cannot place the roles on this machine: {error}"
-
-
 def in_short() -> str:
     """The accelerators of this machine, or its cores and memory where it has none."""
     kinds = [gpu.kind for gpu in gpus.visible()] or [device.device_kind for device in jax.devices() if device.platform != "cpu"]
