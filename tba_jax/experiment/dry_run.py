@@ -339,11 +339,11 @@ def compiled(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) 
         found.attempt(meshes.check, s.experiment, role=each, devices=on.count)
     found.attempt(check_dry_run, s)
     found.end()
+    experiments = {each: (s.experiment.on_device(on.of_jax[0]), on) for each, on in (there or {}).items()}
 
     def job() -> int:
         fits = []
-        for each, on in (there or {}).items():
-            experiment = s.experiment.on_device(on.of_jax[0])
+        for each, (experiment, on) in experiments.items():
             with mistakes_end_the_role():  # slots of a victim that do not divide over the devices, say
                 of_task = fit_task(experiment, role=each, on=on)
                 fits += [fit(experiment, s.run, role=each, on=on), *([of_task] if of_task else [])]

@@ -108,7 +108,7 @@ def test_what_is_published_and_kept(tmp_path):
 
 def test_every_new_run_is_refused_whose_snapshots_the_disk_does_not_hold(tmp_path):
     s = tiny_run.settings(tmp_path / "run", tiny_run.config(learner__steps=TOO_MANY))
-    with pytest.raises(ValueError, match=r"would fill its estimate.*GiB left on .*publish.keep=0, all.*--workdir") as told:
+    with pytest.raises(ValueError, match=r"would fill its disk.*GiB left on .*publish.keep=0, all.*--workdir") as told:
         joining.join(s, may_change_schedule=True)
     assert str(tmp_path / "run") in str(told.value) and not s.run.root.exists()
     joining.join(tiny_run.settings(tmp_path / "run", tiny_run.config()), may_change_schedule=True)

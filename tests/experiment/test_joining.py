@@ -39,4 +39,4 @@ def test_a_dry_run_tells_it_and_writes_nothing(tmp_path, caplog, monkeypatch):
     assert sum("1/10 of 10" in record.message for record in caplog.records) == 1 and not s.run.root.exists()
     monkeypatch.setattr(joining, "PROMPTS", 10)  # of many prompts some are looked at
     assert "10 of 10 train prompts (of 40)" in joining.changed_prompts(s.experiment)
-    assert not joining.changed_prompts(settings(tmp_path, "0123456789of /").experiment)
+    assert not joining.changed_prompts(settings(tmp_path / "other", "0123456789of /").experiment)
