@@ -95,18 +95,12 @@ IN_TURN = RHO | {"schedule__mode": "interleaved"}
 
 
 def test_gpus_are_answered_for_without_jax(gpus, monkeypatch):
-    """Four GPUs of 80 GB: two for the trainer, one for the searcher, one for the evaluator."""
-    gpus(4)
-    monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("JAX must not look for GPUs"))
-    first, second, third, fourth = answered(**RHO)[:4]
-    assert first.startswith("trainer    fits: about ") and "(GPUs 0, 1, 95.0% of the memory)" in first
-    assert second.startswith("searcher   fits: ") and third.startswith("evaluator  fits: ")
-    assert "for this machine: 4 × NVIDIA X." in fourth
-
-
-def test_what_does_not_fit_is_an_answer_too(gpus):
     """20 bytes of each of 8.03 · 10⁹ parameters, and 8 to publish: 209.4 GiB; and GPUs that others have filled."""
     gpus(4)
+    monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("JAX must not look for GPUs"))
+    said = answered(**RHO)
+    assert said[0].startswith("trainer    fits: about ") and "(GPUs 0, 1, 95.0% of the memory)" in said[0]
+    assert said[2].startswith("evaluator  fits: ") and "for this machine: 4 × NVIDIA X." in said[3]
     whole = dict(model__preset="llama-3.1-8b", learner__mesh__fsdp=1, learner__micro_batch_tokens=0)
     said = answered(**LARGE, **whole)[0]
     assert said.startswith("trainer    does not fit: about 209.") and "most of it: weights, gradient, update, AdamW" in said
@@ -223,14 +217,9 @@ def test_the_variant_is_named_and_only_a_whole_new_run_takes_one(tmp_path, token
     said = capfd.readouterr()
     assert "for this machine: --config=configs/gsm8k_qwen2_5_1_5b.py:cpu\n" in said.err and not (tmp_path / "run").exists()
     assert '"response_length": 256' in said.out and '"steps": 3' in said.out
-    for flag, words in {
-        "--role=searcher": "--for_this_machine places all roles",
-        "--config=configs/gsm8k_qwen2_5_1_5b.py:small": "it needs --config=RECIPE.py, not configs/gsm8k_qwen2_5_1_5b.py:small",
-        "--config=configs/demo.py": "--config=configs/demo.py:cpu: no variant 'cpu'",
-    }.items():
-        with pytest.raises(SystemExit, match="2"):
-            command_line.execute(main, [*flags, flag])
-        assert words in capfd.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        command_line.execute(main, [*flags, "--role=searcher"])
+    assert "--for_this_machine places all roles" in capfd.readouterr().err
 
 
 # By compiling

@@ -1,7 +1,5 @@
 """Estimates of memory against sums by hand, and how meshes divide them; and the disk that a run takes."""
 
-from pathlib import Path
-
 import pytest
 
 from tba_jax.experiment import composition, dry_run, estimate, joining
@@ -117,17 +115,8 @@ def test_every_new_run_is_refused_whose_snapshots_the_disk_does_not_hold(tmp_pat
 
 def test_a_dry_run_says_what_the_disk_lacks(tmp_path):
     run = layout.RunDir(tmp_path / "run")
-    lines = dry_run.describe(experiment(learner__steps=TOO_MANY), run).splitlines()
-    (said,) = (line for line in lines if line.startswith("disk "))
+    (said,) = (
+        line for line in dry_run.describe(experiment(learner__steps=TOO_MANY), run).splitlines() if line.startswith("disk ")
+    )
     assert said.startswith("disk       does not fit: about") and "publish.keep=0, all" in said
     assert "disk       fits: about" in dry_run.describe(experiment(), run)
-
-
-def test_checkpoints_and_snapshots_may_lie_on_two_disks(tmp_path):
-    e = experiment()
-    (demand,) = estimate.demands(e, layout.RunDir(tmp_path / "run", tmp_path / "shared"))
-    assert demand.size == sum(files.count * files.size for files in demand.files) and len(demand.files) == 3
-    if not Path("/dev/shm").is_dir() or Path("/dev/shm").stat().st_dev == tmp_path.stat().st_dev:
-        pytest.skip("there is no second file system at /dev/shm")
-    shared, local = estimate.demands(e, layout.RunDir(tmp_path / "run", Path("/dev/shm/run")))
-    assert (shared.files, local.files) == (demand.files[:2], demand.files[2:])
