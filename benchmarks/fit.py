@@ -4,7 +4,7 @@ python -m benchmarks.fit [--rows=WORDS] [--write]
 
 It needs the extra `tpu` and no TPU. `--rows=gsm8k` compiles the rows in whose recipe or topology these words stand. Each row is
 printed as soon as it is compiled, and `--write` puts it into docs/fit.md in place of the same row there. All rows take
-hours on four cores. Programs, memory and limits are those of `--dry_run --topology=…` (tba_jax/experiment/compiling.py). Weights
+hours on four cores. Programs, memory and limits are those of `--dry_run --topology=…` (tba_jax/experiment/dry_run.py). Weights
 are not read: a row names the preset that has the policy's shape. Tokenizer and data are those of configs/small_data, but every
 prompt is as long as the recipe allows. Models with which a task scores are compiled from their configs, beside the role that has
 them.
@@ -22,7 +22,7 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from tba_jax.experiment import compiling, composition, topologies
+from tba_jax.experiment import composition, dry_run, topologies
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES
 from tba_jax.models.presets import PRESETS
 from tba_jax.schemas import flatten
@@ -124,24 +124,24 @@ def _folder_of(preset: str, folder: Path) -> Path:
     return made
 
 
-def fit(row: Row, folder: Path) -> dict[str, compiling.RoleFit]:
+def fit(row: Row, folder: Path) -> dict[str, dry_run.RoleFit]:
     """Role -> the figures of its programs. Args: folder: for small files."""
     experiment = experiment_of(row, folder)
-    asked = topologies.parse(row.topology.split(","), roles=compiling.ROLES)
-    devices = compiling.on_topologies(experiment, asked, *compiling.ROLES)
-    return {role: compiling.fit(experiment, layout.RunDir(folder / "run"), role=role, on=on) for role, on in devices.items()}
+    asked = topologies.parse(row.topology.split(","), roles=dry_run.ROLES)
+    devices = dry_run.on_topologies(experiment, asked, *dry_run.ROLES)
+    return {role: dry_run.fit(experiment, layout.RunDir(folder / "run"), role=role, on=on) for role, on in devices.items()}
 
 
-def cells(row: Row, found: Mapping[str, compiling.RoleFit]) -> list[str]:
+def cells(row: Row, found: Mapping[str, dry_run.RoleFit]) -> list[str]:
     """The cells of a row in the table of docs/fit.md: GiB of a device that each role takes and may take, and the rest."""
     roles, fits = [], True
     for each in found.values():
-        limit = (each.limit or 0) / (1 << 30)
-        gib, mesh = each.worst.peak / (1 << 30), each.where.rpartition(".mesh ")[2].split(" × ")
+        limit = (each.devices.limit or 0) / (1 << 30)
+        gib, mesh = each.worst.peak / (1 << 30), each.mesh.rpartition(".mesh ")[2].split(" × ")
         split = " ".join(axis for axis in mesh if not axis.endswith("=1")) or "1 device"
         roles.append(f"{f'{gib:.1f}' if gib >= 1 else f'{gib:.3f}'} of {limit:.1f} ({split}: {each.worst.name})")
         fits &= gib <= limit
-    proxy = ", by TPU proxy" if any(topologies.BY_PROXY in each.where for each in found.values()) else ""
+    proxy = ", by TPU proxy" if any(topologies.BY_PROXY in each.devices.where for each in found.values()) else ""
     programs = [fit for each in found.values() for fit in each.fits]
     compiled = f"{len(programs)} in {sum(fit.seconds for fit in programs):.0f} s"
     return [row.recipe, f"`{row.topology}`", *roles, f"{'fits' if fits else '**does not fit**'}{proxy}", compiled]

@@ -39,7 +39,7 @@ MACHINES: dict[str, tuple[Settings, Settings]] = {
     "8x80gb": (_KEPT, {}),
     "1x80gb": (_KEPT | _shared(0.53, 0.2), _rows(8)),
     "1x24gb": (_KEPT | _shared(0.28, 0.28) | _ADAPTERS, _rows(4)),
-    "1x16gb": (_KEPT | _shared(0.26, 0.28) | _ADAPTERS, _rows(2)),
+    "1x16gb": (_KEPT | _shared(0.25, 0.28) | _ADAPTERS, _rows(2)),
     "v5p-8": (_KEPT | _IN_TURN, {}),
     "v5e-8": (_KEPT | _IN_TURN | _ADAPTERS | {"learner.queries": 8}, _rows(8)),
     "v5e-1": (_KEPT | _IN_TURN | _ADAPTERS, _rows(2)),

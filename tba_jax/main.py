@@ -102,12 +102,12 @@ def _topologies(given: command_line.Given) -> dict[str, str]:
         raise ValueError(f"--{'topology' if given.topology else 'compile'} needs --dry_run")
     if not given.topology:
         return {}
-    from tba_jax.experiment import compiling, topologies
+    from tba_jax.experiment import dry_run, topologies
 
     if given.compile:
         raise ValueError("--compile is for the devices of this machine, --topology for others: one of the two is enough")
     topologies.use_no_devices()
-    return topologies.parse(given.topology, roles=compiling.ROLES)
+    return topologies.parse(given.topology, roles=dry_run.ROLES)
 
 
 def _check_name(name: str, *, role: str) -> None:
@@ -151,16 +151,16 @@ def _variant_for_this_machine(given: command_line.Given) -> str:
         raise ValueError(f"--for_this_machine picks the variant of a recipe: it needs --config=RECIPE.py, not {given.config}")
     if given.role != "all":
         raise ValueError(f"--for_this_machine places all roles of a run on this machine: it is for --role=all, not {given.role}")
-    from tba_jax.experiment import answer
+    from tba_jax.experiment import this_machine
 
-    variant = f":{answer.variant()}"
+    variant = f":{this_machine.variant()}"
     print(f"for this machine: --config={given.config}{variant}", file=sys.stderr)
     return variant
 
 
 def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *, machine: str) -> command_line.Job:
     """Args: machine: see _variant_for_this_machine, "" without it."""
-    from tba_jax.experiment import answer, answering, compiling, composition, jobs, mistakes, other_runs
+    from tba_jax.experiment import composition, dry_run, jobs, mistakes, other_runs, stored_run
     from tba_jax.roles import gpus
     from tba_jax.run import log_files
     from tba_jax.storage import places, privacy
@@ -178,7 +178,7 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
     found.attempt(record.check_window, profile, steps=config.learner.steps)
     asked = found.attempt(_topologies, given)
     found.end()
-    _check_answers(answering.named(config, init_from=init_from or ""), given)
+    _check_answers(stored_run.named_places(config, init_from=init_from or ""), given)
     is_there = places.exists(folder.config)
     if machine and is_there:
         raise ValueError(
@@ -193,7 +193,7 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
     new = bool(given.dry_run) or not is_there
     experiment = composition.build(config, **known, weights=not given.dry_run, new=new)
     if machine and not given.dry_run:
-        answer.check_fits(experiment)
+        dry_run.check_fits(experiment)
     if not given.dry_run:
         log_files.keep_bounded(folder.logs, megabytes=config.logs.megabytes, keep=config.logs.keep)
     arguments = tuple(each for each in sys.argv[1:] if each.lstrip("-").partition("=")[0] != "for_this_machine")
@@ -210,8 +210,8 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
     )
     full = given.dry_run == "full"
     if asked or given.compile:
-        return compiling.dry_run(settings, asked=asked or {}, role=given.role, full=full)
-    return jobs.dry_run(settings, full=full) if given.dry_run else jobs.ROLES[given.role](settings)
+        return dry_run.compiled(settings, asked=asked or {}, role=given.role, full=full)
+    return dry_run.estimated(settings, full=full) if given.dry_run else jobs.ROLES[given.role](settings)
 
 
 def _config_of_run(run: "layout.RunDir", given: command_line.Given) -> "config_dict.ConfigDict":
@@ -269,9 +269,9 @@ def _split_cpu(devices: int) -> None:
 
 
 def _check_answers(named: "Sequence[tuple[str, Place]]", given: command_line.Given) -> None:
-    from tba_jax.experiment import answering
+    from tba_jax.experiment import stored_run
 
-    answering.check_answers(named, limit=answering.DRY_RUN_SECONDS if given.dry_run else math.inf)
+    stored_run.check_answers(named, limit=stored_run.DRY_RUN_SECONDS if given.dry_run else math.inf)
 
 
 def _check_shared(run: "layout.RunDir", given: command_line.Given) -> None:

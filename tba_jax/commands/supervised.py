@@ -66,7 +66,7 @@ def prepare(config: Any, run: layout.RunDir, output: Path) -> "Plan":
       ValueError: one sentence about the first thing that is wrong.
     """
     from tba_jax import sharding
-    from tba_jax.experiment import disk
+    from tba_jax.experiment import estimate
     from tba_jax.models import decoder, hardware, parameters
     from tba_jax.models.hugging_face import load
     from tba_jax.roles import gpus
@@ -91,7 +91,7 @@ def prepare(config: Any, run: layout.RunDir, output: Path) -> "Plan":
     steps = _steps(t, len(data.train))
     if not places.exists(run.config):
         trained = parameters.count(decoder.define(model).specs)
-        disk.check_supervised(run.root, config.checkpoint, trained=trained, steps=steps)
+        estimate.check_disk_of_supervised(run.root, config.checkpoint, trained=trained, steps=steps)
     _join(run, config, data.fingerprint)
     made = dict(config=config, run=run, output=output, folder=folder, model=model, tokenizer=tokenizer, data=data)
     return tuning.Plan(**made, mesh=mesh, steps=steps, micro_rows=micro_rows)

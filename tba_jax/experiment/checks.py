@@ -3,11 +3,12 @@
 Every sentence names the values, the limit and the settings. Nothing is compiled or written before all rules hold.
 """
 
+import bisect
 import itertools
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from tba_jax.experiment import flow, meshes
+from tba_jax.experiment import meshes
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.learner.optimizer import DECAYS, SCHEDULES
@@ -36,7 +37,7 @@ def check(config: Any, *, weights: bool = True, new: bool = False) -> None:
     found.add(_each(config))
     found.end()
     found.add(_of_model(config, weights=weights))
-    for rules in (_of_responses, _of_update, _of_replay, _of_objective, _of_searchers, flow.refusals):
+    for rules in (_of_responses, _of_update, _of_replay, _of_objective, _of_searchers, _of_snapshots, waits_for_ever):
         found.add(rules(config))
     found.add(trackers.refused_names(config.metrics))
     mesh = config.learner.mesh
@@ -270,7 +271,7 @@ def _of_rows(objective: Objective, config: Any, named: str) -> Iterator[str]:
 
 
 def _of_searchers(config: Any) -> Iterator[str]:
-    searchers, evaluation, keep, mode = config.searchers, config.evaluation, config.publish.keep, config.schedule.mode
+    searchers, evaluation, mode = config.searchers, config.evaluation, config.schedule.mode
     if not searchers.count and not (config.replay.mount and mode == "asynchronous"):
         needs = "replay.mount, whose rows are trained on, and schedule.mode=asynchronous"
         yield f"searchers.count={searchers.count} needs {needs}"
@@ -285,20 +286,63 @@ def _of_searchers(config: Any) -> Iterator[str]:
         if missing_eos is not None and not 0 <= missing_eos <= 1:
             counts = "searchers.prompt_selection=posterior, which counts successes"
             yield f"task.missing_eos_reward={missing_eos} must be within [0, 1] with {counts}"
-    lag, every, least = searchers.lag, config.publish.every_steps, flow.least_kept(config)
     if mode == "interleaved":
         if config.trainer.processes > 1:
             yield f"trainer.processes={config.trainer.processes} must be 1 with schedule.mode=interleaved, which is one process"
-        if 0 < keep < least:
-            yield f"publish.keep={keep} must be 0 (all) or more than schedule.lag={config.schedule.lag}"
         if evaluation.enabled and evaluation.task_devices != searchers.task_devices:
             devices = f"evaluation.task_devices={evaluation.task_devices} must be searchers.task_devices={searchers.task_devices}"
             yield f"{devices} with schedule.mode=interleaved, where both use one process' models"
+    elif (rows := searchers.max_rows_per_snapshot) and not config.replay.mount:
+        batch = searchers.queries_per_batch * searchers.samples_per_query
+        asked = searchers.count * -(-rows // batch) * searchers.queries_per_batch  # whole batches are asked
+        if asked < config.learner.queries:
+            yield (
+                f"searchers.max_rows_per_snapshot={rows} lets searchers.count={searchers.count} searchers ask {asked} queries "
+                f"before the first update, which needs learner.queries={config.learner.queries}"
+            )
+
+
+def _of_snapshots(config: Any) -> Iterator[str]:
+    """Snapshots that searchers may still want are kept, and there are those that a lag asks for."""
+    lag, every, keep = config.searchers.lag, config.publish.every_steps, config.publish.keep
+    if config.schedule.mode == "interleaved":
+        if 0 < keep <= config.schedule.lag:
+            yield f"publish.keep={keep} must be 0 (all) or more than schedule.lag={config.schedule.lag}"
     elif lag:
         if lag % every:
             yield f"searchers.lag={lag} must be a multiple of publish.every_steps={every}: other steps have no snapshot"
-        if 0 < keep < least:
+        if 0 < keep < (least := lag // every + 3):
             yield (
                 f"searchers.lag={lag} needs publish.keep={keep} to be 0 (all) or at least {least}: a snapshot is taken up when "
                 "searchers.lag / publish.every_steps newer ones are there, and two more may come while it is read"
             )
+
+
+def waits_for_ever(config: Any) -> Iterator[str]:
+    """Limits on the age of rows under which a step would have no rows, whatever comes.
+
+    All else goes on after publish.at_most_seconds: the trainer publishes what it has, or lets searchers go on.
+    """
+    limit, steps, lag = config.replay.max_staleness, config.learner.steps, config.searchers.lag
+    if not limit or steps <= limit + 1:
+        return
+    if config.schedule.mode == "interleaved":
+        if (lag := config.schedule.lag) > limit:
+            old = f"schedule.lag={lag} makes every row {lag} steps old, more than replay.max_staleness={limit}"
+            yield f"{old}: step {limit + 2} would wait for ever"
+    elif not config.searchers.count:
+        yield (
+            f"searchers.count=0 leaves only rows of replay.mount, which count as of step 0: under replay.max_staleness={limit} "
+            f"no step after {limit + 1} of learner.steps={steps} may draw them"
+        )
+    elif lag:
+        every = config.publish.every_steps, config.evaluation.every_steps
+        published = [step for step in range(steps + 1) if step == steps or not all(step % each for each in every)]
+        for newest, following in itertools.pairwise(published):
+            used = published[bisect.bisect_right(published, max(0, newest - lag)) - 1]
+            if following - used > limit + 1:
+                yield (
+                    f"replay.max_staleness={limit} lets the rows of a snapshot be drawn in {limit + 1} steps, and searchers take "
+                    f"up the next one after {following - used} (searchers.lag={lag}): step {used + limit + 2} would wait for ever"
+                )
+                return

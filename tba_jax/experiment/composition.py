@@ -55,8 +55,7 @@ def build(
       new: see checks.check.
 
     Raises:
-      ValueError: a sentence about each setting that is wrong; else about each thing that they name; else about each that does
-        not go with the others.
+      ValueError: a sentence about each mistake of the first stage that has any.
     """
     checks.check(config, weights=weights, new=new)
     date, found = date or _new_date(config), Mistakes()
@@ -118,7 +117,7 @@ def build(
 
 
 def _new_date(config: Any) -> str:
-    """The date of a new run: that of the first run that it mounts, whose prompts are those of its own; else today's."""
+    """The date of a new run: that of the first run that it mounts, which has the same prompts; else today's."""
     for folder in config.replay.mount[:1]:
         with contextlib.suppress(ValueError, KeyError):  # check_mounts says what is wrong with it
             return str(contract_lib.read_run(layout.open_run_dir(folder))["contract"]["date"])
@@ -128,9 +127,7 @@ def _new_date(config: Any) -> str:
 def rebuild(stored: Mapping[str, Any], config: Any, *, called: str) -> Experiment:
     """What the config of an existing run means. Its task is constructed: where that is a file, somebody has to trust it.
 
-    Args:
-      stored: config.json, see contract.read_run; config: its config, perhaps with other settings; called: what messages call
-        the run.
+    Args: stored: config.json; config: its config, perhaps with other settings; called: what messages call the run.
 
     Raises:
       ValueError: as `build`, or the run's contract is another one now.
@@ -147,7 +144,7 @@ def heldout_queries(experiment: Experiment) -> list[EncodedQuery]:
 
 
 def task_class(name: str) -> Callable[..., Task]:
-    """The class of a task that `name`, task.name, names: of TASKS, or of the user's file.
+    """The class of a task that task.name names: of TASKS, or of the user's file.
 
     Raises:
       ValueError: the task's package is an extra that is not installed, or the file has no such class.
@@ -180,7 +177,18 @@ def make_task(config: Any) -> tuple[Task, dict[str, Any]]:
     Raises:
       ValueError: the task refuses its settings, or it does not go with the rest of the config.
     """
-    task, settings = _construct(config.task)
+    section, name, custom = config.task, config.task.name, config.task.custom.to_dict()
+    if custom and not custom_task.is_named(name):
+        raise ValueError(
+            f"task.custom.{min(custom)} is a setting of a custom task, FILE.py:CLASS, but task.name={name!r} is not one"
+        )
+    if custom_task.is_named(name):
+        settings = custom
+        with custom_task.named_errors(name, "its constructor"):
+            task = custom_task.make(task_class(name), settings, section="task.custom")
+    else:
+        settings = section[name].to_dict() if name in section else {}
+        task = task_class(name)(**settings)
     if task.score_name in evaluator.REPORTED:
         raise ValueError(
             f"the task's score_name={task.score_name!r} is that of another figure of evaluation reports; call it otherwise"
@@ -199,19 +207,6 @@ def make_task(config: Any) -> tuple[Task, dict[str, Any]]:
                 f"{section}.task_devices={devices} would not be used: task.name={config.task.name!r} scores without models"
             )
     return task, settings
-
-
-def _construct(section: Any) -> tuple[Task, dict[str, Any]]:
-    name, custom = section.name, section.custom.to_dict()
-    if custom_task.is_named(name):
-        with custom_task.named_errors(name, "its constructor"):
-            return custom_task.make(task_class(name), custom, section="task.custom"), custom
-    if custom:
-        raise ValueError(
-            f"task.custom.{min(custom)} is a setting of a custom task, FILE.py:CLASS, but task.name={name!r} is not one"
-        )
-    settings = section[name].to_dict() if name in section else {}
-    return task_class(name)(**settings), settings
 
 
 def encode_queries(config: Any, task: Task, tokenizer: Tokenizer) -> tuple[dict[str, prompts.EncodedQueries], dict[str, int]]:

@@ -1,8 +1,11 @@
-"""What a config would run: its settings, the shapes of parameters and batches, and an estimate of each role's memory."""
+"""What a config would run, from shapes alone: parameters and batches, the memory of each role, and the disk of the run."""
 
+import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -11,9 +14,9 @@ from tba_jax.experiment import meshes
 from tba_jax.experiment.composition import Experiment
 from tba_jax.learner.settings import HELD_REFERENCES
 from tba_jax.models import hardware, kv_cache, parameters
-from tba_jax.models.policy import Policy
-from tba_jax.objectives import OBJECTIVES
+from tba_jax.programs import in_words
 from tba_jax.rewards import task_models
+from tba_jax.storage import file_systems, layout
 
 _GIB = 1 << 30
 
@@ -25,19 +28,15 @@ def describe(experiment: Experiment) -> str:
     lines += _table(experiment.policy.model_specs)
     if experiment.policy.lora is not None:
         lines += ["", "trained and published (adapters):", *_table(experiment.policy.trained_specs)]
-    objective = OBJECTIVES[config.learner.objective]
-    if objective.log_z_head or objective.value_head:  # heads of one shape
-        lines += ["", f"head of {config.learner.objective}, trained beside the policy:"]
-        lines += _table(experiment.policy.with_heads(log_z_head=True, value_head=True).specs["value_head"])
-    lines += ["", "rows (one column each, per row):"]
-    lines += [f"  {name:24} {dtype}{list(shape)}" for name, (dtype, shape) in contract.row_shape().columns().items()]
     c, s, tokens = config.learner, config.searchers, f"{contract.prompt_length} + {contract.response_length} tokens"
     micro = meshes.micro_batch_rows(config, ways=math.prod(meshes.shape(experiment, role="trainer", devices=None)[:2]))
     more = f", {s.value_samples} more from each state between steps" if contract.step_ends else ""
-    lines += ["", "batches:"]
-    lines += [f"  trainer    Q={c.queries} × K={c.completions} rows of {tokens}, {micro} full ones at a time"]
-    lines += [f"  searcher   {s.queries_per_batch} queries × {s.samples_per_query} samples: rows of {tokens}{more}"]
-    lines += [f"  evaluator  {config.evaluation.batch_size} rows of {tokens}"]
+    lines += [
+        *("", "batches:"),
+        f"  trainer    Q={c.queries} × K={c.completions} rows of {tokens}, {micro} full ones at a time",
+        f"  searcher   {s.queries_per_batch} queries × {s.samples_per_query} samples: rows of {tokens}{more}",
+        f"  evaluator  {config.evaluation.batch_size} rows of {tokens}",
+    ]
     for use in task_models.uses(experiment.task):
         if use.kind != "linear":
             length = use.length or contract.prompt_length + contract.response_length
@@ -143,8 +142,11 @@ class _Memory:
         prompts = share(lane.groups) * lane.buffers * (self._P + given)
         entries = prompts + share(lane.groups * lane.width) * max(self._R - 1, 1)
         drawn = max(lane.groups * lane.width, lane.arrivals * samples)  # by a decode step, by a prefill
-        policy = self._compute * self._params
-        sampled = _sampled_bytes(self._experiment.policy, weights)
+        policy = sampled = self._compute * self._params
+        if weights == "int8":  # one byte of each rounded weight
+            specs = kv_cache.define(model, "int8", unstacked=False).specs
+            rounded = parameters.count(parameters.select(lambda spec: spec.dtype == "int8", specs))
+            sampled = policy - (self._compute - 1) * rounded
         if tokens := self._config[section].score_tokens:
             rows = min(rows, max(1, tokens // (self._P + self._R)))
         scored = rows * (self._P + self._R) * model.width * self._compute * 4
@@ -162,12 +164,11 @@ class _Memory:
         """The role's parts, and the models of its task on the same devices or on devices of their own."""
         length = self._P + self._R
         models = {use.name: task_models.memory(use, length=length) for use in task_models.uses(self._experiment.task, role=role)}
-        if self._config[section].task_devices:
-            return {role: parts, f"{role}, task": models}
-        return {role: parts | models}
+        apart = self._config[section].task_devices
+        return {role: parts, f"{role}, task": models} if apart else {role: parts | models}
 
     def _policies(self, section: str, sampled: int) -> int:
-        """Bytes of the policy in use, and of the next one while it is loaded. Args: sampled: of one as decoding takes it."""
+        """Of the policy in use, and of the next one while it is loaded. Args: sampled: of one as decoding takes it."""
         if self._config[section].swap_memory == "in_place":
             return sampled
         # Adapters and weights that are to be rounded lie beside the policy that is made of them.
@@ -184,12 +185,94 @@ class _Memory:
         return max(min(megabytes << 20, self._R * step), step)
 
 
-def _sampled_bytes(policy: Policy, weights: str) -> int:
-    """Bytes of the policy as it is decoded with. Args: weights: as searchers.weights: "full", or "int8": a byte of each rounded
-    weight."""
-    held, compute = parameters.count(policy.model_specs), jnp.dtype(policy.model.compute_dtype).itemsize
-    if weights == "full":
-        return compute * held
-    specs = kv_cache.define(policy.model, "int8", unstacked=False).specs
-    rounded = parameters.count(parameters.select(lambda spec: spec.dtype == "int8", specs))
-    return compute * (held - rounded) + rounded
+# Disk
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Files:
+    """Files of one kind. what: in words, with the settings that say how many and how large; size: bytes of each."""
+
+    what: str
+    count: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What a run writes to one file system. folder: of the run; free: bytes; files: weights, beside which all else is small."""
+
+    folder: Path
+    free: int
+    files: tuple[Files, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(each.count * each.size for each in self.files)
+
+    @property
+    def numbers(self) -> str:
+        there = f"{in_words(self.free)} left on the file system of {self.folder}"
+        return f"about {in_words(self.size)} of the {there}: {', '.join(each.what for each in self.files)}"
+
+
+def snapshots(experiment: Experiment) -> Files:
+    """The snapshots that are there at the end of the run, and one that is being written."""
+    c = experiment.config
+    every = 1 if c.schedule.mode == "interleaved" else c.publish.every_steps
+    steps, keep, evaluated_every = c.learner.steps, c.publish.keep, c.evaluation.every_steps
+    # Step 0, multiples, and the last step.
+    evaluated = steps // evaluated_every + 1 + (steps % evaluated_every > 0)
+    both = steps // math.lcm(every, evaluated_every)
+    published = steps // every + steps // evaluated_every - both + 1 + (steps % every > 0 and steps % evaluated_every > 0)
+    count = min(published, evaluated + keep + 1) if keep else published
+    size = jnp.dtype(c.publish.dtype).itemsize * parameters.count(experiment.policy.trained_specs)
+    kept = f"publish.keep={keep}{'' if keep else ', all'}, evaluation.every_steps={evaluated_every}"
+    what = f"{count:,} snapshots of {in_words(size)} ({kept}, publish.dtype={c.publish.dtype})"
+    return Files(what=what, count=count, size=size)
+
+
+def checkpoints(settings: Any, *, trained: int, steps: int, moving_reference: bool = False) -> Files:
+    """The checkpoints that are kept, and one that is being written: weights and Adam's two moments, in float32.
+
+    Args: settings: the section `checkpoint` of a config; trained: how many parameters are.
+    """
+    size, count = (3 + moving_reference) * 4 * trained, min(settings.keep + 1, steps // settings.every_steps + 1)
+    what = f"{count} checkpoints of {in_words(size)} (checkpoint.keep={settings.keep})"
+    return Files(what=what, count=count, size=size)
+
+
+def demands(experiment: Experiment, run: layout.RunDir, *, trains: bool = True) -> list[Demand]:
+    """What a new run takes of each file system that it writes to. Object stores do not say what is free, and are left out.
+
+    Args: trains: whether this workdir is that of the trainer, which has its checkpoints.
+    """
+    c, policy, by_system = experiment.config, experiment.policy, dict[int, tuple[Path, list[Files]]]()
+    size = 4 * parameters.count(policy.model_specs)
+    reference = Files(what=f"the reference policy of {in_words(size)}", count=1, size=size)
+    moving, trained = c.learner.reference.kind in HELD_REFERENCES, parameters.count(policy.trained_specs)
+    own = [checkpoints(c.checkpoint, trained=trained, steps=c.learner.steps, moving_reference=moving)] if trains else []
+    for folder, files in ((run.shared, [snapshots(experiment), reference]), (run.root, own)):
+        if files and isinstance(folder, Path):
+            by_system.setdefault(file_systems.existing(folder).stat().st_dev, (folder, []))[1].extend(files)
+    there = [(folder, files, file_systems.free(folder)) for folder, files in by_system.values()]
+    return [Demand(folder=folder, free=free, files=tuple(files)) for folder, files, free in there if free is not None]
+
+
+def check_disk(asked: Iterable[Demand]) -> None:
+    """Raises ValueError where a new run would fill its disk."""
+    for demand in asked:
+        if demand.size > demand.free:
+            raise ValueError(
+                f"this run would fill its disk, {demand.numbers}; keep fewer of them by these settings, halve snapshots by "
+                "publish.dtype=bfloat16, train adapters alone (lora.rank), free some disk, or name another --workdir"
+            )
+
+
+def check_disk_of_supervised(folder: Path, settings: Any, *, trained: int, steps: int) -> None:
+    """Raises ValueError where the checkpoints of supervised training would fill the disk. Args: see `checkpoints`."""
+    free, files = file_systems.free(folder), checkpoints(settings, trained=trained, steps=steps)
+    if free is not None and files.count * files.size > free:
+        raise ValueError(
+            f"this run would fill its disk, {Demand(folder=folder, free=free, files=(files,)).numbers}; keep fewer by "
+            "checkpoint.keep, free some disk, or name another --workdir"
+        )

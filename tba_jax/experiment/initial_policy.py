@@ -85,12 +85,11 @@ def ensure(
 
     Args:
       experiment: with the mesh of the trainer.
-      report: of the warm start, see supervised.warm_start. status: of this process, whose phase is told.
+      report: of the warm start, see supervised.warm_start.
       group: of the trainer's processes, of which the others are called to `follow`; None: this process alone.
 
     Returns:
-      16 hex digits, a hash of the weights; `run.reference(id)` holds them as a snapshot. Where another process was faster, its
-      policy is the run's, and this one's is removed.
+      16 hex digits, a hash of the weights; `run.reference(id)` holds them. Where another process was faster, its policy counts.
     """
     if places.exists(run.initial_reference):
         return layout.reference_id(run)
@@ -102,10 +101,6 @@ def ensure(
     if not isinstance(run.references, Path):
         with contextlib.suppress(OSError):  # another process is making one
             draft.parent.rmdir()  # the workdir has no reference of its own
-    if init_from:
-        shutil.rmtree(run.checkpoints, ignore_errors=True)  # of an attempt that ended before the run had a reference
-        group.call("take optimizer", settings=_settings(experiment), init_from=init_from, reference=reference_id)
-        take_optimizer(experiment, run, init_from, reference_id)
     layout.create_json(run.initial_reference, {"id": reference_id})
     # Where there was one after all (the storage was away when this process looked), it stays the run's.
     if (chosen := layout.reference_id(run)) != reference_id and is_new:
@@ -113,11 +108,6 @@ def ensure(
     reference_id = chosen
     log.info("reference policy %s: %d parameters", reference_id, parameters.count(experiment.policy.model_specs))
     return reference_id
-
-
-def _settings(experiment: Experiment) -> dict[str, Any]:
-    """In what this process' config may differ from that of the other processes of a trainer."""
-    return {"learner.mesh.fsdp": experiment.config.learner.mesh.fsdp}
 
 
 def _write(
@@ -133,7 +123,7 @@ def _write(
         status.phase(f"loading {source}")
     else:
         status.phase("warm start" if config.warm_start.steps else "making a random policy")
-    group.call("make reference", settings=_settings(experiment), init_from=init_from)
+    group.call("make reference", settings={"learner.mesh.fsdp": config.learner.mesh.fsdp}, init_from=init_from)
     made = _make(experiment, init_from, report)
     others = publishing.FollowersShards(group, _SHARDS) if group.processes > 1 else None
     status.phase("writing the reference policy")
@@ -141,7 +131,7 @@ def _write(
 
 
 def _adopt(draft: Path, folder: Place) -> bool:
-    """Makes a draft the snapshot `folder`, or removes it where that is there. Returns whether it was not."""
+    """Makes a draft the snapshot `folder`, or removes it where another process has made the same. Returns whether it did."""
     if not places.exists(folder / snapshots.COMMIT):
         try:
             snapshots.adopt(draft, folder)
@@ -149,18 +139,15 @@ def _adopt(draft: Path, folder: Place) -> bool:
         except OSError:
             if not places.exists(folder / snapshots.COMMIT):
                 raise
-    shutil.rmtree(draft)  # another process has made the same weights
+    shutil.rmtree(draft)
     return False
 
 
 def mend(run: layout.RunDir) -> bool:
-    """Writes initial.json again where it is damaged, and one policy alone is there that it can have named. Needs the lease.
-
-    Returns:
-      whether it was damaged.
+    """Writes initial.json again where it is damaged. Needs the lease. Returns whether it was.
 
     Raises:
-      ValueError: it is damaged, and there is not exactly one whole policy.
+      ValueError: it is damaged, and there is not exactly one whole policy that it can have named.
     """
     try:
         layout.reference_id(run)
@@ -184,13 +171,6 @@ def follow(experiment: Experiment, run: layout.RunDir, member: Member, *, init_f
     shards.offer(_make(experiment, init_from, lambda step, loss: None), 0)
     shards.drain()
     shards.close()
-
-
-def take_optimizer(experiment: Experiment, run: layout.RunDir, init_from: str, reference_id: str) -> None:
-    """See other_runs.take_optimizer; by all processes of a trainer."""
-    mesh, reference = _mesh(experiment.config), run.reference(reference_id)
-    of_run: dict[str, Any] = dict(policy=experiment.policy, reference=reference, mesh=mesh)
-    other_runs.take_optimizer(init_from, run, experiment.config, experiment.contract, **of_run)
 
 
 def _mesh(config: Any, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tba_jax.experiment import answer, composition, estimate, joining, meshes, training
-from tba_jax.experiment.joining import Invocation, check_dry_run, check_role, join, mistakes_end_the_role, record_of
+from tba_jax.experiment import composition, dry_run, joining, meshes, this_machine, training
+from tba_jax.experiment.joining import Invocation, check_role, join, mistakes_end_the_role, record_of
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, placement, results, supervisor
@@ -24,27 +24,10 @@ from tba_jax.storage.lease import EpochLease
 from tba_jax.telemetry import status
 from tba_jax.telemetry.record import Record, TimeAccount
 from tba_jax.telemetry.terminal import Progress
-from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
 
 Job = Callable[[], int]
-
-
-def dry_run(s: Invocation, *, full: bool) -> Job:
-    """Makes the checks of a start, but for those of devices, and writes nothing; the job prints what fits.
-
-    Args: full: prints the config and the shapes as well.
-    """
-    check_dry_run(s)
-    joining.tell_changed_prompts(s.experiment)
-
-    def job() -> int:
-        parts = [answer.describe(s.experiment, s.run), answer.describe_placement(s.experiment)]
-        print(visible("\n\n".join([*parts, *([estimate.describe(s.experiment)] if full else [])])))
-        return 0
-
-    return job
 
 
 def make_searcher(s: Invocation, *, name: str, account: TimeAccount, writer: str = "") -> Searcher:
@@ -87,8 +70,8 @@ def searcher(s: Invocation) -> Job:
 
 @contextlib.contextmanager
 def _joined(s: Invocation, role: str, *, name: str, stop: Callable[[], bool]) -> Iterator[tuple[Invocation | None, Record]]:
-    """A role that scores, once the run has its reference policy: the invocation with the run's schedule (None: `stop` came first)
-    and the record of the role. The task is started within it."""
+    """Yields, once the run has its reference policy, the invocation with the run's schedule (None: `stop` came first) and the
+    record of the role. The task is started within it."""
     record = record_of(s, name)
     with record.told_failures(), contextlib.ExitStack() as stack:
         record.status.phase("waiting for the reference policy")
@@ -96,18 +79,15 @@ def _joined(s: Invocation, role: str, *, name: str, stop: Callable[[], bool]) ->
         if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
             joined = joining.with_schedule_of_run(s, role=role)
             record.status.phase("loading the reference policy and the task")
-            stack.enter_context(_started_task(s, s.config[meshes.SECTIONS[role]].task_devices))
+            _start_task(s, s.config[meshes.SECTIONS[role]].task_devices, stack)
         yield joined, record
         stack.close()
         record.end(s.run, role=role)
 
 
-@contextlib.contextmanager
-def _started_task(s: Invocation, task_devices: int) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        with mistakes_end_the_role():  # slots that do not divide over the devices, say
-            stack.enter_context(task_models.started(s.experiment.task, task_devices, date=s.experiment.contract.date))
-        yield
+def _start_task(s: Invocation, task_devices: int, stack: contextlib.ExitStack) -> None:
+    with mistakes_end_the_role():  # slots that do not divide over the devices, say
+        stack.enter_context(task_models.started(s.experiment.task, task_devices, date=s.experiment.contract.date))
 
 
 def make_evaluator(e: composition.Experiment, run: layout.RunDir, record: Record | None = None) -> Any:
@@ -171,12 +151,11 @@ def _conclude(s: Invocation, spent: str, code: int) -> None:
 
 
 def everything(s: Invocation) -> Job:
-    """`--role=all`: processes under a supervisor, or all roles in turn in this process, as schedule.mode says."""
+    """`--role=all`: processes under a supervisor, or search, training and evaluation in turn in this process (schedule.mode)."""
     return _in_turn(s) if s.config.schedule.mode == "interleaved" else _as_processes(s)
 
 
 def _in_turn(s: Invocation) -> Job:
-    """Search, training and evaluation in turn in this process."""
     from tba_jax.roles.interleaved import run_interleaved
 
     EpochLease.refuse_if_held(s.run.journal)
@@ -198,7 +177,8 @@ def _in_turn(s: Invocation) -> Job:
             made, lease = training.make_trainer(here, publish_every_steps=1, record=record)
         # From here on a signal waits for the end of a step. Before, it ends the process at once: a warm start may take minutes.
         stop = processes_lib.StopSignal()
-        with record.told_failures(), contextlib.closing(lease), _started_task(here, s.config.searchers.task_devices):
+        with record.told_failures(), contextlib.closing(lease), contextlib.ExitStack() as stack:
+            _start_task(here, s.config.searchers.task_devices, stack)
             search = make_searcher(here, name="searcher-0", account=made.account)
             evaluate = make_evaluator(here.experiment, s.run, record) if s.config.evaluation.enabled else None
             finished = run_interleaved(made, search, evaluate, s.run, stop=stop)
@@ -235,9 +215,9 @@ def _as_processes(s: Invocation) -> Job:
     placements: dict[str, placement.Placement] = {}
 
     def check() -> None:
-        placements.update(answer.place(s.experiment, gpus.visible()))
+        placements.update(this_machine.place(s.experiment, gpus.visible()))
         _check_placements(s, placements)
-        for verdict in answer.judge(s.experiment)[0]:
+        for verdict in dry_run.judge(s.experiment)[0]:
             if verdict.fits is False:
                 log.warning("by an estimate from shapes, %s", verdict)
 

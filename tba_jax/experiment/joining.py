@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tba_jax.experiment import checks, composition, disk, initial_policy, meshes, other_runs, schedule_changes
+from tba_jax.experiment import checks, composition, estimate, initial_policy, meshes, other_runs, schedule_changes
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.models import hardware
 from tba_jax.replay import journal
@@ -27,15 +27,8 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Invocation:
-    """What main was called with.
-
-    name: of the role's metrics, "" = the default. label: the first word of the run's last line.
-    allow_change: schedule settings that a resume may change.
-    arguments: the command line of main, which child processes get too.
-    init_from: RUN@STEP, the snapshot that a new run begins from; "" = as its config says.
-    world: of the processes of a trainer, as this one sees it.
-    profile: the window of --profile.
-    """
+    """What main was called with. name: of the role's metrics, "": the default. label: the first word of the run's last line.
+    arguments: the command line of main, which child processes get too. world: of the trainer's processes, as this one sees it."""
 
     experiment: composition.Experiment
     run: layout.RunDir
@@ -109,7 +102,7 @@ def join(s: Invocation, *, may_change_schedule: bool, check: Callable[[], None] 
     found = Mistakes()
     found.attempt(check)
     if not places.exists(s.run.config):  # a run that goes on has an alarm for its disk
-        found.attempt(disk.check, s.experiment, s.run, trains=may_change_schedule)
+        found.attempt(estimate.check_disk, estimate.demands(s.experiment, s.run, trains=may_change_schedule))
     _check_run(s, found, may_change_schedule=may_change_schedule, fetch=True)
     contract_lib.join(s.run, s.config, s.experiment.contract, init_from=s.init_from)
     if may_change_schedule:
@@ -185,8 +178,7 @@ def with_schedule_of_run(s: Invocation, *, role: str) -> Invocation:
 
 
 KIND = "prompts_change"
-# Of each split, evenly spread: decoding a data set takes minutes where it has many prompts.
-PROMPTS = 256
+PROMPTS = 256  # of each split, evenly spread: decoding a large data set takes minutes
 _ADVICE = "take a model whose tokenizer has these characters, or write prompts without them (the task's prompt setting)"
 
 
@@ -207,9 +199,8 @@ def tell_changed_prompts(e: composition.Experiment, alarms: Alarms | None = None
     """Tells what the tokenizer makes of prompts: an alarm once a run, or without `alarms` a warning."""
     if alarms is not None and alarms.is_told(KIND):
         return
-    if not (sentence := changed_prompts(e)):
-        return
-    if alarms is None:
+    sentence = changed_prompts(e)
+    if sentence and alarms is None:
         log.warning("%s; what to do: %s", sentence, _ADVICE)
-    else:
+    elif sentence and alarms:
         alarms.tell(kind=KIND, sentence=sentence, advice=_ADVICE, step=0)

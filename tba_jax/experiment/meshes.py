@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from tba_jax import sharding
 from tba_jax.decoding import sizes
-from tba_jax.experiment.fitting import device_memory
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.learner import descent
 from tba_jax.models import parameters
 from tba_jax.models.policy import Policy
+from tba_jax.programs import device_memory
 
 # Role -> the section of the config that has its mesh.
 SECTIONS = {"trainer": "learner", "searcher": "searchers", "evaluator": "evaluation"}
@@ -34,18 +34,18 @@ def roles_of(config: Any) -> list[str]:
 def check(experiment: Any, *, role: str, devices: int | None) -> None:
     """Raises ValueError where the mesh of a role does not make up its devices, or does not divide its rows or parameters.
 
-    Args: devices: how many the role has; None where that is not known: then as few as its mesh can make up.
+    Args: devices: how many the role has; None: not known, so as few as its mesh can make up.
     """
     config, section = experiment.config, SECTIONS[role]
     made = shape(experiment, role=role, devices=devices)
     batch = config.learner.queries * config.learner.completions
-    rows_of_searcher = "searchers.queries_per_batch × searchers.samples_per_query"
+    searched = config.searchers.queries_per_batch * config.searchers.samples_per_query
     settings = {
         "trainer": {
             "learner.queries × learner.completions": batch,
             "warm_start.batch_size": config.warm_start.batch_size if config.warm_start.steps else batch,
         },
-        "searcher": {rows_of_searcher: config.searchers.queries_per_batch * config.searchers.samples_per_query},
+        "searcher": {"searchers.queries_per_batch × searchers.samples_per_query": searched},
         "evaluator": {"evaluation.batch_size": config.evaluation.batch_size},
     }[role]
     found = Mistakes()
@@ -113,7 +113,7 @@ def by_need(experiment: Any, *, devices: int, memory: int | None) -> Any:
 
 
 def _state_bytes(policy: Policy) -> int:
-    """Of what a trainer holds all the time, the whole of it."""
+    """Of all that a trainer always holds."""
     frozen = jnp.dtype(policy.model.compute_dtype).itemsize * parameters.count(policy.model_specs) if policy.lora else 0
     return _STATE_BYTES * parameters.count(policy.trained_specs) + frozen
 

@@ -1,7 +1,6 @@
 """What a run takes from other runs: their rows (replay.mount), and a policy to begin with (--init_from=RUN@STEP)."""
 
 import contextlib
-import dataclasses
 import logging
 import shutil
 from collections.abc import Mapping
@@ -9,23 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 
 from tba_jax.experiment.mistakes import Mistakes
-from tba_jax.learner.settings import make_optimizers
-from tba_jax.learner.state import TrainState, init_state, state_shapes
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import LoraConfig, Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.replay.log import GIVEN, REGISTER, registration
-from tba_jax.roles.trainer.buffer import make_index
 from tba_jax.roles.trainer.refusals import behavior_reader
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import file_systems, layout, snapshots
 from tba_jax.storage import places as places_lib
-from tba_jax.storage.checkpoints import Checkpoints
 from tba_jax.storage.places import Place
 
 log = logging.getLogger(__name__)
@@ -37,7 +30,6 @@ _OF_WEIGHTS = ("model", "tokenizer", "eos_id", "pad_id")
 
 
 def _read(workdir: str, *, setting: str) -> tuple[layout.RunDir, dict[str, Any]]:
-    """Another run and its config.json. Raises ValueError where there is no run, or a run of another version."""
     run = layout.open_run_dir(workdir)
     return run, contract_lib.read_run(run, called=f"{setting}: {workdir}")
 
@@ -52,8 +44,6 @@ def _reference_id(run: layout.RunDir) -> str | None:
 def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contract, *, init_from: str) -> None:
     """Checks every run of replay.mount against this one, by its contract, its reference policy and its writers.
 
-    Where this run's initial.json is damaged, its reference policy is not known: initial_policy.mend comes first.
-
     Args:
       init_from: RUN@STEP that this run begins from, "" if it begins as its config says.
 
@@ -64,7 +54,7 @@ def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contrac
         return
     ours: dict[str, Any] = {k: v for k, v in contract.to_json().items() if k not in _FREE_OF_ROWS}
     expected = None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError):  # damaged: initial_policy.mend comes first
         expected = _reference_id(run)
     if not places_lib.exists(run.initial_reference):  # this run will begin from the reference policy of the runs that it mounts
         ours |= {"model.path": config.model.path, "init_from": init_from}
@@ -95,11 +85,6 @@ def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contrac
     for folder in config.replay.mount:
         found.attempt(check, folder)
     found.end()
-    finished = all(places_lib.exists(layout.open_run_dir(folder).finished) for folder in config.replay.mount)
-    share = config.replay.recent_probability
-    if finished and share and not config.searchers.count:  # the newest of all rows count as recent for ever
-        again = "replay.recent_probability=%g draws the newest queries of finished runs again and again; 0 draws all evenly"
-        log.warning(again, share)
 
 
 def _check_rows(folder: str, other: layout.RunDir, stored: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
@@ -119,21 +104,12 @@ def _check_rows(folder: str, other: layout.RunDir, stored: Mapping[str, Any], ou
             "only runs with replay.retention=all can be mounted"
         )
     if different := contract_lib.differences(theirs, ours):
-        if theirs.get("init_from") != ours.get("init_from"):
-            begin = _how_to_begin(folder, theirs["init_from"], ours["init_from"])
-            different = [begin, *(name for name in different if not name.startswith("init_from:"))]
+        if (there := theirs.get("init_from")) and there != ours["init_from"]:
+            different.append(f"it began from the policy {there}: begin this run with --init_from={there} too")
         if any(name.startswith("reward_version:") for name in different):
             different.append(f"python -m tba_jax rescore --workdir={folder} scores its rows again by the task as it is now")
         told = contract_lib.in_words(different)
         raise ValueError(f"replay.mount: the rows of {folder} belong to a run of another contract; {told}")
-
-
-def _how_to_begin(folder: str, there: str, here: str) -> str:
-    """The flag that gives a new run the reference policy of a mounted one. Args: there, here: RUN@STEP, or ""."""
-    if not there:
-        return f"leave out --init_from={here}: {folder} began from what its config says"
-    instead = f", not --init_from={here}" if here else ""
-    return f"it began from the policy {there}: begin this run with --init_from={there} too{instead}"
 
 
 def check_behavior_is_known(run: layout.RunDir, config: Any) -> None:
@@ -142,8 +118,14 @@ def check_behavior_is_known(run: layout.RunDir, config: Any) -> None:
     if not (reader := behavior_reader(config.learner)):
         return
     for place in (run, *map(layout.open_run_dir, config.replay.mount)):
-        if OBJECTIVES[config.learner.objective].as_drawn:
-            _check_is_untruncated(place, reader)
+        if OBJECTIVES[config.learner.objective].as_drawn and places_lib.exists(place.config):  # else it has no rows yet
+            sampling = contract_lib.read(place)["config"]["sampling"]
+            for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("explore_top_p_probability", 0.0)):
+                if sampling[name] != off:
+                    raise ValueError(
+                        f"{reader} needs rows that are not truncated, and those of {place.root} are drawn with sampling.{name}="
+                        f"{sampling[name]}: begin a run of its own for it"
+                    )
         for writer in _writers(place):
             if not writer.startswith(GIVEN):
                 continue
@@ -152,18 +134,6 @@ def check_behavior_is_known(run: layout.RunDir, config: Any) -> None:
                     f"{reader} reads π_behaviour of every row, and nobody knows that of writer {writer} in {place.replay}, "
                     f"whose rows are of {source}; trajectory_balance and others need none"
                 )
-
-
-def _check_is_untruncated(run: layout.RunDir, reader: str) -> None:
-    if not places_lib.exists(run.config):  # a new run, which has no rows
-        return
-    sampling = contract_lib.read(run)["config"]["sampling"]
-    for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("explore_top_p_probability", 0.0)):
-        if sampling[name] != off:
-            raise ValueError(
-                f"{reader} needs rows that are not truncated, and those of {run.root} are drawn with sampling.{name}="
-                f"{sampling[name]}: begin a run of its own for it"
-            )
 
 
 def _identity(run: layout.RunDir) -> Place:
@@ -244,64 +214,3 @@ def load_policy(init_from: str, policy: Policy, mesh: Mesh) -> Params:
     assert reference is not None, "check_init_from comes first"
     base = snapshots.load(other.reference(reference), policy.model_specs, shardings)
     return jax.jit(theirs.merged, out_shardings=shardings)(trained, base)
-
-
-def take_optimizer(
-    init_from: str,
-    run: layout.RunDir,
-    config: Any,
-    contract: contract_lib.Contract,
-    *,
-    policy: Policy,
-    reference: Place,
-    mesh: Mesh,
-) -> bool:
-    """Writes a checkpoint of step 0 with the weights of `reference` and the optimiser of the other run at that step.
-
-    Returns:
-      whether the other run has an optimiser to take: a checkpoint of exactly that step, with whole policies on both sides and an
-      optimiser of the same shape. Its moments and their count are taken; schedules begin anew.
-    """
-    other, stored, step = _open_init_from(init_from)
-    if policy.lora is not None or stored["contract"]["lora"] or not other.checkpoints.is_dir():
-        return False
-    optimizers = make_optimizers(config.learner)
-    shapes = state_shapes(policy, optimizers, mesh)
-    source = Checkpoints(other.checkpoints, keep=0, read_only=True)
-    try:
-        if step not in source.steps():
-            return False
-        state = source.restore(step, {"state": shapes})[0]["state"]
-    except ValueError as error:
-        why = "its state is of another shape (objective, optimiser or adapters)"
-        log.warning("the optimiser of %s is not taken: %s", init_from, why)
-        log.debug("%s", error)
-        return False
-    finally:
-        source.close()
-    params = snapshots.load(reference, policy.trained_specs, policy.trained_shardings(mesh))
-    taken = state.opt_state["policy"]
-    del state
-
-    def begin(params: Params, taken: Any) -> TrainState:
-        # Log Z and the values of states belong to the reference, which is another one now: their heads begin anew.
-        begun = init_state(policy, params, optimizers)
-        return dataclasses.replace(begun, opt_state=begun.opt_state | {"policy": _restart_schedules(taken)})
-
-    begin_on_mesh = jax.jit(begin, out_shardings=jax.tree.map(lambda x: x.sharding, shapes), donate_argnums=(0, 1))
-    begun = begin_on_mesh(params, taken)
-    del params, taken
-    target = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
-    target.save({"state": begun}, {"epoch": 0, "index": make_index(config, contract).state(), "visible": []}, step=0)
-    target.close()
-    log.info("the run begins with the optimiser of %s", init_from)
-    return True
-
-
-def _restart_schedules(opt_state: Any) -> Any:
-    """The optimiser's state with the counters of its schedules at 0; Adam's count belongs to its moments and stays."""
-
-    def restart(node: Any) -> Any:
-        return node._replace(count=jnp.zeros_like(node.count)) if isinstance(node, optax.ScaleByScheduleState) else node
-
-    return jax.tree.map(restart, opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))

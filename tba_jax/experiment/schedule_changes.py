@@ -55,12 +55,9 @@ def check_none_given(run: layout.RunDir, config: Any, *, role: str) -> None:
 
 
 def change(run: layout.RunDir, config: Any, *, allowed: Sequence[str], step: int) -> Changes:
-    """Makes the schedule of `config` that of the run from `step` on, and records in config.json what changed.
+    """Makes the schedule of `config` that of the run from `step` on, and records in config.json what changed. Raises: as `check`.
 
-    At step 0 every change is allowed: nothing is trained yet, and the schedule in config.json may be that of a searcher that
-    came first.
-
-    Raises: as `check`.
+    At step 0 every change is allowed: nothing is trained yet, and a searcher may have come first with another schedule.
     """
     changes = check(run, config, allowed=allowed, step=step)
     if changes:
@@ -100,8 +97,7 @@ def check(run: layout.RunDir, config: Any, *, allowed: Sequence[str], step: int)
 def past(run: layout.RunDir, *, after: int) -> list[tuple[int, dict[str, Any]]]:
     """Settings that had other values in steps after `after`: (last step with these values, setting -> value then), in order.
 
-    Steps after the last of them have the settings of config.json. learner.non_finite is left out, because the journal says
-    whether the run went on after a step.
+    learner.non_finite is left out, because the journal says whether the run went on after a step.
     """
     changes = contract_lib.read(run)["changes"]
     found = []

@@ -1,11 +1,14 @@
-"""Policy and tokenizer that a config names, and a run that exists, as its config.json tells it.
+"""Policy, tokenizer and places that a config names, and a run that exists, as its config.json tells it.
 
 Whoever can write a workdir decides what its config.json names. Nothing of that is executed here: no task is imported, and no code
 of a checkpoint.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import logging
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tba_jax.experiment.mistakes import Mistakes
@@ -17,9 +20,15 @@ from tba_jax.models.policy import LoraConfig, Policy
 from tba_jax.models.presets import PRESETS
 from tba_jax.schemas import flatten
 from tba_jax.storage import contract as contract_lib
-from tba_jax.storage import layout
+from tba_jax.storage import layout, places
+from tba_jax.storage.places import Place
 from tba_jax.text import stop_strings
 from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
+
+log = logging.getLogger(__name__)
+
+# A dry run waits no longer for a place. A role waits until the place answers: storage may come back.
+DRY_RUN_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,3 +155,37 @@ def check_policy(config: Any, policy: Policy, tokenizer: Tokenizer, found: Mista
     if total > model.max_positions:
         lengths = f"task.prompt_length={task.prompt_length} + task.response_length={task.response_length}"
         found.add([f"{lengths} = {total} exceed the model's {model.max_positions} positions"])
+
+
+def named_places(config: Any, *, init_from: str = "") -> list[tuple[str, Place]]:
+    """(setting or flag, place) of the run of --init_from, of the runs of replay.mount, and of whatever settings name by a path;
+    one may be a name on the hub. Args: init_from: see other_runs.parse_init_from."""
+    paths = [(name, value) for name, value in flatten(config.to_dict()).items() if name.endswith(("_path", ".path"))]
+    texts = [("--init_from", init_from.rpartition("@")[0]), *(("replay.mount", folder) for folder in config.replay.mount), *paths]
+    found = []
+    for name, text in texts:
+        if text and isinstance(text, str):
+            with contextlib.suppress(ValueError):  # it names no place, and other checks say so
+                found.append((name, places.place(text)))
+    return found
+
+
+def check_answers(named: Iterable[tuple[str, Place]], *, limit: float = math.inf) -> None:
+    """Returns once each place has answered, and says every ten seconds for which one it waits: asked before anything else touches
+    storage, which might wait for ever.
+
+    Args: named: (setting or flag, place); limit: seconds for each place.
+
+    Raises:
+      ValueError: a place has not answered within the limit, or is in no bucket. OSError: a store refuses.
+    """
+    for setting, place in dict.fromkeys(named):
+
+        def report(seconds: float, told: str = f"{setting}={place}") -> None:
+            log.warning("%s has not answered for %g s; still trying", told, round(seconds, 1))
+
+        try:
+            places.check_answers(place, report=report, limit=limit)
+        except TimeoutError as error:
+            told = f"{setting}={place} has not answered within {limit:g} s, and is not waited for any longer"
+            raise ValueError(told) from error

@@ -46,8 +46,8 @@ _ENVIRONMENT = {
 def parse(values: Sequence[str], *, roles: Sequence[str]) -> dict[str, str]:
     """Role -> topology, from the parts of --topology=TOPOLOGY or --topology=ROLE=TOPOLOGY,….
 
-    Args: roles: those that there are. A topology without a role is that of all roles which are not named. GPUs without a role are
-      one machine, which the roles divide among themselves as under --role=all: {"all": "H100x8"}.
+    A topology without a role is that of all roles which are not named. GPUs without a role are one machine, which the roles
+    divide as under --role=all: {"all": "H100x8"}.
 
     Raises:
       ValueError: a role or a topology that does not exist; names those that do.
@@ -71,7 +71,7 @@ def parse(values: Sequence[str], *, roles: Sequence[str]) -> dict[str, str]:
 
 
 def use_no_devices() -> None:
-    """Keeps JAX from looking for accelerators in this process, which compiles for others. To be called before JAX has looked."""
+    """Keeps JAX from looking for accelerators in this process. To be called before JAX has looked."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if "JAX_PLATFORMS" not in os.environ:

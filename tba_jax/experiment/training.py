@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 Job = Callable[[], int]
 
 # Seconds after which Python takes the interpreter from a thread that others wait for. With Python's default of 5 ms, the dispatch
-# of an update waits for so long, or several times as long, while a thread writes a snapshot.
+# of an update waits that long or longer while a thread writes a snapshot.
 _SWITCH_SECONDS = 3e-4
 
 
@@ -45,7 +45,14 @@ def reference(s: Invocation) -> Job:
             try:
                 layout.reference_id(s.run)
             except (FileNotFoundError, ValueError):  # there is none yet, or its name is damaged
-                _make_reference_alone(here, group, record)
+                try:  # a trainer that begins meanwhile would make another policy
+                    lease = EpochLease.acquire(s.run.journal)
+                except LeaseHeld as error:
+                    raise processes_lib.BadInput(f"{error}; it makes the policy itself") from error
+                try:
+                    _make_reference(here, group, record)
+                finally:
+                    lease.release()
         record.close("finished")
         group.end(0)
         return 0
@@ -66,25 +73,9 @@ def _group(s: Invocation) -> Group | Member:
     return rendezvous.meet(s.world, workdir=s.run.root, settings=told, visible_gpus=len(gpus.visible()), limits=limits)
 
 
-def _make_reference_alone(s: Invocation, group: Group, record: Record) -> None:
-    """As `_make_reference`, with the lease of the run: a trainer that begins meanwhile would make another policy."""
-    try:
-        lease = EpochLease.acquire(s.run.journal)
-    except LeaseHeld as error:
-        raise processes_lib.BadInput(f"{error}; it makes the policy itself") from error
-    try:
-        _make_reference(s, group, record)
-    finally:
-        lease.release()
-
-
 def _make_reference(s: Invocation, group: Group, record: Record) -> None:
-    """Makes the policy that step 0 starts from, unless the run has one. The caller holds the lease.
-
-    Before that it tells what is wrong with the prompts, as an alarm of the trainer: nobody is to wait for a warm start in vain.
-
-    Args: record: of the process that makes it.
-    """
+    """Makes the policy that step 0 starts from, unless the run has one. The caller holds the lease. Before that it tells what is
+    wrong with the prompts: nobody is to wait for a warm start in vain."""
     joining.tell_changed_prompts(s.experiment, Alarms(s.run.metrics("trainer")))
     if places.exists(s.run.initial_reference):
         if initial_policy.mend(s.run):  # until now nobody knew whose rows go with it
@@ -110,9 +101,7 @@ def make_trainer(
     Journalled steps after the checkpoint are done again under the schedule that they were done with: for each past schedule a
     trainer of its config resumes, up to the last step of that schedule, and leaves a checkpoint.
 
-    Args:
-      group: of the processes of the trainer, of which this one is the first; None: it is alone.
-      record: of this process; None: one that begins here.
+    Args: group: of the processes of the trainer, of which this one is the first; None: it is alone.
     """
     from tba_jax.roles.trainer.resume import CheckpointLeftOut
 
@@ -230,9 +219,6 @@ def _follow(s: Invocation, member: Member) -> int:
                 case "make reference":
                     e = _with_settings(s, content["settings"]).experiment
                     initial_policy.follow(e, s.run, member, init_from=content["init_from"])
-                case "take optimizer":
-                    e = _with_settings(s, content["settings"]).experiment
-                    initial_policy.take_optimizer(e, s.run, content["init_from"], content["reference"])
                 case "begin trainer":
                     e = _with_settings(s, content["settings"]).experiment
                     follower = Follower(e.config, e.contract, s.run, policy=e.policy, member=member, record=record)

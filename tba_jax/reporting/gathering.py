@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from tba_jax.experiment import answering, stored_run
+from tba_jax.experiment import stored_run
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.replay.reader import LogReader
 from tba_jax.reporting.rows import RowTable
@@ -119,7 +119,7 @@ class Source:
         """
         self.called = str(workdir)
         self.run = layout.open_run_dir(workdir)
-        answering.check_answers([("--shared", self.run.shared)], limit=answering.DRY_RUN_SECONDS)
+        stored_run.check_answers([("--shared", self.run.shared)], limit=stored_run.DRY_RUN_SECONDS)
         try:
             self._stored = contract_lib.read_run(self.run, called=self.called)
             for name in ("config", "contract"):
@@ -135,7 +135,7 @@ class Source:
             self._tokenizer = tokenizer_of(self._stored)
         with part(self._problems, "a mounted run (its rows are left out)"):
             named = self._stored["config"]["replay"]["mount"]
-            answering.check_answers([("replay.mount", places.place(each)) for each in named], limit=answering.DRY_RUN_SECONDS)
+            stored_run.check_answers([("replay.mount", places.place(each)) for each in named], limit=stored_run.DRY_RUN_SECONDS)
             mounts = contract_lib.mounted_logs(named, reward_version=contract.reward_version)
         self._reader = LogReader(self.run.replay, shape, mounts=mounts, patience_seconds=1.0)
 

@@ -89,11 +89,8 @@ def _listed_by_driver() -> list[tuple[str, Gpu]]:
 
 
 def check_free() -> None:
-    """Raises ValueError where others hold so much of this process' GPUs that JAX' share is not free; names GPU, free and wanted.
-
-    To be called before JAX has looked for devices, when it takes its share. Does nothing where XLA_PYTHON_CLIENT_PREALLOCATE is
-    off: JAX then takes memory as it needs it.
-    """
+    """Raises ValueError where others hold so much of this process' GPUs that the share is not free which JAX takes when it first
+    looks for devices. Without XLA_PYTHON_CLIENT_PREALLOCATE, JAX takes memory as it needs it, and nothing is checked."""
     if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0"):
         return
     asked = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -111,8 +108,7 @@ def jax_devices() -> list[Any]:
     """The devices of this process.
 
     Raises:
-      ValueError: JAX does not use all the GPUs that the process was given, or computes on the CPU beside GPUs or TPUs; names what
-        is there, what JAX finds, and the command that installs what JAX lacks.
+      ValueError: JAX does not use all the GPUs that the process was given, or computes on the CPU beside GPUs or TPUs.
     """
     import jax
 

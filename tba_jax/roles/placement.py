@@ -1,7 +1,6 @@
 """Where the roles of one machine run: their cores, their GPUs and the share of a GPU's memory that each may take."""
 
 import dataclasses
-import itertools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +14,13 @@ _SECTIONS = {"trainer": "learner", "searcher": "searchers", "evaluator": "evalua
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a role runs. cpus: core numbers. gpus: CUDA device names, () on a machine without GPUs. memory_fraction: share of the
-    memory of each GPU, 0 = JAX' default. processes: into which the role is divided, see `split`. beside: others on its GPUs."""
+    """Where a role runs. cpus: core numbers. gpus: CUDA device names. memory_fraction: share of the memory of each GPU, 0: JAX'
+    default. processes: into which the role is divided, see `split`."""
 
     cpus: tuple[int, ...]
     gpus: tuple[str, ...] = ()
     memory_fraction: float = 0.0
     processes: int = 1
-    beside: tuple[str, ...] = ()
 
 
 def available_cpus() -> tuple[int, ...]:
@@ -33,8 +31,7 @@ def available_cpus() -> tuple[int, ...]:
 def split(placed: Placement) -> list[Placement]:
     """Where each process of a role runs: its cores and GPUs in equal runs; where there are fewer cores, processes share them.
 
-    Raises:
-      ValueError: the GPUs of the role do not divide over its processes.
+    Raises: ValueError: the GPUs of the role do not divide over its processes.
     """
     count = placed.processes
     if len(placed.gpus) % count:
@@ -77,10 +74,9 @@ def place(
     found = {}
     for name in names:
         mine = on.get(name, ())
-        beside = tuple(other for other in on if other != name and set(on[other]) & set(mine))
         fraction = _memory_fraction(config, name, on) if mine else 0.0
         gpu_names, processes = tuple(gpu.name for gpu in mine), config.trainer.processes if name == "trainer" else 1
-        found[name] = Placement(cores[name], gpu_names, memory_fraction=fraction, processes=processes, beside=beside)
+        found[name] = Placement(cores[name], gpu_names, memory_fraction=fraction, processes=processes)
     split(found["trainer"])  # which refuses GPUs that do not divide over its processes
     return found
 
@@ -146,19 +142,3 @@ def _memory_fraction(config: Any, name: str, on: Mapping[str, Sequence[Gpu]]) ->
         share = (usable - given) * weights[name] / sum(weights.values()) if name in weights else fixed(name)
         shares.append(share)
     return math.floor(min(shares) * 1000 + 1e-6) / 1000
-
-
-def describe(placements: Mapping[str, Placement]) -> str:
-    """A line for each role: its cores, its GPUs and its share of their memory."""
-    lines = ["where --role=all runs its roles on this machine:"]
-    for name, placed in placements.items():
-        shared = f"shared with {', '.join(placed.beside)}" if placed.beside else "its own"
-        gpus = f"GPUs {','.join(placed.gpus)} ({shared}), {placed.memory_fraction:.1%} of their memory"
-        lines.append(f"  {name:12} cores {_numbers(placed.cpus)}; {gpus if placed.gpus else 'no GPU, as there is none'}")
-    return "\n".join(lines)
-
-
-def _numbers(cpus: Sequence[int]) -> str:
-    """Cores 0, 1, 2 and 8 are "0-2,8"."""
-    runs = [[cpu for _, cpu in run] for _, run in itertools.groupby(enumerate(cpus), lambda at: at[1] - at[0])]
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -12,7 +12,7 @@ import pytest
 
 from tba_jax import main
 from tba_jax.commands import append, audit, command_line, evaluate, existing_run, export, rescore, show
-from tba_jax.experiment import answering, jobs
+from tba_jax.experiment import jobs, stored_run
 from tba_jax.run import processes
 from tba_jax.storage import layout, places, snapshots
 from tba_jax.text.visible import visible
@@ -127,7 +127,7 @@ def test_errors_and_the_log_show_control_characters(given, tmp_path, capsys):
     said = refusal(given, capsys, append, f"--config={given.own}", f"--responses={responses}")
     assert visible(said) == said and "is none of the 40 train queries" in said
     command_line.log_to_stderr()
-    answering.log.warning("a line that quotes %s", "\x1b[31m\x9b\u2028")
+    stored_run.log.warning("a line that quotes %s", "\x1b[31m\x9b\u2028")
     assert r"quotes \x1b[31m\x9b\u2028" in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ import uuid
 import pytest
 
 from tba_jax.commands import command_line, report
-from tba_jax.experiment import answering
+from tba_jax.experiment import stored_run
 from tba_jax.run import processes
 from tba_jax.storage import layout, places
 from tests.support import hostile_runs, tiny_run
@@ -95,7 +95,7 @@ def test_a_run_whose_roles_meet_in_an_object_store_is_read_there(tmp_path, monke
 
 
 def test_a_store_that_does_not_answer_is_one_sentence(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(answering, "DRY_RUN_SECONDS", 0.5)
+    monkeypatch.setattr(stored_run, "DRY_RUN_SECONDS", 0.5)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

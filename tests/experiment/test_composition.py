@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import math
 import re
 import shutil
 import sys
@@ -119,10 +118,6 @@ def test_rewards_that_are_no_success_rates_are_refused_where_queries_are_chosen_
         ValueError, match=r"must be within \[0, 1\], and those of task.name='story_sentiment' are within \[-1, 1\]"
     ):
         composition.build(config)
-    for wrong in ("01", (1.0, 0.0), (0.0, math.nan)):
-        monkeypatch.setattr("tba_jax.tasks.story_sentiment.StorySentiment.reward_range", wrong)
-        with pytest.raises(ValueError, match=re.escape(f"reward_range={wrong!r}") + ".*StorySentiment.*must be two numbers"):
-            composition.build(config)
     for says in (None, (0.0, 1.0)):
         monkeypatch.setattr("tba_jax.tasks.story_sentiment.StorySentiment.reward_range", says)
         composition.build(config)
@@ -180,27 +175,3 @@ def test_a_special_token_whose_text_is_a_stop_string_is_allowed(model_folder, tm
     stop_strings.check_stop_strings(["turn"], tokenizer, 262, setting="task.step_ends", special=False)
     assert banned() == banned("turn") == (258, 259, 260, 261)
     assert banned("<|turn|>") == (259, 260, 261)
-
-
-def test_stop_strings_need_a_tokenizer_whose_tokens_have_bytes(model_folder):
-    with pytest.raises(
-        ValueError, match=r"the tokenizer's decoder is none, .* task\.stop_strings and task\.step_ends need a byte-level"
-    ):
-        composition.build(story_config(model_folder, task__stop_strings=("w3",)))
-
-
-def test_a_stop_string_is_one_that_the_tokenizer_can_spell(data_dir):
-    """stories260K strips white space from the ends of a text, TinyStories-656K has no token for 漢."""
-    for name, text, spelled in (
-        ("stories260K-hf", "\n", True),
-        ("stories260K-hf", "漢", True),
-        ("stories260K-hf", "  ", False),  # it makes one space of many
-        ("TinyStories-656K", "\n\n", True),
-        ("TinyStories-656K", "a 漢", False),
-    ):
-        tokenizer = HuggingFaceTokenizer(data_dir / "models" / name)
-        if spelled:
-            stop_strings.check_stop_strings([text], tokenizer, tokenizer.vocab_size)
-            continue
-        with pytest.raises(ValueError, match=re.escape(f"task.stop_strings holds {text!r}, which no response can")):
-            stop_strings.check_stop_strings([text], tokenizer, tokenizer.vocab_size)

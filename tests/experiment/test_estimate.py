@@ -1,9 +1,13 @@
-"""Memory estimates against sums by hand, and how meshes divide them."""
+"""Estimates of memory against sums by hand, and how meshes divide them; and the disk that a run takes."""
 
 import pytest
 
-from tba_jax.experiment import composition, estimate
+from tba_jax.experiment import composition, dry_run, estimate, joining
+from tba_jax.models import parameters
+from tba_jax.storage import layout
 from tests.support import tiny_run
+
+TOO_MANY = 10**13  # steps whose snapshots no disk holds
 
 
 def memory(**changes) -> dict[str, dict[str, int]]:
@@ -63,7 +67,56 @@ def test_caches_of_prompts_have_room_for_responses_that_go_on():
     assert valued["trainer"] == plain["trainer"]
 
 
-@pytest.mark.parametrize("objective, told", [("ppo", True), ("learned_log_z", True), ("trajectory_balance", False)])
-def test_the_head_of_an_objective_is_told(objective, told):
-    text = estimate.describe(composition.build(tiny_run.config(learner__objective=objective)))
-    assert (f"head of {objective}, trained beside the policy:" in text) == told
+def experiment(**changes):
+    return composition.build(tiny_run.config(**changes))
+
+
+def listed(*, steps: int, every: int, evaluated: int, keep: int) -> int:
+    """Steps that have a snapshot at the end, step by step, and one that is being written."""
+    published = [step for step in range(steps + 1) if step % every == 0 or step % evaluated == 0 or step == steps]
+    if not keep:
+        return len(published)
+    kept = [step for step in published if step % evaluated == 0 or step == steps]
+    return min(len(published), len(kept) + keep + 1)
+
+
+@pytest.mark.parametrize(
+    "steps, every, evaluated, keep", [(12, 2, 100, 0), (12, 2, 5, 3), (7, 3, 2, 0), (6, 2, 3, 4), (40, 4, 6, 3)]
+)
+def test_snapshots_are_counted(steps, every, evaluated, keep):
+    e = experiment(learner__steps=steps, publish__every_steps=every, evaluation__every_steps=evaluated, publish__keep=keep)
+    found = estimate.snapshots(e)
+    assert found.count == listed(steps=steps, every=every, evaluated=evaluated, keep=keep)
+    assert found.size == 4 * parameters.count(e.policy.trained_specs) and f"publish.keep={keep}" in found.what
+
+
+def sizes(run: layout.RunDir, **changes) -> list[int]:
+    """Of the snapshots, the reference policy and the checkpoints."""
+    (demand,) = estimate.demands(experiment(**changes), run)
+    return [files.size for files in demand.files]
+
+
+def test_what_is_published_and_kept(tmp_path):
+    assert estimate.snapshots(experiment(schedule__mode="interleaved", learner__steps=9)).count == 10
+    run = layout.RunDir(tmp_path / "run")
+    whole, adapters = sizes(run, publish__dtype="bfloat16"), sizes(run, publish__dtype="bfloat16", lora__rank=1)
+    assert adapters[0] < whole[0] and adapters[2] < whole[2] and adapters[1] == whole[1] == 2 * whole[0]
+    assert 3 * sizes(run, learner__reference__kind="ema")[2] == 4 * sizes(run)[2]
+
+
+def test_every_new_run_is_refused_whose_snapshots_the_disk_does_not_hold(tmp_path):
+    s = tiny_run.settings(tmp_path / "run", tiny_run.config(learner__steps=TOO_MANY))
+    with pytest.raises(ValueError, match=r"would fill its disk.*GiB left on .*publish.keep=0, all.*--workdir") as told:
+        joining.join(s, may_change_schedule=True)
+    assert str(tmp_path / "run") in str(told.value) and not s.run.root.exists()
+    joining.join(tiny_run.settings(tmp_path / "run", tiny_run.config()), may_change_schedule=True)
+    joining.join(tiny_run.settings(tmp_path / "run", s.config), may_change_schedule=False)  # a run that is there has an alarm
+
+
+def test_a_dry_run_says_what_the_disk_lacks(tmp_path):
+    run = layout.RunDir(tmp_path / "run")
+    (said,) = (
+        line for line in dry_run.describe(experiment(learner__steps=TOO_MANY), run).splitlines() if line.startswith("disk ")
+    )
+    assert said.startswith("disk       does not fit: about") and "publish.keep=0, all" in said
+    assert "disk       fits: about" in dry_run.describe(experiment(), run)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tba_jax.experiment import jobs, joining, training
+from tba_jax.experiment import dry_run, joining, training
 from tba_jax.telemetry import alarms
 from tests.support import random_checkpoints, task_files, tiny_checkpoints, tiny_run
 
@@ -35,8 +35,8 @@ def test_a_tokenizer_that_drops_a_character_is_told_once(tmp_path, caplog):
 
 def test_a_dry_run_tells_it_and_writes_nothing(tmp_path, caplog, monkeypatch):
     s = settings(tmp_path, "0123456789of ")
-    assert jobs.dry_run(s, full=False)() == 0
+    assert dry_run.estimated(s, full=False)() == 0
     assert sum("1/10 of 10" in record.message for record in caplog.records) == 1 and not s.run.root.exists()
     monkeypatch.setattr(joining, "PROMPTS", 10)  # of many prompts some are looked at
     assert "10 of 10 train prompts (of 40)" in joining.changed_prompts(s.experiment)
-    assert not joining.changed_prompts(settings(tmp_path, "0123456789of /").experiment)
+    assert not joining.changed_prompts(settings(tmp_path / "other", "0123456789of /").experiment)

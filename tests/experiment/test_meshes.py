@@ -76,6 +76,7 @@ def test_a_trainers_state_is_split_where_it_is_large_for_a_device(devices, memor
     assert experiment.config.learner.mesh.fsdp == overrides.get("learner.mesh.fsdp", 0)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_the_mesh_that_its_devices_need(tmp_path, monkeypatch):
     """Steps of a state that is whole are done again with a state that is split, with equal weights."""
     four = jax.devices()[:4]

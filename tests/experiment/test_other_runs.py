@@ -1,21 +1,14 @@
-"""A run that begins from another run's policy: its weights, its optimiser, and what is refused."""
+"""A run that begins from another run's policy: its weights, and what is refused."""
 
-import dataclasses
 import shutil
-from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-import optax
 import pytest
 
-from tba_jax import sharding
 from tba_jax.experiment import jobs, other_runs, training
-from tba_jax.learner.settings import make_optimizers
-from tba_jax.learner.state import state_shapes
 from tba_jax.models import parameters
-from tba_jax.storage import checkpoints, contract, layout, snapshots
+from tba_jax.storage import contract, layout, snapshots
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
@@ -62,81 +55,10 @@ def snapshot_of(s: jobs.Invocation, step: int):
     return s.run.policies / layout.step_name(step)
 
 
-def state_of(s: jobs.Invocation, step: int) -> Any:
-    """The trainer's state in a checkpoint."""
-    mesh = sharding.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1])
-    shapes = state_shapes(s.experiment.policy, make_optimizers(s.config.learner), mesh)
-    opened = checkpoints.Checkpoints(s.run.checkpoints, keep=0, read_only=True)
-    state = opened.restore(step, {"state": shapes})[0]["state"]
-    opened.close()
-    return jax.device_get(state)
-
-
-def counts(state: Any, kind: type) -> list[int]:
-    nodes = jax.tree.leaves(state.opt_state, is_leaf=lambda node: isinstance(node, kind))
-    return [int(node.count) for node in nodes if isinstance(node, kind)]
-
-
 def assert_same(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     assert got.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_array_equal(got[name], array, err_msg=name)
-
-
-def test_reference_policy_and_optimiser_are_those_of_the_step(source, tmp_path):
-    before = {path: path.stat().st_mtime_ns for path in source.run.root.rglob("*") if path.is_file()}
-    s = begin(tmp_path / "run", f"{source.run.root}@6")
-    specs = s.experiment.policy.model_specs
-    assert_same(stored(reference_of(s), specs), stored(snapshot_of(source, 6), specs))
-    assert any((a != b).any() for a, b in zip(*(stored(snapshot_of(source, n), specs).values() for n in (0, 6)), strict=True))
-    ours, theirs = state_of(s, 0), state_of(source, 6)
-    jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
-    for moment in ("mu", "nu"):
-        found = [
-            getattr(node, moment)
-            for state in (ours, theirs)
-            for node in jax.tree.leaves(state.opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
-            if isinstance(node, optax.ScaleByAdamState)
-        ]
-        jax.tree.map(np.testing.assert_array_equal, *found)
-        assert any(np.any(leaf) for leaf in jax.tree.leaves(found[0]))
-    assert int(ours.step) == 0 and counts(ours, optax.ScaleByAdamState) == [6]
-    assert counts(ours, optax.ScaleByScheduleState) == [0] and counts(theirs, optax.ScaleByScheduleState) == [6]
-    assert contract.read(s.run)["init_from"] == f"{source.run.root}@6"
-    assert {path: path.stat().st_mtime_ns for path in source.run.root.rglob("*") if path.is_file()} == before
-
-
-def test_heads_begin_anew_with_their_optimisers(tmp_path):
-    """They belong to the other run's reference, unlike the policy and its moments."""
-    changes = {"learner__objective": "learned_log_z"}
-    theirs = source_run(tmp_path / "source", **changes)
-    ours = begin(tmp_path / "run", f"{theirs.run.root}@2", **changes)
-    taken, given = state_of(ours, 0), state_of(theirs, 2)
-    for of_head in (taken.params["log_z_head"], taken.opt_state["log_z_head"]):
-        assert not any(np.any(leaf) for leaf in jax.tree.leaves(of_head))
-    assert any(np.any(leaf) for leaf in jax.tree.leaves(given.params["log_z_head"]))
-    assert counts(dataclasses.replace(taken, opt_state=taken.opt_state["policy"]), optax.ScaleByAdamState) == [2]
-
-
-def test_a_begun_run_resumes_exactly_without_the_other_run(source, tmp_path):
-    """Killed before its first checkpoint of its own, after the other run has gone."""
-    other = copy_of(source, tmp_path / "source")
-    once = begin(tmp_path / "once", f"{other.run.root}@6", checkpoint__every_steps=50)
-    fill(once)
-    shutil.copytree(once.run.root, tmp_path / "twice")
-    twice, cold = (tiny_run.settings(tmp_path / name, once.config) for name in ("twice", "cold"))
-    for folder in ("reference", "replay"):  # and not the checkpoint that holds the optimiser
-        shutil.copytree(once.run.root / folder, cold.run.root / folder)
-    shutil.copy(once.run.config, cold.run.config)
-    expected = frozen_runs.train(once, until=3, abandon=True)
-    shutil.rmtree(other.run.root)
-    frozen_runs.train(twice, until=2, abandon=True)
-    got = frozen_runs.train(twice, until=3, abandon=True)
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
-    assert counts(got, optax.ScaleByAdamState) == [9] and int(got.step) == 3
-    params = frozen_runs.train(cold, until=3, abandon=True).params
-    differs = jax.tree.map(lambda a, b: bool(np.any(a != b)), params, expected.params)
-    assert any(jax.tree.leaves(differs)), "the optimiser that was taken makes no difference"
 
 
 def fill(s: jobs.Invocation) -> None:
@@ -169,18 +91,20 @@ def test_adapters_of_the_other_run_are_merged(tmp_path):
         got = stored(reference_of(s), policy.model_specs)
         np.testing.assert_allclose(got.pop("layers.attention.query.weight"), weight + update, atol=1e-6)
         assert_same(got, {name: array for name, array in base.items() if name != "layers.attention.query.weight"})
-        assert not s.run.checkpoints.exists(), "moments of adapters say nothing of merged weights"
     fill(s)
     fresh = stored(snapshot_of(s, 0), policy.trained_specs)
     assert not fresh["layers.attention.query.lora_b"].any()
 
 
-def test_a_step_without_a_checkpoint_gives_its_weights_alone_and_the_other_run_is_needed_once(source, tmp_path):
+def test_the_reference_is_the_policy_of_that_step_and_the_other_run_is_needed_once(source, tmp_path):
     other = copy_of(source, tmp_path / "source")
+    before = {path: path.stat().st_mtime_ns for path in other.run.root.rglob("*") if path.is_file()}
     s = begin(tmp_path / "run", f"{other.run.root}@3")
     reference, specs = reference_of(s), s.experiment.policy.model_specs
     assert_same(stored(reference, specs), stored(snapshot_of(source, 3), specs))
-    assert not s.run.checkpoints.exists()
+    assert any((a != b).any() for a, b in zip(*(stored(snapshot_of(source, n), specs).values() for n in (0, 3)), strict=True))
+    assert contract.read(s.run)["init_from"] == f"{other.run.root}@3"
+    assert {path: path.stat().st_mtime_ns for path in other.run.root.rglob("*") if path.is_file()} == before
     shutil.rmtree(other.run.root)
     for origin in (f"{other.run.root}@3", ""):
         assert reference_of(begin(tmp_path / "run", origin)) == reference
@@ -207,36 +131,11 @@ def test_what_cannot_be_begun_from_is_refused(case, source, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_another_optimiser_is_not_taken(source, tmp_path, caplog):
-    """Without clipping the optimiser's state has another shape."""
-    s = begin(tmp_path / "run", f"{source.run.root}@6", learner__clip_norm=0.0)
-    assert "the optimiser of" in caplog.text and "is not taken" in caplog.text
-    assert not s.run.checkpoints.exists() and reference_of(s).exists()
-
-
-def test_another_version_is_neither_mounted_nor_begun_from(source, tmp_path):
-    other = copy_of(source, tmp_path / "other").run
-    layout.write_json(other.config, contract.read(other) | {"format": 0})
-    with pytest.raises(ValueError, match=rf"{other.config} has format 0, "):
-        begin(tmp_path / "run", f"{other.root}@6")
-    s = tiny_run.settings(tmp_path / "new", frozen_runs.config(replay__mount=(str(other.root),)))
-    with pytest.raises(ValueError, match=rf"{other.config} has format 0, "):
-        other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from="")
-
-
 def test_a_run_that_began_from_another_policy_is_mounted_by_one_that_begins_so_too(source, tmp_path):
     origin, theirs = f"{source.run.root}@3", begin(tmp_path / "theirs", f"{source.run.root}@3").run.root
     mounts = frozen_runs.config(replay__mount=(str(theirs),))
 
-    def refusal(folder: Path, init_from: str) -> str:
-        s = tiny_run.settings(folder, mounts)
-        with pytest.raises(ValueError) as refused:
-            other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=init_from)
-        return str(refused.value)
-
-    assert refusal(tmp_path / "new", "").endswith(
-        f"it began from the policy {origin}: begin this run with --init_from={origin} too"
-    )
-    assert refusal(tmp_path / "new", "x@1").endswith(f"with --init_from={origin} too, not --init_from=x@1")
     s = tiny_run.settings(tmp_path / "new", mounts)
+    with pytest.raises(ValueError, match=f"it began from the policy {origin}: begin this run with --init_from={origin} too"):
+        other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from="")
     other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=origin)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from configs import base
 from tba_jax import sharding
-from tba_jax.experiment.fitting import Measure
+from tba_jax.programs import Measure
 from tba_jax.rewards import task_models
 from tba_jax.rewards.scorers import ResponseEmbedder
 from tba_jax.tasks.red_team import RedTeam

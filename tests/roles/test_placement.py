@@ -6,7 +6,7 @@ import pytest
 
 from configs import base
 from tba_jax.roles.gpus import Gpu
-from tba_jax.roles.placement import describe, place
+from tba_jax.roles.placement import place
 
 # As nvidia-smi tells them of an H100 at rest.
 MEMORY, FREE = 81_559 << 20, 81_079 << 20
@@ -108,12 +108,3 @@ def test_what_others_hold_of_a_gpu_is_not_given_out():
     assert {placed.memory_fraction for placed in found.values()} == {0.49}
     with pytest.raises(ValueError, match=r"other processes hold 78\.6 of the 79\.6 GiB of GPU 0: end them"):
         place(config_with(), cpus=[0], gpus=gpus(1, free=1 << 30))
-
-
-def test_a_description_says_who_has_what():
-    assert describe(place(config_with(searchers__count=1), cpus=(0, 1, 2, 8), gpus=gpus(2))).splitlines()[1:] == [
-        "  trainer      cores 0-1; GPUs 0 (its own), 95.0% of their memory",
-        "  searcher-0   cores 2,8; GPUs 1 (shared with evaluator), 47.5% of their memory",
-        "  evaluator    cores 2,8; GPUs 1 (shared with searcher-0), 47.5% of their memory",
-    ]
-    assert "cores 0-3; no GPU, as there is none" in describe(place(config_with(), cpus=range(8), gpus=()))

@@ -18,10 +18,6 @@ VOCAB = 2**30
 EVENTS = ("search", "deliver", "lose", "fail", "refresh", "leave", "train", "tick")
 
 
-def queries(count: int) -> list[EncodedQuery]:
-    return [EncodedQuery(query=Query(prompt=str(i)), prompt=(i,)) for i in range(count)]
-
-
 class _Searcher:
     def __init__(self, world: "World", number: int):
         s = world.config.searchers
@@ -64,16 +60,17 @@ class _Searcher:
         rows["prompt_length"][:] = rows["response_length"][:] = 1
         rows["tokens"][:, 1] = [self.world.response() for _ in range(count)]
         rows["policy_step"][:] = step
-        rows["reward"] = np.full(count, self.world.reward() if scored else np.nan, np.float32)
+        # Of two equal responses, the older one is better.
+        rows["reward"] = np.full(count, -float(self.world.step) if scored else np.nan, np.float32)
         self.rows += count
         self.world.arrived.append((self.name, rows))
 
 
 class World:
-    """kinds: different responses that the policy gives; 0: all differ. relief: whether the trainer's relief works."""
+    """kinds: different responses that the policy gives; 0: all differ."""
 
-    def __init__(self, config: Any, *, kinds: int = 0, relief: bool = True, train_queries: int = 6):
-        self.config, self.queries = config, queries(train_queries)
+    def __init__(self, config: Any, *, kinds: int = 0):
+        self.config, self.queries = config, [EncodedQuery(query=Query(prompt=str(i)), prompt=(i,)) for i in range(6)]
         self.recent_window = 1 if config.schedule.mode == "interleaved" else config.publish.every_steps
         replay = config.replay
         self.index = ReplayIndex(
@@ -87,19 +84,15 @@ class World:
         self.step, self.published, self.grants, self.clock = 0, [0], 0, 0.0
         self.arrived: list[tuple[str, dict[str, np.ndarray]]] = []
         self._kinds, self._responses = kinds, 0
-        self.reward = lambda: 0.0
-        seconds = config.publish.at_most_seconds if relief else float("inf")
-        self.relief = Relief(seconds=seconds, publish=self._publish, grant=self._grant, clock=lambda: self.clock)
+        self.relief = Relief(
+            seconds=config.publish.at_most_seconds, publish=self._publish, grant=self._grant, clock=lambda: self.clock
+        )
         self._joined = 0
         self.searchers = [self._join() for _ in range(config.searchers.count)]
 
     def _join(self) -> _Searcher:
         self._joined += 1
         return _Searcher(self, self._joined)
-
-    def replace(self, number: int) -> None:
-        """A searcher dies with what it has not delivered, and another takes its place."""
-        self.searchers[number] = self._join()
 
     def response(self) -> int:
         self._responses += 1
@@ -150,7 +143,7 @@ class World:
         elif event == "tick":
             self.clock += 1
         elif event == "leave":
-            self.replace(number % len(self.searchers))
+            self.searchers[number % len(self.searchers)] = self._join()
         elif event == "lose" and searcher.batches:
             searcher.batches.popleft()
         elif event == "fail":

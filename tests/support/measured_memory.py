@@ -17,8 +17,8 @@ import numpy as np
 
 from tba_jax.decoding import sampling
 from tba_jax.decoding.requests import Request
-from tba_jax.experiment import compiling, initial_policy, jobs, joining, training
-from tba_jax.experiment.fitting import Measure
+from tba_jax.experiment import dry_run, initial_policy, jobs, joining, training
+from tba_jax.programs import Measure
 from tba_jax.roles.reference import ReferencePolicy, policy_mesh
 from tba_jax.telemetry.record import TimeAccount
 from tests.support import tiny_run, tiny_searcher
@@ -109,7 +109,7 @@ def measure(name: str, folder: Path) -> dict[str, int]:
     call takes beyond them."""
     role, program, make, beside = PROGRAMS[name]
     s = tiny_run.settings(folder, tiny_run.config(**SETTINGS))
-    fit = Measure().fit(program, compiling.programs(s.experiment, s.run, role=role)[program])
+    fit = Measure().fit(program, dry_run.programs(s.experiment, s.run, role=role)[program])
     jobs.join(s, may_change_schedule=True)
     initial_policy.ensure(s.experiment, s.run, report=lambda *_: None)
     if role == "searcher":

@@ -1,8 +1,7 @@
 """What the TBA paper and its authors' code set, for each recipe of a row of the paper: written down here, not read from recipes.
 
 `python -m tests.support.paper_settings` prints the table of docs/recipes.md: each setting that decides about a run beside the
-recipe's, and the reason where they differ. UNSTATED pins what neither the paper nor its code speaks of, so that another default
-moves no recipe.
+recipe's, and the reason where they differ.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,8 +9,6 @@ from typing import Any, NamedTuple
 
 from configs import gsm8k_rho1b, math_qwen2_5_7b, red_team_gpt2, red_team_llama3_2_1b, tldr_pythia
 from tba_jax.experiment.schema import SCHEMA
-from tba_jax.objectives import OBJECTIVES
-from tba_jax.objectives.inputs import ObjectiveSettings
 from tba_jax.schemas import flatten
 
 Values = Mapping[str, Any]
@@ -204,88 +201,6 @@ DEPARTURES: dict[str, dict[str, Departure]] = {
     },
 }
 
-# Of a recipe unless OWN has another value.
-UNSTATED: dict[str, Any] = flatten(
-    {
-        "task": dict(
-            **dict(long_prompts="refuse", missing_eos_reward=None, min_response_length=0, force_eos=False),
-            **dict(banned_tokens=(), stop_strings=(), step_ends=()),
-        ),
-        "lora": dict(rank=0, alpha=16.0, targets=("layers.*",)),
-        "sampling": dict(
-            **dict(top_k=0, top_p=1.0, min_p=0.0, explore_temperature_probability=0.0, explore_temperature_low_factor=1.0),
-            **dict(explore_temperature_factor=1.1 / 0.7, explore_top_p_probability=0.0, explore_top_p_low=0.7),
-        ),
-        "searchers": dict(prompt_selection="uniform", weights="full", lag=0),
-        "replay": dict(
-            **dict(capacity=50_000, merge_edit_distance=0.0, merge_cosine_distance=0.0, merge_keep="newest", recent_window=0),
-            **dict(recent_fill="repeat", inverse_temperature=1.0, max_draws_per_row=0, max_staleness=0, success_decay=0.5),
-            **dict(retention="all", mount=()),
-        ),
-        "learner": dict(
-            **dict(decay="linear", decay_steps=0, schedule_steps=0, beta_steps=500, non_finite="stop", clip_norm=1.0),
-            **dict(ref_temperature_start=1.0, ref_temperature_end=1.0, ref_temperature_steps=0),
-            **dict(reward_temperature_start=1.0, reward_temperature_end=1.0, reward_temperature_steps=0),
-            reference=dict(reset_steps=50, reset_optimizer=False, ema_decay=0.95),
-        ),
-        "publish": dict(dtype="float32"),
-        "schedule": dict(mode="asynchronous", lag=0, updates_per_search=1),
-    }
-)
-_OWN_OF_MATH = flatten(
-    {
-        "task": dict(long_prompts="skip", stop_strings=("<|im_end|>",)),
-        "learner": dict(warmup_steps=0),
-        "replay": dict(
-            **dict(recent_probability=1.0, max_draws_per_row=1, merge_duplicates=False, strategy="uniform"),
-            **dict(capacity_per_query=100, min_rows=0),
-        ),
-        "publish": dict(every_steps=1),
-    }
-)
-_OWN_OF_RED_TEAM = flatten(
-    {
-        "task": dict(prompt_length=64),
-        "searchers": dict(samples_per_query=128),
-        "replay": dict(min_rows=1024, capacity_per_query=100_000),
-    }
-)
-OWN: dict[str, dict[str, Any]] = {
-    "tldr_pythia:410m": {"task.long_prompts": "skip"},
-    "math_qwen2_5_7b:async2": _OWN_OF_MATH,
-    "math_qwen2_5_7b:async10": _OWN_OF_MATH,
-    "red_team_gpt2": _OWN_OF_RED_TEAM,
-    "red_team_llama3_2_1b": _OWN_OF_RED_TEAM | {"replay.capacity_per_query": 150_000},
-}
-
-_SECTIONS = ("learner.", "replay.", "sampling.", "lora.", "publish.", "schedule.")
-_OF_SEARCHERS = ("samples_per_query", "prompt_selection", "weights", "lag")
-_OF_TASKS = ("prompt_length", "response_length", "long_prompts", "min_response_length", "force_eos", "missing_eos_reward")
-_OF_TASKS += ("banned_tokens", "stop_strings", "step_ends")
-_BESIDES = (*(f"searchers.{name}" for name in _OF_SEARCHERS), *(f"task.{name}" for name in _OF_TASKS))
-# Of the task, for recipes that have it.
-_VICTIM = ("victim_temperature", "victim_top_p", "victim_reply_length")
-_OF_TASK = {"red_team": tuple(f"task.red_team.{name}" for name in ("replies", *_VICTIM))}
-
-
-def deciding(config: Any) -> dict[str, Any]:
-    """The settings of a config that decide about updates and rows, but for those that its objective does not read."""
-    objective = OBJECTIVES[config.learner.objective]
-    of_objectives = {field for field in ObjectiveSettings.__dataclass_fields__ if field != "completions"}
-    unread = {f"learner.{name}" for name in of_objectives - set(objective.settings)}
-    unread |= {f"learner.{name}" for name in ("log_z_learning_rate", "value_learning_rate")}
-    leaves = flatten(config.to_dict())
-    besides = _BESIDES + _OF_TASK.get(config.task.name, ())
-    names = [name for name in SCHEMA.rules if name.startswith(_SECTIONS) or name in besides]
-    return {name: leaves[name] for name in names if not SCHEMA.rules[name].free and name not in unread}
-
-
-def stated(recipe: str) -> tuple[Values, Mapping[str, Departure], Values]:
-    """What the paper or its code says and the recipe follows; the departures; and what nobody states."""
-    paper, departures = PAPER[recipe], DEPARTURES[recipe]
-    unstated = UNSTATED | OWN.get(recipe, {})
-    return paper, departures, {name: value for name, value in unstated.items() if name not in paper and name not in departures}
-
 
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
@@ -295,12 +210,11 @@ def _shown(value: Any) -> str:
 
 def table() -> Iterator[str]:
     """The lines of the tables of docs/recipes.md: what recipes share with the paper, and where they differ from it."""
-    there = {recipe: (*stated(recipe)[:2], deciding(get_config())) for recipe, get_config in CONFIGS.items()}
-    yield from ("", "## Equal", "", f"| setting | {' | '.join(there)} |", f"|---|{'---|' * len(there)}")
-    for name in dict.fromkeys(name for paper, departures, values in there.values() for name in values if name in paper):
+    yield from ("", "## Equal", "", f"| setting | {' | '.join(PAPER)} |", f"|---|{'---|' * len(PAPER)}")
+    for name in dict.fromkeys(name for paper in PAPER.values() for name in SCHEMA.rules if name in paper):
         cells = [
-            "differs" if name in departures else _shown(paper[name]) if name in paper and name in values else ""
-            for paper, departures, values in there.values()
+            "differs" if name in DEPARTURES[recipe] else _shown(paper[name]) if name in paper else ""
+            for recipe, paper in PAPER.items()
         ]
         yield f"| `{name}` | {' | '.join(cells)} |"
     yield from (
@@ -310,10 +224,10 @@ def table() -> Iterator[str]:
         "| recipe | setting | paper and its code | recipe | why they differ |",
         "|---|---|---|---|---|",
     )
-    for recipe, (_, departures, values) in there.items():
-        for name, value in values.items():
-            if name in departures:
-                yield f"| {recipe} | `{name}` | {_shown(departures[name].theirs)} | {_shown(value)} | {departures[name].why} |"
+    for recipe, departures in DEPARTURES.items():
+        for name in (name for name in SCHEMA.rules if name in departures):
+            theirs, ours, why = departures[name]
+            yield f"| {recipe} | `{name}` | {_shown(theirs)} | {_shown(ours)} | {why} |"
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ REFUSALS = {
     "other reference": ({"seed": 5}, "have log-probs of reference"),
     "without a reference": ({"learner__reference__kind": "none"}, "learner.reference.kind: 'initial' there, 'none' here"),
     "not kept": ({}, "has replay.retention=checkpoints: its trainer may remove rows"),
-    "other origin": ({}, "leave out --init_from=/elsewhere@3: .* began from what its config says"),
+    "other origin": ({}, "init_from: '' there, '/elsewhere@3' here"),
 }
 
 

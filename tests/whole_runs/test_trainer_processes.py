@@ -339,7 +339,7 @@ def test_two_processes_resume_past_a_change_of_the_schedule(tmp_path, source):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["weights of a checkpoint", "a warm start", "another run with its optimiser"])
+@pytest.mark.parametrize("kind", ["weights of a checkpoint", "a warm start", "another run"])
 def test_two_processes_make_the_policy_that_one_makes(tmp_path, source, kind):
     changes: list[str] = ["--config.learner.mesh.fsdp=2"]
     if kind == "weights of a checkpoint":
@@ -347,7 +347,7 @@ def test_two_processes_make_the_policy_that_one_makes(tmp_path, source, kind):
         changes += ["--config.task.prompt_length=24"]
     if kind == "a warm start":
         changes += ["--config.warm_start.steps=3", "--config.warm_start.batch_size=4", "--config.task.response_length=24"]
-    if kind == "another run with its optimiser":
+    if kind == "another run":
         trainers.run(tmp_path / "other", *trainers.offline_flags(source), *changes, processes=1, devices=2)
         changes += [f"--init_from={tmp_path / 'other'}@12"]
     made = []
@@ -357,8 +357,6 @@ def test_two_processes_make_the_policy_that_one_makes(tmp_path, source, kind):
             assert each.code == 0, each.text
         made.append(layout.read_json(tmp_path / str(count) / "reference" / "initial.json"))
     assert made[0] == made[1], "the id is a hash of the weights"
-    if kind == "another run with its optimiser":
-        assert layout.steps_in(tmp_path / "2" / "checkpoints") == [0]
 
 
 @pytest.mark.slow

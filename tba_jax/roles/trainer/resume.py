@@ -22,7 +22,6 @@ from tba_jax.replay import expiry, journal
 from tba_jax.replay.log import REGISTER
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.roles.trainer.update_program import UpdateProgram
-from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places, snapshots
 from tba_jax.storage.checkpoints import ASIDE, UNFINISHED
 
@@ -176,8 +175,6 @@ def _obstacle(trainer: Trainer, older: Sequence[int]) -> str:
     run = trainer.run
     if older:
         return ""
-    if contract_lib.read(run)["init_from"]:
-        return "it may have begun with the optimiser of another run, which checkpoints alone hold; restore the folder"
     if trainer.config.replay.retention == "checkpoints" and any(expiry.expired_segments(run.replay).values()):
         return "replay.retention=checkpoints has removed rows that its first steps need; restore the folder"
     return ""

@@ -154,7 +154,7 @@ class UpdateProgram:
 
     def checkpointed_shapes(self, step: int) -> dict[str, Any]:
         """Name -> tree of jax.ShapeDtypeStruct: what `trees` gave to the checkpoint of a step."""
-        # The checkpoint of step 0 comes from --init_from, which takes an optimiser over and no moving reference.
+        # At step 0 a moving reference is the policy.
         moving = {"reference": self._moving_reference.shapes} if self._moving_reference and step else {}
         return {"state": self._shapes, **moving}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tba_jax import programs
 from tests.support import measured_memory, tiny_run
 
 
@@ -25,3 +26,10 @@ def test_a_real_call_takes_what_the_compiler_says(program, tmp_path):
     told = {name: f"{size / 2**20:.1f} MiB" for name, size in found.items()}
     assert found["live"] == pytest.approx(found["resting"], rel=0.1), told
     assert found["live"] + found["rise"] == pytest.approx(found["resting"] + found["more"], rel=0.1), told
+
+
+def test_sizes_in_what_the_compiler_says():
+    told = "required for HLO temporaries (32.50G) exceeds available HBM (15.75G). HLO"
+    assert programs.sizes_in(told) == [int(32.5 * 2**30), int(15.75 * 2**30)]
+    assert programs.sizes_in("Used 2.00T of 95.73G hbm. Exceeded") == [2 << 40, int(95.73 * 2**30)]
+    assert programs.sizes_in("error E1000 in module jit_update") == []

@@ -1,0 +1,458 @@
+"""Dry runs: estimates, also for other machines, and the compiler's figures against programs of real roles."""
+
+import dataclasses
+import importlib.util
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from configs import gsm8k_qwen2_5_1_5b, machines
+from tba_jax import main
+from tba_jax.commands import command_line
+from tba_jax.experiment import composition, dry_run, joining, this_machine, topologies, training
+from tba_jax.experiment.jobs import join, make_searcher
+from tba_jax.models import scoring
+from tba_jax.models.presets import PRESETS
+from tba_jax.packing import row_packing
+from tba_jax.programs import Fit, Measure, Program
+from tba_jax.roles import gpus as gpus_lib
+from tba_jax.run import machine, processes
+from tba_jax.schemas import flatten
+from tba_jax.storage import layout
+from tba_jax.telemetry.record import TimeAccount
+from tests.support import random_checkpoints, small_recipes, tiny_run
+
+DEVICES = jax.devices()  # eight; the roles of the runs that are made here take one
+RUN = layout.RunDir(Path("/nowhere"))
+DECODES = ["caches", "next policy from its snapshot", "a parameter of the next policy", "prefill", "decode"]
+PROGRAMS = {
+    "trainer": ["init", "update", "update in micro-batches", "log-prob gap", "publish", "checkpoint"],
+    "searcher": [*DECODES, "scoring by the reference"],
+}
+GIB = 1 << 30
+
+
+# By an estimate
+
+
+@pytest.mark.parametrize("number, recipe", [*enumerate(small_recipes.RECIPES)])
+def test_every_recipe_and_every_preset_is_answered(recipe, number, one_device):
+    """From shapes and a tokenizer: neither weights nor a config of the policy are there. Recipes take turns with the presets."""
+    small = small_recipes.config(f"{recipe}:{'small-rloo' if recipe == 'demo_baselines' else 'small'}")
+    kept = ("task.", "model.path", "learner.queries", "replay.merge")
+    inputs = {name: value for name, value in flatten(small.to_dict()).items() if name.startswith(kept)}
+    # A tokenizer of one id a byte needs them, and every preset has positions for them.
+    inputs |= {"task.prompt_length": 880, "task.response_length": 128, "learner.micro_batch_tokens": 0}
+    variant = {"demo_baselines": ":rloo", "tldr_pythia": ":410m"}.get(recipe, "")
+    for preset in list(PRESETS)[number :: len(small_recipes.RECIPES)]:
+        c = small_recipes.config(recipe + variant)
+        c.update_from_flattened_dict(inputs | {"model.preset": preset})
+        said = dry_run.describe(composition.build(c, weights=False, new=True))
+        assert said.splitlines()[0].startswith("trainer    ") and "nan" not in said
+        assert "not checked: the programs, which --compile and --topology compile; weights of the policy" in said
+
+
+@pytest.fixture
+def gpus(tmp_path, monkeypatch) -> Callable[..., None]:
+    """A machine with so many GPUs, of 80 GB if not otherwise said, by an nvidia-smi that prints them."""
+
+    def make(count: int, memory: int = 81559, used: int = 480) -> None:
+        program, ids, name = tmp_path / "nvidia-smi", " ".join(map(str, range(count))), "NVIDIA X"
+        program.write_text(f"#!/bin/sh\nfor i in {ids}; do echo $i, GPU-$i, {name}, {memory}, {memory - used}; done\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+
+    return make
+
+
+@pytest.fixture
+def chips(monkeypatch) -> Callable[[int, float], None]:
+    """A host with so many TPU chips of so many GiB, by JAX."""
+
+    def make(count: int, gib: float) -> None:
+        chip = SimpleNamespace(platform="tpu", device_kind="TPU", memory_stats=lambda: {"bytes_limit": int(gib * GIB)})
+        monkeypatch.setattr(jax, "devices", lambda *_: [chip] * count)
+
+    return make
+
+
+def answered(**changes: Any) -> list[str]:
+    return dry_run.describe(composition.build(tiny_run.config(**changes), weights=False)).splitlines()
+
+
+LARGE = {"searchers__count": 1, "model__compute_dtype": "bfloat16", "learner__queries": 4}
+RHO = LARGE | {"model__preset": "rho-math-1b"}
+IN_TURN = RHO | {"schedule__mode": "interleaved"}
+
+
+def test_gpus_are_answered_for_without_jax(gpus, monkeypatch):
+    """20 bytes of each of 8.03 · 10⁹ parameters, and 8 to publish: 209.4 GiB; and GPUs that others have filled."""
+    gpus(4)
+    monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("JAX must not look for GPUs"))
+    said = answered(**RHO)
+    assert said[0].startswith("trainer    fits: about ") and "(GPUs 0, 1, 95.0% of the memory)" in said[0]
+    assert said[2].startswith("evaluator  fits: ") and "for this machine: 4 × NVIDIA X." in said[3]
+    whole = dict(model__preset="llama-3.1-8b", learner__mesh__fsdp=1, learner__micro_batch_tokens=0)
+    said = answered(**LARGE, **whole)[0]
+    assert said.startswith("trainer    does not fit: about 209.") and "most of it: weights, gradient, update, AdamW" in said
+    gpus(4, used=61_200)
+    assert "; other processes hold 59.8 of the 79.6 GiB of GPU 0, 59.8 of" in answered(**LARGE, **whole)[0]
+    assert answered(**IN_TURN)[0].startswith("all roles  does not fit: GPU 0 has 19.9 GiB free, and this role takes 59.7 GiB")
+    gpus(1, memory=51_200)  # roles in turn fit the three quarters of a GPU that JAX takes one by one, and not together
+    said = answered(**IN_TURN)
+    assert all(" fits: about " in line for line in said[:3]) and said[3].startswith("together   does not fit: about "), said[:4]
+
+
+def test_a_machine_whose_memory_all_roles_share(monkeypatch, one_device):
+    sizes = dict(searchers__count=3, replay__capacity=1000)
+    said = answered(**sizes)[3]
+    assert said.startswith("together   fits: about ") and said.endswith("with 3 searchers")
+    monkeypatch.setattr(this_machine.machine, "memory", lambda: 300 << 10)
+    said = answered(**sizes)
+    assert "searcher   fits: about" in said[1] and said[3].startswith("together   does not fit: about")
+
+
+def test_nothing_is_fetched_from_the_hub(tmp_path, monkeypatch):
+    """Of a hub id, config and tokenizer are fetched; weights that nobody fetched are named."""
+    asked: list[list[str]] = []
+    folder = random_checkpoints.byte_tokenizer(tmp_path / "snapshot")
+    model = random_checkpoints.write(tmp_path / "model", "gpt2", folder)
+    (folder / "config.json").write_bytes((model / "config.json").read_bytes())
+
+    def download(name: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
+        asked.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: None)
+    c = tiny_run.config(model__path="somebody/something", task__prompt_length=64)
+    s = invocation(composition.build(c, weights=False, new=True), layout.RunDir(tmp_path / "run"))
+    joining.check_dry_run(s)
+    assert "weights of model.path=somebody/something, which are not on this machine" in dry_run.describe(s.experiment)
+    assert asked and not any("safetensors" in pattern for patterns in asked for pattern in patterns)
+
+
+def invocation(experiment: composition.Experiment, run: layout.RunDir) -> joining.Invocation:
+    return joining.Invocation(experiment=experiment, run=run, name="", label="", allow_change=(), arguments=())
+
+
+# Variants for machines
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    """A tokenizer of one id a byte, and no weights."""
+    folder = random_checkpoints.byte_tokenizer(tmp_path_factory.mktemp("tokens") / "model")
+    (folder / "tokenizer_config.json").write_text(f'{{"eos_token": "{random_checkpoints.END}"}}')
+    return folder
+
+
+ROWS = tiny_run.ROOT / "configs" / "small_data" / "gsm8k.jsonl"
+DATA = {f"task.gsm8k.{split}_path": str(ROWS) for split in ("train", "heldout")}
+
+
+def of_variant(variant: str, size: str, tokenizer: Path) -> composition.Experiment:
+    c = gsm8k_qwen2_5_1_5b.get_config(variant)
+    c.update_from_flattened_dict(DATA | {"model.path": str(tokenizer), "model.preset": f"qwen2.5-{size}b"})
+    c.task.long_prompts = "skip"
+    return composition.build(c, weights=False, new=True)
+
+
+@pytest.mark.parametrize(
+    "variant, count, memory, size",
+    [
+        *[("8x80gb", 8, 81559, "1.5"), ("1x80gb", 1, 81559, "1.5"), ("1x24gb", 1, 23034, "0.5")],
+        *[("1x16gb", 1, 15360, "0.5"), ("1x16gb", 4, 15360, "1.5")],
+        *[("v5p-8", 4, 95.7, "0.5"), ("v5e-8", 8, 15.75, "0.5"), ("v5e-1", 1, 15.75, "0.5")],
+    ],
+)
+def test_a_machine_picks_a_variant_that_passes_the_checks_and_fits_by_the_estimate(
+    variant, count, memory, size, gpus, chips, tokenizer
+):
+    (chips if variant.startswith("v") else gpus)(count, memory)
+    assert this_machine.variant() == variant
+    dry_run.check_fits(of_variant(variant, size, tokenizer))
+
+
+def test_a_machine_that_is_too_small_has_no_variant(gpus, one_device):
+    assert [row[0] for row in this_machine.VARIANTS] == list(machines.MACHINES) and this_machine.variant() == "cpu"
+    gpus(2, 8192)
+    with pytest.raises(ValueError, match=r"no variant for 2 × NVIDIA X of 8\.00 GiB: the smallest has 14 GiB; JAX_PLATFORMS=cpu"):
+        this_machine.variant()
+
+
+def test_a_run_that_does_not_fit_the_cpu_is_refused(monkeypatch, tokenizer, one_device):
+    monkeypatch.setattr("tba_jax.run.machine.memory", lambda: 16 * GIB)
+    found = of_variant("cpu", "0.5", tokenizer)
+    dry_run.check_fits(found)
+    monkeypatch.setattr("tba_jax.run.machine.memory", lambda: 1 * GIB)
+    with pytest.raises(ValueError, match=r"does not fit this machine .*together does not fit: .* of 1\.00 GiB.*smaller model"):
+        dry_run.check_fits(found)
+
+
+def test_a_machine_takes_no_more_than_a_recipe_has():
+    c = gsm8k_qwen2_5_1_5b.get_config()
+    c.searchers.slots, c.evaluation.batch_size, c.lora.rank, c.learner.learning_rate = 8, 4, 2, 0.5
+    machines.apply(c, "1x24gb")
+    assert (c.searchers.slots, c.evaluation.batch_size, c.lora.rank, c.learner.learning_rate) == (8, 4, 2, 0.5)
+    with pytest.raises(ValueError, match="no variant 'abacus': this recipe has those of the machines 8x80gb, 1x80gb"):
+        gsm8k_qwen2_5_1_5b.get_config("abacus")
+
+
+def test_the_variant_is_named_and_only_a_whole_new_run_takes_one(tmp_path, tokenizer, one_device, capfd, monkeypatch):
+    monkeypatch.chdir(tiny_run.ROOT)
+    settings = DATA | {"model.path": tokenizer, "model.preset": "qwen2.5-0.5b"}
+    flags = ["--config=configs/gsm8k_qwen2_5_1_5b.py", f"--workdir={tmp_path / 'run'}", "--for_this_machine"]
+    flags += [f"--config.{name}={value}" for name, value in settings.items()]
+    assert command_line.execute(main, [*flags, "--dry_run=full", "--config.learner.steps=3"]) == 0
+    said = capfd.readouterr()
+    assert "for this machine: --config=configs/gsm8k_qwen2_5_1_5b.py:cpu\n" in said.err and not (tmp_path / "run").exists()
+    assert '"response_length": 256' in said.out and '"steps": 3' in said.out
+    with pytest.raises(SystemExit, match="2"):
+        command_line.execute(main, [*flags, "--role=searcher"])
+    assert "--for_this_machine places all roles" in capfd.readouterr().err
+
+
+# By compiling
+
+
+def programs(role: str, *, devices: int = 1, **settings) -> dict[str, Program]:
+    return dry_run.programs(composition.build(tiny_run.config(**settings)), RUN, role=role, devices=DEVICES[:devices])
+
+
+def bytes_of(tree) -> int:
+    """On the first device."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, one_device_throughout):
+    """A real trainer that has begun, with its lease, a real searcher with weights, and the figures of both by name."""
+    s = tiny_run.settings(tmp_path_factory.mktemp("made") / "run", tiny_run.config())
+    fits = {role: dry_run.fit(s.experiment, s.run, role=role, on=this_machine.of_jax(jax.devices())) for role in PROGRAMS}
+    join(s, may_change_schedule=True)
+    trainer, lease = training.make_trainer(s, publish_every_steps=1)
+    trainer.publish_unless_there()
+    trainer.flush_snapshot()
+    searcher = make_searcher(s, name="searcher", account=TimeAccount())
+    searcher.refresh()
+    searcher.search()
+    yield trainer, searcher, fits
+    searcher.close()
+    trainer.close()
+    lease.release()
+
+
+def fit_of(found: dry_run.RoleFit, name: str) -> Fit:
+    return next(fit for fit in found.fits if fit.name == name)
+
+
+def test_the_update_is_that_of_a_real_trainer(made):
+    trainer, _, found = made
+    assert [fit.name for fit in found["trainer"].fits] == PROGRAMS["trainer"]
+    assert found["trainer"].taken().size == max(fit.peak for fit in found["trainer"].fits)
+    assert found["trainer"].devices.limit == machine.memory()
+    fit, program = fit_of(found["trainer"], "update"), trainer.program
+    batch = program._rescored(program.place(program._whole_rows(trainer._contract.row_shape())))
+    largest = jax.device_put(
+        row_packing.empty(program.config.limits, program.config.limits.sequences), scoring.packed_shardings(program.mesh)
+    )
+    real = program._update.lower(program.state, program.frozen, batch, largest, whole_groups=True).compile().memory_analysis()
+    assert (fit.arguments, fit.temporaries) == (real.argument_size_in_bytes, real.temp_size_in_bytes)
+    assert (fit.outputs, fit.aliased) == (real.output_size_in_bytes, real.alias_size_in_bytes)
+    # Two snapshots and a checkpoint of the state.
+    assert fit.beside["snapshots to be written"] == 2 * bytes_of(program.policy_params)
+    assert fit.beside["checkpoint to be written"] == bytes_of(program.state)
+    assert fit_of(found["trainer"], "publish").arguments == bytes_of(program.policy_params)
+
+
+def test_decoding_and_scoring_are_those_of_a_real_searcher(made):
+    _, searcher, found = made
+    assert [fit.name for fit in found["searcher"].fits] == PROGRAMS["searcher"] == [*programs("evaluator")]
+    lane, reference = searcher._engine._lanes[0], searcher._reference
+    c = lane._config
+    call = (lane._weights, lane._prompts, lane._slots, lane._oldest_first())
+    whole = dict(buffers=c.buffers, window=c.own_entries)
+    decode = lane._decode[0].lower(*call, np.int32(0), np.int32(1), None, **whole).compile().memory_analysis()
+    fit, policy = fit_of(found["searcher"], "decode"), bytes_of(lane._weights)
+    assert fit.temporaries == decode.temp_size_in_bytes and fit.aliased == decode.alias_size_in_bytes
+    assert fit.beside["reference"] == bytes_of(reference.params)
+    assert policy < fit.beside["next policy"] < 1.5 * policy, "one set of weights, and one parameter more"
+    scored = fit_of(found["searcher"], "scoring by the reference")
+    assert scored.beside["policy in use"] == policy and scored.beside["caches"] == bytes_of((lane._prompts, lane._slots))
+
+
+def test_shapes_are_those_of_the_arrays(made):
+    """Whatever a role holds has the shape, dtype and sharding that the dry run compiles for."""
+    trainer, searcher, _ = made
+    of_trainer, of_searcher, lane = programs("trainer"), programs("searcher"), searcher._engine._lanes[0]
+    pairs = {
+        "state": (trainer.state, of_trainer["update"].arguments[0]),
+        "weights": (lane._weights, of_searcher["decode"].arguments[0]),
+        "caches": ((lane._prompts, lane._slots), of_searcher["decode"].arguments[1:3]),
+        "reference": (searcher._reference.params, of_searcher["scoring by the reference"].arguments[0]),
+    }
+    for name, (arrays, shapes) in pairs.items():
+        for x, shape in zip(jax.tree.leaves(arrays), jax.tree.leaves(shapes), strict=True):
+            assert (x.shape, x.dtype) == (shape.shape, shape.dtype), name
+            assert x.sharding.is_equivalent_to(shape.sharding, x.ndim), name
+    text = of_trainer["update"].lower().as_text(debug_info=True)
+    assert re.search(r'"jit\([^"]*/update/', text) and re.search(r'"jit\([^"]*[/(]score[/)]', text), "names for profilers"
+
+
+def test_settings_decide_what_a_role_holds_and_which_programs_it_has(made, tmp_path):
+    without = {"learner__reference__kind": "none"}
+    unscored = programs("searcher", **without)
+    assert [*unscored] == DECODES and "reference" not in unscored["decode"].beside
+    assert [*programs("evaluator", **without)] == PROGRAMS["searcher"]
+    in_place = programs("searcher", searchers__swap_memory="in_place")
+    assert "next policy from its snapshot" not in in_place and "next policy" not in in_place["decode"].beside
+    assert "next policy" in programs("searcher", devices=2, searchers__weights="int8")["decode"].beside
+    moving = dict(learner__objective="tba_prime", learner__reference__kind="reset", learner__reference__reset_optimizer=True)
+    reset = programs("trainer", **moving, lora__rank=2)
+    assert {"scoring by the moving reference", "copy to the moving reference", "restart of moments"} <= reset.keys()
+    assert "moving reference" in reset["update"].beside and "frozen weights" not in reset["update"].beside
+    split = programs("trainer", devices=4, learner__mesh__fsdp=2, learner__mesh__data=2)["update"]
+    size, whole = Measure().size(split.beside["checkpoint to be written"]), fit_of(made[2]["trainer"], "update")
+    assert 0.5 <= size / whole.beside["checkpoint to be written"] < 0.55
+    warm, run = composition.build(tiny_run.config(warm_start__steps=2, warm_start__batch_size=4)), layout.RunDir(tmp_path)
+    begun = ["init of the warm start", "update of the warm start", *PROGRAMS["trainer"]]
+    assert [*dry_run.programs(warm, run, role="trainer", devices=DEVICES[:1])] == begun
+    run.initial_reference.parent.mkdir(parents=True, exist_ok=True)
+    run.initial_reference.write_text("{}")
+    assert [*dry_run.programs(warm, run, role="trainer", devices=DEVICES[:1])] == PROGRAMS["trainer"]
+
+
+def with_settings(experiment: composition.Experiment, **settings) -> composition.Experiment:
+    config = experiment.config.copy_and_resolve_references()
+    config.update_from_flattened_dict({name.replace("__", "."): value for name, value in settings.items()})
+    return dataclasses.replace(experiment, config=config)
+
+
+def test_models_of_the_task_lie_beside_all_programs_of_their_devices():
+    """A searcher has a reward model, an evaluator a gold model as well; on task_devices they are a group of their own."""
+    c = small_recipes.config("tldr_pythia:small")
+    c.task.prompt_length = 128
+    summaries = composition.build(c)
+    models = {"searcher": {"reward model"}, "evaluator": {"reward model", "gold model"}}
+    made = {role: dry_run.programs(summaries, RUN, role=role, devices=DEVICES[:1]) for role in models}
+    for role, beside in models.items():
+        assert [*made[role]] == [*PROGRAMS["searcher"], *(f"pass of the {name}" for name in sorted(beside, reverse=True))]
+        for name, program in made[role].items():
+            assert set(program.beside) & beside == beside - {name.removeprefix("pass of the ")}
+    together = made["searcher"]["pass of the reward model"]
+    assert {"reference", "caches", "policy in use", "next policy"} == set(together.beside)
+
+    apart = with_settings(summaries, searchers__task_devices=2)
+    alone = dry_run.programs(apart, RUN, role="searcher", devices=DEVICES[:3])
+    assert [*alone] == PROGRAMS["searcher"] and not any("reward model" in program.beside for program in alone.values())
+    task = dry_run.fit_task(apart, role="searcher", on=this_machine.of_jax(DEVICES[:3]))
+    assert task is not None and task.devices.count == 2 and task.mesh == "searchers.task_devices=2"
+    (fit,) = task.fits  # each device has a whole copy
+    assert not fit.beside and fit.arguments == Measure().size(together.arguments)
+    assert "searcher, task  fits: " in dry_run.describe_programs([task], config=apart.config)
+    small = dataclasses.replace(task, devices=dataclasses.replace(task.devices, on_host=False, limit=1 << 20))
+    said = dry_run.describe_programs([small], config=apart.config)
+    assert "does not fit" in said and "change task.tldr.batch_rows=" in said
+    for experiment, role in ((summaries, "searcher"), (apart, "trainer")):
+        assert dry_run.fit_task(experiment, role=role, on=this_machine.of_jax(DEVICES[:1])) is None
+
+
+def test_a_role_that_does_not_fit_is_told_what_to_change():
+    room = {"temporaries": ("learner.micro_batch_tokens", "task.custom.judge")}
+    sizes = dict(arguments=1 << 30, temporaries=20 << 30, outputs=1 << 30, aliased=1 << 30, beside={"snapshots": 1 << 30})
+    fit = Fit(name="update", program=Program(function=print, arguments=(), room=room), **sizes, refused=True)
+    on = this_machine.Devices(count=1, limit=16 << 30, where="a TPU")
+    found = dry_run.RoleFit(who="trainer", devices=on, mesh="", fits=[fit], unchecked=["the warm start"])
+    said = dry_run.describe_programs([found], config=tiny_run.config())
+    numbers = "does not fit: 22.00 GiB of 16.00 GiB (update); most of it: temporaries, 20.00 GiB"
+    assert said.startswith(f"trainer    {numbers}; change learner.micro_batch_tokens=0, task.custom.judge; not checked: the warm")
+    assert "refused by the compiler" in said
+    on_host = dataclasses.replace(found, devices=dataclasses.replace(on, on_host=True))
+    both = [on_host, dataclasses.replace(on_host, who="searcher")]
+    said = dry_run.describe_programs(both, config=tiny_run.config(searchers__count=2))
+    assert "together   may not fit: at most 66.00 GiB of 16.00 GiB; all roles share this machine's memory, with 2 se" in said
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--topology=nobody=v5p:2x2x1"], ["'nobody'", "trainer, searcher, evaluator"]),
+        (["--topology=X100x8"], ["the memory of X100 is not known: say it as X100x8@GIB"]),
+        (["--topology=v5p:0x1x1"], ["is no topology"]),
+        (["--nodry_run", "--compile"], ["--compile needs --dry_run"]),
+        (["--compile", "--config.model.attention=splash"], ["model.attention=splash needs a TPU", "cpu"]),
+        (
+            ["--topology=trainer=v5p:2x2x1", "--role=searcher", "--config.replay.mount=('/nowhere',)"],
+            ["error: 2 mistakes:", "--role=searcher", "/nowhere holds no run"],
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence(flags, words, tmp_path, capsys, one_device):
+    with pytest.raises(SystemExit, match="2"):
+        command_line.execute(main, tiny_run.command(tmp_path / "run", "--dry_run", *flags)[3:])
+    said = capsys.readouterr()
+    assert not said.out and said.err.startswith("error: ") and all(word in said.err for word in words), said.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """CPUs in the place of TPU chips."""
+    monkeypatch.setattr(topologies, "devices", lambda topology: DEVICES)
+
+
+def test_gpus_are_divided_among_the_roles(stand_ins, gpus, monkeypatch):
+    """As under --role=all. Of GPUs that are not here, 90 % of what each role may take is its limit by proxy."""
+    experiment = composition.build(tiny_run.config(searchers__count=1))
+    found = dry_run.on_topologies(experiment, {"all": "H100x4"}, *dry_run.ROLES)
+    assert {role: on.count for role, on in found.items()} == {"trainer": 2, "searcher": 1, "evaluator": 1}
+    assert all(on.limit == pytest.approx(0.9 * 0.95 * 79.6 * 2**30) for on in found.values())
+    one = dry_run.on_topologies(experiment, {"all": "MI300Xx1@192"}, *dry_run.ROLES)
+    assert [round(on.limit / 2**30 / 192 / 0.9, 3) for on in one.values()] == [0.475, 0.237, 0.237]
+    each = dry_run.on_topologies(experiment, {"trainer": "L4x8", "searcher": "v5p:2x2x1"}, *dry_run.ROLES)
+    assert each["trainer"].count == each["searcher"].count == 8 and "evaluator" not in each
+    with pytest.raises(ValueError, match="up to 64 GPUs of a role, not 65"):
+        dry_run.on_topologies(experiment, {"trainer": "L4x65"}, "trainer")
+    with pytest.raises(ValueError, match=r"learner\.mesh make up 8 GPUs for trainer; there are 4"):
+        dry_run.on_topologies(with_settings(experiment, learner__mesh__fsdp=8), {"all": "H100x4"}, "trainer")
+    gpus(4)
+    there = [SimpleNamespace(platform="gpu", device_kind="X", memory_stats=lambda: {"bytes_limit": 7})] * 4
+    monkeypatch.setattr(gpus_lib, "jax_devices", lambda: there)
+    here = dry_run._here(invocation(experiment, RUN), dry_run.ROLES, gpus_lib.visible(), role="all")
+    assert {role: (on.count, on.limit) for role, on in here.items()} == {
+        role: (on.count, int(0.95 * (81559 << 20))) for role, on in found.items()
+    }
+
+
+def test_an_answer_by_proxy_is_marked_and_nothing_is_written(stand_ins, tmp_path, capsys, one_device, monkeypatch):
+    """A signal ends a dry run quietly: the TPU's compiler would answer by a stack trace."""
+    asked: list[None] = []
+    monkeypatch.setattr(processes, "stop_at_once", lambda: asked.append(None))
+    flags = ["--dry_run=full", "--topology=H100x2", "--role=trainer", "--config.searchers.count=1"]
+    assert command_line.execute(main, tiny_run.command(tmp_path / "run", *flags)[3:]) == 0
+    said = capsys.readouterr().out
+    assert re.match(r"trainer    fits: .* of 68\.06 GiB \(.*\); by TPU proxy\n", said)
+    assert "(by TPU proxy, for 1 of H100x2)" in said and said.index("\nconfig:") > said.index("trainer on") and asked
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_programs_compile_for_a_tpu_that_is_not_here(tmp_path):
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("the TPU's compiler is not installed: pip install -e '.[tpu]'")
+    both, split = "--topology=trainer=v5p:2x2x1,v5e:1x1", ["--config.learner.mesh.fsdp=2", "--config.learner.queries=4"]
+    done = tiny_run.call(tiny_run.command(tmp_path / "run", "--dry_run", both, *split), timeout=600)
+    assert len(re.findall(r"(?m)^(trainer|searcher|evaluator) +fits: ", done.stdout)) == 3, done.stdout + done.stderr
+    assert " of 95.7" in done.stdout and " of 15.7" in done.stdout and "data=2 × fsdp=2" in done.stdout
+    refused = tiny_run.call(tiny_run.command(tmp_path / "run", "--dry_run", "--topology=v5p:3x3x3"))
+    assert refused.returncode == 2 and "'v5p:3x3x3' is no topology" in refused.stderr
