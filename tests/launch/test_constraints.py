@@ -62,15 +62,10 @@ def install(tmp_path: Path, constraints: str, *arguments: str) -> tuple[set[str]
     return {path.stem for path in target.glob("*.dist-info")}, done
 
 
-@pytest.mark.parametrize(
-    "pins, expected",
-    [("inner==1.0\n", {"inner-1.0", "outer-1.0"}), ("inner==1.5\nouter==1.0\n", {"inner-2.0", "outer-1.0"})],
-)
-def test_where_the_index_lacks_a_tested_version_pip_chooses(index, tmp_path, pins, expected):
-    (tmp_path / "pins.txt").write_text(pins)
+def test_where_the_index_lacks_a_tested_version_pip_chooses(index, tmp_path):
+    (tmp_path / "pins.txt").write_text("inner==1.5\nouter==1.0\n")
     found, done = install(tmp_path, str(tmp_path / "pins.txt"), "outer")
-    assert found == expected and done.returncode == 0, done.stderr
-    assert ("chooses all versions" in done.stdout) == ("1.5" in pins)
+    assert found == {"inner-2.0", "outer-1.0"} and done.returncode == 0 and "chooses all versions" in done.stdout, done.stderr
 
 
 def test_a_constraint_file_that_is_not_there_is_refused(tmp_path):

@@ -37,12 +37,10 @@ FIRST, SECOND = (
     "environment, expected",
     [
         ({}, (FIRST, SECOND)),
-        ({"JAX_PLATFORMS": "cuda"}, (FIRST, SECOND)),
         ({"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "0,1"}, ()),
         ({"CUDA_VISIBLE_DEVICES": "1"}, (SECOND,)),
         ({"CUDA_VISIBLE_DEVICES": "MIG-3,GPU-1a"}, (Gpu(name="MIG-3"), dataclasses.replace(FIRST, name="GPU-1a"))),
         ({"CUDA_VISIBLE_DEVICES": ""}, ()),
-        ({"CUDA_VISIBLE_DEVICES": "-1"}, ()),
         ({"PATH": ""}, ()),
         ({"PATH": "", "CUDA_VISIBLE_DEVICES": "0"}, (Gpu(name="0"),)),
     ],
@@ -83,7 +81,7 @@ def refusal(tmp_path, capsys, *flags: str) -> str:
 def test_a_role_without_its_gpus_is_refused(driver, tmp_path, capsys):
     said = refusal(tmp_path, capsys, "--role=trainer", "--config.searchers.count=1")
     assert said.startswith("error: this process may use 2 × GPU (0, 1), but JAX finds 8 × cpu:")
-    assert "ACCELERATOR=cuda13" in said and "ACCELERATOR=cuda12" in said  # this driver does not say its version
+    assert "ACCELERATOR=cuda13" in said
 
 
 def test_a_platform_that_no_device_has_is_named(monkeypatch):
@@ -95,11 +93,6 @@ def test_a_platform_that_no_device_has_is_named(monkeypatch):
     monkeypatch.setattr(jax, "devices", refuse)
     with pytest.raises(ValueError, match="JAX finds no device of JAX_PLATFORMS=cuda: name there a platform"):
         gpus.jax_devices()
-
-
-def test_the_cpu_is_used_where_it_is_asked_for(driver, tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert gpus.jax_devices()[0].platform == "cpu"
 
 
 def test_a_dry_run_says_who_gets_which_gpu(driver, tmp_path, capsys):

@@ -6,7 +6,7 @@ import pytest
 
 from configs import base
 from tba_jax.roles.gpus import Gpu
-from tba_jax.roles.placement import describe, place
+from tba_jax.roles.placement import Placement, describe, place, split
 
 # As nvidia-smi tells them of an H100 at rest.
 MEMORY, FREE = 81_559 << 20, 81_079 << 20
@@ -36,16 +36,9 @@ def on(count: int, check=lambda devices: None, **settings: Any) -> dict[str, str
         (range(8), {"trainer": (0, 1, 2, 3), "searcher-0": (4, 6), "searcher-1": (5, 7), "evaluator": (4, 5, 6, 7)}),
     ],
 )
-@pytest.mark.parametrize("there", [0, 3])
-def test_cores(cpus, expected, there):
-    found = place(base.get_config(), cpus=cpus, gpus=gpus(there))
+def test_cores(cpus, expected):
+    found = place(base.get_config(), cpus=cpus, gpus=())
     assert {name: placed.cpus for name, placed in found.items()} == expected
-    assert {placed.memory_fraction > 0 for placed in found.values()} == {there > 0}
-
-
-def test_more_searchers_than_cores_take_turns():
-    found = place(config_with(searchers__count=5, evaluation__enabled=False), cpus=range(4), gpus=())
-    assert [found[f"searcher-{i}"].cpus for i in range(5)] == [(2,), (3,), (2,), (3,), (2,)]
 
 
 @pytest.mark.parametrize(
@@ -92,10 +85,8 @@ def test_of_a_shared_gpu_a_trainer_takes_half_and_the_others_the_rest():
 
 def test_a_setting_takes_its_share_where_a_gpu_is_shared():
     set_all = dict(learner__memory_fraction=0.5, searchers__memory_fraction=0.2, evaluation__memory_fraction=0.2)
-    assert (
-        fractions(1, searchers__count=1, **set_all) == [0.5, 0.2, 0.2]
-        and fractions(3, searchers__count=1, **set_all) == [0.95] * 3
-    )
+    assert fractions(1, searchers__count=1, **set_all) == [0.5, 0.2, 0.2]
+    assert fractions(3, searchers__count=1, **set_all) == [0.95] * 3
     assert fractions(1, searchers__count=1, learner__memory_fraction=0.55) == [0.55, 0.2, 0.2]
     with pytest.raises(
         ValueError, match=r"GPU 0: 0\.95 of its memory may be taken, too little for learner\.memory_fraction=0\.5"
@@ -108,6 +99,14 @@ def test_what_others_hold_of_a_gpu_is_not_given_out():
     assert {placed.memory_fraction for placed in found.values()} == {0.49}
     with pytest.raises(ValueError, match=r"other processes hold 78\.6 of the 79\.6 GiB of GPU 0: end them"):
         place(config_with(), cpus=[0], gpus=gpus(1, free=1 << 30))
+
+
+def test_processes_of_a_trainer_divide_its_cores_and_gpus():
+    first, second = split(Placement(cpus=(0, 1, 2, 3, 4), gpus=("2", "3", "5", "7"), processes=2))
+    assert (first.cpus, second.cpus) == ((0, 1), (2, 3, 4)) and (first.gpus, second.gpus) == (("2", "3"), ("5", "7"))
+    assert [each.cpus for each in split(Placement(cpus=(3,), processes=2))] == [(3,), (3,)]
+    with pytest.raises(ValueError, match=r"trainer.processes=3 does not divide the 4 GPUs"):
+        split(Placement(cpus=(0,), gpus=("0", "1", "2", "3"), processes=3))
 
 
 def test_a_description_says_who_has_what():

@@ -43,12 +43,10 @@ def test_a_run_that_was_stopped_early_shows_what_is_there(tmp_path, capsys):
     results.tell(run, label="demo", score_name="accuracy")
     told = capsys.readouterr().out
     assert "step 0" in told and "0.125 ± 0.010" in told and "rows seen by the trainer" in told and "results in" not in told
-    assert (tmp_path / "progress.png").read_bytes()[:4] == b"\x89PNG"
-    assert "since it resumed" not in told
+    assert (tmp_path / "progress.png").read_bytes()[:4] == b"\x89PNG" and "since it resumed" not in told
     role_files.write_lines(run, "trainer", [{"step": 6, "ago": 0.5, "reward": 0.5, "resumed_from": 3.0, **FIGURES}])
     results.tell(run, label="demo", score_name="accuracy")
-    told = capsys.readouterr().out
-    assert "trainer steps per second, since it resumed" in told and "rows seen by the trainer  " in told
+    assert "trainer steps per second, since it resumed" in capsys.readouterr().out
 
 
 def test_the_best_step_is_named(tmp_path, capsys):

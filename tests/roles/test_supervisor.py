@@ -115,7 +115,11 @@ TRAINER = {"trainer": [STAYS]}
         ({"trainer": [(WORKS, 9)] * 9}, 1, "it died 3 times, more than supervisor.max_restarts=2"),
         ({"searcher": dies(9, times=9), "searcher-1": dies(4, times=9)} | TRAINER, 1, "supervisor.max_restarts=2; no other sear"),
         ({"searcher": dies(5, times=9), "searcher-1": dies(5, times=9)} | TRAINER, 5, "error: code 5; no other searcher is left"),
-        ({"searcher": dies(5, times=9), "searcher-1": dies(9, times=9)} | TRAINER, 1, "max_restarts=2; no other searcher is left"),
+        (
+            {"searcher": dies(5, times=9), "searcher-1": dies(9, times=9)} | TRAINER,
+            1,
+            "max_restarts=2; no other searcher is left",
+        ),
     ],
     ids=["bad input", "not finite", "the trainer dies", "all searchers die", "no rewards", "one rests, the other dies"],
 )
@@ -268,12 +272,3 @@ def test_a_role_without_a_log_speaks_where_the_supervisor_does(tmp_path, start, 
     role = start(1)
     end(tmp_path, 1)
     assert wait(role) == 1 and capfd.readouterr().out == "error: words of 0\n"
-
-
-def test_cores_and_gpus_are_divided():
-    whole = Placement(cpus=(0, 1, 2, 3, 4), gpus=("2", "3", "5", "7"), processes=2)
-    first, second = placement.split(whole)
-    assert (first.cpus, second.cpus) == ((0, 1), (2, 3, 4)) and (first.gpus, second.gpus) == (("2", "3"), ("5", "7"))
-    assert [each.cpus for each in placement.split(Placement(cpus=(3,), processes=2))] == [(3,), (3,)]
-    with pytest.raises(ValueError, match=r"trainer.processes=3 does not divide the 4 GPUs"):
-        placement.split(Placement(cpus=(0,), gpus=("0", "1", "2", "3"), processes=3))
