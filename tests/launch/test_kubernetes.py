@@ -36,11 +36,7 @@ def test_manifests_are_valid(name):
     assert not manifests.problems(build(name))
 
 
-def test_the_example_changes_what_differs_between_clusters():
-    specs = manifests.jobs(jobset("example"))
-    for name, gpus in (("trainer", 8), ("searchers", 1), ("evaluator", 1)):
-        (container,) = manifests.pod(specs[name])["containers"]
-        assert container["image"].endswith("/tba_jax:cuda13") and container["resources"]["limits"]["nvidia.com/gpu"] == gpus
+def test_the_example_names_a_recipe_that_is_there():
     (settings,) = (one["data"] for one in build("example") if one["kind"] == "ConfigMap")
     assert (tiny_run.ROOT / re.search(r"--config=(\S+)", settings["RUN"])[1]).is_file()
 
@@ -90,12 +86,10 @@ def start(workdir: Path, codes: list[str], *flags: str, **variables: str) -> sub
 @pytest.mark.parametrize(
     ("role", "codes", "expected"),
     [
-        ("trainer", ["3", "0done"], 0),  # storage failed
-        ("trainer", ["6", "0", "130", "6", "0done"], 0),  # another process of it has ended, or was asked to stop
+        ("trainer", ["3", "6", "0", "130", "0done"], 0),  # storage failed, another process of it has ended, a stop
         ("trainer", ["2"], 1),  # of a run that exists: it may pass
         ("trainer", ["1", "139"], 139),  # the first death is answered in its pod
         ("searcher", ["5"], 0),  # rests
-        ("searcher", ["4"], 4),  # no rule of its Job names a code
         ("evaluator", ["1done", "1"], 0),  # after the training
     ],
     ids=str,

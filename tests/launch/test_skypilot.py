@@ -52,7 +52,7 @@ def read(words: list[str]) -> flags.FlagValues:
 def test_a_machine_runs_its_roles(tmp_path, name, role, shared):
     words = arguments(tmp_path, name, SHARED=shared, NAME="run", RUN="--config=configs/demo.py --config.seed=3")
     values, workdir = read(words), tmp_path / "home/runs/run"
-    assert (values.role, values.shared, values.workdir) == (role, shared, str(workdir)) and "--config.seed=3" in words
+    assert (values.role, values.shared, str(values.workdir)) == (role, shared, str(workdir)) and "--config.seed=3" in words
     is_restarted = words[:3] == ["-m", "tba_jax.run.restart", f"--workdir={workdir}"]
     assert is_restarted == (role == "searcher") == task(name)["resources"].get("use_spot", False)
 

@@ -145,6 +145,15 @@ def test_a_job_begins_no_run_where_it_does_not_see_its_own(slurm):
     assert called(slurm, "scontrol") == ["scontrol requeue 7"]  # asked to stop: there is no finished.json
 
 
+def ended(script: str, programs: Path, *, code: str, **variables: str) -> tuple[int, str]:
+    """The exit code and the errors of a job of an existing run whose roles end by a code."""
+    (programs.parent / "run" / "logs").mkdir(parents=True, exist_ok=True)
+    (programs.parent / "code").write_text(code)
+    job = start(script, programs, **variables)
+    _, errors = job.communicate(timeout=60)
+    return job.returncode, errors
+
+
 @pytest.mark.parametrize(
     ("code", "variables", "queued", "starts"),
     [
@@ -155,12 +164,9 @@ def test_a_job_begins_no_run_where_it_does_not_see_its_own(slurm):
     ],
 )
 def test_what_follows_from_the_end_of_a_trainer(slurm, code, variables, queued, starts):
-    (slurm.parent / "run" / "logs").mkdir(parents=True)
-    (slurm.parent / "code").write_text(code)
-    job = start("slurm_job.sh", slurm, EVALUATOR="none", **variables)
-    job.communicate(timeout=60)
+    job, _ = ended("slurm_job.sh", slurm, code=code, EVALUATOR="none", **variables)
     assert bool(called(slurm, "scontrol")) == queued and len(called(slurm, "srun")) == starts
-    assert job.returncode == (0 if queued else int(code))
+    assert job == (0 if queued else int(code))
 
 
 def test_searchers_of_a_trainer_that_has_ended_for_good_are_cancelled(slurm):
@@ -168,37 +174,26 @@ def test_searchers_of_a_trainer_that_has_ended_for_good_are_cancelled(slurm):
     for flags in (FLAGS, [*FLAGS, "--only=searchers"]):
         assert submit(slurm, *flags).returncode == 0
     joined = (slurm.parent / "run" / "logs" / "slurm-joined").read_text().split()
-    (slurm.parent / "code").write_text("4")
-    job = start("slurm_job.sh", slurm, EVALUATOR="none")
-    _, errors = job.communicate(timeout=60)
-    assert job.returncode == 4 and len(joined) == 2 and called(slurm, "scancel") == [f"scancel {' '.join(joined)}"]
+    job, errors = ended("slurm_job.sh", slurm, code="4", EVALUATOR="none")
+    assert job == 4 and len(joined) == 2 and called(slurm, "scancel") == [f"scancel {' '.join(joined)}"]
     assert "code 4 for good" in errors
 
 
 def test_a_job_that_dies_again_and_again_is_given_up(slurm):
-    logs = slurm.parent / "run" / "logs"
-    logs.mkdir(parents=True)
-    (slurm.parent / "code").write_text("137")
-    (logs / "slurm-joined").write_text("8\n")
-    codes = []
-    for _ in range(2):
-        job = start("slurm_job.sh", slurm, EVALUATOR="none", DEATHS="0", REQUEUES="1")
-        _, errors = job.communicate(timeout=60)
-        codes.append(job.returncode)
-    assert codes == [0, 137] and len(called(slurm, "scontrol")) == 1
-    assert called(slurm, "scancel") == ["scancel 8"]
-    assert "deaths-7" in errors and len((logs / "deaths-7").read_text().splitlines()) == 2
+    settings = dict(code="137", EVALUATOR="none", DEATHS="0", REQUEUES="1")
+    assert ended("slurm_job.sh", slurm, **settings)[0] == 0
+    (slurm.parent / "run" / "logs" / "slurm-joined").write_text("8\n")
+    job, errors = ended("slurm_job.sh", slurm, **settings)
+    assert job == 137 and len(called(slurm, "scontrol")) == 1 and called(slurm, "scancel") == ["scancel 8"]
+    assert "deaths-7" in errors
 
 
 @pytest.mark.parametrize(("code", "requeued"), [("137", "scontrol requeue 5_3"), ("5", "")])
 def test_an_element_of_the_array_queues_again_by_its_own_name(slurm, code, requeued):
-    (slurm.parent / "run" / "logs").mkdir(parents=True)
-    (slurm.parent / "code").write_text(code)
     element = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SEARCHERS_PER_NODE": "2", "SEARCHERS": "2", "DEATHS": "0"}
-    job = start("slurm_searchers.sh", slurm, **element)
-    job.communicate(timeout=60)
+    job, _ = ended("slurm_searchers.sh", slurm, code=code, **element)
     assert len(called(slurm, "srun")) == 2 and called(slurm, "scontrol") == [line for line in [requeued] if line]
-    assert job.returncode == (0 if requeued else int(code))
+    assert job == (0 if requeued else int(code))
 
 
 def test_a_finished_run_ends_its_jobs(slurm):

@@ -18,16 +18,13 @@ def by_hand(values: np.ndarray) -> tuple[float, float]:
     return m, math.sqrt(len(queries) / (len(queries) - 1) * squares) / len(known)
 
 
-@pytest.mark.parametrize("samples", [1, 4])
-@pytest.mark.parametrize("missing", [0.0, 0.3], ids=["all", "some are missing"])
+@pytest.mark.parametrize("samples, missing", [(1, 0.0), (4, 0.0), (4, 0.3)])
 def test_the_standard_error_has_queries_as_clusters(samples, missing):
     rng = np.random.default_rng(samples)
     values = rng.normal(size=(samples, 50)) + 3 * rng.normal(size=50)
     values[rng.random(values.shape) < missing] = np.nan
     found = mean("score", values)
     assert (found["score"], found["score_stderr"]) == pytest.approx(by_hand(values))
-    if not missing:
-        assert found["score_stderr"] == pytest.approx(values.mean(axis=0).std(ddof=1) / math.sqrt(50))
 
 
 def test_of_fewer_than_two_units_there_is_no_error():

@@ -65,33 +65,21 @@ def test_meshes_of_several_gpus_are_blocks():
     split = dict(searchers__mesh__tensor=2, searchers__count=1)
     assert on(8, **split) == {"trainer": "0123", "searcher-0": "45", "evaluator": "7"}
     assert on(2, **split) == {"trainer": "01", "searcher-0": "01", "evaluator": "1"}
-    for setting, words in {
-        "searchers__task_devices": "searchers.mesh and searchers.task_devices",
-        "learner__mesh__fsdp": "lear",
-    }.items():
-        with pytest.raises(ValueError, match=rf"{words}.* make up \d GPUs for .*; there are 2"):
-            on(2, **{setting: 4})
+    with pytest.raises(ValueError, match=r"searchers.mesh and searchers.task_devices.* make up \d GPUs for .*; there are 2"):
+        on(2, searchers__task_devices=4)
 
 
 def fractions(count: int, **settings: Any) -> list[float]:
     return [placed.memory_fraction for placed in place(config_with(**settings), cpus=[0], gpus=gpus(count)).values()]
 
 
-def test_of_a_shared_gpu_a_trainer_takes_half_and_the_others_the_rest():
+def test_of_a_shared_gpu_a_trainer_takes_half_and_settings_take_their_share():
     assert fractions(4) == [0.95] * 4
-    assert fractions(1) == [0.475, 0.158, 0.158, 0.158]
-    assert fractions(2) == [0.95, 0.316, 0.316, 0.316]
-
-
-def test_a_setting_takes_its_share_where_a_gpu_is_shared():
-    set_all = dict(learner__memory_fraction=0.5, searchers__memory_fraction=0.2, evaluation__memory_fraction=0.2)
-    assert fractions(1, searchers__count=1, **set_all) == [0.5, 0.2, 0.2]
-    assert fractions(3, searchers__count=1, **set_all) == [0.95] * 3
+    assert fractions(1) == [0.475, 0.158, 0.158, 0.158] and fractions(2) == [0.95, 0.316, 0.316, 0.316]
     assert fractions(1, searchers__count=1, learner__memory_fraction=0.55) == [0.55, 0.2, 0.2]
-    with pytest.raises(
-        ValueError, match=r"GPU 0: 0\.95 of its memory may be taken, too little for learner\.memory_fraction=0\.5"
-    ):
-        fractions(1, searchers__count=2, **set_all | {"searchers__memory_fraction": 0.3})
+    assert fractions(3, searchers__count=1, learner__memory_fraction=0.55) == [0.95] * 3
+    with pytest.raises(ValueError, match=r"GPU 0: 0\.95 of its memory .* too little for learner\.memory_fraction=0\.9"):
+        fractions(1, learner__memory_fraction=0.9, searchers__memory_fraction=0.3)
 
 
 def test_what_others_hold_of_a_gpu_is_not_given_out():

@@ -151,12 +151,11 @@ group.call("next")
 group.end(0)
 """
     member = """
-calls = group.calls()
+calls, again = group.calls(), []
 next(calls)
 group.off_aside("note")
 group.report("off")
 next(calls)
-again = []
 group.on_aside("note", lambda text: again.append(text))
 print(noted, again, flush=True)
 assert list(calls) == []

@@ -134,26 +134,33 @@ def chained(cause: OSError, error: Exception, *, kept: bool | None) -> Exception
         return raised
 
 
-def test_what_is_a_failure_of_storage():
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE):
-        assert processes.is_storage_failure(OSError(number, "x"))
-    # As tensorstore words it, without a number; and as the log wraps that.
-    assert processes.is_storage_failure(ValueError("RESOURCE_EXHAUSTED: writing: [OS error 28: ENOSPC No space left on device]"))
-    assert processes.is_storage_failure(OSError("append of rows 0 to 15 failed: FAILED_PRECONDITION: File too large"))
-    assert processes.is_storage_failure(OSError("gs://bucket/run/config.json: UNAVAILABLE: the server is away"))
-    for kept in (True, None):
-        cause = OSError(errno.EDQUOT, "Disk quota exceeded")
-        assert processes.is_storage_failure(chained(cause, RuntimeError("the checkpoint failed"), kept=kept))
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(OSError(number, "x") for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ESTALE)),
+        # As tensorstore words it, without a number; and as the log wraps that.
+        ValueError("RESOURCE_EXHAUSTED: writing: [OS error 28: ENOSPC No space left on device]"),
+        OSError("append of rows 0 to 15 failed: FAILED_PRECONDITION: File too large"),
+        OSError("gs://bucket/run/config.json: UNAVAILABLE: the server is away"),
+        *(chained(OSError(errno.EIO, "x"), RuntimeError("the checkpoint failed"), kept=kept) for kept in (True, None)),
+    ],
+    ids=repr,
+)
+def test_what_is_a_failure_of_storage(error):
+    assert processes.is_storage_failure(error)
 
 
-def test_what_is_none():
-    for error in (
+@pytest.mark.parametrize(
+    "error",
+    [
         RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2147483648 bytes"),
         FileNotFoundError(errno.ENOENT, "x"),
-        ValueError("bad"),
         chained(OSError(errno.EROFS, "Read-only file system"), ValueError("bad setting"), kept=False),
-    ):
-        assert not processes.is_storage_failure(error)
+    ],
+    ids=repr,
+)
+def test_what_is_none(error):
+    assert not processes.is_storage_failure(error)
 
 
 def test_the_file_system_itself_refuses(tmp_path):
