@@ -33,7 +33,7 @@ def jobset(name: str) -> kustomize.Resource:
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_manifests_are_valid(name):
-    assert not manifests.problems(build(name))
+    manifests.check(build(name))
 
 
 def test_the_example_names_a_recipe_that_is_there():

@@ -52,7 +52,7 @@ def resources(folder: Path, *, hosts: int, searchers: int) -> list[kustomize.Res
     folder.mkdir()
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
     made = kustomize.build(folder)
-    assert not manifests.problems(made)
+    manifests.check(made)
     return made
 
 
