@@ -30,7 +30,7 @@ def search_five_and_two(s, made, ahead: Callable[[], bool] = lambda: False) -> d
         if batch == 6:
             publish(s, 1)
             assert made.refresh()
-        report = made.search(ahead=ahead if batch < 5 else lambda: False)
+        report = made.search(ahead=lambda: made._stream.taken < 5 * Q and ahead())
         assert committed(s) == batch * ROWS
     rows = rows_of_the_stream(s, made, 7 * Q)
     assert (report.rows, report.policy_step, report.tokens) == (ROWS, 1, rows["response_length"][-ROWS:].sum())
