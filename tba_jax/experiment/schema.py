@@ -347,7 +347,7 @@ c.trainer.connect_seconds = setting(300.0, above=0)  # for which processes of a 
 c.trainer.heartbeat_seconds = setting(30.0, at_least=2)
 
 c.supervisor = ConfigDict()
-c.supervisor.max_restarts = setting(20, at_least=0)  # of the trainer, or of all searchers, without ten minutes of life
+c.supervisor.max_restarts = setting(20, at_least=0)  # of a role, without ten minutes of life; of a searcher without a row
 c.supervisor.stop_seconds = setting(10.0, above=0)  # between asking a role to stop and killing it
 
 c.metrics = ConfigDict()

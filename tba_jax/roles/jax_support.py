@@ -2,39 +2,23 @@
 
 import contextlib
 import importlib.metadata
-import math
 import os
 import re
-import subprocess
 from pathlib import Path
 
 # Where devices and the driver's files are looked for.
 _ROOT = Path("/")
-_DRIVER_SECONDS = 60
 # Devices on the PCI bus that are TPU chips: Google's number as a vendor, and those of v3, v4, v5p, v5e, v6e and 7x.
 _GOOGLE, _TPU_CHIPS = "0x1ae0", ("0x0027", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
-# The oldest driver that JAX' support for each CUDA works with, and the oldest compute capability of a GPU. Newest CUDA first.
-_CUDA = (("cuda13", 580, 7.5), ("cuda12", 525, 5.2))
+_DRIVERS = {"cuda13": 580, "cuda12": 525}  # the oldest driver that JAX' support for each CUDA works with
 
 
 def driver_version() -> str:
-    """The version of the NVIDIA driver, such as "580.65.06"; "" where there is none, or none that says it."""
-    if asked := _ask_driver("driver_version"):
-        return asked[0]
+    """The version of the NVIDIA driver's kernel module, such as "580.65.06"; "" where there is none."""
     with contextlib.suppress(OSError):
         if found := re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", (_ROOT / "proc/driver/nvidia/version").read_text()):
             return found[1]
     return ""
-
-
-def _ask_driver(field: str) -> list[str]:
-    """The numbers that nvidia-smi says of each GPU, [] where it does not answer."""
-    asked = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=_DRIVER_SECONDS)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in done.stdout.splitlines() if re.fullmatch(r"\d+(\.\d+)+", line.strip())]
 
 
 def gpu_nodes() -> list[str]:
@@ -77,29 +61,19 @@ def gpu_advice() -> str:
     """What to do about GPUs that JAX does not use, as the end of a sentence that has named them."""
     there = [f"{name} {version}" for name, version in installed().items() if "cuda" in name]
     driver = driver_version()
+    told = f"; the driver here is {driver}" if driver else ""
     if there:
-        needed = next(oldest for name, oldest, _ in _CUDA if name in there[0])
-        told = f"the driver is {driver}" if driver else "nothing says which driver there is"
+        needed = next(oldest for name, oldest in _DRIVERS.items() if name in there[0])
         return (
             f"JAX' support for GPUs is installed ({', '.join(there)}) and does not start: it needs jaxlib of the same version "
-            f"(here {importlib.metadata.version('jaxlib')}) and a driver from {needed} on ({told}); `python -m tba_jax version` "
+            f"(here {importlib.metadata.version('jaxlib')}) and a driver from {needed} on{told}; `python -m tba_jax version` "
             "prints what JAX says; or ask for the CPU by JAX_PLATFORMS=cpu"
         )
-    return f"JAX' support for GPUs is not installed: {_cuda(driver)}, or ask for the CPU by JAX_PLATFORMS=cpu"
-
-
-def _cuda(driver: str) -> str:
-    """Which support to install for this driver and these GPUs."""
-    if not driver:
-        return f"{command('cuda13')} (drivers from 580 on) or {command('cuda12')} (from 525 on) installs it"
-    version, capability = int(driver.partition(".")[0]), min(map(float, _ask_driver("compute_cap")), default=math.inf)
-    for extra, oldest, least in _CUDA:
-        if version >= oldest and capability >= least:
-            return f"{command(extra)} installs what goes with driver {driver}"
-    _, oldest, least = _CUDA[-1]
-    if version < oldest:
-        return f"driver {driver} is older than {oldest}, the oldest that JAX works with: update it"
-    return f"a GPU's compute capability is {capability:g}, and {least:g} is the least that JAX works with"
+    return (
+        f"JAX' support for GPUs is not installed: {command('cuda13')} installs it (driver {_DRIVERS['cuda13']} or newer, compute "
+        f"capability 7.5 or higher), {command('cuda12')} that for older ones (driver {_DRIVERS['cuda12']} or newer){told}; "
+        "or ask for the CPU by JAX_PLATFORMS=cpu"
+    )
 
 
 def tpu_advice() -> str:

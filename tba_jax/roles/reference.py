@@ -45,48 +45,51 @@ def text_columns(
     )
 
 
-def _scorer(
-    contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh, temperature: float, *, logit_megabytes: int
-) -> Any:
-    space, graphdef = dataclasses.replace(contract.response_space(), temperature=temperature), policy.base.graphdef
-    return scoring.program(mesh, graphdef=graphdef, R=contract.response_length, space=space, logit_megabytes=logit_megabytes)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """How the reference scores rows on a mesh.
 
+    samples: so many consecutive rows have one prompt, usually. Each device scores sequences of score_tokens at a time
+    (row_layout.Limits.tokens), whose logits take at most logit_megabytes.
+    """
 
-def _limits(
-    contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh, rows: int, *, samples: int, score_tokens: int
-) -> row_layout.Limits:
-    ways = sharding.row_ways(mesh)
-    return row_layout.Limits(
-        rows=rows,
-        group=math.gcd(rows, samples),
-        prompt=contract.prompt_length,
-        response=contract.response_length,
-        shares=scoring.shares_prompts(policy.model, mesh),
-        tokens=score_tokens,
-        ways=ways,
-    )
+    contract: contract_lib.Contract
+    policy: Policy
+    mesh: jax.sharding.Mesh
+    samples: int = 1
+    logit_megabytes: int
+    score_tokens: int
+
+    def program(self, temperature: float) -> Any:
+        """The jitted function, see scoring.program."""
+        space = dataclasses.replace(self.contract.response_space(), temperature=temperature)
+        settings: dict[str, Any] = dict(graphdef=self.policy.base.graphdef, R=self.contract.response_length, space=space)
+        return scoring.program(self.mesh, **settings, logit_megabytes=self.logit_megabytes)
+
+    def limits(self, rows: int) -> row_layout.Limits:
+        """Args: rows: of one call."""
+        return row_layout.Limits(
+            rows=rows,
+            group=math.gcd(rows, self.samples),
+            prompt=self.contract.prompt_length,
+            response=self.contract.response_length,
+            shares=scoring.shares_prompts(self.policy.model, self.mesh),
+            tokens=self.score_tokens,
+            ways=sharding.row_ways(self.mesh),
+        )
 
 
 def programs(
-    contract: contract_lib.Contract,
-    params: Params,
-    *,
-    policy: Policy,
-    mesh: jax.sharding.Mesh,
-    rows: int,
-    samples: int = 1,
-    logit_megabytes: int,
-    score_tokens: int,
+    contract: contract_lib.Contract, params: Params, *, policy: Policy, mesh: jax.sharding.Mesh, rows: int, **limits: int
 ) -> dict[str, Program]:
     """Name -> the program of `ReferencePolicy.logprobs`. That of another temperature takes as much.
 
-    Args: params: shapes of the reference; rows: of one call; others: see ReferencePolicy.
+    Args: params: shapes of the reference; rows: of one call; limits: further fields of Scoring.
     """
-    limits = _limits(contract, policy, mesh, rows, samples=samples, score_tokens=score_tokens)
-    largest = row_packing.empty(limits, limits.sequences)
+    how = Scoring(contract=contract, policy=policy, mesh=mesh, **limits)
+    largest = row_packing.empty(how.limits(rows), how.limits(rows).sequences)
     arguments = params, shaped(largest, scoring.packed_shardings(mesh))
-    score = _scorer(contract, policy, mesh, contract.scoring_temperature, logit_megabytes=logit_megabytes)
-    return {"scoring by the reference": Program(function=score, arguments=arguments)}
+    return {"scoring by the reference": Program(function=how.program(contract.scoring_temperature), arguments=arguments)}
 
 
 def _load(run: layout.RunDir, policy: Policy, mesh: jax.sharding.Mesh) -> Params:
@@ -105,25 +108,13 @@ class ReferencePolicy:
     """
 
     def __init__(
-        self,
-        contract: contract_lib.Contract,
-        run: layout.RunDir,
-        *,
-        policy: Policy,
-        mesh: jax.sharding.Mesh,
-        samples: int = 1,
-        logit_megabytes: int,
-        score_tokens: int,
+        self, contract: contract_lib.Contract, run: layout.RunDir, *, policy: Policy, mesh: jax.sharding.Mesh, **limits: int
     ):
-        """Args: samples: so many consecutive rows have one prompt, usually. On each device `logprobs` scores sequences of
-        score_tokens at a time (row_layout.Limits.tokens), whose logits take at most logit_megabytes.
-        """
-        self.id = layout.reference_id(run)
-        self.mesh = mesh
-        self.params = _load(run, policy, mesh)
+        """Args: limits: further fields of Scoring."""
+        self.id, self.mesh, self.params = layout.reference_id(run), mesh, _load(run, policy, mesh)
         self._temperature = contract.scoring_temperature
-        self._scorer = functools.cache(functools.partial(_scorer, contract, policy, mesh, logit_megabytes=logit_megabytes))
-        self._limits = functools.partial(_limits, contract, policy, mesh, samples=samples, score_tokens=score_tokens)
+        how = Scoring(contract=contract, policy=policy, mesh=mesh, **limits)
+        self._scorer, self._limits = functools.cache(how.program), how.limits
         self.work, self._model = Work(), policy.model
         self._shapes_log = ShapesLog("scoring by the reference")
 
@@ -166,17 +157,9 @@ def check_finite(ref_logprobs: np.ndarray, queries: Sequence[str]) -> None:
 
 
 def make(
-    contract: contract_lib.Contract,
-    run: layout.RunDir,
-    *,
-    policy: Policy,
-    mesh: jax.sharding.Mesh,
-    samples: int = 1,
-    logit_megabytes: int,
-    score_tokens: int,
+    contract: contract_lib.Contract, run: layout.RunDir, *, policy: Policy, mesh: jax.sharding.Mesh, **limits: int
 ) -> ReferencePolicy | NoReference:
-    """The reference of the run. Args: see ReferencePolicy."""
+    """The reference of the run. Args: limits: further fields of Scoring."""
     if not contract.has_reference:
         return NoReference(contract, run, policy=policy, mesh=mesh)
-    limits = dict(samples=samples, logit_megabytes=logit_megabytes, score_tokens=score_tokens)
     return ReferencePolicy(contract, run, policy=policy, mesh=mesh, **limits)

@@ -155,7 +155,7 @@ class RoleProcesses:
 class _Role:
     """One supervised role. metrics: the folder of its status. after: roles that must be at work before it starts.
 
-    next_look: when it is looked after again, by time.monotonic. rests: it is not started again.
+    next_look: when it is looked after again, by time.monotonic. rests: it is given up, while the run goes on.
     """
 
     name: str
@@ -177,7 +177,7 @@ class _Role:
     @property
     def is_at_work(self) -> bool:
         """Whether the role has compiled its programs: it has written metrics, or has had the time for it, or has ended."""
-        if self.life is None or self.done:
+        if self.life is None or self.done or self.rests:
             return self.started > 0
         return time.monotonic() > self.started + STARTING_SECONDS or self.has_worked
 
@@ -200,7 +200,6 @@ class Supervisor:
         self._roles: list[_Role] = []
         self._proof = run.finished
         self._is_away = False
-        self._step: int | None = None  # of the trainer, when searchers were last seen to be of use
 
     def run(
         self,
@@ -210,18 +209,15 @@ class Supervisor:
         stop: Callable[[], bool],
         proof: places.Place | None = None,
     ) -> int:
-        """Supervises `roles` (name -> arguments, placement) until all roles named in `until` have ended with code 0.
+        """Supervises `roles` (name -> arguments, placement) until all roles named in `until` have ended with code 0 or rest.
 
         Args: proof: the file without which code 0 only means that somebody stopped a role; default: RunDir.finished.
 
-        Searchers and evaluators that share cores start one after the other. Each then finds most programs in the compilation
-        cache; if all started at once, they would compile the same programs beside each other.
+        Searchers and evaluators that share cores start one after the other: each finds most programs in the compilation cache.
 
-        Returns:
-          0; or the exit code of the role that ended the run, 1 where it died too often by failures without a code of their own;
-          or 130 where `stop` ended it.
+        Returns: 0; the exit code of the role that ended the run, 1 where it died too often; or 130 where `stop` ended it.
         """
-        self._proof, self._step = self._run.finished if proof is None else proof, self._trained()
+        self._proof = self._run.finished if proof is None else proof
         self._roles.clear()
         for name, (arguments, placed) in roles.items():
             # The others wait for the trainer's snapshots, and it waits for their rows.
@@ -235,7 +231,7 @@ class Supervisor:
                 after=[other for other in beside if not set(placed.cpus).isdisjoint(other.placement.cpus)],
             )
             self._roles.append(role)
-        while not all(role.done for role in self._roles if role.name in until):
+        while not all(role.done or role.rests for role in self._roles if role.name in until):
             if stop():
                 return processes.STOPPED
             for role in self._roles:
@@ -278,65 +274,22 @@ class Supervisor:
     def _died(self, role: _Role, code: int) -> int | None:
         """Schedules the next life of a role. Returns the code that ends the run, None while it goes on."""
         assert role.life is not None
-        words, lives, most = f"{role.name} (exit code {code}): {role.life.last_words(code)}", role.lives, self._max_restarts
+        words, lives = f"{role.name} (exit code {code}): {role.life.last_words(code)}", role.lives
         verdict = lives.end(code, began=role.started, now=time.monotonic(), has_worked=role.has_worked)
-        if verdict is Verdict.ENDS and code == processes.NO_REWARDS and role.kind == "searcher":
-            role.rests = True
-            if not all(other.rests for other in self._of("searcher")):
-                log.warning("%s; it is not started again", words)
-                return None
-        if verdict is Verdict.ENDS:
-            print(words, file=sys.stderr)
-            return code
-        often = f"it died {lives.deaths} times, more than supervisor.max_restarts={most}"
-        if verdict is Verdict.GIVEN_UP:
-            print(f"{words}; {often}", file=sys.stderr)
-            return 1
-        if role.kind == "searcher" and self._nobody_makes_rows():
-            print(
-                f"{words}; all searchers died more than supervisor.max_restarts={most} times without making a row, and the "
-                "trainer has made no step meanwhile: it has nothing to learn from",
-                file=sys.stderr,
-            )
-            return 1
-        trained = any(trainer.done for trainer in self._of("trainer"))
-        if role.kind == "evaluator" and trained and lives.in_vain > most:
-            role.done = True
-            log.warning(
-                "%s; %s, and is given up: the training is done, and python -m tba_jax evaluate --workdir=%s --step=N "
-                "--output=FILE evaluates a snapshot",
-                *(words, often, self._run.root),
-            )
+        if verdict is Verdict.AGAIN:
+            log.warning("%s; starting it again in %.1f s (see %s)", words, lives.pause, role.life.log)
+            role.life, role.next_look = None, time.monotonic() + lives.pause
             return None
-        often = (
-            f"its storage has refused {lives.refusals} times in a row" if lives.refusals else f"it has died {lives.deaths} times"
-        )
-        log.warning("%s; %s; starting it again in %.1f s (see %s)", words, often, lives.pause, role.life.log)
-        role.life, role.next_look = None, time.monotonic() + lives.pause
-        return None
-
-    def _of(self, kind: str) -> list[_Role]:
-        return [role for role in self._roles if role.kind == kind]
-
-    def _nobody_makes_rows(self) -> bool:
-        """Whether all searchers have died too often without any work, and the trainer's step has not moved meanwhile.
-
-        Where it has moved, it learns from other rows: the searchers then have as many lives again.
-        """
-        searchers = self._of("searcher")
-        if any(role.has_worked or not (role.rests or role.lives.in_vain > self._max_restarts) for role in searchers):
-            return False
-        before, self._step = self._step, self._trained()
-        if self._step is not None and self._step == before:
-            return True
-        for role in searchers:
-            role.lives.forget()
-        return False
-
-    def _trained(self) -> int | None:
-        """The step that the trainer's status says; None where its storage does not answer."""
-        with contextlib.suppress(OSError):
-            return status.read(self._run.metrics("trainer")).step
+        if verdict is Verdict.GIVEN_UP:
+            code, words = 1, f"{words}; it died {lives.deaths} times, more than supervisor.max_restarts={self._max_restarts}"
+        if verdict is Verdict.GIVEN_UP or code == processes.NO_REWARDS:
+            role.rests = role.kind in ("searcher", "evaluator")
+        searchers_rest = role.kind == "searcher" and all(other.rests for other in self._roles if other.kind == "searcher")
+        if not role.rests or searchers_rest:
+            print(f"{words}; no other searcher is left" if searchers_rest else words, file=sys.stderr)
+            return code
+        advice = f": python -m tba_jax evaluate --workdir={self._run.root} --step=N --output=FILE evaluates a snapshot"
+        log.warning("%s; it is not started again%s", words, advice if role.kind == "evaluator" else "")
         return None
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-import stat
 import threading
 import time
 from pathlib import Path
@@ -54,34 +53,22 @@ def rotate(path: Path, *, limit: int, keep: int) -> bool:
 
     Of a log that has become far larger, the last 2 · `limit` bytes are kept.
     """
-    if path.stat().st_size <= limit:
+    if (size := path.stat().st_size) <= limit:
         return False
     draft = path.with_name(f"{path.name}.draft")
-    with open(path, "rb+") as log:
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # another process that writes to the same log is at it
-            return False
-        except OSError:  # a file system without locks
-            pass
-        if (size := os.fstat(log.fileno()).st_size) <= limit:
-            return False
-        log.seek(max(0, size - 2 * limit))
-        try:
-            with open(draft, "wb") as copy:
-                os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(log.fileno()).st_mode))
-                shutil.copyfileobj(log, copy, 1 << 20)
-                copy.flush()
-                for number in range(keep - 1, 0, -1):
-                    with contextlib.suppress(FileNotFoundError):
-                        older(path, number).replace(older(path, number + 1))
-                draft.replace(older(path, 1))
-                shutil.copyfileobj(log, copy)  # what came meanwhile
-                copy.flush()
-                log.truncate(0)  # at the end: a role that is killed before leaves its last words twice
-        except OSError:
-            draft.unlink(missing_ok=True)
-            raise
+    try:
+        with open(path, "rb") as log, open(draft, "wb") as copy:
+            log.seek(max(0, size - 2 * limit))
+            shutil.copyfileobj(log, copy, 1 << 20)
+        shutil.copymode(path, draft)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    for number in range(keep - 1, 0, -1):
+        with contextlib.suppress(FileNotFoundError):
+            older(path, number).replace(older(path, number + 1))
+    draft.replace(older(path, 1))
+    os.truncate(path, 0)
     return True
 
 

@@ -78,13 +78,13 @@ def is_storage_failure(error: BaseException) -> bool:
 
     The errors that an error was raised from, or while handling, count as well.
     """
+    return any(map(_refuses, _causes(error)))
 
-    def refuses(cause: BaseException) -> bool:
-        if isinstance(cause, OSError) and (cause.errno in _STORAGE_ERRORS or _REFUSING.search(str(cause))):
-            return True
-        return isinstance(cause, RunIsAway) or any(os.strerror(number) in str(cause) for number in _STORAGE_ERRORS)
 
-    return any(map(refuses, _causes(error)))
+def _refuses(error: BaseException) -> bool:
+    if isinstance(error, OSError) and (error.errno in _STORAGE_ERRORS or _REFUSING.search(str(error))):
+        return True
+    return isinstance(error, RunIsAway) or any(os.strerror(number) in str(error) for number in _STORAGE_ERRORS)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -145,7 +145,7 @@ class Lifeline:
 
 def hold() -> None:
     """Called first in a process: a child moves to the cores that its parent chose, and dies by SIGKILL when that is gone."""
-    open_standard_streams()
+    _open_standard_streams()
     cpus = os.environ.pop(_CPUS, "")
     if cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
@@ -154,7 +154,7 @@ def hold() -> None:
         die_with(int(read), parent=int(parent))
 
 
-def open_standard_streams() -> None:
+def _open_standard_streams() -> None:
     """Opens the null device as each standard stream that is closed: a pipe of ours would get its number, and a child take it."""
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest number that is free
         os.set_inheritable(opened, True)

@@ -38,6 +38,8 @@ LOOK_SECONDS = 5.0
 HEALTHY_SECONDS = 600.0
 # So long a role is started again whose storage does not answer, or forbids.
 PATIENCE_SECONDS = {STORAGE_FAILED: 7 * 86400.0, STORAGE_FORBIDS: 600.0}
+# Roles that come and go while a run trains.
+_JOINING = ("searcher", "evaluator")
 
 
 class Verdict(enum.Enum):
@@ -51,69 +53,63 @@ class Verdict(enum.Enum):
 def judge(kind: str, code: int, *, is_new: bool, deaths: int, max_restarts: int, seconds: float = 0.0) -> Verdict:
     """What follows from a role's exit code.
 
-    | code              | trainer, reference                   | searcher, evaluator  |
-    |-------------------|--------------------------------------|----------------------|
-    | 2, a new role     | ends                                 | ends                 |
-    | 3 storage failed  | again, for a week                    | likewise             |
-    | 4 not finite      | ends                                 | again                |
-    | 5 no rewards      | ends                                 | ends                 |
-    | 7 storage forbids | again, for ten minutes               | likewise             |
-    | others, 2 later   | again; given up after max_restarts   | again                |
+    | code              | trainer, reference       | searcher, evaluator                       |
+    |-------------------|--------------------------|-------------------------------------------|
+    | 2, a new role     | ends                     | ends                                      |
+    | 3 storage failed  | again, for a week        | likewise                                  |
+    | 4 not finite      | ends                     | as others                                 |
+    | 5 no rewards      | ends                     | ends                                      |
+    | 7 storage forbids | again, for ten minutes   | likewise                                  |
+    | others, 2 later   | again; given up after max_restarts deaths, see `Lives`               |
 
     Args:
       kind: "trainer", "reference", "searcher", "evaluator"; "" for a role that ends like a trainer.
       is_new: whether this was the role's first life, and it has not been at work.
-      deaths: how often it has died without ten minutes of life in between, this death included.
+      deaths: see `Lives`, this death included.
       seconds: since its storage has failed in each life.
     """
-    joins = kind in ("searcher", "evaluator")
     if code in PATIENCE_SECONDS:
         return Verdict.AGAIN if seconds <= PATIENCE_SECONDS[code] else Verdict.ENDS
-    if code == NO_REWARDS or (code == BAD_INPUT and is_new) or (code == NOT_FINITE and not joins):
+    if code == NO_REWARDS or (code == BAD_INPUT and is_new) or (code == NOT_FINITE and kind not in _JOINING):
         return Verdict.ENDS
-    return Verdict.GIVEN_UP if deaths > max_restarts and not joins else Verdict.AGAIN
+    return Verdict.GIVEN_UP if deaths > max_restarts else Verdict.AGAIN
 
 
 class Lives:
     """How the lives of one role have ended so far.
 
     Attributes:
-      deaths: ends without ten minutes of life in between, failures of storage left out.
-      in_vain: deaths in a row of lives that did no work.
-      refusals: how often in a row its storage has failed. seconds: since when it has failed in one and the same way.
+      deaths: ends without ten minutes of life in between, failures of storage left out; of a searcher or an evaluator only those
+        in a row of lives that did no work.
+      in_vain: ends in a row of lives that did no work. seconds: since when its storage has failed in one and the same way.
     """
 
     def __init__(self, kind: str, *, max_restarts: int) -> None:
         """Args: kind, max_restarts: see `judge`."""
-        self._kind, self._max_restarts = kind, max_restarts
-        self._is_new, self.deaths, self.seconds = True, 0, 0.0
-        self.forget()
-
-    def forget(self) -> None:
-        """The role has worked, or is needed no less than at its start."""
-        self.in_vain = self.refusals = self._code = 0
-        self._since = 0.0
+        self._kind, self._max_restarts, self._is_new = kind, max_restarts, True
+        self.deaths = self.in_vain = self._code = 0
+        self.seconds = self._since = 0.0
 
     def end(self, code: int, *, began: float, now: float, has_worked: bool = False) -> Verdict:
         """Counts the end of a life. Args: began, now: of the life, by time.monotonic; has_worked: in this life."""
         is_long = now - began >= HEALTHY_SECONDS
         is_new, self._is_new = self._is_new and not has_worked, False
-        if has_worked or is_long:
-            self.forget()
-        if code != self._code:
+        if is_long or (has_worked and self._kind in _JOINING):
+            self.deaths = 0
+        self.in_vain = 1 if is_long or has_worked else self.in_vain + 1
+        if self.in_vain == 1 or code != self._code:
             self._code, self._since = code, began
         if code in PATIENCE_SECONDS:
-            self.refusals, self.seconds = self.refusals + 1, now - self._since
+            self.seconds = now - self._since
         else:
-            self.deaths = 1 if is_long else self.deaths + 1
-            self.in_vain, self.refusals, self.seconds = self.in_vain + 1, 0, 0.0
+            self.deaths, self.seconds = self.deaths + 1, 0.0
         most = self._max_restarts
         return judge(self._kind, code, is_new=is_new, deaths=self.deaths, max_restarts=most, seconds=self.seconds)
 
     @property
     def pause(self) -> float:
-        """Seconds before the role is started again: they double with each failure in a row."""
-        return min(FIRST_PAUSE_SECONDS * 2 ** min(self.in_vain + self.refusals - 1, 20), LONGEST_PAUSE_SECONDS)
+        """Seconds before the role is started again: they double with each life in vain."""
+        return min(FIRST_PAUSE_SECONDS * 2 ** min(self.in_vain - 1, 20), LONGEST_PAUSE_SECONDS)
 
 
 def _say(sentence: str) -> None:

@@ -33,17 +33,10 @@ def jobset(name: str) -> kustomize.Resource:
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_manifests_are_valid(name):
-    assert not manifests.problems(build(name))
+    manifests.check(build(name))
 
 
-def test_the_example_changes_what_differs_between_clusters():
-    specs = manifests.jobs(jobset("example"))
-    assert specs["trainer"]["completions"] == 2 and specs["searchers"]["completions"] == 16
-    for name, gpus in (("trainer", 8), ("searchers", 1), ("evaluator", 1)):
-        (container,) = manifests.pod(specs[name])["containers"]
-        assert container["image"].endswith("/tba_jax:cuda13") and container["resources"]["limits"]["nvidia.com/gpu"] == gpus
-        assert "cloud.google.com/gke-accelerator" in manifests.pod(specs[name])["nodeSelector"]
-    assert manifests.pod(specs["searchers"])["tolerations"] and "tolerations" not in manifests.pod(specs["trainer"])
+def test_the_example_names_a_recipe_that_is_there():
     (settings,) = (one["data"] for one in build("example") if one["kind"] == "ConfigMap")
     assert (tiny_run.ROOT / re.search(r"--config=(\S+)", settings["RUN"])[1]).is_file()
 
@@ -93,14 +86,10 @@ def start(workdir: Path, codes: list[str], *flags: str, **variables: str) -> sub
 @pytest.mark.parametrize(
     ("role", "codes", "expected"),
     [
-        ("trainer", ["3", "0done"], 0),  # storage failed
-        ("trainer", ["6", "0", "130", "6", "0done"], 0),  # another process of it has ended, or was asked to stop
-        ("trainer", ["6", "4"], 4),
+        ("trainer", ["3", "6", "0", "130", "0done"], 0),  # storage failed, another process of it has ended, a stop
         ("trainer", ["2"], 1),  # of a run that exists: it may pass
         ("trainer", ["1", "139"], 139),  # the first death is answered in its pod
         ("searcher", ["5"], 0),  # rests
-        ("searcher", ["4"], 4),  # no rule of its Job names a code
-        ("evaluator", ["5"], 5),
         ("evaluator", ["1done", "1"], 0),  # after the training
     ],
     ids=str,
@@ -131,7 +120,7 @@ def test_bad_input_before_there_is_a_run_ends_it(tmp_path, flags, expected):
     assert process.returncode == expected
 
 
-@pytest.mark.parametrize("code", ["0", "130", "3", "2", "4"])
+@pytest.mark.parametrize("code", ["0", "3", "4"])
 def test_a_pod_that_is_asked_to_stop_is_not_done(tmp_path, code):
     """Whatever its role ends with; code 4 alone would end it in the same way again."""
     (tmp_path / "config.json").write_text("{}")

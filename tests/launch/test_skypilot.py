@@ -22,15 +22,11 @@ def task(name: str) -> dict[str, Any]:
     return found
 
 
-# In the place of Python: prints its arguments, one a line.
-PYTHON = "#!/usr/bin/env bash\nprintf '%s\\n' \"$@\"\n"
-
-
 def arguments(tmp_path: Path, name: str, **variables: str) -> list[str]:
-    """What `run` gives to Python on a machine with these variables."""
+    """What `run` gives to Python on a machine with these variables; a script stands for it, which prints its arguments."""
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(PYTHON)
+    python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     python.chmod(0o755)
     shutil.copytree(LAUNCH, tmp_path / "launch")
     told = task(name)["envs"] | {"HOME": str(tmp_path / "home")} | variables
@@ -50,25 +46,15 @@ def read(words: list[str]) -> flags.FlagValues:
     return values
 
 
-@pytest.mark.parametrize("shared", ["gs://bucket/run", ""])
-def test_a_machine_runs_all_roles(tmp_path, shared):
-    words = arguments(tmp_path, "skypilot.yaml", SHARED=shared, RUN="--config=configs/demo.py --config.seed=3", NAME="one")
-    values = read(words)
-    assert (values.role, values.shared, str(values.workdir)) == ("all", shared, str(tmp_path / "home/runs/one"))
-    assert "--config.seed=3" in words and (tmp_path / "home/runs").is_dir()
-
-
-def test_a_spot_machine_runs_a_searcher(tmp_path):
-    words = arguments(tmp_path, "skypilot_searchers.yaml", SHARED="s3://bucket/tba/run", RUN="--config.searchers.slots=8")
-    values = read(words)
-    assert words[:3] == ["-m", "tba_jax.run.restart", f"--workdir={tmp_path / 'home/runs/run'}"]
-    assert (values.role, values.shared, str(values.workdir)) == (
-        "searcher",
-        "s3://bucket/tba/run",
-        str(tmp_path / "home/runs/run"),
-    )
-    found = task("skypilot_searchers.yaml")
-    assert found["resources"]["use_spot"] is True and "use_spot" not in task("skypilot.yaml")["resources"]
+@pytest.mark.parametrize(
+    "name, role, shared", [("skypilot.yaml", "all", ""), ("skypilot_searchers.yaml", "searcher", "s3://bucket/tba/run")]
+)
+def test_a_machine_runs_its_roles(tmp_path, name, role, shared):
+    words = arguments(tmp_path, name, SHARED=shared, NAME="run", RUN="--config=configs/demo.py --config.seed=3")
+    values, workdir = read(words), tmp_path / "home/runs/run"
+    assert (values.role, values.shared, str(values.workdir)) == (role, shared, str(workdir)) and "--config.seed=3" in words
+    is_restarted = words[:3] == ["-m", "tba_jax.run.restart", f"--workdir={workdir}"]
+    assert is_restarted == (role == "searcher") == task(name)["resources"].get("use_spot", False)
 
 
 # Has SkyPilot's own schemas read a task.

@@ -58,13 +58,24 @@ def test_a_dry_run_prints_jobs_and_their_steps(slurm):
     assert not any("--partition" in word or "--account" in word for word in trainer)
 
 
-def test_a_trainer_of_several_nodes_has_a_task_a_node_or_a_gpu(slurm):
-    per_node, per_gpu = (printed(slurm, TRAINER_NODES="2", TRAINER_TASKS=tasks, EVALUATOR="none") for tasks in ("node", "gpu"))
-    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=24", "--gres=gpu:4"} <= set(per_node[1])
-    assert {"--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--cpus-per-task=6", "--gres=gpu:4"} <= set(per_gpu[1])
-    assert {"--nodes=2", "--gres=gpu:4", "--mem=96G"} <= set(per_gpu[0]) and len(per_gpu) == 4
-    # Each process ends by itself, so that the code of the first one says why.
-    assert {"--kill-on-bad-exit=0", "--wait=90"} <= set(per_gpu[1])
+SITE = dict(ACCOUNT="lab", PARTITION="big", SEARCHER_PARTITION="spot", SBATCH_MORE="--exclusive --exclude=node7")
+
+
+@pytest.mark.parametrize(
+    ("variables", "line", "words"),
+    [
+        ({"TRAINER_TASKS": "node"}, 1, "--nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=24 --gres=gpu:4"),
+        ({"TRAINER_TASKS": "gpu"}, 0, "--nodes=2 --gres=gpu:4 --mem=96G"),
+        # Each process ends by itself, so that the code of the first one says why.
+        ({"TRAINER_TASKS": "gpu"}, 1, "--ntasks=8 --ntasks-per-node=4 --cpus-per-task=6 --kill-on-bad-exit=0 --wait=90"),
+        ({"SEARCHERS": "8", "SEARCHERS_PER_NODE": "4", "SEARCHER_GPUS": "2"}, 2, "--array=0-1 --gres=gpu:8 --cpus-per-task=32"),
+        (SITE, 0, "--account=lab --partition=big --exclusive --exclude=node7"),
+        (SITE, 2, "--account=lab --partition=spot --exclusive --exclude=node7"),
+    ],
+    ids=str,
+)
+def test_variables_become_words_of_sbatch_and_srun(slurm, variables, line, words):
+    assert set(words.split()) <= set(printed(slurm, TRAINER_NODES="2", EVALUATOR="none", **variables)[line])
 
 
 def test_memory_that_is_not_asked_for_is_shared_by_the_steps(slurm):
@@ -72,22 +83,6 @@ def test_memory_that_is_not_asked_for_is_shared_by_the_steps(slurm):
     lines = printed(slurm, TRAINER_MEMORY="0", EVALUATOR_MEMORY="0", SEARCHER_MEMORY="0")
     assert not any(word.startswith("--mem") for line in lines if line[0] == "sbatch" for word in line)
     assert all("--mem=0" in line for line in lines if line[0] == "srun")
-
-
-def test_several_searchers_share_a_node(slurm):
-    lines = printed(slurm, *FLAGS, "--only=searchers", SEARCHERS="8", SEARCHERS_PER_NODE="4", SEARCHER_GPUS="2", GPU_TYPE="a100")
-    assert {"--array=0-1", "--gres=gpu:a100:8", "--cpus-per-task=32", "--mem=128G"} <= set(lines[0])
-    assert len(lines) == 5 and all("--gres=gpu:a100:2" in line and "--exact" in line for line in lines[1:])
-
-
-def test_the_site_is_named_to_every_job(slurm):
-    site = dict(ACCOUNT="lab", PARTITION="big", QOS="long", CONSTRAINT="nvlink", SEARCHER_PARTITION="spot", SEARCHER_QOS="low")
-    jobs = [
-        line for line in printed(slurm, EVALUATOR="job", SBATCH_MORE="--exclusive --exclude=node7", **site) if line[0] == "sbatch"
-    ]
-    assert all({"--account=lab", "--constraint=nvlink", "--exclusive", "--exclude=node7"} <= set(line) for line in jobs)
-    assert [("--partition=big" in line, "--partition=spot" in line) for line in jobs] == [(True, False)] * 2 + [(False, True)]
-    assert [("--qos=long" in line, "--qos=low" in line) for line in jobs] == [(True, False)] * 2 + [(False, True)]
 
 
 def test_roles_run_in_a_container(slurm):
@@ -113,14 +108,11 @@ def test_a_change_of_the_schedule_is_for_the_trainer_alone(slurm):
 @pytest.mark.parametrize(
     ("flags", "variables", "named"),
     [
-        (FLAGS, {"TRAINER_TASKS": "gpus"}, ["TRAINER_TASKS=gpus", "node", "gpu"]),
         (FLAGS, {"TRAINER_TASKS": "gpu", "TRAINER_GPUS": "5"}, ["TRAINER_GPUS=5", "TRAINER_CPUS=24"]),
-        (FLAGS, {"SEARCHERS": "6", "SEARCHERS_PER_NODE": "4"}, ["SEARCHERS=6", "SEARCHERS_PER_NODE=4"]),
         ([*FLAGS, "--only=evaluator"], {}, ["only=evaluator", "trainer searchers"]),
         (FLAGS, {"CONTAINER": "pyxis"}, ["CONTAINER=pyxis", "CONTAINER_IMAGE"]),
         (FLAGS, {"PYTHON": "/none/python"}, ["PYTHON=/none/python"]),
         ([*FLAGS, "--role=trainer"], {}, ["--role=trainer"]),
-        ([*FLAGS, "configs/demo.py"], {}, ["configs/demo.py"]),
         (["--config.seed=1"], {}, ["holds no run yet", "--config=RECIPE"]),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else value[-1],
@@ -130,11 +122,6 @@ def test_bad_values_are_refused_by_one_sentence(slurm, flags, variables, named):
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("error: ") and all(word in done.stderr for word in named), done.stderr
     assert not (slurm.parent / "run").exists() and not (slurm.parent / "called").exists()
-
-
-def test_without_a_workdir_it_says_so(slurm):
-    bare = subprocess.run([str(LAUNCH / "slurm.sh"), *FLAGS], env=environment(slurm), capture_output=True, text=True, check=False)
-    assert bare.returncode == 2 and "--workdir=DIR is missing" in bare.stderr
 
 
 def start(script: str, programs: Path, **variables: str) -> subprocess.Popen[str]:
@@ -158,6 +145,15 @@ def test_a_job_begins_no_run_where_it_does_not_see_its_own(slurm):
     assert called(slurm, "scontrol") == ["scontrol requeue 7"]  # asked to stop: there is no finished.json
 
 
+def ended(script: str, programs: Path, *, code: str, **variables: str) -> tuple[int, str]:
+    """The exit code and the errors of a job of an existing run whose roles end by a code."""
+    (programs.parent / "run" / "logs").mkdir(parents=True, exist_ok=True)
+    (programs.parent / "code").write_text(code)
+    job = start(script, programs, **variables)
+    _, errors = job.communicate(timeout=60)
+    return job.returncode, errors
+
+
 @pytest.mark.parametrize(
     ("code", "variables", "queued", "starts"),
     [
@@ -168,12 +164,9 @@ def test_a_job_begins_no_run_where_it_does_not_see_its_own(slurm):
     ],
 )
 def test_what_follows_from_the_end_of_a_trainer(slurm, code, variables, queued, starts):
-    (slurm.parent / "run" / "logs").mkdir(parents=True)
-    (slurm.parent / "code").write_text(code)
-    job = start("slurm_job.sh", slurm, EVALUATOR="none", **variables)
-    job.communicate(timeout=60)
+    job, _ = ended("slurm_job.sh", slurm, code=code, EVALUATOR="none", **variables)
     assert bool(called(slurm, "scontrol")) == queued and len(called(slurm, "srun")) == starts
-    assert job.returncode == (0 if queued else int(code))
+    assert job == (0 if queued else int(code))
 
 
 def test_searchers_of_a_trainer_that_has_ended_for_good_are_cancelled(slurm):
@@ -181,37 +174,26 @@ def test_searchers_of_a_trainer_that_has_ended_for_good_are_cancelled(slurm):
     for flags in (FLAGS, [*FLAGS, "--only=searchers"]):
         assert submit(slurm, *flags).returncode == 0
     joined = (slurm.parent / "run" / "logs" / "slurm-joined").read_text().split()
-    (slurm.parent / "code").write_text("4")
-    job = start("slurm_job.sh", slurm, EVALUATOR="none")
-    _, errors = job.communicate(timeout=60)
-    assert job.returncode == 4 and len(joined) == 2 and called(slurm, "scancel") == [f"scancel {' '.join(joined)}"]
+    job, errors = ended("slurm_job.sh", slurm, code="4", EVALUATOR="none")
+    assert job == 4 and len(joined) == 2 and called(slurm, "scancel") == [f"scancel {' '.join(joined)}"]
     assert "code 4 for good" in errors
 
 
 def test_a_job_that_dies_again_and_again_is_given_up(slurm):
-    logs = slurm.parent / "run" / "logs"
-    logs.mkdir(parents=True)
-    (slurm.parent / "code").write_text("137")
-    (logs / "slurm-joined").write_text("8\n")
-    codes = []
-    for _ in range(2):
-        job = start("slurm_job.sh", slurm, EVALUATOR="none", DEATHS="0", REQUEUES="1")
-        _, errors = job.communicate(timeout=60)
-        codes.append(job.returncode)
-    assert codes == [0, 137] and len(called(slurm, "scontrol")) == 1
-    assert called(slurm, "scancel") == ["scancel 8"]
-    assert "deaths-7" in errors and len((logs / "deaths-7").read_text().splitlines()) == 2
+    settings = dict(code="137", EVALUATOR="none", DEATHS="0", REQUEUES="1")
+    assert ended("slurm_job.sh", slurm, **settings)[0] == 0
+    (slurm.parent / "run" / "logs" / "slurm-joined").write_text("8\n")
+    job, errors = ended("slurm_job.sh", slurm, **settings)
+    assert job == 137 and len(called(slurm, "scontrol")) == 1 and called(slurm, "scancel") == ["scancel 8"]
+    assert "deaths-7" in errors
 
 
 @pytest.mark.parametrize(("code", "requeued"), [("137", "scontrol requeue 5_3"), ("5", "")])
 def test_an_element_of_the_array_queues_again_by_its_own_name(slurm, code, requeued):
-    (slurm.parent / "run" / "logs").mkdir(parents=True)
-    (slurm.parent / "code").write_text(code)
     element = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "SEARCHERS_PER_NODE": "2", "SEARCHERS": "2", "DEATHS": "0"}
-    job = start("slurm_searchers.sh", slurm, **element)
-    job.communicate(timeout=60)
+    job, _ = ended("slurm_searchers.sh", slurm, code=code, **element)
     assert len(called(slurm, "srun")) == 2 and called(slurm, "scontrol") == [line for line in [requeued] if line]
-    assert job.returncode == (0 if requeued else int(code))
+    assert job == (0 if requeued else int(code))
 
 
 def test_a_finished_run_ends_its_jobs(slurm):
@@ -233,7 +215,6 @@ def test_a_finished_run_ends_its_jobs(slurm):
             2,
         ),
         (["node2: task 1: Killed", "node1: task 0: Exited with exit code 6"], 137, 137),
-        (["node[1-2]: tasks 0-1: Exited with exit code 6"], 6, 6),
     ],
     ids=str,
 )

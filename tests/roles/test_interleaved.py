@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding, trajectory
-from tba_jax.commands import audit
 from tba_jax.replay import success_counts
 from tba_jax.replay.reader import LogReader
 from tba_jax.roles.searcher import stream
-from tba_jax.storage import best_step, places, snapshots
+from tba_jax.storage import best_step, snapshots
 from tba_jax.storage import layout as layout_lib
 from tba_jax.telemetry import metrics
 from tests.support import applied, frozen_runs, tiny_checkpoints, tiny_run
@@ -43,31 +42,15 @@ def test_rows_come_from_exactly_lag_steps_ago(lagging):
     lines = metrics.read_lines(lagging.run.metrics("trainer"))
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert [line["staleness_max"] for line in lines] == [min(step, LAG) for step in range(STEPS)]
-    assert [line["staleness_mean"] for line in lines] == [min(step, LAG) for step in range(STEPS)]
-
-
-def test_several_updates_follow_a_batch_of_the_searcher(tmp_path):
-    changes = {"replay__merge_duplicates": False, "evaluation__enabled": False, "schedule__updates_per_search": 3}
-    changes |= {"learner__schedule": "constant", "learner__warmup_steps": 4, "learner__learning_rate": 0.01}
-    run = layout_lib.RunDir(tmp_path)
-    assert frozen_runs.run(tmp_path, learner__steps=7, **changes) == 0
-    lines = metrics.read_lines(run.metrics("trainer"))
-    rows = [line["rows_seen"] for line in lines]
-    assert rows == [rows[0] * (1 + step // 3) for step in range(7)]
-    np.testing.assert_allclose([line["learning_rate"] for line in lines], 0.01 * np.minimum(np.arange(1, 8) / 4, 1), rtol=1e-6)
-    assert len(metrics.read_lines(run.metrics("searcher-0"))) == 3, "a point for each batch"
-    assert [line["staleness_max"] for line in lines][:3] == [0, 1, 2]
 
 
 def test_a_batch_comes_early_where_an_update_finds_too_few_rows(tmp_path):
-    """Each row is drawn once at most, and a batch of the searcher holds a few more rows than an update takes."""
+    """Each row is drawn once at most, and four batches hold enough for five updates."""
     changes = {"schedule__updates_per_search": 3, "replay__max_draws_per_row": 1, "evaluation__enabled": False}
     run = layout_lib.RunDir(tmp_path)
     assert frozen_runs.run(tmp_path, learner__steps=5, replay__merge_duplicates=False, **changes) == 0
     rows = [line["rows_seen"] for line in metrics.read_lines(run.metrics("trainer"))]
-    assert rows[0] > 0 and rows == [rows[0] * batches for batches in (1, 2, 3, 4, 4)], (
-        "what the four leave is enough for the fifth"
-    )
+    assert rows[0] > 0 and rows == [rows[0] * batches for batches in (1, 2, 3, 4, 4)]
 
 
 def test_queries_are_chosen_by_the_counts_of_the_policy_that_samples(lagging):
@@ -85,30 +68,22 @@ def test_queries_are_chosen_by_the_counts_of_the_policy_that_samples(lagging):
     line = metrics.read_lines(s.run.metrics("searcher-0"))[-1]
     groups = rows["reward"].reshape(STEPS, 4, 4)[-1]
     assert line["equal_reward_groups"] == np.mean([len(set(group)) == 1 for group in groups.tolist()])
-    places.remove(s.run.policies / layout_lib.step_name(2) / success_counts.FILE)
-    assert audit.regenerate(audit.open_run(s.run.root), f"{writer}:{16 * (2 + LAG) + 1}")[1]
 
 
 def test_a_run_leaves_what_the_readme_promises(lagging):
     layout = lagging.run
     assert layout_lib.steps_in(layout.evaluations) == [0, 4, 8]
     report = layout_lib.read_json(layout.evaluations / "00000008.json")
-    assert report["queries"] == 8 and len(report["samples"]["greedy"]) == 2
-    assert {"query", "answer", "response", "reward"} <= set(report["samples"]["greedy"][0])
+    assert report["queries"] == 8 and {"query", "answer", "response", "reward"} <= set(report["samples"]["greedy"][0])
     evaluated, scores = metrics.read_lines(layout.metrics("evaluator")), best_step.Scores(layout.evaluations)
-    best = scores.best()
-    assert best is not None and (evaluated[-1]["best_step"], evaluated[-1]["best_greedy_reward"]) == best
+    assert (evaluated[-1]["best_step"], evaluated[-1]["best_greedy_reward"]) == scores.best()
     assert report["score_name"] == "accuracy" and report["accuracy"] == report["greedy_reward"] == scores()[8]
     assert snapshots.committed_steps(layout.policies) == list(range(STEPS + 1))
     assert (layout.root / "progress.png").read_bytes()[:4] == b"\x89PNG"
     line = metrics.read_lines(layout.metrics("trainer"))[-1]
-    assert {"loss", "reward", "kl_to_ref", "entropy", "log_z", "grad_norm", "draws_per_row", "buffer_rows"} <= set(line)
-    assert {"ratio_mean", "ratio_max", "ratio_clipped", "effective_sample_share", "kl_to_ref_k3", "log_z_std"} <= set(line)
-    assert {"advantage_std", "log_weight_std", "equal_reward_groups"} <= set(line) and "kl_to_initial" not in line
-    assert line["logprob_gap_max"] < 1e-4 and line["logprob_gap_alarm"] == 0
-    ledger = layout_lib.read_json(layout.finished)["ledger"]
-    for entry in ledger.values():
-        assert entry["seen"] == entry["resident"] + sum(entry["evicted"].values()) + sum(entry["rejected"].values())
+    names = "loss reward kl_to_ref entropy log_z grad_norm draws_per_row buffer_rows ratio_mean ratio_max ratio_clipped log_z_std"
+    assert {*names.split(), "effective_sample_share", "kl_to_ref_k3", "advantage_std", "log_weight_std"} <= set(line)
+    assert line["logprob_gap_max"] < 1e-4 and line["logprob_gap_alarm"] == 0 and "kl_to_initial" not in line
     assert list(layout.metrics("trainer").glob("events.out.tfevents*"))
 
 

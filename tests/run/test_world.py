@@ -31,13 +31,12 @@ def find(environment=None, *, coordinator="", processes=None, process=None) -> W
     "environment, given",
     [
         ({}, {}),
-        ({}, dict(processes=1)),
         (STEP, dict(processes=1, process=0, coordinator="here:1")),
         ({**STEP, "SLURM_STEP_NUM_TASKS": "1"}, {}),
         (SHELL, {}),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, {}),
     ],
-    ids=["nothing", "one", "one of a step", "a step of one task", "the shell of a job", "one host"],
+    ids=["nothing", "one of a step", "a step of one task", "the shell of a job", "one host"],
 )
 def test_a_trainer_of_one_process_needs_nothing(environment, given):
     assert find(environment, **given) == ALONE
@@ -66,11 +65,6 @@ def test_flags_come_before_what_the_launcher_says(environment, given, process, p
     assert (found.local_process, found.local_processes) == local and 0 < found.address[1] < 1 << 16
 
 
-def test_steps_and_jobs_on_one_node_have_ports_of_their_own():
-    asked = [STEP | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step} for job in ("77", "78") for step in "01"]
-    assert len({find(each).address[1] for each in asked}) == 4
-
-
 def test_a_tpu_vm_asks_the_metadata_server():
     class Metadata(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -94,9 +88,8 @@ def test_a_tpu_vm_asks_the_metadata_server():
     "given, told",
     [
         (dict(processes=2, process=2, coordinator="a:1"), "--process=2 must be 0 to 1, as --processes=2"),
-        (dict(processes=2, process=-1, coordinator="a:1"), "--process=-1 must be 0 to 1"),
         (dict(processes=0, process=0, coordinator="a:1"), "--processes=0 must be at least 1"),
-        *((dict(processes=2, process=0, coordinator=each), f"--coordinator={each} must be") for each in ("a", ":80", "a:99999")),
+        (dict(processes=2, process=0, coordinator="a:99999"), "--coordinator=a:99999 must be"),
         (dict(processes=2, coordinator="a:1"), "needs --process as well"),
         (dict(process=1), "needs --coordinator and --processes as well"),
         (dict(environment=MPI), "needs --coordinator"),

@@ -81,7 +81,6 @@ class Cluster:
         (self._settings,) = (one["data"] for one in resources if one["kind"] == "ConfigMap")
         self.jobs = {name: Job(name, spec) for name, spec in manifests.jobs(self._jobset).items()}
         self._volume, self.environment, self._pause_seconds = volume, environment, pause_seconds
-        self.pending: set[tuple[str, int]] = set()  # pods that find no node
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
@@ -106,7 +105,7 @@ class Cluster:
             return
         pod = job.pods.get(index)
         if pod is None:
-            if time.monotonic() >= job.next_start.get(index, 0.0) and (job.name, index) not in self.pending:
+            if time.monotonic() >= job.next_start.get(index, 0.0):
                 job.pods[index] = self._start(job, index)
                 job.lives[index] = job.lives.get(index, 0) + 1
             return

@@ -49,41 +49,12 @@ VARIABLES = {
 }
 
 
-def start_cluster(nodes: int, gpus: int = 0) -> str:
-    """The file that SLURM_CONF names. Skips the test where this machine cannot have a cluster."""
-    if os.geteuid() != 0:
-        pytest.skip("a Slurm cluster of virtual nodes needs root: slurmd starts jobs and makes namespaces")
-    started = subprocess.run([SCRIPT, "start", str(nodes), str(gpus)], capture_output=True, text=True, check=False)
-    if started.returncode != 0:
-        last = (started.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        if any(word in last for word in ("root", "namespaces", "install")):
-            pytest.skip(f"no Slurm here: {last}")
-        pytest.fail(started.stderr)
-    return started.stdout.strip().partition("SLURM_CONF=")[2]
-
-
-@dataclasses.dataclass
-class Story:
-    """The log of a test: each action and each observation, with the seconds since its begin: printed, and kept in a file."""
-
-    name: str
-    file: Path
-    begin: float = dataclasses.field(default_factory=time.monotonic)
-
-    def tell(self, sentence: str) -> None:
-        line = f"| {self.name} | {time.monotonic() - self.begin:.0f} | {sentence} |"
-        print(line, flush=True)
-        with open(self.file, "a") as file:
-            file.write(f"{line}\n")
-
-
 @dataclasses.dataclass
 class SlurmRun:
     """A run on a cluster. nodes, tasks: of its trainer, as TRAINER_NODES and TRAINER_TASKS say."""
 
     root: Path
     conf: str
-    story: Story
     nodes: int = 1
     tasks: str = "node"
 
@@ -154,23 +125,16 @@ class SlurmRun:
         last = ("\n".join(path.read_text(errors="replace").splitlines()[-12:]) for path in logs)
         return "\n".join([*self.queue(), *(f"{path.name}:\n{text}" for path, text in zip(logs, last, strict=True))])
 
-    def wait_until(self, condition: Callable[[], object], what: str, patience: float = PATIENCE_SECONDS) -> float:
-        """The seconds that it took."""
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
         begin = time.monotonic()
         while not condition():
-            if time.monotonic() > begin + patience:
-                pytest.fail(f"waited {patience:.0f} s for {what}:\n{self.words()}", pytrace=False)
+            if time.monotonic() > begin + PATIENCE_SECONDS:
+                pytest.fail(f"waited {PATIENCE_SECONDS} s for {what}:\n{self.words()}", pytrace=False)
             time.sleep(0.2)
-        return time.monotonic() - begin
 
-    def wait_for_steps(self, count: int, what: str = "steps") -> float:
-        """Until so many more steps are journalled."""
-        begin = self.steps()
-        return self.wait_until(lambda: self.steps() >= begin + count, f"{count} {what}")
-
-    def wait_for_end(self) -> float:
+    def wait_for_end(self) -> None:
         """Until no job is left in the queue."""
-        return self.wait_until(lambda: not self.queue(), "the end of all jobs")
+        self.wait_until(lambda: not self.queue(), "the end of all jobs")
 
     def cancel_all(self) -> None:
         self.call("scancel", "--partition=local")
@@ -184,9 +148,8 @@ class SlurmRun:
         self.cancel_all()
         steps = self.steps() + more
         ids = self.submit(f"--config.learner.steps={steps}", "--allow_change=learner.steps", SEARCHERS="2")
-        took = self.wait_for_end()
+        self.wait_for_end()
         assert self.job(ids[0])["JobState"] == "COMPLETED", self.words()
-        self.story.tell(f"submitted again by the folder alone: finished at step {steps} after {took:.0f} s")
         self.check(steps)
         return ids
 
@@ -201,8 +164,6 @@ class SlurmRun:
             assert journal.batch_hash(rows) == line["batch"], f"step {line['step']}"
         text, balanced = audit.describe_ledger(opened)
         assert balanced, text
-        epochs = len({line["epoch"] for line in lines})
-        self.story.tell(f"{steps} steps, each once, in {epochs} epochs, every batch has its hash, the ledger balances")
         self.check_replay(steps)
 
     def check_replay(self, steps: int) -> None:
@@ -221,7 +182,6 @@ class SlurmRun:
         )
         assert jax.tree.leaves(there)
         jax.tree.map(np.testing.assert_array_equal, there, here)
-        self.story.tell(f"the policy of step {steps} derived again from the journal alone: equal bit for bit")
 
 
 def changed(settings: dict[str, object]) -> dict[str, object]:
@@ -231,7 +191,14 @@ def changed(settings: dict[str, object]) -> dict[str, object]:
 
 @contextlib.contextmanager
 def cluster(nodes: int, gpus: int) -> Iterator[str]:
-    conf = start_cluster(nodes, gpus)
+    """The file that SLURM_CONF names. Skips the test where this machine cannot have a cluster."""
+    started = subprocess.run([SCRIPT, "start", str(nodes), str(gpus)], capture_output=True, text=True, check=False)
+    if started.returncode != 0:
+        last = (started.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        if any(word in last for word in ("root", "namespaces", "install")):
+            pytest.skip(f"no Slurm here: {last}")
+        pytest.fail(started.stderr)
+    conf = started.stdout.strip().partition("SLURM_CONF=")[2]
     try:
         yield conf
     finally:

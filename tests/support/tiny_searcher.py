@@ -23,7 +23,7 @@ from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.searcher.stream import query_order, writer_number
 from tba_jax.storage import layout, snapshots
 from tba_jax.tasks.interface import Query, Scores, Task
-from tba_jax.telemetry.record import Record, TimeAccount, Window
+from tba_jax.telemetry.record import Record, TimeAccount
 from tests.support import applied, tiny_run
 
 Q, S, R = 3, 4, 12  # queries of a batch, samples of a query, response tokens
@@ -53,9 +53,9 @@ def make_searcher(
     return s, jobs.make_searcher(s, name="tested", account=TimeAccount())
 
 
-def run_searcher(s: jobs.Invocation, made: Searcher, look: Callable[[], None], profile: Window | None = None) -> None:
+def run_searcher(s: jobs.Invocation, made: Searcher, look: Callable[[], None]) -> None:
     """`look` is called between batches. The searcher and its refresher must have ended after a minute."""
-    record = Record(s.run.metrics("tested"), traces=s.run.profiles("tested"), profile=profile)
+    record = Record(s.run.metrics("tested"))
     end = time.monotonic() + 60
     threads: set[threading.Thread] = set()
 
@@ -147,11 +147,6 @@ class InstantEngine:
         while any(ticket.left for ticket in tickets):
             yield max(0, self.prompts - len(self._queue))
             self._answer(self._queue.popleft())
-
-    def collect(self, tickets: Sequence[InstantTicket], *, feed: Callable[[], bool]) -> list[Generation]:
-        for room in self.decode(tickets):
-            [feed() for _ in range(room)]
-        return [ticket.generation for ticket in tickets]
 
     def _answer(self, ticket: InstantTicket) -> None:
         if not self._is_finite:

@@ -1,61 +1,44 @@
 """Runs on a real Slurm cluster of virtual nodes: they finish, and survive whatever happens to jobs and nodes.
 
 Needs root and Debian's or Ubuntu's slurm-wlm, which it installs. Run only one of these tests at a time: ports follow from the
-numbers of jobs, and nodes share those of the machine. What was done and seen is printed (-s), and kept in .pytest_cache/slurm/:
-benchmarks/RESULTS.md has a table of it.
+numbers of jobs, and nodes share those of the machine.
 """
 
 import os
 import signal
 import sys
-import time
 
 import pytest
 
 from tba_jax.storage import layout
 from tests.conftest import REPOSITORY
 from tests.support import slurm_runs
-from tests.support.slurm_runs import ENDLESS, SlurmRun, Story
+from tests.support.slurm_runs import ENDLESS, SlurmRun
 
 pytestmark = pytest.mark.slow
-NODES = 4
 # Nodes of the trainer and processes on each: one that takes all GPUs of its node, or one a GPU.
-PLACES = pytest.mark.parametrize(
-    "place", [(1, "node"), (2, "node"), (2, "gpu")], ids=["1-node", "2-nodes", "2-nodes-4-processes"]
-)
-NODE_COUNTS = pytest.mark.parametrize("place", [(1, "node"), (2, "node")], ids=["1-node", "2-nodes"])
+PLACES = [(2, "node"), (2, "gpu")]
 
 
 @pytest.fixture
 def run(tmp_path, request):
     """A run that is not yet submitted, on a cluster of its own."""
-    place = getattr(request.node, "callspec", None)
-    nodes, tasks = place.params.get("place", (1, "node")) if place else (1, "node")
-    folder = REPOSITORY / ".pytest_cache" / "slurm"
-    folder.mkdir(parents=True, exist_ok=True)
-    name = request.node.name.removeprefix("test_")
-    file = folder / f"{name}.md"
-    file.unlink(missing_ok=True)
-    with slurm_runs.cluster(NODES, 4) as conf:
-        yield SlurmRun(tmp_path / "run", conf, Story(name, file), nodes, tasks)
+    nodes, tasks = getattr(request, "param", (1, "node"))
+    with slurm_runs.cluster(4, 4) as conf:
+        yield SlurmRun(tmp_path / "run", conf, nodes, tasks)
 
 
 def restarts(run: SlurmRun, job: str) -> int:
     return int(run.job(job)["Restarts"])
 
 
-def is_pending(run: SlurmRun, job: str) -> bool:
-    return run.job(job)["JobState"] == "PENDING"
-
-
-@PLACES
-def test_a_run_finishes(run, place):
+@pytest.mark.parametrize("run", PLACES[1:], indirect=True)
+def test_a_run_finishes(run):
     trainer, searchers = run.begin(steps=40)
-    took = run.wait_for_end()
+    run.wait_for_end()
     for job in (trainer, f"{searchers}_0", f"{searchers}_1"):
         assert run.job(job)["JobState"] == "COMPLETED" and restarts(run, job) == 0, run.words()
     assert (run.root / "evaluations" / "00000040.json").exists()
-    run.story.tell(f"submitted a trainer of {place}, an evaluator and 2 searchers: all jobs ended with 0 after {took:.0f} s")
     run.check(40)
 
 
@@ -76,8 +59,8 @@ sys.exit(2)
 """
 
 
-@pytest.mark.parametrize("place", [(2, "node"), (2, "gpu")], ids=["a-task-a-node", "a-task-a-gpu"])
-def test_each_process_takes_its_own_gpus(run, place, tmp_path):
+@pytest.mark.parametrize("run", PLACES, indirect=True, ids=["a-task-a-node", "a-task-a-gpu"])
+def test_each_process_takes_its_own_gpus(run, tmp_path):
     """Three GPUs of each of two nodes for the trainer and one for the evaluator; searchers share a node of four."""
     program = tmp_path / "python"
     program.write_text(SEAT.format(python=sys.executable))
@@ -91,101 +74,64 @@ def test_each_process_takes_its_own_gpus(run, place, tmp_path):
     trainer, evaluator, searchers = (
         [seat for seat in seats if seat["role"] == f"--role={role}"] for role in ("trainer", "evaluator", "searcher")
     )
-    count = 2 if place[1] == "node" else 6
+    count = 2 if run.tasks == "node" else 6
     assert sorted(seat["process"] for seat in trainer) == list(range(count)), run.words()
     assert {seat["processes"] for seat in trainer} == {count} and len({seat["coordinator"] for seat in trainer}) == 1
     assert all(len(seat["shown"]) == 3 and len(seat["taken"]) == 6 // count for seat in trainer)
     taken = [(seat["host"], gpu) for seat in [*trainer, *evaluator] for gpu in seat["taken"]]
     assert len(evaluator) == 1 and len(taken) == len(set(taken)) == 7
     assert len(searchers) == 4 and sorted(seat["taken"] for seat in searchers) == [["0"], ["1"], ["2"], ["3"]]
-    gpus = ", ".join(f"{seat['process']}: {seat['host']} {'+'.join(seat['taken'])}" for seat in trainer)
-    run.story.tell(f"2 nodes of 4 GPUs, 3 for the trainer: process: host GPUs = {gpus}; no GPU twice, none of the evaluator's")
-    run.story.tell("the trainer ended with code 2: not queued again, and its searchers were cancelled")
 
 
 def test_searchers_are_killed_queue_again_and_join(run):
     trainer, searchers = run.begin(steps=ENDLESS)
     run.wait_until(lambda: run.steps() > 5 and len(run.writers()) == 2, "the first steps")
-    run.story.tell(f"a trainer and 2 searchers: {run.steps()} steps")
-
     known = run.writers()
     os.kill(run.pids("searcher")[0], signal.SIGKILL)
-    took = run.wait_until(lambda: len(run.writers()) > len(known), "the killed searcher to be back")
+    run.wait_until(lambda: len(run.writers()) > len(known), "the killed searcher to be back")
     assert restarts(run, f"{searchers}_0") == restarts(run, f"{searchers}_1") == 0
-    run.story.tell(f"SIGKILL to a searcher: run again within its job, writes after {took:.0f} s")
 
     known = run.writers()
     run.call("scontrol", "requeue", f"{searchers}_1")
-    took = run.wait_until(lambda: len(run.writers()) > len(known), "the element to be back")
+    run.wait_until(lambda: len(run.writers()) > len(known), "the element to be back")
     assert restarts(run, f"{searchers}_1") == 1 and restarts(run, f"{searchers}_0") == restarts(run, trainer) == 0
-    run.story.tell(f"element 1 of the array requeued, as a preemption does: writes again after {took:.0f} s")
 
     known = run.writers()
     (more,) = run.submit("--only=searchers", SEARCHERS="4", SEARCHERS_PER_NODE="2", SEARCHER_CPUS="12")
-    took = run.wait_until(lambda: len(run.writers() - known) >= 4, "four more searchers")
+    run.wait_until(lambda: len(run.writers() - known) >= 4, "four more searchers")
     new = run.writers() - known
     run.wait_until(lambda: run.trained() >= new, "steps on rows of each of them")
     assert {run.job(f"{more}_{i}")["JobState"] for i in (0, 1)} == {"RUNNING"}
-    run.story.tell(f"4 more searchers in 2 jobs: all write after {took:.0f} s, and the trainer draws rows of each")
     run.finish()
 
 
-@NODE_COUNTS
-def test_the_power_of_a_trainers_node_is_cut(run, place):
+@pytest.mark.parametrize("run", PLACES[:1], indirect=True)
+def test_a_trainer_outlives_a_kill_and_the_power_cut_of_a_node(run):
     trainer, _ = run.begin(steps=ENDLESS)
     run.wait_until(lambda: run.steps() > 60, "steps after a checkpoint")
+    os.kill(run.pids("trainer")[-1], signal.SIGKILL)
+    steps = run.steps()
+    run.wait_until(lambda: run.steps() > steps + 10, "further steps")
+    assert restarts(run, trainer) == 0 and "running the role again" in run.log(trainer)
     node, epochs = run.nodes_of(trainer)[-1], {line["epoch"] for line in run.lineage()}
     run.cut_power(node)
-    steps, begin = run.steps(), time.monotonic()
-    took = run.wait_until(lambda: restarts(run, trainer) > 0, "the job to queue again")
-    run.story.tell(f"power cut of {node}, the last of the trainer's {place[0]}, at step {steps}: queued again after {took:.0f} s")
-    run.wait_until(lambda: run.steps() > steps + 10, "further steps")
-    run.story.tell(f"on {', '.join(run.nodes_of(trainer))}: step {run.steps()} after {time.monotonic() - begin:.0f} s")
-    assert node not in run.nodes_of(trainer)
-    assert {line["epoch"] for line in run.lineage()} > epochs
-    run.finish()
-
-
-@NODE_COUNTS
-def test_a_process_of_the_trainer_is_killed(run, place):
-    trainer, _ = run.begin(steps=ENDLESS)
-    run.wait_until(lambda: run.steps() > 60, "steps after a checkpoint")
-    for pid in run.pids("trainer")[-1:]:
-        os.kill(pid, signal.SIGKILL)
     steps = run.steps()
-    took = run.wait_until(lambda: run.steps() > steps + 10, "further steps")
-    assert restarts(run, trainer) == 0 and "running the role again" in run.log(trainer)
-    run.story.tell(
-        f"SIGKILL to one of {place[0]} processes at step {steps}: run again within the job, 10 steps after {took:.0f} s"
-    )
+    run.wait_until(lambda: restarts(run, trainer) > 0, "the job to queue again")
+    run.wait_until(lambda: run.steps() > steps + 10, "further steps")
+    assert node not in run.nodes_of(trainer) and {line["epoch"] for line in run.lineage()} > epochs
     run.finish()
 
 
-@NODE_COUNTS
-def test_the_time_limit_asks_the_trainer_to_stop(run, place):
+def test_the_time_limit_asks_the_trainer_to_stop(run):
     """Slurm looks at limits every 30 s, so the signal comes 60 to 90 s before the limit of 2 minutes."""
     trainer, _ = run.begin(steps=ENDLESS, TRAINER_TIME="2", STOP_SECONDS="60")
     run.wait_until(lambda: run.steps() > 5, "the first steps")
-    took = run.wait_until(lambda: restarts(run, trainer) > 0, "the job to queue again")
+    run.wait_until(lambda: restarts(run, trainer) > 0, "the job to queue again")
     steps = run.steps()
     saved = max(int(path.name) for path in (run.root / "checkpoints").iterdir() if path.name.isdigit())
     assert saved == steps, (saved, steps)
-    run.story.tell(
-        f"time limit of 2 minutes: asked to stop {took:.0f} s after its first steps; checkpoint of the last step, {saved}"
-    )
-    took = run.wait_until(lambda: run.steps() > steps + 10, "further steps")
+    run.wait_until(lambda: run.steps() > steps + 10, "further steps")
     assert not list((run.root / "logs").glob("deaths-*"))
-    run.story.tell(f"queued again by itself: step {run.steps()} after {took:.0f} s")
-    run.finish()
-
-
-@NODE_COUNTS
-def test_all_jobs_are_cancelled(run, place):
-    trainer, _ = run.begin(steps=ENDLESS)
-    run.wait_until(lambda: run.steps() > 20, "steps")
     run.cancel_all()
-    steps = run.steps()
     assert run.job(trainer)["JobState"] == "CANCELLED" and not run.pids("trainer") and not run.pids("searcher")
-    run.story.tell(f"scancel of all jobs at step {steps}: none queues again, no process is left")
-    ids = run.finish()
-    assert ids[0] != trainer
+    assert run.finish()[0] != trainer

@@ -9,7 +9,6 @@ import functools
 import queue
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -52,36 +51,31 @@ class DecodedBatch:
 
 
 class _Threads:
-    """Threads that do calls in their order. Unlike those of an executor, they do not hold up the end of the process.
-
-    close: the threads end once the calls that were submitted are done. So they do when nobody holds this object any more.
-    """
+    """Daemon threads that do calls in their order. Unlike those of an executor, they do not hold up the end of the process."""
 
     def __init__(self, count: int, name: str):
-        self._calls: _Calls = queue.SimpleQueue()
+        self._calls, self._count = _Calls(), count
         for number in range(count):
-            threading.Thread(target=_do, args=(self._calls,), name=f"{name}-{number}", daemon=True).start()
-        self.close = weakref.finalize(self, _end, self._calls, count)
+            threading.Thread(target=self._do, name=f"{name}-{number}", daemon=True).start()
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         self._calls.put((future, function))
         return future
 
+    def close(self) -> None:
+        """The threads end once the calls that were submitted are done."""
+        for _ in range(self._count):
+            self._calls.put(None)
 
-def _do(calls: _Calls) -> None:
-    while (call := calls.get()) is not None:
-        future, function = call
-        try:
-            future.set_result(function())
-        except BaseException as error:  # raised where the result is asked for
-            future.set_exception(error)
-        del call, future, function  # they may hold large arrays
-
-
-def _end(calls: _Calls, threads: int) -> None:
-    for _ in range(threads):
-        calls.put(None)
+    def _do(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function = call
+            try:
+                future.set_result(function())
+            except BaseException as error:  # raised where the result is asked for
+                future.set_exception(error)
+            del call, future, function  # they may hold large arrays
 
 
 class Appender:

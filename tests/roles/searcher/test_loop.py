@@ -1,5 +1,6 @@
 """The loop of a searcher's process: what ends it, and what it writes of itself."""
 
+import contextlib
 import os
 import threading
 import time
@@ -11,10 +12,9 @@ import pytest
 from tba_jax.experiment import jobs
 from tba_jax.roles.searcher import report
 from tba_jax.run import processes
-from tba_jax.storage import contract, grants, layout, snapshots
+from tba_jax.storage import grants, layout, snapshots
 from tba_jax.tasks.interface import Scores
 from tba_jax.telemetry import metrics, status
-from tba_jax.telemetry.record import Window
 from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream, run_searcher
 
 
@@ -35,9 +35,8 @@ def waits(s: jobs.Invocation) -> str:
     return status.read(s.run.metrics("tested")).waits
 
 
-@pytest.mark.parametrize("limit", [0, ROWS], ids=["searching", "waiting"])
-def test_storage_that_cannot_be_read_stops_the_searcher(quick, limit):
-    s, made = quick(searchers__max_rows_per_snapshot=limit)
+def test_storage_that_cannot_be_read_stops_a_searcher_that_waits(quick):
+    s, made = quick(searchers__max_rows_per_snapshot=ROWS)
 
     def look() -> None:
         if committed(s) and not snapshots.is_committed(s.run.policies, 1):
@@ -46,14 +45,6 @@ def test_storage_that_cannot_be_read_stops_the_searcher(quick, limit):
     with pytest.raises(OSError, match=r"00000001/commit\.json"):
         run_searcher(s, made, look)
     assert rows_of_the_stream(s, made, committed(s) // S)["policy_step"].max() == 0
-
-
-def test_a_searcher_that_starts_after_the_window_of_a_profile_traces_nothing(quick):
-    """One that dies often would fill the disk with traces."""
-    s, made = quick()
-    publish(s, 4)
-    run_searcher(s, made, lambda: finish(s) if committed(s) >= 2 * ROWS else None, profile=Window(3, 2))
-    assert not [*s.run.profiles("tested").rglob("*.xplane.pb")]
 
 
 def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(quick, caplog):
@@ -67,7 +58,7 @@ def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(quick, caplog
         elif (sentence := waits(s)) and not snapshots.is_committed(s.run.policies, 2):
             told.add(sentence)
             if "damaged" in sentence:
-                time.sleep(0.1)  # many polls long
+                time.sleep(0.05)  # many polls long
                 publish(s, 2)
         elif committed(s) >= 4 * ROWS:
             finish(s)
@@ -77,21 +68,6 @@ def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(quick, caplog
     (damaged,) = [record.message for record in caplog.records if "00000001" in record.message]
     assert "step 1 is damaged" in damaged and "embedding.weight" in damaged and f"remove {s.run.policies}/00000001" in damaged
     assert any(each.startswith("a snapshot newer than step 0") and damaged in each for each in told)
-
-
-def test_a_searcher_whose_only_snapshot_is_damaged_waits_for_the_first(quick):
-    s, made = quick(searchers__max_rows_per_snapshot=ROWS)
-    (s.run.policies / "00000000" / snapshots.COMMIT).write_bytes(b"")
-    told = set()
-
-    def look() -> None:
-        if "is damaged" in (sentence := waits(s)):
-            told.add(sentence)
-            finish(s)
-
-    run_searcher(s, made, look)
-    (sentence,) = told
-    assert sentence.startswith("the first snapshot; the snapshot of step 0 is damaged") and "is not valid JSON" in sentence
 
 
 def test_a_search_that_fails_ends_the_refresher(quick):
@@ -123,24 +99,11 @@ def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(quick):
     assert [(line["rows"], line["tokens"]) for line in lines] == [(ROWS, count) for count in tokens[1:]]
 
 
-@pytest.mark.parametrize("mine", [3, 1000])
-def test_the_run_says_when_it_is_finished(quick, mine):
-    """It is extended while the searcher works, whose own learner.steps counts for nothing."""
-    s, made = quick(searchers__max_rows_per_snapshot=0, learner__steps=mine)
-    stored, looks = contract.read(s.run), []
-    steps = stored["config"]["learner"]["steps"]
-
-    def look() -> None:
-        looks.append(committed(s))
-        if len(looks) == 1:
-            layout.write_json(s.run.config, stored | {"config": stored["config"] | {"learner": {"steps": steps + 5}}})
-            layout.write_json(s.run.finished, {"step": steps})
-        elif committed(s) >= 3 * ROWS:
-            layout.write_json(s.run.config, stored)
-
-    begin = time.monotonic()
-    run_searcher(s, made, look)
-    assert time.monotonic() - begin < 50 and committed(s) >= 3 * ROWS, "it ends by the file, and not before"
+def test_the_run_says_when_it_is_finished(quick):
+    """Its own learner.steps counts for nothing: it ends by the file, and not before."""
+    s, made = quick(searchers__max_rows_per_snapshot=0, learner__steps=3)
+    run_searcher(s, made, lambda: finish(s) if committed(s) >= 3 * ROWS else None)
+    assert committed(s) >= 3 * ROWS
 
 
 def test_a_task_that_fails_stops_the_searcher(quick):
@@ -158,17 +121,14 @@ def test_a_task_that_fails_stops_the_searcher(quick):
 def test_a_reward_that_hangs_keeps_nobody_from_the_end(quick, broken):
     hanging = threading.Event()
     held = dict(task=lambda task: Held(task, lambda scores: scores, lambda scores: (hanging.wait(), scores)[1]))
-    s, made = quick(**held, searchers__reward_batches=2, searchers__stop_seconds=0.3)
+    s, made = quick(**held, searchers__reward_batches=2, searchers__stop_seconds=0.1)
 
     def look() -> None:
         if committed(s) == ROWS and not s.run.finished.exists() and not snapshots.is_committed(s.run.policies, 1):
             publish(s, 1, unreadable) if broken else finish(s)
 
     begin = time.monotonic()
-    if broken:
-        with pytest.raises(OSError, match="00000001"):
-            run_searcher(s, made, look)
-    else:
+    with pytest.raises(OSError, match="00000001") if broken else contextlib.nullcontext():
         run_searcher(s, made, look)
     assert time.monotonic() - begin < 30 and committed(s) == ROWS
     hanging.set()
@@ -181,8 +141,8 @@ def no_reward(scores: Scores) -> Scores:
 
 
 def test_a_searcher_without_rewards_says_so_writes_little_and_gives_up(quick, monkeypatch):
-    monkeypatch.setattr(report, "FIRST_PAUSE", 0.2)
-    s, made = quick(task=lambda task: Held(task, *[no_reward] * 1000), searchers__give_up_seconds=1.0)
+    monkeypatch.setattr(report, "FIRST_PAUSE", 0.05)
+    s, made = quick(task=lambda task: Held(task, *[no_reward] * 1000), searchers__give_up_seconds=0.3)
     with pytest.raises(processes.NoRewards, match=r"no row has a reward: (\d+) of \1 failed, KeyError: 'x'"):
         run_searcher(s, made, lambda: None)
     assert committed(s) <= 8 * ROWS

@@ -22,21 +22,14 @@ SCORED = SearchReport(
 FAILED = dataclasses.replace(SCORED, unscored=64, reward=float("nan"), failure="KeyError: 'x'")
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> types.SimpleNamespace:
+    return types.SimpleNamespace(now=0.0)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def watch(clock: Clock) -> RewardWatch:
-    return RewardWatch(give_up_seconds=100.0, clock=clock)
+def watch(clock) -> RewardWatch:
+    return RewardWatch(give_up_seconds=100.0, clock=lambda: clock.now)
 
 
 def test_the_share_and_the_first_reason_are_said(watch):
@@ -69,45 +62,32 @@ def test_after_three_useless_batches_one_is_tried_now_and_then(watch, clock):
     assert watch.may_search, "grading works again, so one batch without reward does not stop the search"
 
 
-def test_batches_that_wait_are_tries_themselves(watch, clock):
-    for _ in range(3):
-        watch.note(FAILED)
-    clock.now += 50
-    watch.look(waiting=2)
-    assert not watch.may_search
-    watch.look(waiting=0)
-    assert watch.may_search
-
-
 def test_a_searcher_without_rewards_gives_up(watch, clock):
     for _ in range(4):
         watch.note(FAILED)
         watch.look(waiting=0)
         clock.now += 25
+    watch.look(waiting=2)
+    assert not watch.may_search, "batches that wait are tries themselves"
     watch.look(waiting=0)
     clock.now += 1
     with pytest.raises(NoRewards, match=r"256 of 256 failed, KeyError: 'x'; .* searchers.give_up_seconds=100"):
         watch.look(waiting=0)
 
 
-def test_rewards_that_hang_are_said_and_given_up(watch, clock):
-    watch.note(SCORED)
-    watch.look(waiting=3)
-    clock.now += 30
-    watch.look(waiting=3)
-    assert watch.trouble == "3 batches have waited 30 s for their rewards"
-    clock.now += 71
-    with pytest.raises(NoRewards, match="3 batches have waited 101 s"):
-        watch.look(waiting=3)
-
-
-def test_slow_rewards_are_waited_for(watch, clock):
+def test_rewards_that_hang_are_said_and_given_up_and_slow_ones_are_waited_for(watch, clock):
     for _ in range(9):
         watch.look(waiting=3)
         clock.now += 60
         watch.note(SCORED)
         watch.look(waiting=3)
     assert watch.trouble == ""
+    clock.now += 30
+    watch.look(waiting=3)
+    assert watch.trouble == "3 batches have waited 30 s for their rewards"
+    clock.now += 71
+    with pytest.raises(NoRewards, match="3 batches have waited 101 s"):
+        watch.look(waiting=3)
 
 
 def test_grades_that_arrive_one_by_one_are_life(watch, clock):
@@ -120,11 +100,15 @@ def test_grades_that_arrive_one_by_one_are_life(watch, clock):
         watch.look(waiting=1, grades=8)
 
 
-def test_rates_are_those_of_appends_since_they_began(tmp_path):
-    """The first batch holds the compilation. Batches that are told late are counted by the time of their append."""
-    run, config = RunDir(tmp_path), tiny_run.config(metrics__peak_flops=1e3, metrics__peak_bandwidth=1e2)
+@pytest.fixture
+def record(tmp_path) -> SearchRecord:
+    config = tiny_run.config(metrics__peak_flops=1e3, metrics__peak_bandwidth=1e2)
     mesh = sharding.make_mesh((1, 1, 1), setting="test", devices=jax.local_devices()[:1])
-    record = SearchRecord(config, run, "tested", status=Status(None), mesh=mesh)
+    return SearchRecord(config, RunDir(tmp_path), "tested", status=Status(None), mesh=mesh)
+
+
+def test_rates_are_those_of_appends_since_they_began(record, tmp_path):
+    """The first batch holds the compilation. Batches that are told late are counted by the time of their append."""
     for number in (1, 2, 3):
         done = Work(tokens=10 * number, computed=20 * number, flops=400 * number, bytes=50 * number)
         changes = types.SimpleNamespace(time=100.0 + 4 * number, tokens=10 * number, value_tokens=6, unscored=number - 1)
@@ -135,17 +119,15 @@ def test_rates_are_those_of_appends_since_they_began(tmp_path):
         else:
             record.write(number, report, {"more": 0.5})
     record.close()
-    second, third = metrics.read_lines(run.metrics("tested"))
+    second, third = metrics.read_lines(RunDir(tmp_path).metrics("tested"))
     assert (second["step"], third["step"], third["more"], third["unscored"]) == (2, 3, 0.5, 3)
     rates = ("rows_per_second", "tokens_per_second", "computed_tokens_per_second", "value_tokens_per_second")
     assert [second[name] for name in rates] == [16.0, 5.0, 5.0, 1.5] and [third[name] for name in rates] == [16.0, 6.25, 5.0, 1.5]
     assert (third["mfu"], third["bandwidth_share"]) == (0.1, 0.125)
 
 
-def test_rewards_that_fail_now_and_then_are_an_alarm(tmp_path):
-    run, mesh = RunDir(tmp_path), sharding.make_mesh((1, 1, 1), setting="test", devices=jax.local_devices()[:1])
-    record = SearchRecord(tiny_run.config(), run, "tested", status=Status(None), mesh=mesh)
+def test_rewards_that_fail_now_and_then_are_an_alarm(record, tmp_path):
     for _ in range(8):
         record.note(dataclasses.replace(SCORED, rows=12, unscored=3, failure="a timeout"))
-    (alarm,) = alarms.read(run.metrics("tested"))
+    (alarm,) = alarms.read(RunDir(tmp_path).metrics("tested"))
     assert alarm.kind == "rewards_fail" and "24 of the 96 responses" in alarm.sentence and alarm.step == 8

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import functools
-import gc
 import threading
 from collections.abc import Callable
 
@@ -31,7 +30,7 @@ def search_five_and_two(s, made, ahead: Callable[[], bool] = lambda: False) -> d
         if batch == 6:
             publish(s, 1)
             assert made.refresh()
-        report = made.search(ahead=ahead if batch < 5 else lambda: False)
+        report = made.search(ahead=lambda: made._stream.taken < 5 * Q and ahead())
         assert committed(s) == batch * ROWS
     rows = rows_of_the_stream(s, made, 7 * Q)
     assert (report.rows, report.policy_step, report.tokens) == (ROWS, 1, rows["response_length"][-ROWS:].sum())
@@ -90,37 +89,28 @@ def search_on(made: Searcher, ahead: Callable[[], bool] = always) -> int:
 
 
 def test_every_snapshot_is_asked_as_many_whole_batches(quick):
+    """A snapshot that comes while a batch is decoded is asked as many besides, and its batches are made whole."""
     s, made = quick(searchers__max_rows_per_snapshot=ROWS + 1)
     made.refresh()
     assert search_on(made) == 2 and committed(s) == 2 * ROWS
     assert not made.refresh() and not made.may_search
     publish(s, 1)
     assert not made.may_search and made.refresh() and made.may_search
-    assert search_on(made) == 2
-    # Had more been asked than was answered, the rows of the second snapshot would begin further on in the stream.
-    assert rows_of_the_stream(s, made, 4 * Q)["policy_step"].max(axis=1).tolist() == [0] * 2 * ROWS + [1] * 2 * ROWS
-
-
-@pytest.mark.parametrize("before", [Q, Q + 1])
-def test_a_snapshot_in_a_batch_is_asked_as_many_besides(quick, before):
-    """Besides what was asked before it came; where these queries break into a batch, that one is made whole."""
-    s, made = quick(searchers__max_rows_per_snapshot=2 * ROWS)
-    made.refresh()
     asked = Q - 1
 
     def ahead() -> bool:
         """Called first when a batch has been asked, then for each query more."""
         nonlocal asked
         asked += 1
-        if asked == before:
-            publish(s, 1)
+        if asked == Q + 1:
+            publish(s, 2)
             assert made.refresh()
         return True
 
-    batches = search_on(made, ahead)
-    assert batches == -(-(before + 2 * Q) // Q)
-    steps = rows_of_the_stream(s, made, batches * Q)["policy_step"]
-    assert (steps[:, 0] == 0).any() and (steps.max(axis=1)[-ROWS:] == 1).all()
+    assert search_on(made, ahead) == 4
+    steps = rows_of_the_stream(s, made, 6 * Q)["policy_step"].max(axis=1)
+    # Had more been asked than was answered, the rows of the second snapshot would begin further on in the stream.
+    assert (steps[: 2 * ROWS] == 0).all() and steps[2 * ROWS] == 1 and (steps[-ROWS:] == 2).all()
 
 
 def test_a_snapshot_without_queries_left_is_followed_by_another(make):
@@ -196,11 +186,12 @@ def test_threads_of_a_searcher_start_programs_of_several_devices_through_its_mes
     assert {name for name, on_mesh in names if not on_mesh} <= {"jit(row_keys)"}, "the keys are of one device"
 
 
-def test_decoding_goes_on_while_a_batch_waits_for_its_rewards(quick):
-    decoded, reached = threading.Event(), list[int]()
+def test_decoding_goes_on_while_so_many_batches_wait_for_their_rewards(quick):
+    """The batches after the first have their rewards, and wait for it."""
+    released, reached = threading.Event(), list[int]()
 
     def late(scores: Scores) -> Scores:
-        assert decoded.wait(60)
+        assert released.wait(60)
         return scores
 
     s, made = quick(task=lambda task: Held(task, late), searchers__reward_batches=3)
@@ -208,33 +199,15 @@ def test_decoding_goes_on_while_a_batch_waits_for_its_rewards(quick):
     for _ in range(3):
         made.advance()
         reached.append(committed(s))
-    assert reached == [0, 0, 0] and made.appended() == [], "the later ones have their rewards, and wait for the first"
-    decoded.set()
-    assert [report.rows for report in made.appended(wait_seconds=None)] == [ROWS] * 3 and made.appended(wait_seconds=None) == []
-    rows_of_the_stream(s, made, 3 * Q)
-    made.close()
-
-
-def test_so_many_batches_wait_for_rewards_at_most(quick):
-    begun, released = threading.Event(), threading.Event()
-
-    def late(scores: Scores) -> Scores:
-        begun.set()
-        assert released.wait(60)
-        return scores
-
-    s, made = quick(task=lambda task: Held(task, late), searchers__reward_batches=1)
-    made.refresh()
-    made.advance()
-    second = threading.Thread(target=made.advance)
-    second.start()
-    assert begun.wait(60)
-    second.join(timeout=0.3)
-    assert second.is_alive() and committed(s) == 0
+    assert reached == [0, 0, 0] and made.appended() == []
+    fourth = threading.Thread(target=made.advance)
+    fourth.start()
+    fourth.join(timeout=0.2)
+    assert fourth.is_alive() and committed(s) == 0
     released.set()
-    second.join(timeout=60)
-    assert not second.is_alive() and len(made.appended(wait_seconds=None)) == 2
-    rows_of_the_stream(s, made, 2 * Q)
+    fourth.join(timeout=60)
+    assert [report.rows for report in made.appended(wait_seconds=None)] == [ROWS] * 4 and made.appended(wait_seconds=None) == []
+    rows_of_the_stream(s, made, 4 * Q)
     made.close()
 
 
@@ -255,21 +228,13 @@ def test_rows_without_a_reward_are_kept_and_counted(quick):
     assert [REJECTIONS[reason] for reason in reasons] == ["reward" if each else "valid" for each in failed]
 
 
-@pytest.mark.parametrize("closed", [True, False])
-def test_threads_end_with_their_searcher(quick, closed):
+def test_threads_end_with_their_searcher(quick):
     before = set(threading.enumerate())
     _, made = quick()
     made.refresh()
     made.search()
-    threads = [
-        thread for thread in threading.enumerate() if thread not in before and thread.name.startswith(("reward", "append"))
-    ]
-    assert len(threads) > 1
-    if closed:
-        made.close()
-    else:
-        del made
-        gc.collect()
+    threads = [each for each in threading.enumerate() if each not in before and each.name.startswith(("reward", "append"))]
+    made.close()
     for thread in threads:
         thread.join(timeout=10)
-    assert not any(thread.is_alive() for thread in threads)
+    assert len(threads) > 1 and not any(thread.is_alive() for thread in threads)
