@@ -18,8 +18,3 @@ def test_reads_writes_and_lists_are_counted(tmp_path):
         time.sleep(0.1)
         (found,) = rate.scalars().values()
         assert 0 < found < 5 * 60 / 0.1
-
-
-def test_a_local_run_has_no_rate(tmp_path):
-    places.write_bytes(tmp_path / "file", b"x")
-    assert requests.RequestRate([tmp_path]).scalars() == {}
