@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +47,22 @@ def read_config(use: ModelUse) -> Any:
     return language_models.read_config(use.path, setting=use.setting, compute_dtype=use.compute_dtype)
 
 
-# Kind of a model -> (use, mesh, date of the run's contract, whether to load weights) -> what the task gets, see ModelUse.kind.
-_LOADERS: dict[str, Callable[[ModelUse, Mesh, str, bool], Any]] = {
-    "sequence": lambda use, mesh, date, weights: scorers.SequenceClassifier(use, mesh, load=weights),
-    "unsafe_token": lambda use, mesh, date, weights: language_models.UnsafeTokenScorer(use, mesh, date=date, load=weights),
-    "generator": lambda use, mesh, date, weights: language_models.TextGenerator(use, mesh, date=date, load=weights),
-    "embedder": lambda use, mesh, date, weights: scorers.ResponseEmbedder(use.path, mesh, setting=use.setting),
-    "linear": lambda use, mesh, date, weights: scorers.LinearScorer(use.path, setting=use.setting),
-}
-
-
 def load(use: ModelUse, *, mesh: Mesh, date: str = "", weights: bool = True) -> Any:
-    """Loads a model onto a mesh (n, 1, 1). Raises ValueError if it cannot be used.
+    """Loads a model onto a mesh (n, 1, 1); see ModelUse.kind for what it is. Raises ValueError if it cannot be used.
 
     Args: date: of the run's contract. weights: False checks what loading checks; the model that it returns cannot be called.
     """
-    return _LOADERS[use.kind](use, mesh, date, weights)
+    match use.kind:
+        case "sequence":
+            return scorers.SequenceClassifier(use, mesh, load=weights)
+        case "unsafe_token":
+            return language_models.UnsafeTokenScorer(use, mesh, date=date, load=weights)
+        case "generator":
+            return language_models.TextGenerator(use, mesh, date=date, load=weights)
+        case "embedder":
+            return scorers.ResponseEmbedder(use.path, mesh, setting=use.setting)
+        case _:
+            return scorers.LinearScorer(use.path, setting=use.setting)
 
 
 def check(task: Task, *, role: str, fetch: bool = True) -> None:
@@ -80,10 +80,8 @@ def check(task: Task, *, role: str, fetch: bool = True) -> None:
     for use in mine:
         config = read_config(use)
         if config is not None and use not in gone:
-            try:
+            with load_lib.named(use.setting, use.path):
                 load_lib.check_weights(use.path, config)
-            except ValueError as error:
-                raise ValueError(f"{use.setting}: {error}") from error
             if use.kind == "sequence":  # perhaps one that the task loads later
                 once(use)
     if not gone and isinstance(task, UsesModels):
@@ -205,14 +203,14 @@ def _pass(use: ModelUse, mesh: Mesh, length: int) -> Program:
     config, rows = read_config(use), use.rows * mesh.size
     if use.kind == "embedder":
         rows, length = scorers.encoder_rows(mesh), passes.padded_length(length, config.position_limit)
-        return scorers.encoder_forward(config, mesh).program(rows=rows, length=length)
+        return passes.make(config, scorers.embed, mesh).program(rows=rows, length=length)
     config = passes.on_device(config, mesh, setting=use.setting)
     if use.kind == "sequence":
         length = passes.padded_length(length, passes.most_tokens(config))
-        return scorers.classifier_forward(config, mesh).program(rows=rows, length=length)
+        return passes.make(config, scorers.score, mesh).program(rows=rows, length=length)
     # Which token is the verdict makes no difference to memory, and needs a tokenizer.
-    forward = language_models.verdict_forward(config, mesh, token=0)
-    return forward.program(rows=rows, length=passes.padded_length(length, length))
+    verdict = functools.partial(language_models.verdict_logprobs, token=0)
+    return passes.make(config, verdict, mesh).program(rows=rows, length=passes.padded_length(length, length))
 
 
 def _generator(use: ModelUse, mesh: Mesh) -> Models:

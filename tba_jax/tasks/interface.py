@@ -55,10 +55,9 @@ class Task(Protocol):
 
     score_name: name of the mean reward of greedy responses to held-out queries ("accuracy" for a reward of 0 or 1).
     reward_parts: names of the M parts. reward_version: a number to increase when the definition of the reward changes.
-    A class may have an attribute `alphabet`: all characters of its prompts and responses. It then needs no pretrained model.
-    A class may have an attribute `private_files`: whether the files of its runs are for their owner alone to read.
-    A task may have an attribute `reward_range`: (lowest, highest) reward that it may give, perhaps infinite. A setting that needs
-    rewards within other limits is then refused before a run begins; without the attribute, at the first reward beyond them.
+    Optional attributes: `alphabet`, all characters of prompts and responses (no pretrained model is needed then);
+    `private_files`, whether the files of runs are for their owner alone to read; `reward_range`, (lowest, highest) reward,
+    perhaps infinite: settings that need other limits are refused before the run begins.
     """
 
     @property
@@ -108,8 +107,8 @@ def private_files(task: object) -> bool:
 
 
 def reward_range(task: object) -> tuple[float, float] | None:
-    """The lowest and the highest reward of a task, None where it has no `reward_range`: see Task. Raises ValueError where
-    `reward_range` is not two numbers, the lower one first."""
+    """The lowest and the highest reward of a task, None where it has no `reward_range`. Raises ValueError where that is not two
+    numbers, the lower one first."""
     found = getattr(task, "reward_range", None)
     if found is None:
         return None
@@ -264,6 +263,13 @@ class ModelUse:
     generator: GeneratorSettings | None = None
     judge: UnsafeTokenSettings | None = None
     roles: tuple[str, ...] = ("searcher", "evaluator")
+
+    def __post_init__(self) -> None:
+        if (self.kind == "generator" and self.generator is None) or (self.kind == "unsafe_token" and self.judge is None):
+            raise ValueError(
+                f"the model {self.name!r} of {self.setting}={self.path!r} is of kind {self.kind!r}: its ModelUse needs "
+                "`generator`, or `judge`"
+            )
 
 
 @runtime_checkable

@@ -236,17 +236,6 @@ def test_bad_settings_are_named(folder, tmp_path, case):
     assert words in message(config(folder, train, **changes), tmp_path)
 
 
-def test_an_output_that_exists_is_refused_at_the_start(folder, tmp_path):
-    train = write_lines(tmp_path / "train.jsonl", sentences(50, seed=1))
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "kept.txt").write_text("")
-    assert "model exists and is not an empty folder" in message(config(folder, train), tmp_path)
-    assert "is in the run's folder" in message(config(folder, train), tmp_path, output="run/model")
-    assert "is in the run's folder" in message(config(folder, train), tmp_path, output="run")
-    assert "data.heldout" in message(config(folder, train, data__heldout=str(train)), tmp_path, output="other")
-    assert "no writable folder" in message(config(folder, train), tmp_path, output="train.jsonl/model")
-
-
 def test_a_resumed_run_keeps_its_settings_and_examples(folder, tmp_path):
     train = write_lines(tmp_path / "train.jsonl", sentences(50, seed=1))
     run_folder = layout.RunDir(tmp_path / "run")

@@ -1,40 +1,12 @@
 """Reading logs: while they are written, damaged, on storage that lags, and beside foreign content."""
 
 import json
-import threading
-import time
 
 import pytest
 
 from tba_jax.replay.reader import LogReader
 from tba_jax.trajectory import RowShape
-from tests.support.tiny_log import SHAPE, assert_rows, make_rows, writer
-
-
-def test_a_live_reader_never_sees_a_torn_row(tmp_path):
-    def append(name):
-        log = writer(tmp_path, name, segment_appends=7)
-        for _ in range(40):
-            log.append(make_rows(log.next_row, 4))
-
-    threads = [threading.Thread(target=append, args=(name,)) for name in ("a", "b")]
-    reader, seen = LogReader(tmp_path, SHAPE), {}
-    for thread in threads:
-        thread.start()
-    polls = 0
-    while seen != {"a": 160, "b": 160} and polls < 10_000:
-        for name, head in reader.heads().items():
-            previous = seen.get(name, 0)
-            assert head >= previous and head % 4 == 0
-            if head > previous:
-                assert_rows(reader.read(name, previous, head), make_rows(previous, head - previous))
-            seen[name] = head
-        polls += 1
-        time.sleep(0.001)
-    for thread in threads:
-        thread.join()
-    assert seen == {"a": 160, "b": 160}
-    assert reader.problems == {}
+from tests.support.tiny_log import SHAPE, make_rows, writer
 
 
 def test_foreign_content_and_other_schemas_are_problems(tmp_path):

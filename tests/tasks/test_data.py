@@ -83,15 +83,6 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path, name, content, sentence
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
-def test_columns_of_parquet(tmp_path):
-    path = write(tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=re.escape(f"{str(path)!r}: field 'z' is missing (it has q, n, extra)")):
-        read(path, {"z": str})
-    path = write(path, [{"q": "a", "n": 1}, {"q": None, "n": 2}])
-    with pytest.raises(ValueError, match=re.escape(f"{str(path)!r} row 2: field 'q' must be a string, found null")):
-        read(path)
-
-
 @pytest.mark.parametrize("source", ["nowhere.jsonl", "/no/where", "a/b/c", "owner/name.parquet", "https://x/y", "nowhere"])
 def test_what_is_neither_a_file_nor_a_name_says_both(source):
     sentence = "there is no such file, and it was not fetched from the hub: it is not the name of a data set, owner/name or"

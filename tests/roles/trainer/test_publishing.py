@@ -2,18 +2,14 @@
 
 import concurrent.futures
 import json
-import socket
 import threading
-import time
 
 import jax
 import numpy as np
 import pytest
 
 from tba_jax.models import parameters
-from tba_jax.roles.process_group import Leader, Member
-from tba_jax.roles.trainer.publishing import Publisher, ShardWriter
-from tba_jax.roles.wire import Wire
+from tba_jax.roles.trainer.publishing import Publisher
 from tba_jax.storage import layout, places, snapshots
 from tba_jax.storage.damaged_snapshots import DamagedSnapshots
 from tba_jax.storage.lease import StaleEpoch
@@ -129,49 +125,6 @@ def test_a_reader_beside_a_publisher_sees_whole_snapshots_only(tmp_path):
             publisher.publish(params, SnapshotInfo(step=step, epoch=1))
         publisher.close()
         assert len(reader.result(30)) > 1
-
-
-@pytest.fixture
-def connected():
-    """A leader and a member in this process."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        wire = Wire(socket.create_connection(server.getsockname()))
-        leader = Leader({1: Wire(server.accept()[0])}, {1: "there"}, heartbeat_seconds=600.0)
-    member = Member(wire, "here", process=1, processes=2, heartbeat_seconds=600.0)
-    yield leader, member
-    leader._ending.set()  # without JAX' runtime, which only real processes have
-    member._ending.set()
-
-
-def test_a_snapshot_is_visible_once_another_process_has_written_its_shards(tmp_path, monkeypatch, connected):
-    """The devices of one process stand for those of two: each half writes the shards on its own devices."""
-    (leader, member), there, is_there = connected, set(jax.devices()[4:]), threading.local()
-
-    def own_shards(array):
-        mine = getattr(is_there, "yes", False)
-        shards = [shard for shard in array.addressable_shards if shard.replica_id == 0 and (shard.device in there) == mine]
-        return [(shard.index, np.asarray(shard.data)) for shard in shards]
-
-    def write_there(*arguments):
-        is_there.yes = True
-        write(*arguments)
-
-    monkeypatch.setattr(snapshots, "_host_shards", own_shards)
-    writer = ShardWriter(member, "policy", tmp_path, dtype="float32")
-    write = writer._write
-    monkeypatch.setattr(writer, "_write", write_there)
-    publisher = make_publisher(tmp_path, group=leader)
-    publish(publisher, 4, (1, 8, 1))
-    time.sleep(0.1)
-    assert snapshots.committed_steps(tmp_path) == [], "the other process has not offered its shards"
-    name, content, _ = next(member.calls())
-    assert (name, content) == ("publish", {"step": 4, "held": []})
-    writer.offer(jax.device_put(random_params(4), shardings((1, 8, 1))), 4)
-    publisher.wait()
-    assert_same_bits(snapshots.load_step(tmp_path, 4, SPECS, shardings()), random_params(4))
-    writer.drain()
-    publisher.close()
-    writer.close()
 
 
 def test_the_best_step_stays_and_a_replaced_trainer_publishes_nothing_more(tmp_path, frozen, monkeypatch, one_device):
