@@ -12,6 +12,53 @@ from tba_jax.run import processes
 from tba_jax.storage import layout
 from tba_jax.telemetry.status import Status
 
+
+class Relief:
+    """Counts how long a trainer has waited, and brings relief each time another `seconds` have passed without a step."""
+
+    def __init__(
+        self,
+        *,
+        seconds: float,
+        publish: Callable[[], bool],
+        grant: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Args:
+        seconds: publish.at_most_seconds.
+        publish: publishes the weights unless they are published; returns whether it did. grant: lets waiting searchers go on.
+        """
+        self._seconds, self._publish, self._grant, self._clock = seconds, publish, grant, clock
+        self._since: float | None = None
+        self._next = 0.0
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the trainer began to wait; 0 where it does not."""
+        return 0.0 if self._since is None else self._clock() - self._since
+
+    @property
+    def due_in(self) -> float:
+        """Seconds until the next relief."""
+        return max(0.0, self._next - self._clock())
+
+    def stepped(self) -> None:
+        """The trainer does a step: nothing is waited for."""
+        self._since = None
+
+    def waits(self) -> bool:
+        """The trainer finds too few rows. Brings relief where that is so for long enough; returns whether it did now."""
+        now = self._clock()
+        if self._since is None:
+            self._since, self._next = now, now + self._seconds
+        if now < self._next:
+            return False
+        self._next = now + self._seconds
+        if not self._publish():
+            self._grant()
+        return True
+
+
 log = logging.getLogger(__name__)
 
 # A trainer that waits logs so this often.
@@ -65,41 +112,36 @@ def end(trainer: Trainer, recorder: Recorder) -> bool:
 
 
 class _Wait:
-    """The trainer's waiting for rows: says for what. Each time it has lasted another publish.at_most_seconds, the weights are
-    published unless they are there, and else searchers that wait for a newer snapshot are let go on."""
+    """The trainer's waiting for rows: it says for what, and brings relief where it takes too long."""
 
     def __init__(self, trainer: Trainer, status: Status):
-        self._trainer, self._status, self._seconds = trainer, status, trainer.config.publish.at_most_seconds
-        self._since: float | None = None  # None: it does not wait
-        self._next = self._say = 0.0
+        self._trainer, self._status = trainer, status
+        self._relief = Relief(
+            seconds=trainer.config.publish.at_most_seconds, publish=trainer.publish_what_is_new, grant=trainer.grant
+        )
+        self._say = 0.0
 
     def goes_on(self) -> None:
         """Waits for rows for a moment. Raises BadInput where none can come."""
-        trainer, now = self._trainer, time.monotonic()
-        if self._since is None:
-            self._since, self._next, self._say = now, now + self._seconds, now + SAY_SECONDS
+        trainer, relief = self._trainer, self._relief
         trainer.wait(trainer.config.replay.poll_seconds)
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + self._seconds
-            if not trainer.publish_what_is_new():
-                trainer.grant()
-            if trainer.buffer.is_exhausted():
-                raise processes.BadInput(
-                    f"step {trainer.step_number + 1} finds too few rows, and none can come: {trainer.shortage()}; "
-                    "searchers.count=0, and the runs of replay.mount have finished. Resume with searchers, or with other limits "
-                    "(--allow_change)"
-                )
+        seconds = trainer.config.publish.at_most_seconds
+        if relief.waits() and trainer.buffer.is_exhausted():
+            raise processes.BadInput(
+                f"step {trainer.step_number + 1} finds too few rows, and none can come: {trainer.shortage()}; searchers.count=0, "
+                "and the runs of replay.mount have finished. Resume with searchers, or with other limits (--allow_change)"
+            )
         told = (
-            f"rows: {trainer.shortage()}; in {self._next - now:.0f} s it publishes step {trainer.step_number} unless that is "
-            f"there, or lets waiting searchers go on (publish.at_most_seconds={self._seconds:g})"
+            f"rows: {trainer.shortage()}; in {relief.due_in:.0f} s it publishes step {trainer.step_number} unless that is there, "
+            f"or lets waiting searchers go on (publish.at_most_seconds={seconds:g})"
         )
-        self._status.waits(told, seconds=now - self._since)
-        if now > self._say:
-            self._say = now + SAY_SECONDS
-            log.warning("has waited %.0f s for %s", now - self._since, told)
+        self._status.waits(told, seconds=relief.waited)
+        if relief.waited > self._say + SAY_SECONDS:
+            self._say = relief.waited
+            log.warning("has waited %.0f s for %s", relief.waited, told)
 
     def ends(self) -> None:
         """There were rows for a step."""
-        self._since = None
+        self._relief.stepped()
         self._status.waits("", seconds=0.0)
+        self._say = 0.0

@@ -48,11 +48,9 @@ class _Drawn:
 class _Due:
     """What follows the update of a step.
 
-    prepare: the next batch is drawn and transferred while the devices compute. Not before a checkpoint nor before the end of the
-      run: both show the replay index as it is after this step.
-    publish, checkpoint: a snapshot, a checkpoint follows.
-    compare: log-probs of sampler and learner are compared. settle: the comparison is awaited, so that the measurements of this
-      step hold it.
+    prepare: the next batch is prepared while the devices compute; not before a checkpoint or the end of the run, which show the
+      replay index as it is after this step.
+    compare: log-probs of sampler and learner are compared. settle: the measurements of this step wait for that.
     """
 
     prepare: bool

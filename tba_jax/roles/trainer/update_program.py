@@ -200,7 +200,7 @@ class UpdateProgram:
         return {} if self._policy.lora is None else self._policy.model_shapes(self.mesh, dtype=self.reference_dtype)
 
     def programs(self, row_shape: trajectory.RowShape) -> dict[str, Program]:
-        """Name -> the programs that `begin`, `apply` and `move_reference` call, for rows of this shape."""
+        """Name -> the programs that `begin`, `dispatch` and `move_reference` call, for rows of this shape."""
         on_host = state_lib.batch_from_rows(self._whole_rows(row_shape))
         batch = shaped(on_host, sharding.rows_sharding(self.mesh))
         limits, shardings = self.config.limits, scoring.packed_shardings(self.mesh)
@@ -257,10 +257,6 @@ class UpdateProgram:
         self.state, measurements = self._update(self.state, self.frozen, batch, placed.packed, whole_groups=whole)
         self.work += placed.work
         return measurements | {"useful_token_share": placed.plan.useful}
-
-    def apply(self, rows: trajectory.Rows) -> dict[str, Any]:
-        """One update of the state on B rows. Returns the measurements of train_step, on the host."""
-        return jax.device_get(self.dispatch(self.place(rows)))
 
     def move_reference(self, step: int) -> None:
         """Moves the reference if that is due after `step` updates, and restarts Adam's moments with it if the config says so."""
