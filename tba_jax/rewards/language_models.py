@@ -40,10 +40,9 @@ def read_config(folder: Path | str, *, setting: str, compute_dtype: str) -> Deco
 def read(
     folder: Path | str, *, setting: str, compute_dtype: str, date: str = ""
 ) -> tuple[Path, DecoderConfig, HuggingFaceTokenizer]:
-    """Local folder, config and tokenizer. Args: date: see HuggingFaceTokenizer.
+    """Local folder, config and tokenizer. Raises ValueError naming `setting` where they cannot be used.
 
-    Raises:
-      ValueError: the model or the tokenizer cannot be used, or the tokenizer has more ids than the model; names `setting`.
+    Args: date: see HuggingFaceTokenizer.
     """
     config = read_config(folder, setting=setting, compute_dtype=compute_dtype)
     local = load_lib.resolve_folder(folder)
@@ -66,12 +65,10 @@ class TextGenerator:
     """
 
     def __init__(self, use: ModelUse, mesh: Mesh, *, date: str = "", load: bool = True):
-        """Args:
-          use: a model of kind "generator"; messages name its settings like `use.setting`, with another word for "path".
-          mesh: (n, 1, 1). date: see HuggingFaceTokenizer. load: False checks `use` and loads no weights.
+        """Raises ValueError where the folder or a setting cannot be used.
 
-        Raises:
-          ValueError: the folder or a setting cannot be used.
+        Args: use: a model of kind "generator"; mesh: (n, 1, 1); date: see HuggingFaceTokenizer; load: False checks `use` and
+          loads no weights.
         """
         called, prefix, settings = f"{use.setting}={use.path!r}", use.setting.removesuffix("path"), use.generator
         assert settings is not None, "ModelUse checks it"
@@ -173,8 +170,7 @@ def _engine(config: DecoderConfig, mesh: Mesh, use: ModelUse, replies: _Replies)
 
 
 def programs(use: ModelUse, mesh: Mesh) -> dict[str, Program]:
-    """Name -> the programs of a TextGenerator, see Lane.programs; made from the model's config and, where there is one, its
-    tokenizer: without, no id is banned and no text but the end of sequence ends a reply.
+    """Name -> the programs of a TextGenerator, see Lane.programs, which need no weights, nor a tokenizer.
 
     Args: mesh: (n, 1, 1). Raises ValueError: as TextGenerator.
     """

@@ -121,11 +121,7 @@ class SequenceClassifier:
         self.model = passes.Loaded(forward, folder, rows=use.rows * mesh.size, limit=self._limit)
 
     def scores(self, texts: Sequence[str], *, ended: Sequence[bool] | np.ndarray | None = None) -> np.ndarray:
-        """See tasks.interface.SequenceScorer.
-
-        Raises:
-          ValueError: a text has no tokens, or `ended` needs an end-of-sequence token that the tokenizer lacks.
-        """
+        """See tasks.interface.SequenceScorer. Raises ValueError where a text has no tokens, or the end that it needs."""
         if not texts:
             return np.zeros((0, len(self.labels)), np.float32)
         result = self.model(self._encode(texts, [False] * len(texts) if ended is None else ended))
@@ -172,11 +168,7 @@ def _labels(folder: Path, config: Config) -> tuple[str, ...]:
 
 
 def encoder_config(folder: Path | str, *, setting: str = "task.embedding_path") -> EncoderConfig:
-    """The config of the sentence encoder in a folder or hub id. setting: the name of the folder's setting, for messages.
-
-    Raises:
-      ValueError: the folder has no sentence encoder or no tokenizer.json.
-    """
+    """The config of the sentence encoder in a folder or hub id. Raises ValueError if it or its tokenizer.json is missing."""
     with load_lib.named(setting, folder):
         config = load_lib.read_config(folder, compute_dtype="float32")
         folder = load_lib.resolve_folder(folder, weights=False)
@@ -233,18 +225,13 @@ class LinearScorer:
 
     x = l2-normalised counts · idf of the text's lower-case words that are terms; f_e = w_e · x + c_e;
     P = mean_e 1 / (1 + exp(a_e f_e + b_e)).
-
-    It is small and fast: in trials on a CPU it replaces a classifier that is a language model. It knows words, not their meaning.
     """
 
     def __init__(self, path: Path | str, *, setting: str):
-        """Args:
-          path: an .npz of terms str[V], idf float[V], coef float[E, V] (w), intercept float[E] (c), platt_a float[E] and platt_b
-            float[E]. Other arrays are ignored.
-          setting: name of the path's setting, for messages.
+        """Raises ValueError naming setting, file and array where one is missing, has another shape or is not finite.
 
-        Raises:
-          ValueError: the file cannot be read, or an array is missing, has another shape or is not finite; names file and array.
+        Args: path: an .npz of terms str[V], idf float[V], coef float[E, V] (w), intercept float[E] (c), platt_a float[E] and
+          platt_b float[E]; other arrays are ignored.
         """
         called = f"{setting}={str(path)!r}"
         try:

@@ -66,11 +66,10 @@ def load(use: ModelUse, *, mesh: Mesh, date: str = "", weights: bool = True) -> 
 
 
 def check(task: Task, *, role: str, fetch: bool = True) -> None:
-    """Raises ValueError if a model that the role will load cannot be used; loads no weights.
+    """Raises ValueError if a model that the role will load cannot be used: kind, labels, names and shapes of weights, tokenizer,
+    prompt template, lengths. Loads no weights.
 
-    It checks the model's kind and labels, the names and shapes of its weights, its tokenizer, prompt template and lengths.
-
-    Args: fetch: whether the weights of hub ids are fetched; where not, and where they are away, it checks the kinds of models.
+    Args: fetch: whether the weights of hub ids are fetched; where not, of those that are away the kind is checked alone.
     """
     mine = uses(task, role=role)
     if not mine:
@@ -105,14 +104,10 @@ def digests(task: Task, *, fetch: bool = True) -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(task: Task, task_devices: int, *, date: str) -> Iterator[None]:
-    """Loads a task's models, if it has any, on the devices of sharding.task_mesh; ends the task's processes at the end.
-
-    Each process that scores enters this once, before its first rewards.
+    """Loads a task's models, if it has any, on the devices of sharding.task_mesh; ends the task's processes at the end. Each
+    process that scores enters this once, before its first rewards. Raises ValueError where a model cannot be used.
 
     Args: date: of the run's contract.
-
-    Raises:
-      ValueError: a model cannot be used.
     """
     if isinstance(task, UsesModels):
         task.start(functools.partial(load, mesh=sharding.task_mesh(task_devices), date=date))
@@ -165,14 +160,11 @@ class Models:
 
 
 def of_task(task: Task, mesh: Mesh, *, role: str, length: int, section: str = "") -> Models:
-    """The models with which a task scores in a role. A linear classifier is not among them: it computes on the host.
+    """The models with which a task scores in a role, but for linear classifiers. Raises ValueError naming the setting of one that
+    cannot be used.
 
-    Args:
-      mesh: see sharding.task_mesh. length: tokens of the run's prompt and response.
-      section: of the role's settings, where the devices have other things as well, "" where they have not.
-
-    Raises:
-      ValueError: a model cannot be used; names the setting.
+    Args: mesh: see sharding.task_mesh. length: tokens of the run's prompt and response. section: of the role's settings, where
+      the devices have other things as well, "" where they have not.
     """
     found = Models()
     for use in (use for use in uses(task, role=role) if use.kind != "linear"):

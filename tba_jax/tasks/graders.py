@@ -67,8 +67,7 @@ class Graders:
         prefix: str = "",
     ):
         """Args:
-          function: a function at the top level of a file, or of a class there, that returns a finite number. If it starts
-            processes, it has to end them: killing its worker does not.
+          function: at the top level of a file, or of a class there; returns a finite number, and ends processes that it starts.
           time_limit: seconds that a call may take before its worker is killed, without those for which this process is stopped.
           retries: how often a failed call is repeated, after pauses of 0.5 s, 1 s, 2 s …
           over_limit: the reward of a response whose call exceeds the time limit; NaN: such a call has failed.
@@ -94,13 +93,8 @@ class Graders:
         self.grades += 1
 
     def graded(self, queries: Sequence[Query], responses: Sequence[str]) -> tuple[np.ndarray, str]:
-        """Grades response i to query i.
-
-        Returns:
-          float32[n]; NaN if every try of a call failed: by an exception, the time limit, a worker's death, or a result that is
-          not a finite number. One warning gives the number of such calls and the first one's reason, which is returned as well,
-          "" where no call failed.
-        """
+        """Grades response i to query i: float32[n], NaN if every try of a call failed (by an exception, the time limit, a
+        worker's death, or a result that is not a finite number), and the first failure's reason, "" without one."""
         result = np.full(len(queries), np.nan, np.float32)
         late: list[int] = []
         failed = dict.fromkeys(range(len(queries)), "")
