@@ -214,12 +214,10 @@ def message(c: Any, tmp_path: Path, output: str = "model") -> str:
 
 
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "no model": ({"model__path": ""}, "model.path is not given"),
     "model": ({"model__path": "/nowhere"}, "/nowhere does not exist"),
     "positions": ({"data__prompt_length": 60}, "= 76 exceed the model's 64 positions"),
     "micro-batch": ({"training__micro_batch_rows": 3}, "training.micro_batch_rows=3 does not divide training.batch_size=8"),
     "mesh": ({"training__micro_batch_rows": 1, "training__mesh__data": 2}, "by the 2 ways of training.mesh.data × "),
-    "warm-up": ({"training__warmup_steps": 5}, "training.decay_steps=0 exceed the 4 steps of training"),
     "batch": ({"training__batch_size": 64}, "training.batch_size=64 is more than the "),
     "fields": ({"data__response_field": "prompt"}, "the fields of an example must differ: data.*_field are prompt, prompt"),
     "disk": (

@@ -94,10 +94,8 @@ def initial_state(reference: Params, *, policy: Policy, optimizers: Any, seed: i
 class UpdateProgram:
     """The compiled update, the train state, the frozen weights, and the reference that moves with the policy if one does.
 
-    Attributes:
-      mesh, config: of the learner. rows: B, rows of one update. work: of the updates so far.
-      state: the train state, there once `begin` or `restore` was called.
-      frozen: the part of the policy that is not trained, {} where everything is.
+    rows: B, of one update. work: of the updates so far. state: there once `begin` or `restore` was called. frozen: the part of
+    the policy that is not trained, {} where everything is.
     """
 
     state: state_lib.TrainState
