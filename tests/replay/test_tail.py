@@ -173,7 +173,7 @@ class FollowedLog(RuleBasedStateMachine):
 
 
 def test_whoever_does_the_journal_again_has_the_same_rows():
-    chosen = settings(max_examples=25, stateful_step_count=15, deadline=None, derandomize=True)
+    chosen = settings(max_examples=15, stateful_step_count=15, deadline=None, derandomize=True)
     run_state_machine_as_test(FollowedLog, settings=chosen)
 
 

@@ -75,8 +75,8 @@ def test_a_name_that_names_no_task_is_refused(file, name, sentence):
 @pytest.mark.parametrize(
     "settings, sentence",
     [
-        ({}, "task.custom.count is not set, and the task needs it; it takes count, heldout"),
-        ({"count": 3, "cout": 4}, "task.custom.cout is not a setting of the task; it takes count, heldout"),
+        ({}, "task.custom: the task's constructor takes (*, count: int, heldout: int = 8): missing a required argument: 'count'"),
+        ({"count": 3, "cout": 4}, "task.custom: the task's constructor takes (*, count: int, heldout: int = 8): got an unexpected keyword argument 'cout'"),
         ({"count": 0}, "task.custom.count=0 must be at least 1"),
     ],
 )

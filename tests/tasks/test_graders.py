@@ -239,7 +239,7 @@ from tba_jax.tasks.interface import Query
 
 print("the script runs", flush=True)
 stop = processes.StopSignal()
-graders = Graders(grade, time_limit=2.0, retries=0, concurrency=2)
+graders = Graders(grade, time_limit=1.0, retries=0, concurrency=2)
 
 
 def ask(*responses):
@@ -254,7 +254,7 @@ def tell_workers():
 
 
 tell_workers()
-print(ask("sleep 1", "sleep 1"), stop(), flush=True)
+print(ask("sleep 0.6", "sleep 0.6"), stop(), flush=True)
 tell_workers()
 print(ask("sleep 60", "number 2"), flush=True)
 tell_workers()
@@ -280,12 +280,12 @@ def test_signals_to_the_parent_and_its_workers(tmp_path):
     )
     assert process.stdout.readline() == "the script runs\n"
     pids = {int(pid) for pid in process.stdout.readline().split()}
-    time.sleep(0.3)
+    time.sleep(0.2)
     os.killpg(process.pid, signal.SIGTERM)
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in (process.pid, *pids):
             os.kill(pid, number)
-        time.sleep(3 * (number == signal.SIGSTOP))
+        time.sleep(1.5 * (number == signal.SIGSTOP))
     assert process.stdout.readline() == "[1.0, 1.0] True\n"
     assert {int(pid) for pid in process.stdout.readline().split()} == pids, "no worker was replaced"
     assert process.stdout.readline() == "[nan, 2.0]\n"
