@@ -89,27 +89,6 @@ def test_rows_come_back_across_segments_and_damage_is_named(root):
     assert not [name for name in places.files_in(root / "w0") if name < "000002"]
 
 
-@pytest.mark.parametrize("root", ["memory"], indirect=True)
-def test_a_quiet_poll_is_a_request_a_writer(root, monkeypatch):
-    """However many segments and rows lie behind: what has expired, the register, and a manifest of each writer."""
-    logs = [writer(root, f"w{number}") for number in range(3)]
-    for log in logs:
-        for append in range(7):
-            log.append(make_rows(4 * append, 4))
-    reader = LogReader(root, SHAPE)
-    assert reader.heads() == {"w0": 28, "w1": 28, "w2": 28}
-    asked = []
-    changed, names_in = places.changed, places.names_in
-    monkeypatch.setattr(
-        places, "changed", lambda files: (asked.extend(file.path for file, _ in files.values()), changed(files))[1]
-    )
-    monkeypatch.setattr(places, "names_in", lambda folder, **k: (asked.append(folder.path), names_in(folder, **k))[1])
-    monkeypatch.setattr(places, "read_bytes", None)
-    monkeypatch.setattr(places, "exists", None)
-    assert reader.heads() == {"w0": 28, "w1": 28, "w2": 28}
-    assert len(asked) == 2 + 3, asked
-
-
 def test_snapshots_are_published_loaded_and_pruned(root):
     checked = []
     publisher = Publisher(
