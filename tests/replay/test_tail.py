@@ -110,9 +110,9 @@ class FollowedLog(RuleBasedStateMachine):
         self.lines.append(journal.journal_line(step=len(self.lines) + 1, **told, reward_version=1, key=0))
 
     def segment(self, writer: str, number: int) -> Path | None:
-        """Its folder if the segment is there and full."""
+        """Its folder if the segment is there, and is not the last, of which a reader waits for the head."""
         folder = self.folder / writer / f"{number:06d}"
-        there = number < self.logs[writer].next_row // (2 * APPEND) and (folder / "d").exists()
+        there = number < (self.logs[writer].next_row - 1) // (2 * APPEND) and (folder / "d").exists()
         return folder if there else None
 
     @rule(writer=st.sampled_from("abc"), number=st.integers(0, 6))
