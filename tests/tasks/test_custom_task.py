@@ -72,11 +72,14 @@ def test_a_name_that_names_no_task_is_refused(file, name, sentence):
         custom_task.load(name)
 
 
+TAKES = "task.custom: the task's constructor takes (*, count: int, heldout: int = 8)"
+
+
 @pytest.mark.parametrize(
     "settings, sentence",
     [
-        ({}, "task.custom: the task's constructor takes (*, count: int, heldout: int = 8): missing a required argument: 'count'"),
-        ({"count": 3, "cout": 4}, "task.custom: the task's constructor takes (*, count: int, heldout: int = 8): got an unexpected keyword argument 'cout'"),
+        ({}, f"{TAKES}: missing a required argument: 'count'"),
+        ({"count": 3, "cout": 4}, f"{TAKES}: got an unexpected keyword argument 'cout'"),
         ({"count": 0}, "task.custom.count=0 must be at least 1"),
     ],
 )
