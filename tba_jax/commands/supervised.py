@@ -165,14 +165,8 @@ def execute(plan: "Plan", stop: Callable[[], bool]) -> int:
     """Trains, saves and exports. Returns the exit code."""
     from tba_jax.supervised import tuning
 
-    data = plan.data
-    log.info(
-        "%d examples to train on, %d held out, %d left out, %d steps",
-        len(data.train),
-        len(data.heldout),
-        data.skipped,
-        plan.steps,
-    )
+    counts = len(plan.data.train), len(plan.data.heldout), plan.data.skipped, plan.steps
+    log.info("%d examples to train on, %d held out, %d left out, %d steps", *counts)
     run = tuning.Tuning(plan)
     try:
         if not run.train(stop):

@@ -52,12 +52,12 @@ def check(experiment: Experiment, run: layout.RunDir, *, init_from: str = "", fe
                 load.check_weights(config.model.path, experiment.policy.model)
 
 
-def _warm_start_settings(experiment: Experiment, devices: Sequence[jax.Device] | None = None) -> dict[str, Any]:
-    """What warm_start.warm_start and warm_start.programs take. Args: devices: of the trainer's mesh; None: of this process."""
+def _warm_start_settings(experiment: Experiment, devices: Sequence[jax.Device] | None = None) -> warm_start.Settings:
+    """Args: devices: of the trainer's mesh; None: of this process."""
     config = experiment.config
     lengths = dict(prompt_length=config.task.prompt_length, response_length=config.task.response_length)
-    mesh = _mesh(config, devices)
-    return dict(config=experiment.policy.model, mesh=mesh, seed=config.seed, **lengths, **config.warm_start.to_dict())
+    model, mesh = experiment.policy.model, _mesh(config, devices)
+    return warm_start.Settings(model=model, mesh=mesh, seed=config.seed, **lengths, **config.warm_start.to_dict())
 
 
 def programs(experiment: Experiment, run: layout.RunDir, *, devices: Sequence[jax.Device] | None = None) -> dict[str, Program]:
@@ -65,9 +65,7 @@ def programs(experiment: Experiment, run: layout.RunDir, *, devices: Sequence[ja
     config = experiment.config
     if not config.warm_start.steps or config.model.path or config.replay.mount or places.exists(run.initial_reference):
         return {}
-    settings = _warm_start_settings(experiment, devices)
-    del settings["report_every_steps"]
-    return warm_start.programs(**settings)
+    return warm_start.programs(_warm_start_settings(experiment, devices))
 
 
 def ensure(
@@ -187,4 +185,4 @@ def _make(experiment: Experiment, init_from: str, report: Callable[[int, float],
     if not config.warm_start.steps:
         return jax.jit(experiment.policy.base.init, out_shardings=shardings)(jax.random.key(config.seed))
     task, settings = experiment.task, _warm_start_settings(experiment)
-    return warm_start.warm_start(task, experiment.tokenizer, **settings, report=report)
+    return warm_start.warm_start(task, experiment.tokenizer, settings, report=report)

@@ -24,8 +24,7 @@ from tba_jax.models.hugging_face import load as load_lib
 from tba_jax.models.parameters import Params
 from tba_jax.programs import Program
 from tba_jax.rewards import passes
-from tba_jax.rewards.passes import Forward
-from tba_jax.tasks.interface import GeneratorSettings, ModelUse
+from tba_jax.tasks.interface import ModelUse
 from tba_jax.text import stop_strings
 from tba_jax.text.prompts import PromptTemplate
 from tba_jax.text.stop_strings import StopStrings
@@ -41,10 +40,9 @@ def read_config(folder: Path | str, *, setting: str, compute_dtype: str) -> Deco
 def read(
     folder: Path | str, *, setting: str, compute_dtype: str, date: str = ""
 ) -> tuple[Path, DecoderConfig, HuggingFaceTokenizer]:
-    """Local folder, config and tokenizer. Args: date: see HuggingFaceTokenizer.
+    """Local folder, config and tokenizer. Raises ValueError naming `setting` where they cannot be used.
 
-    Raises:
-      ValueError: the model or the tokenizer cannot be used, or the tokenizer has more ids than the model; names `setting`.
+    Args: date: see HuggingFaceTokenizer.
     """
     config = read_config(folder, setting=setting, compute_dtype=compute_dtype)
     local = load_lib.resolve_folder(folder)
@@ -62,19 +60,18 @@ def _token_bytes(tokenizer: HuggingFaceTokenizer, *, called: str) -> list[bytes 
 class TextGenerator:
     """Replies to texts. Several threads may call it at once; a lock lets one call decode at a time.
 
-    A reply depends only on the seed, the text and the number of the reply, not on other texts or earlier calls. Each device holds
-    a whole copy of the model and decodes by itself, so a call may run beside any other program of the same devices.
+    A reply is a function of the seed, the text and the number of the reply alone. Each device has all of the weights and decodes
+    by itself, so that a call may run beside other programs of the devices.
     """
 
     def __init__(self, use: ModelUse, mesh: Mesh, *, date: str = "", load: bool = True):
-        """Args:
-          use: a model of kind "generator"; messages name its settings like `use.setting`, with another word for "path".
-          mesh: (n, 1, 1). date: see HuggingFaceTokenizer. load: False checks `use` and loads no weights.
+        """Raises ValueError where the folder or a setting cannot be used.
 
-        Raises:
-          ValueError: the folder or a setting cannot be used.
+        Args: use: a model of kind "generator"; mesh: (n, 1, 1); date: see HuggingFaceTokenizer; load: False checks `use` and
+          loads no weights.
         """
-        called, prefix, settings = f"{use.setting}={use.path!r}", use.setting.removesuffix("path"), _settings(use)
+        called, prefix, settings = f"{use.setting}={use.path!r}", use.setting.removesuffix("path"), use.generator
+        assert settings is not None, "ModelUse checks it"
         folder, config, tokenizer = read(use.path, setting=use.setting, compute_dtype=use.compute_dtype, date=date)
         if settings.prompt_length + settings.reply_length > config.max_positions:
             raise ValueError(
@@ -117,12 +114,6 @@ class TextGenerator:
         return [reply for text in texts for reply in replies[text]]
 
 
-def _settings(use: ModelUse) -> GeneratorSettings:
-    if use.generator is None:
-        raise ValueError(f"the model {use.name!r} of {use.setting}={use.path!r} replies to texts: its ModelUse needs `generator`")
-    return use.generator
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Replies:
     """What the decoder has to know of a tokenizer. banned: ids that no reply contains; ends: texts that end a reply."""
@@ -161,7 +152,8 @@ def _other_ends(folder: Path, tokenizer: HuggingFaceTokenizer) -> list[int]:
 
 def _engine(config: DecoderConfig, mesh: Mesh, use: ModelUse, replies: _Replies) -> Engine:
     """The decoder without weights. Args: mesh: (n, 1, 1). Raises ValueError where slots or lengths do not suit."""
-    settings = _settings(use)
+    settings = use.generator
+    assert settings is not None, "ModelUse checks it"
     with load_lib.named(use.setting, use.path):
         return Engine(
             config,
@@ -178,8 +170,7 @@ def _engine(config: DecoderConfig, mesh: Mesh, use: ModelUse, replies: _Replies)
 
 
 def programs(use: ModelUse, mesh: Mesh) -> dict[str, Program]:
-    """Name -> the programs of a TextGenerator, see Lane.programs; made from the model's config and, where there is one, its
-    tokenizer: without, no id is banned and no text but the end of sequence ends a reply.
+    """Name -> the programs of a TextGenerator, see Lane.programs, which need no weights, nor a tokenizer.
 
     Args: mesh: (n, 1, 1). Raises ValueError: as TextGenerator.
     """
@@ -210,8 +201,7 @@ class UnsafeTokenScorer:
     def __init__(self, use: ModelUse, mesh: Mesh, *, date: str = "", load: bool = True):
         """Args: use: a model of kind "unsafe_token"; others and errors: see TextGenerator."""
         called, prefix, settings = f"{use.setting}={use.path!r}", use.setting.removesuffix("path"), use.judge
-        if settings is None:
-            raise ValueError(f"the model {use.name!r} of {called} gives a verdict: its ModelUse needs `judge`")
+        assert settings is not None, "ModelUse checks it"
         folder, config, tokenizer = read(use.path, setting=use.setting, compute_dtype=use.compute_dtype, date=date)
         if settings.length > config.max_positions:
             raise ValueError(f"{prefix}length={settings.length} exceeds the {config.max_positions} positions of {called}")
@@ -232,19 +222,15 @@ class UnsafeTokenScorer:
             ending=settings.ending,
         )
         if load:
-            forward = verdict_forward(passes.on_device(config, mesh, setting=use.setting), mesh, token=verdicts[0])
-            rows = use.rows * mesh.size
-            self.model = passes.Loaded(forward, folder, rows=rows, limit=settings.length, pad_id=tokenizer.pad_id)
+            verdict = functools.partial(verdict_logprobs, token=verdicts[0])
+            forward = passes.make(passes.on_device(config, mesh, setting=use.setting), verdict, mesh)
+            shape = dict(rows=use.rows * mesh.size, limit=settings.length, pad_id=tokenizer.pad_id)
+            self.model = passes.Loaded(forward, folder, **shape)
 
     def __call__(self, attacks: Sequence[str], replies: Sequence[str]) -> np.ndarray:
         """float32[n], nats: log-probability, over the whole vocabulary, of the verdict on reply i to attack i."""
         encoded = self._template.encode(list(zip(attacks, replies, strict=True)))
         return self.model(encoded) if encoded else np.zeros(0, np.float32)
-
-
-def verdict_forward(config: DecoderConfig, mesh: Mesh, *, token: int) -> Forward:
-    """The pass over rows of a mesh (n, 1, 1). Args: token: id of the verdict."""
-    return passes.make(config, functools.partial(verdict_logprobs, token=token), mesh)
 
 
 def verdict_logprobs(model: Decoder, tokens: jax.Array, length: jax.Array, *, token: int) -> jax.Array:

@@ -54,11 +54,7 @@ class Forward:
 
 
 def make(config: Config, score: Callable[..., jax.Array], mesh: Mesh) -> Forward:
-    """Nothing is compiled or allocated here.
-
-    Args:
-      score: (module, tokens int32[rows, T], length int32[rows]) -> float32[rows, …], traced.
-    """
+    """Compiles and allocates nothing. Args: score: (module, tokens int32[rows, T], length int32[rows]) -> float32[rows, …]."""
     defined = definition(config)
 
     def forward(weights: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
@@ -90,10 +86,8 @@ class Loaded:
 
 
 def padded_length(longest: int, limit: int) -> int:
-    """The length of a pass whose longest text has `longest` tokens: a multiple of 1/8 of the next power of two, at most `limit`.
-
-    A long pass is then less than 1.25 times as long as its longest text, and each doubling of lengths compiles four programs.
-    """
+    """The length of a pass whose longest text has `longest` tokens: a multiple of 1/8 of the next power of two, at most `limit`,
+    so that a long pass is less than 1.25 times as long as its longest text, and few programs are compiled."""
     step = max(_SHORTEST, (1 << max(longest - 1, 0).bit_length()) // 8)
     return min(max(_SHORTEST, -(-longest // step) * step), limit)
 
@@ -108,10 +102,8 @@ def in_passes(
 ) -> np.ndarray:
     """float32[n, ...]: the scores of n texts, in the order of the texts.
 
-    Args:
-      encoded: token ids of n texts, n at least 1, each of at most `limit` tokens.
-      score: one pass, (tokens int32[rows, T], right-padded; length int32[rows]) -> float32[rows, ...].
-      rows: texts of a pass. The last pass is filled up with copies of its last text.
+    Args: encoded: token ids of n texts, n at least 1, each of at most `limit` tokens. score: one pass, (tokens int32[rows, T],
+      right-padded; length int32[rows]) -> float32[rows, ...]; the last is filled up with copies of its last text.
     """
     order = np.argsort([len(ids) for ids in encoded], kind="stable")
     found = []

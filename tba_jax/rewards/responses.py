@@ -27,15 +27,10 @@ def reward_texts(
     task: Task,
     missing_eos_reward: float | None,
 ) -> Scores:
-    """Scores of B responses.
+    """Scores of B responses. Raises TypeError or ValueError where the task returned anything else.
 
-    Args:
-      finished: bool[B], whether a response ended before the length limit.
-      missing_eos_reward: replaces the reward of a response that was cut at the length limit, unless that is NaN; None: the
-        task's reward is kept. Reward parts are always the task's.
-
-    Raises:
-      TypeError, ValueError: the task returned something else than Scores of these responses.
+    Args: finished: bool[B], whether a response ended before the length limit; missing_eos_reward replaces the reward of others,
+      unless that is NaN; None: the task's reward is kept. Reward parts are always the task's.
     """
     scores = _checked(task, [query.query for query in queries], texts, finished)
     if missing_eos_reward is None:

@@ -24,7 +24,7 @@ from tba_jax.models.encoder import Encoder
 from tba_jax.models.hugging_face import files
 from tba_jax.models.hugging_face import load as load_lib
 from tba_jax.rewards import passes
-from tba_jax.rewards.passes import Config, Forward
+from tba_jax.rewards.passes import Config
 from tba_jax.tasks.interface import ModelUse
 from tba_jax.text.special_tokens import Escaper, without_rows
 from tba_jax.text.tokenizers import open_transformers
@@ -79,12 +79,8 @@ def classifier_config(use: ModelUse) -> Config:
     return config
 
 
-def classifier_forward(config: Config, mesh: Mesh) -> Forward:
-    """The pass of a classifier over rows of a mesh (n, 1, 1)."""
-    return passes.make(config, _score, mesh)
-
-
-def _score(model: Encoder | Decoder, tokens: jax.Array, length: jax.Array) -> jax.Array:
+def score(model: Encoder | Decoder, tokens: jax.Array, length: jax.Array) -> jax.Array:
+    """float32[B, labels]: logits of the rows. Args: tokens: int32[B, T], right-padded; length: int32[B]."""
     if isinstance(model, Encoder):
         return model.classify(tokens, jnp.arange(tokens.shape[1])[None, :] < length[:, None])
     return scoring.sequence_scores(model, tokens, length, remat="none")
@@ -93,10 +89,9 @@ def _score(model: Encoder | Decoder, tokens: jax.Array, length: jax.Array) -> ja
 class SequenceClassifier:
     """Logits of texts. Every device has all of the weights; texts are split over the devices, none of which waits for another.
 
-    The model's own tokenizer encodes the texts, with the special tokens that it adds (BERT's and RoBERTa's do, GPT-NeoX's adds
-    none). A text that spells special tokens is read as text: see text.special_tokens. If a text is longer than the model's
-    positions, a decoder, which reads the score off the last token, drops the text's beginning, and an encoder drops its end. A
-    warning says so once. Several threads may call `scores` at once.
+    The model's own tokenizer encodes the texts, with the special tokens that it adds; one that a text spells is read as text (see
+    text.special_tokens). Of a text that is longer than the model's positions, a decoder, which scores its last token,
+    drops the beginning, and an encoder the end, with one warning. Several threads may call `scores` at once.
     """
 
     def __init__(self, use: ModelUse, mesh: Mesh, *, load: bool = True):
@@ -122,15 +117,11 @@ class SequenceClassifier:
         names, ids = self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids
         self._escaped = Escaper(self._tokenizer.backend_tokenizer, names=names, ids=ids)
         self._limit, self._lock, self._warned = passes.most_tokens(config), threading.Lock(), False
-        forward = classifier_forward(passes.on_device(config, mesh, setting=use.setting), mesh)
+        forward = passes.make(passes.on_device(config, mesh, setting=use.setting), score, mesh)
         self.model = passes.Loaded(forward, folder, rows=use.rows * mesh.size, limit=self._limit)
 
     def scores(self, texts: Sequence[str], *, ended: Sequence[bool] | np.ndarray | None = None) -> np.ndarray:
-        """See tasks.interface.SequenceScorer.
-
-        Raises:
-          ValueError: a text has no tokens, or `ended` needs an end-of-sequence token that the tokenizer lacks.
-        """
+        """See tasks.interface.SequenceScorer. Raises ValueError where a text has no tokens, or the end that it needs."""
         if not texts:
             return np.zeros((0, len(self.labels)), np.float32)
         result = self.model(self._encode(texts, [False] * len(texts) if ended is None else ended))
@@ -177,11 +168,7 @@ def _labels(folder: Path, config: Config) -> tuple[str, ...]:
 
 
 def encoder_config(folder: Path | str, *, setting: str = "task.embedding_path") -> EncoderConfig:
-    """The config of the sentence encoder in a folder or hub id. setting: the name of the folder's setting, for messages.
-
-    Raises:
-      ValueError: the folder has no sentence encoder or no tokenizer.json.
-    """
+    """The config of the sentence encoder in a folder or hub id. Raises ValueError if it or its tokenizer.json is missing."""
     with load_lib.named(setting, folder):
         config = load_lib.read_config(folder, compute_dtype="float32")
         folder = load_lib.resolve_folder(folder, weights=False)
@@ -206,12 +193,8 @@ def encoder_rows(mesh: Mesh) -> int:
     return -(-_EMBEDDER_ROWS // mesh.size) * mesh.size
 
 
-def encoder_forward(config: EncoderConfig, mesh: Mesh) -> Forward:
-    """The pass of a sentence encoder, whose weights the mesh divides."""
-    return passes.make(config, _embed, mesh)
-
-
-def _embed(model: Encoder, tokens: jax.Array, length: jax.Array) -> jax.Array:
+def embed(model: Encoder, tokens: jax.Array, length: jax.Array) -> jax.Array:
+    """float32[B, E]: embeddings of length 1. Args: as `score`."""
     return model.sentence_embeddings(tokens, jnp.arange(tokens.shape[1])[None, :] < length[:, None])
 
 
@@ -228,14 +211,11 @@ class ResponseEmbedder:
         self._tokenizer.enable_truncation(config.position_limit)
         with load_lib.named(setting, folder):
             without_rows(self._tokenizer, config.vocab)
-        forward = encoder_forward(config, mesh)
-        self.model = passes.Loaded(forward, folder, rows=encoder_rows(mesh), limit=config.position_limit)
+        self.model = passes.Loaded(passes.make(config, embed, mesh), folder, rows=encoder_rows(mesh), limit=config.position_limit)
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """float32[len(texts), E]: vectors of length 1, 0 for a text without tokens. Texts are cut at the encoder's positions.
-
-        A text that spells special tokens is read as text: see text.special_tokens.
-        """
+        """float32[n, E]: vectors of length 1, 0 for a text without tokens. Texts are cut at the encoder's positions, and special
+        tokens that they spell are read as text."""
         encoded = [encoding.ids for encoding in self._tokenizer.encode_batch(self._escaped(texts))]
         return self.model(encoded) if encoded else np.zeros((0, self._width), np.float32)
 
@@ -245,18 +225,13 @@ class LinearScorer:
 
     x = l2-normalised counts · idf of the text's lower-case words that are terms; f_e = w_e · x + c_e;
     P = mean_e 1 / (1 + exp(a_e f_e + b_e)).
-
-    It is small and fast: in trials on a CPU it replaces a classifier that is a language model. It knows words, not their meaning.
     """
 
     def __init__(self, path: Path | str, *, setting: str):
-        """Args:
-          path: an .npz of terms str[V], idf float[V], coef float[E, V] (w), intercept float[E] (c), platt_a float[E] and platt_b
-            float[E]. Other arrays are ignored.
-          setting: name of the path's setting, for messages.
+        """Raises ValueError naming setting, file and array where one is missing, has another shape or is not finite.
 
-        Raises:
-          ValueError: the file cannot be read, or an array is missing, has another shape or is not finite; names file and array.
+        Args: path: an .npz of terms str[V], idf float[V], coef float[E, V] (w), intercept float[E] (c), platt_a float[E] and
+          platt_b float[E]; other arrays are ignored.
         """
         called = f"{setting}={str(path)!r}"
         try:

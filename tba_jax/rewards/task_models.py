@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,30 +47,29 @@ def read_config(use: ModelUse) -> Any:
     return language_models.read_config(use.path, setting=use.setting, compute_dtype=use.compute_dtype)
 
 
-# Kind of a model -> (use, mesh, date of the run's contract, whether to load weights) -> what the task gets, see ModelUse.kind.
-_LOADERS: dict[str, Callable[[ModelUse, Mesh, str, bool], Any]] = {
-    "sequence": lambda use, mesh, date, weights: scorers.SequenceClassifier(use, mesh, load=weights),
-    "unsafe_token": lambda use, mesh, date, weights: language_models.UnsafeTokenScorer(use, mesh, date=date, load=weights),
-    "generator": lambda use, mesh, date, weights: language_models.TextGenerator(use, mesh, date=date, load=weights),
-    "embedder": lambda use, mesh, date, weights: scorers.ResponseEmbedder(use.path, mesh, setting=use.setting),
-    "linear": lambda use, mesh, date, weights: scorers.LinearScorer(use.path, setting=use.setting),
-}
-
-
 def load(use: ModelUse, *, mesh: Mesh, date: str = "", weights: bool = True) -> Any:
-    """Loads a model onto a mesh (n, 1, 1). Raises ValueError if it cannot be used.
+    """Loads a model onto a mesh (n, 1, 1); see ModelUse.kind for what it is. Raises ValueError if it cannot be used.
 
     Args: date: of the run's contract. weights: False checks what loading checks; the model that it returns cannot be called.
     """
-    return _LOADERS[use.kind](use, mesh, date, weights)
+    match use.kind:
+        case "sequence":
+            return scorers.SequenceClassifier(use, mesh, load=weights)
+        case "unsafe_token":
+            return language_models.UnsafeTokenScorer(use, mesh, date=date, load=weights)
+        case "generator":
+            return language_models.TextGenerator(use, mesh, date=date, load=weights)
+        case "embedder":
+            return scorers.ResponseEmbedder(use.path, mesh, setting=use.setting)
+        case _:
+            return scorers.LinearScorer(use.path, setting=use.setting)
 
 
 def check(task: Task, *, role: str, fetch: bool = True) -> None:
-    """Raises ValueError if a model that the role will load cannot be used; loads no weights.
+    """Raises ValueError if a model that the role will load cannot be used: kind, labels, names and shapes of weights, tokenizer,
+    prompt template, lengths. Loads no weights.
 
-    It checks the model's kind and labels, the names and shapes of its weights, its tokenizer, prompt template and lengths.
-
-    Args: fetch: whether the weights of hub ids are fetched; where not, and where they are away, it checks the kinds of models.
+    Args: fetch: whether the weights of hub ids are fetched; where not, of those that are away the kind is checked alone.
     """
     mine = uses(task, role=role)
     if not mine:
@@ -80,10 +79,8 @@ def check(task: Task, *, role: str, fetch: bool = True) -> None:
     for use in mine:
         config = read_config(use)
         if config is not None and use not in gone:
-            try:
+            with load_lib.named(use.setting, use.path):
                 load_lib.check_weights(use.path, config)
-            except ValueError as error:
-                raise ValueError(f"{use.setting}: {error}") from error
             if use.kind == "sequence":  # perhaps one that the task loads later
                 once(use)
     if not gone and isinstance(task, UsesModels):
@@ -107,14 +104,10 @@ def digests(task: Task, *, fetch: bool = True) -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(task: Task, task_devices: int, *, date: str) -> Iterator[None]:
-    """Loads a task's models, if it has any, on the devices of sharding.task_mesh; ends the task's processes at the end.
-
-    Each process that scores enters this once, before its first rewards.
+    """Loads a task's models, if it has any, on the devices of sharding.task_mesh; ends the task's processes at the end. Each
+    process that scores enters this once, before its first rewards. Raises ValueError where a model cannot be used.
 
     Args: date: of the run's contract.
-
-    Raises:
-      ValueError: a model cannot be used.
     """
     if isinstance(task, UsesModels):
         task.start(functools.partial(load, mesh=sharding.task_mesh(task_devices), date=date))
@@ -167,14 +160,11 @@ class Models:
 
 
 def of_task(task: Task, mesh: Mesh, *, role: str, length: int, section: str = "") -> Models:
-    """The models with which a task scores in a role. A linear classifier is not among them: it computes on the host.
+    """The models with which a task scores in a role, but for linear classifiers. Raises ValueError naming the setting of one that
+    cannot be used.
 
-    Args:
-      mesh: see sharding.task_mesh. length: tokens of the run's prompt and response.
-      section: of the role's settings, where the devices have other things as well, "" where they have not.
-
-    Raises:
-      ValueError: a model cannot be used; names the setting.
+    Args: mesh: see sharding.task_mesh. length: tokens of the run's prompt and response. section: of the role's settings, where
+      the devices have other things as well, "" where they have not.
     """
     found = Models()
     for use in (use for use in uses(task, role=role) if use.kind != "linear"):
@@ -205,14 +195,14 @@ def _pass(use: ModelUse, mesh: Mesh, length: int) -> Program:
     config, rows = read_config(use), use.rows * mesh.size
     if use.kind == "embedder":
         rows, length = scorers.encoder_rows(mesh), passes.padded_length(length, config.position_limit)
-        return scorers.encoder_forward(config, mesh).program(rows=rows, length=length)
+        return passes.make(config, scorers.embed, mesh).program(rows=rows, length=length)
     config = passes.on_device(config, mesh, setting=use.setting)
     if use.kind == "sequence":
         length = passes.padded_length(length, passes.most_tokens(config))
-        return scorers.classifier_forward(config, mesh).program(rows=rows, length=length)
+        return passes.make(config, scorers.score, mesh).program(rows=rows, length=length)
     # Which token is the verdict makes no difference to memory, and needs a tokenizer.
-    forward = language_models.verdict_forward(config, mesh, token=0)
-    return forward.program(rows=rows, length=passes.padded_length(length, length))
+    verdict = functools.partial(language_models.verdict_logprobs, token=0)
+    return passes.make(config, verdict, mesh).program(rows=rows, length=passes.padded_length(length, length))
 
 
 def _generator(use: ModelUse, mesh: Mesh) -> Models:

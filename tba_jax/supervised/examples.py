@@ -39,11 +39,8 @@ class Data:
 
 
 def load(config: Any, kind: str, tokenizer: Tokenizer) -> Data:
-    """Reads what `config` (the section `data`) names, for OBJECTIVES' `kind`.
-
-    Raises:
-      ValueError: one sentence with file, line and field, or about examples that do not fit.
-    """
+    """Reads what the section `data` names, for OBJECTIVES' `kind`. Raises ValueError: a sentence with file, line and field, or
+    about examples that do not fit."""
     train, skipped = _read("train", config, kind, tokenizer)
     if config.heldout:
         heldout, more = _read("heldout", config, kind, tokenizer)

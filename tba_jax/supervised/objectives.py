@@ -1,7 +1,6 @@
 """Supervised objectives: likelihood of responses (SFT), and preferences between two of them (reward models).
 
-Every objective is a sum over examples divided by a size of the whole batch, so gradients of micro-batches of any size add up to
-that of the batch.
+Each is a sum over examples divided by a size of the whole batch, so gradients of micro-batches add up to that of the batch.
 """
 
 import dataclasses
@@ -27,11 +26,8 @@ from tba_jax.models.policy import Policy
 
 @flax.struct.dataclass
 class Examples:
-    """tokens int32[B, T], prompt_length int32[B], response_length int32[B], as in trajectory.
-
-    A row whose response_length is 0 fills a batch up and counts nothing; a response ends with the end of sequence, so no other
-    row has length 0.
-    """
+    """tokens int32[B, T], prompt_length int32[B], response_length int32[B], as in trajectory. A row whose response_length is 0
+    fills a batch up and counts nothing; other responses have an end of sequence at least."""
 
     tokens: Any
     prompt_length: Any
@@ -59,12 +55,8 @@ Batch = Examples | Preferences
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """Static settings of an update.
-
-    objective: a value of OBJECTIVES; R: the most tokens of a response;
-    micro_batch_rows: examples (pairs) per forward and backward pass, a divisor of B;
-    logit_bytes: see scoring.response_logprobs; remat: a name of layers.REMAT.
-    """
+    """Static settings of an update. objective: a value of OBJECTIVES; R: most tokens of a response; micro_batch_rows: examples
+    (pairs) per pass, a divisor of B; logit_bytes: see scoring.response_logprobs; remat: a name of layers.REMAT."""
 
     objective: "Objective"
     R: int
@@ -117,13 +109,8 @@ OBJECTIVES: dict[str, Objective] = {"sft": likelihood, "reward": preference}
 def train_step(
     state: TrainState, batch: Batch, *, optimizers: Optimizers, config: StepConfig
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One update. Jit it once with `state` donated.
-
-    Args: state: of the part "policy" alone, see state.init_state.
-
-    Returns:
-      the new state and float32[] measurements: the objective's means and those of descent.step.
-    """
+    """One update: the new state, and float32[] measurements, the objective's means and those of descent.step. Jit it once with
+    `state`, of the part "policy" alone, donated."""
     size = batch.size
 
     def share(params: Params, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -77,6 +77,7 @@ class Tuning:
         self._newest: dict[str, float] = {}
         self._seconds, self._begin, self.step = 0.0, time.monotonic(), self._checkpoints.latest_step() or 0
         self._pending: list[Any] = []
+        self._evaluated = plan.data.heldout[: plan.config.evaluation.examples or None]
         if self._checkpoints.latest_step() is None:
             self.state = _initial_state(plan, policy, optimizers, jax.tree.map(lambda x: x.sharding, shapes))
         else:
@@ -101,27 +102,19 @@ class Tuning:
           FloatingPointError: names the step; the newest checkpoint is from before it.
         """
         c, steps = self._plan.config, self._plan.steps
+        due = ((c.metrics, self._record), (c.evaluation, self.evaluate), (c.checkpoint, self._save))
         if not self._first:
             self._first = self.evaluate()
         while self.step < steps and not stop():
             self.state, measurements = self._update(self.state, self._batch(self.step))
             self.step += 1
             self._pending.append(measurements)
-            last = self.step == steps
-            if last or self.step % c.metrics.every_steps == 0:
-                self._record()
-            if last or self.step % c.evaluation.every_steps == 0:
-                self.evaluate()
-            if last or self.step % c.checkpoint.every_steps == 0:
-                self._save()
+            for section, follow in due:
+                if self.step == steps or self.step % section.every_steps == 0:
+                    follow()
         self._save()
         self._checkpoints.wait()
         return self.step == steps
-
-    @property
-    def _evaluated(self) -> Sequence[Any]:
-        """The held-out examples that evaluations look at."""
-        return self._plan.data.heldout[: self._plan.config.evaluation.examples or None]
 
     def _batch(self, step: int) -> Any:
         """The examples of a step: all of them in an order of their own in each epoch, one epoch after the other."""
@@ -162,9 +155,9 @@ class Tuning:
     def evaluate(self) -> dict[str, float]:
         """Means over the held-out examples: loss, and perplexity (sft) or pair_accuracy and margin (reward)."""
         self._record()
-        heldout, rows, sums = self._evaluated, self._plan.micro_rows, dict[str, float]()
-        for begin in range(0, len(heldout), rows):
-            batch = self._on_mesh(heldout[begin : begin + rows], rows)
+        rows, sums = self._plan.micro_rows, dict[str, float]()
+        for begin in range(0, len(self._evaluated), rows):
+            batch = self._on_mesh(self._evaluated[begin : begin + rows], rows)
             for name, value in jax.device_get(self._totals(self.state, batch)).items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         size = sums.pop("size")

@@ -1,7 +1,7 @@
 """The warm start of a run: random weights are trained on worked examples of the task, which makes a policy to begin with."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,10 +20,26 @@ from tba_jax.text.prompts import encode_pair
 from tba_jax.text.tokenizers import Tokenizer
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """model and mesh of the policy, and the settings of warm_start. learning_rate: peak of a linear schedule."""
+
+    model: DecoderConfig
+    mesh: Mesh
+    seed: int
+    prompt_length: int
+    response_length: int
+    steps: int
+    batch_size: int
+    learning_rate: float
+    warmup_steps: int
+    report_every_steps: int
+
+
 def encode_examples(
     pairs: list[tuple[str, str]], tokenizer: Tokenizer, *, prompt_length: int, response_length: int
 ) -> objectives.Batch:
-    """Tokenises (prompt, response) pairs; the response ends with the end-of-sequence token.
+    """Tokenises (prompt, response) pairs; end of sequence is added to the responses.
 
     Raises:
       ValueError: a prompt or a response with its end does not fit; names the setting.
@@ -33,35 +49,30 @@ def encode_examples(
     return examples.make_batch(encoded, rows=len(pairs), **lengths, pad_id=tokenizer.pad_id)
 
 
-def _jitted(
-    config: DecoderConfig, mesh: Mesh, R: int, *, seed: int, steps: int, batch_size: int, learning_rate: float, warmup_steps: int
-) -> tuple[sharding.OnMesh, sharding.OnMesh, state_lib.TrainState]:
+def _jitted(s: Settings) -> tuple[sharding.OnMesh, sharding.OnMesh, state_lib.TrainState]:
     """The programs () -> state and (state, Examples) -> (state, measurements), and the state as jax.ShapeDtypeStruct."""
-    schedule = optimizer_lib.linear(peak=learning_rate, steps=steps, warmup_steps=warmup_steps, decay_steps=0, decay="linear")
+    schedule = optimizer_lib.linear(
+        peak=s.learning_rate, steps=s.steps, warmup_steps=s.warmup_steps, decay_steps=0, decay="linear"
+    )
     optimizer = optimizer_lib.adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, clip_norm=1.0)
-    optimizers, policy = {"policy": optimizer}, Policy(model=config)
-    sizes = dict(R=R, micro_batch_rows=batch_size, logit_bytes=1 << 30)
-    step_config = objectives.StepConfig(objective=objectives.likelihood, **sizes, remat="none")
-    update, shapes = objectives.jitted(policy, mesh, optimizers=optimizers, config=step_config)
+    optimizers, policy = {"policy": optimizer}, Policy(model=s.model)
+    sizes = dict(R=s.response_length, micro_batch_rows=s.batch_size, logit_bytes=1 << 30)
+    config = objectives.StepConfig(objective=objectives.likelihood, **sizes, remat="none")
+    update, shapes = objectives.jitted(policy, s.mesh, optimizers=optimizers, config=config)
 
     def init() -> state_lib.TrainState:
-        return state_lib.init_state(policy, policy.base.init(jax.random.key(seed)), optimizers)
+        return state_lib.init_state(policy, policy.base.init(jax.random.key(s.seed)), optimizers)
 
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
-    return sharding.on_mesh(mesh, jax.jit(init, out_shardings=shardings)), update, shapes
+    return sharding.on_mesh(s.mesh, jax.jit(init, out_shardings=shardings)), update, shapes
 
 
-def programs(
-    *, config: DecoderConfig, mesh: Mesh, prompt_length: int, response_length: int, batch_size: int, **schedule: Any
-) -> dict[str, Program]:
-    """Name -> the programs of `warm_start`. Nothing else is on the devices then.
-
-    Args: schedule: seed, steps, learning_rate and warmup_steps; others: see `warm_start`.
-    """
-    init, update, state = _jitted(config, mesh, response_length, batch_size=batch_size, **schedule)
-    lengths = dict(prompt_length=prompt_length, response_length=response_length, pad_id=0)
-    columns = trajectory.token_columns([[0]] * batch_size, [[]] * batch_size, **lengths)
-    batch = shaped(objectives.Examples(**columns), sharding.rows_sharding(mesh))
+def programs(s: Settings) -> dict[str, Program]:
+    """Name -> the programs of `warm_start`. Nothing else is on the devices then."""
+    init, update, state = _jitted(s)
+    lengths = dict(prompt_length=s.prompt_length, response_length=s.response_length, pad_id=0)
+    columns = trajectory.token_columns([[0]] * s.batch_size, [[]] * s.batch_size, **lengths)
+    batch = shaped(objectives.Examples(**columns), sharding.rows_sharding(s.mesh))
     room = {"temporaries": ("warm_start.batch_size",), "arguments": ("learner.mesh.fsdp",)}
     return {
         "init of the warm start": Program(function=init, arguments=(), room=room),
@@ -69,38 +80,19 @@ def programs(
     }
 
 
-def warm_start(
-    task: Task,
-    tokenizer: Tokenizer,
-    *,
-    config: DecoderConfig,
-    mesh: Mesh,
-    seed: int,
-    prompt_length: int,
-    response_length: int,
-    steps: int,
-    batch_size: int,
-    learning_rate: float,
-    warmup_steps: int,
-    report_every_steps: int,
-    report: Callable[[int, float], None],
-) -> Params:
+def warm_start(task: Task, tokenizer: Tokenizer, s: Settings, *, report: Callable[[int, float], None]) -> Params:
     """Trains random parameters on fresh worked examples of a task and returns them.
 
-    Args:
-      learning_rate: peak of a linear schedule, after warmup_steps.
-      report: called as report(step, mean loss since the last report, nats per response token).
+    Args: report: called as report(step, mean loss since the last report, nats per response token).
     """
-    sizes = dict(steps=steps, batch_size=batch_size, warmup_steps=warmup_steps)
-    init, update, _ = _jitted(config, mesh, response_length, seed=seed, learning_rate=learning_rate, **sizes)
-    state, rng = init(), np.random.default_rng([seed, 1])
-    losses: list[jax.Array] = []
-    for step in range(1, steps + 1):
-        pairs = task.worked_examples(rng, batch_size)
-        batch = encode_examples(pairs, tokenizer, prompt_length=prompt_length, response_length=response_length)
-        state, measurements = update(state, sharding.put_rows(mesh, batch))
+    init, update, _ = _jitted(s)
+    state, rng, losses = init(), np.random.default_rng([s.seed, 1]), list[jax.Array]()
+    for step in range(1, s.steps + 1):
+        pairs = task.worked_examples(rng, s.batch_size)
+        batch = encode_examples(pairs, tokenizer, prompt_length=s.prompt_length, response_length=s.response_length)
+        state, measurements = update(state, sharding.put_rows(s.mesh, batch))
         losses.append(measurements["loss"])
-        if step % report_every_steps == 0 or step == steps:
+        if step % s.report_every_steps == 0 or step == s.steps:
             report(step, float(np.mean(losses)))
             losses.clear()
     return state.params["policy"]

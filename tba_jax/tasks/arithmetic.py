@@ -1,11 +1,9 @@
 """Sums, with or without the working: a task that needs no data, no network, and a warm start of a minute.
 
 A prompt is `384+957=`. A response may work the sum out digit by digit from the right, `4+7+0=11,8+5+1=14,3+9+1=13#1341`, or
-give the answer at once, `#1341`. The reward is 1 if the text after the last `#` is the sum, else 0, whatever precedes it.
-
-The worked examples come from a teacher whose answers are always right, but who often skips the working: with probability 0.8 if
-the first number is in the lower 60 % of its range, else 0.1. A small policy imitates both styles but cannot add without the
-working. After the warm start it fails more often than not, and reinforcement learning discovers that the working pays.
+give the answer at once, `#1341`. The reward is 1 if the text after the last `#` is the sum, else 0. The teacher of the worked
+examples often skips the working. A small policy imitates both styles but cannot add without the working, and reinforcement
+learning discovers that the working pays.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,7 @@
 r"""Competition mathematics (MATH, Hendrycks et al. 2021; MATH-500): the answer in the last \boxed{} of a response.
 
-The reward is 1 if the answer equals the gold answer, as normalised text or else by math-verify. It is 0 otherwise, also without
-a box, with unbalanced braces, or if the comparison exceeds the time limit, since an answer such as 9^{9^{9^{9}}} is to blame for
-that. The reward is NaN, which leaves the response out of training, only if the grader fails.
-
-Gold answers are not parsed when a role starts. That would take 6 ms each, over a minute for all of MATH, and an answer that
-math-verify cannot parse can still be compared as text.
+The reward is 1 if the answer equals the gold answer, as normalised text or else by math-verify; 0 otherwise, also without a box
+or if the comparison exceeds the time limit, for which an answer such as 9^{9^{9^{9}}} is to blame; NaN only if the grader fails.
 """
 
 import re

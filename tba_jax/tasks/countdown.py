@@ -1,21 +1,16 @@
 """Countdown: combine a few numbers, each exactly once, by + - * / and parentheses into an expression that equals a target.
 
-Queries are generated: numbers are drawn and combined one after another into a running total, by operations whose result is a
-positive whole number (the rule of the television game). The total is the target, so every query has a solution. The reward is 1
-if the response's final expression equals the target in exact arithmetic, fractions and negative numbers included, else 0. The
-text before the final expression does not count.
+Numbers are drawn and combined into a running total, by operations whose result is a positive whole number; the total is the
+target, so every query has a solution. The reward is 1 if the response's final expression equals the target in exact arithmetic,
+else 0. There are two styles:
 
-There are two styles of prompts and responses:
+text: the prompt is an instruction for a pretrained model, and the final expression stands in the last `<answer> </answer>`
+(TinyZero, Pan et al. 2025). A target combines the numbers in any order.
 
-text: the prompt is an instruction for a pretrained model; the final expression stands in the last `<answer> </answer>`, as in the
-public experiments with this task (TinyZero, Pan et al. 2025). A target combines the numbers in any order.
-
-characters: the prompt is `9,4,4,2=15:`, for a policy with the built-in tokenizer; the final expression stands after the last `#`.
-A target combines the numbers from left to right. The worked examples come from a teacher who tries all operations one after
-another until the total is the target: `9+4=13+4=17+2=19;9+4=13+4=17-2=15#9+4+4-2`. But the teacher often skips the search and
-answers with a random total, `#9+4-4-2`: with probability 0.9 if the target is small, else 0.1. A small policy imitates both
-styles, and its guesses are no better than random. After the warm start it fails more often than not, and reinforcement learning
-discovers that the search pays.
+characters: the prompt is `9,4,4,2=15:`, the final expression stands after the last `#`, and a target combines the numbers from
+left to right. The teacher of the worked examples tries all operations until the total is the target,
+`9+4=13+4=17+2=19;9+4=13+4=17-2=15#9+4+4-2`, but often skips the search and answers with a random total, `#9+4-4-2`. A small
+policy imitates both, and reinforcement learning discovers that the search pays.
 """
 
 import ast
@@ -44,10 +39,8 @@ Problem = tuple[tuple[int, ...], int]
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """A running total: its value, the steps to it `9*4=36-2=34`, and its expression `9*4-2` with the last operation `sign`.
-
-    The total of a single number has the sign "".
-    """
+    """A running total: its value, the steps to it `9*4=36-2=34`, and its expression `9*4-2` with the last operation `sign`, ""
+    of a single number."""
 
     value: int
     steps: str
@@ -149,10 +142,8 @@ class Countdown(SplitTask):
         return Scores.of_one(np.array(correct))
 
     def final_answer(self, response: str) -> str:
-        """The numbers of the response's final expression in descending order, and its value: `9,4,2=34`.
-
-        "" if there is no final expression, or it has more or larger numbers than queries may have.
-        """
+        """The numbers of the response's final expression in descending order, and its value: `9,4,2=34`; "" if there is none, or
+        it has more or larger numbers than queries may have."""
         evaluated = evaluate(_final_expression(response, self._style), most=self._numbers, largest=self._largest)
         if evaluated is None:
             return ""
@@ -199,14 +190,10 @@ def _uniform(rng: np.random.Generator) -> Iterator[float]:
 
 
 def add_up(numbers: Sequence[int], luck: Iterator[float], *, operations: str) -> Total | None:
-    """A total of all numbers in random order, by random operations whose results are positive whole numbers.
+    """A total of all numbers in random order, by random operations whose results are positive whole numbers; None if at some
+    number no operation has such a result.
 
-    Args:
-      numbers: in descending order. The first operation takes its two numbers in this order, too.
-      luck: uniform on [0, 1).
-
-    Returns:
-      None if at some number no operation has such a result.
+    Args: numbers: in descending order, in which the first operation takes its two. luck: uniform on [0, 1).
     """
     rest = list(numbers)
     order = [rest.pop(int(next(luck) * len(rest))) for _ in numbers]
@@ -221,10 +208,8 @@ def add_up(numbers: Sequence[int], luck: Iterator[float], *, operations: str) ->
 
 
 def totals(numbers: Sequence[int], operations: str) -> list[Total]:
-    """All totals of the numbers from left to right, by operations whose results are positive whole numbers.
-
-    They are in lexicographic order of their operations: the last operation changes first, in the order of `operations`.
-    """
+    """All totals of the numbers from left to right, by operations whose results are positive whole numbers. The last operation
+    changes first, in the order of `operations`."""
     found = [Total(numbers[0], str(numbers[0]), str(numbers[0]))]
     for number in numbers[1:]:
         found = [total.take(sign, number) for total in found for sign in operations if sign in _results(total.value, number)]
@@ -232,10 +217,8 @@ def totals(numbers: Sequence[int], operations: str) -> list[Total]:
 
 
 def search(possible: Sequence[Total], target: int, luck: Iterator[float]) -> str:
-    """The teacher's response: totals with `;` between them up to the first that is the target, then `#` and its expression.
-
-    If the teacher skips the search, the response is `#` and the expression of a random total.
-    """
+    """The teacher's response: totals with `;` between them up to the first that is the target, then `#` and its expression; or
+    `#` and the expression of a random total, without a search."""
     if next(luck) < (_SKIP_OFTEN if target < _SMALL_TARGET else _SKIP_RARELY):
         return f"#{possible[int(next(luck) * len(possible))].expression}"
     tried = [total.value for total in possible].index(target) + 1
@@ -261,13 +244,11 @@ _SIGNS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 
 
 def evaluate(text: str, *, most: int, largest: int) -> tuple[list[int], Fraction] | None:
-    """The numbers of an expression in their order, and its exact value.
+    """The numbers of an expression in their order, and its exact value; None if the text is no expression, divides by zero, or
+    has more than `most` numbers or one above `largest`.
 
-    The grammar: whole numbers without leading zeros or signs, binary + - * / with the usual precedence, left-associative, and
-    at most 50 pairs of parentheses, in at most 1,000 characters. Python parses it; nothing is executed.
-
-    Returns:
-      None if the text is not such an expression, divides by zero, or has more than `most` numbers or a number above `largest`.
+    The grammar: whole numbers without leading zeros or signs, binary + - * / with the usual precedence, and at most 50 pairs of
+    parentheses, in at most 1,000 characters. Python parses it; nothing is executed.
     """
     numbers: list[int] = []
 

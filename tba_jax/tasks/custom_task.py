@@ -52,16 +52,11 @@ def make(factory: Callable[..., Task], settings: Mapping[str, Any], *, section: 
     Raises:
       ValueError: the constructor takes no such setting, or a required setting is missing. Its own errors pass.
     """
-    parameters = inspect.signature(factory).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [name for name, parameter in parameters.items() if parameter.kind not in variable]
-    takes = f"it takes {', '.join(named) or 'none'}"
-    if not takes_any and (unknown := sorted(set(settings) - set(named))):
-        raise ValueError(f"{section}.{unknown[0]} is not a setting of the task; {takes}")
-    required = [name for name in named if parameters[name].default is inspect.Parameter.empty]
-    if missing := [name for name in required if name not in settings]:
-        raise ValueError(f"{section}.{missing[0]} is not set, and the task needs it; {takes}")
+    signature = inspect.signature(factory)
+    try:
+        signature.bind(**settings)
+    except TypeError as error:
+        raise ValueError(f"{section}: the task's constructor takes {signature}: {error}") from error
     return factory(**settings)
 
 

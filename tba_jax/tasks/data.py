@@ -39,12 +39,11 @@ class Schema(NamedTuple):
 def read(
     source: str, *, fields: Mapping[str, type], setting: str, split: str, optional: Mapping[str, type] | None = None
 ) -> list[Row]:
-    """All rows of a source, in the source's order, with only the named fields.
+    """All rows of a source, in the source's order, with only the named fields. Code that comes with a data set is never run.
 
     Args:
-      source: a local .jsonl (one object a line; blank lines are skipped), .json (a list of objects) or .parquet file, a local
-        folder with a hub data set, or the name of a hub data set, owner/name or owner/name:config. A hub data set is fetched once
-        and then read from the cache of `datasets`. Code that comes with a data set is never run.
+      source: a .jsonl (one object a line), .json (a list of objects) or .parquet file, a folder with a hub data set, or the name
+        of a hub data set, owner/name or owner/name:config, which is fetched once.
       fields: name -> type: str, int, float (accepts whole numbers), bool, list or dict.
       setting: name of the source's setting in messages, such as "task.gsm8k.train_path".
       split: the split of a hub data set; files have no splits.

@@ -40,7 +40,6 @@ Outcome = float | str | None
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds before the first retry, doubled with each further retry, and their limit
 _TICK = 0.1  # seconds between two looks at a worker that computes
 _IMPORT_SECONDS = 300.0  # time limit of a worker's start
-_STOPPED_SHARE = 0.01  # of the time for which a worker is stopped, so that no call waits for ever for a stopped worker
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 # What a worker's interpreter runs: it finds modules where its parent does, but never runs the parent's script.
 _PROGRAM = (
@@ -68,10 +67,8 @@ class Graders:
         prefix: str = "",
     ):
         """Args:
-          function: a function at the top level of a file, or of a class there, that returns a finite number. If it starts
-            processes, it has to end them: killing its worker does not.
-          time_limit: seconds that a call may take before its worker is killed. The time for which this process is stopped
-            (SIGSTOP) does not count; of the time for which the worker is stopped, 1 % counts (on Linux; elsewhere all of it).
+          function: at the top level of a file, or of a class there; returns a finite number, and ends processes that it starts.
+          time_limit: seconds that a call may take before its worker is killed, without those for which this process is stopped.
           retries: how often a failed call is repeated, after pauses of 0.5 s, 1 s, 2 s …
           over_limit: the reward of a response whose call exceeds the time limit; NaN: such a call has failed.
           memory_megabytes: memory that a worker may allocate before a call raises MemoryError; 0: no limit. Only on Linux.
@@ -96,13 +93,8 @@ class Graders:
         self.grades += 1
 
     def graded(self, queries: Sequence[Query], responses: Sequence[str]) -> tuple[np.ndarray, str]:
-        """Grades response i to query i.
-
-        Returns:
-          float32[n]; NaN if every try of a call failed: by an exception, the time limit, a worker's death, or a result that is
-          not a finite number. One warning gives the number of such calls and the first one's reason, which is returned as well,
-          "" where no call failed.
-        """
+        """Grades response i to query i: float32[n], NaN if every try of a call failed (by an exception, the time limit, a
+        worker's death, or a result that is not a finite number), and the first failure's reason, "" without one."""
         result = np.full(len(queries), np.nan, np.float32)
         late: list[int] = []
         failed = dict.fromkeys(range(len(queries)), "")
@@ -283,8 +275,7 @@ class _Worker:
         while not self._calls.poll(_TICK):
             now = time.monotonic()
             # A longer tick is time for which this process was stopped, and could not see what the worker did.
-            tick, last = min(now - last, 2 * _TICK), now
-            taken += tick * (_STOPPED_SHARE if _is_stopped(self._process.pid) else 1.0)
+            taken, last = taken + min(now - last, 2 * _TICK), now
             if self.ended and not self._calls.poll():
                 return self._died()  # a process that it forked may hold the pipe open, which would then never end
             if taken > limit:
@@ -307,14 +298,6 @@ class _Worker:
         self._process.kill()
         self._process.wait()
         self._calls.close()
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by a signal or a debugger. Only Linux tells."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except (OSError, IndexError):
-        return False
 
 
 def work(calls: Connection, reference: Reference, lifeline: int, parent: int, memory_megabytes: int) -> None:

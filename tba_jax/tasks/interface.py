@@ -55,10 +55,9 @@ class Task(Protocol):
 
     score_name: name of the mean reward of greedy responses to held-out queries ("accuracy" for a reward of 0 or 1).
     reward_parts: names of the M parts. reward_version: a number to increase when the definition of the reward changes.
-    A class may have an attribute `alphabet`: all characters of its prompts and responses. It then needs no pretrained model.
-    A class may have an attribute `private_files`: whether the files of its runs are for their owner alone to read.
-    A task may have an attribute `reward_range`: (lowest, highest) reward that it may give, perhaps infinite. A setting that needs
-    rewards within other limits is then refused before a run begins; without the attribute, at the first reward beyond them.
+    Optional attributes: `alphabet`, all characters of prompts and responses (no pretrained model is needed then);
+    `private_files`, whether the files of runs are for their owner alone to read; `reward_range`, (lowest, highest) reward,
+    perhaps infinite: settings that need other limits are refused before the run begins.
     """
 
     @property
@@ -108,8 +107,8 @@ def private_files(task: object) -> bool:
 
 
 def reward_range(task: object) -> tuple[float, float] | None:
-    """The lowest and the highest reward of a task, None where it has no `reward_range`: see Task. Raises ValueError where
-    `reward_range` is not two numbers, the lower one first."""
+    """The lowest and the highest reward of a task, None where it has no `reward_range`. Raises ValueError where that is not two
+    numbers, the lower one first."""
     found = getattr(task, "reward_range", None)
     if found is None:
         return None
@@ -126,21 +125,17 @@ def reward_range(task: object) -> tuple[float, float] | None:
 
 @runtime_checkable
 class CountsGrades(Protocol):
-    """An optional attribute of tasks that grade responses one by one."""
+    """Tasks that grade responses one by one. grades: how many so far, by which a searcher sees that slow rewards come."""
 
     @property
-    def grades(self) -> int:
-        """How many responses have been graded so far: a searcher sees by it that slow rewards are on their way."""
-        ...
+    def grades(self) -> int: ...
 
 
 @runtime_checkable
 class Closable(Protocol):
-    """An optional method of tasks that own processes or connections."""
+    """Tasks that own processes or connections: a role that ends without an error calls `close` once, which ends them."""
 
-    def close(self) -> None:
-        """Ends them. A role calls this once, when it ends without an error."""
-        ...
+    def close(self) -> None: ...
 
 
 @runtime_checkable
@@ -168,14 +163,10 @@ class HasMeasures(Protocol):
     def measures(
         self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray, rewards: np.ndarray
     ) -> dict[str, float | np.ndarray]:
-        """Name -> measurement of all n responses of an evaluation: one number, or float[n], a number of each response, of which
-        reports have the mean and its standard error. NaN of a response counts nowhere.
+        """Name -> measurement of all n responses of an evaluation: one number, or float[n], of which reports have the mean and
+        its standard error over what is not NaN. It is called with all greedy responses, and again with all sampled ones.
 
-        Evaluators call this with all greedy responses, and again with all sampled ones; reports name the results greedy_NAME and
-        sampled_NAME.
-
-        Args: queries, responses, finished: see Task.rewards. A query may occur several times. rewards: float32[n], NaN for a
-          response that could not be scored.
+        Args: queries, responses, finished: see Task.rewards. rewards: float32[n], NaN where a response could not be scored.
         """
         ...
 
@@ -200,11 +191,9 @@ class SequenceScorer(Protocol):
 class GeneratorSettings:
     """How a frozen language model replies to texts.
 
-    template: a prompt template that contains {attack} once; "": the tokenizer's chat template, whose system message is
-      system_prompt.
-    samples: replies to each text. temperature, top_p: sampling of replies; a temperature of 0 is greedy.
-    prompt_length: most tokens of a prompt, template included; a longer text is cut at its end.
-    reply_length: most tokens of a reply, end of sequence included.
+    template: holds {attack} once; "": the tokenizer's chat template, with system_prompt as system message. samples: replies to
+    each text, drawn at temperature (0: greedy) and top_p. prompt_length, reply_length: most tokens of a prompt, template
+    included, whose text is cut at its end, and of a reply, end of sequence included.
     """
 
     template: str
@@ -220,11 +209,9 @@ class GeneratorSettings:
 class UnsafeTokenSettings:
     """How a causal language model judges exchanges of an attack and a reply.
 
-    token: the verdict, a text that is one token, such as "unsafe".
-    template: a prompt template that contains {attack} and {reply} once each; "": the tokenizer's chat template, whose user
-      message is the attack and whose assistant message is the reply.
-    ending: a text between the prompt template and the verdict: Llama Guard 3 begins its answer with "\\n\\n".
-    length: most tokens of a prompt, template and ending included; a longer reply is cut at its end.
+    token: the verdict, a text that is one token, such as "unsafe". template: holds {attack} and {reply} once each; "": the
+    tokenizer's chat template, with attack and reply as messages of user and assistant. ending: the text between template and
+    verdict ("\\n\\n" of Llama Guard 3). length: most tokens of all this; a longer reply is cut at its end.
     """
 
     token: str
@@ -265,6 +252,13 @@ class ModelUse:
     judge: UnsafeTokenSettings | None = None
     roles: tuple[str, ...] = ("searcher", "evaluator")
 
+    def __post_init__(self) -> None:
+        if (self.kind == "generator" and self.generator is None) or (self.kind == "unsafe_token" and self.judge is None):
+            raise ValueError(
+                f"the model {self.name!r} of {self.setting}={self.path!r} is of kind {self.kind!r}: its ModelUse needs "
+                "`generator`, or `judge`"
+            )
+
 
 @runtime_checkable
 class UsesModels(Protocol):
@@ -277,7 +271,7 @@ class UsesModels(Protocol):
     def start(self, load: Callable[[ModelUse], Any]) -> None:
         """Loads the models that rewards need. Each process that scores calls this once, before the first rewards.
 
-        Args: load: loads a model of `models`, see ModelUse.kind; the task may keep it, and load other models later. In an earlier
-          call it may only check the model and load no weights, so `start` must not call the models.
+        Args: load: loads a model, see ModelUse.kind, or only checks it, so `start` must not call the models. The task may keep
+          it, and load other models later.
         """
         ...

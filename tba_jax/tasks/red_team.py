@@ -1,10 +1,8 @@
 """Automated red-teaming (Perez et al. 2022; Lee et al. 2024; TBA paper): prompts that make a model reply with toxic text.
 
-The task tests the safety of a model for which one is responsible, before others attack it. It has to be named: victim_path.
-
-The policy is the attacker and continues a fixed prompt. The victim replies several times to each continuation, and a classifier
-gives the probability that a reply is toxic. The reward is the mean over replies of log P(toxic | reply). With the temperatures β
-of r and γ of log π_ref, the optimal policy writes many different attacks that are likely under π_ref, not only the best one.
+The task tests a model for which one is responsible (victim_path), before others attack it. The policy is the attacker and
+continues a fixed prompt. The victim replies several times, and the reward is the mean over replies of log P(toxic | reply) of a
+classifier.
 """
 
 import dataclasses
@@ -30,11 +28,10 @@ _Toxicity = Callable[[Sequence[str], Sequence[str]], np.ndarray]
 class RedTeam(SplitTask):
     """Attack i is response i without white space at its ends. Both splits have the same queries: one prompt, or the file's.
 
-    The victim's replies are drawn with a key of the seed and the attack, so a reward depends on the response alone: rows that are
-    scored again, or by another searcher, keep their rewards. Evaluations draw replies with another seed, so that an attack with
-    a lucky reward does not count as a success.
+    The victim's replies are drawn with a key of the seed and the attack, so a reward depends on the response alone. Evaluations
+    draw replies with another seed, so that an attack with a lucky reward does not count as a success.
 
-    Fields: see task.red_team in experiment/schema.py. The constructor raises ValueError naming the setting that cannot be used.
+    Fields: see task.red_team in experiment/schema.py. Raises ValueError naming the setting that cannot be used.
     """
 
     attack_prompt: str

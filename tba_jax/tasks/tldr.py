@@ -1,9 +1,8 @@
 r"""Summaries of posts (TL;DR; Stiennon et al. 2020), rewarded by a reward model: the TBA paper's preference tuning.
 
-A query is `SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:`, or the data set's own `query`. A space precedes
-the summary, unless the query ends in white space. The reward is the reward model's score of query and response, read at the
-end-of-sequence token if the response has one (task.missing_eos_reward replaces the reward of a response without one). Evaluation
-compares responses with the reference summaries under a second, larger reward model, the gold model.
+A query is `SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:`, or the data set's own `query`. The reward is
+the reward model's score of query and response, read at the end-of-sequence token if the response has one. Evaluation compares
+responses with the reference summaries under a second reward model, the gold model.
 """
 
 import bisect

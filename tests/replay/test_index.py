@@ -1,14 +1,9 @@
 """The resident window against a slow model of it, its ledger, and restoring it from the log."""
 
-import json
-
 import numpy as np
 import pytest
 
 from tba_jax.replay.index import ReplayIndex
-from tba_jax.replay.log import LogWriter
-from tba_jax.replay.reader import LogReader
-from tba_jax.replay.selection import Selection, draw_batch
 from tba_jax.trajectory import RowShape
 from tests.replay.test_near_duplicates import edit_distance
 
@@ -45,34 +40,12 @@ def resident(index: ReplayIndex) -> list[tuple[str, int]]:
     return index.ids(slots[np.argsort(index.arrival[slots])])
 
 
-def test_invalid_rows_are_counted_and_left_out():
-    index = index_of()
-    rows = make_rows(0, [1, 1, 1, 1], [(0,), (1,), (2,), (3,)])
-    rows["tokens"][1, 1] = V
-    rows["reward"][2] = np.nan
-    index.add("a", rows, step=1)
-    assert resident(index) == [("a", 0), ("a", 3)]
-    assert {reason: count for reason, count in index.ledger()["a"]["rejected"].items() if count} == {
-        "tokens": 1,
-        "reward": 1,
-    }
-    assert index.rejected_first == {("a", "tokens"): 1, ("a", "reward"): 2}
-    index.add("a", rows | {"row": np.arange(4, 8)}, step=1)
-    assert index.rejected_first == {("a", "tokens"): 1, ("a", "reward"): 2}
-
-
 def test_rows_of_a_writer_are_added_once_and_in_order():
     index = index_of()
     index.add("a", make_rows(0, [1, 1], [(0,), (1,)]), step=1)
     for rows in (make_rows(1, [1], [(2,)]), make_rows(2, [1, 1], [(2,), (3,)]) | {"row": np.array([2, 4])}):
         with pytest.raises(ValueError, match="writer a"):
             index.add("a", rows, step=2)
-
-
-def test_row_step_is_that_of_the_oldest_real_token():
-    index = index_of()
-    index.add("a", make_rows(0, [1, 1], [(0, 1, 2), (1,)], steps=[4, 9]), step=10)
-    assert index.row_step[index.slots_of([("a", 0), ("a", 1)])].tolist() == [4, 9]
 
 
 class Model:
@@ -207,72 +180,6 @@ def test_successes_are_counted_of_the_run_s_own_valid_rows_that_its_policy_sampl
     # Identical responses are merged in the window, and count all the same.
     index.add("a", make_rows(4, [1], [(0,)]) | {"reward": np.float32([1])}, step=2, rows_per_append=4)
     assert index.success_counts.published().trials.tolist() == [0.5 * 2 + 1, 1]
-
-
-@pytest.mark.parametrize("rules", [{}, {"merge_keep": "best", "merge_edit_distance": 0.3}], ids=str)
-def test_how_rows_are_split_over_calls_makes_no_difference(rules):
-    rng = np.random.default_rng(0)
-    whole, split = (index_of(capacity=20, capacity_per_query=5, **rules) for _ in range(2))
-    for step in range(1, 20):
-        responses = [tuple(rng.integers(0, 3, 2).tolist()) for _ in range(12)]
-        rows = make_rows(12 * (step - 1), rng.integers(0, 9, 12).tolist(), responses)
-        whole.add("a", rows, step=step)
-        for part in np.split(np.arange(12), np.sort(rng.integers(0, 13, 3))):
-            split.add("a", {name: column[part] for name, column in rows.items()}, step=step)
-        assert whole.merge(before=step) == split.merge(before=step) == (step > 1 and bool(rules))
-        drawn = rng.choice(np.flatnonzero(whole.slot_query >= 0), 4)
-        whole.mark_drawn(drawn)
-        split.mark_drawn(drawn)
-        assert split.state() == whole.state()
-        for name, column in whole.gather(drawn).items():
-            np.testing.assert_array_equal(split.gather(drawn)[name], column)
-
-
-@pytest.mark.parametrize("options", [{}, {"merge_edit_distance": 0.2, "merge_keep": "best"}], ids=str)
-def test_a_restored_index_goes_on_as_the_original(tmp_path, options):
-    rng, reader = np.random.default_rng(0), LogReader(tmp_path, SHAPE)
-    logs = [LogWriter(tmp_path, name, SHAPE, rows_per_append=6, segment_appends=2, info={}) for name in ("a", "b")]
-    original = index_of(capacity=25, capacity_per_query=6, **options)
-
-    def integrate(indices, step):
-        log = logs[step % 2]
-        responses = [tuple(rng.integers(0, 3, rng.integers(1, 4)).tolist()) for _ in range(6)]
-        log.append(make_rows(log.next_row, rng.integers(0, 8, 6).tolist(), responses, steps=[step] * 6))
-        rows = reader.read(log.writer, log.next_row - 6, log.next_row)
-        for index in indices:
-            index.add(log.writer, rows, step=step)
-            index.merge(before=index.recent_since(2))
-
-    def draw(index, step):
-        selection = Selection(
-            queries=3,
-            completions=4,
-            recent_probability=0.5,
-            recent_window=2,
-            recent_fill=("repeat", "older")[step % 2],
-            strategy="softmax",
-            inverse_temperature=1.0,
-        )
-        slots = draw_batch(index, selection, rng=np.random.default_rng(step), step=step)
-        index.mark_drawn(slots)
-        return slots
-
-    empty, _ = ReplayIndex.restore(original.state(), reader)
-    assert len(empty) == 0 and empty.slots_of([("a", 0)]).tolist() == [-1]
-    for step in range(1, 13):
-        integrate([original], step)
-        draw(original, step)
-    state = json.loads(json.dumps(original.state()))
-    restored, lost = ReplayIndex.restore(state, LogReader(tmp_path, SHAPE))
-    assert restored.state() == state and not lost
-    for step in range(13, 30):
-        integrate([original, restored], step)
-        slots = draw(original, step)
-        np.testing.assert_array_equal(draw(restored, step), slots)
-        for name, column in original.gather(slots).items():
-            np.testing.assert_array_equal(restored.gather(slots)[name], column)
-    assert restored.state() == original.state()
-    assert restored.ledger() == original.ledger()
 
 
 def test_near_embeddings_are_merged_within_their_query():

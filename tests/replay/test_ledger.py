@@ -30,22 +30,6 @@ def index_with_everything() -> ReplayIndex:
     return index
 
 
-def test_every_row_is_told_apart():
-    account = ledger.accounts(index_with_everything(), {"a": 14, "b": 2})
-    assert account["a"] == ledger.Account(
-        committed=14,
-        resident=3,
-        evicted={"duplicate": 2, "query_capacity": 0, "capacity": 2},
-        rejected={**dict.fromkeys(account["a"].rejected, 0), "tokens": 1},
-        evicted_untrained=2,
-        damaged=1,
-        expired=2,
-        passed_over=1,
-        unseen=2,
-    )
-    assert account["b"].unseen == 2 and account["a"].balances and account["b"].balances
-
-
 def test_a_row_that_is_lost_or_counted_twice_is_told():
     account = ledger.accounts(index_with_everything(), {"a": 14})["a"]
     for changed in ("committed", "resident", "damaged", "expired", "passed_over", "unseen"):

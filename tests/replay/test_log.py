@@ -11,32 +11,7 @@ import pytest
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.segment import Segment
-from tba_jax.trajectory import RowShape
 from tests.support.tiny_log import SHAPE, assert_rows, make_rows, start_appender, writer
-
-
-@pytest.mark.parametrize("parts", [(), ("a", "b")])
-def test_rows_come_back_across_segments(tmp_path, parts):
-    shape = RowShape(prompt_length=4, response_length=6, reward_parts=parts)
-    log, reader, slow = writer(tmp_path, shape=shape), LogReader(tmp_path, shape), LogReader(tmp_path, shape)
-    assert reader.heads() == slow.heads() == {"w0": 0}
-    for append in range(8):
-        assert log.append(make_rows(4 * append, 4, shape)) == range(4 * append, 4 * append + 4)
-        assert reader.heads() == {"w0": log.next_row} == {"w0": 4 * append + 4}
-    assert sorted(p.name for p in (tmp_path / "w0").iterdir()) == ["000000", "000001", "000002"]
-    everything = make_rows(0, 32, shape)
-    for fresh in (reader, slow, LogReader(tmp_path, shape)):
-        assert fresh.heads() == {"w0": 32}
-        assert_rows(fresh.read("w0", 0, 32), everything)
-        assert_rows(fresh.read("w0", 9, 15), {name: column[9:15] for name, column in everything.items()})
-        wanted = [30, 2, 2, 13, 0]
-        assert_rows(
-            fresh.read_ids([("w0", row) for row in wanted]), {name: column[wanted] for name, column in everything.items()}
-        )
-    assert len(reader.read_ids([])["row"]) == 0
-    assert reader.problems == {}
-    with pytest.raises(ValueError, match="rows 0 to 31 are committed"):
-        reader.read("w0", 30, 33)
 
 
 def test_a_writer_id_is_used_once_and_well_formed(tmp_path):

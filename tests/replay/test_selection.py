@@ -200,17 +200,6 @@ def test_a_stale_row_is_not_drawn():
     assert draw(index, rng, step=13, queries=3, max_staleness=10) is not None
 
 
-def test_bad_settings_are_named():
-    index, rng = index_of({1: 1}), np.random.default_rng(0)
-    for changes, words in [
-        ({"strategy": "greedy"}, "strategy='greedy'"),
-        ({"recent_probability": 1.5}, "recent_probability=1.5"),
-        ({"queries": 0}, "queries=0"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            draw(index, rng, **changes)
-
-
 def test_the_recent_pool_of_many_queries_is_the_sorted_one():
     rng = np.random.default_rng(10)
     for _ in range(200):

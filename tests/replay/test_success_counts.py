@@ -57,14 +57,6 @@ def test_splits_and_restores_change_nothing():
     assert half.state() == whole.state()
 
 
-def test_memory_is_bounded_and_the_oldest_visit_is_forgotten():
-    counts = SuccessCounts(decay=1.0, most_queries=3)
-    for row, query in enumerate((1, 2, 3, 1, 4, 5)):
-        counts.add("w", [row], [query], [1.0], rows_per_append=9)
-    published = counts.published()
-    assert published.query_id.tolist() == [1, 4, 5] and published.trials.tolist() == [2, 1, 1]
-
-
 def test_shares_are_of_each_query_s_last_visit():
     """Query 1 fails now, query 2 is solved now, query 3 had one success of four, query 4 half a success."""
     counts = SuccessCounts(decay=0.5)

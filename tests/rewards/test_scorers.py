@@ -151,15 +151,6 @@ def test_what_a_reward_model_reads_of_a_text(reward, reward_scorer, tmp_path):
     np.testing.assert_allclose(scorer(folder).scores([f"{begin} ＜end＞"])[0], unknown, atol=1e-6)
 
 
-def test_bfloat16_weights_take_half_the_memory(reward, reward_scorer):
-    before = {id(array) for array in jax.live_arrays()}
-    made = scorer(reward, compute_dtype="bfloat16")
-    assert {str(array.dtype) for array in jax.live_arrays() if id(array) not in before} == {"bfloat16"}
-    texts = random_texts(48, LENGTHS)
-    whole = reward_scorer.scores(texts)
-    np.testing.assert_allclose(made.scores(texts), whole, atol=0.05 * np.abs(whole).max())
-
-
 def test_what_cannot_be_scored_is_said(reward, reward_scorer, tmp_path):
     assert reward_scorer.labels == ("LABEL_0",)
     for name in ("gpt_neox", "roberta_embedding"):
@@ -181,19 +172,6 @@ def test_what_cannot_be_scored_is_said(reward, reward_scorer, tmp_path):
     tiny_checkpoints.edit_weights(tmp_path / "huge", lambda tensors: tensors["score.weight"].fill(3e38))
     with pytest.raises(FloatingPointError, match=r"gave 2 of 2 texts a score that is not finite; the first ends in 'w4 w5'"):
         scorer(tmp_path / "huge").scores(["w4 w5", "w6"])
-
-
-def test_special_tokens_without_a_row_in_the_embedding_are_not_used(reward, reward_scorer, tmp_path):
-    """The padding is id 48 of a tokenizer whose model has 48 rows; then the end is."""
-    padded = shutil.copytree(reward, tmp_path / "padded")
-    settings = json.loads((padded / "tokenizer_config.json").read_text())
-    (padded / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": "<|padding|>"}))
-    texts, ended = ["w4 w5", "w6"], [True, False]
-    np.testing.assert_array_equal(scorer(padded).scores(texts, ended=ended), reward_scorer.scores(texts, ended=ended))
-    (padded / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|over|>"}))
-    told = r"^task\.reward_path='.*': the token '<\|over\|>', which ends responses, has id 48, but .* has 48 rows: set eos_token"
-    with pytest.raises(ValueError, match=told):
-        scorer(padded, ends=True)
 
 
 def test_a_digest_tells_models_apart(reward, tmp_path):
@@ -246,19 +224,6 @@ def test_every_text_has_the_embedding_it_has_alone(encoder):
         np.testing.assert_allclose(embedding, np.asarray(alone(np.array([ids], np.int32)))[0], atol=1e-5)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-5)
     np.testing.assert_allclose(ResponseEmbedder(encoder, mesh(4))(texts), found, atol=1e-5)
-
-
-def test_a_text_that_spells_a_special_token_is_embedded_as_text(encoder, tmp_path):
-    """The pre-tokenizer makes three words of "[SEP]" that are unknown; as one special token it would be one. "[PAD]" has an id
-    without a row in the embedding."""
-    special = shutil.copytree(encoder, tmp_path / "special")
-    tokenizer = Tokenizer.from_file(str(encoder / "tokenizer.json"))
-    tokenizer.add_special_tokens(["[UNK]", "[CLS]", "[SEP]", "[PAD]"])
-    tokenizer.save(str(special / "tokenizer.json"))
-    assert tokenizer.token_to_id("[PAD]") == scorers.encoder_config(special).vocab
-    found = ResponseEmbedder(special, mesh())(["w4 [SEP] w5", "[CLS]", "w6 [PAD]"])
-    expected = ResponseEmbedder(encoder, mesh())(["w4 [ SEP ] w5", "[ CLS ]", "w6 [ PAD ]"])
-    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_encoders_of_the_contract(encoder, tmp_path):
@@ -334,11 +299,3 @@ def test_files_of_other_arrays_are_refused(tmp_path, changes, sentence):
     np.savez(path, **{name: value for name, value in (LINEAR | changes).items() if value is not None})
     with pytest.raises(ValueError, match=rf"task.red_team.classifier_path='.*wrong.npz'.*{sentence}"):
         LinearScorer(path, setting="task.red_team.classifier_path")
-
-
-def test_files_that_are_no_archives_of_arrays_are_refused(tmp_path):
-    (tmp_path / "text.npz").write_text("no")
-    np.save(tmp_path / "one.npy", np.zeros(3))
-    for name in ("text.npz", "one.npy", "none.npz", "."):
-        with pytest.raises(ValueError, match=r"classifier_path='.*' cannot be read as \.npz: "):
-            LinearScorer(tmp_path / name, setting="task.red_team.classifier_path")

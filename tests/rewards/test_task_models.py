@@ -12,7 +12,6 @@ from configs import base
 from tba_jax import sharding
 from tba_jax.programs import Measure
 from tba_jax.rewards import task_models
-from tba_jax.rewards.scorers import ResponseEmbedder
 from tba_jax.tasks.red_team import RedTeam
 from tba_jax.tasks.tldr import TLDR
 from tests.support import lowered, random_checkpoints, spelled_checkpoints
@@ -110,21 +109,6 @@ def test_the_programs_are_those_that_loaded_models_run(folders, name, devices):
     np.testing.assert_allclose(scores.reward, verdicts.reshape(2, 2).mean(axis=1), atol=1e-5)
 
 
-def test_beside_each_program_lie_the_other_models(folders):
-    found = task_models.of_task(red_team(folders), mesh(), role="evaluator", length=LENGTH)
-    beside = {name: set(program.beside) for name, program in found.alone().items()}
-    assert beside == {
-        "a parameter of the victim": {"victim"},  # which is loaded first
-        "prefill of the victim": {"classifier", "embedder"},
-        "decode of the victim": {"classifier", "embedder"},
-        "pass of the classifier": {"victim", "embedder"},
-        "pass of the embedder": {"victim", "classifier"},
-    }
-    loading = Measure().fit("", found.loading["a parameter of the victim"])
-    weights = Measure().size(found.held["victim"][0])
-    assert loading.arguments + loading.beside["victim"] == weights
-
-
 def test_a_config_is_enough(folders, tmp_path):
     bare = {}
     for name in ("llama_untied", "gpt2", "reward"):
@@ -137,16 +121,6 @@ def test_a_config_is_enough(folders, tmp_path):
         whole, found = (task_models.of_task(task, mesh(), role="searcher", length=LENGTH) for task in (make(folders), bare_task))
         sizes = [{name: Measure().size(tree) for name, tree in each.held.items()} for each in (whole, found)]
         assert sizes[0] == sizes[1] and set(found.scoring) == set(whole.scoring)
-
-
-def test_the_sentence_encoder_is_divided_as_the_loaded_one_is(folders):
-    divided = sharding.make_mesh((1, 2, 1), setting="test", devices=jax.devices()[:2])
-    found = task_models.sentence_encoder(folders["bert_embedding"], divided, length=LENGTH)
-    embedder = ResponseEmbedder(folders["bert_embedding"], divided)
-    with lowered.calls() as called:
-        embedder([LONG])
-    assert lowered.text(found.scoring["pass of the sentence encoder"].lower()) in called
-    assert Measure().size(found.held) == bytes_of(embedder.model.params)
 
 
 def test_models_that_cannot_be_used_are_named(folders):
@@ -162,9 +136,8 @@ def test_models_that_cannot_be_used_are_named(folders):
     sentence = r"task\.red_team\.classifier_label='hate': .*classifier_path='.*' has no label 'hate': its labels are 'LABEL_0'"
     with pytest.raises(ValueError, match=sentence):
         task_models.check(red_team(folders, **labelled), role="searcher")
-    no_settings = task_models.ModelUse(name="x", setting="task.x.path", path=folders["gpt2"], rows=1, kind="generator")
-    with pytest.raises(ValueError, match=r"'x' of task\.x\.path='.*' replies to texts: its ModelUse needs `generator`"):
-        task_models.load(no_settings, mesh=mesh())
+    with pytest.raises(ValueError, match=r"'x' of task\.x\.path='.*' is of kind 'generator': its ModelUse needs `generator`"):
+        task_models.ModelUse(name="x", setting="task.x.path", path=folders["gpt2"], rows=1, kind="generator")
 
 
 def test_a_linear_classifier_has_no_program_and_a_digest(folders, tmp_path):

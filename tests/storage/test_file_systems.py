@@ -2,7 +2,6 @@
 
 import errno
 import os
-from pathlib import Path
 
 from tba_jax.storage import file_systems
 
@@ -16,19 +15,6 @@ def test_the_full_file_system_is_named(tmp_path):
         told = file_systems.no_room(error, tmp_path)
         assert told.startswith(f"the file system of {tmp_path} ({kind} at {point}) has ") and total in told
         assert told.endswith("keep less of the run (publish.keep, checkpoint.keep, replay.retention=checkpoints)")
-
-
-def test_a_path_leads_to_the_same_folder_without_parents(tmp_path, monkeypatch):
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
-    monkeypatch.chdir(tmp_path / "a")
-    for text in ("../run", "b/../../run", "../a/./../run", "../link/../../run", str(tmp_path / "a" / ".." / "run")):
-        found = file_systems.without_parents(Path(text))
-        assert ".." not in found.parts and found.samefile(text) and found.samefile(tmp_path / "run")
-    assert file_systems.without_parents(Path("../new/run")) == tmp_path.resolve() / "new" / "run"
-    assert file_systems.without_parents(Path("../a/../link")) == tmp_path.resolve() / "link", "what follows is not looked up"
-    assert file_systems.without_parents(Path("link/x")) == Path("link/x")
 
 
 def test_a_full_disk_behind_another_error_is_found(tmp_path):

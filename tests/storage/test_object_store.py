@@ -11,27 +11,20 @@ import pytest
 
 from tba_jax import main
 from tba_jax.commands import audit, command_line, show
-from tba_jax.experiment import jobs, other_runs, training
-from tba_jax.replay import journal
+from tba_jax.experiment import jobs, training
 from tba_jax.replay.expiry import RowsExpired, remove_segments
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import registration
 from tba_jax.replay.reader import LogCorruption, LogReader
-from tba_jax.replay.segment import last_segment, manifest
+from tba_jax.replay.segment import manifest
 from tba_jax.replay.tail import Tail
 from tba_jax.roles.trainer.publishing import Publisher
-from tba_jax.storage import layout, places, snapshots
+from tba_jax.storage import layout, places, requests, snapshots
 from tba_jax.storage.damaged_snapshots import DamagedSnapshots
 from tba_jax.storage.snapshots import SnapshotInfo
 from tests.support import moto_server, tiny_run
-from tests.support.tiny_log import SHAPE, assert_rows, make_rows, start_appender, writer
+from tests.support.tiny_log import SHAPE, assert_rows, make_rows, writer
 from tests.support.tiny_snapshots import SPECS, assert_same_bits, random_params, shardings
-
-
-@pytest.fixture(scope="module")
-def s3():
-    with moto_server.serving() as environment:
-        yield environment
 
 
 def bucket(name: str = "") -> str:
@@ -39,19 +32,15 @@ def bucket(name: str = "") -> str:
 
 
 @pytest.fixture(params=["memory", "s3"])
-def root(request):
-    """An empty place in a store of each kind."""
-    if request.param == "memory":
-        return places.place(f"memory://store/{uuid.uuid4().hex}")
-    request.getfixturevalue("s3")
-    return places.place(bucket())
+def root(request, tmp_path):
+    """An empty place of a kind."""
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        return places.place(bucket())
+    return tmp_path if request.param == "local" else places.place(f"memory://store/{uuid.uuid4().hex}")
 
 
-@pytest.fixture
-def memory():
-    return places.place(f"memory://store/{uuid.uuid4().hex}")
-
-
+@pytest.mark.parametrize("root", ["local", "memory", "s3"], indirect=True)
 def test_rows_come_back_across_segments_and_damage_is_named(root):
     log, reader = writer(root), LogReader(root, SHAPE)
     assert reader.heads() == {"w0": 0}
@@ -86,57 +75,18 @@ def test_rows_come_back_across_segments_and_damage_is_named(root):
         except LogCorruption as corruption:
             found.append((corruption.start, corruption.stop))
     assert found and set(found) == {(0, 4)}
+    contents = manifest(root / "w0", 2)
+    whole = places.read_bytes(contents)
+    places.write_bytes(contents, whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
+    for each, head in ((reader, 32), (LogReader(root, SHAPE), 24)):
+        assert each.heads()["w0"] == head and "head of writer w0 cannot be read" in each.problems["w0"]
+    places.write_bytes(contents, whole)
     remove_segments(root, {"w0": [0, 1]})
     for each in (reader, LogReader(root, SHAPE)):
         with pytest.raises(RowsExpired, match="rows 4 to 23 were removed by retention"):
             each.read("w0", 4, 8)
         assert each.heads() == {"w0": 32} and each.kept("w0") == [range(24, 32)]
     assert not [name for name in places.files_in(root / "w0") if name < "000002"]
-
-
-def test_a_killed_writer_loses_no_acknowledged_append(s3):
-    root = places.place(bucket())
-    process = start_appender(root, "w0")
-    process.stdout.readline()
-    time.sleep(0.2)
-    process.kill()
-    output, _ = process.communicate()
-    acknowledged, reader = max([4] + [int(line) for line in output.split("\n")[:-1]]), LogReader(root, SHAPE)
-    # The append in flight may have been committed without the acknowledgement.
-    head = reader.heads()["w0"]
-    assert head - acknowledged in (0, 4) and reader.problems == {}
-    assert_rows(reader.read("w0", 0, head), make_rows(0, head))
-
-
-def test_a_quiet_poll_is_a_request_a_writer(memory, monkeypatch):
-    """However many segments and rows lie behind: what has expired, the register, and a manifest of each writer."""
-    logs = [writer(memory, f"w{number}") for number in range(3)]
-    for log in logs:
-        for append in range(7):
-            log.append(make_rows(4 * append, 4))
-    reader = LogReader(memory, SHAPE)
-    assert reader.heads() == {"w0": 28, "w1": 28, "w2": 28}
-    asked = []
-    changed, names_in = places.changed, places.names_in
-    monkeypatch.setattr(
-        places, "changed", lambda files: (asked.extend(file.path for file, _ in files.values()), changed(files))[1]
-    )
-    monkeypatch.setattr(places, "names_in", lambda folder, **k: (asked.append(folder.path), names_in(folder, **k))[1])
-    monkeypatch.setattr(places, "read_bytes", None)
-    monkeypatch.setattr(places, "exists", None)
-    assert reader.heads() == {"w0": 28, "w1": 28, "w2": 28}
-    assert len(asked) == 2 + 3, asked
-
-
-@pytest.mark.parametrize("first", [0, 3])
-def test_the_last_segment_is_found_in_few_steps(first, monkeypatch):
-    folder, asked = places.place("memory://log"), []
-    for last in (first, first + 1, first + 6, first + 1000):
-        there = {manifest(folder, number) for number in range(first, last + 1)}
-        monkeypatch.setattr(places, "exists", lambda file, there=there: (asked.append(file), file in there)[1])
-        assert last_segment(folder, first) == last
-        assert len(asked) <= 22
-        asked.clear()
 
 
 def test_snapshots_are_published_loaded_and_pruned(root):
@@ -165,23 +115,6 @@ def test_snapshots_are_published_loaded_and_pruned(root):
     assert snapshots.latest_step(root) == 4
     snapshots.sweep(root)
     assert layout.steps_in(root) == [0, 1, 3, 4]
-
-
-def test_a_snapshot_meets_the_arrays_of_a_request_whose_reply_was_lost(memory, monkeypatch):
-    """The server made an array and died before it said so; the request that is sent again finds the array there."""
-    folder, info = memory / "policy" / "00000003", SnapshotInfo(step=3, epoch=1)
-    snapshots.save(folder, random_params(1), info, dtype="float32")
-    monkeypatch.setattr(snapshots, "_remove", lambda folder: places.remove(folder / snapshots.COMMIT))
-    snapshots.save(folder, random_params(2), info, dtype="float32")
-    assert_same_bits(snapshots.load(folder, SPECS, shardings()), random_params(2))
-
-
-def test_a_snapshot_is_the_same_reference_policy_wherever_it_is(root, tmp_path):
-    snapshots.save(tmp_path / "draft", random_params(), SnapshotInfo(step=0, epoch=0), dtype="float32")
-    name = snapshots.fingerprint(tmp_path / "draft")
-    snapshots.adopt(tmp_path / "draft", root / name)
-    assert snapshots.fingerprint(root / name) == name and not (tmp_path / "draft").exists()
-    assert_same_bits(snapshots.load(root / name, SPECS, shardings()), random_params())
 
 
 def refusal(workdir, *flags: str, capsys) -> str:
@@ -223,14 +156,7 @@ def test_a_run_on_s3_is_resumed_mounted_and_audited(s3, tmp_path, one_device, ca
     other = tiny_run.settings(tmp_path / "c", tiny_run.config(**settings))
     assert training.trainer(other)() == 0
     assert layout.read_json(other.run.initial_reference) == layout.read_json(run.initial_reference)
-    mounted = audit.open_run(tmp_path / "c")
-    (of_writer, row), *_ = journal.line_ids(next(iter(mounted.lines)))
-    assert audit.rebuild_batch(mounted, 2)[1] and audit.regenerate(mounted, f"{of_writer}:{row}")[1]
-    begun = tiny_run.config(evaluation__enabled=False, learner__steps=3)
-    begun = tiny_run.settings(tmp_path / "d", begun, init_from=other_runs.parse_init_from(f"{shared}@4"))
-    assert training.reference(begun)() == 0
-    reference = begun.run.reference(layout.read_json(begun.run.initial_reference)["id"])
-    assert snapshots.fingerprint(reference) == snapshots.fingerprint(run.policies / layout.step_name(4))
+    assert audit.rebuild_batch(audit.open_run(tmp_path / "c"), 2)[1]
 
 
 def test_a_store_that_is_not_there_is_named(s3, tmp_path, monkeypatch, capsys):
@@ -255,3 +181,16 @@ def test_a_store_that_is_not_there_is_named(s3, tmp_path, monkeypatch, capsys):
         with pytest.raises(InterruptedError):
             places.check_answers(places.place("s3://bucket/x"), report=report)
         assert told == pytest.approx([0.05, 0.1, 0.15])
+
+
+def test_requests_are_counted(s3, tmp_path):
+    root = places.place(bucket())
+    rate, before = requests.RequestRate([tmp_path, root]), requests.sent()
+    for number in range(3):
+        places.write_bytes(root / str(number), b"x")
+    places.read_bytes(root / "1")
+    assert places.names_in(root) == ["0", "1", "2"]
+    assert requests.sent() - before == 5
+    time.sleep(0.1)
+    (found,) = rate.scalars().values()
+    assert 0 < found < 5 * 60 / 0.1

@@ -82,16 +82,13 @@ MISSING = "data.train {} line 2: field 'chosen' is missing (it has prompt, rejec
 UNFIT = "1 of the 2 examples of data.train {} are unfit, first line 2: "
 BAD_LINES: dict[str, tuple[list[Any], str, dict[str, Any], str]] = {
     "missing": ([GOOD, {"prompt": "a", "rejected": "b"}], "reward", {}, MISSING),
-    "renamed": ([GOOD], "sft", {"response_field": "answer"}, "data.train {} line 1: field 'answer' is missing"),
     "alphabet": ([GOOD, {**GOOD, "response": "z"}], "sft", {}, "line 2: field 'response': character 'z'"),
-    "empty": ([], "sft", {}, "data.train {} holds no examples"),
     "long response": (
         [GOOD, LONG],
         "sft",
         {},
         f"{UNFIT}field 'response' has 21 tokens, end of sequence included, data.response_length=16; data.unfit=skip leaves such",
     ),
-    "long prompt": ([{**GOOD, "prompt": "a" * 20}], "sft", {}, "field 'prompt' has 21 tokens, data.prompt_length=8; data.unfit"),
     "all too long": ([LONG], "sft", SKIP, "1 of the 1 examples of data.train {} are unfit, first line 1: field 'response' has"),
     "identical": ([GOOD, SAME], "reward", {}, f"{UNFIT}fields 'chosen' and 'rejected' hold the same text; data.unfit=skip"),
     "one prompt": ([GOOD] * 9, "sft", {}, "data.heldout_share=0.3 splits the examples of data.train {} into"),

@@ -27,13 +27,12 @@ def test_the_warm_start_is_a_plain_loop_over_its_random_stream_by_its_programs()
     model = DecoderConfig(**sizes, vocab=tokenizer.vocab_size)
     mesh = sharding.make_mesh((1, 2, 1), setting="learner.mesh", devices=jax.devices()[:2])
     lengths: dict[str, int] = dict(prompt_length=5, response_length=12)
-    run: dict[str, Any] = dict(config=model, mesh=mesh, seed=3, steps=4, batch_size=8, learning_rate=1e-2, warmup_steps=1)
+    run = dict(seed=3, steps=4, batch_size=8, learning_rate=1e-2, warmup_steps=1, report_every_steps=3)
+    settings = warm_start.Settings(model=model, mesh=mesh, **run, **lengths)
     reports: list[tuple[int, float]] = []
     with lowered.calls() as called:
-        found = warm_start.warm_start(
-            task, tokenizer, **run, **lengths, report_every_steps=3, report=lambda *point: reports.append(point)
-        )
-    made = warm_start.programs(**run, **lengths)
+        found = warm_start.warm_start(task, tokenizer, settings, report=lambda *point: reports.append(point))
+    made = warm_start.programs(settings)
     assert {lowered.text(program.lower()) for program in made.values()} == called and len(made) == 2
 
     config = objectives.StepConfig(objective=objectives.likelihood, R=12, micro_batch_rows=8, logit_bytes=1 << 30, remat="none")

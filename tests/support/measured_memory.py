@@ -77,7 +77,7 @@ def _rows(s: joining.Invocation) -> dict[str, np.ndarray]:
 
 def _update(s: joining.Invocation) -> tuple[Callable[[], Any], Any]:
     trainer, _ = training.make_trainer(s, publish_every_steps=1)
-    return lambda: trainer.program.apply(_rows(s)), trainer
+    return lambda: jax.block_until_ready(trainer.program.dispatch(trainer.program.place(_rows(s)))), trainer
 
 
 def _scoring(s: joining.Invocation) -> tuple[Callable[[], Any], Any]:

@@ -69,17 +69,8 @@ NOTHING = "1//2 2**1 -1 +1 1--1 (1)(2) 4(1) () (1,2) 1,2 01 0 00 1_0 1.0 1e2 1j 
 
 
 def test_what_is_no_expression_has_no_value():
-    for text in (
-        *NOTHING.split(" "),
-        "",
-        " ",
-        "1 2",
-        "1\u00a0+2",
-        "(" * 500 + "1" + ")" * 500,
-        "1+" * 600 + "1",
-        "10",
-        "1+1+1+1",
-    ):
+    deep = ("(" * 500 + "1" + ")" * 500, "1+" * 600 + "1")
+    for text in (*NOTHING.split(" "), *deep, "", " ", "1 2", "1\u00a0+2", "10", "1+1+1+1"):
         assert evaluate(text, most=3, largest=9) is None, text
 
 
@@ -109,13 +100,6 @@ def test_no_response_is_too_bad_for_the_grader():
             assert not task.rewards([QUERY], [response], np.array([True])).reward.any()
             assert isinstance(task.final_answer(response), str)
     assert time.process_time() - begin < 5
-
-
-def test_answers_that_say_the_same_are_the_same():
-    task = countdown()
-    assert task.final_answer("#4*9-2") == task.final_answer("1+1#(9 * 4) - 2") == "9,4,2=34" == QUERY.answer
-    assert task.final_answer("#4*9") == "9,4=36"
-    assert {task.final_answer(r) for r in ("", "#", "4*9-2", "#4/0", "#4+9+2+2", "#10+4", "#x")} == {""}
 
 
 @pytest.mark.parametrize("style", ["characters", "text"])

@@ -63,14 +63,12 @@ def test_a_wrong_type_is_named(tmp_path, kind, value, named):
     "name, content, sentence",
     [
         ("a.jsonl", b'{"q": "a", "n": 1}\n{"q": "b"\n', " line 2: not valid JSON in UTF-8: Expecting ',' delimiter"),
-        ("a.jsonl", b'{"q": "caf\xe9", "n": 1}\n', " line 1: not valid JSON in UTF-8: 'utf-8' codec can't decode"),
         ("a.jsonl", b"[" * 100_000, " line 1: not valid JSON in UTF-8: "),
         ("a.jsonl", b'\n["q"]\n', ' line 2: expected an object, found ["q"]'),
         ("a.jsonl", b'{"n": 1, "m": 2}', " line 1: field 'q' is missing (it has n, m)"),
         ("a.jsonl", b'{"q": "\\ud800", "n": 1}', " line 1: field 'q' holds half of a UTF-16 surrogate pair"),
         ("a.json", b"[]", " holds no rows"),
         ("a.json", b'{"q": "a", "n": 1}', " must be a JSON list of objects, not {"),
-        ("a.json", b'[{"q": "a", "n": 1}, 3]', " row 2: expected an object, found 3"),
         ("a.parquet", b"PAR1", " cannot be read as Parquet: "),
         ("a.csv", b"q,n\n", " must end in one of .jsonl, .json, .parquet"),
     ],
@@ -81,15 +79,6 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path, name, content, sentence
     with pytest.raises(ValueError, match="^" + re.escape(f"task.x.path={str(path)!r}{sentence}")) as caught:
         read(path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
-
-
-def test_columns_of_parquet(tmp_path):
-    path = write(tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=re.escape(f"{str(path)!r}: field 'z' is missing (it has q, n, extra)")):
-        read(path, {"z": str})
-    path = write(path, [{"q": "a", "n": 1}, {"q": None, "n": 2}])
-    with pytest.raises(ValueError, match=re.escape(f"{str(path)!r} row 2: field 'q' must be a string, found null")):
-        read(path)
 
 
 @pytest.mark.parametrize("source", ["nowhere.jsonl", "/no/where", "a/b/c", "owner/name.parquet", "https://x/y", "nowhere"])

@@ -45,11 +45,6 @@ def grade(query, response):
         raise SystemExit(3)
     if name == "die":
         os._exit(7)
-    if name == "orphan":  # a process that outlives the one that forked it, and holds what it held
-        if os.fork() == 0:
-            time.sleep(20)
-            os._exit(0)
-        os._exit(7)
     if name == "return":
         return {"none": None, "text": "1", "nan": float("nan"), "big": 1e39, "true": True}[argument]
     if name == "allocate":
@@ -163,17 +158,6 @@ def test_what_takes_too_long_is_killed(make, caplog):
     assert caplog.messages[0].endswith("the first of them answers 'query 0': it took more than time_limit=0.5 s")
 
 
-def test_a_worker_that_leaves_a_process_behind_is_replaced(make, caplog):
-    graders = make()
-    begin = time.monotonic()
-    with caplog.at_level(logging.WARNING):
-        result = call(graders, ["orphan", "number 2"])
-    assert np.isnan(result[0]) and result[1] == 2
-    assert caplog.messages[0].endswith("its worker process died with code 7")
-    graders.close()
-    assert time.monotonic() - begin < 15
-
-
 def test_a_failure_is_tried_again_after_a_pause(shared, tmp_path):
     begin = time.monotonic()
     assert call(shared, [f"once {tmp_path / 'a'}", "number 1"]) == [0.5, 1]
@@ -255,7 +239,7 @@ from tba_jax.tasks.interface import Query
 
 print("the script runs", flush=True)
 stop = processes.StopSignal()
-graders = Graders(grade, time_limit=2.0, retries=0, concurrency=2)
+graders = Graders(grade, time_limit=1.0, retries=0, concurrency=2)
 
 
 def ask(*responses):
@@ -270,7 +254,7 @@ def tell_workers():
 
 
 tell_workers()
-print(ask("sleep 1", "sleep 1"), stop(), flush=True)
+print(ask("sleep 0.6", "sleep 0.6"), stop(), flush=True)
 tell_workers()
 print(ask("sleep 60", "number 2"), flush=True)
 tell_workers()
@@ -296,12 +280,12 @@ def test_signals_to_the_parent_and_its_workers(tmp_path):
     )
     assert process.stdout.readline() == "the script runs\n"
     pids = {int(pid) for pid in process.stdout.readline().split()}
-    time.sleep(0.3)
+    time.sleep(0.2)
     os.killpg(process.pid, signal.SIGTERM)
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in (process.pid, *pids):
             os.kill(pid, number)
-        time.sleep(3 * (number == signal.SIGSTOP))
+        time.sleep(1.5 * (number == signal.SIGSTOP))
     assert process.stdout.readline() == "[1.0, 1.0] True\n"
     assert {int(pid) for pid in process.stdout.readline().split()} == pids, "no worker was replaced"
     assert process.stdout.readline() == "[nan, 2.0]\n"

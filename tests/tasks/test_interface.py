@@ -94,9 +94,7 @@ def test_the_reward_is_the_sentiment_of_the_continuation(story_file):
     "content, sentence",
     [
         (None, "cannot be read: No such file or directory"),
-        ("folder", "cannot be read: Is a directory"),
         (b"[", ": not valid JSON in UTF-8: Expecting value"),
-        (b'["caf\xe9"]', ": not valid JSON in UTF-8: 'utf-8' codec can't decode"),
         (b'["a", 3]', "must be a JSON list of strings"),
         (b"[]", "has 0 distinct openings of 4 words, not more than task.story_sentiment.heldout_queries=2"),
         (b'["a b", " a  b", "c", ""]', "has 2 distinct openings of 4 words, not more than"),
@@ -104,9 +102,7 @@ def test_the_reward_is_the_sentiment_of_the_continuation(story_file):
 )
 def test_bad_story_files_are_refused(tmp_path, content, sentence):
     path = tmp_path / "stories.json"
-    if content == "folder":
-        path.mkdir()
-    elif content is not None:
+    if content is not None:
         path.write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(f"task.story_sentiment.data_path={str(path)!r}") + " ?" + re.escape(sentence)):
         StorySentiment(data_path=str(path), opening_words=4, heldout_queries=2)

@@ -11,11 +11,8 @@ _LEFT_OUT = ("wait_rows", "compile", "publish", "checkpoint", "logprob_gap")
 
 
 class TrainerAccount(TimeAccount):
-    """A time account that also adds up the time from the end of an update to the dispatch of the next one.
-
-    Waits for rows, compilations, snapshots, checkpoints and comparisons of log-probs are left out. An update that ends while the
-    host is at work counts as done from when the host last saw it under way, so the time is told too long, never too short.
-    """
+    """A time account that also adds up the time from the end of an update to the dispatch of the next one, without _LEFT_OUT. An
+    update that ends while the host is at work counts as done from when the host last saw it under way."""
 
     def __init__(self, record: Record | None = None) -> None:
         super().__init__(record)

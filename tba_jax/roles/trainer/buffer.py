@@ -87,7 +87,7 @@ class ReplayBuffer:
         self._requests = RequestRate([run.replay, *mounts])
         self._reference_id = reference_of_rows(contract, run)
         self.index = make_index(config, contract, reference_id=self._reference_id)
-        # Rows that the window would not keep need not be read. What a window of the best rewards keeps, only the rows tell.
+        # Rows that the window would not keep need not be read.
         most_behind = max(_CAPACITIES_BEHIND * config.replay.capacity, config.replay.min_rows)
         self._tail_settings: dict[str, Any] = dict(
             poll_seconds=places.poll_seconds((run.replay, *mounts), config.replay.poll_seconds),
@@ -125,10 +125,7 @@ class ReplayBuffer:
 
     def replay(self, line: Mapping[str, Any]) -> tuple[np.ndarray, trajectory.Rows]:
         """The slots int64[B] and the rows of a journalled batch, once the heads of its line are integrated as they were then.
-
-        Raises:
-          ValueError: a row is not resident, or the rows are not those that were drawn.
-        """
+        Raises ValueError where a row is not resident, or the rows are not those that were drawn."""
         self._visible = []  # the first line after a checkpoint has them
         slots = self._again.do(line)
         rows = self.index.gather(slots)
@@ -137,10 +134,7 @@ class ReplayBuffer:
         return slots, rows
 
     def note_losses(self, *, since: int) -> None:
-        """Has the next journal line, and each checkpoint before it, tell what this resume could not read again.
-
-        Args: since: the step at which the resume began.
-        """
+        """The next journal line will tell what this resume could not read again. Args: since: the step at which it began."""
         self._lost += self._again.lost
         if self._lost:
             self._visible.append(gaps.loss(self._lost, since=since))
@@ -193,10 +187,8 @@ class ReplayBuffer:
         return f"{need}; {len(index)} rows are resident, the last came {seconds:.0f} s ago"
 
     def check_not_all_refused(self) -> None:
-        """Raises BadInput where a batch's worth of rows has been refused and no row accepted: more of them would fare no better.
-
-        Rows without a reward do not count: whoever scores may recover.
-        """
+        """Raises BadInput where a batch's worth of rows has been refused and no row accepted. Rows without a reward do not count:
+        whoever scores may recover."""
         first = [(refused, row) for refused, row in self.index.rejected_first.items() if refused[1] != "reward"]
         if self.index.arrivals or not first:
             return

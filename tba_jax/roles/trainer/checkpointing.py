@@ -77,10 +77,7 @@ class Checkpointing:
         return step % self._every_steps == 0 or step == self._final_step
 
     def save(self, trees: Mapping[str, Any], step: int) -> None:
-        """Starts an asynchronous checkpoint of `trees` and the replay buffer, unless this step has one.
-
-        Raises: StaleEpoch where another trainer has taken over.
-        """
+        """Starts an asynchronous checkpoint of `trees` and the replay buffer, unless this step has one. Raises StaleEpoch."""
         if self._newest_step == step:
             return
         self._lease.check()
@@ -128,10 +125,8 @@ class SegmentExpiry:
         self._removal: concurrent.futures.Future[None] | None = None
 
     def note(self, step: int) -> None:
-        """Notes what a resume from a checkpoint of the buffer as it is now reads.
-
-        Where a writer is not followed, that cannot be told: the step stays unknown, and nothing is removed as long as it is kept.
-        """
+        """Notes what a resume from a checkpoint of the buffer as it is now reads. Where a writer is not followed, that is
+        unknown: nothing is removed as long as this checkpoint is kept."""
         index, reader = self._buffer.index, self._buffer.reader
         sizes = {writer: reader.segment_rows(writer) for writer in index.writers}
         known = {writer: size for writer, size in sizes.items() if size is not None}

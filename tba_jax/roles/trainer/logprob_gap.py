@@ -131,8 +131,7 @@ class LogprobGap:
     def begin(self, index: ReplayIndex, usable: np.ndarray) -> None:
         """Picks rows to compare, and loads their snapshot in a thread. Does nothing while the last comparison is under way.
 
-        Args:
-          usable: int64[n], slots of resident rows that name snapshots of this run.
+        Args: usable: int64[n], slots of resident rows that name snapshots of this run.
         """
         if self._compared is not None:
             return
@@ -158,11 +157,10 @@ class LogprobGap:
         return index.gather(np.resize(slots[whole], self._config.limits.full_rows)) if whole.any() else None
 
     def take(self, frozen: parameters.Params, *, wait: bool) -> dict[str, float] | None:
-        """The largest and the mean gap in nats per token, and whether it is an alarm; {} where there is nothing to compare.
+        """The largest and the mean gap in nats per token, and whether it is an alarm; {} where there is nothing to compare; None
+        where no snapshot is loaded. Raises what loading it raised.
 
-        None where no snapshot is loaded. Args: wait: for the snapshot that is being loaded, if there is one.
-
-        Raises: what loading the snapshot raised, but for FileNotFoundError and snapshots.Damaged.
+        Args: wait: for the snapshot that is being loaded, if there is one.
         """
         if self._compared is None or (self._scores.is_loading and not wait):
             return None

@@ -12,22 +12,15 @@ from tba_jax.run import processes
 from tba_jax.storage import layout
 from tba_jax.telemetry.status import Status
 
+Clock = Callable[[], float]
+
 
 class Relief:
     """Counts how long a trainer has waited, and brings relief each time another `seconds` have passed without a step."""
 
-    def __init__(
-        self,
-        *,
-        seconds: float,
-        publish: Callable[[], bool],
-        grant: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        """Args:
-        seconds: publish.at_most_seconds.
-        publish: publishes the weights unless they are published; returns whether it did. grant: lets waiting searchers go on.
-        """
+    def __init__(self, *, seconds: float, publish: Callable[[], bool], grant: Callable[[], None], clock: Clock = time.monotonic):
+        """Args: seconds: publish.at_most_seconds; publish: publishes the weights unless they are there, returns whether it did;
+        grant: lets waiting searchers go on."""
         self._seconds, self._publish, self._grant, self._clock = seconds, publish, grant, clock
         self._since: float | None = None
         self._next = 0.0

@@ -84,9 +84,8 @@ class ShardWriter:
 class Publisher:
     """Publishes snapshots from a background thread; the trainer waits only for a copy on the device.
 
-    If storage is slower than the trainer, a waiting snapshot is dropped for the next one, because readers want the newest.
-    Snapshots that retention keeps for good are never dropped, and are written durably. The other snapshots are soon superseded,
-    so writing does not wait for the disk to have their bytes.
+    If storage is slower than the trainer, a waiting snapshot is dropped for the next one, unless retention keeps it for good.
+    Those are written durably; the others are soon superseded, so writing does not wait for the disk to have their bytes.
     """
 
     def __init__(
@@ -102,13 +101,9 @@ class Publisher:
         check: Callable[[], None] = snapshots.no_check,
         group: Group | None = None,
     ):
-        """
-        Args:
-          keep, keep_every, final_step, scores: see snapshots.prune.
-          all_durable: whether a reader may need a snapshot again after a loss of power.
-          check: called before a snapshot becomes visible; if it raises, the snapshot stays hidden and `wait` raises.
-          group: of the processes that hold the weights; they are called to `publish`. None: this process alone.
-        """
+        """Args: keep, keep_every, final_step, scores: see snapshots.prune. all_durable: whether a reader may need a snapshot
+        again after a loss of power. check: called before a snapshot becomes visible; raises where it must stay hidden.
+        group: of the processes that hold the weights; None: this process alone."""
         self._group = group or Alone()
         self._others = FollowersShards(self._group, "policy") if self._group.processes > 1 else None
         self._policies, self._check, self._all_durable = policies, check, all_durable
@@ -126,10 +121,7 @@ class Publisher:
         self._writing: concurrent.futures.Future[None] | None = None
 
     def publish(self, params: Params, info: SnapshotInfo) -> None:
-        """Hands a snapshot over, and waits only while two snapshots that cannot be dropped are waiting.
-
-        Raises: the error of an earlier write.
-        """
+        """Hands a snapshot over; waits only while two that cannot be dropped are waiting. Raises what an earlier write raised."""
         if self._writing is not None and (self._writing.done() or len(self._waiting) > 2):
             self.wait()
         with self._lock:
@@ -213,22 +205,14 @@ class Publishing:
         return step % self._every_steps == 0 or step % self._evaluated_every_steps == 0 or step == self._final_step
 
     def publish(self, params: Params, step: int, beside: Mapping[str, bytes]) -> None:
-        """Hands the weights of a step to the publishing thread. Raises StaleEpoch where another trainer has taken over.
-
-        Args: beside: see snapshots.SnapshotInfo.
-        """
+        """Hands the weights of a step, and files beside them, to the thread. Raises StaleEpoch where it has been replaced."""
         self._lease.check()
         self._published_step = step
         self._publisher.publish(params, snapshots.SnapshotInfo(step=step, epoch=self._lease.epoch, beside=beside))
 
     def publish_unless_there(self, params: Params, step: int, beside: Callable[[], Mapping[str, bytes]]) -> bool:
-        """Does nothing where the step has a snapshot: a second one would take the first away from whoever reads it.
-
-        Args: beside: makes what `publish` asks for, where it is needed.
-
-        Returns:
-          whether it was published now.
-        """
+        """Does nothing where the step has a snapshot: a second one would take the first away from whoever reads it. Returns
+        whether it was published now."""
         missing = step not in snapshots.committed_steps(self._policies)
         if missing:
             self.publish(params, step, beside())
@@ -240,7 +224,6 @@ class Publishing:
             self.publish(params, step, beside())
 
     def wait(self) -> None:
-        """Returns when the last published snapshot is visible."""
         self._publisher.wait()
 
     def close(self) -> None:

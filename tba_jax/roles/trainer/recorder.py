@@ -41,11 +41,7 @@ class Recorder:
         self._taken = measurements
 
     def flush(self) -> bool:
-        """Writes the point of the step that was taken, if one is due, before the step after it is counted.
-
-        Returns:
-          whether one was due.
-        """
+        """Writes the point of the step that was taken, before the next is counted, if one is due. Returns whether one was."""
         measurements, self._taken = self._taken, None
         trainer = self._trainer
         if measurements is None or not (trainer.step_number % trainer.config.metrics.every_steps == 0 or trainer.is_done):

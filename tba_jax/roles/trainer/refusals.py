@@ -38,13 +38,10 @@ class Refusals:
     ) -> None:
         """Does nothing where the update of `step` is finite; else says which rows are to blame.
 
-        Args:
-          measurements, row_finite: of train_step, on the devices. row_finite: bool[B]. ids: (writer, row) of the B rows.
-          was_passed: whether the journal shows that the run went on after this step: then it does so again.
+        Args: measurements, row_finite: of train_step, on the devices. ids: (writer, row) of the B rows. was_passed: whether the
+          journal shows that the run went on after this step: then it does so again.
 
-        Raises:
-          FloatingPointError: the run does not skip such updates, or skipping leads nowhere: every row is at fault, or one
-            update after the other.
+        Raises FloatingPointError where such updates are not skipped, every row is at fault, or it is one after the other.
         """
         if measurements["finite"]:
             self._in_a_row = 0
@@ -81,10 +78,7 @@ def behavior_reader(learner: Any) -> str:
 
 
 class BehaviorCheck:
-    """Refuses rows that the settings of the run and of mounted runs did not tell of when the trainer began.
-
-    Such are rows that were drawn before the run's objective changed, or that were appended to a mounted run since.
-    """
+    """Refuses rows that no setting told of when the trainer began: of before a change of the objective, or of mounted runs."""
 
     def __init__(self, learner: Any):
         self._reader = behavior_reader(learner)

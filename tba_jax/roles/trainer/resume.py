@@ -33,9 +33,7 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
 
     Args: until: the last journalled step that is done again under this trainer's config; None: all of them.
 
-    Raises:
-      CheckpointLeftOut: see restore. ValueError: checkpoint, journal and log do not go together, or one of them is
-        damaged; names the file.
+    Raises CheckpointLeftOut, see restore, or ValueError naming the file where checkpoint, journal and log do not go together.
     """
     run = trainer.run
     trainer.lease.check()  # 1
@@ -96,14 +94,9 @@ def restore(trainer: Trainer, checkpoint: int | None, *, end: int, recorded_by: 
     A checkpoint counts where it can be read, the journal reaches its step, and the trainer that wrote it held the lease of that
     step. Another one is set aside where the run can go on without it: from an older checkpoint, or from the reference.
 
-    Args:
-      checkpoint: its step. end: the last step of the journal.
-      recorded_by: the epoch whose journal has the step of the checkpoint, 0 where none has.
+    Args: checkpoint: its step; end: the last step of the journal; recorded_by: the epoch whose journal has the checkpoint's step.
 
-    Raises:
-      CheckpointLeftOut: see there.
-      ValueError: storage has lost lines of the journal; or the checkpoint does not count, and the run cannot go on without it; or
-        it cannot be restored although all of it can be read.
+    Raises CheckpointLeftOut, or ValueError where the run cannot go on: lost lines, or a checkpoint that does not fit.
     """
     _check_journal(trainer.run, checkpoint or 0, end=end)
     program, group, reference = trainer.program, trainer.group, trainer.reference_id
@@ -246,14 +239,8 @@ def _sweep_temporary_files(folder: Path, *, journal: Path) -> None:
 
 
 def remove_snapshots_of_lost_steps(run: layout.RunDir, *, end: int) -> None:
-    """Removes the snapshots of steps that the journal does not have, and the evaluations of such steps.
-
-    A line is durable before its snapshot shows, so there are such snapshots only where storage has lost the end of the journal.
-    These steps are done anew, with other rows. A searcher that took such a snapshot would leave out the new ones, and an
-    evaluator does not evaluate what has a report.
-
-    Args: end: the last step of the journal.
-    """
+    """Removes the snapshots and evaluations of steps after `end`, the last one of the journal, whose rest storage has lost.
+    These steps are done anew, with other rows: a searcher would leave the new snapshots out, and an evaluator too."""
     for step in layout.steps_in(run.policies, newer_than=end):
         log.warning(
             "snapshot %s is removed: storage has lost the end of the journal, which ends at step %d, and goes on from there",

@@ -48,11 +48,9 @@ class _Drawn:
 class _Due:
     """What follows the update of a step.
 
-    prepare: the next batch is drawn and transferred while the devices compute. Not before a checkpoint nor before the end of the
-      run: both show the replay index as it is after this step.
-    publish, checkpoint: a snapshot, a checkpoint follows.
-    compare: log-probs of sampler and learner are compared. settle: the comparison is awaited, so that the measurements of this
-      step hold it.
+    prepare: the next batch is prepared while the devices compute; not before a checkpoint or the end of the run, which show the
+      replay index as it is after this step.
+    compare: log-probs of sampler and learner are compared. settle: the measurements of this step wait for that.
     """
 
     prepare: bool
@@ -63,15 +61,8 @@ class _Due:
 
 
 class Trainer:
-    """One trainer over one mesh, run by the first of its processes.
-
-    It is built here, brought to where the run stands by `resume.resume`, and then steps.
-
-    Attributes:
-      step_number: updates done, refused ones included.
-      program: the update and its state. buffer: the replay buffer. publishing, checkpoints: what goes to storage.
-      account: where its time goes. group: the processes of this trainer.
-    """
+    """One trainer over one mesh, run by the first of its processes: built here, brought to where the run stands by
+    `resume.resume`, then stepped. step_number: updates done, refused ones included."""
 
     def __init__(
         self,
@@ -85,11 +76,8 @@ class Trainer:
         group: Group | None = None,
         record: Record | None = None,
     ):
-        """
-        Args:
-          group: of the processes of this trainer, each of which has built a Follower; None: it is this process alone.
-          record: of this process; None: nothing is recorded.
-        """
+        """Args: group: of the processes of this trainer, of which the others have a Follower each; None: this process alone.
+        record: of this process; None: nothing is recorded."""
         self.config, self.run, self.policy, self.lease = config, run, policy, lease
         self.group: Group = Alone() if group is None else group
         self._contract = contract
@@ -116,22 +104,18 @@ class Trainer:
 
     @property
     def record(self) -> Record:
-        """What this process records of itself."""
         return self.account.record
 
     @property
     def state(self) -> TrainState:
-        """The train state, once the trainer has resumed."""
         return self.program.state
 
     @property
     def index(self) -> ReplayIndex:
-        """The resident rows."""
         return self.buffer.index
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps of the run are done."""
         return self.step_number >= self.config.learner.steps
 
     def go_live(self) -> None:
@@ -153,9 +137,7 @@ class Trainer:
         self.buffer.tail.poll()
 
     def step(self, *, ahead: bool = False, beside: Callable[[], object] = lambda: None) -> dict[str, Any] | None:
-        """One update. Returns its measurements, on the devices, or None when there are not enough rows yet.
-
-        Without enough rows nothing changes.
+        """One update. Returns its measurements, on the devices; None where there are not enough rows, and nothing has changed.
 
         Order of a step:
           1. the batch: prepared beside the last update, or drawn and transferred now
@@ -165,14 +147,11 @@ class Trainer:
           5. the result comes: the update is finite and its line is durable, or the run stops and the next batch is dropped
           6. what is due follows: a snapshot, a checkpoint, a comparison of log-probs
 
-        Args:
-          ahead: the next batch may be prepared while the devices compute. False: every step draws its own batch.
-          beside: host work that is done while the devices compute.
+        Args: ahead: whether the next batch may be prepared while the devices compute. beside: host work for that time.
 
         Raises:
           StaleEpoch: another trainer has taken over. FloatingPointError: names the step; the state is that before it.
-          BadInput: all rows that have come are refused.
-          OSError: the journal, a snapshot or a checkpoint could not be written.
+          BadInput: all rows that have come are refused. OSError: something could not be written.
         """
         drawn, self._next = self._next or self._draw(self.step_number), None  # 1
         if drawn is None:
@@ -214,8 +193,7 @@ class Trainer:
     def _draw(self, step: int) -> _Drawn | None:
         """Draws the batch of the update after `step` updates and starts its transfer; None where there are not enough rows.
 
-        The rows of those updates must be marked as drawn. Rows that have come are integrated, whether they are enough or not: the
-        next journal line tells of them. The draw itself leaves no trace.
+        Rows that have come are integrated in any case: the next journal line tells of them. The draw itself leaves no trace.
         """
         with self.account.measure("integrate"):
             self.buffer.integrate(step=step)
@@ -255,14 +233,9 @@ class Trainer:
         return self._journal.submit(make_line)
 
     def update(self, slots: np.ndarray, rows: trajectory.Rows, *, was_passed: bool = False) -> dict[str, Any]:
-        """One update on a batch that is journalled. Returns its measurements, on the devices.
+        """One update on a journalled batch: its measurements, on the devices. Raises FloatingPointError where it is not finite.
 
-        Args:
-          slots: int64[B] of the batch; rows: their content.
-          was_passed: whether the journal shows that the run went on after this step.
-
-        Raises:
-          FloatingPointError: the update is not finite, and is not to be left out.
+        Args: slots: int64[B]; rows: their content. was_passed: whether the journal shows that the run went on after this step.
         """
         drawn = self._place(slots, rows, self.index.ids(slots), step=self.step_number)
         return self._take_result(drawn, self._dispatch(drawn), was_passed=was_passed)
@@ -373,12 +346,8 @@ class Trainer:
             log.error("%s", error)
         balanced = not unbalanced and recorded == self.step_number
         if not balanced:
-            log.error(
-                "the ledger does not balance: step %d was done, the journal is whole to step %d; %s",
-                self.step_number,
-                recorded,
-                unbalanced,
-            )
+            sentence = "the ledger does not balance: step %d was done, the journal is whole to step %d; %s"
+            log.error(sentence, self.step_number, recorded, unbalanced)
         told = {"step": self.step_number, "epoch": self.lease.epoch, "balanced": balanced, "ledger": self.index.ledger()}
         layout.write_json(self.run.finished, {**told, **self.scalars()})
 

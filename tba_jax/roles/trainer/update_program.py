@@ -94,10 +94,8 @@ def initial_state(reference: Params, *, policy: Policy, optimizers: Any, seed: i
 class UpdateProgram:
     """The compiled update, the train state, the frozen weights, and the reference that moves with the policy if one does.
 
-    Attributes:
-      mesh, config: of the learner. rows: B, rows of one update. work: of the updates so far.
-      state: the train state, there once `begin` or `restore` was called.
-      frozen: the part of the policy that is not trained, {} where everything is.
+    rows: B, of one update. work: of the updates so far. state: there once `begin` or `restore` was called. frozen: the part of
+    the policy that is not trained, {} where everything is.
     """
 
     state: state_lib.TrainState
@@ -200,7 +198,7 @@ class UpdateProgram:
         return {} if self._policy.lora is None else self._policy.model_shapes(self.mesh, dtype=self.reference_dtype)
 
     def programs(self, row_shape: trajectory.RowShape) -> dict[str, Program]:
-        """Name -> the programs that `begin`, `apply` and `move_reference` call, for rows of this shape."""
+        """Name -> the programs that `begin`, `dispatch` and `move_reference` call, for rows of this shape."""
         on_host = state_lib.batch_from_rows(self._whole_rows(row_shape))
         batch = shaped(on_host, sharding.rows_sharding(self.mesh))
         limits, shardings = self.config.limits, scoring.packed_shardings(self.mesh)
@@ -257,10 +255,6 @@ class UpdateProgram:
         self.state, measurements = self._update(self.state, self.frozen, batch, placed.packed, whole_groups=whole)
         self.work += placed.work
         return measurements | {"useful_token_share": placed.plan.useful}
-
-    def apply(self, rows: trajectory.Rows) -> dict[str, Any]:
-        """One update of the state on B rows. Returns the measurements of train_step, on the host."""
-        return jax.device_get(self.dispatch(self.place(rows)))
 
     def move_reference(self, step: int) -> None:
         """Moves the reference if that is due after `step` updates, and restarts Adam's moments with it if the config says so."""

@@ -17,10 +17,6 @@ STORIES = {
         [("update", 2.5), ("integrate", 2), ("draw", 1), ("journal", 1), ("looks", 0), ("done", 0), ("update", 9), ("idle", 6)],
         (2, 10),
     ),
-    "likewise where it ended while nothing was measured": (
-        [("update", 1), ("idle", 3), ("looks", 0), ("idle", 1), ("done", 0), ("update", 9), ("idle", 4)],
-        (4, 8),
-    ),
     "without compiling, wherever the update ended": (
         [("update", 0.5), ("compile", 6), ("idle", 1), ("update", 3), ("compile", 2), ("idle", 1), ("done", 0)],
         (1, 10),

@@ -58,25 +58,3 @@ def test_steps_go_on_while_a_snapshot_loads_and_one_that_is_damaged_is_passed_ov
         assert measurements is not None and "logprob_gap_max" not in measurements
     (told,) = [record.message for record in caplog.records if "is damaged" in record.message]
     assert "step 0" in told
-
-
-def test_one_step_at_a_time_measures_at_once_and_tells_what_a_snapshot_lacks(tmp_path, monkeypatch, frozen, caplog):
-    s = frozen(tmp_path / "run", batches=2, learner__logprob_gap_every_steps=1)
-    with frozen_runs.trainer(s) as trainer:
-        trainer.poll()
-        measurements = trainer.step()
-        assert measurements is not None and "logprob_gap_max" in measurements
-
-        def fails(error: Exception):
-            def load_step(*_, **__):
-                raise error
-
-            return load_step
-
-        monkeypatch.setattr(snapshots, "load_step", fails(FileNotFoundError()))
-        measurements = trainer.step()
-        assert measurements is not None and "logprob_gap_max" not in measurements
-        assert "no resident row was made by one snapshot alone that is still there" in caplog.text
-        monkeypatch.setattr(snapshots, "load_step", fails(OSError("UNAVAILABLE")))
-        with pytest.raises(OSError, match="UNAVAILABLE"):
-            trainer.step()

@@ -2,19 +2,14 @@
 
 import concurrent.futures
 import json
-import shutil
-import socket
 import threading
-import time
 
 import jax
 import numpy as np
 import pytest
 
 from tba_jax.models import parameters
-from tba_jax.roles.process_group import Leader, Member
-from tba_jax.roles.trainer.publishing import Publisher, ShardWriter
-from tba_jax.roles.wire import Wire
+from tba_jax.roles.trainer.publishing import Publisher
 from tba_jax.storage import layout, places, snapshots
 from tba_jax.storage.damaged_snapshots import DamagedSnapshots
 from tba_jax.storage.lease import StaleEpoch
@@ -71,40 +66,6 @@ def test_the_next_update_may_overwrite_the_published_buffers(tmp_path, held_back
     publisher.close()
     assert_same_bits(snapshots.load_step(tmp_path, 1, SPECS, shardings()), random_params())
     assert float(after["embedding"]["weight"][0, 0]) == 7
-
-
-def test_what_is_published_leaves_the_device_in_its_dtype(tmp_path, monkeypatch):
-    """And is what is written of the float32 parameters."""
-    handed, write = [], snapshots.save
-    monkeypatch.setattr(
-        snapshots, "save", lambda folder, params, *a, **k: (handed.append(params), write(folder, params, *a, **k))
-    )
-    publisher = make_publisher(tmp_path / "policy", dtype="bfloat16")
-    publish(publisher, 1, (2, 2, 2))
-    publisher.close()
-    kept = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), handed[0], shardings((2, 2, 2)))
-    assert {str(leaf.dtype) for leaf in jax.tree.leaves(handed[0])} == {"bfloat16"} and all(jax.tree.leaves(kept))
-    write(
-        tmp_path / "other",
-        jax.device_put(random_params(1), shardings((2, 2, 2))),
-        SnapshotInfo(step=1, epoch=1),
-        dtype="bfloat16",
-    )
-    assert snapshots.fingerprint(tmp_path / "policy" / layout.step_name(1)) == snapshots.fingerprint(tmp_path / "other")
-
-
-@pytest.mark.parametrize("how", ["publish", "wait"])
-def test_a_failed_write_is_raised_by_the_next_call(tmp_path, how):
-    (tmp_path / "policy").write_text("a file where the folder should be")
-    publisher = make_publisher(tmp_path / "policy")
-    publish(publisher, 1)
-    with pytest.raises(OSError, match="policy"):
-        if how == "wait":
-            publisher.wait()
-        for step in range(2, 1000):  # the thread needs a moment to fail
-            publish(publisher, step)
-            time.sleep(0.01)
-    publisher.close()
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
@@ -164,75 +125,6 @@ def test_a_reader_beside_a_publisher_sees_whole_snapshots_only(tmp_path):
             publisher.publish(params, SnapshotInfo(step=step, epoch=1))
         publisher.close()
         assert len(reader.result(30)) > 1
-
-
-@pytest.fixture
-def connected():
-    """A leader and a member in this process."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        wire = Wire(socket.create_connection(server.getsockname()))
-        leader = Leader({1: Wire(server.accept()[0])}, {1: "there"}, heartbeat_seconds=600.0)
-    member = Member(wire, "here", process=1, processes=2, heartbeat_seconds=600.0)
-    yield leader, member
-    leader._ending.set()  # without JAX' runtime, which only real processes have
-    member._ending.set()
-
-
-def test_a_snapshot_is_visible_once_another_process_has_written_its_shards(tmp_path, monkeypatch, connected):
-    """The devices of one process stand for those of two: each half writes the shards on its own devices."""
-    (leader, member), there, is_there = connected, set(jax.devices()[4:]), threading.local()
-
-    def own_shards(array):
-        mine = getattr(is_there, "yes", False)
-        shards = [shard for shard in array.addressable_shards if shard.replica_id == 0 and (shard.device in there) == mine]
-        return [(shard.index, np.asarray(shard.data)) for shard in shards]
-
-    def write_there(*arguments):
-        is_there.yes = True
-        write(*arguments)
-
-    monkeypatch.setattr(snapshots, "_host_shards", own_shards)
-    writer = ShardWriter(member, "policy", tmp_path, dtype="float32")
-    write = writer._write
-    monkeypatch.setattr(writer, "_write", write_there)
-    publisher = make_publisher(tmp_path, group=leader)
-    publish(publisher, 4, (1, 8, 1))
-    time.sleep(0.1)
-    assert snapshots.committed_steps(tmp_path) == [], "the other process has not offered its shards"
-    name, content, _ = next(member.calls())
-    assert (name, content) == ("publish", {"step": 4, "held": []})
-    writer.offer(jax.device_put(random_params(4), shardings((1, 8, 1))), 4)
-    publisher.wait()
-    assert_same_bits(snapshots.load_step(tmp_path, 4, SPECS, shardings()), random_params(4))
-    # A write that fails there is raised here, and nothing is visible.
-    monkeypatch.setattr(snapshots, "write_shards", lambda *_, **__: (_ for _ in ()).throw(OSError("no space there")))
-    publish(publisher, 6)
-    writer.offer(random_params(6), 6)
-    with pytest.raises(OSError, match="process 1: no space there"):
-        publisher.wait()
-    assert snapshots.committed_steps(tmp_path) == [4] and not list(tmp_path.glob(".*"))
-    writer.drain()
-    publisher.close()
-    writer.close()
-
-
-def test_a_beginning_is_published_once_however_slow_storage_is(tmp_path, frozen, monkeypatch, one_device):
-    """A second snapshot of the same step would take the first one away from whoever reads it."""
-    s = frozen(tmp_path / "run", batches=2)
-    frozen_runs.train(s, until=3, abandon=True)
-    shutil.rmtree(s.run.policies)
-    saved, goes_on, save = [], threading.Event(), snapshots.save
-
-    def slow(folder, params, info, **settings):
-        saved.append(info.step)
-        assert goes_on.wait(30)
-        save(folder, params, info, **settings)
-
-    monkeypatch.setattr(snapshots, "save", slow)
-    with frozen_runs.trainer(s, publish_every_steps=100) as trainer:
-        goes_on.set()
-        trainer.flush_snapshot()
-        assert saved == [0, 3] == snapshots.committed_steps(s.run.policies)
 
 
 def test_the_best_step_stays_and_a_replaced_trainer_publishes_nothing_more(tmp_path, frozen, monkeypatch, one_device):

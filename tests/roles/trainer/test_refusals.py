@@ -37,14 +37,6 @@ def test_ten_refusals_in_a_row_or_all_rows_at_fault_stop_a_run_that_skips(tmp_pa
             look(refusals, 20, finite=False, at_fault=at_fault)
 
 
-def test_what_was_passed_is_passed_again(tmp_path, caplog):
-    refusals = Refusals(skips=False, journal=tmp_path)
-    look(refusals, 1, finite=False, was_passed=True)
-    assert "step 1" in caplog.text and "a:1" in caplog.text
-    with pytest.raises(FloatingPointError, match=r"learner\.non_finite=skip"):
-        look(refusals, 2, finite=False)
-
-
 def test_a_run_that_stops_goes_on_when_told_to_skip(tmp_path, frozen, caplog):
     """The square of an absurd reward is not finite. Its row is drawn in some steps, and not in others."""
     changes = {"replay__merge_duplicates": False, "replay__recent_probability": 0.0}

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 
-from tba_jax.commands import audit
 from tba_jax.experiment import jobs
 from tba_jax.replay import expiry, journal
 from tba_jax.replay.log import REGISTER
@@ -125,28 +124,6 @@ def test_a_changed_row_stops_the_replay(copied):
     refused(s, r"step 8.*not those that were drawn")
 
 
-def test_a_damaged_line_before_the_checkpoint_stops_no_resume_and_the_audit_names_it(copied):
-    s = copied()
-    path, lines = lines_of(s)
-    path.write_bytes(b"".join([*lines[:4], b"\0" * 40 + b"\n", *lines[5:]]))
-    frozen_runs.train(s, until=9, abandon=False)
-    assert layout.read_json(s.run.finished) | {"step": 9, "balanced": True} == layout.read_json(s.run.finished)
-    with pytest.raises(ValueError, match=rf"{path.name} line 5 is not a journal line"):
-        audit.open_run(s.run.root)
-
-
-def test_a_line_that_is_damaged_at_the_end_is_told_and_the_run_ends_unbalanced(copied, caplog):
-    s = copied()
-    with frozen_runs.trainer(s) as trainer:
-        trainer.poll()
-        assert trainer.step() is not None
-        path, (line,) = lines_of(s)
-        path.write_bytes(line + line)
-        trainer.finish()
-    assert not layout.read_json(s.run.finished)["balanced"]
-    assert f"{path.name} line 1: step 9 of epoch {trainer.lease.epoch} stands before step 9" in caplog.text
-
-
 def test_a_trainer_without_its_state_does_not_begin_again(copied):
     s = copied()
     shutil.rmtree(s.run.checkpoints)
@@ -241,34 +218,27 @@ def test_all_processes_of_a_trainer_leave_the_same_checkpoint_out(tmp_path):
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("kind", ["folder", "memory"])
-def test_what_dead_processes_left_is_removed(stopped, tmp_path, kind):
+def test_what_dead_processes_left_is_removed(stopped, tmp_path):
     """What orbax, a snapshot, a reference, a copy and an atomic write leave of themselves when their process is killed."""
     shutil.copytree(stopped[0], tmp_path / "run")
-    shared = places.place("memory://left/run") if kind == "memory" else None
-    if shared is not None:
-        places.copy_tree(tmp_path / "run", shared, last="config.json")
-    run = layout.RunDir(tmp_path / "run", shared)
+    run = layout.RunDir(tmp_path / "run")
     shutil.copytree(run.checkpoints / "00000006", run.checkpoints / "set-aside-00000002")  # checkpoint.keep=2 are newer
     shutil.copytree(run.checkpoints / "00000006", run.checkpoints / "set-aside-00000005")  # somebody may look at it
-    before = set(places.files_in(run.root)) | {f"shared/{name}" for name in places.files_in(run.shared)}
-    before = {name for name in before if "set-aside-00000002" not in name}
+    before = {name for name in places.files_in(run.root) if "set-aside-00000002" not in name}
     shutil.copytree(run.checkpoints / "00000006", run.checkpoints / "00000007.orbax-checkpoint-tmp-1")
     for name in ("embedding.weight/zarr.json", "embedding.weight/c/0/0"):
         for folder in (run.policies / "00000007", run.reference(16 * "b")):
             places.make_folder((folder / name).parent, below=5)
             places.write_bytes(folder / name, b"{")
-    if kind == "folder":
-        shutil.copytree(run.policies / "00000004", run.policies / ".00000006.0123abcd")
-        shutil.copytree(run.reference(layout.reference_id(run)), run.references / ".draft-0123abcd")
-        left = [run.root / ".trainer.key.0123456789abcdef", run.journal / ".epoch-000001.lease.0123abcd"]
-        left += [run.replay / REGISTER / ".killed-0123.json.0123abcd", run.references / ".initial.json.0123abcd"]
-        for path in left:
-            path.write_text("{")
-            os.utime(path, (time.time() - 7200,) * 2)
-        young = run.replay / REGISTER / ".living-0123.json.0123abcd"
-        young.write_text("{")
-        os.utime(max(run.journal.glob("*.lease")))  # the storage's clock
-        before |= {str(young.relative_to(run.root)), f"shared/{young.relative_to(run.root)}"}
+    shutil.copytree(run.policies / "00000004", run.policies / ".00000006.0123abcd")
+    shutil.copytree(run.reference(layout.reference_id(run)), run.references / ".draft-0123abcd")
+    left = [run.root / ".trainer.key.0123456789abcdef", run.journal / ".epoch-000001.lease.0123abcd"]
+    left += [run.replay / REGISTER / ".killed-0123.json.0123abcd", run.references / ".initial.json.0123abcd"]
+    for path in left:
+        path.write_text("{")
+        os.utime(path, (time.time() - 7200,) * 2)
+    young = run.replay / REGISTER / ".living-0123.json.0123abcd"
+    young.write_text("{")
+    os.utime(max(run.journal.glob("*.lease")))  # the storage's clock
     resume.sweep(run, keep=2)
-    assert {*places.files_in(run.root)} | {f"shared/{name}" for name in places.files_in(run.shared)} == before
+    assert {*places.files_in(run.root)} == before | {str(young.relative_to(run.root))}

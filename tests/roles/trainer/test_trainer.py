@@ -7,13 +7,11 @@ import jax
 import pytest
 
 from tba_jax.experiment import training
-from tba_jax.replay import journal
 from tba_jax.roles.trainer.buffer import ReplayBuffer
 from tba_jax.roles.trainer.checkpointing import Checkpointing
 from tba_jax.roles.trainer.refusals import Refusals
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.roles.trainer.update_program import UpdateProgram
-from tba_jax.storage import snapshots
 from tba_jax.storage.lease import LeaseHeld
 from tests.support import frozen_runs
 
@@ -43,26 +41,6 @@ def test_the_update_is_compiled_while_rows_are_awaited_and_once_for_a_shape(tmp_
             # How long the rows are that the frozen searcher drew is chance, and so is what their update has for a shape.
             assert len(plans) == 1 + steps
             assert updates_compiled() == len({(plan.sequences, plan.whole_groups) for plan in plans})
-
-
-def test_nothing_shows_an_update_whose_line_was_refused(tmp_path, monkeypatch, frozen):
-    """The line is written while the devices compute: the update must not be seen before it is durable."""
-    s = frozen(tmp_path / "run", batches=2)
-
-    def refuse(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with frozen_runs.trainer(s, publish_every_steps=1) as trainer:
-        trainer.poll()
-        assert trainer.step() is not None
-        trainer.flush_snapshot()
-        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-            patch.setattr(journal.os, "fsync", refuse)
-            trainer.step()
-        assert snapshots.committed_steps(s.run.policies) == [0, 1]
-        assert [line["step"] for line in journal.read_lineage(s.run.journal)] == [1]
-    with frozen_runs.trainer(s, publish_every_steps=1) as again:
-        assert again.step_number == 1
 
 
 def test_rows_that_are_not_valid_are_told_by_writer_and_row(tmp_path, caplog, frozen):

@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import numpy as np
 import pytest
 
 from benchmarks import trainer_update
@@ -63,12 +62,3 @@ def test_an_update_with_a_row_for_each_device_has_its_programs(shares, monkeypat
         sequences = found[name].arguments[-1].micro_batches
         assert min(sequences.tokens.shape) > 0, name
     assert ("update in micro-batches" in found) == shares
-
-
-def test_log_probs_of_a_moving_reference_lie_as_rows_do():
-    """So that the update which was compiled for the rows takes them."""
-    program = update_program(2, learner__objective="tba_prime", learner__reference__kind="ema")
-    placed = program.place(trainer_update.random_rows(program, SIZES, 16))
-    rescored = program._rescored(placed)
-    assert rescored.moving_ref_logprobs.sharding == placed.batch.ref_logprobs.sharding
-    assert np.isfinite(np.asarray(rescored.moving_ref_logprobs)).all()
