@@ -71,34 +71,18 @@ def prefill(
       the new state, and the first tokens: leaves [I, K].
     """
     a, c = arrivals, config
+    I, K = a.tokens.shape[0], c.places
     logits, cache = kv_cache.prefill(parameters.module(c.graphdef, params), a.tokens, a.length)
-    first, stop_state = _first_tokens(logits, a, stop_table, c)
+    logits, given, stop_state = (jnp.repeat(x, K, axis=0) for x in (logits, a.given, a.stop_state))
+    samples = jax.tree.map(lambda x: x.reshape(I * K, *x.shape[2:]), a.samples)
+    drawn = _draw(logits, samples, given, stop_state, stop_table, c)
+    first, stop_state = jax.tree.map(lambda x: x.reshape(I, K), drawn)
     new_prompts = _put(prompts, a, cache, first, stop_state, c)
     begins = (a.samples.limit > 0) & (first.status == RUNNING)
     group = jnp.where(a.valid, a.group, c.groups)
     waiting = slots.waiting.reshape(c.groups, c.buffers, c.places).at[group, a.buffer].set(begins, mode="drop")
     slots = dataclasses.replace(slots, waiting=waiting.reshape(slots.waiting.shape))
     return new_prompts, _fill_idle(slots, new_prompts, oldest_first, c), first
-
-
-def _first_tokens(
-    logits: jax.Array, arrivals: Arrivals, stop_table: jax.Array | None, config: SlotsConfig
-) -> tuple[Tokens, jax.Array]:
-    """The first token of every sample, leaves [I, K], drawn from the logits [I, V] of its prompt; and the state after it."""
-    I, K = arrivals.tokens.shape[0], config.places
-
-    def per_sample(x: jax.Array) -> jax.Array:
-        return jnp.repeat(x, K, axis=0)
-
-    drawn = _draw(
-        per_sample(logits),
-        jax.tree.map(lambda x: x.reshape(I * K, *x.shape[2:]), arrivals.samples),
-        per_sample(arrivals.given),
-        per_sample(arrivals.stop_state),
-        stop_table,
-        config,
-    )
-    return jax.tree.map(lambda x: x.reshape(I, K), drawn)
 
 
 def _put(
@@ -166,11 +150,8 @@ def _free_buffers(slots: Slots, config: SlotsConfig) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What all steps of one call of `decode` read.
-
-    samples: leaves [J, X, ...]; prompt_length: int32[J, X], without the given tokens; in_prompt: bool[J, buffers, S];
-    cache: per layer (keys, values) [J, G, buffers·S or more, H]. buffers, window: see decode.
-    """
+    """What all steps of one call of `decode` read: samples: leaves [J, X, ...]; prompt_length: int32[J, X], without the given
+    tokens; in_prompt: bool[J, buffers, S]; cache: per layer (keys, values) [J, G, buffers·S or more, H]."""
 
     config: SlotsConfig
     model: Decoder
@@ -241,7 +222,11 @@ def decode(
         slots, _, t, free = state
         return (t < c.chunk) & (free < enough) & jnp.any(slots.place >= 0)
 
-    start = slots, _empty_trace(c), jnp.zeros((), jnp.int32), _free_buffers(slots, c)
+    shape = (c.chunk, c.groups, c.width)
+    zeros, logprobs = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+    nothing = Tokens(token=zeros, status=zeros, policy_logprob=logprobs, behavior_logprob=logprobs)
+    trace = Trace(place=jnp.full(shape, -1, jnp.int32), count=zeros, tokens=nothing)
+    start = slots, trace, jnp.zeros((), jnp.int32), _free_buffers(slots, c)
     slots, trace, _, _ = jax.lax.while_loop(goes_on, step, start)
     if window < c.own_entries and not c.tiled:
         own = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(old, new, (0, 0, 0, 0)), whole, slots.own)
@@ -250,10 +235,7 @@ def decode(
 
 
 def _step(call: _Call, slots: Slots, entry: jax.Array, stop_table: jax.Array | None) -> tuple[Slots, Trace]:
-    """One token for every slot. Slots whose samples have ended are idle afterwards.
-
-    Args: entry: int32[], see kv_cache.decode_step. Returns: Trace: leaves [J, W], of this step.
-    """
+    """One token for every slot, and its trace, leaves [J, W]. Slots whose samples have ended are idle afterwards."""
     c = call.config
     J, W = c.groups, c.width
     place, active = jnp.maximum(slots.place, 0), slots.place >= 0
@@ -289,13 +271,6 @@ def _step(call: _Call, slots: Slots, entry: jax.Array, stop_table: jax.Array | N
     return slots, trace
 
 
-def _empty_trace(config: SlotsConfig) -> Trace:
-    shape = (config.chunk, config.groups, config.width)
-    zeros, logprobs = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-    tokens = Tokens(token=zeros, status=zeros, policy_logprob=logprobs, behavior_logprob=logprobs)
-    return Trace(place=jnp.full(shape, -1, jnp.int32), count=zeros, tokens=tokens)
-
-
 def rotate(own: tuple[jax.Array, ...], by: jax.Array, *, window: int) -> tuple[jax.Array, ...]:
     """The own cache of a layer, whose ring of the first `window` entries begins at another entry: entry `by` becomes entry 0.
 
@@ -316,8 +291,7 @@ def _cut(cache: kv_cache.Cache, entries: int) -> kv_cache.Cache:
 def make_programs(config: SlotsConfig, mesh: Mesh) -> dict[str, Wrapped]:
     """The jitted functions of a lane; the mesh is the context of their calls (sharding.on_mesh). Nothing is compiled here.
 
-    prefill takes the memory of prompts and slots, decode that of slots, rotate that of the own cache of a layer. move, and
-    move_prompt and move_own of a layer, bring the state of wider slots into these sizes.
+    prefill takes the memory of prompts and slots, decode that of slots, rotate that of the own cache of a layer.
     """
     whole = sharding.replicated(mesh)
     prompts, slots = slots_lib.shardings(config, mesh)
@@ -332,7 +306,4 @@ def make_programs(config: SlotsConfig, mesh: Mesh) -> dict[str, Wrapped]:
         decode=program(decode, donate_argnums=2, static_argnames=static, out_shardings=(slots, whole)),
         rotate=jax.jit(rotate, donate_argnums=0, static_argnames="window", out_shardings=slots.own[0]),
         unstack=jax.jit(functools.partial(kv_cache.unstack, config=config.model)),
-        move=program(slots_lib.move, out_shardings=whole),
-        move_prompt=jax.jit(slots_lib.move_cache, out_shardings=prompts.cache[0]),
-        move_own=jax.jit(slots_lib.move_cache, out_shardings=slots.own[0]),
     )
