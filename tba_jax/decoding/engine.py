@@ -189,7 +189,8 @@ class Engine:
             for lane in idle:
                 if lane.begin(refills=self._fill(lane)):
                     self._running.append(lane)
-            self._finish(next((lane for lane in self._running if lane.is_ready), self._running[0]))
+            if self._running:  # else weights came during the pause, and idle lanes take them up first
+                self._finish(next((lane for lane in self._running if lane.is_ready), self._running[0]))
         for lane in self._running[:]:
             self._finish(lane)
         # An idle lane that begins no further chunk would keep the old weights.

@@ -109,8 +109,8 @@ def draw(
 ) -> Draw:
     """Draws a token of every row: temperature, top-k, top-p of what is left, min-p, then the inverse CDF at `uniform`.
 
-    One pass of exponentials over [B, V] serves greedy rows and rows at the scoring temperature. A second one runs only where a row
-    has another temperature, a search for thresholds only where a row truncates. Rows do not depend on each other.
+    One pass of exponentials over [B, V] serves greedy rows and rows at the scoring temperature. Another runs only where a row has
+    another temperature, a search for thresholds only where a row truncates. Rows do not depend on each other.
 
     Args:
       logits: float32[B, V], restricted to the response space: -inf on tokens outside of it, finite on at least one token.

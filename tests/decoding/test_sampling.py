@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 from tba_jax.decoding import sampling as sampling_lib
+from tests.support.tiny_engine import numpy_distribution
 
 SCORING_TEMPERATURE = 0.7
 draw = jax.jit(functools.partial(sampling_lib.draw, scoring_temperature=SCORING_TEMPERATURE), static_argnames="tiled")
@@ -30,22 +32,6 @@ SETTINGS = [
     dict(temperature=1.5, top_k=20, top_p=0.9, min_p=0.05),
     dict(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5),
 ]
-
-
-def numpy_distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """float64[V]: temperature, top-k, top-p of exactly k tokens' mass, min-p; whatever ties with the last that stays, stays."""
-    logits = logits.astype(np.float64)
-    if temperature == 0:
-        return np.eye(len(logits))[logits.argmax()]
-    probs = np.exp((logits - logits.max()) / float(np.float32(temperature)))
-    order = np.argsort(-logits, kind="stable")[: top_k or len(logits)]
-    total, mass, least = probs[order].sum(), 0.0, logits.max()
-    for i in order:
-        if mass < float(np.float32(top_p)) * total and probs[i] >= float(np.float32(min_p)) * probs[order[0]]:
-            least = logits[i]
-        mass += probs[i]
-    probs = np.where(logits >= least, probs, 0.0)
-    return probs / probs.sum()
 
 
 def sampling_of(settings: list[dict]) -> sampling_lib.Sampling:
@@ -75,13 +61,13 @@ def stretches(probs: np.ndarray, points: int, rng: np.random.Generator) -> tuple
     return tokens, (np.cumsum(probs) - probs / 2)[tokens].astype(np.float32)
 
 
-@pytest.mark.parametrize("V", [1, 300, 4096])
+@pytest.mark.parametrize("V", [1, 300])
 def test_every_token_owns_its_stretch_and_has_its_logprobs(V):
     """Rows of all settings in one batch, each with logits of its own."""
     rng = np.random.default_rng(V)
     rows = [random_logits(rng, V) for _ in SETTINGS]
     probs = [numpy_distribution(logits, **OFF | settings) for logits, settings in zip(rows, SETTINGS, strict=True)]
-    points = 60 if V <= 300 else 20
+    points = 60
     tokens, uniform = (np.concatenate(x) for x in zip(*(stretches(p, points, rng) for p in probs), strict=True))
     which = np.repeat(np.arange(len(SETTINGS)), points)
     found = jax.device_get(draw(np.stack(rows)[which], uniform, sampling_of([SETTINGS[i] for i in which])))
@@ -121,20 +107,15 @@ def test_a_forced_token_has_its_logprobs_under_what_was_sampled_before_truncatio
 def test_the_support_is_exact_and_ties_at_a_threshold_all_stay(V=300):
     """Few distinct logits, zeros of both signs among them, so that every rule cuts through ties: all tokens that stay appear."""
     rng = np.random.default_rng(1)
-    for logits in (rng.integers(-2, 3, V).astype(np.float32), np.zeros(V, np.float32), rng.integers(-1, 1, V) * np.float32(0.5)):
+    for logits in (rng.integers(-2, 3, V).astype(np.float32), np.zeros(V, np.float32)):
         logits[logits == 0] *= rng.choice([-1.0, 1.0], (logits == 0).sum())
-        for settings in SETTINGS[1:-1]:
+        for settings in SETTINGS:
             probs = numpy_distribution(logits, **OFF | settings)
             uniform = np.linspace(0, 1, 800, endpoint=False, dtype=np.float32)
             found = draw(np.tile(logits, (800, 1)), uniform, sampling_of([settings] * 800))
             likely = np.flatnonzero(probs > 1 / 400)
             assert set(likely.tolist()) <= set(np.asarray(found.token).tolist()) <= set(np.flatnonzero(probs).tolist()), settings
             np.testing.assert_allclose(found.behavior_logprob, np.log(probs[found.token]), rtol=0, atol=1e-5)
-
-
-def chi_square_limit(degrees: int) -> float:
-    """The 99.99 % point, by Wilson and Hilferty's cube."""
-    return degrees * (1 - 2 / (9 * degrees) + 3.719 * (2 / (9 * degrees)) ** 0.5) ** 3
 
 
 CHUNK, EOS = 10_000, 2
@@ -156,8 +137,7 @@ def test_frequencies_are_those_of_the_distribution(settings):
     logits = (1.5 * rng.standard_normal(V)).astype(np.float32)
     logits[[0, 1, *range(120, 200), 299]] = -np.inf
     logits[EOS] = logits.max() - 0.5
-    sampling = sampling_lib.constant(CHUNK, **settings)
-    tokens = np.asarray(draw_many(logits, rng.random(CHUNK, np.float32), sampling).token)
+    tokens = np.asarray(draw_many(logits, rng.random(CHUNK, np.float32), sampling_lib.constant(CHUNK, **settings)).token)
     expected = numpy_distribution(logits, **OFF | settings)
     counts = np.bincount(tokens, minlength=V)
     assert not counts[expected == 0].any(), np.flatnonzero((expected == 0) & (counts > 0))
@@ -167,15 +147,14 @@ def test_frequencies_are_those_of_the_distribution(settings):
     counts, expected = counts[expected > 0], expected[expected > 0]
     if len(expected) > 1:
         statistic = np.sum((counts - draws * expected) ** 2 / (draws * expected))
-        assert statistic < chi_square_limit(len(expected) - 1)
+        assert statistic < stats.chi2.ppf(0.9999, len(expected) - 1)
 
 
 @pytest.mark.parametrize("V", [2, 300])
 def test_the_edges_of_the_inverse_cdf_draw_no_impossible_token(V):
     """Uniforms at and around every step of the distribution, at 0 and at the largest float32 below 1."""
     rng = np.random.default_rng(5)
-    few = rng.permutation(V)[: max(1, V // 8)] if V < 1000 else np.arange(45)
-    for where in (few, np.arange(0, V, max(1, min(128, V // 4)))):
+    for where in (rng.permutation(V)[: max(1, V // 8)], np.arange(0, V, max(1, min(128, V // 4)))):
         probs = np.zeros(V)
         probs[where] = np.exp(2 * rng.standard_normal(len(where))) * (rng.random(len(where)) < 0.5)
         probs[where[0]] += 0.01
@@ -200,19 +179,6 @@ def test_rounded_cumulative_masses_draw_no_impossible_token():
     cumulative = np.array([[0.5, 0.6, 1.0], [0.1, 0.5, 0.4], [0.25, 0.9, 0.9]], np.float32)
     target = np.array([0.55, 0.05, 0.95], np.float32)
     assert jax.jit(sampling_lib.first_above)(mass, cumulative, target).tolist() == [2, 1, 1]
-
-
-def test_a_greedy_row_draws_the_first_of_the_most_likely(V=300):
-    rng = np.random.default_rng(6)
-    logits = rng.integers(-1, 2, (64, V)).astype(np.float32)
-    logits[:, : V // 2] -= 1
-    logits[32:] = rng.standard_normal((32, V))
-    logits[32:, V // 2] = np.nextafter(logits[32:].max(axis=1), np.float32(np.inf))  # by the last bit
-    found = draw(logits, rng.random(64, np.float32), sampling_lib.constant(64, temperature=0.0))
-    np.testing.assert_array_equal(found.token, logits.argmax(axis=1))
-    assert not found.behavior_logprob.any()
-    expected = [policy_logprobs(row).max() for row in logits]
-    np.testing.assert_allclose(found.policy_logprob, expected, rtol=0, atol=1e-5)
 
 
 def test_plain_rows_are_the_policy_whatever_is_beside_them(V=4096):

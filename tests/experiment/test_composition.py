@@ -171,13 +171,13 @@ def test_a_special_token_whose_text_is_a_stop_string_is_allowed(model_folder, tm
 
     def banned(*stops: str) -> tuple[int, ...]:
         task = tiny_run.config_with({"task.stop_strings": stops}).task
-        stop_strings.check_stop_strings(task.stop_strings, tokenizer, 262)
+        stop_strings.check_stop_strings(task.stop_strings, tokenizer)
         return stop_strings.banned_tokens(task, tokenizer, 262)
 
     for text in ("<|turn|>", "<|end|>"):
         with pytest.raises(ValueError, match=re.escape(f"task.step_ends holds {text!r}, which no response can")):
-            stop_strings.check_stop_strings([text], tokenizer, 262, setting="task.step_ends", special=False)
-    stop_strings.check_stop_strings(["turn"], tokenizer, 262, setting="task.step_ends", special=False)
+            stop_strings.check_stop_strings([text], tokenizer, setting="task.step_ends", special=False)
+    stop_strings.check_stop_strings(["turn"], tokenizer, setting="task.step_ends", special=False)
     assert banned() == banned("turn") == (258, 259, 260, 261)
     assert banned("<|turn|>") == (259, 260, 261)
 
@@ -200,7 +200,7 @@ def test_a_stop_string_is_one_that_the_tokenizer_can_spell(data_dir):
     ):
         tokenizer = HuggingFaceTokenizer(data_dir / "models" / name)
         if spelled:
-            stop_strings.check_stop_strings([text], tokenizer, tokenizer.vocab_size)
+            stop_strings.check_stop_strings([text], tokenizer)
             continue
         with pytest.raises(ValueError, match=re.escape(f"task.stop_strings holds {text!r}, which no response can")):
-            stop_strings.check_stop_strings([text], tokenizer, tokenizer.vocab_size)
+            stop_strings.check_stop_strings([text], tokenizer)

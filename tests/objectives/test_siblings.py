@@ -3,7 +3,6 @@
 Expectations are exact sums over all groups of responses. Optima are computed from the equations, not by descent.
 """
 
-import dataclasses
 import functools
 import itertools
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 from scipy import optimize, special
 
-from tba_jax.objectives.a_star_po import reference_values
 from tests.support.expected_gradients import (
     BETA,
     OPTIMUM,
@@ -25,7 +23,6 @@ from tests.support.expected_gradients import (
     expected_gradient,
     expected_gradients,
 )
-from tests.support.objective_loops import evaluate, log_targets, random_batch, row_sums
 
 K = 3
 DELTA, BASELINE = -3.0, -1.0  # every advantage of AsymRE and every R of TOPR is above 0
@@ -124,14 +121,6 @@ def test_flowrl_ends_where_its_residual_is_zero_on_average(behavior):
     assert np.abs(special.softmax(log_target) - special.softmax(OPTIMUM)).sum() / 2 > 0.02, "it is not p*"
 
 
-def test_more_rows_of_a_group_bring_old_rows_nearer_to_the_tilted_sampler():
-    """OAPL to π_lag·exp(r/β) / Z and A*-PO to p*, both from the side of who drew the rows."""
-    mu = np.array(UNIFORM)
-    for name, ideal in (("oapl", np.log(mu) + REWARD / BETA), ("a_star_po", OPTIMUM)):
-        at_ideal = [np.abs(expected_gradient(jnp.asarray(ideal), jnp.asarray(mu), K=rows, form=name)).max() for rows in (2, 3, 5)]
-        assert at_ideal[0] > at_ideal[1] > at_ideal[2] > 1e-3, (name, at_ideal)
-
-
 @pytest.mark.parametrize("behavior", [UNIFORM, SKEWED, None], ids=["uniform", "skewed", "on-policy"])
 def test_only_rows_of_the_policy_itself_make_p_star_the_optimum_of_a_star_po(behavior):
     mu = jax.nn.softmax(jnp.asarray(OPTIMUM)) if behavior is None else jnp.asarray(behavior)
@@ -146,36 +135,3 @@ def test_on_policy_they_follow_the_reward_alone(name, scale):
         ascent = np.asarray(jax.grad(lambda theta: jax.nn.softmax(theta) @ REWARD)(jnp.asarray(theta)))
         found = expected_gradient(jnp.asarray(theta), jax.nn.softmax(theta), K=K, form=name, **CHANGES.get(name, {}))
         np.testing.assert_allclose(found, -scale * ascent, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("sizes", [(3, 2, 5), (2, 5, 4)], ids=str)
-def test_the_mean_over_pairs_is_trajectory_balance(sizes):
-    """mean over pairs of (δ_j − δ_k)², δ = log π_θ − log p̃, is 2K/(K − 1) times the loss, and so is its gradient."""
-    outputs, inputs = random_batch(*sizes, ref_temperature=1.3, reward_temperature=0.7)
-    queries, completions, _ = sizes
-    loss, gradient = evaluate("trajectory_balance", outputs, inputs)
-    delta = np.array(row_sums(outputs.logprobs, inputs.mask)) - np.array(log_targets(inputs))
-    pairs, by_row = 0.0, np.zeros(queries * completions)
-    count = queries * completions * (completions - 1) / 2
-    for first in range(0, queries * completions, completions):
-        for j, k in itertools.combinations(range(first, first + completions), 2):
-            pairs += (delta[j] - delta[k]) ** 2 / count
-            by_row[j] += 2 * (delta[j] - delta[k]) / count
-            by_row[k] -= 2 * (delta[j] - delta[k]) / count
-    scale = 2 * completions / (completions - 1)
-    np.testing.assert_allclose(pairs, scale * loss, rtol=1e-10)
-    np.testing.assert_allclose(
-        np.where(inputs.mask, by_row[:, None], 0.0), scale * gradient.logprobs, rtol=1e-9, atol=1e-12 * np.abs(by_row).max()
-    )
-
-
-def test_a_value_from_rows_of_p_star_is_exact():
-    """π_ref/p* · exp(r/β) = Z for every response: one other row is enough."""
-    _, inputs = random_batch(3, 2, 5)
-    inputs.mask[:, 0] = True
-    log_z = np.repeat([-2.0, 0.5, 3.0], 2)
-    behavior = inputs.behavior_logprobs.copy()
-    target = np.array(row_sums(inputs.ref_logprobs, inputs.mask)) + inputs.reward / float(inputs.beta)
-    behavior[:, 0] += target - log_z - np.array(row_sums(behavior, inputs.mask))
-    found = reference_values(dataclasses.replace(inputs, behavior_logprobs=behavior))
-    np.testing.assert_allclose(found.reshape(-1), float(inputs.beta) * log_z, rtol=1e-9)
