@@ -133,8 +133,8 @@ def test_local_layers_read_a_window_of_prompt_and_response():
     """Prompts and responses are longer than the window, and slots take up another buffer's prompt while others run."""
     model = dataclasses.replace(MODEL, layers=3, layer_pattern="lg", window=5, local_rope_theta=50.0)
     params = applied.random(applied.specs(model), scale=0.4, seed=3)
-    stream = make_stream((1, 33, 5, 60, 17))
-    found = decoded_together(make_engine(*SIZES, model=model), stream, params)
+    stream = make_stream((1, 30, 5, 28, 17))
+    found = decoded_together(make_engine(*SIZES, model=model, prompt_length=32), stream, params)
 
     def logprobs(config) -> np.ndarray:
         logits = scoring.restrict(teacher_forced_logits(stream, found, params, config), np.arange(R), SPACE)
@@ -147,15 +147,15 @@ def test_local_layers_read_a_window_of_prompt_and_response():
 
 
 def test_merged_and_rounded_weights_on_a_mesh_draw_what_they_score():
-    """Adapters merged, weights rounded and lanes on eight devices; scored by the same weights on one."""
+    """Adapters merged, weights rounded and two lanes on two devices each; scored by the same weights on one device."""
     policy = Policy(model=MODEL, lora=LoraConfig(rank=2, alpha=4.0, targets=("layers.*",)))
     adapters = applied.random(policy.trained_specs, scale=0.3, seed=3)
-    mesh = make_mesh(2, 2, 2)
+    mesh = make_mesh(data=2, tensor=2)
     sharded = jax.device_put(adapters, policy.trained_shardings(mesh)), jax.device_put(PARAMS, policy.model_shardings(mesh))
     of = {weights: jax.jit(functools.partial(policy.for_sampling, weights=weights)) for weights in ("full", "int8")}
     params = sharding.on_mesh(mesh, of["int8"])(*sharded)
     assert params["layers"]["feed_forward"]["up"]["weight"].dtype == np.int8
-    stream = make_stream([1, 24, 3, 17, 9, 2, 20, 11], counts=(4, 3, 9), limits=False)
+    stream = make_stream([1, 24, 3, 17], counts=(4, 3, 9), limits=False)
     found = decoded_together(make_engine(8, 4, mesh=mesh, prompt_length=24, weights="int8"), stream, params)
     mask = trajectory.response_mask(found.length, R)
     # Engine and learner sum in other orders, which differ by CPU: 1.05e-5 and 1.8e-5 were seen where weights are rounded.

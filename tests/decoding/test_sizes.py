@@ -75,11 +75,3 @@ def test_every_running_sample_finds_its_entries(lockstep):
         for _ in range(rng.integers(1, 30)):
             seen.add(caches.call(rng.integers(1, longest + 1, SLOTS)))
     assert seen == set(WINDOWS) and caches.rotations > 5
-
-
-def test_a_stream_of_short_samples_reads_a_short_window_after_one_round():
-    caches = Caches(lockstep=False)
-    windows = [caches.call(np.full(SLOTS, 3)) for _ in range(30)]
-    # The whole caches for a round of 31 entries, and until the samples lie in the shorter ring.
-    assert windows == [31] * 7 + [8] * 23 and not caches.rotations
-    assert [caches.call(np.full(SLOTS, 25)) for _ in range(3)] == [8, 16, 16]

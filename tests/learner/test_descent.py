@@ -98,21 +98,6 @@ SIZES = dict(prompt=4, response=6, queries=7, completions=20)
 
 
 @pytest.mark.parametrize(
-    "tokens, ways, full_rows, sequences",
-    [
-        (0, 1, 140, 140),
-        (139 * 9, 1, 125, 80),  # 4 queries, and 3: not 6 and 1
-        (10, 1, 1, 1),
-        (19 * 10, 4, 16, 20),
-    ],
-)
-def test_a_micro_batch_has_the_most_sequences_that_fit(tokens, ways, full_rows, sequences):
-    """7 queries of 20 rows, of 10 tokens each."""
-    found = descent.limits(tokens, **SIZES, ways=ways, shares=False)
-    assert (found.full_rows, found.sequences, found.length) == (full_rows, sequences, 9)
-
-
-@pytest.mark.parametrize(
     "tokens, ways, sentence",
     [
         (9, 1, "learner.micro_batch_tokens=9 does not hold one row: .* = 10 tokens; at least 10, or 0"),

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -90,17 +89,16 @@ def test_an_objective_reads_only_the_settings_it_declares(name):
     assert {*OTHER_VALUES, "completions"} == {field.name for field in dataclasses.fields(ObjectiveSettings)}
     outputs, inputs = random_batch(*SIZES, dtype=np.float32)
 
-    def gradient(inputs: ObjectiveInputs) -> np.ndarray:  # not jitted: each setting would be a program
-        leaves = jax.tree.leaves(jax.grad(OBJECTIVES[name].loss)(outputs, inputs))
-        return np.concatenate([np.ravel(leaf) for leaf in leaves])
+    def loss(inputs: ObjectiveInputs) -> float:  # not jitted: each setting would be a program
+        return float(OBJECTIVES[name].loss(outputs, inputs))
 
     def changed(*settings: str) -> bool:
         others = {name: OTHER_VALUES[name] for name in settings if name in OTHER_VALUES}
         other = dataclasses.replace(inputs, settings=dataclasses.replace(inputs.settings, **others))
         other = dataclasses.replace(other, **{name: np.float32(1.7) for name in settings if name in COEFFICIENTS})
-        return bool((gradient(other) != usual).any())
+        return loss(other) != usual
 
-    usual, declared = gradient(inputs), set(OBJECTIVES[name].settings) - HEADS_RATES
+    usual, declared = loss(inputs), set(OBJECTIVES[name].settings) - HEADS_RATES
     assert all(changed(setting) for setting in declared) and not changed(*({*OTHER_VALUES, *COEFFICIENTS} - declared))
 
 

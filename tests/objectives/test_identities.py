@@ -1,15 +1,12 @@
 """What the TBA paper says of trajectory balance, TBA′ and policy gradients: expectations by enumeration, optima. In float64."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.objectives.inputs import ObjectiveInputs, PolicyOutputs
 from tests.support.expected_gradients import BETA, OPTIMUM, REF_LOGPROBS, REWARD, SKEWED, THETA, UNIFORM, expected_gradient
-from tests.support.objective_loops import FORMS, evaluate, log_targets, random_batch
+from tests.support.objective_loops import FORMS, evaluate, random_batch
 
 # By form, the gradient expected over on-policy groups of K divided by ∇(E[r] − β KL).
 EXPECTED_SCALE = {
@@ -59,20 +56,20 @@ def test_on_policy_gradients_are_of_the_regularised_reward(form, K=3):
     np.testing.assert_allclose(found, EXPECTED_SCALE[form](K) * ascent, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_from_the_reference_every_objective_raises_the_reward(form):
-    """On-policy, in expectation, where the KL is at its least: descent goes the way of ∇E[r], of raft and online_dpo about so."""
+@pytest.mark.parametrize("form", sorted(set(FORMS) - set(EXPECTED_SCALE)))
+def test_from_the_reference_the_others_raise_the_reward(form):
+    """On-policy, in expectation, where the KL is at its least: descent goes about the way of ∇E[r]."""
     found = np.asarray(expected_gradient(jnp.asarray(REF_LOGPROBS), jnp.exp(REF_LOGPROBS), K=3, form=form))
     ascent = np.asarray(jax.grad(lambda theta: jax.nn.softmax(theta) @ REWARD)(jnp.asarray(REF_LOGPROBS)))
     cosine = -found @ ascent / np.linalg.norm(found) / np.linalg.norm(ascent)
-    assert cosine > (1 - 1e-9 if form in (*EXPECTED_SCALE, "vine_ppo", "dr_grpo") else 0.8)
+    assert cosine > (1 - 1e-9 if form in ("vine_ppo", "dr_grpo") else 0.8)
 
 
 @pytest.mark.parametrize("form", EXPECTED_SCALE)
 def test_off_policy_only_importance_weights_keep_it(form):
     """Of responses of one token, where no weight is clipped."""
-    found = np.asarray(expected_gradient(jnp.asarray(THETA), jnp.asarray(SKEWED), K=2, form=form))
-    expected = EXPECTED_SCALE[form](2) * np.asarray(jax.grad(regularised_reward)(jnp.asarray(THETA)))
+    found = np.asarray(expected_gradient(jnp.asarray(THETA), jnp.asarray(SKEWED), K=3, form=form))
+    expected = EXPECTED_SCALE[form](3) * np.asarray(jax.grad(regularised_reward)(jnp.asarray(THETA)))
     if form in ("tba_prime", "tba_prime, by row", "proximal_rloo", "ppo"):
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
     else:
@@ -100,24 +97,6 @@ def test_a_truncated_sampler_alone_misses_the_target():
     missed = jnp.asarray(OPTIMUM).at[4].add(1.5)
     assert np.abs(expected_gradient(missed, jnp.asarray([0.4, 0.3, 0.2, 0.1, 0.0]), K=2)).max() < 1e-12
     assert np.abs(expected_gradient(missed, jnp.asarray(UNIFORM), K=2)).max() > 1e-2
-
-
-def optimal_batch() -> tuple[PolicyOutputs, ObjectiveInputs]:
-    """log π_θ = log p̃ − log Z(x) on every row, on tokens of which some are masked."""
-    outputs, inputs = random_batch(3, 4, 6, ref_temperature=1.3, reward_temperature=0.6)
-    inputs.mask[:, 0] = True
-    log_z = np.repeat([-2.0, 0.5, 7.0], 4)
-    missing = log_targets(inputs) - log_z - np.where(inputs.mask, outputs.logprobs, 0).sum(1)
-    logprobs = outputs.logprobs.copy()
-    logprobs[:, 0] += missing
-    return dataclasses.replace(outputs, logprobs=logprobs, log_z=log_z), inputs
-
-
-@pytest.mark.parametrize("name", ["trajectory_balance", "learned_log_z"])
-def test_the_optimum_has_no_loss_and_no_gradient(name):
-    loss, gradient = evaluate(name, *optimal_batch())
-    assert loss < 1e-20
-    assert max(np.abs(gradient.logprobs).max(), np.abs(gradient.log_z).max()) < 1e-10
 
 
 def test_tba_prime_without_weights_is_trajectory_balance(temperatures=(1.7, 0.6)):

@@ -86,12 +86,11 @@ def test_templates_that_do_not_take_the_conversation_are_refused(tokenizer, tmp_
         prompts.template(chat, chat_template=True, system_prompt="Be brief.")
 
 
-# What published templates do to messages, in short.
-CHANGING = {
-    "trims": "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}\n{% endfor %}",
-    "date in a macro": "{% macro head() %}{{ strftime_now('%A, %-d %B %Y (%F, week %V) %H:%M') }}{% endmacro %}{{ head() }}"
-    + TEMPLATE,
-}
+# Trims, and reads the clock in a macro, as published templates do.
+CHANGING = (
+    "{% macro head() %}{{ strftime_now('%A, %-d %B %Y (%F, week %V) %H:%M') }}{% endmacro %}{{ head() }}"
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}\n{% endfor %}"
+)
 GIVEN = ["1+1?", "  1+1? \n", "say {prompt} \\ 'x' \"y\"", "%d %b", "two\n\nlines", "<b>&amp;é漢"]
 
 
@@ -101,21 +100,15 @@ class Midnight(datetime.datetime):
         return cls(2025, 3, 9)
 
 
-@pytest.mark.parametrize("name", CHANGING)
-def test_prompts_are_those_of_transformers(tmp_path, monkeypatch, name):
-    system = "  Be brief. "
-    folder = tiny_checkpoints.write_byte_bpe(tmp_path / "chat")
-    write_template(folder, CHANGING[name])
-    before = [{"role": "system", "content": system}]
+def test_prompts_are_those_of_transformers(tmp_path, monkeypatch):
+    folder, system = tiny_checkpoints.write_byte_bpe(tmp_path / "chat"), "  Be brief. "
+    write_template(folder, CHANGING)
+    asked = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in GIVEN]
     with monkeypatch.context() as patch:
         patch.setattr("transformers.utils.chat_template_utils.datetime", Midnight)
         theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-        expected = [
-            theirs.apply_chat_template(
-                [*before, {"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-            for text in GIVEN
-        ]
+        options = dict(add_generation_prompt=True, tokenize=True, return_dict=False)
+        expected = [theirs.apply_chat_template(each, **options) for each in asked]
     chat = HuggingFaceTokenizer(folder, date="2025-03-09")
     assert chat.chat(GIVEN, system) == [theirs.decode(ids) for ids in expected]
     found, _ = encode([Query(prompt=text) for text in GIVEN], chat, chat_template=True, system_prompt=system)
