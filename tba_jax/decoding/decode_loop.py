@@ -1,7 +1,4 @@
-"""The decode loop on the device: prompts are prefilled into buffers, and slots continue their samples (slots.py).
-
-B = J·W; K places of a buffer, one for each completion of its prompt; X = U·K places of a group.
-"""
+"""The decode loop on the device: prompts are prefilled into buffers, and slots continue their samples (slots.py)."""
 
 import dataclasses
 import functools
@@ -118,7 +115,6 @@ def _fill_idle(slots: Slots, prompts: Prompts, oldest_first: jax.Array, config: 
     c = config
     X = c.buffers * c.places
     idle = slots.place < 0
-    # Waiting places in the order in which they are to begin.
     order = (oldest_first[:, :, None] * c.places + jnp.arange(c.places)).reshape(c.groups, X)
     waits = jnp.take_along_axis(slots.waiting, order, axis=1)
     takes = idle[:, :, None] & waits[:, None, :] & (jnp.cumsum(idle, axis=1)[:, :, None] == jnp.cumsum(waits, axis=1)[:, None, :])
@@ -289,10 +285,7 @@ def _cut(cache: kv_cache.Cache, entries: int) -> kv_cache.Cache:
 
 
 def make_programs(config: SlotsConfig, mesh: Mesh) -> dict[str, Wrapped]:
-    """The jitted functions of a lane; the mesh is the context of their calls (sharding.on_mesh). Nothing is compiled here.
-
-    prefill takes the memory of prompts and slots, decode that of slots, rotate that of the own cache of a layer.
-    """
+    """The jitted functions of a lane; the mesh is the context of their calls (sharding.on_mesh). Nothing is compiled here."""
     whole = sharding.replicated(mesh)
     prompts, slots = slots_lib.shardings(config, mesh)
 

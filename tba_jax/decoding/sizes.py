@@ -23,8 +23,7 @@ _TILE_COLUMNS = 128
 
 @dataclasses.dataclass(frozen=True)
 class LaneSizes:
-    """The slots of one lane. groups: J; width: W, slots of a group; buffers: U, prompts of a group; arrivals: I, prompts of one
-    prefill call."""
+    """groups: J; width: W, slots of a group; buffers: U, prompts of a group; arrivals: I, prompts of one prefill call."""
 
     groups: int
     width: int
@@ -82,8 +81,7 @@ def heads_together(kv_heads: int, head_size: int, ways: int, *, tiled: bool) -> 
 
 
 def windows(entries: int, chunk: int, *, tiled: bool = False) -> tuple[int, ...]:
-    """Windows of the own caches, ascending, for as long as responses are short: quarters, each at least a chunk; the last is
-    the whole."""
+    """Windows of the own caches, ascending: quarters, each at least a chunk; the last is the whole."""
     quarter = max(-(-entries // 4), chunk)
     quarter = -(-quarter // _TILE_COLUMNS) * _TILE_COLUMNS if tiled else quarter
     return (*range(quarter, entries, quarter), entries)

@@ -38,8 +38,7 @@ class EncodedQueries(Sequence[EncodedQuery]):
 def template(tokenizer: Tokenizer, *, chat_template: bool, system_prompt: str) -> dict[str, str]:
     """The contract's entry of a chat template: its text around a prompt, and a digest of its source; {} if it is not used.
 
-    Raises:
-      ValueError: the tokenizer has no chat template, or its template refuses these messages or leaves the prompt out.
+    Raises ValueError if the tokenizer has no chat template, or its template refuses these messages or leaves the prompt out.
     """
     if not chat_template:
         if system_prompt:
@@ -106,10 +105,7 @@ def encode(
 
 
 def _distinct(queries: Sequence[Query], read: Sequence[str], split: str) -> tuple[Sequence[Query], Sequence[str]]:
-    """The first query of each text that the policy reads, and these texts.
-
-    Rows name their query by that text alone, so two answers to one text would be mixed.
-    """
+    """The first query of each text that the policy reads, and these texts, by which rows name their query."""
     first: dict[str, Query] = {}
     for query, text in zip(queries, read, strict=True):
         first.setdefault(text, query)
@@ -126,10 +122,7 @@ def _distinct(queries: Sequence[Query], read: Sequence[str], split: str) -> tupl
 def encode_pair(prompt: str, response: str, tokenizer: Tokenizer, *, begin: bool = True) -> tuple[list[int], list[int]]:
     """Token ids of a prompt, as generation starts from it, and token ids of the response, which end with the end of sequence.
 
-    Args: begin: see Tokenizer.encode_all.
-
-    Raises:
-      ValueError: the tokenizer merges the two texts where they meet, so that no tokens after the prompt's spell the response.
+    Raises ValueError if the tokenizer merges the two texts where they meet, so that no tokens after the prompt's spell it.
     """
     prompt_ids, whole = tokenizer.encode_all([prompt, prompt + response], begin=begin)
     if whole[: len(prompt_ids)] == prompt_ids:
