@@ -87,7 +87,7 @@ def test_adapters_alone_get_the_gradient_of_the_whole_policy():
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
     assert abs(float(measurements["loss"]) - one_pass("trajectory_balance")[0]) > 1e-3  # the adapters change the policy
     # Merged into the weights, they are a policy whose gradient, taken back through the merge, is theirs.
-    merged, pull_back = jax.vjp(lambda adapters: LORA.for_sampling(adapters, random_params()), adapters)
+    merged, pull_back = jax.vjp(lambda adapters: LORA.for_sampling(adapters, random_params(), "full"), adapters)
     whole = state_lib.init_state(POLICY, merged, DESCENT)
     after, _ = make_step(settings(limits=limits(6)))(whole, {}, random_batch())
     (expected,) = pull_back(jax.tree.map(lambda new, old: jnp.asarray(old - new), after.params["policy"], merged))
