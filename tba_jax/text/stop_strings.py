@@ -41,10 +41,8 @@ def build(token_bytes: Sequence[bytes | None], stop_strings: Sequence[str], *, v
     Args: token_bytes: see HuggingFaceTokenizer. Ids without text, and ids from len(token_bytes) to `vocab`, lead to state 0.
 
     Raises:
-      ValueError: a stop string is empty, or token_bytes is longer than V.
+      ValueError: token_bytes is longer than `vocab`.
     """
-    if not all(stop_strings):
-        raise ValueError(f"task.stop_strings={tuple(stop_strings)} must hold texts of at least one character")
     if len(token_bytes) > vocab:
         raise ValueError(f"the tokenizer has {len(token_bytes)} ids, the embedding only {vocab}")
     if not stop_strings:
@@ -143,7 +141,8 @@ def check_stop_strings(
                 f"{setting} holds a text of {len(text)} characters, {text[:40]!r}…; at most {_LONGEST_STOP_STRING} are allowed"
             )
         # Ids without text keep apart what stands at their sides, as a byte does that UTF-8 has not.
-        spelt = (b"".join(texts[i] or b"\xff" for i in ids if i not in barred) for ids in _encodings(text, tokenizer))
+        pieces = ([texts[i] for i in ids if i not in barred] for ids in _encodings(text, tokenizer))
+        spelt = (b"".join(b"\xff" if piece is None else piece for piece in each) for each in pieces)
         if not any(text.encode() in each for each in spelt):
             raise ValueError(
                 f"{setting} holds {text!r}, which no response can contain: the tokenizer ({type(tokenizer).__name__}) encodes "
