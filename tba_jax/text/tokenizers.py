@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import json
 import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -156,9 +157,9 @@ class HuggingFaceTokenizer:
             )
         if holds_surrogate(template):
             raise ValueError(f"{setting}: the chat template of {self._folder} {NO_CHARACTER}")
+        if self._date and "strftime_now" in template:
+            template = _stopped_clock(self._date) + template
         given: dict[str, Any] = dict(chat_template=template, tokenize=False, add_generation_prompt=True)
-        if self._date:  # the clock of templates stands at the beginning of a day
-            given["strftime_now"] = datetime.datetime.fromisoformat(self._date).strftime
         try:
             return self._tokenizer.apply_chat_template([list(messages) for messages in asked], **given)
         except Exception as error:  # a template may raise any exception
@@ -201,6 +202,17 @@ class HuggingFaceTokenizer:
 
 
 Tokenizer = CharacterTokenizer | HuggingFaceTokenizer
+
+
+def _stopped_clock(date: str) -> str:
+    """A line of Jinja that stands before a template, for which the clock stands at the beginning of a day.
+
+    Values of a template are plain data, so its strftime_now(FORMAT) is a macro that replaces each code of the format.
+    """
+    day = datetime.datetime.fromisoformat(date)
+    codes = [f"%{flag}{letter}" for flag in ("", "-") for letter in string.ascii_letters]
+    replaced = "".join(f"|replace({json.dumps(code)}, {json.dumps(day.strftime(code))})" for code in codes)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"
 
 
 def has_tokenizer(folder: Path) -> bool:

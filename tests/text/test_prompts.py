@@ -182,7 +182,7 @@ def test_a_response_that_no_tokens_spell_is_refused(monkeypatch):
     "prompt, text, read",
     [
         ("a 1/5 and 2/5", "a 1/5 and 2/5", "a 15 ad 25"),
-        ("a" * 500 + "\x1b[31m\u202e1/5" + "b" * 500, "a" * 20 + "\\x1b[31m\\u202e1/5" + "b" * 28, "a" * 20 + "31m15" + "b" * 35),
+        ("a" * 500 + "\x1b[31m\u202e1/5" + "b" * 500, "a" * 20 + "\\x1b[31m\\u202e1/5" + "b" * 31, "a" * 20 + "31m15" + "b" * 35),
     ],
     ids=["short", "an excerpt that a terminal may show"],
 )
