@@ -183,13 +183,10 @@ def decode(
     """At most `chunk` decode steps; ends sooner when all slots are idle, or when `enough` buffers are free for new prompts.
 
     Args:
-      params: see kv_cache.unstack; the caller donates slots.
-      oldest_first: see prefill.
-      position: int32[], the entry of the own caches that the first step writes to, modulo `window`.
+      slots: donated. position: int32[], the entry of the own caches that the first step writes to, modulo `window`.
       enough: int32[]; more than there are: goes on until the slots are idle.
-      buffers: static, 1 to U: the first buffers of each group, which are read; the others must be free.
-      window: static: the first entries of the own caches, which are the ring that is read and written. No sample makes more
-        entries than it has.
+      buffers, window: static: the first buffers of each group (1 to U) are read, and the others must be free; the first entries
+        of the own caches are the ring that is read and written, and no sample makes more entries.
     """
     c, whole = config, slots.own
     call = _Call(
@@ -218,11 +215,7 @@ def decode(
         slots, _, t, free = state
         return (t < c.chunk) & (free < enough) & jnp.any(slots.place >= 0)
 
-    shape = (c.chunk, c.groups, c.width)
-    zeros, logprobs = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-    nothing = Tokens(token=zeros, status=zeros, policy_logprob=logprobs, behavior_logprob=logprobs)
-    trace = Trace(place=jnp.full(shape, -1, jnp.int32), count=zeros, tokens=nothing)
-    start = slots, trace, jnp.zeros((), jnp.int32), _free_buffers(slots, c)
+    start = slots, _empty_trace(c), jnp.zeros((), jnp.int32), _free_buffers(slots, c)
     slots, trace, _, _ = jax.lax.while_loop(goes_on, step, start)
     if window < c.own_entries and not c.tiled:
         own = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice(old, new, (0, 0, 0, 0)), whole, slots.own)
@@ -265,6 +258,13 @@ def _step(call: _Call, slots: Slots, entry: jax.Array, stop_table: jax.Array | N
         stop_state=stop_state,
     )
     return slots, trace
+
+
+def _empty_trace(config: SlotsConfig) -> Trace:
+    shape = (config.chunk, config.groups, config.width)
+    zeros, logprobs = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+    tokens = Tokens(token=zeros, status=zeros, policy_logprob=logprobs, behavior_logprob=logprobs)
+    return Trace(place=jnp.full(shape, -1, jnp.int32), count=zeros, tokens=tokens)
 
 
 def rotate(own: tuple[jax.Array, ...], by: jax.Array, *, window: int) -> tuple[jax.Array, ...]:

@@ -124,11 +124,7 @@ def draw(
       Draw over B rows. A token of probability 0 is never drawn, a greedy row draws the first of the most likely tokens. In
       an untruncated row at the scoring temperature both log-probs are the same bits. Where logits are NaN, infinite or
       -inf throughout, policy_logprob is NaN and the token any valid one.
-
-    Raises: ValueError: scoring_temperature is not above 0.
     """
-    if not scoring_temperature > 0:
-        raise ValueError(f"scoring_temperature={scoring_temperature} must be above 0: set sampling.scoring_temperature")
     chex.assert_rank([logits, uniform], [2, 1])
     chex.assert_type([logits, uniform], jnp.float32)
     B, V = logits.shape
@@ -156,18 +152,25 @@ def draw(
     shifted = _pick(logits, token) - best
     as_scored = temperature == jnp.float32(scoring_temperature)
     scoring = jnp.full(B, scoring_temperature, jnp.float32)
-
-    def scored_total() -> jax.Array:
-        mass = by_block(jnp.sum, lambda part: _weights(part, best, scoring), logits)
-        return jnp.where(as_scored, full_total, jnp.sum(mass, axis=-1))
-
-    policy_total = jax.lax.cond(jnp.all(as_scored), lambda: full_total, scored_total)
+    policy_total = _policy_total(logits, best, scoring, full_total, as_scored, by_block)
     policy_logprob = shifted * _inverse(scoring) - jnp.log(policy_total)
     behavior_logprob = shifted * _inverse(temperature) - jnp.log(behavior_total)
     # Equal but for how XLA orders the two sums; importance weights of such rows are to be 1 exactly.
     behavior_logprob = jnp.where(as_scored & ~truncates, policy_logprob, behavior_logprob)
     behavior_logprob = jnp.where(greedy, 0.0, behavior_logprob)
     return Draw(token=token, drawn=drawn, policy_logprob=policy_logprob, behavior_logprob=behavior_logprob)
+
+
+def _policy_total(
+    logits: jax.Array, best: jax.Array, scoring: jax.Array, full_total: jax.Array, as_scored: jax.Array, by_block: ByBlock
+) -> jax.Array:
+    """float32[B]: Σ exp((l − max l) / T) at the scoring temperature; full_total has it in the rows `as_scored`."""
+
+    def scored_total() -> jax.Array:
+        mass = by_block(jnp.sum, lambda part: _weights(part, best, scoring), logits)
+        return jnp.where(as_scored, full_total, jnp.sum(mass, axis=-1))
+
+    return jax.lax.cond(jnp.all(as_scored), lambda: full_total, scored_total)
 
 
 def _inverse_cdf(

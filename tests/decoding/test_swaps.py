@@ -66,9 +66,9 @@ def assert_drawn_by_the_weights_of_their_steps(stream: Sequence[Request], found:
 
 
 def swapping_stream(engine: Engine) -> tuple[list[Request], list[Generation]]:
-    """24 requests, fed one by one; after every eighth, which is more than run at a time, new weights are handed over."""
-    every = 8
-    stream = make_stream([1, 24, 3, 17, 9, 2, 20, 11] * 3, counts=(4, 2), limits=False)
+    """27 requests, fed one by one; with every ninth, which is more than run at a time, new weights are handed over."""
+    every = 9
+    stream = make_stream([1, 24, 3, 17, 9, 2, 20, 11, 6] * 3, counts=(4, 2), limits=False)
     prepared = {step: engine.prepare(random_params(step)) for step in range(len(stream) // every + 1)}
     engine.swap(prepared[0], 0)
     tickets: list[Ticket] = []
@@ -133,6 +133,6 @@ def test_new_sequences_alone_take_up_new_weights():
     stream, found = swapping_stream(draining)
     assert assert_drawn_by_the_weights_of_their_steps(stream, found) == 0
     first = np.concatenate([generation.policy_step[:, 0] for generation in found])
-    assert set(first.tolist()) == {0, 1, 2} and (np.diff(first) >= 0).all()
+    assert set(first.tolist()) == {0, 1, 2, 3} and (np.diff(first) >= 0).all()
     # A sequence that is asked for after the last hand-over has the last weights.
     assert (draining.generate([make_request([3, 4], 4)])[0].policy_step[:, 0] == 3).all() and draining.policy_step == 3
