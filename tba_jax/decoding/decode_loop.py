@@ -1,7 +1,4 @@
-"""The decode loop on the device: prompts are prefilled into buffers, and slots continue their samples (slots.py).
-
-B = J·W; K places of a buffer, one for each completion of its prompt; X = U·K places of a group.
-"""
+"""The decode loop on the device: prompts are prefilled into buffers, and slots continue their samples (slots.py)."""
 
 import dataclasses
 import functools
@@ -71,34 +68,18 @@ def prefill(
       the new state, and the first tokens: leaves [I, K].
     """
     a, c = arrivals, config
+    I, K = a.tokens.shape[0], c.places
     logits, cache = kv_cache.prefill(parameters.module(c.graphdef, params), a.tokens, a.length)
-    first, stop_state = _first_tokens(logits, a, stop_table, c)
+    logits, given, stop_state = (jnp.repeat(x, K, axis=0) for x in (logits, a.given, a.stop_state))
+    samples = jax.tree.map(lambda x: x.reshape(I * K, *x.shape[2:]), a.samples)
+    drawn = _draw(logits, samples, given, stop_state, stop_table, c)
+    first, stop_state = jax.tree.map(lambda x: x.reshape(I, K), drawn)
     new_prompts = _put(prompts, a, cache, first, stop_state, c)
     begins = (a.samples.limit > 0) & (first.status == RUNNING)
     group = jnp.where(a.valid, a.group, c.groups)
     waiting = slots.waiting.reshape(c.groups, c.buffers, c.places).at[group, a.buffer].set(begins, mode="drop")
     slots = dataclasses.replace(slots, waiting=waiting.reshape(slots.waiting.shape))
     return new_prompts, _fill_idle(slots, new_prompts, oldest_first, c), first
-
-
-def _first_tokens(
-    logits: jax.Array, arrivals: Arrivals, stop_table: jax.Array | None, config: SlotsConfig
-) -> tuple[Tokens, jax.Array]:
-    """The first token of every sample, leaves [I, K], drawn from the logits [I, V] of its prompt; and the state after it."""
-    I, K = arrivals.tokens.shape[0], config.places
-
-    def per_sample(x: jax.Array) -> jax.Array:
-        return jnp.repeat(x, K, axis=0)
-
-    drawn = _draw(
-        per_sample(logits),
-        jax.tree.map(lambda x: x.reshape(I * K, *x.shape[2:]), arrivals.samples),
-        per_sample(arrivals.given),
-        per_sample(arrivals.stop_state),
-        stop_table,
-        config,
-    )
-    return jax.tree.map(lambda x: x.reshape(I, K), drawn)
 
 
 def _put(
@@ -134,7 +115,6 @@ def _fill_idle(slots: Slots, prompts: Prompts, oldest_first: jax.Array, config: 
     c = config
     X = c.buffers * c.places
     idle = slots.place < 0
-    # Waiting places in the order in which they are to begin.
     order = (oldest_first[:, :, None] * c.places + jnp.arange(c.places)).reshape(c.groups, X)
     waits = jnp.take_along_axis(slots.waiting, order, axis=1)
     takes = idle[:, :, None] & waits[:, None, :] & (jnp.cumsum(idle, axis=1)[:, :, None] == jnp.cumsum(waits, axis=1)[:, None, :])
@@ -166,11 +146,8 @@ def _free_buffers(slots: Slots, config: SlotsConfig) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What all steps of one call of `decode` read.
-
-    samples: leaves [J, X, ...]; prompt_length: int32[J, X], without the given tokens; in_prompt: bool[J, buffers, S];
-    cache: per layer (keys, values) [J, G, buffers·S or more, H]. buffers, window: see decode.
-    """
+    """What all steps of one call of `decode` read: samples: leaves [J, X, ...]; prompt_length: int32[J, X], without the given
+    tokens; in_prompt: bool[J, buffers, S]; cache: per layer (keys, values) [J, G, buffers·S or more, H]."""
 
     config: SlotsConfig
     model: Decoder
@@ -206,13 +183,10 @@ def decode(
     """At most `chunk` decode steps; ends sooner when all slots are idle, or when `enough` buffers are free for new prompts.
 
     Args:
-      params: see kv_cache.unstack; the caller donates slots.
-      oldest_first: see prefill.
-      position: int32[], the entry of the own caches that the first step writes to, modulo `window`.
+      slots: donated. position: int32[], the entry of the own caches that the first step writes to, modulo `window`.
       enough: int32[]; more than there are: goes on until the slots are idle.
-      buffers: static, 1 to U: the first buffers of each group, which are read; the others must be free.
-      window: static: the first entries of the own caches, which are the ring that is read and written. No sample makes more
-        entries than it has.
+      buffers, window: static: the first buffers of each group (1 to U) are read, and the others must be free; the first entries
+        of the own caches are the ring that is read and written, and no sample makes more entries.
     """
     c, whole = config, slots.own
     call = _Call(
@@ -250,10 +224,7 @@ def decode(
 
 
 def _step(call: _Call, slots: Slots, entry: jax.Array, stop_table: jax.Array | None) -> tuple[Slots, Trace]:
-    """One token for every slot. Slots whose samples have ended are idle afterwards.
-
-    Args: entry: int32[], see kv_cache.decode_step. Returns: Trace: leaves [J, W], of this step.
-    """
+    """One token for every slot, and its trace, leaves [J, W]. Slots whose samples have ended are idle afterwards."""
     c = call.config
     J, W = c.groups, c.width
     place, active = jnp.maximum(slots.place, 0), slots.place >= 0
@@ -314,11 +285,7 @@ def _cut(cache: kv_cache.Cache, entries: int) -> kv_cache.Cache:
 
 
 def make_programs(config: SlotsConfig, mesh: Mesh) -> dict[str, Wrapped]:
-    """The jitted functions of a lane; the mesh is the context of their calls (sharding.on_mesh). Nothing is compiled here.
-
-    prefill takes the memory of prompts and slots, decode that of slots, rotate that of the own cache of a layer. move, and
-    move_prompt and move_own of a layer, bring the state of wider slots into these sizes.
-    """
+    """The jitted functions of a lane; the mesh is the context of their calls (sharding.on_mesh). Nothing is compiled here."""
     whole = sharding.replicated(mesh)
     prompts, slots = slots_lib.shardings(config, mesh)
 
@@ -332,7 +299,4 @@ def make_programs(config: SlotsConfig, mesh: Mesh) -> dict[str, Wrapped]:
         decode=program(decode, donate_argnums=2, static_argnames=static, out_shardings=(slots, whole)),
         rotate=jax.jit(rotate, donate_argnums=0, static_argnames="window", out_shardings=slots.own[0]),
         unstack=jax.jit(functools.partial(kv_cache.unstack, config=config.model)),
-        move=program(slots_lib.move, out_shardings=whole),
-        move_prompt=jax.jit(slots_lib.move_cache, out_shardings=prompts.cache[0]),
-        move_own=jax.jit(slots_lib.move_cache, out_shardings=slots.own[0]),
     )

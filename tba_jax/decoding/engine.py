@@ -37,13 +37,11 @@ class Engine:
       chunk: decode steps between two looks at the host: so long do new weights and free buffers wait. At most response_length; 0:
         by the kind of device, see models.hardware.
       lockstep: requests come in batches and all slots begin at once, so that the samples of a query share a group, and each
-        batch begins with the shortest window of the caches (sizes.Ring). For a stream of requests the window is the whole caches
-        until it shows that all responses are shorter: each window is one more program to compile.
+        batch begins with the shortest window of the caches (sizes.Ring). A stream of requests begins with the whole caches.
       given_length: the part of prompt_length that is kept free for given response tokens; a prompt is shorter by it.
       weights: precision of the weights that `prepare` takes, one of kv_cache.WEIGHTS.
-      swap_memory: where weights that were handed over wait. beside: on the devices, as they are decoded with. in_place: where
-        they were given, best in host memory; a lane that takes them up puts one parameter after the other in the place of the
-        one in use, and decodes nothing meanwhile.
+      swap_memory: where weights that were handed over wait. beside: on the devices. in_place: where they were given, best in
+        host memory; a lane that takes them up puts one parameter after the other in the place of the one in use.
 
     Raises:
       ValueError: slots do not divide, or lengths are beyond the model's positions; says the limit.
@@ -112,7 +110,7 @@ class Engine:
 
     @property
     def prompts(self) -> int:
-        """How many prompts there is room for, over all lanes."""
+        """How many prompts there is room for."""
         return len(self._lanes) * self.config.groups * self.config.buffers
 
     @property
@@ -125,15 +123,13 @@ class Engine:
         return self._lanes[0].programs(params)
 
     def prepare(self, params: Params, *, consume: bool = False) -> list[Params]:
-        """Returns weights as `swap` takes them, one copy for each lane, once they are on the devices; `params` with
-        swap_memory=in_place.
+        """Returns weights as `swap` takes them, one copy for each lane, on the devices; `params` with swap_memory=in_place.
 
-        May be called from a thread beside the one that decodes, which then waits for nothing.
+        May be called from a thread beside the one that decodes.
 
         Args:
           params: plain weights of the policy (Policy.for_sampling), on any mesh.
-          consume: takes the parameters out of `params` one after the other, so that devices hold no more than one parameter
-            twice. The caller must have no other use for the arrays.
+          consume: takes the parameters out of `params` one after the other, so that devices hold one parameter twice at most.
         """
         if self._in_place:
             return [jax.tree.map(lambda x: x, params) for _ in self._lanes]  # lanes empty their trees
@@ -175,13 +171,10 @@ class Engine:
             self._queue.append(Part(ticket, first, min(c.places, request.samples - first)))
         return ticket
 
-    def decode(self, tickets: Sequence[Ticket], *, last: bool = False) -> Iterator[int]:
+    def decode(self, tickets: Sequence[Ticket]) -> Iterator[int]:
         """Decodes until these requests are answered. Other requests that are running go on at the next call.
 
         Pauses before each chunk and yields how many more prompts there is room for: the caller may submit so many.
-
-        Args:
-          last: no prompts come but those that are queued, so that the last samples move into fewer slots (sizes.narrower).
 
         Raises:
           FloatingPointError: logits that are not numbers; names the query. The engine cannot be used afterwards.
@@ -194,13 +187,13 @@ class Engine:
                 lane.take_up()
             yield max(0, sum(len(lane.free()) for lane in idle) - len(self._queue))
             for lane in idle:
-                filled = self._fill(lane)
-                if lane.begin(refills=filled, last=last and not self._queue):
+                if lane.begin(refills=self._fill(lane)):
                     self._running.append(lane)
-            self._finish(next((lane for lane in self._running if lane.is_ready), self._running[0]))
+            if self._running:  # else weights came during the pause, and idle lanes take them up first
+                self._finish(next((lane for lane in self._running if lane.is_ready), self._running[0]))
         for lane in self._running[:]:
             self._finish(lane)
-        # A lane takes up weights where it begins a chunk. An idle one that is asked no more would keep the old ones for ever.
+        # An idle lane that begins no further chunk would keep the old weights.
         for lane in self._lanes:
             lane.take_up()
 
@@ -235,6 +228,6 @@ class Engine:
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Answers these requests; nothing else may be running. Raises: as `submit` and `decode`."""
         tickets = [self.submit(request) for request in requests]
-        for _ in self.decode(tickets, last=True):
+        for _ in self.decode(tickets):
             pass
         return [ticket.generation for ticket in tickets]

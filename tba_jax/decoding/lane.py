@@ -12,10 +12,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax import sharding as sharding_lib
 from tba_jax.decoding import decode_loop, sizes
+from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import slots as slots_lib
-from tba_jax.decoding.requests import Part, arrivals_of
+from tba_jax.decoding.requests import Part
+from tba_jax.decoding.sampling import Sampling
 from tba_jax.decoding.sizes import Ring
-from tba_jax.decoding.slots import Arrivals, SlotsConfig, Tokens, Usage
+from tba_jax.decoding.slots import Arrivals, Samples, SlotsConfig, Tokens, Usage
 from tba_jax.models import kv_cache
 from tba_jax.models.parameters import Params
 from tba_jax.programs import Program, shaped
@@ -44,10 +46,9 @@ class Lane:
     ):
         """
         Args:
-          stop_strings: the automaton whose table the config names.
           drains: new weights wait until the running samples have ended; else they take over at the next chunk.
           in_place: incoming weights are stacked, on any devices, and replace those in use one by one, see Engine.
-          lockstep: see Engine. arrivals: I, prompts of one prefill call.
+          arrivals: I, prompts of one prefill call.
         """
         self._config, self._mesh, self._pad_id = config, mesh, pad_id
         self._stop_strings, self._lockstep, self._arrivals = stop_strings, lockstep, arrivals
@@ -61,42 +62,26 @@ class Lane:
         self._windows = sizes.windows(config.own_entries, config.chunk, tiled=config.tiled)
         self._ring = Ring(self._windows, config.chunk, lockstep=lockstep)
         self._buckets = sizes.buckets(config.prompt_length)
-        # The sizes that the state may have, falling, and which of them it has; the groups that it holds.
-        self._sizes = [config, *sizes.narrower(config)]
-        self._size = 0
-        self._groups = np.arange(config.groups)
-        # (group, buffer) -> the part in it; a free buffer has no entry.
+        # (group, buffer) -> the part in it; a free buffer has no entry. When each was filled, as a count of fills; which of
+        # them are not prefilled yet; and the first tokens of prefilled ones, which are on their way from the device.
         self._parts: dict[tuple[int, int], Part] = {}
-        # When each buffer was filled, as a count of fills.
         self._filled_at = np.zeros((config.groups, config.buffers), np.int64)
-        # Buffers that were filled and not prefilled yet.
         self._arrived: list[tuple[int, int]] = []
+        self._first: list[tuple[tuple[tuple[int, int], ...], Tokens]] = []
         # What the running call is to give, and the bytes that each of its steps reads.
         self._trace: Any = None
         self._step_bytes = 0
-        # Buffers that were prefilled, and their first tokens, which are on their way from the device.
-        self._first: list[tuple[tuple[tuple[int, int], ...], Tokens]] = []
         # Of the samples in the places [J, X]: status, response tokens so far, given ones, and the most that there may be.
         places = (config.groups, config.buffers * config.places)
         self._status = np.full(places, slots_lib.CUT, np.int32)
         self._length, self._given, self._limit = (np.zeros(places, np.int32) for _ in range(3))
         # The programs that make and change the state on the devices. The state itself is made by the first prefill.
-        on_mesh = functools.partial(sharding_lib.on_mesh, self._mesh)
-        self._made = [
-            {name: on_mesh(function) for name, function in decode_loop.make_programs(config, mesh).items()}
-            for config in self._sizes
-        ]
-        self._init, self._prefill, self._unstack = (self._made[0][name] for name in ("init", "prefill", "unstack"))
-        self._decode = [made["decode"] for made in self._made]
-        self._rotate = [made["rotate"] for made in self._made]
+        made = {name: sharding_lib.on_mesh(mesh, function) for name, function in decode_loop.make_programs(config, mesh).items()}
+        self._init, self._prefill, self._unstack = made["init"], made["prefill"], made["unstack"]
+        self._decode, self._rotate = made["decode"], made["rotate"]
         self._prompts: Any = None
         self._slots: Any = None
         self._stop_table: Any = None
-
-    def _make_state(self) -> None:
-        self._prompts, self._slots = self._init()
-        if self._stop_strings is not None:
-            self._stop_table = jax.device_put(self._stop_strings.next_state, sharding_lib.replicated(self._mesh))
 
     def programs(self, params: Params) -> dict[str, Program]:
         """Name -> the programs of this lane: of prompts, the longest bucket, and of windows, the whole caches.
@@ -117,7 +102,7 @@ class Lane:
             "weights as decoded with": Program(function=self._unstack, arguments=(kv_cache.largest(stacked),)),
             "prefill": Program(function=self._prefill, arguments=(weights, prompts, slots, order, arrivals, table)),
             "decode": Program(
-                function=self._decode[0],
+                function=self._decode,
                 arguments=(weights, prompts, slots, order, number, number, table),
                 options=dict(buffers=c.buffers, window=self._windows[-1]),
             ),
@@ -127,7 +112,7 @@ class Lane:
             found["decode, part of a ring"] = dataclasses.replace(found["decode"], options=part)
         if len(self._windows) > 1:
             rotated = dict(window=self._windows[-2])
-            found["rotation of a ring"] = Program(function=self._rotate[0], arguments=(slots.own[0], number), options=rotated)
+            found["rotation of a ring"] = Program(function=self._rotate, arguments=(slots.own[0], number), options=rotated)
         return found
 
     def prepare(self, params: Params) -> Params:
@@ -172,8 +157,8 @@ class Lane:
 
     @property
     def is_open(self) -> bool:
-        """Whether free buffers may be filled: not before new weights are taken up, and not in fewer slots."""
-        return self.incoming is None and not self._size
+        """Whether free buffers may be filled: not before new weights are taken up."""
+        return self.incoming is None
 
     def free(self) -> list[tuple[int, int]]:
         """The free buffers (group, buffer) that may be filled; those of groups that have no part come first."""
@@ -189,26 +174,21 @@ class Lane:
         self._parts[group, buffer] = part
         self._arrived.append((group, buffer))
 
-    def begin(self, *, refills: bool, last: bool) -> bool:
+    def begin(self, *, refills: bool) -> bool:
         """Sends a chunk to the devices; `finish` fetches its tokens. Returns whether there is anything to decode.
 
-        Args:
-          refills: whether a prompt is likely to wait for a buffer that becomes free.
-          last: whether no prompts are left, for any lane.
+        Args: refills: whether a prompt is likely to wait for a buffer that becomes free.
         """
         for first in range(0, len(self._arrived), self._arrivals):
             self._prefill_into(self._arrived[first : first + self._arrivals])
         self._arrived = []
         if not self._parts:
             return False
-        # Free buffers are a reason to stop decoding only where prompts wait for them, or where fewer slots are then enough.
-        enough = self._arrivals if refills else len(self._groups) * self._config.buffers + 1
-        if last:
-            self._narrow()
-            enough = self._enough_to_narrow() or enough
-        window, buffers, config = self._fit_ring(), self._buffers_in_use(), self._sizes[self._size]
-        self._step_bytes = slots_lib.step_bytes(config, self._weight_bytes, buffers=buffers, window=window)
-        self._slots, self._trace = self._decode[self._size](
+        # Free buffers are a reason to stop decoding only where prompts wait for them.
+        enough = self._arrivals if refills else self._config.groups * self._config.buffers + 1
+        window, buffers = self._fit_ring(), self._buffers_in_use()
+        self._step_bytes = slots_lib.step_bytes(self._config, self._weight_bytes, buffers=buffers, window=window)
+        self._slots, self._trace = self._decode(
             self._weights,
             self._prompts,
             self._slots,
@@ -236,49 +216,6 @@ class Lane:
         self._release()
         if not self._parts:
             self._ring.begin()
-            self._widen()
-
-    def _running(self) -> np.ndarray:
-        """int[J], the samples of each group that have not ended."""
-        return np.count_nonzero(self._status == slots_lib.RUNNING, axis=1)
-
-    def _goes_on(self) -> bool:
-        """Whether a sample may run for long enough that fewer slots are worth a move."""
-        left = np.where(self._status == slots_lib.RUNNING, self._limit - self._length, 0)
-        return int(left.max()) >= sizes.WORTHWHILE_STEPS
-
-    def _narrow(self) -> None:
-        """Moves the running samples into fewer slots where they fit; layer by layer, so that one is there twice at a time."""
-        running = self._running()
-        fitting = [i for i, config in enumerate(self._sizes) if i > self._size and sizes.holds(config, running)]
-        if not fitting or not self._goes_on():
-            return
-        self._size = fitting[-1]
-        # Positions of the groups among those that the state holds: the ones that run come first.
-        chosen = np.argsort(running[self._groups] == 0, kind="stable")[: self._sizes[self._size].groups].astype(np.int32)
-        made = self._made[self._size]
-        prompts, own = list(self._prompts.cache), list(self._slots.own)
-        small = dataclasses.replace(self._prompts, cache=()), dataclasses.replace(self._slots, own=())
-        self._prompts = self._slots = None
-        new_prompts, new_slots, rows = made["move"](*small, chosen)
-        for i in range(len(own)):
-            prompts[i], own[i] = made["move_prompt"](prompts[i], chosen), made["move_own"](own[i], rows)
-        self._prompts = dataclasses.replace(new_prompts, cache=tuple(prompts))
-        self._slots = dataclasses.replace(new_slots, own=tuple(own))
-        self._groups = self._groups[chosen]
-
-    def _enough_to_narrow(self) -> int:
-        """How many free buffers let the running samples move into fewer slots; 0 where that does not depend on free buffers."""
-        if self._size + 1 == len(self._sizes) or self._config.buffers > 1 or not self._goes_on():
-            return 0
-        return len(self._groups) - self._sizes[self._size + 1].groups
-
-    def _widen(self) -> None:
-        """Back to all slots, which are idle."""
-        if not self._size:
-            return
-        self._size, self._groups = 0, np.arange(self._config.groups)
-        self._prompts = self._slots = None
 
     def _buffers_in_use(self) -> int:
         """How many buffers of each group the next chunk reads, from the first on."""
@@ -290,9 +227,8 @@ class Lane:
         window = self._ring.window
         by = self._ring.choose(int(made.max()))
         if by:
-            # Layer by layer, so that the copies of one layer are there at a time.
-            rotate = self._rotate[self._size]
-            own = tuple(rotate(layer, np.int32(by), window=window) for layer in self._slots.own)
+            # Layer by layer: one layer at a time is there twice.
+            own = tuple(self._rotate(layer, np.int32(by), window=window) for layer in self._slots.own)
             self._slots = dataclasses.replace(self._slots, own=own)
         return self._ring.window
 
@@ -301,18 +237,20 @@ class Lane:
         return sum((group, u) in self._parts for u in range(self._config.buffers))
 
     def _oldest_first(self) -> np.ndarray:
-        """int32[J, U], for the groups that the state holds: see decode_loop.prefill."""
-        return np.argsort(self._filled_at[self._groups], axis=1).astype(np.int32)
+        """int32[J, U], see decode_loop.prefill."""
+        return np.argsort(self._filled_at, axis=1).astype(np.int32)
 
     @property
     def empty_groups(self) -> int:
         """How many groups hold no part and may be given one."""
-        return 0 if self._size else sum(not self.in_use(group) for group in range(self._config.groups))
+        return sum(not self.in_use(group) for group in range(self._config.groups))
 
     def _prefill_into(self, buffers: Sequence[tuple[int, int]]) -> None:
-        """One prefill call. Its first tokens are fetched once the decode call after it has been sent, so as not to wait twice."""
+        """One prefill call. Its first tokens are fetched once the decode call after it has been sent."""
         if self._slots is None:
-            self._make_state()
+            self._prompts, self._slots = self._init()
+            if self._stop_strings is not None:
+                self._stop_table = jax.device_put(self._stop_strings.next_state, sharding_lib.replicated(self._mesh))
         parts = [(buffer, self._parts[buffer]) for buffer in buffers]
         longest = max(len(part.ticket.request.context) for _, part in parts)
         arrivals = self._arrivals_of(parts, tokens=next(bucket for bucket in self._buckets if bucket >= longest))
@@ -332,8 +270,33 @@ class Lane:
         self._first.append((tuple(buffers), first))
 
     def _arrivals_of(self, parts: Sequence[tuple[tuple[int, int], Part]], *, tokens: int) -> Arrivals:
-        its: dict[str, Any] = dict(config=self._config, stop_strings=self._stop_strings, pad_id=self._pad_id)
-        return arrivals_of(parts, prompts=self._arrivals, tokens=tokens, **its)
+        """((group, buffer), part) each, as `prefill` takes them: padded to the prompts of a call, of `tokens` tokens each."""
+        I, K = self._arrivals, self._config.places
+        made = Arrivals(
+            group=np.zeros(I, np.int32),
+            buffer=np.zeros(I, np.int32),
+            valid=np.zeros(I, bool),
+            tokens=np.full((I, tokens), self._pad_id, np.int32),
+            length=np.ones(I, np.int32),
+            given=np.zeros(I, np.int32),
+            stop_state=np.zeros(I, np.int32),
+            samples=Samples(
+                key=np.zeros((I, K, 2), np.uint32),
+                sampling=sampling_lib.constant((I, K), temperature=1.0),
+                limit=np.zeros((I, K), np.int32),
+            ),
+        )
+        for i, (buffer, part) in enumerate(parts):
+            request, context = part.ticket.request, part.ticket.request.context
+            made.group[i], made.buffer[i], made.valid[i] = *buffer, True
+            made.tokens[i, : len(context)], made.length[i], made.given[i] = context, len(context), part.given
+            if self._stop_strings is not None:
+                made.stop_state[i] = self._stop_strings.run(request.beginning)
+            made.samples.key[i, : part.count] = request.keys[part.rows]
+            made.samples.limit[i, : part.count] = part.ticket.limit[part.rows]
+            for field in dataclasses.fields(Sampling):
+                getattr(made.samples.sampling, field.name)[i, : part.count] = getattr(request.sampling, field.name)[part.rows]
+        return made
 
     def _note_first(self, buffers: Sequence[tuple[int, int]], tokens: Tokens) -> None:
         """Notes the first tokens of the samples that were prefilled into buffers. Args: tokens: leaves [I, K]."""
@@ -352,7 +315,7 @@ class Lane:
         self.usage.slot_steps += trace.place[0].size * taken
         self.usage.useful += len(steps)
         self.usage.bytes += step_bytes * taken
-        self._write(self._groups[j], trace.place[at], trace.count[at], jax.tree.map(lambda x: x[at], trace.tokens))
+        self._write(j, trace.place[at], trace.count[at], jax.tree.map(lambda x: x[at], trace.tokens))
 
     def _write(self, group: np.ndarray, place: np.ndarray, count: np.ndarray, tokens: Tokens) -> None:
         """Notes n tokens; several tokens of one place stand in their order.

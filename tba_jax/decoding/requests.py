@@ -1,14 +1,12 @@
-"""Requests, which the decoder is asked, generations, which it gives back, and parts of requests as prefill takes them."""
+"""Requests, which the decoder is asked, and generations, which it gives back."""
 
 import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.sampling import Sampling
-from tba_jax.decoding.slots import Arrivals, Samples, SlotsConfig, Tokens
-from tba_jax.text.stop_strings import StopStrings
+from tba_jax.decoding.slots import Tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,40 +117,3 @@ class Part:
         """All samples have ended. Args: int32[count], bool[count]."""
         self.ticket.generation.length[self.rows], self.ticket.generation.finished[self.rows] = length, finished
         self.ticket.left -= self.count
-
-
-def arrivals_of(
-    parts: Sequence[tuple[tuple[int, int], Part]],
-    *,
-    prompts: int,
-    tokens: int,
-    pad_id: int,
-    stop_strings: StopStrings | None,
-    config: SlotsConfig,
-) -> Arrivals:
-    """Parts as `prefill` takes them, padded. Args: parts: ((group, buffer), part) each; prompts: I; tokens: P."""
-    I, K = prompts, config.places
-    made = Arrivals(
-        group=np.zeros(I, np.int32),
-        buffer=np.zeros(I, np.int32),
-        valid=np.zeros(I, bool),
-        tokens=np.full((I, tokens), pad_id, np.int32),
-        length=np.ones(I, np.int32),
-        given=np.zeros(I, np.int32),
-        stop_state=np.zeros(I, np.int32),
-        samples=Samples(
-            key=np.zeros((I, K, 2), np.uint32),
-            sampling=sampling_lib.constant((I, K), temperature=1.0),
-            limit=np.zeros((I, K), np.int32),
-        ),
-    )
-    for i, (buffer, part) in enumerate(parts):
-        request, context = part.ticket.request, part.ticket.request.context
-        made.group[i], made.buffer[i], made.valid[i] = *buffer, True
-        made.tokens[i, : len(context)], made.length[i], made.given[i] = context, len(context), part.given
-        made.stop_state[i] = stop_strings.run(request.beginning) if stop_strings is not None else 0
-        made.samples.key[i, : part.count] = request.keys[part.rows]
-        made.samples.limit[i, : part.count] = part.ticket.limit[part.rows]
-        for field in dataclasses.fields(Sampling):
-            getattr(made.samples.sampling, field.name)[i, : part.count] = getattr(request.sampling, field.name)[part.rows]
-    return made

@@ -48,11 +48,8 @@ def explore(
     top_p_probability: float,
     top_p_low: float,
 ) -> Sampling:
-    """The paper's exploration (TBA paper, method): with some probability another temperature, with some a random top-p.
-
-    Args:
-      temperature_probability: chance of a temperature drawn uniformly from [T · temperature_low_factor, T · temperature_factor].
-      top_p_probability: chance of a top-p drawn uniformly from [top_p_low, 1]; the other rows keep their top-p.
+    """The paper's exploration (TBA paper, method): a row gets, with temperature_probability, a temperature drawn uniformly from
+    [T · temperature_low_factor, T · temperature_factor], and with top_p_probability a top-p drawn uniformly from [top_p_low, 1].
     """
     rows = len(sampling.temperature)
     changed = rng.random(rows) < temperature_probability
@@ -112,9 +109,8 @@ def draw(
 ) -> Draw:
     """Draws a token of every row: temperature, top-k, top-p of what is left, min-p, then the inverse CDF at `uniform`.
 
-    Made for a decode loop: one pass of exponentials over [B, V] serves greedy rows and rows at the scoring temperature. A second
-    pass runs only where some row has another temperature, a search for thresholds only where some row truncates. The result of
-    a row does not depend on the rows beside it.
+    One pass of exponentials over [B, V] serves greedy rows and rows at the scoring temperature. Another runs only where a row has
+    another temperature, a search for thresholds only where a row truncates. Rows do not depend on each other.
 
     Args:
       logits: float32[B, V], restricted to the response space: -inf on tokens outside of it, finite on at least one token.
@@ -128,11 +124,7 @@ def draw(
       Draw over B rows. A token of probability 0 is never drawn, a greedy row draws the first of the most likely tokens. In
       an untruncated row at the scoring temperature both log-probs are the same bits. Where logits are NaN, infinite or
       -inf throughout, policy_logprob is NaN and the token any valid one.
-
-    Raises: ValueError: scoring_temperature is not above 0.
     """
-    if not scoring_temperature > 0:
-        raise ValueError(f"scoring_temperature={scoring_temperature} must be above 0: set sampling.scoring_temperature")
     chex.assert_rank([logits, uniform], [2, 1])
     chex.assert_type([logits, uniform], jnp.float32)
     B, V = logits.shape
@@ -193,9 +185,9 @@ def _inverse_cdf(
 ) -> jax.Array:
     """int32[B]: the token at which the cumulative mass passes `uniform` of the total; a greedy row's first most likely token.
 
-    Two levels: a block, then a token within it. The last block is shorter, its window begins in the block before.
+    A block is found first, then a token in it. The window of the last block, which is shorter, begins in the block before.
 
-    Args: mass: float32[B, ⌈V / block⌉], of each block; threshold: float32[B], the least logit that has mass; others: see draw.
+    Args: mass: float32[B, ⌈V / block⌉], of each block; threshold: float32[B], the least logit that has mass.
     """
     V = logits.shape[-1]
     cumulative = jnp.cumsum(mass, axis=-1)
@@ -221,8 +213,7 @@ def _truncated(
 ) -> tuple[jax.Array, jax.Array]:
     """The least logit that stays in each row, float32[B], and the mass of each block from it on, float32[B, ⌈V / block⌉].
 
-    Where a row does not truncate, these are -inf and full_mass. Only rows that truncate are worked on, a few at a time: the many
-    passes over their logits then stay within the cache.
+    Rows that do not truncate have -inf and full_mass. The others are worked on a few at a time, which keeps them in the cache.
     """
     B = len(best)
     rows = min(B, _ROWS_AT_A_TIME)
@@ -279,9 +270,7 @@ def _threshold(logits: jax.Array, best: jax.Array, temperature: jax.Array, sampl
 def _top_k_threshold(logits: jax.Array, best: jax.Array, top_k: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A float32[B] that at least top_k logits reach and, but for ties, no more logits; and the number of more: int32[B].
 
-    Bisection of the ordered integers of float32: at most 32 counts, fewer where a count comes out at top_k.
-
-    Args: logits: float32[B, V]; best: float32[B], the largest of each row; top_k: int32[B] in [1, V].
+    Bisection of the ordered integers of float32: at most 32 counts, fewer where a count comes out at top_k, in [1, V].
     """
     B, V = logits.shape
     low = jnp.broadcast_to(_ordered(jnp.float32(-jnp.inf)), (B,))
@@ -305,11 +294,9 @@ def _top_k_threshold(logits: jax.Array, best: jax.Array, top_k: jax.Array) -> tu
 
 
 def _top_p_weight(weights: jax.Array, mass: jax.Array) -> jax.Array:
-    """float32[B]: the least weight of a row such that the weights above it sum to less than `mass`.
+    """float32[B]: the least weight of a row such that the weights above it sum to less than `mass`, which is above 0.
 
-    Bisection of the integers whose bits are the floats of [0, 1]: 30 sums.
-
-    Args: weights: float32[B, V] in [0, 1], the largest of a row 1; mass: float32[B], above 0.
+    Bisection of the integers whose bits are the floats of [0, 1]: 30 sums. The largest weight of a row is 1.
     """
     B = len(weights)
     one = jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32)
@@ -357,7 +344,7 @@ def _block_size(V: int) -> int:
 def _by_block(reduce: Callable[..., jax.Array], of: Callable[[jax.Array], jax.Array], logits: jax.Array, block: int) -> jax.Array:
     """of(logits) reduced to float32[B, ⌈V / block⌉]; `of` works on float32[B, n] token by token.
 
-    The ragged end is cut off before `of` is applied. If it were padded, or cut off after `of`, XLA would make another [B, V].
+    The ragged end is cut off before `of` is applied: padded, or cut off after it, XLA would make another [B, V].
     """
     B, V = logits.shape
     whole = V - V % block

@@ -6,33 +6,24 @@ A lane reads the first entries of the own caches, as many as the running samples
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import numpy as np
-
-if TYPE_CHECKING:
-    from tba_jax.decoding.slots import SlotsConfig
 
 # Prompts are prefilled at one of these parts of the longest length, the shortest that holds them, but not below _SHORTEST.
 _BUCKETS = (8, 4, 2, 1)
 _SHORTEST = 32
-# Up to this many samples of a query, a group has half as many slots as samples; beyond, a quarter. A group has two prompts at a
-# time: slots that are done with one go on with the next while the longest sample of the first still runs. The more samples run
-# side by side, the longer that sample is compared with the others. With these shares log-normal lengths of sigma 0.8 keep slots
-# busy. More and smaller groups would have more prompts to read in each step.
+# Up to this many samples of a query, a group has half as many slots as samples; beyond, a quarter. Slots that are done with one
+# of the group's two prompts go on with the other while the longest sample of the first runs. With these shares log-normal lengths
+# of sigma 0.8 keep slots busy; more and smaller groups would have more prompts to read in each step.
 _HALF_UP_TO = 24
-# On TPUs, caches and windows of them have a multiple of this many entries, so that entries fill the tiles in which arrays are
-# laid out. Where they do not, XLA takes caches in another layout than the one that the decode loop computes in: every call of the
-# loop would copy all caches.
+# On TPUs, caches have a multiple of this many entries, which fill tiles: else XLA copies all caches into another layout at every
+# call of the decode loop.
 _TILE = 16
-# The same goes for a loop that reads a part of the entries, where heads share no keys: such a part fills the columns of tiles.
+# For the same reason a part of the entries that a loop reads, where heads share no keys, fills the columns of tiles.
 _TILE_COLUMNS = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class LaneSizes:
-    """The slots of one lane. groups: J; width: W, slots of a group; buffers: U, prompts of a group; arrivals: I, prompts of one
-    prefill call."""
+    """groups: J; width: W, slots of a group; buffers: U, prompts of a group; arrivals: I, prompts of one prefill call."""
 
     groups: int
     width: int
@@ -90,55 +81,27 @@ def heads_together(kv_heads: int, head_size: int, ways: int, *, tiled: bool) -> 
 
 
 def windows(entries: int, chunk: int, *, tiled: bool = False) -> tuple[int, ...]:
-    """Windows of the own caches, ascending, for as long as responses are short: quarters, each at least a chunk; the last is
-    the whole."""
+    """Windows of the own caches, ascending: quarters, each at least a chunk; the last is the whole."""
     quarter = max(-(-entries // 4), chunk)
     quarter = -(-quarter // _TILE_COLUMNS) * _TILE_COLUMNS if tiled else quarter
     return (*range(quarter, entries, quarter), entries)
 
 
-# A move takes the time of two or three decode steps, and the first one compiles a decode loop.
-WORTHWHILE_STEPS = 32
-
-
-def narrower(config: "SlotsConfig") -> list["SlotsConfig"]:
-    """The sizes with a half and a quarter of the slots: groups of half the width, or half the groups where the width is one."""
-    found = [config]
-    for _ in range(2):
-        groups, width = found[-1].groups, found[-1].width
-        if groups * width == 1:
-            break
-        groups, width = (groups, -(-width // 2)) if width > 1 else (-(-groups // 2), width)
-        found.append(dataclasses.replace(found[-1], groups=groups, width=width))
-    return found[1:]
-
-
-def holds(config: "SlotsConfig", running: np.ndarray) -> bool:
-    """Whether slots of these sizes hold the running samples. Args: running: int[J], samples of each group."""
-    return bool(np.count_nonzero(running) <= config.groups and running.max(initial=0) <= config.width)
-
-
 class Ring:
     """The host's side of the rings of all slots: the entries of the own caches that the next call reads.
 
-    After the last of these entries, steps write to the first again. A ring can become longer where no running sample goes over
-    its end; else it is rotated first, so that the oldest entry of the longest sample comes first. A ring becomes shorter without
-    being moved, as soon as the running samples lie in the shorter one.
+    After the last of these entries, steps write to the first again. A ring that is to become longer is rotated first where a
+    running sample goes over its end. A ring becomes shorter without being moved, once the running samples lie in the shorter one.
 
     Attributes: window: entries that the next call reads; position: of the next step's entry, at most `window`, which is entry 0
       again or, if the ring becomes longer, the entry after.
     """
 
     def __init__(self, windows: Sequence[int], chunk: int, *, lockstep: bool):
-        """
-        Args:
-          windows: that may be chosen, ascending, the last the whole caches.
-          chunk: most steps of a call; lockstep: see Engine.
-        """
+        """Args: windows: that may be chosen, ascending, the last the whole caches; chunk: most steps of a call."""
         self._windows, self._chunk, self._lockstep = tuple(windows), chunk, lockstep
         self.window, self.position = self._windows[-1], 0
-        # Windows that were needed at most, in the last round and in this one. So a window is not given up because all samples
-        # happen to be short for a few steps.
+        # The longest windows needed in the last round and in this one: a few short samples are no reason to give up a window.
         self._needed = (self._windows[-1], 0)
         self.begin()
 
@@ -148,7 +111,7 @@ class Ring:
         if self._lockstep:
             self.window, self._needed = self._windows[0], (0, 0)
         elif self._needed[1]:
-            self._next_round()
+            self._needed = self._needed[1], 0
 
     def choose(self, longest: int) -> int:
         """Chooses the window of the next call. Returns by how many entries the rings of the window before must be rotated first.
@@ -171,10 +134,7 @@ class Ring:
         self.position += steps
         if self.position > self.window:
             self.position -= self.window
-            self._next_round()
-
-    def _next_round(self) -> None:
-        self._needed = self._needed[1], 0
+            self._needed = self._needed[1], 0
 
     def _fitting(self, entries: int) -> int:
         return next((window for window in self._windows if window >= entries), self._windows[-1])

@@ -1,11 +1,10 @@
 """Slots on the device: the state of a decode loop (decode_loop.py) that refills its slots while it runs.
 
-Slots stand in J groups of W. A group has `buffers` prompts at a time, and its slots may continue any of them: a slot that ends
-early begins a sample of the next prompt while the others finish. Each buffer has K places, one for a sample of its prompt. A slot
-continues the sample of one place; when the sample has ended, the slot takes the next place that waits. The own caches are rings
-with one position for all slots: one entry belongs to this step whatever a slot has generated so far, and a slot attends to as
-many of the last entries as it has made. So a step writes each cache in one place. While all samples are short, the rings are the
-first entries of the caches, and no others are read (sizes.Ring).
+Slots stand in J groups of W. A group has `buffers` prompts at a time, and its slots may continue any of them. Each buffer has K
+places, one for a sample of its prompt. A slot continues the sample of one place; when the sample has ended, the slot takes the
+next place that waits. The own caches are rings with one position for all slots: a step writes each cache in one place, and a slot
+attends to as many of the last entries as it has made. While all samples are short, the rings are the first entries of the caches,
+and no others are read (sizes.Ring).
 
 B = J·W; K places of a buffer, one for each completion of its prompt; X = U·K places of a group.
 """
@@ -38,10 +37,9 @@ RUNNING, FINISHED, CUT = 0, 1, 2
 class SlotsConfig:
     """Static sizes: groups J, width W, buffers U, places K of a buffer, longest prompt, longest response.
 
-    graphdef: of the decoder, see kv_cache.define.
     chunk: most decode steps of one call; stop_accept: the accepting state of the stop strings' table, -1 without any.
-    tiled: the devices hold arrays in tiles, as TPUs do (`in_tiles`). Caches then fill tiles, and the loop reads parts of them
-      where they lie; elsewhere XLA would copy a part at every step, and the loop gets a copy that is made once a call.
+    tiled: the devices hold arrays in tiles, as TPUs do. Caches then fill tiles, and the loop reads parts of them where they lie;
+      elsewhere XLA would copy a part at every step, and the loop gets a copy that is made once a call.
     together: the key and value heads that lie side by side in an entry of the own caches, so that it fills the columns of tiles.
     """
 
@@ -219,34 +217,6 @@ def shardings(config: SlotsConfig, mesh: Mesh) -> tuple[Prompts, Slots]:
     )
 
 
-def move(prompts: Prompts, slots: Slots, groups: jax.Array, *, config: SlotsConfig) -> tuple[Prompts, Slots, jax.Array]:
-    """The state of some groups, each with its first `width` slots that run, but for the caches: see `move_cache`.
-
-    Args:
-      prompts, slots: without caches.
-      groups: int32[J'], the groups that stay, J' = config.groups. No sample of another group runs, and none waits.
-      config: the sizes afterwards.
-
-    Returns: the state; and int32[J'·W'], the row of the own caches that each slot had.
-    """
-    place = slots.place[groups]
-    width = place.shape[1]
-    columns = jnp.argsort(place < 0, axis=1, stable=True)[:, : config.width]
-
-    def moved(x: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(x[groups], columns, axis=1)
-
-    waiting = slots.waiting[groups]
-    of_slots = jax.tree.map(moved, dataclasses.replace(slots, own=(), waiting=()))
-    rows = groups[:, None] * width + columns
-    return jax.tree.map(lambda x: x[groups], prompts), dataclasses.replace(of_slots, waiting=waiting), rows.reshape(-1)
-
-
-def move_cache(cache: tuple[jax.Array, ...], rows: jax.Array) -> tuple[jax.Array, ...]:
-    """The keys and values [rows', ...] of a layer. Args: rows: int32[rows'], where they were."""
-    return tuple(jnp.take(x, rows, axis=0) for x in cache)
-
-
 def row_keys(seed: int | np.integer, writer: int | np.integer, rows: jax.Array | np.ndarray) -> jax.Array:
     """uint32[B, 2]: the random key of each row, from (run seed, writer hash uint32, row sequence number uint32[B])."""
     key = jax.random.fold_in(jax.random.key(seed), writer)
@@ -255,9 +225,8 @@ def row_keys(seed: int | np.integer, writer: int | np.integer, rows: jax.Array |
 
 @dataclasses.dataclass
 class Usage:
-    """slot_steps: slots × decode steps so far; useful: slot-steps that gave a token of a sample. prefilled: tokens of prefill
-    calls, padding included; prompt_tokens: those of prompts. flops: of prompts and of samples that have ended, without padding;
-    bytes: see `step_bytes`, of all decode steps."""
+    """slot_steps: slots × decode steps; useful: slot-steps that gave a token of a sample. prefilled: tokens of prefill calls,
+    padding included; prompt_tokens: those of prompts. flops: of prompts and of samples that have ended; bytes: see step_bytes."""
 
     slot_steps: int = 0
     useful: int = 0
@@ -273,20 +242,14 @@ class Usage:
 
 
 def weight_bytes(weights: Params, model: DecoderConfig) -> int:
-    """Bytes of the weights that a decode step reads: all but embeddings that are no head, of which it reads a row a slot.
-
-    Args: weights: arrays or shapes, as a lane holds them.
-    """
+    """Bytes of the weights that a decode step reads: all but embeddings that are no head, of which it reads a row a slot."""
     unread = ("position_embedding.", *(() if model.tied_embedding else ("embedding.",)))
     read = [leaf for name, leaf in parameters.flatten(weights).items() if not name.startswith(unread)]
     return sum(leaf.size * leaf.dtype.itemsize for leaf in read)
 
 
 def step_bytes(config: SlotsConfig, weights: int, *, buffers: int, window: int) -> int:
-    """Bytes that a decode step must read at least: the weights and the entries of the caches, of idle slots as well.
-
-    Args: weights: see weight_bytes; buffers, window: see decode_loop.decode.
-    """
+    """Bytes that a decode step must read at least: the weights and the entries of the caches, of idle slots as well."""
     c, m = config, config.model
     entries = c.groups * (buffers * c.prompt_entries + c.width * window)
     return weights + entries * 2 * m.layers * m.kv_heads * m.head_size * jnp.dtype(m.compute_dtype).itemsize

@@ -78,7 +78,7 @@ def mean_of_others(reward: np.ndarray, samples: int) -> np.ndarray:
     Args: reward: float32[B], rows of one query consecutive, NaN where there is none; samples: of each query, at least 2.
     """
     of_query = reward.astype(np.float64).reshape(-1, samples)
-    # The others are summed anew for each sample: the total less one reward is not exact, even where all rewards are alike.
+    # Summed anew for each sample: the total less one reward is not exact, even where all rewards are alike.
     others = ~np.eye(samples, dtype=bool)
     return np.stack([_mean(of_query[:, keep]) for keep in others], axis=1).reshape(-1).astype(np.float32)
 
@@ -109,14 +109,10 @@ class ValuedStates:
     tokens: int = 0
 
     def finish(self, reward: np.ndarray) -> np.ndarray:
-        """Waits for the rewards of the continuations, and returns the values of states.
+        """Waits for the rewards of the continuations. Returns float32[B, R], the value of the state before each token, NaN where
+        the state was not valued and where masked.
 
-        Args:
-          reward: float32[B], rewards of the rows themselves, NaN where a reward could not be found.
-
-        Returns:
-          float32[B, R], in units of the reward: the value of the state before each token, NaN where the state was not valued, and
-          where masked.
+        Args: reward: float32[B], rewards of the rows themselves, NaN where a reward could not be found.
         """
         values = np.full(self.shape, np.nan, np.float32)
         values[:, 0] = mean_of_others(reward, self.samples_per_query)
@@ -126,10 +122,9 @@ class ValuedStates:
 
 
 class StateValues:
-    """Values states with the decoder that makes the responses, beside whatever else it decodes.
+    """Values states with the decoder that makes the responses, by its weights of that moment and without exploration.
 
-    Continuations are drawn by the decoder's weights of that moment, and without exploration. The state before the response is
-    valued by the query's other samples, as they were drawn.
+    The state before the response is valued by the query's other samples, as they were drawn.
     """
 
     def __init__(

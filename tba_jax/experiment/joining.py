@@ -188,10 +188,10 @@ def changed_prompts(e: composition.Experiment) -> str:
     for split in SPLITS:
         queries = e.queries[split]
         chosen = range(0, len(queries), max(1, -(-len(queries) // PROMPTS)))
-        lost = changed_by(e.tokenizer, [queries[i].query.prompt for i in chosen])
-        if lost.count:
+        count, text, read = changed_by(e.tokenizer, [queries[i].query.prompt for i in chosen])
+        if count:
             of = f"{len(chosen)} {split} prompts" + (f" (of {len(queries):,})" if len(chosen) < len(queries) else "")
-            changes.append(f"{lost.count} of {of}, such as '{lost.text}', which the policy reads as '{lost.read}'")
+            changes.append(f"{count} of {of}, such as '{text}', which the policy reads as '{read}'")
     return f"the tokenizer changes the text of {', and '.join(changes)}" if changes else ""
 
 

@@ -147,10 +147,8 @@ def check_policy(config: Any, policy: Policy, tokenizer: Tokenizer, found: Mista
     elif model.attention == "cudnn" and not attention.cudnn_takes(model.head_size):
         of_model = f"the model's are {model.head_size}"
         found.add([f"model.attention=cudnn takes heads of a multiple of 8 up to 128, {of_model}"])
-    found.attempt(stop_strings.check_stop_strings, task.stop_strings, tokenizer, model.vocab)
-    found.attempt(
-        stop_strings.check_stop_strings, task.step_ends, tokenizer, model.vocab, setting="task.step_ends", special=False
-    )
+    found.attempt(stop_strings.check_stop_strings, task.stop_strings, tokenizer)
+    found.attempt(stop_strings.check_stop_strings, task.step_ends, tokenizer, setting="task.step_ends", special=False)
     total = task.prompt_length + task.response_length
     if total > model.max_positions:
         lengths = f"task.prompt_length={task.prompt_length} + task.response_length={task.response_length}"

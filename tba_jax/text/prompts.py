@@ -1,12 +1,12 @@
 """Prompts as token ids: those of queries, of a prompt with a given response, and of the templates of frozen models."""
 
-import dataclasses
 import hashlib
+import itertools
 import logging
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -20,41 +20,25 @@ log = logging.getLogger(__name__)
 class EncodedQueries(Sequence[EncodedQuery]):
     """Queries whose token ids share one array, so that hundreds of thousands of queries take little memory; a slice is a list."""
 
-    def __init__(self, queries: Sequence[Query], tokens: np.ndarray, ends: np.ndarray):
-        """Args: tokens: int32[n], ids of all prompts in a row; ends: int64[len(queries)], the end of each prompt in `tokens`."""
-        self._queries, self._tokens, self._ends = queries, tokens, ends
+    def __init__(self, queries: Sequence[Query], ids: Sequence[Sequence[int]]):
+        self._queries, self._bounds = queries, np.cumsum([0, *map(len, ids)])
+        self._tokens = np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(self._bounds[-1]))
 
     def __len__(self) -> int:
         return len(self._queries)
 
-    @overload
-    def __getitem__(self, index: int) -> EncodedQuery: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[EncodedQuery]: ...
-    def __getitem__(self, index: int | slice) -> EncodedQuery | list[EncodedQuery]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        query, i = self._queries[index], int(index) % len(self)
-        begin = int(self._ends[i - 1]) if i else 0
-        return EncodedQuery(query=query, prompt=tuple(self._tokens[begin : int(self._ends[i])].tolist()))
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int64[len(self)]: tokens of each prompt."""
-        return np.diff(self._ends, prepend=0)
-
-    def select(self, chosen: np.ndarray) -> "EncodedQueries":
-        """The queries for which `chosen`, bool[len(self)], is true."""
-        lengths = self.lengths
-        queries = [query for query, keep in zip(self._queries, chosen, strict=True) if keep]
-        return EncodedQueries(queries, self._tokens[np.repeat(chosen, lengths)], np.cumsum(lengths[chosen]))
+            return [self[i] for i in range(len(self))[index]]
+        i = range(len(self))[index]
+        prompt = self._tokens[self._bounds[i] : self._bounds[i + 1]].tolist()
+        return EncodedQuery(query=self._queries[i], prompt=tuple(prompt))
 
 
 def template(tokenizer: Tokenizer, *, chat_template: bool, system_prompt: str) -> dict[str, str]:
     """The contract's entry of a chat template: its text around a prompt, and a digest of its source; {} if it is not used.
 
-    Raises:
-      ValueError: the tokenizer has no chat template, or its template refuses these messages or leaves the prompt out.
+    Raises ValueError if the tokenizer has no chat template, or its template refuses these messages or leaves the prompt out.
     """
     if not chat_template:
         if system_prompt:
@@ -67,10 +51,7 @@ def template(tokenizer: Tokenizer, *, chat_template: bool, system_prompt: str) -
 
 
 def texts(prompts: Sequence[str], tokenizer: Tokenizer, *, chat_template: bool, system_prompt: str) -> list[str]:
-    """What the policy reads of prompts: in the chat template, in which none can end its turn, or as they are.
-
-    Without a chat template a prompt may spell special tokens.
-    """
+    """What the policy reads of prompts: in the chat template, in which none can end its turn, or as they are."""
     return tokenizer.chat(tokenizer.escaped(prompts), system_prompt) if chat_template else list(prompts)
 
 
@@ -100,11 +81,12 @@ def encode(
     """
     around: dict[str, Any] = dict(chat_template=chat_template, system_prompt=system_prompt)
     queries, read = _distinct(queries, texts([query.prompt for query in queries], tokenizer, **around), split)
-    encoded = EncodedQueries(queries, *_joined(tokenizer.encode_all(read, begin=not chat_template)))
-    if not encoded.lengths.all():
-        empty = queries[int((encoded.lengths == 0).argmax())]
+    ids = tokenizer.encode_all(read, begin=not chat_template)
+    lengths = np.array([len(each) for each in ids], int)
+    if not lengths.all():
+        empty = queries[int((lengths == 0).argmax())]
         raise ValueError(f"the {split} prompt {empty.prompt[:60]!r} has no token: the tokenizer knows none of its characters")
-    fits = encoded.lengths <= limit
+    fits = lengths <= limit
     if not fits.all() and shorten is not None:
 
         def fit(prompt: str) -> bool:
@@ -117,16 +99,13 @@ def encode(
         advice = "raise it" if long_prompts == "skip" else "raise it, or set task.long_prompts=skip to leave them out"
         raise ValueError(
             f"{skipped} of {len(queries)} {split} prompts are longer than task.prompt_length={limit} tokens "
-            f"(longest: {encoded.lengths.max()}); {advice}"
+            f"(longest: {lengths.max()}); {advice}"
         )
-    return (encoded.select(fits) if skipped else encoded), skipped
+    return EncodedQueries(list(itertools.compress(queries, fits)), list(itertools.compress(ids, fits))), skipped
 
 
 def _distinct(queries: Sequence[Query], read: Sequence[str], split: str) -> tuple[Sequence[Query], Sequence[str]]:
-    """The first query of each text that the policy reads, and these texts.
-
-    Rows name their query by that text alone, so two answers to one text would be mixed.
-    """
+    """The first query of each text that the policy reads, and these texts, by which rows name their query."""
     first: dict[str, Query] = {}
     for query, text in zip(queries, read, strict=True):
         first.setdefault(text, query)
@@ -140,22 +119,10 @@ def _distinct(queries: Sequence[Query], read: Sequence[str], split: str) -> tupl
     return list(first.values()), list(first)
 
 
-def _joined(ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, ends) as EncodedQueries takes them."""
-    ends = np.cumsum([len(each) for each in ids], dtype=np.int64)
-    tokens = np.empty(int(ends[-1]) if len(ids) else 0, np.int32)
-    for each, end in zip(ids, ends, strict=True):
-        tokens[end - len(each) : end] = each
-    return tokens, ends
-
-
 def encode_pair(prompt: str, response: str, tokenizer: Tokenizer, *, begin: bool = True) -> tuple[list[int], list[int]]:
     """Token ids of a prompt, as generation starts from it, and token ids of the response, which end with the end of sequence.
 
-    Args: begin: see Tokenizer.encode_all.
-
-    Raises:
-      ValueError: the tokenizer merges the two texts where they meet, so that no tokens after the prompt's spell the response.
+    Raises ValueError if the tokenizer merges the two texts where they meet, so that no tokens after the prompt's spell it.
     """
     prompt_ids, whole = tokenizer.encode_all([prompt, prompt + response], begin=begin)
     if whole[: len(prompt_ids)] == prompt_ids:
@@ -176,8 +143,8 @@ _ANCHORS = ("\n", ".")
 def _spellings(response: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
     """Token ids that may spell the response in the middle of a text, the likeliest first.
 
-    Some tokenizers put a space before every text, and so before a response that is encoded alone. The space may be a token of its
-    own, which can be dropped. Or it is merged into the response's first token; then the response is encoded after an anchor.
+    Some tokenizers put a space before every text. Where it is a token of its own it can be dropped; where it is merged into the
+    response's first token, the response is encoded after an anchor.
     """
     alone = tokenizer.encode(response)[len(tokenizer.encode("")) :]
     yield from (alone, alone[1:])
@@ -187,35 +154,24 @@ def _spellings(response: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
             yield whole[len(before) :]
 
 
-# Characters of an example before and after the first one that is lost.
-_BEFORE, _AFTER = 20, 40
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Lost:
-    """count: prompts that the tokenizer changes, of those looked at. text, read: of the first of them, the part with the change
-    and what the policy reads of it, both safe to print."""
-
-    count: int
-    text: str = ""
-    read: str = ""
-
-
-def changed_by(tokenizer: Tokenizer, prompts: Sequence[str]) -> Lost:
+def changed_by(tokenizer: Tokenizer, prompts: Sequence[str]) -> tuple[int, str, str]:
     """Whether prompts survive the tokenizer: one without a token for a character drops it, and "1/5" becomes "15".
 
     White space and Unicode's compatible forms (NFKC) may change; texts of special tokens stay.
+
+    Returns:
+      how many prompts change; and of the first of them the part with the change, and what the policy reads of it, safe to print.
     """
     given = tokenizer.escaped(prompts)
     pairs = zip(given, (tokenizer.decode(ids) for ids in tokenizer.encode_all(given, begin=False)), strict=True)
     words = [tuple(unicodedata.normalize("NFKC", text).split() for text in pair) for pair in pairs]
     changed = [(" ".join(text), " ".join(read)) for text, read in words if "".join(text) != "".join(read)]
     if not changed:
-        return Lost(count=0)
-    text, read = changed[0]
-    first = next((i for i, pair in enumerate(zip(text, read, strict=False)) if pair[0] != pair[1]), min(len(text), len(read)))
-    text, read = (visible_line(each[max(0, first - _BEFORE) : first + _AFTER]) for each in (text, read))
-    return Lost(count=len(changed), text=text, read=read)
+        return 0, "", ""
+    same = [one == other for one, other in zip(*changed[0], strict=False)]
+    begin = max(0, [*same, False].index(False) - 20)
+    text, read = (visible_line(each[begin : begin + 60]) for each in changed[0])
+    return len(changed), text, read
 
 
 # The role of the first field in a chat template, and of the second.
@@ -244,11 +200,8 @@ class PromptTemplate:
         """
         Args:
           template: a text that contains each {field} once; "": the chat template, whose user message is the first field and whose
-            assistant message is the second.
-          fields: names of the texts. If a prompt has more than `limit` tokens, the end of its last text is cut off, and then, if
-            that is not enough, the end of the text before it.
-          template_setting, limit_setting: names of the two settings in messages.
-          system_prompt: the system message of a chat template; ending: a text that follows the filled-in template.
+            assistant message is the second. system_prompt: its system message. ending: follows the filled-in template.
+          limit: most tokens of a prompt; the end of its last text is cut off where it has more, then that of the text before it.
 
         Raises:
           ValueError: the template lacks a field or contains it twice, there is no chat template, the template alone has `limit`
@@ -303,8 +256,7 @@ class PromptTemplate:
         return self._tokenizer.conversations([messages], setting=self._setting)[0] + self._ending
 
     def _cut(self, texts: tuple[str, ...], length: int) -> list[int]:
-        """Token ids of a prompt of `length` tokens after cutting: the last text loses the excess tokens until the prompt fits;
-        once that text is empty, the text before it does."""
+        """Token ids of a prompt of `length` tokens whose texts lose the excess, the last text first."""
         kept_texts = list(texts)
         for i in reversed(range(len(texts))):
             own = self._tokenizer.encode_all([texts[i]], begin=False)[0]

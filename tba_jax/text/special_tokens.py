@@ -10,17 +10,13 @@ import tokenizers
 class Escaper:
     """Puts a space after the first character of every special token that a text spells.
 
-    A spelling in other characters, which the tokenizer's normaliser turns into those of a special token, is broken up likewise,
-    or replaced by a space where that does not suffice. The id that stands for characters without a token is no special token
-    here.
+    A spelling in other characters, which the normaliser turns into those of a special token, is broken up likewise, or replaced
+    by a space where that does not suffice. The id of characters without a token is no special token here.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, *, names: Collection[str] = (), ids: Collection[int] = ()):
-        """Args:
-        tokenizer: stays unchanged. That it cuts texts, or fills them up, does not matter here.
-        names, ids: special tokens besides the ones that the tokenizer calls special or puts around a text.
-        """
-        # A file may hold a truncation, and calls of others may set one: what is behind it would not be looked at.
+        """Args: names, ids: special tokens besides the ones that the tokenizer calls special or puts around a text."""
+        # A copy without truncation, behind which nothing would be looked at.
         self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

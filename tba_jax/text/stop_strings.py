@@ -38,15 +38,11 @@ class StopStrings:
 def build(token_bytes: Sequence[bytes | None], stop_strings: Sequence[str], *, vocab: int) -> StopStrings | None:
     """The automaton of the stop strings over the ids of a tokenizer; None if there are no stop strings.
 
-    Args:
-      token_bytes: see Tokenizer.token_bytes. Ids without text, and ids from len(token_bytes) to V, lead to state 0.
-      vocab: V.
+    Args: token_bytes: see HuggingFaceTokenizer. Ids without text, and ids from len(token_bytes) to `vocab`, lead to state 0.
 
     Raises:
-      ValueError: a stop string is empty, or token_bytes is longer than V.
+      ValueError: token_bytes is longer than `vocab`.
     """
-    if not all(stop_strings):
-        raise ValueError(f"task.stop_strings={tuple(stop_strings)} must hold texts of at least one character")
     if len(token_bytes) > vocab:
         raise ValueError(f"the tokenizer has {len(token_bytes)} ids, the embedding only {vocab}")
     if not stop_strings:
@@ -98,10 +94,8 @@ def _by_byte(stop_strings: Sequence[bytes]) -> np.ndarray:
 
 
 def banned_tokens(task: Any, tokenizer: Tokenizer, vocab: int) -> tuple[int, ...]:
-    """Ids that no response contains, ascending.
-
-    They are the ids of config.task.banned_tokens, the rows of the embedding without a token, and the special ids other than the
-    end of sequence and other than ids whose text is a stop string.
+    """Ids that no response contains, ascending: the ids of config.task.banned_tokens, the rows of the embedding without a token,
+    and the special ids other than the end of sequence and than ids whose text is a stop string.
 
     Raises:
       ValueError: an id is outside of the vocabulary or ends responses, or no token is left.
@@ -113,29 +107,23 @@ def banned_tokens(task: Any, tokenizer: Tokenizer, vocab: int) -> tuple[int, ...
         raise ValueError(
             f"task.banned_tokens holds {tokenizer.eos_id}, the end-of-sequence token, without which no response could end"
         )
-    special = set(tokenizer.special_ids) - _stopping_ids(task.stop_strings, tokenizer)
+    special = set(tokenizer.special_ids)
+    if task.stop_strings:
+        bytes_of, wanted = tokenizer.token_bytes(), {text.encode() for text in task.stop_strings}
+        special = {token for token in special if bytes_of[token] not in wanted}
     banned = (given | special | set(range(tokenizer.vocab_size, vocab))) - {tokenizer.eos_id}
     if len(banned) >= vocab - 1:
         raise ValueError(f"task.banned_tokens holds {len(given)} ids and leaves no token for responses: ban fewer ids")
     return tuple(sorted(banned))
 
 
-def _stopping_ids(stop_strings: Sequence[str], tokenizer: Tokenizer) -> set[int]:
-    """Special ids whose whole text is a stop string."""
-    if not stop_strings:
-        return set()
-    texts, wanted = tokenizer.token_bytes(), {text.encode() for text in stop_strings}
-    return {token for token in tokenizer.special_ids if texts[token] in wanted}
-
-
-# Characters. Each byte of a stop string is a state of the automaton, and each state has an entry for every token.
+# Characters. Each byte is a state of the automaton, with an entry for every token.
 _LONGEST_STOP_STRING = 64
 
 
 def check_stop_strings(
     stop_strings: Sequence[str],
     tokenizer: Tokenizer,
-    vocab: int,
     *,
     setting: str = "task.stop_strings",
     special: bool = True,
@@ -152,10 +140,10 @@ def check_stop_strings(
             raise ValueError(
                 f"{setting} holds a text of {len(text)} characters, {text[:40]!r}…; at most {_LONGEST_STOP_STRING} are allowed"
             )
-        automaton = build(texts, [text], vocab=vocab)
-        assert automaton is not None
-        spelt = [[token for token in ids if token not in barred] for ids in _encodings(text, tokenizer)]
-        if not any(automaton.run(ids) == automaton.accept for ids in spelt):
+        # Ids without text keep apart what stands at their sides, as a byte does that UTF-8 has not.
+        pieces = ([texts[i] for i in ids if i not in barred] for ids in _encodings(text, tokenizer))
+        spelt = (b"".join(b"\xff" if piece is None else piece for piece in each) for each in pieces)
+        if not any(text.encode() in each for each in spelt):
             raise ValueError(
                 f"{setting} holds {text!r}, which no response can contain: the tokenizer ({type(tokenizer).__name__}) encodes "
                 "it as another text"

@@ -1,13 +1,17 @@
-"""Tokenizers: text to token ids and back, behind one protocol."""
+"""Tokenizers: text to token ids and back. Both classes have the same methods, which HuggingFaceTokenizer describes.
+
+Ids are below vocab_size; a model's embedding may have more rows, never fewer. Masks come from lengths, never from pad_id.
+"""
 
 import datetime
 import hashlib
 import importlib.util
 import json
 import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tba_jax.schemas import NO_CHARACTER, holds_surrogate
 from tba_jax.text.special_tokens import Escaper, any_of, broken_up, without_rows
@@ -16,77 +20,10 @@ from tba_jax.text.special_tokens import Escaper, any_of, broken_up, without_rows
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-class Tokenizer(Protocol):
-    """The methods of a tokenizer. Ids are below vocab_size; a model's embedding may have more rows, never fewer."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
-
-    @property
-    def eos_id(self) -> int:
-        """The id that ends a response."""
-
-    @property
-    def pad_id(self) -> int:
-        """The padding id: eos_id where the model has no row for the tokenizer's own. Masks come from lengths, never from ids."""
-
-    @property
-    def special_ids(self) -> tuple[int, ...]:
-        """All ids that are not text, ascending. decode skips them."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Hex digest of everything that maps text to ids. It is part of the run's contract."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt: with a beginning-of-sequence id if the tokenizer adds one, without an end-of-sequence id."""
-
-    def encode_all(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
-        """Token ids of many prompts. begin: whether special ids are added, as encode does, or the texts spell them themselves."""
-
-    def escaped(self, texts: Sequence[str]) -> list[str]:
-        """The texts, changed by spaces where they spell special tokens, so that they encode as text: see special_tokens."""
-
-    def chat(self, prompts: Sequence[str], system: str) -> list[str]:
-        """The chat template's texts of user messages, up to where the answer begins. system: the system message, "" for none.
-
-        Raises:
-          ValueError: there is no chat template, or it refuses these messages.
-        """
-
-    @property
-    def chat_template(self) -> str:
-        """The source of the chat template, "" without one."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of a whole sequence. Special ids and ids beyond vocab_size are skipped."""
-
-    def decode_continuation(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
-        """The text that `response_ids` adds after `prompt_ids` (both without padding), leading space included.
-
-        Use this for responses, not decode: a fragment decoded alone loses its first space in Llama-style tokenizers.
-        """
-
-    def token_bytes(self) -> list[bytes | None]:
-        """For each id below vocab_size, the UTF-8 bytes that it adds to the text of a continuation; None if it has no text.
-
-        The bytes of a special id are its literal text, such as b"<|im_end|>". A token that is one byte of a character has that
-        byte, though decode would write U+FFFD for an incomplete character.
-
-        Raises:
-          ValueError: the text that a token adds depends on the tokens beside it.
-        """
-
-
 class CharacterTokenizer:
     """One id a character: padding 0, beginning of sequence 1, end of sequence 2, then `characters` in order."""
 
     def __init__(self, characters: str):
-        """
-        Raises:
-          ValueError: `characters` is empty, repeats a character, or holds what is no character.
-        """
         if repeated := sorted({c for c in characters if characters.count(c) > 1}):
             raise ValueError(f"the alphabet repeats {repeated}; every character must be unique")
         if not characters:
@@ -131,16 +68,19 @@ class CharacterTokenizer:
 class HuggingFaceTokenizer:
     """The tokenizer of a Hugging Face folder.
 
-    If the folder has a tokenizer.json, that file alone decides the ids. The tokenizer classes of transformers rebuild some
-    tokenizers from their vocabulary, without the normaliser (LlamaTokenizer of transformers 5 then silently drops characters).
-    Their result depends on the version of transformers, which must not change a run's tokens.
+    If the folder has a tokenizer.json, that file alone decides the ids: tokenizer classes of transformers rebuild some tokenizers
+    from their vocabulary, without the normaliser and with another result in another version.
+
+    Attributes:
+      vocab_size: number of ids, added tokens included. eos_id: ends a response. pad_id: eos_id where the model has no row for the
+        tokenizer's own. special_ids: all ids that are not text, ascending.
+      fingerprint: hex digest of everything that maps text to ids. It is part of the run's contract.
     """
 
     def __init__(self, folder: Path | str, *, vocab: int | None = None, date: str = ""):
         """
         Args:
-          vocab: rows of the model's embedding. Special tokens from there on are not used. Gemma 3's text models need that: their
-            tokenizer has the token of images, their embedding has not.
+          vocab: rows of the model's embedding. Special tokens from there on are not used, as Gemma 3's token of images.
           date: YYYY-MM-DD, the day that a chat template finds where it reads the clock; "": what the clock says.
 
         Raises:
@@ -175,22 +115,27 @@ class HuggingFaceTokenizer:
         self.fingerprint = _digest([definition, self.encode(""), self.eos_id, self.pad_id, self.special_ids, self.vocab_size])
 
     def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt: with a beginning-of-sequence id if the tokenizer adds one, without an end-of-sequence id."""
         return self._tokenizer.encode(broken_up(self._unused, text), verbose=False)
 
     def encode_all(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
+        """Token ids of many prompts. begin: whether special ids are added, as encode does, or the texts spell them themselves."""
         if not texts:
             return []
         texts = [broken_up(self._unused, text) for text in texts]
         return self._tokenizer(texts, add_special_tokens=begin, verbose=False)["input_ids"]
 
     def escaped(self, texts: Sequence[str]) -> list[str]:
+        """The texts, changed by spaces where they spell special tokens, so that they encode as text."""
         return self._escaper(texts)
 
     @property
     def chat_template(self) -> str:
+        """The source of the chat template, "" without one."""
         return self._tokenizer.get_chat_template() if self._tokenizer.chat_template else ""
 
     def chat(self, prompts: Sequence[str], system: str) -> list[str]:
+        """The chat template's texts of user messages, see conversations. system: the system message, "" for none."""
         before = [{"role": "system", "content": system}] if system else []
         asked = [[*before, {"role": "user", "content": prompt}] for prompt in prompts]
         return self.conversations(asked, setting="task.chat_template=True")
@@ -212,9 +157,9 @@ class HuggingFaceTokenizer:
             )
         if holds_surrogate(template):
             raise ValueError(f"{setting}: the chat template of {self._folder} {NO_CHARACTER}")
+        if self._date and "strftime_now" in template:
+            template = _stopped_clock(self._date) + template
         given: dict[str, Any] = dict(chat_template=template, tokenize=False, add_generation_prompt=True)
-        if self._date:  # the clock of templates stands at the beginning of a day
-            given["strftime_now"] = datetime.datetime.fromisoformat(self._date).strftime
         try:
             return self._tokenizer.apply_chat_template([list(messages) for messages in asked], **given)
         except Exception as error:  # a template may raise any exception
@@ -224,11 +169,16 @@ class HuggingFaceTokenizer:
             ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
+        """The text of a whole sequence. Special ids and ids beyond vocab_size are skipped."""
         # skip_special_tokens misses special tokens that tokenizer.json marks as normalized.
         text_ids = [int(i) for i in ids if i not in self._special]
         return self._tokenizer.decode(text_ids, clean_up_tokenization_spaces=False)
 
     def decode_continuation(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
+        """The text that `response_ids` adds after `prompt_ids` (both without padding).
+
+        A response that is decoded alone would lose its first space in Llama-style tokenizers.
+        """
         prompt, whole = self.decode(prompt_ids), self.decode([*prompt_ids, *response_ids])
         if whole.startswith(prompt):
             return whole[len(prompt) :]
@@ -236,6 +186,11 @@ class HuggingFaceTokenizer:
         return whole[len(prompt.rstrip("�")) :]
 
     def token_bytes(self) -> list[bytes | None]:
+        """The UTF-8 bytes that each id adds to the text of a continuation, special ids their literal text; None without text.
+
+        Raises:
+          ValueError: the text that a token adds depends on the tokens beside it.
+        """
         bytes_of = _token_bytes_by(self._decoders)
         pieces: list[str | None] = self._tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))
         texts = [None if piece is None else bytes_of(piece) for piece in pieces]
@@ -244,6 +199,20 @@ class HuggingFaceTokenizer:
             if i in self._special:
                 texts[i] = token.content.encode()
         return texts
+
+
+Tokenizer = CharacterTokenizer | HuggingFaceTokenizer
+
+
+def _stopped_clock(date: str) -> str:
+    """A line of Jinja that stands before a template, for which the clock stands at the beginning of a day.
+
+    Values of a template are plain data, so its strftime_now(FORMAT) is a macro that replaces each code of the format.
+    """
+    day = datetime.datetime.fromisoformat(date)
+    codes = [f"%{flag}{letter}" for flag in ("", "-") for letter in string.ascii_letters]
+    replaced = "".join(f"|replace({json.dumps(code)}, {json.dumps(day.strftime(code))})" for code in codes)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -259,11 +228,6 @@ def open_transformers(folder: Path) -> tuple[Any, int | None]:
     """
     if not has_tokenizer(folder):
         raise ValueError(f"{folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
-    if _is_sentencepiece(folder) and importlib.util.find_spec("sentencepiece") is None:
-        raise ValueError(
-            f"the tokenizer of {folder} is a tokenizer.model without a tokenizer.json, which needs the package sentencepiece; "
-            "install the extra `sentencepiece`: pip install -e '.[sentencepiece]'"
-        )
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
@@ -276,16 +240,10 @@ def open_transformers(folder: Path) -> tuple[Any, int | None]:
             eos_id = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).eos_token_id
     except Exception as error:  # the Rust parser raises bare Exception without naming the folder
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if (folder / "tokenizer.model").is_file() and importlib.util.find_spec("sentencepiece") is None:
+            reason += "; a tokenizer.model needs the package sentencepiece: pip install -e '.[sentencepiece]'"
         raise ValueError(f"the tokenizer of {folder} cannot be loaded: {reason}") from error
     return tokenizer, None if eos_id is None else int(eos_id)
-
-
-def _is_sentencepiece(folder: Path) -> bool:
-    """Whether the folder's only tokenizer file is SentencePiece's, whose first byte is a field tag; tiktoken's file is text."""
-    if (folder / "tokenizer.json").is_file() or not (folder / "tokenizer.model").is_file():
-        return False
-    with open(folder / "tokenizer.model", "rb") as file:
-        return file.read(1) == b"\n"
 
 
 def _flat_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -310,22 +268,13 @@ def _token_bytes_by(decoders: Sequence[dict[str, Any]]) -> Callable[[str], bytes
     fused = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     of_pieces = all(_mark_of_space(d) == space or d["type"] == "ByteFallback" for d in decoders[:fused])
     if space and of_pieces and all(d["type"] == "Fuse" or _strips_start(d) for d in decoders[fused:]):
-        fallback = "ByteFallback" in kinds
-        return lambda piece: (
-            _byte_token(piece) if fallback and _BYTE_TOKEN.fullmatch(piece) else piece.replace(space, " ").encode()
-        )
+        # The piece of a single byte in SentencePiece's vocabularies.
+        byte = re.compile("<0x([0-9A-Fa-f]{2})>" if "ByteFallback" in kinds else "(?!)")
+        return lambda piece: bytes.fromhex(found[1]) if (found := byte.fullmatch(piece)) else piece.replace(space, " ").encode()
     raise ValueError(
         f"the tokenizer's decoder is {' + '.join(kinds) or 'none'}, with which the text of a token depends on other tokens: "
         "task.stop_strings and task.step_ends need a byte-level or SentencePiece tokenizer"
     )
-
-
-# The piece of a single byte in SentencePiece's vocabularies.
-_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
-
-
-def _byte_token(piece: str) -> bytes:
-    return bytes([int(piece[3:5], 16)])
 
 
 def _mark_of_space(decoder: dict[str, Any]) -> str:

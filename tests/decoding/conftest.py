@@ -14,4 +14,4 @@ def single() -> Engine:
 
 @pytest.fixture(scope="session")
 def grouped() -> Engine:
-    return make_engine(*SIZES["groups of four"])
+    return make_engine(*SIZES)

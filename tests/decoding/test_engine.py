@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from tba_jax.models.policy import LoraConfig, Policy
 from tba_jax.text import stop_strings as stop_strings_lib
 from tests.support import applied
 from tests.support.tiny_engine import (
+    BANNED,
     EOS,
     LENGTHS,
     MODEL,
@@ -55,6 +56,13 @@ def alone(single: Engine, stream: list[Request]) -> Generation:
     return decoded_alone(single, stream)
 
 
+def rows_of(stream: Sequence[Request], found: Generation) -> tuple[np.ndarray, ...]:
+    """tokens, prompt_length, response_length."""
+    prompts = [request.prompt for request in stream for _ in range(request.samples)]
+    columns = trajectory.token_columns(prompts, found.responses, prompt_length=P, response_length=R, pad_id=PAD)
+    return tuple(columns.values())
+
+
 jit_scores = jax.jit(
     functools.partial(applied.response_logprobs, R=R, config=MODEL, space=SPACE, logit_bytes=1 << 20, remat="none")
 )
@@ -62,92 +70,75 @@ jit_scores = jax.jit(
 
 def scores(params: Params, stream: Sequence[Request], found: Generation) -> np.ndarray:
     """float32[B, R]: policy log-probs of whole rows in one pass."""
-    prompts = [request.prompt for request in stream for _ in range(request.samples)]
-    responses = [tokens[:length] for tokens, length in zip(found.tokens, found.length, strict=True)]
-    rows = trajectory.token_columns(prompts, responses, prompt_length=P, response_length=R, pad_id=PAD)
-    return np.asarray(jit_scores(params, *rows.values())[0])
+    return np.asarray(jit_scores(params, *rows_of(stream, found))[0])
 
 
-@jax.jit
-def all_logits(params: Params, tokens: jax.Array) -> jax.Array:
-    hidden = applied.hidden_states(params, tokens, config=MODEL, remat="none")
-    return applied.logits_of(params, hidden.reshape(-1, MODEL.width), config=MODEL).reshape(*tokens.shape, -1)
+@functools.partial(jax.jit, static_argnames="config")
+def all_logits(params: Params, tokens: jax.Array, *, config=MODEL) -> jax.Array:
+    hidden = applied.hidden_states(params, tokens, config=config, remat="none")
+    return applied.logits_of(params, hidden.reshape(-1, config.width), config=config).reshape(*tokens.shape, -1)
 
 
-def teacher_forced_logits(stream: Sequence[Request], tokens: np.ndarray) -> np.ndarray:
+def teacher_forced_logits(stream, found: Generation, params: Params = PARAMS, config=MODEL) -> np.ndarray:
     """float32[B, R, V]: the logits that every response token was drawn from, in one pass over rows padded on the right."""
-    prompts = [list(request.prompt) for request in stream for _ in range(request.samples)]
-    rows = np.array([[*prompt, *row, *[PAD] * (P - len(prompt))] for prompt, row in zip(prompts, tokens, strict=True)], np.int32)
-    logits = np.asarray(all_logits(PARAMS, rows))
-    return np.stack([logits[b, len(prompt) - 1 : len(prompt) - 1 + R] for b, prompt in enumerate(prompts)])
+    tokens, prompt_length, _ = rows_of(stream, found)
+    at = np.minimum(prompt_length[:, None] - 1 + np.arange(R), P + R - 1)
+    return np.take_along_axis(np.asarray(all_logits(params, tokens, config=config)), at[:, :, None], axis=1)
 
 
-@pytest.mark.parametrize(
-    "fewer", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["groups of four", "fewer slots than samples"]
-)
-def test_a_stream_gives_the_rows_of_requests_decoded_alone(grouped, fewer, stream, alone):
-    engine = make_engine(4, 6) if fewer else grouped
+def test_a_stream_gives_the_rows_of_requests_decoded_alone(grouped, stream, alone):
     assert sizes_lib.buckets(P) == (32, 64)
-    found = decoded_together(engine, stream)
+    found = decoded_together(grouped, stream)
     assert_same_rows(found, alone)
     # Of every kind: rows of all lengths, ended and cut.
     assert set(found.length.tolist()) == set(range(1, R + 1)) and 0 < found.finished.sum() < len(found.finished)
     # In another order and from other buffers: the same rows.
     order = np.random.default_rng(1).permutation(len(stream))
-    moved = engine.generate([stream[i] for i in order])
+    moved = grouped.generate([stream[i] for i in order])
     assert_same_rows(requests_lib.concatenate([moved[i] for i in np.argsort(order)]), alone)
 
 
-def test_logprobs_equal_teacher_forced_ones(stream, grouped):
-    found = decoded_together(grouped, stream)
-    mask = trajectory.response_mask(found.length, R)
-    np.testing.assert_allclose(found.policy_logprobs, scores(PARAMS, stream, found), rtol=0, atol=1e-5)
-    logits = teacher_forced_logits(stream, found.tokens)
-    sampling = mixed_sampling(len(found.tokens))
+def test_logprobs_equal_teacher_forced_ones(stream, alone):
+    mask = trajectory.response_mask(alone.length, R)
+    np.testing.assert_allclose(alone.policy_logprobs, scores(PARAMS, stream, alone), rtol=0, atol=1e-5)
+    logits = teacher_forced_logits(stream, alone)
+    logits[..., list(BANNED)] = -np.inf
+    sampling = mixed_sampling(len(alone.tokens))
     for row, t in zip(*np.nonzero(mask), strict=True):
         settings = {field.name: getattr(sampling, field.name)[row].item() for field in dataclasses.fields(sampling)}
-        behavior = numpy_distribution(logits[row, t], **settings)
-        np.testing.assert_allclose(found.behavior_logprobs[row, t], np.log(behavior[found.tokens[row, t]]), rtol=0, atol=2e-5)
-    assert not found.behavior_logprobs[~mask].any() and not found.policy_logprobs[~mask].any()
-    assert (found.policy_step == np.where(mask, 5, -1)).all()
+        behavior = np.log(numpy_distribution(logits[row, t], **settings)[alone.tokens[row, t]])
+        np.testing.assert_allclose(alone.behavior_logprobs[row, t], behavior, rtol=0, atol=2e-5)
+    assert not alone.behavior_logprobs[~mask].any() and not alone.policy_logprobs[~mask].any()
+    assert (alone.policy_step == np.where(mask, 5, -1)).all()
 
 
 def test_a_response_that_is_cut_ends_with_the_end_of_sequence_and_its_logprobs(stream, alone):
-    """Its last token alone differs; the sampler's log-probs of it are those of its own weights at that place."""
-    engine = make_engine(*SIZES["groups of four"], space=dataclasses.replace(SPACE, force_eos=True))
-    found = decoded_together(engine, stream)
-    cut, rows = ~alone.finished, np.arange(len(alone.length))
-    last = alone.length - 1
-    assert 0 < cut.sum() < len(cut) and len(set(last[cut].tolist())) > 5 and last[cut].max() == R - 1
+    """Its last token alone differs; the sampler's log-probs of it are those of its own weights, before truncation."""
+    found = decoded_together(make_engine(*SIZES, space=dataclasses.replace(SPACE, force_eos=True)), stream)
+    cut, rows, last = ~alone.finished, np.arange(len(alone.length)), alone.length - 1
+    assert len(set(last[cut].tolist())) > 5 and last[cut].max() == R - 1
     expected = alone.tokens.copy()
     expected[rows[cut], last[cut]] = EOS
     np.testing.assert_array_equal(found.tokens, expected)
-    np.testing.assert_array_equal(found.length, alone.length)
     np.testing.assert_array_equal(found.finished, alone.finished)
     np.testing.assert_allclose(found.policy_logprobs, scores(PARAMS, stream, found), rtol=0, atol=1e-5)
-    logits, sampling = teacher_forced_logits(stream, found.tokens), mixed_sampling(len(rows))
-    for row in rows:
-        t, temperature = last[row], sampling.temperature[row].item()
-        np.testing.assert_allclose(found.behavior_logprobs[row, :t], alone.behavior_logprobs[row, :t], rtol=0, atol=1e-5)
-        if cut[row]:
-            behavior = np.log(numpy_distribution(logits[row, t], temperature, 0, 1.0, 0.0)[EOS]) if temperature else 0.0
-            np.testing.assert_allclose(found.behavior_logprobs[row, t], behavior, rtol=0, atol=2e-5)
+    logits, temperature = teacher_forced_logits(stream, found), mixed_sampling(len(rows)).temperature
+    logits[..., list(BANNED)] = -np.inf
+    for row in rows[cut & (temperature > 0)]:
+        behavior = np.log(numpy_distribution(logits[row, last[row]], temperature[row])[EOS])
+        np.testing.assert_allclose(found.behavior_logprobs[row, last[row]], behavior, rtol=0, atol=2e-5)
 
 
 def test_local_layers_read_a_window_of_prompt_and_response():
     """Prompts and responses are longer than the window, and slots take up another buffer's prompt while others run."""
     model = dataclasses.replace(MODEL, layers=3, layer_pattern="lg", window=5, local_rope_theta=50.0)
     params = applied.random(applied.specs(model), scale=0.4, seed=3)
-    stream = make_stream((1, 33, 5, 60, 17))
-    found = decoded_together(make_engine(*SIZES["groups of four"], model=model), stream, params)
-    prompts = [request.prompt for request in stream for _ in range(request.samples)]
-    rows = np.array([[*prompt, *row, *[PAD] * (P - len(prompt))] for prompt, row in zip(prompts, found.tokens, strict=True)])
+    stream = make_stream((1, 30, 5, 28, 17))
+    found = decoded_together(make_engine(*SIZES, model=model, prompt_length=32), stream, params)
 
     def logprobs(config) -> np.ndarray:
-        hidden = applied.hidden_states(params, rows, config=config).reshape(-1, config.width)
-        logits = np.asarray(applied.logits_of(params, hidden, config=config)).reshape(*rows.shape, -1)
-        drawn_from = np.stack([logits[b, len(prompt) - 1 :][:R] for b, prompt in enumerate(prompts)])
-        taken, _ = scoring.chosen_logprobs(scoring.restrict(drawn_from, np.arange(R), SPACE) / SPACE.temperature, found.tokens)
+        logits = scoring.restrict(teacher_forced_logits(stream, found, params, config), np.arange(R), SPACE)
+        taken, _ = scoring.chosen_logprobs(logits / SPACE.temperature, found.tokens)
         return np.where(np.arange(R) < found.length[:, None], taken, 0.0)
 
     assert max(found.length) > 5
@@ -155,25 +146,16 @@ def test_local_layers_read_a_window_of_prompt_and_response():
     assert np.abs(found.policy_logprobs - logprobs(dataclasses.replace(model, window=100))).max() > 0.1
 
 
-def test_meshes_give_the_rows_of_one_device(single):
-    """Lanes on the ways of the data axis share the requests; caches, prefill and weights are split over the others."""
-    stream = make_stream([1, 24, 3, 17, 9, 2, 20, 11], counts=(4, 3, 9))
-    mesh = make_mesh(data=2, tensor=2)
-    engine = make_engine(8, 4, mesh=mesh, prompt_length=24)
-    sharded = jax.device_put(PARAMS, applied.shardings(MODEL, mesh))
-    assert_same_rows(decoded_together(engine, stream, sharded), decoded_alone(single, stream))
-
-
-def test_merged_and_rounded_weights_draw_what_they_score():
-    """Adapters merged and weights rounded on eight devices; scored by the same weights on one."""
+def test_merged_and_rounded_weights_on_a_mesh_draw_what_they_score():
+    """Adapters merged, weights rounded and two lanes on two devices each; scored by the same weights on one device."""
     policy = Policy(model=MODEL, lora=LoraConfig(rank=2, alpha=4.0, targets=("layers.*",)))
     adapters = applied.random(policy.trained_specs, scale=0.3, seed=3)
-    mesh = make_mesh(2, 2, 2)
+    mesh = make_mesh(data=2, tensor=2)
     sharded = jax.device_put(adapters, policy.trained_shardings(mesh)), jax.device_put(PARAMS, policy.model_shardings(mesh))
     of = {weights: jax.jit(functools.partial(policy.for_sampling, weights=weights)) for weights in ("full", "int8")}
     params = sharding.on_mesh(mesh, of["int8"])(*sharded)
     assert params["layers"]["feed_forward"]["up"]["weight"].dtype == np.int8
-    stream = make_stream([1, 20, 7, 13], counts=(4,), limits=False)
+    stream = make_stream([1, 24, 3, 17], counts=(4, 3, 9), limits=False)
     found = decoded_together(make_engine(8, 4, mesh=mesh, prompt_length=24, weights="int8"), stream, params)
     mask = trajectory.response_mask(found.length, R)
     # Engine and learner sum in other orders, which differ by CPU: 1.05e-5 and 1.8e-5 were seen where weights are rounded.
@@ -184,19 +166,14 @@ def test_merged_and_rounded_weights_draw_what_they_score():
         assert np.abs(scores(others, stream, found) - found.policy_logprobs)[mask].max() > least
 
 
-@pytest.fixture(scope="module")
-def spare() -> Engine:
-    return make_engine(*SIZES["groups of four"])
-
-
 def compiled(caplog: pytest.LogCaptureFixture) -> dict[str, int]:
     """How many programs of an engine have been compiled, by name."""
     told = "\n".join(record.getMessage() for record in caplog.records)
     return {name: told.count(f"Finished XLA compilation of jit({name})") for name in ("prefill", "decode", "unstack")}
 
 
-def test_nothing_is_compiled_after_a_request_of_each_bucket(spare, caplog, own_programs):
-    engine = spare
+def test_nothing_is_compiled_after_a_request_of_each_bucket(own_programs, caplog):
+    engine = make_engine(*SIZES)
     with jax.log_compiles():
         engine.set_policy(PARAMS, 5)
         engine.generate([make_request([3], 1), make_request([3] * P, 1)])
@@ -207,10 +184,9 @@ def test_nothing_is_compiled_after_a_request_of_each_bucket(spare, caplog, own_p
             tickets.append(engine.submit(request))
             if i % 7 == 0:
                 engine.set_policy(random_params(i), i)
-                list(engine.decode(tickets[: i // 2], last=True))
-        list(engine.decode(tickets, last=True))
-        beginning = [3, 4, 5]
-        engine.generate([make_request([7, 8], 2, beginning=beginning), make_request([7] * 50, 2, beginning=beginning)])
+                list(engine.decode(tickets[: i // 2]))
+        list(engine.decode(tickets))
+        engine.generate([make_request(prompt, 2, beginning=[3, 4, 5]) for prompt in ([7, 8], [7] * 50)])
     assert compiled(caplog) == before
 
 
@@ -236,18 +212,14 @@ def test_a_beginning_is_continued_as_the_whole_response_goes_on(grouped):
 STOPS, MIN_LENGTH = ("aba", "cd"), 3
 
 
-@pytest.fixture(scope="module")
-def stopping() -> Engine:
+def test_rows_end_by_stop_strings_and_by_ends_in_time():
+    """Against the joined text: a row ends with the first token that completes a stop string, or by an end from the third on."""
     token_bytes = [TEXTS[i].encode() if i in TEXTS else None for i in range(MODEL.vocab)]
     stop_strings = stop_strings_lib.build(token_bytes, STOPS, vocab=MODEL.vocab)
     space = dataclasses.replace(SPACE, min_length=MIN_LENGTH)
-    return make_engine(8, 4, space=space, stop_strings=stop_strings, prompt_length=16)
-
-
-def test_rows_end_by_stop_strings_and_by_ends_in_time(stopping):
-    """Against the joined text: a row ends with the first token that completes a stop string, or by an end from the third on."""
+    stopping = make_engine(8, 4, space=space, stop_strings=stop_strings, prompt_length=16)
     stopping.set_policy(PARAMS, 5)
-    beginnings: Iterator[list[int]] = itertools.cycle([[], [5], [6], [3, 4], [10, 10, 3], [10, 4, 10, 3]])
+    beginnings = itertools.cycle([[], [5], [6], [3, 4], [10, 10, 3], [10, 4, 10, 3]])
     requests = [
         # Prompts end with what a stop string could begin with: that does not count.
         make_request([5, 3 + i % 4], 6, i, beginning=next(beginnings), sampling=sampling_lib.constant(6, temperature=1.5))
@@ -269,8 +241,7 @@ def test_rows_end_by_stop_strings_and_by_ends_in_time(stopping):
             why["stop"] += first in stops
             why["earliest end"] += first in ends and length == MIN_LENGTH
             why["earlier stop"] += first in stops and length < MIN_LENGTH
-            own = "".join(texts[given:length])
-            why["begun before"] += first in stops and not any(stop in own for stop in STOPS)
+            why["begun before"] += first in stops and not any(stop in "".join(texts[given:length]) for stop in STOPS)
     assert min(why.values()) > 0, why
     with pytest.raises(ValueError, match="query q: the given response tokens hold a stop string"):
         stopping.submit(make_request([5], 2, name="q", beginning=[7, 7]))
@@ -293,9 +264,9 @@ def test_requests_that_do_not_fit_are_refused(grouped, prompt, given, limit):
         grouped.submit(make_request([3] * prompt, 2, beginning=[3] * given))
 
 
-def test_logits_that_are_no_numbers_name_the_query(spare):
-    broken = jax.tree.map(np.copy, PARAMS)
+def test_logits_that_are_no_numbers_name_the_query():
+    engine, broken = make_engine(*SIZES), jax.tree.map(np.copy, PARAMS)
     broken["layers"]["feed_forward"]["up"]["weight"][1, 0, 0] = np.nan
-    spare.set_policy(broken, 6)
+    engine.set_policy(broken, 6)
     with pytest.raises(FloatingPointError, match="policy step 6 are not finite at response token 0 of query the broken one"):
-        spare.generate([make_request([3, 4], 2, name="the broken one")])
+        engine.generate([make_request([3, 4], 2, name="the broken one")])

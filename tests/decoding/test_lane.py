@@ -1,12 +1,9 @@
-"""How a lane uses its slots and caches: counted by hand, in place on TPUs, as much as its samples need, and in fewer slots."""
+"""How a lane uses its slots and caches: counted by hand, in place on TPUs, and as much as its samples need."""
 
 import dataclasses
 import functools
 import importlib.util
-import os
-import re
-import subprocess
-import sys
+import math
 
 import jax
 import numpy as np
@@ -16,9 +13,11 @@ from tba_jax import sharding
 from tba_jax.decoding import decode_loop
 from tba_jax.decoding import sizes as sizes_lib
 from tba_jax.decoding import slots as slots_lib
-from tba_jax.decoding.requests import concatenate
-from tba_jax.models import flops, kv_cache, parameters
-from tests.support import lane_memory
+from tba_jax.decoding.engine import Engine
+from tba_jax.experiment import topologies
+from tba_jax.models import decoder, flops, kv_cache, parameters
+from tba_jax.models.presets import PRESETS
+from tba_jax.programs import shaped
 from tests.support.tiny_engine import (
     BANNED,
     EOS,
@@ -28,8 +27,8 @@ from tests.support.tiny_engine import (
     decoded_alone,
     decoded_together,
     make_engine,
+    make_mesh,
     make_request,
-    make_stream,
 )
 
 ENDLESS = dataclasses.replace(SPACE, banned_tokens=(*BANNED, EOS))
@@ -43,9 +42,8 @@ def test_usage_counts_slots_operations_and_bytes():
     usage, c, m = engine.usage, engine.config, engine.config.model
     assert (usage.slot_steps, usage.useful) == (3 * 8, 3)
     assert (usage.prefilled, usage.prompt_tokens) == (32 * engine._lanes[0]._arrivals, 3)
-    assert usage.flops == flops.forward(
-        m, positions=6, logits=4
-    )  # three tokens of the prompt give one token, and three drawn ones
+    # Three tokens of the prompt give one token, and three drawn ones.
+    assert usage.flops == flops.forward(m, positions=6, logits=4)
     weights = sum(x.nbytes for name, x in parameters.flatten(PARAMS).items() if m.tied_embedding or name != "embedding.weight")
     entries = c.groups * c.buffers * c.prompt_length + 8 * (c.response_length - 1)
     assert usage.bytes == 3 * (weights + entries * 2 * m.layers * m.kv_heads * m.head_size * 4)
@@ -55,38 +53,23 @@ def test_usage_counts_slots_operations_and_bytes():
     assert engine.usage.prompt_tokens == 3 + 2 * 3  # samples in two groups read the prompt twice
 
 
-def test_fewer_slots_give_the_same_rows(monkeypatch, grouped):
-    """Twice, so that the second batch begins with all slots again."""
-    monkeypatch.setattr(sizes_lib, "WORTHWHILE_STEPS", 1)
-    for seed, lengths in enumerate([(3, 20, 33, 5, 64), (9, 1, 50)]):
-        stream, used, found = make_stream(lengths, seed=seed), [], []
-        for last in (True, False):
-            grouped.set_policy(PARAMS, 5)
-            before, tickets = grouped.usage.slot_steps, [grouped.submit(request) for request in stream]
-            list(grouped.decode(tickets, last=last))
-            found.append(concatenate([ticket.generation for ticket in tickets]))
-            used.append(grouped.usage.slot_steps - before)
-        assert_same_rows(*found)
-        assert used[0] < used[1], "nothing was moved, so that nothing was tested"
-
-
 @pytest.fixture
-def traced(monkeypatch) -> list[tuple[str, int, int]]:
-    """(name, buffers, window) of the programs that are traced, in order."""
-    found, decode, rotate = [], decode_loop.decode, decode_loop.rotate
+def traced(monkeypatch) -> list[tuple[str, int]]:
+    """(name, window) of the programs that are traced, in order."""
+    found: list[tuple[str, int]] = []
 
-    @functools.wraps(decode)
-    def noted_decode(*args, **static):
-        found.append(("decode", static["buffers"], static["window"]))
-        return decode(*args, **static)
+    def noted(name):
+        function = getattr(decode_loop, name)
 
-    @functools.wraps(rotate)
-    def noted_rotate(*args, **static):
-        found.append(("rotate", 0, static["window"]))
-        return rotate(*args, **static)
+        @functools.wraps(function)
+        def call(*args, **static):
+            found.append((name, static["window"]))
+            return function(*args, **static)
 
-    monkeypatch.setattr(decode_loop, "decode", noted_decode)
-    monkeypatch.setattr(decode_loop, "rotate", noted_rotate)
+        monkeypatch.setattr(decode_loop, name, call)
+
+    noted("decode")
+    noted("rotate")
     return found
 
 
@@ -104,42 +87,47 @@ def test_a_stream_reads_as_much_of_its_rings_as_its_samples_need(traced, monkeyp
     stream = [make_request([3 + i % 6, 5], 4, i, limit=np.full(4, limit)) for i, limit in enumerate(limits)]
     found = decoded_together(engine, stream)
     assert len(set(traced)) == len(traced), "each program is made once"
-    assert traced[0] == ("decode", 2, max(windows)) and traced[1] == ("decode", 2, min(windows))
-    assert ("rotate", 0, min(windows)) in traced and {window for _, _, window in traced} <= windows
+    assert traced[:2] == [("decode", max(windows)), ("decode", min(windows))]
+    assert ("rotate", min(windows)) in traced and {window for _, window in traced} <= windows
     assert_same_rows(found, decoded_alone(single, stream))
     np.testing.assert_array_equal(found.length, np.repeat(limits, 4))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe, layers", [("gsm8k_qwen2_5_1_5b", 3), ("tldr_pythia_1b", 3), ("gsm8k_rho1b", 8)])
-def test_prefill_and_decode_loop_are_in_place_on_a_tpu(recipe, layers):
-    """Rings of the first recipe need 511 entries, which do not fill tiles. Heads of the second are wider than a tile, and those
-    of the third share no keys.
+def programs_of(model, mesh, **sizes):
+    """The programs of an engine's lane, of which nothing is allocated, and the bytes of all its caches."""
+    engine = Engine(model, SPACE, mesh, pad_id=0, chunk=32, **sizes)
+    cast = functools.partial(parameters.cast, dtype=model.compute_dtype)
+    definition = decoder.define(model)
+    found = engine.programs(shaped(jax.eval_shape(cast, parameters.shapes(definition.specs)), definition.shardings(mesh)))
+    prompts, slots = jax.eval_shape(functools.partial(slots_lib.init, engine.config))
+    return found, sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((prompts.cache, slots.own)))
 
-    In a process of its own: libtpu does not know the tests' XLA_FLAGS.
-    """
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu, which holds the compiler for TPUs, is not installed: it comes with the extra `tpu`")
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
-    }
-    # Rings of 128 entries have one window, and are not rotated.
-    programs = ["prefill", "decode", *(["rotation of a ring"] if "gsm8k" in recipe else [])]
-    for window in (0, 128):
-        command = [sys.executable, "-m", "tests.support.lane_memory", recipe, str(layers), str(window), *programs]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        shares = [float(share) for share in re.findall(r": ([\d.]+)\n", done.stdout)]
-        assert len(shares) == len(programs) and max(shares) <= 0.1, done.stdout
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, which compiles for TPUs, is not installed")
+@pytest.mark.parametrize(
+    "preset, layers, slots, samples, response",
+    [("qwen2.5-1.5b", 3, 96, 16, 512), ("pythia-1b", 3, 40, 20, 128), ("rho-math-1b", 8, 96, 24, 512)],
+)
+def test_prefill_and_decode_loop_are_in_place_on_a_tpu(preset, layers, slots, samples, response):
+    """511 entries do not fill tiles; heads of the second preset are wider than a tile; those of the third share no keys."""
+    topologies.use_no_devices()
+    mesh = sharding.make_mesh((1, 1, 1), setting="tensor", devices=topologies.devices("v5e:2x2")[:1])
+    model = dataclasses.replace(PRESETS[preset], compute_dtype="bfloat16", layers=layers)
+    sizes = dict(slots=slots, samples=samples, prompt_length=512, response_length=response)
+    made, caches = programs_of(model, mesh, **sizes)
+    part = dataclasses.replace(made["decode"], options={**made["decode"].options, "window": 128})
+    rotation = [made["rotation of a ring"]] if "rotation of a ring" in made else []
+    for program in (made["prefill"], made["decode"], part, *rotation):
+        assert program.lower().compile().memory_analysis().temp_size_in_bytes <= 0.1 * caches, program
 
 
 def test_caches_of_heads_that_are_shared_are_not_repeated():
     """Four query heads share a key head."""
-    config, arrivals = lane_memory.lane("gsm8k_qwen2_5_1_5b", tiled=False, layers=1, dtype="float32")
-    model = dataclasses.replace(config.model, width=64, heads=8, kv_heads=2, head_size=64, ffn=32, vocab=64)
-    config = dataclasses.replace(config, model=model, graphdef=kv_cache.define(model).graphdef)
-    mesh = sharding.make_mesh((1, 1, 1), setting="tensor", devices=jax.devices()[:1])
-    size = lane_memory.cache_entries(config, mesh) * 4
-    found = lane_memory.programs(config, mesh, arrivals)["decode"].lower().compile().memory_analysis()
-    assert size <= found.argument_size_in_bytes <= 1.1 * size
+    changes = dict(compute_dtype="float32", layers=1, width=64, heads=8, kv_heads=2, head_size=64, ffn=32, vocab=64)
+    model = dataclasses.replace(PRESETS["qwen2.5-1.5b"], **changes)
+    made, caches = programs_of(model, make_mesh(), slots=96, samples=16, prompt_length=512, response_length=512)
+    found = made["decode"].lower().compile().memory_analysis()
+    assert caches <= found.argument_size_in_bytes <= 1.1 * caches
     # Less than the keys of all slots; repeated, they would be four times as large.
-    assert found.temp_size_in_bytes < 0.5 * config.groups * config.width * 511 * 2 * 64 * 4
+    assert found.temp_size_in_bytes < 0.5 * 96 * 511 * 2 * 64 * 4

@@ -8,22 +8,13 @@ from tba_jax.decoding.sizes import Ring
 
 
 def test_sizes_by_hand():
-    def arranged(slots: int, samples: int, ways: int, **settings: bool) -> tuple[int, int]:
-        lane = sizes_lib.lane_sizes(slots, samples, ways, **settings)
-        return lane.groups, lane.width
-
-    # (groups, width): half of a query's samples side by side, a quarter of many; a width that divides what a way has.
-    for given, expected in {
-        (8, 4, 2): (2, 2),
-        (64, 16, 1): (8, 8),
-        (192, 24, 2): (8, 12),
-        (64, 1, 4): (16, 1),
-        (128, 128, 1): (4, 32),
-        (7, 4, 1): (7, 1),
-    }.items():
-        assert arranged(*given) == expected
-    # Where a batch begins at once, the samples of a query share a group if the slots allow.
-    assert arranged(64, 16, 2, lockstep=True) == (2, 16) and arranged(8, 6, 1, lockstep=True) == (4, 2)
+    # (groups, width): half of a query's samples side by side, a quarter of many; a width that divides what a way has. Where a
+    # batch begins at once, the samples of a query share a group if the slots allow.
+    apart = {(8, 4, 2): (2, 2), (192, 24, 2): (8, 12), (64, 1, 4): (16, 1), (128, 128, 1): (4, 32), (7, 4, 1): (7, 1)}
+    for lockstep, cases in ((False, apart), (True, {(64, 16, 2): (2, 16), (8, 6, 1): (4, 2)})):
+        for given, expected in cases.items():
+            lane = sizes_lib.lane_sizes(*given, lockstep=lockstep)
+            assert (lane.groups, lane.width) == expected
     assert sizes_lib.windows(127, 32) == (32, 64, 96, 127) and sizes_lib.windows(20, 32) == (20,)
     assert sizes_lib.windows(128, 32, tiled=True) == (128,) and sizes_lib.windows(304, 8, tiled=True) == (128, 256, 304)
     # Two heads of 64 fill the columns of a tile; heads of 80 are eight to five tiles. Heads stay on their device.
@@ -75,11 +66,3 @@ def test_every_running_sample_finds_its_entries(lockstep):
         for _ in range(rng.integers(1, 30)):
             seen.add(caches.call(rng.integers(1, longest + 1, SLOTS)))
     assert seen == set(WINDOWS) and caches.rotations > 5
-
-
-def test_a_stream_of_short_samples_reads_a_short_window_after_one_round():
-    caches = Caches(lockstep=False)
-    windows = [caches.call(np.full(SLOTS, 3)) for _ in range(30)]
-    # The whole caches for a round of 31 entries, and until the samples lie in the shorter ring.
-    assert windows == [31] * 7 + [8] * 23 and not caches.rotations
-    assert [caches.call(np.full(SLOTS, 25)) for _ in range(3)] == [8, 16, 16]

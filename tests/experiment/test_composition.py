@@ -166,12 +166,36 @@ def test_a_special_token_whose_text_is_a_stop_string_is_allowed(model_folder, tm
 
     def banned(*stops: str) -> tuple[int, ...]:
         task = tiny_run.config_with({"task.stop_strings": stops}).task
-        stop_strings.check_stop_strings(task.stop_strings, tokenizer, 262)
+        stop_strings.check_stop_strings(task.stop_strings, tokenizer)
         return stop_strings.banned_tokens(task, tokenizer, 262)
 
     for text in ("<|turn|>", "<|end|>"):
         with pytest.raises(ValueError, match=re.escape(f"task.step_ends holds {text!r}, which no response can")):
-            stop_strings.check_stop_strings([text], tokenizer, 262, setting="task.step_ends", special=False)
-    stop_strings.check_stop_strings(["turn"], tokenizer, 262, setting="task.step_ends", special=False)
+            stop_strings.check_stop_strings([text], tokenizer, setting="task.step_ends", special=False)
+    stop_strings.check_stop_strings(["turn"], tokenizer, setting="task.step_ends", special=False)
     assert banned() == banned("turn") == (258, 259, 260, 261)
     assert banned("<|turn|>") == (259, 260, 261)
+
+
+def test_stop_strings_need_a_tokenizer_whose_tokens_have_bytes(model_folder):
+    with pytest.raises(
+        ValueError, match=r"the tokenizer's decoder is none, .* task\.stop_strings and task\.step_ends need a byte-level"
+    ):
+        composition.build(story_config(model_folder, task__stop_strings=("w3",)))
+
+
+def test_a_stop_string_is_one_that_the_tokenizer_can_spell(data_dir):
+    """stories260K strips white space from the ends of a text, TinyStories-656K has no token for 漢."""
+    for name, text, spelled in (
+        ("stories260K-hf", "\n", True),
+        ("stories260K-hf", "漢", True),
+        ("stories260K-hf", "  ", False),  # it makes one space of many
+        ("TinyStories-656K", "\n\n", True),
+        ("TinyStories-656K", "a 漢", False),
+    ):
+        tokenizer = HuggingFaceTokenizer(data_dir / "models" / name)
+        if spelled:
+            stop_strings.check_stop_strings([text], tokenizer)
+            continue
+        with pytest.raises(ValueError, match=re.escape(f"task.stop_strings holds {text!r}, which no response can")):
+            stop_strings.check_stop_strings([text], tokenizer)

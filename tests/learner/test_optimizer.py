@@ -60,37 +60,29 @@ def update_of(params, grads, unit=1.0, **settings) -> dict:
     return step(params, grads)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_weights_decay_and_norms_do_not(tied):
-    config = DecoderConfig(
-        layers=2, width=8, heads=2, kv_heads=1, head_size=4, ffn=6, vocab=5, max_positions=8, tied_embedding=tied, qkv_bias=True
-    )
-    specs = applied.specs(config)
+def test_weights_decay_and_norms_do_not():
+    sizes = dict(layers=2, width=8, heads=2, kv_heads=1, head_size=4, ffn=6, vocab=5, max_positions=8)
+    specs = applied.specs(DecoderConfig(**sizes, tied_embedding=False, qkv_bias=True))
     params = parameters.map_specs(lambda _, spec: np.ones(spec.shape, np.float32), specs)
-    zeros = parameters.map_specs(lambda _, spec: np.zeros(spec.shape, np.float32), specs)
-    after = update_of(params, zeros, weight_decay=0.5)
+    after = update_of(params, jax.tree.map(np.zeros_like, params), weight_decay=0.5)
     for path, found in jax.tree_util.tree_flatten_with_path(after)[0]:
         expected = 1.0 if path[-1].key in ("scale", "bias") else 1 - 0.1 * 0.5  # learning rate × weight decay
         np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=str(path))
 
 
-def test_two_steps_equal_adamw_by_hand():
-    """Without clipping: m and v with bias correction, decoupled decay, one matrix."""
-    b1, b2, epsilon, decay, rate = 0.8, 0.9, 1e-3, 0.2, 0.1
-    rng = np.random.default_rng(0)
-    weight, grads = rng.normal(size=(3, 2)), rng.normal(size=(2, 3, 2))
-    schedule = optimizer_lib.constant(peak=rate, steps=2, warmup_steps=0, decay_steps=0, decay="linear")
-    optimizer = adamw(schedule, beta1=b1, beta2=b2, epsilon=epsilon, weight_decay=decay, clip_norm=0.0)
-    params = {"weight": jnp.asarray(weight, jnp.float32)}
-    state = optimizer.init(params)
-    m = v = np.zeros((3, 2))
-    for t, grad in enumerate(grads, start=1):
-        updates, state = optimizer.update({"weight": jnp.asarray(grad, jnp.float32)}, state, params)
-        params = optax.apply_updates(params, updates)
-        m, v = b1 * m + (1 - b1) * grad, b2 * v + (1 - b2) * grad**2
-        step = (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + epsilon)
-        weight = weight - rate * (step + decay * weight)
-        np.testing.assert_allclose(params["weight"], weight, rtol=1e-5)
+def test_two_steps_equal_those_of_optax():
+    weight, grads = (np.random.default_rng(0).normal(size=(n, 3, 2)).astype(np.float32) for n in (1, 2))
+    schedule = optimizer_lib.constant(peak=0.1, steps=2, warmup_steps=0, decay_steps=0, decay="linear")
+    ours = adamw(schedule, beta1=0.8, beta2=0.9, epsilon=1e-3, weight_decay=0.2, clip_norm=0.0)
+    found = []
+    for made in (ours, optax.adamw(0.1, b1=0.8, b2=0.9, eps=1e-3, weight_decay=0.2)):
+        params = {"weight": weight}
+        state = made.init(params)
+        for grad in grads:
+            updates, state = made.update({"weight": grad[None]}, state, params)
+            params = optax.apply_updates(params, updates)
+        found.append(params["weight"])
+    np.testing.assert_allclose(*found, rtol=1e-6)
 
 
 def test_gradients_are_clipped_by_their_global_norm():
@@ -104,3 +96,14 @@ def test_gradients_are_clipped_by_their_global_norm():
         np.testing.assert_allclose(clipped[name], free[name] / 5, rtol=1e-5)
         np.testing.assert_allclose(untouched[name], free[name], rtol=1e-6)
         assert np.abs(free[name]).min() > 0
+
+
+def test_moments_begin_anew_and_schedules_go_on():
+    optimizer = adamw(optax.linear_schedule(1.0, 0.0, 10), beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0)
+    params = {"weight": jnp.arange(1.0, 4.0)}
+    fresh, state = optimizer.update(params, optimizer.init(params), params)
+    for _ in range(2):
+        _, state = optimizer.update(params, state, params)
+    restarted, _ = optimizer.update(params, optimizer_lib.restart_moments(state), params)
+    # Adam's first step, at the learning rate of the fourth: 0.7.
+    np.testing.assert_allclose(restarted["weight"], 0.7 * fresh["weight"], rtol=1e-5)

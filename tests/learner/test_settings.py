@@ -39,13 +39,7 @@ def test_the_schedule_of_the_learning_rate_may_be_longer_than_the_run():
     changes = dict(schedule="wsd", decay="cosine", steps=4, warmup_steps=0, decay_steps=4, learning_rate=1.0)
     for schedule_steps, expected in ((6, [1, 1, 1, 0.853553]), (0, [1, 0.853553, 0.5, 0.146447])):
         flags = {f"learner__{name}": value for name, value in (changes | {"schedule_steps": schedule_steps}).items()}
-        optimizer = settings.make_optimizers(tiny_run.config(**flags).learner)["policy"]
-        params = {"weight": jnp.ones(1)}
-        state, rates = optimizer.init(params), []
-        for _ in range(4):  # of a constant gradient, Adam's update is the learning rate
-            updates, state = optimizer.update({"weight": jnp.ones(1)}, state, params)
-            rates.append(-float(updates["weight"][0]))
-        np.testing.assert_allclose(rates, expected, rtol=1e-4)
+        np.testing.assert_allclose(settings.policy_rates(tiny_run.config(**flags).learner), expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["learned_log_z", "ppo", "grpo"])
@@ -60,41 +54,19 @@ def test_heads_that_are_learned_have_optimizers_of_their_own(name):
         np.testing.assert_allclose(updates["weight"], -{"policy": 1e-3, "log_z_head": 0.25, "value_head": 0.125}[part], rtol=1e-4)
 
 
-def test_the_defaults_of_objectives_are_those_of_the_base_config():
-    made = settings.make_learner_config(base.get_config().learner, contract(), POLICY, mesh_of(1))
-    assert made.settings == ObjectiveSettings(completions=20)
-
-
-OTHER_SETTINGS = {
-    "clip_low": 0.1,
-    "clip_high": 0.3,
-    "sequence_clip_low": 0.01,
-    "sequence_clip_high": 0.02,
-    "icepop_low": 0.4,
-    "icepop_high": 4.0,
-    "gae_lambda": 0.9,
-    "value_coefficient": 0.2,
-    "asymre_delta": -0.3,
-    "topr_baseline": 0.7,
-}
-
-
 def test_static_settings_of_an_update():
-    changes = {
-        "learner__objective": "tba_prime",
-        "learner__importance_clip": 3.0,
-        "learner__log_ratio_clip": 7.0,
-        **{f"learner__{name}": value for name, value in OTHER_SETTINGS.items()},
-        "learner__micro_batch_tokens": 6 * 13,
-        "learner__logit_megabytes": 2,
+    made = settings.make_learner_config(base.get_config().learner, contract(), POLICY, mesh_of(1))
+    assert made.settings == ObjectiveSettings(completions=20), "the defaults of objectives are those of the base config"
+    others = {
+        field.name: "row_length" if field.name == "row_divisor" else 4 if field.name == "completions" else field.default + 0.25
+        for field in dataclasses.fields(ObjectiveSettings)
     }
-    made = settings.make_learner_config(tiny_run.config(**changes).learner, contract(), POLICY, mesh_of(3))
-    assert made.objective is OBJECTIVES["tba_prime"]
-    assert made.settings == ObjectiveSettings(completions=4, importance_clip=3.0, log_ratio_clip=7.0, **OTHER_SETTINGS)
+    changes = {"objective": "tba_prime", **others, "micro_batch_tokens": 6 * 13, "logit_megabytes": 2}
+    c = tiny_run.config(**{f"learner__{name}": value for name, value in changes.items()}).learner
+    made = settings.make_learner_config(c, contract(), POLICY, mesh_of(3))
+    assert made.objective is OBJECTIVES["tba_prime"] and made.settings == ObjectiveSettings(**others)
     assert (made.limits.full_rows, made.limits.ways, made.logit_bytes) == (6, 3, 3 * (2 << 20))
     assert made.space == scoring.ResponseSpace(temperature=0.7, banned_tokens=(3,), eos_id=2, min_length=5, force_eos=True)
-    made = settings.make_learner_config(tiny_run.config().learner, contract(), POLICY, mesh_of(1))
-    assert made.limits.full_rows == 12 and made.limits.shares
 
 
 @pytest.mark.parametrize("kind, moves_at", [("initial", None), ("reset", [3, 6]), ("ema", [1, 2, 3, 4, 5, 6])])

@@ -1,15 +1,86 @@
-"""What the TBA paper says of trajectory balance, TBA′ and policy gradients: expectations by enumeration, optima. In float64."""
+"""What papers say of trajectory balance, its siblings and policy gradients: expectations by enumeration, and optima. In float64.
 
-import dataclasses
+One query, responses of one token each: expectations are exact sums over all groups of responses.
+"""
+
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import optimize, special
 
-from tba_jax.objectives.inputs import ObjectiveInputs, PolicyOutputs
-from tests.support.expected_gradients import BETA, OPTIMUM, REF_LOGPROBS, REWARD, SKEWED, THETA, UNIFORM, expected_gradient
-from tests.support.objective_loops import FORMS, evaluate, group_means, log_targets, random_batch, row_sums
+from tba_jax.objectives import OBJECTIVES
+from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
+from tests.support.objective_loops import FORMS, evaluate, random_batch
+
+BETA = 0.4
+REWARD = np.array([1.0, 0.0, 0.3, -0.5, 2.0])
+REF_LOGPROBS = np.log([0.1, 0.3, 0.25, 0.2, 0.15])
+OPTIMUM = REF_LOGPROBS + REWARD / BETA
+THETA = np.array([0.4, -0.7, 0.1, 0.9, -0.3])
+UNIFORM, SKEWED = [0.2] * 5, [0.6, 0.05, 0.05, 0.1, 0.2]
+UNCLIPPED = {"clip_low": 1.0, "clip_high": 1e6}
+
+
+def group_gradient(
+    theta: jax.Array, log_z: jax.Array, group: jax.Array, behavior: jax.Array, form: str, changes: dict[str, float]
+) -> tuple[jax.Array, jax.Array]:
+    """∇ L of the policy softmax(θ) on one group, int[K], of responses that `behavior` drew: by θ, float64[n], and by log Z."""
+    name, settings = FORMS[form]
+    K = group.shape[0]
+    inputs = ObjectiveInputs(
+        ref_logprobs=jnp.asarray(REF_LOGPROBS)[group][:, None],
+        behavior_logprobs=jnp.log(behavior)[group][:, None],
+        mask=jnp.ones((K, 1), bool),
+        reward=jnp.asarray(REWARD)[group],
+        beta=jnp.asarray(BETA),
+        ref_temperature=jnp.ones(()),
+        reward_temperature=jnp.ones(()),
+        settings=ObjectiveSettings(completions=K, **settings | UNCLIPPED | changes),
+        state_values=jnp.broadcast_to(log_z, (K, 1)),
+        prompt_length=jnp.full(K, 3),
+    )
+
+    def loss(theta: jax.Array, log_z: jax.Array) -> jax.Array:
+        logprobs = jax.nn.log_softmax(theta)[group][:, None]
+        heads = dict(log_z=jnp.broadcast_to(log_z, (K,)), values=jnp.broadcast_to(log_z, (K, 1)))
+        return OBJECTIVES[name].loss(PolicyOutputs(logprobs=logprobs, **heads), inputs)
+
+    return jax.grad(loss, argnums=(0, 1))(theta, log_z)
+
+
+@functools.partial(jax.jit, static_argnames=("K", "form", "changes"))
+def expected_gradients(
+    theta: jax.Array,
+    log_z: jax.Array,
+    behavior: jax.Array,
+    *,
+    K: int,
+    form: str = "trajectory_balance",
+    changes: tuple[tuple[str, float], ...] = (),
+) -> tuple[jax.Array, jax.Array]:
+    """E[∇ L] over all n^K groups that `behavior`, float64[n] probabilities, can draw. changes: of ObjectiveSettings."""
+    groups = jnp.asarray(list(itertools.product(range(theta.shape[0]), repeat=K)))
+    by_theta, by_log_z = jax.vmap(lambda group: group_gradient(theta, log_z, group, behavior, form, dict(changes)))(groups)
+    weight = jnp.prod(behavior[groups], axis=1)
+    return weight @ by_theta, weight @ by_log_z
+
+
+def expected_gradient(
+    theta: jax.Array, behavior: jax.Array, *, K: int, form: str = "trajectory_balance", log_z: float = 0.7, **changes: float
+) -> jax.Array:
+    """E[∇_θ L], see expected_gradients."""
+    return expected_gradients(theta, jnp.asarray(log_z), behavior, K=K, form=form, changes=tuple(changes.items()))[0]
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    with jax.enable_x64(True):
+        yield
+
 
 # By form, the gradient expected over on-policy groups of K divided by ∇(E[r] − β KL).
 EXPECTED_SCALE = {
@@ -26,24 +97,14 @@ EXPECTED_SCALE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def in_float64():
-    with jax.enable_x64(True):
-        yield
-
-
 @pytest.mark.parametrize("sizes, beta, dtype", [((1, 2, 3), 1.0, np.float64), ((2, 16, 12), 0.004, np.float32)], ids=str)
 def test_the_gradient_is_reinforce_with_a_mean_baseline(sizes, beta, dtype):
     """∇L = −(2/β) · mean_ij A_ij ∇ log π_θ(y_ij|x_i), A_ij = (r_ij − r̄_i) − β (k_ij − k̄_i), on any batch."""
     outputs, inputs = random_batch(*sizes, beta=beta, dtype=dtype)
-    K, B, beta = sizes[1], sizes[0] * sizes[1], float(inputs.beta)
-    kls = [p - q for p, q in zip(*(row_sums(x, inputs.mask) for x in (outputs.logprobs, inputs.ref_logprobs)), strict=True)]
-    rewards = [float(reward) for reward in inputs.reward]
-    reward_means, kl_means = group_means(rewards, K), group_means(kls, K)
-    expected = np.zeros(outputs.logprobs.shape)
-    for row, t in np.argwhere(inputs.mask):
-        advantage = (rewards[row] - reward_means[row]) - beta * (kls[row] - kl_means[row])
-        expected[row, t] = -(2 / beta) * advantage / B
+    kl = np.where(inputs.mask, outputs.logprobs - inputs.ref_logprobs, 0).sum(1, dtype=np.float64)
+    regularised = (inputs.reward - float(inputs.beta) * kl).reshape(sizes[0], -1)
+    advantage = (regularised - regularised.mean(1, keepdims=True)).reshape(-1, 1)
+    expected = np.where(inputs.mask, -(2 / float(inputs.beta)) * advantage / len(kl), 0.0)
     found = evaluate("trajectory_balance", outputs, inputs)[1].logprobs
     tolerance = 1e-5 if dtype == np.float32 else 1e-12
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
@@ -63,20 +124,20 @@ def test_on_policy_gradients_are_of_the_regularised_reward(form, K=3):
     np.testing.assert_allclose(found, EXPECTED_SCALE[form](K) * ascent, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_from_the_reference_every_objective_raises_the_reward(form):
-    """On-policy, in expectation, where the KL is at its least: descent goes the way of ∇E[r], of raft and online_dpo about so."""
+@pytest.mark.parametrize("form", sorted(set(FORMS) - set(EXPECTED_SCALE)))
+def test_from_the_reference_the_others_raise_the_reward(form):
+    """On-policy, in expectation, where the KL is at its least: descent goes about the way of ∇E[r]."""
     found = np.asarray(expected_gradient(jnp.asarray(REF_LOGPROBS), jnp.exp(REF_LOGPROBS), K=3, form=form))
     ascent = np.asarray(jax.grad(lambda theta: jax.nn.softmax(theta) @ REWARD)(jnp.asarray(REF_LOGPROBS)))
     cosine = -found @ ascent / np.linalg.norm(found) / np.linalg.norm(ascent)
-    assert cosine > (1 - 1e-9 if form in (*EXPECTED_SCALE, "vine_ppo", "dr_grpo") else 0.8)
+    assert cosine > (1 - 1e-9 if form in ("vine_ppo", "dr_grpo") else 0.8)
 
 
 @pytest.mark.parametrize("form", EXPECTED_SCALE)
 def test_off_policy_only_importance_weights_keep_it(form):
     """Of responses of one token, where no weight is clipped."""
-    found = np.asarray(expected_gradient(jnp.asarray(THETA), jnp.asarray(SKEWED), K=2, form=form))
-    expected = EXPECTED_SCALE[form](2) * np.asarray(jax.grad(regularised_reward)(jnp.asarray(THETA)))
+    found = np.asarray(expected_gradient(jnp.asarray(THETA), jnp.asarray(SKEWED), K=3, form=form))
+    expected = EXPECTED_SCALE[form](3) * np.asarray(jax.grad(regularised_reward)(jnp.asarray(THETA)))
     if form in ("tba_prime", "tba_prime, by row", "proximal_rloo", "ppo"):
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
     else:
@@ -106,24 +167,6 @@ def test_a_truncated_sampler_alone_misses_the_target():
     assert np.abs(expected_gradient(missed, jnp.asarray(UNIFORM), K=2)).max() > 1e-2
 
 
-def optimal_batch() -> tuple[PolicyOutputs, ObjectiveInputs]:
-    """log π_θ = log p̃ − log Z(x) on every row, on tokens of which some are masked."""
-    outputs, inputs = random_batch(3, 4, 6, ref_temperature=1.3, reward_temperature=0.6)
-    inputs.mask[:, 0] = True
-    log_z = np.repeat([-2.0, 0.5, 7.0], 4)
-    missing = np.array(log_targets(inputs)) - log_z - np.array(row_sums(outputs.logprobs, inputs.mask))
-    logprobs = outputs.logprobs.copy()
-    logprobs[:, 0] += missing
-    return dataclasses.replace(outputs, logprobs=logprobs, log_z=log_z), inputs
-
-
-@pytest.mark.parametrize("name", ["trajectory_balance", "learned_log_z"])
-def test_the_optimum_has_no_loss_and_no_gradient(name):
-    loss, gradient = evaluate(name, *optimal_batch())
-    assert loss < 1e-20
-    assert max(np.abs(gradient.logprobs).max(), np.abs(gradient.log_z).max()) < 1e-10
-
-
 def test_tba_prime_without_weights_is_trajectory_balance(temperatures=(1.7, 0.6)):
     """Its gradient is β/(2R) of trajectory balance's where no log-ratio is clipped, and another where one is."""
     R, (gamma, tau) = 7, temperatures
@@ -135,3 +178,112 @@ def test_tba_prime_without_weights_is_trajectory_balance(temperatures=(1.7, 0.6)
         found = evaluate("tba_prime", outputs, inputs)[1].logprobs
         expected = evaluate("trajectory_balance", outputs, inputs)[1].logprobs * 0.3 / (2 * R)
         assert np.allclose(found, expected, rtol=1e-10, atol=1e-14) == same
+
+
+# Siblings: optima are computed from the equations, not by descent
+
+K = 3
+DELTA, BASELINE = -3.0, -1.0  # every advantage of AsymRE and every R of TOPR is above 0
+CHANGES = {"asymre": {"asymre_delta": DELTA}, "topr": {"topr_baseline": BASELINE}}
+BEHAVIORS = {"uniform": np.array(UNIFORM), "skewed": np.array(SKEWED)}
+
+
+def expected_estimate(estimate, mu: np.ndarray, *, others: int) -> np.ndarray:
+    """E[ estimate(other responses, own response) ] by own response, over all others that μ can draw."""
+    found = np.zeros(len(mu))
+    for group in itertools.product(range(len(mu)), repeat=others):
+        weight = np.prod(mu[list(group)])
+        found += weight * np.array([estimate(list(group), own) for own in range(len(mu))])
+    return found
+
+
+def regression(mu: np.ndarray, aim: np.ndarray) -> np.ndarray:
+    """The distribution that minimises E_μ ( log π/μ − aim )², by constrained minimisation."""
+    start = np.log(mu)
+    found = optimize.minimize(
+        lambda z: float(mu @ (special.log_softmax(z) - np.log(mu) - aim) ** 2), start, method="BFGS", options={"gtol": 1e-12}
+    )
+    return special.softmax(found.x)
+
+
+def value_of(rewards: list[float], log_weights: list[float]) -> float:
+    return BETA * np.log(np.mean(np.exp(np.array(log_weights) + np.array(rewards) / BETA)))
+
+
+def optimum(name: str, mu: np.ndarray) -> np.ndarray:
+    """What groups of K rows of μ lead to."""
+    if name == "oapl":
+        values = expected_estimate(lambda group, own: value_of([*REWARD[group], REWARD[own]], [0.0] * K), mu, others=K - 1)
+        return regression(mu, (REWARD - values) / BETA)
+    if name == "pmd_mean":
+        return regression(mu, (1 - 1 / K) * (REWARD - mu @ REWARD) / BETA)
+    if name == "a_star_po":
+        log_weight = REF_LOGPROBS - np.log(mu)
+        values = expected_estimate(lambda group, _: value_of(REWARD[group], log_weight[group]), mu, others=K - 1)
+        return regression(mu, log_weight + (REWARD - values) / BETA)
+    if name == "asymre":
+        weight = mu * ((1 - 1 / K) * (REWARD - mu @ REWARD) - DELTA)
+    else:
+        assert name == "topr"
+        weight = mu * (REWARD - BASELINE)
+    return weight / weight.sum()
+
+
+@functools.partial(jax.jit, static_argnames=("name", "steps"))
+def descend(theta: jax.Array, behavior: jax.Array, *, name: str, steps: int = 6000) -> jax.Array:
+    def step(_: int, theta: jax.Array) -> jax.Array:
+        return theta - 0.5 * expected_gradient(theta, behavior, K=K, form=name, **CHANGES.get(name, {}))
+
+    return jax.nn.softmax(jax.lax.fori_loop(0, steps, step, theta))
+
+
+@pytest.mark.parametrize("behavior", BEHAVIORS)
+@pytest.mark.parametrize("name", ["oapl", "pmd_mean", "a_star_po", "asymre", "topr"])
+def test_descent_on_rows_of_one_policy_ends_at_the_objectives_own_optimum(name, behavior):
+    mu = BEHAVIORS[behavior]
+    expected = optimum(name, mu)
+    assert np.abs(expected - mu).sum() / 2 > 0.05, "it is not who drew the rows"
+    for start in (THETA, -THETA):
+        np.testing.assert_allclose(descend(jnp.asarray(start), jnp.asarray(mu), name=name), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("behavior", BEHAVIORS)
+def test_flowrl_ends_where_its_residual_is_zero_on_average(behavior):
+    """Responses of one token: π_ref·exp(E[r̂|y]/β) / Z, with r̂ of the group."""
+    mu = BEHAVIORS[behavior]
+
+    def standardised(group: list[int], own: int) -> float:
+        rewards = np.array([REWARD[own], *REWARD[group]])
+        return float((rewards[0] - rewards.mean()) / (rewards.std() + 1e-6))
+
+    scaled = expected_estimate(standardised, mu, others=K - 1) / BETA
+    log_target = REF_LOGPROBS + scaled
+
+    @jax.jit
+    def descend(theta: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def step(_: int, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            by_theta, by_log_z = expected_gradients(*at, jnp.asarray(mu), K=K, form="flowrl", changes=(("clip_high", 1e6),))
+            return at[0] - 0.3 * by_theta, at[1] - 0.3 * by_log_z
+
+        return jax.lax.fori_loop(0, 6000, step, (theta, jnp.zeros(())))
+
+    theta, log_z = descend(jnp.asarray(THETA))
+    np.testing.assert_allclose(jax.nn.softmax(theta), special.softmax(log_target), atol=1e-5)
+    np.testing.assert_allclose(log_z, special.logsumexp(log_target), atol=1e-4)
+    assert np.abs(special.softmax(log_target) - special.softmax(OPTIMUM)).sum() / 2 > 0.02, "it is not p*"
+
+
+@pytest.mark.parametrize("behavior", [UNIFORM, SKEWED, None], ids=["uniform", "skewed", "on-policy"])
+def test_only_rows_of_the_policy_itself_make_p_star_the_optimum_of_a_star_po(behavior):
+    mu = jax.nn.softmax(jnp.asarray(OPTIMUM)) if behavior is None else jnp.asarray(behavior)
+    at_optimum = np.abs(expected_gradient(jnp.asarray(OPTIMUM), mu, K=K, form="a_star_po")).max()
+    assert at_optimum < 1e-12 if behavior is None else at_optimum > 1e-3
+
+
+@pytest.mark.parametrize("name, scale", [("pmd_mean", 2 * BETA * (1 - 1 / K)), ("asymre", 1 - 1 / K), ("topr", 1.0)])
+def test_on_policy_they_follow_the_reward_alone(name, scale):
+    """There is no optimum but the largest reward: at p*, too, descent goes the way of ∇E[r]."""
+    for theta in (OPTIMUM, THETA):
+        ascent = np.asarray(jax.grad(lambda theta: jax.nn.softmax(theta) @ REWARD)(jnp.asarray(theta)))
+        found = expected_gradient(jnp.asarray(theta), jax.nn.softmax(theta), K=K, form=name, **CHANGES.get(name, {}))
+        np.testing.assert_allclose(found, -scale * ascent, rtol=1e-9, atol=1e-12)

@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.objectives.trajectory_balance import vargrad_log_z
-from tests.support.objective_loops import FORMS, UNCOUPLED, evaluate, held_by, loop_loss, random_batch
+from tests.support.objective_loops import FORMS, UNCOUPLED, evaluate, loop_loss, random_batch
 
-SIZES = [(3, 4, 7), (5, 3, 1), (6, 1, 5)]  # Q, K, R
 COEFFICIENTS = [(0.004, 1.0, 1.0), (0.3, 1.7, 0.6), (1.0, 0.8, 2.0)]  # β, γ, τ
 LOG_RATIO_CLIP, IMPORTANCE_CLIP = 10.0, 8.0
 
@@ -21,22 +19,19 @@ def batch_of(form, sizes=(3, 4, 7), **settings):
     return random_batch(*sizes, **FORMS[form][1], **settings)
 
 
-def test_every_objective_is_tested():
-    assert {name for name, _ in FORMS.values()} == set(OBJECTIVES)
-
-
 @forms
 def test_the_loss_equals_a_loop(form):
     """In float32 to 1e-5: log-probs of hundreds of nats, r/β of hundreds, and a roundoff of 6e-8 of each."""
     name = FORMS[form][0]
-    for sizes, dtype, rtol in [*((sizes, np.float64, 1e-9) for sizes in SIZES), ((3, 4, 7), np.float32, 1e-5)]:
+    for sizes, dtype, rtol in [((3, 4, 7), np.float64, 1e-9), ((6, 1, 5), np.float64, 1e-9), ((3, 4, 7), np.float32, 1e-5)]:
         if sizes[1] < OBJECTIVES[name].min_completions:
             continue
         for seed, (beta, gamma, tau) in enumerate(COEFFICIENTS):
             settings = dict(seed=seed, beta=beta, ref_temperature=gamma, reward_temperature=tau, outliers=0.1)
             outputs, inputs = batch_of(form, sizes, **settings, dtype=dtype)
-            expected = loop_loss(name, outputs, held_by(name, outputs, inputs), inputs)
-            np.testing.assert_allclose(evaluate(name, outputs, inputs)[0], expected, rtol=rtol, atol=1e-12)
+            np.testing.assert_allclose(
+                evaluate(name, outputs, inputs)[0], loop_loss(name, outputs, inputs), rtol=rtol, atol=1e-12
+            )
 
 
 def test_the_random_batches_reach_both_clips():
@@ -54,7 +49,7 @@ def test_gradients_equal_finite_differences(form):
     name = FORMS[form][0]
     outliers = 0.1 if OBJECTIVES[name].full_support else 0.0  # of ratios of e^20 differences keep too few digits
     outputs, inputs = batch_of(form, beta=0.3, ref_temperature=1.7, reward_temperature=0.6, outliers=outliers, seed=3)
-    gradient, held = evaluate(name, outputs, inputs)[1], held_by(name, outputs, inputs)
+    gradient = evaluate(name, outputs, inputs)[1]
 
     def differences(field: str) -> np.ndarray:
         at = getattr(outputs, field)
@@ -62,9 +57,8 @@ def test_gradients_equal_finite_differences(form):
         for index in np.ndindex(at.shape):
             step = np.zeros(at.shape)
             step[index] = 1e-5
-            above, below = (
-                loop_loss(name, dataclasses.replace(outputs, **{field: at + sign * step}), held, inputs) for sign in (1, -1)
-            )
+            moved = (dataclasses.replace(outputs, **{field: at + sign * step}) for sign in (1, -1))
+            above, below = (loop_loss(name, each, inputs, held=outputs) for each in moved)
             found[index] = (above - below) / 2e-5
         return found
 
@@ -74,13 +68,6 @@ def test_gradients_equal_finite_differences(form):
         assert (np.abs(found).max() > 1e-3) == is_learned and found.any() == is_learned
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7 * np.abs(expected).max())
     assert not gradient.logprobs[~inputs.mask].any() and not gradient.values[~inputs.mask].any()
-
-
-def test_the_estimate_of_log_z_carries_no_gradient():
-    policy, target = np.random.default_rng(0).normal(size=(2, 4, 5)).astype(np.float32)
-    for argument in (0, 1):
-        assert not np.asarray(jax.jacobian(vargrad_log_z, argnums=argument)(policy, target)).any()
-    np.testing.assert_allclose(vargrad_log_z(policy, target), np.mean(target - policy, axis=1), rtol=1e-5)
 
 
 @forms

@@ -24,7 +24,7 @@ SPACE = scoring.ResponseSpace(temperature=TEMPERATURE, banned_tokens=BANNED, eos
 P, R = 64, 12  # prompts are prefilled at 32 or 64
 LENGTHS = (1, 64, 33, 5, 32, 17, 50, 2, 64, 12, 31, 40, 3, 60, 8, 29)
 COUNTS = (4, 3, 9, 1)
-SIZES = {"groups of four": (8, 4), "one group, fewer slots than samples": (4, 6), "no groups": (3, 1)}  # slots, samples
+SIZES = 8, 4  # slots, and samples of a query
 
 
 def random_params(seed: int = 0) -> Params:
@@ -117,21 +117,19 @@ def assert_same_rows(found: Generation, expected: Generation) -> None:
         np.testing.assert_allclose(getattr(found, field), getattr(expected, field), rtol=0, atol=1e-5, err_msg=field)
 
 
-def numpy_distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """float64[V]: temperature, top-k, top-p of what is left, min-p, renormalised; the most likely token stays."""
+def numpy_distribution(
+    logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> np.ndarray:
+    """float64[V]: temperature, top-k, top-p of exactly k tokens' mass, min-p; whatever ties with the last that stays, stays."""
     logits = logits.astype(np.float64)
-    logits[list(BANNED)] = -np.inf
     if temperature == 0:
         return np.eye(len(logits))[logits.argmax()]
-    probs = np.exp((logits - logits.max()) / temperature)
-    probs /= probs.sum()
-    order = [int(i) for i in np.argsort(-probs, kind="stable")][: top_k or len(probs)]
-    kept: list[int] = []
-    mass, total = 0.0, sum(probs[order])
+    probs = np.exp((logits - logits.max()) / float(np.float32(temperature)))
+    order = np.argsort(-logits, kind="stable")[: top_k or len(logits)]
+    total, mass, least = probs[order].sum(), 0.0, logits.max()
     for i in order:
-        if not kept or (mass / total < top_p and probs[i] >= min_p * probs[order[0]]):
-            kept.append(i)
+        if mass < float(np.float32(top_p)) * total and probs[i] >= float(np.float32(min_p)) * probs[order[0]]:
+            least = logits[i]
         mass += probs[i]
-    out = np.zeros_like(probs)
-    out[kept] = probs[kept] / probs[kept].sum()
-    return out
+    probs = np.where(logits >= least, probs, 0.0)
+    return probs / probs.sum()

@@ -110,21 +110,13 @@ def make_step(
     return step
 
 
-# What an update may be: settings, the head that it trains, what the batch has besides.
-FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "trajectory_balance": ({}, "", ""),
-    "learned_log_z": ({"objective": OBJECTIVES["learned_log_z"]}, "log_z_head", ""),
-    "tba_prime": ({"objective": OBJECTIVES["tba_prime"]}, "", ""),
-    "tba_prime, by row": (
-        {"objective": OBJECTIVES["tba_prime"], "settings": ObjectiveSettings(completions=K, row_divisor="row_length")},
-        "",
-        "",
-    ),
-    "moving reference": ({"objective": OBJECTIVES["tba_prime"]}, "", "moving_ref_logprobs"),
-    "ppo": ({"objective": OBJECTIVES["ppo"]}, "value_head", ""),
-    "vine_ppo": ({"objective": OBJECTIVES["vine_ppo"]}, "", "state_values"),
-    "grpo": ({"objective": OBJECTIVES["grpo"]}, "", ""),
-    "flowrl": ({"objective": OBJECTIVES["flowrl"]}, "log_z_head", ""),
+# What an update may be: its objective, and the head that it trains.
+FORMS: dict[str, tuple[dict[str, Any], str]] = {
+    "trajectory_balance": ({}, ""),
+    "learned_log_z": ({"objective": OBJECTIVES["learned_log_z"]}, "log_z_head"),
+    "tba_prime": ({"objective": OBJECTIVES["tba_prime"]}, ""),
+    "moving reference": ({"objective": OBJECTIVES["tba_prime"]}, ""),
+    "ppo": ({"objective": OBJECTIVES["ppo"]}, "value_head"),
 }
 
 
@@ -138,14 +130,9 @@ def state_of(form: str, optimizers: state_lib.Optimizers | None = None) -> tuple
 
 
 def batch_of(form: str) -> state_lib.Batch:
-    batch, column = random_batch(), FORMS[form][2]
-    if column == "moving_ref_logprobs":
+    batch = random_batch()
+    if form == "moving reference":
         return dataclasses.replace(batch, moving_ref_logprobs=(0.7 * batch.ref_logprobs).astype(np.float32))
-    if column == "state_values":
-        rng = np.random.default_rng(4)
-        values = np.where(rng.random((B, R)) < 0.6, rng.normal(size=(B, R)), np.nan).astype(np.float32)
-        values[:, 0] = 0.5
-        return dataclasses.replace(batch, state_values=values)
     return batch
 
 

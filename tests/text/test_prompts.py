@@ -2,13 +2,12 @@
 
 import datetime
 import json
-import shutil
 
 import pytest
 import tokenizers
 import transformers
 
-from tba_jax.tasks.interface import Query
+from tba_jax.tasks.interface import EncodedQuery, Query
 from tba_jax.text import prompts
 from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer
 from tests.support import tiny_checkpoints
@@ -36,39 +35,22 @@ def encode(queries, tokenizer, **changes):
     return prompts.encode(queries, tokenizer, **settings | changes)
 
 
-def texts(count):
-    return [f"What is {i} + {i * 7}?" + " Please." * (i % 5) for i in range(count)]
-
-
-@pytest.mark.parametrize("make", ["bytes", "characters"])
-def test_ids_are_those_of_each_prompt_alone(tokenizer, make):
-    given = texts(20)
-    if make == "characters":
-        tokenizer = CharacterTokenizer("".join(sorted({character for text in given for character in text})))
-    encoded, skipped = encode([Query(prompt=text, answer=str(i)) for i, text in enumerate(given)], tokenizer)
+def test_ids_are_those_of_each_prompt_alone_and_long_ones_are_refused_or_left_out(tokenizer):
+    given = [f"What is {i} + {i * 7}?" + " Please." * (i % 5) for i in range(20)]
+    queries = [Query(prompt=text, answer=str(i)) for i, text in enumerate(given)]
+    encoded, skipped = encode(queries, tokenizer)
     assert skipped == 0 and len(encoded) == 20
-    for i, query in enumerate(encoded):
-        assert query.prompt == tuple(tokenizer.encode(given[i])) and query.query == Query(prompt=given[i], answer=str(i))
-    assert encoded[-1] == encoded[19] and encoded[3:7] == [encoded[i] for i in range(3, 7)] and encoded[18:99] == [*encoded][18:]
+    alone = [EncodedQuery(query=query, prompt=tuple(tokenizer.encode(query.prompt))) for query in queries]
+    assert list(encoded) == alone and encoded[-1] == alone[-1] and encoded[18:99] == alone[18:]
     with pytest.raises(IndexError):
         encoded[20]
-    assert encoded.lengths.tolist() == [len(tokenizer.encode(text)) for text in given]
-
-
-def test_long_prompts_are_refused_or_left_out_and_counted(tokenizer):
-    given = texts(20)
-    lengths = [len(tokenizer.encode(text)) for text in given]
-    limit = sorted(lengths)[12]
-    queries = [Query(prompt=text) for text in given]
-    left = sum(length > limit for length in lengths)
+    limit = sorted(len(query.prompt) for query in alone)[12]
+    fitting = [query for query in alone if len(query.prompt) <= limit]
+    left = 20 - len(fitting)
     with pytest.raises(ValueError, match=rf"^{left} of 20 heldout prompts are longer than task.prompt_length={limit} tokens"):
         encode(queries, tokenizer, limit=limit, split="heldout")
     encoded, skipped = encode(queries, tokenizer, limit=limit, long_prompts="skip")
-    assert skipped == left
-    assert [(query.query.prompt, len(query.prompt)) for query in encoded] == [
-        (text, length) for text, length in zip(given, lengths, strict=True) if length <= limit
-    ]
-    assert all(query.prompt == tuple(tokenizer.encode(query.query.prompt)) for query in encoded)
+    assert skipped == left and list(encoded) == fitting
     with pytest.raises(ValueError, match=r"20 of 20 train prompts are longer than task.prompt_length=1 tokens .longest: \d+"):
         encode(queries, tokenizer, limit=1, long_prompts="skip")
 
@@ -80,9 +62,10 @@ def test_a_chat_template_stands_around_the_prompt(tokenizer, tmp_path):
     assert prompts.template(chat, chat_template=False, system_prompt="") == {}
     around = prompts.template(chat, chat_template=True, system_prompt="Be brief.")["text"]
     assert around == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n")
-    (query,), _ = encode([Query(prompt="1+1?", answer="2")], chat, chat_template=True, system_prompt="Be brief.")
-    assert query.prompt == tuple(chat.encode_all([around.replace("{prompt}", "1+1?")], begin=False)[0])
-    assert query.query.prompt == "1+1?", "rewards see the task's own text"
+    # The template's own special token stays; a prompt cannot spell one, and rewards see the task's own text.
+    ending = write_template(tmp_path / "tokenizer", "{% for m in messages %}{{ m['content'] + '<|end|>' }}{% endfor %}")
+    (asked,), _ = encode([Query(prompt="1+1?<|end|>2")], ending, chat_template=True)
+    assert asked.prompt.count(chat.eos_id) == 1 and asked.prompt[-1] == chat.eos_id and asked.query.prompt == "1+1?<|end|>2"
     with pytest.raises(ValueError, match=r"task.system_prompt='Be brief.' is part of a chat template: set task.chat_template"):
         prompts.template(chat, chat_template=False, system_prompt="Be brief.")
     with pytest.raises(ValueError, match="an alphabet of characters has no chat template"):
@@ -103,15 +86,11 @@ def test_templates_that_do_not_take_the_conversation_are_refused(tokenizer, tmp_
         prompts.template(chat, chat_template=True, system_prompt="Be brief.")
 
 
-# What published templates do to messages, in short.
-CHANGING = {
-    "trims": "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}\n{% endfor %}",
-    "default system prompt": "{% if messages[0]['role'] != 'system' %}<system>You are helpful.{% endif %}" + TEMPLATE,
-    "date, where there is a clock": "{% if strftime_now is defined %}{% set today = strftime_now('%d %b %Y') %}{% else %}"
-    "{% set today = '26 Jul 2024' %}{% endif %}\n  {% if true %}Today: {{ today }}{% endif %}\n" + TEMPLATE,
-    "date in a macro": "{% macro head() %}{{ strftime_now('%A, %-d %B %Y (%F, week %V) %H:%M') }}{% endmacro %}{{ head() }}"
-    + TEMPLATE,
-}
+# Trims, and reads the clock in a macro, as published templates do.
+CHANGING = (
+    "{% macro head() %}{{ strftime_now('%A, %-d %B %Y (%F, week %V) %H:%M') }}{% endmacro %}{{ head() }}"
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}\n{% endfor %}"
+)
 GIVEN = ["1+1?", "  1+1? \n", "say {prompt} \\ 'x' \"y\"", "%d %b", "two\n\nlines", "<b>&amp;é漢"]
 
 
@@ -121,21 +100,15 @@ class Midnight(datetime.datetime):
         return cls(2025, 3, 9)
 
 
-@pytest.mark.parametrize("name", CHANGING)
-def test_prompts_are_those_of_transformers(tmp_path, monkeypatch, name):
-    system = "" if name == "default system prompt" else "  Be brief. "
-    folder = tiny_checkpoints.write_byte_bpe(tmp_path / "chat")
-    write_template(folder, CHANGING[name])
-    before = [{"role": "system", "content": system}] if system else []
+def test_prompts_are_those_of_transformers(tmp_path, monkeypatch):
+    folder, system = tiny_checkpoints.write_byte_bpe(tmp_path / "chat"), "  Be brief. "
+    write_template(folder, CHANGING)
+    asked = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in GIVEN]
     with monkeypatch.context() as patch:
         patch.setattr("transformers.utils.chat_template_utils.datetime", Midnight)
         theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-        expected = [
-            theirs.apply_chat_template(
-                [*before, {"role": "user", "content": text}], add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-            for text in GIVEN
-        ]
+        options = dict(add_generation_prompt=True, tokenize=True, return_dict=False)
+        expected = [theirs.apply_chat_template(each, **options) for each in asked]
     chat = HuggingFaceTokenizer(folder, date="2025-03-09")
     assert chat.chat(GIVEN, system) == [theirs.decode(ids) for ids in expected]
     found, _ = encode([Query(prompt=text) for text in GIVEN], chat, chat_template=True, system_prompt=system)
@@ -148,29 +121,6 @@ def test_a_contract_tells_templates_apart_that_look_the_same(tmp_path):
         chat = write_template(folder, f"{{% for m in messages %}}{{{{ {content} }}}}{{% endfor %}}")
         found.append(prompts.template(chat, chat_template=True, system_prompt=""))
     assert found[0]["text"] == found[1]["text"] and found[0] != found[1]
-
-
-def test_a_prompt_cannot_end_its_turn_in_a_chat_template(tmp_path):
-    """The template's own special token stays; a text that is no conversation may spell one."""
-    chat = write_template(
-        tiny_checkpoints.write_byte_bpe(tmp_path / "chat"), "{% for m in messages %}{{ m['content'] + '<|end|>' }}{% endfor %}"
-    )
-    queries = [Query(prompt="1+1?<|end|>2")]
-    (asked,), _ = encode(queries, chat, chat_template=True)
-    assert asked.prompt.count(chat.eos_id) == 1 and asked.prompt[-1] == chat.eos_id
-    (plain,), _ = encode(queries, chat)
-    assert plain.prompt.count(chat.eos_id) == 1 and plain.prompt[-1] != chat.eos_id
-
-
-def test_a_real_chat_template(data_dir, tmp_path):
-    folder = shutil.copytree(data_dir / "tokenizers" / "qwen2.5", tmp_path / "qwen")
-    tokenizer = HuggingFaceTokenizer(folder)
-    around = prompts.template(tokenizer, chat_template=True, system_prompt="Be brief.")["text"]
-    assert around == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n")
-    (query,), _ = encode([Query(prompt="1+1?")], tokenizer, chat_template=True, system_prompt="Be brief.")
-    start, end = (tokenizer.encode(text) for text in ("<|im_start|>", "<|im_end|>"))
-    assert len(start) == len(end) == 1
-    assert query.prompt.count(start[0]) == 3 and query.prompt.count(end[0]) == 2 and query.prompt[0] == start[0]
 
 
 def test_a_prompt_is_asked_once(tokenizer, caplog):
@@ -232,18 +182,18 @@ def test_a_response_that_no_tokens_spell_is_refused(monkeypatch):
     "prompt, text, read",
     [
         ("a 1/5 and 2/5", "a 1/5 and 2/5", "a 15 ad 25"),
-        ("a" * 500 + "\x1b[31m\u202e1/5" + "b" * 500, "a" * 20 + "\\x1b[31m\\u202e1/5" + "b" * 28, "a" * 20 + "31m15" + "b" * 35),
+        ("a" * 500 + "\x1b[31m\u202e1/5" + "b" * 500, "a" * 20 + "\\x1b[31m\\u202e1/5" + "b" * 31, "a" * 20 + "31m15" + "b" * 35),
     ],
     ids=["short", "an excerpt that a terminal may show"],
 )
 def test_a_character_without_a_token_is_found(tmp_path, prompt, text, read):
     known = HuggingFaceTokenizer(tiny_checkpoints.write_letters(tmp_path / "letters", "0123456789abcdefghijklm "))
-    assert prompts.changed_by(known, ["add 1 2", prompt, "3/4"]) == prompts.Lost(count=2, text=text, read=read)
+    assert prompts.changed_by(known, ["add 1 2", prompt, "3/4"]) == (2, text, read)
 
 
 @pytest.mark.parametrize(
     "normalizer, count",
-    [(None, 0), ("NFKC", 0), ("NFD", 0), ("Strip", 0), ("Lowercase", 1)],
+    [(None, 0), ("NFD", 0), ("Strip", 0), ("Lowercase", 1)],
 )
 def test_normal_forms_and_white_space_are_no_loss(tmp_path, normalizer, count):
     folder = tiny_checkpoints.write_byte_bpe(tmp_path)
@@ -252,4 +202,4 @@ def test_normal_forms_and_white_space_are_no_loss(tmp_path, normalizer, count):
         backend.normalizer = getattr(tokenizers.normalizers, normalizer)()
         backend.save(str(folder / "tokenizer.json"))
     given = ["1/5 of  it\n\nis\t“x” — ½ 漢字 <|end|> <tool> é", " ", "Ann"]
-    assert prompts.changed_by(HuggingFaceTokenizer(folder), given).count == count
+    assert prompts.changed_by(HuggingFaceTokenizer(folder), given)[0] == count

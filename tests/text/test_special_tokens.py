@@ -79,9 +79,3 @@ def test_a_tokenizer_that_cuts_texts_hides_nothing_behind_the_cut():
 def test_other_texts_stay_as_they_are(kind):
     texts = ["", " ", "a < b and c > d", "[a, b] of </ s>", "日本 and 🎉", "<|im_end", "do it\n"]
     assert Escaper(CASES[kind][0]())(texts) == texts
-
-
-def test_a_special_token_of_one_character_becomes_a_space():
-    tokenizer = byte_level()
-    tokenizer.add_special_tokens(["§"])
-    assert Escaper(tokenizer)(["do§it"]) == ["do it"]
