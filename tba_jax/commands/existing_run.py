@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import flags
 
-from tba_jax.commands import command_line, recipes, settings_help
+from tba_jax.commands import command_line, recipes
 from tba_jax.storage import best_step, layout
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
@@ -41,13 +41,13 @@ def add_trust(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("trust_task", False, what, flag_values=values)
 
 
-def add_flags(values: flags.FlagValues) -> settings_help.Program:
+def add_flags(values: flags.FlagValues) -> recipes.Program:
     """The flags of a Source."""
     command_line.add_workdir(values)
     what = "your own recipe FILE.py[:NAME], whose task is taken in place of the one that the run names"
     recipes.add_flag(values, required=False, what=what)
     add_trust(values)
-    return settings_help.BASE
+    return recipes.BASE
 
 
 def source(given: command_line.Given) -> Source:
@@ -71,7 +71,7 @@ def config_of(stored: Mapping[str, Any], source: Source, *, called: str) -> Any:
     config = stored_run.config_of(stored, called=called)
     theirs = config.task.name
     if source.recipe:
-        config.task = recipes.load(source.recipe, (), program=settings_help.BASE).task
+        config.task = recipes.load(source.recipe, (), program=recipes.BASE).task
     config = recipes.override(config, source.overrides)
     if short(config.task.name) != short(theirs):
         by = f"--config={source.recipe} has" if source.recipe else "--config.task.name asks for"

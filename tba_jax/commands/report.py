@@ -14,7 +14,7 @@ from pathlib import Path
 from absl import flags
 
 from tba_jax import outputs
-from tba_jax.commands import command_line, recipes, settings_help
+from tba_jax.commands import command_line, recipes
 from tba_jax.storage import privacy
 from tba_jax.text.visible import visible_line
 
@@ -41,7 +41,7 @@ def write(
         begin = file.read(1000)
     if begin and page.MARK not in begin:
         raise ValueError(f"--output={output} is there and is no report: name another file")
-    of_recipe = recipes.load(recipe, (), program=settings_help.BASE).to_dict() if recipe else None
+    of_recipe = recipes.load(recipe, (), program=recipes.BASE).to_dict() if recipe else None
     found = Source(workdir).gather(tell)
     content = page.page(found, recipe=of_recipe, recipe_name=recipe).encode("utf-8", errors="replace")
     # Rows that are for their owner alone stay so outside of the run.

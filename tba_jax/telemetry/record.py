@@ -108,7 +108,12 @@ class Record:
     """The status and the profiler of one process."""
 
     def __init__(
-        self, folder: Path | None = None, *, traces: Path | None = None, profile: Window | None = None, devices: Sequence[Any] = ()
+        self,
+        folder: Path | None = None,
+        *,
+        traces: Path | None = None,
+        profile: Window | None = None,
+        devices: Sequence[Any] = (),
     ):
         """Args: folder: of the role's metrics; None: nothing is told. traces, profile: see Profiler. devices: of the process."""
         self.profiler, self._compiles, self._closed = Profiler(traces, profile), contextlib.ExitStack(), False

@@ -38,8 +38,6 @@ def duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
-
-
 def doing(told: Told, now: float) -> str:
     """What a role does other than its work, "" where it works, or has ended as it should. Args: now: unix seconds."""
     if told.phase in _ENDS:

@@ -178,7 +178,7 @@ def test_help_and_mistakes_need_no_jax():
 
 def test_every_command_is_listed_and_asked_by_its_name():
     files = {path.stem for path in (tiny_run.ROOT / "tba_jax" / "commands").glob("*.py")}
-    assert set(__main__.commands()) == files - {"__init__", "command_line", "existing_run", "recipes", "settings_help"}
+    assert set(__main__.commands()) == files - {"__init__", "command_line", "existing_run", "recipes", }
 
 
 def test_a_path_may_lead_upwards(capsys, tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from absl import flags
 
-from tba_jax.commands import recipes, settings_help
+from tba_jax.commands import recipes
 from tba_jax.experiment import schema as run_schema
 from tba_jax.supervised import schema as supervised_schema
 
@@ -29,7 +29,7 @@ def write(tmp_path):
 
 
 def load(recipe: str, *overrides: str):
-    return recipes.load(recipe, overrides, program=settings_help.BASE)
+    return recipes.load(recipe, overrides, program=recipes.BASE)
 
 
 def refusal(recipe: str, *overrides: str) -> str:
@@ -109,7 +109,7 @@ def test_a_recipe_that_does_not_exist_names_the_nearest(recipe, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_task.py").write_text("")
     assert "did you mean 'my_task.py'" in refusal("my_task")
-    for each in settings_help.recipes():
+    for each in recipes.listed():
         assert each.removeprefix("configs/").removesuffix(".py") in told
 
 
@@ -185,4 +185,4 @@ def test_a_flag_that_changes_no_setting_is_one_sentence(flag, words):
 
 def test_recipes_of_the_other_program_are_refused():
     with pytest.raises(ValueError, match=r"configs/base\.py is not made from configs/supervised\.py.*python -m tba_jax\.main"):
-        recipes.load("configs/base.py", [], program=settings_help.SUPERVISED)
+        recipes.load("configs/base.py", [], program=recipes.SUPERVISED)
