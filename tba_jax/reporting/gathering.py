@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -139,9 +139,9 @@ class Source:
             mounts = contract_lib.mounted_logs(named, reward_version=contract.reward_version)
         self._reader = LogReader(self.run.replay, shape, mounts=mounts, patience_seconds=1.0)
 
-    def gather(self, tell: Callable[[str], None] = lambda sentence: None) -> Gathered:
-        """All that is there now. Args: tell: is given a sentence now and then about how far the reading is."""
-        run, table, problems = self.run, RowTable(self._reader, self.run.journal, tell), [*self._problems]
+    def gather(self) -> Gathered:
+        """All that is there now."""
+        run, table, problems = self.run, RowTable(self._reader, self.run.journal), [*self._problems]
         found = Gathered(
             run=run, called=self.called, stored=self._stored, table=table, tokenizer=self._tokenizer, problems=problems
         )

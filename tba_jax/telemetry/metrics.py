@@ -28,7 +28,7 @@ class MetricWriter:
     def __init__(
         self, folder: Path, *, megabytes: float, status: Status | None = None, shown: Sequence[Tracker] = (), tables: bool = True
     ):
-        """Args: megabytes: of both files. status: is told the newest figures. shown: trackers; tables: whether they may see rows."""
+        """Args: megabytes: of both files. status: is told the newest figures. shown: trackers; tables: they may see rows."""
         places.make_folder(folder, below=2)
         self._path, self._half = folder / FILE, int(megabytes * 2**19)
         self._status, self._trackers, self._tables = status or Status(None), shown, tables

@@ -1,4 +1,4 @@
-"""What a process tells beside its metrics: its status, the shares of its time, and the profiler's traces of --profile=START:STEPS.
+"""What a process tells beside its metrics: its status, the shares of its time, and the traces of --profile=START:STEPS.
 
 A trainer traces its steps START to START + STEPS − 1. A searcher traces the first STEPS batches, and an evaluator the first
 evaluation, of the weights that step START begins with, or newer ones.
@@ -136,7 +136,7 @@ class Record:
             self.status.close(reason)
 
     def end(self, run: layout.RunDir, *, role: str) -> None:
-        """Closes the record of a role that no error ended, and logs whether the run is finished. Args: role: its name in the log."""
+        """Closes the record of a role that no error ended, and logs whether the run is finished. Args: role: its name there."""
         try:
             steps = contract.steps_of(run) if contract.is_finished(run) else None
         except places.STORAGE_ERRORS:  # which does not say

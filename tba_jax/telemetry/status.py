@@ -28,9 +28,9 @@ _PHASE = ("phase", "phase_since", "done", "total")
 class Told:
     """The fields of the file; times are unix seconds.
 
-    waits, since: what the role waits for. trouble: what is wrong with its rewards. phase, phase_since: what it does other than its
-    work. done, total: parts of the phase. time: of this writing. step: of the trainer. figures: of the newest point of metrics.
-    process: see `beginning`.
+    waits, since: what the role waits for. trouble: what is wrong with its rewards. phase, phase_since: what else it does. done,
+    total: parts of the phase. time: of this writing. step: of the trainer. figures: of the newest point of metrics. process: see
+    `beginning`.
     """
 
     waits: str = ""
