@@ -1,8 +1,8 @@
 """What all commands share: their parser, the sentence that answers a user's mistake, exit codes, the log on stderr.
 
 A command is a module with a docstring, whose first line lists it, and two functions. `add_flags(values)` defines its absl flags,
-and returns the program whose settings its flags --config.NAME=VALUE change, or None. `run(given)` returns an exit code, or the job
-that is left to do once no mistake of the user can stop it.
+and returns the program whose settings --config.NAME=VALUE changes, if any. `run(given)` returns an exit code, or the job that is
+left to do once no mistake of the user can stop it.
 """
 
 import contextlib

@@ -122,12 +122,6 @@ def test_a_recipe_of_the_project_is_found_from_any_folder(recipe, tmp_path, monk
     assert load(recipe).task.name == ("gsm8k" if ours else "arithmetic")
 
 
-@pytest.mark.parametrize("recipe", ["../configs/demo", "__init__"])
-def test_what_is_no_recipe_is_not_found_by_a_name(recipe, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert "there is no recipe" in refusal(recipe)
-
-
 @pytest.mark.parametrize(
     "text, words",
     [
@@ -186,3 +180,30 @@ def test_a_flag_that_changes_no_setting_is_one_sentence(flag, words):
 def test_recipes_of_the_other_program_are_refused():
     with pytest.raises(ValueError, match=r"configs/base\.py is not made from configs/supervised\.py.*python -m tba_jax\.main"):
         recipes.load("configs/base.py", [], program=recipes.SUPERVISED)
+
+
+@pytest.mark.parametrize("program", [recipes.BASE, recipes.SUPERVISED], ids=["base", "supervised"])
+def test_every_setting_is_told(program):
+    told = "".join(program.describe(section) for section in program.sections())
+    missing = [name for name in program.schema.rules if f"\n{name} = " not in told and ".mesh." not in name]
+    assert not missing and "\nevaluation.mesh = " in recipes.BASE.describe("evaluation.mesh.data")
+
+
+def test_a_section_is_told_with_its_comments():
+    told = recipes.BASE.describe("learner.reference").splitlines()
+    assert "learner.reference.reset_steps = setting(50, at_least=1)  # ρ" in told
+    kind = next(i for i, line in enumerate(told) if line.startswith("learner.reference.kind = "))
+    assert told[kind - 1].startswith("# ") and "reset_steps" in " ".join(told[:kind])
+    assert not any(line.startswith("learner.steps") for line in told)
+
+
+@pytest.mark.parametrize("asked, near", [("lerner", "learner"), ("learner.stepz", "learner.steps"), ("task.gsm", "task.gsm8k")])
+def test_an_unknown_section_names_the_nearest(asked, near):
+    with pytest.raises(ValueError, match=f"--help={asked}: .*did you mean '{near}'"):
+        recipes.BASE.describe(asked)
+
+
+def test_recipes_are_told_by_their_first_lines():
+    found = recipes.listed()
+    assert found["configs/demo.py"].startswith("The embedded demo")
+    assert all(found.values()) and not {"configs/base.py", "configs/baselines.py", "configs/supervised.py"} & set(found)

@@ -68,7 +68,6 @@ def test_of_very_many_roles_all_alarms_are_told_and_searchers_are_left_out_first
     assert found.roles["evaluator"].shares() == {"evaluate": 1.0}
 
 
-def test_a_run_is_only_read_and_told_how_far(hostile):
-    before, told = frozen_runs.contents(hostile.root), []
-    assert Source(hostile.root).gather(told.append).problems == []
-    assert frozen_runs.contents(hostile.root) == before and told == ["read 16 of at most 16 rows"]
+def test_a_run_is_only_read(hostile):
+    before = frozen_runs.contents(hostile.root)
+    assert Source(hostile.root).gather().problems == [] and frozen_runs.contents(hostile.root) == before

@@ -93,43 +93,19 @@ def test_the_scores_of_the_step_and_of_step_0(run):
     assert "The best of 3 evaluated steps is step 3, with 0.875." in told
 
 
-def test_a_step_that_was_not_evaluated_has_no_score(run):
+def test_settings_and_rows_and_what_is_not_known(run):
+    lora = dict(lora__rank=9, lora__targets=("layers.attention.*",), model__path="base", learner__beta_steps=40)
+    told = model_card.text(run, config(learner__beta_start=0.05, learner__beta_end=0.01, **lora), base=NO_BASE, exported=ADAPTER)
+    for row in ("| β | 0.05 → 0.01 over 40 steps |", "| steps | 2 of 500 |", "| rows trained on | 13 |", "--max-lora-rank 16 "):
+        assert row in told
+    lagged = config(schedule__mode="interleaved", schedule__lag=4)
+    assert "rows of the policy of 4 steps ago" in model_card.text(run, lagged, base=NO_BASE, exported=MERGED)
     (run.evaluations / "00000002.json").write_text("{")
+    next(run.journal.glob("*.jsonl")).write_text("{}\n{}\n{}\n")
     told = model_card.text(run, config(), base=NO_BASE, exported=MERGED)
-    assert "Step 2 has not been evaluated." in told and "|  | step 0 |" in told
+    assert "Step 2 has not been evaluated." in told and "not known: the journal cannot be read" in told
     (run.evaluations / "00000000.json").unlink()
     assert "Neither this step nor step 0 has been evaluated." in model_card.text(run, config(), base=NO_BASE, exported=MERGED)
-    evaluate(run, 2, None)
-    told = model_card.text(run, config(), base=NO_BASE, exported=MERGED)
-    assert "|  | step 2 (this model) |" in told and "reward of greedy" not in told and "| reward of samples | 0.500 |" in told
-
-
-def test_the_settings_that_matter_and_the_rows(run):
-    settings = dict(learner__beta_start=0.05, learner__beta_end=0.01, learner__beta_steps=40, learner__queries=3)
-    settings["learner__completions"] = 6
-    lora = dict(lora__rank=9, lora__targets=("layers.attention.*",), model__path="base")
-    told = model_card.text(run, config(**settings, **lora), base=NO_BASE, exported=ADAPTER)
-    for row in (
-        "| loss | `trajectory_balance` |",
-        "| β | 0.05 → 0.01 over 40 steps |",
-        "| queries × responses (K) of a step | 3 × 6 |",
-        "| steps | 2 of 500 |",
-        "| rows trained on | 13 |",
-        "| LoRA | rank 9, alpha 16, targets `layers.attention.*` |",
-        "| run | `ab12` |",
-    ):
-        assert row in told
-    assert "| versions | tba\\_jax " in told and "jax 0." in told and "--max-lora-rank 16 " in told
-    lagged = config(schedule__mode="interleaved", schedule__lag=4, learner__beta_end=0.012)
-    told = model_card.text(run, lagged, base=NO_BASE, exported=MERGED)
-    assert "rows of the policy of 4 steps ago" in told and "| β | 0.012 |" in told
-
-
-def test_what_cannot_be_read_is_not_known(run):
-    later = model_card.Exported(name="x", step=9, dtype="float32", adapter=False)
-    assert "not known: this workdir does not hold" in model_card.text(run, config(), base=NO_BASE, exported=later)
-    next(run.journal.glob("*.jsonl")).write_text("{}\n{}\n{}\n")
-    assert "not known: the journal cannot be read" in model_card.text(run, config(), base=NO_BASE, exported=MERGED)
 
 
 def test_texts_of_others_are_no_markup_and_no_settings_of_the_card(run, tmp_path):

@@ -8,13 +8,11 @@ import shutil
 import numpy as np
 import pytest
 
-from tba_jax.experiment import composition
-from tba_jax.replay.reader import LogReader
 from tba_jax.reporting import page as page_lib
 from tba_jax.reporting.gathering import Gathered, Source
-from tba_jax.storage import contract, layout
+from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
-from tests.support import browser, hostile_runs, tiny_run
+from tests.support import browser, hostile_runs
 
 
 def made(run) -> tuple[Gathered, str]:
@@ -100,15 +98,6 @@ def test_the_worst_rows_come_with_the_steps_that_drew_them(hostile):
         assert each["ratio"] == pytest.approx(sum(ratio for _, ratio, _ in each["tokens"]), abs=0.001 * len(each["tokens"]))
 
 
-def test_rows_that_cannot_be_read_again_are_named(hostile, monkeypatch):
-    def refuse(self, ids):
-        raise OSError("gone")
-
-    monkeypatch.setattr(LogReader, "read_ids", refuse)
-    found, page = made(hostile)
-    assert len(found.problems) == 5 and "row w0:0 is not shown: gone" in found.problems and data(page)["samples"] == []
-
-
 def test_steps_of_a_mounted_run_are_not_taken_for_those_of_the_run(copy, tmp_path):
     other = hostile_runs.make(tmp_path / "other")
     hostile_runs.more_rows(other, "w9", prompt_length=1, response_length=1, policy_step=7_000)
@@ -136,13 +125,6 @@ def test_numbers_that_cannot_be_end_no_report(copy, value):
     copy.config.write_text(json.dumps(layout.read_json(copy.config) | {"changes": value, "id": [1], "init_from": {"a": 1}}))
     page = made(copy)[1]
     assert "· w0:0</p>" in page and data(page)["charts"]
-
-
-def test_a_run_that_has_just_begun_has_a_page(tmp_path):
-    run, config = layout.RunDir(tmp_path / "run"), tiny_run.config()
-    contract.join(run, config, composition.build(config).contract)
-    found, page = made(run)
-    assert found.problems == [] and "Too early to say" in page and "No role has written anything yet" in page
 
 
 def test_a_whole_run_is_reported_whole(finished):

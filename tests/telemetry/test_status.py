@@ -6,7 +6,6 @@ import subprocess
 import threading
 import time
 
-import jax
 import pytest
 
 from tba_jax.telemetry import status
@@ -106,9 +105,3 @@ def test_the_commit_is_that_of_the_checkout(tmp_path):
     assert status.commit(tmp_path / "below") == "", "no checkout itself"
     (tmp_path / ".git" / "HEAD").write_bytes(b"\xff\xfe\x80")
     assert status.commit(tmp_path) == ""
-
-
-def test_the_beginning_names_devices_and_versions():
-    told = status.beginning(jax.devices())
-    assert told["code"]["version"] and told["versions"]["jax"] == jax.__version__ and told["pid"] > 0 and told["host"]
-    assert told["devices"] == f"{jax.device_count()} × {jax.devices()[0].device_kind}"

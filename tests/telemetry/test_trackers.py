@@ -69,14 +69,6 @@ def test_what_a_tracker_raises_is_one_sentence_without_secrets(run, monkeypatch)
     assert len(metrics.read_lines(run.metrics("trainer"))) == 10
 
 
-def test_a_tracker_that_does_not_begin_is_left_out(run, monkeypatch):
-    monkeypatch.setitem(trackers.TRACKERS, "trackio", {}.__getitem__)
-    write(run, "trackio", steps=range(5))
-    (alarm,) = alarms.read(run.metrics("trainer"))
-    assert alarm.kind == "trackio" and alarm.sentence.startswith("trackio: ")
-    assert len(metrics.read_lines(run.metrics("trainer"))) == 5
-
-
 def test_rows_of_a_private_run_are_in_no_tracker(tmp_path, monkeypatch):
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Library)
     writer = tracked.writer(tracked.run(tmp_path / "secret", private=True), "wandb")
@@ -156,12 +148,6 @@ def test_roles_are_runs_of_one_group_in_wandb_also_in_one_process(run, home, mon
     write(run, "wandb", steps=(2, 3))  # a trainer that resumes does steps again
     first, second = files(run)
     assert first["run"].run_id == second["run"].run_id and [point["step"] for point in second["history"]] == [2, 3]
-
-
-def test_without_a_login_one_sentence_says_so(run, home):
-    write(run, "wandb", steps=(1, 2))
-    (alarm,) = alarms.read(run.metrics("trainer"))
-    assert alarm.sentence.startswith("wandb: No API key configured") and len(metrics.read_lines(run.metrics("trainer"))) == 2
 
 
 def test_points_and_tables_are_in_the_database_of_trackio(run, tmp_path, monkeypatch):
