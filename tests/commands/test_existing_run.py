@@ -3,7 +3,6 @@
 import functools
 import json
 import logging
-import re
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -87,6 +86,10 @@ def test_what_needs_the_task_asks_for_trust(given, tmp_path, capsys):
         said = refusal(given, capsys, command, *flags)
         assert str(given.file) in said and "--config=RECIPE" in said and "--trust_task" in said
     assert not given.mark.exists()
+    flags = [f"--config={given.own}", "--config.task.response_length=5", "--config.task.custom.count=39"]
+    for command in (evaluate, rescore):
+        said = refusal(given, capsys, command, *flags)
+        assert "response_length: 6 there, 5 here" in said and "task.custom.count: 40 there, 39 here" in said
     output = tmp_path / "report.json"
     more = {evaluate: [f"--output={output}", "--config.evaluation.samples=8"]}
     for command, flags in needing:  # one's own recipe: their file is not executed
@@ -100,30 +103,12 @@ def test_what_needs_the_task_asks_for_trust(given, tmp_path, capsys):
     assert given.call(rescore, "--trust_task") == 0 and given.mark.exists()
 
 
-def test_ones_own_recipe_is_compared_with_the_run(given, capsys):
-    flags = [f"--config={given.own}", "--config.task.response_length=5", "--config.task.custom.count=39"]
-    for command in (evaluate, rescore):
-        said = refusal(given, capsys, command, *flags)
-        assert "response_length: 6 there, 5 here" in said and "task.custom.count: 40 there, 39 here" in said
-
-
 @pytest.mark.parametrize("flag", ["--init_from={root}@2", "--config.replay.mount=('{root}',)"], ids=["init_from", "mount"])
 def test_another_runs_task_is_not_executed(given, flag, tmp_path, capsys):
     arguments = [f"--config={given.own}", f"--workdir={tmp_path / 'second'}", flag.format(root=given.root)]
     assert command_line.execute(main, [*arguments, "--dry_run"]) == 0
     assert command_line.execute(main, [*arguments, "--role=reference"]) == 0
     assert not given.mark.exists() and (tmp_path / "second" / "reference" / "initial.json").exists()
-
-
-def test_a_run_goes_on_by_its_folder_alone(given, capsys):
-    assert given.call(main, "--trust_task", "--dry_run=full", "--config.searchers.slots=8") == 0
-    shown = re.search(r"config:\n(\{.*?\n\})", capsys.readouterr().out, re.DOTALL)
-    assert json.loads(shown[1])["learner"]["steps"] == 2 and json.loads(shown[1])["searchers"]["slots"] == 8
-    extended = ["--config.learner.steps=3", "--allow_change=learner.steps"]
-    assert "--allow_change=learner.steps" in refusal(given, capsys, main, "--trust_task", extended[0])
-    assert given.call(main, "--trust_task", *extended) == 0
-    assert layout.read_json(given.root / "finished.json")["step"] == 3
-    assert layout.read_json(given.root / "config.json")["config"]["learner"]["steps"] == 3
 
 
 def test_a_damaged_config_is_one_sentence(given, capsys):

@@ -127,13 +127,12 @@ def test_a_recipe_of_the_project_is_found_from_any_folder(recipe, tmp_path, monk
     [
         ("x = 1\ndef get_config(:\n", ["SyntaxError", "line 2 of {path}"]),
         ("import shared_by_recipes\n", ["line 3 of ", "shared_by_recipes.py"]),
-        ("import configs\n\nimport no_such_module\n", ["No module named 'no_such_module'", "line 3 of {path}"]),
-        ("raise SystemExit(0)\n", ["SystemExit: 0", "line 1 of {path}"]),
         ("x = 1\n", ["{path} has no function get_config"]),
         ("def get_config():\n    pass\n", ["must return a ConfigDict", "NoneType"]),
         ("def get_config():\n    return 1 / 0\n", ["ZeroDivisionError: division by zero", "line 2 of {path}"]),
         ("def get_config():\n    raise ValueError('no such size')\n", ["{path}: no such size"]),
         ("from configs.supervised import get_config\n", ["not made from configs/base.py", "python -m tba_jax supervised"]),
+        (RECIPE.format(line="c.learner.stepz = 3", parameter=""), ["stepz", "steps", "line 5 of"]),
     ],
     ids=lambda each: each[:30] if isinstance(each, str) else "",
 )
@@ -148,23 +147,12 @@ def test_what_a_recipe_does_wrong_is_one_sentence(write, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    "line, words", [("c.learner.stepz = 3", ["stepz", "steps", "line 5 of"]), ("c.lerner.steps = 3", ["lerner", "learner"])]
-)
-def test_a_setting_that_a_recipe_misspells_is_told(write, line, words):
-    told = refusal(write(line))
-    for word in words:
-        assert word in told
-
-
-@pytest.mark.parametrize(
     "flag, words",
     [
         ("--config.learner.learning_rat=1", ["'learner.learning_rat'", "did you mean 'learner.learning_rate'"]),
         ("--config.completions=1", ["'completions'", "did you mean 'learner.completions'"]),
-        ("--config.learner.zzz=1", ["'learner.zzz'"]),
         ("--config.learner=1", ["learner is a section"]),
         ("--config.learner.steps=many", ["--config.learner.steps=many", "a whole number", "500"]),
-        ("--config.learner.beta_end=x", ["--config.learner.beta_end=x", "a number"]),
         ("--config.task.missing_eos_reward=x", ["task.missing_eos_reward=x", "a number"]),
         ("--config.evaluation.enabled=perhaps", ["--config.evaluation.enabled=perhaps", "true or false"]),
     ],
@@ -175,11 +163,6 @@ def test_a_flag_that_changes_no_setting_is_one_sentence(flag, words):
     for word in words:
         assert word in told
     assert ("did you mean" in told) == any("did you mean" in word for word in words)
-
-
-def test_recipes_of_the_other_program_are_refused():
-    with pytest.raises(ValueError, match=r"configs/base\.py is not made from configs/supervised\.py.*python -m tba_jax\.main"):
-        recipes.load("configs/base.py", [], program=recipes.SUPERVISED)
 
 
 @pytest.mark.parametrize("program", [recipes.BASE, recipes.SUPERVISED], ids=["base", "supervised"])
@@ -195,12 +178,8 @@ def test_a_section_is_told_with_its_comments():
     kind = next(i for i, line in enumerate(told) if line.startswith("learner.reference.kind = "))
     assert told[kind - 1].startswith("# ") and "reset_steps" in " ".join(told[:kind])
     assert not any(line.startswith("learner.steps") for line in told)
-
-
-@pytest.mark.parametrize("asked, near", [("lerner", "learner"), ("learner.stepz", "learner.steps"), ("task.gsm", "task.gsm8k")])
-def test_an_unknown_section_names_the_nearest(asked, near):
-    with pytest.raises(ValueError, match=f"--help={asked}: .*did you mean '{near}'"):
-        recipes.BASE.describe(asked)
+    with pytest.raises(ValueError, match=r"--help=learner\.stepz: .*did you mean 'learner\.steps'"):
+        recipes.BASE.describe("learner.stepz")
 
 
 def test_recipes_are_told_by_their_first_lines():

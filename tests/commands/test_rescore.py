@@ -1,5 +1,7 @@
 """Rows scored again by a new version of the reward: beside the old ones, whole or absent, and what trains on them."""
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -133,6 +135,23 @@ def test_invalid_rows_stay_and_rewards_become_finite(source, version_2):
     assert np.isfinite(got["reward"]).tolist() == [True, False, True, True]
 
 
+def test_rows_that_are_gone_and_rows_that_come_later_are_refused(source, version_2):
+    shape = source.experiment.contract.row_shape()
+    _, rows = rows_in(source.run.replay, shape)
+    log = LogWriter(source.run.replay, "late-1", shape, rows_per_append=4, segment_appends=2, info={})
+    log.append({name: column[:4] for name, column in rows.items()})
+    rescore.rescore(source.run.root)
+    for start in range(4, 24, 4):
+        log.append({name: column[start : start + 4] for name, column in rows.items()})
+    with pytest.raises(ValueError, match=r"late-1 has 4 of the 24 rows of writer late-1, which was still at work then"):
+        rescore.rescore(source.run.root)
+    shutil.rmtree(source.run.rescored(2))
+    remove_segments(source.run.replay, {"late-1": [1]})
+    with pytest.raises(ValueError, match=r"all of the 24 rows of writer late-1 any more: .*replay.retention=all"):
+        rescore.rescore(source.run.root)
+    assert not source.run.rescored(2).exists()
+
+
 def test_what_cannot_be_rescored_is_refused(source, tmp_path, capsys, monkeypatch):
     def refusal() -> str:
         before = frozen_runs.contents(source.run.root)
@@ -157,26 +176,3 @@ def test_what_cannot_be_rescored_is_refused(source, tmp_path, capsys, monkeypatc
     with pytest.raises(ValueError, match=r"row frozen-.*:0 answers query .* which is not the task's any more"):
         rescore.rescore(source.run.root)
     assert not source.run.rescored_commit(2).exists() and not source.run.rescored(2).exists()
-
-
-def test_a_log_that_retention_shortened_is_refused_at_once(source, version_2):
-    shape = source.experiment.contract.row_shape()
-    _, rows = rows_in(source.run.replay, shape)
-    log = LogWriter(source.run.replay, "long-1", shape, rows_per_append=4, segment_appends=2, info={})
-    for start in range(0, 24, 4):
-        log.append({name: column[start : start + 4] for name, column in rows.items()})
-    remove_segments(source.run.replay, {"long-1": [1]})
-    with pytest.raises(ValueError, match=r"all of the 24 rows of writer long-1 any more: .*replay.retention=all"):
-        rescore.rescore(source.run.root)
-    assert not source.run.rescored(2).exists()
-
-
-def test_a_writer_that_was_still_at_work_is_told(source, version_2):
-    shape = source.experiment.contract.row_shape()
-    _, rows = rows_in(source.run.replay, shape)
-    log = LogWriter(source.run.replay, "late-1", shape, rows_per_append=4, segment_appends=2, info={})
-    log.append({name: column[:4] for name, column in rows.items()})
-    rescore.rescore(source.run.root)
-    log.append({name: column[4:8] for name, column in rows.items()})
-    with pytest.raises(ValueError, match=r"late-1 has 4 of the 8 rows of writer late-1, which was still at work then"):
-        rescore.rescore(source.run.root)

@@ -30,11 +30,6 @@ def test_the_standard_error_has_queries_as_clusters(samples, missing):
         assert found["score_stderr"] == pytest.approx(values.mean(axis=0).std(ddof=1) / math.sqrt(50))
 
 
-def test_equal_samples_of_a_query_are_no_evidence():
-    values = np.array([[0.0, 1.0, 1.0, 0.0]])
-    assert mean("rate", np.repeat(values, 100, axis=0)) == pytest.approx(mean("rate", values))
-
-
 def test_of_fewer_than_two_units_there_is_no_error():
     assert mean("rate", np.array([[1.0]])) == {"rate": 1.0} and mean("rate", np.ones((3, 8))) == {"rate": 1.0, "rate_stderr": 0.0}
     assert mean("rate", np.array([[1.0, np.nan], [0.0, np.nan]])) == {"rate": 0.5}, "one query of two has a value"

@@ -45,6 +45,8 @@ def test_all_that_roles_say_is_shown():
         "rows": "5,000 in the buffer  staleness 6.0  largest 9.0",
     }
     assert facts() == {"step": "0/40  0 %"}
+    hostile = {f"joined_{n}": Told(time=NOW, trouble="\x1b[2J\n") for n in range(10)}
+    assert facts(**hostile)["joined-0:"] == "\\x1b[2J\\x0a" and facts(**hostile)[""] == "and 4 more roles do not work"
     own = Told(time=NOW, figures=dict(reward=0.5, reward_own=0.25, reward_mounted=0.75))
     assert facts(trainer=own)["reward"] == "0.500  own 0.250  mounted 0.750"
 
@@ -71,14 +73,6 @@ def test_speeds_of_a_role_that_does_not_work_are_not_shown():
 )
 def test_what_a_role_does_beside_its_work_is_said(told, said):
     assert terminal.doing(told, NOW + 1) == said
-
-
-def test_text_of_others_obeys_nobody_and_many_roles_take_little_room():
-    shown = facts(
-        trainer=Told(time=NOW, phase="\x1b[2J\n", phase_since=NOW + 1),
-        **{f"joined_{n}": Told(time=NOW, trouble="x") for n in range(10)},
-    )
-    assert shown["trainer:"] == "\\x1b[2J\\x0a, 0 s" and shown[""] == "and 5 more roles do not work"
 
 
 def lines(text: str) -> list[str]:
