@@ -167,12 +167,3 @@ def test_trained_rewards_are_compared_with_their_noise_and_held_out_ones_outrank
     told = {("no", "yes"): "It gets worse", ("yes", "no"): "It learns", ("unclear", "yes"): "The trained reward rises"}
     assert all(page_lib.verdict(*each) == heading for each, heading in told.items())
     assert page_lib.trained(np.full(4, 0.5))[0] == "" and page_lib.verdict("", "") == "Too early to say"
-
-
-def test_waits_name_whom_a_role_waits_for():
-    shares = {"trainer": {"wait_rows": 0.6, "update": 0.3, "other": 0.1}, "searcher-0": {"decode": 0.9, "wait_policy": 0.1}}
-    heading, sentences = page_lib.waits(shares)
-    assert heading == "trainer waits most: 60% for rows from searchers"
-    assert "trainer waited 60% of its time for rows" in sentences[0] and "update 30%" in sentences[0]
-    assert page_lib.waits({"trainer": {"update": 1.0}})[0] == "Neither trainer nor searchers wait"
-    assert page_lib.waits({}) == ("Nothing is known of waits yet", [])

@@ -135,13 +135,6 @@ def test_torn_lines_and_those_of_others_are_left_out_and_the_next_begins_on_its_
     assert [alarm.kind for alarm in alarms.read(folder)] == ["equal_rewards", "logprob_gap"]
 
 
-def test_storage_that_refuses_stops_nobody(tmp_path, caplog):
-    away = tmp_path / "away" / "metrics" / "trainer"
-    alarms.Alarms(away).tell(**EXAMPLE, step=40)
-    assert not (tmp_path / "away").exists() and alarms.read(away) == []
-    assert len(caplog.records) == 1  # the log has it
-
-
 def test_the_page_lists_every_kind():
     section = (ROOT / "docs" / "watching.md").read_text().partition("\n## Alarms\n")[2].partition("\n## ")[0]
     listed = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
