@@ -30,7 +30,7 @@ def written_run(workdir, **changes):
     base = policy.base.init(jax.random.key(0))
     trained = policy.initial(base, jax.random.key(1))
     if changes:  # of adapters one factor is zero at first
-        trained = jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(2), leaf.shape, leaf.dtype), trained)
+        trained = jax.tree.map(lambda leaf: 0.1 * jax.random.normal(jax.random.key(2), leaf.shape, leaf.dtype), trained)
     snapshots.save(s.run.policies / "00000000", trained, info, dtype="float32")
     snapshots.save(s.run.reference("f00"), base, info, dtype="float32")
     layout.write_json(s.run.initial_reference, {"id": "f00"})

@@ -6,17 +6,30 @@ import time
 import numpy as np
 import pytest
 
+from tba_jax.storage import contract, layout
 from tba_jax.telemetry import alarms, metrics, trackers
-from tests.support import tiny_run, tracked
+from tests.support import tiny_run
+
+
+def make(workdir, *, private: bool = False) -> layout.RunDir:
+    """A run as far as trackers look at it."""
+    workdir.mkdir()
+    made = {"format": contract.FORMAT, "id": "0123456789abcdef" * 2, "config": {}, "contract": {"private_files": private}}
+    layout.write_json(workdir / "config.json", made)
+    return layout.open_run_dir(workdir)
+
+
+def writer_of(run, *sinks: str, **changes) -> metrics.MetricWriter:
+    return metrics.open_writer(tiny_run.config(metrics__sinks=sinks, **changes), run, "trainer", role="trainer")
 
 
 @pytest.fixture
 def run(tmp_path):
-    return tracked.run(tmp_path / "run")
+    return make(tmp_path / "run")
 
 
 def write(run, *sinks: str, steps=(1,), **settings) -> None:
-    writer = tracked.writer(run, *sinks, **settings)
+    writer = writer_of(run, *sinks, **settings)
     for step in steps:
         writer.write(step, {"loss": step / 2, "note": "text"}, {"staleness": np.array([1, 1, 3])})
     writer.close()
@@ -43,7 +56,7 @@ def test_a_tracker_that_does_not_end_does_not_keep_the_role(run, monkeypatch):
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.2)
     monkeypatch.setattr(Library, "end", lambda _: time.sleep(600))
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Library)
-    writer = tracked.writer(run, "wandb")
+    writer = writer_of(run, "wandb")
     writer.write(1, {"loss": 0.5})
     begin = time.perf_counter()
     writer.close()
@@ -63,8 +76,8 @@ def test_what_a_tracker_raises_is_one_sentence_without_secrets(run, monkeypatch)
 
 def test_rows_of_a_private_run_are_in_no_tracker(tmp_path, monkeypatch):
     monkeypatch.setitem(trackers.TRACKERS, "wandb", Library)
-    writer = tracked.writer(tracked.run(tmp_path / "secret", private=True), "wandb")
-    assert not writer.shows_tables and not tracked.writer(tracked.run(tmp_path / "plain"), "tensorboard").shows_tables
+    writer = writer_of(make(tmp_path / "secret", private=True), "wandb")
+    assert not writer.shows_tables and not writer_of(make(tmp_path / "plain"), "tensorboard").shows_tables
     Library.kept = []
     writer.table("samples", 1, [{"query": "a", "response": "b"}])
     writer.close()
