@@ -1,7 +1,4 @@
-"""The rows of a run for people who look at it: the figures of each, and the steps that drew it.
-
-`RowTable` keeps 29 bytes of each row and 16 of each draw, of a bounded number of both. Tokens are read again for the rows shown.
-"""
+"""The rows of a run for a report: the figures of each, and the steps that drew it. Memory is bounded."""
 
 import collections
 import logging
@@ -32,10 +29,7 @@ def blocks(
 ) -> Iterator[Rows]:
     """Reads rows of a writer in whole appends of about 8 MB, and goes around those that are damaged or removed.
 
-    Args: lost: is told of such rows. wait: for storage that lags, see LogReader.read.
-
-    Raises:
-      RowsPending: storage does not give the next rows yet. ValueError: they are not committed.
+    Args: lost: is told of such rows. wait: for storage that lags, see LogReader.read. Raises RowsPending, ValueError: as there.
     """
     size = reader.schema(writer).rows_per_append
     size *= max(1, _BLOCK_BYTES // (reader.shape.row_bytes * size))
