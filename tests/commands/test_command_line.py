@@ -1,6 +1,7 @@
 """How a command ends: exit codes and one sentence."""
 
 import errno
+import logging
 import os
 import re
 import sys
@@ -21,7 +22,7 @@ from tests.support import tiny_run
     [
         (OSError(errno.ENOSPC, "No space left on device"), processes.STORAGE_FAILED, "storage failed; what was committed"),
         (OSError(errno.EROFS, "Read-only file system"), processes.STORAGE_FORBIDS, "Read-only file system"),
-        (processes.BadInput("slots=3\ncannot be divided"), processes.BAD_INPUT, "error: slots=3 cannot be divided"),
+        (processes.BadInput("slots=3\ncannot be \x1b[2J"), processes.BAD_INPUT, r"error: slots=3 cannot be \x1b[2J"),
         (ModuleNotFoundError("No module named 'nosuch'", name="nosuch.part"), processes.BAD_INPUT, "the package 'nosuch' is not"),
         (FloatingPointError("step 3: loss nan"), processes.NOT_FINITE, "error: step 3: loss nan"),
         (RuntimeError("of another kind\nin two lines"), 1, "error: RuntimeError: of another kind in two lines"),
@@ -34,6 +35,12 @@ def test_failures_end_by_code_and_sentence(error, code, words, capsys, monkeypat
     told = capsys.readouterr().err.strip().splitlines()
     assert ended.value.code == code and words in told[-1]
     assert len(told) == 1 or code == 1, "only what nobody foresaw shows a traceback"
+
+
+def test_the_log_shows_control_characters(capsys):
+    command_line.log_to_stderr()
+    logging.getLogger("tba_jax.test").info("a line that quotes %s", "\x1b[31m\x9b\u2028")
+    assert r"quotes \x1b[31m\x9b\u2028" in capsys.readouterr().err
 
 
 def test_ctrl_c_before_a_command_asks_for_signals_is_no_failure(capsys):
