@@ -82,16 +82,11 @@ def open_writer(config: Any, run: layout.RunDir, name: str, *, role: str, status
 
     Args: name: of the folder of the role's metrics; role: a key of trackers.GROUPS.
     """
-    c, folder = config.metrics, run.metrics(name)
+    c, told = config.metrics, Alarms(run.metrics(name))
     session = functools.partial(trackers.session_of, config, run, name, kind=role)
-
-    def tell(sink: str, reason: str) -> None:
-        advice = "nothing has to be done, since metrics.jsonl has every point; or log in, or leave it out of metrics.sinks"
-        Alarms(folder).tell(kind=sink, sentence=f"{sink}: {reason}", advice=advice, step=0)
-
-    names = [sink for sink in dict.fromkeys(c.sinks) if not trackers.missing(sink)]
-    shown = [Tracker(sink, session, functools.partial(tell, sink)) for sink in names]
-    return MetricWriter(folder, megabytes=c.megabytes, status=status, shown=shown, tables=not privacy.is_private(run))
+    shown = [Tracker(sink, session, told) for sink in dict.fromkeys(c.sinks) if not trackers.missing(sink)]
+    tables = not privacy.is_private(run)
+    return MetricWriter(run.metrics(name), megabytes=c.megabytes, status=status, shown=shown, tables=tables)
 
 
 def each_line(folder: Path) -> Iterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from tba_jax.storage import contract, layout
 from tba_jax.storage.privacy import without_secrets
+from tba_jax.telemetry.alarms import Alarms
 
 # Seconds for which a role that ends waits for each tracker, and for which wandb's own process goes on.
 CLOSE_SECONDS, _FINISH_SECONDS = 4.0, 60.0
@@ -161,13 +162,13 @@ def refused_names(metrics: Any) -> list[str]:
 
 
 class Tracker:
-    """Hands points to one tracker. What its library raises is told once, and the role goes on: metrics.jsonl has every point."""
+    """Hands points to one tracker. What its library raises is an alarm, and the role goes on: metrics.jsonl has every point."""
 
-    def __init__(self, name: str, session: Callable[[], Session], tell: Callable[[str], None]):
-        """Args: name: in TRACKERS; session: asked with the first point. tell: takes what is wrong, once."""
-        self.name, self._session, self._tell = name, session, tell
+    def __init__(self, name: str, session: Callable[[], Session], alarms: Alarms):
+        """Args: name: in TRACKERS; session: asked with the first point. alarms: of the role."""
+        self.name, self._session, self._alarms = name, session, alarms
         self._sink: TensorBoard | Wandb | Trackio | None = None
-        self._begun = self._told = False
+        self._begun = False
 
     def write(self, point: Point) -> None:
         """Shows a point; the first one begins the session."""
@@ -189,10 +190,10 @@ class Tracker:
             return call(*arguments)
         except Exception as error:  # of the tracker's library: nobody else knows its errors
             reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-        if not self._told:
-            self._told = True
-            for name, value in os.environ.items():  # what would be a secret in a log
-                if re.search("KEY|TOKEN|SECRET|PASSWORD|URL", name.upper()) and len(value) > 5:
-                    reason = reason.replace(value, f"({name})")
-            self._tell("".join(letter if letter.isprintable() else " " for letter in reason)[:500])
+        for name, value in os.environ.items():  # what would be a secret in a log
+            if re.search("KEY|TOKEN|SECRET|PASSWORD|URL", name.upper()) and len(value) > 5:
+                reason = reason.replace(value, f"({name})")
+        reason = "".join(letter if letter.isprintable() else " " for letter in reason)[:500]
+        advice = "nothing has to be done, since metrics.jsonl has every point; or log in, or leave it out of metrics.sinks"
+        self._alarms.tell(kind=self.name, sentence=f"{self.name}: {reason}", advice=advice, step=0)
         return None
