@@ -68,7 +68,7 @@ def test_an_exported_step_is_the_snapshot(finished, tmp_path):
     assert said == f"step 2 of {s.run.root} is in {tmp_path / 'model'} (llama, float32)"
     card = huggingface_hub.ModelCard.load(tmp_path / "model" / "README.md")
     assert card.data.library_name == "transformers" and f"weights of trainer step 2 of {s.config.learner.steps}" in card.text
-    assert "| rows trained on | 24 |" in card.text and "has been evaluated" in card.text
+    assert "| rows trained on | 24 |" in card.text and "Step 2 has not been evaluated." in card.text
     config = load.read_config(tmp_path / "model", compute_dtype="float32")
     assert config == s.experiment.policy.model
     params = load.load_params(tmp_path / "model", config, applied.shardings(config, mesh_of_one()))

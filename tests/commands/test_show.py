@@ -67,6 +67,6 @@ def test_the_step_with_the_best_held_out_score_is_named(source):
 
 def test_the_newest_rows_are_read_from_the_ends(source, monkeypatch):
     read, asked = LogReader.read, []
-    monkeypatch.setattr(LogReader, "read", lambda self, *span: (asked.append(span), read(self, *span))[1])
+    monkeypatch.setattr(LogReader, "read", lambda self, *span, **more: (asked.append(span), read(self, *span, **more))[1])
     show.show(source[0].run.root, "newest", 5)
     assert [span for span in asked if span[0] in WRITERS] == [(name, 28, 36) for name in WRITERS]
