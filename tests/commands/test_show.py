@@ -20,7 +20,7 @@ WRITERS, APPENDS = ("w0", "w1", "w2"), 9
 @pytest.fixture(scope="module")
 def source(frozen, tmp_path_factory):
     """A run whose log has three more writers of 9 appends of 4 rows, two appends a segment, the first of w1 removed."""
-    s = frozen(tmp_path_factory.mktemp("shown") / "run", batches=1)
+    s = frozen(tmp_path_factory.mktemp("shown") / "run", batches=3)
     reader, shape = LogReader(s.run.replay, s.experiment.contract.row_shape()), s.experiment.contract.row_shape()
     ((frozen, head),) = reader.heads().items()
     rows, rng = reader.read(frozen, 0, 4), np.random.default_rng(0)

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 @pytest.fixture(scope="module")
 def run(frozen, tmp_path_factory):
-    """Six batches of a searcher, and a writer whose four rows have other rewards and steps."""
-    s = frozen(tmp_path_factory.mktemp("exported") / "run")
+    """Three batches of a searcher, and a writer whose four rows have other rewards and steps."""
+    s = frozen(tmp_path_factory.mktemp("exported") / "run", batches=3)
     frozen_runs.append_changed(s, "other", reward=(..., [-2.0, 5.0, np.nan, np.inf]), policy_step=((..., 0), 7))
     return s.run
 
