@@ -120,4 +120,4 @@ def test_texts_of_others_are_no_markup_and_no_settings_of_the_card(run, tmp_path
     assert len(outside_of_code) < len(told) and "<script>" not in outside_of_code and "[x](" not in outside_of_code
     cells = [line.replace("\\|", "").count("|") for line in told.splitlines() if line.startswith("| ")]
     assert set(cells) == {3, 4}
-    assert "secret" not in card(run, model__path="https://me:secret@host/x").text
+    assert "secret" not in card(run, model__path="https://me:secret@host/x").content
