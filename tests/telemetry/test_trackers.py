@@ -105,7 +105,7 @@ def test_tensorboard_holds_the_same_numbers(run):
         found |= {(event.step, value.tag): value for value in event.summary.value}
         at += 12 + length + 4
     assert found[3, "loss"].simple_value == 1.5 and not any(tag == "note" for _, tag in found)
-    assert list(found[1, "staleness"].histo.bucket) == [2, 0, 1] and found[1, "staleness"].histo.num == 3
+    assert [count for count in found[1, "staleness"].histo.bucket if count] == [2, 1] and found[1, "staleness"].histo.num == 3
 
 
 class Numbers:
