@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-# The alphabet holds what a terminal obeys, which random weights write often. It is as long as that of `arithmetic`, whose programs
-# then serve here too.
+# The alphabet holds what a terminal obeys, which random weights write often. It is as long as that of `arithmetic`, so that
+# programs of both are shared.
 TASK = """
 import numpy as np
 from tba_jax.tasks.interface import Query, Scores
