@@ -49,7 +49,8 @@ def test_no_task_is_imported_and_no_device_is_asked_for(finished, tmp_path):
     code = (
         "import sys; from pathlib import Path; from tba_jax.commands import report, show; "
         f"run = Path({str(finished.run.root)!r}); report.write(run, Path({str(tmp_path / 'r.html')!r})); "
-        "show.show(run, 'best', 3); import jax; print([m for m in sys.modules if m.startswith('tba_jax.tasks.')], jax._src.xla_bridge._backends)"
+        "show.show(run, 'best', 3); import jax; "
+        "print([m for m in sys.modules if m.startswith('tba_jax.tasks.')], jax._src.xla_bridge._backends)"
     )
     asked = dict(capture_output=True, text=True, check=True, cwd=tiny_run.ROOT, env=tiny_run.environment())
     assert subprocess.run([sys.executable, "-c", code], **asked).stdout.strip() == "[] {}"
