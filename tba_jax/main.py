@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from tba_jax.commands import command_line, existing_run, recipes, settings_help
+from tba_jax.commands import command_line, existing_run, recipes
 from tba_jax.run import processes
 
 if TYPE_CHECKING:  # what is slow to import, JAX above all, is imported late: a mistake in the arguments is answered at once
@@ -38,7 +38,7 @@ ROLES = ("all", "reference", "trainer", "searcher", "evaluator")
 _JOINING = ("reference", "searcher", "evaluator")  # roles that do not decide about the schedule
 
 
-def add_flags(values: flags.FlagValues) -> settings_help.Program:
+def add_flags(values: flags.FlagValues) -> recipes.Program:
     recipes.add_flag(
         values, required=False, what="the recipe, a file under configs/; default: the config of the run in --workdir"
     )
@@ -70,11 +70,11 @@ def add_flags(values: flags.FlagValues) -> settings_help.Program:
     text("coordinator", "", "HOST:PORT of process 0 of a trainer of several processes; Slurm and TPU pods tell it by themselves")
     number("processes", None, "how many processes the trainer has; Slurm, Open MPI and TPU pods tell it by themselves")
     number("process", None, "which of them this one is, from 0; likewise")
-    return settings_help.BASE
+    return recipes.BASE
 
 
 class _DryRunParser(flags.BooleanParser):
-    allowed = "true, false or full"
+    syntactic_help = "true, false or full"
 
     def parse(self, argument: Any) -> Any:
         return argument if argument == "full" else super().parse(argument)
@@ -127,7 +127,7 @@ def run(given: command_line.Given) -> int | command_line.Job:
     """Checks everything that a user's mistake can break; the job is the role's."""
     _check_name(given.name, role=given.role)
     machine = _variant_for_this_machine(given) if given.for_this_machine else ""
-    recipe = recipes.load(given.config + machine, given.overrides, program=settings_help.BASE) if given.config else None
+    recipe = recipes.load(given.config + machine, given.overrides, program=recipes.BASE) if given.config else None
     from tba_jax.storage import contract, layout
 
     _check_answers([("--workdir", given.workdir)], given)
@@ -174,8 +174,7 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
     world = _world(given)
     found = mistakes.Mistakes()
     init_from = found.attempt(other_runs.parse_init_from, given.init_from)
-    profile = found.attempt(record.parse_window, given.profile)
-    found.attempt(record.check_window, profile, steps=config.learner.steps)
+    profile = found.attempt(record.parse_window, given.profile, steps=config.learner.steps)
     asked = found.attempt(_topologies, given)
     found.end()
     _check_answers(stored_run.named_places(config, init_from=init_from or ""), given)

@@ -156,11 +156,11 @@ def frozen(tmp_path_factory) -> Any:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> Any:
-    """A run of six steps in turn on one device, whose window is too small for its rows; who changes it copies it."""
+    """A run of six steps in turn on one device, evaluated at 0 and 6, with too small a window; who changes it copies it."""
     from tba_jax.experiment import jobs
     from tests.support import tiny_run
 
-    settings = {"schedule__mode": "interleaved", "evaluation__enabled": False, "task__missing_eos_reward": -1.0}
+    settings = {"schedule__mode": "interleaved", "task__missing_eos_reward": -1.0}
     settings |= {"learner__steps": 6, "replay__capacity": 40, "sampling__explore_top_p_probability": 0.5}
     first = jax.local_devices()[:1]
     with pytest.MonkeyPatch.context() as patch:

@@ -22,7 +22,7 @@ import numpy as np
 from absl import flags
 
 from tba_jax import trajectory
-from tba_jax.commands import command_line, existing_run, settings_help
+from tba_jax.commands import command_line, existing_run, recipes
 from tba_jax.replay.log import GIVEN, LogWriter, registration
 from tba_jax.storage import file_systems, layout, places, privacy
 from tba_jax.tasks import data
@@ -254,7 +254,7 @@ def _scored(experiment: "Experiment", given: Sequence[GivenResponse], finished: 
     return found
 
 
-def add_flags(values: flags.FlagValues) -> settings_help.Program:
+def add_flags(values: flags.FlagValues) -> recipes.Program:
     settings = existing_run.add_flags(values)
     what = 'a file of {"prompt", "response"}, or a data set of the hub'
     flags.DEFINE_string("responses", None, what, flag_values=values, required=True)

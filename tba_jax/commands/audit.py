@@ -51,8 +51,8 @@ def open_run(workdir: Path | str) -> Run:
 
 
 def rebuild_index(run: Run) -> ReplayIndex:
-    """The trainer's index after the last journalled step: from log and journal, or from the newest checkpoint where retention
-    has removed rows, or rows that earlier steps drew cannot be read any more."""
+    """The trainer's index after the last journalled step: from log and journal, or from the newest checkpoint where some rows
+    that earlier steps drew are not there any more."""
     heads, losses = run.reader.heads(), Losses(run.lines)
     if not any(expired_segments(run.layout.replay).get(writer) for writer in heads):
         index = make_index(run.config, run.contract, reference_id=reference_of_rows(run.contract, run.layout))
@@ -77,21 +77,16 @@ def _checkpointed_index(run: Run, losses: Losses) -> tuple[ReplayIndex, int]:
     """The index of the newest checkpoint, and its step."""
     from tba_jax.storage.checkpoints import Checkpoints
 
-    while True:
-        checkpoints = Checkpoints(run.layout.checkpoints, keep=1, read_only=True)
-        steps = checkpoints.steps()
-        if not steps:
+    checkpoints = Checkpoints(run.layout.checkpoints, keep=1, read_only=True)
+    try:
+        if not (steps := checkpoints.steps()):
             raise ValueError(f"retention has removed rows of {run.layout.root}, and there is no checkpoint to account from")
-        try:
-            # The newest: a trainer at work removes the oldest, and each of them holds the whole history of counts.
-            state, known = checkpoints.restore_host(steps[-1])["index"], KnownGaps(losses.until(steps[-1]))
-            reference_id = reference_of_rows(run.contract, run.layout)
-            return ReplayIndex.restore(state, run.reader, reference_id=reference_id, known=known)[0], steps[-1]
-        except (OSError, ValueError):
-            if (run.layout.checkpoints / layout_lib.step_name(steps[-1])).exists():
-                raise
-        finally:
-            checkpoints.close()
+        # The newest: a trainer at work removes the oldest, and each of them holds the whole history of counts.
+        state, known = checkpoints.restore_host(steps[-1])["index"], KnownGaps(losses.until(steps[-1]))
+        reference_id = reference_of_rows(run.contract, run.layout)
+        return ReplayIndex.restore(state, run.reader, reference_id=reference_id, known=known)[0], steps[-1]
+    finally:
+        checkpoints.close()
 
 
 def accounts(run: Run) -> dict[str, ledger.Account]:
@@ -114,11 +109,8 @@ def describe_ledger(run: Run) -> tuple[str, bool]:
     names = ("committed", "resident", "evicted", "rejected", "damaged", "expired", "passed over", "unseen", "trained")
     lines = [f"{'writer':32}" + "".join(f" {name:>11}" for name in names)]
     for writer, a in found.items():
-        counts = (
-            *(a.committed, a.resident, sum(a.evicted.values()), sum(a.rejected.values()), a.damaged, a.expired),
-            *(a.passed_over, a.unseen),
-            trained[writer],
-        )
+        gone = sum(a.evicted.values()), sum(a.rejected.values())
+        counts = (a.committed, a.resident, *gone, a.damaged, a.expired, a.passed_over, a.unseen, trained[writer])
         lines.append(f"{writer:32}" + "".join(f" {n:11}" for n in counts) + ("" if a.balances else "   DOES NOT BALANCE"))
     for what in ("evicted", "rejected"):
         total = collections.Counter[str]()
@@ -175,8 +167,7 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
         raise ValueError(f"--regenerate={name!r} must be WRITER:ROW, as the other reports name rows")
     if writer not in run.reader.heads():
         there = sorted(run.reader.heads())
-        listed = ", ".join(there[:4]) + (" …" if len(there) > 4 else "")
-        raise ValueError(f"--regenerate={name!r}: the run has no writer {writer!r}; it has {listed or 'none'}")
+        raise ValueError(f"--regenerate={name!r}: the run has no writer {writer!r}; it has {', '.join(there[:4]) or 'none'}")
     rows = run.reader.read_ids([(writer, int(number))])
     row = {column: value[0] for column, value in rows.items()}
     if not run.reader.is_own(writer):  # its weights are those of the run that it is mounted from

@@ -1,12 +1,11 @@
 """What all commands share: their parser, the sentence that answers a user's mistake, exit codes, the log on stderr.
 
 A command is a module with a docstring, whose first line lists it, and two functions. `add_flags(values)` defines its absl flags,
-and returns the settings that --config.NAME=VALUE changes, if the command takes such flags. `run(given)` returns an exit code, or
-the job that is left to do once no mistake of the user can stop it.
+and returns the program whose settings --config.NAME=VALUE changes, if any. `run(given)` returns an exit code, or the job that is
+left to do once no mistake of the user can stop it.
 """
 
 import contextlib
-import difflib
 import logging
 import os
 import re
@@ -19,19 +18,15 @@ from typing import NoReturn
 
 from absl import flags
 
-from tba_jax.commands.settings_help import Program
+from tba_jax.commands.recipes import OVERRIDE, Program
 from tba_jax.experiment.mistakes import Refused
 from tba_jax.run import processes
-from tba_jax.schemas import hint
+from tba_jax.schemas import hint, nearest
 from tba_jax.storage import file_systems
 from tba_jax.text.visible import visible
 
 Job = Callable[[], int]
 Given = SimpleNamespace  # name of a flag -> its value; overrides: the flags that change settings
-
-# A flag that changes a setting: --config.NAME=VALUE, or --noconfig.NAME of a setting that is true or false.
-OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
-_NO_DASHES = re.compile(r"(?:no)?config\.\w[\w.]*=")
 
 
 class _PathParser(flags.ArgumentParser):
@@ -44,6 +39,31 @@ class _PathParser(flags.ArgumentParser):
 def add_path(values: flags.FlagValues, name: str, text: str, *, required: bool = False) -> None:
     """Defines a flag whose value is an absolute pathlib.Path, None where it is not given."""
     flags.DEFINE(_PathParser(), name, None, text, flag_values=values, required=required)
+
+
+def _parse(values: flags.FlagValues, arguments: Sequence[str], settings: Program | None) -> Given:
+    """The values of all flags, by absl's parser; `overrides` are the flags --config.NAME=VALUE, in their order."""
+    overrides = [each for each in arguments if settings and OVERRIDE.match(each)]
+    values.set_gnu_getopt(True)
+    try:
+        others = values(["", *(each for each in arguments if each not in overrides)])[1:]
+    except flags.UnrecognizedFlagError as error:
+        near = settings.flags_like(error.flagname) if settings else []
+        near = near or [f"--{each}" for each in [nearest(error.flagname, list(values))] if each]
+        refuse(ValueError(f"there is no argument '--{error.flagname}'{hint(*near)}; --help tells which there are"))
+    except (flags.Error, ValueError) as error:
+        told = str(error).removeprefix("flag ")
+        if missing := re.match(r"--(\w+)=None: |Missing value for flag -*(\w+)", told):
+            name = missing[1] or missing[2]
+            told = f"--{name} needs a value: {values[name].help}"
+        elif wrong := re.match(r"--(\w+)=(.*?): ", told, re.DOTALL):  # absl's reason speaks of Python's types
+            parser = values[wrong[1]].parser
+            kind = "true or false" if type(parser) is flags.BooleanParser else parser.syntactic_help
+            told = f"--{wrong[1]}={wrong[2]} must be {kind}" if kind else told
+        refuse(ValueError(told))
+    if others:
+        refuse(ValueError(f"{others[0]!r} is no argument; --help tells which there are"))
+    return Given(**values.flag_values_dict(), overrides=overrides)
 
 
 def add_workdir(values: flags.FlagValues) -> None:
@@ -80,55 +100,6 @@ def _help(command: ModuleType, values: flags.FlagValues, settings: Program | Non
         default = f"; default: {flag.default}" if flag.default not in (None, "", False, []) else ""
         lines.append(f"  --{flag.name:13} {flag.help}{default}")
     return "\n".join(lines) + (settings.overview() if settings else "")
-
-
-def _parse(values: flags.FlagValues, arguments: Sequence[str], settings: Program | None) -> Given:
-    """The values of all flags, by absl's parser; `overrides` are the flags --config.NAME=VALUE, in their order."""
-    values.set_gnu_getopt(True)
-    # Before absl, which would name a required flag first that is misspelt.
-    for each in (each for each in arguments if each.startswith("-")):
-        name = each.lstrip("-").partition("=")[0]
-        if name not in values and name.removeprefix("no") not in values and not (settings and OVERRIDE.match(each)):
-            _refuse_unknown(values, each, settings)
-    try:
-        others = values(["", *arguments], known_only=True)[1:]
-    except (flags.Error, ValueError) as error:
-        refuse(ValueError(_in_words(values, str(error))))
-    overrides: list[str] = []
-    for each in others:
-        if settings and OVERRIDE.match(each):
-            overrides.append(each)
-        elif overrides and "=" not in overrides[-1] and not each.startswith("-"):  # --config.NAME VALUE
-            overrides[-1] += f"={each}"
-        else:
-            _refuse_unknown(values, each, settings)
-    return Given(**values.flag_values_dict(), overrides=overrides)
-
-
-def _refuse_unknown(values: flags.FlagValues, argument: str, settings: Program | None) -> NoReturn:
-    """Refuses an argument that the command does not take, and offers what is most like it."""
-    if _NO_DASHES.match(argument):
-        refuse(ValueError(f"{argument} is no argument; did you mean --{argument}?"))
-    name = argument.lstrip("-").partition("=")[0]
-    near = difflib.get_close_matches(name, list(values), n=1, cutoff=0.8)
-    offered = [f"--{flag}" for flag in near] or (settings.flags_like(name) if settings else [])
-    offered = offered or [f"--{flag}" for flag in difflib.get_close_matches(name, list(values), n=1)]
-    refuse(ValueError(f"there is no argument {argument.partition('=')[0]!r}{hint(*offered)}; --help tells which there are"))
-
-
-def _in_words(values: flags.FlagValues, told: str) -> str:
-    """The sentence about a flag that absl refuses. Args: told: absl's, which speaks of Python's types."""
-    if missing := re.match(r"flag --(\w+)=None: |Missing value for flag --?(\w+)", told):
-        name = missing[1] or missing[2]
-        return f"--{name} needs a value: {values[name].help}"
-    if refused := re.match(r"flag --(\w+)=(.*?): ", told, re.DOTALL):
-        parser = values[refused[1]].parser
-        allowed = (
-            getattr(parser, "allowed", "true or false") if isinstance(parser, flags.BooleanParser) else parser.syntactic_help
-        )
-        if allowed:
-            return f"--{refused[1]}={refused[2]} must be {allowed}"
-    return told.removeprefix("flag ")
 
 
 @contextlib.contextmanager
@@ -202,16 +173,9 @@ def _is_interrupted(error: BaseException | None) -> bool:
     return error is not None
 
 
-class _VisibleFormatter(logging.Formatter):
-    """A line of the log may quote a file, or text that a model wrote."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
-
-
 def log_to_stderr() -> None:
-    """Shows warnings of all libraries, and the informational lines of tba_jax as well."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_VisibleFormatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    """Shows warnings of all libraries, and the informational lines of tba_jax as well. A line may quote what a model wrote."""
+    handler, shown = logging.StreamHandler(sys.stderr), logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    handler.format = lambda record: visible(shown.format(record))  # type: ignore[method-assign]
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("tba_jax").setLevel(logging.INFO)

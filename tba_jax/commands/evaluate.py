@@ -14,7 +14,7 @@ from typing import Any
 from absl import flags
 
 from tba_jax import outputs
-from tba_jax.commands import command_line, existing_run, settings_help
+from tba_jax.commands import command_line, existing_run, recipes
 from tba_jax.storage import layout, places, privacy
 from tba_jax.text.visible import visible_json, visible_line
 
@@ -49,7 +49,7 @@ def evaluate(
             raise ValueError(f"snapshot {step} of {workdir} is gone: the run removed it meanwhile (publish.keep)") from error
 
 
-def add_flags(values: flags.FlagValues) -> settings_help.Program:
+def add_flags(values: flags.FlagValues) -> recipes.Program:
     settings = existing_run.add_flags(values)
     existing_run.add_step(values)
     command_line.add_path(values, "output", "a file that the report is written to; without it the report is printed")
@@ -70,11 +70,7 @@ def run(given: command_line.Given) -> int:
     if output is None:
         print(text)
         return 0
-    try:
-        outputs.write(output, f"{text}\n".encode())
-    except ValueError:
-        print(text)  # minutes of work
-        raise
+    outputs.write(output, f"{text}\n".encode())
     score = f"{report['score_name']} {with_stderr(report, 'greedy_reward')} of greedy responses"
     print(visible_line(f"step {report['step']}: {score} to {report['queries']} held-out queries; the report is in {output}"))
     return 0

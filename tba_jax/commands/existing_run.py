@@ -1,18 +1,17 @@
 """A run that exists, for commands that open it: its config, and the snapshot that --step names.
 
-The config is the run's own; with --config=RECIPE[:NAME] its section `task` is that of the recipe; flags change settings of both.
-Only code that the user names or trusts is executed.
+With --config=RECIPE[:NAME] the section `task` is that of the recipe. Only code that the user names or trusts is executed.
 """
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import flags
 
-from tba_jax.commands import command_line, recipes, settings_help
+from tba_jax.commands import command_line, recipes
 from tba_jax.storage import best_step, layout
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
@@ -22,10 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class Source(NamedTuple):
-    """What the user says of a run's settings, beside the run.
+    """What the user says of a run's settings.
 
     recipe: FILE.py[:NAME], whose task is taken; "": the run's. overrides: flags --config.SETTING=VALUE. trust_task: whether the
-    file of a custom task that config.json names may be executed.
+    task file that config.json names may be executed.
     """
 
     recipe: str = ""
@@ -41,13 +40,13 @@ def add_trust(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("trust_task", False, what, flag_values=values)
 
 
-def add_flags(values: flags.FlagValues) -> settings_help.Program:
+def add_flags(values: flags.FlagValues) -> recipes.Program:
     """The flags of a Source."""
     command_line.add_workdir(values)
     what = "your own recipe FILE.py[:NAME], whose task is taken in place of the one that the run names"
     recipes.add_flag(values, required=False, what=what)
     add_trust(values)
-    return settings_help.BASE
+    return recipes.BASE
 
 
 def source(given: command_line.Given) -> Source:
@@ -55,9 +54,7 @@ def source(given: command_line.Given) -> Source:
 
 
 def config_of(stored: Mapping[str, Any], source: Source, *, called: str) -> Any:
-    """The config of a run with what the user says of it; a custom task in it may be executed.
-
-    Args: stored: config.json, see contract.read_run. called: what messages call the run.
+    """The config of a run with what the user says of it. Args: stored: config.json; called: what messages call the run.
 
     Raises:
       ValueError: the recipe or a flag is wrong, config.json is damaged, or it names a task file that nobody trusts.
@@ -71,7 +68,7 @@ def config_of(stored: Mapping[str, Any], source: Source, *, called: str) -> Any:
     config = stored_run.config_of(stored, called=called)
     theirs = config.task.name
     if source.recipe:
-        config.task = recipes.load(source.recipe, (), program=settings_help.BASE).task
+        config.task = recipes.load(source.recipe, (), program=recipes.BASE).task
     config = recipes.override(config, source.overrides)
     if short(config.task.name) != short(theirs):
         by = f"--config={source.recipe} has" if source.recipe else "--config.task.name asks for"
@@ -89,7 +86,7 @@ def config_of(stored: Mapping[str, Any], source: Source, *, called: str) -> Any:
 
 
 def rebuilt(workdir: Path, source: Source) -> "tuple[layout.RunDir, Experiment]":
-    """The run in a folder, and what its config means with what the user says of it. Raises: see composition.rebuild."""
+    """The run in a folder, and its experiment. Raises: see composition.rebuild."""
     from tba_jax.experiment import composition
     from tba_jax.storage import contract
 
@@ -117,28 +114,6 @@ def add_step(values: flags.FlagValues) -> None:
     flags.DEFINE(_StepParser(), "step", None, told, flag_values=values)
 
 
-class BestStep(NamedTuple):
-    """The best of the steps that have a snapshot and a held-out score.
-
-    of: how many there are. lost: the best of all steps with a score, if it is better and its snapshot is gone, else None.
-    """
-
-    step: int
-    score: float
-    of: int
-    lost: best_step.Scored | None
-
-
-def best_snapshot(run: layout.RunDir, steps: Sequence[int]) -> BestStep | None:
-    """The best step; None where no step has both a snapshot and a score. Args: steps: with a snapshot. Raises OSError."""
-    scores = best_step.Scores(run.evaluations)()
-    there = {step: scores[step] for step in steps if step in scores}
-    found, whole = best_step.best(there.items()), best_step.best(scores.items())
-    if found is None:
-        return None
-    return BestStep(*found, of=len(there), lost=whole if whole is not None and whole.score > found.score else None)
-
-
 def chosen_step(run: layout.RunDir, asked: AskedStep, *, called: str) -> int:
     """The step that --step asks for. The log says which it is, and why, where no number was given.
 
@@ -159,19 +134,23 @@ def chosen_step(run: layout.RunDir, asked: AskedStep, *, called: str) -> int:
     if asked == LAST:
         log.info("step %d is the newest snapshot of %s", steps[-1], called)
         return steps[-1]
-    found = best_snapshot(run, steps)
+    scores = best_step.Scores(run.evaluations)()
+    evaluated = {step: scores[step] for step in steps if step in scores}
+    found, whole = best_step.best(evaluated.items()), best_step.best(scores.items())
     if found is None and asked == BEST:
         without = f"no snapshot of {called} has a held-out score in {run.evaluations}"
         raise ValueError(f"--step={BEST}: {without}; --step={LAST} takes the newest, of step {steps[-1]}")
-    if found is None or (asked is None and found.of == 1 and found.step == 0):  # no policy that was trained has a score
-        which = "no snapshot" if found is None else "no snapshot but that of step 0"
+    if found is None or whole is None or (asked is None and [*evaluated] == [0]):  # no policy that was trained has a score
+        which = "no snapshot but that of step 0" if evaluated else "no snapshot"
         why = f"{which} of {called} has a held-out score in {run.evaluations}"
         log.warning("%s: the newest, of step %d, is taken", why, steps[-1])
         return steps[-1]
-    told = f"step {found.step} has the best held-out score, {found.score:.3f}, of {found.of} evaluated snapshots of {called}"
+    told = (
+        f"step {found.step} has the best held-out score, {found.score:.3f}, of {len(evaluated)} evaluated snapshots of {called}"
+    )
     if steps[-1] != found.step:
         told += f"; the newest is of step {steps[-1]} (--step={LAST})"
-    if found.lost is not None:
-        told += f"; step {found.lost.step} had {found.lost.score:.3f}, and its snapshot is gone"
+    if whole.score > found.score:
+        told += f"; step {whole.step} had {whole.score:.3f}, and its snapshot is gone"
     log.info("%s", told)
     return found.step

@@ -1,27 +1,109 @@
-"""--config=FILE.py[:NAME]: a recipe is loaded, and flags --config.SETTING=VALUE change its settings.
+"""What --help tells of settings and recipes, and --config=FILE.py[:NAME] with the flags --config.SETTING=VALUE that change it.
 
 A recipe of this project is also found by its name alone, and from any folder: configs/demo.py, demo.py and demo are the same.
 """
 
+import ast
 import inspect
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import flags
 from ml_collections import config_dict, config_flags
 
-from tba_jax.commands import command_line, settings_help
-from tba_jax.commands.settings_help import Program
+from tba_jax.experiment import schema as run_schema
 from tba_jax.run import user_code
-from tba_jax.schemas import flatten, hint, nearest, offers
+from tba_jax.schemas import Schema, flatten, hint, nearest, offers
 from tba_jax.storage import file_systems
+from tba_jax.supervised import schema as supervised_schema
+
+PACKAGE = Path(__file__).resolve().parent.parent
+CONFIGS = PACKAGE.parent / "configs"
+# A flag that changes a setting: --config.NAME=VALUE, or --noconfig.NAME of a setting that is true or false.
+OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
+
+
+class Program(NamedTuple):
+    """A program with settings of its own. file: of the schema; defaults: the recipe that others begin with; command: behind
+    `python -m`."""
+
+    file: Path
+    schema: Schema
+    defaults: str
+    command: str
+
+    def sections(self) -> list[str]:
+        """The names at the top of a config."""
+        return list(self.schema.defaults())
+
+    def describe(self, asked: str) -> str:
+        """The lines of a section, or of one setting, as the file of the schema has them.
+
+        Raises:
+          ValueError: the program has neither; names the nearest.
+        """
+        told: list[str] = []
+        comments: list[str] = []
+        names = list(self.schema.rules)
+        for line in self.file.read_text(encoding="utf-8").splitlines():
+            name = line.removeprefix("c.").partition(" = ")[0]
+            names += [name] * line.startswith("c.")
+            if line.startswith("c.") and f"{name}.".startswith(f"{asked}."):
+                told += [*comments, line.removeprefix("c.")]
+            comments = [*comments, line] if line.startswith("# ") else []
+        if not told and asked in self.schema.rules:  # one line gives the section and its settings
+            return self.describe(asked.rpartition(".")[0])
+        if not told:
+            near = nearest(asked, names)
+            raise ValueError(f"--help={asked}: there is no such section or setting{hint(near)}")
+        head = (
+            "Each line is a setting, its default, its limits and its meaning. A flag changes it: --config.SECTION.SETTING=VALUE"
+        )
+        return "\n".join([head, "", *told])
+
+    def flags_like(self, name: str) -> list[str]:
+        """The flags of the settings that a flag --NAME may stand for; a setting's flag begins with --config."""
+        return [f"--config.{each}" for each in self.schema.rules if name in (each, each.rpartition(".")[2])][:3]
+
+    def overview(self) -> str:
+        """What --help tells after the arguments: where settings are, and the recipes."""
+        told = [
+            "",
+            f"settings: {self.file.relative_to(PACKAGE.parent)} has them all. --help=SECTION prints a section, which is one of",
+            f"  {', '.join(self.sections())}",
+            "and --help=SECTION.SETTING a single setting. A flag changes it: --config.SECTION.SETTING=VALUE",
+        ]
+        if self == BASE:
+            width = max(map(len, listed()))
+            told += ["", "recipes:", *(f"  {name:{width}}  {line}" for name, line in listed().items())]
+        return "\n".join(told)
+
+
+BASE = Program(PACKAGE / "experiment" / "schema.py", run_schema.SCHEMA, "configs/base.py", "tba_jax.main")
+SUPERVISED = Program(
+    PACKAGE / "supervised" / "schema.py", supervised_schema.SCHEMA, "configs/supervised.py", "tba_jax supervised"
+)
+PROGRAMS = (BASE, SUPERVISED)
+
+
+def listed() -> dict[str, str]:
+    """configs/X.py -> the first line of its docstring, for all recipes there but those that others begin with."""
+    found = {}
+    for path in sorted(CONFIGS.glob("*.py")):
+        tree, name = ast.parse(path.read_text(encoding="utf-8")), f"configs/{path.name}"
+        makes = any(isinstance(node, ast.FunctionDef) and node.name == "get_config" for node in tree.body)
+        if makes and name not in {program.defaults for program in PROGRAMS}:
+            found[name] = (ast.get_docstring(tree) or "").partition("\n")[0]
+    return found
+
 
 # What a flag of a setting takes, by the type of the setting.
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list of texts or numbers"}
 # Setting -> Rule.path, of both programs.
-_PATHS = {name: rule.path for program in settings_help.PROGRAMS for name, rule in program.schema.rules.items()}
+_PATHS = {name: rule.path for program in PROGRAMS for name, rule in program.schema.rules.items()}
 
 
 def add_flag(values: flags.FlagValues, *, required: bool = True, what: str = "the recipe, a file under configs/") -> None:
@@ -50,7 +132,7 @@ def _made(recipe: str, program: Program) -> config_dict.ConfigDict:
     text, colon, name = recipe.partition(":")
     file, called = _file(text), f"--config={recipe}"
     if not file.is_file():
-        there = ", ".join(Path(each).stem for each in settings_help.recipes())
+        there = ", ".join(Path(each).stem for each in listed())
         raise ValueError(f"there is no recipe {text}; it is a file of your own or one of {there}{hint(_like(file))}")
     get_config = getattr(user_code.load(file, "tba_jax_recipe", called=called), "get_config", None)
     if not inspect.isfunction(get_config):
@@ -70,7 +152,7 @@ def _made(recipe: str, program: Program) -> config_dict.ConfigDict:
     if not isinstance(config, config_dict.ConfigDict):
         raise ValueError(f"{called}: get_config of {text} must return a ConfigDict, and returned {type(config).__name__}")
     if not set(program.sections()) <= set(config):
-        command = next((other.command for other in settings_help.PROGRAMS if set(other.sections()) <= set(config)), "")
+        command = next((other.command for other in PROGRAMS if set(other.sections()) <= set(config)), "")
         told = f"; its command is python -m {command}" if command else ""
         raise ValueError(f"{called} is not made from {program.defaults}{told}")
     config.lock()
@@ -80,7 +162,7 @@ def _made(recipe: str, program: Program) -> config_dict.ConfigDict:
 def _file(text: str) -> Path:
     """The file that is named, or else the recipe of this project of that name; it need not exist."""
     file, name = Path(os.path.expanduser(text)), text.removeprefix("configs/").removesuffix(".py")
-    ours = settings_help.CONFIGS / f"{name}.py"
+    ours = CONFIGS / f"{name}.py"
     is_ours = not file.is_file() and name.isidentifier() and name != "__init__" and ours.is_file()
     return ours if is_ours else file
 
@@ -89,7 +171,7 @@ def _like(file: Path) -> str:
     """The existing recipe whose name is most like that of `file`, "" if none is similar."""
     if (whole := file.with_name(f"{file.name}.py")).is_file():
         return str(whole)
-    there = {path.stem: f"configs/{path.name}" for path in settings_help.CONFIGS.glob("*.py") if path.stem != "__init__"}
+    there = {path.stem: f"configs/{path.name}" for path in CONFIGS.glob("*.py") if path.stem != "__init__"}
     return there.get(nearest(file.stem, there), "")
 
 
@@ -121,7 +203,7 @@ def override(config: config_dict.ConfigDict, overrides: Sequence[str]) -> config
 
 def _check(flag: str, leaves: Mapping[str, Any]) -> None:
     """Raises ValueError where a flag changes no setting, or gives it no value. Args: leaves: setting -> value."""
-    named = command_line.OVERRIDE.match(flag)
+    named = OVERRIDE.match(flag)
     name = named[1] if named else flag
     if name in leaves:
         if "=" not in flag and not isinstance(leaves[name], bool):

@@ -16,7 +16,7 @@ import numpy as np
 from absl import flags
 
 from tba_jax import trajectory
-from tba_jax.commands import command_line, existing_run, settings_help
+from tba_jax.commands import command_line, existing_run, recipes
 from tba_jax.replay.log import LogWriter, registration
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.resident import REJECTIONS, validate_rows
@@ -152,7 +152,7 @@ def _scored_again(
     return {**rows, "reward": reward, "reward_parts": parts, "reward_version": version}
 
 
-def add_flags(values: flags.FlagValues) -> settings_help.Program:
+def add_flags(values: flags.FlagValues) -> recipes.Program:
     return existing_run.add_flags(values)
 
 

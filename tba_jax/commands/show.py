@@ -2,26 +2,28 @@
 
 python -m tba_jax show --workdir=DIR [--order=newest|best|worst] [--count=10]
 
-The first lines say how many rows there are, how hard the queries are, and which step has the best held-out score. The run's
-contract and tokenizer are enough for that: no task is imported. Control characters of the text are escaped.
+The first lines say how many rows there are, how hard the queries are, and which step has the best held-out score. No task is
+imported. Control characters of the text are escaped.
 """
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from absl import flags
 
 from tba_jax import trajectory
-from tba_jax.commands import command_line, existing_run
-from tba_jax.replay.expiry import RowsExpired
+from tba_jax.commands import command_line
 from tba_jax.replay.reader import LogReader
-from tba_jax.storage import layout
+from tba_jax.reporting.rows import blocks
+from tba_jax.storage import best_step, layout
 from tba_jax.telemetry import metrics
 from tba_jax.text.visible import visible
 
-ROWS_PER_READ = 4096
+log = logging.getLogger(__name__)
+
 # Columns that decide the order: best and worst are by reward, among equals the newest.
 _SIGNS = {"newest": 0.0, "best": -1.0, "worst": 1.0}
 
@@ -63,8 +65,7 @@ def show(workdir: Path, order: str, count: int) -> str:
 
 def _difficulty(run: layout.RunDir) -> str:
     """A line about the success of the queries, by the newest point of the trainer's metrics; "" where that has none."""
-    newest = collections.deque(metrics.each_line(run.metrics("trainer")), maxlen=1)
-    told = newest[0] if newest else {}
+    (told,) = collections.deque(metrics.each_line(run.metrics("trainer")), maxlen=1) or [{}]
     if not {"queries_failed", "queries_solved", "queries_mixed", "success_rate_histogram"} <= told.keys():
         return ""
     return (
@@ -77,7 +78,8 @@ def _best(run: layout.RunDir) -> str:
     """A line about the snapshot with the best held-out score, "" where there is none."""
     from tba_jax.storage import snapshots
 
-    best = existing_run.best_snapshot(run, snapshots.committed_steps(run.policies))
+    steps = {*snapshots.committed_steps(run.policies)}
+    best = best_step.best(each for each in best_step.Scores(run.evaluations)().items() if each[0] in steps)
     return "" if best is None else f"\nbest held-out score of a snapshot: {best.score:.3f} at step {best.step}"
 
 
@@ -96,24 +98,13 @@ def _first(reader: LogReader, spans: Mapping[str, Sequence[range]], order: str, 
     """The first `count` rows of `spans` and their writers, in the order of storage. Memory holds few rows more than these."""
     writers: list[str] = []
     rows: trajectory.Rows = {}
-    for writer, read in _blocks(reader, spans):
-        writers += [writer] * len(read["row"])
-        rows = trajectory.concatenate([rows, read]) if rows else read
-        kept = np.sort(rank(rows["reward"], rows["policy_step"].max(axis=1), order)[:count])
-        writers, rows = [writers[i] for i in kept], {name: column[kept] for name, column in rows.items()}
-    return writers, rows
-
-
-def _blocks(reader: LogReader, spans: Mapping[str, Sequence[range]]) -> Iterator[tuple[str, trajectory.Rows]]:
     for writer, span in ((writer, span) for writer, of_writer in spans.items() for span in of_writer):
-        start = span.start
-        while start < span.stop:
-            stop = min(start + ROWS_PER_READ, span.stop)
-            try:
-                yield writer, reader.read(writer, start, stop)
-            except RowsExpired as error:  # a trainer at work has just removed them
-                stop = error.stop
-            start = stop
+        for read in blocks(reader, writer, span, lost=lambda error: log.warning("%s", error)):
+            writers += [writer] * len(read["row"])
+            rows = trajectory.concatenate([rows, read]) if rows else read
+            kept = np.sort(rank(rows["reward"], rows["policy_step"].max(axis=1), order)[:count])
+            writers, rows = [writers[i] for i in kept], {name: column[kept] for name, column in rows.items()}
+    return writers, rows
 
 
 def add_flags(values: flags.FlagValues) -> None:

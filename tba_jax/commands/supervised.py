@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from tba_jax import outputs
-from tba_jax.commands import command_line, recipes, settings_help
+from tba_jax.commands import command_line, recipes
 from tba_jax.run import machine, processes
 from tba_jax.schemas import flatten, require
 from tba_jax.storage import layout, places
@@ -181,17 +181,17 @@ def execute(plan: "Plan", stop: Callable[[], bool]) -> int:
     return 0
 
 
-def add_flags(values: flags.FlagValues) -> settings_help.Program:
+def add_flags(values: flags.FlagValues) -> recipes.Program:
     recipes.add_flag(values)
     command_line.add_workdir(values)
     what = "where the trained model goes: a Hugging Face folder that does not exist yet"
     command_line.add_path(values, "output", what, required=True)
-    return settings_help.SUPERVISED
+    return recipes.SUPERVISED
 
 
 def run(given: command_line.Given) -> command_line.Job:
     """Checks what a user's mistake can break; the job trains."""
-    config = recipes.load(given.config, given.overrides, program=settings_help.SUPERVISED)
+    config = recipes.load(given.config, given.overrides, program=recipes.SUPERVISED)
     folder = layout.RunDir(given.workdir)
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.compilation_cache / machine.cpu_type()))
     from tba_jax.storage.lease import EpochLease

@@ -2,8 +2,8 @@
 
 python -m tba_jax version [--json]
 
-A process of its own asks JAX for its devices, so that the command reports a driver that fails, ends its process or hangs, and
-still prints the rest. The environment variables that steer JAX and its libraries are printed, no others.
+A process of its own asks JAX for its devices: a driver that fails or hangs is reported with the rest. Of the environment, only
+variables that steer JAX and its libraries are printed.
 """
 
 import json
@@ -24,15 +24,8 @@ from tba_jax.text.visible import visible
 
 _PREFIXES = ("JAX_", "XLA_", "TPU_", "LIBTPU_", "NCCL_", "CUDA_", "NVIDIA_", "TF_CPP_")
 _NAMES = ("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "GLIBC_TUNABLES")
-# To find its devices JAX starts its backends, which may take a minute on a large machine.
-_DEVICE_SECONDS = 120
-# Prints in its last line what JAX finds. It takes no GPU's memory that a run beside it may need.
-_ASK = """
-import json, jax
-found = jax.devices()
-print(json.dumps([f"{device.platform}: {device.device_kind}" for device in found]))
-"""
-_MOST_LINES = 12  # of what JAX says
+_DEVICE_SECONDS, _MOST_LINES = 120, 12  # JAX may take a minute on a large machine; lines of what it says
+_ASK = "import json, jax; print(json.dumps([f'{each.platform}: {each.device_kind}' for each in jax.devices()]))"
 
 
 def add_flags(values: flags.FlagValues) -> None:
@@ -46,7 +39,7 @@ def run(given: command_line.Given) -> int:
 
 
 def gather() -> dict[str, Any]:
-    """All that is printed, by name: package, versions, python, system, devices, driver and environment."""
+    """All that is printed, by name."""
     devices, said = ask_devices()
     return {
         "tba_jax": status.code(),
@@ -68,12 +61,10 @@ def gather() -> dict[str, Any]:
 
 def ask_devices() -> tuple[list[str], list[str]]:
     """The devices that JAX finds, [] where it does not start, and the last lines that it wrote to stderr."""
-    its_own = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    asked = [sys.executable, "-c", _ASK]
+    its_own = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # memory that a run beside it may need
+    told: dict[str, Any] = dict(env=its_own, capture_output=True, text=True, errors="replace", timeout=_DEVICE_SECONDS)
     try:
-        done = subprocess.run(
-            asked, env=its_own, capture_output=True, text=True, errors="replace", check=False, timeout=_DEVICE_SECONDS
-        )
+        done = subprocess.run([sys.executable, "-c", _ASK], check=False, **told)
     except subprocess.TimeoutExpired:
         return [], [f"JAX has not found its devices within {_DEVICE_SECONDS} s"]
     lines = done.stderr.strip().splitlines()[-_MOST_LINES:]
@@ -84,7 +75,7 @@ def ask_devices() -> tuple[list[str], list[str]]:
 
 
 def describe(told: dict[str, Any]) -> str:
-    """The text that is printed: a line for each fact, called as in JSON, then what JAX says."""
+    """The text that is printed: a line for each fact, then what JAX says."""
     facts = {name: str(value) for name, value in flatten(told | {"devices": ", ".join(told["devices"])}).items()}
     facts["devices"] = facts["devices"] or "none: JAX does not start, see below"
     said = facts.pop("jax_says") and told["jax_says"]

@@ -9,7 +9,7 @@ import signal
 
 from absl import flags
 
-from tba_jax.commands import command_line, report
+from tba_jax.commands import command_line
 
 
 def add_flags(values: flags.FlagValues) -> None:
@@ -21,7 +21,7 @@ def run(given: command_line.Given) -> command_line.Job:
     from tba_jax.reporting.gathering import Source
     from tba_jax.reporting.server import Server
 
-    server = Server(Source(given.workdir), given.port, report.teller())
+    server = Server(Source(given.workdir), given.port)
 
     def job() -> int:
         ended: list[int] = []  # the handler takes no lock, which it could find taken

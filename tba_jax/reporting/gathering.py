@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -28,7 +28,7 @@ UNREADABLE = (*places.STORAGE_ERRORS, KeyError, TypeError, IndexError, Attribute
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Role:
-    """What one role left in its folder of metrics: at most MOST_POINTS of its lines, evenly, with the first and the newest."""
+    """What one role left: at most MOST_POINTS of its lines of metrics, evenly, with the first and the newest."""
 
     lines: Sequence[Mapping[str, Any]]
     status: status_lib.Told
@@ -46,7 +46,7 @@ class Role:
     def shares(self) -> dict[str, float]:
         """What the role did -> the share of its time since its process began to work."""
         named = {name[5:]: value for name, value in self.last.items() if name.startswith("time_") and is_number(value)}
-        return {name: value for name, value in named.items() if name != "recording" and value > 0}  # that is within the others
+        return {name: value for name, value in named.items() if value > 0}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -105,7 +105,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def _is_moment(value: Any) -> bool:
-    """Whether a value can be a step, or a time in unix seconds: damage may leave any number."""
+    """Whether a value can be a step, or a time in unix seconds."""
     return is_number(value) and abs(value) < 1e11
 
 
@@ -113,10 +113,7 @@ class Source:
     """A run that is read once or again and again."""
 
     def __init__(self, workdir: Path | str):
-        """
-        Raises:
-          ValueError: there is no run, its config.json is damaged, another version made it, or its storage does not answer.
-        """
+        """Raises ValueError where there is no run that this version can read, or its storage does not answer."""
         self.called = str(workdir)
         self.run = layout.open_run_dir(workdir)
         stored_run.check_answers([("--shared", self.run.shared)], limit=stored_run.DRY_RUN_SECONDS)
@@ -139,9 +136,9 @@ class Source:
             mounts = contract_lib.mounted_logs(named, reward_version=contract.reward_version)
         self._reader = LogReader(self.run.replay, shape, mounts=mounts, patience_seconds=1.0)
 
-    def gather(self, tell: Callable[[str], None] = lambda sentence: None) -> Gathered:
-        """All that is there now. Args: tell: is given a sentence now and then about how far the reading is."""
-        run, table, problems = self.run, RowTable(self._reader, self.run.journal, tell), [*self._problems]
+    def gather(self) -> Gathered:
+        """All that is there now."""
+        run, table, problems = self.run, RowTable(self._reader, self.run.journal), [*self._problems]
         found = Gathered(
             run=run, called=self.called, stored=self._stored, table=table, tokenizer=self._tokenizer, problems=problems
         )
@@ -165,11 +162,7 @@ class Source:
 
 
 def tokenizer_of(stored: Mapping[str, Any]) -> Tokenizer:
-    """The run's tokenizer. A config of an older or newer version is taken as far as this version knows its settings.
-
-    Raises:
-      ValueError: it is not to be found here, or is another one than that of the run.
-    """
+    """The run's tokenizer, also of another version's config. Raises ValueError where it is not here, or another one."""
     config, there = SCHEMA.defaults(), flatten(stored["config"])
     known = {name: value for name, value in there.items() if name in SCHEMA.rules and not name.startswith("task.custom.")}
     config.update_from_flattened_dict({name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
@@ -193,7 +186,7 @@ def _read_roles(found: Gathered, folder: Path) -> None:
 
 
 def read_lines(folder: Path) -> list[Mapping[str, Any]]:
-    """Lines of a role's metrics, see `Role`; memory does not grow with the files. Raises OSError where storage refuses."""
+    """Lines of a role's metrics, see `Role`. Raises OSError where storage refuses."""
     found: list[Mapping[str, Any]] = []
     last: list[Mapping[str, Any]] = []
     width = 1

@@ -1,6 +1,6 @@
-"""The model card of an exported snapshot: README.md, as the hub reads it, with the run's results and where the weights are from.
+"""The model card of an exported snapshot: README.md, as the hub reads it, with the run's results and the origin of the weights.
 
-Names and texts that others wrote (of tasks, paths and checkpoints) are code or plain text on the page, and nothing else.
+Names and texts that others wrote are code or plain text on the page.
 """
 
 import dataclasses
@@ -49,8 +49,8 @@ _NOT_SHOWN = ("step", "time", "queries", "seconds", "unscored")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Base:
-    """The checkpoint that a run began with. path: as its model.path names it, "" for random weights; hub_id, revision: "" where
-    they are not known; licence: what the front matter of its card says, by key."""
+    """The checkpoint that a run began with. path: model.path, "" for random weights; hub_id, revision: "" where unknown; licence:
+    what the front matter of its card says, by key."""
 
     path: str
     hub_id: str
@@ -79,7 +79,7 @@ def base_of(path: str, source: Path | None) -> Base:
 
 
 def _licence(card: Path) -> dict[str, str]:
-    """license, license_name and license_link of the front matter of a card; {} where it names none."""
+    """license, license_name and license_link of a card's front matter; {} where it names none."""
     try:
         with card.open("rb") as file:
             opening = file.read(_OPENING_BYTES).decode("utf-8", "replace").replace("\r\n", "\n")
@@ -184,7 +184,7 @@ def _rows_trained(run: layout.RunDir, step: int) -> str:
 
 
 def _versions(run: layout.RunDir) -> str:
-    """The versions that the trainer's newest process told; those of this process where the trainer told none."""
+    """The versions that the trainer's newest process told, or else those of this process."""
     newest = status.read(run.metrics("trainer")).process or status.beginning(())
     version, commit = newest["code"]["version"], newest["code"]["commit"]
     own = f"tba_jax {version}" + (f" (commit {commit[:12]})" if commit else "")

@@ -1,8 +1,7 @@
 """One HTML file about a run, self-contained: whether it learns, who waits, its alarms, its rows, its settings.
 
-The page fetches nothing and executes nothing but its own two scripts, whose hashes its content security policy names. What
-models, files and other runs wrote is escaped by jinja; charts and samples are JSON in an element that no browser executes, and
-the script shows them as text.
+The page fetches nothing and executes only its own two scripts, whose hashes its content security policy names. Text of others is
+escaped by jinja; charts and samples are JSON, which the script shows as text.
 """
 
 import base64
@@ -30,8 +29,6 @@ from tba_jax.telemetry.status import Told
 from tba_jax.text.visible import visible
 
 TEMPLATES = Path(__file__).parent / "templates"
-# The line of templates/report.html by which a report is known.
-MARK = b'<meta name="generator" content="tba_jax report">'
 # A run that wrote nothing for so long is not called live.
 _QUIET_SECONDS = 60.0
 _LONGEST = 300  # characters of a value
@@ -45,12 +42,8 @@ _WAITS = {
 }
 
 
-def page(found: Gathered, *, recipe: Mapping[str, Any] | None = None, recipe_name: str = "", served: bool = False) -> str:
-    """The HTML of a report.
-
-    Args: recipe: the config of the recipe that the settings are compared with, if the user named one. served: whether the viewer
-      serves the page, and makes it again when the run has gone on.
-    """
+def page(found: Gathered, *, served: bool = False) -> str:
+    """The HTML of a report. Args: served: whether the viewer serves the page, and makes it again when the run has gone on."""
     begin, end = found.times
     counts, stored, roles = found.table.counts(), found.stored, found.roles
     drawn: dict[str, Any] = {"charts": [], "resumes": {}, "time_title": ""}
@@ -87,8 +80,7 @@ def page(found: Gathered, *, recipe: Mapping[str, Any] | None = None, recipe_nam
         "has_tokenizer": found.tokenizer is not None,
         "problems": found.problems,
         "served": served,
-        "settings": _settings(stored["config"], recipe),
-        "recipe_name": recipe_name,
+        "settings": _settings(stored["config"]),
         "contract": [(name, in_words(value)) for name, value in flatten(without_secrets(stored["contract"])).items()],
         "changes": [in_words(each) for each in changes] if isinstance(changes := stored.get("changes"), list) else [],
         "init_from": str(stored.get("init_from") or ""),
@@ -189,7 +181,7 @@ def _is_finished(found: Gathered) -> bool:
 
 
 def _state(found: Gathered, newest: float) -> str:
-    """Whether the run is finished, live or silent, in one sentence. Args: newest: unix seconds of the last sign of life."""
+    """Whether the run is finished, live or silent. Args: newest: unix seconds of the last sign of life."""
     of = f"step {found.step:,} of {found.steps:,}" if found.steps else f"step {found.step:,}"
     quiet = time.time() - newest
     if _is_finished(found):
@@ -202,13 +194,13 @@ def _state(found: Gathered, newest: float) -> str:
 
 
 def _now(told: Told) -> str:
-    """What a role said last of what it does and waits for. Args: told: status.Told."""
+    """What a role said last of what it does and waits for."""
     phase = f"is {told.phase}" + (f" ({told.done:,} of {told.total:,})" if told.total else "") if told.phase else ""
     return ", ".join(filter(None, (phase, f"waits for {told.waits}" if told.waits else "")))
 
 
 def _writers(found: Gathered, counts: Any) -> list[dict[str, str]]:
-    """A line of text for each writer, those with most rows first, 100 at most."""
+    """A line for each writer, those with most rows first, 100 at most."""
     lines = []
     rows = found.table.rows
     for name in found.table.writers:
@@ -225,14 +217,13 @@ def _writers(found: Gathered, counts: Any) -> list[dict[str, str]]:
     return [line for _, line in sorted(lines, key=lambda each: -each[0])[:100]]
 
 
-def _settings(config: Mapping[str, Any], recipe: Mapping[str, Any] | None) -> list[tuple[str, ...]]:
-    """Name, value, default and value in the recipe of each setting that differs from one of them, without secrets."""
+def _settings(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Name, value and default of each setting that differs from its default, without secrets."""
     here, defaults = flatten(without_secrets(config)), flatten(contract_lib.plain(SCHEMA.defaults().to_dict()))
-    of_recipe = defaults if recipe is None else flatten(without_secrets(contract_lib.plain(recipe)))
     return [
-        (name, *(in_words(there[name]) if name in there else "(there is none)" for there in (here, defaults, of_recipe)))
+        (name, in_words(value), in_words(defaults[name]) if name in defaults else "(there is none)")
         for name, value in here.items()
-        if any(name not in there or there[name] != value for there in (defaults, of_recipe))
+        if name not in defaults or defaults[name] != value
     ]
 
 

@@ -1,9 +1,7 @@
-"""The rows of a run for people who look at it: the figures of each, and the steps that drew it.
-
-`RowTable` keeps 29 bytes of each row and 16 of each draw, of a bounded number of both. Tokens are read again for the rows shown.
-"""
+"""The rows of a run for a report: the figures of each, and the steps that drew it. Memory is bounded."""
 
 import collections
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -15,8 +13,10 @@ from tba_jax.replay.reader import LogCorruption, LogReader, RowsPending
 from tba_jax.storage.places import STORAGE_ERRORS
 from tba_jax.trajectory import Rows
 
+log = logging.getLogger(__name__)
+
 MOST_ROWS, MOST_READ_BYTES, MOST_DRAWS = 2_000_000, 16 << 30, 20_000_000
-_BLOCK_BYTES = 8 << 20
+_BLOCK_BYTES, _MANY_ROWS = 8 << 20, 100_000
 _ROW_BITS = 40  # of a key, which is (number of the writer) << _ROW_BITS | row
 # key: int64, see `RowTable.name`. newest_step, oldest_step: trainer steps of the weights of the row's tokens, -1 without a token.
 FIGURES = np.dtype([
@@ -29,10 +29,7 @@ def blocks(
 ) -> Iterator[Rows]:
     """Reads rows of a writer in whole appends of about 8 MB, and goes around those that are damaged or removed.
 
-    Args: lost: is told of such rows. wait: for storage that lags, see LogReader.read.
-
-    Raises:
-      RowsPending: storage does not give the next rows yet. ValueError: they are not committed.
+    Args: lost: is told of such rows. wait: for storage that lags, see LogReader.read. Raises RowsPending, ValueError: as there.
     """
     size = reader.schema(writer).rows_per_append
     size *= max(1, _BLOCK_BYTES // (reader.shape.row_bytes * size))
@@ -71,8 +68,8 @@ class RowTable:
       last_step: the newest journalled step, 0 without one. resumes: steps after which a trainer went on.
     """
 
-    def __init__(self, reader: LogReader, folder: Path, tell: Callable[[str], None] = lambda sentence: None):
-        """Reads both. Args: folder: RunDir.journal. tell: is given a sentence now and then about how far it is."""
+    def __init__(self, reader: LogReader, folder: Path):
+        """Reads both. Args: folder: RunDir.journal."""
         self.reader = reader
         self.rows = np.zeros(0, FIGURES)
         self.writers: list[str] = []
@@ -81,7 +78,7 @@ class RowTable:
         self.committed = self.last_step = 0
         self._draws = np.zeros((2, 0), np.int64)  # the row's key, and the step, of each draw
         try:
-            self._read_rows(tell)
+            self._read_rows()
         except STORAGE_ERRORS as error:
             self.problems.append(f"the replay log cannot be read further: {error}")
         try:
@@ -115,13 +112,15 @@ class RowTable:
             self.writers.append(writer)
         return self.writers.index(writer)
 
-    def _read_rows(self, tell: Callable[[str], None]) -> None:
+    def _read_rows(self) -> None:
         heads = self.reader.heads()
         self.committed = sum(heads.values())
         kept = {writer: self.reader.kept(writer) for writer in sorted(heads)}
         there = sum(len(each) for ranges in kept.values() for each in ranges)
         most = min(MOST_ROWS, MOST_READ_BYTES // self.reader.shape.row_bytes)
-        found, count = [self.rows], 0
+        if there > _MANY_ROWS:
+            log.info("reading the newest %d of %d rows", min(there, most), there)
+        found = [self.rows]
         lost: list[RowsExpired | LogCorruption] = []
         for writer, ranges in kept.items():
             number, own, mine = self._number(writer), self.reader.is_own(writer), sum(map(len, ranges))
@@ -133,8 +132,6 @@ class RowTable:
                         self.reader, writer, range(max(begin, each.start), each.stop), lost=lost.append, wait=False
                     ):
                         found.append(_figures(rows, number, own=own))
-                        count += len(found[-1])
-                        tell(f"read {count:,} of at most {min(there, most):,} rows")
             except STORAGE_ERRORS as error:
                 self.problems.append(f"further rows of writer {writer} cannot be read yet: {error}")
         self.rows = np.concatenate(found)

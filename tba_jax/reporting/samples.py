@@ -19,13 +19,11 @@ ROWS_EACH, RANDOM_ROWS, QUERIES, POLICY_STEPS = 12, 24, 6, 8
 
 
 def chosen(rows: np.ndarray, counts: np.ndarray) -> dict[str, list[int]]:
-    """Group -> indices of rows, first to show first.
+    """Group -> indices of rows, first to show first. Args: rows: FIGURES[n]; counts: int[n], how often steps drew each row.
 
-    `worst` and `best` are by reward; of equal rewards, rows that a step drew come first, then the newest; different queries come
-    first. `disagreeing` has the best and the worst row of the queries whose rewards differ most. `random` is drawn evenly, by a
-    fixed seed. `steps` has three random rows of policy steps that divide the run evenly.
-
-    Args: rows: FIGURES[n]; counts: int[n], how often steps drew each row.
+    `worst` and `best` are by reward, then drawn rows, then the newest; different queries come first. `disagreeing` has the best
+    and the worst row of the queries whose rewards differ most. `random` is drawn evenly. `steps` has three random rows of each of
+    some policy steps.
     """
     if not len(rows):
         return {}
@@ -58,10 +56,10 @@ def _disagreeing(rows: np.ndarray, undrawn: np.ndarray) -> list[int]:
 
 
 class Pieces:
-    """Splits token ids into the texts that they add, without a vocabulary's markers of spaces and bytes."""
+    """The text that each token adds, without a vocabulary's markers of spaces and bytes."""
 
     def __init__(self, tokenizer: Tokenizer | None):
-        """Args: tokenizer: None: the run's cannot be read here, and a token's text is its number."""
+        """Args: tokenizer: None: a token's text is its number."""
         self._bytes = [] if tokenizer is None else tokenizer.token_bytes()
         self._special = frozenset(() if tokenizer is None else tokenizer.special_ids)
         self._names = {} if tokenizer is None else {tokenizer.pad_id: "⟨padding⟩", tokenizer.eos_id: "⟨end⟩"}

@@ -9,7 +9,6 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -26,7 +25,8 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",
 }  # fmt: skip
-PAUSE_SECONDS, _TIMES = 5.0, 4.0  # a report is made again once it is older, and than so many times what making it took
+# A report is made again once it is older than so many seconds, and than so many times what making it took.
+PAUSE_SECONDS, _TIMES = 5.0, 4.0
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -34,8 +34,8 @@ class Server(http.server.ThreadingHTTPServer):
 
     daemon_threads, timeout = True, 0.1
 
-    def __init__(self, source: Source, port: int, tell: Callable[[str], None] = lambda sentence: None):
-        """Reads the run. Args: port: 0: a free one. tell: see Source.gather. Raises ValueError where the port is taken."""
+    def __init__(self, source: Source, port: int):
+        """Reads the run. Args: port: 0: a free one. Raises ValueError where the port is taken."""
         try:
             super().__init__((_HOST, port), _Handler)
         except OSError as error:
@@ -43,16 +43,16 @@ class Server(http.server.ThreadingHTTPServer):
         self.path = f"/{secrets.token_urlsafe(24)}/"
         self.address = f"http://{_HOST}:{self.server_port}{self.path}"
         self._source, self._lock, self._page, self._again = source, threading.Lock(), b"", 0.0
-        self.page(tell)
+        self.page()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.warning("a page failed: %s", sys.exception())
 
-    def page(self, tell: Callable[[str], None] = lambda sentence: None) -> bytes:
+    def page(self) -> bytes:
         """The report of the run as it was at most some seconds ago."""
         with self._lock:
             if (begin := time.monotonic()) >= self._again:
-                self._page = page.page(self._source.gather(tell), served=True).encode("utf-8", errors="replace")
+                self._page = page.page(self._source.gather(), served=True).encode("utf-8", errors="replace")
                 self._again = time.monotonic() + max(PAUSE_SECONDS, _TIMES * (time.monotonic() - begin))
             return self._page
 
@@ -73,22 +73,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif not hmac.compare_digest(asked.path.encode(errors="replace"), self.server.path.encode()):
             self.send_error(403, "The address has no token, or a wrong one: open the address that the command has printed.")
         else:
-            every = parse_qs(asked.query).get("every", [""])[0]
-            self._send(200, self.server.page(), {"Refresh": every} if re.fullmatch(r"[1-9]\d{0,4}", every) else {})
-
-    do_HEAD = do_GET
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answers in one sentence; one that is not ours is about what is no GET, or no HTTP."""
-        sentence = message if code == 403 else "This viewer only reads: it takes GET and no other method."
-        policy = {"Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'"}
-        self._send(code, f"<!doctype html><title>{code}</title><p>{sentence}</p>\n".encode(), policy)
-
-    def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in (_HEADERS | {"Content-Length": str(len(content))} | headers).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
+            every, content = parse_qs(asked.query).get("every", [""])[0], self.server.page()
+            self.send_response(200)
+            more = {"Refresh": every} if re.fullmatch(r"[1-9]\d{0,4}", every) else {}
+            for name, value in (_HEADERS | {"Content-Length": str(len(content))} | more).items():
+                self.send_header(name, value)
+            self.end_headers()
             with contextlib.suppress(ConnectionError):  # a browser that went away
                 self.wfile.write(content)

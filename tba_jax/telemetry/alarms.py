@@ -1,7 +1,6 @@
-"""Alarms: what keeps a run from learning, in one sentence, and which setting to change. `RULES` is all that roles look for.
+"""Alarms: what keeps a run from learning, in one sentence, and which setting to change.
 
-`metrics/<role>/alarms.jsonl` holds an `Alarm` for each kind that the role has told in this run: each is told once. Whoever tells
-a sentence with the text of a prompt escapes it.
+`metrics/<role>/alarms.jsonl` holds an `Alarm` for each kind that the role has told in this run: each is told once.
 """
 
 import collections
@@ -24,18 +23,17 @@ _FILE = "alarms.jsonl"
 
 
 def _summary(values: Sequence[float]) -> SimpleNamespace:
-    """The newest values of a measurement, oldest first, as rules and their sentences name them. growth: of a count."""
+    """The newest values of a measurement, oldest first, as rules name them."""
     ends = dict(last=values[-1], growth=values[-1] - values[0], gib=f"{values[-1] / 2**30:.2f} GiB")
     return SimpleNamespace(mean=sum(values) / len(values), sum=sum(values), low=min(values), high=max(values), **ends)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What a role looks for in its newest points.
+    """What a role (trainer, searcher or evaluator) looks for in its newest points.
 
-    role: trainer, searcher or evaluator. points: how many of them, so that one unlucky batch is no alarm. needs: measurements
-    that all of them must have. when: whether these, and the config, are an alarm. sentence: formatted with the measurements, the
-    newest point, and the config as c. advice: names settings.
+    points: how many of them. needs: measurements that all of them must have. when: whether these, and the config, are an alarm.
+    sentence: formatted with the measurements, the newest point, and the config as c. advice: names settings.
     """
 
     role: str
@@ -47,13 +45,13 @@ class Rule:
 
 
 def _height(m: SimpleNamespace) -> float:
-    """The mean reward's share of the way from the lowest reward to the best, which bounds the share of solved groups."""
+    """(mean reward − lowest) / (best − lowest), which bounds the share of solved groups."""
     low, high = m.reward_low.last, m.reward_high.last
     return float(m.reward.mean - low) / (high - low) if high > low else 0.0
 
 
 def _equal_below_best(m: SimpleNamespace, c: Any) -> bool:
-    """Half of the groups are equal and not solved; or hardly any group differs while not all queries are solved."""
+    """Half of the groups are equal and not solved, or nearly all are equal and not all queries are solved."""
     equal, height = m.equal_reward_groups.mean, _height(m)
     return bool(equal - height > 0.5 or (equal >= 0.95 and height < 0.9))
 
@@ -181,7 +179,7 @@ class Alarm:
 
 
 class Alarms:
-    """Tells a role's alarms: a line of the file, and a warning of the role's log. A restarted role knows what it has told."""
+    """Tells a role's alarms, by a line of the file and a warning of the log. A restarted role knows what it has told."""
 
     def __init__(self, folder: Path):
         """Args: folder: of the role's metrics, which need not be there yet."""
@@ -195,8 +193,7 @@ class Alarms:
     def tell(self, *, kind: str, sentence: str, advice: str, step: int) -> None:
         """Tells an alarm, unless the role has told its kind. What storage refuses stands in the log alone.
 
-        Args: kind: a name of docs/watching.md. sentence: what is wrong, with figures; advice: what to do about it, with names of
-          settings; neither has a period at its end.
+        Args: kind: a name of docs/watching.md. sentence: what is wrong; advice: what to do; both without a period.
         """
         if kind in self._told:
             return
@@ -218,7 +215,7 @@ class Watch:
         self._points: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=max(rule.points for rule in RULES.values()))
 
     def look(self, step: int, point: Mapping[str, Any]) -> None:
-        """Takes the newest point, of numbers as metrics take them. Args: step: trainer step, or number of a batch."""
+        """Takes the newest point. Args: step: trainer step, or number of a batch."""
         self._points.append(point)
         for kind, rule in [*self._rules.items()]:
             if sentence := found(rule, list(self._points), self._config):
@@ -227,7 +224,7 @@ class Watch:
 
 
 def found(rule: Rule, points: Sequence[Mapping[str, Any]], config: Any) -> str:
-    """What a rule says of the newest points, "" where it finds nothing, or some point lacks a measurement."""
+    """What a rule says of the newest points, "" where it finds nothing or a measurement is missing."""
     newest = points[-rule.points :]
     values = {name: [float(point.get(name, math.nan)) for point in newest] for name in rule.needs}
     if len(newest) < rule.points or not all(math.isfinite(value) for series in values.values() for value in series):
@@ -237,7 +234,7 @@ def found(rule: Rule, points: Sequence[Mapping[str, Any]], config: Any) -> str:
 
 
 def read(folder: Path) -> list[Alarm]:
-    """The alarms that a role has told, oldest first. Torn lines are left out; of a file that cannot be read there are none."""
+    """The alarms that a role has told, oldest first. Torn lines, and files that cannot be read, are left out."""
     found = []
     with contextlib.suppress(OSError):
         for line in layout.each(folder / _FILE):

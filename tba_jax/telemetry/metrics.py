@@ -1,4 +1,4 @@
-"""Metrics of one role: a file of JSON lines, which is the durable record, and the trackers that show the same points."""
+"""Metrics of one role: a file of JSON lines, which is the durable record, and trackers that show the same points."""
 
 import functools
 import json
@@ -22,14 +22,13 @@ FILE = "metrics.jsonl"
 class MetricWriter:
     """Writes scalars and histograms of one role to `folder`/metrics.jsonl, and shows them to trackers.
 
-    A line is {"step": int, "time": unix seconds, name: float, ...}. An existing file is continued. A file that has half of the
-    megabytes becomes `metrics.jsonl.1`, and the one that had this name before goes.
+    A line is {"step": int, "time": unix seconds, name: float, ...}. A file of half the megabytes becomes `metrics.jsonl.1`.
     """
 
     def __init__(
         self, folder: Path, *, megabytes: float, status: Status | None = None, shown: Sequence[Tracker] = (), tables: bool = True
     ):
-        """Args: megabytes: that both files may take. status: tells the newest figures. shown: trackers; tables: may see rows."""
+        """Args: megabytes: of both files. status: is told the newest figures. shown: trackers; tables: they may see rows."""
         places.make_folder(folder, below=2)
         self._path, self._half = folder / FILE, int(megabytes * 2**19)
         self._status, self._trackers, self._tables = status or Status(None), shown, tables
@@ -43,10 +42,7 @@ class MetricWriter:
         self._size = self._path.stat().st_size
 
     def write(self, step: int, scalars: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
-        """Records one point. Scalars may be Python or NumPy numbers, or strings (JSON lines only).
-
-        Numbers that are not finite are left out: JSON has none. Raises OSError where the storage refuses.
-        """
+        """Records a point. Scalars are numbers, or strings (JSON lines only); what is not finite is left out. Raises OSError."""
         values = {name: value if isinstance(value, str) else float(value) for name, value in scalars.items()}
         values = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
         counted = {name: trackers.histogram(array) for name, array in (histograms or {}).items()}
@@ -82,26 +78,19 @@ class MetricWriter:
 
 
 def open_writer(config: Any, run: layout.RunDir, name: str, *, role: str, status: Status | None = None) -> MetricWriter:
-    """The writer of a role, with the trackers of metrics.sinks whose packages are there.
+    """The writer of a role, with the trackers of metrics.sinks that are installed. A private run shows them no rows.
 
-    Rows of a run whose files are private (storage/privacy.py) are in no tracker.
-
-    Args: config: of the run; name: of the folder of the role's metrics; role: a key of trackers.GROUPS; status: of the role.
+    Args: name: of the folder of the role's metrics; role: a key of trackers.GROUPS.
     """
-    c, folder = config.metrics, run.metrics(name)
+    c, told = config.metrics, Alarms(run.metrics(name))
     session = functools.partial(trackers.session_of, config, run, name, kind=role)
-
-    def tell(sink: str, reason: str) -> None:
-        advice = "nothing has to be done, since metrics.jsonl has every point; or log in, or leave it out of metrics.sinks"
-        Alarms(folder).tell(kind=sink, sentence=f"{sink}: {reason}", advice=advice, step=0)
-
-    names = [sink for sink in dict.fromkeys(c.sinks) if not trackers.missing(sink)]
-    shown = [Tracker(sink, session, functools.partial(tell, sink)) for sink in names]
-    return MetricWriter(folder, megabytes=c.megabytes, status=status, shown=shown, tables=not privacy.is_private(run))
+    shown = [Tracker(sink, session, told) for sink in dict.fromkeys(c.sinks) if not trackers.missing(sink)]
+    tables = not privacy.is_private(run)
+    return MetricWriter(run.metrics(name), megabytes=c.megabytes, status=status, shown=shown, tables=tables)
 
 
 def each_line(folder: Path) -> Iterator[dict[str, Any]]:
-    """All whole lines that are kept of a role's metrics, oldest first; a line that a kill cut short is left out."""
+    """All whole lines that are kept of a role's metrics, oldest first."""
     for name in (f"{FILE}.1", FILE):
         yield from layout.each(folder / name)
 

@@ -1,8 +1,7 @@
-"""What a process tells of itself beside its metrics: its status, what its time goes into, and traces of the profiler.
+"""What a process tells beside its metrics: its status, the shares of its time, and the traces of --profile=START:STEPS.
 
-Traces are those of --profile=START:STEPS, in DIR/profiles/<role>/. A trainer traces its steps START to START + STEPS − 1. A
-searcher traces STEPS batches, from the first on that it decodes with the weights that step START begins with, or newer ones. An
-evaluator traces the first evaluation of such weights.
+A trainer traces its steps START to START + STEPS − 1. A searcher traces the first STEPS batches, and an evaluator the first
+evaluation, of the weights that step START begins with, or newer ones.
 """
 
 import contextlib
@@ -40,35 +39,30 @@ class Window(NamedTuple):
         return self.start + self.steps - 1
 
 
-def parse_window(text: str) -> Window | None:
-    """The window of --profile, None for "". Raises ValueError."""
+def parse_window(text: str, *, steps: int) -> Window | None:
+    """The window of --profile, None for "". Args: steps: learner.steps. Raises ValueError where it is past their end, or none."""
     if not text:
         return None
     found = re.fullmatch(r"0*([1-9][0-9]{0,11}):0*([1-9][0-9]{0,11})", text)
     if found is None:
         raise ValueError(f"--profile={text} is not START:STEPS, two numbers from 1 on, such as --profile=100:5")
-    return Window(int(found[1]), int(found[2]))
-
-
-def check_window(window: Window | None, *, steps: int) -> None:
-    """Raises ValueError where a window is past the end of a run. Args: steps: learner.steps."""
-    if window is not None and window.last > steps:
-        raise ValueError(
-            f"--profile={window.start}:{window.steps} asks for steps up to {window.last}, and learner.steps={steps} ends the run "
-            "before: ask for less"
-        )
+    window = Window(int(found[1]), int(found[2]))
+    if window.last > steps:
+        told = f"--profile={window.start}:{window.steps} asks for steps up to {window.last}"
+        raise ValueError(f"{told}, and learner.steps={steps} ends the run before: ask for less")
+    return window
 
 
 class Profiler:
-    """Traces the process while it is in the window. Storage that refuses, and a profiler that does, cost the trace alone."""
+    """Traces the process while it is in the window. A failure of the storage or the profiler costs the trace alone."""
 
     def __init__(self, folder: Path | None, window: Window | None):
-        """Args: folder: of the traces, made once there is one; None, as window=None: nothing is traced."""
+        """Args: folder: of the traces; None, as window=None: nothing is traced."""
         self._folder, self._window = folder or Path(), None if folder is None else window
         self._is_tracing, self._batches = False, 0
 
     def step(self, number: int) -> None:
-        """A trainer comes to this step, or still waits for its rows. Called again once the last step of the run is done."""
+        """The trainer is at this step, or has done all before it."""
         window = self._window
         if window is not None and number >= window.start:
             if number > window.last and not self._is_tracing:
@@ -76,7 +70,7 @@ class Profiler:
             self._trace(number <= window.last)
 
     def batch(self, policy_step: int, *, most: int | None = None) -> None:
-        """A batch is to be made with the weights of a step. Args: most: batches that are traced; None: the window's STEPS."""
+        """A batch of the weights of a step begins. Args: most: batches that are traced; None: the window's STEPS."""
         if self._window is not None and policy_step >= self._window.start - 1:
             self._trace(self._batches < (most or self._window.steps))
             self._batches += 1
@@ -86,14 +80,14 @@ class Profiler:
             self.end()
         elif not self._is_tracing:
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # every call of Python: much of it, and it slows the host down
+            options.python_tracer_level = 0  # every call of Python would slow the host down
             with self._told_failures():
                 places.make_folder(self._folder, below=2)
                 jax.profiler.start_trace(self._folder, profiler_options=options)
                 self._is_tracing = True
 
     def end(self) -> None:
-        """Writes the trace that was begun, if there is one; there is no other after it."""
+        """Writes the trace that was begun, if any. There is no other after it."""
         self._window = None
         if self._is_tracing:
             self._is_tracing = False
@@ -111,7 +105,7 @@ class Profiler:
 
 
 class Record:
-    """The record of one process. Storage that refuses ends nobody. Attributes: status, profiler: see there."""
+    """The status and the profiler of one process."""
 
     def __init__(
         self,
@@ -142,10 +136,7 @@ class Record:
             self.status.close(reason)
 
     def end(self, run: layout.RunDir, *, role: str) -> None:
-        """Closes the record of a role that no error ended, and logs why it ends: with the run, or because it was asked to.
-
-        Args: role: how the log calls it.
-        """
+        """Closes the record of a role that no error ended, and logs whether the run is finished. Args: role: its name there."""
         try:
             steps = contract.steps_of(run) if contract.is_finished(run) else None
         except places.STORAGE_ERRORS:  # which does not say
@@ -169,7 +160,7 @@ class Record:
 
 @contextlib.contextmanager
 def _compilations_told(told: Status) -> Iterator[None]:
-    """What the main thread compiles inside is its phase for so long, unless the role itself says what it compiles."""
+    """A compilation of the main thread is its phase meanwhile, unless the role itself says what it compiles."""
     phase = contextlib.ExitStack()
 
     def hear(event: str, _: float = 0.0, **about: str | int) -> None:
@@ -191,21 +182,21 @@ def _compilations_told(told: Status) -> Iterator[None]:
 
 
 class TimeAccount:
-    """Splits a role's wall time into named shares: what it works on, and what it waits for. Attributes: record: of the role."""
+    """Splits a role's wall time into named shares: what it works on, and what it waits for."""
 
     def __init__(self, record: Record | None = None) -> None:
-        """Args: record: None: one that writes nothing."""
+        """Args: record: of the role; None: one that writes nothing."""
         self.record = record or Record()
         self.restart()
 
     def restart(self) -> None:
-        """Starts the account anew: the time before the first batch says nothing about the run's balance."""
+        """Starts the account anew, after compilations and the first batch."""
         self._seconds: dict[str, float] = {}
         self._start = time.monotonic()
 
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Adds the time spent inside to `name`, which a trace of the profiler names as well. Do not nest."""
+        """Adds the time spent inside to `name`, which a trace of the profiler shows too. Do not nest."""
         begin = time.monotonic()
         try:
             with jax.profiler.TraceAnnotation(name):

@@ -26,11 +26,11 @@ _PHASE = ("phase", "phase_since", "done", "total")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Told:
-    """The fields of the file. A sentence is "" where there is nothing to say; times are unix seconds.
+    """The fields of the file; times are unix seconds.
 
-    waits, since: what the role waits for, and since when. trouble: what is wrong with its rewards. phase, phase_since: what it
-    does other than its work. done, total: parts of the phase, 0 where it has none. time: of this writing, 0 where nothing was
-    written. step: of the trainer. figures: of the newest point of metrics. process: see `beginning`.
+    waits, since: what the role waits for. trouble: what is wrong with its rewards. phase, phase_since: what else it does. done,
+    total: parts of the phase. time: of this writing. step: of the trainer. figures: of the newest point of metrics. process: see
+    `beginning`.
     """
 
     waits: str = ""
@@ -51,13 +51,10 @@ _NOTHING = Told()
 
 
 class Status:
-    """Tells a role's status, which a thread writes: nobody waits for the storage of a status, and what it refuses is lost.
-
-    It begins with one that says nothing: what the role's last life said holds no more. Attributes: step: its role sets it.
-    """
+    """A role's status, which a thread writes: the role does not wait for storage, and what storage refuses is lost."""
 
     def __init__(self, folder: Path | None, *, process: Mapping[str, Any] | None = None, step: int = 0):
-        """Args: folder: None: nothing is written. process: see `beginning`. step: that the role's last life had come to."""
+        """Args: folder: None: nothing is written. process: see `beginning`. step: of the trainer, which the role keeps up."""
         self._folder, self.step = folder, step
         self._told = dataclasses.asdict(Told(process=process or {}, pid=os.getpid()))
         self._written, self._at = "", 0.0
@@ -76,19 +73,18 @@ class Status:
         self._told["trouble"] = sentence
 
     def phase(self, sentence: str, *, done: int = 0, total: int = 0) -> None:
-        """Tells what the role does other than its work, without a period; "": it is at work. Args: done, total: see Told."""
+        """Tells what the role does other than its work; "": it is at work. Args: done, total: see Told."""
         since = self._told["phase_since"] if sentence == self.now else round(time.time(), 1)
         self._told |= {"phase": sentence, "phase_since": since if sentence else 0.0, "done": done, "total": total}
 
     @property
     def now(self) -> str:
         """The phase that was told last."""
-        phase: str = self._told["phase"]
-        return phase
+        return str(self._told["phase"])
 
     @contextlib.contextmanager
     def during(self, sentence: str) -> Iterator[None]:
-        """The role is in this phase inside, and then again in the one before."""
+        """The role is in this phase inside, and afterwards in the one before."""
         before = {name: self._told[name] for name in _PHASE}
         self.phase(sentence)
         try:
@@ -121,15 +117,14 @@ class Status:
         self.flush()
 
 
-def _flush_now_and_then(reference: "weakref.ref[Status]", stopping: threading.Event) -> None:
-    """Args: reference: weak, so that the thread ends with a status that nobody closes."""
+def _flush_now_and_then(reference: "weakref.ref[Status]", stopping: threading.Event) -> None:  # weak: nobody may close it
     while not stopping.wait(FLUSH_SECONDS) and (status := reference()) is not None:
         status.flush()
         del status
 
 
 def read(folder: Path) -> Told:
-    """What a role said last; nothing where the file is damaged. Raises OSError where the storage refuses."""
+    """What a role said last; Told() where the file is damaged. Raises OSError where the storage refuses."""
     try:
         told = Told(**json.loads((folder / _FILE).read_text()))
     except (FileNotFoundError, ValueError, TypeError, RecursionError):
@@ -139,7 +134,7 @@ def read(folder: Path) -> Told:
 
 
 def _fits(value: object, like: object) -> bool:
-    """Whether a value is of the kind of another. JSON knows integers of any length, and NaN, which no float holds."""
+    """Whether a value is of the kind of another. JSON knows integers of any length, and NaN."""
     if isinstance(like, int | float):
         return isinstance(value, int | float) and -1e300 < value < 1e300
     return isinstance(value, type(like))
@@ -154,7 +149,7 @@ def beginning(devices: Sequence[Any]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that decide what a run computes, as far as they are installed -> their versions. Imports none."""
+    """The versions of Python and of the packages that decide what a run computes. Imports none."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -163,7 +158,7 @@ def versions() -> dict[str, str]:
 
 
 def code() -> dict[str, str]:
-    """The version of this package, and the git commit of the checkout that it is in, "" where it is in none."""
+    """The version of this package, and the git commit of its checkout, "" without one."""
     version = ""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("tba_jax")
@@ -173,7 +168,7 @@ def code() -> dict[str, str]:
 
 
 def commit(checkout: Path) -> str:
-    """The git commit that a checkout stands at, "" where the folder is none, or git is not installed."""
+    """The git commit of a checkout, "" where the folder is none or git is not installed."""
     if not (checkout / ".git").exists():  # git would look for a repository in the folders above
         return ""
     asked = ["git", "-C", str(checkout), "rev-parse", "--verify", "HEAD"]

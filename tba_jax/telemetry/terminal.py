@@ -1,9 +1,8 @@
-"""What a person sees of a run while it runs: on a terminal a picture by rich, elsewhere a line of text every ten seconds.
+"""What a person sees of a run while it runs: a picture by rich on a terminal, elsewhere a line of text every ten seconds.
 
-All of it is what each role says in its own status file (telemetry/status.py), and the alarms that roles tell.
+It shows the status files of the roles (telemetry/status.py) and their alarms.
 """
 
-import collections
 import contextlib
 import datetime
 import logging
@@ -26,25 +25,17 @@ from tba_jax.telemetry.status import Told
 from tba_jax.text.visible import visible_line
 
 LIVE_SECONDS, PLAIN_SECONDS = 1.0, 10.0
-MOST_ROLES, _MOST_NAMED = 200, 6  # that are looked at, those that wrote last; of those that do not work, so many are named
-# A role that has written no status for so long may be dead, or its storage away: its figures do not count.
+MOST_ROLES, _MOST_NAMED = 200, 6  # roles that are looked at, those that wrote last; idle roles that are named
+# A role whose status is older may be dead, or its storage away: its figures do not count.
 QUIET_SECONDS = 30.0
 WAIT_SECONDS = 10.0  # a wait is shown once it is so long
 _ENDS = ("finished", "stopped")
 _JOIN_SECONDS = 5.0
-_BLOCKS = "▁▂▃▄▅▆▇█"
-_SPARKS = 16
 
 
 def duration(seconds: float) -> str:
     """H:MM:SS."""
     return str(datetime.timedelta(seconds=round(seconds)))
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """A block for each value; "" where all are equal."""
-    low, high = min(values, default=0.0), max(values, default=0.0)
-    return "".join(_BLOCKS[round((value - low) * 7 / (high - low))] for value in values) if high > low else ""
 
 
 def doing(told: Told, now: float) -> str:
@@ -61,11 +52,8 @@ def doing(told: Told, now: float) -> str:
     return f"{told.phase}{parts}, {max(0.0, now - told.phase_since):.0f} s" if told.phase else ""
 
 
-def facts(told: Mapping[str, Told], *, steps: int, rewards: Sequence[float], now: float) -> list[tuple[str, str]]:
-    """(title, text) of all that holds of a run right now. The first is the step.
-
-    Args: told: by role, of those that have said something since the run was started; rewards: of the trainer's last points.
-    """
+def facts(told: Mapping[str, Told], *, steps: int, now: float) -> list[tuple[str, str]]:
+    """(title, text) of all that is known of a run, the step first. Args: told: by role, since the run was started."""
     trainer, evaluator = (told.get(name, Told()) for name in ("trainer", "evaluator"))
     figures, held_out = trainer.figures, evaluator.figures
     at_work = trainer.step < steps and not doing(trainer, now) and trainer.phase not in _ENDS
@@ -74,7 +62,7 @@ def facts(told: Mapping[str, Told], *, steps: int, rewards: Sequence[float], now
     found = [("step", f"{trainer.step}/{steps}  {100 * min(trainer.step / max(steps, 1), 1):.0f} %{eta}")]
     if "reward" in figures:
         apart = [f"{name[7:]} {figures[name]:.3f}" for name in ("reward_own", "reward_mounted") if name in figures]
-        found.append(("reward", "  ".join((f"{figures['reward']:.3f}", *apart, sparkline(rewards))).rstrip()))
+        found.append(("reward", "  ".join((f"{figures['reward']:.3f}", *apart))))
     if best_step.SCORE in held_out:
         best = None
         if best_step.BEST_STEP in held_out:
@@ -102,7 +90,7 @@ def facts(told: Mapping[str, Told], *, steps: int, rewards: Sequence[float], now
 
 
 def picture(shown: Sequence[tuple[str, str]], *, step: int, steps: int, spent: float, width: int) -> RenderableType:
-    """What a terminal shows of facts. Args: spent: seconds. width: columns; in the last one a terminal may begin a new line."""
+    """What a terminal shows of facts. Args: spent: seconds; width: columns, of which the last stays free."""
     bar, lines = Table.grid(expand=True, padding=(0, 2, 0, 0)), Table.grid(padding=(0, 2, 0, 0))
     bar.width = width - 1
     bar.add_column(no_wrap=True)
@@ -116,7 +104,7 @@ def picture(shown: Sequence[tuple[str, str]], *, step: int, steps: int, spent: f
 
 
 class Progress:
-    """Shows where the run stands, from `with` to its end, in a thread of its own: a compilation takes a minute, and is named."""
+    """Shows where the run stands inside of `with`, by a thread: the main one may compile for a minute."""
 
     def __init__(self, run: layout.RunDir, *, steps: int, tells_alarms: bool = True):
         """Args: steps: learner.steps. tells_alarms: False: this process logs the alarms itself."""
@@ -124,7 +112,6 @@ class Progress:
         self._began, self._begin, self._first_step = time.time(), time.monotonic(), 0
         with contextlib.suppress(OSError):
             self._first_step = status.read(run.metrics("trainer")).step
-        self._rewards: collections.deque[tuple[int, float]] = collections.deque(maxlen=_SPARKS)
         self._kinds: set[str] = set()  # of alarms that were told
         console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
         shows = sys.stdout.isatty() and not console.is_dumb_terminal and not console.options.ascii_only
@@ -141,13 +128,13 @@ class Progress:
 
     @property
     def spent(self) -> str:
-        """The time since it was made, in words; of a run that is resumed it also says from where, because steps came before."""
+        """The time since it was made, in words, and the step that a resumed run went on from."""
         return f"{self.seconds:.0f} s" + (f" from step {self._first_step} on" if self._first_step else "")
 
     def __enter__(self) -> "Progress":
         if self._live is not None:
             before = sys.stdout, sys.stderr
-            self._live.start()  # what is written to the streams that it puts in the place of those appears above the picture
+            self._live.start()  # it replaces both streams, so that what is written to them appears above the picture
             for handler in logging.getLogger().handlers:
                 if isinstance(handler, logging.StreamHandler) and handler.stream in before and handler.stream.isatty():
                     self._handlers.append((handler, handler.stream))
@@ -187,9 +174,7 @@ class Progress:
         else:
             told = {name: each for name, each in read.items() if each.time >= self._began}
             trainer = told.get("trainer", trainer)
-            if "reward" in trainer.figures and (trainer.step, trainer.figures["reward"]) not in self._rewards:
-                self._rewards.append((trainer.step, trainer.figures["reward"]))
-            shown = facts(told, steps=self._steps, rewards=[reward for _, reward in self._rewards], now=now)
+            shown = facts(told, steps=self._steps, now=now)
             self._tell_alarms(roles)
         if self._live is not None:
             width = self._live.console.width
@@ -198,7 +183,7 @@ class Progress:
             self._print("  ".join(f"{title} {text}" for title, text in shown))
 
     def _tell_alarms(self, roles: Sequence[str]) -> None:
-        """Each kind is told once, whichever role tells it first."""
+        """Tells each kind of alarm once."""
         for alarm in [alarm for role in roles if self._tells_alarms for alarm in alarms.read(self._run.metrics(role))]:
             if alarm.time >= self._began and alarm.kind not in self._kinds:
                 self._kinds.add(alarm.kind)

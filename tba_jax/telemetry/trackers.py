@@ -1,7 +1,6 @@
 """Trackers that show the metrics of a run: TensorBoard, Weights & Biases, Trackio.
 
-The libraries send points from threads and processes of their own, so that a role calls them directly, in a `try`: what one of
-them raises is told once, and metrics.jsonl has every point.
+A role calls the libraries directly in a `try`, as they send points from threads and processes of their own.
 """
 
 import dataclasses
@@ -16,8 +15,9 @@ import numpy as np
 
 from tba_jax.storage import contract, layout
 from tba_jax.storage.privacy import without_secrets
+from tba_jax.telemetry.alarms import Alarms
 
-# A role that ends waits so long for each tracker, and wandb's own process goes on for as long as the second says.
+# Seconds for which a role that ends waits for each tracker, and for which wandb's own process goes on.
 CLOSE_SECONDS, _FINISH_SECONDS = 4.0, 60.0
 # Kind of role -> the group of its metrics in wandb and trackio: train/loss, search/reward.
 GROUPS = dict(trainer="train", searcher="search", evaluator="evaluate", reference="reference", supervised="supervised")
@@ -36,9 +36,9 @@ class Point:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Session:
-    """One role of a run, as trackers see it: all roles of a run are in one group, and a role that starts again has the same id.
+    """One role of a run, as trackers see it: roles of a run are one group, and a role that starts again has the same id.
 
-    kind: of the role, see GROUPS. folder: of the role's metrics, for files. config: of the run, without secrets.
+    kind: see GROUPS. folder: of the role's metrics. config: of the run, without secrets.
     """
 
     project: str
@@ -50,10 +50,7 @@ class Session:
     config: dict[str, Any]
 
     def shown(self, library: Any, point: Point) -> dict[str, Any]:
-        """All of a point under the role's group, and "step": the trainer's, as a searcher counts batches from its start.
-
-        Args: library: wandb, or trackio, which has the same names.
-        """
+        """A point under the names of the role's group, with "step", the trainer's. Args: library: wandb or trackio."""
         step, found = point.step, {**point.values}
         if self.kind == "searcher" and "policy_step" in found:
             step, found["batch"] = int(found["policy_step"]), step
@@ -64,7 +61,7 @@ class Session:
 
 
 def session_of(config: Any, run: layout.RunDir, name: str, *, kind: str) -> Session:
-    """Args: config: of the run; name: of the folder of the role's metrics; kind: of the role. Raises: as contract.read."""
+    """Args: name: of the folder of the role's metrics; kind: of the role. Raises: as contract.read."""
     identity = str(contract.read(run)["id"])
     called = f"{run.root.name}-{identity[:8]}"
     shown = dict(project=config.metrics.project, group=config.metrics.group or called, name=f"{called}-{name}", kind=kind)
@@ -77,9 +74,6 @@ def histogram(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Counts between edges, which for whole numbers are at least 1 apart."""
     most = int(np.ptp(array)) + 1 if array.size and array.dtype.kind in "iu" else 20
     return np.histogram(array, bins=min(20, most) if array.size else 1)
-
-
-# What hands points to a library: constructing it begins the session, then come write(point) … and end(). All may raise.
 
 
 class TensorBoard:
@@ -168,13 +162,13 @@ def refused_names(metrics: Any) -> list[str]:
 
 
 class Tracker:
-    """Hands points to one tracker. What its library raises is told once, and the role goes on: metrics.jsonl has every point."""
+    """Hands points to one tracker. What its library raises is an alarm, and the role goes on: metrics.jsonl has every point."""
 
-    def __init__(self, name: str, session: Callable[[], Session], tell: Callable[[str], None]):
-        """Args: name: in TRACKERS; session: asked with the first point. tell: takes what is wrong, once."""
-        self.name, self._session, self._tell = name, session, tell
+    def __init__(self, name: str, session: Callable[[], Session], alarms: Alarms):
+        """Args: name: in TRACKERS; session: asked with the first point. alarms: of the role."""
+        self.name, self._session, self._alarms = name, session, alarms
         self._sink: TensorBoard | Wandb | Trackio | None = None
-        self._begun = self._told = False
+        self._begun = False
 
     def write(self, point: Point) -> None:
         """Shows a point; the first one begins the session."""
@@ -196,10 +190,10 @@ class Tracker:
             return call(*arguments)
         except Exception as error:  # of the tracker's library: nobody else knows its errors
             reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-        if not self._told:
-            self._told = True
-            for name, value in os.environ.items():  # what would be a secret in a log
-                if re.search("KEY|TOKEN|SECRET|PASSWORD|URL", name.upper()) and len(value) > 5:
-                    reason = reason.replace(value, f"({name})")
-            self._tell("".join(letter if letter.isprintable() else " " for letter in reason)[:500])
+        for name, value in os.environ.items():  # what would be a secret in a log
+            if re.search("KEY|TOKEN|SECRET|PASSWORD|URL", name.upper()) and len(value) > 5:
+                reason = reason.replace(value, f"({name})")
+        reason = "".join(letter if letter.isprintable() else " " for letter in reason)[:500]
+        advice = "nothing has to be done, since metrics.jsonl has every point; or log in, or leave it out of metrics.sinks"
+        self._alarms.tell(kind=self.name, sentence=f"{self.name}: {reason}", advice=advice, step=0)
         return None

@@ -7,14 +7,14 @@ import huggingface_hub
 import pytest
 
 from colab import runs as notebook
-from tba_jax.commands import recipes, settings_help
+from tba_jax.commands import recipes
 from tba_jax.experiment import checks
 from tba_jax.storage import layout
 from tests.support import role_files
 
 
 def config(flags: list[str]):
-    return recipes.load("configs/demo.py", tuple(flags), program=settings_help.BASE)
+    return recipes.load("configs/demo.py", tuple(flags), program=recipes.BASE)
 
 
 @pytest.mark.parametrize(("platform", "kind"), [("cpu", "cpu"), ("gpu", "Tesla T4"), ("tpu", "TPU v5 lite")])

@@ -10,7 +10,6 @@ from tba_jax.replay import journal
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.rewards import task_models
-from tba_jax.run import processes
 from tests.support import frozen_runs, random_checkpoints, tiny_run
 from tests.support.summaries import ROWS, write_rows
 
@@ -79,11 +78,13 @@ def test_what_fits_is_kept_and_the_rest_counted(s, tmp_path):
     assert "2 responses are rows" in told and "left out: 2, each of which has more than task.response_length=6" in told
     with pytest.raises(ValueError, match=r"these 2 responses are in .* already, as writer given-"):
         append.append(s.run.root, path, unfit="skip")
-    path = write_rows(tmp_path / "none.jsonl", texts[1::2])
-    with pytest.raises(
-        ValueError, match=r"none of its 2 responses .* 2, each of which has more than task\.response_length=6 tokens"
+    for rows, sentence in (
+        (texts[1::2], r"none of its 2 responses .* 2, each of which has more than task\.response_length=6 tokens"),
+        ([{"prompt": "9+9=", "response": "18"}], r"prompt '9\+9=' is none of the 40 train queries of the task, such as '"),
+        ([{"response": "18"}], "field 'prompt' is missing, and task.name='arithmetic' has 40 train queries"),
     ):
-        append.append(s.run.root, path, unfit="skip")
+        with pytest.raises(ValueError, match=sentence):
+            append.append(s.run.root, write_rows(tmp_path / "none.jsonl", rows), unfit="skip")
 
 
 def test_what_is_interrupted_is_not_seen_and_may_be_repeated(s, tmp_path, monkeypatch):
@@ -163,38 +164,12 @@ def test_stop_strings_templates_and_models_of_the_task(summaries, tmp_path):
     assert len(set(rows["reward"].tolist())) == 2
 
 
-@pytest.mark.parametrize(
-    "rows, sentence",
-    [
-        ([{"prompt": "9+9=", "response": "18"}], "prompt '9+9=' is none of the 40 train queries of the task, such as '"),
-        ([{"response": "18"}], "field 'prompt' is missing, and task.name='arithmetic' has 40 train queries"),
-        ([{"prompt": "9+9="}], "field 'response'"),
-        ([], "holds no rows"),
-    ],
-)
-def test_mistakes_are_one_sentence(s, tmp_path, rows, sentence, capsys):
-    with pytest.raises(SystemExit) as ended:
-        command_line.execute(append, [f"--workdir={s.run.root}", f"--responses={write_rows(tmp_path / 'given.jsonl', rows)}"])
-    told = capsys.readouterr().err.strip().splitlines()[-1]
-    assert ended.value.code == processes.BAD_INPUT and told.startswith("error: ") and sentence in told
-
-
 def test_objectives_with_behaviour_weights_do_not_train_on_them(s, tmp_path):
-    """Neither the run itself, with another objective, nor one that mounts it; and such a run takes none."""
     path = write_rows(tmp_path / "given.jsonl", [{"prompt": queries_of(s)[0], "response": "1"}])
     append.append(s.run.root, path, unfit="refuse")
-    sentence = r" reads π_behaviour of every row, and nobody knows that of writer given-.*given\.jsonl"
-    own = tiny_run.settings(s.run.root, frozen_runs.config(learner__objective="grpo"))
     mounted = frozen_runs.config(learner__objective="grpo", replay__mount=(str(s.run.root),), searchers__count=0)
-    for settings in (own, tiny_run.settings(tmp_path / "offline", mounted)):
-        with pytest.raises(ValueError, match=r"learner\.objective=grpo" + sentence):
-            training.trainer(settings)
+    with pytest.raises(ValueError, match=r"learner\.objective=grpo reads π_behaviour of .* nobody knows that of writer given-"):
+        training.trainer(tiny_run.settings(tmp_path / "offline", mounted))
     taken = existing_run.Source(overrides=("--config.learner.objective=grpo",))
     with pytest.raises(ValueError, match=r"learner\.objective=grpo reads π_behaviour of every row, and responses of a file"):
         append.append(s.run.root, path, unfit="refuse", settings=taken)
-
-
-def test_a_run_without_a_reference(s, tmp_path):
-    s.run.initial_reference.unlink()
-    with pytest.raises(ValueError, match=r"has no reference policy yet: python -m tba_jax\.main --role=reference makes it"):
-        append.append(s.run.root, "given.jsonl", unfit="refuse")

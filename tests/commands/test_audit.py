@@ -61,24 +61,6 @@ def test_unseen_rows_and_invalid_rows_are_told_apart(finished, copied):
     assert account.rejected["tokens"] == 1 and sum(account.rejected.values()) == 1
 
 
-def test_a_damaged_append_is_counted_where_a_step_saw_it(finished, copied):
-    writer, _ = rows_of(finished, copied)
-    biggest = max((p for p in (copied / "replay" / writer).rglob("d/*") if p.is_file()), key=lambda p: p.stat().st_size)
-    content = bytearray(biggest.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    biggest.write_bytes(bytes(content))
-    # From the newest checkpoint, where a step before it drew the rows.
-    assert audit.accounts(audit.open_run(copied))[writer].balances
-    (copied / "checkpoints").rename(copied / "away")
-    run = audit.open_run(copied)
-    try:
-        account = audit.accounts(run)[writer]
-    except ValueError as error:  # the damaged rows were drawn by a step
-        assert f"drew row {writer}:" in str(error) and "cannot be read any more: replay log of writer" in str(error)
-    else:
-        assert account.damaged > 0 and account.balances
-
-
 def test_the_batch_of_a_step_is_rebuilt_and_checked(finished, copied, capsys):
     text, same = audit.rebuild_batch(audit.open_run(copied), 4)
     assert same and text.endswith("step 4 (epoch 1): 12 rows; the hash of the batch is the one journalled")
@@ -130,21 +112,6 @@ def test_rows_are_generated_again_bit_for_bit(finished, copied):
         audit.regenerate(run, "nobody:0")
     with pytest.raises(ValueError, match="must be WRITER:ROW"):
         audit.regenerate(run, "12")
-
-
-def test_folders_that_are_not_whole_runs_are_told(copied):
-    journal = max((copied / "journal").glob("*.jsonl"))
-    before = journal.read_text()
-    journal.write_text(before.replace('"rows":[[0,', '"rows":[[1,', 1))
-    with pytest.raises(ValueError, match=r"epoch-000001.jsonl line 1 is not a journal line"):
-        audit.open_run(copied)
-    journal.write_text(before)
-    config = json.loads((copied / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps(config | {"format": 0}))
-    with pytest.raises(ValueError, match=r"config.json has format "):
-        audit.open_run(copied)
-    with pytest.raises(ValueError, match="holds no run"):
-        audit.open_run(copied / "none")
 
 
 def test_rows_that_were_trained_on_and_are_lost_are_accounted_for_as_damaged(copied):

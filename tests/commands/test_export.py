@@ -11,7 +11,6 @@ from safetensors.numpy import load_file
 
 from tba_jax import sharding
 from tba_jax.commands import command_line, export
-from tba_jax.experiment import jobs
 from tba_jax.models import parameters
 from tba_jax.models.hugging_face import adapters, load
 from tba_jax.storage import contract, layout, snapshots
@@ -23,28 +22,15 @@ pytestmark = pytest.mark.usefixtures("one_device_throughout")
 LORA = {"lora__rank": 2, "lora__targets": ("layers.attention.query", "layers.feed_forward.down"), "lora__alpha": 4.0}
 
 
-def finished_run(workdir, **changes):
-    """Three interleaved steps on rewards that differ between rows; returns what roles are made from."""
-    settings = {"schedule__mode": "interleaved", "evaluation__enabled": False, "task__missing_eos_reward": -1.0}
-    c = tiny_run.config(learner__steps=3, **settings, **changes)
-    s = tiny_run.settings(workdir, c)
-    assert jobs.everything(s)() == 0
-    return s
-
-
-@pytest.fixture(scope="module")
-def adapted(tmp_path_factory, one_device_throughout):
-    """A finished run of adapters."""
-    return finished_run(tmp_path_factory.mktemp("adapted") / "run", **LORA)
-
-
 def written_run(workdir, **changes):
-    """What a run of random weights leaves before its first step; nothing is computed. Returns its paths and its policy."""
+    """What a run of random weights leaves before its first step, with adapters as after some. Returns paths and policy."""
     s = tiny_run.settings(workdir, tiny_run.config(**changes))
     contract.join(s.run, s.experiment.config, s.experiment.contract)
     policy, info = s.experiment.policy, snapshots.SnapshotInfo(step=0, epoch=0)
     base = policy.base.init(jax.random.key(0))
     trained = policy.initial(base, jax.random.key(1))
+    if changes:  # of adapters one factor is zero at first
+        trained = jax.tree.map(lambda leaf: 0.1 * jax.random.normal(jax.random.key(2), leaf.shape, leaf.dtype), trained)
     snapshots.save(s.run.policies / "00000000", trained, info, dtype="float32")
     snapshots.save(s.run.reference("f00"), base, info, dtype="float32")
     layout.write_json(s.run.initial_reference, {"id": "f00"})
@@ -64,9 +50,8 @@ def mesh_of_one():
     return sharding.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1])
 
 
-def weights_of_step(s, step: int) -> parameters.Params:
+def weights_of_step(run, policy, step: int) -> parameters.Params:
     """What searchers sample from at `step`."""
-    policy, run = s.experiment.policy, s.run
     snapshot = snapshots.load_step(run.policies, step, policy.trained_specs, policy.trained_shardings(mesh_of_one()))
     reference = run.reference(layout.read_json(run.initial_reference)["id"])
     base = snapshots.load(reference, policy.model_specs, policy.model_shardings(mesh_of_one()))
@@ -77,22 +62,34 @@ def logits(params, tokens, config) -> np.ndarray:
     return np.asarray(tiny_checkpoints.logits(params, tokens, np.ones_like(tokens, bool), config))[0]
 
 
-@pytest.mark.parametrize("run", ["finished", "adapted"])
-def test_an_exported_step_is_the_snapshot(run, request, tmp_path):
-    s = request.getfixturevalue(run)
+def test_an_exported_step_is_the_snapshot(finished, tmp_path):
+    s = finished
     said = export.export(s.run.root, tmp_path / "model", step=2, dtype="float32")
     assert said == f"step 2 of {s.run.root} is in {tmp_path / 'model'} (llama, float32)"
     card = huggingface_hub.ModelCard.load(tmp_path / "model" / "README.md")
     assert card.data.library_name == "transformers" and f"weights of trainer step 2 of {s.config.learner.steps}" in card.text
-    assert "| rows trained on | 24 |" in card.text and "has been evaluated" in card.text
+    assert "| rows trained on | 24 |" in card.text and "Step 2 has not been evaluated." in card.text
     config = load.read_config(tmp_path / "model", compute_dtype="float32")
     assert config == s.experiment.policy.model
     params = load.load_params(tmp_path / "model", config, applied.shardings(config, mesh_of_one()))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, weights_of_step(s, 2))
-    assert any(jax.tree.leaves(jax.tree.map(lambda a, b: np.any(a != b), params, weights_of_step(s, 0))))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, weights_of_step(s.run, s.experiment.policy, 2))
     ours, theirs = s.experiment.tokenizer, HuggingFaceTokenizer(tmp_path / "model")
     assert theirs.encode("12+34=") == ours.encode("12+34=")
     assert (theirs.eos_id, theirs.pad_id, theirs.vocab_size) == (ours.eos_id, ours.pad_id, ours.vocab_size)
+
+
+def test_adapters_are_merged_into_the_reference(tmp_path, capsys):
+    run, policy = written_run(tmp_path / "run", **LORA)
+    export.export(run.root, tmp_path / "model", step=0, dtype=None)
+    params = load.load_params(tmp_path / "model", policy.model, applied.shardings(policy.model, mesh_of_one()))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, weights_of_step(run, policy, 0))
+    base = snapshots.load(run.reference("f00"), policy.model_specs, policy.model_shardings(mesh_of_one()))
+    before, after = parameters.flatten(base), parameters.flatten(params)
+    changed = {name for name in after if not np.allclose(after[name], before[name], atol=1e-6)}
+    assert changed == {"layers.attention.query.weight", "layers.feed_forward.down.weight"}
+    run.reference("f00").rename(tmp_path / "kept")
+    assert f"is gone: {run.reference('f00')} holds no commit.json" in refusal(capsys, run.root, tmp_path / "again")
+    assert "is in the run's folder" in refusal(capsys, run.root, run.policies / "model")
 
 
 @pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
@@ -109,30 +106,9 @@ def test_transformers_computes_the_same_with_an_exported_run(torch, tmp_path, ch
     np.testing.assert_allclose(logits(params, np.array([ids], np.int32), policy.model), expected, atol=1e-5)
 
 
-def test_adapters_alone_are_published_and_optimised(adapted):
-    s = adapted
-    names = {
-        "layers.attention.query.lora_a",
-        "layers.attention.query.lora_b",
-        "layers.feed_forward.down.lora_a",
-        "layers.feed_forward.down.lora_b",
-    }
-    assert {path.name for path in (s.run.policies / "00000003").iterdir() if path.is_dir()} == names
-    held = sum(path.stat().st_size for path in s.run.policies.joinpath("00000003").rglob("*") if path.is_file())
-    whole = sum(path.stat().st_size for path in s.run.references.rglob("*") if path.is_file())
-    assert held < whole / 2
-    checkpoint = json.loads((s.run.checkpoints / "00000003" / "state" / "_METADATA").read_text())
-    stored = {key for key in checkpoint["tree_metadata"] if "params" in key or "'mu'" in key}
-    assert stored and all("lora_" in key for key in stored), stored
-    before, after = (weights_of_step(s, step) for step in (0, 3))
-    changed = {name for name, leaf in parameters.flatten(after).items() if (leaf != parameters.flatten(before)[name]).any()}
-    assert changed == {"layers.attention.query.weight", "layers.feed_forward.down.weight"}
-
-
 def test_the_step_with_the_best_score_is_the_default(finished, tmp_path, capsys):
     run = layout.RunDir(shutil.copytree(finished.run.root, tmp_path / "run"))
-    run.evaluations.mkdir()
-    for step, reward in ((0, 0.25), (1, 0.75), (3, 0.5)):
+    for step, reward in ((0, 0.25), (1, 0.75), (6, 0.5)):
         report = {"step": step, "greedy_reward": reward, "score_name": "accuracy", "queries": 8}
         layout.write_json(run.evaluations / f"{layout.step_name(step)}.json", report)
     for flags, step in (([], 1), (["--step=best"], 1), (["--step=last"], 6)):
@@ -172,41 +148,3 @@ def test_adapters_that_belong_to_no_checkpoint_are_refused(tmp_path, changes, se
         export.export(run.root, tmp_path / "adapter", step=0, dtype=None, adapter=True)
     assert sentence in str(refused.value) and str(refused.value).startswith("--adapter: ")
     assert not (tmp_path / "adapter").exists()
-
-
-def test_nothing_is_written_into_the_run(tmp_path, capsys):
-    run, _ = written_run(tmp_path / "run")
-    before = set(run.root.rglob("*"))
-    (tmp_path / "link").symlink_to(run.policies)
-    for output in (run.policies / "model", tmp_path / "link/model", run.root / "deep/er/model"):
-        assert f"--output={output} is in the run's folder {run.root}" in refusal(capsys, run.root, output)
-    assert set(run.root.rglob("*")) == before
-
-
-def test_references_and_snapshots_that_are_gone_are_named(tmp_path, capsys, monkeypatch):
-    run, _ = written_run(tmp_path / "run", **LORA)
-    output, snapshot, names = tmp_path / "model", run.policies / "00000000", run.initial_reference.read_text()
-
-    run.initial_reference.unlink()
-    assert f"{run.initial_reference} is gone" in refusal(capsys, run.root, output)
-    run.initial_reference.write_text("{}")
-    assert f"{run.initial_reference} names no reference policy: {{}} has no id" in refusal(capsys, run.root, output)
-    run.initial_reference.write_text(names)
-    run.reference("f00").rename(tmp_path / "kept")
-    assert f"is gone: {run.reference('f00')} holds no commit.json" in refusal(capsys, run.root, output)
-    (tmp_path / "kept").rename(run.reference("f00"))
-
-    open_arrays = snapshots.open_arrays
-
-    def open_before_pruning(folder, specs):
-        arrays = open_arrays(folder, specs)
-        shutil.rmtree(snapshot)
-        return arrays
-
-    with monkeypatch.context() as patch:
-        patch.setattr(snapshots, "committed_steps", lambda policies: [0, 1])
-        assert f"snapshot 1 is gone: {run.policies / '00000001'}" in refusal(capsys, run.root, output)
-        patch.setattr(snapshots, "open_arrays", open_before_pruning)
-        with pytest.raises(ValueError, match=f"^snapshot 0 is gone: {snapshot} holds no commit.json$"):
-            export.export(run.root, output, step=0, dtype="float32")
-    assert {path.name for path in tmp_path.iterdir()} == {"run"}

@@ -1,5 +1,7 @@
 """Rows scored again by a new version of the reward: beside the old ones, whole or absent, and what trains on them."""
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -70,38 +72,6 @@ def test_rewards_are_new_and_everything_else_is_as_it_was(source, version_2, cap
     assert frozen_runs.contents(source.run.root) == after, "a second time changes nothing"
 
 
-def test_what_is_interrupted_is_not_seen_and_taken_up_again(source, version_2, tmp_path, monkeypatch):
-    """Two writers; the second is interrupted midway."""
-    shape = source.experiment.contract.row_shape()
-    _, rows = rows_in(source.run.replay, shape)
-    second = LogWriter(source.run.replay, "second-1", shape, rows_per_append=4, segment_appends=2, info={})
-    for start in range(0, 24, 4):
-        second.append({name: column[start : start + 4] for name, column in rows.items()})
-    append, appended = LogWriter.append, []
-
-    def failing(self, rows):
-        if self.writer == "second-1" and len(appended) == 3:
-            raise OSError("the disk is full")
-        if self.writer == "second-1":
-            appended.append(len(rows["row"]))
-        return append(self, rows)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LogWriter, "append", failing)
-        with pytest.raises(OSError, match="the disk is full"):
-            rescore.rescore(source.run.root)
-    shape_2 = tiny_run.settings(source.run.root, source.config).experiment.contract.row_shape()
-    assert "second-1" not in LogReader(source.run.rescored(2), shape_2).heads()
-    s = frozen_runs.offline(tmp_path / "run", source.run.root)
-    with pytest.raises(ValueError, match=r"reward_version: 1 there, 2 here; python -m tba_jax rescore --workdir=.*source"):
-        training.trainer(s)
-    assert not s.run.root.exists()
-    assert "72 rows of 2 writers have reward version 2" in (text := rescore.rescore(source.run.root))
-    assert "24 of them scored now" in text
-    heads = LogReader(source.run.rescored(2), s.experiment.contract.row_shape()).heads()
-    assert heads["second-1"] == 24
-
-
 def test_a_new_run_trains_on_them_and_its_batches_can_be_audited(source, version_2, tmp_path):
     rescore.rescore(source.run.root)
     s = frozen_runs.offline(tmp_path / "run", source.run.root, learner__steps=4)
@@ -119,64 +89,75 @@ def test_a_new_run_trains_on_them_and_its_batches_can_be_audited(source, version
     assert audit.regenerate(run, f"{writer}:3")[1]
 
 
-def test_invalid_rows_stay_and_rewards_become_finite(source, version_2):
+def another(source, name: str, **changes) -> tuple[LogWriter, dict[str, np.ndarray]]:
+    """A second writer of the run, and 24 rows for it. changes: column -> value of its second row."""
     shape = source.experiment.contract.row_shape()
-    _, rows = rows_in(source.run.replay, shape)
-    four = {name: column[:4].copy() for name, column in rows.items()}
-    four["tokens"][1, 0] = 9999
-    four["query_id"][1] = 1
-    four["reward"][2] = np.nan
-    LogWriter(source.run.replay, "odd-1", shape, rows_per_append=4, segment_appends=2, info={}).append(four)
-    rescore.rescore(source.run.root)
-    contract = tiny_run.settings(source.run.root, source.config).experiment.contract
-    got = LogReader(source.run.rescored(2), contract.row_shape()).read("odd-1", 0, 4)
-    assert np.isfinite(got["reward"]).tolist() == [True, False, True, True]
+    rows = {column: values[:24].copy() for column, values in rows_in(source.run.replay, shape)[1].items()}
+    for column, value in changes.items():
+        rows[column][1] = value
+    return LogWriter(source.run.replay, name, shape, rows_per_append=4, segment_appends=2, info={}), rows
 
 
-def test_what_cannot_be_rescored_is_refused(source, tmp_path, capsys, monkeypatch):
-    def refusal() -> str:
-        before = frozen_runs.contents(source.run.root)
-        with pytest.raises(SystemExit, match="2"):
-            command_line.execute(rescore, [f"--workdir={source.run.root}"])
-        assert frozen_runs.contents(source.run.root) == before
-        return capsys.readouterr().err
-
-    with pytest.raises(SystemExit, match="2"):
-        command_line.execute(rescore, [f"--workdir={tmp_path / 'nothing'}"])
-    assert "holds no run" in capsys.readouterr().err
-    assert "nothing to do" in rescore.rescore(source.run.root)
-    monkeypatch.setattr(Arithmetic, "reward_version", 2)
-    lease = EpochLease.acquire(source.run.journal)
-    assert "held by process" in refusal()
-    lease.release()
-    stored = layout.read_json(source.run.config)
-    layout.write_json(source.run.config, stored | {"contract": stored["contract"] | {"tokenizer": "another"}})
-    assert "is not what it was in more than its reward; tokenizer: 'another' there" in refusal()
-    layout.write_json(source.run.config, stored)
-    monkeypatch.setattr(Arithmetic, "queries", lambda self, split: [Query(f"1{n}+1=") for n in range(40)])
-    with pytest.raises(ValueError, match=r"row frozen-.*:0 answers query .* which is not the task's any more"):
-        rescore.rescore(source.run.root)
-    assert not source.run.rescored_commit(2).exists() and not source.run.rescored(2).exists()
-
-
-def test_a_log_that_retention_shortened_is_refused_at_once(source, version_2):
-    shape = source.experiment.contract.row_shape()
-    _, rows = rows_in(source.run.replay, shape)
-    log = LogWriter(source.run.replay, "long-1", shape, rows_per_append=4, segment_appends=2, info={})
-    for start in range(0, 24, 4):
+def append(log: LogWriter, rows: dict[str, np.ndarray], begin: int = 0, end: int = 24) -> None:
+    for start in range(begin, end, 4):
         log.append({name: column[start : start + 4] for name, column in rows.items()})
-    remove_segments(source.run.replay, {"long-1": [1]})
-    with pytest.raises(ValueError, match=r"all of the 24 rows of writer long-1 any more: .*replay.retention=all"):
+
+
+def test_what_is_interrupted_is_not_seen_and_taken_up_again(source, version_2, tmp_path, monkeypatch):
+    """The second of two writers is interrupted midway. Its invalid row stays invalid, and a reward of NaN becomes finite."""
+    odd = another(source, "second-1", query_id=1, reward=np.nan)
+    odd[1]["tokens"][1, 0] = 9999
+    odd[1]["reward"][2] = np.nan
+    append(*odd)
+    commit = LogWriter.append
+
+    def failing(self, rows):
+        if self.writer == "second-1" and rows["row"][0] == 12:
+            raise OSError("the disk is full")
+        return commit(self, rows)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="the disk is full"):
+        patch.setattr(LogWriter, "append", failing)
+        rescore.rescore(source.run.root)
+    s = frozen_runs.offline(tmp_path / "run", source.run.root)
+    shape = s.experiment.contract.row_shape()
+    assert "second-1" not in LogReader(source.run.rescored(2), shape).heads()
+    with pytest.raises(ValueError, match=r"reward_version: 1 there, 2 here; python -m tba_jax rescore --workdir=.*source"):
+        training.trainer(s)
+    assert not s.run.root.exists()
+    told = rescore.rescore(source.run.root)
+    assert "72 rows of 2 writers have reward version 2" in told and "24 of them scored now" in told
+    again = LogReader(source.run.rescored(2), shape).read("second-1", 0, 24)
+    assert np.isfinite(again["reward"]).tolist() == [True, False, *[True] * 22]
+
+
+def test_rows_that_come_later_or_are_gone_are_refused(source, version_2):
+    log, rows = another(source, "late-1")
+    append(log, rows, end=4)
+    rescore.rescore(source.run.root)
+    append(log, rows, begin=4)
+    with pytest.raises(ValueError, match=r"late-1 has 4 of the 24 rows of writer late-1, which was still at work then"):
+        rescore.rescore(source.run.root)
+    shutil.rmtree(source.run.rescored(2))
+    remove_segments(source.run.replay, {"late-1": [1]})
+    with pytest.raises(ValueError, match=r"all of the 24 rows of writer late-1 any more: .*replay.retention=all"):
         rescore.rescore(source.run.root)
     assert not source.run.rescored(2).exists()
 
 
-def test_a_writer_that_was_still_at_work_is_told(source, version_2):
-    shape = source.experiment.contract.row_shape()
-    _, rows = rows_in(source.run.replay, shape)
-    log = LogWriter(source.run.replay, "late-1", shape, rows_per_append=4, segment_appends=2, info={})
-    log.append({name: column[:4] for name, column in rows.items()})
-    rescore.rescore(source.run.root)
-    log.append({name: column[4:8] for name, column in rows.items()})
-    with pytest.raises(ValueError, match=r"late-1 has 4 of the 8 rows of writer late-1, which was still at work then"):
+def test_what_cannot_be_rescored_is_refused(source, capsys, monkeypatch):
+    assert "nothing to do" in rescore.rescore(source.run.root)
+    monkeypatch.setattr(Arithmetic, "reward_version", 2)
+    lease = EpochLease.acquire(source.run.journal)
+    with pytest.raises(SystemExit, match="2"):
+        command_line.execute(rescore, [f"--workdir={source.run.root}"])
+    assert "held by process" in capsys.readouterr().err
+    lease.release()
+    monkeypatch.setattr(Arithmetic, "queries", lambda self, split: [Query(f"1{n}+1=") for n in range(40)])
+    with pytest.raises(ValueError, match=r"row frozen-.*:0 answers query .* which is not the task's any more"):
+        rescore.rescore(source.run.root)
+    assert not source.run.rescored_commit(2).exists() and not source.run.rescored(2).exists()
+    stored = layout.read_json(source.run.config)
+    layout.write_json(source.run.config, stored | {"contract": stored["contract"] | {"tokenizer": "another"}})
+    with pytest.raises(ValueError, match="is not what it was in more than its reward; tokenizer: 'another' there"):
         rescore.rescore(source.run.root)

@@ -1,55 +1,45 @@
 """The command that serves a run: its refusals, and its end."""
 
-import re
+import os
 import signal
-import subprocess
-import sys
-import time
+import threading
 import urllib.request
 
 import pytest
 
 from tba_jax.commands import command_line, view
-from tba_jax.storage import layout
-from tests.support import frozen_runs, hostile_runs, tiny_run
+from tba_jax.reporting import server
+from tests.support import hostile_runs
 
 
-def refusal(capsys, *flags: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        command_line.execute(view, flags)
-    assert ended.value.code == 2
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [("--workdir=nowhere", "nowhere holds no run"), ("--port=70000", "--port=70000 must be an integer in the range")],
+)
+def test_a_mistake_is_one_sentence(flag, words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command_line.execute(view, ["--workdir=nowhere", flag])
     said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1
-    return said
+    assert said.startswith("error: ") and words in said and said.count("\n") == 1
 
 
-def test_what_is_no_run_is_one_sentence(tmp_path, capsys):
-    assert "nowhere holds no run" in refusal(capsys, f"--workdir={tmp_path / 'nowhere'}")
-    run = hostile_runs.make(tmp_path / "run")
-    capsys.readouterr()
-    assert "there is no argument '--other'" in refusal(capsys, f"--workdir={run.root}", "--other=b")
-    layout.write_json(run.config, layout.read_json(run.config) | {"format": 99})
-    assert "has format 99" in refusal(capsys, f"--workdir={run.root}")
-    told = refusal(capsys, f"--workdir={run.root}", "--port=70000")
-    assert "--port=70000 must be an integer in the range [0, 65535]" in told
+def test_ctrl_c_ends_it(tmp_path, monkeypatch, capsys):
+    run, answers = hostile_runs.make(tmp_path / "run"), []
 
-
-def test_ctrl_c_ends_it_and_nothing_is_written(tmp_path):
-    run = hostile_runs.make(tmp_path / "run")
-    before = frozen_runs.contents(run.root)
-    command = [sys.executable, "-m", "tba_jax", "view", f"--workdir={run.root}"]
-    process = subprocess.Popen(
-        command, cwd=tiny_run.ROOT, env=tiny_run.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        address = process.stdout.readline().strip()
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", address)
+    def ask(address: str) -> None:
         with urllib.request.urlopen(address, timeout=20) as answer:
-            assert answer.status == 200
-        process.send_signal(signal.SIGINT)
-        began = time.monotonic()
-        out, err = process.communicate(timeout=30)
+            answers.append(answer.status)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    enter = server.Server.__enter__
+    monkeypatch.setattr(
+        server.Server, "__enter__", lambda self: (threading.Thread(target=ask, args=(self.address,)).start(), enter(self))[1]
+    )
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert command_line.execute(view, [f"--workdir={run.root}"]) == 0
     finally:
-        process.kill()
-    assert process.returncode == 0 and out.endswith("stopped\n") and time.monotonic() - began < 15
-    assert err == "" and frozen_runs.contents(run.root) == before
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    said = capsys.readouterr().out
+    assert answers == [200] and said.startswith("http://127.0.0.1:") and said.endswith("\nCtrl-C ends it.\nstopped\n")

@@ -93,7 +93,7 @@ def settings() -> dict[str, str]:
 
 def refusals() -> dict[str, str]:
     """Settings -> the sentence that refuses them: every setting with a limit beyond it, and settings that are wrong together."""
-    from tba_jax.commands import recipes, settings_help
+    from tba_jax.commands import recipes
     from tba_jax.experiment import composition, schema
 
     beyond = {}
@@ -107,7 +107,7 @@ def refusals() -> dict[str, str]:
     for asked in (*beyond, *TOGETHER):
         flags = [f"--config.{each}" for each in asked.split()]
         try:
-            composition.build(recipes.load("configs/base.py", flags, program=settings_help.BASE), new=True)
+            composition.build(recipes.load("configs/base.py", flags, program=recipes.BASE), new=True)
             found[asked] = "is taken"
         except ValueError as error:
             found[asked] = str(error)

@@ -6,10 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
-from tba_jax.reporting import gathering
 from tba_jax.reporting.gathering import MOST_POINTS, Role, Source, read_lines
 from tba_jax.storage import layout
-from tba_jax.telemetry.alarms import Alarms
 from tba_jax.telemetry.status import Told
 from tests.support import frozen_runs, hostile_runs
 
@@ -57,18 +55,6 @@ def test_damage_is_named_and_the_rest_is_read(copy, file, named):
     assert found.roles["trainer"].last["step"] == 20 and (named == "w0" or len(found.table.rows) == hostile_runs.ROWS)
 
 
-def test_of_very_many_roles_all_alarms_are_told_and_searchers_are_left_out_first(copy):
-    for name in (*(f"searcher-{i}" for i in range(40)), "evaluator", "trainer-process-1"):
-        copy.metrics(name).mkdir()
-        (copy.metrics(name) / "metrics.jsonl").write_text('{"step": 1, "time": 1001.0, "time_evaluate": 1.0}\n')
-    Alarms(copy.metrics("searcher-9")).tell(kind="rewards_fail", sentence="searcher-9 is sad", advice="look", step=1)
-    found = Source(copy.root).gather()
-    assert {"trainer", "evaluator", "trainer-process-1"} <= set(found.roles) and len(found.roles) == gathering.MOST_ROLES
-    assert found.left_out_roles == 20 and "searcher-9 is sad" in [alarm.sentence for _, alarm in found.alarms]
-    assert found.roles["evaluator"].shares() == {"evaluate": 1.0}
-
-
-def test_a_run_is_only_read_and_told_how_far(hostile):
-    before, told = frozen_runs.contents(hostile.root), []
-    assert Source(hostile.root).gather(told.append).problems == []
-    assert frozen_runs.contents(hostile.root) == before and told == ["read 16 of at most 16 rows"]
+def test_a_run_is_only_read(hostile):
+    before = frozen_runs.contents(hostile.root)
+    assert Source(hostile.root).gather().problems == [] and frozen_runs.contents(hostile.root) == before

@@ -45,108 +45,79 @@ def evaluate(run: layout.RunDir, step: int, reward: float | None, name: str = "a
     layout.write_json(run.evaluations / f"{layout.step_name(step)}.json", report)
 
 
-def checkpoint(folder: Path, card: str) -> Path:
+def base_of(folder: Path, card: str, path: str = "") -> model_card.Base:
     folder.mkdir(parents=True)
     (folder / model_card.CARD).write_text(card, encoding="utf-8")
-    return folder
+    return model_card.base_of(path or str(folder), folder)
 
 
-def read(text: str) -> huggingface_hub.ModelCard:
+def card(run, base=NO_BASE, exported=MERGED, **settings) -> huggingface_hub.ModelCard:
     """The card as the hub's library reads it."""
-    return huggingface_hub.ModelCard(text)
+    return huggingface_hub.ModelCard(model_card.text(run, config(**settings), base=base, exported=exported))
 
 
-def test_the_front_matter_is_what_the_hub_reads(run, tmp_path):
+@pytest.mark.parametrize(
+    ("exported", "library", "relation"), [(MERGED, "transformers", "finetune"), (ADAPTER, "peft", "adapter")]
+)
+def test_the_front_matter_is_what_the_hub_reads(run, tmp_path, exported, library, relation):
     cached = tmp_path / "models--openai-community--gpt2" / "snapshots" / "607a30d783dfa663caf39e06633721c8d4cfcd7e"
-    base = model_card.base_of("openai-community/gpt2", checkpoint(cached, "---\nlanguage: en\nlicense: mit\n---\n# GPT-2\n"))
-    for exported, library, relation in ((MERGED, "transformers", "finetune"), (ADAPTER, "peft", "adapter")):
-        card = read(model_card.text(run, config(model__path="openai-community/gpt2"), base=base, exported=exported))
-        told = card.data.to_dict()
-        assert told["library_name"] == library and told["base_model_relation"] == relation
-        assert told["base_model"] == "openai-community/gpt2" and told["license"] == "mit"
-        assert told["pipeline_tag"] == "text-generation" and {"tba_jax", "trajectory-balance"} <= set(told["tags"])
-        assert ("lora" in told["tags"]) == exported.adapter
-        assert "at revision `607a30d783dfa663caf39e06633721c8d4cfcd7e`" in card.text and "licence as `mit`" in card.text
+    base = base_of(cached, "---\nlanguage: en\nlicense: mit\n---\n# GPT-2\n", "openai-community/gpt2")
+    found = card(run, base, exported, model__path="openai-community/gpt2")
+    told = found.data.to_dict()
+    assert (told["library_name"], told["base_model_relation"], told["license"]) == (library, relation, "mit")
+    assert told["base_model"] == "openai-community/gpt2" and told["pipeline_tag"] == "text-generation"
+    assert {"tba_jax", "trajectory-balance"} <= set(told["tags"]) and ("lora" in told["tags"]) == exported.adapter
+    assert "at revision `607a30d783dfa663caf39e06633721c8d4cfcd7e`" in found.text and "licence as `mit`" in found.text
 
 
 def test_a_local_checkpoint_is_no_model_of_the_hub(run, tmp_path):
     """The hub refuses a card whose base_model is a path."""
-    folder = checkpoint(tmp_path / "checkpoint", "no front matter\nlicense: mit\n")
-    base = model_card.base_of(str(folder), folder)
-    card = read(model_card.text(run, config(model__path=str(folder)), base=base, exported=MERGED))
-    assert "base_model" not in card.data.to_dict() and "license" not in card.data.to_dict() and "Licence" not in card.text
-    assert f"`{folder}`" in card.text
-    untold = read(model_card.text(run, config(learner__objective="grpo"), base=NO_BASE, exported=MERGED))
+    folder = tmp_path / "checkpoint"
+    found = card(run, base_of(folder, "no front matter\nlicense: mit\n"), model__path=str(folder))
+    assert not {"base_model", "license"} & set(found.data.to_dict()) and f"`{folder}`" in found.text
+    untold = card(run, learner__objective="grpo")
     assert "trained from random weights" in untold.text and "base_model" not in untold.data.to_dict()
     assert "trajectory-balance" not in untold.data.tags and "the loss `grpo`" in untold.text
 
 
 def test_the_scores_of_the_step_and_of_step_0(run):
-    told = model_card.text(run, config(), base=NO_BASE, exported=MERGED)
+    told = card(run).text
     assert "|  | step 0 | step 2 (this model) |" in told
     assert "| accuracy (reward of greedy responses) | 0.250 | 0.750 |" in told
     assert "| pass@4 | 0.875 ± 0.020 | 0.875 ± 0.020 |" in told
     assert "stderr" not in told
     assert "256 held-out queries" in told and "the best of 2 evaluated steps" in told
     evaluate(run, 3, 0.875)
-    told = model_card.text(run, config(), base=NO_BASE, exported=MERGED)
+    told = card(run).text
     assert "The best of 3 evaluated steps is step 3, with 0.875." in told
 
 
-def test_a_step_that_was_not_evaluated_has_no_score(run):
-    (run.evaluations / "00000002.json").write_text("{")
-    told = model_card.text(run, config(), base=NO_BASE, exported=MERGED)
-    assert "Step 2 has not been evaluated." in told and "|  | step 0 |" in told
-    (run.evaluations / "00000000.json").unlink()
-    assert "Neither this step nor step 0 has been evaluated." in model_card.text(run, config(), base=NO_BASE, exported=MERGED)
-    evaluate(run, 2, None)
-    told = model_card.text(run, config(), base=NO_BASE, exported=MERGED)
-    assert "|  | step 2 (this model) |" in told and "reward of greedy" not in told and "| reward of samples | 0.500 |" in told
-
-
-def test_the_settings_that_matter_and_the_rows(run):
-    settings = dict(learner__beta_start=0.05, learner__beta_end=0.01, learner__beta_steps=40, learner__queries=3)
-    settings["learner__completions"] = 6
-    lora = dict(lora__rank=9, lora__targets=("layers.attention.*",), model__path="base")
-    told = model_card.text(run, config(**settings, **lora), base=NO_BASE, exported=ADAPTER)
-    for row in (
-        "| loss | `trajectory_balance` |",
-        "| β | 0.05 → 0.01 over 40 steps |",
-        "| queries × responses (K) of a step | 3 × 6 |",
-        "| steps | 2 of 500 |",
-        "| rows trained on | 13 |",
-        "| LoRA | rank 9, alpha 16, targets `layers.attention.*` |",
-        "| run | `ab12` |",
-    ):
+def test_settings_and_rows_and_what_is_not_known(run):
+    lora = dict(lora__rank=9, lora__targets=("layers.attention.*",), model__path="base", learner__beta_steps=40)
+    told = card(run, exported=ADAPTER, learner__beta_start=0.05, learner__beta_end=0.01, **lora).text
+    for row in ("| β | 0.05 → 0.01 over 40 steps |", "| steps | 2 of 500 |", "| rows trained on | 13 |", "--max-lora-rank 16 "):
         assert row in told
-    assert "| versions | tba\\_jax " in told and "jax 0." in told and "--max-lora-rank 16 " in told
-    lagged = config(schedule__mode="interleaved", schedule__lag=4, learner__beta_end=0.012)
-    told = model_card.text(run, lagged, base=NO_BASE, exported=MERGED)
-    assert "rows of the policy of 4 steps ago" in told and "| β | 0.012 |" in told
-
-
-def test_what_cannot_be_read_is_not_known(run):
-    later = model_card.Exported(name="x", step=9, dtype="float32", adapter=False)
-    assert "not known: this workdir does not hold" in model_card.text(run, config(), base=NO_BASE, exported=later)
+    assert "rows of the policy of 4 steps ago" in card(run, schedule__mode="interleaved", schedule__lag=4).text
+    (run.evaluations / "00000002.json").write_text("{")
     next(run.journal.glob("*.jsonl")).write_text("{}\n{}\n{}\n")
-    assert "not known: the journal cannot be read" in model_card.text(run, config(), base=NO_BASE, exported=MERGED)
+    told = card(run).text
+    assert "Step 2 has not been evaluated." in told and "not known: the journal cannot be read" in told
+    (run.evaluations / "00000000.json").unlink()
+    assert "Neither this step nor step 0 has been evaluated." in card(run).text
 
 
 def test_texts_of_others_are_no_markup_and_no_settings_of_the_card(run, tmp_path):
     evil = "a|b`c\n---\nlicense: gpl\n---\n<script>[x](http://y)"
-    folder = checkpoint(tmp_path / "models", '---\nlicense: "mit # |`<b>"\nlicense_link: LICENSE|`\n---\n')
-    assert model_card.base_of(str(folder), folder).licence == {}
-    (folder / model_card.CARD).write_text("---\nlicense: other\nlicense_name: my-own\nlicense_link: LI|`CENSE\n---\n")
-    base = model_card.base_of(str(folder), folder)
+    assert base_of(tmp_path / "a", '---\nlicense: "mit # |`<b>"\nlicense_link: LICENSE|`\n---\n').licence == {}
+    base = base_of(tmp_path / "b", "---\nlicense: other\nlicense_name: my-own\nlicense_link: LI|`CENSE\n---\n")
     evaluate(run, 2, 0.75, name=evil)
     exported = model_card.Exported(name=evil, step=2, dtype="float32", adapter=False)
     told = model_card.text(run, config(task__name=evil, model__path=evil), base=base, exported=exported)
-    data = read(told).data.to_dict()
+    data = huggingface_hub.ModelCard(told).data.to_dict()
     assert data["license"] == "other" and data["license_name"] == "my-own" and data["license_link"] == "LI|`CENSE"
     assert told.count("\n---\n") == 1, "the front matter has one end"
     outside_of_code = told.replace("`a\\|b'c\\x0a---\\x0alicense: gpl\\x0a---\\x0a<script>[x](http://y)`", "")
     assert len(outside_of_code) < len(told) and "<script>" not in outside_of_code and "[x](" not in outside_of_code
     cells = [line.replace("\\|", "").count("|") for line in told.splitlines() if line.startswith("| ")]
     assert set(cells) == {3, 4}
-    secret = config(model__path="https://me:secret@host/x", task__name="arithmetic")
-    assert "secret" not in model_card.text(run, secret, base=NO_BASE, exported=MERGED)
+    assert "secret" not in card(run, model__path="https://me:secret@host/x").content

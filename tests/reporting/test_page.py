@@ -8,13 +8,11 @@ import shutil
 import numpy as np
 import pytest
 
-from tba_jax.experiment import composition
-from tba_jax.replay.reader import LogReader
 from tba_jax.reporting import page as page_lib
 from tba_jax.reporting.gathering import Gathered, Source
-from tba_jax.storage import contract, layout
+from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
-from tests.support import browser, hostile_runs, tiny_run
+from tests.support import browser, hostile_runs
 
 
 def made(run) -> tuple[Gathered, str]:
@@ -66,7 +64,8 @@ def test_nothing_of_a_run_becomes_markup(hostile):
 def test_in_a_browser_samples_can_be_searched_and_nothing_of_others_is_executed_or_fetched(hostile, tmp_path):
     """Also not what is injected as markup: the page's policy stops it."""
     page = tmp_path / "report.html"
-    injected = "<script>window.owned=1</script><img src='http://127.0.0.1:9/x' onerror='window.owned=2'>"
+    address = "http://127.0.0.1:9/injected"
+    injected = f"<script>window.owned=1</script><img src='{address}' onerror='window.owned=2'>"
     page.write_text(made(hostile)[1].replace('<h2 id="learning">', injected + '<h2 id="learning">'), encoding="utf-8")
 
     def count(script: str) -> int:
@@ -85,7 +84,7 @@ def test_in_a_browser_samples_can_be_searched_and_nothing_of_others_is_executed_
         driver.find_element("id", "text").send_keys("ONLOAD")
         assert count("article") == 2
         assert driver.execute_script("return window.owned") is None and count("a[href^=javascript], svg[onload]") == 0
-        assert browser.requested(driver) == [page.as_uri()]
+        assert {*browser.requested(driver)} <= {page.as_uri(), address}, "a browser tells of the second, and its policy stops it"
         assert all("Content Security Policy" in told for told in browser.complaints(driver))
 
 
@@ -98,15 +97,6 @@ def test_the_worst_rows_come_with_the_steps_that_drew_them(hostile):
     }  # fmt: skip
     for each in data(page)["samples"]:
         assert each["ratio"] == pytest.approx(sum(ratio for _, ratio, _ in each["tokens"]), abs=0.001 * len(each["tokens"]))
-
-
-def test_rows_that_cannot_be_read_again_are_named(hostile, monkeypatch):
-    def refuse(self, ids):
-        raise OSError("gone")
-
-    monkeypatch.setattr(LogReader, "read_ids", refuse)
-    found, page = made(hostile)
-    assert len(found.problems) == 5 and "row w0:0 is not shown: gone" in found.problems and data(page)["samples"] == []
 
 
 def test_steps_of_a_mounted_run_are_not_taken_for_those_of_the_run(copy, tmp_path):
@@ -136,13 +126,6 @@ def test_numbers_that_cannot_be_end_no_report(copy, value):
     copy.config.write_text(json.dumps(layout.read_json(copy.config) | {"changes": value, "id": [1], "init_from": {"a": 1}}))
     page = made(copy)[1]
     assert "· w0:0</p>" in page and data(page)["charts"]
-
-
-def test_a_run_that_has_just_begun_has_a_page(tmp_path):
-    run, config = layout.RunDir(tmp_path / "run"), tiny_run.config()
-    contract.join(run, config, composition.build(config).contract)
-    found, page = made(run)
-    assert found.problems == [] and "Too early to say" in page and "No role has written anything yet" in page
 
 
 def test_a_whole_run_is_reported_whole(finished):
@@ -185,12 +168,3 @@ def test_trained_rewards_are_compared_with_their_noise_and_held_out_ones_outrank
     told = {("no", "yes"): "It gets worse", ("yes", "no"): "It learns", ("unclear", "yes"): "The trained reward rises"}
     assert all(page_lib.verdict(*each) == heading for each, heading in told.items())
     assert page_lib.trained(np.full(4, 0.5))[0] == "" and page_lib.verdict("", "") == "Too early to say"
-
-
-def test_waits_name_whom_a_role_waits_for():
-    shares = {"trainer": {"wait_rows": 0.6, "update": 0.3, "other": 0.1}, "searcher-0": {"decode": 0.9, "wait_policy": 0.1}}
-    heading, sentences = page_lib.waits(shares)
-    assert heading == "trainer waits most: 60% for rows from searchers"
-    assert "trainer waited 60% of its time for rows" in sentences[0] and "update 30%" in sentences[0]
-    assert page_lib.waits({"trainer": {"update": 1.0}})[0] == "Neither trainer nor searchers wait"
-    assert page_lib.waits({}) == ("Nothing is known of waits yet", [])

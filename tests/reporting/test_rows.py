@@ -110,13 +110,3 @@ def test_draws_are_those_of_the_lines_that_a_trainer_would_replay(tmp_path):
     assert found.last_step == max(ids) and found.draws_of(keys) == drawn
     assert found.counts().tolist() == [len(drawn[key]) for key in keys]
     assert found.problems == [] and found.resumes == [11, 16]
-
-
-def test_a_damaged_journal_is_named(tmp_path):
-    writer(tmp_path).append(make_rows(0, 4))
-    write_lines(beside(tmp_path, "journal"), 1, range(1, 9))
-    path = beside(tmp_path, "journal") / "epoch-000001.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([*lines[:2], "[]\n", *lines[3:]]))
-    found = table(tmp_path)
-    assert identities(found) == named("w0", range(4)) and "epoch-000001.jsonl line 3" in found.problems[0]

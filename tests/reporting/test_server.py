@@ -53,16 +53,12 @@ def test_nobody_without_the_token_gets_in_and_no_request_is_told(run, capfd):
         assert server.path not in ask(server, server.path).text
         with served(run) as another:
             assert ask(another, server.path).status == 403
-    said = capfd.readouterr()
-    assert "GET" not in said.out + said.err and server.path not in said.out + said.err
-
-
-def test_a_name_of_another_site_is_refused(run):
-    with served(run) as server:
         for host in ("evil.example", "127.0.0.1.evil.example", "localhost:1:2", ""):
             assert ask(server, server.path, Host=host).status == 403
         for host in ("localhost:9", "127.0.0.1", "[::1]:80"):
             assert ask(server, server.path, Host=host).status == 200
+    said = capfd.readouterr()
+    assert "GET" not in said.out + said.err and server.path not in said.out + said.err
 
 
 def test_only_reading_is_answered_and_only_read(run):
@@ -70,7 +66,6 @@ def test_only_reading_is_answered_and_only_read(run):
     with served(run) as server:
         for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
             assert ask(server, server.path, method).status == 501
-        assert ask(server, server.path, "HEAD").text == ""
         answer = ask(server, f"{server.path}?every=30")
         assert answer.getheader("Refresh") == "30" and ask(server, f"{server.path}?every=<b>").getheader("Refresh") is None
         for name, value in (("Content-Security-Policy", "frame-ancestors 'none'"), ("Cache-Control", "no-store")):

@@ -18,13 +18,16 @@ def by_hand(values: np.ndarray) -> tuple[float, float]:
     return m, math.sqrt(len(queries) / (len(queries) - 1) * squares) / len(known)
 
 
-@pytest.mark.parametrize("samples, missing", [(1, 0.0), (4, 0.0), (4, 0.3)])
+@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize("missing", [0.0, 0.3], ids=["all", "some are missing"])
 def test_the_standard_error_has_queries_as_clusters(samples, missing):
     rng = np.random.default_rng(samples)
     values = rng.normal(size=(samples, 50)) + 3 * rng.normal(size=50)
     values[rng.random(values.shape) < missing] = np.nan
     found = mean("score", values)
     assert (found["score"], found["score_stderr"]) == pytest.approx(by_hand(values))
+    if not missing:
+        assert found["score_stderr"] == pytest.approx(values.mean(axis=0).std(ddof=1) / math.sqrt(50))
 
 
 def test_of_fewer_than_two_units_there_is_no_error():
@@ -45,7 +48,7 @@ def test_the_error_stands_beside_its_figure():
     assert [with_stderr(figures, name) for name in "abcde"] == ["0.500 ± 0.031", "0.000", "–", "–", "–"]
 
 
-@pytest.mark.parametrize("samples, right", [(1, 1), (4, 0), (4, 4), (7, 2), (16, 5)])
+@pytest.mark.parametrize("samples, right", [(1, 1), (4, 0), (4, 1), (4, 3), (4, 4), (7, 2), (16, 5)])
 def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_one(samples, right):
     given = [True] * right + [False] * (samples - right)
     for k in range(1, samples + 1):
@@ -58,6 +61,7 @@ def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_one(samples, right)
     "answers, right, share",
     [
         (["3", "4", "3"], [True, False, True], 1),
+        (["3", "4", "4"], [True, False, False], 0),
         (["3", "4"], [True, False], 0.5),
         (["", "", "3"], [False, False, True], 1),  # nothing is no answer
         (["", ""], [False, False], 0),

@@ -17,11 +17,6 @@ def write_lines(run: layout.RunDir, role: str, lines: Sequence[Mapping[str, Any]
             file.write(json.dumps({"time": time.time() - line["ago"], **told}) + "\n")
 
 
-def make_reference(run: layout.RunDir) -> None:
-    run.references.mkdir(parents=True)
-    layout.write_json(run.initial_reference, {"id": "0"})
-
-
 def steps(first: int, last: int, *, ago: float, seconds: float, **figures: float) -> list[dict[str, float]]:
     """A line for each step, `seconds` apart; the last was written `ago` seconds ago."""
     shown = {"reward": 0.5, "staleness_mean": 2.0, "staleness_max": 4.0, "buffer_rows": 1000.0, **figures}

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-# The alphabet holds what a terminal obeys; random weights write it often.
+# The alphabet holds what a terminal obeys, which random weights write often. It is as long as that of `arithmetic`, so that
+# programs of both are shared.
 TASK = """
 import numpy as np
 from tba_jax.tasks.interface import Query, Scores
@@ -10,7 +11,7 @@ from tests.support import tiny_run
 
 class Ones:
     score_name, reward_parts, reward_version = "ones", ("share",), 1
-    alphabet = "01\\x1b\\x9b\\u202e"
+    alphabet = "01\\x1b\\x9b\\u202eabcdefghi"
 
     def __init__(self, count: int = 40):
         self._count = count

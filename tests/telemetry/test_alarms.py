@@ -12,12 +12,12 @@ import pytest
 
 from configs import story_sentiment
 from tba_jax.experiment import joining
-from tba_jax.roles.trainer.recorder import Circumstances, Recorder
+from tba_jax.roles.trainer.recorder import Circumstances
 from tba_jax.storage import layout
 from tba_jax.telemetry import alarms
 from tba_jax.telemetry.alarms import RULES
 from tba_jax.telemetry.trackers import TRACKERS
-from tests.support import frozen_runs, tiny_run
+from tests.support import tiny_run
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLE = dict(kind="equal_rewards", sentence="all rewards are 0", advice="easier queries")
@@ -135,13 +135,6 @@ def test_torn_lines_and_those_of_others_are_left_out_and_the_next_begins_on_its_
     assert [alarm.kind for alarm in alarms.read(folder)] == ["equal_rewards", "logprob_gap"]
 
 
-def test_storage_that_refuses_stops_nobody(tmp_path, caplog):
-    away = tmp_path / "away" / "metrics" / "trainer"
-    alarms.Alarms(away).tell(**EXAMPLE, step=40)
-    assert not (tmp_path / "away").exists() and alarms.read(away) == []
-    assert len(caplog.records) == 1  # the log has it
-
-
 def test_the_page_lists_every_kind():
     section = (ROOT / "docs" / "watching.md").read_text().partition("\n## Alarms\n")[2].partition("\n## ")[0]
     listed = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
@@ -173,20 +166,3 @@ def test_one_reward_of_all_resident_rows_says_nothing_where_others_were_evicted(
     found = Circumstances(trainer)()
     assert (found.get("reward_low"), found.get("reward_high")) == extent
     assert found["newest_row_lag"] == 72 and found["checkpoint_bytes"] == 16 and found["disk_free"] > 0
-
-
-@pytest.mark.usefixtures("one_device")
-def test_a_trainer_looks_at_its_points_and_a_disk_without_room_for_the_next_checkpoint_is_named(tmp_path, frozen, monkeypatch):
-    s = frozen(tmp_path / "run")
-    with frozen_runs.trainer(s) as trainer:
-        recorder = Recorder(trainer, trainer.run)
-        trainer.poll()
-        assert (measurements := trainer.step()) is not None
-        assert recorder.note(measurements) or recorder.note(trainer.step())
-        assert alarms.read(s.run.metrics("trainer")) == []
-        room = types.SimpleNamespace(f_bavail=1, f_frsize=512, f_blocks=1)
-        monkeypatch.setattr("tba_jax.roles.trainer.recorder.os.statvfs", lambda path: room)
-        while not alarms.read(s.run.metrics("trainer")):
-            recorder.note(trainer.step())
-        recorder.close()
-    assert [alarm.kind for alarm in alarms.read(s.run.metrics("trainer"))] == ["disk"]

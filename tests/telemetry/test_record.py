@@ -9,7 +9,7 @@ import pytest
 
 from tba_jax.experiment import joining
 from tba_jax.storage import contract, layout
-from tba_jax.telemetry import metrics, record, status
+from tba_jax.telemetry import metrics, status
 from tba_jax.telemetry.record import Profiler, Record, TimeAccount, Window
 from tests.support import tiny_run
 
@@ -64,17 +64,6 @@ def test_the_log_says_why_a_role_ends_also_where_storage_does_not(tmp_path, capl
         assert told(dataclasses.replace(s.run, id="another")).startswith("stopped")  # RunIsAway
 
 
-def test_a_window_is_two_numbers_within_the_run():
-    for text in ("5", "0:5", "5:2:1", "a:b", "5:" + "9" * 20):
-        with pytest.raises(ValueError, match=f"--profile={text} is not START:STEPS.*--profile=100:5"):
-            record.parse_window(text)
-    window = record.parse_window("98:3")
-    assert window == Window(98, 3) and record.parse_window("") is None
-    record.check_window(window, steps=100)
-    with pytest.raises(ValueError, match=r"--profile=98:3 asks for steps up to 100, and learner\.steps=99 ends the run before"):
-        record.check_window(window, steps=99)
-
-
 @pytest.fixture
 def traced(monkeypatch):
     """What the profiler was asked for."""
@@ -103,24 +92,6 @@ def test_batches_are_traced_from_the_weights_on_that_the_window_begins_with(tmp_
         profiler.batch(policy_step)
         counts.append(len(traced))
     assert counts == [0, 0, 1, 1, 2, 2] and traced == ["start", "stop"]
-
-
-def test_a_window_before_the_step_of_a_resume_is_told_and_nothing_is_traced(tmp_path, traced, caplog):
-    profiler = Profiler(tmp_path / "trainer", Window(3, 2))
-    for step in (5, 6):
-        profiler.step(step)
-    assert (
-        caplog.messages == ["--profile: nothing is traced, because the run goes on from step 4; name later steps"] and not traced
-    )
-
-
-def test_storage_that_refuses_costs_the_trace_alone(tmp_path, caplog):
-    (tmp_path / "trainer").write_text("a file")
-    profiler = Profiler(tmp_path / "trainer", Window(1, 1))
-    for step in (1, 2):
-        profiler.step(step)
-    (told,) = caplog.messages
-    assert told.startswith(f"--profile: no trace in {tmp_path / 'trainer'}: ")
 
 
 def test_shares_of_time_are_those_of_the_clock(monkeypatch):

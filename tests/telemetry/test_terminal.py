@@ -2,11 +2,9 @@
 
 import errno
 import io
-import os
 import re
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +12,7 @@ from tba_jax.storage import layout
 from tba_jax.telemetry import alarms, status, terminal
 from tba_jax.telemetry.status import Status, Told
 from tba_jax.telemetry.terminal import Progress
-from tests.support.screen import OnTerminal
 
-ROOT = Path(__file__).parent.parent.parent
 NOW = 1e9
 TRAINER = Told(
     time=NOW,
@@ -28,9 +24,9 @@ TRAINER = Told(
 )
 
 
-def facts(steps: int = 40, rewards: tuple[float, ...] = (), **told: Told) -> dict[str, str]:
+def facts(steps: int = 40, **told: Told) -> dict[str, str]:
     named = {name.replace("_", "-"): each for name, each in told.items()}
-    return dict(terminal.facts(named, steps=steps, rewards=rewards, now=NOW + 1))
+    return dict(terminal.facts(named, steps=steps, now=NOW + 1))
 
 
 def searcher(speed: float, **more) -> Told:
@@ -39,18 +35,18 @@ def searcher(speed: float, **more) -> Told:
 
 def test_all_that_roles_say_is_shown():
     evaluator = Told(time=NOW, step=8, figures=dict(greedy_reward=0.7, best_step=4.0, best_greedy_reward=0.75))
-    shown = facts(
-        rewards=(0.0, 0.5, 1.0), trainer=TRAINER, evaluator=evaluator, searcher_0=searcher(950), searcher_1=searcher(3.2e6)
-    )
+    shown = facts(trainer=TRAINER, evaluator=evaluator, searcher_0=searcher(950), searcher_1=searcher(3.2e6))
     assert shown == {
         "step": "10/40  25 %  ETA 0:00:15",
-        "reward": "0.500  ▁▅█",
+        "reward": "0.500",
         "held-out": "0.700 at step 8  best 0.750 at step 4",
         "trainer": "2.0 steps/s  21,400 tokens/s  MFU 25.0 %",
         "searchers": "2 at work  3,200,950 tokens/s",
         "rows": "5,000 in the buffer  staleness 6.0  largest 9.0",
     }
     assert facts() == {"step": "0/40  0 %"}
+    hostile = {f"joined_{n}": Told(time=NOW, trouble="\x1b[2J\n") for n in range(10)}
+    assert facts(**hostile)["joined-0:"] == "\\x1b[2J\\x0a" and facts(**hostile)[""] == "and 4 more roles do not work"
     own = Told(time=NOW, figures=dict(reward=0.5, reward_own=0.25, reward_mounted=0.75))
     assert facts(trainer=own)["reward"] == "0.500  own 0.250  mounted 0.750"
 
@@ -77,14 +73,6 @@ def test_speeds_of_a_role_that_does_not_work_are_not_shown():
 )
 def test_what_a_role_does_beside_its_work_is_said(told, said):
     assert terminal.doing(told, NOW + 1) == said
-
-
-def test_text_of_others_obeys_nobody_and_many_roles_take_little_room():
-    shown = facts(
-        trainer=Told(time=NOW, phase="\x1b[2J\n", phase_since=NOW + 1),
-        **{f"joined_{n}": Told(time=NOW, trouble="x") for n in range(10)},
-    )
-    assert shown["trainer:"] == "\\x1b[2J\\x0a, 0 s" and shown[""] == "and 5 more roles do not work"
 
 
 def lines(text: str) -> list[str]:
@@ -154,65 +142,3 @@ def test_storage_and_outputs_that_refuse_cost_the_line_alone(run, monkeypatch, c
     told.flush()
     shown.look()
     assert content.getvalue().endswith(b"step 0/12  0 %  trainer: downloading na?ve, 0 s\n")
-
-
-SETUP = """
-import logging, sys, threading, time
-from pathlib import Path
-from tba_jax.commands import command_line
-from tba_jax.storage import layout
-from tba_jax.telemetry import alarms
-from tba_jax.telemetry.status import Status
-from tba_jax.telemetry.terminal import Progress
-command_line.log_to_stderr()
-log = logging.getLogger("tba_jax.test")
-run = layout.RunDir(Path(sys.argv[1]))
-progress = Progress(run, steps=9)
-status = Status(run.metrics("trainer"), step=1)
-status.point({"reward": 0.5, "buffer_rows": 1000.0, "staleness_mean": 2.0, "staleness_max": 3.0})
-status.phase("compiling the update")
-status.flush()
-"""
-
-
-def on_terminal(run: layout.RunDir, program: str, *, width: int = 80, **environment: str) -> OnTerminal:
-    whole = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"} | environment
-    command = [sys.executable, "-c", SETUP + program, str(run.root)]
-    return OnTerminal(command, width=width, environment=whole, cwd=ROOT)
-
-
-def test_lines_that_are_logged_and_printed_meanwhile_are_whole_and_the_picture_goes(run):
-    program = """
-with progress:
-    for n in range(50):
-        log.warning("warning %d %s", n, "x" * 50)
-        print("printed", n, end=" ")
-        print("whole")
-        time.sleep(0.005)
-    alarms.Alarms(run.metrics("trainer")).tell(kind="disk", sentence="little is left", advice="free some", step=1)
-    time.sleep(1.2)
-print("the end")
-"""
-    with on_terminal(run, program, width=200) as shown:
-        shown.shows(lambda text: "step 1/9" in text and "compiling the update" in text and "0.500" in text)
-        assert shown.wait() == 0
-        found = [line for line in shown.screen.text.split("\n") if line]
-    spoken = [line.split(" ", 1)[1] if line[2:3] == ":" else line for line in found]
-    for n in range(50):
-        assert {f"warning {n} {'x' * 50}", f"printed {n} whole"} <= {*spoken}
-    assert spoken[-2:] == ["warning: little is left. What to do: free some", "the end"] and not any(
-        "step 1/9" in x for x in found
-    )
-
-
-@pytest.mark.parametrize(
-    ("term", "encoding", "live"), [("xterm", "utf-8", True), ("dumb", "utf-8", False), ("xterm", "ascii", False)]
-)
-def test_which_streams_get_a_picture(run, monkeypatch, term, encoding, live):
-    class Terminal(io.TextIOWrapper):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setenv("TERM", term)
-    monkeypatch.setattr(sys, "stdout", Terminal(io.BytesIO(), encoding=encoding))
-    assert (Progress(run, steps=9)._live is not None) == live

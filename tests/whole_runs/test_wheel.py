@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.commands import settings_help
+from tba_jax.commands import recipes
 from tba_jax.run import processes
 from tests.support import tiny_run
 
@@ -73,7 +73,7 @@ def test_the_wheel_has_every_file_of_package_and_recipes(wheel):
 
 def test_help_and_a_mistyped_recipe_list_those_that_are_there(python, tmp_path):
     shown = call(python, "-m", "tba_jax.main", "--help", at=tmp_path)
-    assert all(recipe in shown.stdout for recipe in settings_help.recipes()), shown.stdout + shown.stderr
+    assert all(recipe in shown.stdout for recipe in recipes.listed()), shown.stdout + shown.stderr
     refused = call(python, "-m", "tba_jax.main", "--config=demoo", "--workdir=run", at=tmp_path)
     assert refused.returncode == processes.BAD_INPUT and "did you mean 'configs/demo.py'" in refused.stderr
     assert "gsm8k_qwen2_5_1_5b" in refused.stderr and not (tmp_path / "run").exists()
