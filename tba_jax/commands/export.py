@@ -1,7 +1,8 @@
 """Writes a policy snapshot of a run as a Hugging Face folder, or the rows of its replay log as a Parquet file.
 
 python -m tba_jax export --workdir=DIR --output=DIR [--step=best|last|N] [--dtype=float32|bfloat16|float16] [--adapter]
-python -m tba_jax export --workdir=DIR --rows=FILE.parquet
+python -m tba_jax export --workdir=DIR --rows=FILE.parquet [--min_step=N] [--max_step=N] [--min_reward=X] [--max_reward=X]
+  [--writer=NAME]
 
 Adapters are merged into the weights; with --adapter they are written alone, as a folder that peft reads. Both have a model card.
 The run may go on meanwhile.
@@ -10,7 +11,7 @@ The run may go on meanwhile.
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -18,6 +19,9 @@ from tba_jax import outputs
 from tba_jax.commands import command_line, existing_run
 from tba_jax.storage import layout, places, privacy
 from tba_jax.text.visible import visible
+
+if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
+    from tba_jax.reporting.parquet import Filter
 
 
 def export(workdir: Path, output: Path, *, step: existing_run.AskedStep, dtype: str | None, adapter: bool = False) -> str:
@@ -97,12 +101,12 @@ def _adapted_checkpoint(run: layout.RunDir, config: Any) -> str:
     return str(config.model.path)
 
 
-def export_rows(workdir: Path, output: Path) -> str:
-    """Writes the rows of the replay log, see reporting.parquet. Returns a sentence that says what was written.
+def export_rows(workdir: Path, output: Path, chosen: "Filter") -> str:
+    """Writes rows of the replay log, see reporting.parquet. Returns a sentence that says what was written.
 
     Raises:
-      ValueError: there is no run of this version or no row, its tokenizer is gone, or `output` exists, is in the run or cannot be
-        written.
+      ValueError: there is no run of this version or no row that matches, its tokenizer is gone, or `output` exists, is in the run
+        or cannot be written.
     """
     from tba_jax.replay.reader import LogReader
     from tba_jax.reporting import parquet
@@ -113,8 +117,11 @@ def export_rows(workdir: Path, output: Path) -> str:
     stored = contract.read_run(run, called=str(workdir))
     outputs.check_file(output, outside=(run.root, run.shared), flag="--rows", may_exist=False)
     reader = LogReader(run.replay, contract.of(stored, called=str(workdir)).row_shape())
-    count, problems = parquet.write(output, reader, tokenizer_of(stored), flag="--rows", of_run=str(stored["id"]))
+    count, problems = parquet.write(output, reader, tokenizer_of(stored), chosen, flag="--rows", of_run=str(stored["id"]))
     return "; ".join([f"{count} rows of {workdir} are in {output} ({output.stat().st_size / 1e6:.1f} MB)", *problems])
+
+
+_OF_ROWS = ("min_step", "max_step", "min_reward", "max_reward", "writer")
 
 
 def add_flags(values: flags.FlagValues) -> None:
@@ -125,16 +132,28 @@ def add_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("adapter", False, "writes the adapters alone, as a folder of peft", flag_values=values)
     flags.DEFINE_enum("dtype", None, dtypes, "of the weights; default: the snapshot's", flag_values=values)
     command_line.add_path(values, "rows", "the Parquet file to write rows to, in place of a policy; it must not exist")
+    for name, text in (("min_step", "rows of policies of this trainer step and later"), ("max_step", "of this step and earlier")):
+        flags.DEFINE_integer(name, None, text, flag_values=values)
+    for name, text in (("min_reward", "rows of this reward and above"), ("max_reward", "of this reward and below")):
+        flags.DEFINE_float(name, None, text, flag_values=values)
+    flags.DEFINE_multi_string("writer", [], "rows of this writer; may be given again", flag_values=values)
 
 
 def run(given: command_line.Given) -> int:
     if (given.output is None) == (given.rows is None):
         raise ValueError("name what to write: a policy by --output=FOLDER, or rows by --rows=FILE.parquet")
-    if given.rows and (odd := [name for name in ("step", "dtype", "adapter") if getattr(given, name)]):
-        raise ValueError(f"--{odd[0]} does not go with --rows: it is of policies")
+    others = ("step", "dtype", "adapter") if given.rows else _OF_ROWS
+    if odd := next((name for name in others if getattr(given, name) not in (None, False, [])), ""):
+        goes, of = ("rows", "policies") if given.rows else ("output", "rows")
+        raise ValueError(f"--{odd} does not go with --{goes}: it is of {of}")
+    if given.rows:
+        from tba_jax.reporting.parquet import Filter
+
+        chosen = Filter(**{name: getattr(given, name) for name in _OF_ROWS[:-1]}, writers=tuple(dict.fromkeys(given.writer)))
+        chosen.check()
     privacy.follow(given.workdir)
     if given.rows:
-        told = export_rows(given.workdir, given.rows)
+        told = export_rows(given.workdir, given.rows, chosen)
     else:
         told = export(given.workdir, given.output, step=given.step, dtype=given.dtype, adapter=given.adapter)
     print(visible(told))

@@ -1,7 +1,8 @@
 """The rows of a run's replay log as a Parquet file, with the texts of query and response."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +22,74 @@ _GROUP_BYTES = 32 << 20
 _KEPT_QUERIES = 4096  # whose texts are kept while rows are written
 
 
-def write(output: Path, reader: LogReader, tokenizer: Tokenizer, *, flag: str, of_run: str) -> tuple[int, list[str]]:
-    """Writes the committed rows, writer by writer, in groups of about 32 MB: memory holds one group.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Filter:
+    """Which rows are written. min_step, max_step: of the newest policy step of a row. writers: names; (): all."""
+
+    min_step: int | None = None
+    max_step: int | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    writers: Sequence[str] = ()
+
+    def check(self) -> None:
+        """Raises ValueError where no row can match."""
+        for name in ("step", "reward"):
+            least, most = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            if least is not None and most is not None and least > most:
+                raise ValueError(f"--min_{name}={least} is above --max_{name}={most}: no row can match both")
+
+    def __call__(self, rows: Rows) -> np.ndarray:
+        """bool[B]. A reward that is not a number matches no limit."""
+        steps, rewards = steps_of_rows(rows)[0], rows["reward"]
+        limits = ((steps, self.min_step, self.max_step), (rewards, self.min_reward, self.max_reward))
+        found = np.ones(len(steps), bool)
+        for column, least, most in limits:
+            found &= least is None or column >= least
+            found &= most is None or column <= most
+        return found
+
+
+def write(
+    output: Path, reader: LogReader, tokenizer: Tokenizer, chosen: Filter, *, flag: str, of_run: str
+) -> tuple[int, list[str]]:
+    """Writes the committed rows that match, writer by writer, in groups of about 32 MB: memory holds one group.
 
     Args: output: see outputs.file, as for flag. of_run: the run's id, which the file's metadata holds.
 
     Returns the number of rows, and sentences about rows that could not be written.
 
     Raises:
-      ValueError: there is no row, or the file cannot be written. OSError: storage does not answer.
+      ValueError: no row matches, a writer is not there, or the file cannot be written. OSError: storage does not answer.
     """
+    heads = reader.heads()
+    if unknown := sorted(set(chosen.writers) - set(heads)):
+        raise ValueError(f"--writer={unknown[0]} has written no rows of this run; there are {', '.join(sorted(heads)) or 'none'}")
     lost: list[RowsExpired | LogCorruption] = []
     schema = schema_of(reader.shape).with_metadata({"tba_jax.run": of_run})
     count = 0
     with outputs.file(output, flag=flag) as file, pa.parquet.ParquetWriter(file, schema, compression="zstd") as writer:
-        for group in _groups(reader, tokenizer, schema, lost):
+        for group in _groups(reader, chosen.writers or sorted(heads), chosen, tokenizer, schema, lost):
             writer.write_table(group)
             count += len(group)
         if not count:
-            raise ValueError("the run has no committed row that can be read; nothing is written")
+            raise ValueError(f"no row of the {sum(heads.values())} committed ones matches; nothing is written")
     damaged = [error for error in lost if isinstance(error, LogCorruption)]
     rows = sum(error.stop - error.start for error in damaged)
     return count, [f"{rows} damaged rows are left out, such as: {damaged[0]}"] if damaged else []
 
 
-def _groups(reader: LogReader, tokenizer: Tokenizer, schema: pa.Schema, lost: list[Any]) -> Iterator[pa.Table]:
+def _groups(
+    reader: LogReader, writers: Sequence[str], chosen: Filter, tokenizer: Tokenizer, schema: pa.Schema, lost: list[Any]
+) -> Iterator[pa.Table]:
     decode = functools.lru_cache(_KEPT_QUERIES)(lambda ids: tokenizer.decode([*ids]))
     tables: list[pa.Table] = []
-    for writer, span in [(each, span) for each in sorted(reader.heads()) for span in reader.kept(each)]:
+    for writer, span in [(each, span) for each in writers for span in reader.kept(each)]:
         for rows in blocks(reader, writer, span, lost=lost.append):
-            tables.append(table_of(rows, writer, reader.shape, tokenizer, decode, schema))
+            matching = chosen(rows)
+            if matching.any():
+                some = {name: column[matching] for name, column in rows.items()}
+                tables.append(table_of(some, writer, reader.shape, tokenizer, decode, schema))
             if sum(len(each) for each in tables) * reader.shape.row_bytes >= _GROUP_BYTES:
                 yield pa.concat_tables(tables)
                 tables = []
