@@ -14,13 +14,6 @@ class NotFetched(ValueError):
     """What a setting names is neither on this machine nor given by the hub."""
 
 
-def advised(error: ValueError, setting: str) -> str:
-    """What an error says, and of NotFetched how a setting names a local folder in place of a hub id."""
-    with_make = " (with make: MODEL=FOLDER)" if setting == "model.path" else ""
-    advice = f"; a local folder needs no hub: --config.{setting}=FOLDER{with_make}" if isinstance(error, NotFetched) else ""
-    return f"{error}{advice}"
-
-
 def is_away(error: BaseException) -> bool:
     """Whether an error of the hub's client means that the hub does not answer, or answers that it cannot serve (429, 5xx)."""
     status = getattr(getattr(error, "response", None), "status_code", None)
