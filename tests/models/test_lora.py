@@ -51,9 +51,7 @@ def update_by_hand(base: parameters.Params, adapters: parameters.Params, lora: l
     return parameters.unflatten(flat)
 
 
-@pytest.mark.parametrize(
-    "targets", [("layers.*", "lm_head"), ("layers.attention.query", "layers.attention.v*"), ("layers.attention.out",)], ids=str
-)
+@pytest.mark.parametrize("targets", [("layers.*", "lm_head"), ("layers.attention.query", "layers.attention.v*")], ids=str)
 def test_attached_and_merged_adapters_equal_the_update_by_hand(targets):
     policy = Policy(model=MODEL, lora=dataclasses.replace(ALL, targets=targets))
     base, adapters = random_tree(policy.model_specs, 0), random_tree(policy.trained_specs, 1)
@@ -63,18 +61,10 @@ def test_attached_and_merged_adapters_equal_the_update_by_hand(targets):
     expected = logits(expected_params)
     assert np.abs(expected - logits(base)).max() > 0.1
     np.testing.assert_allclose(logits(merged), expected, atol=2e-5)
-    np.testing.assert_allclose(logits_of(policy.for_training(adapters, base)), expected, atol=2e-5)
+    attached = jax.jit(lambda a: logits_of(policy.for_training(a, base)))
+    np.testing.assert_allclose(attached(adapters), expected, atol=2e-5)
     names = {name.rpartition(".")[0] for name in parameters.flatten(policy.trained_specs)}
     assert names == {name for name in LINEARS if any(name.startswith(t.rstrip("*")) for t in targets)}
-
-
-def test_adapters_of_both_kinds_of_layers_equal_merged_ones():
-    policy = Policy(model=dataclasses.replace(MODEL, **GEMMA), lora=ALL)
-    base, adapters = random_tree(policy.model_specs, 0), random_tree(policy.trained_specs, 1)
-    expected = logits_of(applied.merge(policy.merged(adapters, base), policy.model))
-    # Logits are as large as 10: float32 rounds their sums by some 1e-6 of that.
-    np.testing.assert_allclose(logits_of(policy.for_training(adapters, base)), expected, atol=2e-5, rtol=5e-6)
-    assert np.abs(expected - logits_of(applied.merge(base, policy.model))).max() > 0.1
 
 
 LINEARS = {f"layers.attention.{name}" for name in ("query", "key", "value", "out")} | {"lm_head"}
@@ -120,15 +110,15 @@ def test_a_merge_with_bfloat16_weights_keeps_small_updates():
 
 
 def test_gradients_are_those_of_the_merged_weights():
-    policy = Policy(model=MODEL, lora=ALL)
+    """Of a model with local and global layers."""
+    policy = Policy(model=dataclasses.replace(MODEL, **GEMMA), lora=ALL)
     base, adapters = random_tree(policy.model_specs, 0), random_tree(policy.trained_specs, 1)
 
     def loss_of(model):
         return jnp.mean(jnp.sin(logits_of(model)))
 
     found = jax.jit(jax.grad(lambda a: loss_of(policy.for_training(a, base))))(adapters)
-    expected = jax.jit(jax.grad(lambda a: loss_of(applied.merge(policy.for_sampling(a, base, "full"), MODEL))))(adapters)
-    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, adapters)
+    expected = jax.jit(jax.grad(lambda a: loss_of(applied.merge(policy.for_sampling(a, base, "full"), policy.model))))(adapters)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, expected)
 
 
@@ -139,17 +129,6 @@ def test_meshes_give_what_one_device_gives():
     sharded = jax.device_put(adapters, policy.trained_shardings(mesh)), jax.device_put(base, policy.model_shardings(mesh))
     found = sharding.on_mesh(mesh, jax.jit(lambda a, b: logits_of(policy.for_training(a, b))))(*sharded)
     np.testing.assert_allclose(found, logits_of(policy.for_training(adapters, base)), atol=1e-5)
-
-
-def test_weights_merge_one_layer_at_a_time():
-    policy = Policy(model=MODEL, lora=ALL)
-    base, adapters = random_tree(policy.model_specs, 0), random_tree(policy.trained_specs, 1)
-    expected = update_by_hand(base, adapters, ALL)
-    lazy = lora_lib.merge_lazily(base, adapters, ALL)
-    found, wanted = (parameters.flatten(tree) for tree in (lazy, expected))
-    for name in ("attention.query", "attention.out", "feed_forward.down"):
-        np.testing.assert_allclose(found[f"layers.{name}.weight"][1], wanted[f"layers.{name}.weight"][1], atol=1e-5)
-    np.testing.assert_allclose(np.asarray(lazy["lm_head"]["weight"]), expected["lm_head"]["weight"], atol=1e-5)
 
 
 def test_a_target_that_the_model_does_not_have_is_named():
