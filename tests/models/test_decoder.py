@@ -97,20 +97,12 @@ def test_logits_are_never_there_all_at_once():
         jax.ShapeDtypeStruct((B, R), jnp.int32),
     )
 
-    def naive(weight, hidden, tokens):
-        logprobs = jax.nn.log_softmax(jnp.einsum("BRD,VD->BRV", hidden, weight))
-        return jnp.take_along_axis(logprobs, tokens[..., None], axis=-1).sum()
-
     def blocked(weight, hidden, tokens):
         settings = dict(config=config, space=EVERYTHING, logit_bytes=128 << 20)
         return applied.token_logprobs(applied.with_table(weight, config), hidden, tokens, **settings)[0].sum()
 
-    temporary = [
-        jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
-        for loss in (naive, blocked)
-    ]
-    assert temporary[0] > 2 * 4 * B * R * V * 0.9  # logits and their gradient
-    assert temporary[1] < temporary[0] / 10, temporary
+    program = jax.jit(jax.grad(blocked, argnums=(0, 1))).lower(*shapes).compile()
+    assert program.memory_analysis().temp_size_in_bytes < B * R * V * 4 / 5
 
 
 def assert_same_on_a_mesh(config, params, rows, expected, sizes: tuple[int, int, int]) -> None:

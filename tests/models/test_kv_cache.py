@@ -173,23 +173,13 @@ def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():
     prompts, responses = random_rows()
     params = random_params(config)
 
-    @jax.jit
-    def both_paths(params):
-        tokens = np.concatenate([prompts[1:], responses[W : W + 1, :1]], axis=1)  # a prompt without padding, and a token
-        hidden = applied.hidden_states(params, tokens, config=config, remat="none")
-        unstacked = kv_cache.unstack(params, config)
-        _, cache = applied.prefill(unstacked, prompts, PROMPT_LENGTH, config=config)
-        own = jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), cache)
-        masks = kv_cache.Masks(prompt=jnp.ones((J, W, P), bool), own=jnp.zeros((B, P), bool).at[:, 0].set(True))
-        logits, own = applied.decode_step(
-            unstacked, responses[:, 0], jnp.full(B, P), jnp.int32(0), cache, own, masks, config=config
-        )
-        return hidden, applied.logits_of(params, hidden[0, -1:], config=config), logits[W], (cache, own)
-
-    hidden, scored, logits, caches = both_paths(params)
-    assert hidden.dtype == jnp.bfloat16 and all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(caches))
-    assert scored.dtype == logits.dtype == jnp.float32
-    # The same rounding on both paths is what keeps the sampler's log-probs equal to the learner's.
-    np.testing.assert_allclose(logits, scored[0], atol=0.05)
-    exact = whole_logits(params, GROUPED, prompts, responses)[W, 1]
-    assert 1e-4 < np.abs(logits - exact).max() < 0.3
+    unstacked = unstack(params, config=config)
+    _, cache = prefill(unstacked, prompts, PROMPT_LENGTH, config=config)
+    own = jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), cache)
+    masks = kv_cache.Masks(prompt=np.ones((J, W, P), bool), own=np.tile(np.arange(P) == 0, (B, 1)))
+    logits, own = decode_step(unstacked, responses[:, 0], np.full(B, P), np.int32(0), cache, own, masks, config=config)
+    assert logits.dtype == jnp.float32 and all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves((cache, own)))
+    # Row W has a prompt without padding. The same rounding on both paths keeps the sampler's log-probs equal to the learner's.
+    scored, exact = (whole_logits(params, of, prompts, responses)[W, 1] for of in (config, GROUPED))
+    np.testing.assert_allclose(logits[W], scored, atol=0.05)
+    assert 1e-4 < np.abs(logits[W] - exact).max() < 0.3

@@ -12,8 +12,8 @@ import pytest
 
 from tba_jax import sharding
 from tba_jax.experiment import topologies
-from tba_jax.models import attention, kv_cache, scoring
-from tests.support import applied, tiny_checkpoints
+from tba_jax.models import attention, scoring
+from tests.support import applied
 from tests.support.tiny_decoders import CONFIGS, random_params
 
 
@@ -120,31 +120,6 @@ def test_a_decoder_has_the_same_gradients_with_it():
         placed = jax.device_put(params, applied.shardings(config, mesh))
         found = loss_and_gradient(placed, sharding.put_rows(mesh, tokens), config=config)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
-
-
-def test_a_prompt_has_the_same_cache_with_it():
-    config = CONFIGS["local and global layers"]
-    params, length = kv_cache.unstack(random_params(config), config), np.array([9, 2], np.int32)
-    tokens = np.random.default_rng(0).integers(1, 40, (2, 9)).astype(np.int32)
-    prefill = jax.jit(applied.prefill, static_argnames="config")
-    found, expected = (
-        prefill(params, tokens, length, config=dataclasses.replace(config, attention=kernel)) for kernel in ("splash", "xla")
-    )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
-
-
-def test_an_encoder_gives_the_same_with_it():
-    config, params = tiny_checkpoints.load(tiny_checkpoints.path_of("roberta_classifier"))
-    tokens = np.random.default_rng(0).integers(5, config.vocab, (3, 11)).astype(np.int32)
-    real = np.arange(11) < np.array([[11], [4], [0]])
-
-    def given(kernel: str) -> np.ndarray:
-        model = applied.merge(params, dataclasses.replace(config, attention=kernel))
-        return jax.jit(model.classify)(tokens, real)
-
-    found = given("splash")
-    assert np.isfinite(found).all()  # the last row is all padding
-    np.testing.assert_allclose(found, given("xla"), atol=1e-5)
 
 
 @pytest.mark.slow
