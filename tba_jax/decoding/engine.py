@@ -40,7 +40,7 @@ class Engine:
         batch begins with the shortest window of the caches (sizes.Ring). For a stream of requests the window is the whole caches
         until it shows that all responses are shorter: each window is one more program to compile.
       given_length: the part of prompt_length that is kept free for given response tokens; a prompt is shorter by it.
-      weights: precision of the weights that `prepare` takes, one of kv_cache.WEIGHTS.
+      weights: precision of the weights that `prepare` takes, "full" or "int8".
       swap_memory: where weights that were handed over wait. beside: on the devices, as they are decoded with. in_place: where
         they were given, best in host memory; a lane that takes them up puts one parameter after the other in the place of the
         one in use, and decodes nothing meanwhile.

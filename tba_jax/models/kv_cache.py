@@ -29,14 +29,14 @@ from tba_jax.programs import shaped
 # Per layer (keys, values).
 Cache = tuple[tuple[jax.Array, ...], ...]
 
-# How samplers hold the weights of linear maps: in the compute dtype, or rounded to integers (Einsum.quantize).
-WEIGHTS = ("full", "int8")
-
 _TILE_COLUMNS = 128  # of a TPU's tile
 
 
 def define(config: DecoderConfig, weights: str = "full", *, unstacked: bool = True) -> Definition[Decoder]:
-    """The definition of a decoder with the weights of samplers. Args: weights: one of WEIGHTS; unstacked: see `unstack`."""
+    """The definition of a decoder whose linear maps have weights in the compute dtype ("full"), or "int8" (Einsum.quantize).
+
+    Args: unstacked: see `unstack`.
+    """
 
     def make(rngs: nnx.Rngs) -> Decoder:
         model = Decoder(config, unstacked=unstacked, rngs=rngs)

@@ -123,7 +123,6 @@ class Definition(Generic[M]):
         return pure(self.make(nnx.Rngs(key)))
 
     def shardings(self, mesh: Mesh) -> Params:
-        """See `shardings`."""
         return shardings(self.specs, mesh)
 
 

@@ -23,8 +23,7 @@ from tba_jax.models.parameters import Params
 from tba_jax.models.policy import LoraConfig
 
 CONFIG, WEIGHTS = files.ADAPTER
-# The names of modules in the model that PEFT wraps begin so.
-_WRAPPED = "base_model.model."
+_WRAPPED = "base_model.model."  # begins the names of modules in the model that PEFT wraps
 
 
 def save(

@@ -24,10 +24,7 @@ def is_away(error: BaseException) -> bool:
 
 
 def away(ask: Callable[[], object], *, called: str) -> BaseException | None:
-    """The error by which the hub does not answer `ask`, with one warning; None where it answers. Other errors are raised.
-
-    Args: called: what is asked for, as the warning names it.
-    """
+    """The error by which the hub does not answer `ask`, with a warning that names what is `called`; None where it answers."""
     import huggingface_hub.constants
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:

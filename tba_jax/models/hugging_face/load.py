@@ -48,10 +48,8 @@ def named(setting: str, path: Path | str) -> Iterator[None]:
     except ValueError as error:
         if str(error).startswith(f"{setting}="):
             raise
-        with_make = " (with make: MODEL=FOLDER)" if setting == "model.path" else ""
-        advice = (
-            f"; a local folder needs no hub: --config.{setting}=FOLDER{with_make}" if isinstance(error, hub.NotFetched) else ""
-        )
+        advice = f"; a local folder needs no hub: --config.{setting}=FOLDER" if isinstance(error, hub.NotFetched) else ""
+        advice += " (with make: MODEL=FOLDER)" if advice and setting == "model.path" else ""
         raise ValueError(f"{setting}={str(path)!r}: {error}{advice}") from error
 
 
