@@ -105,28 +105,22 @@ def test_logits_are_never_there_all_at_once():
     assert program.memory_analysis().temp_size_in_bytes < B * R * V * 4 / 5
 
 
-def assert_same_on_a_mesh(config, params, rows, expected, sizes: tuple[int, int, int]) -> None:
-    """Args: sizes: data, fsdp, tensor."""
-    mesh = sharding.make_mesh(sizes, setting="trainer.mesh")
-    sharded = jax.device_put(params, applied.shardings(config, mesh)), sharding.put_rows(mesh, rows)
-    with jax.set_mesh(mesh):
-        found = score_and_gradient(*sharded, logit_bytes=3 * BYTES_PER_STEP, remat="full", config=config)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
-
-
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 4, 2), (2, 2, 2)], ids=str)
-def test_meshes_give_the_loss_and_gradients_of_one_device(one_device, sizes):
-    params, rows, expected = one_device
-    assert_same_on_a_mesh(GROUPED, params, rows, expected, sizes)
-
-
-@pytest.mark.parametrize("name", ["parallel residual, partial rotary", "local and global layers"])
-def test_every_architecture_runs_sharded(name):
-    """With a vocabulary that the tensor axis does not divide, which therefore stays whole."""
-    config = dataclasses.replace(CONFIGS[name], tied_embedding=False, vocab=41)
+@pytest.mark.parametrize(
+    "name, kernel",
+    [("grouped, tied", "xla"), ("parallel residual, partial rotary", "xla"), ("local and global layers", "splash")],
+)
+def test_meshes_give_the_loss_and_gradients_of_one_device(name, kernel):
+    """Of heads of their own too, with a vocabulary that the tensor axis does not divide, which therefore stays whole."""
+    config = CONFIGS[name] if name == "grouped, tied" else dataclasses.replace(CONFIGS[name], tied_embedding=False, vocab=41)
     params, rows = random_params(config), random_rows(16, 5, 7, 40)
-    expected = score_and_gradient(params, rows, logit_bytes=3 * BYTES_PER_STEP, remat="full", config=config)
-    assert_same_on_a_mesh(config, params, rows, expected, (2, 2, 2))
+    settings = dict(logit_bytes=3 * BYTES_PER_STEP, remat="full", config=config)
+    expected = score_and_gradient(params, rows, **settings)
+    mesh = sharding.make_mesh((2, 2, 2), setting="trainer.mesh")  # data, fsdp, tensor
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(params, applied.shardings(config, mesh))
+        settings["config"] = dataclasses.replace(config, attention=kernel)
+        found = score_and_gradient(sharded, sharding.put_rows(mesh, rows), **settings)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
 
 
 def gathered(sizes: tuple[int, int, int], *, differentiate: bool) -> list[tuple[int, ...]]:

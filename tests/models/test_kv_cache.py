@@ -95,28 +95,6 @@ def test_prefill_and_decode_steps_equal_whole_sequences(name, form):
         np.testing.assert_allclose(logits, expected[:, t + 1], **ROUNDING)
 
 
-def test_rows_start_at_different_times_and_an_idle_row_is_finite():
-    """Row 1 joins two steps after the others, row 4 never: what they do not attend to changes nothing for anyone."""
-    prompts, responses = random_rows()
-    plain = random_params(GROUPED)
-    expected, params = whole_logits(plain, GROUPED, prompts, responses), unstack(plain, config=GROUPED)
-    _, shared = prefill(params, prompts, PROMPT_LENGTH, config=GROUPED)
-    starts = np.array([0, 2, 0, 0, R, 0])
-    own = empty_own(GROUPED, R)
-    for step in range(R):
-        made = step - starts
-        active = made >= 0
-        token = responses[np.arange(B), np.maximum(made, 0)]
-        masks = kv_cache.Masks(
-            prompt=(active.reshape(J, W, 1)) & (np.arange(P) < PROMPT_LENGTH[:, None])[:, None],
-            own=(np.arange(R) >= starts[:, None]) & (np.arange(R) <= step),
-        )
-        position = np.repeat(PROMPT_LENGTH, W) + np.maximum(made, 0)
-        logits, own = decode_step(params, token, position, np.int32(step), shared, own, masks, config=GROUPED)
-        assert np.isfinite(logits).all()
-        np.testing.assert_allclose(logits[active], expected[np.flatnonzero(active), made[active] + 1], atol=1e-5)
-
-
 def numpy_attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     """float64[H]: one softmax over all keys [n, H] for one query [H]."""
     scores = keys @ query / np.sqrt(len(query))
@@ -166,6 +144,9 @@ def test_attention_in_two_parts_equals_one_softmax_in_numpy(reads, n, least_rows
             keys = np.concatenate([prompt_keys[j, g, prompt_mask[j, w]], own_keys[b, g, own_mask[b]]]).astype(np.float64)
             values = np.concatenate([prompt_values[j, g, prompt_mask[j, w]], own_values[b, g, own_mask[b]]])
             np.testing.assert_allclose(found[b, head], numpy_attention(query[b, head], keys, values), atol=1e-5)
+    assert np.isfinite(
+        attend(query, prompt, own, np.zeros_like(prompt_mask), np.zeros_like(before), itself=new)
+    ).all()  # idle rows
 
 
 def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():

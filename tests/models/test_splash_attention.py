@@ -1,6 +1,5 @@
 """Splash attention, interpreted on CPU devices, against XLA's attention: results and gradients."""
 
-import dataclasses
 import functools
 import importlib.util
 from typing import Any
@@ -12,9 +11,7 @@ import pytest
 
 from tba_jax import sharding
 from tba_jax.experiment import topologies
-from tba_jax.models import attention, scoring
-from tests.support import applied
-from tests.support.tiny_decoders import CONFIGS, random_params
+from tba_jax.models import attention
 
 
 def inputs(B: int, T: int, N: int, G: int, H: int, dtype: Any = jnp.float32) -> tuple[jax.Array, ...]:
@@ -96,30 +93,6 @@ def test_meshes_give_the_result_of_one_device(sizes, B):
     expected = attended(*qkv, kernel="xla", causal=True, segments=segments)
     with jax.set_mesh(sharding.make_mesh(sizes, setting="learner.mesh", devices=jax.devices()[:4])):
         compare(attended(*qkv, kernel="splash", causal=True, segments=segments), expected, tolerance=1e-5)
-
-
-def loss_and_gradient(params, tokens, *, config) -> Any:
-    """Of the log-probs of responses of 7 tokens after prompts of 5."""
-    lengths = np.full((2, len(tokens)), [[5], [7]], np.int32)
-    space = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
-
-    def loss(params):
-        settings = dict(R=7, config=config, space=space, logit_bytes=1 << 20, remat="full")
-        return applied.response_logprobs(params, tokens, *lengths, **settings)[0].mean()
-
-    return jax.jit(jax.value_and_grad(loss))(params)
-
-
-def test_a_decoder_has_the_same_gradients_with_it():
-    config, tokens = CONFIGS["local and global layers"], np.random.default_rng(0).integers(1, 40, (8, 12)).astype(np.int32)
-    params = random_params(config)
-    expected = loss_and_gradient(params, tokens, config=config)
-    config = dataclasses.replace(config, attention="splash")
-    mesh = sharding.make_mesh((2, 2, 2), setting="learner.mesh")
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(params, applied.shardings(config, mesh))
-        found = loss_and_gradient(placed, sharding.put_rows(mesh, tokens), config=config)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
 
 
 @pytest.mark.slow

@@ -47,7 +47,6 @@ def test_every_key_is_checked(tmp_path, name):
     wrong |= {key: kinds[description.read] for key, description in architecture.keys.items()}
     for key, values in wrong.items():
         for value in values:
-            edit_config(folder, **original)
             refused(folder, {key: value}, rf"{key}=")
             (folder / "config.json").write_text(json.dumps(original))
 
