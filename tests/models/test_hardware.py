@@ -33,7 +33,6 @@ def model(compute_dtype: str, attention: str) -> DecoderConfig:
         (T4, ("bfloat16", "cudnn"), ("float32", "xla"), ["model.compute_dtype=bfloat16", "model.attention=cudnn"]),
         (T4, ("float32", "auto"), ("float32", "xla"), []),
         (A100, ("bfloat16", "cudnn"), ("bfloat16", "cudnn"), []),
-        (B200, ("bfloat16", "auto"), ("bfloat16", "auto"), []),
         (AMD, ("bfloat16", "auto"), ("bfloat16", "xla"), []),
         (AMD, ("bfloat16", "cudnn"), ("bfloat16", "xla"), ["model.attention=cudnn"]),
         (TPU, ("bfloat16", "splash"), ("bfloat16", "splash"), []),

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding
-from tba_jax.models import parameters
+from tba_jax.models import parameters, scoring
 from tba_jax.models import policy as lora_lib
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.policy import Policy
 from tests.support import applied
-from tests.support.tiny_decoders import GEMMA
+from tests.support.tiny_decoders import EVERYTHING, GEMMA
 
 MODEL = DecoderConfig(
     layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16, tied_embedding=False, qkv_bias=True
@@ -104,13 +104,15 @@ def test_a_merge_with_bfloat16_weights_keeps_small_updates():
 
 
 def test_gradients_are_those_of_the_merged_weights():
-    """Of a model with local and global layers."""
+    """Of a model with local and global layers, whose log-probs are computed in blocks."""
     policy = Policy(model=dataclasses.replace(MODEL, **GEMMA), lora=ALL)
     base, adapters = random_tree(policy.model_specs, 0), random_tree(policy.trained_specs, 1)
 
     def loss(adapters, merged: bool):
         plain = applied.merge(policy.for_sampling(adapters, base, "full"), policy.model)
-        return jnp.mean(jnp.sin(logits_of(plain if merged else policy.for_training(adapters, base))))
+        model = plain if merged else policy.for_training(adapters, base)
+        settings = dict(space=EVERYTHING, logit_bytes=4 * 2 * 12 * 4)
+        return jnp.mean(jnp.sin(scoring.token_logprobs(model, model(TOKENS), TOKENS, **settings)[0]))
 
     found, expected = (jax.jit(jax.grad(loss), static_argnums=1)(adapters, merged) for merged in (False, True))
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), found, expected)

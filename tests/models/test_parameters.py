@@ -1,16 +1,16 @@
-"""Definitions of modules, the trees of arrays that stand for them elsewhere, and the head's weights in the log-prob kernel."""
+"""Definitions of modules, the trees of arrays that stand for them elsewhere, gradients of the head, and rounded weights."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.models import decoder, kv_cache, parameters, scoring
-from tba_jax.models.policy import LoraConfig, Policy
+from tba_jax.models import decoder, kv_cache, parameters
 from tests.support import applied
-from tests.support.tiny_decoders import EVERYTHING, GROUPED
+from tests.support.tiny_decoders import EVERYTHING, GEMMA, GROUPED, logits_of_whole
 
 
 def test_a_definition_holds_no_weights_and_rebuilds_the_module():
@@ -41,28 +41,6 @@ def test_gradients_of_the_head_are_summed_over_blocks_in_float32():
     assert program.count(f"bf16[{V},{config.width}] = convert_element_type") == 1  # the head is cast before the loop over blocks
 
 
-def test_adapters_on_the_head_go_through_the_kernel():
-    """In blocks, with gradients of the adapters, against the head with the adapters merged."""
-    config = dataclasses.replace(GROUPED, tied_embedding=False)
-    policy = Policy(model=config, lora=LoraConfig(rank=2, alpha=4.0, targets=("lm_head",)))
-    base = applied.random(policy.model_specs, scale=0.3)
-    adapters = applied.random(policy.trained_specs, scale=0.3, seed=1)
-    rng = np.random.default_rng(2)
-    hidden = rng.standard_normal((2, 6, config.width)).astype(np.float32)
-    tokens = rng.integers(0, config.vocab, (2, 6)).astype(np.int32)
-
-    def logprobs(adapters, merged: bool):
-        plain = parameters.module(policy.base.graphdef, policy.merged(adapters, base))
-        model = plain if merged else policy.for_training(adapters, base)
-        found = scoring.token_logprobs(model, hidden, tokens, space=EVERYTHING, logit_bytes=4 * 2 * config.vocab * 2)[0]
-        return found.sum(), found
-
-    compute = jax.jit(jax.grad(logprobs, has_aux=True), static_argnums=1)
-    for found, expected in zip(*(jax.tree.leaves(compute(adapters, merged)) for merged in (False, True)), strict=True):
-        assert np.abs(expected).max() > 0.1
-        np.testing.assert_allclose(found, expected, atol=1e-4 * max(1, np.abs(expected).max()))
-
-
 def test_parameters_of_other_keys_are_refused():
     """nnx.merge counts leaves, and takes them in the order of their keys."""
     config = dataclasses.replace(GROUPED, layers=12)
@@ -76,3 +54,27 @@ def test_parameters_of_other_keys_are_refused():
     texts = parameters.cast(kv_cache.unstack(params, config), "float32")
     with pytest.raises(ValueError, match="not those of the Decoder"):
         parameters.module(unstacked.graphdef, texts)
+
+
+def test_weights_are_rounded_per_output_channel():
+    """The error is at most half a scale, and the rounded model computes what one with the restored weights does."""
+    config = dataclasses.replace(GROUPED, tied_embedding=False, **GEMMA)
+    params = applied.random(applied.specs(config), scale=0.15, seed=0)
+    params["layers"]["feed_forward"]["gate"]["weight"][1, :, 3] = 0.0  # a channel without weights has no largest one
+    quantized = jax.jit(functools.partial(applied.quantize, config=config))(params)
+    rounded = parameters.flatten(quantized)
+    restored = dict(parameters.flatten(params))
+    for name in [name for name in rounded if name.endswith(".quant_scale")]:
+        weight_name = name.replace("quant_scale", "weight")
+        weight, integers, scale = restored[weight_name], np.asarray(rounded[weight_name]), np.asarray(rounded[name])
+        first = weight.ndim - scale.ndim  # axes of inputs, which come after that of the stack
+        axes = tuple(range(1, 1 + first)) if name.startswith("layers.") else tuple(range(first))
+        largest = np.abs(weight).max(axis=axes)
+        np.testing.assert_allclose(scale, np.where(largest > 0, largest, 1) / 127, rtol=1e-6)
+        restored[weight_name] = integers * np.expand_dims(scale, axes)
+        assert integers.dtype == np.int8
+        assert np.all(np.abs(restored[weight_name] - weight) <= np.expand_dims(scale, axes) / 2 * 1.001)
+    assert sum(name.endswith(".quant_scale") for name in rounded) == 8  # all linear maps, and neither embedding nor norms
+    tokens = np.arange(12, dtype=np.int32).reshape(2, 6)
+    found, expected = (logits_of_whole(of, tokens, config) for of in (quantized, parameters.unflatten(restored)))
+    np.testing.assert_allclose(found, expected, atol=1e-4)

@@ -167,13 +167,9 @@ def test_export_and_import_give_the_same(tmp_path, name):
 
 
 def test_heads_that_encoders_do_not_have_are_refused():
-    folder = path_of("bert_embedding")
-    for settings, sentence in (
-        ({"head": "score"}, "model_type='bert' cannot score texts"),
-        ({"head": "classification"}, "head='classification' needs labels"),
-    ):
+    for head, sentence in (("score", "model_type='bert' cannot score texts"), ("classification", "needs labels")):
         with pytest.raises(ValueError, match=sentence):
-            read_config(folder, **settings)
+            read_config(path_of("bert_embedding"), head=head)
     # A classifier's body is no sentence encoder: its head would be dropped.
     config = read_config(path_of("bert_classifier"), head="embedding")
     with pytest.raises(ValueError, match=r"unknown to the model: classifier\.bias, classifier\.weight"):
