@@ -87,7 +87,7 @@ def test_every_key_is_checked(tmp_path, name):
             {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]},
             r"Gemma3ForConditionalGeneration'\] is not supported; .*load a text-only checkpoint .*Gemma3ForCausalLM",
         ),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers=-1 must be a positive integer"),
+        ("qwen2_window", {"max_window_layers": -1}, "max_window_layers=-1 must be a positive integer"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "the file gives no sliding_window in use"),
         ("gpt_neox", {"rope_parameters": None, "rotary_pct": 1.5}, "rotary_pct=1.5 of heads of 8 elements rotates 12"),
         ("gpt_neox", {"rope_parameters": None, "rotary_pct": 0.4}, "rotary_size=3 must be even"),
