@@ -39,7 +39,7 @@ class Engine:
       lockstep: requests come in batches and all slots begin at once, so that the samples of a query share a group, and each
         batch begins with the shortest window of the caches (sizes.Ring). A stream of requests begins with the whole caches.
       given_length: the part of prompt_length that is kept free for given response tokens; a prompt is shorter by it.
-      weights: precision of the weights that `prepare` takes, one of kv_cache.WEIGHTS.
+      weights: precision of the weights that `prepare` takes, "full" or "int8".
       swap_memory: where weights that were handed over wait. beside: on the devices. in_place: where they were given, best in
         host memory; a lane that takes them up puts one parameter after the other in the place of the one in use.
 

@@ -267,4 +267,4 @@ def decode_flops(model: DecoderConfig, *, prompt: int, drawn: np.ndarray) -> int
     """
     steps = np.maximum(drawn - 1, 0)
     through = 2 * (flops.layer_weights(model) + flops.head_weights(model)) * int(steps.sum())
-    return through + flops.attention_of(model, prompt + steps) - len(steps) * flops.attention(model, prompt)
+    return through + flops.attention(model, prompt + steps) - len(steps) * flops.attention(model, prompt)

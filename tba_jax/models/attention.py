@@ -1,8 +1,5 @@
-"""Attention: the module with its projections, rotary positions, and the kernels that attend with what it projects.
-
-A kernel is a function attend(query, key, value) -> (attended, kept). There is one for whole rows (training, prefill), one for the
-last token of a prompt, and one for a new token in each row, which reads caches (decoding).
-"""
+"""Attention: the module with its projections, rotary positions, and the kernels: of whole rows (training, prefill), of the last
+token of a prompt, and of a new token in each row, which reads caches (decoding)."""
 
 import functools
 import math
@@ -130,15 +127,12 @@ def attend(
     """Attention over whole sequences.
 
     Args:
-      query: [B, T, N, H]; key, value: [B, T, G, H].
+      query, result: [B, T, N, H]; key, value: [B, T, G, H]; the softmax is float32.
       segments: int32[B, T], at least 0; a token attends to the tokens of its segment. None: a row is one segment.
       kernel: "xla", "cudnn" (flash attention on NVIDIA GPUs), "splash" (on TPUs; on other devices it is interpreted, which is
         for tests), or "auto": what `fastest` says.
       window: with causal attention, a query attends to at most this many tokens, the last of which is itself; 0: to all.
       positions, prefix: int32[B, T], and which tokens of other sequences are read as well, causally; not by "splash".
-
-    Returns:
-      [B, T, N, H]; softmax in float32.
     """
     platform = sharding.platform()
     if kernel == "auto":
@@ -153,8 +147,8 @@ def attend(
     if kernel == "splash":
         from tba_jax.models import splash_attention  # imports Pallas, which processes without TPUs can do without
 
-        masks: dict[str, Any] = dict(causal=causal, window=window)
-        return splash_attention.attend(query, key, value, segments, **masks, interpret=platform != "tpu")
+        interpret = platform != "tpu"
+        return splash_attention.attend(query, key, value, segments, causal=causal, window=window, interpret=interpret)
     if kernel == "xla":
         mask = _causal_mask(query.shape[1], window) if causal else jnp.ones((1, 1, 1), bool)
         return _attend_xla(query, key, value, mask if segments is None else mask & _same(segments, segments))
@@ -220,11 +214,6 @@ def fastest(platform: str, dtype: Any, head_size: int) -> str:
     return "xla" if kernel == "cudnn" and not (platform == "gpu" and takes) else kernel
 
 
-def reads_prefixes(kernel: str, platform: str, dtype: Any, head_size: int) -> bool:
-    """Whether a kernel attends to other sequences than a token's own: splash does not."""
-    return (fastest(platform, dtype, head_size) if kernel == "auto" else kernel) != "splash"
-
-
 def cudnn_takes(head_size: int) -> bool:
     """Whether cuDNN's flash attention computes heads of this size."""
     return head_size % 8 == 0 and head_size <= 128
@@ -266,7 +255,6 @@ def one_token(
     """The `attend` of one new token in each row. It keeps the row's own keys and values, with the new token's at `entry`.
 
     Args:
-      own: [B, G, R, H], or with heads side by side, see attend_in_two_parts.
       entry: int32[]; for the others see attend_in_two_parts. Caches may have more entries than the masks, which are not read.
       tiled: static, the form for TPUs: caches are read as they were before the step, and the new token is a part of its own.
         If the step read what it has written, XLA would write the whole cache, not one entry.
@@ -305,18 +293,13 @@ def attend_in_two_parts(
 ) -> jax.Array:
     """Attention of one new token a row: to the prompt that its group shares and to its own continuation, one softmax over both.
 
-    Each part is one batch of matrix products, [W·N/G, H] × [H, S] a head and group, [N/G, H] × [H, R] a head and row.
-
     Args:
-      query: [B, N, H] with B = J·W; prompt: keys and values [J, G, S, H].
+      query, result: [B, N, H] with B = J·W; prompt: keys and values [J, G, S, H].
       own: keys and values [B, G, R, H]; or [B, G/t, R, t·H], where t heads lie side by side in an entry.
       prompt_mask: bool[J, W, S]; own_mask: bool[B, R].
       itself: key and value [B, G, H] of the new token, where `own` does not have them.
       least_rows: static: a matrix product has so many rows of queries; rows of zeros are added. On TPUs 2: XLA computes a product
         of one row in other units, and copies the caches of the whole decode loop into another layout for them.
-
-    Returns:
-      [B, N, H]; softmax in float32. Rows that attend to nothing are finite.
     """
     (prompt_keys, prompt_values), (own_keys, own_values) = prompt, own
     B, N, H = query.shape
@@ -351,7 +334,7 @@ def _by_group(x: jax.Array, groups: int) -> jax.Array:
 
 
 def _by_row(x: jax.Array) -> jax.Array:
-    """[J, G, W, n, ...] -> [B, G, n, ...], the inverse of _by_group."""
+    """The inverse of _by_group."""
     x = x.swapaxes(1, 2)
     return x.reshape(-1, *x.shape[2:])
 
@@ -373,7 +356,7 @@ def _side_by_side(query: jax.Array, together: int) -> jax.Array:
 
 
 def _apart(attended: jax.Array, together: int) -> jax.Array:
-    """[B, G/t, t·n, t·H] -> [B, G, n, H]: of each query the part of its own head."""
+    """[B, G/t, t·n, t·H] -> [B, G, n, H]: the part of each query's own head."""
     if together == 1:
         return attended
     B, groups, rows, _ = attended.shape

@@ -15,8 +15,6 @@ ACTIVATIONS = {
 # Name in config.json -> name in ACTIVATIONS.
 ACTIVATION_NAMES = {name: ours for ours, names in ACTIVATIONS.items() for name in names}
 
-ENCODER_HEADS = ("embedding", "classification")
-
 STD = 0.02  # standard deviation of initial weights, unless a module takes another
 
 
@@ -46,8 +44,7 @@ class DecoderConfig:
     positions: "rotary" or "learned" (an embedding of max_positions).
     rotary_size: how many elements of each head are rotated, counted from the first; 0: all. parallel_residual: attention and
       feed-forward both read the layer's input (GPT-NeoX).
-    activation: a name of ACTIVATIONS. gated: the feed-forward is down(act(gate(x)) * up(x)), otherwise
-      down(act(up(x))).
+    activation: a name of ACTIVATIONS. gated: the feed-forward is down(act(gate(x)) * up(x)), otherwise down(act(up(x))).
     qkv_bias, out_bias, ffn_bias: whether these linear maps have a bias. qk_norm: each query and key head is normalised (Qwen3).
     scaled_embedding: embeddings of tokens are multiplied by sqrt(width). query_scalar: attention scores are divided by its square
       root; 0: by the square root of head_size.
@@ -116,8 +113,7 @@ class DecoderConfig:
 
     @property
     def residual_std(self) -> float:
-        """Standard deviation of the initial weights of maps into the residual stream. As in GPT-2, the variance of the stream
-        then does not grow with depth."""
+        """Standard deviation of the initial weights of maps into the residual stream, whose variance then stays, as in GPT-2."""
         return STD / math.sqrt(2 * self.layers)
 
 
@@ -127,20 +123,17 @@ FREE_FIELDS = ("compute_dtype", "attention")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """Shape of an encoder. Letters of the axis table: L layers, N heads, H head_size, D width, F ffn, V vocab.
+    """Shape of an encoder; fields that DecoderConfig has too mean the same.
 
-    architecture: the Hugging Face model_type whose names and config keys the checkpoints use, "bert" or "roberta". The other
-      fields alone say what is computed.
+    architecture: "bert" or "roberta".
     max_positions: rows of the position table. position_offset: 0: a token's position is its index in the row (BERT); n > 0: the
       first real token has position n, the next n + 1, and padding n - 1 (RoBERTa: n is the padding token's id + 1).
     token_types: rows of the token-type table (BERT's segments).
-    activation: a name of ACTIVATIONS.
-    head: "embedding": the encoder has no head, see Encoder.sentence_embeddings; "classification": a linear map of the pooled
-      first token to `labels`, see Encoder.classify.
+    head: "embedding" (no head, see Encoder.sentence_embeddings) or "classification" (a linear map of the pooled first token to
+      `labels`, see Encoder.classify).
     labels: names of the classes, in the order of the logits; empty with an embedding head.
-    pooler: whether the first token goes through a square linear map and tanh: BERT's pooler, the `classifier.dense` of RoBERTa.
-      Classification needs it; the embedding does not read it.
-    attention: the kernel, see attention.attend.
+    pooler: whether the first token goes through a square linear map and tanh, which classification needs: BERT's pooler, the
+      `classifier.dense` of RoBERTa.
     """
 
     # Every encoder has these settings. DecoderConfig has fields of the same names, so both models use the same layers.
@@ -172,16 +165,8 @@ class EncoderConfig:
     attention: str = "auto"
 
     def __post_init__(self):
-        if self.head not in ENCODER_HEADS:
-            raise ValueError(f"head={self.head!r} is not a head of an encoder; choose one of {', '.join(ENCODER_HEADS)}")
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation={self.activation!r} is unknown; choose one of {', '.join(ACTIVATIONS)}")
-        if self.head == "embedding" and self.labels:
-            raise ValueError(f"labels={self.labels} need head='classification', not 'embedding'")
         if self.head == "classification" and not (self.labels and self.pooler):
             raise ValueError(f"head='classification' needs labels and pooler=True, got {self.labels} and {self.pooler}")
-        if repeated := sorted({name for name in self.labels if self.labels.count(name) > 1}):
-            raise ValueError(f"labels={self.labels} name {repeated} more than once")
         if self.position_limit < 1:
             raise ValueError(f"max_positions={self.max_positions} leaves no position at position_offset={self.position_offset}")
 

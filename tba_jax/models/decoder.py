@@ -1,8 +1,4 @@
-"""One decoder-only transformer, by configuration: GPT-2, GPT-NeoX, Llama, Mistral, Qwen2, Qwen3 and Gemma 3 are settings of it.
-
-Training scans over the stack of blocks, unless they are few and nothing is rematerialised; decoding (kv_cache.py) has them one by
-one.
-"""
+"""One decoder-only transformer, of which GPT-2, GPT-NeoX, Llama, Mistral, Qwen2, Qwen3 and Gemma 3 are settings."""
 
 import functools
 import math
@@ -75,8 +71,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, unstacked: bool = False, rngs: nnx.Rngs):
         """Args: unstacked: `layers` is a list of blocks, as kv_cache.py needs them, instead of one stack."""
-        c = config
-        self.config = c
+        c = self.config = config
         self.embedding = Embedding("VD", c.sizes, rngs=rngs)
         if c.positions == "learned":
             self.position_embedding = Embedding("SD", c.sizes, rngs=rngs)
@@ -107,18 +102,15 @@ class Decoder(nnx.Module):
         prefix: Prefix | None = None,
         remat: str = "none",
     ) -> jax.Array:
-        """Final hidden states of whole sequences, for teacher-forced scoring.
+        """Hidden states of whole sequences after the final norm, compute_dtype[B, T, D].
 
         Args:
           tokens: int32[B, T], padded on the right or not at all: causality alone keeps real tokens from attending to padding.
           positions: int32[B, T]; None: from 0 on. segments: int32[B, T], at least 0: tokens attend within their segment, whose
             tokens are consecutive; None: a sequence is one segment.
           prefix: which tokens of other sequences are read as well; with positions and segments, and not by every kernel, see
-            attention.reads_prefixes. None: no others.
+            scoring.shares_prompts. None: no others.
           remat: what the backward pass recomputes, a name of layers.REMAT.
-
-        Returns:
-          compute_dtype[B, T, D], after the final norm.
         """
         c = self.config
         B, T = tokens.shape
@@ -155,9 +147,7 @@ class Decoder(nnx.Module):
 
         Args: vmapped: whether the map will be vmapped over rows (layers.over_rows).
         """
-        c = self.config
-        if c.head != "language_model":
-            raise ValueError(f"a model with head={c.head!r} has no language-model head")
+        assert self.score is None, "a model with a score head has no language-model head"
         table: Any = self.embedding if self.lm_head is None else self.lm_head
         product = self._ready("tD,VD->tV" if self.lm_head is None else self.lm_head.equation, table.weight, table.axes, vmapped)
         if self.lm_head is None or (self.lm_head.lora_a is None and self.lm_head.quant_scale is None):

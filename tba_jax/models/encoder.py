@@ -4,7 +4,6 @@ Rows are padded on the right: BERT's positions are indices in the row, and both 
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -44,8 +43,7 @@ class Encoder(nnx.Module):
     classifier: Any = None
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
-        c = config
-        self.config = c
+        c = self.config = config
         self.embedding = Embedding("VD", c.sizes, rngs=rngs)
         self.position_embedding = Embedding("SD", c.sizes, rngs=rngs)
         self.token_type_embedding = Embedding("AD", c.sizes, rngs=rngs)
@@ -58,27 +56,27 @@ class Encoder(nnx.Module):
 
     @full_precision
     def __call__(self, tokens: jax.Array, token_mask: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
-        """Hidden states after the last layer.
+        """Hidden states after the last layer, compute_dtype[B, T, D]; those at padding have no meaning.
 
         Args:
           tokens: int32[B, T], padded on the right with any token of the vocabulary.
           token_mask: bool[B, T], true on real tokens.
           token_types: int32[B, T], the segment of each token; None: all 0.
 
-        Returns:
-          compute_dtype[B, T, D]; the states at padding have no meaning.
-
-        Raises:
-          ValueError: T is more than the encoder's positions.
+        Raises ValueError: T is more than the encoder's positions.
         """
         c = self.config
         chex.assert_rank([tokens, token_mask], 2)
         chex.assert_equal_shape([tokens, token_mask] if token_types is None else [tokens, token_mask, token_types])
-        _check_length(tokens.shape, c)
+        if tokens.shape[1] > c.position_limit:
+            raise ValueError(
+                f"rows of {tokens.shape[1]} tokens are longer than the {c.position_limit} positions of the encoder: "
+                "truncate the texts"
+            )
         B, T = tokens.shape
         # Real tokens are one segment and padding is another, so that a row without real tokens has something to attend to.
         attend = attention.whole_rows(B, T, token_mask.astype(jnp.int32), causal=False, kernel=c.attention)
-        positions = positions_of(token_mask, config=c)
+        positions = _positions(token_mask, config=c)
         types = jnp.zeros_like(tokens) if token_types is None else token_types
         x = self.embedding(tokens.reshape(-1), dtype=c.compute_dtype)
         x = x + self.position_embedding(positions.reshape(-1), dtype=c.compute_dtype)
@@ -89,15 +87,7 @@ class Encoder(nnx.Module):
 
     @full_precision
     def classify(self, tokens: jax.Array, token_mask: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
-        """float32[B, labels]: logits of the classes, in the order of config.labels.
-
-        Args: see __call__.
-
-        Raises:
-          ValueError: the encoder has no classification head.
-        """
-        if self.classifier is None:
-            raise ValueError(f"an encoder with head={self.config.head!r} does not classify")
+        """float32[B, labels]: logits of the classes, in the order of config.labels. Args: see __call__."""
         hidden = self(tokens, token_mask, token_types)
         # logits = W₂ tanh(W₁ h₀ + b₁) + b₂, in float32: one small product a row, and the reward reads it.
         with jax.default_matmul_precision("highest"):
@@ -123,14 +113,7 @@ def define(config: EncoderConfig) -> Definition[Encoder]:
     return parameters.define(lambda rngs: Encoder(config, rngs=rngs))
 
 
-def _check_length(shape: Sequence[int], config: EncoderConfig) -> None:
-    if shape[1] > config.position_limit:
-        raise ValueError(
-            f"rows of {shape[1]} tokens are longer than the {config.position_limit} positions of the encoder: truncate the texts"
-        )
-
-
-def positions_of(token_mask: jax.Array, *, config: EncoderConfig) -> jax.Array:
+def _positions(token_mask: jax.Array, *, config: EncoderConfig) -> jax.Array:
     """int32[B, T]: the positions of right-padded rows. Args: token_mask: bool[B, T], true on real tokens."""
     if config.position_offset:
         return jnp.cumsum(token_mask, axis=1) * token_mask + config.position_offset - 1

@@ -7,16 +7,14 @@ import numpy as np
 
 from tba_jax.models.config import DecoderConfig
 
-# Passes of a row through the layers: forward, and backward towards activations and weights. Weights that stay need no gradient.
-_PASSES_TRAINED, _PASSES_FROZEN = 3, 2
-
 
 def passes(*, adapters: bool, held_reference: bool) -> int:
     """How often an update computes what a forward pass does.
 
     Args: adapters: whether only these are trained; held_reference: whether the update scores the rows by a reference first.
     """
-    return (_PASSES_FROZEN if adapters else _PASSES_TRAINED) + held_reference
+    # Forward, and backward towards activations and weights; weights that stay need no gradient.
+    return (2 if adapters else 3) + held_reference
 
 
 def layer_weights(model: DecoderConfig) -> int:
@@ -30,26 +28,16 @@ def head_weights(model: DecoderConfig) -> int:
     return model.width * model.vocab
 
 
-def attention(model: DecoderConfig, positions: int) -> int:
-    """FLOPs of the attention of the first `positions` tokens of a row, each to itself and to those before it, in all layers."""
-    return sum(
-        4 * model.heads * model.head_size * _pairs(positions, model.window if local else 0) for local in model.local_layers
-    )
+def attention(model: DecoderConfig, positions: int | np.ndarray) -> int:
+    """FLOPs of the attention of the first `positions` tokens of a row, each to itself and to those before it, in all layers.
 
-
-def _pairs(positions: int, window: int) -> int:
-    """Σ min(t, window) over t = 1 … positions; window 0: Σ t."""
-    near = min(positions, window) if window else positions
-    return near * (near + 1) // 2 + (positions - near) * window
-
-
-def attention_of(model: DecoderConfig, positions: np.ndarray) -> int:
-    """Σ attention(model, n) over the numbers n of `positions`, int64[…]."""
+    Args: positions: of one row, or int64[…] of several, whose FLOPs are added up.
+    """
     total = 0
     for local in set(model.local_layers):
         window = model.window if local else 0
-        near = np.minimum(positions, window) if window else positions
-        pairs = near * (near + 1) // 2 + (positions - near) * window
+        near = np.minimum(positions, window) if window else np.asarray(positions)
+        pairs = near * (near + 1) // 2 + (positions - near) * window  # Σ min(t, window) over t = 1 … positions
         total += model.local_layers.count(local) * int(pairs.sum())
     return 4 * model.heads * model.head_size * total
 
@@ -57,16 +45,3 @@ def attention_of(model: DecoderConfig, positions: np.ndarray) -> int:
 def forward(model: DecoderConfig, *, positions: int, logits: int) -> int:
     """Of one row: `positions` tokens through all layers, `logits` of them to the vocabulary."""
     return 2 * layer_weights(model) * positions + 2 * head_weights(model) * logits + attention(model, positions)
-
-
-def scoring(model: DecoderConfig, *, rows: int, queries: int, prompt: int, response: int) -> int:
-    """Of rows that share the prompts of so many queries: the last token of a row goes through no layer."""
-    of_prompt = forward(model, positions=prompt, logits=0)
-    of_row = forward(model, positions=prompt + response - 1, logits=response)
-    return queries * of_prompt + rows * (of_row - of_prompt)
-
-
-def decoding(model: DecoderConfig, *, prompt: int, response: int) -> int:
-    """FLOPs of the `response` decode steps of one row with caches; the prompt is in the cache."""
-    through = 2 * (layer_weights(model) + head_weights(model)) * response
-    return through + attention(model, prompt + response) - attention(model, prompt)

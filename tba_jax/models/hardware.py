@@ -20,13 +20,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+log = logging.getLogger(__name__)
+
+
 def value(setting: str, given: Any, platform: str) -> Any:
     """The value of a setting on a platform. Args: given: by the user, "auto" or 0 where the device decides."""
     of_platform = DEFAULTS[setting]
     return of_platform.get(platform, of_platform["gpu"]) if given in (AUTO, 0) else given
 
-
-log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=ModelConfig)
 
@@ -48,16 +49,6 @@ class Hardware:
     kind: str
     capability: tuple[int, int] | None = None
 
-    @property
-    def bfloat16(self) -> bool:
-        """Whether the device computes in bfloat16; that of others than NVIDIA's GPUs is taken for granted."""
-        return self.capability is None or self.capability >= _BFLOAT16
-
-    @property
-    def cudnn(self) -> bool:
-        """Whether the device has cuDNN's flash attention."""
-        return self.platform == "gpu" and self.capability is not None and self.capability >= _BFLOAT16
-
 
 def of(device: Any) -> Hardware:
     """The kind of a jax.Device, or of a device of a topology."""
@@ -76,22 +67,18 @@ def check(model: ModelConfig, hardware: Hardware) -> None:
 def suited(model: C, hardware: Hardware, *, section: str) -> tuple[C, list[str]]:
     """The model as these devices compute it, and a sentence for each setting that another value stands in for.
 
-    Without bfloat16 a model computes in float32, and without cuDNN's flash attention by XLA's.
-
+    Without bfloat16 a model computes in float32, and without cuDNN's flash attention by XLA's. Raises ValueError as `check`.
     Args: section: of the settings, as in "model".
-
-    Raises:
-      ValueError: see `check`.
     """
     check(model, hardware)
     changes: dict[str, Any] = {}
     sentences = []
     capability = ".".join(map(str, hardware.capability or ()))
     where = f"{hardware.kind} (compute capability {capability})" if capability else hardware.kind
-    if model.compute_dtype == "bfloat16" and not hardware.bfloat16:
+    if model.compute_dtype == "bfloat16" and hardware.capability is not None and hardware.capability < _BFLOAT16:
         changes["compute_dtype"] = "float32"
         sentences.append(f"{section}.compute_dtype=bfloat16: {where} has no bfloat16, so float32 is used here")
-    if hardware.platform == "gpu" and not hardware.cudnn and model.attention in ("auto", "cudnn"):
+    if hardware.platform == "gpu" and (hardware.capability or (0, 0)) < _BFLOAT16 and model.attention in ("auto", "cudnn"):
         changes["attention"] = "xla"
         if model.attention == "cudnn":
             sentences.append(f"{section}.attention=cudnn: {where} lacks cuDNN's flash attention, so xla is used here")

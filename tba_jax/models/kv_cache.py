@@ -29,17 +29,14 @@ from tba_jax.programs import shaped
 # Per layer (keys, values).
 Cache = tuple[tuple[jax.Array, ...], ...]
 
-# How samplers hold the weights of linear maps: in the compute dtype, or rounded to integers (Einsum.quantize).
-WEIGHTS = ("full", "int8")
-
 _TILE_COLUMNS = 128  # of a TPU's tile
 
 
 def define(config: DecoderConfig, weights: str = "full", *, unstacked: bool = True) -> Definition[Decoder]:
-    """The definition of a decoder with the weights of samplers. Args: weights: one of WEIGHTS; unstacked: see `unstack`."""
+    """The definition of a decoder whose linear maps have weights in the compute dtype ("full"), or "int8" (Einsum.quantize).
 
-    if weights not in WEIGHTS:
-        raise ValueError(f"weights={weights!r} is neither 'full' nor 'int8'")
+    Args: unstacked: see `unstack`.
+    """
 
     def make(rngs: nnx.Rngs) -> Decoder:
         model = Decoder(config, unstacked=unstacked, rngs=rngs)
@@ -89,10 +86,7 @@ def add(whole: Params, part: Params) -> None:
 
 
 def release(whole: Params, part: Params, config: DecoderConfig) -> None:
-    """Takes out of the parameters of an unstacked decoder those that `unstack` makes of a part, where they are there.
-
-    Args: part: one of `one_by_one`.
-    """
+    """Takes out of the parameters of an unstacked decoder those that `unstack` makes of a part, one of `one_by_one`."""
     for name in parameters.flatten(part):
         *folders, leaf = name.split(".")
         stacked = folders[:1] == ["layers"]
@@ -115,11 +109,9 @@ def largest(params: Params) -> Params:
 
 
 def head_by_head(params: Params, config: DecoderConfig, put: Callable[[Any, Format], Any]) -> Params:
-    """The parameters of an unstacked decoder as its decode step reads them on TPUs.
+    """The parameters of an unstacked decoder as its decode step reads them on TPUs: query, key and value weights lie by head.
 
-    A step multiplies by the query, key and value weights [D, N, H] of one head after the other. Where heads fill the columns of a
-    TPU's tiles, weights that do not lie so would be copied at every call of the decode loop.
-
+    Where heads fill the columns of a TPU's tiles, weights that do not lie so would be copied at every call of the decode loop.
     Args: params: arrays or shapes, or a part of them. put: as jax.device_put.
     """
     if config.head_size % _TILE_COLUMNS:
@@ -152,15 +144,12 @@ def unstacked_shapes(params: Params, config: DecoderConfig, mesh: Mesh) -> Param
 
 @full_precision
 def prefill(model: Decoder, tokens: jax.Array, length: jax.Array) -> tuple[jax.Array, Cache]:
-    """Runs prompts.
+    """Logits float32[Q, V] of the first token after each prompt, and the cache: per layer (keys, values)
+    compute_dtype[Q, G, P, H]. Heads come before time because the decode step reads time-contiguous blocks of one head.
 
     Args:
       tokens: int32[Q, P], right-padded, so that causality alone keeps real tokens from attending to padding.
       length: int32[Q], at least 1.
-
-    Returns:
-      logits float32[Q, V] of the first token after each prompt, and the cache: per layer (keys, values)
-      compute_dtype[Q, G, P, H]. Heads come before time because the decode step reads time-contiguous blocks of one head.
     """
     Q, P = tokens.shape
     chex.assert_shape(length, (Q,))
@@ -187,10 +176,7 @@ def prefill(model: Decoder, tokens: jax.Array, length: jax.Array) -> tuple[jax.A
 
 
 def _rotary(positions: jax.Array, config: DecoderConfig) -> dict[bool, Rotary]:
-    """The rotary tables of local (True) and global layers, as far as there are such layers.
-
-    They are behind a barrier. Without it, XLA would compute the sines again in each layer that reads them.
-    """
+    """The rotary tables of local (True) and global layers, behind a barrier: else XLA would compute them in each layer again."""
     kinds = sorted(set(config.local_layers))
     return {local: jax.lax.optimization_barrier(attention.rotary(positions, config, local=local)) for local in kinds}
 
@@ -206,9 +192,7 @@ class Masks:
 def within_window(masks: Masks, window: int, *, prompt_age: jax.Array, own_age: jax.Array) -> Masks:
     """The masks of local layers, from the masks of global layers.
 
-    Args:
-      prompt_age: int32[J, W, S], how many positions each entry is behind the new token; own_age: int32[B, R] or what broadcasts
-        to it.
+    Args: prompt_age, own_age: int32[J, W, S] and int32[B, R], how many positions each entry is behind the new token.
     """
     return Masks(prompt=masks.prompt & (prompt_age < window), own=masks.own & (own_age < window))
 
@@ -226,7 +210,7 @@ def decode_step(
     *,
     tiled: bool = False,
 ) -> tuple[jax.Array, Cache]:
-    """One token for every row.
+    """Logits float32[B, V] of the next token of every row, and the new own cache.
 
     Args:
       token: int32[B]; position: int32[B], its position in the row, from 0 at the first prompt token.
@@ -236,9 +220,6 @@ def decode_step(
         attention.attend_in_two_parts. Entries that masks do not have are not read.
       masks: of global layers; local_masks: of local layers, without the entries before the window (see `within_window`).
       tiled: static, see attention.one_token.
-
-    Returns:
-      logits float32[B, V] of the next token, and the new own cache.
     """
     x = model.embed_tokens(token, position)
     tables = _rotary(position, model.config)

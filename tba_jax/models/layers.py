@@ -37,11 +37,8 @@ _LEVELS = 127  # int8 values on either side of 0
 
 
 def full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose matrix products are exactly float32 if config.compute_dtype of its first argument, a model, is float32.
-
-    By default GPUs round the inputs of such products to 10 bits (TF32) and TPUs to 7, so that sampler and learner would
-    disagree by a thousandth of a nat.
-    """
+    """`function` of a model, with exact products if its compute dtype is float32: by default GPUs round their inputs to 10 bits
+    (TF32) and TPUs to 7, so that sampler and learner would disagree by a thousandth of a nat."""
 
     @functools.wraps(function)
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,10 +49,9 @@ def full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Einsum(nnx.Module):
-    """A linear map: y = einsum(equation, x, weight) + bias.
+    """A linear map: y = einsum(equation, x, weight) + bias. Letters of the axis table name the weight's dimensions, inputs first.
 
-    Letters of the equation name the dimensions of `weight`, inputs first, and of `bias`. Two variants of the map have more
-    parameters: one has a low-rank adapter (`adapt`), and the weight of the other is int8 (`quantize`).
+    Two variants have more parameters: one has a low-rank adapter (`adapt`), and the weight of the other is int8 (`quantize`).
     """
 
     bias: Any = None
@@ -64,13 +60,7 @@ class Einsum(nnx.Module):
     quant_scale: Any = None
 
     def __init__(self, equation: str, sizes: Mapping[str, int], *, bias: bool = False, std: float = STD, rngs: nnx.Rngs):
-        """
-        Args:
-          equation: as "tD,DNH->tNH", letters of the axis table: x, weight, result.
-          sizes: letter -> size.
-          bias: whether the map has a bias, which begins at 0.
-          std: standard deviation of the initial weight.
-        """
+        """Args: equation: as "tD,DNH->tNH": x, weight, result; sizes: letter -> size; std: of the initial weight."""
         self.equation, self.lora_scale = equation, 0.0
         self.weight = parameter(self.axes, sizes, nnx.initializers.normal(std), rngs)
         if bias:
@@ -78,7 +68,7 @@ class Einsum(nnx.Module):
 
     @property
     def axes(self) -> str:
-        """The letters of the weight's dimensions, in the order of the equation."""
+        """The letters of the weight's dimensions."""
         return self.equation.split("->")[0].split(",")[1]
 
     @property
@@ -149,7 +139,7 @@ class Einsum(nnx.Module):
         self.lora_b = parameter(f"{stacked}r{self.outputs}", sizes, zeros, rngs, nnx.LoRAParam)
 
     def merge(self) -> None:
-        """Replaces the weight by weight + scale · A B, float32, and drops the adapter. A map without adapter stays as it is."""
+        """Replaces the weight by weight + scale · A B, float32, and drops the adapter, if there is one."""
         if self.lora_a is None:
             return
         equation = f"...{self.inputs}r,...r{self.outputs}->...{self.axes}"
@@ -161,8 +151,7 @@ class Einsum(nnx.Module):
     def quantize(self) -> None:
         """Makes the weight int8 with one symmetric float32 scale for each output: weight ≈ int8 · quant_scale.
 
-        The error is at most half a scale. Activations are not rounded. A sampler may decode with such weights, because trajectory
-        balance asks no more of the sampling distribution than full support (TBA paper, objective).
+        Samplers may decode with it: trajectory balance asks no more of the sampling distribution than full support.
         """
         stacked = self._stacked()
         inputs = tuple(range(len(stacked), len(stacked) + len(self.inputs)))
@@ -245,7 +234,6 @@ class Norm(nnx.Module):
     bias: Any = None
 
     def __init__(self, kind: str, axis: str, sizes: Mapping[str, int], *, epsilon: float, rngs: nnx.Rngs):
-        """Args: axis: letter of the last axis, which is normalised, "D" or "H"; sizes: letter -> size."""
         self.kind, self.epsilon = kind, epsilon
         initializer = nnx.initializers.zeros_init() if kind == "offset_rms" else nnx.initializers.ones_init()
         self.scale = parameter(axis, sizes, initializer, rngs)
@@ -290,7 +278,6 @@ class Embedding(nnx.Module):
     """A table of vectors: y = weight[index]."""
 
     def __init__(self, axes: str, sizes: Mapping[str, int], *, rngs: nnx.Rngs):
-        """Args: axes: letters of the table's dimensions, "VD" for tokens; sizes: letter -> size."""
         self.axes = axes
         self.weight = parameter(axes, sizes, nnx.initializers.normal(STD), rngs)
 
@@ -308,7 +295,6 @@ class ScalarHead(nnx.Module):
     bias: Any = None
 
     def __init__(self, width: int, *, outputs: int = 1, bias: bool, std: float, rngs: nnx.Rngs):
-        """Args: width: D; outputs: C; std: standard deviation of the initial weight; with 0 the head begins as the constant 0."""
         sizes = {"D": width, "C": outputs}
         initializer = nnx.initializers.normal(std) if std else nnx.initializers.zeros_init()
         self.weight = parameter("DC", sizes, initializer, rngs)

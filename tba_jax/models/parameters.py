@@ -1,7 +1,6 @@
 """Parameters on every wire: a plain nested dict of arrays whose dotted names are the paths of the module that they belong to.
 
-Modules live where code is read and traced. `define` extracts from a module, once and without weights, the graph definition, from
-which a traced function rebuilds the module, and the shape, dtype and axes of every parameter.
+`define` extracts from a module, without weights, the graph definition, from which a traced function rebuilds the module.
 """
 
 import dataclasses
@@ -47,10 +46,7 @@ def parameter(
     rngs: nnx.Rngs,
     kind: type[nnx.Variable] = nnx.Param,
 ) -> Any:
-    """A float32 parameter of a module whose dimensions are these letters of the axis table.
-
-    Args: sizes: letter -> size; kind: nnx.Param, or nnx.LoRAParam for adapters.
-    """
+    """A float32 parameter whose dimensions are these letters. Args: sizes: letter -> size; kind: nnx.LoRAParam for adapters."""
     shape = tuple(sizes[letter] for letter in letters)
     return kind(initializer(rngs.params(), shape, jnp.float32), axes=sharding.logical_axes(letters))
 
@@ -127,7 +123,6 @@ class Definition(Generic[M]):
         return pure(self.make(nnx.Rngs(key)))
 
     def shardings(self, mesh: Mesh) -> Params:
-        """See `shardings`."""
         return shardings(self.specs, mesh)
 
 
@@ -149,8 +144,7 @@ def define(make: Callable[[nnx.Rngs], M]) -> Definition[M]:
 def module(graphdef: nnx.GraphDef[M], params: Params) -> M:
     """The module with these parameters, in a traced function. nnx.merge only counts leaves; this compares their names as well.
 
-    Raises:
-      ValueError: the module has other parameters; names one that is missing or unknown.
+    Raises ValueError: names a parameter that is missing or unknown.
     """
     made = nnx.merge(graphdef, params)
     wanted, given = ({path for path, _ in jax.tree.leaves_with_path(tree)} for tree in (pure(made), params))

@@ -36,11 +36,7 @@ class LoraConfig:
 
 
 def _adapt(model: nnx.Module, lora: LoraConfig, rngs: nnx.Rngs) -> None:
-    """Adds adapters to the linear maps that lora.targets name.
-
-    Raises:
-      ValueError: a pattern of lora.targets matches no linear map, or a map is too small for the rank; names the setting.
-    """
+    """Adds adapters to the maps that lora.targets name. Raises ValueError: a pattern matches none, or the rank is too large."""
     linears = dict(linear_maps(model))
     for pattern in lora.targets:
         if not any(fnmatch.fnmatchcase(name, str(pattern)) for name in linears):
@@ -62,17 +58,16 @@ def _adapt(model: nnx.Module, lora: LoraConfig, rngs: nnx.Rngs) -> None:
 
 
 class PolicyWithHeads(nnx.Module):
-    """The policy, adapters included, and the scalar heads that a trainer's objective asks for, which begin at 0.
+    """The policy, adapters included, and the scalar heads that an objective asks for, which begin at 0.
 
-    log_z_head: log Z(x) from the prompt's mean state, see scoring.mean_prompt_states. value_head: V of the state before each
-    response token, from the hidden state that predicts the token.
+    log_z_head: log Z(x) of scoring.mean_prompt_states. value_head: V of the state before each response token, from the hidden
+    state that predicts the token.
     """
 
     log_z_head: Any = None
     value_head: Any = None
 
     def __init__(self, policy: Decoder, *, log_z_head: bool, value_head: bool, rngs: nnx.Rngs):
-        """Args: log_z_head, value_head: whether the policy gets this head."""
         self.policy = policy
         if log_z_head:
             self.log_z_head = ScalarHead(policy.config.width, bias=True, std=0.0, rngs=rngs)
@@ -88,7 +83,7 @@ class Policy:
     lora: LoraConfig | None = None
 
     def on_device(self, device: Any) -> "Policy":
-        """The policy as a role computes it on devices of this kind, see hardware.suited. Says what is not as it was asked for."""
+        """The policy as a role computes it on devices of this kind, see hardware.on_device."""
         return dataclasses.replace(self, model=hardware.on_device(self.model, device, section="model"))
 
     @functools.cached_property
@@ -173,34 +168,29 @@ class Policy:
 
 
 def merge_lazily(base: Params, adapters: Params, lora: LoraConfig) -> Params:
-    """`base`, in which every weight that has an adapter is replaced by weight + scale · A B, computed when it is read.
+    """`base` with weight + scale · A B, computed when it is read, in place of every weight that has an adapter.
 
     Args: base, adapters: arrays on the host or in storage.
     """
     merged, flat = parameters.flatten(base), parameters.flatten(adapters)
     for name in [name.removesuffix(".lora_a") for name in flat if name.endswith(".lora_a")]:
         weight = merged[f"{name}.weight"]
-        merged[f"{name}.weight"] = MergedWeight(weight, flat[f"{name}.lora_a"], flat[f"{name}.lora_b"], lora.scale)
+        merged[f"{name}.weight"] = _MergedWeight(weight, flat[f"{name}.lora_a"], flat[f"{name}.lora_b"], lora.scale)
     return parameters.unflatten(merged)
 
 
-class MergedWeight:
-    """A stacked weight with its adapter, merged one layer at a time as it is read: exports never hold the whole stack."""
+class _MergedWeight:
+    """A weight with its adapter: one layer of a stack is merged as it is read, so that exports never hold the whole stack."""
 
     def __init__(self, weight: Any, lora_a: Any, lora_b: Any, scale: float):
         self._parts, self._scale = (weight, lora_a, lora_b), scale
         self.shape = weight.shape
 
     def __getitem__(self, layer: int) -> np.ndarray:
-        return self._merged(*(np.asarray(part[layer]) for part in self._parts))
+        weight, lora_a, lora_b = (part[layer] for part in self._parts)
+        return np.asarray(_MergedWeight(weight, lora_a, lora_b, self._scale))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self._merged(*(np.asarray(part) for part in self._parts)).astype(dtype or np.float32)
-
-    def _merged(self, weight: np.ndarray, lora_a: np.ndarray, lora_b: np.ndarray) -> np.ndarray:
-        """weight + scale · A B in float32, for one layer or for the stack."""
-        weight, lora_a, lora_b = (part.astype(np.float32) for part in (weight, lora_a, lora_b))
-        stack = () if lora_a.ndim + lora_b.ndim - 2 == weight.ndim else weight.shape[:1]
-        rank = lora_a.shape[-1]
-        update = np.matmul(lora_a.reshape(*stack, -1, rank), lora_b.reshape(*stack, rank, -1))
-        return weight + self._scale * update.reshape(weight.shape)
+        """weight + scale · A B in float32, of a weight that is not stacked."""
+        weight, lora_a, lora_b = (np.asarray(part).astype(np.float32) for part in self._parts)
+        return weight + self._scale * np.tensordot(lora_a, lora_b, axes=1)

@@ -27,7 +27,6 @@ _RHO = _UNTIED | dict(norm_epsilon=1e-5)
 
 
 def _scaled(factor: float) -> RopeScaling:
-    """Llama 3's."""
     return RopeScaling(factor=factor, low_frequency=1.0, high_frequency=4.0, original_positions=8192)
 
 

@@ -11,8 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tba_jax import sharding
-from tba_jax.models import parameters
-from tba_jax.models.attention import Prefix, reads_prefixes
+from tba_jax.models import attention, parameters
+from tba_jax.models.attention import Prefix
 from tba_jax.models.config import DecoderConfig, ResponseSpace
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.layers import full_precision
@@ -47,7 +47,7 @@ def response_logprobs(
     logit_bytes: int,
     remat: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities and entropies of response tokens within the response space.
+    """Log-probabilities and entropies of response tokens within the response space, float32[B, R] each, nats, 0 where masked.
 
     Args:
       model: with float32 master weights, which it casts, or weights in its compute dtype.
@@ -56,9 +56,6 @@ def response_logprobs(
       R: the most tokens that a response may have.
       logit_bytes: what logits [B, time, V] may take at a time, over all devices; at least one time step, see token_logprobs.
       remat: what the backward pass recomputes of the layers, a name of layers.REMAT.
-
-    Returns:
-      logprobs float32[B, R] and entropy float32[B, R], nats, both 0 where masked. Entropy carries no gradient.
     """
     chex.assert_rank([tokens, prompt_length, response_length], [2, 1, 1])
     hidden = response_hidden_states(model, tokens, prompt_length, R=R, remat=remat)
@@ -86,12 +83,9 @@ def packed_hidden_states(model: Decoder, sequences: Sequences, *, remat: str) ->
 def packed_logprobs(
     model: Decoder, hidden: jax.Array, sequences: Sequences, *, R: int, space: ResponseSpace, logit_bytes: int, none: int
 ) -> tuple[jax.Array, jax.Array]:
-    """As response_logprobs, of the response tokens that a micro-batch lists, from their hidden states.
+    """As response_logprobs, of the response tokens that a micro-batch lists: float32[W·M, places] twice.
 
     Args: none: the number of padding, B·R.
-
-    Returns:
-      float32[W·M, places] and float32[W·M, places], 0 where there is no token.
     """
     numbers, targets = (x.reshape(hidden.shape[:2]) for x in (sequences.numbers, sequences.targets))
     listed = numbers < none
@@ -116,8 +110,7 @@ def packed_shardings(mesh: Mesh) -> Any:
 def program(
     mesh: Mesh, *, graphdef: nnx.GraphDef, R: int, space: ResponseSpace, logit_megabytes: int
 ) -> Callable[[Params, Packed], jax.Array]:
-    """A jitted function that scores B packed rows on a mesh, without a backward pass: (parameters, packed) to float32[B, R],
-    nats, 0 where masked.
+    """A jitted function that scores B packed rows on a mesh: (parameters, packed) to float32[B, R], nats, 0 where masked.
 
     Args: graphdef: of the decoder; R: see response_logprobs; logit_megabytes: what logits take at a time on each device.
     """
@@ -136,15 +129,9 @@ def program(
 
 
 def sequence_scores(model: Decoder, tokens: jax.Array, length: jax.Array, *, remat: str) -> jax.Array:
-    """Scores of whole sequences, read at the last real token (the `ForSequenceClassification` models of transformers).
+    """float32[B, labels], read at the last real token (the `ForSequenceClassification` models of transformers).
 
-    Args:
-      model: of a config with head="score".
-      tokens: int32[B, T], padded on the right; length: int32[B], real tokens.
-      remat: a name of layers.REMAT.
-
-    Returns:
-      float32[B, labels]; a reward model has one label.
+    Args: model: with head="score"; tokens: int32[B, T], padded on the right; length: int32[B], real tokens.
     """
     hidden = model(tokens, remat=remat)
     last = jax.vmap(lambda row, n: jax.lax.dynamic_index_in_dim(row, n - 1, keepdims=False))(hidden, length)
@@ -152,13 +139,9 @@ def sequence_scores(model: Decoder, tokens: jax.Array, length: jax.Array, *, rem
 
 
 def mean_prompt_states(model: Decoder, tokens: jax.Array, prompt_length: jax.Array) -> jax.Array:
-    """Means of the last hidden states over the tokens of each prompt.
+    """float32[Q, D]: means of the last hidden states over the tokens of each prompt, without gradient; 0 where there are none.
 
-    Args:
-      tokens: int32[Q, n], rows that begin with a prompt, whatever follows it; prompt_length: int32[Q], at most n.
-
-    Returns:
-      float32[Q, D], no gradient flows through it; 0 where a prompt has no tokens.
+    Args: tokens: int32[Q, n], rows that begin with a prompt, whatever follows it; prompt_length: int32[Q], at most n.
     """
     hidden = jax.lax.stop_gradient(model(tokens))
     real = (jnp.arange(tokens.shape[1])[None, :] < prompt_length[:, None])[..., None]
@@ -166,8 +149,11 @@ def mean_prompt_states(model: Decoder, tokens: jax.Array, prompt_length: jax.Arr
 
 
 def shares_prompts(model: DecoderConfig, mesh: Mesh) -> bool:
-    """Whether rows of equal prompts are scored with one prompt on a mesh."""
-    return reads_prefixes(model.attention, mesh.devices.flat[0].platform, model.compute_dtype, model.head_size)
+    """Whether rows of equal prompts are scored with one prompt on a mesh: splash reads no sequence but a token's own."""
+    platform = mesh.devices.flat[0].platform
+    chosen = model.attention == "auto"
+    kernel = attention.fastest(platform, model.compute_dtype, model.head_size) if chosen else model.attention
+    return kernel != "splash"
 
 
 @full_precision
@@ -181,20 +167,14 @@ def token_logprobs(
     logit_bytes: int,
     used: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of each token given its hidden state, and the entropy of its distribution; never logits [B, R, V].
+    """Log-probabilities of tokens given their hidden states, and entropies of their distributions, float32[B, R] each, nats.
 
     Args:
-      hidden: [B, R, D]; tokens: int32[B, R]; position: int32[B, R], the place of each token in its response; None: a row is the
-        response from its first token on.
+      hidden: [B, R, D]; tokens: int32[B, R]; position: int32[B, R], the place of each token in its response; None: from 0 on.
       logit_bytes: of float32[B, time, V], the largest array that is made; at least one time step. All rows take part in every
         block of time, so that on a mesh every device has its rows in each.
       used: int32[]: what comes later in rows is not computed, but for the rest of a block; None: all is.
-
-    Returns:
-      float32[B, R] and float32[B, R], nats. Entropy carries no gradient.
     """
-    if logit_bytes < 1:
-        raise ValueError(f"logit_bytes={logit_bytes} must be at least 1")
     B, R, _ = hidden.shape
     steps = max(1, min(R, logit_bytes // (4 * B * model.config.vocab)))
     head = model.head(vmapped=True)
@@ -223,12 +203,8 @@ def row_logprobs(
     The row is cut along time into blocks. One block's logits exist at a time; the backward pass computes them again.
 
     Args:
-      head: of hidden states [t, D] to logits float32[t, V], see Decoder.head.
-      hidden: [R, D]; tokens, position: int32[R].
+      head: of hidden states [t, D] to logits float32[t, V]; hidden: [R, D]; tokens, position: int32[R].
       steps: of a block. used: see token_logprobs; the same for all rows.
-
-    Returns:
-      float32[R] and float32[R], nats. Entropy carries no gradient.
     """
     (R,) = tokens.shape
 
@@ -294,11 +270,9 @@ chosen_logprobs.defvjp(_chosen_forward, _chosen_backward)
 
 
 def restrict(logits: jax.Array, position: jax.Array, space: ResponseSpace) -> jax.Array:
-    """The logits, float32[..., V], -inf outside of the response space.
+    """The logits [..., V] in float32, -inf outside of the response space.
 
-    Args:
-      logits: [..., V], any float dtype.
-      position: int32[...], the response index t of the token that the logits predict, from 0.
+    Args: position: int32[...], the response index t of the token that the logits predict, from 0.
     """
     logits = logits.astype(jnp.float32)
     V = logits.shape[-1]

@@ -1,8 +1,4 @@
-"""Attention on TPUs by JAX' splash attention: scores exist a block at a time, so that memory grows with T and not with T².
-
-Blocks that the causal mask or the window hides are skipped. Query heads that share a key and value head read it where it is:
-nothing is expanded.
-"""
+"""Attention on TPUs by JAX' splash attention: scores exist a block at a time, so that memory grows with T and not with T²."""
 
 import functools
 import math
@@ -24,17 +20,10 @@ _PADDING = -1  # segment of the positions that are added to a row
 def attend(
     query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None, *, causal: bool, window: int, interpret: bool
 ) -> jax.Array:
-    """Attention over whole sequences. On the mesh of the context, each device computes its own rows and heads.
+    """See attention.attend. On the mesh of the context, each device computes its own rows and heads. In float32, products are
+    exactly float32, those of the backward pass too.
 
-    In float32, products are exactly float32, those of the backward pass too.
-
-    Args:
-      segments: int32[B, T], at least 0.
-      interpret: whether other operations compute the kernel block by block, as they can on devices that are no TPUs.
-      others: see attention.attend.
-
-    Returns:
-      [B, T, N, H]; softmax in float32.
+    Args: interpret: whether other operations compute the kernel block by block, as they can on devices that are no TPUs.
     """
     here = functools.partial(_attend_here, causal=causal, window=window, interpret=interpret)
     if segments is None and causal:  # added positions come last, where no query of the row reads them
@@ -66,10 +55,7 @@ def _attend_here(
 
 
 def _full_precision(function: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
-    """function(*args), whose products are exactly float32, those of its backward pass too.
-
-    The kernel brings a backward pass of its own, which is traced outside of `layers.full_precision`.
-    """
+    """function(*args) with float32 products: the kernel's own backward pass is traced outside of `layers.full_precision`."""
 
     @jax.custom_vjp
     def exact(*args: jax.Array) -> jax.Array:
@@ -96,13 +82,8 @@ def _kernel(
         mask = splash_attention_mask.LocalMask((T, T), (window - 1, 0), 0)
     elif causal:
         mask = splash_attention_mask.CausalMask((T, T))
-    blocks = splash_attention_kernel.BlockSizes(
-        block_q=size,
-        block_kv=size,
-        block_q_dkv=size,
-        block_kv_dkv=size,
-        block_q_dq=size,
-        block_kv_dq=size,
-    )
+    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    sizes: dict[str, Any] = dict.fromkeys(names, size)
+    blocks = splash_attention_kernel.BlockSizes(**sizes)
     heads = splash_attention_mask.MultiHeadMask([mask] * N)
     return splash_attention_kernel.make_splash_mha(heads, block_sizes=blocks, head_shards=1, q_seq_shards=1, interpret=interpret)

@@ -156,7 +156,7 @@ class Sampler:
         swap_memory: str = "beside",
         **engine: Any,
     ):
-        """Args: reference: its mesh is the sampler's. weights: precision of the sampled weights, one of kv_cache.WEIGHTS.
+        """Args: reference: its mesh is the sampler's. weights: precision of the sampled weights, "full" or "int8".
         swap_memory: see Engine; in_place loads snapshots into host memory, and is not for adapters or rounded weights. engine:
         further arguments of Engine.
         """

@@ -50,7 +50,7 @@ def of_plan(plan: Plan, model: DecoderConfig, *, responses: int, passes: int) ->
     ]
     begins, ends = np.array(pieces, np.int64).reshape(-1, 2).T
     dense = 2 * (flops.layer_weights(model) * plan.useful_tokens + flops.head_weights(model) * responses)
-    attended = flops.attention_of(model, ends) - flops.attention_of(model, begins)
+    attended = flops.attention(model, ends) - flops.attention(model, begins)
     return Work(plan.useful_tokens, plan.computed_tokens, passes * (dense + attended))
 
 

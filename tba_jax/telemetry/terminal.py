@@ -103,6 +103,13 @@ def picture(shown: Sequence[tuple[str, str]], *, step: int, steps: int, spent: f
     return Group(bar, lines)
 
 
+class _Console(Console):
+    """Never hides the cursor: a process that is killed could not show it again."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
+
+
 class Progress:
     """Shows where the run stands inside of `with`, by a thread: the main one may compile for a minute."""
 
@@ -113,7 +120,9 @@ class Progress:
         with contextlib.suppress(OSError):
             self._first_step = status.read(run.metrics("trainer")).step
         self._kinds: set[str] = set()  # of alarms that were told
-        console = Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
+        # What shells export as the size does not follow the terminal.
+        known = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        console = _Console(file=sys.stdout, markup=False, highlight=False, emoji=False, _environ=known)
         shows = sys.stdout.isatty() and not console.is_dumb_terminal and not console.options.ascii_only
         self._live = Live(console=console, auto_refresh=False, transient=True) if shows else None
         self._handlers: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []

@@ -33,15 +33,12 @@ class Form:
 
 
 FORMS = {
-    "prefill": Form(),
     "a prompt of odd length": Form(length=31),
     "qwen2.5-0.5b": Form(heads=14, shares=True),
     "qwen2.5-1.5b": Form(heads=12, head_size=128, shares=True),
     "pythia": Form(heads=16, kv_heads=16, shares=True),
-    "one key head": Form(heads=8, kv_heads=1, shares=True),
-    "windows of shared prompts": Form(shares=True, window=5),
+    "one key head, windows of shared prompts": Form(heads=8, kv_heads=1, shares=True, window=5),
     "windows": Form(window=5),
-    "rows apart": Form(segments=True),
     "rows apart of odd length": Form(length=31, segments=True),
     "encoder": Form(causal=False, segments=True),
 }

@@ -1,4 +1,4 @@
-"""The decoder against itself on other paths (padding, meshes), and the scoring against a NumPy loop over its logits.
+"""The decoder on meshes, in blocks and with rematerialisation, and scoring against a NumPy loop over its logits.
 
 Its cached path is in test_kv_cache.py, parity with other implementations in hugging_face/test_load.py.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding
-from tba_jax.models import parameters, scoring
+from tba_jax.models import kv_cache, parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.presets import PRESETS
 from tests.support import applied
@@ -30,16 +30,6 @@ def random_rows(B: int, P: int, R: int, vocab: int, seed: int = 0) -> tuple[np.n
     tokens = rng.integers(1, vocab, (B, P + R))
     tokens[np.arange(P + R) >= (prompt_length + response_length)[:, None]] = PAD
     return tokens.astype(np.int32), prompt_length.astype(np.int32), response_length.astype(np.int32)
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_padding_changes_nothing(config):
-    params, sequence = random_params(config), np.array([7, 3, 22, 39, 11], np.int32)
-    expected = logits_of_whole(params, sequence[None], config)[0]
-    for filler in (0, 17):
-        padded = np.asarray(logits_of_whole(params, np.pad(sequence, (0, 4), constant_values=filler)[None], config))
-        assert np.isfinite(padded).all()
-        np.testing.assert_allclose(padded[0, :5], expected, atol=1e-5)
 
 
 # Of the logits of 16 rows at one time step.
@@ -61,25 +51,8 @@ def numpy_scores(params, rows, config, temperature: float, banned: tuple[int, ..
     return logprobs, entropies
 
 
-@pytest.mark.parametrize("temperature, banned", [(1.0, ()), (0.7, (PAD,))])
-def test_response_logprobs_equal_a_numpy_loop(temperature, banned):
-    params, rows = random_params(GROUPED), random_rows(16, 5, 7, 40)
-    expected_logprobs, expected_entropy = numpy_scores(params, rows, GROUPED, temperature, banned)
-    score = functools.partial(
-        applied.response_logprobs,
-        config=GROUPED,
-        R=7,
-        space=scoring.ResponseSpace(temperature=temperature, banned_tokens=banned, eos_id=-1),
-        logit_bytes=2 * BYTES_PER_STEP,
-        remat="none",
-    )
-    logprobs, entropy = jax.jit(score)(params, *rows)
-    np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-5)
-    np.testing.assert_allclose(entropy, expected_entropy, atol=1e-5)
-
-
-def score_and_gradient(params, rows, *, logit_bytes: int, remat: str, config=GROUPED, banned: tuple[int, ...] = (PAD,)):
-    space = scoring.ResponseSpace(temperature=0.9, banned_tokens=banned, eos_id=-1)
+def score_and_gradient(params, rows, *, logit_bytes: int, remat: str, config=GROUPED):
+    space = scoring.ResponseSpace(temperature=0.9, banned_tokens=(PAD,), eos_id=-1)
 
     def loss(p, *rows):
         logprobs, entropy = applied.response_logprobs(
@@ -99,6 +72,13 @@ def one_device() -> tuple:
     return params, rows, score_and_gradient(params, rows, logit_bytes=1 << 20, remat="none")
 
 
+def test_response_logprobs_equal_a_numpy_loop(one_device):
+    params, rows, ((logprobs, entropy), _) = one_device
+    expected_logprobs, expected_entropy = numpy_scores(params, rows, GROUPED, 0.9, (PAD,))
+    np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-5)
+    np.testing.assert_allclose(entropy, expected_entropy, atol=1e-5)
+
+
 @pytest.mark.parametrize("steps, remat", [(0, "none"), (3, "full"), (7, "dots")])  # 3 does not divide 7; 0: one all the same
 def test_blocks_and_remat_change_no_scores_and_no_gradients(one_device, steps, remat):
     params, rows, expected = one_device
@@ -108,7 +88,7 @@ def test_blocks_and_remat_change_no_scores_and_no_gradients(one_device, steps, r
 
 
 def test_logits_are_never_there_all_at_once():
-    """Temporary memory of log-probs with gradients at B = 16, T = 1024, V = 50,000, as the compiler plans it."""
+    """Temporary memory of log-probs with gradients, as the compiler plans it."""
     B, R, D, V = 16, 1024, 64, 50_000
     config = DecoderConfig(layers=1, width=D, heads=1, kv_heads=1, head_size=D, ffn=D, vocab=V, max_positions=R)
     shapes = (
@@ -117,135 +97,53 @@ def test_logits_are_never_there_all_at_once():
         jax.ShapeDtypeStruct((B, R), jnp.int32),
     )
 
-    def naive(weight, hidden, tokens):
-        logprobs = jax.nn.log_softmax(jnp.einsum("BRD,VD->BRV", hidden, weight))
-        return jnp.take_along_axis(logprobs, tokens[..., None], axis=-1).sum()
-
     def blocked(weight, hidden, tokens):
         settings = dict(config=config, space=EVERYTHING, logit_bytes=128 << 20)
         return applied.token_logprobs(applied.with_table(weight, config), hidden, tokens, **settings)[0].sum()
 
-    temporary = [
-        jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
-        for loss in (naive, blocked)
-    ]
-    assert temporary[0] > 2 * 4 * B * R * V * 0.9  # logits and their gradient
-    assert temporary[1] < temporary[0] / 10, temporary
-
-
-def test_entropy_carries_no_gradient():
-    params, rows = random_params(GROUPED), random_rows(2, 5, 7, 40)
-
-    def entropy_sum(p):
-        return applied.response_logprobs(p, *rows, R=7, config=GROUPED, space=EVERYTHING, logit_bytes=1, remat="full")[1].sum()
-
-    assert all((leaf == 0).all() for leaf in jax.tree.leaves(jax.jit(jax.grad(entropy_sum))(params)))
-
-
-def test_no_room_for_logits_names_the_value():
-    with pytest.raises(ValueError, match="logit_bytes=0 must be at least 1"):
-        score_and_gradient(random_params(GROUPED), random_rows(2, 5, 7, 40), logit_bytes=0, remat="none")
-
-
-def test_banned_tokens_are_outside_the_distribution():
-    logits, space = jnp.asarray([[1.0, 5.0, 2.0, 0.0]]), scoring.ResponseSpace(temperature=2.0, banned_tokens=(1, 3), eos_id=-1)
-    allowed = scoring.restrict(logits, jnp.zeros(1, jnp.int32), space) / space.temperature
-    found = np.concatenate([scoring.chosen_logprobs(allowed, jnp.full(1, token))[0] for token in range(4)])
-    assert found[1] == found[3] == -np.inf
-    np.testing.assert_allclose(found[[0, 2]], np.log([1 / (1 + np.exp(0.5)), 1 / (1 + np.exp(-0.5))]), rtol=1e-6)
-
-
-MESHES = [(8, 1, 1), (1, 4, 2), (2, 2, 2)]  # data, fsdp, tensor
-
-
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_meshes_give_the_loss_and_gradients_of_one_device(one_device, sizes):
-    params, rows, expected = one_device
-    mesh = sharding.make_mesh(sizes, setting="trainer.mesh")
-    shardings = applied.shardings(GROUPED, mesh)
-    with jax.set_mesh(mesh):
-        found = score_and_gradient(
-            jax.device_put(params, shardings), sharding.put_rows(mesh, rows), logit_bytes=3 * BYTES_PER_STEP, remat="full"
-        )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
+    program = jax.jit(jax.grad(blocked, argnums=(0, 1))).lower(*shapes).compile()
+    assert program.memory_analysis().temp_size_in_bytes < B * R * V * 4 / 5
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("parallel residual, partial rotary", "local and global layers"),  # which hold what each of the next two has, too
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("learned positions", "query and key norms")),
-    ],
+    "name, kernel",
+    [("grouped, tied", "xla"), ("parallel residual, partial rotary", "xla"), ("local and global layers", "splash")],
 )
-def test_every_architecture_runs_sharded(name):
-    config = dataclasses.replace(CONFIGS[name], tied_embedding=False)
+def test_meshes_give_the_loss_and_gradients_of_one_device(name, kernel):
+    """Of heads of their own too, with a vocabulary that the tensor axis does not divide, which therefore stays whole."""
+    config = CONFIGS[name] if name == "grouped, tied" else dataclasses.replace(CONFIGS[name], tied_embedding=False, vocab=41)
     params, rows = random_params(config), random_rows(16, 5, 7, 40)
-    mesh = sharding.make_mesh((2, 2, 2), setting="trainer.mesh")
-    expected = score_and_gradient(params, rows, logit_bytes=3 * BYTES_PER_STEP, remat="full", config=config)
-    sharded = jax.device_put(params, applied.shardings(config, mesh)), sharding.put_rows(mesh, rows)
+    settings = dict(logit_bytes=3 * BYTES_PER_STEP, remat="full", config=config)
+    expected = score_and_gradient(params, rows, **settings)
+    mesh = sharding.make_mesh((2, 2, 2), setting="trainer.mesh")  # data, fsdp, tensor
     with jax.set_mesh(mesh):
-        found = score_and_gradient(*sharded, logit_bytes=3 * BYTES_PER_STEP, remat="full", config=config)
+        sharded = jax.device_put(params, applied.shardings(config, mesh))
+        settings["config"] = dataclasses.replace(config, attention=kernel)
+        found = score_and_gradient(sharded, sharding.put_rows(mesh, rows), **settings)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2)], ids=str)
-def test_sharded_layers_gather_weights_and_never_rows(sizes):
-    """Under fully-sharded data parallelism a device computes with whole weights and its own rows, not the other way round."""
-    config = dataclasses.replace(GROUPED, layers=2)
+def gathered(sizes: tuple[int, int, int], *, differentiate: bool) -> list[tuple[int, ...]]:
+    """The shapes of all arrays that scoring of 16 rows exchanges between the devices of a mesh, but for sums of results."""
     mesh = sharding.make_mesh(sizes, setting="trainer.mesh")
-    B, P, R = 16, 5, 7
-    params = jax.device_put(random_params(config), applied.shardings(config, mesh))
-    rows = sharding.put_rows(mesh, random_rows(B, P, R, 40))
+    settings = dict(R=7, config=GROUPED, space=EVERYTHING, logit_bytes=2 * BYTES_PER_STEP, remat="full")
+    params = jax.device_put(random_params(GROUPED), applied.shardings(GROUPED, mesh))
 
-    def loss(p, *rows):
-        settings = dict(R=R, config=config, space=EVERYTHING, logit_bytes=2 * BYTES_PER_STEP, remat="full")
-        return applied.response_logprobs(p, *rows, **settings)[0].sum()
+    def score(params, *rows):
+        return applied.response_logprobs(params, *rows, **settings)[0].sum()
 
     with jax.set_mesh(mesh):
-        program = jax.jit(jax.grad(loss)).lower(params, *rows).compile().as_text()
-    # Every gathered array is a parameter: none has the rows of more than one device, B · T tokens or B rows.
-    gathered = [tuple(map(int, m.split(","))) for m in re.findall(r"= \w+\[([\d,]+)\]\S* all-gather\(", program)]
-    assert gathered
-    tokens = B * (P + R - 1)
-    assert not [shape for shape in gathered if tokens in shape or B in shape], gathered
+        traced = jax.jit(jax.grad(score) if differentiate else score)
+        program = traced.lower(params, *sharding.put_rows(mesh, random_rows(16, 5, 7, 40))).compile().as_text()
+    found = re.findall(r"= \w+\[([\d,]*)\]\S* (?:all-to-all|all-gather|collective-permute)\(", program)
+    return [tuple(map(int, shape.split(","))) for shape in found]
 
 
-def test_a_mesh_that_does_not_divide_names_both_numbers():
-    mesh = sharding.make_mesh((2, 1, 4), setting="trainer.mesh")
-    with pytest.raises(ValueError, match=r"layers\.attention\.key\.weight: axis 'kv_heads' of size 2 is not divisible by 4"):
-        applied.shardings(GROUPED, mesh)
-
-
-def test_a_vocabulary_that_does_not_divide_stays_whole():
-    config = dataclasses.replace(GROUPED, vocab=41, tied_embedding=False)
-    mesh = sharding.make_mesh((2, 2, 2), setting="trainer.mesh")
-    shardings = applied.shardings(config, mesh)
-    assert shardings["lm_head"]["weight"].spec == jax.sharding.PartitionSpec(("fsdp",), None)
-    assert applied.shardings(GROUPED, mesh)["embedding"]["weight"].spec[0] == "tensor"
-    params, rows = random_params(config), random_rows(16, 5, 7, 40)
-    expected = score_and_gradient(params, rows, logit_bytes=3 * BYTES_PER_STEP, remat="full", config=config)
-    with jax.set_mesh(mesh):
-        found = score_and_gradient(
-            jax.device_put(params, shardings),
-            sharding.put_rows(mesh, rows),
-            logit_bytes=3 * BYTES_PER_STEP,
-            remat="full",
-            config=config,
-        )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
-
-
-def test_data_parallel_scoring_gathers_nothing():
-    mesh = sharding.make_mesh((8, 1, 1), setting="trainer.mesh")
-    params = jax.device_put(random_params(GROUPED), sharding.replicated(mesh))
-    rows = sharding.put_rows(mesh, random_rows(32, 5, 7, 40))
-
-    def score(p, *rows):
-        settings = dict(R=7, config=GROUPED, space=EVERYTHING, logit_bytes=4 * BYTES_PER_STEP, remat="full")
-        return applied.response_logprobs(p, *rows, **settings)
-
-    with jax.set_mesh(mesh):
-        assert "all-gather" not in jax.jit(score).lower(params, *rows).compile().as_text()
+def test_devices_gather_weights_and_never_rows():
+    """Under fully-sharded data parallelism a device computes with whole weights and its own rows, not the other way round."""
+    assert not gathered((8, 1, 1), differentiate=False)
+    shapes = gathered((2, 2, 2), differentiate=True)
+    assert shapes and not [shape for shape in shapes if {16, 16 * (5 + 7 - 1)} & set(shape)], shapes
 
 
 # Parameters of the published checkpoints, a tied embedding counted once.
@@ -275,83 +173,63 @@ def test_presets_have_the_published_sizes(name):
     assert applied.count(config) == PUBLISHED[name]
     tensor = min(2, config.kv_heads)
     mesh = sharding.make_mesh((1, 8 // tensor, tensor), setting="trainer.mesh")
-    shardings = applied.shardings(config, mesh)
-    shapes = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), parameters.shapes(applied.specs(config)), shardings
-    )
+    shapes = parameters.sharded_shapes(applied.specs(config), mesh, dtype="float32")
     tokens, length = jax.ShapeDtypeStruct((8, 32), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.int32)
     settings = dict(R=16, config=config, space=EVERYTHING, logit_bytes=1 << 20, remat="full")
-    score = functools.partial(applied.response_logprobs, **settings)
     with jax.set_mesh(mesh):
-        logprobs, _ = jax.eval_shape(score, shapes, tokens, length, length)
+        logprobs, _ = jax.eval_shape(functools.partial(applied.response_logprobs, **settings), shapes, tokens, length, length)
     assert logprobs.shape == (8, 16) and logprobs.dtype == jnp.float32
-    created = jax.eval_shape(lambda key: applied.init(key, config), jax.random.key(0))
-    assert jax.tree.map(lambda x: x.shape, created) == jax.tree.map(lambda x: x.shape, parameters.shapes(applied.specs(config)))
-
-
-def test_the_small_real_model_has_its_published_size():
-    tinystories = DecoderConfig(layers=2, width=128, heads=8, kv_heads=4, head_size=16, ffn=384, vocab=2048, max_positions=512)
-    assert applied.count(tinystories) == 656_000
-
-
-def test_local_layers_need_a_window_and_a_window_local_layers():
-    for pattern, window in (("lg", 0), ("g", 4), ("", 4), ("lx", 4)):
-        with pytest.raises(ValueError, match=f"layer_pattern='{pattern}' does not go with window={window}"):
-            dataclasses.replace(GROUPED, layer_pattern=pattern, window=window)
-
-
-def test_tokens_outside_of_the_window_change_nothing():
-    """One local layer of window 3: the state at position 7 depends on tokens 5, 6 and 7."""
-    config = dataclasses.replace(GROUPED, layers=1, layer_pattern="l", window=3)
-    params, tokens = random_params(config), np.arange(1, 9, dtype=np.int32)[None]
-    expected = applied.hidden_states(params, tokens, config=config)[0, 7]
-    for position in range(8):
-        changed = tokens.copy()
-        changed[0, position] = 30
-        found = applied.hidden_states(params, changed, config=config)[0, 7]
-        assert np.allclose(found, expected, atol=1e-5) == (position < 5)
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_init_has_the_abstract_shapes(config):
-    created = jax.eval_shape(lambda key: applied.init(key, config), jax.random.key(0))
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), created) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), parameters.shapes(applied.specs(config))
-    )
-    assert ("lm_head" in created) == (not config.tied_embedding)
 
 
 def test_init_of_the_layers_does_not_depend_on_the_head():
-    def init(config):
-        params = applied.init(jax.random.key(3), config)
-        ffn = params["layers"]["feed_forward"]
-        return {name: ffn[name]["weight"] for name in ("up", "gate", "down")} | params["final_norm"]
-
-    tied = jax.jit(init, static_argnums=0)(GROUPED)
-    untied = jax.jit(init, static_argnums=0)(dataclasses.replace(GROUPED, tied_embedding=False, vocab=41))
+    definitions = [
+        applied.define(dataclasses.replace(GROUPED, **changes)) for changes in ({}, dict(tied_embedding=False, vocab=41))
+    ]
+    tied, untied = (jax.jit(made.init)(jax.random.key(3))["layers"]["feed_forward"] for made in definitions)
     jax.tree.map(np.testing.assert_array_equal, tied, untied)
-    assert not (tied["up"] == tied["gate"]).any()
-    assert (tied["scale"] == 1).all()
-    np.testing.assert_allclose(np.std(tied["up"]), 0.02, rtol=0.05)
-    np.testing.assert_allclose(np.std(tied["down"]), 0.02 / np.sqrt(4), rtol=0.05)
+    assert not (tied["up"]["weight"] == tied["gate"]["weight"]).any()
+    np.testing.assert_allclose(np.std(tied["up"]["weight"]), 0.02, rtol=0.05)
+    np.testing.assert_allclose(np.std(tied["down"]["weight"]), 0.02 / np.sqrt(4), rtol=0.05)
 
 
-def test_impossible_shapes_name_the_settings():
-    with pytest.raises(ValueError, match=r"model\.heads=4 is not divisible by model\.kv_heads=3"):
-        dataclasses.replace(GROUPED, kv_heads=3)
-    with pytest.raises(ValueError, match=r"model\.head_size=7 must be even"):
-        dataclasses.replace(GROUPED, head_size=7)
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        (dict(kv_heads=3), r"model\.heads=4 is not divisible by model\.kv_heads=3"),
+        (dict(head_size=7), r"model\.head_size=7 must be even"),
+        *(
+            (dict(layer_pattern=pattern, window=window), f"layer_pattern='{pattern}' does not go with window={window}")
+            for pattern, window in (("lg", 0), ("g", 4), ("lx", 4))
+        ),
+    ],
+    ids=str,
+)
+def test_impossible_shapes_name_the_settings(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        dataclasses.replace(GROUPED, **changes)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_float32_products_ask_for_full_precision(dtype):
+    """Of whole sequences with gradients, of a prefill and of a decode step."""
     config = dataclasses.replace(GROUPED, compute_dtype=dtype)
+    whole = parameters.shapes(applied.specs(config))
+    params = jax.eval_shape(functools.partial(kv_cache.unstack, config=config), whole)
+    tokens, index = jax.ShapeDtypeStruct((2, 5), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    prefill = functools.partial(applied.prefill, config=config)
+    _, cache = jax.eval_shape(prefill, params, tokens, index)
+    masks = kv_cache.Masks(prompt=np.ones((2, 1, 5), bool), own=np.ones((2, 5), bool))
 
     def loss(params, tokens):
         hidden = applied.hidden_states(params, tokens, config=config, remat="full")
         return applied.logits_of(params, hidden[0], config=config).sum()
 
-    program = str(jax.make_jaxpr(jax.grad(loss))(parameters.shapes(applied.specs(config)), jnp.zeros((1, 4), jnp.int32)))
-    products, exact = program.count("dot_general["), program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
-    assert products > 24  # nine a layer, forward, again and backward
-    assert exact == (products if dtype == "float32" else 0)
+    programs = (
+        jax.make_jaxpr(jax.grad(loss))(whole, tokens),
+        jax.make_jaxpr(prefill)(params, tokens, index),
+        jax.make_jaxpr(functools.partial(applied.decode_step, config=config))(params, index, index, 0, cache, cache, masks),
+    )
+    for program in map(str, programs):
+        products, exact = program.count("dot_general["), program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
+        assert products > 18  # nine a layer
+        assert exact == (products if dtype == "float32" else 0)

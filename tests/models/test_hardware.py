@@ -4,15 +4,16 @@ import logging
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from tba_jax.models import hardware
+from tba_jax.experiment.schema import SCHEMA
+from tba_jax.models import attention, hardware, layers
 from tba_jax.models.config import DecoderConfig
-from tba_jax.models.hardware import Hardware
+from tba_jax.models.hardware import DEFAULTS, Hardware
 from tba_jax.models.policy import Policy
 
 T4 = Hardware(platform="gpu", kind="Tesla T4", capability=(7, 5))
-V100 = Hardware(platform="gpu", kind="Tesla V100", capability=(7, 0))
 A100 = Hardware(platform="gpu", kind="NVIDIA A100", capability=(8, 0))
 B200 = Hardware(platform="gpu", kind="NVIDIA B200", capability=(10, 0))
 AMD = Hardware(platform="gpu", kind="AMD Instinct MI300X")
@@ -29,15 +30,12 @@ def model(compute_dtype: str, attention: str) -> DecoderConfig:
     "device, asked, gets, said",
     [
         (T4, ("bfloat16", "auto"), ("float32", "xla"), ["model.compute_dtype=bfloat16"]),
-        (V100, ("bfloat16", "cudnn"), ("float32", "xla"), ["model.compute_dtype=bfloat16", "model.attention=cudnn"]),
+        (T4, ("bfloat16", "cudnn"), ("float32", "xla"), ["model.compute_dtype=bfloat16", "model.attention=cudnn"]),
         (T4, ("float32", "auto"), ("float32", "xla"), []),
-        (T4, ("float32", "cudnn"), ("float32", "xla"), ["model.attention=cudnn"]),
         (A100, ("bfloat16", "cudnn"), ("bfloat16", "cudnn"), []),
-        (B200, ("bfloat16", "auto"), ("bfloat16", "auto"), []),
         (AMD, ("bfloat16", "auto"), ("bfloat16", "xla"), []),
         (AMD, ("bfloat16", "cudnn"), ("bfloat16", "xla"), ["model.attention=cudnn"]),
         (TPU, ("bfloat16", "splash"), ("bfloat16", "splash"), []),
-        (TPU, ("bfloat16", "auto"), ("bfloat16", "auto"), []),
         (CPU, ("bfloat16", "xla"), ("bfloat16", "xla"), []),
     ],
     ids=str,
@@ -81,3 +79,20 @@ def test_the_log_says_it_and_the_policy_is_another_only_then(caplog):
     assert caplog.records[0].getMessage() == (
         "model.compute_dtype=bfloat16: Tesla T4 (compute capability 7.5) has no bfloat16, so float32 is used here"
     )
+
+
+def test_every_setting_has_a_value_on_every_platform_and_is_left_to_the_device():
+    config = SCHEMA.defaults()
+    assert config.learner.remat == config.model.attention == hardware.AUTO and config.searchers.decode_chunk == 0
+    for setting, platforms in DEFAULTS.items():
+        assert platforms.keys() == {"cpu", "gpu", "tpu"} and setting in SCHEMA.rules
+        assert not {hardware.AUTO, 0} & set(platforms.values())
+    assert set(DEFAULTS["learner.remat"].values()) <= set(layers.REMAT)
+    for given, expected in ((8, 8), (0, DEFAULTS["searchers.decode_chunk"]["gpu"])):  # a user's value goes before the table
+        assert hardware.value("searchers.decode_chunk", given, "rocm") == expected
+
+
+def test_attention_is_the_tables_where_the_device_takes_it():
+    half = jnp.dtype("bfloat16")
+    assert [attention.fastest(platform, half, 64) for platform in ("cpu", "gpu", "tpu")] == ["xla", "cudnn", "splash"]
+    assert {attention.fastest("gpu", *no) for no in ((jnp.dtype("float32"), 64), (half, 256), (half, 12))} == {"xla"}

@@ -61,10 +61,13 @@ def test_weights_lie_head_by_head_where_heads_fill_tiles(monkeypatch):
     assert {name for name, x in told.items() if x.format.layout is not None} == moved
 
 
-@pytest.mark.parametrize("form", ["plain", "tiled", "heads side by side"])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_prefill_and_decode_steps_equal_whole_sequences(config, form):
+@pytest.mark.parametrize(
+    "name, form",
+    [*((name, "plain") for name in CONFIGS), ("grouped, tied", "tiled"), ("local and global layers", "heads side by side")],
+)
+def test_prefill_and_decode_steps_equal_whole_sequences(name, form):
     """Three rows share each prompt; entries are written in a shuffled order, prompts lie behind another buffer's."""
+    config = CONFIGS[name]
     together, tiled = config.kv_heads if form == "heads side by side" else 1, form != "plain"
     prompts, responses = random_rows()
     plain = random_params(config)
@@ -92,39 +95,6 @@ def test_prefill_and_decode_steps_equal_whole_sequences(config, form):
         np.testing.assert_allclose(logits, expected[:, t + 1], **ROUNDING)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_padding_behind_a_prompt_changes_nothing(config):
-    params, prompt = unstack(random_params(config), config=config), np.array([7, 3, 22], np.int32)
-    expected, kept = prefill(params, prompt[None], np.array([3], np.int32), config=config)
-    for filler in (0, 17):
-        padded = np.pad(prompt, (0, 4), constant_values=filler)[None]
-        logits, cache = prefill(params, padded, np.array([3], np.int32), config=config)
-        np.testing.assert_allclose(logits, expected, atol=1e-5)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[:, :, :3], b, atol=1e-5), cache, kept)
-
-
-def test_rows_start_at_different_times_and_an_idle_row_is_finite():
-    """Row 1 joins two steps after the others, row 4 never: what they do not attend to changes nothing for anyone."""
-    prompts, responses = random_rows()
-    plain = random_params(GROUPED)
-    expected, params = whole_logits(plain, GROUPED, prompts, responses), unstack(plain, config=GROUPED)
-    _, shared = prefill(params, prompts, PROMPT_LENGTH, config=GROUPED)
-    starts = np.array([0, 2, 0, 0, R, 0])
-    own = empty_own(GROUPED, R)
-    for step in range(R):
-        made = step - starts
-        active = made >= 0
-        token = responses[np.arange(B), np.maximum(made, 0)]
-        masks = kv_cache.Masks(
-            prompt=(active.reshape(J, W, 1)) & (np.arange(P) < PROMPT_LENGTH[:, None])[:, None],
-            own=(np.arange(R) >= starts[:, None]) & (np.arange(R) <= step),
-        )
-        position = np.repeat(PROMPT_LENGTH, W) + np.maximum(made, 0)
-        logits, own = decode_step(params, token, position, np.int32(step), shared, own, masks, config=GROUPED)
-        assert np.isfinite(logits).all()
-        np.testing.assert_allclose(logits[active], expected[np.flatnonzero(active), made[active] + 1], atol=1e-5)
-
-
 def numpy_attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     """float64[H]: one softmax over all keys [n, H] for one query [H]."""
     scores = keys @ query / np.sqrt(len(query))
@@ -138,9 +108,15 @@ def beside(cache: np.ndarray, together: int) -> np.ndarray:
     return cache.reshape(B, G // together, together, R, H).swapaxes(2, 3).reshape(B, G // together, R, together * H)
 
 
-@pytest.mark.parametrize("reads", ["both", "own only", "prompt only"])
 @pytest.mark.parametrize(
-    "n, least_rows, together, itself", [(3, 1, 1, False), (1, 2, 1, True), (3, 8, 1, False), (2, 1, 2, True)]
+    "reads, n, least_rows, together, itself",
+    [
+        ("both", 3, 1, 1, False),
+        ("own only", 1, 2, 1, True),
+        ("prompt only", 3, 8, 1, False),
+        ("both", 2, 1, 2, True),
+        ("prompt only", 2, 1, 2, True),
+    ],
 )
 def test_attention_in_two_parts_equals_one_softmax_in_numpy(reads, n, least_rows, together, itself):
     """Scores of 30 and more: without the common largest one, exp would overflow or lose a whole part."""
@@ -158,7 +134,8 @@ def test_attention_in_two_parts_equals_one_softmax_in_numpy(reads, n, least_rows
     prompt, own = (prompt_keys, prompt_values), tuple(map(beside, (own_keys, own_values), [together] * 2))
     new = tuple(x[:, :, -1] for x in (own_keys, own_values)) if itself else None  # the entry R - 1, which the masks leave out
     before = own_mask & (np.arange(R) < R - 1) if itself else own_mask
-    found = attention.attend_in_two_parts(query, prompt, own, prompt_mask, before, itself=new, least_rows=least_rows)
+    attend = jax.jit(functools.partial(attention.attend_in_two_parts, least_rows=least_rows))
+    found = attend(query, prompt, own, prompt_mask, before, itself=new)
     own_mask[:, -1] |= itself
     for b in range(B):
         j, w = divmod(b, W)
@@ -167,6 +144,9 @@ def test_attention_in_two_parts_equals_one_softmax_in_numpy(reads, n, least_rows
             keys = np.concatenate([prompt_keys[j, g, prompt_mask[j, w]], own_keys[b, g, own_mask[b]]]).astype(np.float64)
             values = np.concatenate([prompt_values[j, g, prompt_mask[j, w]], own_values[b, g, own_mask[b]]])
             np.testing.assert_allclose(found[b, head], numpy_attention(query[b, head], keys, values), atol=1e-5)
+    assert np.isfinite(
+        attend(query, prompt, own, np.zeros_like(prompt_mask), np.zeros_like(before), itself=new)
+    ).all()  # idle rows
 
 
 def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():
@@ -174,40 +154,13 @@ def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():
     prompts, responses = random_rows()
     params = random_params(config)
 
-    @jax.jit
-    def both_paths(params):
-        tokens = np.concatenate([prompts[1:], responses[W : W + 1, :1]], axis=1)  # a prompt without padding, and a token
-        hidden = applied.hidden_states(params, tokens, config=config, remat="none")
-        unstacked = kv_cache.unstack(params, config)
-        _, cache = applied.prefill(unstacked, prompts, PROMPT_LENGTH, config=config)
-        own = jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), cache)
-        masks = kv_cache.Masks(prompt=jnp.ones((J, W, P), bool), own=jnp.zeros((B, P), bool).at[:, 0].set(True))
-        logits, own = applied.decode_step(
-            unstacked, responses[:, 0], jnp.full(B, P), jnp.int32(0), cache, own, masks, config=config
-        )
-        return hidden, applied.logits_of(params, hidden[0, -1:], config=config), logits[W], (cache, own)
-
-    hidden, scored, logits, caches = both_paths(params)
-    assert hidden.dtype == jnp.bfloat16 and all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(caches))
-    assert scored.dtype == logits.dtype == jnp.float32
-    # The same rounding on both paths is what keeps the sampler's log-probs equal to the learner's.
-    np.testing.assert_allclose(logits, scored[0], atol=0.05)
-    exact = whole_logits(params, GROUPED, prompts, responses)[W, 1]
-    assert 1e-4 < np.abs(logits - exact).max() < 0.3
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_cached_float32_products_ask_for_full_precision(dtype):
-    config = dataclasses.replace(GROUPED, compute_dtype=dtype)
-    params = jax.eval_shape(functools.partial(kv_cache.unstack, config=config), parameters.shapes(applied.specs(config)))
-    tokens, index = jax.ShapeDtypeStruct((J, P), jnp.int32), jax.ShapeDtypeStruct((J,), jnp.int32)
-    _, cache = jax.eval_shape(functools.partial(applied.prefill, config=config), params, tokens, index)
-    masks = kv_cache.Masks(prompt=np.ones((J, 1, P), bool), own=np.ones((J, P), bool))
-    programs = (
-        jax.make_jaxpr(functools.partial(applied.prefill, config=config))(params, tokens, index),
-        jax.make_jaxpr(functools.partial(applied.decode_step, config=config))(params, index, index, 0, cache, cache, masks),
-    )
-    for program in map(str, programs):
-        products, exact = program.count("dot_general["), program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
-        assert products > 18  # nine a layer, and the logits
-        assert exact == (products if dtype == "float32" else 0)
+    unstacked = unstack(params, config=config)
+    _, cache = prefill(unstacked, prompts, PROMPT_LENGTH, config=config)
+    own = jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), cache)
+    masks = kv_cache.Masks(prompt=np.ones((J, W, P), bool), own=np.tile(np.arange(P) == 0, (B, 1)))
+    logits, own = decode_step(unstacked, responses[:, 0], np.full(B, P), np.int32(0), cache, own, masks, config=config)
+    assert logits.dtype == jnp.float32 and all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves((cache, own)))
+    # Row W has a prompt without padding. The same rounding on both paths keeps the sampler's log-probs equal to the learner's.
+    scored, exact = (whole_logits(params, of, prompts, responses)[W, 1] for of in (config, GROUPED))
+    np.testing.assert_allclose(logits[W], scored, atol=0.05)
+    assert 1e-4 < np.abs(logits[W] - exact).max() < 0.3

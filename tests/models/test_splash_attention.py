@@ -1,6 +1,5 @@
 """Splash attention, interpreted on CPU devices, against XLA's attention: results and gradients."""
 
-import dataclasses
 import functools
 import importlib.util
 from typing import Any
@@ -12,9 +11,7 @@ import pytest
 
 from tba_jax import sharding
 from tba_jax.experiment import topologies
-from tba_jax.models import attention, kv_cache, scoring
-from tests.support import applied, tiny_checkpoints
-from tests.support.tiny_decoders import CONFIGS, random_params
+from tba_jax.models import attention
 
 
 def inputs(B: int, T: int, N: int, G: int, H: int, dtype: Any = jnp.float32) -> tuple[jax.Array, ...]:
@@ -46,12 +43,9 @@ def compare(found, expected, *, tolerance: float) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        dict(T=128, heads=(4, 4, 64), causal=True),
-        dict(T=131, heads=(6, 2, 128), causal=True),  # padded to 256
-        dict(T=520, heads=(4, 2, 16), causal=True),  # two blocks
-        dict(T=131, heads=(2, 1, 80), causal=True, window=17),
-        dict(T=520, heads=(2, 1, 256), causal=True, window=300),  # a block of the first queries and last keys is skipped
-        dict(T=140, heads=(3, 3, 32), causal=False),
+        dict(T=131, heads=(4, 2, 128), causal=True),  # padded to 256
+        dict(T=520, heads=(2, 1, 16), causal=True, window=300),  # two blocks; one of first queries and last keys is skipped
+        dict(T=128, heads=(2, 2, 32), causal=False),
     ],
     ids=str,
 )
@@ -75,96 +69,30 @@ def test_products_of_float32_are_exact():
 
 def test_in_bfloat16_it_errs_no_more_than_rounding_does():
     """Scores are float32 either way; queries are rounded once more, since they are divided by sqrt(H) before the product."""
-    rounded = inputs(2, 131, 4, 2, 128, jnp.bfloat16)
+    rounded = inputs(1, 128, 2, 1, 128, jnp.bfloat16)
     found = attended(*rounded, kernel="splash", causal=True)
     assert all(x.dtype == jnp.bfloat16 for x in found)
-    compare(found, attended(*rounded, kernel="xla", causal=True), tolerance=0.02)
     compare(found, attended(*(x.astype(jnp.float32) for x in rounded), kernel="xla", causal=True), tolerance=0.02)
 
 
-@pytest.mark.parametrize("masks", [dict(causal=False), dict(causal=True), dict(causal=True, window=5)], ids=str)
+@pytest.mark.parametrize("masks", [dict(causal=False), dict(causal=True, window=5)], ids=str)
 def test_tokens_attend_within_their_segment(masks):
-    """A padded row, three segments in a row, and a row of padding alone, against each segment by itself."""
+    """A padded row, three segments in a row, and a row of padding alone."""
     lengths = [[90, 50], [30, 60, 50], [140]]
     segments = jnp.array([np.repeat(range(len(each)), each) for each in lengths], jnp.int32)
     qkv = inputs(3, 140, 4, 2, 16)
     found = attended(*qkv, kernel="splash", segments=segments, **masks)
     compare(found, attended(*qkv, kernel="xla", segments=segments, **masks), tolerance=1e-5)
-    for row, each in enumerate(lengths):
-        for begin, end in zip(np.cumsum([0, *each]), np.cumsum(each), strict=False):
-            alone = attended(*(x[row : row + 1, begin:end] for x in qkv), kernel="xla", **masks)
-            compare([x[row : row + 1, begin:end] for x in found], alone, tolerance=1e-4)
 
 
 # data, fsdp, tensor. Over 4 ways each device has all of 3 rows, and all heads of 2 groups.
-@pytest.mark.parametrize("sizes, B", [((4, 1, 1), 4), ((4, 1, 1), 3), ((1, 2, 2), 4), ((1, 1, 4), 4)], ids=str)
+@pytest.mark.parametrize("sizes, B", [((4, 1, 1), 3), ((1, 2, 2), 4), ((1, 1, 4), 4)], ids=str)
 def test_meshes_give_the_result_of_one_device(sizes, B):
     qkv = inputs(B, 40, 8, 2, 16)
     segments = jnp.broadcast_to(jnp.arange(40) // 25, (B, 40)).astype(jnp.int32)
-    mesh = sharding.make_mesh(sizes, setting="learner.mesh", devices=jax.devices()[:4])
-    for masks in (dict(causal=True), dict(causal=False, segments=segments)):
-        expected = attended(*qkv, kernel="xla", **masks)
-        with jax.set_mesh(mesh):
-            compare(attended(*qkv, kernel="splash", **masks), expected, tolerance=1e-5)
-
-
-def loss_and_gradient(params, tokens, *, config, remat: str) -> Any:
-    """Of the log-probs of responses of 7 tokens after prompts of 5."""
-    lengths = np.full((2, len(tokens)), [[5], [7]], np.int32)
-    space = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
-
-    def loss(params):
-        settings = dict(R=7, config=config, space=space, logit_bytes=1 << 20, remat=remat)
-        return applied.response_logprobs(params, tokens, *lengths, **settings)[0].mean()
-
-    return jax.jit(jax.value_and_grad(loss))(params)
-
-
-@pytest.mark.parametrize("name, remat", [("query and key norms", "dots"), ("local and global layers", "full")])
-def test_a_decoder_has_the_same_gradients_with_it(name, remat):
-    config, tokens = CONFIGS[name], np.random.default_rng(0).integers(1, 40, (8, 12)).astype(np.int32)
-    params = random_params(config)
-    expected = loss_and_gradient(params, tokens, config=config, remat=remat)
-    config = dataclasses.replace(config, attention="splash")
-    mesh = sharding.make_mesh((2, 2, 2), setting="learner.mesh")
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(params, applied.shardings(config, mesh))
-        found = loss_and_gradient(placed, sharding.put_rows(mesh, tokens), config=config, remat=remat)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), found, expected)
-
-
-def test_a_prompt_has_the_same_cache_with_it():
-    config = CONFIGS["local and global layers"]
-    params, length = kv_cache.unstack(random_params(config), config), np.array([9, 2], np.int32)
-    tokens = np.random.default_rng(0).integers(1, 40, (2, 9)).astype(np.int32)
-    found, expected = (
-        applied.prefill(params, tokens, length, config=dataclasses.replace(config, attention=kernel))
-        for kernel in ("splash", "xla")
-    )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
-
-
-@pytest.mark.parametrize("name", ["bert_embedding", "roberta_classifier"])
-def test_an_encoder_gives_the_same_with_it(name):
-    config, params = tiny_checkpoints.load(tiny_checkpoints.path_of(name))
-    tokens = np.random.default_rng(0).integers(5, config.vocab, (3, 11)).astype(np.int32)
-    real = np.arange(11) < np.array([[11], [4], [0]])
-
-    def given(kernel: str) -> np.ndarray:
-        model = applied.merge(params, dataclasses.replace(config, attention=kernel))
-        return jax.jit(model.classify if config.labels else model.sentence_embeddings)(tokens, real)
-
-    found = given("splash")
-    assert np.isfinite(found).all()  # the last row is all padding
-    np.testing.assert_allclose(found, given("xla"), atol=1e-5)
-
-
-def test_auto_is_the_kernel_of_the_platform():
-    bfloat16, float32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
-    assert attention.fastest("tpu", bfloat16, 256) == attention.fastest("tpu", float32, 8) == "splash"
-    assert attention.fastest("gpu", bfloat16, 128) == "cudnn"
-    assert {attention.fastest("gpu", *no) for no in ((float32, 128), (bfloat16, 256), (bfloat16, 12))} == {"xla"}
-    assert attention.fastest("cpu", bfloat16, 128) == "xla"
+    expected = attended(*qkv, kernel="xla", causal=True, segments=segments)
+    with jax.set_mesh(sharding.make_mesh(sizes, setting="learner.mesh", devices=jax.devices()[:4])):
+        compare(attended(*qkv, kernel="splash", causal=True, segments=segments), expected, tolerance=1e-5)
 
 
 @pytest.mark.slow

@@ -1,11 +1,15 @@
 """What a person sees of a run on a terminal and without one, until it ends or is stopped."""
 
+import json
 import re
+import sqlite3
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tba_jax.storage import layout
+from tba_jax.telemetry import metrics
 from tests.support import tiny_run, wandb_files
 from tests.support.screen import OnTerminal
 
@@ -39,31 +43,33 @@ def test_the_run_is_shown_and_a_stop_leaves_tables_and_a_clean_terminal(tmp_path
     assert (workdir / "progress.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_run_without_a_display_has_plain_lines_a_tracker_and_its_result_once(tmp_path):
-    """Every role is in the run's group of the tracker, which says nothing on the terminal."""
-    pytest.importorskip("wandb", reason="wandb is not installed")
-    workdir = tmp_path / "run"
-    flags = ("--config.metrics.sinks=('wandb',)", "--config.schedule.mode=interleaved", "--config.learner.steps=3")
-    own = {"HOME": str(tmp_path), "WANDB_MODE": "offline", "TERM": "dumb"}
-    with on_terminal(workdir, *flags, width=200, **own) as shown:
-        assert shown.wait() == 0
-        lines = shown.screen.text.split("\n")
-    assert "\x1b" not in shown.written
-    assert any(re.search(r"s  step 0/3  0 %", line) for line in lines), lines
-    assert any("base: accuracy" in line and " s, mean staleness" in line for line in lines)
-    assert not [line for line in lines if "wandb" in line], lines
-    check_group(layout.open_run_dir(workdir))
+def test_a_run_without_a_display_has_plain_lines_trackers_and_its_result_once(tmp_path):
+    """Every role is in the run's group of both trackers."""
+    for package in ("wandb", "trackio"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    workdir, database = tmp_path / "run", tmp_path / "trackio" / "tba_jax.db"
+    flags = ("--config.metrics.sinks=('wandb','trackio')", "--config.schedule.mode=interleaved", "--config.learner.steps=3")
+    own = {"HOME": str(tmp_path), "WANDB_MODE": "offline", "TRACKIO_DIR": str(database.parent)}
 
+    def call() -> tuple[str, str]:
+        asked = dict(cwd=tiny_run.ROOT, env=tiny_run.environment() | own, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(tiny_run.command(workdir, *flags), **asked)
+        assert done.returncode == 0, done.stderr
+        assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in done.stderr.splitlines()), done.stderr
+        return done.stdout, done.stderr
+
+    said, _ = call()
+    assert re.search(r"^ +\d+ s  step 0/3  0 %", said, re.MULTILINE), said
+    assert re.search(r"^base: accuracy .* s, mean staleness", said, re.MULTILINE), said
+    check_group(layout.open_run_dir(workdir), database)
     finished = layout.read_json(layout.RunDir(workdir).finished)
-    again = tiny_run.call(tiny_run.command(workdir, *flags))
-    assert again.returncode == 0, again.stderr
-    assert "base: already finished: accuracy 0.00 -> 0.00, mean staleness" in again.stdout, again.stdout
-    assert "--config.learner.steps=N --allow_change=learner.steps, with N > 3, goes on" in again.stderr
+    said, logged = call()
+    assert "base: already finished: accuracy 0.00 -> 0.00, mean staleness" in said and "\x1b" not in said + logged
+    assert "--config.learner.steps=N --allow_change=learner.steps, with N > 3, goes on" in logged
     assert layout.read_json(layout.RunDir(workdir).finished) == finished, "nothing was done again"
-    assert "\x1b" not in again.stdout + again.stderr
 
 
-def check_group(run: layout.RunDir) -> None:
+def check_group(run: layout.RunDir, database: Path) -> None:
     called = f"run-{layout.read_json(run.config)['id'][:8]}"
     seen = {"trainer": "train/loss", "searcher-0": "search/samples.nrows", "evaluator": "evaluate/samples.nrows"}
     for role, name in seen.items():
@@ -72,3 +78,8 @@ def check_group(run: layout.RunDir) -> None:
         assert (found["run"].run_group, found["run"].display_name) == (called, f"{called}-{role}")
         assert any(name in point for point in found["history"])
         assert not [*run.metrics(role).glob("events.out.*")]
+    with sqlite3.connect(database) as connection:
+        points = connection.execute("select run_name, step, metrics from metrics order by id").fetchall()
+    assert {name for name, _, _ in points} == {f"{called}-{role}" for role in seen}
+    trained = [(step, json.loads(values)["train/loss"]) for name, step, values in points if name.endswith("-trainer")]
+    assert trained == [(line["step"], line["loss"]) for line in metrics.read_lines(run.metrics("trainer"))]

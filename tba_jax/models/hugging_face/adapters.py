@@ -23,10 +23,7 @@ from tba_jax.models.parameters import Params
 from tba_jax.models.policy import LoraConfig
 
 CONFIG, WEIGHTS = files.ADAPTER
-# The names of modules in the model that PEFT wraps begin so.
-_WRAPPED = "base_model.model."
-# model_type of checkpoints whose linear weights are [in, out], which PEFT must be told.
-_INPUTS_FIRST = ("gpt2",)
+_WRAPPED = "base_model.model."  # begins the names of modules in the model that PEFT wraps
 
 
 def save(
@@ -73,10 +70,7 @@ def save(
 
 
 def _adapted(config: DecoderConfig, leaves: Mapping[str, Any]) -> dict[str, tuple[Stored, ...]]:
-    """The modules of the checkpoint that have an adapter -> our weights with adapters that their tensors hold.
-
-    Names have "{layer}" for the number of a layer.
-    """
+    """The modules of the checkpoint that have an adapter ("{layer}" for its number) -> our weights that their tensors hold."""
     ours = {name.removesuffix("lora_a") + "weight" for name in leaves if name.endswith(".lora_a")}
     found = {
         tensor.removesuffix(".weight"): tuple(part for part in stored if part.path in ours)
@@ -87,10 +81,7 @@ def _adapted(config: DecoderConfig, leaves: Mapping[str, Any]) -> dict[str, tupl
 
 
 def _matrices(part: Stored, layer: int | None, leaves: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """A float32[r, inputs] and B float32[outputs, r] of one of our weights as PEFT has them, in the order of the checkpoint.
-
-    B is zero where other parts of the tensor write.
-    """
+    """A float32[r, inputs] and B float32[outputs, r] of one of our weights as PEFT has them, B with zeros for other parts."""
     lora_a, lora_b = (leaves[part.path.removesuffix("weight") + name] for name in ("lora_a", "lora_b"))
     if layer is not None:
         lora_a, lora_b = lora_a[layer], lora_b[layer]
@@ -125,6 +116,6 @@ def _config_values(
         "alpha_pattern": {name: lora.alpha * number for name, number in parts.items()},
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": config.architecture in _INPUTS_FIRST,
+        "fan_in_fan_out": config.architecture == "gpt2",  # its linear weights are [in, out]
         "inference_mode": True,
     }

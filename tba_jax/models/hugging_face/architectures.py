@@ -1,7 +1,4 @@
-"""The supported Hugging Face architectures, each described once for import and export, in the language of files.py.
-
-A linear weight is [out, in]; in GPT-2, whose maps are Conv1D, it is [in, out].
-"""
+"""The supported Hugging Face architectures, each described once for import and export, in the language of files.py."""
 
 import functools
 from typing import Any
@@ -66,9 +63,7 @@ def _write_rotary(config: DecoderConfig) -> dict[str, Any]:
 def _read_windows(settings: Settings, *, absent: str, window: int | None) -> dict[str, Any]:
     """layer_pattern and window.
 
-    Args:
-      absent: the letter of each layer if the file has no layer_types, see DecoderConfig.layer_pattern.
-      window: of local layers; None: the file gives none.
+    Args: absent: the letter of each layer if the file has no layer_types; window: of local layers; None: the file gives none.
     """
     types = settings.names("layer_types")
     if other := sorted(set(types) - set(_LETTERS)):
@@ -130,10 +125,7 @@ def _write_qwen(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read_gemma3(settings: Settings, fields: dict[str, Any]) -> dict[str, Any]:
-    """Global and local layers rotate differently.
-
-    transformers 5 has rope_parameters for each type of layer; before, rope_theta, rope_scaling and rope_local_base_freq.
-    """
+    """transformers 5 has rope_parameters for each type of layer; before, rope_theta, rope_scaling and rope_local_base_freq."""
     kinds = Settings(settings.path, settings.table("rope_parameters"))
     if set(kinds.values) - set(_LETTERS):
         settings.refuse("rope_parameters", "rotary settings of full_attention and of sliding_attention")

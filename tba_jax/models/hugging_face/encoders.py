@@ -15,7 +15,6 @@ _MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 def _config(*, head: str, labels: tuple[str, ...], **fields: Any) -> EncoderConfig:
-    """Labels and the pooler belong to classification alone: the embedding does not read them."""
     classification = head == "classification"
     return EncoderConfig(head=head, labels=labels if classification else (), pooler=classification, **fields)
 

@@ -56,15 +56,13 @@ def save(
 
     Args:
       folder: created, with its parents; it must not exist, or be empty. After an error it does not exist, or is empty.
-      config: of the model. A config that the architecture cannot express is refused.
-      params: the parameters of the model. np.asarray must give a NumPy array of every leaf and of every leaf[layer]: jax.Array,
-        np.ndarray and tensorstore.TensorStore will do. Adapters must be merged, and integer weights restored.
+      params: np.asarray must give a NumPy array of every leaf and of every leaf[layer]: jax.Array, np.ndarray and
+        tensorstore.TensorStore will do. Adapters must be merged, and integer weights restored.
       dtype: of the weights in the file, "float32", "float16" or "bfloat16".
       source: the folder that the model came from. Its config.json is kept except for the class and the dtype, and its
         generation_config.json is copied.
       token_ids: further keys of config.json, as {"pad_token_id": 0}: a class with a score head needs one for padded batches.
-      more: functions that write further files, such as the tokenizer's, into the folder that they are called with, before that
-        has its final name.
+      more: functions that write further files into the folder that they are called with, before that has its final name.
       max_shard_bytes: of the weights in one file; more are written as shards with an index.
 
     Raises:
@@ -111,7 +109,7 @@ def _config_values(folder: Path, config: Any, dtype: str, source: Path | None) -
 
 
 def _checked_leaves(config: Any, params: Params) -> dict[str, Any]:
-    """The parameters by dotted name, once they are known to be the parameters of the config."""
+    """The parameters by dotted name. Raises ValueError where they are not those of the config."""
     leaves, specs = parameters.flatten(params), parameters.flatten(ARCHITECTURES[config.architecture].define(config).specs)
     if unknown := sorted(set(leaves) - set(specs)):
         raise ValueError(f"parameters that a checkpoint has no name for: {', '.join(unknown[:6])}; merge or restore them first")
@@ -187,15 +185,9 @@ def copy_tokenizer(source: Path | str, folder: Path | str) -> None:
 
 
 def write_character_tokenizer(folder: Path | str, characters: str, *, pad_id: int, bos_id: int, eos_id: int) -> None:
-    """Writes a tokenizer of one id a character, which begins every text with bos_id.
-
-    Args:
-      characters: the characters whose ids follow the special ones, in order; the special ids are 0, 1 and 2 in some order.
-    """
+    """Writes a tokenizer of one id a character, after the special ids 0, 1 and 2; it begins every text with bos_id."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-    if sorted((pad_id, bos_id, eos_id)) != [0, 1, 2]:
-        raise ValueError(f"pad_id={pad_id}, bos_id={bos_id}, eos_id={eos_id} must be 0, 1 and 2 in some order")
     # The name of a special token must not be a text: one of its characters is outside the alphabet.
     form = next(form for form in ("<{}>", "<|{}|>", "⟨{}⟩", "\ue000{}\ue001") if set(form) - set("{}") - set(characters))
     names = {form.format(name): i for name, i in (("pad", pad_id), ("bos", bos_id), ("eos", eos_id))}

@@ -131,14 +131,12 @@ class Settings:
         return value
 
     def names(self, key: str) -> list[str]:
-        """A list of strings."""
         value = self._given(key, [])
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise ValueError(f"{self.path}: {key}={value!r} must be a list of names")
         return value
 
     def table(self, key: str) -> dict[str, Any]:
-        """An object."""
         value = self._given(key, {})
         if not isinstance(value, dict):
             raise ValueError(f"{self.path}: {key}={value!r} must be an object")
@@ -219,10 +217,9 @@ class Key:
 class Architecture:
     """One model_type of Hugging Face checkpoints, for import and export.
 
-    heads: class names that config.json's `architectures` may hold -> the head of our config ("language_model", "score"). Export
-      writes the first class of each head.
-    config: makes our config from the fields that `read` returns and architecture, head, compute_dtype, attention, and also labels
-      if the head is "score".
+    heads: class names that config.json's `architectures` may hold -> the head of our config; export writes the first of each.
+    config: makes our config from the fields that `read` returns, architecture, head, compute_dtype, attention, and labels of a
+      score head.
     define: our config -> the definition of its module.
     only: keys that change what the model computes -> the values that our code computes, the value of an absent key first.
     fixed: fields of our config that all checkpoints have. keys: the keys of config.json that are fields of our config.

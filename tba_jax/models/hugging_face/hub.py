@@ -14,13 +14,6 @@ class NotFetched(ValueError):
     """What a setting names is neither on this machine nor given by the hub."""
 
 
-def advised(error: ValueError, setting: str) -> str:
-    """What an error says, and of NotFetched how a setting names a local folder in place of a hub id."""
-    with_make = " (with make: MODEL=FOLDER)" if setting == "model.path" else ""
-    advice = f"; a local folder needs no hub: --config.{setting}=FOLDER{with_make}" if isinstance(error, NotFetched) else ""
-    return f"{error}{advice}"
-
-
 def is_away(error: BaseException) -> bool:
     """Whether an error of the hub's client means that the hub does not answer, or answers that it cannot serve (429, 5xx)."""
     status = getattr(getattr(error, "response", None), "status_code", None)
@@ -31,10 +24,7 @@ def is_away(error: BaseException) -> bool:
 
 
 def away(ask: Callable[[], object], *, called: str) -> BaseException | None:
-    """The error by which the hub does not answer `ask`, with one warning; None where it answers. Other errors are raised.
-
-    Args: called: what is asked for, as the warning names it.
-    """
+    """The error by which the hub does not answer `ask`, with a warning that names what is `called`; None where it answers."""
     import huggingface_hub.constants
 
     if huggingface_hub.constants.HF_HUB_OFFLINE:

@@ -1,7 +1,6 @@
 """Strict import of Hugging Face checkpoints: config.json to our config, safetensors to sharded parameters.
 
-A setting that our models would compute differently, and a tensor that the architecture does not have, is refused by name. Only
-safetensors are read: a pickled checkpoint runs code when it is loaded.
+A setting that our models would compute differently, and a tensor that the architecture does not have, is refused by name.
 """
 
 import contextlib
@@ -49,16 +48,15 @@ def named(setting: str, path: Path | str) -> Iterator[None]:
     except ValueError as error:
         if str(error).startswith(f"{setting}="):
             raise
-        raise ValueError(f"{setting}={str(path)!r}: {hub.advised(error, setting)}") from error
+        advice = f"; a local folder needs no hub: --config.{setting}=FOLDER" if isinstance(error, hub.NotFetched) else ""
+        advice += " (with make: MODEL=FOLDER)" if advice and setting == "model.path" else ""
+        raise ValueError(f"{setting}={str(path)!r}: {error}{advice}") from error
 
 
 def resolve_folder(name: Path | str, *, weights: bool = True) -> Path:
     """The local folder of a checkpoint: `name` itself, or the snapshot of the hub id `org/name` where no such path exists.
 
-    Args: weights: False: of a snapshot, config and tokenizer are enough.
-
-    Raises:
-      ValueError: neither a local folder nor a hub id that could be fetched.
+    Args: weights: False: of a snapshot, config and tokenizer are enough. Raises ValueError: neither can be had.
     """
     folder = Path(name)
     if folder.is_dir():
@@ -91,7 +89,7 @@ def holds_weights(name: Path | str) -> bool:
 
 
 def read_config(folder: Path | str, *, compute_dtype: str, attention: str = "auto", head: str | None = None) -> Any:
-    """Reads `folder`/config.json as a DecoderConfig or an EncoderConfig. folder: a local folder or a hub id, see resolve_folder.
+    """Reads config.json of a folder (see resolve_folder) as a DecoderConfig or an EncoderConfig.
 
     Args:
       head: "language_model" or "score"; None: the head of the checkpoint's class. With "score" (one label), a checkpoint of a
@@ -133,10 +131,7 @@ def config_of(settings: files.Settings, *, compute_dtype: str, attention: str = 
 
 
 def check_weights(folder: Path | str, config: Any, *, new_heads: bool = False) -> None:
-    """Raises the ValueErrors of load_params that follow from the headers of the files: names, shapes and dtypes. Loads no tensor.
-
-    Args: new_heads: whether load_params will be given `fresh`.
-    """
+    """Raises what load_params would of names, shapes and dtypes. Args: new_heads: whether load_params will be given `fresh`."""
     _open_checked(resolve_folder(folder), config, new_heads)
 
 
@@ -146,15 +141,12 @@ def load_params(
     """The checkpoint's parameters, each created in its sharding.
 
     Files are mapped, and every device's shard is filled layer by layer from its slices of them: the host holds the shards of
-    this process and nothing else. On a CPU the shards are the arrays themselves. On accelerators the host frees the shards of
-    one parameter before it reads the next.
+    this process and nothing else. On accelerators it frees the shards of one parameter before it reads the next.
 
     Args:
       folder: a local folder or a hub id, see resolve_folder.
-      config: the shape the tensors must have, see read_config.
       shardings: of the config's parameters, see Definition.shardings.
-      fresh: a random key, from which a score head is initialised if the checkpoint does not hold one; None: the missing head is
-        an error.
+      fresh: a random key, from which a score head is initialised if the checkpoint does not hold one; None: an error.
       dtype: of the parameters that are read; a new head is float32.
 
     Raises:
@@ -180,8 +172,6 @@ def load_params(
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """A tensor in a file."""
-
     name: str
     path: Path
     dtype: str
@@ -193,15 +183,8 @@ class _Tensor:
         return np.asarray(np.memmap(self.path, DTYPES[self.dtype], mode="r", offset=self.offset, shape=self.shape))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """One of our parameters (of one layer) in a tensor."""
-
-    tensor: _Tensor
-    stored: Stored
-
-    def view(self, sizes: Mapping[str, int]) -> np.ndarray:
-        return self.stored.view(self.tensor.map(), sizes)
+# One of our parameters (of one layer): the tensor that holds it, and how.
+_Source = tuple[_Tensor, Stored]
 
 
 def _load(
@@ -225,9 +208,10 @@ def _load(
 
 def _fill(target: np.ndarray, source: _Source, sizes: Mapping[str, int], index: tuple[slice, ...]) -> None:
     """Copies a slice of one of our parameters out of its file, in the target's dtype."""
-    files.copy(target, source.view(sizes)[index])
+    tensor, stored = source
+    files.copy(target, stored.view(tensor.map(), sizes)[index])
     if target.size and not np.isfinite([target.min(), target.max()]).all():
-        raise ValueError(f"{source.tensor.path}: {source.tensor.name} holds numbers that are not finite")
+        raise ValueError(f"{tensor.path}: {tensor.name} holds numbers that are not finite")
 
 
 def _open_file(path: Path) -> list[_Tensor]:
@@ -282,22 +266,18 @@ def _open_folder(folder: Path) -> dict[str, _Tensor]:
 
 
 def _open_checked(folder: Path, config: Any, new_heads: bool) -> dict[str, list[_Source]]:
-    """Our parameter -> its tensor in each layer, once every check has passed. New heads that are absent are left out."""
+    """Our parameter -> its tensor in each layer, once every check has passed, without new heads."""
     tensors = _open_folder(folder)
     sources: dict[str, list[_Source]] = {}
     for name, parts in _expected(folder, tensors, config, new_heads).items():
         _check_tensor(tensors[name], parts[0].shape(config.sizes))
         for part in parts:
-            sources.setdefault(part.path, []).append(_Source(tensors[name], part))
+            sources.setdefault(part.path, []).append((tensors[name], part))
     return sources
 
 
 def _expected(folder: Path, present: Mapping[str, _Tensor], config: Any, new_heads: bool) -> dict[str, tuple[Stored, ...]]:
-    """The tensors to read, in the order of their layers -> what they hold.
-
-    Raises:
-      ValueError: names the tensors that are missing or unknown; tied embeddings that differ.
-    """
+    """The tensors to read, in the order of their layers -> what they hold. Raises ValueError, see load_params."""
     architecture = ARCHITECTURES[config.architecture]
     table = architecture.tensors(config)
     prefix = architecture.prefix if any(name.startswith(architecture.prefix) for name in present) else ""

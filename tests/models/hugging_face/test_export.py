@@ -10,19 +10,16 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import tensorstore
 from safetensors.numpy import load_file
 
-from tba_jax.models import parameters
-from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import export
 from tba_jax.models.hugging_face import load as load_lib
 from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer
-from tests.support import applied
 from tests.support import tiny_checkpoints as tiny
 from tests.support.tiny_checkpoints import LANGUAGE_MODELS, assert_same_params, load, path_of
 
 MODELS = (*LANGUAGE_MODELS, "gpt_neox_reward")
-SHAPE = {"layers": 2, "width": 16, "heads": 4, "kv_heads": 4, "head_size": 4, "ffn": 24, "vocab": 48, "max_positions": 64}
 
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
@@ -40,19 +37,20 @@ def assert_same_tensors(found: dict, expected: dict) -> None:
         np.testing.assert_array_equal(found[name], tensor, err_msg=name)
 
 
-@pytest.mark.parametrize("source", [True, False], ids=["config of the source", "config of ours"])
 @pytest.mark.parametrize("name", MODELS)
-def test_export_gives_the_imported_files_back(tmp_path, name, source):
+def test_export_gives_the_imported_files_back(tmp_path, name):
+    """With the config.json of the source, and with one of ours."""
     config, params = load(path_of(name), (1, 2, 2) if name in ("llama_untied", "gpt2") else (1, 1, 1))
-    save(tmp_path / "model", config, params, source=path_of(name) if source else None)
-    assert_same_tensors(tensors_of(tmp_path / "model"), tensors_of(path_of(name)))
-    assert load_lib.read_config(tmp_path / "model", compute_dtype="float32") == config
-    values = json.loads((tmp_path / "model/config.json").read_text())
     original = json.loads((path_of(name) / "config.json").read_text())
-    assert values["architectures"] == original["architectures"]
-    if source:
-        assert values == original
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    (tmp_path / "ours").mkdir()  # an empty folder is filled
+    for folder, source in ((tmp_path / "kept", path_of(name)), (tmp_path / "ours", None)):
+        save(folder, config, params, source=source, more=[lambda partial: (partial / "more").write_text("")])
+        assert (folder / "more").is_file()
+        assert_same_tensors(tensors_of(folder), tensors_of(path_of(name)))
+        assert load_lib.read_config(folder, compute_dtype="float32") == config
+        values = json.loads((folder / "config.json").read_text())
+        assert values["architectures"] == original["architectures"] and (values == original or source is None)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -71,15 +69,10 @@ def test_transformers_computes_the_same_with_an_exported_folder(torch, tmp_path,
     np.testing.assert_allclose(found, golden["scores" if config.head == "score" else "logits"], atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["numpy", "tensorstore"])
-def test_other_arrays_and_shards(tmp_path, kind):
+def test_arrays_in_storage_and_shards(tmp_path):
     config, params = load(path_of("gpt_neox"))
-    leaves = {name: np.asarray(leaf) for name, leaf in parameters.flatten(params).items()}
-    if kind == "tensorstore":
-        import tensorstore as ts
-
-        leaves = {name: ts.array(leaf) for name, leaf in leaves.items()}
-    save(tmp_path / "model", config, parameters.unflatten(leaves), max_shard_bytes=8000)
+    stored = jax.tree.map(lambda leaf: tensorstore.array(np.asarray(leaf)), params)
+    save(tmp_path / "model", config, stored, max_shard_bytes=8000)
     expected = tensors_of(path_of("gpt_neox"))
     assert_same_tensors(tensors_of(tmp_path / "model"), expected)
     paths = sorted((tmp_path / "model").glob("*.safetensors"))
@@ -94,16 +87,14 @@ def test_other_arrays_and_shards(tmp_path, kind):
 def test_half_precision(tmp_path, dtype):
     config, params = load(path_of("llama_tied"))
     (tmp_path / "source").mkdir()
-    for name in ("config.json",):
-        shutil.copy(path_of("llama_tied") / name, tmp_path / "source")
+    shutil.copy(path_of("llama_tied") / "config.json", tmp_path / "source")
     (tmp_path / "source/generation_config.json").write_text('{"eos_token_id": 3}', encoding="utf-8-sig")
     save(tmp_path / "model", config, params, dtype=dtype, source=tmp_path / "source")
     rounded = {name: tensor.astype(np.dtype(dtype)) for name, tensor in tensors_of(path_of("llama_tied")).items()}
     found = tensors_of(tmp_path / "model")
     assert {tensor.dtype for tensor in found.values()} == {np.dtype(getattr(ml_dtypes, dtype, dtype))}
     assert_same_tensors(found, rounded)
-    values = json.loads((tmp_path / "model/config.json").read_text())
-    assert values["torch_dtype"] == dtype and "dtype" not in values
+    assert json.loads((tmp_path / "model/config.json").read_text())["torch_dtype"] == dtype
     assert (tmp_path / "model/generation_config.json").read_text() == '{"eos_token_id": 3}'
 
 
@@ -118,79 +109,6 @@ def test_a_reward_model_made_of_a_language_model(tmp_path):
     found_config, found = load(tmp_path / "model")
     assert found_config == config
     assert_same_params(found, params)
-
-
-def test_what_cannot_be_exported(tmp_path):
-    config, params = load(path_of("llama_tied"))
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/file").touch()
-    leaves = parameters.flatten(params)
-    cases = [
-        ("full", config, {}, {}, "full exists and is not an empty folder"),
-        ("new", config, {}, {"dtype": "int8"}, "dtype='int8' of the export is not one of float32, float16, bfloat16"),
-        (
-            "new",
-            config,
-            {"layers.attention.query.lora_a": leaves["final_norm.scale"]},
-            {},
-            r"no name for: layers\.attention\.query\.lora_a",
-        ),
-        ("new", config, {"final_norm.scale": np.ones(8)}, {}, r"final_norm\.scale has shape \[8\], the config makes it \[16\]"),
-        ("new", config, {"final_norm.scale": np.ones(16, np.int8)}, {}, r"final_norm\.scale is int8"),
-        ("new", config, {"final_norm.scale": np.full(16, np.nan)}, {}, r"final_norm\.scale .*not finite in float32"),
-        (
-            "new",
-            config,
-            {"final_norm.scale": np.full(16, 1e6)},
-            {"dtype": "float16"},
-            r"final_norm\.scale .*not finite in float16",
-        ),
-        (
-            "new",
-            dataclasses.replace(config, qkv_bias=True),
-            {},
-            {},
-            r"cannot be said in a config.json of model_type='llama': out_bias=False \(it gives True\)",
-        ),
-        (
-            "new",
-            dataclasses.replace(config, rope_theta=5.0),
-            {},
-            {"source": path_of("llama_tied")},
-            r"differ from .*tiny_llama_tied/config\.json of model_type='llama': rope_theta=5\.0 \(it gives 10000\.0\)",
-        ),
-    ]
-    for name, asked, changes, settings, sentence in cases:
-        with pytest.raises(ValueError, match=sentence):
-            save(tmp_path / name, asked, parameters.unflatten(leaves | changes), **settings)
-    del leaves["lm_head.weight" if "lm_head.weight" in leaves else "final_norm.scale"]
-    with pytest.raises(ValueError, match=r"not given: final_norm\.scale"):
-        save(tmp_path / "new", config, parameters.unflatten(leaves))
-    assert [path.name for path in tmp_path.iterdir()] == ["full"]
-
-
-def test_the_folder_appears_with_its_tokenizer(tmp_path):
-    config, params = load(path_of("llama_tied"))
-    folder = tmp_path / "new" / "model"
-
-    def fail(partial: Path) -> None:
-        assert not folder.exists() and (partial / "config.json").is_file()
-        (partial / "tokenizer.json").write_text("{")
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(ValueError, match="No space left"):
-        save(folder, config, params, more=[fail])
-    assert not list((tmp_path / "new").iterdir())
-    save(folder, config, params, more=[lambda partial: (partial / "tokenizer.json").write_text("{}")])
-    assert (folder / "tokenizer.json").read_text() == "{}" and [path.name for path in folder.parent.iterdir()] == ["model"]
-    assert_same_params(load(folder)[1], params)
-
-
-def test_an_empty_folder_is_filled(tmp_path):
-    config, params = load(path_of("llama_tied"))
-    (tmp_path / "model").mkdir()
-    save(tmp_path / "model", config, params)
-    assert_same_params(load(tmp_path / "model")[1], params)
 
 
 @pytest.mark.parametrize(
@@ -214,37 +132,54 @@ def test_character_tokenizer(tmp_path, characters):
     assert theirs.vocab_size == len(auto) == ours.vocab_size
     prompt = ours.encode("a ")
     assert theirs.decode_continuation(prompt, [3, 5]) == ours.decode_continuation(prompt, [3, 5]) == characters[0] + characters[2]
-    with pytest.raises(ValueError, match="must be 0, 1 and 2"):
-        export.write_character_tokenizer(tmp_path, characters, pad_id=0, bos_id=1, eos_id=3)
 
 
 def test_tokenizers_are_copied(tmp_path, data_dir):
-    source = data_dir / "models/stories260K-hf"
-    export.copy_tokenizer(source, tmp_path)
-    assert HuggingFaceTokenizer(tmp_path).fingerprint == HuggingFaceTokenizer(source).fingerprint
-    assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".model", ".txt", ".jinja"}
+    """Without the byte order mark that a file may begin with."""
+    source = shutil.copytree(data_dir / "models/stories260K-hf", tmp_path / "source")
+    content = (source / "tokenizer.json").read_text(encoding="utf-8")
+    (source / "tokenizer.json").write_text(content, encoding="utf-8-sig")
+    (tmp_path / "copy").mkdir()
+    export.copy_tokenizer(source, tmp_path / "copy")
+    original = HuggingFaceTokenizer(data_dir / "models/stories260K-hf")
+    assert HuggingFaceTokenizer(tmp_path / "copy").fingerprint == original.fingerprint
+    assert {path.suffix for path in (tmp_path / "copy").iterdir()} <= {".json", ".model", ".txt", ".jinja"}
     with pytest.raises(ValueError, match="holds no tokenizer"):
         export.copy_tokenizer(path_of("gpt2"), tmp_path)
 
 
-def test_copied_tokenizers_begin_with_no_byte_order_mark(tmp_path):
-    source = tiny.write_byte_bpe(tmp_path / "source")
-    content = (source / "tokenizer.json").read_text()
-    (source / "tokenizer.json").write_text(content, encoding="utf-8-sig")
-    (tmp_path / "copy").mkdir()
-    export.copy_tokenizer(source, tmp_path / "copy")
-    assert (tmp_path / "copy/tokenizer.json").read_text() == content
+INT8, NAN, LARGE = np.ones(16, np.int8), np.full(16, np.nan), np.full(16, 1e6)
 
 
-def test_random_parameters_of_our_own_config(tmp_path):
-    """A config that was never imported, as that of a warm start."""
-    config = DecoderConfig(**SHAPE, tied_embedding=False)
-    random = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda leaf: random.normal(size=leaf.shape).astype(np.float32), parameters.shapes(applied.specs(config))
-    )
-    save(tmp_path / "model", config, params, token_ids={"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2})
-    found_config, found = load(tmp_path / "model")
-    assert found_config == config
-    assert_same_params(found, params)
-    assert json.loads((tmp_path / "model/config.json").read_text())["eos_token_id"] == 2
+@pytest.mark.parametrize(
+    "changes, scale, settings, sentence",
+    [
+        ({}, None, {"dtype": "int8"}, "dtype='int8' of the export is not one of float32, float16, bfloat16"),
+        ({}, None, {"folder": "full"}, "full exists and is not an empty folder"),
+        ({}, np.ones(8), {}, r"final_norm\.scale has shape \[8\], the config makes it \[16\]"),
+        ({}, INT8, {}, r"final_norm\.scale is int8"),
+        ({}, NAN, {}, r"final_norm\.scale .*not finite in float32"),
+        ({}, LARGE, {"dtype": "float16"}, r"final_norm\.scale .*not finite in float16"),
+        ({"qkv_bias": True}, None, {}, r"cannot be said in .* of model_type='llama': out_bias=False \(it gives True\)"),
+        ({"rope_theta": 5.0}, None, {"source": path_of("llama_tied")}, r"differ from .*: rope_theta=5\.0 \(it gives 10000\.0\)"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_exported(tmp_path, changes, scale, settings, sentence):
+    config, params = load(path_of("llama_tied"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    if scale is not None:
+        params["final_norm"]["scale"] = scale
+    with pytest.raises(ValueError, match=sentence):
+        save(tmp_path / settings.pop("folder", "new"), dataclasses.replace(config, **changes), params, **settings)
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_other_parameters_than_the_models_are_named(tmp_path):
+    config, params = load(path_of("llama_tied"))
+    with pytest.raises(ValueError, match=r"no name for: final_norm\.lora_a"):
+        save(tmp_path / "new", config, params | {"final_norm": params["final_norm"] | {"lora_a": np.ones(16)}})
+    del params["final_norm"]
+    with pytest.raises(ValueError, match=r"not given: final_norm\.scale"):
+        save(tmp_path / "new", config, params)
