@@ -174,6 +174,16 @@ def test_what_cannot_be_scored_is_said(reward, reward_scorer, tmp_path):
         scorer(tmp_path / "huge").scores(["w4 w5", "w6"])
 
 
+def test_an_end_without_a_row_in_the_embedding_is_refused(reward, tmp_path):
+    """The end is id 48 of a tokenizer whose model has 48 rows."""
+    odd = shutil.copytree(reward, tmp_path / "odd")
+    settings = json.loads((odd / "tokenizer_config.json").read_text())
+    (odd / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|over|>"}))
+    told = r"^task\.reward_path='.*': the token '<\|over\|>', which ends responses, has id 48, but .* has 48 rows: set eos_token"
+    with pytest.raises(ValueError, match=told):
+        scorer(odd, ends=True)
+
+
 def test_a_digest_tells_models_apart(reward, tmp_path):
     other = shutil.copytree(reward, tmp_path / "other")
     found = [scorers.digest(reward)]
@@ -224,6 +234,19 @@ def test_every_text_has_the_embedding_it_has_alone(encoder):
         np.testing.assert_allclose(embedding, np.asarray(alone(np.array([ids], np.int32)))[0], atol=1e-5)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-5)
     np.testing.assert_allclose(ResponseEmbedder(encoder, mesh(4))(texts), found, atol=1e-5)
+
+
+def test_a_text_that_spells_a_special_token_is_embedded_as_text(encoder, tmp_path):
+    """The pre-tokenizer makes three words of "[SEP]" that are unknown; as one special token it would be one. "[PAD]" has an id
+    without a row in the embedding."""
+    special = shutil.copytree(encoder, tmp_path / "special")
+    tokenizer = Tokenizer.from_file(str(encoder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["[UNK]", "[CLS]", "[SEP]", "[PAD]"])
+    tokenizer.save(str(special / "tokenizer.json"))
+    assert tokenizer.token_to_id("[PAD]") == scorers.encoder_config(special).vocab
+    found = ResponseEmbedder(special, mesh())(["w4 [SEP] w5", "[CLS]", "w6 [PAD]"])
+    expected = ResponseEmbedder(encoder, mesh())(["w4 [ SEP ] w5", "[ CLS ]", "w6 [ PAD ]"])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_encoders_of_the_contract(encoder, tmp_path):
