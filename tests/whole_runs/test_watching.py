@@ -5,7 +5,6 @@ import re
 import sqlite3
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
