@@ -17,7 +17,7 @@ from absl import flags
 from tba_jax import trajectory
 from tba_jax.commands import command_line
 from tba_jax.replay.reader import LogReader
-from tba_jax.reporting.rows import blocks
+from tba_jax.reporting.gathering import blocks
 from tba_jax.storage import best_step, layout
 from tba_jax.telemetry import metrics
 from tba_jax.text.visible import visible

@@ -38,12 +38,12 @@ def check(config: Any) -> None:
     from tba_jax.learner.optimizer import DECAYS, SCHEDULES
     from tba_jax.models import layers
     from tba_jax.supervised import objectives
-    from tba_jax.telemetry import trackers
+    from tba_jax.telemetry import metrics
 
     found = Mistakes()
     registries: dict[str, Collection[str]] = {"kinds": objectives.OBJECTIVES, "schedules": SCHEDULES, "decays": DECAYS}
-    registries |= {"remat": layers.REMAT, "sinks": tuple(trackers.TRACKERS)}
-    for sentence in (*SCHEMA.refusals(config, registries).values(), *trackers.refused_names(config.metrics)):
+    registries |= {"remat": layers.REMAT, "sinks": tuple(metrics.TRACKERS)}
+    for sentence in (*SCHEMA.refusals(config, registries).values(), *metrics.refused_names(config.metrics)):
         found.require(False, sentence)
     d = config.data
     fields = (d.prompt_field, d.response_field) if config.kind == "sft" else (d.prompt_field, d.chosen_field, d.rejected_field)

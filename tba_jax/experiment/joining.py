@@ -18,8 +18,8 @@ from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places
 from tba_jax.tasks.interface import SPLITS
 from tba_jax.telemetry.alarms import Alarms
-from tba_jax.telemetry.record import Record, Window
-from tba_jax.telemetry.trackers import missing
+from tba_jax.telemetry.metrics import missing
+from tba_jax.telemetry.status import Record, Window
 from tba_jax.text.prompts import changed_by
 
 log = logging.getLogger(__name__)

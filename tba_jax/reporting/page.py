@@ -19,7 +19,7 @@ from markupsafe import Markup
 from plotly import offline
 
 from tba_jax.experiment.schema import SCHEMA
-from tba_jax.reporting import charts, samples
+from tba_jax.reporting import charts
 from tba_jax.reporting.gathering import Gathered, is_number, part
 from tba_jax.roles.evaluation_figures import STDERR, with_stderr
 from tba_jax.schemas import flatten
@@ -49,9 +49,9 @@ def page(found: Gathered, *, served: bool = False) -> str:
     drawn: dict[str, Any] = {"charts": [], "resumes": {}, "time_title": ""}
     with part(found.problems, "what the charts show"):
         drawn = charts.of(found, counts)
-    groups, shown = samples.chosen(found.table.rows, counts), dict[int, dict[str, Any]]()
+    groups, shown = charts.chosen(found.table.rows, counts), dict[int, dict[str, Any]]()
     with part(found.problems, "the samples"):
-        shown = samples.made(found, [i for indices in groups.values() for i in indices])
+        shown = charts.samples(found, [i for indices in groups.values() for i in indices])
     named = {group: [shown[i]["name"] for i in indices if i in shown] for group, indices in groups.items()}
     of_held_out, told_held_out = held_out(found.evaluations)
     of_trained, told_trained = trained(roles["trainer"].curve("reward")) if "trainer" in roles else ("", "No trainer yet.")

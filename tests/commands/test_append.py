@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tba_jax import trajectory
-from tba_jax.commands import append, audit, command_line, existing_run
+from tba_jax.commands import append, audit, command_line
 from tba_jax.experiment import jobs, training
 from tba_jax.replay import journal
 from tba_jax.replay.log import LogWriter
@@ -170,6 +170,6 @@ def test_objectives_with_behaviour_weights_do_not_train_on_them(s, tmp_path):
     mounted = frozen_runs.config(learner__objective="grpo", replay__mount=(str(s.run.root),), searchers__count=0)
     with pytest.raises(ValueError, match=r"learner\.objective=grpo reads π_behaviour of .* nobody knows that of writer given-"):
         training.trainer(tiny_run.settings(tmp_path / "offline", mounted))
-    taken = existing_run.Source(overrides=("--config.learner.objective=grpo",))
+    taken = command_line.Source(overrides=("--config.learner.objective=grpo",))
     with pytest.raises(ValueError, match=r"learner\.objective=grpo reads π_behaviour of every row, and responses of a file"):
         append.append(s.run.root, path, unfit="refuse", settings=taken)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tba_jax.commands import command_line, evaluate, existing_run
+from tba_jax.commands import command_line, evaluate
 from tba_jax.run import processes
 from tba_jax.storage import layout
 
@@ -27,7 +27,7 @@ def test_the_report_is_that_of_the_runs_evaluator(finished, tmp_path, capsys):
     for name in theirs.keys() - {*_OF_THE_CLOCK, "samples", "score_name"}:
         assert found[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
     assert path.read_bytes() == before, "the run's own report stays"
-    settings = existing_run.Source(overrides=("--config.evaluation.queries=3",))
+    settings = command_line.Source(overrides=("--config.evaluation.queries=3",))
     assert evaluate.evaluate(run.root, step=0, settings=settings)["queries"] == 3
 
 

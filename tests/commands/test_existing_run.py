@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from tba_jax import main
-from tba_jax.commands import append, audit, command_line, evaluate, existing_run, export, rescore, show
+from tba_jax.commands import append, audit, command_line, evaluate, export, rescore, show
 from tba_jax.experiment import jobs
 from tba_jax.run import processes
 from tba_jax.storage import layout, places, snapshots
@@ -171,7 +171,7 @@ def test_the_default_is_the_best_step_or_else_the_newest_and_is_told(run, caplog
         layout.write_json(run.policies / layout.step_name(step) / snapshots.COMMIT, {})
     for step, reward in scores.items():
         layout.write_json(run.evaluations / f"{layout.step_name(step)}.json", {"step": step, "greedy_reward": reward})
-    choose = functools.partial(existing_run.chosen_step, run, called="RUN")
+    choose = functools.partial(command_line.chosen_step, run, called="RUN")
     assert choose(None) == default and caplog.messages[0].startswith(told.format(folder=run.evaluations))
     assert choose("last") == steps[-1] and choose(steps[1]) == steps[1]
     if best is None:

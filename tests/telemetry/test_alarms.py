@@ -16,7 +16,7 @@ from tba_jax.roles.trainer.recorder import Circumstances
 from tba_jax.storage import layout
 from tba_jax.telemetry import alarms
 from tba_jax.telemetry.alarms import RULES
-from tba_jax.telemetry.trackers import TRACKERS
+from tba_jax.telemetry.metrics import TRACKERS
 from tests.support import tiny_run
 
 ROOT = Path(__file__).parent.parent.parent

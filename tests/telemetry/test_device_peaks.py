@@ -6,7 +6,7 @@ import pytest
 
 from tba_jax.experiment import topologies
 from tba_jax.telemetry import device_peaks
-from tba_jax.telemetry.device_peaks import PEAKS, Peaks
+from tba_jax.telemetry.metrics import PEAKS, Peaks
 
 
 def devices(kind: str, count: int) -> list[types.SimpleNamespace]:

@@ -10,7 +10,7 @@ import pytest
 from tba_jax.experiment import joining
 from tba_jax.storage import contract, layout
 from tba_jax.telemetry import metrics, status
-from tba_jax.telemetry.record import Profiler, Record, TimeAccount, Window
+from tba_jax.telemetry.status import Profiler, Record, TimeAccount, Window
 from tests.support import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
