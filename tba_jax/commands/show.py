@@ -101,8 +101,8 @@ def _first(reader: LogReader, kept: Mapping[str, Sequence[range]], order: str, c
         for read in blocks(reader, writer, span, lost=lambda error: log.warning("%s", error)):
             writers += [writer] * len(read["row"])
             rows = {**(trajectory.concatenate([rows, read]) if rows else read)}
-            kept = np.sort(rank(rows["reward"], rows["policy_step"].max(axis=1), order)[:count])
-            writers, rows = [writers[i] for i in kept], {name: column[kept] for name, column in rows.items()}
+            best = np.sort(rank(rows["reward"], rows["policy_step"].max(axis=1), order)[:count])
+            writers, rows = [writers[i] for i in best], {name: column[best] for name, column in rows.items()}
     return writers, rows
 
 

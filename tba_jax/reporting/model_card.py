@@ -14,7 +14,6 @@ from typing import Any
 
 import huggingface_hub
 import jinja2
-import yaml
 
 from tba_jax.replay import journal
 from tba_jax.reporting.gathering import is_number
@@ -29,8 +28,8 @@ CARD = "README.md"
 # A folder of the hub's cache, which names the model and the commit.
 _OF_HUB = re.compile(r"models--([\w.-]+)/snapshots/([0-9a-f]{7,64})$")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-# Keys of a card's front matter -> what their values may be.
-_LICENCE = {"license": r"[\w.+-]{1,96}", "license_name": r"[\w.+-]{1,96}", "license_link": r".{1,200}"}
+_LICENCE = re.compile(r"^(license|license_name|license_link):[ \t]*['\"]?(\S[^'\"\n]{0,199}?)['\"]?[ \t]*$", re.MULTILINE)
+_LICENCE_NAME = re.compile(r"[\w.+-]{1,96}")
 # Figures of reports that have titles; others go by their names.
 _TITLES = {
     "greedy_reward": "reward of greedy responses",
@@ -80,12 +79,12 @@ def base_of(path: str, source: Path | None) -> Base:
 
 def _licence(card: Path) -> dict[str, str]:
     """license, license_name and license_link of a card's front matter; {} where it names none."""
-    try:
-        front = huggingface_hub.metadata_load(card) or {}
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    found = {name: value for name, form in _LICENCE.items() if re.fullmatch(form, value := str(front.get(name, "")))}
-    return {name: visible_line(value) for name, value in found.items()} if "license" in found else {}
+    with contextlib.suppress(OSError):
+        front = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8-sig", errors="replace"), re.DOTALL)
+        found = dict(_LICENCE.findall(front[1])) if front else {}
+        names = {name: value for name, value in found.items() if name == "license_link" or _LICENCE_NAME.fullmatch(value)}
+        return {name: visible_line(value) for name, value in names.items()} if "license" in names else {}
+    return {}
 
 
 def text(run: layout.RunDir, config: Any, *, base: Base, exported: Exported) -> str:
@@ -93,11 +92,8 @@ def text(run: layout.RunDir, config: Any, *, base: Base, exported: Exported) -> 
     c = flatten(without_secrets(config.to_dict()))
     balance, stored = c["learner.objective"] in _TRAJECTORY_BALANCE, layout.read_json(run.config)
     reports = {each: report for each in dict.fromkeys((0, exported.step)) if (report := _report(run, each))}
-    folder, lines = (
-        jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        dict(trim_blocks=True, keep_trailing_newline=True),
-    )
-    environment = jinja2.Environment(loader=folder, undefined=jinja2.StrictUndefined, **lines)
+    asked = dict[str, Any](undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"), **asked)
     # Markdown: the filters make text that is no markup.
     environment.filters |= {"plain": _plain, "code": _code, "quoted": _quoted, "shell": _shell}
     content: dict[str, Any] = dict(
