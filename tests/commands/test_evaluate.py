@@ -35,6 +35,7 @@ def test_the_report_is_that_of_the_runs_evaluator(finished, tmp_path, capsys):
     "flags, sentence",
     [
         (["--step=1000"], "--step=1000 is not a snapshot of"),
+        (["--step=٣"], "--step=٣: it is best (by held-out score), last (the newest snapshot)"),
         (["--config.task.response_length=5"], "task.response_length: 6 there, 5 here"),
         (["--config.task.name=tldr"], "is a run of task.name='arithmetic', and --config.task.name asks for task.name='tldr'"),
         (["--config.evaluation.queries=-1"], "evaluation.queries=-1 must be at least 0"),

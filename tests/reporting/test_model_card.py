@@ -88,8 +88,7 @@ def test_the_scores_of_the_step_and_of_step_0(run):
     assert "stderr" not in told
     assert "256 held-out queries" in told and "the best of 2 evaluated steps" in told
     evaluate(run, 3, 0.875)
-    told = card(run).text
-    assert "The best of 3 evaluated steps is step 3, with 0.875." in told
+    assert "The best of 3 evaluated steps is step 3, with 0.875." in card(run).text
 
 
 def test_settings_and_rows_and_what_is_not_known(run):

@@ -29,12 +29,6 @@ def data(page: str) -> dict:
     return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
 
 
-def texts(value) -> list[str]:
-    """All strings of a tree of JSON."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [value] if isinstance(value, str) else [text for each in inner for text in texts(each)]
-
-
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
     return hostile_runs.make(tmp_path_factory.mktemp("hostile") / "run")
@@ -56,7 +50,7 @@ def test_nothing_of_a_run_becomes_markup(hostile):
     assert 'href="javascript' not in text and "49{% raw %}" not in text and "{{7*7}}" in text
     for string in (hostile_runs.STRINGS[0], hostile_runs.STRINGS[2]):
         assert html.escape(string).replace("&quot;", "&#34;").replace("&#x27;", "&#39;") in text
-    tags = {tag for string in texts(data(page)["charts"]) for tag in re.findall(r"<(/?\w+)", string)}
+    tags = set(re.findall(r"<(/?\w+)", json.dumps(data(page)["charts"])))
     assert tags <= {"extra", "/extra"}, "labels of charts"
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
 
@@ -92,9 +86,8 @@ def test_the_worst_rows_come_with_the_steps_that_drew_them(hostile):
     page = made(hostile)[1]
     rows = re.findall(r"</b> · (w0:\d+)</p>\s*<p class=\"told\">(.*?)</p>", markup(page))
     assert rows == [("w0:0", "trained at steps 1, 2"), ("w0:1", "trained at steps 1, 2"), ("w0:2", "trained at step 1")]
-    assert {each["name"]: each["steps"] for each in data(page)["samples"] if each["steps"]} == {
-        "w0:0": [1, 2], "w0:1": [1, 2], "w0:2": [1], "w0:3": [1],
-    }  # fmt: skip
+    drawn = {each["name"]: each["steps"] for each in data(page)["samples"] if each["steps"]}
+    assert drawn == {"w0:0": [1, 2], "w0:1": [1, 2], "w0:2": [1], "w0:3": [1]}
     for each in data(page)["samples"]:
         assert each["ratio"] == pytest.approx(sum(ratio for _, ratio, _ in each["tokens"]), abs=0.001 * len(each["tokens"]))
 
@@ -113,7 +106,7 @@ def test_steps_of_a_mounted_run_are_not_taken_for_those_of_the_run(copy, tmp_pat
     assert sum(ages["y"]) == 16 and max(ages["x"]) <= 20
 
 
-@pytest.mark.parametrize("value", [1e300, "text", {"a": 1}])
+@pytest.mark.parametrize("value", [1e300, {"a": "text"}])
 def test_numbers_that_cannot_be_end_no_report(copy, value):
     for name in ("metrics.jsonl", "status.json", "alarms.jsonl"):
         path = copy.metrics("trainer") / name

@@ -29,13 +29,10 @@ def facts(steps: int = 40, **told: Told) -> dict[str, str]:
     return dict(terminal.facts(named, steps=steps, now=NOW + 1))
 
 
-def searcher(speed: float, **more) -> Told:
-    return Told(time=NOW, figures={"tokens_per_second": speed}, **more)
-
-
 def test_all_that_roles_say_is_shown():
+    makers = [Told(time=NOW, figures={"tokens_per_second": speed}) for speed in (950, 3.2e6)]
     evaluator = Told(time=NOW, step=8, figures=dict(greedy_reward=0.7, best_step=4.0, best_greedy_reward=0.75))
-    shown = facts(trainer=TRAINER, evaluator=evaluator, searcher_0=searcher(950), searcher_1=searcher(3.2e6))
+    shown = facts(trainer=TRAINER, evaluator=evaluator, searcher_0=makers[0], searcher_1=makers[1])
     assert shown == {
         "step": "10/40  25 %  ETA 0:00:15",
         "reward": "0.500",
@@ -53,10 +50,10 @@ def test_all_that_roles_say_is_shown():
 
 def test_speeds_of_a_role_that_does_not_work_are_not_shown():
     for change in (dict(waits="rows", since=NOW - 41), dict(phase="compiling the update"), dict(time=NOW - 60), dict(step=40)):
-        trainer = Told(**{**vars(TRAINER), **change})
-        shown = facts(trainer=trainer, searcher_0=searcher(1.0, trouble="no row has a reward: 3 of 3 failed, a timeout"))
+        searcher = Told(time=NOW, figures={"tokens_per_second": 1.0}, trouble="no row has a reward")
+        shown = facts(trainer=Told(**{**vars(TRAINER), **change}), searcher_0=searcher)
         assert "ETA" not in shown["step"] and "steps/s" not in shown.get("trainer", "") and "searchers" not in shown, change
-        assert shown["searcher-0:"] == "no row has a reward: 3 of 3 failed, a timeout" and shown["reward"] == "0.500"
+        assert shown["searcher-0:"] == "no row has a reward" and shown["reward"] == "0.500"
 
 
 @pytest.mark.parametrize(
@@ -109,16 +106,15 @@ def test_lines_come_by_themselves_and_figures_of_an_earlier_start_do_not(run, mo
 def test_alarms_are_told_once_also_at_the_last_moment_and_old_ones_not(run, capsys):
     alarms.Alarms(run.metrics("trainer")).tell(kind="disk", sentence="old", advice="none", step=1)
     with Progress(run, steps=12):
-        time.sleep(0.1)
+        time.sleep(0.05)
         for name in ("joined-3", "trainer"):
             told = alarms.Alarms(run.metrics(name))
             told.tell(kind="never_ends", sentence="no response ends by itself", advice="look at the template", step=5)
     warning = "warning: no response ends by itself. What to do: look at the template"
     assert lines(capsys.readouterr().out) == ["step 0/12  0 %", warning]
     with Progress(run, steps=12, tells_alarms=False):
-        time.sleep(0.1)
         alarms.Alarms(run.metrics("trainer")).tell(kind="solved", sentence="all", advice="stop", step=5)
-    assert lines(capsys.readouterr().out) == ["step 0/12  0 %"]
+    assert "all" not in capsys.readouterr().out
 
 
 def test_storage_and_outputs_that_refuse_cost_the_line_alone(run, monkeypatch, capsys):
