@@ -61,9 +61,8 @@ def test_rewards_are_new_and_everything_else_is_as_it_was(source, version_2, cap
     assert again == writer and set(new["reward_version"]) == {2} and set(old["reward_version"]) == {1}
     for name in set(old) - {"reward", "reward_parts", "reward_version"}:
         np.testing.assert_array_equal(new[name], old[name], err_msg=name)
-    characters = source.experiment.tokenizer
     for i in range(len(new["row"])):
-        text = characters.decode(trajectory.response(new, i).tolist())
+        text = source.experiment.tokenizer.decode(trajectory.response(new, i).tolist())
         assert new["reward_parts"][i].tolist() == [text.count("7"), len(text)]
         # A response that was cut keeps the reward that the config gives such responses.
         assert new["reward"][i] == (text.count("7") + 0.25 * len(text) if new["finished"][i] else -1.0)
@@ -80,21 +79,18 @@ def test_a_new_run_trains_on_them_and_its_batches_can_be_audited(source, version
     assert [line["reward_version"] for line in lines] == [2] * 4
     writer, new = rows_in(source.run.rescored(2), s.experiment.contract.row_shape())
     points = metrics.read_lines(s.run.metrics("trainer"))
-    for line, point in zip(lines, points, strict=True):
-        drawn = [row for _, row in line["rows"]]
-        np.testing.assert_allclose(point["reward"], new["reward"][drawn].mean(), rtol=1e-5)
+    means = [new["reward"][[row for _, row in line["rows"]]].mean() for line in lines]
+    np.testing.assert_allclose([point["reward"] for point in points], means, rtol=1e-5)
     run = audit.open_run(s.run.root)
     assert audit.rebuild_batch(run, 3)[1]
     assert all(account.balances for account in audit.accounts(run).values())
     assert audit.regenerate(run, f"{writer}:3")[1]
 
 
-def another(source, name: str, **changes) -> tuple[LogWriter, dict[str, np.ndarray]]:
-    """A second writer of the run, and 24 rows for it. changes: column -> value of its second row."""
+def another(source, name: str) -> tuple[LogWriter, dict[str, np.ndarray]]:
+    """A second writer of the run, and 24 rows for it."""
     shape = source.experiment.contract.row_shape()
     rows = {column: values[:24].copy() for column, values in rows_in(source.run.replay, shape)[1].items()}
-    for column, value in changes.items():
-        rows[column][1] = value
     return LogWriter(source.run.replay, name, shape, rows_per_append=4, segment_appends=2, info={}), rows
 
 
@@ -105,10 +101,9 @@ def append(log: LogWriter, rows: dict[str, np.ndarray], begin: int = 0, end: int
 
 def test_what_is_interrupted_is_not_seen_and_taken_up_again(source, version_2, tmp_path, monkeypatch):
     """The second of two writers is interrupted midway. Its invalid row stays invalid, and a reward of NaN becomes finite."""
-    odd = another(source, "second-1", query_id=1, reward=np.nan)
-    odd[1]["tokens"][1, 0] = 9999
-    odd[1]["reward"][2] = np.nan
-    append(*odd)
+    log, rows = another(source, "second-1")
+    rows["query_id"][1], rows["tokens"][1, 0], rows["reward"][1:3] = 1, 9999, np.nan
+    append(log, rows)
     commit = LogWriter.append
 
     def failing(self, rows):
