@@ -238,10 +238,8 @@ def config_of(stored: Mapping[str, Any], source: Source, *, called: str) -> Any:
     config = recipes.override(config, source.overrides)
     if short(config.task.name) != short(theirs):
         by = f"--config={source.recipe} has" if source.recipe else "--config.task.name asks for"
-        raise ValueError(
-            f"{called} is a run of task.name={theirs!r}, and {by} task.name={config.task.name!r}: a run keeps its task; another "
-            "task needs another run, in a new --workdir"
-        )
+        told = f"{called} is a run of task.name={theirs!r}, and {by} task.name={config.task.name!r}"
+        raise ValueError(f"{told}: a run keeps its task; another task needs another run, in a new --workdir")
     named_by_user = source.recipe or config.task.name != theirs
     if custom_task.is_named(config.task.name) and not (named_by_user or source.trust_task):
         raise ValueError(
@@ -291,32 +289,26 @@ def chosen_step(run: layout.RunDir, asked: AskedStep, *, called: str) -> int:
     steps = snapshots.committed_steps(run.policies)
     if not steps:
         raise ValueError(f"{run.policies} holds no snapshot yet")
+    newest = steps[-1]
     if isinstance(asked, int):
         if asked not in steps:
             near = min(steps, key=lambda step: abs(step - asked))
             there = f"the nearest snapshot is of step {near}; there are {layout.listed(steps)}"
             raise ValueError(f"--step={asked} is not a snapshot of {called}: {there}")
         return asked
-    if asked == LAST:
-        log.info("step %d is the newest snapshot of %s", steps[-1], called)
-        return steps[-1]
     scores = best_step.Scores(run.evaluations)()
     evaluated = {step: scores[step] for step in steps if step in scores}
-    found, whole = best_step.best(evaluated.items()), best_step.best(scores.items())
+    found = best_step.best(evaluated.items())
+    without = f"no snapshot{' but that of step 0' if evaluated else ''} of {called} has a held-out score in {run.evaluations}"
     if found is None and asked == BEST:
-        without = f"no snapshot of {called} has a held-out score in {run.evaluations}"
-        raise ValueError(f"--step={BEST}: {without}; --step={LAST} takes the newest, of step {steps[-1]}")
-    if found is None or whole is None or (asked is None and [*evaluated] == [0]):  # no policy that was trained has a score
-        which = "no snapshot but that of step 0" if evaluated else "no snapshot"
-        why = f"{which} of {called} has a held-out score in {run.evaluations}"
-        log.warning("%s: the newest, of step %d, is taken", why, steps[-1])
-        return steps[-1]
-    told = (
-        f"step {found.step} has the best held-out score, {found.score:.3f}, of {len(evaluated)} evaluated snapshots of {called}"
-    )
-    if steps[-1] != found.step:
-        told += f"; the newest is of step {steps[-1]} (--step={LAST})"
-    if whole.score > found.score:
+        raise ValueError(f"--step={BEST}: {without}; --step={LAST} takes the newest, of step {newest}")
+    if asked == LAST or found is None or (asked is None and [*evaluated] == [0]):  # no policy that was trained has a score
+        level, why = (logging.INFO, "") if asked == LAST else (logging.WARNING, f"{without}: ")
+        log.log(level, "%sthe newest snapshot, of step %d, is taken", why, newest)
+        return newest
+    told = f"step {found.step} has the best held-out score, {found.score:.3f}, of {len(evaluated)} evaluated snapshots"
+    told += "" if newest == found.step else f"; the newest is of step {newest} (--step={LAST})"
+    if (whole := best_step.best(scores.items())) and whole.score > found.score:
         told += f"; step {whole.step} had {whole.score:.3f}, and its snapshot is gone"
-    log.info("%s", told)
+    log.info("%s: %s", called, told)
     return found.step

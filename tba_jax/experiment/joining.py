@@ -197,7 +197,7 @@ def changed_prompts(e: composition.Experiment) -> str:
 
 def tell_changed_prompts(e: composition.Experiment, alarms: Alarms | None = None) -> None:
     """Tells what the tokenizer makes of prompts: an alarm once a run, or without `alarms` a warning."""
-    if alarms is not None and alarms.is_told(KIND):
+    if alarms is not None and KIND in alarms.told:
         return
     sentence = changed_prompts(e)
     if sentence and alarms is None:

@@ -17,17 +17,13 @@ import numpy as np
 from tba_jax.reporting.gathering import Gathered, Role, steps_of_rows
 from tba_jax.roles.evaluation_figures import STDERR
 from tba_jax.storage import places
-from tba_jax.telemetry.status import Told
 from tba_jax.text.tokenizers import Tokenizer
 from tba_jax.text.visible import visible, visible_line
 from tba_jax.trajectory import Rows, response
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b6b6b", "#8a6d00")
-_WAITING, _WORKING = (
-    ("#d62728", "#ff7f7f", "#b22222", "#ffb3b3"),
-    ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#8a6d00"),
-)
+_WAITING, _WORKING = ("#d62728", "#ff7f7f", "#b22222", "#ffb3b3"), tuple(_COLOURS[number] for number in (0, 5, 2, 4, 3, 7))
 # Title, what the chart tells, axis, and the trainer's figures: (name in metrics.jsonl, name on the page).
 _OF_TRAINER: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Loss", "Of the objective. Trajectory balance's loss falls as the policy nears its target; it need not reach 0.", "loss",
@@ -67,17 +63,14 @@ Figure = dict[str, Any]
 def of(found: Gathered, counts: np.ndarray) -> dict[str, Any]:
     """All charts, {"charts": [...], "resumes": x of each axis, "time_title": ...}. Args: counts: draws of each row."""
     begin, end = found.times
-    unit, seconds = next(
-        (unit, seconds)
-        for unit, seconds, limit in (("s", 1, 300), ("min", 60, 18_000), ("h", 3600, 1e6), ("days", 86_400, math.inf))
-        if end - begin < limit
-    )
+    units = (("s", 1, 300), ("min", 60, 18_000), ("h", 3600, 1e6), ("days", 86_400, math.inf))
+    unit, seconds = next((unit, seconds) for unit, seconds, limit in units if end - begin < limit)
 
     def line(name: str, role: Role, figure: str, number: int) -> list[Figure]:
         step = "step" if "policy_step" not in role.last else "policy_step"
         return _line(name, role.curve(figure), role.curve(step), (role.curve("time") - begin) / seconds, _COLOURS[number % 8])
 
-    trainer = found.roles.get("trainer", Role(lines=(), status=Told()))
+    trainer = found.trainer
     steps, times = trainer.curve("step"), (trainer.curve("time") - begin) / seconds
 
     def when(at: Sequence[float]) -> np.ndarray:
@@ -171,9 +164,8 @@ def _of_rows(found: Gathered, counts: np.ndarray) -> Iterable[Figure]:
         return
     drawn = np.bincount(np.minimum(counts, 12), minlength=2)
     names = [str(n) if n < 12 else "≥ 12" for n in range(len(drawn))]
-    yield _bars(
-        "Draws per row", "How many steps drew a row. 0 are rows that no step has trained on.", "steps", "rows", names, drawn
-    )
+    told = "How many steps drew a row. 0 are rows that no step has trained on."
+    yield _bars("Draws per row", told, "steps", "rows", names, drawn)
     age = np.maximum(0, max(found.step, int(rows["newest_step"].max())) - rows["newest_step"][rows["newest_step"] >= 0])
     if len(age):
         edges = np.linspace(0, age.max() + 1, min(60, int(age.max()) + 1) + 1)
@@ -184,9 +176,7 @@ def _of_rows(found: Gathered, counts: np.ndarray) -> Iterable[Figure]:
         _, of_query = np.unique(finite["query_id"], return_inverse=True)
         mean = np.bincount(of_query, weights=finite["reward"]) / np.bincount(of_query)
         edges = np.histogram_bin_edges(mean, 30)
-        told = (
-            f"Mean reward of each of {len(mean):,} queries over its rows: hard queries stand on the left, easy ones on the right."
-        )
+        told = f"Mean reward of each of {len(mean):,} queries over its rows: hard ones are on the left, easy ones on the right."
         x = rounded((edges[:-1] + edges[1:]) / 2)
         yield _bars("Queries by mean reward", told, "mean reward", "queries", x, np.histogram(mean, edges)[0])
 

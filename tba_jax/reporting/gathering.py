@@ -49,7 +49,8 @@ def blocks(
     while start < rows.stop:
         end = end if end > start else min(rows.stop, (start // size + 1) * size)
         try:
-            read = reader.read(writer, start, end, wait=wait)
+            yield reader.read(writer, start, end, wait=wait)
+            start = end
         except (RowsExpired, LogCorruption, RowsPending) as error:
             if error.start > start:
                 end = error.start
@@ -58,9 +59,6 @@ def blocks(
             else:
                 lost(error)
                 start = max(error.stop, start + 1)
-            continue
-        yield read
-        start = end
 
 
 def damage_of(lost: Sequence[RowsExpired | LogCorruption]) -> list[str]:
@@ -222,10 +220,13 @@ class Gathered:
         return int(value) if is_number(value) else 0
 
     @property
+    def trainer(self) -> Role:
+        return self.roles.get("trainer", Role(lines=(), status=status_lib.Told()))
+
+    @property
     def step(self) -> int:
         """The last step that anything tells of."""
-        told = self.roles["trainer"].last.get("step", 0) if "trainer" in self.roles else 0
-        return max(self.table.last_step, int(told))
+        return max(self.table.last_step, int(self.trainer.last.get("step", 0)))
 
     @property
     def times(self) -> tuple[float, float]:

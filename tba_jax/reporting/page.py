@@ -47,7 +47,7 @@ def page(found: Gathered, *, served: bool = False) -> str:
         shown = charts.samples(found, [i for indices in groups.values() for i in indices])
     named = {group: [shown[i]["name"] for i in indices if i in shown] for group, indices in groups.items()}
     of_held_out, told_held_out = held_out(found.evaluations)
-    of_trained, told_trained = trained(roles["trainer"].curve("reward")) if "trainer" in roles else ("", "No trainer yet.")
+    of_trained, told_trained = trained(found.trainer.curve("reward"))
     heading, sentences = waits({name: of_role for name, role in roles.items() if (of_role := role.shares())})
     content = {
         "title": Path(found.called).name or found.called,

@@ -176,21 +176,19 @@ class Tracker:
     def __init__(self, name: str, session: Callable[[], Session], alarms: Alarms):
         """Args: name: in TRACKERS; session: asked with the first point. alarms: of the role."""
         self.name, self._session, self._alarms = name, session, alarms
-        self._sink: TensorBoard | Wandb | Trackio | None = None
-        self._begun = False
+        self._sinks: list[Any] | None = None  # at most one; None: no point has come yet
 
     def write(self, point: Point) -> None:
         """Shows a point; the first one begins the session."""
-        if not self._begun:
-            self._begun = True
-            self._sink = self._attempt(lambda: TRACKERS[self.name](self._session()))
-        if self._sink is not None:
-            self._attempt(self._sink.write, point)
+        if self._sinks is None:
+            self._sinks = [*filter(None, [self._attempt(lambda: TRACKERS[self.name](self._session()))])]
+        for sink in self._sinks:
+            self._attempt(sink.write, point)
 
     def end(self) -> None:
         """No more points come. The library has CLOSE_SECONDS for those that it has not sent: a role may have to stop."""
-        if self._sink is not None:
-            ending = threading.Thread(target=self._attempt, args=(self._sink.end,), name=f"end of {self.name}", daemon=True)
+        for sink in self._sinks or ():
+            ending = threading.Thread(target=self._attempt, args=(sink.end,), name=f"end of {self.name}", daemon=True)
             ending.start()
             ending.join(CLOSE_SECONDS)
 
@@ -214,13 +212,11 @@ class MetricWriter:
     A line is {"step": int, "time": unix seconds, name: float, ...}. A file of half the megabytes becomes `metrics.jsonl.1`.
     """
 
-    def __init__(
-        self, folder: Path, *, megabytes: float, status: Status | None = None, shown: Sequence[Tracker] = (), tables: bool = True
-    ):
-        """Args: megabytes: of both files. status: is told the newest figures. shown: trackers; tables: they may see rows."""
+    def __init__(self, folder: Path, *, megabytes: float, status: Status | None = None, shown: Any = (), tables: bool = True):
+        """Args: megabytes: of both files. status: is told the newest figures. shown: Trackers; tables: they may see rows."""
         places.make_folder(folder, below=2)
-        self._path, self._half = folder / FILE, int(megabytes * 2**19)
-        self._status, self._trackers, self._tables = status or Status(None), shown, tables
+        self._path, self._half, self._tables = folder / FILE, int(megabytes * 2**19), tables
+        self._status, self._trackers = status or Status(None), tuple[Tracker, ...](shown)
         self._open()
 
     def _open(self) -> None:

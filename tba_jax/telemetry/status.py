@@ -271,12 +271,7 @@ class Record:
     """The status and the profiler of one process."""
 
     def __init__(
-        self,
-        folder: Path | None = None,
-        *,
-        traces: Path | None = None,
-        profile: Window | None = None,
-        devices: Sequence[Any] = (),
+        self, folder: Path | None = None, *, traces: Path | None = None, profile: Any = None, devices: Sequence[Any] = ()
     ):
         """Args: folder: of the role's metrics; None: nothing is told. traces, profile: see Profiler. devices: of the process."""
         self.profiler, self.status = Profiler(traces, profile), Status(None)
@@ -299,10 +294,9 @@ class Record:
 
     def end(self, run: layout.RunDir, *, role: str) -> None:
         """Closes the record of a role that no error ended, and logs whether the run is finished. Args: role: its name there."""
-        try:
+        steps = None
+        with contextlib.suppress(*places.STORAGE_ERRORS):  # which does not say
             steps = contract.steps_of(run) if contract.is_finished(run) else None
-        except places.STORAGE_ERRORS:  # which does not say
-            steps = None
         self.close("stopped" if steps is None else "finished")
         if steps is None:
             log.info("stopped; the same command starts this %s again", role)

@@ -295,7 +295,7 @@ STEPS = [
         10,
         ["step 10", "0.750, of 3 evaluated", "newest is of step 30"],
     ),
-    ((0, 10, 30), {10: 0.75, 30: 0.75}, 30, 30, ["step 30 has the best held-out score, 0.750, of 2"]),
+    ((0, 10, 30), {10: 0.75, 30: 0.75}, 30, 30, ["RUN: step 30 has the best held-out score, 0.750, of 2"]),
     ((0, 20), {0: 0.25, 10: 0.75, 20: 0.5}, 20, 20, ["step 20", "; step 10 had 0.750, and its snapshot is gone"]),
     ((0, 20), {0: 0.5, 20: 0.25}, 0, 0, ["step 0 has the best", "the newest is of step 20 (--step=last)"]),
     (
@@ -303,9 +303,9 @@ STEPS = [
         {0: 0.5},
         20,
         0,
-        ["no snapshot but that of step 0 of RUN has", "the newest, of step 20, is taken"],
+        ["no snapshot but that of step 0 of RUN has", "the newest snapshot, of step 20, is taken"],
     ),
-    ((0, 20), {0: None, 10: 0.9}, 20, None, ["no snapshot of RUN has a held-out score", "the newest, of step 20, is taken"]),
+    ((0, 20), {0: None, 10: 0.9}, 20, None, ["no snapshot of RUN has a held-out score", "the newest snapshot, of step 20, is"]),
 ]
 
 
