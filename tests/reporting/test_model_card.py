@@ -94,8 +94,8 @@ def test_the_scores_of_the_step_and_of_step_0(run):
 def test_settings_and_rows_and_what_is_not_known(run):
     lora = dict(lora__rank=9, lora__targets=("layers.attention.*",), model__path="base", learner__beta_steps=40)
     told = card(run, exported=ADAPTER, learner__beta_start=0.05, learner__beta_end=0.01, **lora).text
-    for row in ("| β | 0.05 → 0.01 over 40 steps |", "| steps | 2 of 500 |", "| rows trained on | 13 |", "--max-lora-rank 16 "):
-        assert row in told
+    rows = ("| β | 0.05 → 0.01 over 40 steps |", "| steps | 2 of 500 |", "| rows trained on | 13 |", "--max-lora-rank 16 ")
+    assert all(row in told for row in rows)
     assert "rows of the policy of 4 steps ago" in card(run, schedule__mode="interleaved", schedule__lag=4).text
     (run.evaluations / "00000002.json").write_text("{")
     next(run.journal.glob("*.jsonl")).write_text("{}\n{}\n{}\n")

@@ -1,6 +1,7 @@
 """The page of a run: its sentences, self-contained, obeying nothing that stands in the run, and right about whole runs."""
 
 import html
+import importlib.util
 import json
 import re
 import shutil
@@ -12,7 +13,9 @@ from tba_jax.reporting import page as page_lib
 from tba_jax.reporting.gathering import Gathered, Source
 from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
-from tests.support import browser, hostile_runs
+from tests.support import hostile_runs
+
+CHROMIUM = ["chromium", "chromium-browser", "google-chrome"]
 
 
 def made(run) -> tuple[Gathered, str]:
@@ -55,31 +58,50 @@ def test_nothing_of_a_run_becomes_markup(hostile):
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
 
 
-def test_in_a_browser_samples_can_be_searched_and_nothing_of_others_is_executed_or_fetched(hostile, tmp_path):
+@pytest.fixture
+def driver():
+    """A headless Chromium that tells of its requests and complaints."""
+    program, driver = (next(filter(None, map(shutil.which, names)), None) for names in (CHROMIUM, ["chromedriver"]))
+    if not (program and driver and importlib.util.find_spec("selenium")):
+        pytest.skip("Chromium, chromedriver or selenium is not installed (Debian: apt-get install chromium chromium-driver)")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1400,1000"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    made = webdriver.Chrome(options=options, service=Service(driver))
+    yield made
+    made.quit()
+
+
+def test_in_a_browser_samples_can_be_searched_and_nothing_of_others_is_executed_or_fetched(hostile, tmp_path, driver):
     """Also not what is injected as markup: the page's policy stops it."""
-    page = tmp_path / "report.html"
-    address = "http://127.0.0.1:9/injected"
+    page, address = tmp_path / "report.html", "http://127.0.0.1:9/injected"
     injected = f"<script>window.owned=1</script><img src='{address}' onerror='window.owned=2'>"
     page.write_text(made(hostile)[1].replace('<h2 id="learning">', injected + '<h2 id="learning">'), encoding="utf-8")
 
     def count(script: str) -> int:
         return driver.execute_script(f"return document.querySelectorAll('{script}').length")
 
-    with browser.chromium() as driver:
-        driver.get(page.as_uri())
-        assert count(".main-svg") > 5 and count("article") == 12
-        driver.find_element("css selector", "input[name=axis][value=time]").click()
-        driver.find_element("css selector", "#colour option[value=step]").click()
-        driver.find_element("css selector", "#group option[value='']").click()
-        assert count("article") == hostile_runs.ROWS
-        driver.find_element("id", "step").send_keys("2")
-        assert sorted(each.text for each in driver.find_elements("css selector", "article b")) == ["w0:0", "w0:1"]
-        driver.find_element("id", "step").clear()
-        driver.find_element("id", "text").send_keys("ONLOAD")
-        assert count("article") == 2
-        assert driver.execute_script("return window.owned") is None and count("a[href^=javascript], svg[onload]") == 0
-        assert {*browser.requested(driver)} <= {page.as_uri(), address}, "a browser tells of the second, and its policy stops it"
-        assert all("Content Security Policy" in told for told in browser.complaints(driver))
+    driver.get(page.as_uri())
+    assert count(".main-svg") > 5 and count("article") == 12
+    for each in ("input[name=axis][value=time]", "#colour option[value=step]", "#group option[value='']"):
+        driver.find_element("css selector", each).click()
+    assert count("article") == hostile_runs.ROWS
+    driver.find_element("id", "step").send_keys("2")
+    assert sorted(each.text for each in driver.find_elements("css selector", "article b")) == ["w0:0", "w0:1"]
+    driver.find_element("id", "step").clear()
+    driver.find_element("id", "text").send_keys("ONLOAD")
+    assert count("article") == 2
+    assert driver.execute_script("return window.owned") is None and count("a[href^=javascript], svg[onload]") == 0
+    told = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    asked = {each["params"]["request"]["url"] for each in told if each["method"] == "Network.requestWillBeSent"}
+    fetched = {each for each in asked if not each.startswith(("data:", "blob:", "chrome:", "chrome-extension:"))}
+    assert fetched <= {page.as_uri(), address}, "a browser tells of the second, and its policy stops it"
+    assert all("Content Security Policy" in entry["message"] for entry in driver.get_log("browser"))
 
 
 def test_the_worst_rows_come_with_the_steps_that_drew_them(hostile):

@@ -5,6 +5,7 @@ import logging
 import re
 import types
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -125,25 +126,16 @@ def test_a_watch_tells_what_its_rules_find_once(folder):
     assert [(alarm.kind, alarm.step) for alarm in alarms.read(folder)] == [("gradient_clipped", 7), ("disk", 20)]
 
 
-class Index:
-    """Rows of a trainer, from the weights of step 8."""
-
-    def __init__(self, reward: list[float], arrivals: int):
-        self.arrival, self.reward, self.row_step = np.arange(len(reward)), np.array(reward), np.full(len(reward), 8)
-        self.arrivals = arrivals
-
-    def __len__(self) -> int:
-        return len(self.reward)
-
-
 @pytest.mark.parametrize(
     ("rewards", "arrivals", "extent"),
     [([1.0, 1.0], 2, (1.0, 1.0)), ([0.0, 1.0], 9, (0.0, 1.0)), ([1.0, 1.0], 9, (None, None))],
 )
 def test_one_reward_of_all_resident_rows_says_nothing_where_others_were_evicted(tmp_path, rewards, arrivals, extent):
     """A resumed trainer knows nothing of rows that are gone: the one reward may be the best or the worst."""
+    index = mock.MagicMock(arrival=np.arange(2), reward=np.array(rewards), row_step=np.full(2, 8), arrivals=arrivals)
+    index.__len__.return_value = 2
     trainer = types.SimpleNamespace(
-        **dict(index=Index(rewards, arrivals), step_number=80, run=layout.RunDir(tmp_path), config=tiny_run.config()),
+        **dict(index=index, step_number=80, run=layout.RunDir(tmp_path), config=tiny_run.config()),
         buffer=types.SimpleNamespace(has_own_rows=lambda: True),
         program=types.SimpleNamespace(trees=lambda: {"w": np.zeros(4, np.float32)}),
     )

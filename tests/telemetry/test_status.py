@@ -138,7 +138,7 @@ def test_the_log_says_why_a_role_ends_also_where_storage_does_not(tmp_path, capl
         assert told(dataclasses.replace(s.run, id="another")).startswith("stopped")  # RunIsAway
 
 
-def test_a_trainer_is_traced_in_its_window_with_the_names_of_its_work(tmp_path):
+def test_a_trainer_is_traced_in_its_window_with_the_names_of_its_work_and_batches_from_its_weights_on(tmp_path, monkeypatch):
     made = Record(traces=tmp_path / "profiles" / "trainer", profile=Window(2, 2))
     account = TimeAccount(made)
     made.profiler.step(1)
@@ -149,9 +149,6 @@ def test_a_trainer_is_traced_in_its_window_with_the_names_of_its_work(tmp_path):
         made.profiler.step(step + 1)
     (trace,) = (file.read_bytes() for file in tmp_path.rglob("*.xplane.pb"))
     assert [f"work of step {step}".encode() in trace for step in range(1, 6)] == [False, True, True, False, False]
-
-
-def test_batches_are_traced_from_the_weights_on_that_the_window_begins_with(tmp_path, monkeypatch):
     calls: list[str] = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, **_: calls.append("start"))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
@@ -175,6 +172,3 @@ def test_shares_of_time_are_those_of_the_clock(monkeypatch):
         now[0] += 4.0
         raise KeyError
     assert account.shares()["time_draw"] == pytest.approx(0.5)
-    account.restart()
-    now[0] += 3.0
-    assert account.shares() == {"time_other": 1.0}
