@@ -50,12 +50,9 @@ def append(workdir: Path, source: str, *, unfit: str, settings: command_line.Sou
 
     Args: source: see tasks.data.read; unfit: what happens to responses that no policy of the run can give, one of UNFIT.
 
-    Returns: a sentence that says what was appended.
-
-    Raises:
-      ValueError: there is no run or no reference, nobody trusts its task, its objective needs behaviour log-probs or values of
-        states, a row of the file is malformed or unfit, or the same responses were appended before.
-      FloatingPointError: the policy of step 0 gave log-probs that are not finite.
+    Returns a sentence that says what was appended. Raises ValueError where there is no run or no reference, nobody trusts its
+    task, its objective needs behaviour log-probs or values of states, a row of the file is malformed or unfit, or the same
+    responses were appended before; FloatingPointError where log-probs of step 0 are not finite.
     """
     run, experiment = command_line.rebuilt(workdir, settings)
     _check_objective(experiment)

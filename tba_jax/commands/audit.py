@@ -156,8 +156,7 @@ def rebuild_batch(run: Run, step: int) -> tuple[str, bool]:
 def regenerate(run: Run, name: str) -> tuple[str, bool]:
     """Generates a row again from its key, settings and snapshot. Returns a sentence, and whether the tokens are the same.
 
-    Raises:
-      ValueError: the name is malformed, there is no such row, its weights were swapped midway, or its snapshot is gone.
+    Raises ValueError where there is no such row, its weights were swapped midway, or its snapshot is gone.
     """
     writer, _, number = name.rpartition(":")
     if not writer or not number.isdigit():

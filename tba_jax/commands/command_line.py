@@ -222,8 +222,7 @@ def source(given: Given) -> Source:
 def config_of(stored: Mapping[str, Any], source: Source, *, called: str) -> Any:
     """The config of a run with what the user says of it. Args: stored: config.json; called: what messages call the run.
 
-    Raises:
-      ValueError: the recipe or a flag is wrong, config.json is damaged, or it names a task file that nobody trusts.
+    Raises ValueError where the recipe or a flag is wrong, config.json is damaged, or it names a task file that nobody trusts.
     """
     from tba_jax.experiment import stored_run
     from tba_jax.tasks import custom_task
@@ -281,8 +280,7 @@ def add_step(values: flags.FlagValues) -> None:
 def chosen_step(run: layout.RunDir, asked: AskedStep, *, called: str) -> int:
     """The step that --step asks for. The log says which it is, and why, where no number was given.
 
-    Raises:
-      ValueError: it has no snapshot in the run that messages call `called`; names the steps that have one.
+    Args: called: what messages call the run. Raises ValueError where the step has no snapshot.
     """
     from tba_jax.storage import snapshots
 

@@ -22,12 +22,9 @@ from tba_jax.text.visible import visible_json, visible_line
 def evaluate(
     workdir: Path, *, step: command_line.AskedStep, settings: command_line.Source = command_line.AS_IT_IS
 ) -> dict[str, Any]:
-    """The report of one snapshot, as in DIR/evaluations (see Evaluator.report). Disturbs no process of the run.
+    """The report of one snapshot, as in DIR/evaluations (see Evaluator.report). Args: step: see command_line.chosen_step.
 
-    Args: step: of a published snapshot, see command_line.chosen_step.
-
-    Raises:
-      ValueError: there is no run or no such snapshot, nobody trusts its task, or a setting is wrong or makes another run of it.
+    Raises ValueError where there is no run or no such snapshot, nobody trusts its task, or a setting is wrong or the contract's.
     """
     from tba_jax.experiment import jobs, meshes
     from tba_jax.rewards import task_models

@@ -35,14 +35,11 @@ _GROUP_BYTES, _KEPT_QUERIES = 32 << 20, 4096  # of rows in a group of the Parque
 def export(workdir: Path, output: Path, *, step: command_line.AskedStep, dtype: str | None, adapter: bool = False) -> str:
     """Writes the folder, with a model card; one tensor at a time is in memory. Adapters are merged.
 
-    Args:
-      output: see outputs.folder; outside of workdir, whose folders belong to the run's processes.
-      step: of a published snapshot, see command_line.chosen_step. dtype: of the weights written; None: the snapshot's.
+    Args: output: outside of workdir; step: see command_line.chosen_step; dtype: of the weights written, None: the snapshot's;
       adapter: writes the adapters alone, for peft.
 
-    Returns a sentence that says what was written. Raises:
-      ValueError: there is no run of this version or no such snapshot, its model, reference or tokenizer is gone, or `output`
-        is in use or in the run; or `adapter` of a run without adapters, or whose adapters belong to no published checkpoint.
+    Returns a sentence that says what was written. Raises ValueError where there is no run of this version or no such snapshot,
+    its model, reference or tokenizer is gone, `output` is in use, or adapters belong to no published checkpoint.
     """
     from tba_jax.experiment import stored_run
     from tba_jax.models.hugging_face import adapters, load
@@ -137,9 +134,7 @@ class Filter:
 def export_rows(workdir: Path, output: Path, chosen: Filter) -> str:
     """Writes the committed rows that match, writer by writer. Returns a sentence that says what was written.
 
-    Raises:
-      ValueError: there is no run of this version or no row that matches, a writer is not there, its tokenizer is gone, or
-        `output` exists, is in the run or cannot be written.
+    Raises ValueError where no row matches, there is no run or no such writer, its tokenizer is gone, or `output` exists.
     """
     run = layout.open_run_dir(workdir)
     stored = contract.read_run(run, called=str(workdir))

@@ -36,14 +36,10 @@ Queries: TypeAlias = "Mapping[int, EncodedQuery]"  # by their ids
 
 
 def rescore(workdir: Path, settings: command_line.Source = command_line.AS_IT_IS) -> str:
-    """Writes the rewards of the task's present version for all committed rows of a run that is not being trained.
+    """Writes the rewards of the task's present version for all committed rows of a run. Returns a sentence that says what.
 
-    Returns: a sentence that says what was written.
-
-    Raises:
-      ValueError: there is no run, nobody trusts its task, the task differs by more than its reward, retention has removed rows,
-        a row cannot be read, its query is not the task's any more, or rows hold values of states.
-      LeaseHeld: the run's trainer is at work.
+    Raises ValueError where there is no run, nobody trusts its task, the task differs by more than its reward, rows are gone or
+    answer queries that are not the task's any more, or hold values of states; LeaseHeld where the run's trainer is at work.
     """
     from tba_jax.experiment import composition
     from tba_jax.rewards import task_models
@@ -61,10 +57,8 @@ def rescore(workdir: Path, settings: command_line.Source = command_line.AS_IT_IS
         return f"{told}; where the reward means something else now, raise reward_version of the task's class"
     if theirs.step_ends:
         why = f"which are mean rewards of version {theirs.reward_version} of responses that were not kept"
-        raise ValueError(
-            f"the rows of {workdir} hold values of states (task.step_ends={tuple(theirs.step_ends)}), {why}: they cannot be "
-            "scored again"
-        )
+        told = f"the rows of {workdir} hold values of states (task.step_ends={tuple(theirs.step_ends)}), {why}"
+        raise ValueError(f"{told}: they cannot be scored again")
     EpochLease.refuse_if_held(run.journal)
     reader = LogReader(run.replay, theirs.row_shape())
     heads = {writer: head for writer, head in sorted(reader.heads().items()) if head}
