@@ -68,42 +68,34 @@ def test_they_train_where_no_objective_needs_their_behaviour_and_are_accounted_f
         append.append(s.run.root, path, unfit="refuse", settings=taken)
 
 
-def test_what_fits_is_kept_and_the_rest_counted(s, tmp_path):
+def test_what_fits_is_kept_and_the_rest_counted_and_an_interrupted_append_is_not_seen(s, tmp_path, monkeypatch):
     prompt = queries_of(s)[0]
-    texts = [{"prompt": prompt, "response": text} for text in ("12", "1234567", "34", "7654321")]
-    path = write_rows(tmp_path / "given.jsonl", texts)
-    with pytest.raises(ValueError, match=r"line 2: the response has more than task\.response_length=6 tokens"):
+    texts = [{"prompt": prompt, "response": text} for text in (*map(str, range(18)), "1234567", "7654321")]
+    path, appended, commit = write_rows(tmp_path / "given.jsonl", texts), [], LogWriter.append
+    with pytest.raises(ValueError, match=r"line 19: the response has more than task\.response_length=6 tokens"):
         append.append(s.run.root, path, unfit="refuse")
-    assert len(rows_by_writer(s)) == 1, "nothing was appended"
-    told = append.append(s.run.root, path, unfit="skip")
-    assert "2 responses are rows" in told and "left out: 2, each of which has more than task.response_length=6" in told
-    with pytest.raises(ValueError, match=r"these 2 responses are in .* already, as writer given-"):
-        append.append(s.run.root, path, unfit="skip")
-    for rows, sentence in (
-        (texts[1::2], r"none of its 2 responses .* 2, each of which has more than task\.response_length=6 tokens"),
-        ([{"prompt": "9+9=", "response": "18"}], r"prompt '9\+9=' is none of the 40 train queries of the task, such as '"),
-        ([{"response": "18"}], "field 'prompt' is missing, and task.name='arithmetic' has 40 train queries"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            append.append(s.run.root, write_rows(tmp_path / "none.jsonl", rows), unfit="skip")
-
-
-def test_what_is_interrupted_is_not_seen_and_may_be_repeated(s, tmp_path, monkeypatch):
-    texts = [{"prompt": prompt, "response": str(number)} for prompt in queries_of(s)[:8] for number in range(3)]
-    path, appended = write_rows(tmp_path / "given.jsonl", texts), []
-    commit = LogWriter.append
 
     def failing(self, rows):
-        if len(appended) == 1:
+        if appended:
             raise OSError("the disk is full")
         appended.append(commit(self, rows))
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="the disk is full"):
         patch.setattr(LogWriter, "append", failing)
-        append.append(s.run.root, path, unfit="refuse")
-    assert appended and len(rows_by_writer(s)) == 1
-    append.append(s.run.root, path, unfit="refuse")
-    assert sorted(len(rows["row"]) for rows in rows_by_writer(s).values()) == [24, 48]
+        append.append(s.run.root, path, unfit="skip")
+    assert appended and len(rows_by_writer(s)) == 1, "nothing is seen"
+    told = append.append(s.run.root, path, unfit="skip")
+    assert "18 responses are rows" in told and "left out: 2, each of which has more than task.response_length=6" in told
+    assert sorted(len(rows["row"]) for rows in rows_by_writer(s).values()) == [18, 48]
+    with pytest.raises(ValueError, match=r"these 18 responses are in .* already, as writer given-"):
+        append.append(s.run.root, path, unfit="skip")
+    for rows, sentence in (
+        (texts[18:], r"none of its 2 responses .* 2, each of which has more than task\.response_length=6 tokens"),
+        ([{"prompt": "9+9=", "response": "18"}], r"prompt '9\+9=' is none of the 40 train queries of the task, such as '"),
+        ([{"response": "18"}], "field 'prompt' is missing, and task.name='arithmetic' has 40 train queries"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            append.append(s.run.root, write_rows(tmp_path / "none.jsonl", rows), unfit="skip")
 
 
 @pytest.fixture

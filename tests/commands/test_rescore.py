@@ -1,5 +1,6 @@
 """Rows scored again by a new version of the reward: beside the old ones, whole or absent, and what trains on them."""
 
+import re
 import shutil
 
 import numpy as np
@@ -119,40 +120,39 @@ def test_what_is_interrupted_is_not_seen_and_taken_up_again(source, version_2, t
     assert "second-1" not in LogReader(source.run.rescored(2), shape).heads()
     with pytest.raises(ValueError, match=r"reward_version: 1 there, 2 here; python -m tba_jax rescore --workdir=.*source"):
         training.trainer(s)
-    assert not s.run.root.exists()
     told = rescore.rescore(source.run.root)
     assert "72 rows of 2 writers have reward version 2" in told and "24 of them scored now" in told
     again = LogReader(source.run.rescored(2), shape).read("second-1", 0, 24)
     assert np.isfinite(again["reward"]).tolist() == [True, False, *[True] * 22]
 
 
-def test_rows_that_come_later_or_are_gone_are_refused(source, version_2):
+def test_what_cannot_be_rescored_is_refused(source, version_2, capsys, monkeypatch):
+    """Rows that come later or are gone, another run, the same reward, and a run that is at work."""
+
+    def refusal() -> str:
+        with pytest.raises(SystemExit, match="2"):
+            command_line.execute(rescore, [f"--workdir={source.run.root}"])
+        return capsys.readouterr().err
+
     log, rows = another(source, "late-1")
     append(log, rows, end=4)
     rescore.rescore(source.run.root)
     append(log, rows, begin=4)
-    with pytest.raises(ValueError, match=r"late-1 has 4 of the 24 rows of writer late-1, which was still at work then"):
-        rescore.rescore(source.run.root)
+    assert "late-1 has 4 of the 24 rows of writer late-1, which was still at work then" in refusal()
     shutil.rmtree(source.run.rescored(2))
-    remove_segments(source.run.replay, {"late-1": [1]})
-    with pytest.raises(ValueError, match=r"all of the 24 rows of writer late-1 any more: .*replay.retention=all"):
-        rescore.rescore(source.run.root)
-    assert not source.run.rescored(2).exists()
-
-
-def test_what_cannot_be_rescored_is_refused(source, capsys, monkeypatch):
-    assert "nothing to do" in rescore.rescore(source.run.root)
-    monkeypatch.setattr(Arithmetic, "reward_version", 2)
     lease = EpochLease.acquire(source.run.journal)
-    with pytest.raises(SystemExit, match="2"):
-        command_line.execute(rescore, [f"--workdir={source.run.root}"])
-    assert "held by process" in capsys.readouterr().err
+    assert "held by process" in refusal()
     lease.release()
-    monkeypatch.setattr(Arithmetic, "queries", lambda self, split: [Query(f"1{n}+1=") for n in range(40)])
-    with pytest.raises(ValueError, match=r"row frozen-.*:0 answers query .* which is not the task's any more"):
-        rescore.rescore(source.run.root)
-    assert not source.run.rescored_commit(2).exists() and not source.run.rescored(2).exists()
+    remove_segments(source.run.replay, {"late-1": [1]})
+    assert re.search(r"all of the 24 rows of writer late-1 any more: .*replay.retention=all", refusal())
+    shutil.rmtree(source.run.replay / "late-1")
+    (source.run.replay / "writers" / "late-1.json").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(Arithmetic, "queries", lambda self, split: [Query(f"1{n}+1=") for n in range(40)])
+        assert re.search(r"row frozen-.*:0 answers query .* which is not the task's any more", refusal())
+    assert not source.run.rescored(2).exists()
+    monkeypatch.setattr(Arithmetic, "reward_version", 1)
+    assert "nothing to do" in rescore.rescore(source.run.root)
     stored = layout.read_json(source.run.config)
     layout.write_json(source.run.config, stored | {"contract": stored["contract"] | {"tokenizer": "another"}})
-    with pytest.raises(ValueError, match="is not what it was in more than its reward; tokenizer: 'another' there"):
-        rescore.rescore(source.run.root)
+    assert "is not what it was in more than its reward; tokenizer: 'another' there" in refusal()
