@@ -9,8 +9,7 @@ from tba_jax.replay import journal
 from tba_jax.replay.expiry import remove_segments
 from tba_jax.replay.reader import LogReader
 from tba_jax.reporting import gathering
-from tba_jax.reporting.gathering import MOST_POINTS, Role, RowTable, Source, read_lines
-from tba_jax.telemetry.status import Told
+from tba_jax.reporting.gathering import MOST_POINTS, RowTable, Source, read_lines
 from tests.support import frozen_runs, hostile_runs
 from tests.support.tiny_log import SHAPE, damage, make_rows, writer
 
@@ -26,14 +25,6 @@ def test_some_lines_are_kept_evenly_with_the_first_and_the_newest(tmp_path, coun
     assert steps[0] == 0 and steps[-1] == count - 1 and len(steps) <= MOST_POINTS
     gaps = np.diff(steps)
     assert len(steps) == count or (len(steps) > MOST_POINTS / 2 and len({*gaps[:-1].tolist()}) == 1 and gaps[-1] <= gaps[0])
-
-
-def test_damaged_lines_are_left_out(tmp_path):
-    good = json.dumps({"step": 1, "time": 1.0, "loss": 2.0, "note": "text"})
-    odd = ["{", "[]", '{"step": 1}', '{"step": "x", "time": 1}', f'{{"step": 1{"0" * 400}, "time": 1}}']
-    (tmp_path / "metrics.jsonl").write_text("\n".join([good, *odd, good, '{"step": 3, "ti']))
-    role = Role(lines=read_lines(tmp_path), status=Told())
-    assert role.curve("loss").tolist() == [2.0, 2.0] and np.isnan(role.curve("note")).all() and role.last["step"] == 1
 
 
 def test_damage_is_named_the_rest_is_read_and_a_run_is_only_read(tmp_path):
