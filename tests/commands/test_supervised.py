@@ -176,23 +176,20 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, mo
     jax.tree.map(np.testing.assert_array_equal, weights(tmp_path / "again"), weights(tmp_path / "whole-model"))
 
 
-BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "model": ({"model__path": "/nowhere"}, "/nowhere does not exist"),
-    "positions": ({"data__prompt_length": 60}, "= 76 exceed the model's 64 positions"),
-    "micro-batch": ({"training__micro_batch_rows": 3}, "training.micro_batch_rows=3 does not divide training.batch_size=8"),
-    "mesh": ({"training__micro_batch_rows": 1, "training__mesh__data": 2}, "by the 2 ways of training.mesh.data × "),
-    "batch": ({"training__batch_size": 64}, "training.batch_size=64 is more than the "),
-    "fields": ({"data__response_field": "prompt"}, "the fields of an example must differ: data.*_field are prompt, prompt"),
-    "disk": (
-        {"checkpoint__keep": 10**13, "checkpoint__every_steps": 1, "training__steps": 10**13},
-        "this run would fill its disk, about ",
-    ),
-}
+FULL = {"checkpoint__keep": 10**13, "checkpoint__every_steps": 1, "training__steps": 10**13}
+BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"model__path": "/nowhere"}, "/nowhere does not exist"),
+    ({"data__prompt_length": 60}, "= 76 exceed the model's 64 positions"),
+    ({"training__micro_batch_rows": 3}, "training.micro_batch_rows=3 does not divide training.batch_size=8"),
+    ({"training__micro_batch_rows": 1, "training__mesh__data": 2}, "by the 2 ways of training.mesh.data × "),
+    ({"training__batch_size": 64}, "training.batch_size=64 is more than the "),
+    ({"data__response_field": "prompt"}, "the fields of an example must differ: data.*_field are prompt, prompt"),
+    (FULL, "this run would fill its disk, about "),
+]
 
 
-@pytest.mark.parametrize("case", BAD_SETTINGS)
-def test_bad_settings_are_named(folder, tmp_path, case):
-    changes, words = BAD_SETTINGS[case]
+@pytest.mark.parametrize(("changes", "words"), BAD_SETTINGS)
+def test_bad_settings_are_named(folder, tmp_path, changes, words):
     c = config(folder, write_lines(tmp_path / "train.jsonl", sentences(50, seed=1)), **changes)
     with pytest.raises(ValueError) as refused:
         supervised.prepare(c, layout.RunDir(tmp_path / "run"), tmp_path / "model")
