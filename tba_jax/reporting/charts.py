@@ -58,6 +58,7 @@ _OF_SEARCHERS = (
 )
 
 Figure = dict[str, Any]
+Texts = Callable[[Sequence[int]], list[str]]
 
 
 def of(found: Gathered, counts: np.ndarray) -> dict[str, Any]:
@@ -230,22 +231,21 @@ def _disagreeing(rows: np.ndarray, undrawn: np.ndarray) -> list[int]:
     return [int(order[place]) for query in found for place in (ends[query] - 1, begins[query])]
 
 
-class Pieces:
-    """The text that each token adds, without a vocabulary's markers of spaces and bytes."""
+def pieces(tokenizer: Tokenizer | None) -> Texts:
+    """A function of token ids: the visible text that each adds. Args: tokenizer: None: a token's text is its number.
 
-    def __init__(self, tokenizer: Tokenizer | None):
-        """Args: tokenizer: None: a token's text is its number."""
-        self._bytes = [] if tokenizer is None else tokenizer.token_bytes()
-        self._special = frozenset(() if tokenizer is None else tokenizer.special_ids)
-        self._names = {} if tokenizer is None else {tokenizer.pad_id: "⟨padding⟩", tokenizer.eos_id: "⟨end⟩"}
+    The token that completes a character has its text, where several share it.
+    """
+    contents = [] if tokenizer is None else tokenizer.token_bytes()
+    special = frozenset(() if tokenizer is None else tokenizer.special_ids)
+    names = {} if tokenizer is None else {tokenizer.pad_id: "⟨padding⟩", tokenizer.eos_id: "⟨end⟩"}
 
-    def texts(self, ids: Sequence[int]) -> list[str]:
-        """The visible text of each id. The token that completes a character has its text, where several share it."""
+    def texts(ids: Sequence[int]) -> list[str]:
         decoder, found = codecs.getincrementaldecoder("utf-8")("replace"), []
         for each in map(int, ids):
-            content = self._bytes[each] if 0 <= each < len(self._bytes) else None
-            if each in self._special or content is None:
-                name = self._names.get(each) or ("" if content is None else content.decode(errors="replace")) or f"⟨{each}⟩"
+            content = contents[each] if 0 <= each < len(contents) else None
+            if each in special or content is None:
+                name = names.get(each) or ("" if content is None else content.decode(errors="replace")) or f"⟨{each}⟩"
                 # A character that a special token interrupts stays unfinished.
                 found.append(decoder.decode(b"", final=True) + visible(name))
                 decoder.reset()
@@ -255,10 +255,12 @@ class Pieces:
             found[-1] += rest
         return found
 
+    return texts
+
 
 def samples(found: Gathered, indices: Sequence[int]) -> dict[int, dict[str, Any]]:
     """Index into `found.table.rows` -> the row as the page shows it; what cannot be read is named in `found.problems`."""
-    table, pieces = found.table, Pieces(found.tokenizer)
+    table, texts = found.table, pieces(found.tokenizer)
     keys = {int(i): int(table.rows["key"][i]) for i in indices}
     draws = table.draws_of([*keys.values()])
     audit = f"python -m tba_jax audit --workdir={shlex.quote(found.called)}"
@@ -277,8 +279,8 @@ def samples(found: Gathered, indices: Sequence[int]) -> dict[int, dict[str, Any]
         shown[index] = {
             "name": f"{writer}:{row}",
             "query": f"{int(rows['query_id'][0]):016x}",
-            "prompt": _prompt(rows, found.tokenizer, pieces),
-            **_tokens(rows, pieces),
+            "prompt": _prompt(rows, found.tokenizer, texts),
+            **_tokens(rows, texts),
             "reward": _number(rows["reward"][0]),
             "parts": [*zip(table.reader.shape.reward_parts, map(_number, rows["reward_parts"][0]), strict=True)],
             "finished": bool(rows["finished"][0]),
@@ -294,13 +296,13 @@ def samples(found: Gathered, indices: Sequence[int]) -> dict[int, dict[str, Any]
     return shown
 
 
-def _tokens(rows: Rows, pieces: Pieces) -> dict[str, Any]:
+def _tokens(rows: Rows, texts: Texts) -> dict[str, Any]:
     """tokens: [text, log π_θ/π_ref in nats, policy step] each, MOST_TOKENS at most; more: how many tokens follow."""
     steps = rows["policy_step"][0].tolist()
     ids = response(rows, 0)[: len(steps)]  # a trainer refuses rows whose length is wrong
     ratios = (rows["policy_logprobs"][0] - rows["ref_logprobs"][0]).tolist()
-    texts = pieces.texts(ids[:MOST_TOKENS].tolist())
-    found = [[text, _number(ratio, "{:.3f}"), step] for text, ratio, step in zip(texts, ratios, steps, strict=False)]
+    told = zip(texts(ids[:MOST_TOKENS].tolist()), ratios, steps, strict=False)
+    found = [[text, _number(ratio, "{:.3f}"), step] for text, ratio, step in told]
     return {"tokens": found, "more": max(0, len(ids) - MOST_TOKENS)}
 
 
@@ -308,11 +310,11 @@ def _number(value: float, form: str = "{:.6g}") -> float | None:
     return float(form.format(value)) if np.isfinite(value) else None
 
 
-def _prompt(rows: Rows, tokenizer: Tokenizer | None, pieces: Pieces) -> str:
+def _prompt(rows: Rows, tokenizer: Tokenizer | None, texts: Texts) -> str:
     """The visible text of the prompt, without its middle where it is very long."""
     ids = rows["tokens"][0, : rows["prompt_length"][0]].tolist()
     if tokenizer is None:
-        text = "".join(pieces.texts(ids))
+        text = "".join(texts(ids))
     else:
         text = visible(tokenizer.decode([each for each in ids if 0 <= each < tokenizer.vocab_size]))
     return text if len(text) <= MOST_PROMPT else f"{text[: MOST_PROMPT // 2]} … {text[-MOST_PROMPT // 2 :]}"

@@ -85,72 +85,57 @@ def histogram(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.histogram(array, bins=min(20, most) if array.size else 1)
 
 
-class TensorBoard:
+# What takes points, and what ends the session.
+Sink = tuple[Callable[[Point], Any], Callable[[], Any]]
+
+
+def _tensorboard(session: Session) -> Sink:
     """Event files in the folder of the role's metrics."""
+    from tensorboardX import SummaryWriter
 
-    def __init__(self, session: Session):
-        from tensorboardX import SummaryWriter
+    writer = SummaryWriter(session.folder, flush_secs=5)
 
-        self._writer = SummaryWriter(session.folder, flush_secs=5)
-
-    def write(self, point: Point) -> None:
+    def write(point: Point) -> None:
         told = dict(global_step=point.step, walltime=point.time)
         for name, value in point.values.items():
-            self._writer.add_scalar(name, value, **told)
+            writer.add_scalar(name, value, **told)
         for name, array in point.histograms.items():
-            self._writer.add_histogram(name, array, bins=histogram(array)[1], **told)
+            writer.add_histogram(name, array, bins=histogram(array)[1], **told)
 
-    def end(self) -> None:
-        self._writer.close()
+    return write, writer.close
 
 
-class Wandb:
+def _wandb(session: Session) -> Sink:
     """A run of Weights & Biases; with WANDB_MODE=offline its points are kept in the folder, and `wandb sync` sends them."""
+    import wandb
 
-    def __init__(self, session: Session):
-        import wandb
-
-        self._session = session
-        # Several roles may be in one process, each with a run of its own.
-        told: dict[str, Any] = {name: vars(session)[name] for name in ("project", "group", "name", "id", "config")}
-        limits: dict[str, Any] = dict(init_timeout=30.0, finish_timeout=_FINISH_SECONDS, reinit="create_new")
-        settings = wandb.Settings(silent=True, console="off", save_code=False, **limits)
-        self._run = wandb.init(**told, job_type=session.kind, dir=session.folder, resume="allow", settings=settings)
-        # A trainer that resumes does steps again. wandb's own step only grows, so the axis is a metric like any other.
-        self._run.define_metric("step", hidden=True)
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, point: Point) -> None:
-        import wandb
-
-        self._run.log(self._session.shown(wandb, point))
-
-    def end(self) -> None:
-        self._run.finish()
+    told: dict[str, Any] = {name: vars(session)[name] for name in ("project", "group", "name", "id", "config")}
+    # Several roles may be in one process, each with a run of its own.
+    limits: dict[str, Any] = dict(init_timeout=30.0, finish_timeout=_FINISH_SECONDS, reinit="create_new")
+    settings = wandb.Settings(silent=True, console="off", save_code=False, **limits)
+    run = wandb.init(**told, job_type=session.kind, dir=session.folder, resume="allow", settings=settings)
+    # A trainer that resumes does steps again. wandb's own step only grows, so the axis is a metric like any other.
+    run.define_metric("step", hidden=True)
+    run.define_metric("*", step_metric="step")
+    return lambda point: run.log(session.shown(wandb, point)), run.finish
 
 
-class Trackio:
+def _trackio(session: Session) -> Sink:
     """A run of Trackio: in TRACKIO_DIR on this machine, or at the space or server that the environment names."""
+    import trackio
 
-    def __init__(self, session: Session):
-        import trackio
+    told: dict[str, Any] = {name: vars(session)[name] for name in ("project", "group", "name", "config")}
+    run = trackio.init(**told, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False)
 
-        self._session = session
-        told: dict[str, Any] = {name: vars(session)[name] for name in ("project", "group", "name", "config")}
-        self._run = trackio.init(**told, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False)
+    def write(point: Point) -> None:
+        shown = session.shown(trackio, point)
+        run.log(shown, step=shown.pop("step"))
 
-    def write(self, point: Point) -> None:
-        import trackio
-
-        shown = self._session.shown(trackio, point)
-        self._run.log(shown, step=shown.pop("step"))
-
-    def end(self) -> None:
-        self._run.finish()
+    return write, run.finish
 
 
-# The values of metrics.sinks, and what hands points to each.
-TRACKERS: dict[str, type[TensorBoard | Wandb | Trackio]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
+# The values of metrics.sinks, and what begins a session of each.
+TRACKERS: dict[str, Callable[[Session], Sink]] = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
 _PACKAGES = {"tensorboard": "tensorboardX"}
 
 
@@ -176,19 +161,21 @@ class Tracker:
     def __init__(self, name: str, session: Callable[[], Session], alarms: Alarms):
         """Args: name: in TRACKERS; session: asked with the first point. alarms: of the role."""
         self.name, self._session, self._alarms = name, session, alarms
-        self._sinks: list[Any] | None = None  # at most one; None: no point has come yet
+        self._sink: Sink | None = None
+        self._begun = False
 
     def write(self, point: Point) -> None:
         """Shows a point; the first one begins the session."""
-        if self._sinks is None:
-            self._sinks = [*filter(None, [self._attempt(lambda: TRACKERS[self.name](self._session()))])]
-        for sink in self._sinks:
-            self._attempt(sink.write, point)
+        if not self._begun:
+            self._begun = True
+            self._sink = self._attempt(lambda: TRACKERS[self.name](self._session()))
+        if self._sink is not None:
+            self._attempt(self._sink[0], point)
 
     def end(self) -> None:
         """No more points come. The library has CLOSE_SECONDS for those that it has not sent: a role may have to stop."""
-        for sink in self._sinks or ():
-            ending = threading.Thread(target=self._attempt, args=(sink.end,), name=f"end of {self.name}", daemon=True)
+        if self._sink is not None:
+            ending = threading.Thread(target=self._attempt, args=(self._sink[1],), name=f"end of {self.name}", daemon=True)
             ending.start()
             ending.join(CLOSE_SECONDS)
 

@@ -41,9 +41,9 @@ def test_different_queries_come_first_and_disagreeing_ones_with_their_best_and_w
 
 def test_a_character_of_several_tokens_stands_at_the_one_that_completes_it():
     """A tokenizer with one id a byte, as byte-level vocabularies have them, and an end of sequence."""
-    pieces = [*(bytes([byte]) for byte in range(256)), b"<|end|>"]
-    tokenizer = types.SimpleNamespace(eos_id=256, pad_id=256, special_ids=(256,), token_bytes=lambda: pieces)
-    texts = charts.Pieces(tokenizer).texts
+    contents = [*(bytes([byte]) for byte in range(256)), b"<|end|>"]
+    tokenizer = types.SimpleNamespace(eos_id=256, pad_id=256, special_ids=(256,), token_bytes=lambda: contents)
+    texts = charts.pieces(tokenizer)
     assert texts([*"aé→".encode(), 256]) == ["a", "", "é", "", "", "→", "⟨end⟩"]
     assert texts("é".encode()[:1]) == ["�"] and texts(["é".encode()[0], 256, 97]) == ["", "�⟨end⟩", "a"]
-    assert charts.Pieces(None).texts([5]) == ["⟨5⟩"]
+    assert charts.pieces(None)([5]) == ["⟨5⟩"]

@@ -76,19 +76,16 @@ def library(monkeypatch):
     """A tracker's library that raises at step 3, and keeps the other points."""
     kept: list[str] = []
 
-    class Library:
-        def __init__(self, session):
-            kept[:] = [session.name]
+    def begin(session) -> metrics.Sink:
+        kept[:] = [session.name]
+        return write, lambda: kept.append("end")
 
-        def write(self, point) -> None:
-            if point.step == 3:
-                raise ValueError("three s3cr3t-s3cr3t \x1b[31m\nmore")
-            kept.append(f"{point.step} {point.values}")
+    def write(point) -> None:
+        if point.step == 3:
+            raise ValueError("three s3cr3t-s3cr3t \x1b[31m\nmore")
+        kept.append(f"{point.step} {point.values}")
 
-        def end(self) -> None:
-            kept.append("end")
-
-    monkeypatch.setitem(metrics.TRACKERS, "wandb", Library)
+    monkeypatch.setitem(metrics.TRACKERS, "wandb", begin)
     return kept
 
 
@@ -101,7 +98,7 @@ def test_what_a_tracker_raises_is_one_sentence_without_secrets(run, library, mon
     assert library == ["run-01234567-trainer", *(f"{n} {{'loss': {n / 2}}}" for n in (1, 2, 4)), "end"]
     assert len(metrics.read_lines(run.metrics("trainer"))) == 10
     monkeypatch.setattr(metrics, "CLOSE_SECONDS", 0.1)
-    monkeypatch.setattr(metrics.TRACKERS["wandb"], "end", lambda _: time.sleep(60))
+    monkeypatch.setitem(metrics.TRACKERS, "wandb", lambda _: (print, lambda: time.sleep(60)))
     begin = time.perf_counter()
     write(run, "wandb")
     assert time.perf_counter() - begin < 10, "the role does not wait for a tracker that does not end"
