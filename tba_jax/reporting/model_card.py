@@ -145,7 +145,7 @@ def _told_of_scores(run: layout.RunDir, reports: Mapping[int, Mapping[str, Any]]
 
 def _report(run: layout.RunDir, step: int) -> Mapping[str, Any]:
     """The evaluator's report of a step, {} where there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, TypeError):
         return dict(layout.read_json(run.evaluations / f"{layout.step_name(step)}.json"))
     return {}
 

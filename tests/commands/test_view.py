@@ -23,19 +23,13 @@ def run(tmp_path_factory):
 
 @contextlib.contextmanager
 def served(run):
-    stopped = threading.Event()
-
-    def serve() -> None:
-        while not stopped.is_set():
-            server.handle_request()
-
     with Server(Source(run.root), 0) as server:
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
             yield server
         finally:
-            stopped.set()
+            server.shutdown()
             thread.join()
 
 
