@@ -41,26 +41,6 @@ def test_every_row_is_accounted_for(finished):
     assert balanced and "the ledger balances" in text and "6 journalled steps, each once, by trainer epoch 1" in text
 
 
-def test_unseen_rows_and_invalid_rows_are_told_apart(finished, copied):
-    """A second writer: valid rows, a row of a token that does not exist, and rows after the last step."""
-    _, rows = rows_of(finished, copied)
-    four = {name: column[:4].copy() for name, column in rows.items()}
-    four["tokens"][1, 0] = 9999
-    four["row"] = np.arange(4)
-    shape = finished.experiment.contract.row_shape()
-    log = LogWriter(copied / "replay", "late-1", shape, rows_per_append=4, segment_appends=4, info={})
-    log.append(four)
-    journal = max((copied / "journal").glob("*.jsonl"))
-    *before, last = journal.read_text().splitlines()
-    line = json.loads(last)
-    line["visible"].append({"heads": {"late-1": 4}, "skipped": {}})
-    journal.write_text("\n".join([*before, json.dumps(line)]) + "\n")
-    log.append({**four, "row": np.arange(4, 8)})
-    account = audit.accounts(audit.open_run(copied))["late-1"]
-    assert account.committed == 8 and account.unseen == 4 and account.balances
-    assert account.rejected["tokens"] == 1 and sum(account.rejected.values()) == 1
-
-
 def test_the_batch_of_a_step_is_rebuilt_and_checked(finished, copied):
     text, same = audit.rebuild_batch(audit.open_run(copied), 4)
     assert same and text.endswith("step 4 (epoch 1): 12 rows; the hash of the batch is the one journalled")

@@ -135,18 +135,14 @@ def test_tensorboard_holds_the_same_numbers(run):
 
 def test_points_stand_under_the_group_of_their_role_and_the_step_of_the_trainer(run):
     """whole_runs/test_watching.py reads what wandb and trackio have of a run."""
+    session = metrics.session_of(tiny_run.config(), run, "searcher-0", kind="searcher")
     histogram, table = (lambda np_histogram: np_histogram[0].tolist()), (lambda columns, data: [columns, *data])
-    shared = types.SimpleNamespace(Histogram=histogram, Table=table)
-    trainer, searcher = (
-        metrics.session_of(tiny_run.config(), run, name, kind=kind)
-        for name, kind in (("trainer", "trainer"), ("searcher-0", "searcher"))
-    )
-    point = metrics.Point(step=5, time=0.0, values={"loss": 1.5}, histograms={"staleness": np.array([1, 1, 3])})
-    assert trainer.shown(shared, point) == {"step": 5, "train/loss": 1.5, "train/staleness": [2, 0, 1]}
-    point = metrics.Point(step=17, time=0.0, values={"policy_step": 4.0}, tables={"samples": [{"query": "1+1=", "reward": 1.0}]})
-    rows = [["query", "reward"], ["1+1=", 1.0]]
-    assert searcher.shown(shared, point) == {"step": 4, "search/batch": 17, "search/policy_step": 4.0, "search/samples": rows}
-    assert (trainer.group, trainer.id, searcher.name) == ("run-01234567", "0123456789abcdef-trainer", "run-01234567-searcher-0")
+    told = dict(values={"policy_step": 4.0}, tables={"samples": [{"query": "1+1=", "reward": 1.0}]})
+    point = metrics.Point(step=17, time=0.0, histograms={"staleness": np.array([1, 1, 3])}, **told)
+    shown = session.shown(types.SimpleNamespace(Histogram=histogram, Table=table), point)
+    assert shown.pop("search/samples") == [["query", "reward"], ["1+1=", 1.0]] and shown.pop("search/staleness") == [2, 0, 1]
+    assert shown == {"step": 4, "search/batch": 17, "search/policy_step": 4.0}
+    assert (session.group, session.id, session.name) == ("run-01234567", "0123456789abcdef-searcher-0", "run-01234567-searcher-0")
 
 
 def test_peaks_add_up_and_what_is_not_known_is_said(caplog):
