@@ -50,6 +50,7 @@ def page(found: Gathered, *, served: bool = False) -> str:
     of_trained, told_trained = trained(found.trainer.curve("reward"))
     heading, sentences = waits({name: of_role for name, role in roles.items() if (of_role := role.shares())})
     content = {
+        "found": found,
         "title": Path(found.called).name or found.called,
         "workdir": found.called,
         "quoted_workdir": shlex.quote(found.called),
@@ -63,15 +64,10 @@ def page(found: Gathered, *, served: bool = False) -> str:
         "waits": sentences,
         "now": {name: said for name, role in roles.items() if (said := _now(role.status)) and not _is_finished(found)},
         "troubles": {name: role.status.trouble for name, role in roles.items() if role.status.trouble},
-        "alarms": found.alarms,
-        "left_out_roles": found.left_out_roles,
         "worst": [each for each in shown.values() if each["name"] in named.get("worst", [])[:3]],
-        "balanced": found.finished.get("balanced"),
         "row_count": len(counts),
         "drawn_share": float((counts > 0).mean()) if len(counts) else 0.0,
         "writers": _writers(found, counts),
-        "has_tokenizer": found.tokenizer is not None,
-        "problems": found.problems,
         "served": served,
         "settings": _settings(stored["config"]),
         "contract": [(name, in_words(value)) for name, value in flatten(without_secrets(stored["contract"])).items()],
