@@ -56,23 +56,17 @@ def card(run, base=NO_BASE, exported=MERGED, **settings) -> huggingface_hub.Mode
     return huggingface_hub.ModelCard(model_card.text(run, config(**settings), base=base, exported=exported))
 
 
-@pytest.mark.parametrize(
-    ("exported", "library", "relation"), [(MERGED, "transformers", "finetune"), (ADAPTER, "peft", "adapter")]
-)
-def test_the_front_matter_is_what_the_hub_reads(run, tmp_path, exported, library, relation):
+def test_the_front_matter_is_what_the_hub_reads(run, tmp_path):
     cached = tmp_path / "models--openai-community--gpt2" / "snapshots" / "607a30d783dfa663caf39e06633721c8d4cfcd7e"
     base = base_of(cached, "---\nlanguage: en\nlicense: mit\n---\n# GPT-2\n", "openai-community/gpt2")
-    found = card(run, base, exported, model__path="openai-community/gpt2")
-    told = found.data.to_dict()
-    assert (told["library_name"], told["base_model_relation"], told["license"]) == (library, relation, "mit")
-    assert told["base_model"] == "openai-community/gpt2" and told["pipeline_tag"] == "text-generation"
-    assert {"tba_jax", "trajectory-balance"} <= set(told["tags"]) and ("lora" in told["tags"]) == exported.adapter
-    assert "at revision `607a30d783dfa663caf39e06633721c8d4cfcd7e`" in found.text and "licence as `mit`" in found.text
-
-
-def test_a_local_checkpoint_is_no_model_of_the_hub(run, tmp_path):
-    """The hub refuses a card whose base_model is a path."""
-    folder = tmp_path / "checkpoint"
+    for exported, library, relation in ((MERGED, "transformers", "finetune"), (ADAPTER, "peft", "adapter")):
+        found = card(run, base, exported, model__path="openai-community/gpt2")
+        told = found.data.to_dict()
+        assert (told["library_name"], told["base_model_relation"], told["license"]) == (library, relation, "mit")
+        assert told["base_model"] == "openai-community/gpt2" and told["pipeline_tag"] == "text-generation"
+        assert {"tba_jax", "trajectory-balance"} <= set(told["tags"]) and ("lora" in told["tags"]) == exported.adapter
+        assert "at revision `607a30d783dfa663caf39e06633721c8d4cfcd7e`" in found.text and "licence as `mit`" in found.text
+    folder = tmp_path / "checkpoint"  # the hub refuses a card whose base_model is a path
     found = card(run, base_of(folder, "no front matter\nlicense: mit\n"), model__path=str(folder))
     assert not {"base_model", "license"} & set(found.data.to_dict()) and f"`{folder}`" in found.text
     untold = card(run, learner__objective="grpo")

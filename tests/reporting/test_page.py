@@ -157,22 +157,19 @@ def test_a_whole_run_is_reported_whole(finished):
     assert all(chart["traces"] for chart in shown["charts"])
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "more", "verdict"),
-    [
-        (0.4, 0.9, {}, "yes"),
-        (0.9, 0.4, {}, "no"),
-        (0.50, 0.52, {}, "unclear"),
-        (0.25, 0.75, {"greedy_reward_stderr": 0.1}, "yes"),  # 0.5 is more than twice √2 · 0.1, and less than twice √2 · 0.2
-        (0.25, 0.75, {"greedy_reward_stderr": 0.2}, "unclear"),
-    ],
-)
-def test_held_out_rewards_decide_where_they_differ_by_more_than_chance(first, last, more, verdict):
-    found = [{"step": step, "greedy_reward": reward, "queries": 256, **more} for step, reward in ((0, first), (100, last))]
-    told, sentence = page_lib.held_out(found)
-    assert told == verdict and f"{first:.3f}" in sentence and f"{last:.3f}" in sentence and "step 100" in sentence
-    best = page_lib.held_out([*found, {"step": 200, "greedy_reward": 0.0}])[1]
-    assert f"the best is {max(first, last):.3f}" in best
+def test_held_out_rewards_decide_where_they_differ_by_more_than_chance():
+    for first, last, stderr, verdict in (
+        (0.4, 0.9, None, "yes"),
+        (0.9, 0.4, None, "no"),
+        (0.50, 0.52, None, "unclear"),
+        (0.25, 0.75, 0.1, "yes"),  # 0.5 is more than twice √2 · 0.1, and less than twice √2 · 0.2
+        (0.25, 0.75, 0.2, "unclear"),
+    ):
+        more = {"queries": 256} if stderr is None else {"greedy_reward_stderr": stderr}
+        found = [{"step": step, "greedy_reward": reward, **more} for step, reward in ((0, first), (100, last))]
+        told, sentence = page_lib.held_out(found)
+        assert told == verdict and f"{first:.3f}" in sentence and f"{last:.3f}" in sentence and "step 100" in sentence
+        assert f"the best is {max(first, last):.3f}" in page_lib.held_out([*found, {"step": 200, "greedy_reward": 0.0}])[1]
     assert page_lib.held_out([]) == ("", "There is no held-out score.") and page_lib.held_out(found[:1])[0] == ""
 
 
