@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from tba_jax.commands import command_line, existing_run, recipes
+from tba_jax.commands import command_line, recipes
 from tba_jax.run import processes
 
 if TYPE_CHECKING:  # what is slow to import, JAX above all, is imported late: a mistake in the arguments is answered at once
@@ -42,7 +42,7 @@ def add_flags(values: flags.FlagValues) -> recipes.Program:
     recipes.add_flag(
         values, required=False, what="the recipe, a file under configs/; default: the config of the run in --workdir"
     )
-    existing_run.add_trust(values)
+    command_line.add_trust(values)
     command_line.add_workdir(values)
     text, truth, number, several = (
         functools.partial(define, flag_values=values)
@@ -164,7 +164,7 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
     from tba_jax.roles import gpus
     from tba_jax.run import log_files
     from tba_jax.storage import places, privacy
-    from tba_jax.telemetry import record
+    from tba_jax.telemetry import status
 
     if given.role == "searcher":
         _split_cpu(config.searchers.cpu_devices)
@@ -174,7 +174,7 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
     world = _world(given)
     found = mistakes.Mistakes()
     init_from = found.attempt(other_runs.parse_init_from, given.init_from)
-    profile = found.attempt(record.parse_window, given.profile, steps=config.learner.steps)
+    profile = found.attempt(status.parse_window, given.profile, steps=config.learner.steps)
     asked = found.attempt(_topologies, given)
     found.end()
     _check_answers(stored_run.named_places(config, init_from=init_from or ""), given)
@@ -225,7 +225,7 @@ def _config_of_run(run: "layout.RunDir", given: command_line.Given) -> "config_d
     called = f"workdir {str(run.shared)!r}"
     if not places.exists(run.config):
         raise ValueError(f"{called} holds no run yet: --config=RECIPE says what a new one is")
-    config = existing_run.config_of(contract.read_run(run, called=called), existing_run.source(given), called=called)
+    config = command_line.config_of(contract.read_run(run, called=called), command_line.source(given), called=called)
     if given.role in _JOINING:
         schedule_changes.check_none_given(run, config, role=given.role)
     return config

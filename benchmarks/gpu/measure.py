@@ -34,7 +34,7 @@ from tba_jax.models.config import DecoderConfig, ResponseSpace
 from tba_jax.models.policy import Policy
 from tba_jax.roles.work import Work
 from tba_jax.storage import snapshots
-from tba_jax.telemetry import device_peaks
+from tba_jax.telemetry import metrics
 
 _WHAT = flags.DEFINE_enum("what", None, ["update", "decode", "wire"], "What is measured.", required=True)
 _ATTENTION = flags.DEFINE_string("attention", "auto", "model.attention of the update.", allow_override=True)
@@ -90,7 +90,7 @@ def seconds(call: Callable[[], Any], *, before: Callable[[], Any] = lambda: None
 
 def shares(done: Work, took: float) -> str:
     """The shares of the device's peaks, in words; "" where they are not known."""
-    found = done.shares(took, device_peaks.of(jax.devices()[:1]))
+    found = done.shares(took, metrics.peaks_of(jax.devices()[:1]))
     names = {"mfu": "MFU, attention counted causally", "bandwidth_share": "of the memory's bandwidth"}
     return ", ".join(f"{100 * share:.1f} % {names[name]}" for name, share in found.items())
 

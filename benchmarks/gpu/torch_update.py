@@ -19,7 +19,7 @@ from benchmarks.gpu import worker
 from benchmarks.gpu.worker import row
 from tba_jax.models import flops
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES
-from tba_jax.telemetry.device_peaks import PEAKS
+from tba_jax.telemetry.metrics import PEAKS
 
 _BETA = 0.1
 

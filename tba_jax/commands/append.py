@@ -14,7 +14,7 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,7 @@ import numpy as np
 from absl import flags
 
 from tba_jax import trajectory
-from tba_jax.commands import command_line, existing_run, recipes
+from tba_jax.commands import command_line, recipes
 from tba_jax.replay.log import GIVEN, LogWriter, registration
 from tba_jax.storage import file_systems, layout, places, privacy
 from tba_jax.tasks import data
@@ -32,32 +32,29 @@ from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.experiment.composition import Experiment
-    from tba_jax.tasks.interface import EncodedQuery
+    from tba_jax.tasks.interface import EncodedQuery, Scores
     from tba_jax.text.stop_strings import StopStrings
 
 UNFIT = ("refuse", "skip")
 
 
 class GivenResponse(NamedTuple):
-    """A response of the file to a query. tokens: up to and including the token that ends the response."""
+    """tokens: of the response, up to and including the token that ends it."""
 
     query: "EncodedQuery"
     tokens: list[int]
 
 
-def append(workdir: Path, source: str, *, unfit: str, settings: existing_run.Source = existing_run.AS_IT_IS) -> str:
+def append(workdir: Path, source: str, *, unfit: str, settings: command_line.Source = command_line.AS_IT_IS) -> str:
     """Scores the responses of a file by the task and the policy of step 0, and commits them as rows of a new writer.
 
     Args: source: see tasks.data.read; unfit: what happens to responses that no policy of the run can give, one of UNFIT.
 
-    Returns: a sentence that says what was appended.
-
-    Raises:
-      ValueError: there is no run or no reference, nobody trusts its task, its objective needs behaviour log-probs or values of
-        states, a row of the file is malformed or unfit, or the same responses were appended before.
-      FloatingPointError: the policy of step 0 gave log-probs that are not finite.
+    Returns a sentence that says what was appended. Raises ValueError where there is no run or no reference, nobody trusts its
+    task, its objective needs behaviour log-probs or values of states, a row of the file is malformed or unfit, or the same
+    responses were appended before; FloatingPointError where log-probs of step 0 are not finite.
     """
-    run, experiment = existing_run.rebuilt(workdir, settings)
+    run, experiment = command_line.rebuilt(workdir, settings)
     _check_objective(experiment)
     if not places.exists(run.initial_reference):
         raise ValueError(f"{workdir} has no reference policy yet: python -m tba_jax.main --role=reference makes it")
@@ -67,36 +64,45 @@ def append(workdir: Path, source: str, *, unfit: str, settings: existing_run.Sou
     if places.exists(registration(run.replay, writer)):
         raise ValueError(f"--responses={source!r}: these {len(given)} responses are in {workdir} already, as writer {writer}")
     rows = _rows(run, experiment, given)
-    places.remove_tree(run.replay / writer)  # of an attempt that was interrupted
-    # All appends of a log have as many rows.
     most = min(len(given), _rows_at_a_time(experiment))
-    size = next(size for size in range(most, 0, -1) if len(given) % size == 0)
-    log = LogWriter(
-        run.replay,
-        writer,
-        experiment.contract.row_shape(),
-        rows_per_append=size,
-        segment_appends=experiment.config.replay.segment_appends,
-        info={"host": platform.node(), "pid": os.getpid(), "started": time.time(), "responses": source},
-        claim=False,
-    )
-    for start in range(0, len(given), size):
-        log.append({name: column[start : start + size] for name, column in rows.items()})
-    log.claim()
+    size = next(size for size in range(most, 0, -1) if len(given) % size == 0)  # all appends of a log have as many rows
+    sizes = dict(rows_per_append=size, segment_appends=experiment.config.replay.segment_appends)
+    info = {"host": platform.node(), "pid": os.getpid(), "started": time.time(), "responses": source}
+    parts = ({name: column[at : at + size] for name, column in rows.items()} for at in range(0, len(given), size))
+    write_whole(run.replay, writer, experiment.contract.row_shape(), parts, info=info, **sizes)
     scored = rows["reward"][~np.isnan(rows["reward"])]
     mean = f"{len(scored)} of them have a reward" + (f", {scored.mean():.4g} on average" if len(scored) else "")
     told = "".join(f"; left out: {count}, each of which {reason}" for reason, count in sorted(left_out.items()))
     return f"{len(given)} responses are rows of {workdir} now, as writer {writer}; {mean}{told}"
 
 
+def write_whole(
+    root: places.Place, writer: str, shape: trajectory.RowShape, appends: Iterable[trajectory.Rows], **told: Any
+) -> None:
+    """Writes a log that readers see once it is whole. Args: told: see LogWriter."""
+    places.remove_tree(root / writer)  # of an attempt that was interrupted
+    log = LogWriter(root, writer, shape, claim=False, **told)
+    for rows in appends:
+        log.append(rows)
+    log.claim()
+
+
+def score(
+    experiment: "Experiment", responses: Sequence[Any], queries: "Sequence[EncodedQuery]", finished: np.ndarray
+) -> "tuple[list[str], Scores]":
+    """The texts of responses and their scores by the task, which is started. Args: responses: token ids without padding."""
+    from tba_jax.rewards.responses import response_texts, reward_texts
+
+    texts, missing = response_texts(responses, queries, experiment.tokenizer), experiment.contract.missing_eos_reward
+    return texts, reward_texts(texts, finished, queries, task=experiment.task, missing_eos_reward=missing)
+
+
 def _check_objective(experiment: "Experiment") -> None:
     from tba_jax.roles.trainer.refusals import behavior_reader
 
     if reader := behavior_reader(experiment.config.learner):
-        raise ValueError(
-            f"{reader} reads π_behaviour of every row, and responses of a file have no known behaviour; "
-            "trajectory_balance and others need none"
-        )
+        why = "responses of a file have no known behaviour; trajectory_balance and others need none"
+        raise ValueError(f"{reader} reads π_behaviour of every row, and {why}")
     if ends := experiment.contract.step_ends:
         raise ValueError(f"rows of this run hold values of states (task.step_ends={ends}), which searchers alone make")
 
@@ -120,9 +126,7 @@ def _read(source: str, experiment: "Experiment", unfit: str) -> tuple[list[Given
             raise ValueError(f"{row.where}: the response {reason}; --unfit=skip leaves such ones out")
     if not kept:
         told = "; ".join(f"{count}, each of which {reason}" for reason, count in left_out.most_common())
-        raise ValueError(
-            f"--responses={source!r}: none of its {left_out.total()} responses is one that this run can have: {told}"
-        )
+        raise ValueError(f"--responses={source!r}: none of its {left_out.total()} responses can be one of this run: {told}")
     return kept, left_out
 
 
@@ -152,12 +156,10 @@ def _encoded(
         del tokens[-1]
     if contract.eos_id in tokens[:-1]:
         return tokens, "goes on after the end of sequence"
-    ended_by_text = False
-    if stops is not None:
-        states = [stops.run(tokens[: end + 1]) for end in range(len(tokens) - 1)]
-        ended_by_text = bool(states) and states[-1] == stops.accept
-        if stops.accept in states[:-1]:
-            return tokens, f"goes on after one of task.stop_strings={contract.stop_strings}"
+    accepted = [] if stops is None else [stops.run(tokens[:end]) == stops.accept for end in range(1, len(tokens))]
+    if any(accepted[:-1]):
+        return tokens, f"goes on after one of task.stop_strings={contract.stop_strings}"
+    ended_by_text = accepted[-1:] == [True]
     if ended_by_text:
         tokens = tokens[:-1]
     if banned := set(tokens) & set(contract.banned_tokens):
@@ -172,7 +174,7 @@ def _encoded(
 
 
 def _rows_at_a_time(experiment: "Experiment") -> int:
-    """The rows of one append of a searcher. The run's settings are chosen so that this many rows fit into memory."""
+    """The rows of one append of a searcher, which fit into memory."""
     s = experiment.config.searchers
     return s.queries_per_batch * s.samples_per_query
 
@@ -210,20 +212,13 @@ def _initial_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict[s
 
     devices, searchers = gpus.jax_devices(), experiment.config.searchers
     meshes.check(experiment, role="searcher", devices=len(devices))
-    initial = ReferencePolicy(
-        experiment.contract,
-        run,
-        policy=experiment.on_device(devices[0]).policy,
-        mesh=policy_mesh(experiment.config, "searchers"),
-        logit_megabytes=searchers.logit_megabytes,
-        score_tokens=searchers.score_tokens,
-    )
+    policy, mesh = experiment.on_device(devices[0]).policy, policy_mesh(experiment.config, "searchers")
+    limits = dict(logit_megabytes=searchers.logit_megabytes, score_tokens=searchers.score_tokens)
+    initial = ReferencePolicy(experiment.contract, run, policy=policy, mesh=mesh, **limits)
     size, count = _rows_at_a_time(experiment), len(rows["row"])
-    found = []
-    for start in range(0, count, size):
-        # The last rows are filled up: each call has as many rows.
-        chosen = np.minimum(np.arange(start, start + size), count - 1)
-        found.append(initial.logprobs({name: column[chosen] for name, column in rows.items()}))
+    # The last rows are filled up: each call has as many rows.
+    parts = [np.minimum(np.arange(start, start + size), count - 1) for start in range(0, count, size)]
+    found = [initial.logprobs({name: column[part] for name, column in rows.items()}) for part in parts]
     logprobs = np.concatenate(found)[:count]
     if broken := int((~np.isfinite(logprobs).all(axis=1)).sum()):
         raise FloatingPointError(f"{broken} responses have log-probs under the policy of step 0 that are not finite")
@@ -233,29 +228,27 @@ def _initial_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict[s
 def _scored(experiment: "Experiment", given: Sequence[GivenResponse], finished: np.ndarray) -> dict[str, np.ndarray]:
     """The columns that the task and the encoder fill: reward, reward parts, and the embedding if rows have one."""
     from tba_jax import sharding
-    from tba_jax.rewards import responses, task_models
+    from tba_jax.rewards import task_models
     from tba_jax.rewards.scorers import ResponseEmbedder
 
-    config, contract, task = experiment.config, experiment.contract, experiment.task
-    queries = [each.query for each in given]
-    texts = responses.response_texts([each.tokens for each in given], queries, experiment.tokenizer)
-    size = _rows_at_a_time(experiment)
+    config, contract, task, size = experiment.config, experiment.contract, experiment.task, _rows_at_a_time(experiment)
+    tokens, queries = [each.tokens for each in given], [each.query for each in given]
     task_models.check(task, role="searcher")
     with task_models.started(task, config.searchers.task_devices, date=contract.date):
         parts = [slice(start, start + size) for start in range(0, len(given), size)]
-        asked: dict[str, Any] = dict(task=task, missing_eos_reward=contract.missing_eos_reward)
-        scores = [responses.reward_texts(texts[part], finished[part], queries[part], **asked) for part in parts]
+        scored = [score(experiment, tokens[part], queries[part], finished[part]) for part in parts]
     found = {
-        "reward": np.concatenate([each.reward for each in scores]),
-        "reward_parts": np.concatenate([each.parts for each in scores]),
+        "reward": np.concatenate([each.reward for _, each in scored]),
+        "reward_parts": np.concatenate([each.parts for _, each in scored]),
     }
     if contract.embedding:
+        texts = [text for part, _ in scored for text in part]
         found["embedding"] = ResponseEmbedder(config.task.embedding_path, sharding.task_mesh(0))(texts)
     return found
 
 
 def add_flags(values: flags.FlagValues) -> recipes.Program:
-    settings = existing_run.add_flags(values)
+    settings = command_line.add_source(values)
     what = 'a file of {"prompt", "response"}, or a data set of the hub'
     flags.DEFINE_string("responses", None, what, flag_values=values, required=True)
     flags.DEFINE_enum("unfit", "refuse", UNFIT, "responses that no policy of the run can give: too long, say", flag_values=values)
@@ -265,6 +258,5 @@ def add_flags(values: flags.FlagValues) -> recipes.Program:
 def run(given: command_line.Given) -> int:
     privacy.follow(given.workdir)
     responses = file_systems.absolute(given.responses, or_hub=True)
-    told = append(given.workdir, responses, unfit=given.unfit, settings=existing_run.source(given))
-    print(visible(told))
+    print(visible(append(given.workdir, responses, unfit=given.unfit, settings=command_line.source(given))))
     return 0

@@ -4,6 +4,7 @@ python -m tba_jax audit --workdir=DIR [--step=N | --regenerate=WRITER:ROW]
 """
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,16 +78,13 @@ def _checkpointed_index(run: Run, losses: Losses) -> tuple[ReplayIndex, int]:
     """The index of the newest checkpoint, and its step."""
     from tba_jax.storage.checkpoints import Checkpoints
 
-    checkpoints = Checkpoints(run.layout.checkpoints, keep=1, read_only=True)
-    try:
+    with contextlib.closing(Checkpoints(run.layout.checkpoints, keep=1, read_only=True)) as checkpoints:
         if not (steps := checkpoints.steps()):
             raise ValueError(f"retention has removed rows of {run.layout.root}, and there is no checkpoint to account from")
         # The newest: a trainer at work removes the oldest, and each of them holds the whole history of counts.
         state, known = checkpoints.restore_host(steps[-1])["index"], KnownGaps(losses.until(steps[-1]))
         reference_id = reference_of_rows(run.contract, run.layout)
         return ReplayIndex.restore(state, run.reader, reference_id=reference_id, known=known)[0], steps[-1]
-    finally:
-        checkpoints.close()
 
 
 def accounts(run: Run) -> dict[str, ledger.Account]:
@@ -134,8 +132,7 @@ def describe_ledger(run: Run) -> tuple[str, bool]:
 def rebuild_batch(run: Run, step: int) -> tuple[str, bool]:
     """The rows that trained a step, and whether they are what was journalled.
 
-    Raises:
-      ValueError: there was no such step, or some of its rows are not in the log any more; names them.
+    Raises ValueError where there was no such step, or some of its rows are not in the log any more.
     """
     if not 1 <= step <= len(run.lines):
         raise ValueError(f"--step={step} is not a journalled step of {run.layout.root}; there are 1 to {len(run.lines)}")
@@ -159,8 +156,7 @@ def rebuild_batch(run: Run, step: int) -> tuple[str, bool]:
 def regenerate(run: Run, name: str) -> tuple[str, bool]:
     """Generates a row again from its key, settings and snapshot. Returns a sentence, and whether the tokens are the same.
 
-    Raises:
-      ValueError: the name is malformed, there is no such row, its weights were swapped midway, or its snapshot is gone.
+    Raises ValueError where there is no such row, its weights were swapped midway, or its snapshot is gone.
     """
     writer, _, number = name.rpartition(":")
     if not writer or not number.isdigit():
@@ -171,9 +167,8 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     rows = run.reader.read_ids([(writer, int(number))])
     row = {column: value[0] for column, value in rows.items()}
     if not run.reader.is_own(writer):  # its weights are those of the run that it is mounted from
-        shared = {mount: str(layout_lib.open_run_dir(mount).shared) for mount in run.config.replay.mount}
-        folder = str(run.reader.folder(writer))
-        return regenerate(open_run(next(mount for mount, place in shared.items() if folder.startswith(f"{place}/"))), name)
+        mounts, folder = map(open_run, run.config.replay.mount), str(run.reader.folder(writer))
+        return regenerate(next(mount for mount in mounts if folder.startswith(f"{mount.layout.shared}/")), name)
     if source := run.reader.info(writer).get("responses"):
         raise ValueError(f"{name} was not generated: its response is from {source}")
     length = int(row["response_length"])
@@ -203,21 +198,14 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
     from tba_jax.storage import snapshots
 
     stored = stored_run.read(run.layout, called=str(run.layout.shared))
-    policy, tokenizer = stored.policy.on_device(jax.devices()[0]), stored.tokenizer
+    policy = stored.policy.on_device(jax.devices()[0])
     if step not in snapshots.committed_steps(run.layout.policies):
         raise ValueError(f"{name} cannot be generated again: the snapshot of its policy step {step} has been removed")
     one = sharding.make_mesh((1, 1, 1), setting="audit", devices=jax.devices()[:1])
-    sampler = Sampler(
-        run.contract,
-        run.layout,
-        policy=policy,
-        tokenizer=tokenizer,
-        reference=reference.make(run.contract, run.layout, policy=policy, mesh=one, logit_megabytes=1, score_tokens=0),
-        weights=run.config.searchers.weights,
-        slots=1,
-        samples=1,
-        prompt_length=int(row["prompt_length"]),
-    )
+    scorer = reference.make(run.contract, run.layout, policy=policy, mesh=one, logit_megabytes=1, score_tokens=0)
+    made = dict[str, Any](policy=policy, tokenizer=stored.tokenizer, reference=scorer, weights=run.config.searchers.weights)
+    made |= dict(slots=1, samples=1, prompt_length=int(row["prompt_length"]))
+    sampler = Sampler(run.contract, run.layout, **made)
     sampler.load_step(step)
     prompt = row["tokens"][: row["prompt_length"]].tolist()
     sampling = Sampling(**{field.name: row[field.name][None] for field in dataclasses.fields(Sampling)})

@@ -1,8 +1,8 @@
-"""What all commands share: their parser, the sentence that answers a user's mistake, exit codes, the log on stderr.
+"""What commands share: parser, flags that open a run, the sentence that answers a mistake, exit codes, the log on stderr.
 
 A command is a module with a docstring, whose first line lists it, and two functions. `add_flags(values)` defines its absl flags,
 and returns the program whose settings --config.NAME=VALUE changes, if any. `run(given)` returns an exit code, or the job that is
-left to do once no mistake of the user can stop it.
+left to do once no mistake of the user can stop it. Of a task, only code that the user names or trusts is executed.
 """
 
 import contextlib
@@ -11,19 +11,24 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from absl import flags
 
-from tba_jax.commands.recipes import OVERRIDE, Program
+from tba_jax.commands import recipes
 from tba_jax.experiment.mistakes import Refused
 from tba_jax.run import processes
 from tba_jax.schemas import hint, nearest
-from tba_jax.storage import file_systems
+from tba_jax.storage import best_step, file_systems, layout
 from tba_jax.text.visible import visible
+
+if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
+    from tba_jax.experiment.composition import Experiment
+
+log = logging.getLogger(__name__)
 
 Job = Callable[[], int]
 Given = SimpleNamespace  # name of a flag -> its value; overrides: the flags that change settings
@@ -41,9 +46,9 @@ def add_path(values: flags.FlagValues, name: str, text: str, *, required: bool =
     flags.DEFINE(_PathParser(), name, None, text, flag_values=values, required=required)
 
 
-def _parse(values: flags.FlagValues, arguments: Sequence[str], settings: Program | None) -> Given:
+def _parse(values: flags.FlagValues, arguments: Sequence[str], settings: recipes.Program | None) -> Given:
     """The values of all flags, by absl's parser; `overrides` are the flags --config.NAME=VALUE, in their order."""
-    overrides = [each for each in arguments if settings and OVERRIDE.match(each)]
+    overrides = [each for each in arguments if settings and recipes.OVERRIDE.match(each)]
     values.set_gnu_getopt(True)
     try:
         others = values(["", *(each for each in arguments if each not in overrides)])[1:]
@@ -66,10 +71,6 @@ def _parse(values: flags.FlagValues, arguments: Sequence[str], settings: Program
     return Given(**values.flag_values_dict(), overrides=overrides)
 
 
-def add_workdir(values: flags.FlagValues) -> None:
-    add_path(values, "workdir", "the run's folder", required=True)
-
-
 def execute(command: ModuleType, arguments: Sequence[str]) -> int:
     """Runs a command and returns its exit code; a mistake or a failure ends the process by a code of its own."""
     values = flags.FlagValues()  # its own: who imports a command defines no flag in absl.flags.FLAGS
@@ -88,7 +89,7 @@ def execute(command: ModuleType, arguments: Sequence[str]) -> int:
         return outcome if isinstance(outcome, int) else outcome()
 
 
-def _help(command: ModuleType, values: flags.FlagValues, settings: Program | None, asked: str) -> str:
+def _help(command: ModuleType, values: flags.FlagValues, settings: recipes.Program | None, asked: str) -> str:
     """The docstring and all flags; or the section or setting that is asked for."""
     if settings and asked and not asked.startswith("-"):
         try:
@@ -179,3 +180,133 @@ def log_to_stderr() -> None:
     handler.format = lambda record: visible(shown.format(record))  # type: ignore[method-assign]
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("tba_jax").setLevel(logging.INFO)
+
+
+def add_workdir(values: flags.FlagValues) -> None:
+    add_path(values, "workdir", "the run's folder", required=True)
+
+
+class Source(NamedTuple):
+    """What the user says of a run's settings.
+
+    recipe: FILE.py[:NAME], whose task is taken; "": the run's. overrides: flags --config.SETTING=VALUE. trust_task: whether the
+    task file that config.json names may be executed.
+    """
+
+    recipe: str = ""
+    overrides: tuple[str, ...] = ()
+    trust_task: bool = False
+
+
+AS_IT_IS = Source()
+
+
+def add_trust(values: flags.FlagValues) -> None:
+    what = "the task file that the run's config.json names may be executed: you trust it"
+    flags.DEFINE_bool("trust_task", False, what, flag_values=values)
+
+
+def add_source(values: flags.FlagValues) -> recipes.Program:
+    """The flags of a Source."""
+    add_workdir(values)
+    what = "your own recipe FILE.py[:NAME], whose task is taken in place of the one that the run names"
+    recipes.add_flag(values, required=False, what=what)
+    add_trust(values)
+    return recipes.BASE
+
+
+def source(given: Given) -> Source:
+    return Source(recipe=given.config or "", overrides=tuple(given.overrides), trust_task=given.trust_task)
+
+
+def config_of(stored: Mapping[str, Any], source: Source, *, called: str) -> Any:
+    """The config of a run with what the user says of it. Args: stored: config.json; called: what messages call the run.
+
+    Raises ValueError where the recipe or a flag is wrong, config.json is damaged, or it names a task file that nobody trusts.
+    """
+    from tba_jax.experiment import stored_run
+    from tba_jax.tasks import custom_task
+
+    def short(name: str) -> str:  # as the contract has it: a file may lie elsewhere on another machine
+        return custom_task.short(name) if custom_task.is_named(name) else name
+
+    config = stored_run.config_of(stored, called=called)
+    theirs = config.task.name
+    if source.recipe:
+        config.task = recipes.load(source.recipe, (), program=recipes.BASE).task
+    config = recipes.override(config, source.overrides)
+    if short(config.task.name) != short(theirs):
+        by = f"--config={source.recipe} has" if source.recipe else "--config.task.name asks for"
+        told = f"{called} is a run of task.name={theirs!r}, and {by} task.name={config.task.name!r}"
+        raise ValueError(f"{told}: a run keeps its task; another task needs another run, in a new --workdir")
+    named_by_user = source.recipe or config.task.name != theirs
+    if custom_task.is_named(config.task.name) and not (named_by_user or source.trust_task):
+        raise ValueError(
+            f"{called}: its config.json names the task {theirs!r}, a file that would be executed here; --config=RECIPE gives "
+            "your own recipe, whose task is taken instead, and --trust_task says that you trust this file"
+        )
+    return config
+
+
+def rebuilt(workdir: Path, source: Source) -> "tuple[layout.RunDir, Experiment]":
+    """The run in a folder, and its experiment. Raises: see composition.rebuild."""
+    from tba_jax.experiment import composition
+    from tba_jax.storage import contract
+
+    run, called = layout.open_run_dir(workdir), str(workdir)
+    stored = contract.read_run(run, called=called)
+    return run, composition.rebuild(stored, config_of(stored, source, called=called), called=called)
+
+
+BEST, LAST = "best", "last"
+# What --step asks for: BEST, LAST, or a trainer step. None: BEST, or LAST where no step after 0 has a held-out score.
+AskedStep = int | str | None
+
+
+class _StepParser(flags.ArgumentParser):
+    def parse(self, argument: str) -> AskedStep:
+        if argument in (BEST, LAST):
+            return argument
+        if not re.fullmatch(r"[0-9]{1,18}", argument):
+            raise ValueError(f"it is {BEST} (by held-out score), {LAST} (the newest snapshot) or the number of a trainer step")
+        return int(argument)
+
+
+def add_step(values: flags.FlagValues) -> None:
+    told = f"of the snapshot: {BEST} (by held-out score), {LAST}, or a number; default: {BEST}, or {LAST} without scores"
+    flags.DEFINE(_StepParser(), "step", None, told, flag_values=values)
+
+
+def chosen_step(run: layout.RunDir, asked: AskedStep, *, called: str) -> int:
+    """The step that --step asks for. The log says which it is, and why, where no number was given.
+
+    Args: called: what messages call the run. Raises ValueError where the step has no snapshot.
+    """
+    from tba_jax.storage import snapshots
+
+    steps = snapshots.committed_steps(run.policies)
+    if not steps:
+        raise ValueError(f"{run.policies} holds no snapshot yet")
+    newest = steps[-1]
+    if isinstance(asked, int):
+        if asked not in steps:
+            near = min(steps, key=lambda step: abs(step - asked))
+            there = f"the nearest snapshot is of step {near}; there are {layout.listed(steps)}"
+            raise ValueError(f"--step={asked} is not a snapshot of {called}: {there}")
+        return asked
+    scores = best_step.Scores(run.evaluations)()
+    evaluated = {step: scores[step] for step in steps if step in scores}
+    found = best_step.best(evaluated.items())
+    without = f"no snapshot{' but that of step 0' if evaluated else ''} of {called} has a held-out score in {run.evaluations}"
+    if found is None and asked == BEST:
+        raise ValueError(f"--step={BEST}: {without}; --step={LAST} takes the newest, of step {newest}")
+    if asked == LAST or found is None or (asked is None and [*evaluated] == [0]):  # no policy that was trained has a score
+        level, why = (logging.INFO, "") if asked == LAST else (logging.WARNING, f"{without}: ")
+        log.log(level, "%sthe newest snapshot, of step %d, is taken", why, newest)
+        return newest
+    told = f"step {found.step} has the best held-out score, {found.score:.3f}, of {len(evaluated)} evaluated snapshots"
+    told += "" if newest == found.step else f"; the newest is of step {newest} (--step={LAST})"
+    if (whole := best_step.best(scores.items())) and whole.score > found.score:
+        told += f"; step {whole.step} had {whole.score:.3f}, and its snapshot is gone"
+    log.info("%s: %s", called, told)
+    return found.step

@@ -14,27 +14,24 @@ from typing import Any
 from absl import flags
 
 from tba_jax import outputs
-from tba_jax.commands import command_line, existing_run, recipes
+from tba_jax.commands import command_line, recipes
 from tba_jax.storage import layout, places, privacy
 from tba_jax.text.visible import visible_json, visible_line
 
 
 def evaluate(
-    workdir: Path, *, step: existing_run.AskedStep, settings: existing_run.Source = existing_run.AS_IT_IS
+    workdir: Path, *, step: command_line.AskedStep, settings: command_line.Source = command_line.AS_IT_IS
 ) -> dict[str, Any]:
-    """The report of one snapshot, as in DIR/evaluations (see Evaluator.report). Disturbs no process of the run.
+    """The report of one snapshot, as in DIR/evaluations (see Evaluator.report). Args: step: see command_line.chosen_step.
 
-    Args: step: of a published snapshot, see existing_run.chosen_step.
-
-    Raises:
-      ValueError: there is no run or no such snapshot, nobody trusts its task, or a setting is wrong or makes another run of it.
+    Raises ValueError where there is no run or no such snapshot, nobody trusts its task, or a setting is wrong or the contract's.
     """
     from tba_jax.experiment import jobs, meshes
     from tba_jax.rewards import task_models
     from tba_jax.roles import gpus
 
-    run, experiment = existing_run.rebuilt(workdir, settings)
-    step = existing_run.chosen_step(run, step, called=str(workdir))
+    run, experiment = command_line.rebuilt(workdir, settings)
+    step = command_line.chosen_step(run, step, called=str(workdir))
     if not places.exists(run.initial_reference):
         raise ValueError(f"{run.initial_reference} is gone: it names the policy of step 0, which the evaluator loads")
     config, task = experiment.config, experiment.task
@@ -50,8 +47,8 @@ def evaluate(
 
 
 def add_flags(values: flags.FlagValues) -> recipes.Program:
-    settings = existing_run.add_flags(values)
-    existing_run.add_step(values)
+    settings = command_line.add_source(values)
+    command_line.add_step(values)
     command_line.add_path(values, "output", "a file that the report is written to; without it the report is printed")
     return settings
 
@@ -65,7 +62,7 @@ def run(given: command_line.Given) -> int:
     from tba_jax.roles.evaluation_figures import with_stderr
     from tba_jax.roles.evaluator import plain
 
-    report = evaluate(given.workdir, step=given.step, settings=existing_run.source(given))
+    report = evaluate(given.workdir, step=given.step, settings=command_line.source(given))
     text = visible_json(json.dumps(plain(report), indent=1, ensure_ascii=False))
     if output is None:
         print(text)

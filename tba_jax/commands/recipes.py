@@ -27,8 +27,7 @@ OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]*)")
 
 
 class Program(NamedTuple):
-    """A program with settings of its own. file: of the schema; defaults: the recipe that others begin with; command: behind
-    `python -m`."""
+    """A program with settings. file: of the schema; defaults: the recipe that others begin with; command: after `python -m`."""
 
     file: Path
     schema: Schema
@@ -40,11 +39,7 @@ class Program(NamedTuple):
         return list(self.schema.defaults())
 
     def describe(self, asked: str) -> str:
-        """The lines of a section, or of one setting, as the file of the schema has them.
-
-        Raises:
-          ValueError: the program has neither; names the nearest.
-        """
+        """The lines of a section, or of a setting, in the file of the schema. Raises ValueError where there is none."""
         told: list[str] = []
         comments: list[str] = []
         names = list(self.schema.rules)
@@ -57,12 +52,9 @@ class Program(NamedTuple):
         if not told and asked in self.schema.rules:  # one line gives the section and its settings
             return self.describe(asked.rpartition(".")[0])
         if not told:
-            near = nearest(asked, names)
-            raise ValueError(f"--help={asked}: there is no such section or setting{hint(near)}")
-        head = (
-            "Each line is a setting, its default, its limits and its meaning. A flag changes it: --config.SECTION.SETTING=VALUE"
-        )
-        return "\n".join([head, "", *told])
+            raise ValueError(f"--help={asked}: there is no such section or setting{hint(nearest(asked, names))}")
+        head = "Each line is a setting, its default, its limits and its meaning. A flag changes it"
+        return "\n".join([f"{head}: --config.SECTION.SETTING=VALUE", "", *told])
 
     def flags_like(self, name: str) -> list[str]:
         """The flags of the settings that a flag --NAME may stand for; a setting's flag begins with --config."""
@@ -114,10 +106,7 @@ def add_flag(values: flags.FlagValues, *, required: bool = True, what: str = "th
 def load(recipe: str, overrides: Sequence[str], *, program: Program) -> config_dict.ConfigDict:
     """The config of a recipe FILE.py[:NAME], with the settings that flags change, locked.
 
-    Args: program: whose settings the recipe must have.
-
-    Raises:
-      ValueError: one sentence about what is wrong with the file, the name or a flag.
+    Args: program: whose settings the recipe must have. Raises ValueError: what is wrong with the file, the name or a flag.
     """
     return override(_made(recipe, program), overrides)
 
@@ -178,8 +167,7 @@ def _like(file: Path) -> str:
 def override(config: config_dict.ConfigDict, overrides: Sequence[str]) -> config_dict.ConfigDict:
     """The config with the settings that flags --config.SETTING=VALUE change, by the parser of ml_collections.
 
-    Raises:
-      ValueError: there is no such setting, or the value is of another type.
+    Raises ValueError where there is no such setting, or the value is of another type.
     """
     leaves = flatten(config.to_dict())
     for flag in overrides:
@@ -217,8 +205,7 @@ def _check(flag: str, leaves: Mapping[str, Any]) -> None:
 def absolute_paths(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that name paths, with what a role in another folder finds. Settings of custom tasks count by their name.
 
-    Raises:
-      ValueError: a path begins with the home folder of nobody; names the setting.
+    Raises ValueError where a path begins with the home folder of nobody.
     """
     found = {}
     for name, value in leaves.items():

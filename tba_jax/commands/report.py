@@ -18,8 +18,7 @@ from tba_jax.text.visible import visible_line
 def write(workdir: Path, output: Path) -> tuple[int, list[str]]:
     """Writes the report. Returns its bytes, and sentences about what of the run could not be read.
 
-    Raises:
-      ValueError: there is no run in `workdir`, another version made it, or the output cannot be written.
+    Raises ValueError where there is no run of this version in `workdir`, or the output cannot be written.
     """
     from tba_jax.reporting import page
     from tba_jax.reporting.gathering import Source

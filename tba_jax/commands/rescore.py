@@ -10,14 +10,15 @@ interrupted one.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from absl import flags
 
 from tba_jax import trajectory
-from tba_jax.commands import command_line, existing_run, recipes
-from tba_jax.replay.log import LogWriter, registration
+from tba_jax.commands import command_line, recipes
+from tba_jax.commands.append import score, write_whole
+from tba_jax.replay.log import registration
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.resident import REJECTIONS, validate_rows
 from tba_jax.storage import contract as contract_lib
@@ -31,17 +32,14 @@ if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answe
 
 # Fields of the contract that a new version of the reward changes.
 _OF_REWARD = ("reward_version", "reward_parts")
+Queries: TypeAlias = "Mapping[int, EncodedQuery]"  # by their ids
 
 
-def rescore(workdir: Path, settings: existing_run.Source = existing_run.AS_IT_IS) -> str:
-    """Writes the rewards of the task's present version for all committed rows of a run that is not being trained.
+def rescore(workdir: Path, settings: command_line.Source = command_line.AS_IT_IS) -> str:
+    """Writes the rewards of the task's present version for all committed rows of a run. Returns a sentence that says what.
 
-    Returns: a sentence that says what was written.
-
-    Raises:
-      ValueError: there is no run, nobody trusts its task, the task differs by more than its reward, retention has removed rows,
-        a row cannot be read, its query is not the task's any more, or rows hold values of states.
-      LeaseHeld: the run's trainer is at work.
+    Raises ValueError where there is no run, nobody trusts its task, the task differs by more than its reward, rows are gone or
+    answer queries that are not the task's any more, or hold values of states; LeaseHeld where the run's trainer is at work.
     """
     from tba_jax.experiment import composition
     from tba_jax.rewards import task_models
@@ -49,7 +47,7 @@ def rescore(workdir: Path, settings: existing_run.Source = existing_run.AS_IT_IS
     run = layout.open_run_dir(workdir)
     stored = contract_lib.read_run(run, called=str(workdir))
     theirs = contract_lib.of(stored, called=str(workdir))
-    experiment = composition.build(existing_run.config_of(stored, settings, called=str(workdir)), date=theirs.date)
+    experiment = composition.build(command_line.config_of(stored, settings, called=str(workdir)), date=theirs.date)
     here, there = ({k: v for k, v in c.to_json().items() if k not in _OF_REWARD} for c in (experiment.contract, theirs))
     if different := contract_lib.differences(there, here):
         raise ValueError(f"the task of {workdir} is not what it was in more than its reward; " + contract_lib.in_words(different))
@@ -58,10 +56,9 @@ def rescore(workdir: Path, settings: existing_run.Source = existing_run.AS_IT_IS
         told = f"the rows of {workdir} have reward version {version}, that of task.name={theirs.task_name}: nothing to do"
         return f"{told}; where the reward means something else now, raise reward_version of the task's class"
     if theirs.step_ends:
-        raise ValueError(
-            f"the rows of {workdir} hold values of states (task.step_ends={tuple(theirs.step_ends)}), which are mean rewards of "
-            f"version {theirs.reward_version} of responses that were not kept: they cannot be scored again"
-        )
+        why = f"which are mean rewards of version {theirs.reward_version} of responses that were not kept"
+        told = f"the rows of {workdir} hold values of states (task.step_ends={tuple(theirs.step_ends)}), {why}"
+        raise ValueError(f"{told}: they cannot be scored again")
     EpochLease.refuse_if_held(run.journal)
     reader = LogReader(run.replay, theirs.row_shape())
     heads = {writer: head for writer, head in sorted(reader.heads().items()) if head}
@@ -98,39 +95,20 @@ def _is_done(run: layout.RunDir, experiment: "Experiment", writer: str, head: in
 
 
 def _rescore_writer(
-    run: layout.RunDir,
-    experiment: "Experiment",
-    reader: LogReader,
-    queries: Mapping[int, "EncodedQuery"],
-    *,
-    writer: str,
-    head: int,
+    run: layout.RunDir, experiment: "Experiment", reader: LogReader, queries: Queries, *, writer: str, head: int
 ) -> None:
     """Writes one writer's rows; the writer is registered once all are there, so that nobody reads them before."""
-    contract = experiment.contract
-    folder, schema = run.rescored(contract.reward_version), reader.schema(writer)
+    contract, schema = experiment.contract, reader.schema(writer)
+    folder, size = run.rescored(contract.reward_version), schema.rows_per_append
     places.make_folder(folder.parent)
-    places.remove_tree(folder / writer)  # of an attempt that was interrupted
-    log = LogWriter(
-        folder,
-        writer,
-        contract.row_shape(),
-        rows_per_append=schema.rows_per_append,
-        segment_appends=schema.segment_appends,
-        info={**reader.info(writer), "rescored": contract.reward_version},
-        claim=False,
-    )
-    for start in range(0, head, schema.rows_per_append):
-        log.append(_scored_again(reader.read(writer, start, start + schema.rows_per_append), experiment, queries, writer))
-    log.claim()
+    old = (reader.read(writer, start, start + size) for start in range(0, head, size))
+    appends = (_scored_again(rows, experiment, queries, writer) for rows in old)
+    told = dict(info={**reader.info(writer), "rescored": contract.reward_version}, segment_appends=schema.segment_appends)
+    write_whole(folder, writer, contract.row_shape(), appends, rows_per_append=size, **told)
 
 
-def _scored_again(
-    rows: trajectory.Rows, experiment: "Experiment", queries: Mapping[int, "EncodedQuery"], writer: str
-) -> dict[str, np.ndarray]:
+def _scored_again(rows: trajectory.Rows, experiment: "Experiment", queries: Queries, writer: str) -> dict[str, np.ndarray]:
     """The rows with reward, reward parts and version of the task as it is now. Rows that cannot be decoded get NaN."""
-    from tba_jax.rewards.responses import response_texts, reward_texts
-
     contract = experiment.contract
     ids = rows["query_id"].tolist()
     reasons = validate_rows(rows, vocab_size=experiment.policy.model.vocab)
@@ -144,19 +122,18 @@ def _scored_again(
     if valid.any():
         chosen = {name: column[valid] for name, column in rows.items()}
         asked = [queries[ids[i]] for i in np.flatnonzero(valid)]
-        texts = response_texts([trajectory.response(chosen, i) for i in range(len(asked))], asked, experiment.tokenizer)
-        missing_eos = contract.missing_eos_reward
-        scores = reward_texts(texts, chosen["finished"], asked, task=experiment.task, missing_eos_reward=missing_eos)
+        responses = [trajectory.response(chosen, i) for i in range(len(asked))]
+        _, scores = score(experiment, responses, asked, chosen["finished"])
         reward[valid], parts[valid] = scores.reward, scores.parts
     version = np.full(len(ids), contract.reward_version, np.int32)
     return {**rows, "reward": reward, "reward_parts": parts, "reward_version": version}
 
 
 def add_flags(values: flags.FlagValues) -> recipes.Program:
-    return existing_run.add_flags(values)
+    return command_line.add_source(values)
 
 
 def run(given: command_line.Given) -> int:
     privacy.follow(given.workdir)
-    print(visible(rescore(given.workdir, existing_run.source(given))))
+    print(visible(rescore(given.workdir, command_line.source(given))))
     return 0

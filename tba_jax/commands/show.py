@@ -17,7 +17,7 @@ from absl import flags
 from tba_jax import trajectory
 from tba_jax.commands import command_line
 from tba_jax.replay.reader import LogReader
-from tba_jax.reporting.rows import blocks
+from tba_jax.reporting.gathering import blocks
 from tba_jax.storage import best_step, layout
 from tba_jax.telemetry import metrics
 from tba_jax.text.visible import visible
@@ -43,10 +43,7 @@ def show(workdir: Path, order: str, count: int) -> str:
     kept = {writer: reader.kept(writer) for writer, head in sorted(reader.heads().items()) if head}
     if not kept:
         raise ValueError(f"{run.replay} holds no committed row yet")
-    spans: Mapping[str, Sequence[range]] = kept
-    if order == "newest":
-        spans = {writer: newest(ranges, count, reader.schema(writer).rows_per_append) for writer, ranges in kept.items()}
-    writers, rows = _first(reader, spans, order, count)
+    writers, rows = _first(reader, kept, order, count)
     newest_step = rows["policy_step"].max(axis=1)
     total = sum(len(each) for ranges in kept.values() for each in ranges)
     gone = sum(ranges[-1].stop for ranges in kept.values()) - total
@@ -83,7 +80,7 @@ def _best(run: layout.RunDir) -> str:
     return "" if best is None else f"\nbest held-out score of a snapshot: {best.score:.3f} at step {best.step}"
 
 
-def newest(ranges: Sequence[range], count: int, rows_per_append: int) -> list[range]:
+def _newest(ranges: Sequence[range], count: int, rows_per_append: int) -> list[range]:
     """The last whole appends of a writer that hold at least `count` rows. A later append never has older weights."""
     found: list[range] = []
     for each in reversed(ranges):
@@ -94,16 +91,18 @@ def newest(ranges: Sequence[range], count: int, rows_per_append: int) -> list[ra
     return found
 
 
-def _first(reader: LogReader, spans: Mapping[str, Sequence[range]], order: str, count: int) -> tuple[list[str], trajectory.Rows]:
-    """The first `count` rows of `spans` and their writers, in the order of storage. Memory holds few rows more than these."""
-    writers: list[str] = []
-    rows: trajectory.Rows = {}
-    for writer, span in ((writer, span) for writer, of_writer in spans.items() for span in of_writer):
+def _first(reader: LogReader, kept: Mapping[str, Sequence[range]], order: str, count: int) -> tuple[list[str], trajectory.Rows]:
+    """The first `count` rows and their writers, in the order of storage. Memory holds few rows more than these."""
+    writers, rows, spans = list[str](), dict[str, np.ndarray](), list[tuple[str, range]]()
+    for writer, ranges in kept.items():
+        some = _newest(ranges, count, reader.schema(writer).rows_per_append) if order == "newest" else ranges
+        spans += [(writer, span) for span in some]
+    for writer, span in spans:
         for read in blocks(reader, writer, span, lost=lambda error: log.warning("%s", error)):
             writers += [writer] * len(read["row"])
-            rows = trajectory.concatenate([rows, read]) if rows else read
-            kept = np.sort(rank(rows["reward"], rows["policy_step"].max(axis=1), order)[:count])
-            writers, rows = [writers[i] for i in kept], {name: column[kept] for name, column in rows.items()}
+            rows = {**(trajectory.concatenate([rows, read]) if rows else read)}
+            best = np.sort(rank(rows["reward"], rows["policy_step"].max(axis=1), order)[:count])
+            writers, rows = [writers[i] for i in best], {name: column[best] for name, column in rows.items()}
     return writers, rows
 
 

@@ -38,32 +38,29 @@ def check(config: Any) -> None:
     from tba_jax.learner.optimizer import DECAYS, SCHEDULES
     from tba_jax.models import layers
     from tba_jax.supervised import objectives
-    from tba_jax.telemetry import trackers
+    from tba_jax.telemetry import metrics
 
     found = Mistakes()
     registries: dict[str, Collection[str]] = {"kinds": objectives.OBJECTIVES, "schedules": SCHEDULES, "decays": DECAYS}
-    registries |= {"remat": layers.REMAT, "sinks": tuple(trackers.TRACKERS)}
-    for sentence in (*SCHEMA.refusals(config, registries).values(), *trackers.refused_names(config.metrics)):
+    registries |= {"remat": layers.REMAT, "sinks": tuple(metrics.TRACKERS)}
+    for sentence in (*SCHEMA.refusals(config, registries).values(), *metrics.refused_names(config.metrics)):
         found.require(False, sentence)
     d = config.data
     fields = (d.prompt_field, d.response_field) if config.kind == "sft" else (d.prompt_field, d.chosen_field, d.rejected_field)
     found.require(len(set(fields)) == len(fields), f"the fields of an example must differ: data.*_field are {', '.join(fields)}")
-    found.require(
-        not d.heldout or Path(d.heldout).resolve() != Path(d.train).resolve(),
-        f"data.heldout={d.heldout!r} is data.train: what is trained on cannot be held out; leave it empty for a share",
-    )
+    other = not d.heldout or Path(d.heldout).resolve() != Path(d.train).resolve()
+    told = f"data.heldout={d.heldout!r} is data.train: what is trained on cannot be held out; leave it empty for a share"
+    found.require(other, told)
     batch, micro = config.training.batch_size, config.training.micro_batch_rows
-    found.require(
-        micro < 1 or batch % micro == 0, f"training.micro_batch_rows={micro} does not divide training.batch_size={batch}"
-    )
+    divides = micro < 1 or batch % micro == 0
+    found.require(divides, f"training.micro_batch_rows={micro} does not divide training.batch_size={batch}")
     found.end()
 
 
 def prepare(config: Any, run: layout.RunDir, output: Path) -> "Plan":
     """Checks everything that a user's mistake can break, then makes or compares the workdir's config.json.
 
-    Raises:
-      ValueError: one sentence about the first thing that is wrong.
+    Raises ValueError: one sentence about the first thing that is wrong.
     """
     from tba_jax import sharding
     from tba_jax.experiment import estimate
@@ -108,11 +105,8 @@ def _model_and_tokenizer(config: Any, folder: Path) -> "tuple[DecoderConfig, Hug
     require(model.head != "score" or model.labels == 1, f"it scores {model.labels} labels, a reward model scores one")
     tokenizer = HuggingFaceTokenizer(folder, vocab=model.vocab)
     d, total = config.data, config.data.prompt_length + config.data.response_length
-    require(
-        total <= model.max_positions,
-        f"data.prompt_length={d.prompt_length} + data.response_length={d.response_length} = {total} "
-        f"exceed the model's {model.max_positions} positions",
-    )
+    told = f"data.prompt_length={d.prompt_length} + data.response_length={d.response_length} = {total}"
+    require(total <= model.max_positions, f"{told} exceed the model's {model.max_positions} positions")
     return model, tokenizer
 
 
@@ -122,11 +116,9 @@ def _steps(training: Any, examples: int) -> int:
     require(size <= examples, f"training.batch_size={size} is more than the {examples} examples to train on")
     steps = training.steps or math.ceil(training.epochs * examples / size)
     made = "" if training.steps else f", which training.epochs={n} of {examples} examples in training.batch_size={size} makes"
-    require(
-        training.warmup_steps + training.decay_steps <= steps,
-        f"training.warmup_steps={training.warmup_steps} + training.decay_steps={training.decay_steps} exceed the {steps} steps "
-        f"of training{made}",
-    )
+    asked = f"training.warmup_steps={training.warmup_steps} + training.decay_steps={training.decay_steps}"
+    fits = training.warmup_steps + training.decay_steps <= steps
+    require(fits, f"{asked} exceed the {steps} steps of training{made}")
     return steps
 
 
@@ -155,10 +147,8 @@ def _join(run: layout.RunDir, config: Any, fingerprint: str) -> None:
         listed = "; ".join(f"{name}: {theirs.get(name)!r} there, {ours[name]!r} here" for name in changed)
         raise ValueError(f"workdir {str(run.root)!r} belongs to a run of other settings; {listed}")
     if stored["contract"]["examples"] != fingerprint:
-        raise ValueError(
-            f"the examples of data.train {config.data.train} and data.heldout {config.data.heldout!r} are not those that the run "
-            f"in workdir {str(run.root)!r} began with"
-        )
+        of = f"the examples of data.train {config.data.train} and data.heldout {config.data.heldout!r}"
+        raise ValueError(f"{of} are not those that the run in workdir {str(run.root)!r} began with")
 
 
 def execute(plan: "Plan", stop: Callable[[], bool]) -> int:

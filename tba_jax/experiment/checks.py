@@ -20,7 +20,7 @@ from tba_jax.objectives.objective import TEMPERATURES, Objective
 from tba_jax.replay.selection import STRATEGIES
 from tba_jax.schemas import flatten
 from tba_jax.tasks import TASKS, custom_task
-from tba_jax.telemetry import trackers
+from tba_jax.telemetry import metrics
 
 
 def check(config: Any, *, weights: bool = True, new: bool = False) -> None:
@@ -39,7 +39,7 @@ def check(config: Any, *, weights: bool = True, new: bool = False) -> None:
     found.add(_of_model(config, weights=weights))
     for rules in (_of_responses, _of_update, _of_replay, _of_objective, _of_searchers, _of_snapshots, waits_for_ever):
         found.add(rules(config))
-    found.add(trackers.refused_names(config.metrics))
+    found.add(metrics.refused_names(config.metrics))
     mesh = config.learner.mesh
     found.attempt(meshes.micro_batch_rows, config, ways=max(mesh.data, 1) * max(mesh.fsdp, 1))
     if new:
@@ -81,7 +81,7 @@ def _registries(task: str) -> dict[str, Collection[str]]:
         "strategies": STRATEGIES,
         "presets": ["", *PRESETS],
         "remat": (*layers.REMAT, hardware.AUTO),
-        "sinks": tuple(trackers.TRACKERS),
+        "sinks": tuple(metrics.TRACKERS),
     }
 
 

@@ -22,7 +22,7 @@ from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places, snapshots
 from tba_jax.storage.lease import EpochLease
 from tba_jax.telemetry import status
-from tba_jax.telemetry.record import Record, TimeAccount
+from tba_jax.telemetry.status import Record, TimeAccount
 from tba_jax.telemetry.terminal import Progress
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places
 from tba_jax.tasks.interface import SPLITS
 from tba_jax.telemetry.alarms import Alarms
-from tba_jax.telemetry.record import Record, Window
-from tba_jax.telemetry.trackers import missing
+from tba_jax.telemetry.metrics import missing
+from tba_jax.telemetry.status import Record, Window
 from tba_jax.text.prompts import changed_by
 
 log = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ def changed_prompts(e: composition.Experiment) -> str:
 
 def tell_changed_prompts(e: composition.Experiment, alarms: Alarms | None = None) -> None:
     """Tells what the tokenizer makes of prompts: an alarm once a run, or without `alarms` a warning."""
-    if alarms is not None and alarms.is_told(KIND):
+    if alarms is not None and KIND in alarms.told:
         return
     sentence = changed_prompts(e)
     if sentence and alarms is None:

@@ -353,7 +353,7 @@ c.supervisor.stop_seconds = setting(10.0, above=0)  # between asking a role to s
 c.metrics = ConfigDict()
 c.metrics.every_steps = setting(5, at_least=1)
 # Of one device, the denominators of mfu and of bandwidth_share: FLOPs a second of bfloat16 (or of the compute dtype), and bytes a
-# second of its memory. 0: from the table in tba_jax/telemetry/device_peaks.py.
+# second of its memory. 0: from the table in tba_jax/telemetry/metrics.py.
 c.metrics.peak_flops = setting(0.0, at_least=0)
 c.metrics.peak_bandwidth = setting(0.0, at_least=0)
 c.metrics.megabytes = setting(256.0, above=0)  # of JSON lines that each role keeps, the newest: metrics.jsonl and metrics.jsonl.1

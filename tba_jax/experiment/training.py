@@ -19,7 +19,7 @@ from tba_jax.storage import layout, places
 from tba_jax.storage.lease import EpochLease, LeaseHeld
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Alarms
-from tba_jax.telemetry.record import Record
+from tba_jax.telemetry.status import Record
 
 log = logging.getLogger(__name__)
 

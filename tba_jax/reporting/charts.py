@@ -1,28 +1,29 @@
-"""The charts of a report as plain dictionaries, which the page hands to plotly.
+"""The charts and the samples of a report as plain dictionaries, which the page's script shows.
 
-A trace has the x of both axes of the page under "x_by": {"step": [...], "time": [...]}. Text that others wrote is escaped, as
-plotly takes some HTML in labels.
+A chart's trace has the x of both axes of the page under "x_by": {"step": [...], "time": [...]}. Text of others in its labels is
+escaped, as plotly takes some HTML there.
 """
 
+import codecs
 import html
 import itertools
 import math
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tba_jax.reporting.gathering import Gathered, Role
+from tba_jax.reporting.gathering import Gathered, Role, steps_of_rows
 from tba_jax.roles.evaluation_figures import STDERR
-from tba_jax.telemetry.status import Told
-from tba_jax.text.visible import visible_line
+from tba_jax.storage import places
+from tba_jax.text.tokenizers import Tokenizer
+from tba_jax.text.visible import visible, visible_line
+from tba_jax.trajectory import Rows, response
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b6b6b", "#8a6d00")
-_WAITING, _WORKING = (
-    ("#d62728", "#ff7f7f", "#b22222", "#ffb3b3"),
-    ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#8a6d00"),
-)
+_WAITING, _WORKING = ("#d62728", "#ff7f7f", "#b22222", "#ffb3b3"), tuple(_COLOURS[number] for number in (0, 5, 2, 4, 3, 7))
 # Title, what the chart tells, axis, and the trainer's figures: (name in metrics.jsonl, name on the page).
 _OF_TRAINER: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Loss", "Of the objective. Trajectory balance's loss falls as the policy nears its target; it need not reach 0.", "loss",
@@ -57,22 +58,20 @@ _OF_SEARCHERS = (
 )
 
 Figure = dict[str, Any]
+Texts = Callable[[Sequence[int]], list[str]]
 
 
 def of(found: Gathered, counts: np.ndarray) -> dict[str, Any]:
     """All charts, {"charts": [...], "resumes": x of each axis, "time_title": ...}. Args: counts: draws of each row."""
     begin, end = found.times
-    unit, seconds = next(
-        (unit, seconds)
-        for unit, seconds, limit in (("s", 1, 300), ("min", 60, 18_000), ("h", 3600, 1e6), ("days", 86_400, math.inf))
-        if end - begin < limit
-    )
+    units = (("s", 1, 300), ("min", 60, 18_000), ("h", 3600, 1e6), ("days", 86_400, math.inf))
+    unit, seconds = next((unit, seconds) for unit, seconds, limit in units if end - begin < limit)
 
     def line(name: str, role: Role, figure: str, number: int) -> list[Figure]:
         step = "step" if "policy_step" not in role.last else "policy_step"
         return _line(name, role.curve(figure), role.curve(step), (role.curve("time") - begin) / seconds, _COLOURS[number % 8])
 
-    trainer = found.roles.get("trainer", Role(lines=(), status=Told()))
+    trainer = found.trainer
     steps, times = trainer.curve("step"), (trainer.curve("time") - begin) / seconds
 
     def when(at: Sequence[float]) -> np.ndarray:
@@ -166,9 +165,8 @@ def _of_rows(found: Gathered, counts: np.ndarray) -> Iterable[Figure]:
         return
     drawn = np.bincount(np.minimum(counts, 12), minlength=2)
     names = [str(n) if n < 12 else "≥ 12" for n in range(len(drawn))]
-    yield _bars(
-        "Draws per row", "How many steps drew a row. 0 are rows that no step has trained on.", "steps", "rows", names, drawn
-    )
+    told = "How many steps drew a row. 0 are rows that no step has trained on."
+    yield _bars("Draws per row", told, "steps", "rows", names, drawn)
     age = np.maximum(0, max(found.step, int(rows["newest_step"].max())) - rows["newest_step"][rows["newest_step"] >= 0])
     if len(age):
         edges = np.linspace(0, age.max() + 1, min(60, int(age.max()) + 1) + 1)
@@ -179,9 +177,7 @@ def _of_rows(found: Gathered, counts: np.ndarray) -> Iterable[Figure]:
         _, of_query = np.unique(finite["query_id"], return_inverse=True)
         mean = np.bincount(of_query, weights=finite["reward"]) / np.bincount(of_query)
         edges = np.histogram_bin_edges(mean, 30)
-        told = (
-            f"Mean reward of each of {len(mean):,} queries over its rows: hard queries stand on the left, easy ones on the right."
-        )
+        told = f"Mean reward of each of {len(mean):,} queries over its rows: hard ones are on the left, easy ones on the right."
         x = rounded((edges[:-1] + edges[1:]) / 2)
         yield _bars("Queries by mean reward", told, "mean reward", "queries", x, np.histogram(mean, edges)[0])
 
@@ -192,3 +188,133 @@ def _bars(title: str, told: str, x_title: str, y_title: str, x: Sequence[Any], y
     if isinstance(x[0], str):
         layout["xaxis"]["type"] = "category"  # type: ignore[index]
     return _chart("buffer", title, told, y_title, traces, axes=False, layout=layout)
+
+
+MOST_TOKENS, MOST_PROMPT, MOST_STEPS = 400, 3000, 12  # of a row: tokens of the response, characters, steps that drew it
+ROWS_EACH, RANDOM_ROWS, QUERIES, POLICY_STEPS = 12, 24, 6, 8
+
+
+def chosen(rows: np.ndarray, counts: np.ndarray) -> dict[str, list[int]]:
+    """Group -> indices of rows, first to show first. Args: rows: FIGURES[n]; counts: int[n], how often steps drew each row.
+
+    `worst` and `best` are by reward, then drawn rows, then the newest; different queries come first. `disagreeing` has the best
+    and the worst row of the queries whose rewards differ most. `random` is drawn evenly. `steps` has three random rows of each of
+    some policy steps.
+    """
+    if not len(rows):
+        return {}
+    rng = np.random.default_rng(0)
+    age, undrawn = -rows["newest_step"].astype(np.int64), counts == 0
+    groups = {}
+    for name, reward in (("worst", rows["reward"]), ("best", -rows["reward"])):
+        near = np.lexsort((age, undrawn, reward))[:4096]
+        first = np.sort(np.unique(rows["query_id"][near], return_index=True)[1])
+        groups[name] = near[[*first, *np.setdiff1d(np.arange(len(near)), first)][:ROWS_EACH]].tolist()
+    groups["disagreeing"] = _disagreeing(rows, undrawn)
+    groups["random"] = sorted(rng.choice(len(rows), min(len(rows), RANDOM_ROWS), replace=False).tolist(), key=age.__getitem__)
+    steps = np.unique(rows["newest_step"][rows["newest_step"] >= 0])
+    groups["steps"] = []
+    for step in steps[np.unique(np.linspace(0, len(steps) - 1, POLICY_STEPS).astype(int))] if len(steps) else ():
+        mine = np.flatnonzero(rows["newest_step"] == step)
+        groups["steps"] += rng.choice(mine, min(len(mine), 3), replace=False).tolist()
+    return groups
+
+
+def _disagreeing(rows: np.ndarray, undrawn: np.ndarray) -> list[int]:
+    there = np.flatnonzero(np.isfinite(rows["reward"]))
+    order = there[np.lexsort((undrawn[there], rows["reward"][there], rows["query_id"][there]))]
+    reward, ids = rows["reward"][order], rows["query_id"][order]
+    begins = np.flatnonzero(np.append(True, ids[1:] != ids[:-1])[: len(ids)])
+    ends = np.append(begins[1:], len(ids))[: len(begins)]
+    spread = reward[ends - 1] - reward[begins]
+    found = [query for query in np.argsort(-spread, kind="stable")[:QUERIES] if spread[query] > 1e-6]
+    return [int(order[place]) for query in found for place in (ends[query] - 1, begins[query])]
+
+
+def pieces(tokenizer: Tokenizer | None) -> Texts:
+    """A function of token ids: the visible text that each adds. Args: tokenizer: None: a token's text is its number.
+
+    The token that completes a character has its text, where several share it.
+    """
+    contents = [] if tokenizer is None else tokenizer.token_bytes()
+    special = frozenset(() if tokenizer is None else tokenizer.special_ids)
+    names = {} if tokenizer is None else {tokenizer.pad_id: "⟨padding⟩", tokenizer.eos_id: "⟨end⟩"}
+
+    def texts(ids: Sequence[int]) -> list[str]:
+        decoder, found = codecs.getincrementaldecoder("utf-8")("replace"), []
+        for each in map(int, ids):
+            content = contents[each] if 0 <= each < len(contents) else None
+            if each in special or content is None:
+                name = names.get(each) or ("" if content is None else content.decode(errors="replace")) or f"⟨{each}⟩"
+                # A character that a special token interrupts stays unfinished.
+                found.append(decoder.decode(b"", final=True) + visible(name))
+                decoder.reset()
+            else:
+                found.append(visible(decoder.decode(content)))
+        if rest := decoder.decode(b"", final=True):
+            found[-1] += rest
+        return found
+
+    return texts
+
+
+def samples(found: Gathered, indices: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """Index into `found.table.rows` -> the row as the page shows it; what cannot be read is named in `found.problems`."""
+    table, texts = found.table, pieces(found.tokenizer)
+    keys = {int(i): int(table.rows["key"][i]) for i in indices}
+    draws = table.draws_of([*keys.values()])
+    audit = f"python -m tba_jax audit --workdir={shlex.quote(found.called)}"
+    shown: dict[int, dict[str, Any]] = {}
+    lost = 0
+    for index, key in keys.items():
+        writer, row = table.name(key)
+        try:
+            rows = table.reader.read_ids([(writer, row)])
+        except places.STORAGE_ERRORS as error:
+            lost += 1
+            if lost <= 5:
+                found.problems.append(f"row {writer}:{row} is not shown: {error}")
+            continue
+        newest, oldest = steps_of_rows(rows)
+        shown[index] = {
+            "name": f"{writer}:{row}",
+            "query": f"{int(rows['query_id'][0]):016x}",
+            "prompt": _prompt(rows, found.tokenizer, texts),
+            **_tokens(rows, texts),
+            "reward": _number(rows["reward"][0]),
+            "parts": [*zip(table.reader.shape.reward_parts, map(_number, rows["reward_parts"][0]), strict=True)],
+            "finished": bool(rows["finished"][0]),
+            "length": int(rows["response_length"][0]),
+            "newest": int(newest[0]),
+            "oldest": int(oldest[0]),
+            "ratio": _number((rows["policy_logprobs"] - rows["ref_logprobs"]).sum(dtype=np.float64)),
+            "steps": draws[key][:MOST_STEPS],
+            "draws": len(draws[key]),
+            "mounted": not table.reader.is_own(writer),
+            "again": f"{audit} --regenerate={shlex.quote(f'{writer}:{row}')}",
+        }
+    return shown
+
+
+def _tokens(rows: Rows, texts: Texts) -> dict[str, Any]:
+    """tokens: [text, log π_θ/π_ref in nats, policy step] each, MOST_TOKENS at most; more: how many tokens follow."""
+    steps = rows["policy_step"][0].tolist()
+    ids = response(rows, 0)[: len(steps)]  # a trainer refuses rows whose length is wrong
+    ratios = (rows["policy_logprobs"][0] - rows["ref_logprobs"][0]).tolist()
+    told = zip(texts(ids[:MOST_TOKENS].tolist()), ratios, steps, strict=False)
+    found = [[text, _number(ratio, "{:.3f}"), step] for text, ratio, step in told]
+    return {"tokens": found, "more": max(0, len(ids) - MOST_TOKENS)}
+
+
+def _number(value: float, form: str = "{:.6g}") -> float | None:
+    return float(form.format(value)) if np.isfinite(value) else None
+
+
+def _prompt(rows: Rows, tokenizer: Tokenizer | None, texts: Texts) -> str:
+    """The visible text of the prompt, without its middle where it is very long."""
+    ids = rows["tokens"][0, : rows["prompt_length"][0]].tolist()
+    if tokenizer is None:
+        text = "".join(texts(ids))
+    else:
+        text = visible(tokenizer.decode([each for each in ids if 0 <= each < tokenizer.vocab_size]))
+    return text if len(text) <= MOST_PROMPT else f"{text[: MOST_PROMPT // 2]} … {text[-MOST_PROMPT // 2 :]}"

@@ -1,18 +1,20 @@
 """Reads all that a report tells of a run, and writes nothing. What is damaged becomes a sentence, and the rest is read."""
 
+import collections
 import contextlib
 import dataclasses
+import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 
-from tba_jax.experiment import stored_run
 from tba_jax.experiment.schema import SCHEMA
-from tba_jax.replay.reader import LogReader
-from tba_jax.reporting.rows import RowTable
+from tba_jax.replay import journal
+from tba_jax.replay.expiry import RowsExpired
+from tba_jax.replay.reader import LogCorruption, LogReader, RowsPending
 from tba_jax.schemas import flatten
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places
@@ -20,8 +22,153 @@ from tba_jax.telemetry import alarms as alarms_lib
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry import status as status_lib
 from tba_jax.text.tokenizers import Tokenizer
+from tba_jax.trajectory import Rows
+
+log = logging.getLogger(__name__)
 
 MOST_POINTS, MOST_ROLES = 1024, 24  # of each curve; of more roles, and of more lines, some are left out
+MOST_ROWS, MOST_READ_BYTES, MOST_DRAWS = 2_000_000, 16 << 30, 20_000_000
+_BLOCK_BYTES, _MANY_ROWS = 8 << 20, 100_000
+_ROW_BITS = 40  # of a key, which is (number of the writer) << _ROW_BITS | row
+# key: int64, see `RowTable.name`. newest_step, oldest_step: trainer steps of the weights of the row's tokens, -1 without a token.
+FIGURES = np.dtype([
+    ("key", "i8"), ("query_id", "u8"), ("reward", "f4"), ("newest_step", "i4"), ("oldest_step", "i4"), ("finished", "?"),
+])  # fmt: skip
+
+
+def blocks(
+    reader: LogReader, writer: str, rows: range, *, lost: Callable[[RowsExpired | LogCorruption], None], wait: bool = True
+) -> Iterator[Rows]:
+    """Reads rows of a writer in whole appends of about 8 MB, and goes around those that are damaged or removed.
+
+    Args: lost: is told of such rows. wait: for storage that lags, see LogReader.read. Raises RowsPending, ValueError: as there.
+    """
+    size = reader.schema(writer).rows_per_append
+    size *= max(1, _BLOCK_BYTES // (reader.shape.row_bytes * size))
+    start = end = rows.start
+    while start < rows.stop:
+        end = end if end > start else min(rows.stop, (start // size + 1) * size)
+        try:
+            yield reader.read(writer, start, end, wait=wait)
+            start = end
+        except (RowsExpired, LogCorruption, RowsPending) as error:
+            if error.start > start:
+                end = error.start
+            elif isinstance(error, RowsPending):
+                raise
+            else:
+                lost(error)
+                start = max(error.stop, start + 1)
+
+
+def damage_of(lost: Sequence[RowsExpired | LogCorruption]) -> list[str]:
+    """A sentence about the rows that are damaged, if any. Args: lost: what `blocks` told."""
+    damaged = [error for error in lost if isinstance(error, LogCorruption)]
+    count = sum(error.stop - error.start for error in damaged)
+    return [f"{count} rows are damaged and left out, such as: {damaged[0]}"] if damaged else []
+
+
+def steps_of_rows(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """int32[B] each: the newest and the oldest policy step of the tokens of each row, -1 without a token."""
+    steps = rows["policy_step"]
+    newest = steps.max(axis=1, initial=-1)
+    oldest = np.where(steps < 0, np.iinfo(np.int32).max, steps).min(axis=1, initial=np.iinfo(np.int32).max)
+    return newest, np.where(newest < 0, -1, oldest).astype(np.int32)
+
+
+class RowTable:
+    """The figures of a run's rows, and which steps drew them. Memory is bounded.
+
+    Attributes:
+      rows: FIGURES[n]. Steps of rows of mounted runs are -1 there, as they count the updates of another run.
+      writers: names, by number. committed: rows of all logs.
+      last_step: the newest journalled step, 0 without one. resumes: steps after which a trainer went on.
+    """
+
+    def __init__(self, reader: LogReader, folder: Path, problems: list[str]):
+        """Reads both. Args: folder: RunDir.journal; problems: takes sentences about what cannot be read."""
+        self.reader, self.rows = reader, np.zeros(0, FIGURES)
+        self.writers, self.resumes, self.committed, self.last_step = list[str](), list[int](), 0, 0
+        self._draws = np.zeros((2, 0), np.int64)  # the row's key, and the step, of each draw
+        with part(problems, "a part of the replay log"):
+            self._read_rows(problems)
+        with part(problems, "the journal (steps that drew rows are missing)"):
+            self._read_journal(folder)
+        problems += [*reader.problems.values()][:20]
+
+    def name(self, key: int) -> tuple[str, int]:
+        """Writer and row."""
+        return self.writers[key >> _ROW_BITS], key & (1 << _ROW_BITS) - 1
+
+    def of_writer(self, name: str) -> np.ndarray:
+        """bool[n]: which rows are of a writer."""
+        return self.rows["key"] >> _ROW_BITS == self.writers.index(name)
+
+    def counts(self) -> np.ndarray:
+        """int64[n]: how often steps drew each row."""
+        keys, wanted = np.sort(self._draws[0]), self.rows["key"]
+        return np.searchsorted(keys, wanted, side="right") - np.searchsorted(keys, wanted, side="left")
+
+    def draws_of(self, wanted: Sequence[int]) -> Mapping[int, list[int]]:
+        """Key -> the steps that drew the row, ascending; a step that drew it twice stands there twice."""
+        found: dict[int, list[int]] = {key: [] for key in wanted}
+        for key, step in self._draws.T[np.isin(self._draws[0], np.asarray(wanted, np.int64))].tolist():
+            found[key].append(step)
+        return found
+
+    def _number(self, writer: str) -> int:
+        if writer not in self.writers:
+            self.writers.append(writer)
+        return self.writers.index(writer)
+
+    def _read_rows(self, problems: list[str]) -> None:
+        heads = self.reader.heads()
+        self.committed = sum(heads.values())
+        kept = {writer: self.reader.kept(writer) for writer in sorted(heads)}
+        there = sum(len(each) for ranges in kept.values() for each in ranges)
+        most = min(MOST_ROWS, MOST_READ_BYTES // self.reader.shape.row_bytes)
+        if there > _MANY_ROWS:
+            log.info("reading the newest %d of %d rows", min(there, most), there)
+        found = [self.rows]
+        lost: list[RowsExpired | LogCorruption] = []
+        for writer, ranges in kept.items():
+            number, own, mine = self._number(writer), self.reader.is_own(writer), sum(map(len, ranges))
+            # Of more rows than are kept, each writer's newest, in proportion.
+            begin = heads[writer] - (mine if there <= most else mine * most // there)
+            with part(problems, f"a part of the rows of writer {writer}"):
+                for each in ranges:
+                    span = range(max(begin, each.start), each.stop)
+                    for rows in blocks(self.reader, writer, span, lost=lost.append, wait=False):
+                        found.append(_figures(rows, number, own=own))
+        self.rows = np.concatenate(found)
+        problems += damage_of(lost)
+        if there > most:
+            told = f"about {len(self.rows):,} rows are read, the newest of each writer; {self.committed:,} are committed"
+            problems.append(told)
+
+    def _read_journal(self, folder: Path) -> None:
+        lines = journal.read_lineage(folder)
+        self.resumes = [stretch.first - 1 for stretch in lines.stretches if stretch.first > 1]
+        draws, count = collections.deque([self._draws]), 0
+        for line in lines:
+            numbers = np.array([self._number(writer) for writer in line["writers"]], np.int64)
+            which, rows = np.array(line["rows"], np.int64).reshape(-1, 2).T
+            draws.append(np.stack([numbers[which] << _ROW_BITS | rows, np.full(len(rows), line["step"])]))
+            count, self.last_step = count + len(rows), int(line["step"])
+            while count > MOST_DRAWS:
+                count -= draws.popleft().shape[1]
+        self._draws = np.concatenate(draws, axis=1)
+
+
+def _figures(rows: Rows, writer: int, *, own: bool) -> np.ndarray:
+    found = np.zeros(len(rows["row"]), FIGURES)
+    found["key"] = writer << _ROW_BITS | rows["row"]
+    for name in ("query_id", "reward", "finished"):
+        found[name] = rows[name]
+    found["newest_step"], found["oldest_step"] = steps_of_rows(rows) if own else (-1, -1)
+    return found
+
+
 # What damaged files and storage raise, however they are damaged.
 UNREADABLE = (*places.STORAGE_ERRORS, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
 
@@ -73,10 +220,13 @@ class Gathered:
         return int(value) if is_number(value) else 0
 
     @property
+    def trainer(self) -> Role:
+        return self.roles.get("trainer", Role(lines=(), status=status_lib.Told()))
+
+    @property
     def step(self) -> int:
         """The last step that anything tells of."""
-        told = self.roles["trainer"].last.get("step", 0) if "trainer" in self.roles else 0
-        return max(self.table.last_step, int(told))
+        return max(self.table.last_step, int(self.trainer.last.get("step", 0)))
 
     @property
     def times(self) -> tuple[float, float]:
@@ -114,6 +264,8 @@ class Source:
 
     def __init__(self, workdir: Path | str):
         """Raises ValueError where there is no run that this version can read, or its storage does not answer."""
+        from tba_jax.experiment import stored_run  # imports JAX
+
         self.called = str(workdir)
         self.run = layout.open_run_dir(workdir)
         stored_run.check_answers([("--shared", self.run.shared)], limit=stored_run.DRY_RUN_SECONDS)
@@ -125,9 +277,7 @@ class Source:
             shape = contract.row_shape()
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{self.run.config} is damaged and holds no settings: restore the file from a copy") from error
-        self._problems: list[str] = []
-        self._tokenizer = None
-        mounts: tuple[places.Place, ...] = ()
+        self._problems, self._tokenizer, mounts = list[str](), None, tuple[places.Place, ...]()
         with part(self._problems, "the tokenizer (tokens are shown by their numbers)"):
             self._tokenizer = tokenizer_of(self._stored)
         with part(self._problems, "a mounted run (its rows are left out)"):
@@ -138,11 +288,10 @@ class Source:
 
     def gather(self) -> Gathered:
         """All that is there now."""
-        run, table, problems = self.run, RowTable(self._reader, self.run.journal), [*self._problems]
-        found = Gathered(
-            run=run, called=self.called, stored=self._stored, table=table, tokenizer=self._tokenizer, problems=problems
-        )
-        problems += table.problems
+        run, problems = self.run, [*self._problems]
+        table = RowTable(self._reader, run.journal, problems)
+        read = dict[str, Any](stored=self._stored, tokenizer=self._tokenizer, table=table, problems=problems)
+        found = Gathered(run=run, called=self.called, **read)
         with part(problems, "finished.json"):
             if places.exists(run.finished):
                 finished = layout.read_json(run.finished)
@@ -163,6 +312,8 @@ class Source:
 
 def tokenizer_of(stored: Mapping[str, Any]) -> Tokenizer:
     """The run's tokenizer, also of another version's config. Raises ValueError where it is not here, or another one."""
+    from tba_jax.experiment import stored_run  # imports JAX
+
     config, there = SCHEMA.defaults(), flatten(stored["config"])
     known = {name: value for name, value in there.items() if name in SCHEMA.rules and not name.startswith("task.custom.")}
     config.update_from_flattened_dict({name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})

@@ -3,6 +3,7 @@
 Names and texts that others wrote are code or plain text on the page.
 """
 
+import contextlib
 import dataclasses
 import re
 import shlex
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import jinja2
 
 from tba_jax.replay import journal
@@ -23,14 +25,11 @@ from tba_jax.telemetry import metrics, status
 from tba_jax.text.visible import visible_line
 
 CARD = "README.md"
-# What damaged files of a run raise: the card says that it does not know.
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 # A folder of the hub's cache, which names the model and the commit.
 _OF_HUB = re.compile(r"models--([\w.-]+)/snapshots/([0-9a-f]{7,64})$")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _LICENCE = re.compile(r"^(license|license_name|license_link):[ \t]*['\"]?(\S[^'\"\n]{0,199}?)['\"]?[ \t]*$", re.MULTILINE)
 _LICENCE_NAME = re.compile(r"[\w.+-]{1,96}")
-_OPENING_BYTES = 1 << 16  # of a card, which hold its front matter
 # Figures of reports that have titles; others go by their names.
 _TITLES = {
     "greedy_reward": "reward of greedy responses",
@@ -52,10 +51,10 @@ class Base:
     """The checkpoint that a run began with. path: model.path, "" for random weights; hub_id, revision: "" where unknown; licence:
     what the front matter of its card says, by key."""
 
-    path: str
-    hub_id: str
-    revision: str
-    licence: Mapping[str, str]
+    path: str = ""
+    hub_id: str = ""
+    revision: str = ""
+    licence: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,7 @@ class Exported:
 def base_of(path: str, source: Path | None) -> Base:
     """Args: path: model.path; source: the local folder of that checkpoint, None where there is none."""
     if source is None:
-        return Base(path="", hub_id="", revision="", licence={})
+        return Base()
     cached = _OF_HUB.search(source.absolute().as_posix())
     named = path if _HUB_ID.fullmatch(path) and not Path(path).is_dir() else ""
     hub_id = named or (cached[1].replace("--", "/", 1) if cached else "")
@@ -80,15 +79,12 @@ def base_of(path: str, source: Path | None) -> Base:
 
 def _licence(card: Path) -> dict[str, str]:
     """license, license_name and license_link of a card's front matter; {} where it names none."""
-    try:
-        with card.open("rb") as file:
-            opening = file.read(_OPENING_BYTES).decode("utf-8", "replace").replace("\r\n", "\n")
-    except OSError:
-        return {}
-    front = re.match(r"\ufeff?---\n(.*?)\n---", opening, re.DOTALL)
-    found = dict(_LICENCE.findall(front[1])) if front else {}
-    names = {name: value for name, value in found.items() if name == "license_link" or _LICENCE_NAME.fullmatch(value)}
-    return {name: visible_line(value) for name, value in names.items()} if "license" in names else {}
+    with contextlib.suppress(OSError):
+        front = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8-sig", errors="replace"), re.DOTALL)
+        found = dict(_LICENCE.findall(front[1])) if front else {}
+        names = {name: value for name, value in found.items() if name == "license_link" or _LICENCE_NAME.fullmatch(value)}
+        return {name: visible_line(value) for name, value in names.items()} if "license" in names else {}
+    return {}
 
 
 def text(run: layout.RunDir, config: Any, *, base: Base, exported: Exported) -> str:
@@ -96,10 +92,8 @@ def text(run: layout.RunDir, config: Any, *, base: Base, exported: Exported) -> 
     c = flatten(without_secrets(config.to_dict()))
     balance, stored = c["learner.objective"] in _TRAJECTORY_BALANCE, layout.read_json(run.config)
     reports = {each: report for each in dict.fromkeys((0, exported.step)) if (report := _report(run, each))}
-    folder = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
-    environment = jinja2.Environment(
-        loader=folder, undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
-    )
+    asked = dict[str, Any](undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"), **asked)
     # Markdown: the filters make text that is no markup.
     environment.filters |= {"plain": _plain, "code": _code, "quoted": _quoted, "shell": _shell}
     content: dict[str, Any] = dict(
@@ -114,8 +108,6 @@ def text(run: layout.RunDir, config: Any, *, base: Base, exported: Exported) -> 
 
 
 def _front_matter(balance: bool, base: Base, exported: Exported) -> str:
-    import huggingface_hub
-
     tags = ["tba_jax", *balance * ["trajectory-balance"], "reinforcement-learning", *exported.adapter * ["lora"]]
     data: dict[str, Any] = dict(library_name="peft" if exported.adapter else "transformers", tags=tags, **base.licence)
     if base.hub_id:  # the hub refuses what is no id of a model there
@@ -153,11 +145,9 @@ def _told_of_scores(run: layout.RunDir, reports: Mapping[int, Mapping[str, Any]]
 
 def _report(run: layout.RunDir, step: int) -> Mapping[str, Any]:
     """The evaluator's report of a step, {} where there is none that can be read."""
-    try:
-        report = layout.read_json(run.evaluations / f"{layout.step_name(step)}.json")
-    except _UNREADABLE:
-        return {}
-    return report if isinstance(report, dict) else {}
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return dict(layout.read_json(run.evaluations / f"{layout.step_name(step)}.json"))
+    return {}
 
 
 def _schedule(run: layout.RunDir, c: Mapping[str, Any], step: int) -> str:
@@ -178,7 +168,7 @@ def _rows_trained(run: layout.RunDir, step: int) -> str:
             if line["step"] > step:
                 break
             count, last = count + len(line["rows"]), line["step"]
-    except _UNREADABLE:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "not known: the journal cannot be read"
     return f"{count:,}" if last == step else "not known: this workdir does not hold the trainer's journal"
 

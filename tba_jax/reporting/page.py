@@ -19,7 +19,7 @@ from markupsafe import Markup
 from plotly import offline
 
 from tba_jax.experiment.schema import SCHEMA
-from tba_jax.reporting import charts, samples
+from tba_jax.reporting import charts
 from tba_jax.reporting.gathering import Gathered, is_number, part
 from tba_jax.roles.evaluation_figures import STDERR, with_stderr
 from tba_jax.schemas import flatten
@@ -29,17 +29,10 @@ from tba_jax.telemetry.status import Told
 from tba_jax.text.visible import visible
 
 TEMPLATES = Path(__file__).parent / "templates"
-# A run that wrote nothing for so long is not called live.
-_QUIET_SECONDS = 60.0
+_QUIET_SECONDS = 60.0  # a run that wrote nothing for so long is not called live
 _LONGEST = 300  # characters of a value
-# Standard errors that a change must exceed to count as one.
-_CLEAR = 2.0
-# What a role waits for, in words.
-_WAITS = {
-    "wait_rows": "rows from searchers",
-    "wait_policy": "a newer policy from the trainer",
-    "wait_rewards": "rewards of the task",
-}
+_CLEAR = 2.0  # standard errors that a change must exceed to count as one
+_WAITS = {"rows": "rows from searchers", "policy": "a newer policy from the trainer", "rewards": "rewards of the task"}
 
 
 def page(found: Gathered, *, served: bool = False) -> str:
@@ -49,14 +42,15 @@ def page(found: Gathered, *, served: bool = False) -> str:
     drawn: dict[str, Any] = {"charts": [], "resumes": {}, "time_title": ""}
     with part(found.problems, "what the charts show"):
         drawn = charts.of(found, counts)
-    groups, shown = samples.chosen(found.table.rows, counts), dict[int, dict[str, Any]]()
+    groups, shown = charts.chosen(found.table.rows, counts), dict[int, dict[str, Any]]()
     with part(found.problems, "the samples"):
-        shown = samples.made(found, [i for indices in groups.values() for i in indices])
+        shown = charts.samples(found, [i for indices in groups.values() for i in indices])
     named = {group: [shown[i]["name"] for i in indices if i in shown] for group, indices in groups.items()}
     of_held_out, told_held_out = held_out(found.evaluations)
-    of_trained, told_trained = trained(roles["trainer"].curve("reward")) if "trainer" in roles else ("", "No trainer yet.")
+    of_trained, told_trained = trained(found.trainer.curve("reward"))
     heading, sentences = waits({name: of_role for name, role in roles.items() if (of_role := role.shares())})
     content = {
+        "found": found,
         "title": Path(found.called).name or found.called,
         "workdir": found.called,
         "quoted_workdir": shlex.quote(found.called),
@@ -70,15 +64,10 @@ def page(found: Gathered, *, served: bool = False) -> str:
         "waits": sentences,
         "now": {name: said for name, role in roles.items() if (said := _now(role.status)) and not _is_finished(found)},
         "troubles": {name: role.status.trouble for name, role in roles.items() if role.status.trouble},
-        "alarms": found.alarms,
-        "left_out_roles": found.left_out_roles,
         "worst": [each for each in shown.values() if each["name"] in named.get("worst", [])[:3]],
-        "balanced": found.finished.get("balanced"),
         "row_count": len(counts),
         "drawn_share": float((counts > 0).mean()) if len(counts) else 0.0,
         "writers": _writers(found, counts),
-        "has_tokenizer": found.tokenizer is not None,
-        "problems": found.problems,
         "served": served,
         "settings": _settings(stored["config"]),
         "contract": [(name, in_words(value)) for name, value in flatten(without_secrets(stored["contract"])).items()],
@@ -108,7 +97,7 @@ def held_out(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     verdict, verb = _change(last["greedy_reward"] - first["greedy_reward"], float(np.hypot(*errors)))
     ends = f"{before} at step {first['step']} to {after} at step {last['step']:,}"
     others = f"; the best is {best['greedy_reward']:.3f} at step {best['step']:,}"
-    return verdict, f"The held-out reward {verb} {ends}" + (", the best so far" if best is last else others) + "."
+    return verdict, f"The held-out reward {verb} {ends}{', the best so far' if best is last else others}."
 
 
 def trained(reward: np.ndarray) -> tuple[str, str]:
@@ -123,10 +112,8 @@ def trained(reward: np.ndarray) -> tuple[str, str]:
     first, last = reward[:part], reward[-part:]
     error = float(np.sqrt(first.var(ddof=1) / part + last.var(ddof=1) / part))
     verdict, verb = _change(float(last.mean() - first.mean()), error)
-    return (
-        verdict,
-        f"The reward of the trained rows {verb} {first.mean():.3f} in the first steps to {last.mean():.3f} in the last.",
-    )
+    ends = f"{first.mean():.3f} in the first steps to {last.mean():.3f} in the last"
+    return verdict, f"The reward of the trained rows {verb} {ends}."
 
 
 def _change(change: float, error: float) -> tuple[str, str]:
@@ -139,8 +126,8 @@ def verdict(of_held_out: str, of_trained: str) -> str:
     """The heading above both sentences. Held-out rewards decide where they are clear."""
     if of_held_out == "unclear" and of_trained in ("yes", "no"):
         return {"yes": "The trained reward rises", "no": "The trained reward falls"}[of_trained]
-    known = of_held_out or of_trained
-    return {"yes": "It learns", "no": "It gets worse", "unclear": "No clear change yet"}.get(known, "Too early to say")
+    told = {"yes": "It learns", "no": "It gets worse", "unclear": "No clear change yet"}
+    return told.get(of_held_out or of_trained, "Too early to say")
 
 
 def waits(shares: Mapping[str, Mapping[str, float]]) -> tuple[str, list[str]]:
@@ -162,7 +149,7 @@ def waits(shares: Mapping[str, Mapping[str, float]]) -> tuple[str, list[str]]:
 
 
 def _called(name: str) -> str:
-    return _WAITS.get(name, name[5:].replace("_", " "))
+    return _WAITS.get(name.removeprefix("wait_"), name.removeprefix("wait_").replace("_", " "))
 
 
 def in_words(value: Any) -> str:
@@ -202,12 +189,11 @@ def _now(told: Told) -> str:
 def _writers(found: Gathered, counts: Any) -> list[dict[str, str]]:
     """A line for each writer, those with most rows first, 100 at most."""
     lines = []
-    rows = found.table.rows
     for name in found.table.writers:
         mine = found.table.of_writer(name)
         if (count := int(mine.sum())) == 0:
             continue
-        of, info = rows[mine], found.writers.get(name, {})
+        of, info = found.table.rows[mine], found.writers.get(name, {})
         line = {"writer": name, "rows": f"{count:,}", "trained on": f"{int((counts[mine] > 0).sum()):,}"}
         line |= {"mean reward": f"{of['reward'].mean():.3f}", "ended by themselves": f"{of['finished'].mean():.1%}"}
         own = of["newest_step"].max() >= 0

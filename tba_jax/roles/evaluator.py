@@ -28,7 +28,7 @@ from tba_jax.tasks.interface import EncodedQuery, HasFinalAnswer, HasMeasures, T
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Watch
 from tba_jax.telemetry.metrics import MetricWriter
-from tba_jax.telemetry.record import Record, TimeAccount
+from tba_jax.telemetry.status import Record, TimeAccount
 from tba_jax.text.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ import numpy as np
 from tba_jax.models import flops
 from tba_jax.models.config import DecoderConfig
 from tba_jax.packing.row_layout import Plan
-from tba_jax.telemetry import device_peaks
-from tba_jax.telemetry.device_peaks import Peaks
+from tba_jax.telemetry.metrics import Peaks, peaks_of
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +55,7 @@ def of_plan(plan: Plan, model: DecoderConfig, *, responses: int, passes: int) ->
 
 def policy_peaks(mesh: jax.sharding.Mesh, config: Any) -> Peaks:
     """The peaks of the devices of a role's policy."""
-    return device_peaks.of(
-        mesh.devices.ravel().tolist(), flops=config.metrics.peak_flops, bandwidth=config.metrics.peak_bandwidth
-    )
+    return peaks_of(mesh.devices.ravel().tolist(), flops=config.metrics.peak_flops, bandwidth=config.metrics.peak_bandwidth)
 
 
 class WorkRates:

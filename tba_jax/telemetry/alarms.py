@@ -182,22 +182,18 @@ class Alarms:
     """Tells a role's alarms, by a line of the file and a warning of the log. A restarted role knows what it has told."""
 
     def __init__(self, folder: Path):
-        """Args: folder: of the role's metrics, which need not be there yet."""
+        """Args: folder: of the role's metrics, which need not be there yet. Attribute told: the kinds."""
         self._folder = folder
-        self._told = {alarm.kind for alarm in read(folder)}
-
-    def is_told(self, kind: str) -> bool:
-        """Whether this run has told this kind of alarm."""
-        return kind in self._told
+        self.told = {alarm.kind for alarm in read(folder)}
 
     def tell(self, *, kind: str, sentence: str, advice: str, step: int) -> None:
         """Tells an alarm, unless the role has told its kind. What storage refuses stands in the log alone.
 
         Args: kind: a name of docs/watching.md. sentence: what is wrong; advice: what to do; both without a period.
         """
-        if kind in self._told:
+        if kind in self.told:
             return
-        self._told.add(kind)
+        self.told.add(kind)
         log.warning("%s; what to do: %s (alarm %s, step %d)", sentence, advice, kind, step)
         alarm = Alarm(time=time.time(), step=step, kind=kind, sentence=sentence, advice=advice)
         with contextlib.suppress(OSError):
@@ -211,16 +207,15 @@ class Watch:
     def __init__(self, folder: Path, config: Any, *, role: str):
         """Args: folder: of the role's metrics; config: of the run; role: see Rule."""
         self._alarms, self._config = Alarms(folder), config
-        self._rules = {kind: rule for kind, rule in RULES.items() if rule.role == role and not self._alarms.is_told(kind)}
+        self._rules = {kind: rule for kind, rule in RULES.items() if rule.role == role}
         self._points: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=max(rule.points for rule in RULES.values()))
 
     def look(self, step: int, point: Mapping[str, Any]) -> None:
         """Takes the newest point. Args: step: trainer step, or number of a batch."""
         self._points.append(point)
-        for kind, rule in [*self._rules.items()]:
-            if sentence := found(rule, list(self._points), self._config):
+        for kind, rule in self._rules.items():
+            if kind not in self._alarms.told and (sentence := found(rule, list(self._points), self._config)):
                 self._alarms.tell(kind=kind, sentence=sentence, advice=rule.advice, step=step)
-                self._rules.pop(kind)
 
 
 def found(rule: Rule, points: Sequence[Mapping[str, Any]], config: Any) -> str:

@@ -24,13 +24,11 @@ from tba_jax.telemetry import alarms, status
 from tba_jax.telemetry.status import Told
 from tba_jax.text.visible import visible_line
 
-LIVE_SECONDS, PLAIN_SECONDS = 1.0, 10.0
+LIVE_SECONDS, PLAIN_SECONDS, _JOIN_SECONDS = 1.0, 10.0, 5.0
 MOST_ROLES, _MOST_NAMED = 200, 6  # roles that are looked at, those that wrote last; idle roles that are named
-# A role whose status is older may be dead, or its storage away: its figures do not count.
-QUIET_SECONDS = 30.0
-WAIT_SECONDS = 10.0  # a wait is shown once it is so long
+# The figures of a role with an older status do not count, as it may be dead. A wait is shown once it is so long.
+QUIET_SECONDS, WAIT_SECONDS = 30.0, 10.0
 _ENDS = ("finished", "stopped")
-_JOIN_SECONDS = 5.0
 
 
 def duration(seconds: float) -> str:
@@ -64,9 +62,8 @@ def facts(told: Mapping[str, Told], *, steps: int, now: float) -> list[tuple[str
         apart = [f"{name[7:]} {figures[name]:.3f}" for name in ("reward_own", "reward_mounted") if name in figures]
         found.append(("reward", "  ".join((f"{figures['reward']:.3f}", *apart))))
     if best_step.SCORE in held_out:
-        best = None
-        if best_step.BEST_STEP in held_out:
-            best = best_step.Scored(int(held_out[best_step.BEST_STEP]), held_out[best_step.BEST_SCORE])
+        step = held_out.get(best_step.BEST_STEP)
+        best = None if step is None else best_step.Scored(int(step), held_out[best_step.BEST_SCORE])
         score = f"{held_out[best_step.SCORE]:.3f} at step {evaluator.step}"
         found.append(("held-out", f"{score}  {best_step.told(best, apart_from=evaluator.step)}".rstrip()))
     if speed:
@@ -74,10 +71,9 @@ def facts(told: Mapping[str, Told], *, steps: int, now: float) -> list[tuple[str
         tokens = [f"{figures['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in figures else []
         mfu = [f"MFU {100 * figures['mfu']:.1f} %"] if "mfu" in figures else []
         found.append(("trainer", "  ".join((pace, *tokens, *mfu))))
-    makers = [each for name, each in told.items() if not name.startswith(("trainer", "evaluator", "reference"))]
-    speeds = [
-        each.figures["tokens_per_second"] for each in makers if "tokens_per_second" in each.figures and not doing(each, now)
-    ]
+    others = ("trainer", "evaluator", "reference")
+    makers = [each for name, each in told.items() if not name.startswith(others) and not doing(each, now)]
+    speeds = [each.figures["tokens_per_second"] for each in makers if "tokens_per_second" in each.figures]
     if speeds and trainer.step < steps:
         found.append(("searchers", f"{len(speeds)} at work  {sum(speeds):,.0f} tokens/s"))
     if "buffer_rows" in figures:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tba_jax import trajectory
-from tba_jax.commands import append, audit, command_line, existing_run
+from tba_jax.commands import append, audit, command_line
 from tba_jax.experiment import jobs, training
 from tba_jax.replay import journal
 from tba_jax.replay.log import LogWriter
@@ -35,13 +35,9 @@ def test_rows_equal_a_searchers_for_the_same_responses(s, tmp_path, capsys):
     (searched,) = rows_by_writer(s).values()
     chosen = np.flatnonzero(searched["finished"] & (searched["response_length"] > 1))
     decode = s.experiment.tokenizer.decode
-    texts = [
-        {
-            "prompt": decode(searched["tokens"][i, : searched["prompt_length"][i]].tolist()),
-            "response": decode(trajectory.response(searched, i).tolist()),
-        }
-        for i in chosen
-    ]
+    prompts = [decode(searched["tokens"][i, : searched["prompt_length"][i]].tolist()) for i in chosen]
+    responses = [decode(trajectory.response(searched, i).tolist()) for i in chosen]
+    texts = [{"prompt": prompt, "response": text} for prompt, text in zip(prompts, responses, strict=True)]
     command_line.execute(append, [f"--workdir={s.run.root}", f"--responses={write_rows(tmp_path / 'given.jsonl', texts)}"])
     assert f"{len(chosen)} responses are rows of" in capsys.readouterr().out and len(chosen) > 5
     (given,) = (rows for writer, rows in rows_by_writer(s).items() if writer.startswith("given-"))
@@ -53,56 +49,53 @@ def test_rows_equal_a_searchers_for_the_same_responses(s, tmp_path, capsys):
         np.testing.assert_allclose(given[name], searched["ref_logprobs"][chosen], atol=1e-6, err_msg=name)
 
 
-def test_they_train_and_are_accounted_for(s, tmp_path):
-    prompts = queries_of(s)
-    texts = [{"prompt": prompt, "response": str(number)} for prompt in prompts[:10] for number in range(10, 18)]
-    append.append(s.run.root, write_rows(tmp_path / "given.jsonl", texts), unfit="refuse")
-    offline = tiny_run.settings(tmp_path / "offline", frozen_runs.config(replay__mount=(str(s.run.root),), searchers__count=0))
+def test_they_train_where_no_objective_needs_their_behaviour_and_are_accounted_for(s, tmp_path):
+    texts = [{"prompt": prompt, "response": str(number)} for prompt in queries_of(s)[:10] for number in range(10, 18)]
+    path = write_rows(tmp_path / "given.jsonl", texts)
+    append.append(s.run.root, path, unfit="refuse")
+    offline = frozen_runs.offline(tmp_path / "offline", s.run.root, learner__steps=4)
     assert training.trainer(offline)() == 0
     (given,) = (writer for writer in rows_by_writer(s) if writer.startswith("given-"))
-    drawn = [writer for line in journal.read_lineage(offline.run.journal) for writer in line["writers"]]
-    assert given in drawn
+    assert given in [writer for line in journal.read_lineage(offline.run.journal) for writer in line["writers"]]
     assert audit.accounts(audit.open_run(offline.run.root))[given].committed == 80
     with pytest.raises(ValueError, match=f"{given}:0 was not generated: its response is from .*given.jsonl"):
         audit.regenerate(audit.open_run(s.run.root), f"{given}:0")
+    mounted = frozen_runs.offline(tmp_path / "grpo", s.run.root, learner__objective="grpo")
+    with pytest.raises(ValueError, match=r"learner\.objective=grpo reads π_behaviour of .* nobody knows that of writer given-"):
+        training.trainer(mounted)
+    taken = command_line.Source(overrides=("--config.learner.objective=grpo",))
+    with pytest.raises(ValueError, match=r"learner\.objective=grpo reads π_behaviour of every row, and responses of a file"):
+        append.append(s.run.root, path, unfit="refuse", settings=taken)
 
 
-def test_what_fits_is_kept_and_the_rest_counted(s, tmp_path):
+def test_what_fits_is_kept_and_the_rest_counted_and_an_interrupted_append_is_not_seen(s, tmp_path, monkeypatch):
     prompt = queries_of(s)[0]
-    texts = [{"prompt": prompt, "response": text} for text in ("12", "1234567", "34", "7654321")]
-    path = write_rows(tmp_path / "given.jsonl", texts)
-    with pytest.raises(ValueError, match=r"line 2: the response has more than task\.response_length=6 tokens"):
+    texts = [{"prompt": prompt, "response": text} for text in (*map(str, range(18)), "1234567", "7654321")]
+    path, appended, commit = write_rows(tmp_path / "given.jsonl", texts), [], LogWriter.append
+    with pytest.raises(ValueError, match=r"line 19: the response has more than task\.response_length=6 tokens"):
         append.append(s.run.root, path, unfit="refuse")
-    assert len(rows_by_writer(s)) == 1, "nothing was appended"
-    told = append.append(s.run.root, path, unfit="skip")
-    assert "2 responses are rows" in told and "left out: 2, each of which has more than task.response_length=6" in told
-    with pytest.raises(ValueError, match=r"these 2 responses are in .* already, as writer given-"):
-        append.append(s.run.root, path, unfit="skip")
-    for rows, sentence in (
-        (texts[1::2], r"none of its 2 responses .* 2, each of which has more than task\.response_length=6 tokens"),
-        ([{"prompt": "9+9=", "response": "18"}], r"prompt '9\+9=' is none of the 40 train queries of the task, such as '"),
-        ([{"response": "18"}], "field 'prompt' is missing, and task.name='arithmetic' has 40 train queries"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            append.append(s.run.root, write_rows(tmp_path / "none.jsonl", rows), unfit="skip")
-
-
-def test_what_is_interrupted_is_not_seen_and_may_be_repeated(s, tmp_path, monkeypatch):
-    texts = [{"prompt": prompt, "response": str(number)} for prompt in queries_of(s)[:8] for number in range(3)]
-    path, appended = write_rows(tmp_path / "given.jsonl", texts), []
-    commit = LogWriter.append
 
     def failing(self, rows):
-        if len(appended) == 1:
+        if appended:
             raise OSError("the disk is full")
         appended.append(commit(self, rows))
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="the disk is full"):
         patch.setattr(LogWriter, "append", failing)
-        append.append(s.run.root, path, unfit="refuse")
-    assert appended and len(rows_by_writer(s)) == 1
-    append.append(s.run.root, path, unfit="refuse")
-    assert sorted(len(rows["row"]) for rows in rows_by_writer(s).values()) == [24, 48]
+        append.append(s.run.root, path, unfit="skip")
+    assert appended and len(rows_by_writer(s)) == 1, "nothing is seen"
+    told = append.append(s.run.root, path, unfit="skip")
+    assert "18 responses are rows" in told and "left out: 2, each of which has more than task.response_length=6" in told
+    assert sorted(len(rows["row"]) for rows in rows_by_writer(s).values()) == [18, 48]
+    with pytest.raises(ValueError, match=r"these 18 responses are in .* already, as writer given-"):
+        append.append(s.run.root, path, unfit="skip")
+    for rows, sentence in (
+        (texts[18:], r"none of its 2 responses .* 2, each of which has more than task\.response_length=6 tokens"),
+        ([{"prompt": "9+9=", "response": "18"}], r"prompt '9\+9=' is none of the 40 train queries of the task, such as '"),
+        ([{"response": "18"}], "field 'prompt' is missing, and task.name='arithmetic' has 40 train queries"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            append.append(s.run.root, write_rows(tmp_path / "none.jsonl", rows), unfit="skip")
 
 
 @pytest.fixture
@@ -114,20 +107,10 @@ def summaries(tmp_path):
         random_checkpoints.write(tmp_path / name, "pythia-410m", tokens, labels=labels, seed=seed)
     write_rows(tmp_path / "rows.jsonl", ROWS)
     paths = {f"task__tldr__{split}_path": str(tmp_path / "rows.jsonl") for split in ("train", "heldout")}
-    c = tiny_run.config(
-        task__name="tldr",
-        task__prompt_length=110,
-        task__response_length=12,
-        task__min_response_length=4,
-        task__force_eos=True,
-        task__stop_strings=("\n",),
-        task__chat_template=True,
-        task__banned_tokens=(7,),
-        task__tldr__reward_path=str(tmp_path / "reward"),
-        task__tldr__compute_dtype="float32",
-        model__path=str(tmp_path / "policy"),
-        **paths,
-    )
+    paths |= {"task__tldr__reward_path": str(tmp_path / "reward"), "model__path": str(tmp_path / "policy")}
+    sizes = dict(task__prompt_length=110, task__response_length=12, task__min_response_length=4, task__banned_tokens=(7,))
+    form = dict(task__force_eos=True, task__stop_strings=("\n",), task__chat_template=True)
+    c = tiny_run.config(task__name="tldr", task__tldr__compute_dtype="float32", **paths, **sizes, **form)
     made = tiny_run.settings(tmp_path / "run", c)
     assert training.reference(made)() == 0
     return made
@@ -162,14 +145,3 @@ def test_stop_strings_templates_and_models_of_the_task(summaries, tmp_path):
         reward = task.rewards([query] * 2, [" one", "a\n"], np.ones(2, bool)).reward
     np.testing.assert_allclose(rows["reward"], reward, atol=1e-5)
     assert len(set(rows["reward"].tolist())) == 2
-
-
-def test_objectives_with_behaviour_weights_do_not_train_on_them(s, tmp_path):
-    path = write_rows(tmp_path / "given.jsonl", [{"prompt": queries_of(s)[0], "response": "1"}])
-    append.append(s.run.root, path, unfit="refuse")
-    mounted = frozen_runs.config(learner__objective="grpo", replay__mount=(str(s.run.root),), searchers__count=0)
-    with pytest.raises(ValueError, match=r"learner\.objective=grpo reads π_behaviour of .* nobody knows that of writer given-"):
-        training.trainer(tiny_run.settings(tmp_path / "offline", mounted))
-    taken = existing_run.Source(overrides=("--config.learner.objective=grpo",))
-    with pytest.raises(ValueError, match=r"learner\.objective=grpo reads π_behaviour of every row, and responses of a file"):
-        append.append(s.run.root, path, unfit="refuse", settings=taken)

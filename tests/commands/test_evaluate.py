@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tba_jax.commands import command_line, evaluate, existing_run
+from tba_jax.commands import command_line, evaluate
 from tba_jax.run import processes
 from tba_jax.storage import layout
 
@@ -27,7 +27,7 @@ def test_the_report_is_that_of_the_runs_evaluator(finished, tmp_path, capsys):
     for name in theirs.keys() - {*_OF_THE_CLOCK, "samples", "score_name"}:
         assert found[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
     assert path.read_bytes() == before, "the run's own report stays"
-    settings = existing_run.Source(overrides=("--config.evaluation.queries=3",))
+    settings = command_line.Source(overrides=("--config.evaluation.queries=3",))
     assert evaluate.evaluate(run.root, step=0, settings=settings)["queries"] == 3
 
 
@@ -35,6 +35,7 @@ def test_the_report_is_that_of_the_runs_evaluator(finished, tmp_path, capsys):
     "flags, sentence",
     [
         (["--step=1000"], "--step=1000 is not a snapshot of"),
+        (["--step=٣"], "--step=٣: it is best (by held-out score), last (the newest snapshot)"),
         (["--config.task.response_length=5"], "task.response_length: 6 there, 5 here"),
         (["--config.task.name=tldr"], "is a run of task.name='arithmetic', and --config.task.name asks for task.name='tldr'"),
         (["--config.evaluation.queries=-1"], "evaluation.queries=-1 must be at least 0"),

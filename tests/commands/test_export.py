@@ -1,4 +1,4 @@
-"""Runs exported by the command: the folder holds the weights of the snapshot, and whoever loads it computes the same."""
+"""Runs that are exported: the folder holds the snapshot's weights, whoever loads it computes the same, and rows are the log's."""
 
 import json
 import shutil
@@ -6,16 +6,20 @@ import shutil
 import huggingface_hub
 import jax
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file
 
-from tba_jax import sharding
+from tba_jax import sharding, trajectory
 from tba_jax.commands import command_line, export
 from tba_jax.models import parameters
 from tba_jax.models.hugging_face import adapters, load
+from tba_jax.replay.reader import LogReader
+from tba_jax.reporting import gathering
 from tba_jax.storage import contract, layout, snapshots
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
-from tests.support import applied, random_checkpoints, tiny_checkpoints, tiny_run
+from tests.support import applied, frozen_runs, random_checkpoints, tiny_run
+from tests.support.tiny_log import SHAPE, damage
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
@@ -23,14 +27,13 @@ LORA = {"lora__rank": 2, "lora__targets": ("layers.attention.query", "layers.fee
 
 
 def written_run(workdir, **changes):
-    """What a run of random weights leaves before its first step, with adapters as after some. Returns paths and policy."""
-    s = tiny_run.settings(workdir, tiny_run.config(**changes))
+    """What a run of random weights leaves, with adapters as after some steps. Returns paths and policy."""
+    s = tiny_run.settings(workdir, tiny_run.config(**LORA, **changes))
     contract.join(s.run, s.experiment.config, s.experiment.contract)
     policy, info = s.experiment.policy, snapshots.SnapshotInfo(step=0, epoch=0)
     base = policy.base.init(jax.random.key(0))
     trained = policy.initial(base, jax.random.key(1))
-    if changes:  # of adapters one factor is zero at first
-        trained = jax.tree.map(lambda leaf: 0.1 * jax.random.normal(jax.random.key(2), leaf.shape, leaf.dtype), trained)
+    trained = jax.tree.map(lambda leaf: 0.1 * jax.random.normal(jax.random.key(2), leaf.shape, leaf.dtype), trained)
     snapshots.save(s.run.policies / "00000000", trained, info, dtype="float32")
     snapshots.save(s.run.reference("f00"), base, info, dtype="float32")
     layout.write_json(s.run.initial_reference, {"id": "f00"})
@@ -54,16 +57,15 @@ def weights_of_step(run, policy, step: int) -> parameters.Params:
     """What searchers sample from at `step`."""
     snapshot = snapshots.load_step(run.policies, step, policy.trained_specs, policy.trained_shardings(mesh_of_one()))
     reference = run.reference(layout.read_json(run.initial_reference)["id"])
-    base = snapshots.load(reference, policy.model_specs, policy.model_shardings(mesh_of_one()))
-    return policy.for_sampling(snapshot, base, "full")
-
-
-def logits(params, tokens, config) -> np.ndarray:
-    return np.asarray(tiny_checkpoints.logits(params, tokens, np.ones_like(tokens, bool), config))[0]
+    return policy.for_sampling(
+        snapshot, snapshots.load(reference, policy.model_specs, policy.model_shardings(mesh_of_one())), "full"
+    )
 
 
 def test_an_exported_step_is_the_snapshot(finished, tmp_path):
     s = finished
+    with pytest.raises(ValueError, match=r"^--adapter: this run has no adapters \(lora\.rank=0\)"):
+        export.export(s.run.root, tmp_path / "model", step=2, dtype=None, adapter=True)
     said = export.export(s.run.root, tmp_path / "model", step=2, dtype="float32")
     assert said == f"step 2 of {s.run.root} is in {tmp_path / 'model'} (llama, float32)"
     card = huggingface_hub.ModelCard.load(tmp_path / "model" / "README.md")
@@ -79,7 +81,7 @@ def test_an_exported_step_is_the_snapshot(finished, tmp_path):
 
 
 def test_adapters_are_merged_into_the_reference(tmp_path, capsys):
-    run, policy = written_run(tmp_path / "run", **LORA)
+    run, policy = written_run(tmp_path / "run")
     export.export(run.root, tmp_path / "model", step=0, dtype=None)
     params = load.load_params(tmp_path / "model", policy.model, applied.shardings(policy.model, mesh_of_one()))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, weights_of_step(run, policy, 0))
@@ -87,47 +89,30 @@ def test_adapters_are_merged_into_the_reference(tmp_path, capsys):
     before, after = parameters.flatten(base), parameters.flatten(params)
     changed = {name for name in after if not np.allclose(after[name], before[name], atol=1e-6)}
     assert changed == {"layers.attention.query.weight", "layers.feed_forward.down.weight"}
+    with pytest.raises(ValueError, match=r"^--adapter: the adapters of this run .* not the checkpoint model.path=''"):
+        export.export(run.root, tmp_path / "adapter", step=0, dtype=None, adapter=True)
     run.reference("f00").rename(tmp_path / "kept")
     assert f"is gone: {run.reference('f00')} holds no commit.json" in refusal(capsys, run.root, tmp_path / "again")
     assert "is in the run's folder" in refusal(capsys, run.root, run.policies / "model")
 
 
-@pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
-def test_transformers_computes_the_same_with_an_exported_run(torch, tmp_path, changes):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    _, policy = written_run(tmp_path / "run", **changes)
-    export.export(tmp_path / "run", tmp_path / "model", step=0, dtype=None)
-    params = load.load_params(tmp_path / "model", policy.model, applied.shardings(policy.model, mesh_of_one()))
-    ids = AutoTokenizer.from_pretrained(tmp_path / "model").encode("12+34=")
-    assert ids == HuggingFaceTokenizer(tmp_path / "model").encode("12+34=")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
-    expected = model(torch.tensor([ids])).logits[0].numpy()
-    np.testing.assert_allclose(logits(params, np.array([ids], np.int32), policy.model), expected, atol=1e-5)
-
-
-def test_the_step_with_the_best_score_is_the_default(finished, tmp_path, capsys):
-    run = layout.RunDir(shutil.copytree(finished.run.root, tmp_path / "run"))
+def test_the_step_with_the_best_score_is_the_default_and_what_the_card_tells_of(finished, tmp_path, capsys):
+    run, output = layout.RunDir(shutil.copytree(finished.run.root, tmp_path / "run")), tmp_path / "model"
     for step, reward in ((0, 0.25), (1, 0.75), (6, 0.5)):
         report = {"step": step, "greedy_reward": reward, "score_name": "accuracy", "queries": 8}
         layout.write_json(run.evaluations / f"{layout.step_name(step)}.json", report)
-    for flags, step in (([], 1), (["--step=best"], 1), (["--step=last"], 6)):
-        output = tmp_path / f"model{''.join(flags)}"
-        command_line.execute(export, [f"--workdir={run.root}", f"--output={output}", *flags])
-        said = capsys.readouterr()
-        assert f"step {step} of {run.root} is in {output}" in said.out
-        assert ("step 1 has the best held-out score, 0.750, of 3 evaluated snapshots" in said.err) == (step == 1)
-        found, expected = (load_file(folder / "model.safetensors") for folder in (output, tmp_path / "model"))
-        assert all(np.array_equal(found[name], expected[name]) for name in expected) == (step == 1)
+    command_line.execute(export, [f"--workdir={run.root}", f"--output={output}"])
+    said = capsys.readouterr()
+    assert f"step 1 of {run.root} is in {output}" in said.out and "step 1 has the best held-out score, 0.750" in said.err
     assert f"{output} exists and is not an empty folder" in refusal(capsys, run.root, output)
     assert json.loads((output / "config.json").read_text())["dtype"] == "float32", "that of the snapshot"
-    card = (tmp_path / "model" / "README.md").read_text()
+    card = (output / "README.md").read_text()
     assert "| accuracy (reward of greedy responses) | 0.250 | 0.750 |" in card and "best of 3 evaluated steps" in card
 
 
 def test_adapters_alone_are_written_for_the_checkpoint_they_belong_to(tmp_path):
     model = random_checkpoints.write(tmp_path / "model", "qwen2.5-0.5b", random_checkpoints.byte_tokenizer(tmp_path / "tokens"))
-    run, policy = written_run(tmp_path / "run", model__path=str(model), **LORA)
+    run, policy = written_run(tmp_path / "run", model__path=str(model))
     said = export.export(run.root, tmp_path / "adapter", step=0, dtype=None, adapter=True)
     assert said == f"the adapters of step 0 of {run.root} are in {tmp_path / 'adapter'}, for {model} (qwen2, float32)"
     values = json.loads((tmp_path / "adapter" / adapters.CONFIG).read_text())
@@ -136,15 +121,80 @@ def test_adapters_alone_are_written_for_the_checkpoint_they_belong_to(tmp_path):
     trained = snapshots.open_arrays(run.policies / "00000000", policy.trained_specs)
     lora_a = np.asarray(trained["layers"]["feed_forward"]["down"]["lora_a"][1])
     np.testing.assert_array_equal(found["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"], lora_a.T)
-    assert HuggingFaceTokenizer(tmp_path / "adapter").vocab_size == HuggingFaceTokenizer(model).vocab_size
     card = huggingface_hub.ModelCard.load(tmp_path / "adapter" / "README.md")
     assert card.data.library_name == "peft" and f"pretrained={model},peft=FOLDER" in card.text
 
 
-@pytest.mark.parametrize("changes, sentence", [({}, "has no adapters (lora.rank=0)"), (LORA, "not the checkpoint model.path=''")])
-def test_adapters_that_belong_to_no_checkpoint_are_refused(tmp_path, changes, sentence):
-    run, _ = written_run(tmp_path / "run", **changes)
-    with pytest.raises(ValueError) as refused:
-        export.export(run.root, tmp_path / "adapter", step=0, dtype=None, adapter=True)
-    assert sentence in str(refused.value) and str(refused.value).startswith("--adapter: ")
-    assert not (tmp_path / "adapter").exists()
+@pytest.fixture(scope="module")
+def rows_of(frozen, tmp_path_factory):
+    """Three batches of a searcher, and a writer whose four rows have other rewards and steps."""
+    s = frozen(tmp_path_factory.mktemp("exported") / "run", batches=3)
+    frozen_runs.append_changed(s, "other", reward=(..., [-2.0, 5.0, np.nan, np.inf]), policy_step=((..., 0), 7))
+    return s
+
+
+def test_the_file_of_rows_is_the_log(rows_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(gathering, "_BLOCK_BYTES", 1)
+    monkeypatch.setattr(export, "_GROUP_BYTES", 1)
+    run, tokenizer, output = rows_of.run, rows_of.experiment.tokenizer, tmp_path / "rows.parquet"
+    assert command_line.execute(export, [f"--workdir={run.root}", f"--rows={output}"]) == 0
+    rows, reader = pq.read_table(output).to_pylist(), LogReader(run.replay, rows_of.experiment.contract.row_shape())
+    ids = [(row["writer"], row["row"]) for row in rows]
+    assert ids == [(writer, row) for writer, head in sorted(reader.heads().items()) for row in range(head)]
+    log = reader.read_ids(ids)
+    for i, row in enumerate(rows):
+        P, R = int(log["prompt_length"][i]), int(log["response_length"][i])
+        prompt, response = log["tokens"][i, :P].tolist(), trajectory.response(log, i).tolist()
+        assert row.pop("query") == tokenizer.decode(prompt)
+        assert row.pop("response") == tokenizer.decode_continuation(prompt, response)
+        assert row.pop("newest_step") == max(log["policy_step"][i]) and row.pop("oldest_step") == min(log["policy_step"][i, :R])
+        assert [*row.pop("reward_parts").items()] == [*zip(reader.shape.reward_parts, log["reward_parts"][i], strict=True)]
+        del row["writer"]
+        assert row.keys() == log.keys() - {"reward_parts"}
+        for name, value in row.items():
+            used = {"tokens": P + R, "key": 2}.get(name, R)
+            np.testing.assert_array_equal(value, log[name][i][:used] if isinstance(value, list) else log[name][i], err_msg=name)
+    file = pq.ParquetFile(output)
+    assert file.num_row_groups == len(ids) // 16 + 1 and file.schema_arrow.field("query_id").type == "uint64"
+    assert file.schema_arrow.metadata[b"tba_jax.run"].decode() == layout.read_json(run.config)["id"]
+
+
+def test_only_the_rows_that_match_are_written(rows_of, tmp_path):
+    def chosen(*flags: str) -> list[tuple[str, int]]:
+        file = tmp_path / f"{len([*tmp_path.iterdir()])}.parquet"
+        assert command_line.execute(export, [f"--workdir={rows_of.run.root}", f"--rows={file}", *flags]) == 0
+        return [(row["writer"], row["row"]) for row in pq.read_table(file).to_pylist()]
+
+    others = [("other", i) for i in range(4)]
+    assert chosen("--writer=other") == chosen("--min_step=7", "--max_step=7") == others
+    assert chosen("--max_step=6") == [each for each in chosen() if each not in others]
+    assert chosen("--max_reward=-1.5") == others[:1] and chosen("--min_reward=4") == [others[1], others[3]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--rows=there.parquet"], "--rows={there} exists"),
+        (["--rows=f.parquet", "--min_step=3", "--max_step=2"], "--min_step=3 is above --max_step=2"),
+        (["--rows=f.parquet", "--max_reward=nan"], "no row of the"),
+        (["--rows=f.parquet", "--writer=nobody"], "--writer=nobody"),
+        (["--rows=f.parquet", "--dtype=float32"], "--dtype does not go with --rows"),
+        (["--output=f", "--min_step=3"], "--min_step does not go with --output"),
+    ],
+)
+def test_a_mistake_about_rows_is_one_sentence_and_no_file(rows_of, tmp_path, monkeypatch, capsys, flags, words):
+    (tmp_path / "there.parquet").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        command_line.execute(export, [f"--workdir={rows_of.run.root}", *flags])
+    assert words.replace("{there}", str(tmp_path / "there.parquet")) in capsys.readouterr().err.splitlines()[-1]
+    assert [each.name for each in tmp_path.iterdir()] == ["there.parquet"]
+
+
+def test_damaged_rows_are_left_out_and_told(tmp_path):
+    damage(tmp_path / "log", 1)
+    tokenizer = type("Numbers", (), {"decode": staticmethod(str), "decode_continuation": staticmethod(lambda _, ids: str(ids))})
+    reader = LogReader(tmp_path / "log", SHAPE, patience_seconds=0)
+    count, (told,) = export.write_rows(tmp_path / "f", reader, tokenizer, export.Filter(), of_run="")
+    assert count == 12 and "4 rows are damaged" in told and "rows 4 to 7" in told
+    assert pq.read_table(tmp_path / "f")["row"].to_pylist() == [*range(4), *range(8, 16)]

@@ -6,8 +6,7 @@ import pytest
 from absl import flags
 
 from tba_jax.commands import recipes
-from tba_jax.experiment import schema as run_schema
-from tba_jax.supervised import schema as supervised_schema
+from tba_jax.schemas import flatten
 
 RECIPE = """from configs import base
 
@@ -39,24 +38,12 @@ def refusal(recipe: str, *overrides: str) -> str:
 
 
 def test_flags_change_settings_of_every_type(write):
-    config = load(
-        write(),
-        "--config.learner.queries=5",
-        "--config.learner.beta_end=1",
-        "--config.replay.mount=('a', 'b')",
-        "--config.task.name=gsm8k",
-        "--config.task.missing_eos_reward=-1",
-        "--config.evaluation.enabled=false",
-        "--noconfig.replay.merge_duplicates",
-        "--config.learner.mesh.data=-1",
-        "--config.learner.queries=6",
-    )
+    changed = ["--config.learner.queries=5", "--config.learner.beta_end=1", "--config.replay.mount=('a', 'b')"]
+    changed += ["--config.task.name=gsm8k", "--config.task.missing_eos_reward=-1", "--config.evaluation.enabled=false"]
+    config = load(write(), *changed, "--noconfig.replay.merge_duplicates", "--config.learner.queries=6")
     assert (config.learner.steps, config.learner.queries, config.learner.beta_end) == (3, 6, 1.0)
-    assert (
-        config.replay.mount == tuple(str(Path.cwd() / name) for name in "ab")
-        and config.task.name == "gsm8k"
-        and config.task.missing_eos_reward == -1.0
-    )
+    assert config.replay.mount == tuple(str(Path.cwd() / name) for name in "ab")
+    assert (config.task.name, config.task.missing_eos_reward) == ("gsm8k", -1.0)
     assert config.evaluation.enabled is config.replay.merge_duplicates is False
     assert config.is_locked and "config" not in flags.FLAGS
 
@@ -65,33 +52,23 @@ def test_paths_are_absolute_once_they_are_read(write, tmp_path, monkeypatch):
     (tmp_path / "org" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    config = load(
-        write("c.task.embedding_path = 'org/model'; c.task.custom.rows_path = './rows'; c.task.custom.title = './rows'"),
-        "--config.model.path=~/model",
-        "--config.task.name=mine.py:Task",
-        "--config.task.story_sentiment.data_path=stories.json",
-        "--config.task.red_team.victim_path=../model",
-        "--config.task.red_team.classifier_path=org/other",
-        "--config.replay.mount=('runs/a', '~/b', 's3://bucket/run/')",
-    )
-    task = config.task
-    assert config.model.path == f"{tmp_path}/home/model" and task.embedding_path == f"{tmp_path}/org/model"
-    assert task.name == f"{tmp_path}/mine.py:Task" and task.story_sentiment.data_path == f"{tmp_path}/stories.json"
-    assert task.red_team.victim_path == f"{tmp_path.parent}/model"
-    assert task.custom.to_dict() == {"rows_path": f"{tmp_path}/rows", "title": "./rows"}
-    assert config.replay.mount == (f"{tmp_path}/runs/a", f"{tmp_path}/home/b", "s3://bucket/run")
-    # Names on the hub stay, also those of the schema.
-    assert (task.red_team.classifier_path, task.gsm8k.train_path, task.tldr.gold_path) == ("org/other", "openai/gsm8k:main", "")
+    given = {  # setting -> what is given, what is read; names on the hub stay
+        "model.path": ("~/model", f"{tmp_path}/home/model"),
+        "task.name": ("mine.py:Task", f"{tmp_path}/mine.py:Task"),
+        "task.embedding_path": ("org/model", f"{tmp_path}/org/model"),
+        "task.story_sentiment.data_path": ("stories.json", f"{tmp_path}/stories.json"),
+        "task.red_team.victim_path": ("../model", f"{tmp_path.parent}/model"),
+        "task.red_team.classifier_path": ("org/other", "org/other"),
+        "replay.mount": ("('runs/a', 's3://bucket/run/')", (f"{tmp_path}/runs/a", "s3://bucket/run")),
+    }
+    recipe = write("c.task.custom.rows_path = './rows'; c.task.custom.title = './rows'")
+    config = load(recipe, *(f"--config.{name}={value}" for name, (value, _) in given.items()))
+    found = flatten(config.to_dict())
+    assert {name: found[name] for name in given} == {name: value for name, (_, value) in given.items()}
+    assert config.task.custom.to_dict() == {"rows_path": f"{tmp_path}/rows", "title": "./rows"}
+    assert (config.task.gsm8k.train_path, config.task.tldr.gold_path) == ("openai/gsm8k:main", "")
     monkeypatch.chdir("/")
     assert recipes.override(config, []) == config
-
-
-@pytest.mark.parametrize("schema", [run_schema.SCHEMA, supervised_schema.SCHEMA], ids=["run", "supervised"])
-def test_every_setting_of_a_path_is_marked(schema):
-    named = {name for name in schema.rules if name.endswith("path")}
-    assert named and not [name for name in named if not schema.rules[name].path]
-    others = {name for name, rule in schema.rules.items() if rule.path} - named
-    assert others == ({"data.train", "data.heldout"} if schema is supervised_schema.SCHEMA else {"task.name", "replay.mount"})
 
 
 def test_a_recipe_may_take_a_name(write):
@@ -101,19 +78,19 @@ def test_a_recipe_may_take_a_name(write):
     assert f"{recipe}:many: invalid literal for int()" in refusal(f"{recipe}:many")
 
 
-@pytest.mark.parametrize("recipe", ["configs/demoo.py", "dem.py:x"])
-def test_a_recipe_that_does_not_exist_names_the_nearest(recipe, tmp_path, monkeypatch):
-    told = refusal(recipe)
-    assert recipe.partition(":")[0] in told and "did you mean 'configs/demo.py'" in told
-    assert "did you mean" not in refusal("configs/zzzzzz.py")
+def test_a_recipe_that_does_not_exist_names_the_nearest_and_all_others(tmp_path, monkeypatch):
+    found = recipes.listed()
+    assert found["configs/demo.py"].startswith("The embedded demo")
+    assert all(found.values()) and not {"configs/base.py", "configs/baselines.py", "configs/supervised.py"} & set(found)
+    told = refusal("dem.py:x")
+    assert "dem.py" in told and "did you mean 'configs/demo.py'" in told and "did you mean" not in refusal("configs/zzzzzz.py")
+    assert all(each.removeprefix("configs/").removesuffix(".py") in told for each in found)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_task.py").write_text("")
     assert "did you mean 'my_task.py'" in refusal("my_task")
-    for each in recipes.listed():
-        assert each.removeprefix("configs/").removesuffix(".py") in told
 
 
-@pytest.mark.parametrize("recipe", ["configs/demo.py", "demo.py", "demo", "demo:small"])
+@pytest.mark.parametrize("recipe", ["configs/demo.py", "demo.py", "demo:small"])
 def test_a_recipe_of_the_project_is_found_from_any_folder(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load(recipe).task.name == "arithmetic"
@@ -149,7 +126,6 @@ def test_what_a_recipe_does_wrong_is_one_sentence(write, tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     "flag, words",
     [
-        ("--config.learner.learning_rat=1", ["'learner.learning_rat'", "did you mean 'learner.learning_rate'"]),
         ("--config.completions=1", ["'completions'", "did you mean 'learner.completions'"]),
         ("--config.learner=1", ["learner is a section"]),
         ("--config.learner.steps=many", ["--config.learner.steps=many", "a whole number", "500"]),
@@ -159,20 +135,21 @@ def test_what_a_recipe_does_wrong_is_one_sentence(write, tmp_path, monkeypatch, 
 )
 def test_a_flag_that_changes_no_setting_is_one_sentence(flag, words):
     told = refusal("configs/base.py", flag)
-    assert "\n" not in told
-    for word in words:
-        assert word in told
+    assert "\n" not in told and all(word in told for word in words)
     assert ("did you mean" in told) == any("did you mean" in word for word in words)
 
 
-@pytest.mark.parametrize("program", [recipes.BASE, recipes.SUPERVISED], ids=["base", "supervised"])
-def test_every_setting_is_told(program):
-    told = "".join(program.describe(section) for section in program.sections())
-    missing = [name for name in program.schema.rules if f"\n{name} = " not in told and ".mesh." not in name]
-    assert not missing and "\nevaluation.mesh = " in recipes.BASE.describe("evaluation.mesh.data")
+@pytest.mark.parametrize("program", recipes.PROGRAMS, ids=["base", "supervised"])
+def test_every_setting_is_told_and_every_path_is_marked(program):
+    told, rules = "".join(program.describe(section) for section in program.sections()), program.schema.rules
+    assert not [name for name in rules if f"\n{name} = " not in told and ".mesh." not in name]
+    assert {name for name in rules if name.endswith("path")} <= (marked := {name for name, rule in rules.items() if rule.path})
+    others = {"data.train", "data.heldout"} if program is recipes.SUPERVISED else {"task.name", "replay.mount"}
+    assert {name for name in marked if not name.endswith("path")} == others
 
 
 def test_a_section_is_told_with_its_comments():
+    assert "\nevaluation.mesh = " in recipes.BASE.describe("evaluation.mesh.data")
     told = recipes.BASE.describe("learner.reference").splitlines()
     assert "learner.reference.reset_steps = setting(50, at_least=1)  # ρ" in told
     kind = next(i for i, line in enumerate(told) if line.startswith("learner.reference.kind = "))
@@ -180,9 +157,3 @@ def test_a_section_is_told_with_its_comments():
     assert not any(line.startswith("learner.steps") for line in told)
     with pytest.raises(ValueError, match=r"--help=learner\.stepz: .*did you mean 'learner\.steps'"):
         recipes.BASE.describe("learner.stepz")
-
-
-def test_recipes_are_told_by_their_first_lines():
-    found = recipes.listed()
-    assert found["configs/demo.py"].startswith("The embedded demo")
-    assert all(found.values()) and not {"configs/base.py", "configs/baselines.py", "configs/supervised.py"} & set(found)

@@ -1,5 +1,6 @@
 """Rows scored again by a new version of the reward: beside the old ones, whole or absent, and what trains on them."""
 
+import re
 import shutil
 
 import numpy as np
@@ -61,9 +62,8 @@ def test_rewards_are_new_and_everything_else_is_as_it_was(source, version_2, cap
     assert again == writer and set(new["reward_version"]) == {2} and set(old["reward_version"]) == {1}
     for name in set(old) - {"reward", "reward_parts", "reward_version"}:
         np.testing.assert_array_equal(new[name], old[name], err_msg=name)
-    characters = source.experiment.tokenizer
     for i in range(len(new["row"])):
-        text = characters.decode(trajectory.response(new, i).tolist())
+        text = source.experiment.tokenizer.decode(trajectory.response(new, i).tolist())
         assert new["reward_parts"][i].tolist() == [text.count("7"), len(text)]
         # A response that was cut keeps the reward that the config gives such responses.
         assert new["reward"][i] == (text.count("7") + 0.25 * len(text) if new["finished"][i] else -1.0)
@@ -80,21 +80,18 @@ def test_a_new_run_trains_on_them_and_its_batches_can_be_audited(source, version
     assert [line["reward_version"] for line in lines] == [2] * 4
     writer, new = rows_in(source.run.rescored(2), s.experiment.contract.row_shape())
     points = metrics.read_lines(s.run.metrics("trainer"))
-    for line, point in zip(lines, points, strict=True):
-        drawn = [row for _, row in line["rows"]]
-        np.testing.assert_allclose(point["reward"], new["reward"][drawn].mean(), rtol=1e-5)
+    means = [new["reward"][[row for _, row in line["rows"]]].mean() for line in lines]
+    np.testing.assert_allclose([point["reward"] for point in points], means, rtol=1e-5)
     run = audit.open_run(s.run.root)
     assert audit.rebuild_batch(run, 3)[1]
     assert all(account.balances for account in audit.accounts(run).values())
     assert audit.regenerate(run, f"{writer}:3")[1]
 
 
-def another(source, name: str, **changes) -> tuple[LogWriter, dict[str, np.ndarray]]:
-    """A second writer of the run, and 24 rows for it. changes: column -> value of its second row."""
+def another(source, name: str) -> tuple[LogWriter, dict[str, np.ndarray]]:
+    """A second writer of the run, and 24 rows for it."""
     shape = source.experiment.contract.row_shape()
     rows = {column: values[:24].copy() for column, values in rows_in(source.run.replay, shape)[1].items()}
-    for column, value in changes.items():
-        rows[column][1] = value
     return LogWriter(source.run.replay, name, shape, rows_per_append=4, segment_appends=2, info={}), rows
 
 
@@ -105,10 +102,9 @@ def append(log: LogWriter, rows: dict[str, np.ndarray], begin: int = 0, end: int
 
 def test_what_is_interrupted_is_not_seen_and_taken_up_again(source, version_2, tmp_path, monkeypatch):
     """The second of two writers is interrupted midway. Its invalid row stays invalid, and a reward of NaN becomes finite."""
-    odd = another(source, "second-1", query_id=1, reward=np.nan)
-    odd[1]["tokens"][1, 0] = 9999
-    odd[1]["reward"][2] = np.nan
-    append(*odd)
+    log, rows = another(source, "second-1")
+    rows["query_id"][1], rows["tokens"][1, 0], rows["reward"][1:3] = 1, 9999, np.nan
+    append(log, rows)
     commit = LogWriter.append
 
     def failing(self, rows):
@@ -124,40 +120,39 @@ def test_what_is_interrupted_is_not_seen_and_taken_up_again(source, version_2, t
     assert "second-1" not in LogReader(source.run.rescored(2), shape).heads()
     with pytest.raises(ValueError, match=r"reward_version: 1 there, 2 here; python -m tba_jax rescore --workdir=.*source"):
         training.trainer(s)
-    assert not s.run.root.exists()
     told = rescore.rescore(source.run.root)
     assert "72 rows of 2 writers have reward version 2" in told and "24 of them scored now" in told
     again = LogReader(source.run.rescored(2), shape).read("second-1", 0, 24)
     assert np.isfinite(again["reward"]).tolist() == [True, False, *[True] * 22]
 
 
-def test_rows_that_come_later_or_are_gone_are_refused(source, version_2):
+def test_what_cannot_be_rescored_is_refused(source, version_2, capsys, monkeypatch):
+    """Rows that come later or are gone, another run, the same reward, and a run that is at work."""
+
+    def refusal() -> str:
+        with pytest.raises(SystemExit, match="2"):
+            command_line.execute(rescore, [f"--workdir={source.run.root}"])
+        return capsys.readouterr().err
+
     log, rows = another(source, "late-1")
     append(log, rows, end=4)
     rescore.rescore(source.run.root)
     append(log, rows, begin=4)
-    with pytest.raises(ValueError, match=r"late-1 has 4 of the 24 rows of writer late-1, which was still at work then"):
-        rescore.rescore(source.run.root)
+    assert "late-1 has 4 of the 24 rows of writer late-1, which was still at work then" in refusal()
     shutil.rmtree(source.run.rescored(2))
-    remove_segments(source.run.replay, {"late-1": [1]})
-    with pytest.raises(ValueError, match=r"all of the 24 rows of writer late-1 any more: .*replay.retention=all"):
-        rescore.rescore(source.run.root)
-    assert not source.run.rescored(2).exists()
-
-
-def test_what_cannot_be_rescored_is_refused(source, capsys, monkeypatch):
-    assert "nothing to do" in rescore.rescore(source.run.root)
-    monkeypatch.setattr(Arithmetic, "reward_version", 2)
     lease = EpochLease.acquire(source.run.journal)
-    with pytest.raises(SystemExit, match="2"):
-        command_line.execute(rescore, [f"--workdir={source.run.root}"])
-    assert "held by process" in capsys.readouterr().err
+    assert "held by process" in refusal()
     lease.release()
-    monkeypatch.setattr(Arithmetic, "queries", lambda self, split: [Query(f"1{n}+1=") for n in range(40)])
-    with pytest.raises(ValueError, match=r"row frozen-.*:0 answers query .* which is not the task's any more"):
-        rescore.rescore(source.run.root)
-    assert not source.run.rescored_commit(2).exists() and not source.run.rescored(2).exists()
+    remove_segments(source.run.replay, {"late-1": [1]})
+    assert re.search(r"all of the 24 rows of writer late-1 any more: .*replay.retention=all", refusal())
+    shutil.rmtree(source.run.replay / "late-1")
+    (source.run.replay / "writers" / "late-1.json").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(Arithmetic, "queries", lambda self, split: [Query(f"1{n}+1=") for n in range(40)])
+        assert re.search(r"row frozen-.*:0 answers query .* which is not the task's any more", refusal())
+    assert not source.run.rescored(2).exists()
+    monkeypatch.setattr(Arithmetic, "reward_version", 1)
+    assert "nothing to do" in rescore.rescore(source.run.root)
     stored = layout.read_json(source.run.config)
     layout.write_json(source.run.config, stored | {"contract": stored["contract"] | {"tokenizer": "another"}})
-    with pytest.raises(ValueError, match="is not what it was in more than its reward; tokenizer: 'another' there"):
-        rescore.rescore(source.run.root)
+    assert "is not what it was in more than its reward; tokenizer: 'another' there" in refusal()

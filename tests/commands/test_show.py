@@ -9,7 +9,7 @@ from tba_jax.commands import show
 from tba_jax.replay.expiry import remove_segments
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tba_jax.reporting import rows
+from tba_jax.reporting import gathering
 from tba_jax.storage import layout
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
@@ -18,12 +18,11 @@ WRITERS, APPENDS = ("w0", "w1", "w2"), 9
 
 
 @pytest.fixture(scope="module")
-def source(frozen, tmp_path_factory):
-    """A run whose log has three more writers of 9 appends of 4 rows, two appends a segment, the first of w1 removed."""
+def run(frozen, tmp_path_factory) -> tuple[layout.RunDir, LogReader]:
+    """A log that has three more writers of 9 appends of 4 rows, two appends a segment, of which three are removed."""
     s = frozen(tmp_path_factory.mktemp("shown") / "run", batches=3)
     reader, shape = LogReader(s.run.replay, s.experiment.contract.row_shape()), s.experiment.contract.row_shape()
-    ((frozen, head),) = reader.heads().items()
-    rows, rng = reader.read(frozen, 0, 4), np.random.default_rng(0)
+    rows, rng = dict(reader.read(next(iter(reader.heads())), 0, 4)), np.random.default_rng(0)
     for number, name in enumerate(WRITERS):
         log = LogWriter(s.run.replay, name, shape, rows_per_append=4, segment_appends=2, info={})
         for append in range(APPENDS):
@@ -32,41 +31,29 @@ def source(frozen, tmp_path_factory):
             rows["reward"][:] = rng.integers(0, 9, 4)
             log.append(rows)
     remove_segments(s.run.replay, {"w1": [0, 1], "w2": [2]})
-    return s, head
-
-
-def expected(s, order: str, count: int) -> list[str]:
-    """By sorting all rows that are there."""
-    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
-    ids = [(writer, row) for writer, head in sorted(reader.heads().items()) for row in range(head)]
-    gone = {("w1", row) for row in range(16)} | {("w2", row) for row in range(16, 24)}
-    ids = [each for each in ids if each not in gone]
-    rows = reader.read_ids(ids)
-    best = show.rank(rows["reward"], rows["policy_step"].max(axis=1), order)[:count]
-    return [f"{ids[i][0]}:{ids[i][1]}" for i in best]
+    return s.run, LogReader(s.run.replay, shape)
 
 
 @pytest.mark.parametrize("order", ["newest", "best", "worst"])
 @pytest.mark.parametrize("count", [5, 1000])
-def test_the_rows_that_are_there_are_shown_in_order(source, order, count, monkeypatch):
-    s, head = source
-    monkeypatch.setattr(rows, "_BLOCK_BYTES", 1)
-    text = show.show(s.run.root, order, count)
-    assert re.findall(r"^── (\S+)", text, re.MULTILINE) == expected(s, order, count)
-    total = head + 3 * 4 * APPENDS - 24
-    assert text.startswith(f"{total} rows of 4 writers (24 more were removed by retention), {order} first")
+def test_the_rows_that_are_there_are_shown_in_order(run, order, count, monkeypatch):
+    """Against a sort of all rows that are there."""
+    folder, reader = run
+    monkeypatch.setattr(gathering, "_BLOCK_BYTES", 1)
+    gone = {("w1", row) for row in range(16)} | {("w2", row) for row in range(16, 24)}
+    ids = [(writer, row) for writer, head in sorted(reader.heads().items()) for row in range(head) if (writer, row) not in gone]
+    rows = reader.read_ids(ids)
+    first = show.rank(rows["reward"], rows["policy_step"].max(axis=1), order)[:count]
+    text = show.show(folder.root, order, count)
+    assert re.findall(r"^── (\S+)", text, re.MULTILINE) == [f"{ids[i][0]}:{ids[i][1]}" for i in first]
+    assert text.startswith(f"{len(ids)} rows of 4 writers (24 more were removed by retention), {order} first")
 
 
-def test_the_step_with_the_best_held_out_score_is_named(source):
-    run = source[0].run
-    assert "best held-out" not in show.show(run.root, "newest", 1)
-    run.evaluations.mkdir()
-    layout.write_json(run.evaluations / "00000000.json", {"step": 0, "greedy_reward": 0.25})
-    assert show.show(run.root, "newest", 1).splitlines()[1] == "best held-out score of a snapshot: 0.250 at step 0"
-
-
-def test_the_newest_rows_are_read_from_the_ends(source, monkeypatch):
-    read, asked = LogReader.read, []
+def test_the_newest_rows_are_read_from_the_ends_and_the_best_step_is_named(run, monkeypatch):
+    root, read, asked = run[0].root, LogReader.read, []
     monkeypatch.setattr(LogReader, "read", lambda self, *span, **more: (asked.append(span), read(self, *span, **more))[1])
-    show.show(source[0].run.root, "newest", 5)
+    assert "best held-out" not in show.show(root, "newest", 5)
     assert [span for span in asked if span[0] in WRITERS] == [(name, 28, 36) for name in WRITERS]
+    (root / "evaluations").mkdir()
+    layout.write_json(root / "evaluations" / "00000000.json", {"step": 0, "greedy_reward": 0.25})
+    assert show.show(root, "newest", 1).splitlines()[1] == "best held-out score of a snapshot: 0.250 at step 0"

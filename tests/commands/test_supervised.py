@@ -25,22 +25,12 @@ from tba_jax.telemetry import metrics
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 from tests.support import applied
 
-VOWELS, LETTERS = "aeiou", "abcdefghijklmnopqrstuvwxyz"
-CHARACTERS = LETTERS + ":#"
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz:#"
 # The embedding has a row that no token uses, so that a mesh can split it.
 MODEL = DecoderConfig(layers=2, width=32, heads=4, kv_heads=2, head_size=8, ffn=64, vocab=32, max_positions=64)
-SETTINGS: dict[str, Any] = {
-    "data.prompt_length": 8,
-    "data.response_length": 16,
-    "data.heldout_share": 0.3,
-    "training.batch_size": 8,
-    "training.steps": 4,
-    "training.warmup_steps": 1,
-    "training.learning_rate": 3e-3,
-    "training.remat": "none",
-    "training.mesh.data": 1,
-    "metrics.every_steps": 1,
-}
+SETTINGS: dict[str, Any] = {"data.prompt_length": 8, "data.response_length": 16, "data.heldout_share": 0.3}
+SETTINGS |= {"training.batch_size": 8, "training.steps": 4, "training.warmup_steps": 1, "training.learning_rate": 3e-3}
+SETTINGS |= {"training.remat": "none", "training.mesh.data": 1, "metrics.every_steps": 1}
 
 
 def random_params() -> Params:
@@ -66,27 +56,12 @@ def one_device(monkeypatch):
     monkeypatch.setattr(sharding, "make_mesh", first)
 
 
-def word(rng: np.random.Generator, length: int, letters: str = LETTERS) -> str:
-    return "".join(rng.choice(list(letters), length))
-
-
-def preferences(count: int, seed: int) -> list[dict[str, str]]:
-    """The prompt says what is better: `v` more vowels, `c` more consonants. Both words are as long as each other."""
-    rng, lines = np.random.default_rng(seed), list[dict[str, str]]()
-    while len(lines) < count:
-        mark, length = str(rng.choice(["v", "c"])), int(rng.integers(3, 13))
-        a, b = (word(rng, length, VOWELS * 4 + LETTERS) for _ in range(2))
-        counts = [sum((letter in VOWELS) == (mark == "v") for letter in text) for text in (a, b)]
-        if counts[0] != counts[1]:
-            best, worst = (a, b) if counts[0] > counts[1] else (b, a)
-            lines.append({"prompt": f"{mark}{word(rng, 3)}:", "chosen": best, "rejected": worst})
-    return lines
-
-
-def sentences(count: int, seed: int) -> list[dict[str, str]]:
-    """The response is the prompt's word again, backwards."""
+def sentences(count: int, seed: int, *, reward: bool = False) -> list[dict[str, str]]:
+    """The response is the prompt's word again, backwards; for a reward model it is better than the word itself."""
     rng = np.random.default_rng(seed)
-    words = (word(rng, int(rng.integers(2, 7)), "abcd") for _ in range(count))
+    words = ["".join(rng.choice(list("abcd"), int(rng.integers(2, 7)))) for _ in range(count)]
+    if reward:
+        return [{"prompt": f"{text}:", "chosen": text[::-1], "rejected": f"{text}d"} for text in words]
     return [{"prompt": f"{text}:", "response": text[::-1]} for text in words]
 
 
@@ -103,23 +78,14 @@ def config(folder: Path, train: Path, **changes: Any) -> Any:
     return c
 
 
-def never() -> bool:
-    return False
-
-
 def after(count: int) -> Callable[[], bool]:
     """A stop signal that comes before step `count` + 1."""
     asked = iter(range(10**6))
     return lambda: next(asked) >= count
 
 
-def run(c: Any, workdir: Path, output: Path, stop: Callable[[], bool] = never) -> int:
-    """The command's own path, from the config on."""
-    return supervised.execute(supervised.prepare(c, layout.RunDir(workdir), output), stop)
-
-
-def heldout_points(workdir: Path) -> list[dict[str, Any]]:
-    return [line for line in metrics.read_lines(layout.RunDir(workdir).metrics("supervised")) if "heldout_loss" in line]
+def never() -> bool:
+    return False
 
 
 def test_sft_lowers_the_loss_and_its_folder_computes_the_same(folder, tmp_path, capsys):
@@ -129,7 +95,7 @@ def test_sft_lowers_the_loss_and_its_folder_computes_the_same(folder, tmp_path, 
     tuned = tuning.Tuning(plan)
     assert tuned.train(never)
     tuned.export()
-    points = heldout_points(tmp_path / "run")
+    points = [line for line in metrics.read_lines(plan.run.metrics("supervised")) if "heldout_loss" in line]
     assert points[-1]["heldout_loss"] < 0.8 * points[0]["heldout_loss"], points
     for point in points:
         np.testing.assert_allclose(point["heldout_perplexity"], np.exp(point["heldout_loss"]), rtol=1e-6)
@@ -150,6 +116,10 @@ def test_sft_lowers_the_loss_and_its_folder_computes_the_same(folder, tmp_path, 
     np.testing.assert_array_equal(found, logprobs(tuned.state.params["policy"]))
     loss = -found.sum() / sum(len(response) for _, response in plan.data.heldout)
     np.testing.assert_allclose(loss, points[-1]["heldout_loss"], rtol=1e-5)
+    tuned.state.params["policy"]["final_norm"]["scale"] = jax.numpy.full(32, np.nan)
+    tuned.step -= 1
+    with pytest.raises(FloatingPointError, match="step 20: loss nan"):
+        tuned.train(never)
     tuned.close()
 
 
@@ -165,7 +135,7 @@ def trained(workdir: Path) -> list[dict[str, Any]]:
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, monkeypatch, capsys):
     """Four steps of 8 examples out of 12: the third and the fourth cross from one epoch to the next."""
-    lines = preferences(16, seed=1)
+    lines = sentences(16, seed=1, reward=True)
     train, heldout = write_lines(tmp_path / "train.jsonl", lines[:12]), write_lines(tmp_path / "heldout.jsonl", lines[12:])
     c = config(folder, train, kind="reward", data__heldout=str(heldout), training__steps=0, training__epochs=2.5)
     plan = supervised.prepare(c, layout.RunDir(tmp_path / "whole"), tmp_path / "whole-model")
@@ -201,37 +171,29 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, mo
     found = {path.name for path in (tmp_path / "parts-model").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= found
 
-    assert run(c, tmp_path / "whole", tmp_path / "again") == 0, "a finished run only writes its model"
+    again = supervised.prepare(c, plan.run, tmp_path / "again")
+    assert supervised.execute(again, never) == 0, "a finished run only writes its model"
     jax.tree.map(np.testing.assert_array_equal, weights(tmp_path / "again"), weights(tmp_path / "whole-model"))
 
 
-def message(c: Any, tmp_path: Path, output: str = "model") -> str:
-    """What `prepare` refuses `c` with; nothing may have been written."""
+FULL = {"checkpoint__keep": 10**13, "checkpoint__every_steps": 1, "training__steps": 10**13}
+BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"model__path": "/nowhere"}, "/nowhere does not exist"),
+    ({"data__prompt_length": 60}, "= 76 exceed the model's 64 positions"),
+    ({"training__micro_batch_rows": 3}, "training.micro_batch_rows=3 does not divide training.batch_size=8"),
+    ({"training__micro_batch_rows": 1, "training__mesh__data": 2}, "by the 2 ways of training.mesh.data × "),
+    ({"training__batch_size": 64}, "training.batch_size=64 is more than the "),
+    ({"data__response_field": "prompt"}, "the fields of an example must differ: data.*_field are prompt, prompt"),
+    (FULL, "this run would fill its disk, about "),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), BAD_SETTINGS)
+def test_bad_settings_are_named(folder, tmp_path, changes, words):
+    c = config(folder, write_lines(tmp_path / "train.jsonl", sentences(50, seed=1)), **changes)
     with pytest.raises(ValueError) as refused:
-        supervised.prepare(c, layout.RunDir(tmp_path / "run"), tmp_path / output)
-    assert not (tmp_path / "run").exists()
-    return str(refused.value)
-
-
-BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "model": ({"model__path": "/nowhere"}, "/nowhere does not exist"),
-    "positions": ({"data__prompt_length": 60}, "= 76 exceed the model's 64 positions"),
-    "micro-batch": ({"training__micro_batch_rows": 3}, "training.micro_batch_rows=3 does not divide training.batch_size=8"),
-    "mesh": ({"training__micro_batch_rows": 1, "training__mesh__data": 2}, "by the 2 ways of training.mesh.data × "),
-    "batch": ({"training__batch_size": 64}, "training.batch_size=64 is more than the "),
-    "fields": ({"data__response_field": "prompt"}, "the fields of an example must differ: data.*_field are prompt, prompt"),
-    "disk": (
-        {"checkpoint__keep": 10**13, "checkpoint__every_steps": 1, "training__steps": 10**13},
-        "this run would fill its disk, about ",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_SETTINGS)
-def test_bad_settings_are_named(folder, tmp_path, case):
-    changes, words = BAD_SETTINGS[case]
-    train = write_lines(tmp_path / "train.jsonl", sentences(50, seed=1))
-    assert words in message(config(folder, train, **changes), tmp_path)
+        supervised.prepare(c, layout.RunDir(tmp_path / "run"), tmp_path / "model")
+    assert words in str(refused.value) and not (tmp_path / "run").exists()
 
 
 def test_a_resumed_run_keeps_its_settings_and_examples(folder, tmp_path):
@@ -254,15 +216,3 @@ def test_a_resumed_run_keeps_its_settings_and_examples(folder, tmp_path):
     layout.write_json(run_folder.config, {"format": contract.FORMAT, "config": {}, "contract": {"task_name": "arithmetic"}})
     with pytest.raises(ValueError, match="belongs to an RL run"):
         prepared()
-
-
-def test_numbers_that_are_not_finite_stop_the_run_by_step(folder, tmp_path):
-    train = write_lines(tmp_path / "train.jsonl", sentences(50, seed=1))
-    plan = supervised.prepare(config(folder, train), layout.RunDir(tmp_path / "run"), tmp_path / "model")
-    tuned = tuning.Tuning(plan)
-    tuned.train(after(2))
-    tuned.state.params["policy"]["final_norm"]["scale"] = jax.numpy.full(32, np.nan)
-    with pytest.raises(FloatingPointError, match="step 3: loss nan"):
-        tuned.train(never)
-    tuned.close()
-    assert layout.steps_in(plan.run.checkpoints) == [2]

@@ -1,40 +1,98 @@
-"""The command that serves a run: its refusals, and its end."""
+"""The command that serves a run: who may see the report, that it follows the run, its refusals and its end."""
 
+import contextlib
+import http.client
 import os
 import signal
+import socket
 import threading
 import urllib.request
 
 import pytest
 
 from tba_jax.commands import command_line, view
-from tba_jax.reporting import server
-from tests.support import hostile_runs
+from tba_jax.commands.view import Server
+from tba_jax.reporting.gathering import Source
+from tests.support import frozen_runs, hostile_runs
 
 
-@pytest.mark.parametrize(
-    ("flag", "words"),
-    [("--workdir=nowhere", "nowhere holds no run"), ("--port=70000", "--port=70000 must be an integer in the range")],
-)
-def test_a_mistake_is_one_sentence(flag, words, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command_line.execute(view, ["--workdir=nowhere", flag])
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and words in said and said.count("\n") == 1
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return hostile_runs.make(tmp_path_factory.mktemp("served") / "run")
 
 
-def test_ctrl_c_ends_it(tmp_path, monkeypatch, capsys):
-    run, answers = hostile_runs.make(tmp_path / "run"), []
+@contextlib.contextmanager
+def served(run):
+    with Server(Source(run.root), 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def ask(server, path: str, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
+    asked = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    asked.request(method, path, headers=headers)
+    answer = asked.getresponse()
+    answer.text = answer.read().decode()
+    return answer
+
+
+def test_nobody_without_the_token_gets_in_nothing_is_changed_and_no_request_is_told(run, capfd):
+    before = frozen_runs.contents(run.root)
+    with served(run) as server:
+        assert server.address.endswith(server.path) and len(server.path) == 34 and server.server_address[0] == "127.0.0.1"
+        for path in ("/", "//", server.path[:-2] + "/", server.path[:-1], f"{server.path}x", "/%C3%A9/", "/etc/passwd"):
+            refused = ask(server, path)
+            assert refused.status == 403 and "w0:" not in refused.text
+        for host in ("evil.example", "127.0.0.1.evil.example", "localhost:1:2", ""):
+            assert ask(server, server.path, Host=host).status == 403
+        for host in ("localhost:9", "127.0.0.1", "[::1]:80"):
+            assert ask(server, server.path, Host=host).status == 200
+        for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
+            assert ask(server, server.path, method).status == 501
+        answer = ask(server, f"{server.path}?every=30")
+        assert server.path not in answer.text
+        assert answer.getheader("Refresh") == "30" and ask(server, f"{server.path}?every=<b>").getheader("Refresh") is None
+        for name, value in (("Content-Security-Policy", "frame-ancestors 'none'"), ("Cache-Control", "no-store")):
+            assert value in answer.getheader(name)
+    said = capfd.readouterr()
+    assert "GET" not in said.out + said.err and server.path not in said.out + said.err
+    assert frozen_runs.contents(run.root) == before
+
+
+def test_the_page_follows_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(view, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(view, "_TIMES", 0.0)
+    run = hostile_runs.make(tmp_path / "run")
+    with served(run) as server:
+        assert "16 rows can be read" in ask(server, server.path).text
+        hostile_runs.more_rows(run, "w1")
+        assert "20 rows can be read" in ask(server, server.path).text
+
+
+def test_a_port_that_is_taken_is_one_sentence(run, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="2"):
+        command_line.execute(view, [f"--workdir={run.root}", f"--port={(port := taken.getsockname()[1])}"])
+    assert f"--port={port} cannot be used: Address already in use; name another" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_ctrl_c_ends_it(run, monkeypatch, capsys):
+    answers = []
 
     def ask(address: str) -> None:
         with urllib.request.urlopen(address, timeout=20) as answer:
             answers.append(answer.status)
         os.kill(os.getpid(), signal.SIGINT)
 
-    enter = server.Server.__enter__
-    monkeypatch.setattr(
-        server.Server, "__enter__", lambda self: (threading.Thread(target=ask, args=(self.address,)).start(), enter(self))[1]
-    )
+    def enter(self) -> Server:
+        threading.Thread(target=ask, args=(self.address,)).start()
+        return self
+
+    monkeypatch.setattr(Server, "__enter__", enter)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         assert command_line.execute(view, [f"--workdir={run.root}"]) == 0

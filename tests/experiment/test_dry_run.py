@@ -26,7 +26,7 @@ from tba_jax.roles import gpus as gpus_lib
 from tba_jax.run import machine, processes
 from tba_jax.schemas import flatten
 from tba_jax.storage import layout
-from tba_jax.telemetry.record import TimeAccount
+from tba_jax.telemetry.status import TimeAccount
 from tests.support import random_checkpoints, small_recipes, tiny_run
 
 DEVICES = jax.devices()  # eight; the roles of the runs that are made here take one

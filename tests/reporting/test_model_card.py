@@ -56,23 +56,17 @@ def card(run, base=NO_BASE, exported=MERGED, **settings) -> huggingface_hub.Mode
     return huggingface_hub.ModelCard(model_card.text(run, config(**settings), base=base, exported=exported))
 
 
-@pytest.mark.parametrize(
-    ("exported", "library", "relation"), [(MERGED, "transformers", "finetune"), (ADAPTER, "peft", "adapter")]
-)
-def test_the_front_matter_is_what_the_hub_reads(run, tmp_path, exported, library, relation):
+def test_the_front_matter_is_what_the_hub_reads(run, tmp_path):
     cached = tmp_path / "models--openai-community--gpt2" / "snapshots" / "607a30d783dfa663caf39e06633721c8d4cfcd7e"
     base = base_of(cached, "---\nlanguage: en\nlicense: mit\n---\n# GPT-2\n", "openai-community/gpt2")
-    found = card(run, base, exported, model__path="openai-community/gpt2")
-    told = found.data.to_dict()
-    assert (told["library_name"], told["base_model_relation"], told["license"]) == (library, relation, "mit")
-    assert told["base_model"] == "openai-community/gpt2" and told["pipeline_tag"] == "text-generation"
-    assert {"tba_jax", "trajectory-balance"} <= set(told["tags"]) and ("lora" in told["tags"]) == exported.adapter
-    assert "at revision `607a30d783dfa663caf39e06633721c8d4cfcd7e`" in found.text and "licence as `mit`" in found.text
-
-
-def test_a_local_checkpoint_is_no_model_of_the_hub(run, tmp_path):
-    """The hub refuses a card whose base_model is a path."""
-    folder = tmp_path / "checkpoint"
+    for exported, library, relation in ((MERGED, "transformers", "finetune"), (ADAPTER, "peft", "adapter")):
+        found = card(run, base, exported, model__path="openai-community/gpt2")
+        told = found.data.to_dict()
+        assert (told["library_name"], told["base_model_relation"], told["license"]) == (library, relation, "mit")
+        assert told["base_model"] == "openai-community/gpt2" and told["pipeline_tag"] == "text-generation"
+        assert {"tba_jax", "trajectory-balance"} <= set(told["tags"]) and ("lora" in told["tags"]) == exported.adapter
+        assert "at revision `607a30d783dfa663caf39e06633721c8d4cfcd7e`" in found.text and "licence as `mit`" in found.text
+    folder = tmp_path / "checkpoint"  # the hub refuses a card whose base_model is a path
     found = card(run, base_of(folder, "no front matter\nlicense: mit\n"), model__path=str(folder))
     assert not {"base_model", "license"} & set(found.data.to_dict()) and f"`{folder}`" in found.text
     untold = card(run, learner__objective="grpo")
@@ -88,15 +82,14 @@ def test_the_scores_of_the_step_and_of_step_0(run):
     assert "stderr" not in told
     assert "256 held-out queries" in told and "the best of 2 evaluated steps" in told
     evaluate(run, 3, 0.875)
-    told = card(run).text
-    assert "The best of 3 evaluated steps is step 3, with 0.875." in told
+    assert "The best of 3 evaluated steps is step 3, with 0.875." in card(run).text
 
 
 def test_settings_and_rows_and_what_is_not_known(run):
     lora = dict(lora__rank=9, lora__targets=("layers.attention.*",), model__path="base", learner__beta_steps=40)
     told = card(run, exported=ADAPTER, learner__beta_start=0.05, learner__beta_end=0.01, **lora).text
-    for row in ("| β | 0.05 → 0.01 over 40 steps |", "| steps | 2 of 500 |", "| rows trained on | 13 |", "--max-lora-rank 16 "):
-        assert row in told
+    rows = ("| β | 0.05 → 0.01 over 40 steps |", "| steps | 2 of 500 |", "| rows trained on | 13 |", "--max-lora-rank 16 ")
+    assert all(row in told for row in rows)
     assert "rows of the policy of 4 steps ago" in card(run, schedule__mode="interleaved", schedule__lag=4).text
     (run.evaluations / "00000002.json").write_text("{")
     next(run.journal.glob("*.jsonl")).write_text("{}\n{}\n{}\n")

@@ -19,7 +19,7 @@ from tba_jax.storage import contract, layout, places, snapshots
 from tba_jax.storage.snapshots import COMMIT, SnapshotInfo
 from tba_jax.tasks.interface import Scores
 from tba_jax.telemetry import alarms, metrics
-from tba_jax.telemetry.record import TimeAccount
+from tba_jax.telemetry.status import TimeAccount
 from tests.support import applied, tiny_run
 
 

@@ -9,7 +9,7 @@ from tba_jax.models import flops
 from tba_jax.packing import row_layout
 from tba_jax.roles import work
 from tba_jax.roles.work import Work, WorkRates
-from tba_jax.telemetry.device_peaks import Peaks
+from tba_jax.telemetry.metrics import Peaks
 from tests.support import tiny_decoders
 
 P, R, Q, K = 6, 4, 3, 5

@@ -18,7 +18,7 @@ from tba_jax.roles.trainer import trainer as trainer_lib
 from tba_jax.roles.trainer.update_program import UpdateProgram
 from tba_jax.roles.work import Work
 from tba_jax.storage import snapshots
-from tba_jax.telemetry.record import TimeAccount
+from tba_jax.telemetry.status import TimeAccount
 from tests.support import tiny_run
 
 

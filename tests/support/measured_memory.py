@@ -20,7 +20,7 @@ from tba_jax.decoding.requests import Request
 from tba_jax.experiment import dry_run, initial_policy, jobs, joining, training
 from tba_jax.programs import Measure
 from tba_jax.roles.reference import ReferencePolicy, policy_mesh
-from tba_jax.telemetry.record import TimeAccount
+from tba_jax.telemetry.status import TimeAccount
 from tests.support import tiny_run, tiny_searcher
 
 # Large enough that programs take far more than everything else in the process. Rows are short: matrix products of a CPU pack

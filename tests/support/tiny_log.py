@@ -36,6 +36,17 @@ def writer(root: Path, name: str = "w0", shape: RowShape = SHAPE, segment_append
     return LogWriter(root, name, shape, rows_per_append=4, segment_appends=segment_appends, info={"pid": os.getpid()})
 
 
+def damage(root: Path, append: int) -> None:
+    """Cuts the data file of one of the four appends of w0 which its commit has written."""
+    log, rng = writer(root, segment_appends=8), np.random.default_rng(0)
+    for number in range(4):
+        before = set((root / "w0").rglob("d/*"))
+        log.append(make_rows(4 * number, 4) | {"ref_logprobs": rng.normal(size=(4, 6)).astype(np.float32)})
+        if number == append:
+            file = max(set((root / "w0").rglob("d/*")) - before, key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[:40])
+
+
 def assert_rows(rows, expected):
     for name, column in expected.items():
         assert rows[name].dtype == column.dtype

@@ -23,7 +23,7 @@ from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.searcher.stream import query_order, writer_number
 from tba_jax.storage import layout, snapshots
 from tba_jax.tasks.interface import Query, Scores, Task
-from tba_jax.telemetry.record import Record, TimeAccount
+from tba_jax.telemetry.status import Record, TimeAccount
 from tests.support import applied, tiny_run
 
 Q, S, R = 3, 4, 12  # queries of a batch, samples of a query, response tokens

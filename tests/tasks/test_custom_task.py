@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs import base
-from tba_jax.commands import existing_run, recipes, rescore
+from tba_jax.commands import command_line, recipes, rescore
 from tba_jax.experiment import composition, joining
 from tba_jax.rewards.responses import reward_texts
 from tba_jax.tasks import custom_task
@@ -161,11 +161,11 @@ def test_the_run_is_one_wherever_the_file_lies(file, tmp_path, monkeypatch):
     joining.join(s, may_change_schedule=True)
     monkeypatch.chdir("/")
     assert json.loads((tmp_path / "run/config.json").read_text())["config"]["task"]["name"] == str(file) + ":Ones"
-    assert "reward version 1" in rescore.rescore(tmp_path / "run", existing_run.Source(trust_task=True))
+    assert "reward version 1" in rescore.rescore(tmp_path / "run", command_line.Source(trust_task=True))
     moved = tmp_path / "elsewhere" / "my_task.py"
     moved.parent.mkdir()
     file.rename(moved)
     c.task.name = f"{moved}:Ones"
     assert composition.build(c).contract == s.experiment.contract
     with pytest.raises(ValueError, match="there is no file"):
-        rescore.rescore(tmp_path / "run", existing_run.Source(trust_task=True))
+        rescore.rescore(tmp_path / "run", command_line.Source(trust_task=True))

@@ -4,8 +4,8 @@ import json
 import logging
 import re
 import types
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,10 +16,9 @@ from tba_jax.roles.trainer.recorder import Circumstances
 from tba_jax.storage import layout
 from tba_jax.telemetry import alarms
 from tba_jax.telemetry.alarms import RULES
-from tba_jax.telemetry.trackers import TRACKERS
+from tba_jax.telemetry.metrics import TRACKERS
 from tests.support import tiny_run
 
-ROOT = Path(__file__).parent.parent.parent
 EXAMPLE = dict(kind="equal_rewards", sentence="all rewards are 0", advice="easier queries")
 HEALTHY = {
     "trainer": dict(
@@ -74,19 +73,19 @@ def test_a_rule_finds_what_is_beyond_its_limit_and_nothing_else(kind, well, wron
         assert kind not in found(role, points(role, RULES[kind].points - 1, **wrong), **settings)
 
 
-def test_updates_that_are_left_out_again_and_again_are_an_alarm():
+def test_updates_that_are_left_out_are_an_alarm_and_every_rule_has_a_case_and_a_place_in_the_page():
     skipped = [dict(point, skipped_steps=max(0, n - 17)) for n, point in enumerate(points())]
     assert found("trainer", skipped) == {}
     skipped[-1]["skipped_steps"] = 3
     assert "3 updates since 8 measured batches" in found("trainer", skipped)["updates_refused"]
-
-
-def test_every_rule_has_a_case_and_a_run_without_measurements_none():
     assert {kind for kind, *_ in CASES} | {"updates_refused"} == RULES.keys()
+    section = (tiny_run.ROOT / "docs" / "watching.md").read_text().partition("\n## Alarms\n")[2].partition("\n## ")[0]
+    listed = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert sorted(listed) == sorted([*RULES, joining.KIND, *TRACKERS])
+
+
+def test_what_is_meant_or_not_measured_is_no_alarm():
     assert found("trainer", [{"step": 1, "reward": 0.5}] * 20) == {}  # one completion a query, and nothing else is known
-
-
-def test_what_is_meant_is_no_alarm():
     solved = dict(equal_reward_groups=1.0, reward=1.0)
     assert found("trainer", points(**solved), learner__steps=110) == {}, "the run is nearly over"
     assert found("trainer", points(grad_norm=1e9), learner__clip_norm=0.0) == {}
@@ -101,14 +100,17 @@ def folder(tmp_path):
     return tmp_path / "metrics" / "trainer"
 
 
-def test_a_kind_is_told_once_a_run_and_read_as_it_was_told(folder, caplog):
-    told = alarms.Alarms(folder)
+OTHERS = ["[]", "{}", "null", json.dumps({**EXAMPLE, "time": "x", "step": 1}), "\x00", '{"time": 1.0, "kind": "di']
+
+
+def test_a_kind_is_told_once_a_run_also_beside_torn_lines_and_read_as_it_was_told(folder, caplog):
+    told, file = alarms.Alarms(folder), folder / "alarms.jsonl"
     for step in (40, 80):
         told.tell(**EXAMPLE, step=step)
+    file.write_text(file.read_text() + "\n".join(OTHERS))
     restarted = alarms.Alarms(folder)
-    assert restarted.is_told("equal_rewards") and not restarted.is_told("disk")
-    restarted.tell(**EXAMPLE, step=120)
-    restarted.tell(**EXAMPLE | {"kind": "disk"}, step=120)
+    for kind in ("equal_rewards", "disk"):
+        restarted.tell(**EXAMPLE | {"kind": kind}, step=120)
     first, second = alarms.read(folder)
     assert {"kind": first.kind, "sentence": first.sentence, "advice": first.advice} == EXAMPLE and first.time > 1e9
     assert (first.step, second.kind, second.step) == (40, "disk", 120)
@@ -124,42 +126,16 @@ def test_a_watch_tells_what_its_rules_find_once(folder):
     assert [(alarm.kind, alarm.step) for alarm in alarms.read(folder)] == [("gradient_clipped", 7), ("disk", 20)]
 
 
-OTHERS = ["[]", "{}", "null", "7", json.dumps({**EXAMPLE, "time": "x", "step": 1}), "\x00", '{"time": 1.0, "kind": "di']
-
-
-def test_torn_lines_and_those_of_others_are_left_out_and_the_next_begins_on_its_own(folder):
-    alarms.Alarms(folder).tell(**EXAMPLE, step=40)
-    file = folder / "alarms.jsonl"
-    file.write_text(file.read_text() + "\n".join(OTHERS))
-    alarms.Alarms(folder).tell(**EXAMPLE | {"kind": "logprob_gap"}, step=42)
-    assert [alarm.kind for alarm in alarms.read(folder)] == ["equal_rewards", "logprob_gap"]
-
-
-def test_the_page_lists_every_kind():
-    section = (ROOT / "docs" / "watching.md").read_text().partition("\n## Alarms\n")[2].partition("\n## ")[0]
-    listed = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
-    assert sorted(listed) == sorted([*RULES, joining.KIND, *TRACKERS])
-
-
-class Index:
-    """Rows of a trainer, from the weights of step 8."""
-
-    def __init__(self, reward: list[float], arrivals: int):
-        self.arrival, self.reward, self.row_step = np.arange(len(reward)), np.array(reward), np.full(len(reward), 8)
-        self.arrivals = arrivals
-
-    def __len__(self) -> int:
-        return len(self.reward)
-
-
 @pytest.mark.parametrize(
     ("rewards", "arrivals", "extent"),
     [([1.0, 1.0], 2, (1.0, 1.0)), ([0.0, 1.0], 9, (0.0, 1.0)), ([1.0, 1.0], 9, (None, None))],
 )
 def test_one_reward_of_all_resident_rows_says_nothing_where_others_were_evicted(tmp_path, rewards, arrivals, extent):
     """A resumed trainer knows nothing of rows that are gone: the one reward may be the best or the worst."""
+    index = mock.MagicMock(arrival=np.arange(2), reward=np.array(rewards), row_step=np.full(2, 8), arrivals=arrivals)
+    index.__len__.return_value = 2
     trainer = types.SimpleNamespace(
-        **dict(index=Index(rewards, arrivals), step_number=80, run=layout.RunDir(tmp_path), config=tiny_run.config()),
+        **dict(index=index, step_number=80, run=layout.RunDir(tmp_path), config=tiny_run.config()),
         buffer=types.SimpleNamespace(has_own_rows=lambda: True),
         program=types.SimpleNamespace(trees=lambda: {"w": np.zeros(4, np.float32)}),
     )

@@ -1,43 +1,39 @@
-"""Points of a role: what is written, what is kept, and what a kill or storage that refuses does to them."""
+"""Points of a role on disk, across kills and starts, and in trackers, whose libraries may fail. Peaks of devices."""
 
 import json
 import time
+import types
 
 import numpy as np
 import pytest
 
-from tba_jax.telemetry import metrics
-from tba_jax.telemetry.metrics import MetricWriter
+from tba_jax.experiment import topologies
+from tba_jax.storage import contract, layout
+from tba_jax.telemetry import alarms, metrics
+from tba_jax.telemetry.metrics import PEAKS, MetricWriter, Peaks
 from tba_jax.telemetry.status import Status
+from tests.support import tiny_run
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A role's metrics with points of steps 1 to 3."""
-    writer = MetricWriter(tmp_path / "trainer", megabytes=1, status=(told := Status(None)))
+@pytest.mark.parametrize("cut", [0, 1, 30])
+def test_points_come_back_and_a_torn_last_line_harms_no_other(tmp_path, cut):
+    writer = MetricWriter(tmp_path, megabytes=1, status=(told := Status(None)))
     for step in (1, 2, 3):
-        writer.write(step, {"loss": np.float32(step / 2), "count": step, "note": "text"}, {"staleness": np.array([1, 1, 3])})
-        assert metrics.read_lines(tmp_path / "trainer")[-1]["step"] == step, "it is on disk at once"
-    assert told._told["figures"] == {"loss": 1.5, "count": 3.0}
+        values = {"loss": np.float32(step / 2), "note": "text", "grad_norm": np.float32("nan"), "entropy": float("inf")}
+        writer.write(step, values, {"staleness": np.array([1, 1, 3])})
+        assert metrics.read_lines(tmp_path)[-1]["step"] == step, "it is on disk at once"
+    assert told._told["figures"] == {"loss": 1.5}
     writer.close()
-    return tmp_path / "trainer"
-
-
-def test_points_come_back(folder):
-    lines = metrics.read_lines(folder)
-    found = [(line["step"], line["loss"], line["count"], line["note"]) for line in lines]
-    assert found == [(1, 0.5, 1.0, "text"), (2, 1.0, 2.0, "text"), (3, 1.5, 3.0, "text")]
-    assert abs(lines[-1]["time"] - time.time()) < 60
-    assert lines[0]["staleness_histogram"]["counts"] == [2, 0, 1] and len(lines[0]["staleness_histogram"]["edges"]) == 4
-
-
-def test_numbers_that_are_not_finite_are_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[: -cut or None])
     writer = MetricWriter(tmp_path, megabytes=1)
-    writer.write(7, {"loss": np.float32("nan"), "grad_norm": float("inf"), "reward": 0.5, "note": "text"})
+    writer.write(4, {"loss": 2.0, "note": "text"})
     writer.close()
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    found = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert set(found) == {"step", "time", "reward", "note"}
+    lines = metrics.read_lines(tmp_path)
+    kept = [1, 2, 4] if cut == 30 else [1, 2, 3, 4]
+    assert [(line["step"], line["loss"], line["note"]) for line in lines] == [(step, step / 2, "text") for step in kept]
+    assert abs(lines[-1]["time"] - time.time()) < 60 and set(lines[-1]) == {"step", "time", "loss", "note"}
+    assert lines[0]["staleness_histogram"]["counts"] == [2, 0, 1] and len(lines[0]["staleness_histogram"]["edges"]) == 4
 
 
 def test_the_newest_points_are_kept_within_the_megabytes_also_over_starts(tmp_path):
@@ -47,19 +43,115 @@ def test_the_newest_points_are_kept_within_the_megabytes_also_over_starts(tmp_pa
             writer.write(20 * start + step, {"loss": 1.0, "note": "x" * 50})
             assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 0.01 * 2**20
         writer.close()
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.jsonl.1"]
     steps = [line["step"] for line in metrics.each_line(tmp_path)]
     assert steps == list(range(steps[0], 200)) and 25 < len(steps) < 100
 
 
-@pytest.mark.parametrize("cut", [1, 30])
-def test_a_torn_last_line_is_left_out_and_harms_no_other(folder, cut):
-    path = folder / "metrics.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole[: -min(cut, len(whole.splitlines(keepends=True)[-1]) - 1)])
-    kept = [1, 2, 3] if cut == 1 else [1, 2]
-    assert [line["step"] for line in metrics.read_lines(folder)] == kept
-    writer = MetricWriter(folder, megabytes=1)
-    writer.write(4, {"loss": 9.0})
+def make(workdir, *, private: bool = False) -> layout.RunDir:
+    """A run as far as trackers look at it."""
+    workdir.mkdir()
+    made = {"format": contract.FORMAT, "id": "0123456789abcdef" * 2, "config": {}, "contract": {"private_files": private}}
+    layout.write_json(workdir / "config.json", made)
+    return layout.open_run_dir(workdir)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make(tmp_path / "run")
+
+
+def writer_of(run, *sinks: str) -> metrics.MetricWriter:
+    return metrics.open_writer(tiny_run.config(metrics__sinks=sinks), run, "trainer", role="trainer")
+
+
+def write(run, *sinks: str, steps=(1,)) -> None:
+    writer = writer_of(run, *sinks)
+    for step in steps:
+        writer.write(step, {"loss": step / 2, "note": "text"}, {"staleness": np.array([1, 1, 3])})
     writer.close()
-    assert [line["step"] for line in metrics.read_lines(folder)] == [*kept, 4]
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A tracker's library that raises at step 3, and keeps the other points."""
+    kept: list[str] = []
+
+    def begin(session) -> metrics.Sink:
+        kept[:] = [session.name]
+        return write, lambda: kept.append("end")
+
+    def write(point) -> None:
+        if point.step == 3:
+            raise ValueError("three s3cr3t-s3cr3t \x1b[31m\nmore")
+        kept.append(f"{point.step} {point.values}")
+
+    monkeypatch.setitem(metrics.TRACKERS, "wandb", begin)
+    return kept
+
+
+def test_what_a_tracker_raises_is_one_sentence_without_secrets(run, library, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "s3cr3t-s3cr3t")
+    for _ in range(2):  # the second is a role that starts again
+        write(run, "wandb", steps=(1, 2, 3, 3, 4))
+    (alarm,) = alarms.read(run.metrics("trainer"))
+    assert alarm.kind == "wandb" and alarm.sentence == "wandb: three (WANDB_API_KEY)  [31m"
+    assert library == ["run-01234567-trainer", *(f"{n} {{'loss': {n / 2}}}" for n in (1, 2, 4)), "end"]
+    assert len(metrics.read_lines(run.metrics("trainer"))) == 10
+    monkeypatch.setattr(metrics, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setitem(metrics.TRACKERS, "wandb", lambda _: (print, lambda: time.sleep(60)))
+    begin = time.perf_counter()
+    write(run, "wandb")
+    assert time.perf_counter() - begin < 10, "the role does not wait for a tracker that does not end"
+
+
+def test_rows_of_a_private_run_and_secrets_of_the_config_stay_here(tmp_path, run, library):
+    writer = writer_of(make(tmp_path / "secret", private=True), "wandb")
+    assert not writer.shows_tables and writer_of(run, "wandb").shows_tables and not writer_of(run, "tensorboard").shows_tables
+    writer.table("samples", 1, [{"query": "a", "response": "b"}])
+    writer.close()
+    assert library == []
+    config = tiny_run.config()
+    with config.task.custom.unlocked():
+        config.task.custom.update(api_key="abc", url="there")
+    told = metrics.session_of(config, run, "trainer", kind="trainer").config
+    assert told["task"]["custom"] == {"api_key": "(not told)", "url": "there"} and "abc" not in json.dumps(told)
+
+
+def test_tensorboard_holds_the_same_numbers(run):
+    from tensorboardX.proto.event_pb2 import Event
+
+    write(run, "tensorboard", steps=(1, 3))
+    found = {}
+    (path,) = run.metrics("trainer").glob("events.out.tfevents.*")
+    data, at = path.read_bytes(), 0
+    while at < len(data):
+        length = int.from_bytes(data[at : at + 8], "little")
+        event = Event.FromString(data[at + 12 : at + 12 + length])
+        found |= {(event.step, value.tag): value for value in event.summary.value}
+        at += 12 + length + 4
+    assert found[3, "loss"].simple_value == 1.5 and not any(tag == "note" for _, tag in found)
+    assert [count for count in found[1, "staleness"].histo.bucket if count] == [2, 1] and found[1, "staleness"].histo.num == 3
+
+
+def test_points_stand_under_the_group_of_their_role_and_the_step_of_the_trainer(run):
+    """whole_runs/test_watching.py reads what wandb and trackio have of a run."""
+    session = metrics.session_of(tiny_run.config(), run, "searcher-0", kind="searcher")
+    histogram, table = (lambda np_histogram: np_histogram[0].tolist()), (lambda columns, data: [columns, *data])
+    told = dict(values={"policy_step": 4.0}, tables={"samples": [{"query": "1+1=", "reward": 1.0}]})
+    point = metrics.Point(step=17, time=0.0, histograms={"staleness": np.array([1, 1, 3])}, **told)
+    shown = session.shown(types.SimpleNamespace(Histogram=histogram, Table=table), point)
+    assert shown.pop("search/samples") == [["query", "reward"], ["1+1=", 1.0]] and shown.pop("search/staleness") == [2, 0, 1]
+    assert shown == {"step": 4, "search/batch": 17, "search/policy_step": 4.0}
+    assert (session.group, session.id, session.name) == ("run-01234567", "0123456789abcdef-searcher-0", "run-01234567-searcher-0")
+
+
+def test_peaks_add_up_and_what_is_not_known_is_said(caplog):
+    caplog.set_level("INFO")
+    known, new = (types.SimpleNamespace(device_kind=kind) for kind in ("NVIDIA H200", "gpu of tomorrow"))
+    assert metrics.peaks_of([known] * 4) == Peaks(4 * PEAKS["NVIDIA H200"].flops, 4 * PEAKS["NVIDIA H200"].bandwidth)
+    assert metrics.peaks_of([known] * 2, flops=1e12) == Peaks(2e12, 2 * PEAKS["NVIDIA H200"].bandwidth) and not caplog.text
+    assert metrics.peaks_of([new] * 2, bandwidth=5.0) == Peaks(0.0, 10.0)
+    assert "gpu of tomorrow" in caplog.text and "no mfu" in caplog.text and "metrics.peak_flops" in caplog.text
+    for name in topologies.MEMORY:  # the words of a kind are those that the driver gives: "NVIDIA H100 80GB HBM3", "Tesla T4"
+        kinds = [kind for kind in PEAKS if name in kind.replace("-", " ").split()]
+        assert kinds and all(PEAKS[kind].flops > 1e13 and PEAKS[kind].bandwidth > 1e11 for kind in kinds), name

@@ -14,14 +14,8 @@ from tba_jax.telemetry.status import Status, Told
 from tba_jax.telemetry.terminal import Progress
 
 NOW = 1e9
-TRAINER = Told(
-    time=NOW,
-    step=10,
-    figures=dict(
-        **dict(reward=0.5, steps_per_second=2.0, tokens_per_second=21_400.0, mfu=0.25, buffer_rows=5000.0),
-        **dict(staleness_mean=6.0, staleness_max=9.0),
-    ),
-)
+FIGURES = dict(reward=0.5, steps_per_second=2.0, tokens_per_second=21_400.0, mfu=0.25, buffer_rows=5000.0)
+TRAINER = Told(time=NOW, step=10, figures=FIGURES | dict(staleness_mean=6.0, staleness_max=9.0))
 
 
 def facts(steps: int = 40, **told: Told) -> dict[str, str]:
@@ -29,13 +23,10 @@ def facts(steps: int = 40, **told: Told) -> dict[str, str]:
     return dict(terminal.facts(named, steps=steps, now=NOW + 1))
 
 
-def searcher(speed: float, **more) -> Told:
-    return Told(time=NOW, figures={"tokens_per_second": speed}, **more)
-
-
 def test_all_that_roles_say_is_shown():
+    makers = [Told(time=NOW, figures={"tokens_per_second": speed}) for speed in (950, 3.2e6)]
     evaluator = Told(time=NOW, step=8, figures=dict(greedy_reward=0.7, best_step=4.0, best_greedy_reward=0.75))
-    shown = facts(trainer=TRAINER, evaluator=evaluator, searcher_0=searcher(950), searcher_1=searcher(3.2e6))
+    shown = facts(trainer=TRAINER, evaluator=evaluator, searcher_0=makers[0], searcher_1=makers[1])
     assert shown == {
         "step": "10/40  25 %  ETA 0:00:15",
         "reward": "0.500",
@@ -53,26 +44,23 @@ def test_all_that_roles_say_is_shown():
 
 def test_speeds_of_a_role_that_does_not_work_are_not_shown():
     for change in (dict(waits="rows", since=NOW - 41), dict(phase="compiling the update"), dict(time=NOW - 60), dict(step=40)):
-        trainer = Told(**{**vars(TRAINER), **change})
-        shown = facts(trainer=trainer, searcher_0=searcher(1.0, trouble="no row has a reward: 3 of 3 failed, a timeout"))
+        searcher = Told(time=NOW, figures={"tokens_per_second": 1.0}, trouble="no row has a reward")
+        shown = facts(trainer=Told(**{**vars(TRAINER), **change}), searcher_0=searcher)
         assert "ETA" not in shown["step"] and "steps/s" not in shown.get("trainer", "") and "searchers" not in shown, change
-        assert shown["searcher-0:"] == "no row has a reward: 3 of 3 failed, a timeout" and shown["reward"] == "0.500"
+        assert shown["searcher-0:"] == "no row has a reward" and shown["reward"] == "0.500"
 
 
-@pytest.mark.parametrize(
-    ("told", "said"),
-    [
-        (Told(time=NOW, phase="warm start", phase_since=NOW - 11, done=3, total=9), "warm start: 3 of 9, 12 s"),
-        (Told(time=NOW, waits="rows: 2 of 3", since=NOW - 41), "has waited 42 s for rows: 2 of 3"),
-        (Told(time=NOW, waits="rows", since=NOW - 3), ""),
-        (Told(time=NOW, waits="rows", since=NOW - 41, phase="compiling", phase_since=NOW - 1), "compiling, 2 s"),
-        (Told(time=NOW - 50), "has said nothing for 51 s"),
-        (Told(time=NOW - 50, phase="finished"), ""),
-        (Told(time=NOW), ""),
-    ],
-)
-def test_what_a_role_does_beside_its_work_is_said(told, said):
-    assert terminal.doing(told, NOW + 1) == said
+def test_what_a_role_does_beside_its_work_is_said():
+    phase = dict(phase="warm start", phase_since=NOW - 11)
+    for told, said in (
+        (dict(phase, done=3, total=9), "warm start: 3 of 9, 12 s"),
+        (dict(waits="rows: 2 of 3", since=NOW - 41), "has waited 42 s for rows: 2 of 3"),
+        (dict(waits="rows", since=NOW - 3), ""),
+        (dict(phase, waits="rows", since=NOW - 41), "warm start, 12 s"),
+        (dict(time=NOW - 50), "has said nothing for 51 s"),
+        (dict(time=NOW - 50, phase="finished"), ""),
+    ):
+        assert terminal.doing(Told(**{"time": NOW, **told}), NOW + 1) == said
 
 
 def lines(text: str) -> list[str]:
@@ -109,16 +97,15 @@ def test_lines_come_by_themselves_and_figures_of_an_earlier_start_do_not(run, mo
 def test_alarms_are_told_once_also_at_the_last_moment_and_old_ones_not(run, capsys):
     alarms.Alarms(run.metrics("trainer")).tell(kind="disk", sentence="old", advice="none", step=1)
     with Progress(run, steps=12):
-        time.sleep(0.1)
+        time.sleep(0.05)
         for name in ("joined-3", "trainer"):
             told = alarms.Alarms(run.metrics(name))
             told.tell(kind="never_ends", sentence="no response ends by itself", advice="look at the template", step=5)
     warning = "warning: no response ends by itself. What to do: look at the template"
     assert lines(capsys.readouterr().out) == ["step 0/12  0 %", warning]
     with Progress(run, steps=12, tells_alarms=False):
-        time.sleep(0.1)
         alarms.Alarms(run.metrics("trainer")).tell(kind="solved", sentence="all", advice="stop", step=5)
-    assert lines(capsys.readouterr().out) == ["step 0/12  0 %"]
+    assert "all" not in capsys.readouterr().out
 
 
 def test_storage_and_outputs_that_refuse_cost_the_line_alone(run, monkeypatch, capsys):

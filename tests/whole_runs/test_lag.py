@@ -5,7 +5,7 @@ import pytest
 
 from tba_jax.experiment import jobs, training
 from tba_jax.replay.reader import LogReader
-from tba_jax.telemetry.record import TimeAccount
+from tba_jax.telemetry.status import TimeAccount
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")

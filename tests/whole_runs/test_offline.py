@@ -11,7 +11,7 @@ from tba_jax.replay import journal
 from tba_jax.roles.trainer import loop as trainer_loop
 from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
-from tba_jax.telemetry.record import TimeAccount
+from tba_jax.telemetry.status import TimeAccount
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")

@@ -10,7 +10,7 @@ from tba_jax.roles.searcher.report import SearchRecord
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.storage import contract, grants, layout, places
 from tba_jax.storage.requests import RequestRate
-from tba_jax.telemetry.record import TimeAccount
+from tba_jax.telemetry.status import TimeAccount
 
 log = logging.getLogger(__name__)
 

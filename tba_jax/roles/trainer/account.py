@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from tba_jax.telemetry.record import Record, TimeAccount
+from tba_jax.telemetry.status import Record, TimeAccount
 
 # Time between two updates that has a share of its own and is no delay of the trainer's making.
 _LEFT_OUT = ("wait_rows", "compile", "publish", "checkpoint", "logprob_gap")

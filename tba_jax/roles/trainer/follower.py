@@ -17,7 +17,7 @@ from tba_jax.roles.trainer.update_program import Placed, UpdateProgram
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
 from tba_jax.storage.checkpoints import Checkpoints
-from tba_jax.telemetry.record import Record
+from tba_jax.telemetry.status import Record
 
 
 class Follower:

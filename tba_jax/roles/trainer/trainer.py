@@ -28,7 +28,7 @@ from tba_jax.roles.trainer.update_program import Placed, UpdateProgram
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import grants, layout, places
 from tba_jax.storage.lease import EpochLease
-from tba_jax.telemetry.record import Record
+from tba_jax.telemetry.status import Record
 
 log = logging.getLogger(__name__)
 
