@@ -233,18 +233,18 @@ def _initial_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict[s
 def _scored(experiment: "Experiment", given: Sequence[GivenResponse], finished: np.ndarray) -> dict[str, np.ndarray]:
     """The columns that the task and the encoder fill: reward, reward parts, and the embedding if rows have one."""
     from tba_jax import sharding
-    from tba_jax.rewards import responses, task_models
+    from tba_jax.rewards import task_models
     from tba_jax.rewards.scorers import ResponseEmbedder
 
     config, contract, task = experiment.config, experiment.contract, experiment.task
     queries = [each.query for each in given]
-    texts = responses.response_texts([each.tokens for each in given], queries, experiment.tokenizer)
+    texts = task_models.response_texts([each.tokens for each in given], queries, experiment.tokenizer)
     size = _rows_at_a_time(experiment)
     task_models.check(task, role="searcher")
     with task_models.started(task, config.searchers.task_devices, date=contract.date):
         parts = [slice(start, start + size) for start in range(0, len(given), size)]
         asked: dict[str, Any] = dict(task=task, missing_eos_reward=contract.missing_eos_reward)
-        scores = [responses.reward_texts(texts[part], finished[part], queries[part], **asked) for part in parts]
+        scores = [task_models.reward_texts(texts[part], finished[part], queries[part], **asked) for part in parts]
     found = {
         "reward": np.concatenate([each.reward for each in scores]),
         "reward_parts": np.concatenate([each.parts for each in scores]),

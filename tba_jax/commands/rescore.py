@@ -129,7 +129,7 @@ def _scored_again(
     rows: trajectory.Rows, experiment: "Experiment", queries: Mapping[int, "EncodedQuery"], writer: str
 ) -> dict[str, np.ndarray]:
     """The rows with reward, reward parts and version of the task as it is now. Rows that cannot be decoded get NaN."""
-    from tba_jax.rewards.responses import response_texts, reward_texts
+    from tba_jax.rewards.task_models import response_texts, reward_texts
 
     contract = experiment.contract
     ids = rows["query_id"].tolist()

@@ -23,7 +23,7 @@ from tba_jax.models.decoder import Decoder
 from tba_jax.models.hugging_face import load as load_lib
 from tba_jax.models.parameters import Params
 from tba_jax.programs import Program
-from tba_jax.rewards import passes
+from tba_jax.rewards import scorers
 from tba_jax.tasks.interface import ModelUse
 from tba_jax.text import stop_strings
 from tba_jax.text.prompts import PromptTemplate
@@ -90,7 +90,7 @@ class TextGenerator:
         )
         replies = _replies(folder, tokenizer, config.vocab, called=called)
         if load:
-            config = passes.on_device(config, mesh, setting=use.setting)
+            config = scorers.on_device(config, mesh, setting=use.setting)
             self._engine = _engine(config, mesh, use, replies)
             shardings = jax.tree.map(lambda x: x.sharding, weights(config, mesh))
             params = load_lib.load_params(folder, config, shardings, dtype=config.compute_dtype)
@@ -179,7 +179,7 @@ def programs(use: ModelUse, mesh: Mesh) -> dict[str, Program]:
     if has_tokenizer(folder):
         tokenizer = HuggingFaceTokenizer(folder, vocab=config.vocab)
         replies = _replies(folder, tokenizer, config.vocab, called=f"{use.setting}={use.path!r}")
-    config = passes.on_device(config, mesh, setting=use.setting)
+    config = scorers.on_device(config, mesh, setting=use.setting)
     return _engine(config, mesh, use, replies).programs(weights(config, mesh))
 
 
@@ -223,9 +223,9 @@ class UnsafeTokenScorer:
         )
         if load:
             verdict = functools.partial(verdict_logprobs, token=verdicts[0])
-            forward = passes.make(passes.on_device(config, mesh, setting=use.setting), verdict, mesh)
+            forward = scorers.Pass(scorers.on_device(config, mesh, setting=use.setting), verdict, mesh)
             shape = dict(rows=use.rows * mesh.size, limit=settings.length, pad_id=tokenizer.pad_id)
-            self.model = passes.Loaded(forward, folder, **shape)
+            self.model = scorers.Loaded(forward, folder, **shape)
 
     def __call__(self, attacks: Sequence[str], replies: Sequence[str]) -> np.ndarray:
         """float32[n], nats: log-probability, over the whole vocabulary, of the verdict on reply i to attack i."""

@@ -9,12 +9,13 @@ import importlib.util
 import json
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from tba_jax.schemas import NO_CHARACTER, holds_surrogate
-from tba_jax.text.special_tokens import Escaper, any_of, broken_up, without_rows
 
 # A folder with none of these files has no tokenizer. Without the check transformers may invent an empty one from config.json.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -312,3 +313,91 @@ def _byte_level(piece: str) -> bytes:
 def _digest(definition: object) -> str:
     canonical = json.dumps(definition, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.blake2b(canonical.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+class Escaper:
+    """Puts a space after the first character of every special token that a text spells.
+
+    A spelling in other characters, which the normaliser turns into those of a special token, is broken up likewise, or replaced
+    by a space where that does not suffice. The id of characters without a token is no special token here.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, *, names: Collection[str] = (), ids: Collection[int] = ()):
+        """Args: names, ids: special tokens besides the ones that the tokenizer calls special or puts around a text."""
+        # A copy without truncation, behind which nothing would be looked at.
+        self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        around = {*ids, *added, *tokenizer.encode("").ids}
+        spelled = {token for i in around if (token := tokenizer.id_to_token(i))}
+        self._names = any_of([*names, *added.values(), *spelled])
+        self._ids = frozenset(around) - {_unknown(tokenizer)}
+
+    def __call__(self, texts: Sequence[str]) -> list[str]:
+        """The texts, of which no part encodes as a special token."""
+        escaped = [broken_up(self._names, text) for text in texts]
+        left, replace = list(range(len(escaped))), False
+        while left:
+            again = []
+            for i, encoded in zip(
+                left, self._tokenizer.encode_batch([escaped[i] for i in left], add_special_tokens=False), strict=True
+            ):
+                places = [place for id_, place in zip(encoded.ids, encoded.offsets, strict=True) if id_ in self._ids]
+                text = _without(escaped[i], places, replace=replace)
+                if text != escaped[i]:
+                    escaped[i] = text
+                    again.append(i)
+            left, replace = again, True
+        return escaped
+
+
+def without_rows(tokenizer: tokenizers.Tokenizer, vocab: int, *, eos_id: int | None = None) -> list[str]:
+    """The special tokens whose ids have no row in a model's embedding of `vocab` rows: no text may encode as one of them.
+
+    Args: eos_id: the end of sequence; None: nobody uses one.
+
+    Raises:
+      ValueError: a token of texts has no row, or the end of sequence, or a token that the tokenizer puts into texts by itself.
+    """
+    added = tokenizer.get_added_tokens_decoder()
+    beyond = {i: name for name, i in tokenizer.get_vocab().items() if i >= vocab}
+    if any(i not in added or not added[i].special for i in beyond):
+        raise ValueError(f"the tokenizer has {max(beyond) + 1} ids, the embedding only {vocab}")
+    needed = [
+        (eos_id, "which ends responses", "eos_token in tokenizer_config.json"),
+        *((i, "which the tokenizer adds to every text", "post_processor in tokenizer.json") for i in tokenizer.encode("").ids),
+        (_unknown(tokenizer), "which stands for unknown characters", "unk_token in tokenizer.json"),
+    ]
+    for i, role, setting in needed:
+        if i is not None and i >= vocab:
+            token = f"the token {tokenizer.id_to_token(i)!r}, {role}, has id {i}"
+            raise ValueError(f"{token}, but the model's embedding has {vocab} rows: set {setting} to a token that has a row")
+    return list(beyond.values())
+
+
+def any_of(names: Sequence[str]) -> re.Pattern[str]:
+    """Finds these names, longer ones before others that they begin with."""
+    ordered = sorted(set(names), key=len, reverse=True)
+    return re.compile("|".join(re.escape(name) for name in ordered if len(name) > 1) or "(?!)")
+
+
+def broken_up(names: re.Pattern[str], text: str) -> str:
+    """The text with a space behind the first character of each of the names."""
+    return names.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+
+
+def _without(text: str, places: Sequence[tuple[int, int]], *, replace: bool) -> str:
+    """The text with each of the places, (begin, end) in characters, broken up or replaced by a space."""
+    for begin, end in reversed(places):
+        found = text[begin:end].strip()
+        if found:
+            text = f"{text[:begin]}{' ' if replace or len(found) == 1 else f'{found[0]} {found[1:]}'}{text[end:]}"
+    return text
+
+
+def _unknown(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """The id of characters for which the vocabulary has no token; None if every character has one."""
+    model = json.loads(tokenizer.to_str())["model"]
+    name = model.get("unk_token")
+    return model.get("unk_id") if name is None else tokenizer.token_to_id(name)

@@ -12,7 +12,7 @@ import pytest
 from tba_jax import sharding, trajectory
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sampling as sampling_lib
-from tba_jax.decoding import sizes as sizes_lib
+from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Generation, Request, Ticket
 from tba_jax.models import scoring
@@ -87,7 +87,7 @@ def teacher_forced_logits(stream, found: Generation, params: Params = PARAMS, co
 
 
 def test_a_stream_gives_the_rows_of_requests_decoded_alone(grouped, stream, alone):
-    assert sizes_lib.buckets(P) == (32, 64)
+    assert slots_lib.buckets(P) == (32, 64)
     found = decoded_together(grouped, stream)
     assert_same_rows(found, alone)
     # Of every kind: rows of all lengths, ended and cut.

@@ -11,7 +11,6 @@ import pytest
 
 from tba_jax import sharding
 from tba_jax.decoding import decode_loop
-from tba_jax.decoding import sizes as sizes_lib
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.engine import Engine
 from tba_jax.experiment import topologies
@@ -79,8 +78,8 @@ def test_a_stream_reads_as_much_of_its_rings_as_its_samples_need(traced, monkeyp
     """Short samples for a round, then long ones beside short ones: the rings become shorter, are rotated, and are whole again."""
     engines = dict(space=ENDLESS, prompt_length=8, response_length=40)
     single = make_engine(1, 1, chunk=40, **engines)
-    monkeypatch.setattr(slots_lib, "in_tiles", lambda mesh: tiled)
-    monkeypatch.setattr(sizes_lib, "_TILE_COLUMNS", 16)  # so that rings of 48 entries have windows
+    monkeypatch.setattr(slots_lib, "are_tiled", lambda mesh: tiled)
+    monkeypatch.setattr(slots_lib, "_TILE_COLUMNS", 16)  # so that rings of 48 entries have windows
     monkeypatch.setattr(kv_cache, "_TILE_COLUMNS", 1)  # so that the heads of a tiny model fill them
     engine = make_engine(8, 4, chunk=8, **engines)
     limits = [4] * short + [40, 5, 40, 3, 4] * 2

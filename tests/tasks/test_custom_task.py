@@ -9,7 +9,7 @@ import pytest
 from configs import base
 from tba_jax.commands import existing_run, recipes, rescore
 from tba_jax.experiment import composition, joining
-from tba_jax.rewards.responses import reward_texts
+from tba_jax.rewards.task_models import reward_texts
 from tba_jax.tasks import custom_task
 from tba_jax.tasks.interface import EncodedQuery, Query, Scores
 from tests.support import tiny_run

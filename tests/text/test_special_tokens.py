@@ -3,9 +3,8 @@
 import string
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
-
 from tba_jax.text.special_tokens import Escaper
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 
 def byte_level() -> Tokenizer:
