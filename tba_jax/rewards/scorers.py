@@ -75,8 +75,8 @@ def padded_length(longest: int, limit: int) -> int:
 class Pass:
     """A forward pass of a frozen model over rows that are split over a mesh. Making it compiles and allocates nothing.
 
-    weights: a tree of jax.ShapeDtypeStruct with shardings; function: jitted, (weights, tokens int32[rows, T], right-padded, length
-    int32[rows]) -> float32[rows, …].
+    weights: a tree of jax.ShapeDtypeStruct with shardings. function: jitted, (weights, tokens int32[rows, T], right-padded,
+    length int32[rows]) -> float32[rows, …].
     """
 
     def __init__(self, config: Config, score: Callable[..., jax.Array], mesh: Mesh):

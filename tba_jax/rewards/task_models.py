@@ -1,5 +1,4 @@
-"""From generated tokens to rewards, and the frozen models with which a task scores: checks before a run, digests for the contract,
-loading, memory, and the programs that they run, made from configs alone."""
+"""Rewards of responses, and the frozen models with which a task scores: checks, digests, loading, memory and programs."""
 
 import contextlib
 import dataclasses
@@ -26,10 +25,8 @@ def response_texts(
     responses: Sequence[np.ndarray | Sequence[int]], queries: Sequence[EncodedQuery], tokenizer: Tokenizer
 ) -> list[str]:
     """The texts of B responses, token ids without padding, one response for each of B queries."""
-    return [
-        tokenizer.decode_continuation(query.prompt, np.asarray(response).tolist())
-        for query, response in zip(queries, responses, strict=True)
-    ]
+    pairs = zip(queries, responses, strict=True)
+    return [tokenizer.decode_continuation(query.prompt, np.asarray(response).tolist()) for query, response in pairs]
 
 
 def reward_texts(

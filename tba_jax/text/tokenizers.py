@@ -249,11 +249,9 @@ def open_transformers(folder: Path) -> tuple[Any, int | None]:
 
 def _flat_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     """The decoders of tokenizer.json in their order, nested sequences flattened; [] for None."""
-    if decoder is None:
-        return []
-    if decoder["type"] == "Sequence":
-        return [inner for each in decoder["decoders"] for inner in _flat_decoders(each)]
-    return [decoder]
+    if decoder is None or decoder["type"] != "Sequence":
+        return [decoder] if decoder else []
+    return [inner for each in decoder["decoders"] for inner in _flat_decoders(each)]
 
 
 def _token_bytes_by(decoders: Sequence[dict[str, Any]]) -> Callable[[str], bytes]:
@@ -268,7 +266,8 @@ def _token_bytes_by(decoders: Sequence[dict[str, Any]]) -> Callable[[str], bytes
     space = next((mark for decoder in decoders if (mark := _mark_of_space(decoder))), "")
     fused = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     of_pieces = all(_mark_of_space(d) == space or d["type"] == "ByteFallback" for d in decoders[:fused])
-    if space and of_pieces and all(d["type"] == "Fuse" or _strips_start(d) for d in decoders[fused:]):
+    # The start of a text, which a decoder may strip, belongs to the prompt and never to a continuation.
+    if space and of_pieces and all(d["type"] == "Fuse" or (d["type"] == "Strip" and d["stop"] == 0) for d in decoders[fused:]):
         # The piece of a single byte in SentencePiece's vocabularies.
         byte = re.compile("<0x([0-9A-Fa-f]{2})>" if "ByteFallback" in kinds else "(?!)")
         return lambda piece: bytes.fromhex(found[1]) if (found := byte.fullmatch(piece)) else piece.replace(space, " ").encode()
@@ -287,20 +286,11 @@ def _mark_of_space(decoder: dict[str, Any]) -> str:
     return ""
 
 
-def _strips_start(decoder: dict[str, Any]) -> bool:
-    """Whether a decoder strips only the start of a text, which belongs to the prompt and never to a continuation."""
-    return decoder["type"] == "Strip" and decoder["stop"] == 0
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE (Radford et al. 2019): a byte that is a visible character of Latin-1 is that character,
-    and the other bytes are, in order, the characters from 256 on."""
-    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
-
-
-_BYTE_ALPHABET = _byte_alphabet()
+# Character -> byte of byte-level BPE (Radford et al. 2019): bytes that are no visible character of Latin-1 are, in order, the
+# characters from 256 on.
+_BYTE_LEVEL = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+_HIDDEN = [byte for byte in range(256) if chr(byte) not in _BYTE_LEVEL]
+_BYTE_ALPHABET = {c: ord(c) if ord(c) < 256 else _HIDDEN[ord(c) - 256] for c in _BYTE_LEVEL}
 
 
 def _byte_level(piece: str) -> bytes:
@@ -339,17 +329,20 @@ class Escaper:
         escaped = [broken_up(self._names, text) for text in texts]
         left, replace = list(range(len(escaped))), False
         while left:
-            again = []
-            for i, encoded in zip(
-                left, self._tokenizer.encode_batch([escaped[i] for i in left], add_special_tokens=False), strict=True
-            ):
-                places = [place for id_, place in zip(encoded.ids, encoded.offsets, strict=True) if id_ in self._ids]
-                text = _without(escaped[i], places, replace=replace)
-                if text != escaped[i]:
-                    escaped[i] = text
-                    again.append(i)
-            left, replace = again, True
+            encoded = self._tokenizer.encode_batch([escaped[i] for i in left], add_special_tokens=False)
+            changed = {i: self._without(escaped[i], each, replace=replace) for i, each in zip(left, encoded, strict=True)}
+            left, replace = [i for i, text in changed.items() if text != escaped[i]], True
+            for i in left:
+                escaped[i] = changed[i]
         return escaped
+
+    def _without(self, text: str, encoded: tokenizers.Encoding, *, replace: bool) -> str:
+        """The text with each of its special tokens broken up or replaced by a space."""
+        places = [place for id_, place in zip(encoded.ids, encoded.offsets, strict=True) if id_ in self._ids]
+        for begin, end in reversed(places):
+            if found := text[begin:end].strip():
+                text = f"{text[:begin]}{' ' if replace or len(found) == 1 else f'{found[0]} {found[1:]}'}{text[end:]}"
+        return text
 
 
 def without_rows(tokenizer: tokenizers.Tokenizer, vocab: int, *, eos_id: int | None = None) -> list[str]:
@@ -385,15 +378,6 @@ def any_of(names: Sequence[str]) -> re.Pattern[str]:
 def broken_up(names: re.Pattern[str], text: str) -> str:
     """The text with a space behind the first character of each of the names."""
     return names.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
-
-
-def _without(text: str, places: Sequence[tuple[int, int]], *, replace: bool) -> str:
-    """The text with each of the places, (begin, end) in characters, broken up or replaced by a space."""
-    for begin, end in reversed(places):
-        found = text[begin:end].strip()
-        if found:
-            text = f"{text[:begin]}{' ' if replace or len(found) == 1 else f'{found[0]} {found[1:]}'}{text[end:]}"
-    return text
 
 
 def _unknown(tokenizer: tokenizers.Tokenizer) -> int | None:

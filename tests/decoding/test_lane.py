@@ -119,14 +119,3 @@ def test_prefill_and_decode_loop_are_in_place_on_a_tpu(preset, layers, slots, sa
     rotation = [made["rotation of a ring"]] if "rotation of a ring" in made else []
     for program in (made["prefill"], made["decode"], part, *rotation):
         assert program.lower().compile().memory_analysis().temp_size_in_bytes <= 0.1 * caches, program
-
-
-def test_caches_of_heads_that_are_shared_are_not_repeated():
-    """Four query heads share a key head."""
-    changes = dict(compute_dtype="float32", layers=1, width=64, heads=8, kv_heads=2, head_size=64, ffn=32, vocab=64)
-    model = dataclasses.replace(PRESETS["qwen2.5-1.5b"], **changes)
-    made, caches = programs_of(model, make_mesh(), slots=96, samples=16, prompt_length=512, response_length=512)
-    found = made["decode"].lower().compile().memory_analysis()
-    assert caches <= found.argument_size_in_bytes <= 1.1 * caches
-    # Less than the keys of all slots; repeated, they would be four times as large.
-    assert found.temp_size_in_bytes < 0.5 * 96 * 511 * 2 * 64 * 4

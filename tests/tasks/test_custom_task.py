@@ -57,13 +57,11 @@ def file(tmp_path):
         ("nowhere.py:Ones", "task.name='{name}': there is no file {folder}/nowhere.py"),
         ("my_task.py:One", "task.name='{name}': {folder}/my_task.py has no class 'One'; it has Half, Ones"),
         ("my_task.py:Half", "Half lacks reward_parts, reward_version, queries, rewards, worked_examples"),
-        ("broken.py:Ones", "'{name}': importing it raised SyntaxError: "),
         ("failing.py:Ones", "ModuleNotFoundError: No module named 'no_such_module' (line 3 of {folder}/failing.py)"),
         ("graded.py:Ones", "task.name='{name}': Ones lacks queries (tba_jax/tasks/interface.py, Task)"),
     ],
 )
 def test_a_name_that_names_no_task_is_refused(file, name, sentence):
-    (file.parent / "broken.py").write_text("x = 1\nclass Ones(:\n")
     (file.parent / "failing.py").write_text("x = 1\n\nimport no_such_module\n")
     graded = "from tba_jax.tasks.graders import GradedTask\n\nclass Ones(GradedTask):\n    grade = len\n"
     (file.parent / "graded.py").write_text(graded)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -94,10 +92,11 @@ def test_the_reward_is_the_sentiment_of_the_continuation(story_file):
     "content, sentence",
     [
         (None, "cannot be read: No such file or directory"),
-        (b"[", ": not valid JSON in UTF-8: Expecting value"),
         (b'["a", 3]', "must be a JSON list of strings"),
-        (b"[]", "has 0 distinct openings of 4 words, not more than task.story_sentiment.heldout_queries=2"),
-        (b'["a b", " a  b", "c", ""]', "has 2 distinct openings of 4 words, not more than"),
+        (
+            b'["a b", " a  b", "c", ""]',
+            "has 2 distinct openings of 4 words, not more than task.story_sentiment.heldout_queries=2",
+        ),
     ],
 )
 def test_bad_story_files_are_refused(tmp_path, content, sentence):
@@ -130,11 +129,3 @@ def test_every_task_names_its_splits(story_file, tmp_path):
         assert scores.reward.shape == (2,) and scores.parts.shape == (2, len(task.reward_parts))
         with pytest.raises(ValueError, match=r"split 'test' is not one of \('train', 'heldout'\)"):
             task.queries("test")
-
-
-def test_tasks_are_imported_without_what_is_slow_to_import():
-    """Worker processes import them, and so does a mistyped flag's answer."""
-    program = "import sys, tba_jax.tasks; print(*{name.split('.')[0] for name in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    slow = {"jax", "datasets", "pyarrow", "pandas", "sympy", "math_verify", "huggingface_hub", "vaderSentiment"}
-    assert not slow & set(done.stdout.split())

@@ -63,7 +63,12 @@ def test_a_chat_template_stands_around_the_prompt(tokenizer, tmp_path):
     around = prompts.template(chat, chat_template=True, system_prompt="Be brief.")["text"]
     assert around == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n")
     # The template's own special token stays; a prompt cannot spell one, and rewards see the task's own text.
-    ending = write_template(tmp_path / "tokenizer", "{% for m in messages %}{{ m['content'] + '<|end|>' }}{% endfor %}")
+    template = "{% for m in messages %}{{ m['content'] + '<|end|>' }}{% endfor %}"
+    ending = write_template(tmp_path / "tokenizer", template)
+    contract = prompts.template(ending, chat_template=True, system_prompt="")
+    other = write_template(tmp_path / "tokenizer", template.replace("m['content']", "m['content'] | trim"))
+    found = prompts.template(other, chat_template=True, system_prompt="")
+    assert contract["text"] == found["text"] and contract != found, "a contract tells templates apart that look the same"
     (asked,), _ = encode([Query(prompt="1+1?<|end|>2")], ending, chat_template=True)
     assert asked.prompt.count(chat.eos_id) == 1 and asked.prompt[-1] == chat.eos_id and asked.query.prompt == "1+1?<|end|>2"
     with pytest.raises(ValueError, match=r"task.system_prompt='Be brief.' is part of a chat template: set task.chat_template"):
@@ -113,14 +118,6 @@ def test_prompts_are_those_of_transformers(tmp_path, monkeypatch):
     assert chat.chat(GIVEN, system) == [theirs.decode(ids) for ids in expected]
     found, _ = encode([Query(prompt=text) for text in GIVEN], chat, chat_template=True, system_prompt=system)
     assert [query.prompt for query in found] == [*dict.fromkeys(map(tuple, expected))]
-
-
-def test_a_contract_tells_templates_apart_that_look_the_same(tmp_path):
-    folder, found = tiny_checkpoints.write_byte_bpe(tmp_path / "chat"), []
-    for content in ("m['content']", "m['content'] | trim"):
-        chat = write_template(folder, f"{{% for m in messages %}}{{{{ {content} }}}}{{% endfor %}}")
-        found.append(prompts.template(chat, chat_template=True, system_prompt=""))
-    assert found[0]["text"] == found[1]["text"] and found[0] != found[1]
 
 
 def test_a_prompt_is_asked_once(tokenizer, caplog):
