@@ -26,7 +26,6 @@ from tests.support.tiny_engine import (
     decoded_alone,
     decoded_together,
     make_engine,
-    make_mesh,
     make_request,
 )
 
@@ -52,37 +51,26 @@ def test_usage_counts_slots_operations_and_bytes():
     assert engine.usage.prompt_tokens == 3 + 2 * 3  # samples in two groups read the prompt twice
 
 
-@pytest.fixture
-def traced(monkeypatch) -> list[tuple[str, int]]:
-    """(name, window) of the programs that are traced, in order."""
-    found: list[tuple[str, int]] = []
-
-    def noted(name):
+@pytest.mark.slow
+def test_a_stream_reads_as_much_of_its_rings_as_its_samples_need(monkeypatch):
+    """As on TPUs: rings become shorter in a round of short samples, and are rotated and whole again where long ones come."""
+    traced: list[tuple[str, int]] = []  # name and window of each program
+    for name in ("decode", "rotate"):
         function = getattr(decode_loop, name)
 
-        @functools.wraps(function)
-        def call(*args, **static):
-            found.append((name, static["window"]))
+        def noted(*args, name=name, function=function, **static):
+            traced.append((name, static["window"]))
             return function(*args, **static)
 
-        monkeypatch.setattr(decode_loop, name, call)
-
-    noted("decode")
-    noted("rotate")
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tiled, short, windows", [(False, 32, {10, 20, 30, 39}), (True, 48, {16, 32, 48})])
-def test_a_stream_reads_as_much_of_its_rings_as_its_samples_need(traced, monkeypatch, tiled, short, windows):
-    """Short samples for a round, then long ones beside short ones: the rings become shorter, are rotated, and are whole again."""
+        monkeypatch.setattr(decode_loop, name, functools.wraps(function)(noted))
+    windows = {16, 32, 48}
     engines = dict(space=ENDLESS, prompt_length=8, response_length=40)
     single = make_engine(1, 1, chunk=40, **engines)
-    monkeypatch.setattr(slots_lib, "are_tiled", lambda mesh: tiled)
+    monkeypatch.setattr(slots_lib, "are_tiled", lambda mesh: True)
     monkeypatch.setattr(slots_lib, "_TILE_COLUMNS", 16)  # so that rings of 48 entries have windows
     monkeypatch.setattr(kv_cache, "_TILE_COLUMNS", 1)  # so that the heads of a tiny model fill them
     engine = make_engine(8, 4, chunk=8, **engines)
-    limits = [4] * short + [40, 5, 40, 3, 4] * 2
+    limits = [4] * 48 + [40, 5, 40, 3, 4] * 2
     stream = [make_request([3 + i % 6, 5], 4, i, limit=np.full(4, limit)) for i, limit in enumerate(limits)]
     found = decoded_together(engine, stream)
     assert len(set(traced)) == len(traced), "each program is made once"

@@ -168,6 +168,15 @@ def test_a_run_learns_from_them(tmp_path, monkeypatch):
     assert not s.run.rescored(2).exists()
 
 
+def test_rows_with_values_that_cannot_be_are_not_valid():
+    shape = RowShape(prompt_length=2, response_length=6, reward_parts=("a",), state_values=True)
+    rows = {name: np.zeros((5, *row), dtype) for name, (dtype, row) in shape.columns().items()}
+    rows["prompt_length"][:], rows["response_length"][:] = 1, 6
+    rows["state_values"][1, 0], rows["state_values"][2, 3], rows["state_values"][3, 1:] = np.nan, np.inf, np.nan
+    reasons = [REJECTIONS[reason] for reason in validate_rows(rows, vocab_size=4)]
+    assert reasons == ["valid", "state_values", "state_values", "valid", "valid"]
+
+
 # Texts of token ids, some of them a part of a character; two more ids have no text.
 PIECES = [text.encode() for text in ("", "a", "b", "ab", "ba", "c", "xcdy", "é")] + [b"\xc3", b"\xa9", b"cdcd"]
 LENGTH = 9
