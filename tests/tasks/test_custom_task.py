@@ -114,16 +114,13 @@ def test_what_a_class_does_wrong_is_one_sentence(file, code, sentence):
     assert str(raised.value).startswith(f"task.name='{file}:Wrong': ")
 
 
-SHAPES = "returned a reward of shape ({n},) and parts of shape {parts}; for 3 responses they must have shapes (3,) and (3, 1)"
-
-
 @pytest.mark.parametrize(
     "rewards, error, sentence",
     [
-        ([0.5] * 3, TypeError, "rewards() of task Given must return Scores, not list"),
-        (Scores(np.zeros(4), np.zeros((4, 1))), ValueError, SHAPES.format(n=4, parts=(4, 1))),
-        (Scores(np.zeros(3), np.zeros(3)), ValueError, SHAPES.format(n=3, parts=(3,))),
-        (SystemExit(3), RuntimeError, "rewards() of task Given raised SystemExit: 3"),
+        ([0.5] * 3, TypeError, "must return Scores, not list"),
+        (Scores(np.zeros(4), np.zeros((4, 1))), ValueError, "a reward of shape (4,) and parts of shape (4, 1); for 3 responses"),
+        (Scores(np.zeros(3), np.zeros(3)), ValueError, "a reward of shape (3,) and parts of shape (3,); for 3 responses"),
+        (SystemExit(3), RuntimeError, "raised SystemExit: 3"),
     ],
     ids=str,
 )
@@ -137,7 +134,7 @@ def test_rewards_that_are_none_are_refused_by_the_tasks_name(rewards, error, sen
             return rewards
 
     queries = [EncodedQuery(query=Query(prompt="a"), prompt=(1,))] * 3
-    with pytest.raises(error, match=re.escape(sentence)):
+    with pytest.raises(error, match=rf"rewards\(\) of task Given .*{re.escape(sentence)}"):
         reward_texts(["x"] * 3, np.ones(3, bool), queries, task=Given(), missing_eos_reward=None)
 
 

@@ -82,49 +82,27 @@ def test_prompts_gold_answers_and_solutions(task, sums, tmp_path):
             gsm8k(tmp_path, prompt=wrong)
 
 
-THOUSANDS = (",", "{,}", r"\,", r"\;", r"\ ", "~", r",\!", r"{,}\!", "\u00a0", "\u2009", "\u202f")
+def pairs(table: str) -> list[tuple[str, str]]:
+    """Of a table of pairs, each divided by <>."""
+    return [(first.strip(), second.strip()) for first, second in (pair.split("<>") for pair in table.split(" |"))]
 
+
+THOUSANDS = (",", "{,}", r"\,", r"\;", r"\ ", "~", r",\!", r"{,}\!", "\u00a0", "\u2009", "\u202f")
 # What the last number of a text is, by hand.
-LAST: dict[str, str] = {
-    "": "",
-    "5": "5",
-    "The answer is 72.": "72",
-    "#### 72\n": "72",
-    "1,234.50": "1234.5",
-    "£7 or €8": "8",
-    ".5": "0.5",
-    "-.5": "-0.5",
-    "wait...5": "5",
-    "-3": "-3",
-    "−3": "-3",
-    "-$3": "-3",
-    "$-3": "-3",
-    "+3": "3",
-    **{f"{sign}5": "-5" for sign in ("–", "−", "‐", "‑", "－", r"-\,", r"-\!", r"= -\;", r"\$-\,")},
-    **{f"{mark}-5{mark}": "-5" for mark in ("_", "__", "*", "**")},
-    "_.5_": "0.5",
-    **{f"-1{s}234{s}567.50": "-1234567.5" for s in THOUSANDS},
-    **{f"12{s}34": "34" for s in THOUSANDS},
-    "3 000": "0",
-    "48–24": "24",
-    r"48\,-\,24": "24",
-    "48-24": "24",
-    "(2)-24": "24",
-    "-0.00": "0",
-    "007": "7",
-    "12,34": "34",
-    "3/4": "4",
-    "2.5.": "2.5",
-    "1e3": "1000",
-    "1.5E-3": "0.0015",
-    "3even": "3",
-    "1e999999": "1e999999",
-    "1e9999999999": "9999999999",
-    "٣": "",
-    "9" * 41: "9" * 41,
-    "1" + "0" * 41: "1e41",
-    "0." + "0" * 40 + "1": "1e-41",
-}
+LAST = dict(
+    pairs(
+        r"""
+    <> | 5 <> 5 | The answer is 72. <> 72 | #### 72 <> 72 | 1,234.50 <> 1234.5 | £7 or €8 <> 8 | .5 <> 0.5 | -.5 <> -0.5 |
+    wait...5 <> 5 | -3 <> -3 | −3 <> -3 | -$3 <> -3 | $-3 <> -3 | +3 <> 3 | –5 <> -5 | −5 <> -5 | ‐5 <> -5 | ‑5 <> -5 |
+    －5 <> -5 | -\,5 <> -5 | -\!5 <> -5 | = -\;5 <> -5 | \$-\,5 <> -5 | _-5_ <> -5 | __-5__ <> -5 | *-5* <> -5 |
+    **-5** <> -5 | _.5_ <> 0.5 | 3 000 <> 0 | 48–24 <> 24 | 48\,-\,24 <> 24 |
+    48-24 <> 24 | (2)-24 <> 24 | -0.00 <> 0 | 007 <> 7 | 12,34 <> 34 | 3/4 <> 4 |
+    2.5. <> 2.5 | 1e3 <> 1000 | 1.5E-3 <> 0.0015 | 3even <> 3 | 1e999999 <> 1e999999 | 1e9999999999 <> 9999999999 | ٣ <>
+    """
+    )
+)
+LAST |= {f"-1{s}234{s}567.50": "-1234567.5" for s in THOUSANDS} | {f"12{s}34": "34" for s in THOUSANDS}
+LAST |= {"9" * 41: "9" * 41, "1" + "0" * 41: "1e41", "0." + "0" * 40 + "1": "1e-41"}
 
 
 def test_the_last_number(sums):
@@ -162,21 +140,16 @@ def test_all_of_the_real_gold_answers(data_dir):
     assert not any("<<" in text for _, text in task.worked_examples(np.random.default_rng(0), 7473))
 
 
-BOXES: dict[str, str] = {
-    "": "",
-    r"\boxed{3} no \boxed{5}.": "5",
-    r"\boxed {5}": "5",
-    r"$\boxed 5$": "5",
-    r"so \boxed 12. Done": "12",
-    r"\boxed{\frac{1}{2}}": r"\frac{1}{2}",
-    r"\boxed{\boxed{5}}": r"\boxed{5}",
-    r"\boxed{x+\boxed{5}}": r"x+\boxed{5}",
-    r"\boxed{5": "",
-    r"\boxed{\boxed{5}": "5",
-    r"} { \boxed{5} {": "5",
-    r"\\boxed{5}": "",  # a line break, and a word
-    r"\boxed{a\}b}": r"a\}b",
-}
+BOXES = dict(
+    pairs(
+        r"""
+    <> | \boxed{3} no \boxed{5}. <> 5 | \boxed {5} <> 5 | $\boxed 5$ <> 5 | so \boxed 12. Done <> 12 |
+    \boxed{\boxed{5}} <> \boxed{5} |
+    \boxed{\frac{1}{2}} <> \frac{1}{2} | \boxed{x+\boxed{5}} <> x+\boxed{5} | \boxed{5 <> | \boxed{\boxed{5} <> 5 |
+    } { \boxed{5} { <> 5 | \\boxed{5} <> | \boxed{a\}b} <> a\}b
+    """  # \\ is a line break, and what follows a word
+    )
+)
 
 
 def test_the_last_box():
@@ -228,11 +201,6 @@ APART = r"""
 def test_different_answers_stay_apart(task):
     answers = [answer.strip() for answer in APART.split(" |")]
     assert len({task.final_answer(rf"\boxed{{{answer}}}") for answer in answers}) == len(answers)
-
-
-def pairs(table: str) -> list[tuple[str, str]]:
-    """(gold answer, answer), divided by <>."""
-    return [(gold.strip(), answer.strip()) for gold, answer in (pair.split("<>") for pair in table.split(" |"))]
 
 
 EQUAL = pairs(
