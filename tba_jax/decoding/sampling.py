@@ -339,7 +339,7 @@ def _by_block(
 ) -> jax.Array:
     """of(logits) reduced to float32[B, ⌈V / block⌉]; `of` works on float32[B, n] token by token.
 
-    The ragged end is cut off before `of` is applied: padded, or cut off after it, XLA would make another [B, V]. With `tiled`, the
+    The ragged end is cut off before `of` is applied: padded, or cut off after it, XLA would make another [B, V]. If `tiled`, the
     logits are read as a TPU holds them, and reduced by way of the columns of tiles.
     """
     B, V = logits.shape
