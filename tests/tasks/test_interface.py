@@ -70,17 +70,12 @@ def story_file(tmp_path):
     return path
 
 
-def test_openings_are_distinct_and_split_in_order(story_file):
+def test_openings_are_distinct_and_the_reward_is_the_sentiment_of_the_continuation(story_file):
     task = StorySentiment(data_path=str(story_file), opening_words=4, heldout_queries=2)
     assert [query.prompt for query in task.queries("train")] == ["One day a cat", "The sun was so"]
     assert [query.prompt for query in task.queries("heldout")] == ["A boy had a", "Mia ran to her"]
-
-
-def test_the_reward_is_the_sentiment_of_the_continuation(story_file):
-    task = StorySentiment(data_path=str(story_file), opening_words=4, heldout_queries=2)
-    query = Query(prompt="It was a terrible, horrible day.")
     responses = [" They were happy and loved the wonderful party!", " He was sad, hurt and afraid of the bad storm.", " the"]
-    scores = task.rewards([query] * 3, responses, np.array([True, False, True]))
+    scores = task.rewards([Query("It was a terrible, horrible day.")] * 3, responses, np.array([True, False, True]))
     good, bad, neutral = scores.reward.tolist()
     assert 0.5 < good <= 1 and -1 <= bad < -0.5 and neutral == 0
     assert scores.reward.dtype == np.float32 and scores.parts.tolist() == scores.reward[:, None].tolist()
