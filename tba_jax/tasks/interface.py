@@ -60,9 +60,14 @@ class Task(Protocol):
     perhaps infinite: settings that need other limits are refused before the run begins.
     """
 
-    score_name: str
-    reward_parts: tuple[str, ...]
-    reward_version: int
+    @property
+    def score_name(self) -> str: ...
+
+    @property
+    def reward_parts(self) -> tuple[str, ...]: ...
+
+    @property
+    def reward_version(self) -> int: ...
 
     def queries(self, split: str) -> Sequence[Query]:
         """All queries of "train" or "heldout", in a fixed order."""

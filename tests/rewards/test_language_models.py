@@ -128,21 +128,6 @@ def test_replies_depend_on_seed_and_text_alone(generator):
     assert [reply for each in found for reply in each] == replies
 
 
-@pytest.mark.parametrize(
-    "changes, sentence",
-    [
-        ({"template": "tell:"}, r"task.red_team.victim_template='tell:' must hold \{attack\} once"),
-        ({"template": "{attack}{attack}"}, r"must hold \{attack\} once"),
-        ({"system_prompt": "be good"}, r"victim_template='tell: \{attack\}:' and a system prompt exclude each other"),
-        ({"prompt_length": 7}, r"task.red_team.victim_prompt_length=7 leaves no room for any text: .* 7 tokens"),
-        ({"reply_length": 60}, r"prompt_length=40 \+ task.red_team.victim_reply_length=60 exceed the 64 positions"),
-    ],
-)
-def test_settings_that_do_not_go_with_a_generator_are_refused(victim, changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        make(victim, **changes)
-
-
 def test_folders_that_cannot_reply_are_refused(tmp_path):
     model = spelled_checkpoints.write(tmp_path / "plain", "llama_untied")
     with pytest.raises(ValueError, match=r"task.red_team.victim_template='', the chat template: the tokenizer of .* has no chat"):
@@ -221,14 +206,18 @@ def test_prompts_of_a_judge(guard, scorer, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "changes, sentence",
+    "of, changes, sentence",
     [
-        ({"token": "unsafely"}, r"classifier_label='unsafely' must be the text of one token of .* 0 tokens have"),
-        ({"template": "{attack}"}, r"classifier_template='\{attack\}' must hold \{reply\} once"),
-        ({"length": 65}, r"classifier_length=65 exceeds the 64 positions"),
-        ({"length": 14}, r"classifier_length=14 leaves no room for any text: .* 14 tokens"),
+        ("victim", {"template": "tell:"}, r"victim_template='tell:' must hold \{attack\} once"),
+        ("victim", {"system_prompt": "be good"}, r"victim_template='tell: \{attack\}:' and a system prompt exclude each other"),
+        ("victim", {"prompt_length": 7}, r"victim_prompt_length=7 leaves no room for any text: .* 7 tokens"),
+        ("victim", {"reply_length": 60}, r"victim_prompt_length=40 \+ .*victim_reply_length=60 exceed the 64 positions"),
+        ("guard", {"token": "unsafely"}, r"classifier_label='unsafely' must be the text of one token of .* 0 tokens have"),
+        ("guard", {"template": "{attack}"}, r"classifier_template='\{attack\}' must hold \{reply\} once"),
+        ("guard", {"length": 65}, r"classifier_length=65 exceeds the 64 positions"),
+        ("guard", {"length": 14}, r"classifier_length=14 leaves no room for any text: .* 14 tokens"),
     ],
 )
-def test_settings_that_do_not_go_with_a_judge_are_refused(guard, changes, sentence):
+def test_settings_that_do_not_go_with_a_model_are_refused(request, of, changes, sentence):
     with pytest.raises(ValueError, match=rf"task\.red_team\.{sentence}"):
-        judge(guard, **changes)
+        (make if of == "victim" else judge)(request.getfixturevalue(of), load=False, **changes)
