@@ -188,10 +188,7 @@ def test_a_character_without_a_token_is_found(tmp_path, prompt, text, read):
     assert prompts.changed_by(known, ["add 1 2", prompt, "3/4"]) == (2, text, read)
 
 
-@pytest.mark.parametrize(
-    "normalizer, count",
-    [(None, 0), ("NFD", 0), ("Strip", 0), ("Lowercase", 1)],
-)
+@pytest.mark.parametrize("normalizer, count", [(None, 0), ("NFD", 0), ("Strip", 0), ("Lowercase", 1)])
 def test_normal_forms_and_white_space_are_no_loss(tmp_path, normalizer, count):
     folder = tiny_checkpoints.write_byte_bpe(tmp_path)
     if normalizer:
