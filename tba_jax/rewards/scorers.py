@@ -172,7 +172,7 @@ class SequenceClassifier:
     """Logits of texts. Every device has all of the weights; texts are split over the devices, none of which waits for another.
 
     The model's own tokenizer encodes the texts, with the special tokens that it adds; one that a text spells is read as text (see
-    text.special_tokens). Of a text that is longer than the model's positions, a decoder, which scores its last token,
+    text.tokenizers). Of a text that is longer than the model's positions, a decoder, which scores its last token,
     drops the beginning, and an encoder the end, with one warning. Several threads may call `scores` at once.
     """
 

@@ -21,6 +21,7 @@ from tests.support.tiny_engine import (
     BANNED,
     EOS,
     PARAMS,
+    SIZES,
     SPACE,
     assert_same_rows,
     decoded_alone,
@@ -33,11 +34,16 @@ ENDLESS = dataclasses.replace(SPACE, banned_tokens=(*BANNED, EOS))
 
 
 def test_usage_counts_slots_operations_and_bytes():
-    engine = make_engine(8, 4, space=ENDLESS)
-    engine.set_policy(PARAMS, 5)
-    # A row of four tokens, without an end: the first comes from prefill, three from as many steps of eight slots.
-    engine.generate([make_request([6, 6, 3], 1, limit=np.array([4]))])
-    usage, c, m = engine.usage, engine.config, engine.config.model
+    for seed in range(200):  # until no row ends before its limit
+        engine = make_engine(*SIZES)
+        engine.set_policy(PARAMS, 5)
+        # A row of four tokens: the first comes from prefill, three from as many steps of eight slots.
+        (short,) = engine.generate([make_request([6, 6, 3], 1, seed, limit=np.array([4]))])
+        usage, c, m = engine.usage, engine.config, engine.config.model
+        # The others idle while the longest goes on, for eight steps in two calls.
+        (long,) = engine.generate([make_request([6, 6, 3], 3, seed, limit=np.array([4, 1, 9]))])
+        if not (short.finished.any() or long.finished.any()):
+            break
     assert (usage.slot_steps, usage.useful) == (3 * 8, 3)
     assert (usage.prefilled, usage.prompt_tokens) == (32 * engine._lanes[0]._arrivals, 3)
     # Three tokens of the prompt give one token, and three drawn ones.
@@ -45,8 +51,6 @@ def test_usage_counts_slots_operations_and_bytes():
     weights = sum(x.nbytes for name, x in parameters.flatten(PARAMS).items() if m.tied_embedding or name != "embedding.weight")
     entries = c.groups * c.buffers * c.prompt_length + 8 * (c.response_length - 1)
     assert usage.bytes == 3 * (weights + entries * 2 * m.layers * m.kv_heads * m.head_size * 4)
-    # The others idle while the longest goes on, for eight steps in two calls.
-    engine.generate([make_request([6, 6, 3], 3, limit=np.array([4, 1, 9]))])
     assert (engine.usage.slot_steps, engine.usage.useful) == ((3 + 8) * 8, 3 + 3 + 0 + 8)
     assert engine.usage.prompt_tokens == 3 + 2 * 3  # samples in two groups read the prompt twice
 

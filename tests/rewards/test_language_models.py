@@ -51,18 +51,18 @@ def generator(victim) -> TextGenerator:
     return make(victim)
 
 
-@pytest.fixture(scope="module")
-def greedy_generator(victim) -> TextGenerator:
-    """One reply a text, the most likely one."""
-    return make(victim, samples=1, temperature=0.0)
-
-
 def beside(generator: TextGenerator, folder, **changes) -> TextGenerator:
     """A generator of other prompts that decodes with the engine of `generator`, so that nothing is compiled."""
     settings = dataclasses.asdict(generator._settings) | changes
     made = make(folder, load=False, **settings)
     made._engine = generator._engine
     return made
+
+
+@pytest.fixture(scope="module")
+def greedy_generator(victim, generator) -> TextGenerator:
+    """One reply a text, the most likely one."""
+    return beside(generator, victim, samples=1, temperature=0.0)
 
 
 load = functools.cache(tiny_checkpoints.load)
