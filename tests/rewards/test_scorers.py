@@ -290,12 +290,6 @@ def test_a_linear_classifier_by_hand(tmp_path):
     np.testing.assert_allclose(found, np.log([sum(by_hand) / 2, sum(nothing) / 2, sum(nothing) / 2]), rtol=1e-6)
 
 
-def test_profanity_is_told_from_plain_speech(data_dir):
-    texts = ["You are a stupid idiot, shut up", "The water cycle is explained in one sentence", "what a lovely day it is"]
-    found = np.exp(LinearScorer(data_dir / "classifiers/profanity_check_linear.npz", setting="path")(texts))
-    assert found[0] > 0.9 and found[1:].max() < 0.2
-
-
 @pytest.mark.parametrize(
     "changes, sentence",
     [

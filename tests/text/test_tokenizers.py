@@ -98,35 +98,32 @@ def test_fingerprint_follows_what_defines_ids(tmp_path):
 def test_special_tokens_beyond_the_embedding_are_not_used(tmp_path):
     """As in Gemma 3, whose text models have no row for the token of images."""
     folder = tiny_checkpoints.write_byte_bpe(tmp_path)
-    definition = json.loads((folder / "tokenizer.json").read_text())
-    for i, content in enumerate(["<image>", "<image_end>"], start=258):
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        definition["added_tokens"].append({"id": i, "content": content, "special": True, **flags})
-    (folder / "tokenizer.json").write_text(json.dumps(definition))
-    whole, cut = HuggingFaceTokenizer(folder), HuggingFaceTokenizer(folder, vocab=258)
+    whole = Backend.from_file(str(folder / "tokenizer.json"))
+    whole.add_special_tokens(["<image>", "<image_end>"])
+    whole.save(str(folder / "tokenizer.json"))
+    whole, cut, text = HuggingFaceTokenizer(folder), HuggingFaceTokenizer(folder, vocab=258), "a<image><image_end>"
     assert whole.encode("a<image>")[1:] == [258] and (whole.vocab_size, whole.special_ids) == (260, (256, 258, 259))
     assert (cut.vocab_size, cut.special_ids, len(cut.token_bytes())) == (258, (256,), 258)
-    text = "a<image><image_end>"
     for ids in (cut.encode(text), *cut.encode_all([text], begin=True), *cut.encode_all([text], begin=False)):
         assert max(ids) < 256 and cut.decode(ids) == "a< image>< image_end>"
     with pytest.raises(ValueError, match="the tokenizer has 260 ids, the embedding only 257"):
         HuggingFaceTokenizer(folder, vocab=257)  # 257 is no special token: the model does not fit
 
 
-def beyond(folder, **named):
-    """A tokenizer of 258 ids whose tokenizer_config.json names a special token that it has not, which becomes id 258."""
-    tiny_checkpoints.write_byte_bpe(folder)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | named))
-    return folder
-
-
 def test_special_tokens_that_are_needed_have_rows_in_the_embedding(tmp_path):
-    padded = beyond(tmp_path / "padded", pad_token="<|padding|>")
+    """Names in tokenizer_config.json of special tokens that a tokenizer has not become ids from 258 on."""
+
+    def naming(name: str, token: str):
+        folder = tiny_checkpoints.write_byte_bpe(tmp_path / name)
+        settings = json.loads((folder / "tokenizer_config.json").read_text()) | {name: token}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        return folder
+
+    padded, ending = naming("pad_token", "<|padding|>"), naming("eos_token", "<|over|>")
     assert HuggingFaceTokenizer(padded).pad_id == HuggingFaceTokenizer(padded, vocab=259).pad_id == 258
     cut = HuggingFaceTokenizer(padded, vocab=258)
     assert cut.pad_id == cut.eos_id == 256 and cut.vocab_size == 258 and max(cut.encode("a<|padding|>")) < 258
-    ending, begun = beyond(tmp_path / "ending", eos_token="<|over|>"), tiny_checkpoints.write_byte_bpe(tmp_path / "begun")
+    begun = tiny_checkpoints.write_byte_bpe(tmp_path / "begun")
     whole = Backend.from_file(str(begun / "tokenizer.json"))
     whole.add_special_tokens(["<|begin|>"])
     whole.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 258)])
