@@ -50,12 +50,11 @@ def read(
         raise ValueError(f"{where} must name a {', '.join(SUFFIXES)} file, or a data set of the hub as owner/name")
     path, optional = Path(source), optional or {}
     columns = functools.partial(_columns, fields=fields, optional=optional, where=where)
-    if path.suffix in _JSON and path.is_file():
-        records: Iterator[tuple[str, Any]] = _JSON[path.suffix](path, where)
-    elif path.exists() and not path.is_dir():
-        if path.suffix != ".parquet":
+    if path.exists() and not path.is_dir():
+        if path.suffix not in SUFFIXES:
             raise ValueError(f"{where} must end in one of {', '.join(SUFFIXES)}, which give the file's format")
-        records = _numbered(where, _parquet(path, where, columns))
+        read_json = _JSON.get(path.suffix)
+        records = read_json(path, where) if read_json else _numbered(where, _parquet(path, where, columns))
     else:
         found = _folder(path, where, split) if path.is_dir() else _hub(source, where, split)
         where = f"{where} (split {split!r})"
