@@ -29,8 +29,8 @@ def folders(tmp_path_factory):
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(made["bert_embedding"] / "tokenizer.json"))
     tokens = random_checkpoints.byte_tokenizer(root / "tokens")
-    for seed, (name, labels) in enumerate([("reward", 1), ("gold", 1), ("classifier", 3)]):
-        made[name] = random_checkpoints.write(root / name, "pythia-410m", tokens, labels=labels, seed=seed)
+    for name, labels in (("reward", 1), ("classifier", 3)):
+        made[name] = random_checkpoints.write(root / name, "pythia-410m", tokens, labels=labels)
     made["rows"] = write_rows(root / "rows.jsonl", ROWS)
     return {name: str(path) for name, path in made.items()}
 
@@ -55,7 +55,7 @@ def red_team(folders, **changes) -> RedTeam:
 
 
 def tldr(folders, **changes) -> TLDR:
-    paths = dict(train_path="rows", heldout_path="rows", reward_path="reward", gold_path="gold")
+    paths = dict(train_path="rows", heldout_path="rows", reward_path="reward", gold_path="reward")
     settings = {name: folders[path] for name, path in paths.items()} | dict(compute_dtype="float32", batch_rows=4)
     return TLDR(**settings | changes)
 

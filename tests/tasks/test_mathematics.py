@@ -37,7 +37,7 @@ def gsm8k(folder, **changes) -> GSM8K:
 
 def make(folder, **changes) -> Math:
     paths = {"train_path": write(folder / "a.jsonl", ROWS), "heldout_path": write(folder / "b.jsonl", ROWS[:1])}
-    limits = dict(time_limit=30.0, retries=1, concurrency=2)
+    limits = dict(time_limit=30.0, retries=1, concurrency=1)
     return Math(**paths | limits | {"prompt": base.get_config().task.math.prompt} | changes)
 
 
@@ -233,7 +233,7 @@ def test_equal_and_different_answers(task):
 
 
 def test_an_answer_that_takes_for_ever_has_no_reward(tmp_path, caplog):
-    task = make(tmp_path, time_limit=1.0, concurrency=1)
+    task = make(tmp_path, time_limit=1.0)
     assert rewards(task, [("5", r"\boxed{2+3}"), ("5", r"\boxed{9^{9^{9^{9}}}}")]) == [1, 0]
     (message,) = caplog.messages
     assert message.startswith("1 of 2 responses took more than task.math.time_limit=1 s to grade: reward 0; ")

@@ -129,12 +129,8 @@ def test_a_prompt_is_asked_once(tokenizer, caplog):
 
 
 def test_a_prompt_of_unknown_characters_is_refused(tmp_path):
-    folder = tmp_path / "letters"
-    folder.mkdir()
-    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "</s>": 2}, [])).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}')
     with pytest.raises(ValueError, match="the train prompt '12' has no token"):
-        encode([Query("ab"), Query("12")], HuggingFaceTokenizer(folder))
+        encode([Query("ab"), Query("12")], HuggingFaceTokenizer(tiny_checkpoints.write_letters(tmp_path / "letters", "ab")))
 
 
 class JoiningTokenizer(CharacterTokenizer):
