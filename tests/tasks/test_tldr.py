@@ -121,7 +121,8 @@ def test_bad_rows_are_said(row, sentence, rows, tmp_path):
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, rows):
     """The config of a run with a policy, and a reward model."""
-    folder, tokens = tmp_path_factory.mktemp("tldr"), random_checkpoints.byte_tokenizer(tmp_path_factory.mktemp("tokens"))
+    folder = tmp_path_factory.mktemp("tldr")
+    tokens = random_checkpoints.byte_tokenizer(folder / "tokens")
     for name, labels in (("reward", 1), ("policy", 0)):
         random_checkpoints.write(folder / name, "pythia-410m", tokens, labels=labels)
     paths = {"model.path": folder / "policy", "task.tldr.reward_path": folder / "reward"}
