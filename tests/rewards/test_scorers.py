@@ -252,7 +252,7 @@ def test_encoders_of_the_contract(encoder, tmp_path):
 
 
 def test_a_run_stores_embeddings_and_merges_by_them(encoder, tmp_path, one_device):
-    """Two-digit sums whose every response the tokenizer does not know: all have one embedding, so a query keeps one row."""
+    """The encoder's tokenizer knows no word of the responses: those of equally many words have one embedding."""
     changes = {"schedule__mode": "interleaved", "evaluation__enabled": False, "learner__steps": 2}
     c = tiny_run.config(task__embedding_path=str(encoder), replay__merge_cosine_distance=0.01, **changes)
     s = tiny_run.settings(tmp_path, c)

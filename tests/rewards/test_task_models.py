@@ -28,9 +28,10 @@ def folders(tmp_path_factory):
     words = Tokenizer(models.WordLevel({"[UNK]": 0} | {letter: i for i, letter in enumerate("abcdef", 1)}, "[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(made["bert_embedding"] / "tokenizer.json"))
-    tokens = random_checkpoints.byte_tokenizer(root / "tokens")
-    for name, labels in (("reward", 1), ("classifier", 3)):
-        made[name] = random_checkpoints.write(root / name, "pythia-410m", tokens, labels=labels)
+    made["reward"] = random_checkpoints.write(
+        root / "reward", "pythia-410m", random_checkpoints.byte_tokenizer(root / "tokens"), labels=1
+    )
+    made["classifier"] = spelled_checkpoints.write(root / "classifier", "roberta_classifier")
     made["rows"] = write_rows(root / "rows.jsonl", ROWS)
     return {name: str(path) for name, path in made.items()}
 
@@ -128,7 +129,8 @@ def test_models_that_cannot_be_used_are_named(folders):
         task_models.of_task(red_team(folders, victim_concurrency=3), mesh(2), role="searcher", length=LENGTH)
     for name in ("reward", "gold"):
         with pytest.raises(
-            ValueError, match=rf"{name}_path='.*' must have one label, as a reward model has; it has 3, LABEL_0, LABEL_1, LABEL_2"
+            ValueError,
+            match=rf"{name}_path='.*' must have one label, as a reward model has; it has 3, negative, neutral, positive",
         ):
             task_models.check(tldr(folders, **{f"{name}_path": folders["classifier"]}), role="evaluator")
     task_models.check(tldr(folders, gold_path=folders["classifier"]), role="searcher")  # which does not load it
