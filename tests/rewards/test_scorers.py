@@ -12,14 +12,11 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from tba_jax import sharding, trajectory
-from tba_jax.experiment import jobs
-from tba_jax.replay.reader import LogReader
+from tba_jax import sharding
 from tba_jax.rewards import scorers
 from tba_jax.rewards.scorers import LinearScorer, ResponseEmbedder
-from tba_jax.storage import layout
 from tba_jax.tasks.interface import ModelUse
-from tests.support import applied, tiny_checkpoints, tiny_run
+from tests.support import applied, tiny_checkpoints
 from tests.support.tiny_checkpoints import path_of
 
 EOS = "<end>"
@@ -249,22 +246,6 @@ def test_encoders_of_the_contract(encoder, tmp_path):
             scorers.encoder_config(path_of(name))
     with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
         scorers.encoder_config(path_of("bert_embedding"))
-
-
-def test_a_run_stores_embeddings_and_merges_by_them(encoder, tmp_path, one_device):
-    """The encoder's tokenizer knows no word of the responses: those of equally many words have one embedding."""
-    changes = {"schedule__mode": "interleaved", "evaluation__enabled": False, "learner__steps": 2}
-    c = tiny_run.config(task__embedding_path=str(encoder), replay__merge_cosine_distance=0.01, **changes)
-    s = tiny_run.settings(tmp_path, c)
-    assert jobs.everything(s)() == 0
-    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
-    ((writer, head),) = reader.heads().items()
-    rows = reader.read(writer, 0, head)
-    texts = [s.experiment.tokenizer.decode(trajectory.response(rows, i)) for i in range(head)]
-    np.testing.assert_allclose(rows["embedding"], ResponseEmbedder(encoder, mesh())(texts), atol=1e-6)
-    entry = layout.read_json(s.run.finished)["ledger"][writer]
-    distinct = set(zip(rows["query_id"].tolist(), map(tuple, trajectory.response_tokens(rows).tolist()), strict=True))
-    assert entry["evicted"]["duplicate"] > 0 and entry["resident"] < len(distinct)
 
 
 LINEAR = {
