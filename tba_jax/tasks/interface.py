@@ -120,7 +120,7 @@ def reward_range(task: object) -> tuple[float, float] | None:
     )
 
 
-# Optional methods of tasks, which a task has by having them.
+# What a task may offer besides; a role asks with isinstance.
 
 
 @runtime_checkable
