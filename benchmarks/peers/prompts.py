@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.peers import checkpoint
 from benchmarks.peers.cases import Case
-from tba_jax.tasks.gsm8k import GSM8K
+from tba_jax.tasks.mathematics import GSM8K
 
 COUNT = 256
 _GSM8K_PROMPT = "{question}\n\nSolution:\n"

@@ -91,7 +91,7 @@ def score(
     experiment: "Experiment", responses: Sequence[Any], queries: "Sequence[EncodedQuery]", finished: np.ndarray
 ) -> "tuple[list[str], Scores]":
     """The texts of responses and their scores by the task, which is started. Args: responses: token ids without padding."""
-    from tba_jax.rewards.responses import response_texts, reward_texts
+    from tba_jax.rewards.task_models import response_texts, reward_texts
 
     texts, missing = response_texts(responses, queries, experiment.tokenizer), experiment.contract.missing_eos_reward
     return texts, reward_texts(texts, finished, queries, task=experiment.task, missing_eos_reward=missing)

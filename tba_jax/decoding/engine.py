@@ -5,19 +5,18 @@ engine goes on with whichever lane has its results first.
 """
 
 import dataclasses
-import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from tba_jax import sharding
-from tba_jax.decoding import sizes
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.lane import Lane
-from tba_jax.decoding.requests import Generation, Part, Request, Ticket
-from tba_jax.decoding.slots import SlotsConfig, Usage
+from tba_jax.decoding.requests import Generation, Part, Request, Ticket, Usage
+from tba_jax.decoding.slots import SlotsConfig
 from tba_jax.models import hardware, kv_cache
 from tba_jax.models.config import DecoderConfig, ResponseSpace
 from tba_jax.models.parameters import Params
@@ -37,7 +36,7 @@ class Engine:
       chunk: decode steps between two looks at the host: so long do new weights and free buffers wait. At most response_length; 0:
         by the kind of device, see models.hardware.
       lockstep: requests come in batches and all slots begin at once, so that the samples of a query share a group, and each
-        batch begins with the shortest window of the caches (sizes.Ring). A stream of requests begins with the whole caches.
+        batch begins with the shortest window of the caches (slots.Ring). A stream of requests begins with the whole caches.
       given_length: the part of prompt_length that is kept free for given response tokens; a prompt is shorter by it.
       weights: precision of the weights that `prepare` takes, "full" or "int8".
       swap_memory: where weights that were handed over wait. beside: on the devices. in_place: where they were given, best in
@@ -72,8 +71,8 @@ class Engine:
                 f"prompt_length={self._longest_prompt} and response_length={response_length} need more than the model's "
                 f"{model.max_positions} positions"
             )
-        ways, platform = sharding.data_ways(mesh), mesh.devices.flat[0].platform
-        lane = sizes.lane_sizes(slots, samples, len(ways), lockstep=lockstep)
+        ways, platform, tiled = sharding.data_ways(mesh), mesh.devices.flat[0].platform, slots_lib.are_tiled(mesh)
+        lane = slots_lib.lane_sizes(slots, samples, len(ways), lockstep=lockstep)
         self.config = SlotsConfig(
             model=model,
             graphdef=kv_cache.define(model, weights).graphdef,
@@ -86,14 +85,14 @@ class Engine:
             response_length=response_length,
             chunk=min(hardware.value("searchers.decode_chunk", chunk, platform), response_length),
             stop_accept=stop_strings.accept if stop_strings is not None else -1,
-            tiled=slots_lib.in_tiles(mesh),
-            together=sizes.heads_together(model.kv_heads, model.head_size, mesh.shape["tensor"], tiled=slots_lib.in_tiles(mesh)),
+            tiled=tiled,
+            together=slots_lib.heads_together(model.kv_heads, model.head_size, mesh.shape["tensor"], tiled=tiled),
         )
         self._queue: deque[Part] = deque()
-        drains, self._in_place = swap == "new_sequences", swap_memory == "in_place"
-        make_lane = functools.partial(Lane, self.config, stop_strings=stop_strings, pad_id=pad_id, drains=drains)
-        make_lane = functools.partial(make_lane, in_place=self._in_place, lockstep=lockstep, arrivals=lane.arrivals)
-        self._lanes = [make_lane(way) for way in ways]
+        self._in_place = swap_memory == "in_place"
+        of_lane: dict[str, Any] = dict(stop_strings=stop_strings, pad_id=pad_id, lockstep=lockstep, arrivals=lane.arrivals)
+        of_lane |= dict(drains=swap == "new_sequences", in_place=self._in_place)
+        self._lanes = [Lane(self.config, way, **of_lane) for way in ways]
         # Lanes whose call is running on their devices, the oldest call first.
         self._running: list[Lane] = []
 
@@ -124,8 +123,6 @@ class Engine:
 
     def prepare(self, params: Params, *, consume: bool = False) -> list[Params]:
         """Returns weights as `swap` takes them, one copy for each lane, on the devices; `params` with swap_memory=in_place.
-
-        May be called from a thread beside the one that decodes.
 
         Args:
           params: plain weights of the policy (Policy.for_sampling), on any mesh.

@@ -11,13 +11,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax import sharding as sharding_lib
-from tba_jax.decoding import decode_loop, sizes
+from tba_jax.decoding import decode_loop
+from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import slots as slots_lib
-from tba_jax.decoding.requests import Part
+from tba_jax.decoding.requests import Part, Usage
 from tba_jax.decoding.sampling import Sampling
-from tba_jax.decoding.sizes import Ring
-from tba_jax.decoding.slots import Arrivals, Samples, SlotsConfig, Tokens, Usage
+from tba_jax.decoding.slots import Arrivals, Ring, Samples, SlotsConfig, Tokens
 from tba_jax.models import kv_cache
 from tba_jax.models.parameters import Params
 from tba_jax.programs import Program, shaped
@@ -59,9 +59,9 @@ class Lane:
         self._lock = threading.Lock()  # over `incoming`
         self._weights: Params = {}
         self._weight_bytes = 0
-        self._windows = sizes.windows(config.own_entries, config.chunk, tiled=config.tiled)
+        self._windows = slots_lib.windows(config.own_entries, config.chunk, tiled=config.tiled)
         self._ring = Ring(self._windows, config.chunk, lockstep=lockstep)
-        self._buckets = sizes.buckets(config.prompt_length)
+        self._buckets = slots_lib.buckets(config.prompt_length)
         # (group, buffer) -> the part in it; a free buffer has no entry. When each was filled, as a count of fills; which of
         # them are not prefilled yet; and the first tokens of prefilled ones, which are on their way from the device.
         self._parts: dict[tuple[int, int], Part] = {}
@@ -71,10 +71,10 @@ class Lane:
         # What the running call is to give, and the bytes that each of its steps reads.
         self._trace: Any = None
         self._step_bytes = 0
-        # Of the samples in the places [J, X]: status, response tokens so far, given ones, and the most that there may be.
+        # Of the samples in the places [J, X]: status, response tokens so far, and given ones.
         places = (config.groups, config.buffers * config.places)
         self._status = np.full(places, slots_lib.CUT, np.int32)
-        self._length, self._given, self._limit = (np.zeros(places, np.int32) for _ in range(3))
+        self._length, self._given = np.zeros(places, np.int32), np.zeros(places, np.int32)
         # The programs that make and change the state on the devices. The state itself is made by the first prefill.
         made = {name: sharding_lib.on_mesh(mesh, function) for name, function in decode_loop.make_programs(config, mesh).items()}
         self._init, self._prefill, self._unstack = made["init"], made["prefill"], made["unstack"]
@@ -140,20 +140,16 @@ class Lane:
             if self.incoming is None or (self._drains and self._parts):
                 return
             (weights, step), self.incoming = self.incoming, None
-        if self._in_place:
-            self._replace_weights(weights)
+        if self._in_place:  # each parameter into the memory that the one in use leaves
+            for part in kv_cache.one_by_one(weights):
+                kv_cache.release(self._weights, part, self._config.model)
+                kv_cache.add(self._weights, self.prepare(part))
+                part.clear()
+                jax.block_until_ready(self._weights)
         else:
             self._weights = weights
-        self._weight_bytes = slots_lib.weight_bytes(self._weights, self._config.model)
+        self._weight_bytes = requests_lib.weight_bytes(self._weights, self._config.model)
         self.policy_step = step
-
-    def _replace_weights(self, params: Params) -> None:
-        """Takes the parameters out of `params`, and each into the memory that the one in use leaves."""
-        for part in kv_cache.one_by_one(params):
-            kv_cache.release(self._weights, part, self._config.model)
-            kv_cache.add(self._weights, self.prepare(part))
-            part.clear()
-            jax.block_until_ready(self._weights)
 
     @property
     def is_open(self) -> bool:
@@ -186,8 +182,9 @@ class Lane:
             return False
         # Free buffers are a reason to stop decoding only where prompts wait for them.
         enough = self._arrivals if refills else self._config.groups * self._config.buffers + 1
-        window, buffers = self._fit_ring(), self._buffers_in_use()
-        self._step_bytes = slots_lib.step_bytes(self._config, self._weight_bytes, buffers=buffers, window=window)
+        window = self._fit_ring()
+        buffers = 1 + max(u for _, u in self._parts) if self._lockstep else self._config.buffers
+        self._step_bytes = requests_lib.step_bytes(self._config, self._weight_bytes, buffers=buffers, window=window)
         self._slots, self._trace = self._decode(
             self._weights,
             self._prompts,
@@ -216,10 +213,6 @@ class Lane:
         self._release()
         if not self._parts:
             self._ring.begin()
-
-    def _buffers_in_use(self) -> int:
-        """How many buffers of each group the next chunk reads, from the first on."""
-        return 1 + max(u for _, u in self._parts) if self._lockstep else self._config.buffers
 
     def _fit_ring(self) -> int:
         """The window of the next chunk. Rotates the rings where they must be rotated before."""
@@ -257,7 +250,7 @@ class Lane:
         self.usage.prefilled += arrivals.tokens.size
         lengths = arrivals.length[arrivals.valid].tolist()
         self.usage.prompt_tokens += sum(lengths)
-        self.usage.flops += slots_lib.prefill_flops(self._config.model, lengths)
+        self.usage.flops += requests_lib.prefill_flops(self._config.model, lengths)
         self._prompts, self._slots, first = self._prefill(
             self._weights, self._prompts, self._slots, self._oldest_first(), arrivals, self._stop_table
         )
@@ -266,7 +259,6 @@ class Lane:
             places = slice(u * K, (u + 1) * K)
             self._status[j, places] = np.where(np.arange(K) < part.count, slots_lib.RUNNING, slots_lib.CUT)
             self._given[j, places], self._length[j, places] = part.given, part.given + 1
-            self._limit[j, u * K : u * K + part.count] = part.ticket.limit[part.rows]
         self._first.append((tuple(buffers), first))
 
     def _arrivals_of(self, parts: Sequence[tuple[tuple[int, int], Part]], *, tokens: int) -> Arrivals:
@@ -347,6 +339,6 @@ class Lane:
             places = slice(u * K, u * K + part.count)
             length = self._length[j, places]
             prompt = len(part.ticket.request.context)
-            self.usage.flops += slots_lib.decode_flops(self._config.model, prompt=prompt, drawn=length - part.given)
+            self.usage.flops += requests_lib.decode_flops(self._config.model, prompt=prompt, drawn=length - part.given)
             part.end(length, self._status[j, places] == slots_lib.FINISHED)
             del self._parts[j, u]

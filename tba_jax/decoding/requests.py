@@ -1,12 +1,16 @@
-"""Requests, which the decoder is asked, and generations, which it gives back."""
+"""Requests, which the decoder is asked, generations, which it gives back, and what they cost it."""
 
 import dataclasses
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from tba_jax.decoding.sampling import Sampling
-from tba_jax.decoding.slots import Tokens
+from tba_jax.decoding.slots import SlotsConfig, Tokens
+from tba_jax.models import flops, parameters
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.parameters import Params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,3 +121,50 @@ class Part:
         """All samples have ended. Args: int32[count], bool[count]."""
         self.ticket.generation.length[self.rows], self.ticket.generation.finished[self.rows] = length, finished
         self.ticket.left -= self.count
+
+
+@dataclasses.dataclass
+class Usage:
+    """slot_steps: slots × decode steps; useful: slot-steps that gave a token of a sample. prefilled: tokens of prefill calls,
+    padding included; prompt_tokens: those of prompts. flops: of prompts and of samples that have ended; bytes: see step_bytes."""
+
+    slot_steps: int = 0
+    useful: int = 0
+    prefilled: int = 0
+    prompt_tokens: int = 0
+    flops: int = 0
+    bytes: int = 0
+
+    @property
+    def idle(self) -> float:
+        """Share of slot-steps that gave no token."""
+        return 1 - self.useful / self.slot_steps if self.slot_steps else 0.0
+
+
+def weight_bytes(weights: Params, model: DecoderConfig) -> int:
+    """Bytes of the weights that a decode step reads: all but embeddings that are no head, of which it reads a row a slot."""
+    unread = ("position_embedding.", *(() if model.tied_embedding else ("embedding.",)))
+    read = [leaf for name, leaf in parameters.flatten(weights).items() if not name.startswith(unread)]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in read)
+
+
+def step_bytes(config: SlotsConfig, weights: int, *, buffers: int, window: int) -> int:
+    """Bytes that a decode step must read at least: the weights and the entries of the caches, of idle slots as well."""
+    c, m = config, config.model
+    entries = c.groups * (buffers * c.prompt_entries + c.width * window)
+    return weights + entries * 2 * m.layers * m.kv_heads * m.head_size * jnp.dtype(m.compute_dtype).itemsize
+
+
+def prefill_flops(model: DecoderConfig, prompts: Sequence[int]) -> int:
+    """FLOPs of prompts of these lengths."""
+    return sum(flops.forward(model, positions=length, logits=1) for length in prompts)
+
+
+def decode_flops(model: DecoderConfig, *, prompt: int, drawn: np.ndarray) -> int:
+    """FLOPs of samples that have drawn so many tokens, int[n]; the first of each is drawn from the logits of its prompt.
+
+    Args: prompt: the tokens that all samples of it continue.
+    """
+    steps = np.maximum(drawn - 1, 0)
+    through = 2 * (flops.layer_weights(model) + flops.head_weights(model)) * int(steps.sum())
+    return through + flops.attention(model, prompt + steps) - len(steps) * flops.attention(model, prompt)

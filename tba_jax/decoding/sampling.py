@@ -130,7 +130,7 @@ def draw(
     B, V = logits.shape
     chex.assert_shape([uniform, *jax.tree.leaves(sampling)], (B,))
     block = _block_size(V)
-    by_block = functools.partial(_by_tile if tiled else _by_block, block=block)
+    by_block = functools.partial(_by_block, block=block, tiled=tiled)
     greedy = sampling.temperature <= 0
     # A greedy row needs no distribution to draw from, so its pass is that of the policy.
     temperature = jnp.where(greedy, scoring_temperature, sampling.temperature).astype(jnp.float32)
@@ -152,25 +152,18 @@ def draw(
     shifted = _pick(logits, token) - best
     as_scored = temperature == jnp.float32(scoring_temperature)
     scoring = jnp.full(B, scoring_temperature, jnp.float32)
-    policy_total = _policy_total(logits, best, scoring, full_total, as_scored, by_block)
+
+    def scored_total() -> jax.Array:
+        mass = by_block(jnp.sum, lambda part: _weights(part, best, scoring), logits)
+        return jnp.where(as_scored, full_total, jnp.sum(mass, axis=-1))
+
+    policy_total = jax.lax.cond(jnp.all(as_scored), lambda: full_total, scored_total)
     policy_logprob = shifted * _inverse(scoring) - jnp.log(policy_total)
     behavior_logprob = shifted * _inverse(temperature) - jnp.log(behavior_total)
     # Equal but for how XLA orders the two sums; importance weights of such rows are to be 1 exactly.
     behavior_logprob = jnp.where(as_scored & ~truncates, policy_logprob, behavior_logprob)
     behavior_logprob = jnp.where(greedy, 0.0, behavior_logprob)
     return Draw(token=token, drawn=drawn, policy_logprob=policy_logprob, behavior_logprob=behavior_logprob)
-
-
-def _policy_total(
-    logits: jax.Array, best: jax.Array, scoring: jax.Array, full_total: jax.Array, as_scored: jax.Array, by_block: ByBlock
-) -> jax.Array:
-    """float32[B]: Σ exp((l − max l) / T) at the scoring temperature; full_total has it in the rows `as_scored`."""
-
-    def scored_total() -> jax.Array:
-        mass = by_block(jnp.sum, lambda part: _weights(part, best, scoring), logits)
-        return jnp.where(as_scored, full_total, jnp.sum(mass, axis=-1))
-
-    return jax.lax.cond(jnp.all(as_scored), lambda: full_total, scored_total)
 
 
 def _inverse_cdf(
@@ -341,25 +334,18 @@ def _block_size(V: int) -> int:
     return min(V, max(128, 2 ** round(math.log2(V) / 2)))
 
 
-def _by_block(reduce: Callable[..., jax.Array], of: Callable[[jax.Array], jax.Array], logits: jax.Array, block: int) -> jax.Array:
+def _by_block(
+    reduce: Callable[..., jax.Array], of: Callable[[jax.Array], jax.Array], logits: jax.Array, *, block: int, tiled: bool
+) -> jax.Array:
     """of(logits) reduced to float32[B, ⌈V / block⌉]; `of` works on float32[B, n] token by token.
 
-    The ragged end is cut off before `of` is applied: padded, or cut off after it, XLA would make another [B, V].
+    The ragged end is cut off before `of` is applied: padded, or cut off after it, XLA would make another [B, V]. If `tiled`, the
+    logits are read as a TPU holds them, and reduced by way of the columns of tiles.
     """
     B, V = logits.shape
-    whole = V - V % block
-    blocks = reduce(of(logits[:, :whole]).reshape(B, -1, block), axis=-1)
-    if whole == V:
-        return blocks
-    return jnp.concatenate([blocks, reduce(of(logits[:, whole:]), axis=-1, keepdims=True)], axis=1)
-
-
-def _by_tile(reduce: Callable[..., jax.Array], of: Callable[[jax.Array], jax.Array], logits: jax.Array, block: int) -> jax.Array:
-    """As _by_block, by way of the columns of tiles: the logits are read as a TPU holds them."""
-    B, V = logits.shape
-    lanes = min(block, _LANES)
+    lanes = min(block, _LANES) if tiled else block
     whole = V - V % lanes
-    rows = (B // _SUBLANES, _SUBLANES) if B % _SUBLANES == 0 else (B,)
+    rows = (B // _SUBLANES, _SUBLANES) if tiled and B % _SUBLANES == 0 else (B,)
     parts = reduce(of(logits[:, :whole]).reshape(*rows, -1, lanes), axis=-1).reshape(B, -1)
     if whole < V:
         parts = jnp.concatenate([parts, reduce(of(logits[:, whole:]), axis=-1, keepdims=True)], axis=1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tba_jax.decoding import sizes
+from tba_jax.decoding.slots import lane_sizes
 from tba_jax.experiment import meshes
 from tba_jax.experiment.composition import Experiment
 from tba_jax.learner.settings import HELD_REFERENCES
@@ -134,7 +134,7 @@ class _Memory:
         model, (data, fsdp, _) = self._model, self._meshes[section]
         parts, rows, tensor = self._on_device(section, batch)
         lockstep = self._config.schedule.mode == "interleaved"
-        lane = sizes.lane_sizes(slots, samples, data, lockstep=lockstep, what=f"the {slots} slots of {section}")
+        lane = lane_sizes(slots, samples, data, lockstep=lockstep, what=f"the {slots} slots of {section}")
 
         def share(rows: int) -> int:
             return rows // fsdp if rows % fsdp == 0 else rows

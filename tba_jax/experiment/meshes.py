@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tba_jax import sharding
-from tba_jax.decoding import sizes
+from tba_jax.decoding.slots import lane_sizes
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.learner import descent
 from tba_jax.models import parameters
@@ -150,6 +150,6 @@ def _check_slots(config: Any, role: str, *, ways: int) -> None:
         of_batch = f" ({slots} of the {s.queries_per_batch * samples} rows of a batch)"
         what = f"searchers.slots={s.slots}{'' if s.slots else of_batch}"
     try:
-        sizes.lane_sizes(slots, samples, ways, lockstep=config.schedule.mode == "interleaved", what=what)
+        lane_sizes(slots, samples, ways, lockstep=config.schedule.mode == "interleaved", what=what)
     except ValueError as error:
         raise ValueError(f"{section}.mesh.data: {error}") from error

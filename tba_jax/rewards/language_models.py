@@ -1,13 +1,13 @@
 """Frozen language models with their own tokenizers: one that replies to texts, such as the victim of red-teaming, and one whose
 next token is a verdict (Llama Guard, Inan et al. 2023)."""
 
-import dataclasses
 import functools
 import hashlib
 import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from tba_jax.models.decoder import Decoder
 from tba_jax.models.hugging_face import load as load_lib
 from tba_jax.models.parameters import Params
 from tba_jax.programs import Program
-from tba_jax.rewards import passes
+from tba_jax.rewards import scorers
 from tba_jax.tasks.interface import ModelUse
 from tba_jax.text import stop_strings
 from tba_jax.text.prompts import PromptTemplate
@@ -90,8 +90,8 @@ class TextGenerator:
         )
         replies = _replies(folder, tokenizer, config.vocab, called=called)
         if load:
-            config = passes.on_device(config, mesh, setting=use.setting)
-            self._engine = _engine(config, mesh, use, replies)
+            config = scorers.on_device(config, mesh, setting=use.setting)
+            self._engine = _engine(config, mesh, use, **replies)
             shardings = jax.tree.map(lambda x: x.sharding, weights(config, mesh))
             params = load_lib.load_params(folder, config, shardings, dtype=config.compute_dtype)
             self._engine.swap(self._engine.prepare(params, consume=True), 0)
@@ -114,25 +114,18 @@ class TextGenerator:
         return [reply for text in texts for reply in replies[text]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Replies:
-    """What the decoder has to know of a tokenizer. banned: ids that no reply contains; ends: texts that end a reply."""
+def _replies(folder: Path, tokenizer: HuggingFaceTokenizer, vocab: int, *, called: str) -> dict[str, Any]:
+    """What the decoder has to know of a tokenizer, as arguments of _engine.
 
-    banned: tuple[int, ...] = ()
-    eos_id: int = 0
-    pad_id: int = 0
-    ends: StopStrings | None = None
-
-
-def _replies(folder: Path, tokenizer: HuggingFaceTokenizer, vocab: int, *, called: str) -> _Replies:
-    """Args: vocab: rows of the model's embedding. Raises ValueError where generation_config.json or the tokenizer is unusable."""
+    Args: vocab: rows of the model's embedding. Raises ValueError where generation_config.json or the tokenizer is unusable.
+    """
     others = _other_ends(folder, tokenizer)
     banned = {*tokenizer.special_ids, *range(tokenizer.vocab_size, vocab)} - {*others, tokenizer.eos_id}
     ends = None
     if others:  # stop strings end a reply at the texts of these tokens, however the reply spells them
         texts = _token_bytes(tokenizer, called=called)
         ends = stop_strings.build(texts, sorted({(texts[token] or b"").decode() for token in others}), vocab=vocab)
-    return _Replies(banned=tuple(sorted(banned)), eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id, ends=ends)
+    return dict(banned=tuple(sorted(banned)), eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id, ends=ends)
 
 
 def _other_ends(folder: Path, tokenizer: HuggingFaceTokenizer) -> list[int]:
@@ -150,22 +143,35 @@ def _other_ends(folder: Path, tokenizer: HuggingFaceTokenizer) -> list[int]:
     return [end for end in ends if end != tokenizer.eos_id]
 
 
-def _engine(config: DecoderConfig, mesh: Mesh, use: ModelUse, replies: _Replies) -> Engine:
-    """The decoder without weights. Args: mesh: (n, 1, 1). Raises ValueError where slots or lengths do not suit."""
+def _engine(
+    config: DecoderConfig,
+    mesh: Mesh,
+    use: ModelUse,
+    *,
+    banned: tuple[int, ...] = (),
+    eos_id: int = 0,
+    pad_id: int = 0,
+    ends: StopStrings | None = None,
+) -> Engine:
+    """The decoder without weights. Raises ValueError where slots or lengths do not suit.
+
+    Args: mesh: (n, 1, 1); banned: ids that no reply contains; ends: texts that end a reply.
+    """
     settings = use.generator
     assert settings is not None, "ModelUse checks it"
+    # Scoring at the sampling temperature saves the decoder a second pass over the logits.
+    space = scoring.ResponseSpace(temperature=settings.temperature or 1.0, banned_tokens=banned, eos_id=eos_id)
     with load_lib.named(use.setting, use.path):
         return Engine(
             config,
-            # Scoring at the sampling temperature saves the decoder a second pass over the logits.
-            scoring.ResponseSpace(temperature=settings.temperature or 1.0, banned_tokens=replies.banned, eos_id=replies.eos_id),
+            space,
             mesh,
             slots=use.rows,
             samples=settings.samples,
             prompt_length=settings.prompt_length,
             response_length=settings.reply_length,
-            pad_id=replies.pad_id,
-            stop_strings=replies.ends,
+            pad_id=pad_id,
+            stop_strings=ends,
         )
 
 
@@ -175,12 +181,12 @@ def programs(use: ModelUse, mesh: Mesh) -> dict[str, Program]:
     Args: mesh: (n, 1, 1). Raises ValueError: as TextGenerator.
     """
     config = read_config(use.path, setting=use.setting, compute_dtype=use.compute_dtype)
-    folder, replies = load_lib.resolve_folder(use.path, weights=False), _Replies()
+    folder, replies = load_lib.resolve_folder(use.path, weights=False), {}
     if has_tokenizer(folder):
         tokenizer = HuggingFaceTokenizer(folder, vocab=config.vocab)
         replies = _replies(folder, tokenizer, config.vocab, called=f"{use.setting}={use.path!r}")
-    config = passes.on_device(config, mesh, setting=use.setting)
-    return _engine(config, mesh, use, replies).programs(weights(config, mesh))
+    config = scorers.on_device(config, mesh, setting=use.setting)
+    return _engine(config, mesh, use, **replies).programs(weights(config, mesh))
 
 
 def weights(config: DecoderConfig, mesh: Mesh) -> Params:
@@ -223,9 +229,9 @@ class UnsafeTokenScorer:
         )
         if load:
             verdict = functools.partial(verdict_logprobs, token=verdicts[0])
-            forward = passes.make(passes.on_device(config, mesh, setting=use.setting), verdict, mesh)
+            forward = scorers.Pass(scorers.on_device(config, mesh, setting=use.setting), verdict, mesh)
             shape = dict(rows=use.rows * mesh.size, limit=settings.length, pad_id=tokenizer.pad_id)
-            self.model = passes.Loaded(forward, folder, **shape)
+            self.model = scorers.Loaded(forward, folder, **shape)
 
     def __call__(self, attacks: Sequence[str], replies: Sequence[str]) -> np.ndarray:
         """float32[n], nats: log-probability, over the whole vocabulary, of the verdict on reply i to attack i."""

@@ -1,4 +1,5 @@
-"""Models that score texts: sequence classifiers and reward models, sentence encoders, and linear classifiers on the CPU."""
+"""Models that score texts, and the passes in which they do: sequence classifiers and reward models, sentence encoders, and linear
+classifiers on the CPU."""
 
 import hashlib
 import json
@@ -7,7 +8,7 @@ import re
 import threading
 import zipfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,23 @@ import numpy as np
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
-from tba_jax.models import scoring
-from tba_jax.models.config import EncoderConfig
+from tba_jax import sharding
+from tba_jax.models import decoder, encoder, hardware, parameters, scoring
+from tba_jax.models.config import DecoderConfig, EncoderConfig
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.encoder import Encoder
 from tba_jax.models.hugging_face import files
 from tba_jax.models.hugging_face import load as load_lib
-from tba_jax.rewards import passes
-from tba_jax.rewards.passes import Config
+from tba_jax.models.parameters import Definition, Params
+from tba_jax.programs import Program, shaped
 from tba_jax.tasks.interface import ModelUse
-from tba_jax.text.special_tokens import Escaper, without_rows
-from tba_jax.text.tokenizers import open_transformers
+from tba_jax.text.tokenizers import Escaper, open_transformers, without_rows
 
 log = logging.getLogger(__name__)
 
+Config = DecoderConfig | EncoderConfig
+
+_SHORTEST = 16  # tokens of the shortest pass
 _BLOCK_BYTES = 1 << 16  # read at the beginning and at the end of each tensor by a digest
 _SMALL_FILES = (
     "config.json",
@@ -45,6 +49,84 @@ _EMBEDDER_ROWS = 32  # texts in one pass of a sentence encoder, which bounds its
 # scikit-learn's definition of a word: at least two word characters.
 _WORD = re.compile(r"\b\w\w+\b")
 _SHAPES = {"terms": ("V",), "idf": ("V",), "coef": ("E", "V"), "intercept": ("E",), "platt_a": ("E",), "platt_b": ("E",)}
+
+
+def definition(config: Config) -> Definition[Any]:
+    return encoder.define(config) if isinstance(config, EncoderConfig) else decoder.define(config)
+
+
+def most_tokens(config: Config) -> int:
+    """The tokens of the longest text that a model takes."""
+    return config.position_limit if isinstance(config, EncoderConfig) else config.max_positions
+
+
+def on_device(config: Any, mesh: Mesh, *, setting: str) -> Any:
+    """The config as the devices of a mesh compute it. setting: of the model's folder."""
+    return hardware.on_device(config, mesh.devices.flat[0], section=setting.rpartition(".")[0])
+
+
+def padded_length(longest: int, limit: int) -> int:
+    """The length of a pass whose longest text has `longest` tokens: a multiple of 1/8 of the next power of two, at most `limit`,
+    so that a long pass is less than 1.25 times as long as its longest text, and few programs are compiled."""
+    step = max(_SHORTEST, (1 << max(longest - 1, 0).bit_length()) // 8)
+    return min(max(_SHORTEST, -(-longest // step) * step), limit)
+
+
+class Pass:
+    """A forward pass of a frozen model over rows that are split over a mesh. Making it compiles and allocates nothing.
+
+    weights: a tree of jax.ShapeDtypeStruct with shardings. function: jitted, (weights, tokens int32[rows, T], right-padded,
+    length int32[rows]) -> float32[rows, …].
+    """
+
+    def __init__(self, config: Config, score: Callable[..., jax.Array], mesh: Mesh):
+        """Args: score: (module, tokens int32[rows, T], length int32[rows]) -> float32[rows, …]."""
+        self.config, self.mesh, defined = config, mesh, definition(config)
+        self.weights = parameters.sharded_shapes(defined.specs, mesh, dtype=config.compute_dtype)
+
+        def forward(weights: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
+            return score(parameters.module(defined.graphdef, weights), tokens, length)
+
+        rows, shardings = sharding.rows_sharding(mesh), jax.tree.map(lambda x: x.sharding, self.weights)
+        jitted = jax.jit(forward, in_shardings=(shardings, rows, rows), out_shardings=rows)
+        self.function = sharding.on_mesh(mesh, jitted)
+
+    def program(self, *, rows: int, length: int) -> Program:
+        """A call with so many rows of so many tokens."""
+        shapes = jax.ShapeDtypeStruct((rows, length), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
+        return Program(function=self.function, arguments=(self.weights, *shaped(shapes, sharding.rows_sharding(self.mesh))))
+
+
+class Loaded:
+    """A pass with the weights of a folder. Several threads may call it at once; a lock lets one pass run at a time.
+
+    Texts of similar length share a pass of `rows` texts, of which the last is filled up with copies.
+    """
+
+    def __init__(self, forward: Pass, folder: Path, *, rows: int, limit: int, pad_id: int = 0):
+        """Args: limit: the most tokens of a text."""
+        shardings = jax.tree.map(lambda x: x.sharding, forward.weights)
+        self.params = load_lib.load_params(folder, forward.config, shardings, dtype=forward.config.compute_dtype)
+        self.forward, self._lock = forward, threading.Lock()
+        self._rows, self._limit, self._pad_id = rows, limit, pad_id
+
+    def __call__(self, encoded: Sequence[Sequence[int]]) -> np.ndarray:
+        """float32[n, …]: the scores of n texts, n at least 1, in their order. Args: encoded: token ids of each text."""
+        order = np.argsort([len(ids) for ids in encoded], kind="stable")
+        found = []
+        with self._lock:
+            for start in range(0, len(order), self._rows):
+                part = order[start : start + self._rows]
+                texts = [encoded[i] for i in (*part, *[part[-1]] * (self._rows - len(part)))]
+                length = np.array([len(ids) for ids in texts], np.int32)
+                tokens = np.full((self._rows, padded_length(int(length.max()), self._limit)), self._pad_id, np.int32)
+                for row, ids in zip(tokens, texts, strict=True):
+                    row[: len(ids)] = ids
+                scores = self.forward.function(self.params, *sharding.put_rows(self.forward.mesh, (tokens, length)))
+                found.append(np.asarray(scores)[: len(part)])
+        result = np.concatenate(found)
+        result[order] = result.copy()
+        return result
 
 
 def digest(folder: Path | str) -> str:
@@ -90,7 +172,7 @@ class SequenceClassifier:
     """Logits of texts. Every device has all of the weights; texts are split over the devices, none of which waits for another.
 
     The model's own tokenizer encodes the texts, with the special tokens that it adds; one that a text spells is read as text (see
-    text.special_tokens). Of a text that is longer than the model's positions, a decoder, which scores its last token,
+    text.tokenizers). Of a text that is longer than the model's positions, a decoder, which scores its last token,
     drops the beginning, and an encoder the end, with one warning. Several threads may call `scores` at once.
     """
 
@@ -116,9 +198,9 @@ class SequenceClassifier:
         self._tokenizer.truncation_side = "right"
         names, ids = self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids
         self._escaped = Escaper(self._tokenizer.backend_tokenizer, names=names, ids=ids)
-        self._limit, self._lock, self._warned = passes.most_tokens(config), threading.Lock(), False
-        forward = passes.make(passes.on_device(config, mesh, setting=use.setting), score, mesh)
-        self.model = passes.Loaded(forward, folder, rows=use.rows * mesh.size, limit=self._limit)
+        self._limit, self._lock, self._warned = most_tokens(config), threading.Lock(), False
+        forward = Pass(on_device(config, mesh, setting=use.setting), score, mesh)
+        self.model = Loaded(forward, folder, rows=use.rows * mesh.size, limit=self._limit)
 
     def scores(self, texts: Sequence[str], *, ended: Sequence[bool] | np.ndarray | None = None) -> np.ndarray:
         """See tasks.interface.SequenceScorer. Raises ValueError where a text has no tokens, or the end that it needs."""
@@ -211,7 +293,7 @@ class ResponseEmbedder:
         self._tokenizer.enable_truncation(config.position_limit)
         with load_lib.named(setting, folder):
             without_rows(self._tokenizer, config.vocab)
-        self.model = passes.Loaded(passes.make(config, embed, mesh), folder, rows=encoder_rows(mesh), limit=config.position_limit)
+        self.model = Loaded(Pass(config, embed, mesh), folder, rows=encoder_rows(mesh), limit=config.position_limit)
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
         """float32[n, E]: vectors of length 1, 0 for a text without tokens. Texts are cut at the encoder's positions, and special

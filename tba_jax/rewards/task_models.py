@@ -1,5 +1,4 @@
-"""The frozen models with which a task scores: checks before a run, digests for the contract, loading, memory, and the programs
-that they run, made from configs alone."""
+"""Rewards of responses, and the frozen models with which a task scores: checks, digests, loading, memory and programs."""
 
 import contextlib
 import dataclasses
@@ -10,14 +9,63 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax import sharding
 from tba_jax.models import kv_cache, parameters
 from tba_jax.models.hugging_face import load as load_lib
 from tba_jax.programs import Program, with_beside
-from tba_jax.rewards import language_models, passes, scorers
-from tba_jax.tasks.interface import Closable, ModelUse, Task, UsesModels
+from tba_jax.rewards import language_models, scorers
+from tba_jax.tasks.interface import Closable, EncodedQuery, ModelUse, Query, Scores, Task, UsesModels
+from tba_jax.text.tokenizers import Tokenizer
+
+
+def response_texts(
+    responses: Sequence[np.ndarray | Sequence[int]], queries: Sequence[EncodedQuery], tokenizer: Tokenizer
+) -> list[str]:
+    """The texts of B responses, token ids without padding, one response for each of B queries."""
+    pairs = zip(queries, responses, strict=True)
+    return [tokenizer.decode_continuation(query.prompt, np.asarray(response).tolist()) for query, response in pairs]
+
+
+def reward_texts(
+    texts: Sequence[str],
+    finished: np.ndarray,
+    queries: Sequence[EncodedQuery],
+    *,
+    task: Task,
+    missing_eos_reward: float | None,
+) -> Scores:
+    """Scores of B responses. Raises TypeError or ValueError where the task returned anything else.
+
+    Args: finished: bool[B], whether a response ended before the length limit; missing_eos_reward replaces the reward of others,
+      unless that is NaN; None: the task's reward is kept. Reward parts are always the task's.
+    """
+    scores = _checked(task, [query.query for query in queries], texts, finished)
+    if missing_eos_reward is None:
+        return scores
+    penalised = ~finished & ~np.isnan(scores.reward)
+    reward = np.where(penalised, np.float32(missing_eos_reward), scores.reward)
+    return dataclasses.replace(scores, reward=reward)
+
+
+def _checked(task: Task, queries: Sequence[Query], texts: Sequence[str], finished: np.ndarray) -> Scores:
+    """The task's scores in float32. Their type and shapes are checked, since a custom task may return anything."""
+    method, n = f"rewards() of task {type(task).__name__}", len(texts)
+    try:
+        scores = task.rewards(queries, texts, finished)
+    except SystemExit as error:
+        raise RuntimeError(f"{method} raised SystemExit: {error}") from error
+    if not isinstance(scores, Scores):
+        raise TypeError(f"{method} must return Scores, not {type(scores).__name__}")
+    found, shapes = (np.shape(scores.reward), np.shape(scores.parts)), ((n,), (n, len(task.reward_parts)))
+    if found != shapes:
+        raise ValueError(
+            f"{method} returned a reward of shape {found[0]} and parts of shape {found[1]}; for {n} responses they must have "
+            f"shapes {shapes[0]} and {shapes[1]}"
+        )
+    return Scores(np.asarray(scores.reward, np.float32), np.asarray(scores.parts, np.float32), str(scores.failure))
 
 
 def uses(task: Task, *, role: str = "") -> Sequence[ModelUse]:
@@ -127,12 +175,12 @@ def memory(use: ModelUse, *, length: int) -> int:
     if config is None:
         return 0  # a linear classifier is small and in host memory
     size, length = jnp.dtype(use.compute_dtype).itemsize, use.length or length
-    padded = passes.padded_length(length, passes.most_tokens(config))
+    padded = scorers.padded_length(length, scorers.most_tokens(config))
     if use.kind == "generator":
         row = 2 * config.layers * length * config.kv_heads * config.head_size * size + 4 * config.vocab
     else:
         row = padded * (4 * config.width + 3 * config.ffn) * size + padded * padded * config.heads * 4
-    return parameters.count(passes.definition(config).specs) * size + use.rows * row
+    return parameters.count(scorers.definition(config).specs) * size + use.rows * row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,15 +242,15 @@ def _pass(use: ModelUse, mesh: Mesh, length: int) -> Program:
     """The pass of a model, over texts of `length` tokens."""
     config, rows = read_config(use), use.rows * mesh.size
     if use.kind == "embedder":
-        rows, length = scorers.encoder_rows(mesh), passes.padded_length(length, config.position_limit)
-        return passes.make(config, scorers.embed, mesh).program(rows=rows, length=length)
-    config = passes.on_device(config, mesh, setting=use.setting)
+        rows, length = scorers.encoder_rows(mesh), scorers.padded_length(length, config.position_limit)
+        return scorers.Pass(config, scorers.embed, mesh).program(rows=rows, length=length)
+    config = scorers.on_device(config, mesh, setting=use.setting)
     if use.kind == "sequence":
-        length = passes.padded_length(length, passes.most_tokens(config))
-        return passes.make(config, scorers.score, mesh).program(rows=rows, length=length)
+        length = scorers.padded_length(length, scorers.most_tokens(config))
+        return scorers.Pass(config, scorers.score, mesh).program(rows=rows, length=length)
     # Which token is the verdict makes no difference to memory, and needs a tokenizer.
     verdict = functools.partial(language_models.verdict_logprobs, token=0)
-    return passes.make(config, verdict, mesh).program(rows=rows, length=passes.padded_length(length, length))
+    return scorers.Pass(config, verdict, mesh).program(rows=rows, length=scorers.padded_length(length, length))
 
 
 def _generator(use: ModelUse, mesh: Mesh) -> Models:
@@ -211,7 +259,7 @@ def _generator(use: ModelUse, mesh: Mesh) -> Models:
     weights, prompts, slots, *_ = made["decode"].arguments
     unstack = made.pop("weights as decoded with")
     (one,) = unstack.arguments
-    stacked = language_models.weights(passes.on_device(read_config(use), mesh, setting=use.setting), mesh)
+    stacked = language_models.weights(scorers.on_device(read_config(use), mesh, setting=use.setting), mesh)
     rest = kv_cache.others(stacked, one)
     del made["caches"]  # as large as what the others take
     return Models(

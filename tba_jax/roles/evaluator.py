@@ -15,7 +15,7 @@ from tba_jax.decoding.requests import Generation, Request, concatenate
 from tba_jax.decoding.slots import row_keys
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program
-from tba_jax.rewards.responses import response_texts, reward_texts
+from tba_jax.rewards.task_models import response_texts, reward_texts
 from tba_jax.roles import sampler
 from tba_jax.roles.evaluation_figures import STDERR, majority, mean, pass_at, perplexity, with_stderr
 from tba_jax.roles.reference import ReferencePolicy, policy_mesh, text_columns

@@ -22,7 +22,7 @@ class Work:
 
     tokens: of updates those of prompts and responses, a prompt once for the rows that share it; of a sampler those that were
     drawn. computed: these with padding, or with idle slots. flops: of `tokens`, without what is computed again to save memory; of
-    a sampler with the prompts and the scoring by the reference. bytes: that decode steps must read, see decoding/slots.py.
+    a sampler with the prompts and the scoring by the reference. bytes: that decode steps must read, see decoding/requests.py.
     """
 
     tokens: int = 0

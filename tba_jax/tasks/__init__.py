@@ -3,10 +3,9 @@
 from collections.abc import Callable
 
 from tba_jax.tasks.arithmetic import Arithmetic
-from tba_jax.tasks.competition_math import Math
 from tba_jax.tasks.countdown import Countdown
-from tba_jax.tasks.gsm8k import GSM8K
 from tba_jax.tasks.interface import Task
+from tba_jax.tasks.mathematics import GSM8K, Math
 from tba_jax.tasks.red_team import RedTeam
 from tba_jax.tasks.story_sentiment import StorySentiment
 from tba_jax.tasks.tldr import TLDR

@@ -33,9 +33,6 @@ _MOST_SEARCHED = 4
 _OPERATIONS = "+-*/"
 _RANK = {"+": 1, "-": 1, "*": 2, "/": 2}
 
-# (numbers in descending order, target).
-Problem = tuple[tuple[int, ...], int]
-
 
 @dataclasses.dataclass(frozen=True)
 class Total:
@@ -95,7 +92,7 @@ class Countdown(SplitTask):
         self._operations = operations
         wanted = train_queries + heldout_queries
         luck = _uniform(np.random.default_rng([seed, 0]))
-        problems: dict[Problem, None] = {}
+        problems: dict[tuple[tuple[int, ...], int], None] = {}  # (numbers, target)
         draws = 0
         while len(problems) < wanted:
             if draws == _DRAWS * (100 + len(problems)):
@@ -123,13 +120,16 @@ class Countdown(SplitTask):
         return numbers, possible[int(next(luck) * len(possible))] if possible else None
 
     def _totals(self, numbers: Sequence[int]) -> list[Total]:
-        """All totals of the numbers from left to right up to largest_target."""
-        found = totals(numbers, self._operations)
+        """All totals of the numbers from left to right up to largest_target; the last operation changes first."""
+        found = [Total(numbers[0], str(numbers[0]), str(numbers[0]))]
+        for number in numbers[1:]:
+            signs = [(total, sign) for total in found for sign in self._operations if sign in _results(total.value, number)]
+            found = [total.take(sign, number) for total, sign in signs]
         return [total for total in found if total.value <= self._largest_target]
 
     def _prompt(self, numbers: Sequence[int], target: int) -> str:
         if self._style == "characters":
-            return _short(numbers, target)
+            return f"{_text(numbers)}={target}:"
         return _INSTRUCTION.format(numbers=_text(numbers, ", "), target=target)
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
@@ -163,7 +163,7 @@ class Countdown(SplitTask):
             numbers, solution = self._draw(luck)
             if solution is not None and (numbers, solution.value) not in self._heldout:
                 response = search(self._totals(numbers), solution.value, luck)
-                examples.append((_short(numbers, solution.value), response))
+                examples.append((self._prompt(numbers, solution.value), response))
         return examples
 
 
@@ -177,10 +177,6 @@ _INSTRUCTION = (
 
 def _text(numbers: Sequence[int], separator: str = ",") -> str:
     return separator.join(map(str, numbers))
-
-
-def _short(numbers: Sequence[int], target: int) -> str:
-    return f"{_text(numbers)}={target}:"
 
 
 def _uniform(rng: np.random.Generator) -> Iterator[float]:
@@ -205,15 +201,6 @@ def add_up(numbers: Sequence[int], luck: Iterator[float], *, operations: str) ->
             return None
         total = total.take(signs[int(next(luck) * len(signs))], number)
     return total
-
-
-def totals(numbers: Sequence[int], operations: str) -> list[Total]:
-    """All totals of the numbers from left to right, by operations whose results are positive whole numbers. The last operation
-    changes first, in the order of `operations`."""
-    found = [Total(numbers[0], str(numbers[0]), str(numbers[0]))]
-    for number in numbers[1:]:
-        found = [total.take(sign, number) for total in found for sign in operations if sign in _results(total.value, number)]
-    return found
 
 
 def search(possible: Sequence[Total], target: int, luck: Iterator[float]) -> str:

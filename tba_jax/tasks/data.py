@@ -5,9 +5,9 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -29,13 +29,6 @@ class Row(dict[str, Any]):
         self.where = where
 
 
-class Schema(NamedTuple):
-    """name -> type, of the fields that every row has, and of the fields that a row may lack."""
-
-    fields: Mapping[str, type]
-    optional: Mapping[str, type]
-
-
 def read(
     source: str, *, fields: Mapping[str, type], setting: str, split: str, optional: Mapping[str, type] | None = None
 ) -> list[Row]:
@@ -55,16 +48,18 @@ def read(
     where = f"{setting}={source!r}"
     if not source:
         raise ValueError(f"{where} must name a {', '.join(SUFFIXES)} file, or a data set of the hub as owner/name")
-    schema, path = Schema(fields, optional or {}), Path(source)
-    if path.is_dir():
-        records = _of_data_set(_folder(path, where, split), f"{where} (split {split!r})", schema)
-    elif path.exists():
+    path, optional = Path(source), optional or {}
+    columns = functools.partial(_columns, fields=fields, optional=optional, where=where)
+    if path.exists() and not path.is_dir():
         if path.suffix not in SUFFIXES:
             raise ValueError(f"{where} must end in one of {', '.join(SUFFIXES)}, which give the file's format")
-        records = _READERS[path.suffix](path, where, schema)
+        read_json = _JSON.get(path.suffix)
+        records = read_json(path, where) if read_json else _numbered(where, _parquet(path, where, columns))
     else:
-        records = _of_data_set(_hub(source, where, split), f"{where} (split {split!r})", schema)
-    rows = [Row(_checked(record, schema, place), place) for place, record in records]
+        found = _folder(path, where, split) if path.is_dir() else _hub(source, where, split)
+        where = f"{where} (split {split!r})"
+        records = _numbered(where, found.select_columns(columns(found.column_names, where=where)))
+    rows = [Row(_checked(record, fields, optional, place), place) for place, record in records]
     if not rows:
         raise ValueError(f"{where} holds no rows")
     return rows
@@ -72,9 +67,8 @@ def read(
 
 def read_lines(path: Path, *, fields: Mapping[str, type], where: str) -> Iterator[Row]:
     """The rows of a file of one object a line, one after the other. Args, errors: see read; `where` begins every message."""
-    schema = Schema(fields, {})
-    for place, record in _lines(path, where, schema):
-        yield Row(_checked(record, schema, place), place)
+    for place, record in _lines(path, where):
+        yield Row(_checked(record, fields, {}, place), place)
 
 
 def in_epochs(examples: Sequence[T], rng: np.random.Generator, count: int) -> list[T]:
@@ -84,46 +78,47 @@ def in_epochs(examples: Sequence[T], rng: np.random.Generator, count: int) -> li
     return [examples[i] for i in chosen[:count]]
 
 
-# Each reader yields (place for messages, record) of every row.
-def _lines(path: Path, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{where} line {number}", parsed(line, f"{where} line {number}")
-    except OSError as error:
-        raise ValueError(f"{where} cannot be read: {error.strerror}") from error
+def _numbered(where: str, records: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """(place for messages, record) of every row."""
+    return ((f"{where} row {number}", record) for number, record in enumerate(records, start=1))
 
 
-def _list(path: Path, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
-    try:
+def _lines(path: Path, where: str) -> Iterator[tuple[str, Any]]:
+    with named_errors(where), open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield f"{where} line {number}", parsed(line, f"{where} line {number}")
+
+
+def _list(path: Path, where: str) -> Iterator[tuple[str, Any]]:
+    with named_errors(where):
         records = parsed(path.read_bytes(), where)
-    except OSError as error:
-        raise ValueError(f"{where} cannot be read: {error.strerror}") from error
     if not isinstance(records, list):
         raise ValueError(f"{where} must be a JSON list of objects, not {_shown(records)} (a file of one object a line is .jsonl)")
-    yield from ((f"{where} row {number}", record) for number, record in enumerate(records, start=1))
+    return _numbered(where, records)
 
 
-def _parquet(path: Path, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
+_JSON = {".jsonl": _lines, ".json": _list}
+SUFFIXES = (*_JSON, ".parquet")
+
+
+def _parquet(path: Path, where: str, columns: Callable[[list[str]], list[str]]) -> list[Any]:
     import pyarrow
     from pyarrow import parquet
 
     try:
-        columns = _columns(parquet.read_schema(path).names, schema, where)
-        records = parquet.read_table(path, columns=columns, partitioning=None).to_pylist()
+        return parquet.read_table(path, columns=columns(parquet.read_schema(path).names), partitioning=None).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{where} cannot be read as Parquet: {_one_line(error)}") from error
-    yield from ((f"{where} row {number}", record) for number, record in enumerate(records, start=1))
 
 
-_READERS = {".jsonl": _lines, ".json": _list, ".parquet": _parquet}
-SUFFIXES = tuple(_READERS)
-
-
-def _of_data_set(records: Any, where: str, schema: Schema) -> Iterator[tuple[str, Any]]:
-    rows = records.select_columns(_columns(records.column_names, schema, where))
-    yield from ((f"{where} row {number}", record) for number, record in enumerate(rows, start=1))
+@contextlib.contextmanager
+def named_errors(where: str) -> Iterator[None]:
+    """Turns an OSError into a ValueError beginning with `where`."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{where} cannot be read: {error.strerror}") from error
 
 
 def parsed(content: bytes, place: str) -> Any:
@@ -169,20 +164,20 @@ def _hub(source: str, where: str, split: str) -> Any:
         raise ValueError(f"{refused} (split {split!r}): {told}; {advice}") from error
 
 
-def _columns(stored: list[str], schema: Schema, where: str) -> list[str]:
+def _columns(stored: list[str], *, fields: Mapping[str, type], optional: Mapping[str, type], where: str) -> list[str]:
     """The columns to read. Raises ValueError if a field has no column."""
-    for field in schema.fields:
+    for field in fields:
         if field not in stored:
             raise ValueError(f"{where}: field {field!r} is missing (it has {', '.join(stored) or 'none'})")
-    return [*schema.fields, *(field for field in schema.optional if field in stored)]
+    return [*fields, *(field for field in optional if field in stored)]
 
 
-def _checked(record: Any, schema: Schema, place: str) -> dict[str, Any]:
+def _checked(record: Any, fields: Mapping[str, type], optional: Mapping[str, type], place: str) -> dict[str, Any]:
     """The record's fields. Raises ValueError naming the field that is missing or malformed."""
     if not isinstance(record, dict):
         raise ValueError(f"{place}: expected an object, found {_shown(record)}")
-    _columns(list(record), schema, place)
-    present = {**schema.fields} | {field: kind for field, kind in schema.optional.items() if record.get(field) is not None}
+    _columns(list(record), fields=fields, optional={}, where=place)
+    present = {**fields} | {field: kind for field, kind in optional.items() if record.get(field) is not None}
     for field, kind in present.items():
         value = record[field]
         if not _has_type(value, kind):

@@ -1,7 +1,7 @@
 """The interface of tasks: queries, rewards and worked examples, optional methods, and the models with which a task scores."""
 
 import dataclasses
-import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -110,17 +110,17 @@ def reward_range(task: object) -> tuple[float, float] | None:
     """The lowest and the highest reward of a task, None where it has no `reward_range`. Raises ValueError where that is not two
     numbers, the lower one first."""
     found = getattr(task, "reward_range", None)
-    if found is None:
-        return None
-    try:
-        lowest, highest = map(float, found)
-    except (TypeError, ValueError):
-        lowest, highest = math.nan, math.nan
-    if lowest <= highest and not isinstance(found, str):  # NaN is not
-        return lowest, highest
+    match found:
+        case None:
+            return None
+        case (numbers.Real() as lowest, numbers.Real() as highest) if lowest <= highest:  # NaN is not
+            return float(lowest), float(highest)
     raise ValueError(
         f"reward_range={found!r} of the task ({type(task).__name__}) must be two numbers, the lowest and the highest reward"
     )
+
+
+# What a task may offer besides; a role asks with isinstance.
 
 
 @runtime_checkable
@@ -140,26 +140,20 @@ class Closable(Protocol):
 
 @runtime_checkable
 class HasFinalAnswer(Protocol):
-    """An optional method of tasks: the final answer of a response, for majority votes."""
-
     def final_answer(self, response: str) -> str:
-        """The response's answer in a normal form, which equal answers share as far as the task can tell; "" if it has none."""
+        """The response's answer in a form that equal answers share, for majority votes; "" if it has none."""
         ...
 
 
 @runtime_checkable
 class Shortens(Protocol):
-    """An optional method of tasks: a shorter prompt for a query whose prompt exceeds task.prompt_length."""
-
     def shortened(self, query: Query, fits: Callable[[str], bool]) -> Query | None:
-        """The query with as much of its prompt as fits; None if no part of it does."""
+        """A query whose prompt exceeds task.prompt_length, with as much of its prompt as fits; None if no part of it does."""
         ...
 
 
 @runtime_checkable
 class HasMeasures(Protocol):
-    """An optional method of tasks: further measurements of an evaluation."""
-
     def measures(
         self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray, rewards: np.ndarray
     ) -> dict[str, float | np.ndarray]:
@@ -262,10 +256,8 @@ class ModelUse:
 
 @runtime_checkable
 class UsesModels(Protocol):
-    """Optional methods of tasks that score with models."""
-
     def models(self) -> Sequence[ModelUse]:
-        """All models of the task. The list is known before `start`."""
+        """All models with which the task scores. The list is known before `start`."""
         ...
 
     def start(self, load: Callable[[ModelUse], Any]) -> None:

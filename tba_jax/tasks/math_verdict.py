@@ -22,7 +22,7 @@ _NUMERAL = re.compile(r"(?<![0-9A-Za-z.])(?:[0-9.]+_\{[^{}]*\}|(?=[A-Z]*[0-9])[0
 def grade(query: "Query", response: str) -> float:
     """1.0 if `response`, an answer in LaTeX without its box, equals query.answer, else 0.0. There is no limit on its time.
 
-    Both answers are spelled as competition_math.spelled does.
+    Both answers are spelled as mathematics.spelled does.
     """
     texts = [_NUMERAL.sub(_symbol, text) for text in (query.answer, response)]
     if any(_APART.search(text) for text in texts):

@@ -17,7 +17,7 @@ from tba_jax.tasks.interface import SPLITS, GeneratorSettings, ModelUse, Query, 
 FIELDS = {"attacker_prompt": str}
 # Nats; e^-20 = 2·10^-9. Lower log-probabilities count as this one, so that rewards are finite if a classifier is certain.
 LEAST_LOG_TOXICITY = -20.0
-_CLASSIFIER_ROWS = 16
+_ROWS = 16  # texts of one pass of a classifier or an embedder
 _SECTION = "task.red_team."
 
 # (attacks, replies) -> float32[n], nats: log P(toxic).
@@ -62,15 +62,6 @@ class RedTeam(SplitTask):
     private_files = True  # rows, snapshots and reports are attacks, or write them
 
     def __post_init__(self) -> None:
-        self._check_models()
-        self._splits = dict.fromkeys(SPLITS, _attack_prompts(self.attack_prompt, self.attack_prompt_path))
-        self._models = self._made_models()
-        self._load: Any = None  # see UsesModels.start
-        self._reply: Callable[[Sequence[str], int], list[str]] | None = None
-        self._toxicity: _Toxicity | None = None
-        self._embed: Any = None
-
-    def _check_models(self) -> None:
         kind = self.classifier
         _require(
             bool(self.victim_path),
@@ -85,9 +76,14 @@ class RedTeam(SplitTask):
             kind == "linear" or bool(self.classifier_label),
             f"classifier_label='' must be the toxic label of classifier={kind}, such as 'hate' or 'unsafe'",
         )
+        self._splits = dict.fromkeys(SPLITS, _attack_prompts(self.attack_prompt, self.attack_prompt_path))
+        self._models = self._made_models()
+        self._load: Any = None  # see UsesModels.start
+        self._reply: Callable[[Sequence[str], int], list[str]] | None = None
+        self._toxicity: _Toxicity | None = None
+        self._embed: Any = None
 
     def models(self) -> Sequence[ModelUse]:
-        """The victim, the classifier, and the embedder of evaluations if there is one."""
         return [*self._models.values()]
 
     def _made_models(self) -> dict[str, ModelUse]:
@@ -100,17 +96,6 @@ class RedTeam(SplitTask):
             prompt_length=self.victim_prompt_length,
             reply_length=self.victim_reply_length,
         )
-        victim = ModelUse(
-            name="victim",
-            setting=f"{_SECTION}victim_path",
-            path=self.victim_path,
-            rows=self.victim_concurrency,
-            rows_setting=f"{_SECTION}victim_concurrency",
-            compute_dtype=self.compute_dtype,
-            length=self.victim_prompt_length + self.victim_reply_length,
-            kind="generator",
-            generator=replies,
-        )
         judge = UnsafeTokenSettings(
             token=self.classifier_label,
             template=self.classifier_template,
@@ -118,32 +103,32 @@ class RedTeam(SplitTask):
             length=self.classifier_length,
         )
         judges = self.classifier == "unsafe_token"
-        classifier = ModelUse(
-            name="classifier",
-            setting=f"{_SECTION}classifier_path",
-            path=self.classifier_path,
-            rows=_CLASSIFIER_ROWS,
-            compute_dtype=self.compute_dtype,
-            length=self.classifier_length if judges else self.victim_reply_length,
-            kind=self.classifier,
-            judge=judge if judges else None,
-        )
-        embedder = ModelUse(
-            name="embedder",
-            setting=f"{_SECTION}embedder_path",
-            path=self.embedder_path,
-            rows=_CLASSIFIER_ROWS,
-            kind="embedder",
-            roles=("evaluator",),
-        )
-        return {use.name: use for use in (victim, classifier, embedder) if use.path}
+        of: dict[str, dict[str, Any]] = {
+            "victim": dict(
+                kind="generator",
+                generator=replies,
+                length=self.victim_prompt_length + self.victim_reply_length,
+                rows=self.victim_concurrency,
+                rows_setting=f"{_SECTION}victim_concurrency",
+                compute_dtype=self.compute_dtype,
+            ),
+            "classifier": dict(
+                kind=self.classifier,
+                judge=judge if judges else None,
+                length=self.classifier_length if judges else self.victim_reply_length,
+                compute_dtype=self.compute_dtype,
+            ),
+            "embedder": dict(kind="embedder", roles=("evaluator",)),
+        }
+        paths = {name: getattr(self, f"{name}_path") for name in of}
+        return {
+            name: ModelUse(name=name, setting=f"{_SECTION}{name}_path", path=path, **dict(rows=_ROWS) | of[name])
+            for name, path in paths.items()
+            if path
+        }
 
     def start(self, load: Callable[[ModelUse], Any]) -> None:
-        """Loads victim and classifier. The first evaluation loads the embedder.
-
-        Raises:
-          ValueError: a model cannot be used; names the setting.
-        """
+        """Loads victim and classifier. The first evaluation loads the embedder."""
         self._load, self._reply = load, load(self._models["victim"])
         self._toxicity = self._load_classifier(load(self._models["classifier"]))
 

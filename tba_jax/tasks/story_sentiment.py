@@ -25,10 +25,8 @@ class StorySentiment(SplitTask):
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
         where = f"task.story_sentiment.data_path={data_path!r}"
-        try:
+        with data.named_errors(where):
             stories = data.parsed(Path(data_path).read_bytes(), where)
-        except OSError as error:
-            raise ValueError(f"{where} cannot be read: {error.strerror}") from error
         if not isinstance(stories, list) or not all(isinstance(story, str) for story in stories):
             raise ValueError(f"{where} must be a JSON list of strings")
         openings = list(dict.fromkeys(" ".join(story.split()[:opening_words]) for story in stories))

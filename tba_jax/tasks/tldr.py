@@ -61,17 +61,10 @@ class TLDR(SplitTask):
                 summaries.setdefault(self._query(row), row["summary"].strip())
             self._splits[split] = [Query(prompt=prompt, answer=summary) for prompt, summary in summaries.items()]
         paths = {"reward": (reward_path, ("searcher", "evaluator")), "gold": (gold_path, ("evaluator",))}
+        same: dict[str, Any] = dict(rows=batch_rows, rows_setting="task.tldr.batch_rows", compute_dtype=compute_dtype)
         self._models = {
             name: ModelUse(
-                name=f"{name} model",
-                setting=f"task.tldr.{name}_path",
-                path=path,
-                rows=batch_rows,
-                rows_setting="task.tldr.batch_rows",
-                compute_dtype=compute_dtype,
-                labels=1,
-                ends=True,
-                roles=roles,
+                name=f"{name} model", setting=f"task.tldr.{name}_path", path=path, labels=1, ends=True, roles=roles, **same
             )
             for name, (path, roles) in paths.items()
             if path
@@ -117,12 +110,7 @@ class TLDR(SplitTask):
         self._load, self._reward = load, load(self._models["reward"])
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
-        """The reward model's scores. A response that was cut at the length limit is scored without an end-of-sequence token.
-
-        Raises:
-          FloatingPointError: a score is not finite.
-          RuntimeError: start() was not called.
-        """
+        """The reward model's scores. A response that was cut at the length limit is scored without an end-of-sequence token."""
         if self._reward is None:
             raise RuntimeError("start() must be called before rewards()")
         return Scores.of_one(_scores(self._reward, queries, responses, finished))

@@ -9,12 +9,13 @@ import importlib.util
 import json
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from tba_jax.schemas import NO_CHARACTER, holds_surrogate
-from tba_jax.text.special_tokens import Escaper, any_of, broken_up, without_rows
 
 # A folder with none of these files has no tokenizer. Without the check transformers may invent an empty one from config.json.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -248,11 +249,9 @@ def open_transformers(folder: Path) -> tuple[Any, int | None]:
 
 def _flat_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     """The decoders of tokenizer.json in their order, nested sequences flattened; [] for None."""
-    if decoder is None:
-        return []
-    if decoder["type"] == "Sequence":
-        return [inner for each in decoder["decoders"] for inner in _flat_decoders(each)]
-    return [decoder]
+    if decoder is None or decoder["type"] != "Sequence":
+        return [decoder] if decoder else []
+    return [inner for each in decoder["decoders"] for inner in _flat_decoders(each)]
 
 
 def _token_bytes_by(decoders: Sequence[dict[str, Any]]) -> Callable[[str], bytes]:
@@ -267,7 +266,8 @@ def _token_bytes_by(decoders: Sequence[dict[str, Any]]) -> Callable[[str], bytes
     space = next((mark for decoder in decoders if (mark := _mark_of_space(decoder))), "")
     fused = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     of_pieces = all(_mark_of_space(d) == space or d["type"] == "ByteFallback" for d in decoders[:fused])
-    if space and of_pieces and all(d["type"] == "Fuse" or _strips_start(d) for d in decoders[fused:]):
+    # The start of a text, which a decoder may strip, belongs to the prompt and never to a continuation.
+    if space and of_pieces and all(d["type"] == "Fuse" or (d["type"] == "Strip" and d["stop"] == 0) for d in decoders[fused:]):
         # The piece of a single byte in SentencePiece's vocabularies.
         byte = re.compile("<0x([0-9A-Fa-f]{2})>" if "ByteFallback" in kinds else "(?!)")
         return lambda piece: bytes.fromhex(found[1]) if (found := byte.fullmatch(piece)) else piece.replace(space, " ").encode()
@@ -286,20 +286,11 @@ def _mark_of_space(decoder: dict[str, Any]) -> str:
     return ""
 
 
-def _strips_start(decoder: dict[str, Any]) -> bool:
-    """Whether a decoder strips only the start of a text, which belongs to the prompt and never to a continuation."""
-    return decoder["type"] == "Strip" and decoder["stop"] == 0
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE (Radford et al. 2019): a byte that is a visible character of Latin-1 is that character,
-    and the other bytes are, in order, the characters from 256 on."""
-    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
-
-
-_BYTE_ALPHABET = _byte_alphabet()
+# Character -> byte of byte-level BPE (Radford et al. 2019): bytes that are no visible character of Latin-1 are, in order, the
+# characters from 256 on.
+_BYTE_LEVEL = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+_HIDDEN = [byte for byte in range(256) if chr(byte) not in _BYTE_LEVEL]
+_BYTE_ALPHABET = {c: ord(c) if ord(c) < 256 else _HIDDEN[ord(c) - 256] for c in _BYTE_LEVEL}
 
 
 def _byte_level(piece: str) -> bytes:
@@ -312,3 +303,85 @@ def _byte_level(piece: str) -> bytes:
 def _digest(definition: object) -> str:
     canonical = json.dumps(definition, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.blake2b(canonical.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+class Escaper:
+    """Puts a space after the first character of every special token that a text spells.
+
+    A spelling in other characters, which the normaliser turns into those of a special token, is broken up likewise, or replaced
+    by a space where that does not suffice. The id of characters without a token is no special token here.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, *, names: Collection[str] = (), ids: Collection[int] = ()):
+        """Args: names, ids: special tokens besides the ones that the tokenizer calls special or puts around a text."""
+        # A copy without truncation, behind which nothing would be looked at.
+        self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        around = {*ids, *added, *tokenizer.encode("").ids}
+        spelled = {token for i in around if (token := tokenizer.id_to_token(i))}
+        self._names = any_of([*names, *added.values(), *spelled])
+        self._ids = frozenset(around) - {_unknown(tokenizer)}
+
+    def __call__(self, texts: Sequence[str]) -> list[str]:
+        """The texts, of which no part encodes as a special token."""
+        escaped = [broken_up(self._names, text) for text in texts]
+        left, replace = list(range(len(escaped))), False
+        while left:
+            encoded = self._tokenizer.encode_batch([escaped[i] for i in left], add_special_tokens=False)
+            changed = {i: self._without(escaped[i], each, replace=replace) for i, each in zip(left, encoded, strict=True)}
+            left, replace = [i for i, text in changed.items() if text != escaped[i]], True
+            for i in left:
+                escaped[i] = changed[i]
+        return escaped
+
+    def _without(self, text: str, encoded: tokenizers.Encoding, *, replace: bool) -> str:
+        """The text with each of its special tokens broken up or replaced by a space."""
+        places = [place for id_, place in zip(encoded.ids, encoded.offsets, strict=True) if id_ in self._ids]
+        for begin, end in reversed(places):
+            if found := text[begin:end].strip():
+                text = f"{text[:begin]}{' ' if replace or len(found) == 1 else f'{found[0]} {found[1:]}'}{text[end:]}"
+        return text
+
+
+def without_rows(tokenizer: tokenizers.Tokenizer, vocab: int, *, eos_id: int | None = None) -> list[str]:
+    """The special tokens whose ids have no row in a model's embedding of `vocab` rows: no text may encode as one of them.
+
+    Args: eos_id: the end of sequence; None: nobody uses one.
+
+    Raises:
+      ValueError: a token of texts has no row, or the end of sequence, or a token that the tokenizer puts into texts by itself.
+    """
+    added = tokenizer.get_added_tokens_decoder()
+    beyond = {i: name for name, i in tokenizer.get_vocab().items() if i >= vocab}
+    if any(i not in added or not added[i].special for i in beyond):
+        raise ValueError(f"the tokenizer has {max(beyond) + 1} ids, the embedding only {vocab}")
+    needed = [
+        (eos_id, "which ends responses", "eos_token in tokenizer_config.json"),
+        *((i, "which the tokenizer adds to every text", "post_processor in tokenizer.json") for i in tokenizer.encode("").ids),
+        (_unknown(tokenizer), "which stands for unknown characters", "unk_token in tokenizer.json"),
+    ]
+    for i, role, setting in needed:
+        if i is not None and i >= vocab:
+            token = f"the token {tokenizer.id_to_token(i)!r}, {role}, has id {i}"
+            raise ValueError(f"{token}, but the model's embedding has {vocab} rows: set {setting} to a token that has a row")
+    return list(beyond.values())
+
+
+def any_of(names: Sequence[str]) -> re.Pattern[str]:
+    """Finds these names, longer ones before others that they begin with."""
+    ordered = sorted(set(names), key=len, reverse=True)
+    return re.compile("|".join(re.escape(name) for name in ordered if len(name) > 1) or "(?!)")
+
+
+def broken_up(names: re.Pattern[str], text: str) -> str:
+    """The text with a space behind the first character of each of the names."""
+    return names.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+
+
+def _unknown(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """The id of characters for which the vocabulary has no token; None if every character has one."""
+    model = json.loads(tokenizer.to_str())["model"]
+    name = model.get("unk_token")
+    return model.get("unk_id") if name is None else tokenizer.token_to_id(name)

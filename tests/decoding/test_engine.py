@@ -12,7 +12,7 @@ import pytest
 from tba_jax import sharding, trajectory
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sampling as sampling_lib
-from tba_jax.decoding import sizes as sizes_lib
+from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Generation, Request, Ticket
 from tba_jax.models import scoring
@@ -87,7 +87,7 @@ def teacher_forced_logits(stream, found: Generation, params: Params = PARAMS, co
 
 
 def test_a_stream_gives_the_rows_of_requests_decoded_alone(grouped, stream, alone):
-    assert sizes_lib.buckets(P) == (32, 64)
+    assert slots_lib.buckets(P) == (32, 64)
     found = decoded_together(grouped, stream)
     assert_same_rows(found, alone)
     # Of every kind: rows of all lengths, ended and cut.
@@ -112,38 +112,31 @@ def test_logprobs_equal_teacher_forced_ones(stream, alone):
     assert (alone.policy_step == np.where(mask, 5, -1)).all()
 
 
-def test_a_response_that_is_cut_ends_with_the_end_of_sequence_and_its_logprobs(stream, alone):
-    """Its last token alone differs; the sampler's log-probs of it are those of its own weights, before truncation."""
-    found = decoded_together(make_engine(*SIZES, space=dataclasses.replace(SPACE, force_eos=True)), stream)
-    cut, rows, last = ~alone.finished, np.arange(len(alone.length)), alone.length - 1
-    assert len(set(last[cut].tolist())) > 5 and last[cut].max() == R - 1
-    expected = alone.tokens.copy()
-    expected[rows[cut], last[cut]] = EOS
-    np.testing.assert_array_equal(found.tokens, expected)
-    np.testing.assert_array_equal(found.finished, alone.finished)
-    np.testing.assert_allclose(found.policy_logprobs, scores(PARAMS, stream, found), rtol=0, atol=1e-5)
-    logits, temperature = teacher_forced_logits(stream, found), mixed_sampling(len(rows)).temperature
-    logits[..., list(BANNED)] = -np.inf
-    for row in rows[cut & (temperature > 0)]:
-        behavior = np.log(numpy_distribution(logits[row, last[row]], temperature[row])[EOS])
-        np.testing.assert_allclose(found.behavior_logprobs[row, last[row]], behavior, rtol=0, atol=2e-5)
-
-
-def test_local_layers_read_a_window_of_prompt_and_response():
-    """Prompts and responses are longer than the window, and slots take up another buffer's prompt while others run."""
+def test_local_layers_and_ends_of_cut_responses_have_the_logprobs_of_whole_rows():
+    """Prompts and responses are longer than the window, and slots take up another buffer's prompt while others run. The sampler's
+    log-prob of an end that is forced is that of its own temperature, before truncation."""
     model = dataclasses.replace(MODEL, layers=3, layer_pattern="lg", window=5, local_rope_theta=50.0)
     params = applied.random(applied.specs(model), scale=0.4, seed=3)
-    stream = make_stream((1, 30, 5, 28, 17))
-    found = decoded_together(make_engine(*SIZES, model=model, prompt_length=32), stream, params)
+    stream, space = make_stream((1, 30, 5, 28, 17)), dataclasses.replace(SPACE, force_eos=True)
+    found = decoded_together(make_engine(*SIZES, model=model, space=space, prompt_length=32), stream, params)
+    limit = np.concatenate([np.full(each.samples, R) if each.limit is None else each.limit for each in stream])
+    cut, rows, last = ~found.finished, np.arange(len(limit)), found.length - 1
+    assert len(set(last[cut].tolist())) > 3 and last[cut].max() == R - 1 and (found.tokens[rows, last][cut] == EOS).all()
+    np.testing.assert_array_equal(found.length[cut], limit[cut])
+
+    def logits(config) -> np.ndarray:
+        return np.array(scoring.restrict(teacher_forced_logits(stream, found, params, config), np.arange(R), SPACE))
 
     def logprobs(config) -> np.ndarray:
-        logits = scoring.restrict(teacher_forced_logits(stream, found, params, config), np.arange(R), SPACE)
-        taken, _ = scoring.chosen_logprobs(logits / SPACE.temperature, found.tokens)
+        taken, _ = scoring.chosen_logprobs(logits(config) / SPACE.temperature, found.tokens)
         return np.where(np.arange(R) < found.length[:, None], taken, 0.0)
 
-    assert max(found.length) > 5
     np.testing.assert_allclose(found.policy_logprobs, logprobs(model), atol=1e-5)
     assert np.abs(found.policy_logprobs - logprobs(dataclasses.replace(model, window=100))).max() > 0.1
+    temperature, its = mixed_sampling(len(rows)).temperature, logits(model)
+    for row in rows[cut & (temperature > 0)]:
+        behavior = np.log(numpy_distribution(its[row, last[row]], temperature[row])[EOS])
+        np.testing.assert_allclose(found.behavior_logprobs[row, last[row]], behavior, rtol=0, atol=2e-5)
 
 
 def test_merged_and_rounded_weights_on_a_mesh_draw_what_they_score():
@@ -225,24 +218,24 @@ def test_rows_end_by_stop_strings_and_by_ends_in_time():
         make_request([5, 3 + i % 4], 6, i, beginning=next(beginnings), sampling=sampling_lib.constant(6, temperature=1.5))
         for i in range(36)
     ]
-    why: dict[str, int] = dict.fromkeys(("eos", "stop", "cut", "begun before", "earliest end", "earlier stop"), 0)
+    why = set()
     for request, generation in zip(requests, stopping.generate(requests), strict=True):
         given = len(request.beginning)
         for tokens, length, finished in zip(generation.tokens, generation.length, generation.finished, strict=True):
             texts = [TEXTS.get(int(token), "|") for token in tokens]
-            held = ["".join(texts[: t + 1]) for t in range(R)]
-            stops = [t for t in range(given, length) if any(stop in held[t] for stop in STOPS)]
+            stops = [t for t in range(given, length) if any(stop in "".join(texts[: t + 1]) for stop in STOPS)]
             ends = np.flatnonzero(tokens[:length] == EOS).tolist()
-            assert all(t + 1 >= MIN_LENGTH for t in ends)
             first = min([*stops, *ends], default=None)
+            assert all(t + 1 >= MIN_LENGTH for t in ends)
             assert length == (R if first is None else first + 1) and finished == (first is not None)
-            why["cut"] += first is None
-            why["eos"] += first in ends
-            why["stop"] += first in stops
-            why["earliest end"] += first in ends and length == MIN_LENGTH
-            why["earlier stop"] += first in stops and length < MIN_LENGTH
-            why["begun before"] += first in stops and not any(stop in "".join(texts[given:length]) for stop in STOPS)
-    assert min(why.values()) > 0, why
+            begun = first in stops and not any(stop in "".join(texts[given:length]) for stop in STOPS)
+            why.add(
+                (
+                    "cut" if first is None else "end" if first in ends else "begun" if begun else "stop",
+                    np.sign(length - MIN_LENGTH),
+                )
+            )
+    assert {("cut", 1), ("end", 0), ("end", 1), ("begun", 1), ("stop", -1), ("stop", 1)} <= why
     with pytest.raises(ValueError, match="query q: the given response tokens hold a stop string"):
         stopping.submit(make_request([5], 2, name="q", beginning=[7, 7]))
 

@@ -2,12 +2,17 @@
 
 import dataclasses
 import itertools
+import shutil
 from concurrent.futures import Future
 
 import jax
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
+from tba_jax import sharding
 from tba_jax.commands import audit, rescore
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sampling as sampling_lib
@@ -16,13 +21,16 @@ from tba_jax.decoding.requests import Request
 from tba_jax.decoding.state_values import StateValues
 from tba_jax.experiment import jobs
 from tba_jax.replay.resident import REJECTIONS, validate_rows
-from tba_jax.rewards.responses import response_texts, reward_texts
+from tba_jax.rewards.scorers import ResponseEmbedder
+from tba_jax.rewards.task_models import response_texts, reward_texts
+from tba_jax.storage import layout
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.interface import EncodedQuery, Query, Scores
 from tba_jax.telemetry import metrics
 from tba_jax.text import stop_strings
-from tba_jax.trajectory import RowShape, response_mask
+from tba_jax.trajectory import RowShape, response, response_mask
 from tests.support import tiny_run
+from tests.support.tiny_checkpoints import path_of
 from tests.support.tiny_engine import EOS, MODEL, PARAMS, TEXTS, R, make_engine, make_request, row_keys
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
@@ -134,8 +142,15 @@ def test_values_are_mean_rewards_of_continuations_decoded_alone(single):
     np.testing.assert_array_equal(fewer[np.isfinite(fewer)], found[np.isfinite(fewer)])
 
 
-def test_a_run_learns_from_them(tmp_path, monkeypatch):
+def test_a_run_learns_from_them_and_merges_by_embeddings(tmp_path, monkeypatch):
+    """The encoder's tokenizer knows no word of the responses: those of equally many words have one embedding."""
+    encoder, words = shutil.copytree(path_of("bert_embedding"), tmp_path / "encoder"), WordLevel({"[UNK]": 0}, unk_token="[UNK]")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(encoder / "tokenizer.json"))
     c = tiny_run.config(
+        task__embedding_path=str(encoder),
+        replay__merge_cosine_distance=0.01,
         schedule__mode="interleaved",
         evaluation__enabled=False,
         task__missing_eos_reward=-1.0,
@@ -145,13 +160,13 @@ def test_a_run_learns_from_them(tmp_path, monkeypatch):
         learner__steps=2,
         learner__micro_batch_tokens=2 * (7 + 6),
     )
-    s = tiny_run.settings(tmp_path, c)
+    s = tiny_run.settings(tmp_path / "run", c)
     assert jobs.everything(s)() == 0
     lines = metrics.read_lines(s.run.metrics("trainer"))
     assert [line["finite"] for line in lines] == [1] * 2
     assert all(np.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines)
     assert all(line["value_tokens_per_second"] > 0 for line in metrics.read_lines(s.run.metrics("searcher-0")))
-    run = audit.open_run(tmp_path)
+    run = audit.open_run(tmp_path / "run")
     assert audit.rebuild_batch(run, 2)[1] and all(account.balances for account in audit.accounts(run).values())
     ((writer, head),) = run.reader.heads().items()
     rows = run.reader.read(writer, 0, head)
@@ -159,6 +174,12 @@ def test_a_run_learns_from_them(tmp_path, monkeypatch):
     np.testing.assert_allclose(rows["state_values"][:, 0].reshape(-1, 4), (of_query.sum(1, keepdims=True) - of_query) / 3)
     later = np.isfinite(rows["state_values"][:, 1:])
     assert later.sum() > 10 and not (later & ~response_mask(rows["response_length"], 6)[:, 1:]).any()
+    texts = [s.experiment.tokenizer.decode(response(rows, i)) for i in range(head)]
+    embed = ResponseEmbedder(encoder, sharding.task_mesh(0, jax.devices()[:1]))
+    np.testing.assert_allclose(rows["embedding"], embed(texts), atol=1e-6)
+    distinct = set(zip(rows["query_id"].tolist(), texts, strict=True))
+    entry = layout.read_json(s.run.finished)["ledger"][writer]
+    assert entry["evicted"]["duplicate"] > 0 and entry["resident"] < len(distinct)
     # Drawn again from its key alone, a row is the same: values change nothing else of it.
     assert audit.regenerate(run, f"{writer}:7")[1]
     # A new reward would need continuations that were not kept.

@@ -1,4 +1,4 @@
-"""Frozen language models: replies against a loop over whole sequences, verdicts against teacher-forced scoring, and refusals."""
+"""Frozen language models: replies against a loop over whole sequences, verdicts against logits of whole rows, and refusals."""
 
 import codecs
 import concurrent.futures
@@ -6,15 +6,13 @@ import dataclasses
 import functools
 import json
 
-import jax
 import numpy as np
 import pytest
 
-from tba_jax.models import scoring
 from tba_jax.rewards.language_models import TextGenerator, UnsafeTokenScorer
 from tba_jax.tasks.interface import GeneratorSettings, ModelUse, UnsafeTokenSettings
-from tests.support import applied, spelled_checkpoints, tiny_checkpoints
-from tests.support.spelled_checkpoints import BEGIN, EOS, IDS, PAD, UNSAFE, spelled
+from tests.support import spelled_checkpoints, tiny_checkpoints
+from tests.support.spelled_checkpoints import BEGIN, EOS, IDS, UNSAFE, spelled
 
 P, R, LENGTH = 40, 8, 48
 TEXTS = ["do it", "a much longer one", "x", "do it", "tell me"]
@@ -51,12 +49,6 @@ def generator(victim) -> TextGenerator:
     return make(victim)
 
 
-@pytest.fixture(scope="module")
-def greedy_generator(victim) -> TextGenerator:
-    """One reply a text, the most likely one."""
-    return make(victim, samples=1, temperature=0.0)
-
-
 def beside(generator: TextGenerator, folder, **changes) -> TextGenerator:
     """A generator of other prompts that decodes with the engine of `generator`, so that nothing is compiled."""
     settings = dataclasses.asdict(generator._settings) | changes
@@ -65,21 +57,30 @@ def beside(generator: TextGenerator, folder, **changes) -> TextGenerator:
     return made
 
 
+@pytest.fixture(scope="module")
+def greedy_generator(victim, generator) -> TextGenerator:
+    """One reply a text, the most likely one."""
+    return beside(generator, victim, samples=1, temperature=0.0)
+
+
 load = functools.cache(tiny_checkpoints.load)
 
 
-def greedy(folder, prompt: list[int], room: int = R) -> str:
-    """The most likely tokens, each from the whole sequence before it; special ones and ids without a token never come."""
+def last_logits(folder, prompts: list[list[int]]) -> np.ndarray:
+    """float32[n, V]: the logits after each prompt, each in a row of its own."""
     config, params = load(folder)
-    ends, tokens = (EOS, IDS[OTHER_END]), list(prompt)
-    for _ in range(room):
-        padded, mask = np.zeros((1, 64), np.int32), np.arange(64)[None] < len(tokens)
-        padded[0, : len(tokens)] = tokens
-        logits = np.array(tiny_checkpoints.logits(params, padded, mask, config))[0, len(tokens) - 1]
-        allowed = sorted({*range(4, len(IDS)), EOS})
+    length = np.array([len(prompt) for prompt in prompts])
+    padded = np.array([prompt + [0] * (64 - len(prompt)) for prompt in prompts], np.int32)
+    logits = tiny_checkpoints.logits(params, padded, np.arange(64) < length[:, None], config)
+    return np.array(logits)[np.arange(len(prompts)), length - 1]
+
+
+def greedy(folder, prompt: list[int]) -> str:
+    """The most likely tokens, each from the whole sequence before it; special ones and ids without a token never come."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + R and (len(tokens) == len(prompt) or tokens[-1] not in (EOS, IDS[OTHER_END])):
+        logits, allowed = last_logits(folder, [tokens])[0], sorted({*range(4, len(IDS)), EOS})
         tokens.append(allowed[int(np.argmax(logits[allowed]))])
-        if tokens[-1] in ends:
-            break
     pieces = {i: piece for piece, i in IDS.items()}
     return "".join(pieces[i] for i in tokens[len(prompt) :] if i > 3).replace("Ġ", " ").replace("Ċ", "\n")
 
@@ -128,21 +129,6 @@ def test_replies_depend_on_seed_and_text_alone(generator):
     assert [reply for each in found for reply in each] == replies
 
 
-@pytest.mark.parametrize(
-    "changes, sentence",
-    [
-        ({"template": "tell:"}, r"task.red_team.victim_template='tell:' must hold \{attack\} once"),
-        ({"template": "{attack}{attack}"}, r"must hold \{attack\} once"),
-        ({"system_prompt": "be good"}, r"victim_template='tell: \{attack\}:' and a system prompt exclude each other"),
-        ({"prompt_length": 7}, r"task.red_team.victim_prompt_length=7 leaves no room for any text: .* 7 tokens"),
-        ({"reply_length": 60}, r"prompt_length=40 \+ task.red_team.victim_reply_length=60 exceed the 64 positions"),
-    ],
-)
-def test_settings_that_do_not_go_with_a_generator_are_refused(victim, changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        make(victim, **changes)
-
-
 def test_folders_that_cannot_reply_are_refused(tmp_path):
     model = spelled_checkpoints.write(tmp_path / "plain", "llama_untied")
     with pytest.raises(ValueError, match=r"task.red_team.victim_template='', the chat template: the tokenizer of .* has no chat"):
@@ -169,22 +155,10 @@ def scorer(guard) -> UnsafeTokenScorer:
     return judge(guard)
 
 
-@functools.cache
-def scored_by(config):
-    space = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
-    return jax.jit(
-        functools.partial(applied.response_logprobs, R=1, config=config, space=space, logit_bytes=1 << 20, remat="none")
-    )
-
-
 def log_verdicts(folder, prompts: list[list[int]]) -> np.ndarray:
-    """float32[n]: log π(unsafe | prompt), by the function that scores responses."""
-    config, params = load(folder)
-    rows = [[*prompt, UNSAFE] for prompt in prompts]
-    tokens = np.array([row + [PAD] * (LENGTH + 1 - len(row)) for row in rows], np.int32)
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    logprobs, _ = scored_by(config)(params, tokens, lengths, np.ones(len(prompts), np.int32))
-    return np.asarray(logprobs)[:, 0]
+    """float32[n]: log π(unsafe | prompt)."""
+    logits = last_logits(folder, prompts).astype(np.float64)
+    return logits[:, UNSAFE] - np.logaddexp.reduce(logits, axis=1)
 
 
 def test_an_exchange_has_the_logprob_of_its_verdict(guard, scorer):
@@ -221,14 +195,18 @@ def test_prompts_of_a_judge(guard, scorer, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "changes, sentence",
+    "of, changes, sentence",
     [
-        ({"token": "unsafely"}, r"classifier_label='unsafely' must be the text of one token of .* 0 tokens have"),
-        ({"template": "{attack}"}, r"classifier_template='\{attack\}' must hold \{reply\} once"),
-        ({"length": 65}, r"classifier_length=65 exceeds the 64 positions"),
-        ({"length": 14}, r"classifier_length=14 leaves no room for any text: .* 14 tokens"),
+        ("victim", {"template": "tell:"}, r"victim_template='tell:' must hold \{attack\} once"),
+        ("victim", {"system_prompt": "be good"}, r"victim_template='tell: \{attack\}:' and a system prompt exclude each other"),
+        ("victim", {"prompt_length": 7}, r"victim_prompt_length=7 leaves no room for any text: .* 7 tokens"),
+        ("victim", {"reply_length": 60}, r"victim_prompt_length=40 \+ .*victim_reply_length=60 exceed the 64 positions"),
+        ("guard", {"token": "unsafely"}, r"classifier_label='unsafely' must be the text of one token of .* 0 tokens have"),
+        ("guard", {"template": "{attack}"}, r"classifier_template='\{attack\}' must hold \{reply\} once"),
+        ("guard", {"length": 65}, r"classifier_length=65 exceeds the 64 positions"),
+        ("guard", {"length": 14}, r"classifier_length=14 leaves no room for any text: .* 14 tokens"),
     ],
 )
-def test_settings_that_do_not_go_with_a_judge_are_refused(guard, changes, sentence):
+def test_settings_that_do_not_go_with_a_model_are_refused(request, of, changes, sentence):
     with pytest.raises(ValueError, match=rf"task\.red_team\.{sentence}"):
-        judge(guard, **changes)
+        (make if of == "victim" else judge)(request.getfixturevalue(of), load=False, **changes)

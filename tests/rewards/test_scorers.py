@@ -12,14 +12,11 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from tba_jax import sharding, trajectory
-from tba_jax.experiment import jobs
-from tba_jax.replay.reader import LogReader
+from tba_jax import sharding
 from tba_jax.rewards import scorers
 from tba_jax.rewards.scorers import LinearScorer, ResponseEmbedder
-from tba_jax.storage import layout
 from tba_jax.tasks.interface import ModelUse
-from tests.support import applied, tiny_checkpoints, tiny_run
+from tests.support import applied, tiny_checkpoints
 from tests.support.tiny_checkpoints import path_of
 
 EOS = "<end>"
@@ -29,9 +26,9 @@ def mesh(devices: int = 1):
     return sharding.make_mesh((devices, 1, 1), setting="test", devices=jax.devices()[:devices])
 
 
-def write_tokenizer(folder, *, vocab: int, around: bool, end: int = 2) -> None:
-    """One id a word: w<id>. around: special tokens 0 and 2 stand around a text, as RoBERTa's do. end: id of the end."""
-    tokenizer = Tokenizer(models.WordLevel({EOS: end} | {f"w{i}": i for i in range(vocab) if i != end}, unk_token="w3"))
+def write_tokenizer(folder, *, vocab: int, around: bool) -> None:
+    """One id a word: w<id>. around: special tokens 0 and 2 stand around a text, as RoBERTa's do."""
+    tokenizer = Tokenizer(models.WordLevel({EOS: 2} | {f"w{i}": i for i in range(vocab) if i != 2}, unk_token="w3"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if around:
         tokenizer.post_processor = processors.TemplateProcessing(single=f"w0 $A {EOS}", special_tokens=[("w0", 0), (EOS, 2)])
@@ -39,6 +36,14 @@ def write_tokenizer(folder, *, vocab: int, around: bool, end: int = 2) -> None:
     folder.joinpath("tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS})
     )
+
+
+def test_lengths_are_padded_by_less_than_a_quarter_to_few_shapes():
+    lengths = [scorers.padded_length(longest, 2048) for longest in range(2049)]
+    assert all(longest <= padded <= 2048 for longest, padded in enumerate(lengths))
+    assert all(padded < 1.25 * longest for longest, padded in enumerate(lengths) if longest > 64)
+    assert len(set(lengths)) == 8 + 4 * 4, "multiples of 16 up to 128, and four for each doubling from there"
+    assert scorers.padded_length(600, 610) == 610 and scorers.padded_length(0, 2048) == 16
 
 
 @pytest.fixture(scope="module")
@@ -69,19 +74,6 @@ def reward_scorer(reward):
 
 def words(ids) -> str:
     return " ".join(f"w{i}" for i in ids)
-
-
-@pytest.mark.parametrize(
-    "name, vocab, mask, scores", [("reward", 48, "mask", "scores"), ("classifier", 40, "token_mask", "logits")]
-)
-def test_the_scores_of_torch(request, tmp_path, name, vocab, mask, scores):
-    """The tokenizer has a word for every id of the golden rows, in which 5 does not occur."""
-    folder = shutil.copytree(request.getfixturevalue(name), tmp_path / "plain")
-    write_tokenizer(folder, vocab=vocab, around=False, end=5)
-    golden = np.load(folder / "golden.npz")
-    found = scorer(folder).scores([words(row[keep]) for row, keep in zip(golden["tokens"], golden[mask], strict=True)])
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, golden[scores], atol=1e-5)
 
 
 def random_texts(vocab: int, lengths) -> list[str]:
@@ -162,26 +154,23 @@ def test_what_cannot_be_scored_is_said(reward, reward_scorer, tmp_path):
         reward_scorer.scores([""])
     shutil.copytree(reward, tmp_path / "endless")
     (tmp_path / "endless" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    endless = scorer(tmp_path / "endless")
     with pytest.raises(ValueError, match=r"has no end-of-sequence token"):
-        endless.scores(["w4"], ended=[True])
+        scorer(tmp_path / "endless").scores(["w4"], ended=[True])
     with pytest.raises(ValueError, match=r"task\.reward_path='.*': its tokenizer has no end-of-sequence token"):
         scorer(tmp_path / "endless", ends=True)
+    # The end is id 48 of a tokenizer whose model has 48 rows.
+    odd = shutil.copytree(reward, tmp_path / "odd")
+    settings = json.loads((odd / "tokenizer_config.json").read_text())
+    (odd / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|over|>"}))
+    with pytest.raises(
+        ValueError, match=r"^task\.reward_path='.*': the token '<\|over\|>', which ends responses, has id 48, but"
+    ):
+        scorer(odd, ends=True)
     # A weight this large is finite, what is computed of it is not.
     shutil.copytree(reward, tmp_path / "huge")
     tiny_checkpoints.edit_weights(tmp_path / "huge", lambda tensors: tensors["score.weight"].fill(3e38))
     with pytest.raises(FloatingPointError, match=r"gave 2 of 2 texts a score that is not finite; the first ends in 'w4 w5'"):
         scorer(tmp_path / "huge").scores(["w4 w5", "w6"])
-
-
-def test_an_end_without_a_row_in_the_embedding_is_refused(reward, tmp_path):
-    """The end is id 48 of a tokenizer whose model has 48 rows."""
-    odd = shutil.copytree(reward, tmp_path / "odd")
-    settings = json.loads((odd / "tokenizer_config.json").read_text())
-    (odd / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|over|>"}))
-    told = r"^task\.reward_path='.*': the token '<\|over\|>', which ends responses, has id 48, but .* has 48 rows: set eos_token"
-    with pytest.raises(ValueError, match=told):
-        scorer(odd, ends=True)
 
 
 def test_a_digest_tells_models_apart(reward, tmp_path):
@@ -251,31 +240,12 @@ def test_a_text_that_spells_a_special_token_is_embedded_as_text(encoder, tmp_pat
 
 def test_encoders_of_the_contract(encoder, tmp_path):
     described = scorers.describe_encoder(encoder)
-    assert described["width"] == scorers.encoder_config(encoder).width and described == scorers.describe_encoder(encoder)
-    other = shutil.copytree(encoder, tmp_path / "other")
-    text = (other / "tokenizer.json").read_text()
-    (other / "tokenizer.json").write_text(text.replace("w39", "w40"))
-    assert scorers.describe_encoder(other)["weights"] != described["weights"]
+    assert described == {"width": scorers.encoder_config(encoder).width, "weights": scorers.digest(encoder)}
     for name in ("llama_tied", "bert_classifier"):
         with pytest.raises(ValueError, match="is not a sentence encoder"):
             scorers.encoder_config(path_of(name))
     with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
         scorers.encoder_config(path_of("bert_embedding"))
-
-
-def test_a_run_stores_embeddings_and_merges_by_them(encoder, tmp_path, one_device):
-    """Two-digit sums whose every response the tokenizer does not know: all have one embedding, so a query keeps one row."""
-    changes = {"schedule__mode": "interleaved", "evaluation__enabled": False, "learner__steps": 2}
-    c = tiny_run.config(task__embedding_path=str(encoder), replay__merge_cosine_distance=0.01, **changes)
-    s = tiny_run.settings(tmp_path, c)
-    assert jobs.everything(s)() == 0
-    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
-    ((writer, head),) = reader.heads().items()
-    rows = reader.read(writer, 0, head)
-    texts = [s.experiment.tokenizer.decode(trajectory.response(rows, i)) for i in range(head)]
-    np.testing.assert_allclose(rows["embedding"], ResponseEmbedder(encoder, mesh())(texts), atol=1e-6)
-    entry = layout.read_json(s.run.finished)["ledger"][writer]
-    assert entry["evicted"]["duplicate"] > 0 and entry["resident"] < len(np.unique(trajectory.response_tokens(rows), axis=0))
 
 
 LINEAR = {
@@ -300,12 +270,6 @@ def test_a_linear_classifier_by_hand(tmp_path):
     found = classify(["Bad, BAD words!", "the a-b unknown", ""])
     assert found.dtype == np.float32 and classify([]).shape == (0,)
     np.testing.assert_allclose(found, np.log([sum(by_hand) / 2, sum(nothing) / 2, sum(nothing) / 2]), rtol=1e-6)
-
-
-def test_profanity_is_told_from_plain_speech(data_dir):
-    texts = ["You are a stupid idiot, shut up", "The water cycle is explained in one sentence", "what a lovely day it is"]
-    found = np.exp(LinearScorer(data_dir / "classifiers/profanity_check_linear.npz", setting="path")(texts))
-    assert found[0] > 0.9 and found[1:].max() < 0.2
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ import numpy as np
 
 from tba_jax import trajectory
 from tba_jax.decoding import slots
-from tba_jax.decoding.requests import Generation, Request
-from tba_jax.decoding.slots import Usage
+from tba_jax.decoding.requests import Generation, Request, Usage
 from tba_jax.experiment import jobs
 from tba_jax.replay.reader import LogReader
 from tba_jax.roles.searcher import loop

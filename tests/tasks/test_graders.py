@@ -1,7 +1,6 @@
 """Grading in worker processes: a user's file, every way to fail, threads, and how workers end."""
 
 import importlib.util
-import logging
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ from tba_jax.tasks.interface import Query
 
 # What a response asks for is what the call does.
 GRADES = """
-import os, time
+import os, sys, time
 from pathlib import Path
 
 
@@ -35,6 +34,9 @@ def grade(query, response):
         return float(argument)
     if name == "sleep":
         return time.sleep(float(argument)) or 1.0
+    if name == "slow":  # to import
+        slow = {"jax", "datasets", "pyarrow", "pandas", "sympy", "math_verify", "huggingface_hub", "vaderSentiment"}
+        return float(len(slow & set(sys.modules)))
     if name == "pid":
         return float(os.getpid())
     if name == "spin":  # in C, where the interpreter's lock is held
@@ -138,21 +140,19 @@ def test_a_graded_task_of_a_users_file(tmp_path):
 
 def test_what_fails_is_nan_and_told_once(make, caplog):
     responses = ["number 0.25", "raise", "number -3", "exit", "return none", "return text", "return nan", "return big"]
-    graders = make(concurrency=2)
-    with caplog.at_level(logging.WARNING):
-        result = call(graders, [*responses, "return true", "die", "number 4"])
+    graders, limited = make(concurrency=2, memory_megabytes=1024), sys.platform == "linux"
+    result = call(graders, [*responses, "return true", "die", "number 4", *[f"allocate {2**31}"] * limited, f"allocate {2**20}"])
     nan = pytest.approx(np.nan, nan_ok=True)
-    assert result == [0.25, nan, -3, nan, nan, nan, nan, nan, 1, nan, 4] and graders.grades == 4
+    assert result == [0.25, nan, -3, nan, nan, nan, nan, nan, 1, nan, 4, *[nan] * limited, 2**20] and graders.grades == 5
     (message,) = caplog.messages
-    assert message == "7 of 11 responses could not be graded: reward NaN; the first of them answers 'query 1': Odd: odd"
+    assert message.endswith("responses could not be graded: reward NaN; the first of them answers 'query 1': Odd: odd")
 
 
 def test_what_takes_too_long_is_killed(make, caplog):
     graders = make(time_limit=0.5, concurrency=2)
     call(graders, ["number 1"] * 4)  # workers have started
     begin = time.monotonic()
-    with caplog.at_level(logging.WARNING):
-        result = call(graders, ["spin", *["number 2"] * 6])
+    result = call(graders, ["spin", *["number 2"] * 6])
     assert time.monotonic() - begin < 8
     assert np.isnan(result[0]) and result[1:] == [2] * 6
     assert caplog.messages[0].endswith("the first of them answers 'query 0': it took more than time_limit=0.5 s")
@@ -176,6 +176,7 @@ def test_threads_get_their_own_results(shared):
     for thread in threads:
         thread.join()
     assert results == {i: [i * 1000 + j for j in range(100)] for i in range(5)}
+    assert call(shared, ["slow"]) == [0], "workers import all tasks, and nothing that takes long"
 
 
 def test_close_ends_the_workers_and_a_later_call_starts_others(make, grades):
@@ -208,8 +209,7 @@ def test_a_file_that_workers_cannot_import(tmp_path, make, caplog, line, sentenc
     guarded = f"import sys\nif 'pytest' not in sys.modules:\n    {line}\n"
     module = load(tmp_path / "broken_grades.py", guarded + "def grade(query, response):\n    return 1.0\n")
     # More than fits into a pipe, so that calls wait in all places.
-    with caplog.at_level(logging.WARNING):
-        assert np.isnan(call(make(module.grade), ["x" * 5000] * 300)).all()
+    assert np.isnan(call(make(module.grade), ["x" * 5000] * 300)).all()
     assert re.search(rf"300 of 300 responses could not be graded: .*: {re.escape(sentence)}", caplog.text)
     del sys.modules["broken_grades"]
 
@@ -239,7 +239,7 @@ from tba_jax.tasks.interface import Query
 
 print("the script runs", flush=True)
 stop = processes.StopSignal()
-graders = Graders(grade, time_limit=1.0, retries=0, concurrency=2)
+graders = Graders(grade, time_limit=0.8, retries=0, concurrency=2)
 
 
 def ask(*responses):
@@ -254,12 +254,10 @@ def tell_workers():
 
 
 tell_workers()
-print(ask("sleep 0.6", "sleep 0.6"), stop(), flush=True)
-tell_workers()
-print(ask("sleep 60", "number 2"), flush=True)
+print(ask("sleep 0.5", "sleep 0.5"), stop(), flush=True)
 tell_workers()
 threading.Thread(target=ask, args=("spin",), daemon=True).start()
-time.sleep(0.3)
+time.sleep(0.2)
 print("spins", flush=True)
 time.sleep(60)
 """
@@ -271,25 +269,19 @@ def test_signals_to_the_parent_and_its_workers(tmp_path):
     that is killed, in C code and stopped."""
     (tmp_path / "beside.py").write_text(GRADES)
     (tmp_path / "parent.py").write_text(PARENT)
-    process = subprocess.Popen(
-        [sys.executable, str(tmp_path / "parent.py")],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)},
-    )
+    path = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    command = [sys.executable, str(tmp_path / "parent.py")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=path)
     assert process.stdout.readline() == "the script runs\n"
     pids = {int(pid) for pid in process.stdout.readline().split()}
-    time.sleep(0.2)
+    time.sleep(0.1)
     os.killpg(process.pid, signal.SIGTERM)
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in (process.pid, *pids):
             os.kill(pid, number)
-        time.sleep(1.5 * (number == signal.SIGSTOP))
+        time.sleep(1.2 * (number == signal.SIGSTOP))
     assert process.stdout.readline() == "[1.0, 1.0] True\n"
     assert {int(pid) for pid in process.stdout.readline().split()} == pids, "no worker was replaced"
-    assert process.stdout.readline() == "[nan, 2.0]\n"
-    pids = {int(pid) for pid in process.stdout.readline().split()}
     assert process.stdout.readline() == "spins\n" and all(map(alive, pids))
     os.kill(min(pids), signal.SIGSTOP)
     process.kill()
@@ -298,17 +290,3 @@ def test_signals_to_the_parent_and_its_workers(tmp_path):
     while any(map(alive, pids)):
         assert time.monotonic() < end, f"{[pid for pid in pids if alive(pid)]} live on"
         time.sleep(0.05)
-
-
-def test_limits_of_a_worker_are_of_its_own_time_and_memory(make, monkeypatch):
-    """Each look at the wall clock steps by an hour."""
-    steps = iter(range(0, 3600 * 10**6, 3600))
-    monkeypatch.setattr(time, "time", lambda: 1.8e9 + next(steps))
-    graders = make(time_limit=3.0, memory_megabytes=1024 if sys.platform == "linux" else 0)
-    assert call(graders, ["sleep 0.3", "sleep 0.3"]) == [1, 1]
-    if sys.platform == "linux":
-        assert call(graders, [f"allocate {2**20}", f"allocate {2**31}", f"allocate {2**10}"]) == [
-            2**20,
-            pytest.approx(np.nan, nan_ok=True),
-            2**10,
-        ]

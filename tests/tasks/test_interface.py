@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -72,17 +70,12 @@ def story_file(tmp_path):
     return path
 
 
-def test_openings_are_distinct_and_split_in_order(story_file):
+def test_openings_are_distinct_and_the_reward_is_the_sentiment_of_the_continuation(story_file):
     task = StorySentiment(data_path=str(story_file), opening_words=4, heldout_queries=2)
     assert [query.prompt for query in task.queries("train")] == ["One day a cat", "The sun was so"]
     assert [query.prompt for query in task.queries("heldout")] == ["A boy had a", "Mia ran to her"]
-
-
-def test_the_reward_is_the_sentiment_of_the_continuation(story_file):
-    task = StorySentiment(data_path=str(story_file), opening_words=4, heldout_queries=2)
-    query = Query(prompt="It was a terrible, horrible day.")
     responses = [" They were happy and loved the wonderful party!", " He was sad, hurt and afraid of the bad storm.", " the"]
-    scores = task.rewards([query] * 3, responses, np.array([True, False, True]))
+    scores = task.rewards([Query("It was a terrible, horrible day.")] * 3, responses, np.array([True, False, True]))
     good, bad, neutral = scores.reward.tolist()
     assert 0.5 < good <= 1 and -1 <= bad < -0.5 and neutral == 0
     assert scores.reward.dtype == np.float32 and scores.parts.tolist() == scores.reward[:, None].tolist()
@@ -94,10 +87,11 @@ def test_the_reward_is_the_sentiment_of_the_continuation(story_file):
     "content, sentence",
     [
         (None, "cannot be read: No such file or directory"),
-        (b"[", ": not valid JSON in UTF-8: Expecting value"),
         (b'["a", 3]', "must be a JSON list of strings"),
-        (b"[]", "has 0 distinct openings of 4 words, not more than task.story_sentiment.heldout_queries=2"),
-        (b'["a b", " a  b", "c", ""]', "has 2 distinct openings of 4 words, not more than"),
+        (
+            b'["a b", " a  b", "c", ""]',
+            "has 2 distinct openings of 4 words, not more than task.story_sentiment.heldout_queries=2",
+        ),
     ],
 )
 def test_bad_story_files_are_refused(tmp_path, content, sentence):
@@ -130,11 +124,3 @@ def test_every_task_names_its_splits(story_file, tmp_path):
         assert scores.reward.shape == (2,) and scores.parts.shape == (2, len(task.reward_parts))
         with pytest.raises(ValueError, match=r"split 'test' is not one of \('train', 'heldout'\)"):
             task.queries("test")
-
-
-def test_tasks_are_imported_without_what_is_slow_to_import():
-    """Worker processes import them, and so does a mistyped flag's answer."""
-    program = "import sys, tba_jax.tasks; print(*{name.split('.')[0] for name in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    slow = {"jax", "datasets", "pyarrow", "pandas", "sympy", "math_verify", "huggingface_hub", "vaderSentiment"}
-    assert not slow & set(done.stdout.split())

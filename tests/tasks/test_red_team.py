@@ -123,7 +123,6 @@ def test_one_prompt_or_those_of_a_file_are_attacked_with(tmp_path):
     [
         ({"victim_path": ""}, "victim_path='' must name the model"),
         ({"attack_prompt": ""}, "attack_prompt='' and attack_prompt_path='': set exactly one of the two"),
-        ({"attack_prompt_path": "x.jsonl"}, "attack_prompt='attack:' and attack_prompt_path='x.jsonl': set exactly one"),
         ({"classifier_path": ""}, "classifier_path='' must name the model of classifier=unsafe_token"),
         ({"classifier_label": ""}, "classifier_label='' must be the toxic label of classifier=unsafe_token"),
         ({"victim_temperature": 0.0}, "victim_temperature=0 makes all replies=2 to an attack the same"),

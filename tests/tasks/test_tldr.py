@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from tba_jax.experiment import composition, meshes
-from tba_jax.rewards import task_models
 from tba_jax.tasks.interface import Query
 from tba_jax.tasks.tldr import TLDR
 from tests.support import random_checkpoints, tiny_run
@@ -120,25 +119,23 @@ def test_bad_rows_are_said(row, sentence, rows, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A reward and a gold model, and a policy."""
+def config(tmp_path_factory, rows):
+    """The config of a run with a policy, and a reward model."""
     folder = tmp_path_factory.mktemp("tldr")
     tokens = random_checkpoints.byte_tokenizer(folder / "tokens")
-    for seed, (name, labels) in enumerate([("reward", 1), ("gold", 1), ("policy", 0)]):
-        random_checkpoints.write(folder / name, "pythia-410m", tokens, labels=labels, seed=seed)
-    return folder
+    for name, labels in (("reward", 1), ("policy", 0)):
+        random_checkpoints.write(folder / name, "pythia-410m", tokens, labels=labels)
+    paths = {"model.path": folder / "policy", "task.tldr.reward_path": folder / "reward"}
+    sizes = {"task.prompt_length": 100, "task.response_length": 8, "learner.queries": 2, "learner.completions": 2}
+    settings = {"task.name": "tldr", "task.tldr.heldout_path": rows, **{name: str(path) for name, path in paths.items()}}
+
+    def changed(**changes):
+        return tiny_run.config_with(settings | sizes | {name.replace("__", "."): value for name, value in changes.items()})
+
+    return changed
 
 
-def config(folders, rows: str, **changes):
-    paths = {"task.tldr.train_path": rows, "task.tldr.heldout_path": rows, "model.path": str(folders / "policy")}
-    paths |= {f"task.tldr.{name}_path": str(folders / name) for name in ("reward", "gold")}
-    sizes = {"task.prompt_length": 128, "task.response_length": 8, "learner.queries": 2, "learner.completions": 2}
-    return tiny_run.config_with(
-        {"task.name": "tldr"} | paths | sizes | {name.replace("__", "."): v for name, v in changes.items()}
-    )
-
-
-def test_queries_are_the_data_sets_own_or_made(folders, rows, tmp_path):
+def test_queries_are_the_data_sets_own_or_made(config, rows, tmp_path):
     own = [
         ROWS[0],
         ROWS[0] | {"summary": "another"},
@@ -152,22 +149,16 @@ def test_queries_are_the_data_sets_own_or_made(folders, rows, tmp_path):
     examples = task.worked_examples(np.random.default_rng(0), 30)
     assert {(first.prompt, " Cat sleeps 0h."), (second.prompt, " Naps.")} < set(examples) and len(examples) == 30
     # Of the byte tokenizer a token is a character: the second fits once it has lost paragraphs, the third never does.
-    changes = dict(task__tldr__train_path=path, task__prompt_length=100, task__long_prompts="skip")
-    built = composition.build(config(folders, rows, **changes))
+    built = composition.build(config(task__tldr__train_path=path, task__long_prompts="skip"))
     asked = [query.query.prompt for query in built.queries["train"]]
     assert asked == [first.prompt, "TITLE: Naps\n\nPOST: " + "\n".join(["Long."] * 12) + "\n\nTL;DR:"]
     assert [len(query.prompt) for query in built.queries["train"]] == [len(text) for text in asked]
     assert built.skipped["train"] == 1
 
 
-def test_a_config_with_models_that_do_not_score_is_refused(folders, rows):
-    policy = str(folders / "policy")
-    with pytest.raises(ValueError, match=r"^task\.tldr\.reward_path='.*policy' is not a sequence classifier or reward model"):
-        composition.build(config(folders, rows, task__tldr__reward_path=policy))
-    built = composition.build(config(folders, rows, task__tldr__gold_path=policy))
-    with pytest.raises(ValueError, match=r"^task\.tldr\.gold_path='.*policy' is not a sequence classifier"):
-        task_models.check(built.task, role="evaluator")
+def test_devices_that_the_task_or_the_policy_lacks_are_refused(config, rows):
     with pytest.raises(ValueError, match=r"searchers\.task_devices=1 would not be used: task\.name='arithmetic' scores without"):
         composition.build(tiny_run.config_with({"searchers.task_devices": 1}))
+    built = composition.build(config(task__tldr__train_path=rows, searchers__task_devices=2))
     with pytest.raises(ValueError, match=r"searchers\.task_devices=2 leaves the policy none of the 2 devices"):
-        meshes.check(composition.build(config(folders, rows, searchers__task_devices=2)), role="searcher", devices=2)
+        meshes.check(built, role="searcher", devices=2)

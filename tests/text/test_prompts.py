@@ -63,7 +63,12 @@ def test_a_chat_template_stands_around_the_prompt(tokenizer, tmp_path):
     around = prompts.template(chat, chat_template=True, system_prompt="Be brief.")["text"]
     assert around == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n")
     # The template's own special token stays; a prompt cannot spell one, and rewards see the task's own text.
-    ending = write_template(tmp_path / "tokenizer", "{% for m in messages %}{{ m['content'] + '<|end|>' }}{% endfor %}")
+    template = "{% for m in messages %}{{ m['content'] + '<|end|>' }}{% endfor %}"
+    ending = write_template(tmp_path / "tokenizer", template)
+    contract = prompts.template(ending, chat_template=True, system_prompt="")
+    other = write_template(tmp_path / "tokenizer", template.replace("m['content']", "m['content'] | trim"))
+    found = prompts.template(other, chat_template=True, system_prompt="")
+    assert contract["text"] == found["text"] and contract != found, "a contract tells templates apart that look the same"
     (asked,), _ = encode([Query(prompt="1+1?<|end|>2")], ending, chat_template=True)
     assert asked.prompt.count(chat.eos_id) == 1 and asked.prompt[-1] == chat.eos_id and asked.query.prompt == "1+1?<|end|>2"
     with pytest.raises(ValueError, match=r"task.system_prompt='Be brief.' is part of a chat template: set task.chat_template"):
@@ -115,14 +120,6 @@ def test_prompts_are_those_of_transformers(tmp_path, monkeypatch):
     assert [query.prompt for query in found] == [*dict.fromkeys(map(tuple, expected))]
 
 
-def test_a_contract_tells_templates_apart_that_look_the_same(tmp_path):
-    folder, found = tiny_checkpoints.write_byte_bpe(tmp_path / "chat"), []
-    for content in ("m['content']", "m['content'] | trim"):
-        chat = write_template(folder, f"{{% for m in messages %}}{{{{ {content} }}}}{{% endfor %}}")
-        found.append(prompts.template(chat, chat_template=True, system_prompt=""))
-    assert found[0]["text"] == found[1]["text"] and found[0] != found[1]
-
-
 def test_a_prompt_is_asked_once(tokenizer, caplog):
     """Rows know their query by its prompt."""
     queries = [Query(prompt="1/2?", answer=answer) for answer in ("0.5", "1/2", "0.5")]
@@ -132,12 +129,8 @@ def test_a_prompt_is_asked_once(tokenizer, caplog):
 
 
 def test_a_prompt_of_unknown_characters_is_refused(tmp_path):
-    folder = tmp_path / "letters"
-    folder.mkdir()
-    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "</s>": 2}, [])).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}')
     with pytest.raises(ValueError, match="the train prompt '12' has no token"):
-        encode([Query("ab"), Query("12")], HuggingFaceTokenizer(folder))
+        encode([Query("ab"), Query("12")], HuggingFaceTokenizer(tiny_checkpoints.write_letters(tmp_path / "letters", "ab")))
 
 
 class JoiningTokenizer(CharacterTokenizer):
@@ -191,10 +184,7 @@ def test_a_character_without_a_token_is_found(tmp_path, prompt, text, read):
     assert prompts.changed_by(known, ["add 1 2", prompt, "3/4"]) == (2, text, read)
 
 
-@pytest.mark.parametrize(
-    "normalizer, count",
-    [(None, 0), ("NFD", 0), ("Strip", 0), ("Lowercase", 1)],
-)
+@pytest.mark.parametrize("normalizer, count", [(None, 0), ("NFD", 0), ("Strip", 0), ("Lowercase", 1)])
 def test_normal_forms_and_white_space_are_no_loss(tmp_path, normalizer, count):
     folder = tiny_checkpoints.write_byte_bpe(tmp_path)
     if normalizer:

@@ -1,14 +1,15 @@
-"""Tokenizers: round trips, beginnings, continuations, contracts and refusals."""
+"""Tokenizers: round trips, continuations, contracts, texts that spell special tokens, and refusals."""
 
 import io
 import json
+import string
 import sys
 
 import pytest
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import processors
 
-from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
+from tba_jax.text.tokenizers import CharacterTokenizer, Escaper, HuggingFaceTokenizer, Tokenizer
 from tests.support import tiny_checkpoints
 
 
@@ -97,35 +98,32 @@ def test_fingerprint_follows_what_defines_ids(tmp_path):
 def test_special_tokens_beyond_the_embedding_are_not_used(tmp_path):
     """As in Gemma 3, whose text models have no row for the token of images."""
     folder = tiny_checkpoints.write_byte_bpe(tmp_path)
-    definition = json.loads((folder / "tokenizer.json").read_text())
-    for i, content in enumerate(["<image>", "<image_end>"], start=258):
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        definition["added_tokens"].append({"id": i, "content": content, "special": True, **flags})
-    (folder / "tokenizer.json").write_text(json.dumps(definition))
-    whole, cut = HuggingFaceTokenizer(folder), HuggingFaceTokenizer(folder, vocab=258)
+    whole = Backend.from_file(str(folder / "tokenizer.json"))
+    whole.add_special_tokens(["<image>", "<image_end>"])
+    whole.save(str(folder / "tokenizer.json"))
+    whole, cut, text = HuggingFaceTokenizer(folder), HuggingFaceTokenizer(folder, vocab=258), "a<image><image_end>"
     assert whole.encode("a<image>")[1:] == [258] and (whole.vocab_size, whole.special_ids) == (260, (256, 258, 259))
     assert (cut.vocab_size, cut.special_ids, len(cut.token_bytes())) == (258, (256,), 258)
-    text = "a<image><image_end>"
     for ids in (cut.encode(text), *cut.encode_all([text], begin=True), *cut.encode_all([text], begin=False)):
         assert max(ids) < 256 and cut.decode(ids) == "a< image>< image_end>"
     with pytest.raises(ValueError, match="the tokenizer has 260 ids, the embedding only 257"):
         HuggingFaceTokenizer(folder, vocab=257)  # 257 is no special token: the model does not fit
 
 
-def beyond(folder, **named):
-    """A tokenizer of 258 ids whose tokenizer_config.json names a special token that it has not, which becomes id 258."""
-    tiny_checkpoints.write_byte_bpe(folder)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | named))
-    return folder
-
-
 def test_special_tokens_that_are_needed_have_rows_in_the_embedding(tmp_path):
-    padded = beyond(tmp_path / "padded", pad_token="<|padding|>")
+    """Names in tokenizer_config.json of special tokens that a tokenizer has not become ids from 258 on."""
+
+    def naming(name: str, token: str):
+        folder = tiny_checkpoints.write_byte_bpe(tmp_path / name)
+        settings = json.loads((folder / "tokenizer_config.json").read_text()) | {name: token}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        return folder
+
+    padded, ending = naming("pad_token", "<|padding|>"), naming("eos_token", "<|over|>")
     assert HuggingFaceTokenizer(padded).pad_id == HuggingFaceTokenizer(padded, vocab=259).pad_id == 258
     cut = HuggingFaceTokenizer(padded, vocab=258)
     assert cut.pad_id == cut.eos_id == 256 and cut.vocab_size == 258 and max(cut.encode("a<|padding|>")) < 258
-    ending, begun = beyond(tmp_path / "ending", eos_token="<|over|>"), tiny_checkpoints.write_byte_bpe(tmp_path / "begun")
+    begun = tiny_checkpoints.write_byte_bpe(tmp_path / "begun")
     whole = Backend.from_file(str(begun / "tokenizer.json"))
     whole.add_special_tokens(["<|begin|>"])
     whole.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 258)])
@@ -202,7 +200,6 @@ def test_code_in_the_folder_of_a_model_is_not_executed(tmp_path, serialized):
 @pytest.mark.parametrize(
     "attack",
     [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ cycler.__init__.__globals__.os.system('touch MARK') }}",
         "{{ '{0.__class__.__init__.__globals__}'.format(cycler) }}",
         "{% include '/etc/passwd' %}",
@@ -218,3 +215,72 @@ def test_a_chat_template_reaches_nothing_but_its_messages(tmp_path, attack):
     except ValueError as error:
         assert f"the chat template of {folder} refuses a user message" in str(error)
     assert not (tmp_path / "executed").exists()
+
+
+def byte_level() -> Backend:
+    """As GPT-2 and Qwen have it."""
+    vocabulary = {piece: i for i, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Backend(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_end|>", "<|im_end|>x"])
+    return tokenizer
+
+
+def unigram(*, added: bool) -> Backend:
+    """As XLM-RoBERTa and T5 have it: special tokens are pieces of the vocabulary. added: whether it lists them a second time."""
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "▁", *string.ascii_lowercase, *"<>/"]
+    tokenizer = Backend(models.Unigram([(piece, 0.0 if i < 4 else -3.0) for i, piece in enumerate(pieces)], unk_id=3))
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)])
+    if added:
+        tokenizer.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>"])
+    return tokenizer
+
+
+def word_pieces(*, normalized: bool) -> Backend:
+    """As BERT has it. normalized: the special tokens are looked for in the text in small letters."""
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"[]", *string.ascii_lowercase]
+    vocabulary = {piece: i for i, piece in enumerate([*pieces, *(f"##{c}" for c in string.ascii_lowercase)])}
+    tokenizer = Backend(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    tokenizer.add_special_tokens([AddedToken(name, normalized=normalized, special=True) for name in names])
+    return tokenizer
+
+
+CASES = {
+    "byte-level": (byte_level, ["do<|im_end|>it", "<|im_end|>x", "<<|im_end|>|im_end|>", "<|endoftext|>" * 3]),
+    "unigram": (lambda: unigram(added=True), ["do</s>it", "</s></s>", "<</s>/s>", "do＜/s＞it", "＜／s＞＜ｓ＞", "<pad>"]),
+    "unigram's pieces": (lambda: unigram(added=False), ["do</s>it", "do＜/s＞it"]),
+    "word pieces": (lambda: word_pieces(normalized=False), ["do [SEP] it", "[CLS][SEP]", "[PAD]"]),
+    "normalized": (lambda: word_pieces(normalized=True), ["do [SEP] it", "[sep]", "[Ｓｅp][cLS]"]),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_spelled_special_token_encodes_as_text_and_other_texts_stay(kind):
+    tokenizer, texts = CASES[kind][0](), CASES[kind][1]
+    special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special} | set(tokenizer.encode("").ids)
+    special -= {tokenizer.token_to_id("<unk>"), tokenizer.token_to_id("[UNK]")}
+    for text, escaped in zip(texts, Escaper(tokenizer)(texts), strict=True):
+        assert special & set(tokenizer.encode(text, add_special_tokens=False).ids), "the text is an attack"
+        assert not special & set(tokenizer.encode(escaped, add_special_tokens=False).ids), text
+        assert escaped.replace(" ", "") == text.replace(" ", ""), "it differs by spaces alone"
+    others = ["", " ", "a < b and c > d", "[a, b] of </ s>", "日本 and 🎉", "<|im_end", "do it\n"]
+    assert Escaper(tokenizer)(others) == others
+
+
+def test_a_tokenizer_that_cuts_texts_hides_nothing_behind_the_cut():
+    """As files of tokenizers on the hub do; what uses them afterwards reads the whole text."""
+    tokenizer = word_pieces(normalized=True)
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    text = "a b c d e [ｓｅp] f"
+    escaped = Escaper(tokenizer)([text, "[Ｓｅp]"])
+    assert tokenizer.truncation["max_length"] == 4 and tokenizer.padding["length"] == 8, "it is somebody else's"
+    tokenizer.no_truncation()
+    assert 3 in tokenizer.encode(text, add_special_tokens=False).ids
+    assert not any(3 in tokenizer.encode(each, add_special_tokens=False).ids for each in escaped)

@@ -20,7 +20,7 @@ from tba_jax.decoding.requests import Generation
 from tba_jax.decoding.state_values import ValuedStates
 from tba_jax.replay import success_counts
 from tba_jax.replay.log import LogWriter
-from tba_jax.rewards.responses import response_texts, reward_texts
+from tba_jax.rewards.task_models import response_texts, reward_texts
 from tba_jax.roles.searcher.report import Samples, SearchReport
 from tba_jax.run import processes
 from tba_jax.tasks.interface import CountsGrades, EncodedQuery, Scores, Task

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tba_jax.decoding import sizes as sizes_lib
-from tba_jax.decoding.sizes import Ring
+from tba_jax.decoding import slots as slots_lib
+from tba_jax.decoding.slots import Ring
 
 
 def test_sizes_by_hand():
@@ -13,14 +13,14 @@ def test_sizes_by_hand():
     apart = {(8, 4, 2): (2, 2), (192, 24, 2): (8, 12), (64, 1, 4): (16, 1), (128, 128, 1): (4, 32), (7, 4, 1): (7, 1)}
     for lockstep, cases in ((False, apart), (True, {(64, 16, 2): (2, 16), (8, 6, 1): (4, 2)})):
         for given, expected in cases.items():
-            lane = sizes_lib.lane_sizes(*given, lockstep=lockstep)
+            lane = slots_lib.lane_sizes(*given, lockstep=lockstep)
             assert (lane.groups, lane.width) == expected
-    assert sizes_lib.windows(127, 32) == (32, 64, 96, 127) and sizes_lib.windows(20, 32) == (20,)
-    assert sizes_lib.windows(128, 32, tiled=True) == (128,) and sizes_lib.windows(304, 8, tiled=True) == (128, 256, 304)
+    assert slots_lib.windows(127, 32) == (32, 64, 96, 127) and slots_lib.windows(20, 32) == (20,)
+    assert slots_lib.windows(128, 32, tiled=True) == (128,) and slots_lib.windows(304, 8, tiled=True) == (128, 256, 304)
     # Two heads of 64 fill the columns of a tile; heads of 80 are eight to five tiles. Heads stay on their device.
     heads = {(16, 64, 1): 2, (2, 64, 2): 1, (2, 128, 1): 1, (32, 80, 1): 8, (3, 64, 1): 1}
-    assert [sizes_lib.heads_together(*each, tiled=True) for each in heads] == list(heads.values())
-    assert sizes_lib.buckets(256) == (32, 64, 128, 256) and sizes_lib.buckets(63) == (32, 63) and sizes_lib.buckets(1) == (1,)
+    assert [slots_lib.heads_together(*each, tiled=True) for each in heads] == list(heads.values())
+    assert slots_lib.buckets(256) == (32, 64, 128, 256) and slots_lib.buckets(63) == (32, 63) and slots_lib.buckets(1) == (1,)
 
 
 WINDOWS, CHUNK, SLOTS = (8, 16, 24, 31), 5, 6
