@@ -1,9 +1,7 @@
 """A supervised run of real processes, what a test does to it, and what must be left at its end.
 
-Storage refuses in two ways that need no file system of its own. A role's writes beyond a file size fail with EFBIG
-(RLIMIT_FSIZE): that stands for a full disk or a quota, which also refuse in the middle of a file, and for one role before the
-others. All folders of the run lose their write permission, and its processes have given up root's right to ignore that: that
-stands for a mount that has become read-only. small_disk.py does both as they really come, where the machine lets a test mount.
+A role's writes beyond a file size fail with EFBIG (RLIMIT_FSIZE), which stands for a full disk, and for one role before the
+others. small_disk.py fills, unmounts and protects a whole disk, where the machine lets a test mount one.
 """
 
 import contextlib
@@ -67,7 +65,7 @@ class Chaos:
     def start(self, *flags: str) -> None:
         with self.output.open("ab") as output:
             self.supervisor = subprocess.Popen(
-                tiny_run.unprivileged([*self.arguments, *flags]),
+                [*self.arguments, *flags],
                 cwd=tiny_run.ROOT,
                 env=tiny_run.environment() | self.environment,
                 stdout=output,
@@ -170,23 +168,6 @@ class Chaos:
         self.refused["full"] += 1
         if name == "trainer":
             self._note_epoch()
-
-    @contextlib.contextmanager
-    def folders_refuse(self) -> Iterator[None]:
-        """All folders of the run refuse; at the end all roles that ran before have ended by it, or are waited for."""
-        names = ["trainer", *(f"searcher-{i}" for i in range(self.searchers))]
-        told = {name: self.run.log(name).stat().st_size for name in names}
-        before = {pid for name in names for pid in self.pids(name)}
-        set_folders(self.run.root, mode=0o555)
-        try:
-            yield
-            self.wait_until(lambda: not before & processes(self.run.root).keys(), "all roles to end by storage that refuses")
-            words = [self.run.log(name).read_bytes()[told[name] :].decode(errors="replace") for name in names]
-            assert REFUSED in words[0] and any(REFUSED in text for text in words[1:]), self.words()
-            self._note_epoch()
-        finally:
-            set_folders(self.run.root, mode=0o755)
-        self.refused["read_only"] += 1
 
     def _trainers_refused(self) -> int:
         """Told by the supervisor: on a full disk a role's own log may have no room for the sentence."""
@@ -291,13 +272,6 @@ class Chaos:
         self.supervisor.wait(PATIENCE_SECONDS + 600)
         assert self.supervisor.returncode == 0, (self.said(), self.words())
         assert everything_gone(self.run.root), processes(self.run.root)
-
-
-def set_folders(root: Path, *, mode: int) -> None:
-    """Top down, each before it is listed: nothing can be made in what was listed, and so be left out."""
-    for folder, _, _ in os.walk(root):
-        with contextlib.suppress(FileNotFoundError):  # removed since its parent was listed
-            os.chmod(folder, mode)
 
 
 def check_what_is_left(run: layout.RunDir, steps: int, *, epochs: set[int]) -> None:
