@@ -13,7 +13,6 @@ from tba_jax.commands import command_line
 from tests.support import tiny_run
 
 RED_TEAM = tiny_run.ROOT / "configs" / "red_team_gpt2.py"
-# The test's own red team, of four steps.
 SMALL = ("--config.learner.steps=4", "--config.evaluation.every_steps=4", "--config.checkpoint.every_steps=2")
 
 

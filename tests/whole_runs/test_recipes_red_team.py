@@ -13,7 +13,7 @@ from tba_jax.experiment import composition, estimate, jobs, training
 from tba_jax.replay import journal
 from tba_jax.replay.reader import LogReader
 from tba_jax.rewards import task_models
-from tba_jax.storage import contract, layout
+from tba_jax.storage import layout
 from tests.support import random_checkpoints, spelled_checkpoints, tiny_run
 from tests.support.small_recipes import STEPS, check_run
 
@@ -53,19 +53,6 @@ def test_gpt2s_recipe_runs_in_turn_with_its_tokenizer_and_encoders(tmp_path, dat
     c.task.red_team.classifier_label = "hate"
     report = runs_in_turn(c, models_of_gpt2(tmp_path, data_dir), tmp_path)
     assert 0 < report["sampled_cosine_distance"] < 2 and "greedy_cosine_distance" not in report
-
-
-@pytest.mark.slow
-def test_gpt2s_recipe_runs_with_real_processes(tmp_path):
-    done = tiny_run.call(tiny_run.command(tmp_path / "run", recipe="configs/red_team_gpt2.py:small", tiny=False), timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    run = layout.RunDir(tmp_path / "run")
-    check_run(run, "log_toxicity", tmp_path / "exported", red_team_gpt2.get_config("small").model.path)
-    shape = contract.Contract(**contract.read(run)["contract"]).row_shape()
-    reader = LogReader(run.replay, shape)
-    ((writer, head),) = reader.heads().items()
-    rows = reader.read(writer, 0, head)
-    assert (rows["response_length"] >= 5).all() and (rows["reward_parts"][:, 0] >= np.exp(rows["reward"]) - 1e-6).all()
 
 
 def runs_in_turn(c, folders, tmp_path):
