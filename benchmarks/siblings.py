@@ -160,11 +160,15 @@ def log_ref(seed: int) -> np.ndarray:
     return np.asarray(problem(seed).ref_logprobs, np.float64).sum(axis=-1)
 
 
+@functools.cache
+def optimum_of(name: str, seed: int, query: int) -> np.ndarray:
+    """The objective's own on uniform rows of a query: float64[N]."""
+    return OPTIMA[name](rewards(seed)[query], uniform_log_probs(), log_ref(seed)[query], **FORMS[name][2])
+
+
 def optimum(name: str, seed: int) -> np.ndarray:
-    """The objective's own on uniform rows: float64[Q, N]."""
-    of_query = OPTIMA[name]
-    log_mu = uniform_log_probs()
-    return np.stack([of_query(rewards(seed)[q], log_mu, log_ref(seed)[q], **FORMS[name][2]) for q in range(QUERIES)])
+    """Likewise of all queries: float64[Q, N]."""
+    return np.stack([optimum_of(name, seed, query) for query in range(QUERIES)])
 
 
 def p_star(seed: int) -> np.ndarray:
