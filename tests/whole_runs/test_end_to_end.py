@@ -52,7 +52,7 @@ def test_an_asynchronous_run_outlives_what_happens_to_it(tmp_path, one_device, c
         with pytest.raises(SystemExit, match="2"):
             command_line.execute(main, [*arguments[3:], ENDLESS, "--role=trainer"])
         assert "is held by process" in capsys.readouterr().err
-        check_a_searcher_that_joins(chaos)
+        check_a_searcher_that_joins(chaos, [*arguments, "--role=searcher", "--name=joined"])
         epoch, writers = chaos.journalled()[0], chaos.writers()
         chaos.fill_disk("trainer")
         chaos.fill_disk("searcher-0")
@@ -91,11 +91,9 @@ def wait_for_all(chaos: Chaos, epoch: int, writers: set[str], what: str) -> None
     chaos.wait_until(lambda: chaos.journalled()[0] > epoch and chaos.journalled()[1] > 2 and chaos.writers() - writers, what)
 
 
-def check_a_searcher_that_joins(chaos: Chaos) -> None:
-    """It is started with the folder alone, has two devices and asks for another schedule: its rows are trained on, and when it is
-    asked to stop it leaves whole appends."""
+def check_a_searcher_that_joins(chaos: Chaos, arguments: list[str]) -> None:
+    """It has two devices and another schedule: its rows are trained on, and when it is asked to stop it leaves whole appends."""
     run = chaos.run
-    arguments = [*tiny_run.command(run.root, tiny=False)[:3], f"--workdir={run.root}", "--role=searcher", "--name=joined"]
     process = tiny_run.start([*arguments, "--config.searchers.mesh.data=2", "--config.learner.steps=77"], devices=2)
 
     def joined() -> list[str]:
@@ -103,7 +101,8 @@ def check_a_searcher_that_joins(chaos: Chaos) -> None:
 
     try:
         chaos.wait_until(lambda: process.poll() is not None or joined(), "a log of the searcher that joins")
-        (writer,) = joined() or [process.communicate()[0]]
+        assert process.poll() is None, process.communicate()[0]
+        (writer,) = joined()
         chaos.wait_until(
             lambda: any(writer in line["writers"] for line in journal.read_lineage(run.journal)), "a draw of its rows"
         )
