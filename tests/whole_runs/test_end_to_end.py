@@ -35,7 +35,7 @@ SETTINGS = (
     # Rewards that differ between the rows of a query: a policy that never ends in time would get updates of zero.
     "--config.task.missing_eos_reward=-1.0",
 )
-SLOWLY = ("--config.evaluation.enabled=False", "--config.replay.poll_seconds=0.3", "--config.searchers.poll_seconds=0.3")
+SLOWLY = ("--config.evaluation.enabled=False", "--config.replay.poll_seconds=0.5", "--config.searchers.poll_seconds=0.5")
 
 
 @pytest.mark.skipif(

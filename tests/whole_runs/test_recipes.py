@@ -34,8 +34,8 @@ PRETRAINED = {
     "own_task:small": "mentioned",
     "story_sentiment:small": "reward",
 }
-# Answers that are graded, rewards of a model, a task in a file; the others differ from these by settings.
-BY_DEFAULT = ("gsm8k_rho1b:small", "tldr_pythia:small", "own_task:small")
+# Rewards of a model, and answers that a task in a file grades; the others differ from these by settings.
+BY_DEFAULT = ("tldr_pythia:small", "own_task:small")
 # Recipes that make their own policy.
 WARM_STARTED = ("countdown", "demo", "demo_baselines", "demo_tba_prime", "demo_vine_ppo")
 
