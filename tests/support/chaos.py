@@ -1,7 +1,8 @@
 """A supervised run of real processes, what a test does to it, and what must be left at its end.
 
 A role's writes beyond a file size fail with EFBIG (RLIMIT_FSIZE), which stands for a full disk, and for one role before the
-others. small_disk.py fills, unmounts and protects a whole disk, where the machine lets a test mount one.
+others. Processes of the run have given up root's right to ignore the permissions of folders. small_disk.py fills, unmounts and
+protects a whole disk, where the machine lets a test mount one.
 """
 
 import contextlib
@@ -65,7 +66,7 @@ class Chaos:
     def start(self, *flags: str) -> None:
         with self.output.open("ab") as output:
             self.supervisor = subprocess.Popen(
-                [*self.arguments, *flags],
+                tiny_run.unprivileged([*self.arguments, *flags]),
                 cwd=tiny_run.ROOT,
                 env=tiny_run.environment() | self.environment,
                 stdout=output,
@@ -167,8 +168,17 @@ class Chaos:
             resource.prlimit(self.pids(name)[0], resource.RLIMIT_FSIZE, (told + 2000, resource.RLIM_INFINITY))
         self.wait_until(lambda: self._refusals(name) > before, f"{name} to end by a write that was refused")
         self.refused["full"] += 1
-        if name == "trainer":
+
+    def make_folders_refuse(self) -> None:
+        """All folders of the run refuse, as a mount that has become read-only does, until the trainer has ended by it."""
+        before = self._refusals("trainer")
+        set_folders(self.run.root, mode=0o555)
+        try:
+            self.wait_until(lambda: self._refusals("trainer") > before, "the trainer to end by folders that refuse")
             self._note_epoch()
+        finally:
+            set_folders(self.run.root, mode=0o755)
+        self.refused["read_only"] += 1
 
     def full(self, disk: SmallDisk) -> None:
         """The disk of the run is full until the trainer has ended by it twice."""
@@ -269,6 +279,13 @@ class Chaos:
         self.supervisor.wait(PATIENCE_SECONDS + 600)
         assert self.supervisor.returncode == 0, (self.said(), self.words())
         assert everything_gone(self.run.root), processes(self.run.root)
+
+
+def set_folders(root: Path, *, mode: int) -> None:
+    """Top down, each before it is listed: nothing can be made in what was listed, and so be left out."""
+    for folder, _, _ in os.walk(root):
+        with contextlib.suppress(FileNotFoundError):  # removed since its parent was listed
+            os.chmod(folder, mode)
 
 
 def check_what_is_left(run: layout.RunDir, steps: int, *, epochs: set[int]) -> None:

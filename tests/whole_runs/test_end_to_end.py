@@ -54,7 +54,7 @@ def test_an_asynchronous_run_outlives_what_happens_to_it(tmp_path, one_device, c
         assert "is held by process" in capsys.readouterr().err
         check_a_searcher_that_joins(chaos, [*arguments, "--role=searcher", "--name=joined"])
         epoch, writers = chaos.journalled()[0], chaos.writers()
-        chaos.fill_disk("trainer")
+        chaos.make_folders_refuse()
         chaos.fill_disk("searcher-0")
         wait_for_all(chaos, epoch, writers, "steps of roles that were started again")
         epoch, writers = chaos.journalled()[0], chaos.writers()
