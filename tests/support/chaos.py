@@ -23,7 +23,7 @@ import pytest
 from tba_jax.commands import audit, command_line
 from tba_jax.replay import journal
 from tba_jax.replay.log import REGISTER
-from tba_jax.run.processes import STORAGE_FAILED
+from tba_jax.run.processes import STORAGE_FAILED, STORAGE_FORBIDS
 from tba_jax.storage import layout
 from tests.support import tiny_run
 from tests.support.small_disk import SmallDisk
@@ -157,7 +157,7 @@ class Chaos:
 
     def _refusals(self, name: str) -> int:
         """How often a role ended by storage that refused it. The supervisor tells it: the role's own log may have no room."""
-        return self.said().count(f"{name} (exit code {STORAGE_FAILED})")
+        return sum(self.said().count(f"{name} (exit code {code})") for code in (STORAGE_FAILED, STORAGE_FORBIDS))
 
     def fill_disk(self, name: str) -> None:
         """As a full disk does to one role: it ends by a write that is refused, and is started again."""
