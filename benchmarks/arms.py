@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from benchmarks import side_by_side, summary, warm_start
+from benchmarks import side_by_side, summary
 from tba_jax.roles import results
 from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
@@ -79,7 +79,8 @@ def main(argv: Sequence[str]) -> None:
     starts = range(1, _WARM_STARTS.value + 1)
     shared = [f"--config.{leaf}={value}" for leaf, value in settings_of(_SET.value).items()]
     for number, (of, path) in itertools.product(starts, checkouts.items()):
-        warm_start.ensure(root / f"start{number}{of}", f"--config.seed={number}", *shared, recipe=_RECIPE.value, checkout=path)
+        start = root / f"start{number}{of}"
+        side_by_side.ensure_warm_start(start, f"--config.seed={number}", *shared, recipe=_RECIPE.value, checkout=path)
     arms = {f"{name}{of}": (own, of) for name, _, own in (arm.partition(" ") for arm in _ARMS.value) for of in checkouts}
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
     jobs = {

@@ -2,8 +2,10 @@
 
     python -m benchmarks.objectives --workdir=DIR --only=siblings
 
-On uniform rows each has an optimum of its own, computed from its equation for groups of K rows (benchmarks/optima.py). On rows of
-the policy itself, or of one that follows it, only that of a_star_po is known, p*; how far from p* the others end is printed too.
+On uniform rows each has an optimum of its own, computed from its equation without training: an objective of groups compares a row
+with an estimate from K rows, so it regresses on the mean of that estimate given the row, which `expected_by_response` draws, and
+`regression` solves the population's problem exactly. On rows of the policy itself, or of one that follows it, only the optimum of
+a_star_po is known, p*; how far from p* the others end is printed too.
 """
 
 import concurrent.futures
@@ -16,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import special
+from scipy import optimize, special
 
-from benchmarks import optima, posterior, summary
+from benchmarks import posterior, summary
 
 QUERIES = 2
 STEPS = 4000
@@ -32,6 +34,115 @@ FORMS: dict[str, tuple[tuple[tuple[str, float], ...], float, dict[str, Any]]] = 
     "topr": ((("topr_baseline", -3.0),), posterior.BETA, dict(baseline=-3.0)),
 }
 ROWS = ("uniform", "on-policy", posterior.STALE)
+
+# float64[N], the rewards or the log-probs of a query's N responses.
+Array = np.ndarray
+
+
+def uniform_log_probs() -> Array:
+    """float64[N], nats: of rows that are uniform over symbols and end."""
+    return -posterior.LENGTHS * np.log(posterior.SYMBOLS + 1.0)
+
+
+def expected_by_response(
+    estimate: Callable[[Array, Array, float], Array],
+    rewards: Array,
+    log_mu: Array,
+    log_ref: Array,
+    *,
+    others: int,
+    groups: int = 4000,
+) -> Array:
+    """E[ estimate | y ] over so many other rows of the group, drawn from μ: float64[N].
+
+    Args: estimate: (rewards of the other rows, their log π_ref/μ, both [groups, others]; reward of the row itself) -> [groups].
+    """
+    drawn = np.random.default_rng(0).choice(len(rewards), size=(groups, others), p=np.exp(log_mu) / np.exp(log_mu).sum())
+    return np.array([estimate(rewards[drawn], (log_ref - log_mu)[drawn], float(own)).mean() for own in rewards])
+
+
+def regression(log_mu: Array, aim: Array) -> Array:
+    """The distribution π that minimises E_μ ( log π/μ − aim )²: float64[N].
+
+    π = μ exp(u) with u = aim − W(c exp(aim)), W being Lambert's, and the c at which π is a distribution.
+    """
+
+    def excess(c: float) -> float:
+        return float(np.exp(log_mu + aim - special.lambertw(c * np.exp(aim)).real).sum()) - 1
+
+    least = -np.exp(-1 - aim.max()) * (1 - 1e-9)
+    c = optimize.brentq(excess, least, 1e3, xtol=1e-14)
+    found = np.exp(log_mu + aim - special.lambertw(c * np.exp(aim)).real)
+    return found / found.sum()
+
+
+def _log_mean_exp(terms: Array) -> Array:
+    return special.logsumexp(terms, axis=1) - np.log(terms.shape[1])
+
+
+def oapl(rewards: Array, log_mu: Array, log_ref: Array, *, beta: float, K: int) -> Array:
+    def value(others: Array, _: Array, own: float) -> Array:
+        return beta * _log_mean_exp(np.column_stack([others, np.full(len(others), own)]) / beta)
+
+    values = expected_by_response(value, rewards, log_mu, log_ref, others=K - 1)
+    return regression(log_mu, (rewards - values) / beta)
+
+
+def pmd_mean(rewards: Array, log_mu: Array, log_ref: Array, *, beta: float, K: int) -> Array:
+    del log_ref
+    return regression(log_mu, (1 - 1 / K) * (rewards - np.exp(log_mu) @ rewards) / beta)
+
+
+def a_star_po(rewards: Array, log_mu: Array, log_ref: Array, *, beta: float, K: int) -> Array:
+    def value(others: Array, log_weight: Array, _: float) -> Array:
+        return beta * _log_mean_exp(log_weight + others / beta)
+
+    values = expected_by_response(value, rewards, log_mu, log_ref, others=K - 1)
+    return regression(log_mu, log_ref - log_mu + (rewards - values) / beta)
+
+
+def flowrl(rewards: Array, log_mu: Array, log_ref: Array, *, beta: float, K: int) -> Array:
+    def standardised(others: Array, _: Array, own: float) -> Array:
+        group = np.column_stack([others, np.full(len(others), own)])
+        return (own - group.mean(axis=1)) / group.std(axis=1)
+
+    scaled = expected_by_response(standardised, rewards, log_mu, log_ref, others=K - 1) / beta
+
+    def unnormalised(log_z: float) -> Array:
+        return np.exp(log_ref + posterior.LENGTHS * (scaled - log_z))
+
+    log_z = optimize.brentq(lambda z: float(unnormalised(z).sum()) - 1, -50, 50, xtol=1e-12)
+    return unnormalised(log_z)
+
+
+def asymre(rewards: Array, log_mu: Array, log_ref: Array, *, delta: float, K: int) -> Array:
+    """Raises ValueError where a reward is below the baseline."""
+    del log_ref
+    advantage = (1 - 1 / K) * (rewards - np.exp(log_mu) @ rewards) - delta
+    return _weighted(log_mu, advantage)
+
+
+def topr(rewards: Array, log_mu: Array, log_ref: Array, *, baseline: float) -> Array:
+    """Raises ValueError where a reward is below the baseline."""
+    del log_ref
+    return _weighted(log_mu, rewards - baseline)
+
+
+def _weighted(log_mu: Array, weight: Array) -> Array:
+    if weight.min() < 0:
+        raise ValueError(f"the weight {weight.min():g} of a response is below 0: the loss has no such optimum")
+    return np.exp(log_mu) * weight / (np.exp(log_mu) @ weight)
+
+
+# Objective -> the optimum on rows of one query: (rewards, log μ, log π_ref), float64[N] each -> float64[N].
+OPTIMA: dict[str, Callable[..., Array]] = {
+    "oapl": oapl,
+    "pmd_mean": pmd_mean,
+    "a_star_po": a_star_po,
+    "flowrl": flowrl,
+    "asymre": asymre,
+    "topr": topr,
+}
 
 
 @functools.cache
@@ -49,11 +160,15 @@ def log_ref(seed: int) -> np.ndarray:
     return np.asarray(problem(seed).ref_logprobs, np.float64).sum(axis=-1)
 
 
+@functools.cache
+def optimum_of(name: str, seed: int, query: int) -> np.ndarray:
+    """The objective's own on uniform rows of a query: float64[N]."""
+    return OPTIMA[name](rewards(seed)[query], uniform_log_probs(), log_ref(seed)[query], **FORMS[name][2])
+
+
 def optimum(name: str, seed: int) -> np.ndarray:
-    """The objective's own on uniform rows: float64[Q, N]."""
-    of_query = getattr(optima, name)
-    log_mu = optima.uniform_log_probs()
-    return np.stack([of_query(rewards(seed)[q], log_mu, log_ref(seed)[q], **FORMS[name][2]) for q in range(QUERIES)])
+    """Likewise of all queries: float64[Q, N]."""
+    return np.stack([optimum_of(name, seed, query) for query in range(QUERIES)])
 
 
 def p_star(seed: int) -> np.ndarray:
@@ -62,7 +177,7 @@ def p_star(seed: int) -> np.ndarray:
 
 def tempered(seed: int) -> np.ndarray:
     """μ·exp(r/β)/Z of uniform μ: float64[Q, N]."""
-    return special.softmax(optima.uniform_log_probs() + rewards(seed) / posterior.BETA, axis=-1)
+    return special.softmax(uniform_log_probs() + rewards(seed) / posterior.BETA, axis=-1)
 
 
 # What an optimum on uniform rows tends to as K grows, where that is simple.

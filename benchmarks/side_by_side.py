@@ -4,15 +4,17 @@ import concurrent.futures
 import dataclasses
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks import warm_start
 from tba_jax.run import processes
+from tba_jax.storage import layout
 
 T = TypeVar("T")
 
@@ -22,7 +24,7 @@ class Job:
     """One run of tba_jax.main.
 
     root: the study's folder; name: the run's, below root; recipe: a file under configs/, with its variant; settings: leaf of the
-    config -> value; warm: the run begins from root's warm start (warm_start.ensure makes it), else as its recipe says; checkout:
+    config -> value; warm: the run begins from root's warm start (ensure_warm_start makes it), else as its recipe says; checkout:
     the folder whose code runs, here by default.
     """
 
@@ -94,10 +96,7 @@ def run(job: Job, *, cores: Sequence[int]) -> None:
     """One run on these cores, from its beginning, unless it is done. Raises RuntimeError as run_all."""
     if (job.workdir / "finished.json").exists() or job.stopped.exists():
         return
-    if job.warm:
-        warm_start.begin(job.root, job.name)
-    else:
-        warm_start.clear(job.root, job.name)
+    (_begin if job.warm else _clear)(job.root, job.name)
     command = [*on_cores(cores), sys.executable, "-m", "tba_jax.main", f"--config={job.recipe}", f"--workdir={job.workdir}"]
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(job.root / "compilation_cache")}
     output = Path(f"{job.workdir}.out")
@@ -114,3 +113,33 @@ def run(job: Job, *, cores: Sequence[int]) -> None:
         job.stopped.write_text(output.read_text()[-500:])
     elif ended.returncode:
         raise RuntimeError(f"{job.workdir} ended with code {ended.returncode}; see {output}")
+
+
+def ensure_warm_start(root: Path, *arguments: str, recipe: str, checkout: Path = Path()) -> None:
+    """Makes root/warm/reference, unless it is there. arguments: further ones of tba_jax.main; checkout: whose code makes it."""
+    if (root / "warm" / "reference" / "initial.json").exists():
+        return
+    print(f"warm start begins, its output is in {root / 'warm.out'}", file=sys.stderr, flush=True)
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "tba_jax.main", f"--config={recipe}", f"--workdir={root / 'warm'}", "--role=reference"]
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / "warm.out", "w") as output:
+        subprocess.run([*command, *arguments], check=True, stdout=output, stderr=subprocess.STDOUT, cwd=checkout)
+    print(f"warm start: {time.monotonic() - begin:.0f} s\n", file=sys.stderr)
+
+
+def _begin(root: Path, name: str) -> None:
+    """A fresh workdir root/name that holds the warm start and nothing else."""
+    workdir = _clear(root, name)
+    shutil.copytree(root / "warm" / "reference", workdir / "reference")
+    # A workdir with folders of a run needs its config.json. At step 0 every setting of the schedule may change.
+    stored = layout.read_json(root / "warm" / "config.json")
+    layout.write_json(workdir / "config.json", stored | {"id": uuid.uuid4().hex})
+
+
+def _clear(root: Path, name: str) -> Path:
+    """The workdir root/name, which does not exist; the folder that it will be in does."""
+    workdir = root / name
+    shutil.rmtree(workdir, ignore_errors=True)
+    workdir.parent.mkdir(parents=True, exist_ok=True)
+    return workdir

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from benchmarks import side_by_side, summary, warm_start
+from benchmarks import side_by_side, summary
 from configs import baselines
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.roles import results
@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"--objectives={','.join(unknown)} is not among {', '.join(OBJECTIVES)}")
     root = Path(_WORKDIR.value).absolute()
     begin = time.monotonic()
-    warm_start.ensure(root, recipe=RECIPE)
+    side_by_side.ensure_warm_start(root, recipe=RECIPE)
     seeds = range(_SEEDS.value)
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
     jobs = [job(root, objective, lag, seed) for seed in seeds for objective in objectives for lag in lags]

@@ -10,11 +10,65 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import cases, checkpoint, environments, prompts, tba_run
+from benchmarks.peers import cases, checkpoint, prompts, tba_run
 
 WARM_UP_STEPS = 2
 _REPOSITORY = Path(__file__).resolve().parents[2]
-ENVIRONMENTS = {"trl": environments.TRL, "tunix": environments.TUNIX}
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """requirements: what pip installs."""
+
+    name: str
+    requirements: tuple[str, ...]
+
+
+# Where pip's index offers several builds of this torch, PIP_EXTRA_INDEX_URL can name the one of builds for CPUs.
+ENVIRONMENTS = {
+    "trl": Environment("trl", ("trl==1.16.0", "torch==2.13.0", "transformers==5.23.0")),
+    "tunix": Environment("tunix", ("google-tunix==0.1.7",)),
+}
+
+
+class NotInstalled(Exception):
+    """An environment cannot be made; the message says why in one sentence."""
+
+
+def python_of(environment: Environment, root: Path) -> Path:
+    """The environment's Python; the environment is made unless it is there.
+
+    Raises:
+      NotInstalled: venv or pip failed, with its last line. What was made is removed, so that the next call tries again.
+    """
+    folder, log = root / environment.name, root / f"{environment.name}.log"
+    made, interpreter = folder / "requirements.txt", folder / "bin" / "python"
+    wanted = "\n".join(environment.requirements)
+    if made.exists() and made.read_text() == wanted:  # written last
+        return interpreter
+    shutil.rmtree(folder, ignore_errors=True)
+    root.mkdir(parents=True, exist_ok=True)
+    print(f"installs {' '.join(environment.requirements)} into {folder}", file=sys.stderr, flush=True)
+    # Other code than the environment's own could otherwise be imported.
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    for command in (
+        [sys.executable, "-m", "venv", str(folder)],
+        [str(interpreter), "-m", "pip", "install", *environment.requirements],
+    ):
+        with open(log, "w") as output:
+            ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=clean, check=False)
+        if ended.returncode:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise NotInstalled(f"{' '.join(environment.requirements)} cannot be installed: {reason(log)}")
+    made.write_text(wanted)
+    return interpreter
+
+
+def reason(log: Path) -> str:
+    """The last line of a log that says something, without pip's word ERROR; of a traceback that is the error."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    said = [line for line in lines if line and not line.startswith(("WARNING", "[notice]", "hint:"))]
+    return said[-1].removeprefix("ERROR: ") if said else "it said nothing"
 
 
 class Failed(Exception):
@@ -125,13 +179,13 @@ def _call(job: Job, command: Sequence[str]) -> None:
     with open(log, "w") as output:
         ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=_REPOSITORY, check=False)
     if ended.returncode:
-        raise Failed(f"{environments.reason(log)} (see {log.relative_to(job.bench.root)})")
+        raise Failed(f"{reason(log)} (see {log.relative_to(job.bench.root)})")
 
 
 def _peer(job: Job, folder: Path) -> dict[str, Any]:
     try:
-        python = environments.python(ENVIRONMENTS[job.system], job.bench.root / "environments")
-    except environments.NotInstalled as error:
+        python = python_of(ENVIRONMENTS[job.system], job.bench.root / "environments")
+    except NotInstalled as error:
         raise Failed(str(error), everywhere=True) from error
     told, result = (job.result.with_suffix(f".{suffix}") for suffix in ("spec", "new"))
     told.write_text(json.dumps(spec(job, folder)))

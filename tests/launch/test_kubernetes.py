@@ -1,6 +1,6 @@
 """The manifests under launch/kubernetes, as they are and as the example changes them, and what follows from a role's exit code.
 
-tests/whole_runs/test_pods.py runs the roles themselves.
+role.sh runs with stand-ins for the roles.
 """
 
 import os

@@ -224,10 +224,12 @@ def table() -> Iterator[str]:
         "| recipe | setting | paper and its code | recipe | why they differ |",
         "|---|---|---|---|---|",
     )
+    rows: dict[tuple[str, Departure], list[str]] = {}
     for recipe, departures in DEPARTURES.items():
         for name in (name for name in SCHEMA.rules if name in departures):
-            theirs, ours, why = departures[name]
-            yield f"| {recipe} | `{name}` | {_shown(theirs)} | {_shown(ours)} | {why} |"
+            rows.setdefault((name, departures[name]), []).append(recipe)
+    for (name, (theirs, ours, why)), recipes in rows.items():
+        yield f"| {', '.join(recipes)} | `{name}` | {_shown(theirs)} | {_shown(ours)} | {why} |"
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from tests.support import frozen_runs, tiny_run, trainer_processes
 
 SCRIPT = Path(__file__).parent / "local_cluster.sh"
 PATIENCE_SECONDS = 240  # for anything: only a hang takes that long
-# A trainer that waits for fresh rows and searchers that wait for its snapshots cannot wait for each other: see test_elastic.py.
+# A trainer that waits for fresh rows and searchers that wait for its snapshots cannot wait for each other for ever: a searcher
+# samples 16 queries of each snapshot, and the two updates until the next one take 3 each.
 SETTINGS = {
     "publish.every_steps": 2,
     "replay.max_draws_per_row": 1,

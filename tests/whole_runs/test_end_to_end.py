@@ -1,11 +1,12 @@
-"""One asynchronous run with real processes: joined, stopped, resumed by the same command, and audited at the end."""
+"""One asynchronous run of real processes: joined, refused by its storage, killed, moved, stopped, resumed and audited."""
 
+import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,10 @@ from tba_jax.run import processes as processes_lib
 from tba_jax.storage import layout, snapshots
 from tba_jax.telemetry import metrics
 from tests.support import tiny_run
+from tests.support.chaos import ENDLESS, Chaos, check_what_is_left
 from tests.support.tiny_run import processes
 
-PATIENCE_SECONDS = 120
+AWAY_SECONDS = 8.0
 # The trainer waits for fresh rows, so that processes which start beside it have the machine. It does not wait for ever: a
 # searcher samples 4 queries of each snapshot, and the update until the next one takes 3, none of whose rows is merged.
 SETTINGS = (
@@ -33,46 +35,39 @@ SETTINGS = (
     # Rewards that differ between the rows of a query: a policy that never ends in time would get updates of zero.
     "--config.task.missing_eos_reward=-1.0",
 )
+SLOWLY = ("--config.evaluation.enabled=False", "--config.replay.poll_seconds=0.5", "--config.searchers.poll_seconds=0.5")
 
 
-def wait_until(condition, what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {PATIENCE_SECONDS} s for {what}"
-        time.sleep(0.05)
-
-
-def trained(workdir: Path) -> int:
-    lines = metrics.read_lines(workdir / "metrics" / "trainer")
-    return lines[-1]["step"] if lines else 0
-
-
-def writers(workdir: Path, name: str) -> list[str]:
-    return [path.stem for path in (workdir / "replay" / REGISTER).glob(f"{name}*.json")]
-
-
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds processes through /proc, which this system lacks")
-def test_an_asynchronous_run_is_joined_stopped_and_resumed(tmp_path, one_device, capsys):
-    """What becomes of kills: test_chaos."""
-    workdir = tmp_path / "run"
-    arguments = tiny_run.command(workdir, *SETTINGS, "--config.learner.steps=1000000")
-    slowly = ["--config.evaluation.enabled=False", *(f"--config.{part}.poll_seconds=0.5" for part in ("replay", "searchers"))]
-    supervisor = tiny_run.start([*arguments, *slowly])
-    wait_until(lambda: trained(workdir) >= 6, "the first steps")
-    with pytest.raises(SystemExit, match="2"):
-        command_line.execute(main, [*arguments[3:], "--role=trainer"])
-    assert "is held by process" in capsys.readouterr().err
-    check_a_searcher_that_joins([*arguments, "--role=searcher", "--name=joined"], layout.RunDir(workdir))
-
-    # Ctrl-C stops the run and leaves no process.
-    supervisor.send_signal(signal.SIGINT)
-    output, _ = supervisor.communicate(timeout=60)
-    assert supervisor.returncode == 130, output
-    assert "this resumes the run: " in output
-    assert not processes(workdir)
+@pytest.mark.skipif(
+    not (Path("/proc/self/cmdline").exists() and hasattr(resource, "prlimit")),
+    reason="finds processes through /proc and limits them by prlimit, which this system lacks",
+)
+def test_an_asynchronous_run_outlives_what_happens_to_it(tmp_path, one_device, capsys):
+    run = layout.RunDir(tmp_path / "run")
+    arguments = tiny_run.command(run.root, *SETTINGS)
+    chaos = Chaos(run, [*arguments, *SLOWLY], searchers=1, output=tmp_path / "supervisor.log")
+    with chaos:
+        chaos.start(ENDLESS)
+        chaos.wait_until(lambda: chaos.journalled()[1] >= 6, "the first steps")
+        with pytest.raises(SystemExit, match="2"):
+            command_line.execute(main, [*arguments[3:], ENDLESS, "--role=trainer"])
+        assert "is held by process" in capsys.readouterr().err
+        check_a_searcher_that_joins(chaos, [*arguments, "--role=searcher", "--name=joined"])
+        epoch, writers = chaos.journalled()[0], chaos.writers()
+        chaos.make_folders_refuse()
+        chaos.fill_disk("searcher-0")
+        wait_for_all(chaos, epoch, writers, "steps of roles that were started again")
+        epoch, writers = chaos.journalled()[0], chaos.writers()
+        with chaos.away(tmp_path / "away"):
+            for pid in [*chaos.pids("trainer"), *chaos.pids("searcher-0")]:
+                os.kill(pid, signal.SIGKILL)
+            chaos.wait(AWAY_SECONDS, "the workdir to be away for long enough")
+        wait_for_all(chaos, epoch, writers, "steps after the workdir was back")
+        chaos.stop()
+    assert "this resumes the run: " in chaos.said() and not processes(run.root)
 
     # The same command goes on, to an end. It may bound the logs as it likes.
-    steps, log = journal.last_step(layout.RunDir(workdir).journal) + 24, layout.RunDir(workdir).log("trainer")
+    steps, log = journal.last_step(run.journal) + 24, run.log("trainer")
     log.write_text(log.read_text() + "x" * (3 << 20))
     fewer, bounded = f"--config.learner.steps={steps}", ("--config.logs.megabytes=1", "--config.logs.keep=1")
     # Without standard input, whose number a pipe to the roles would take.
@@ -80,29 +75,37 @@ def test_an_asynchronous_run_is_joined_stopped_and_resumed(tmp_path, one_device,
     done = tiny_run.call([*closed, *arguments, fewer, *bounded, "--allow_change=learner.steps"], timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert log_files.older(log, 1).stat().st_size == 2 << 20 and "resumed at step" in log.read_text()
-    assert not processes(workdir)
-    last = done.stdout.strip().splitlines()[-1]
-    assert re.fullmatch(
-        rf"base: accuracy -?\d\.\d\d -> -?\d\.\d\d in \d+ s from step \d+ on, mean staleness \d+\.\d steps, results in {workdir}",
-        last,
-    )
-
-    check_what_is_left(layout.RunDir(workdir), steps)
-    assert command_line.execute(audit, [f"--workdir={workdir}"]) == 0
-    assert "the ledger balances" in capsys.readouterr().out
-    check_snapshots_can_be_derived_again(layout.RunDir(workdir), tmp_path / "derived", (*SETTINGS, fewer))
-    assert command_line.execute(show, [f"--workdir={workdir}", "--order=best", "--count=2"]) == 0
+    told = r"base: accuracy -?\d\.\d\d -> -?\d\.\d\d in \d+ s from step \d+ on, mean staleness \d+\.\d steps, results in "
+    assert re.fullmatch(told + str(run.root), done.stdout.strip().splitlines()[-1])
+    check_what_is_left(run, steps, epochs=chaos.epochs)
+    check_metrics(run, steps)
+    check_snapshots_can_be_derived_again(run, tmp_path / "derived", (*SETTINGS, fewer))
+    capsys.readouterr()
+    assert command_line.execute(show, [f"--workdir={run.root}", "--order=best", "--count=2"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("query:") == 2 and "reward" in shown and "policy step" in shown
 
 
-def check_a_searcher_that_joins(arguments: list[str], run: layout.RunDir) -> None:
+def wait_for_all(chaos: Chaos, epoch: int, writers: set[str], what: str) -> None:
+    """Waits for steps of a later trainer than that of `epoch`, and for another searcher than `writers`."""
+    chaos.wait_until(lambda: chaos.journalled()[0] > epoch and chaos.journalled()[1] > 2 and chaos.writers() - writers, what)
+
+
+def check_a_searcher_that_joins(chaos: Chaos, arguments: list[str]) -> None:
     """It has two devices and another schedule: its rows are trained on, and when it is asked to stop it leaves whole appends."""
+    run = chaos.run
     process = tiny_run.start([*arguments, "--config.searchers.mesh.data=2", "--config.learner.steps=77"], devices=2)
+
+    def joined() -> list[str]:
+        return [writer for writer in chaos.writers() if writer.startswith("joined")]
+
     try:
-        wait_until(lambda: process.poll() is not None or writers(run.root, "joined"), "a log of the searcher that joins")
-        (writer,) = writers(run.root, "joined") or [process.communicate()[0]]
-        wait_until(lambda: any(writer in line["writers"] for line in journal.read_lineage(run.journal)), "a draw of its rows")
+        chaos.wait_until(lambda: process.poll() is not None or joined(), "a log of the searcher that joins")
+        assert process.poll() is None, process.communicate()[0]
+        (writer,) = joined()
+        chaos.wait_until(
+            lambda: any(writer in line["writers"] for line in journal.read_lineage(run.journal)), "a draw of its rows"
+        )
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
     finally:
@@ -120,8 +123,12 @@ def check_a_searcher_that_joins(arguments: list[str], run: layout.RunDir) -> Non
     assert same and f"{writer}:" in text
 
 
+def journalled_writers(run: layout.RunDir) -> set[str]:
+    return {writer for line in journal.read_lineage(run.journal) for writer in line["writers"]}
+
+
 def check_snapshots_can_be_derived_again(run: layout.RunDir, workdir: Path, flags: tuple[str, ...]) -> None:
-    """From the reference, the log and the journal alone: every published snapshot, bit for bit, through two trainers' steps."""
+    """From the reference, the log and the journal alone: every published snapshot, bit for bit, through all trainers' steps."""
     shutil.copytree(run.root, workdir)
     derived = layout.RunDir(workdir)
     for folder in (derived.checkpoints, derived.policies):
@@ -138,22 +145,12 @@ def check_snapshots_can_be_derived_again(run: layout.RunDir, workdir: Path, flag
         assert snapshots.fingerprint(derived.policies / layout.step_name(step)) == expected, f"step {step}"
 
 
-def check_what_is_left(run: layout.RunDir, steps: int) -> None:
-    lineage = journal.read_lineage(run.journal)
-    assert [line["step"] for line in lineage] == list(range(1, steps + 1)), "every step journalled once on the lineage"
-    assert len({line["epoch"] for line in lineage}) == 2, "the trainer that resumed has an epoch of its own"
-    finished = layout.read_json(run.finished)
-    for writer, entry in finished["ledger"].items():
-        accounted = entry["resident"] + sum(entry["evicted"].values()) + sum(entry["rejected"].values())
-        assert entry["seen"] == accounted, writer
-    assert finished["step"] == steps and finished["rows_rejected"] == 0
-    assert {0, steps} <= set(layout.steps_in(run.evaluations))
-    assert (run.root / "progress.png").exists()
+def check_metrics(run: layout.RunDir, steps: int) -> None:
+    assert {0, steps} <= set(layout.steps_in(run.evaluations)) and (run.root / "progress.png").exists()
     lines = metrics.read_lines(run.metrics("trainer"))
     wanted = {"loss", "reward", "kl_to_ref", "entropy", "log_z", "grad_norm", "staleness_mean", "staleness_max"}
     wanted |= {"staleness_histogram", "draws_per_row", "buffer_rows", "steps_per_second", "time_update"}
-    assert wanted <= set(lines[-1])
-    assert max(line["staleness_max"] for line in lines) > 0
+    assert wanted <= set(lines[-1]) and max(line["staleness_max"] for line in lines) > 0
     gaps = [line["logprob_gap_max"] for line in lines if "logprob_gap_max" in line]
     assert gaps and max(gaps) < 1e-3, "sampler and learner disagree on the same weights"
     searching = metrics.read_lines(run.metrics("searcher-0"))

@@ -1,8 +1,5 @@
 """Training reaches p* ∝ π_ref·exp(r/β) on a space that is enumerated, whoever produced the rows with full support."""
 
-import concurrent.futures
-import itertools
-
 import jax
 import numpy as np
 import pytest
@@ -15,24 +12,6 @@ from tba_jax.experiment import checks
 SMALL_QUERIES, SMALL_STEPS, STALE = 2, 1000, "50 updates old"
 UNTRUNCATED = ("uniform", STALE, "half temperature 2, half top-p 0.8")
 TRUNCATED = "top-p 0.8 alone"
-
-
-def in_parallel(function, cells):
-    """function(*cell) by cell, two at a time: XLA lets go of Python's lock."""
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return dict(zip(cells, pool.map(lambda cell: function(*cell), cells), strict=True))
-
-
-def train_all(seeds, names, *, queries: int, steps: int):
-    """(seed, behaviour) -> TV [points, Q] and the measurements of updates."""
-    compiled = posterior.compile_train(queries=queries, steps=steps, every=steps // 10)
-
-    def run(seed: int, name: str):
-        problem = posterior.make_problem(seed, queries=queries)
-        _, distance, measured = compiled(problem, seed, behavior=posterior.BEHAVIORS[name])
-        return np.asarray(distance), jax.tree.map(np.asarray, measured)
-
-    return in_parallel(run, list(itertools.product(seeds, names)))
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +43,13 @@ def test_the_target_is_far_from_where_training_starts(problem):
     assert np.all(np.abs(ref - uniform).sum(axis=1) / 2 > 0.25)
 
 
+@pytest.fixture(scope="module")
+def sample():
+    return jax.jit(posterior.sample, static_argnames="queries")
+
+
 @pytest.mark.parametrize("name", posterior.BEHAVIORS)
-def test_rows_carry_what_the_tables_say(problem, name):
-    sample = jax.jit(posterior.sample, static_argnames="queries")
+def test_rows_carry_what_the_tables_say(problem, sample, name):
     rows = sample(problem.ref_params, jax.random.key(1), posterior.BEHAVIORS[name], queries=posterior.QUERIES)
     batch, policy_logprobs = jax.tree.map(np.asarray, (posterior.as_batch(rows, problem), rows.policy_logprobs))
     mask = np.arange(posterior.R) < batch.response_length[:, None]
@@ -86,26 +69,32 @@ def test_rows_carry_what_the_tables_say(problem, name):
         assert name == TRUNCATED or not np.allclose(batch.behavior_logprobs[::2], policy_logprobs[::2], atol=0.1)
 
 
-def test_rows_of_old_policies_lead_to_the_posterior():
-    ((distance, measured),) = train_all([1], [STALE], queries=SMALL_QUERIES, steps=SMALL_STEPS).values()
-    assert np.all(measured["finite"] == 1)
+@pytest.fixture(scope="module")
+def compiled():
+    """One program for every behaviour."""
+    return posterior.compile_train(queries=SMALL_QUERIES, steps=SMALL_STEPS, every=SMALL_STEPS // 10)
+
+
+def test_rows_of_old_policies_lead_to_the_posterior(compiled):
+    _, distance, measured = compiled(posterior.make_problem(1, queries=SMALL_QUERIES), 1, behavior=posterior.BEHAVIORS[STALE])
+    distance, ratio = np.asarray(distance), np.asarray(measured["ratio_max"]).reshape(-1)
+    assert np.all(np.asarray(measured["finite"]) == 1)
     assert distance[0].mean() > 0.35
     assert distance[-1].mean() <= 0.1, "truncated rows stay beyond 0.2; the bound is for the slow tests, which train on"
-    ratio = measured["ratio_max"].reshape(-1)
     assert ratio[0] == pytest.approx(1, abs=1e-4)  # π_ref's rows, at π_ref
     assert ratio[1:100].max() > 1.5, "rows are as old as the behaviour says"
 
 
-def test_without_a_reference_the_posterior_is_the_softmax_of_rewards():
+def test_uniform_rows_without_a_reference_lead_to_the_softmax_of_rewards(compiled):
     """log π_ref = 0 in rows; training begins from the same network."""
     problem = posterior.make_problem(1, queries=SMALL_QUERIES)
     target = jax.nn.softmax(problem.rewards / posterior.BETA, axis=1)
     assert 0.5 * np.abs(target - problem.target).sum(axis=1).mean() > 0.25, "the other optimum is another distribution"
     without = problem.replace(ref_logprobs=np.zeros_like(problem.ref_logprobs), target=target)
-    compiled = posterior.compile_train(queries=SMALL_QUERIES, steps=SMALL_STEPS, every=SMALL_STEPS // 10)
-    _, distance, measured = compiled(without, 1, behavior=posterior.BEHAVIORS["on-policy"])
+    _, distance, measured = compiled(without, 1, behavior=posterior.BEHAVIORS["uniform"])
     assert np.all(np.asarray(measured["finite"]) == 1)
-    assert distance[0].mean() > 0.35 and distance[-1].mean() <= 0.1
+    assert distance[0].mean() > 0.7
+    assert distance[-1].mean() <= 0.15, "0.117 after so few updates, far from the optimum with a reference"
 
 
 def test_a_config_may_truncate_a_share_of_rows_but_not_all():
@@ -118,14 +107,19 @@ def test_a_config_may_truncate_a_share_of_rows_but_not_all():
 
 
 @pytest.mark.slow
-def test_three_seeds_of_every_behaviour_in_full():
-    runs = train_all(range(3), posterior.BEHAVIORS, queries=posterior.QUERIES, steps=4000)
-    distances = {name: [float(runs[seed, name][0][-1].mean()) for seed in range(3)] for name in posterior.BEHAVIORS}
-    assert all(np.all(measured["finite"] == 1) for _, measured in runs.values())
-    for name in UNTRUNCATED:
-        assert max(distances[name]) <= posterior.BOUND, distances
-    assert np.median(distances["on-policy"]) <= 0.05, distances
-    assert min(distances[TRUNCATED]) >= 0.2, distances
+@pytest.mark.parametrize("name", posterior.BEHAVIORS)
+def test_three_seeds_of_every_behaviour_in_full(name):
+    whole, distances = posterior.compile_train(steps=4000, every=400), []
+    for seed in range(3):
+        _, distance, measured = whole(posterior.make_problem(seed), seed, behavior=posterior.BEHAVIORS[name])
+        assert np.all(np.asarray(measured["finite"]) == 1)
+        distances.append(float(distance[-1].mean()))
+    if name in UNTRUNCATED:
+        assert max(distances) <= posterior.BOUND, distances
+    if name == "on-policy":
+        assert np.median(distances) <= 0.05, distances
+    if name == TRUNCATED:
+        assert min(distances) >= 0.2, distances
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 That of red-teaming is in test_recipes_red_team.
 """
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,7 @@ from configs import baselines, small, tldr_pythia
 from tba_jax import trajectory
 from tba_jax.experiment import checks, jobs
 from tba_jax.replay.reader import LogReader
-from tba_jax.run import processes
-from tba_jax.storage import contract, layout
+from tba_jax.storage import layout
 from tests.support import random_checkpoints, tiny_checkpoints, tiny_run
 from tests.support.small_recipes import RECIPES, STEPS, check_run, config
 
@@ -36,8 +34,8 @@ PRETRAINED = {
     "own_task:small": "mentioned",
     "story_sentiment:small": "reward",
 }
-# Answers that are graded, rewards of a model, a task in a file; the others differ from these by settings.
-BY_DEFAULT = ("gsm8k_rho1b:small", "tldr_pythia:small", "own_task:small")
+# Rewards of a model, and answers that a task in a file grades; the others differ from these by settings.
+BY_DEFAULT = ("tldr_pythia:small", "own_task:small")
 # Recipes that make their own policy.
 WARM_STARTED = ("countdown", "demo", "demo_baselines", "demo_tba_prime", "demo_vine_ppo")
 
@@ -82,6 +80,7 @@ def test_a_recipe_runs_in_turn(recipe, tmp_path, one_device):
         report = layout.read_json(s.run.evaluations / f"{layout.step_name(STEPS)}.json")
         assert 0 <= report["greedy_win_rate_strict"] <= report["greedy_win_rate_ties_half"] <= 1
         assert report["sampled_ref_perplexity_per_response_token"] == pytest.approx(np.exp(report["ref_nll_per_token"]))
+        check_rewards(s)
 
 
 @pytest.mark.slow
@@ -94,39 +93,6 @@ def test_a_recipe_that_makes_its_policy_runs_in_turn(recipe, tmp_path, one_devic
 def test_every_small_variant_is_run():
     run = {recipe.partition(":")[0] for recipe in PRETRAINED} | set(WARM_STARTED)
     assert run | {"red_team_gpt2", "red_team_llama3_2_1b"} == set(RECIPES), "test_recipes_red_team has those two"
-
-
-@pytest.mark.slow
-def test_a_recipe_runs_with_real_processes(tmp_path):
-    """As a user types it, without any other flag."""
-    done = tiny_run.call(
-        tiny_run.command(tmp_path / "run", recipe="configs/gsm8k_rho1b.py:small-700_steps", tiny=False), timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    model = config("gsm8k_rho1b:small").model.path
-    check_run(layout.RunDir(tmp_path / "run"), "accuracy", tmp_path / "exported", model)
-    shutil.rmtree(tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_models_of_a_task_are_loaded_by_the_processes_that_score(tmp_path):
-    """A searcher and an evaluator; rows have the rewards that a loop over them finds again."""
-    reward, recipe = tmp_path / "reward", "configs/tldr_pythia.py:small-rloo"
-    shutil.copytree(small.FOLDER / "gpt_neox_reward", reward)
-    flags = [f"--config.task.tldr.reward_path={reward}", "--config.supervisor.max_restarts=0"]
-    done = tiny_run.call(tiny_run.command(tmp_path / "run", *flags, recipe=recipe, tiny=False), timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    run = layout.RunDir(tmp_path / "run")
-    for step in (0, STEPS):
-        report = layout.read_json(run.evaluations / f"{layout.step_name(step)}.json")
-        assert 0 <= report["greedy_win_rate_strict"] <= 1 and report["unscored"] == 0
-    check_rewards(run, reward)
-    reward.rename(tmp_path / "elsewhere")
-    for role, code in (("trainer", 0), ("searcher", processes.BAD_INPUT)):
-        arguments = tiny_run.command(tmp_path / "run", *flags, f"--role={role}", recipe=recipe, tiny=False)
-        done = tiny_run.call(arguments, timeout=300)
-        assert done.returncode == code, done.stdout + done.stderr
-    assert "task.tldr.reward_path=" in done.stderr and "does not exist" in done.stderr
 
 
 @pytest.mark.parametrize("size", ["410m", "1b", "2.8b"])
@@ -143,21 +109,20 @@ def test_summaries_have_a_recipe_for_every_size_and_baseline(size):
             tldr_pythia.get_config(wrong)
 
 
-def check_rewards(run: layout.RunDir, folder: Path) -> None:
+def check_rewards(s: jobs.Invocation) -> None:
     """Rewards and scores of rows against the reward model, one row at a time."""
+    folder = Path(s.config.task.tldr.reward_path)
     config, params = tiny_checkpoints.load(folder)
-    shape = contract.Contract(**contract.read(run)["contract"]).row_shape()
-    reader = LogReader(run.replay, shape)
+    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
+    text = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ((writer, head),) = reader.heads().items()
     rows = reader.read(writer, 0, head)
-    text = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for i in range(head):
         prompt, response = rows["tokens"][i, : rows["prompt_length"][i]].tolist(), trajectory.response(rows, i).tolist()
         end, finished = text.token_to_id(random_checkpoints.END), bool(rows["finished"][i])
         words = [token for token in response if token != end]
         # A reward model reads text: bytes that are none are replaced.
-        read = text.encode(text.decode(prompt + words)).ids + [end] * finished
-        row = np.array([read], np.int32)
+        row = np.array([text.encode(text.decode(prompt + words)).ids + [end] * finished], np.int32)
         score = float(tiny_checkpoints.scores(params, row, np.ones_like(row, bool), config)[0, 0])
         np.testing.assert_allclose(rows["reward_parts"][i], [score], atol=1e-5)
         np.testing.assert_allclose(rows["reward"][i], score if finished else -1.0, atol=1e-5)

@@ -1,7 +1,6 @@
 """The recipes of red-teaming from end to end, with tiny models for attacker, victim, classifier and embedder."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +12,8 @@ from tba_jax.experiment import composition, estimate, jobs, training
 from tba_jax.replay import journal
 from tba_jax.replay.reader import LogReader
 from tba_jax.rewards import task_models
-from tba_jax.storage import contract, layout
-from tests.support import random_checkpoints, spelled_checkpoints, tiny_run
+from tba_jax.storage import layout
+from tests.support import spelled_checkpoints, tiny_run
 from tests.support.small_recipes import STEPS, check_run
 
 # What a tokenizer of letters and models of 64 positions leave room for.
@@ -26,51 +25,12 @@ OF_LETTERS = {
 }
 
 
-def models_of_gpt2(tmp_path, data_dir) -> dict[str, Path]:
-    """Of GPT-2's recipe, with its tokenizer, which RoBERTa shares but for the special tokens."""
-    tokenizer = data_dir / "tokenizers" / "gpt2"
-    names = ("neutral", "nothate", "hate")
-    return {
-        "model.path": random_checkpoints.write(tmp_path / "attacker", "gpt2", tokenizer),
-        "task.red_team.victim_path": random_checkpoints.write(tmp_path / "victim", "gpt2", tokenizer, seed=1),
-        "task.red_team.classifier_path": random_checkpoints.write_encoder(
-            tmp_path / "classifier", "roberta_classifier", tokenizer, labels=names
-        ),
-        "task.red_team.embedder_path": random_checkpoints.write_encoder(tmp_path / "embedder", "bert_embedding", tokenizer),
-    }
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [red_team_gpt2, red_team_llama3_2_1b])
 def test_a_recipe_runs_in_turn(recipe, tmp_path, one_device):
-    runs_in_turn(recipe.get_config("small"), {}, tmp_path)
-
-
-@pytest.mark.slow
-def test_gpt2s_recipe_runs_in_turn_with_its_tokenizer_and_encoders(tmp_path, data_dir, one_device):
-    """Its own prompt, template and label; a RoBERTa as the classifier, and a sentence encoder."""
-    c = red_team_gpt2.get_config("small")
-    c.task.red_team.classifier_label = "hate"
-    report = runs_in_turn(c, models_of_gpt2(tmp_path, data_dir), tmp_path)
-    assert 0 < report["sampled_cosine_distance"] < 2 and "greedy_cosine_distance" not in report
-
-
-@pytest.mark.slow
-def test_gpt2s_recipe_runs_with_real_processes(tmp_path):
-    done = tiny_run.call(tiny_run.command(tmp_path / "run", recipe="configs/red_team_gpt2.py:small", tiny=False), timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    run = layout.RunDir(tmp_path / "run")
-    check_run(run, "log_toxicity", tmp_path / "exported", red_team_gpt2.get_config("small").model.path)
-    shape = contract.Contract(**contract.read(run)["contract"]).row_shape()
-    reader = LogReader(run.replay, shape)
-    ((writer, head),) = reader.heads().items()
-    rows = reader.read(writer, 0, head)
-    assert (rows["response_length"] >= 5).all() and (rows["reward_parts"][:, 0] >= np.exp(rows["reward"]) - 1e-6).all()
-
-
-def runs_in_turn(c, folders, tmp_path):
-    """A run of the recipe, small, and its rows. Returns its last report."""
-    c.update_from_flattened_dict({setting: str(folder) for setting, folder in folders.items()} | {"schedule.mode": "interleaved"})
+    """And its rows."""
+    c = recipe.get_config("small")
+    c.schedule.mode = "interleaved"
     s = tiny_run.settings(tmp_path / "run", c)
     assert {"victim", "classifier"} <= estimate.memory(s.experiment)["searcher"].keys()
     assert jobs.everything(s)() == 0
@@ -90,7 +50,6 @@ def runs_in_turn(c, folders, tmp_path):
     query = s.experiment.task.queries("train")[0]
     again = s.experiment.task.rewards([query] * len(texts), texts, first["finished"])
     np.testing.assert_allclose(again.reward, first["reward"], atol=1e-4)
-    return report
 
 
 def test_what_only_the_models_tell_is_refused_before_a_run(tmp_path, one_device):

@@ -1,13 +1,13 @@
 """Training with a sibling of trajectory balance reaches that objective's own optimum on the enumerated space.
 
-The optimum is computed from the objective's equation for groups of K rows (benchmarks/optima.py).
+The optimum is computed from the objective's equation for groups of K rows (benchmarks/siblings.py).
 """
 
 import numpy as np
 import pytest
 from scipy import special
 
-from benchmarks import optima, posterior, siblings
+from benchmarks import posterior, siblings
 from benchmarks.siblings import distance, log_ref, optimum, p_star, rewards, train
 
 BOUND = 0.07
@@ -16,7 +16,7 @@ BOUND = 0.07
 def test_the_regression_is_the_minimum_of_its_loss():
     rng = np.random.default_rng(0)
     log_mu, aim = special.log_softmax(rng.normal(size=30)), rng.normal(size=30)
-    found = optima.regression(log_mu, aim)
+    found = siblings.regression(log_mu, aim)
     assert found.sum() == pytest.approx(1)
 
     def loss(z: np.ndarray) -> float:
@@ -27,36 +27,31 @@ def test_the_regression_is_the_minimum_of_its_loss():
         assert loss(best + 1e-3 * rng.normal(size=30)) > loss(best)
     exact = special.softmax(log_mu + aim)
     shifted = aim - special.logsumexp(log_mu + aim)
-    np.testing.assert_allclose(optima.regression(log_mu, shifted), exact, rtol=1e-6)
+    np.testing.assert_allclose(siblings.regression(log_mu, shifted), exact, rtol=1e-6)
 
 
 def test_the_optima_are_different_distributions():
-    log_mu = optima.uniform_log_probs()
+    log_mu = siblings.uniform_log_probs()
     assert np.exp(log_mu).sum() == pytest.approx(1)
-    found = {name: optimum(name, 0) for name in siblings.FORMS}
-    found["p*"] = p_star(0)
-    found["sampler"] = np.tile(np.exp(log_mu), (siblings.QUERIES, 1))
+    found = {name: siblings.optimum_of(name, 0, 0) for name in siblings.FORMS} | {"p*": p_star(0)[0], "sampler": np.exp(log_mu)}
     for name, distribution in found.items():
-        np.testing.assert_allclose(distribution.sum(axis=-1), 1, rtol=1e-6)
-        others = [distance(distribution, other).mean() for key, other in found.items() if key != name]
+        assert distribution.sum() == pytest.approx(1, rel=1e-6)
+        others = [distance(distribution, other) for key, other in found.items() if key != name]
         # AsymRE and TOPR differ by the mean reward in the baseline alone.
         assert min(others) > (0.05 if name not in ("asymre", "topr") else 1e-3), (name, others)
 
 
 @pytest.mark.parametrize("name", siblings.LIMITS)
 def test_more_rows_in_a_group_bring_the_optimum_nearer_to_its_limit(name):
-    of_query, (*_, arguments) = getattr(optima, name), siblings.FORMS[name]
-    few, more = (
-        of_query(rewards(0)[0], optima.uniform_log_probs(), log_ref(0)[0], **arguments | {"K": K}) for K in (posterior.K, 80)
-    )
-    limit = siblings.LIMITS[name](0)[0]
-    assert distance(more, limit) < 0.7 * distance(few, limit)
+    (*_, arguments), limit = siblings.FORMS[name], siblings.LIMITS[name](0)[0]
+    more = siblings.OPTIMA[name](rewards(0)[0], siblings.uniform_log_probs(), log_ref(0)[0], **arguments | {"K": 80})
+    assert distance(more, limit) < 0.7 * distance(siblings.optimum_of(name, 0, 0), limit)
 
 
 def test_a_reward_below_the_baseline_has_no_such_optimum():
-    for of_query, arguments in ((optima.asymre, {"delta": -0.1, "K": posterior.K}), (optima.topr, {"baseline": 0.0})):
+    for of_query, arguments in ((siblings.asymre, {"delta": -0.1, "K": posterior.K}), (siblings.topr, {"baseline": 0.0})):
         with pytest.raises(ValueError, match="below 0"):
-            of_query(rewards(0)[0], optima.uniform_log_probs(), log_ref(0)[0], **arguments)
+            of_query(rewards(0)[0], siblings.uniform_log_probs(), log_ref(0)[0], **arguments)
 
 
 @pytest.mark.slow

@@ -1,18 +1,17 @@
 """A trainer of several processes: it computes what one process computes, and all of its processes end and resume together."""
 
 import os
-import random
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
-from tba_jax.commands import audit
+from tba_jax import main
+from tba_jax.commands import audit, command_line
 from tba_jax.replay import journal
 from tba_jax.run import processes
 from tba_jax.storage import layout
@@ -81,9 +80,9 @@ def wait_for_steps(workdir: Path, steps: int, started: list[subprocess.Popen[str
         time.sleep(0.02)
 
 
-def kill_and_resume(workdir: Path, flags: list[str], *, killed: int, at: int, count: int = 2) -> float:
+def kill_one(workdir: Path, flags: list[str], *, killed: int, at: int) -> float:
     """Kills one process once `at` steps are journalled. Returns the seconds until the last of the others has ended."""
-    started = trainers.start(workdir, *flags, processes=count)
+    started = trainers.start(workdir, *flags, processes=2)
     with trainers.ended_at_last(started):
         wait_for_steps(workdir, at, started)
         started[killed].kill()
@@ -100,16 +99,41 @@ def kill_and_resume(workdir: Path, flags: list[str], *, killed: int, at: int, co
     return seconds
 
 
-@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 1])
+def run_alone(workdir: Path, flags: list[str]) -> None:
+    """What one process with the devices of two computes. It is this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        first = jax.local_devices()[:2]
+        patch.setattr(jax, "devices", lambda *_: first)
+        assert command_line.execute(main, [*tiny_run.command(workdir, *flags)[3:], "--role=trainer"]) == 0
+
+
+def test_two_processes_that_are_asked_to_stop_resume_and_compute_what_one_process_computes(tmp_path, source):
+    """A signal to any process ends all after a step, with a checkpoint; then all go on, bit for bit."""
+    flags = trainers.offline_flags(source, learner__steps=24, publish__every_steps=4, learner__logprob_gap_every_steps=0)
+    started = trainers.start(tmp_path / "two", *flags, processes=2)
+    with trainers.ended_at_last(started):
+        wait_for_steps(tmp_path / "two", 4, started)
+        started[1].send_signal(signal.SIGTERM)
+        codes = [process.wait(trainers.PATIENCE_SECONDS) for process in started]
+    assert codes == [processes.STOPPED] * 2, [process.communicate()[0] for process in started]
+    newest = layout.steps_in(tmp_path / "two" / "checkpoints")[-1]
+    assert newest == len(journal.read_lineage(tmp_path / "two" / "journal")) < 24
+    first, second = trainers.run(tmp_path / "two", *flags, processes=2)
+    assert "process 0 of 2" in first.text and "process 1 of 2" in second.text
+    run_alone(tmp_path / "one", flags)
+    assert_resumed_as(tmp_path / "two", tmp_path / "one", steps=24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
 def test_two_processes_of_which_one_is_killed_compute_what_one_process_computes(tmp_path, source, killed):
     """The others end with it, and all resume bit for bit."""
     flags = trainers.offline_flags(source, learner__steps=16, checkpoint__every_steps=4, learner__logprob_gap_every_steps=0)
-    seconds = kill_and_resume(tmp_path / "two", flags, killed=killed, at=6)
+    seconds = kill_one(tmp_path / "two", flags, killed=killed, at=6)
     assert seconds < 10.0, f"the others ended after {seconds:.1f} s"
-    first, second = trainers.run(tmp_path / "two", *flags, processes=2)
-    trainers.run(tmp_path / "one", *flags, processes=1, devices=2)
+    trainers.run(tmp_path / "two", *flags, processes=2)
+    run_alone(tmp_path / "one", flags)
     assert_resumed_as(tmp_path / "two", tmp_path / "one", steps=16)
-    assert "process 0 of 2" in first.text and "process 1 of 2" in second.text
     assert not (tmp_path / "two" / "trainer.key").exists()
 
 
@@ -139,82 +163,6 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, source, before
     trainers.run(tmp_path / "killed", *flags, processes=after, devices=2 // after)
     trainers.run(tmp_path / "whole", *flags, processes=1, devices=2)
     assert_resumed_as(tmp_path / "killed", tmp_path / "whole", steps=30)
-
-
-# In front of tba_jax.main: what happens in a process of the trainer beside its own code.
-SLOW_WRITES = """
-import time
-from tba_jax.storage import snapshots
-write = snapshots.write_shards
-snapshots.write_shards = lambda *a, **k: (time.sleep(4), write(*a, **k))
-"""
-NOT_FINITE = (
-    SLOW_WRITES
-    + """
-from tba_jax.roles.trainer import refusals
-look = refusals.Refusals.look_at
-def look_at(self, measured, row_finite, ids, *, step, was_passed):
-    look(self, measured | ({"finite": False} if step == 7 else {}), row_finite, ids, step=step, was_passed=was_passed)
-refusals.Refusals.look_at = look_at
-"""
-)
-NO_CHECKPOINT = """
-import os
-from tba_jax.storage import checkpoints
-def fail(self):
-    raise OSError(28, os.strerror(28))
-checkpoints.Checkpoints.wait = fail
-"""
-
-
-MAIN = """
-import sys
-from tba_jax import main
-from tba_jax.commands import command_line
-sys.exit(command_line.execute(main, sys.argv[1:]))
-"""
-
-
-def start_with(code: dict[int, str], workdir: Path, *flags: str) -> list[subprocess.Popen[str]]:
-    """Two processes of a trainer. Args: code: process -> what runs in it before tba_jax.main."""
-    world = [f"--coordinator=127.0.0.1:{trainers.free_port()}", "--processes=2", "--role=trainer"]
-    started = []
-    for number in (0, 1):
-        arguments = tiny_run.command(workdir, *flags, *world, f"--process={number}")[3:]
-        started.append(tiny_run.start([sys.executable, "-c", code.get(number, "") + MAIN, *arguments]))
-    return started
-
-
-@pytest.mark.slow
-def test_numbers_that_are_not_finite_end_all_while_a_snapshot_is_written(tmp_path, source):
-    """Process 0 waits for nobody's shards then, and its end is that of the run."""
-    flags = trainers.offline_flags(source, **LONG | {"publish__every_steps": 3})
-    begin = time.monotonic()
-    ended = trainers.wait(start_with({0: NOT_FINITE, 1: SLOW_WRITES}, tmp_path / "run", *flags))
-    assert [each.code for each in ended] == [processes.NOT_FINITE] * 2, [each.text for each in ended]
-    assert all("step 7 is not finite" in each.text for each in ended) and time.monotonic() - begin < 60
-
-
-def test_a_signal_to_any_process_ends_all_after_a_step_with_a_checkpoint(tmp_path, source):
-    """And after the snapshot that is being written."""
-    flags = trainers.offline_flags(source, **LONG | {"publish__every_steps": 2})
-    started = start_with({0: "", 1: SLOW_WRITES}, tmp_path / "run", *flags)
-    with trainers.ended_at_last(started):
-        wait_for_steps(tmp_path / "run", 9, started)
-        started[1].send_signal(signal.SIGTERM)
-        codes = [process.wait(trainers.PATIENCE_SECONDS) for process in started]
-    assert codes == [processes.STOPPED] * 2, [process.communicate()[0] for process in started]
-    (newest,) = layout.steps_in(tmp_path / "run" / "checkpoints")[-1:]
-    assert newest == len(journal.read_lineage(tmp_path / "run" / "journal")) < 120
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_another_process_cannot_write_ends_all_at_once(tmp_path, source):
-    flags = trainers.offline_flags(source, learner__steps=30, checkpoint__every_steps=5)
-    begin = time.monotonic()
-    ended = trainers.wait(start_with({1: NO_CHECKPOINT}, tmp_path / "run", *flags))
-    assert [each.code for each in ended] == [processes.STORAGE_FAILED] * 2, [each.text for each in ended]
-    assert all("No space left" in each.text for each in ended) and time.monotonic() - begin < 60
 
 
 @pytest.mark.slow
@@ -258,56 +206,18 @@ def test_a_supervised_trainer_of_two_processes_is_started_again_as_a_whole(tmp_p
         assert len(list((workdir / "profiles" / name).rglob("*.xplane.pb"))) == 1, name
 
 
-@pytest.mark.slow
-def test_a_mesh_that_the_devices_of_all_processes_do_not_make_up_is_refused_by_all(tmp_path, source):
-    flags = trainers.offline_flags(source, learner__mesh__data=3)
-    for each in trainers.wait(trainers.start(tmp_path / "run", *flags, processes=2)):
-        assert each.code == processes.BAD_INPUT and "does not make up the 2 devices" in each.text, each.text
-        assert "learner.mesh" in each.text
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_process_with_another_config_is_refused_by_all(tmp_path, source):
-    flags, port = trainers.offline_flags(source), trainers.free_port()
-    world = [f"--coordinator=127.0.0.1:{port}", "--processes=2", "--role=trainer"]
-    started = [
-        tiny_run.start(tiny_run.command(tmp_path / "run", *flags, *world, f"--process={number}", f"--config.seed={number}"))
-        for number in (0, 1)
-    ]
-    for each in trainers.wait(started):
-        assert each.code == processes.BAD_INPUT and "config.seed: 1 there, 0 here" in each.text, each.text
-
-
-@pytest.mark.slow
-def test_ten_kills_at_random_steps_lose_nothing(tmp_path, source, capsys):
-    flags, draw = trainers.offline_flags(source, **LONG), random.Random(0)
-    trainers.run(tmp_path / "whole", *flags, processes=2)
-    told = []
-    for number in range(10):
-        killed, at = number % 2, 1 + journalled(tmp_path / "killed") + draw.randrange(2, 10)
-        seconds = kill_and_resume(tmp_path / "killed", flags, killed=killed, at=at)
-        told.append(f"process {killed} killed after {at} lines: the other ended after {seconds:.2f} s")
-        assert seconds < 10.0, told[-1]
-    trainers.run(tmp_path / "killed", *flags, processes=2)
-    assert_resumed_as(tmp_path / "killed", tmp_path / "whole", steps=120)
-    with capsys.disabled():
-        print("\n" + "\n".join(told))
-
-
 VARIANTS = {
     "adapters": {"lora__rank": 2, "lora__targets": "('layers.attention.*',)"},
     "log Z": {"learner__objective": "learned_log_z"},
     "micro-batches": {"learner__micro_batch_tokens": 26},
-    "reset reference": {"learner__reference__kind": "reset", "learner__reference__reset_steps": 4},
     "reference in host memory": {
         "learner__reference__kind": "reset",
         "learner__reference__reset_steps": 4,
         "learner__reference__offload": True,
     },
     "moving average": {"learner__reference__kind": "ema", "learner__reference__ema_decay": 0.5},
-    "fsdp": {"learner__mesh__fsdp": 2},
     "tensor": {"learner__mesh__tensor": 2, "model__kv_heads": 2},
-    "every step published": {"publish__every_steps": 1, "publish__dtype": "bfloat16"},
+    "fsdp, every step published": {"learner__mesh__fsdp": 2, "publish__every_steps": 1, "publish__dtype": "bfloat16"},
 }
 
 
@@ -322,20 +232,6 @@ def test_what_one_process_can_do_two_can(tmp_path, name):
     trainers.run(tmp_path / "one", *flags, processes=1, devices=2)
     trainers.run(tmp_path / "two", *flags, processes=2)
     assert_same_run(tmp_path / "two", tmp_path / "one")
-
-
-@pytest.mark.slow
-def test_two_processes_resume_past_a_change_of_the_schedule(tmp_path, source):
-    """Steps before the change are done again under the schedule that they were done with."""
-    before = trainers.offline_flags(source, learner__steps=10, checkpoint__every_steps=100)
-    after = [*trainers.offline_flags(source, learner__steps=16, checkpoint__every_steps=100, learner__learning_rate=1e-2)]
-    after += ["--allow_change=learner.steps,learner.learning_rate"]
-    for count in (1, 2):
-        workdir = tmp_path / str(count)
-        trainers.run(workdir, *before, processes=count, devices=2 // count)
-        shutil.rmtree(workdir / "checkpoints")
-        trainers.run(workdir, *after, processes=count, devices=2 // count)
-    assert_same_run(tmp_path / "2", tmp_path / "1")
 
 
 @pytest.mark.slow

@@ -1,71 +1,83 @@
 """What a person sees of a run on a terminal and without one, until it ends or is stopped."""
 
+import contextlib
 import json
+import os
+import pty
 import re
+import signal
 import sqlite3
 import subprocess
+import termios
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from tba_jax import main
+from tba_jax.commands import command_line
 from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
 from tests.support import tiny_run, wandb_files
-from tests.support.screen import OnTerminal
-
-
-def on_terminal(workdir: Path, *flags: str, width: int, **environment: str) -> OnTerminal:
-    whole = tiny_run.environment() | {"TERM": "xterm-256color"} | environment
-    return OnTerminal(tiny_run.command(workdir, *flags), width=width, environment=whole, cwd=tiny_run.ROOT)
-
-
-def picture(text: str) -> list[str]:
-    """The lines from the last bar on."""
-    lines = text.split("\n")
-    first = max((number for number, line in enumerate(lines) if line.startswith("step ")), default=len(lines))
-    return [line.rstrip() for line in lines[first:]]
 
 
 def test_the_run_is_shown_and_a_stop_leaves_tables_and_a_clean_terminal(tmp_path):
-    workdir = tmp_path / "run"
-    with on_terminal(workdir, "--config.learner.steps=5000", "--config.searchers.count=1", width=60) as shown:
-        shown.shows(lambda text: any("compiling the update" in line for line in picture(text)))
-        shown.shows(lambda text: "steps/s" in "".join(picture(text)) and "ETA" in picture(text)[0])
-        lines = picture(shown.shows(lambda text: any(line.startswith("reward ") for line in picture(text))))
-        assert all(len(line) < 60 for line in lines), lines
-        shown.interrupt()
-        assert shown.wait() == 130
-        text = shown.screen.text
-        assert shown.screen.cursor_is_visible and shown.settings_after == shown.settings
-    assert "rows seen by the trainer" in text and "stopped after" in text and not picture(text)
-    said = "".join(text.split())  # the terminal breaks the line at a space or within a word, as many digits as its numbers have
-    assert "of5000;thisresumestherun:" in said, "the last line says where it stands and how to go on"
+    workdir, (master, slave), written = tmp_path / "run", pty.openpty(), bytearray()
+    command = tiny_run.command(workdir, "--config.learner.steps=100000", "--config.schedule.mode=interleaved")
+    settings = termios.tcgetattr(slave)
+    whole = tiny_run.environment() | {"TERM": "xterm-256color", "LANG": "C.UTF-8"}
+    process = subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=slave, cwd=tiny_run.ROOT, env=whole, start_new_session=True
+    )
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the other side is closed
+            while content := os.read(master, 65536):
+                written.extend(content)
+
+    def text() -> str:
+        return re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", written.decode(errors="replace"))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        deadline = time.monotonic() + 120
+        while not all(words in text() for words in ("compiling the update", "steps/s", "ETA", "reward  ")):
+            assert process.poll() is None and time.monotonic() < deadline, text()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert termios.tcgetattr(slave) == settings
+    finally:
+        process.kill()
+        os.close(slave)
+        reader.join(5)
+        os.close(master)
+    assert written.rfind(b"\x1b[?25h") >= written.rfind(b"\x1b[?25l"), "the cursor is visible"
+    assert "rows seen by the trainer" in text() and "stopped after" in text()
+    said = "".join(text().split())  # the terminal breaks the line at a space or within a word
+    assert "of100000;thisresumestherun:" in said, "the last line says where it stands and how to go on"
     assert (workdir / "progress.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_run_without_a_display_has_plain_lines_trackers_and_its_result_once(tmp_path):
+def test_a_run_without_a_display_has_plain_lines_trackers_and_its_result_once(tmp_path, one_device, capsys):
     """Every role is in the run's group of both trackers."""
     for package in ("wandb", "trackio"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     workdir, database = tmp_path / "run", tmp_path / "trackio" / "tba_jax.db"
     flags = ("--config.metrics.sinks=('wandb','trackio')", "--config.schedule.mode=interleaved", "--config.learner.steps=3")
-    own = {"HOME": str(tmp_path), "WANDB_MODE": "offline", "TRACKIO_DIR": str(database.parent)}
-
-    def call() -> tuple[str, str]:
-        asked = dict(
-            cwd=tiny_run.ROOT, env=tiny_run.environment() | own, capture_output=True, text=True, timeout=300, check=False
-        )
-        done = subprocess.run(tiny_run.command(workdir, *flags), **asked)
-        assert done.returncode == 0, done.stderr
-        return done.stdout, done.stderr
-
-    said, logged = call()
-    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in logged.splitlines()), logged
-    assert re.search(r"^ +\d+ s  step 0/3  0 %", said, re.MULTILINE), said
-    assert re.search(r"^base: accuracy .* s, mean staleness", said, re.MULTILINE), said
+    command = tiny_run.command(workdir, *flags)
+    whole = tiny_run.environment() | {"HOME": str(tmp_path), "WANDB_MODE": "offline", "TRACKIO_DIR": str(database.parent)}
+    done = subprocess.run(command, cwd=tiny_run.ROOT, env=whole, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in done.stderr.splitlines()), done.stderr
+    assert re.search(r"^ +\d+ s  step 0/3  0 %", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^base: accuracy .* s, mean staleness", done.stdout, re.MULTILINE), done.stdout
     check_group(layout.open_run_dir(workdir), database)
     finished = layout.read_json(layout.RunDir(workdir).finished)
-    said, logged = call()
+    assert command_line.execute(main, command[3:]) == 0
+    said, logged = capsys.readouterr()
     assert "base: already finished: accuracy 0.00 -> 0.00, mean staleness" in said and "\x1b" not in said + logged
     assert "--config.learner.steps=N --allow_change=learner.steps, with N > 3, goes on" in logged
     assert layout.read_json(layout.RunDir(workdir).finished) == finished, "nothing was done again"

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -104,8 +103,7 @@ def test_damaged_rows_and_those_of_other_devices_are_not_taken(tmp_path):
     assert len(lines) == 3 and all(line["figure"] == "speed" for line in lines)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_interrupted_suite_ends_its_case_and_keeps_its_rows(tmp_path, number):
+def test_an_interrupted_suite_ends_its_case_and_keeps_its_rows(tmp_path):
     marker = tmp_path / "alive"
     sleeps = f"import pathlib, time\nwhile True: pathlib.Path({str(marker)!r}).touch(); time.sleep(.05)"
     program = f"""
@@ -113,7 +111,6 @@ import signal, sys
 from pathlib import Path
 from tests.benchmarks.gpu.test_suite import WRITES, make_case, run
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-signal.signal(signal.SIGINT, signal.default_int_handler)  # where processes are started in the background, it is ignored
 folder = Path({str(tmp_path)!r})
 run([make_case(folder, "first", WRITES), make_case(folder, "endless", {sleeps!r})], folder)
 """
@@ -122,13 +119,13 @@ run([make_case(folder, "first", WRITES), make_case(folder, "endless", {sleeps!r}
         until = time.monotonic() + 60
         while not marker.exists() and time.monotonic() < until:
             time.sleep(0.05)
-        process.send_signal(number)
-        assert process.wait(timeout=60) in (143, -signal.SIGINT, 128 + signal.SIGINT)
+        process.terminate()
+        assert process.wait(timeout=60) == 143
     finally:
         process.kill()
     assert suite.rows(tmp_path).keys() == {"first"}
     marker.unlink()
-    time.sleep(0.5)
+    time.sleep(0.3)
     assert not marker.exists(), "the case's process goes on"
 
 
@@ -171,6 +168,7 @@ def test_a_gpu_that_jax_does_not_use_is_a_mistake(tmp_path, monkeypatch):
         device.find()
 
 
+@pytest.mark.slow
 def test_gpu_tests_do_not_pass_on_cpus(monkeypatch):
     """The tests' own setting of the platform is CPUs, where the suite runs them it is the GPU, which is missing here."""
     flags.FLAGS.mark_as_parsed()
