@@ -30,7 +30,7 @@ from tba_jax.models import decoder, parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.objectives.inputs import ObjectiveSettings
+from tba_jax.objectives.objective import ObjectiveSettings
 from tba_jax.packing import row_packing
 from tba_jax.packing.row_layout import Limits
 

@@ -17,7 +17,7 @@ from tba_jax.learner.moving_reference import MovingReference
 from tba_jax.models import hardware, scoring
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.objectives.inputs import ObjectiveSettings
+from tba_jax.objectives.objective import ObjectiveSettings
 from tba_jax.storage import contract as contract_lib
 
 # Values of learner.reference.kind with a reference that the trainer holds, and checkpoints.

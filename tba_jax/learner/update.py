@@ -26,8 +26,7 @@ from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.objectives.advantages import step_advantages
 from tba_jax.objectives.diagnostics import diagnostics
-from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
-from tba_jax.objectives.objective import Objective
+from tba_jax.objectives.objective import Objective, ObjectiveInputs, ObjectiveSettings, PolicyOutputs
 from tba_jax.packing import row_packing
 from tba_jax.packing.row_layout import Limits
 from tba_jax.packing.row_packing import Packed, Sequences

@@ -4,7 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from tba_jax.objectives.inputs import ObjectiveInputs
+from tba_jax.objectives.objective import ObjectiveInputs
 from tba_jax.objectives.trajectory_balance import vargrad_log_z
 
 # Nats. e^60, and the sum of a batch's such numbers, are within float32. A larger ratio of a token counts as e^60.

@@ -7,7 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from tba_jax.objectives.inputs import ObjectiveInputs, PolicyOutputs
+from tba_jax.objectives.objective import ObjectiveInputs, PolicyOutputs
 
 
 def vargrad_log_z(policy_logprob_sum: jax.Array, log_target: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from tba_jax.models import scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.objectives.inputs import ObjectiveSettings
+from tba_jax.objectives.objective import ObjectiveSettings
 from tba_jax.storage.contract import Contract
 from tests.support import applied, tiny_run
 

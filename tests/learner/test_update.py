@@ -13,8 +13,7 @@ from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.optimizer import clip_by_norm, linear_then_constant
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.objectives.inputs import ObjectiveInputs, PolicyOutputs
-from tba_jax.objectives.objective import Objective
+from tba_jax.objectives.objective import Objective, ObjectiveInputs, PolicyOutputs
 from tests.support import applied
 from tests.support.tiny_updates import (
     BETA,

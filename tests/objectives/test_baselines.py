@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
-from tba_jax.objectives.objective import TEMPERATURES
+from tba_jax.objectives.objective import TEMPERATURES, ObjectiveInputs, ObjectiveSettings, PolicyOutputs
 from tests.support.objective_loops import evaluate, random_batch
 
 SIZES = (3, 4, 7)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tba_jax.objectives.diagnostics import diagnostics
-from tba_jax.objectives.inputs import ObjectiveInputs
+from tba_jax.objectives.objective import ObjectiveInputs
 from tests.support.objective_loops import log_targets, random_batch
 
 

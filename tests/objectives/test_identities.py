@@ -13,7 +13,7 @@ import pytest
 from scipy import optimize, special
 
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
+from tba_jax.objectives.objective import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
 from tests.support.objective_loops import FORMS, evaluate, random_batch
 
 BETA = 0.4
