@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tba_jax.learner import descent
+from tba_jax.learner import optimizer
 from tba_jax.learner.optimizer import Schedule
 from tba_jax.learner.state import Batch, Optimizers, TrainState
 from tba_jax.models import scoring
@@ -30,6 +30,9 @@ from tba_jax.objectives.objective import Objective, ObjectiveInputs, ObjectiveSe
 from tba_jax.packing import row_packing
 from tba_jax.packing.row_layout import Limits
 from tba_jax.packing.row_packing import Packed, Sequences
+
+# What a forward pass costs beside a forward and a backward pass, by what the backward pass computes again.
+SCORING_SHARE = {"none": 1 / 3, "dots": 1 / 3, "full": 1 / 4}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,13 +117,13 @@ def train_step(
       packed: the rows of the batch. whole_groups: whether each micro-batch holds all rows of its queries.
 
     Returns:
-      the new state and float32[] measurements, see descent.step. `row_finite`, bool[B], says which rows are finite: a row that
+      the new state and float32[] measurements, see optimizer.step. `row_finite`, bool[B], says which rows are finite: a row that
       is not refuses the step. Others: see diagnostics; kl_to_initial, nats per response, where the reference moves;
       value_error, the root of the mean over tokens of (V − r)², where values are learned.
     """
     settings: dict[str, Any] = dict(whole_groups=whole_groups, schedules=schedules, config=config)
     gradient_of = functools.partial(_gradient, **settings)
-    return descent.step(state, frozen, (batch, packed), gradient_of=gradient_of, optimizers=optimizers)
+    return optimizer.step(state, frozen, (batch, packed), gradient_of=gradient_of, optimizers=optimizers)
 
 
 def _gradient(
@@ -131,7 +134,7 @@ def _gradient(
     whole_groups: bool,
     schedules: Schedules,
     config: LearnerConfig,
-) -> descent.Gradient:
+) -> optimizer.Gradient:
     """The objective's gradient on a batch, in micro-batches."""
     batch, _ = rows
     log_z, pull_back_log_z = _log_z(state, frozen, batch, config)
@@ -154,7 +157,7 @@ def _gradient(
         squares = inputs.masked((outputs.values - inputs.reward[:, None]) ** 2)
         measurements["value_error"] = jnp.sqrt(jnp.sum(squares) / jnp.maximum(jnp.sum(inputs.mask), 1))
     unit = config.objective.reward_unit(inputs) if config.objective.reward_unit is not None else 1.0
-    return descent.Gradient(loss=loss, by_part=grads, finite=jnp.all(row_finite), measurements=measurements, unit=unit)
+    return optimizer.Gradient(loss=loss, by_part=grads, finite=jnp.all(row_finite), measurements=measurements, unit=unit)
 
 
 def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfig) -> tuple[jax.Array, Any]:
@@ -168,8 +171,8 @@ def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfi
     P = batch.tokens.shape[1] - batch.R
     prompts = batch.tokens[::K, :P], batch.prompt_length[::K]
     at_a_time = math.gcd(len(prompts[0]), max(1, config.limits.full_rows // K))
-    micros = descent.split(prompts, at_a_time)
-    states = descent.join(jax.lax.map(lambda micro: scoring.mean_prompt_states(model.policy, *micro), micros))
+    micros = optimizer.split(prompts, at_a_time)
+    states = optimizer.join(jax.lax.map(lambda micro: scoring.mean_prompt_states(model.policy, *micro), micros))
 
     def of_rows(head: Params) -> jax.Array:
         model = state.model(state.params | head, frozen)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from tba_jax import sharding
-from tba_jax.learner import descent
+from tba_jax.learner import settings as learner_settings
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.optimizer import adamw
@@ -107,7 +107,7 @@ SIZES = dict(prompt=4, response=6, queries=7, completions=20)
 )
 def test_micro_batches_that_do_not_fit_are_refused(tokens, ways, sentence):
     with pytest.raises(ValueError, match=sentence):
-        descent.limits(tokens, **SIZES, ways=ways, shares=True)
+        learner_settings.limits(tokens, **SIZES, ways=ways, shares=True)
 
 
 def initial(optimizers: state_lib.Optimizers) -> state_lib.TrainState:

@@ -14,8 +14,7 @@ import pytest
 
 from tba_jax import sharding
 from tba_jax.models import kv_cache, parameters, scoring
-from tba_jax.models.config import DecoderConfig
-from tba_jax.models.presets import PRESETS
+from tba_jax.models.config import PRESETS, DecoderConfig
 from tests.support import applied
 from tests.support.tiny_decoders import CONFIGS, EVERYTHING, GROUPED, logits_of_whole, random_params
 

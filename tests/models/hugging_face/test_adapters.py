@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tba_jax.models import parameters
-from tba_jax.models.hugging_face import adapters, export
+from tba_jax.models.hugging_face import export
 from tba_jax.models.policy import LoraConfig, Policy, merge_lazily
 from tests.support.tiny_checkpoints import load, logits, path_of
 
@@ -32,7 +32,7 @@ def adapted(name: str, lora: LoraConfig) -> tuple[Policy, dict, dict]:
 def saved(folder: Path, name: str, lora: LoraConfig) -> tuple[Policy, dict]:
     """Writes the folder `adapter` and the folder `merged`; returns the policy and its merged weights."""
     policy, base, trained = adapted(name, lora)
-    adapters.save(folder / "adapter", policy.model, trained, lora, base=str(path_of(name)), dtype="float32")
+    export.save_adapters(folder / "adapter", policy.model, trained, lora, base=str(path_of(name)), dtype="float32")
     merged = merge_lazily(base, trained, lora)
     export.save(folder / "merged", policy.model, merged, dtype="float32", source=path_of(name))
     return policy, jax.jit(policy.merged)(trained, base)
@@ -49,11 +49,11 @@ def saved(folder: Path, name: str, lora: LoraConfig) -> tuple[Policy, dict]:
 )
 def test_products_are_what_merging_adds(tmp_path, name, lora):
     saved(tmp_path, name, lora)
-    values = json.loads((tmp_path / "adapter" / adapters.CONFIG).read_text())
+    values = json.loads((tmp_path / "adapter" / export.ADAPTER_CONFIG).read_text())
     if name in FUSED and lora is TWO_OF_THREE:  # one adapter of summed rank where three maps lie in one tensor
         (target,) = values["target_modules"]
         assert values["rank_pattern"] == {target: 6} and values["alpha_pattern"] == {target: 6.0}
-    tensors = load_file(tmp_path / "adapter" / adapters.WEIGHTS)
+    tensors = load_file(tmp_path / "adapter" / export.ADAPTER_WEIGHTS)
     merged, base = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", path_of(name)))
     changed = {tensor for tensor in base if not np.array_equal(base[tensor], merged[tensor])}
     modules = {tensor.removesuffix(".lora_A.weight") for tensor in tensors if tensor.endswith(".lora_A.weight")}
@@ -91,7 +91,7 @@ def test_adapters_that_cannot_be_written_leave_no_folder(tmp_path):
     settings = dict(base="base", dtype="float32")
     trained["layers"]["attention"]["query"]["lora_b"] = trained["layers"]["attention"]["query"]["lora_b"].at[0].set(np.inf)
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj\.lora_B.* not finite in float32"):
-        adapters.save(tmp_path / "adapter", policy.model, trained, EVERYWHERE, **settings)
+        export.save_adapters(tmp_path / "adapter", policy.model, trained, EVERYWHERE, **settings)
     with pytest.raises(ValueError, match="dtype='int8' of the export"):
-        adapters.save(tmp_path / "adapter", policy.model, trained, EVERYWHERE, **settings | {"dtype": "int8"})
+        export.save_adapters(tmp_path / "adapter", policy.model, trained, EVERYWHERE, **settings | {"dtype": "int8"})
     assert not list(tmp_path.iterdir())
