@@ -114,7 +114,6 @@ def make_step(
 FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "trajectory_balance": ({}, ""),
     "learned_log_z": ({"objective": OBJECTIVES["learned_log_z"]}, "log_z_head"),
-    "tba_prime": ({"objective": OBJECTIVES["tba_prime"]}, ""),
     "moving reference": ({"objective": OBJECTIVES["tba_prime"]}, ""),
     "ppo": ({"objective": OBJECTIVES["ppo"]}, "value_head"),
 }
