@@ -37,7 +37,7 @@ def assert_same_tensors(found: dict, expected: dict) -> None:
         np.testing.assert_array_equal(found[name], tensor, err_msg=name)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama_untied", "qwen2_window", "gpt2", "gpt_neox_reward", "gemma3"])
 def test_export_gives_the_imported_files_back(tmp_path, name):
     """With the config.json of the source, and with one of ours."""
     config, params = load(path_of(name), (1, 2, 2) if name in ("llama_untied", "gpt2") else (1, 1, 1))

@@ -82,7 +82,7 @@ def test_random_models_equal_torch(torch, tmp_path, name):
         assert tiny.greedy(params, config, tokens[0], 32) == make_fixtures.greedy(model, tokens[0], 32)[0].tolist()
 
 
-@pytest.mark.parametrize("name, sizes", [("llama_untied", (1, 4, 2)), ("gpt2", (1, 4, 2)), ("gpt2", (4, 2, 1))], ids=str)
+@pytest.mark.parametrize("name, sizes", [("llama_untied", (1, 4, 2)), ("gpt2", (4, 2, 1))], ids=str)
 def test_every_mesh_reads_the_same_parameters(name, sizes):
     config, expected = load(path_of(name))
     _, found = load(path_of(name), sizes)
