@@ -12,6 +12,7 @@ objective couples the K rows of a query, but a micro-batch need not hold them al
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,6 +31,8 @@ from tba_jax.objectives.objective import Objective, ObjectiveInputs, ObjectiveSe
 from tba_jax.packing import row_packing
 from tba_jax.packing.row_layout import Limits
 from tba_jax.packing.row_packing import Packed, Sequences
+
+InputsOf = Callable[[Batch], ObjectiveInputs]
 
 # What a forward pass costs beside a forward and a backward pass, by what the backward pass computes again.
 SCORING_SHARE = {"none": 1 / 3, "dots": 1 / 3, "full": 1 / 4}
@@ -136,12 +139,13 @@ def _gradient(
     config: LearnerConfig,
 ) -> optimizer.Gradient:
     """The objective's gradient on a batch, in micro-batches."""
-    batch, _ = rows
+    batch, packed = rows
+    inputs_of = functools.partial(_inputs, step=state.step, schedules=schedules, config=config)
     log_z, pull_back_log_z = _log_z(state, frozen, batch, config)
     accumulate = _whole_groups if whole_groups else _any_split
-    grads, log_z_cotangent, outputs, entropy = accumulate(state, frozen, *rows, log_z, schedules=schedules, config=config)
+    grads, log_z_cotangent, outputs, entropy = accumulate(state, frozen, batch, packed, log_z, inputs_of, config)
     grads |= pull_back_log_z(log_z_cotangent)
-    inputs = _inputs(batch, state.step, schedules, config)
+    inputs = inputs_of(batch)
     loss = config.objective.loss(outputs, inputs)
     row_finite = _row_finite(outputs, inputs)
     measurements = {
@@ -182,11 +186,11 @@ def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfi
     return log_z, lambda cotangent: pull_back(cotangent)[0]
 
 
-def _inputs(batch: Batch, step: jax.Array, schedules: Schedules, config: LearnerConfig) -> ObjectiveInputs:
+def _inputs(batch: Batch, *, step: jax.Array, schedules: Schedules, config: LearnerConfig) -> ObjectiveInputs:
     return ObjectiveInputs(
         ref_logprobs=batch.ref_logprobs if batch.moving_ref_logprobs is None else batch.moving_ref_logprobs,
         behavior_logprobs=batch.behavior_logprobs,
-        mask=_mask(batch),
+        mask=jnp.arange(batch.R)[None, :] < batch.response_length[:, None],
         reward=batch.reward,
         beta=jnp.asarray(schedules.beta(step), jnp.float32),
         ref_temperature=jnp.asarray(schedules.ref_temperature(step), jnp.float32),
@@ -195,11 +199,6 @@ def _inputs(batch: Batch, step: jax.Array, schedules: Schedules, config: Learner
         state_values=batch.state_values if config.objective.state_values else None,
         prompt_length=batch.prompt_length,
     )
-
-
-def _mask(batch: Batch) -> jax.Array:
-    """bool[B, R], true on response tokens."""
-    return jnp.arange(batch.R)[None, :] < batch.response_length[:, None]
 
 
 def _row_finite(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
@@ -222,14 +221,7 @@ def _trained(state: TrainState) -> Params:
 
 
 def _whole_groups(
-    state: TrainState,
-    frozen: Params,
-    batch: Batch,
-    packed: Packed,
-    log_z: jax.Array,
-    *,
-    schedules: Schedules,
-    config: LearnerConfig,
+    state: TrainState, frozen: Params, batch: Batch, packed: Packed, log_z: jax.Array, inputs_of: InputsOf, config: LearnerConfig
 ) -> tuple[Any, ...]:
     """One pass: the objective is a mean over groups, and its gradient the sum over micro-batches of whole groups.
 
@@ -245,9 +237,8 @@ def _whole_groups(
         rows = _of_rows(batch, there)
         model = state.model(state.params | trained, frozen)
         (policy_logprobs, values), entropy = scored(model.policy, model.value_head, micro, rows, config=config)
-        inputs = _inputs(rows, state.step, schedules, config)
         outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=jnp.where(there, log_z, 0.0), values=values)
-        return config.objective.loss(outputs, inputs), (policy_logprobs, values, entropy)
+        return config.objective.loss(outputs, inputs_of(rows)), (policy_logprobs, values, entropy)
 
     def gradient(micro: Sequences, number: jax.Array) -> Any:
         differentiated = jax.grad(micro_loss, argnums=(0, 1), has_aux=True)
@@ -268,14 +259,7 @@ def _of_rows(batch: Batch, there: jax.Array) -> Batch:
 
 
 def _any_split(
-    state: TrainState,
-    frozen: Params,
-    batch: Batch,
-    packed: Packed,
-    log_z: jax.Array,
-    *,
-    schedules: Schedules,
-    config: LearnerConfig,
+    state: TrainState, frozen: Params, batch: Batch, packed: Packed, log_z: jax.Array, inputs_of: InputsOf, config: LearnerConfig
 ) -> tuple[Any, ...]:
     """Two passes: ∇_θ L = Σ_micro (∂ outputs / ∂θ)ᵀ ∂L / ∂ outputs, with the inner gradient taken on the whole batch.
 
@@ -289,8 +273,7 @@ def _any_split(
 
     (policy_logprobs, values), entropy = row_packing.summed(lambda micro, _: outputs_of(trained, micro), packed)
     outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z, values=values)
-    inputs = _inputs(batch, state.step, schedules, config)
-    cotangent = jax.grad(config.objective.loss)(outputs, inputs)
+    cotangent = jax.grad(config.objective.loss)(outputs, inputs_of(batch))
 
     def gradient(micro: Sequences, _: jax.Array) -> Params:
         pull_back = jax.vjp(lambda t: outputs_of(t, micro)[0], trained)[1]

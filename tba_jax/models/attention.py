@@ -93,20 +93,15 @@ def rotary_frequencies(size: int, theta: float, scaling: RopeScaling | None) -> 
     return frequency.astype(np.float32)
 
 
-def rotary_tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """cos, sin: float32[..., 1, size / 2] for int32[...] positions; the 1 broadcasts over heads."""
-    angle = positions.astype(jnp.float32)[..., None, None] * frequencies
-    return jnp.cos(angle), jnp.sin(angle)
-
-
 def rotary(positions: jax.Array, config: DecoderConfig, *, local: bool) -> Rotary:
-    """The rotary tables of positions int32[t], which all local or all global layers share."""
+    """cos, sin: float32[t, 1, size / 2] of positions int32[t], which all local or all global layers share."""
     if config.positions != "rotary":
         return None
     size, theta, scaling = config.rotary_size or config.head_size, config.rope_theta, config.rope_scaling
     if local and config.local_rope_theta:
         theta, scaling = config.local_rope_theta, None
-    return rotary_tables(positions, rotary_frequencies(size, theta, scaling))
+    angle = positions.astype(jnp.float32)[:, None, None] * rotary_frequencies(size, theta, scaling)
+    return jnp.cos(angle), jnp.sin(angle)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

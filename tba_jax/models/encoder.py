@@ -76,7 +76,9 @@ class Encoder(nnx.Module):
         B, T = tokens.shape
         # Real tokens are one segment and padding is another, so that a row without real tokens has something to attend to.
         attend = attention.whole_rows(B, T, token_mask.astype(jnp.int32), causal=False, kernel=c.attention)
-        positions = _positions(token_mask, config=c)
+        positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+        if c.position_offset:
+            positions = jnp.cumsum(token_mask, axis=1) * token_mask + c.position_offset - 1
         types = jnp.zeros_like(tokens) if token_types is None else token_types
         x = self.embedding(tokens.reshape(-1), dtype=c.compute_dtype)
         x = x + self.position_embedding(positions.reshape(-1), dtype=c.compute_dtype)
@@ -111,10 +113,3 @@ class Encoder(nnx.Module):
 def define(config: EncoderConfig) -> Definition[Encoder]:
     """The definition of an encoder."""
     return parameters.define(lambda rngs: Encoder(config, rngs=rngs))
-
-
-def _positions(token_mask: jax.Array, *, config: EncoderConfig) -> jax.Array:
-    """int32[B, T]: the positions of right-padded rows. Args: token_mask: bool[B, T], true on real tokens."""
-    if config.position_offset:
-        return jnp.cumsum(token_mask, axis=1) * token_mask + config.position_offset - 1
-    return jnp.broadcast_to(jnp.arange(token_mask.shape[1]), token_mask.shape)

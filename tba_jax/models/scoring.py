@@ -20,11 +20,6 @@ from tba_jax.models.parameters import Params
 from tba_jax.packing.row_packing import Packed, Sequences, summed
 
 
-def response_tokens(tokens: jax.Array, prompt_length: jax.Array, *, R: int) -> jax.Array:
-    """int32[B, R]: the responses of rows int32[B, T], padded on the right. prompt_length: int32[B]."""
-    return jax.vmap(lambda row, begin: jax.lax.dynamic_slice_in_dim(row, begin, R))(tokens, prompt_length)
-
-
 def response_hidden_states(model: Decoder, tokens: jax.Array, prompt_length: jax.Array, *, R: int, remat: str) -> jax.Array:
     """compute_dtype[B, R, D]: the hidden states that responses are predicted from, that of the last prompt token first.
 
@@ -59,7 +54,7 @@ def response_logprobs(
     """
     chex.assert_rank([tokens, prompt_length, response_length], [2, 1, 1])
     hidden = response_hidden_states(model, tokens, prompt_length, R=R, remat=remat)
-    responses = response_tokens(tokens, prompt_length, R=R)
+    responses = jax.vmap(lambda row, begin: jax.lax.dynamic_slice_in_dim(row, begin, R))(tokens, prompt_length)
     logprobs, entropy = token_logprobs(model, hidden, responses, space=space, logit_bytes=logit_bytes)
     mask = jnp.arange(R)[None, :] < response_length[:, None]
     return jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)

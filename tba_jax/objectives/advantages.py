@@ -62,11 +62,8 @@ def token_rewards(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Ar
 def gae(rewards: jax.Array, values: jax.Array, mask: jax.Array, *, decay: float) -> jax.Array:
     """A_t = Σ_l λ^l δ_{t+l},  δ_t = r_t + V_{t+1} − V_t,  V = 0 after the last token (Schulman et al. 2016, eq. 16, γ = 1).
 
-    Args:
-      rewards: float32[B, R]; values: float32[B, R], value of the state before each token; mask: bool[B, R]; decay: λ.
-
-    Returns:
-      float32[B, R], 0 where masked.
+    Args: rewards, values: float32[B, R], of each token, and of the state before it; mask: bool[B, R]; decay: λ. Returns
+    float32[B, R], 0 where masked.
     """
     chex.assert_rank([rewards, values, mask], 2)
     chex.assert_equal_shape([rewards, values, mask])

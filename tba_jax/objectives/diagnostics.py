@@ -23,9 +23,6 @@ def diagnostics(
     Returns:
       float32[] each: reward, response_length (tokens), means over rows; entropy, nats per token; and the measurements of
       `_from_reference` (if there is a reference), `_off_policy` and `_target_fit`.
-
-    Raises:
-      AssertionError: shapes disagree.
     """
     chex.assert_equal_shape([policy_logprobs, entropy, inputs.mask])
     policy_logprobs, entropy = jax.lax.stop_gradient((policy_logprobs, entropy))

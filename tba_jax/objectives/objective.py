@@ -75,20 +75,12 @@ class ObjectiveInputs:
     prompt_length: chex.Array | None = None
 
     def masked(self, per_token: jax.Array) -> jax.Array:
-        """The values with 0 where masked: [B, R] -> [B, R].
-
-        Raises:
-          AssertionError: the shape differs from the mask's.
-        """
+        """The values with 0 where masked: [B, R] -> [B, R]. Raises AssertionError: the shape differs from the mask's."""
         chex.assert_equal_shape([per_token, self.ref_logprobs, self.behavior_logprobs, self.mask])
         return jnp.where(self.mask, per_token, 0.0)
 
     def grouped(self, per_row: jax.Array) -> jax.Array:
-        """The values by query: [B] -> [Q, K].
-
-        Raises:
-          AssertionError: the shape differs from the reward's, or B is not a multiple of K.
-        """
+        """The values by query: [B] -> [Q, K]. Raises AssertionError: the shape differs from the reward's."""
         chex.assert_equal_shape([per_row, self.reward])
         chex.assert_is_divisible(per_row.shape[0], self.settings.completions)
         return per_row.reshape(-1, self.settings.completions)

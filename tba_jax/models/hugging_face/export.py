@@ -230,14 +230,12 @@ def save_adapters(
     """Writes a folder that peft.PeftModel.from_pretrained reads.
 
     Args:
-      folder: created, with its parents; it must not exist, or be empty. After an error it does not exist, or is empty.
       adapters: lora_a [L, inputs ..., r] and lora_b [L, r, outputs ...] of every map that has one; L in the stack of layers only.
       base: the folder or the hub id of the model that the adapters belong to. It is named, not written.
-      dtype: of the adapters in the file, "float32", "float16" or "bfloat16".
-      more: see `save`.
+      folder, dtype, more: see `save`.
 
     Raises:
-      ValueError: the folder is in use, the dtype is none of these, or an adapter holds numbers that are not finite in it.
+      ValueError: as `save`, or an adapter holds numbers that are not finite.
     """
     _check_dtype(dtype)
     leaves = {name: np.asarray(leaf).astype(np.float32) for name, leaf in parameters.flatten(adapters).items()}
