@@ -71,10 +71,9 @@ def test_one_pass_equals_the_loss_on_whole_rows(form):
             real = np.arange(P)[:, None] < batch.prompt_length[:, None, None]
             log_z = of_head(params["log_z_head"], jnp.mean(hidden, axis=1, where=real))
         if "value_head" in params:
-            of_rows = batch.tokens, batch.prompt_length
-            values = of_head(
-                params["value_head"], applied.response_hidden_states(policy, *of_rows, R=R, config=MODEL, remat="none")
-            )
+            hidden = applied.hidden_states(policy, batch.tokens[:, :-1], config=MODEL, remat="none")
+            places = batch.prompt_length[:, None] - 1 + np.arange(R)
+            values = of_head(params["value_head"], jnp.take_along_axis(hidden, np.minimum(places, P + R - 2)[..., None], axis=1))
         outputs = PolicyOutputs(logprobs=logprobs, log_z=log_z, values=values)
         return config.objective.loss(outputs, inputs), (outputs, entropy)
 

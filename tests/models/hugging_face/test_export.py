@@ -16,11 +16,11 @@ import pytest
 import tensorstore
 from safetensors.numpy import load_file
 
-from tba_jax.models import parameters
 from tba_jax.models.hugging_face import export
 from tba_jax.models.hugging_face import load as load_lib
 from tba_jax.models.policy import LoraConfig, Policy, merge_lazily
 from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer
+from tests.support import applied
 from tests.support import tiny_checkpoints as tiny
 from tests.support.tiny_checkpoints import LANGUAGE_MODELS, assert_same_params, load, path_of
 
@@ -199,19 +199,16 @@ def adapted(name: str, lora: LoraConfig) -> tuple[Policy, dict, dict]:
     """The policy, its base, and adapters whose B is not zero."""
     config, base = load(path_of(name))
     policy = Policy(model=config, lora=lora)
-    drawn = parameters.flatten(policy.initial(base, jax.random.key(0)))
-    keys = jax.random.split(jax.random.key(1), len(drawn))
-    moved = {path: leaf + 0.1 * jax.random.normal(key, leaf.shape) for key, (path, leaf) in zip(keys, drawn.items(), strict=True)}
-    return policy, base, parameters.unflatten(moved)
+    return policy, base, applied.random(policy.trained_specs, scale=0.2)
 
 
-def saved(folder: Path, name: str, lora: LoraConfig) -> tuple[Policy, dict]:
-    """Writes the folder `adapter` and the folder `merged`; returns the policy and its merged weights."""
+def saved(folder: Path, name: str, lora: LoraConfig) -> tuple[Policy, dict, dict]:
+    """Writes the folder `adapter` and the folder `merged`; returns what `adapted` does."""
     policy, base, trained = adapted(name, lora)
     export.save_adapters(folder / "adapter", policy.model, trained, lora, base=str(path_of(name)), dtype="float32")
     merged = merge_lazily(base, trained, lora)
     export.save(folder / "merged", policy.model, merged, dtype="float32", source=path_of(name))
-    return policy, jax.jit(policy.merged)(trained, base)
+    return policy, base, trained
 
 
 @pytest.mark.parametrize(
@@ -252,12 +249,13 @@ def test_peft_computes_the_same(torch, tmp_path, name, lora):
     peft = pytest.importorskip("peft", reason="peft is not installed: it is in the extra `parity`, which make parity installs")
     from transformers import AutoModelForCausalLM
 
-    policy, merged = saved(tmp_path, name, lora)
+    policy, weights, trained = saved(tmp_path, name, lora)
     tokens = np.random.default_rng(0).integers(0, policy.model.vocab, (2, 12)).astype(np.int32)
     base = AutoModelForCausalLM.from_pretrained(path_of(name), dtype=torch.float32)
     before = base(torch.tensor(tokens)).logits.detach().numpy()
     model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     found = model(torch.tensor(tokens)).logits.detach().numpy()
+    merged = jax.jit(policy.merged)(trained, weights)
     expected = np.asarray(tiny.logits(merged, tokens, np.ones_like(tokens, bool), policy.model))
     np.testing.assert_allclose(found, expected, atol=1e-4)
     assert np.abs(found - before).max() > 1e-2
@@ -266,7 +264,7 @@ def test_peft_computes_the_same(torch, tmp_path, name, lora):
 def test_adapters_that_cannot_be_written_leave_no_folder(tmp_path):
     policy, _, trained = adapted("llama_tied", EVERYWHERE)
     settings = dict(base="base", dtype="float32")
-    trained["layers"]["attention"]["query"]["lora_b"] = trained["layers"]["attention"]["query"]["lora_b"].at[0].set(np.inf)
+    trained["layers"]["attention"]["query"]["lora_b"][0] = np.inf
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj\.lora_B.* not finite in float32"):
         export.save_adapters(tmp_path / "adapter", policy.model, trained, EVERYWHERE, **settings)
     with pytest.raises(ValueError, match="dtype='int8' of the export"):
