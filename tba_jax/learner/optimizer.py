@@ -20,17 +20,17 @@ def _warm_up(count: jax.Array, warmup_steps: int) -> jax.Array:
     return jnp.minimum(1.0, (count + 1) / max(1, warmup_steps))
 
 
-def constant(*, peak: float, steps: int, warmup_steps: int, decay_steps: int, decay: str) -> Schedule:
+def constant(*, peak: float, steps: int, warmup_steps: int = 0, decay_steps: int = 0, decay: str = "linear") -> Schedule:
     """Linear warm-up over warmup_steps, then constant."""
     return lambda count: peak * _warm_up(count, warmup_steps)
 
 
-def linear(*, peak: float, steps: int, warmup_steps: int, decay_steps: int, decay: str) -> Schedule:
+def linear(*, peak: float, steps: int, warmup_steps: int = 0, decay_steps: int = 0, decay: str = "linear") -> Schedule:
     """Linear warm-up over warmup_steps, then linear to 0 after update number `steps`."""
     return lambda count: peak * jnp.clip((steps - count) / max(1, steps - warmup_steps), 0.0, _warm_up(count, warmup_steps))
 
 
-def wsd(*, peak: float, steps: int, warmup_steps: int, decay_steps: int, decay: str) -> Schedule:
+def wsd(*, peak: float, steps: int, warmup_steps: int = 0, decay_steps: int = 0, decay: str = "linear") -> Schedule:
     """Warm-up, stable, decay: linear up over warmup_steps, constant, then to 0 over the last decay_steps of `steps`."""
 
     def schedule(count: jax.Array) -> jax.Array:

@@ -96,11 +96,6 @@ def scored(
     return (rows(logprobs), values), rows(entropy)
 
 
-def scored_in_micro_batches(policy: Decoder, packed: Packed, batch: Batch, *, config: LearnerConfig) -> jax.Array:
-    """policy_logprobs float32[B, R] of all rows, one micro-batch at a time."""
-    return row_packing.summed(lambda micro, _: scored(policy, None, micro, batch, config=config)[0][0], packed)
-
-
 @jax.named_scope("update")
 def train_step(
     state: TrainState,
