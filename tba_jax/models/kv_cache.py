@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax import sharding
 from tba_jax.models import attention, parameters
-from tba_jax.models.attention import Rotary
+from tba_jax.models.attention import MASKED, Attend, Rotary
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.layers import full_precision, linear_maps
@@ -233,7 +233,7 @@ def decode_step(
     return model.head()(model.final_norm(x)), tuple(new_own)
 
 
-def last_of_prompt(cache: tuple[jax.Array, ...], before: jax.Array) -> attention.Attend:
+def last_of_prompt(cache: tuple[jax.Array, ...], before: jax.Array) -> Attend:
     """The `attend` of the last token of Q prompts, which reads itself and earlier tokens. It keeps nothing.
 
     Args: cache: keys, values [Q, G, P, H]; before: bool[Q, P], the earlier tokens that are read.
@@ -254,7 +254,7 @@ def one_token(
     own_mask: jax.Array,
     *,
     tiled: bool = False,
-) -> attention.Attend:
+) -> Attend:
     """The `attend` of one new token in each row. It keeps the row's own keys and values, with the new token's at `entry`.
 
     Args:
@@ -312,9 +312,9 @@ def attend_in_two_parts(
     query = query.reshape(B, G, n, H)
     prompt_query = _by_group(query, J).reshape(J, G, W * n, H)
     prompt_scores = product("JGxH,JGSH->JGxS", prompt_query, prompt_keys, preferred_element_type=jnp.float32)
-    prompt_scores = jnp.where(prompt_mask[:, None, :, None, :], prompt_scores.reshape(J, G, W, n, S) * scale, attention.MASKED)
+    prompt_scores = jnp.where(prompt_mask[:, None, :, None, :], prompt_scores.reshape(J, G, W, n, S) * scale, MASKED)
     own_scores = product("BGnH,BGRH->BGnR", _side_by_side(query, together), own_keys, preferred_element_type=jnp.float32)
-    own_scores = jnp.where(own_mask[:, None, None, :], own_scores.reshape(B, G, n, -1) * scale, attention.MASKED)
+    own_scores = jnp.where(own_mask[:, None, None, :], own_scores.reshape(B, G, n, -1) * scale, MASKED)
     largest = jnp.maximum(_by_row(jnp.max(prompt_scores, axis=-1)), jnp.max(own_scores, axis=-1))
     if itself is not None:
         scores = jnp.einsum("BGnH,BGH->BGn", query, itself[0], preferred_element_type=jnp.float32) * scale
