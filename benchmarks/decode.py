@@ -43,9 +43,8 @@ from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
 from tba_jax.decoding.slots import row_keys
 from tba_jax.models import decoder, parameters
-from tba_jax.models.config import DecoderConfig, ResponseSpace
+from tba_jax.models.config import PRESETS, DecoderConfig, ResponseSpace
 from tba_jax.models.hugging_face import export, load
-from tba_jax.models.presets import PRESETS
 
 _DEVICE = flags.DEFINE_enum("device", "cpu", ["cpu", "gpu"], "cpu: float32, small models; gpu: bfloat16, published shapes.")
 _CASES = flags.DEFINE_list("cases", [], "Which cases; default: those of the device whose names end with s1, s16 and tail.")

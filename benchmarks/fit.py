@@ -23,8 +23,8 @@ from typing import Any
 from absl import app, flags, logging
 
 from tba_jax.experiment import composition, dry_run, topologies
+from tba_jax.models.config import PRESETS
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES
-from tba_jax.models.presets import PRESETS
 from tba_jax.schemas import flatten
 from tba_jax.storage import layout
 from tba_jax.tasks.interface import EncodedQuery, Query

@@ -30,7 +30,7 @@ from tba_jax.models import decoder, parameters, scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.objectives.inputs import ObjectiveSettings
+from tba_jax.objectives.objective import ObjectiveSettings
 from tba_jax.packing import row_packing
 from tba_jax.packing.row_layout import Limits
 
@@ -242,6 +242,22 @@ def learner_config(objective: str, *, settings: ObjectiveSettings, rows: int) ->
 MEASURED = ("loss", "grad_norm", "finite", "ratio_max")
 
 
+def alone(tokens: jax.Array, prompt_length: jax.Array, response_length: jax.Array, *, R: int) -> row_packing.Packed:
+    """The rows as one micro-batch of a sequence each, made where the rows are.
+
+    Args: as in trajectory: tokens int32[B, T], lengths int32[B]; arrays of the devices, too.
+    """
+    B, places = len(tokens), jnp.arange(R)
+    states = jnp.minimum(prompt_length[:, None] - 1 + places, tokens.shape[1] - 2)
+    targets = jnp.take_along_axis(tokens, states + 1, axis=1)
+    numbers = jnp.where(places < response_length[:, None], jnp.arange(B)[:, None] * R + places, B * R)
+    states += jnp.arange(B)[:, None] * (tokens.shape[1] - 1)
+    made: dict[str, Any] = dict.fromkeys(("segments", "positions", "prefix", "parents"))
+    arrays = dict(tokens=tokens[:, :-1], states=states, targets=targets, numbers=numbers)
+    made |= {name: leaf[None, None] for name, leaf in arrays.items()}
+    return row_packing.Packed(micro_batches=row_packing.Sequences(**made), count=jnp.int32(1), of_row=jnp.zeros(B, jnp.int32))
+
+
 @functools.partial(jax.jit, static_argnames=("objective", "completions", "beta", "settings", "steps", "every"))
 def train(
     problem: Problem,
@@ -285,7 +301,7 @@ def train(
         waiting = jax.tree.map(lambda w, r: w.at[(state.step + delay) % slots].set(r), waiting, rows)
         rows = jax.tree.map(lambda w: w[state.step % slots], waiting)
         batch = as_batch(rows, problem)
-        packed = row_packing.alone(batch.tokens, batch.prompt_length, batch.response_length, R=R)
+        packed = alone(batch.tokens, batch.prompt_length, batch.response_length, R=R)
         state, measured = update.train_step(
             state, {}, batch, packed, whole_groups=True, optimizers=optimizers, schedules=schedules, config=config
         )

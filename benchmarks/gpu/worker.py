@@ -8,10 +8,9 @@ from typing import Any
 
 from absl import flags
 
-from tba_jax.models.config import DecoderConfig
-from tba_jax.models.presets import PRESETS
+from tba_jax.models.config import PRESETS, DecoderConfig
 
-PRESET = flags.DEFINE_string("preset", "qwen2.5-0.5b", "The model's shape, a name of models/presets.py.", allow_override=True)
+PRESET = flags.DEFINE_string("preset", "qwen2.5-0.5b", "The model's shape, a name of models/config.py.", allow_override=True)
 ANSWER = flags.DEFINE_string("answer", "", "The file for the rows.")
 TINY = flags.DEFINE_bool("tiny", False, "The model and the rows as small as they can be.")
 REPEATS = flags.DEFINE_integer("repeats", 5, "Of each time; medians are told.", lower_bound=1, allow_override=True)

@@ -42,8 +42,8 @@ def export(workdir: Path, output: Path, *, step: command_line.AskedStep, dtype: 
     its model, reference or tokenizer is gone, `output` is in use, or adapters belong to no published checkpoint.
     """
     from tba_jax.experiment import stored_run
-    from tba_jax.models.hugging_face import adapters, load
     from tba_jax.models.hugging_face import export as export_lib
+    from tba_jax.models.hugging_face import load
     from tba_jax.models.policy import merge_lazily
     from tba_jax.reporting import model_card
     from tba_jax.storage import snapshots
@@ -68,7 +68,7 @@ def export(workdir: Path, output: Path, *, step: command_line.AskedStep, dtype: 
 
     if adapter:
         assert policy.lora is not None
-        adapters.save(output, policy.model, params, policy.lora, base=base, dtype=dtype, more=[write_more])
+        export_lib.save_adapters(output, policy.model, params, policy.lora, base=base, dtype=dtype, more=[write_more])
         return f"the adapters of step {step} of {workdir} are in {output}, for {base} ({policy.model.architecture}, {dtype})"
     if policy.lora is not None:
         reference = run.reference(layout.reference_id(run))

@@ -14,7 +14,7 @@ from tba_jax.experiment.schema import SCHEMA
 from tba_jax.learner.optimizer import DECAYS, SCHEDULES
 from tba_jax.learner.settings import HELD_REFERENCES
 from tba_jax.models import hardware, layers
-from tba_jax.models.presets import PRESETS
+from tba_jax.models.config import PRESETS
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.objective import TEMPERATURES, Objective
 from tba_jax.replay.selection import STRATEGIES

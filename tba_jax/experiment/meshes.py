@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from tba_jax import sharding
 from tba_jax.decoding.slots import lane_sizes
 from tba_jax.experiment.mistakes import Mistakes
-from tba_jax.learner import descent
+from tba_jax.learner import settings as learner_settings
 from tba_jax.models import parameters
 from tba_jax.models.policy import Policy
 from tba_jax.programs import device_memory
@@ -127,12 +127,12 @@ def _divides(fsdp: int, tensor: int, policy: Policy) -> bool:
 
 
 def micro_batch_rows(config: Any, *, ways: int) -> int:
-    """The rows of a micro-batch on the learner's mesh. Raises ValueError, see descent.limits."""
+    """The rows of a micro-batch on the learner's mesh. Raises ValueError, see learner_settings.limits."""
     learner, task = config.learner, config.task
     sizes = dict(
         prompt=task.prompt_length, response=task.response_length, queries=learner.queries, completions=learner.completions
     )
-    return descent.limits(learner.micro_batch_tokens, **sizes, ways=ways, shares=False).full_rows
+    return learner_settings.limits(learner.micro_batch_tokens, **sizes, ways=ways, shares=False).full_rows
 
 
 def slots_of(config: Any) -> int:

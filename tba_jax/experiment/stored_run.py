@@ -14,10 +14,9 @@ from typing import Any
 from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.models import attention
-from tba_jax.models.config import FREE_FIELDS, DecoderConfig
+from tba_jax.models.config import FREE_FIELDS, PRESETS, DecoderConfig
 from tba_jax.models.hugging_face import load
 from tba_jax.models.policy import LoraConfig, Policy
-from tba_jax.models.presets import PRESETS
 from tba_jax.schemas import flatten
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places

@@ -11,16 +11,18 @@ from jax.sharding import Mesh
 
 from tba_jax import sharding as sharding_lib
 from tba_jax.learner.state import Batch
-from tba_jax.learner.update import LearnerConfig, scored_in_micro_batches
+from tba_jax.learner.update import LearnerConfig, scored
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Params
+from tba_jax.packing import row_packing
 from tba_jax.packing.row_packing import Packed
 from tba_jax.programs import Program, shaped
 
 
 def ref_logprobs(reference: Params, frozen: Params, batch: Batch, packed: Packed, *, config: LearnerConfig) -> jax.Array:
     """float32[B, R], nats at the scoring temperature, 0 where masked. reference: like what is trained of the policy."""
-    return scored_in_micro_batches(config.policy.for_training(reference, frozen), packed, batch, config=config)
+    policy = config.policy.for_training(reference, frozen)
+    return row_packing.summed(lambda micro, _: scored(policy, None, micro, batch, config=config)[0][0], packed)
 
 
 def moved(reference: Params, params: Params, *, decay: float) -> Params:

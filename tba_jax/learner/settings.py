@@ -12,12 +12,13 @@ import numpy as np
 import optax
 
 from tba_jax import sharding
-from tba_jax.learner import descent, optimizer, state, update
+from tba_jax.learner import optimizer, state, update
 from tba_jax.learner.moving_reference import MovingReference
 from tba_jax.models import hardware, scoring
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.objectives.inputs import ObjectiveSettings
+from tba_jax.objectives.objective import ObjectiveSettings
+from tba_jax.packing.row_layout import Limits
 from tba_jax.storage import contract as contract_lib
 
 # Values of learner.reference.kind with a reference that the trainer holds, and checkpoints.
@@ -62,13 +63,36 @@ def make_schedules(c: Any) -> update.Schedules:
     return update.Schedules(**{field.name: schedule(field.name) for field in dataclasses.fields(update.Schedules)})
 
 
+def limits(tokens: int, *, prompt: int, response: int, queries: int, completions: int, ways: int, shares: bool) -> Limits:
+    """What micro-batches hold.
+
+    Args:
+      tokens: learner.micro_batch_tokens, 0: the whole batch, whatever its rows' lengths. prompt, response: P and R.
+      ways: see sharding.row_ways. shares: see row_layout.Limits.
+
+    Raises:
+      ValueError: the mesh does not divide the batch, or `tokens` do not hold a row for each data way; names the setting.
+    """
+    batch = queries * completions
+    sharding.check_ways(batch, ways, what="learner.queries × learner.completions", mesh="learner.mesh")
+    row_tokens = prompt + response
+    if tokens and tokens < ways * row_tokens:
+        each = f" for each of the {ways} ways of learner.mesh" if ways > 1 else ""
+        raise ValueError(
+            f"learner.micro_batch_tokens={tokens} does not hold one row{each}: a row has task.prompt_length + "
+            f"task.response_length = {row_tokens} tokens; at least {ways * row_tokens}, or 0 for the whole batch"
+        )
+    sizes = dict(rows=batch, group=completions, prompt=prompt, response=response)
+    return Limits(**sizes, shares=shares, tokens=tokens // ways, ways=ways)
+
+
 def make_learner_config(c: Any, contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh) -> update.LearnerConfig:
-    """Raises ValueError where micro-batches do not fit, see descent.limits."""
+    """Raises ValueError where micro-batches do not fit, see `limits`."""
     return update.LearnerConfig(
         policy=policy,
         objective=OBJECTIVES[c.objective],
         settings=ObjectiveSettings(**{field.name: c[field.name] for field in dataclasses.fields(ObjectiveSettings)}),
-        limits=descent.limits(
+        limits=limits(
             c.micro_batch_tokens,
             prompt=contract.prompt_length,
             response=contract.response_length,

@@ -12,12 +12,13 @@ objective couples the K rows of a query, but a micro-batch need not hold them al
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from tba_jax.learner import descent
+from tba_jax.learner import optimizer
 from tba_jax.learner.optimizer import Schedule
 from tba_jax.learner.state import Batch, Optimizers, TrainState
 from tba_jax.models import scoring
@@ -26,11 +27,15 @@ from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.objectives.advantages import step_advantages
 from tba_jax.objectives.diagnostics import diagnostics
-from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
-from tba_jax.objectives.objective import Objective
+from tba_jax.objectives.objective import Objective, ObjectiveInputs, ObjectiveSettings, PolicyOutputs
 from tba_jax.packing import row_packing
 from tba_jax.packing.row_layout import Limits
 from tba_jax.packing.row_packing import Packed, Sequences
+
+InputsOf = Callable[[Batch], ObjectiveInputs]
+
+# What a forward pass costs beside a forward and a backward pass, by what the backward pass computes again.
+SCORING_SHARE = {"none": 1 / 3, "dots": 1 / 3, "full": 1 / 4}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,11 +96,6 @@ def scored(
     return (rows(logprobs), values), rows(entropy)
 
 
-def scored_in_micro_batches(policy: Decoder, packed: Packed, batch: Batch, *, config: LearnerConfig) -> jax.Array:
-    """policy_logprobs float32[B, R] of all rows, one micro-batch at a time."""
-    return row_packing.summed(lambda micro, _: scored(policy, None, micro, batch, config=config)[0][0], packed)
-
-
 @jax.named_scope("update")
 def train_step(
     state: TrainState,
@@ -115,13 +115,13 @@ def train_step(
       packed: the rows of the batch. whole_groups: whether each micro-batch holds all rows of its queries.
 
     Returns:
-      the new state and float32[] measurements, see descent.step. `row_finite`, bool[B], says which rows are finite: a row that
+      the new state and float32[] measurements, see optimizer.step. `row_finite`, bool[B], says which rows are finite: a row that
       is not refuses the step. Others: see diagnostics; kl_to_initial, nats per response, where the reference moves;
       value_error, the root of the mean over tokens of (V − r)², where values are learned.
     """
     settings: dict[str, Any] = dict(whole_groups=whole_groups, schedules=schedules, config=config)
     gradient_of = functools.partial(_gradient, **settings)
-    return descent.step(state, frozen, (batch, packed), gradient_of=gradient_of, optimizers=optimizers)
+    return optimizer.step(state, frozen, (batch, packed), gradient_of=gradient_of, optimizers=optimizers)
 
 
 def _gradient(
@@ -132,14 +132,15 @@ def _gradient(
     whole_groups: bool,
     schedules: Schedules,
     config: LearnerConfig,
-) -> descent.Gradient:
+) -> optimizer.Gradient:
     """The objective's gradient on a batch, in micro-batches."""
-    batch, _ = rows
+    batch, packed = rows
+    inputs_of = functools.partial(_inputs, step=state.step, schedules=schedules, config=config)
     log_z, pull_back_log_z = _log_z(state, frozen, batch, config)
     accumulate = _whole_groups if whole_groups else _any_split
-    grads, log_z_cotangent, outputs, entropy = accumulate(state, frozen, *rows, log_z, schedules=schedules, config=config)
+    grads, log_z_cotangent, outputs, entropy = accumulate(state, frozen, batch, packed, log_z, inputs_of, config)
     grads |= pull_back_log_z(log_z_cotangent)
-    inputs = _inputs(batch, state.step, schedules, config)
+    inputs = inputs_of(batch)
     loss = config.objective.loss(outputs, inputs)
     row_finite = _row_finite(outputs, inputs)
     measurements = {
@@ -155,7 +156,7 @@ def _gradient(
         squares = inputs.masked((outputs.values - inputs.reward[:, None]) ** 2)
         measurements["value_error"] = jnp.sqrt(jnp.sum(squares) / jnp.maximum(jnp.sum(inputs.mask), 1))
     unit = config.objective.reward_unit(inputs) if config.objective.reward_unit is not None else 1.0
-    return descent.Gradient(loss=loss, by_part=grads, finite=jnp.all(row_finite), measurements=measurements, unit=unit)
+    return optimizer.Gradient(loss=loss, by_part=grads, finite=jnp.all(row_finite), measurements=measurements, unit=unit)
 
 
 def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfig) -> tuple[jax.Array, Any]:
@@ -169,8 +170,8 @@ def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfi
     P = batch.tokens.shape[1] - batch.R
     prompts = batch.tokens[::K, :P], batch.prompt_length[::K]
     at_a_time = math.gcd(len(prompts[0]), max(1, config.limits.full_rows // K))
-    micros = descent.split(prompts, at_a_time)
-    states = descent.join(jax.lax.map(lambda micro: scoring.mean_prompt_states(model.policy, *micro), micros))
+    micros = optimizer.split(prompts, at_a_time)
+    states = optimizer.join(jax.lax.map(lambda micro: scoring.mean_prompt_states(model.policy, *micro), micros))
 
     def of_rows(head: Params) -> jax.Array:
         model = state.model(state.params | head, frozen)
@@ -180,11 +181,11 @@ def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfi
     return log_z, lambda cotangent: pull_back(cotangent)[0]
 
 
-def _inputs(batch: Batch, step: jax.Array, schedules: Schedules, config: LearnerConfig) -> ObjectiveInputs:
+def _inputs(batch: Batch, *, step: jax.Array, schedules: Schedules, config: LearnerConfig) -> ObjectiveInputs:
     return ObjectiveInputs(
         ref_logprobs=batch.ref_logprobs if batch.moving_ref_logprobs is None else batch.moving_ref_logprobs,
         behavior_logprobs=batch.behavior_logprobs,
-        mask=_mask(batch),
+        mask=jnp.arange(batch.R)[None, :] < batch.response_length[:, None],
         reward=batch.reward,
         beta=jnp.asarray(schedules.beta(step), jnp.float32),
         ref_temperature=jnp.asarray(schedules.ref_temperature(step), jnp.float32),
@@ -193,11 +194,6 @@ def _inputs(batch: Batch, step: jax.Array, schedules: Schedules, config: Learner
         state_values=batch.state_values if config.objective.state_values else None,
         prompt_length=batch.prompt_length,
     )
-
-
-def _mask(batch: Batch) -> jax.Array:
-    """bool[B, R], true on response tokens."""
-    return jnp.arange(batch.R)[None, :] < batch.response_length[:, None]
 
 
 def _row_finite(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
@@ -220,14 +216,7 @@ def _trained(state: TrainState) -> Params:
 
 
 def _whole_groups(
-    state: TrainState,
-    frozen: Params,
-    batch: Batch,
-    packed: Packed,
-    log_z: jax.Array,
-    *,
-    schedules: Schedules,
-    config: LearnerConfig,
+    state: TrainState, frozen: Params, batch: Batch, packed: Packed, log_z: jax.Array, inputs_of: InputsOf, config: LearnerConfig
 ) -> tuple[Any, ...]:
     """One pass: the objective is a mean over groups, and its gradient the sum over micro-batches of whole groups.
 
@@ -243,9 +232,8 @@ def _whole_groups(
         rows = _of_rows(batch, there)
         model = state.model(state.params | trained, frozen)
         (policy_logprobs, values), entropy = scored(model.policy, model.value_head, micro, rows, config=config)
-        inputs = _inputs(rows, state.step, schedules, config)
         outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=jnp.where(there, log_z, 0.0), values=values)
-        return config.objective.loss(outputs, inputs), (policy_logprobs, values, entropy)
+        return config.objective.loss(outputs, inputs_of(rows)), (policy_logprobs, values, entropy)
 
     def gradient(micro: Sequences, number: jax.Array) -> Any:
         differentiated = jax.grad(micro_loss, argnums=(0, 1), has_aux=True)
@@ -266,14 +254,7 @@ def _of_rows(batch: Batch, there: jax.Array) -> Batch:
 
 
 def _any_split(
-    state: TrainState,
-    frozen: Params,
-    batch: Batch,
-    packed: Packed,
-    log_z: jax.Array,
-    *,
-    schedules: Schedules,
-    config: LearnerConfig,
+    state: TrainState, frozen: Params, batch: Batch, packed: Packed, log_z: jax.Array, inputs_of: InputsOf, config: LearnerConfig
 ) -> tuple[Any, ...]:
     """Two passes: ∇_θ L = Σ_micro (∂ outputs / ∂θ)ᵀ ∂L / ∂ outputs, with the inner gradient taken on the whole batch.
 
@@ -287,8 +268,7 @@ def _any_split(
 
     (policy_logprobs, values), entropy = row_packing.summed(lambda micro, _: outputs_of(trained, micro), packed)
     outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z, values=values)
-    inputs = _inputs(batch, state.step, schedules, config)
-    cotangent = jax.grad(config.objective.loss)(outputs, inputs)
+    cotangent = jax.grad(config.objective.loss)(outputs, inputs_of(batch))
 
     def gradient(micro: Sequences, _: jax.Array) -> Params:
         pull_back = jax.vjp(lambda t: outputs_of(t, micro)[0], trained)[1]

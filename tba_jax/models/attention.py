@@ -1,5 +1,7 @@
-"""Attention: the module with its projections, rotary positions, and the kernels: of whole rows (training, prefill), of the last
-token of a prompt, and of a new token in each row, which reads caches (decoding)."""
+"""Attention: the module with its projections, rotary positions, and the kernels of whole rows, for training and prefill.
+
+kv_cache.py has the kernels that read caches, for decoding.
+"""
 
 import functools
 import math
@@ -38,8 +40,11 @@ class Prefix(NamedTuple):
         return jax.vmap(lambda of_way, sequence: of_way[sequence])(by_way, self.sequence).reshape(x.shape)
 
 
+# Splash attention: tokens of a block of queries or keys, a multiple of the width of a TPU's vector register.
+_LANES, _LARGEST_BLOCK = 128, 512
+_PADDING = -1  # segment of the positions that are added to a row
 # Stands for -inf in scores: a row without anything to attend to, as an idle slot is, must not become NaN.
-_MASKED = -1e30
+MASKED = -1e30
 
 
 class Attention(nnx.Module):
@@ -88,20 +93,15 @@ def rotary_frequencies(size: int, theta: float, scaling: RopeScaling | None) -> 
     return frequency.astype(np.float32)
 
 
-def rotary_tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """cos, sin: float32[..., 1, size / 2] for int32[...] positions; the 1 broadcasts over heads."""
-    angle = positions.astype(jnp.float32)[..., None, None] * frequencies
-    return jnp.cos(angle), jnp.sin(angle)
-
-
 def rotary(positions: jax.Array, config: DecoderConfig, *, local: bool) -> Rotary:
-    """The rotary tables of positions int32[t], which all local or all global layers share."""
+    """cos, sin: float32[t, 1, size / 2] of positions int32[t], which all local or all global layers share."""
     if config.positions != "rotary":
         return None
     size, theta, scaling = config.rotary_size or config.head_size, config.rope_theta, config.rope_scaling
     if local and config.local_rope_theta:
         theta, scaling = config.local_rope_theta, None
-    return rotary_tables(positions, rotary_frequencies(size, theta, scaling))
+    angle = positions.astype(jnp.float32)[:, None, None] * rotary_frequencies(size, theta, scaling)
+    return jnp.cos(angle), jnp.sin(angle)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -145,10 +145,7 @@ def attend(
             return _attend_xla(query, key, value, mask)
         return jax.nn.dot_product_attention(query, key, value, mask=mask[:, None], implementation="cudnn")
     if kernel == "splash":
-        from tba_jax.models import splash_attention  # imports Pallas, which processes without TPUs can do without
-
-        interpret = platform != "tpu"
-        return splash_attention.attend(query, key, value, segments, causal=causal, window=window, interpret=interpret)
+        return _attend_splash(query, key, value, segments, causal=causal, window=window, interpret=platform != "tpu")
     if kernel == "xla":
         mask = _causal_mask(query.shape[1], window) if causal else jnp.ones((1, 1, 1), bool)
         return _attend_xla(query, key, value, mask if segments is None else mask & _same(segments, segments))
@@ -201,10 +198,76 @@ def _attend_xla(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Ar
     query = query.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, H)
     key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
     scores = jnp.einsum("BGxH,BGSH->BGxS", query, key, preferred_element_type=jnp.float32) * (1 / math.sqrt(H))
-    scores = jnp.where(mask[:, None, None], scores.reshape(B, G, N // G, T, S), _MASKED)
+    scores = jnp.where(mask[:, None, None], scores.reshape(B, G, N // G, T, S), MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     attended = jnp.einsum("BGxS,BGSH->BGxH", weights.reshape(B, G, -1, S), value)
     return attended.reshape(B, G, N // G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def _attend_splash(
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None, *, causal: bool, window: int, interpret: bool
+) -> jax.Array:
+    """JAX' splash attention: scores exist a block at a time, so that memory grows with T and not with T².
+
+    On the mesh of the context, each device computes its own rows and heads. In float32, products are exactly float32, those of
+    the backward pass too. Args: interpret: whether other operations compute the kernel block by block, on devices without it.
+    """
+    here = functools.partial(_splash_here, causal=causal, window=window, interpret=interpret)
+    if segments is None and causal:  # added positions come last, where no query of the row reads them
+        return sharding.by_device(here, query, key, value, axes=("BTNH", "BTGH", "BTGH"), result="BTNH")
+    if segments is None:
+        segments = jnp.zeros(query.shape[:2], jnp.int32)
+    return sharding.by_device(here, query, key, value, segments, axes=("BTNH", "BTGH", "BTGH", "BT"), result="BTNH")
+
+
+def _splash_here(
+    query: jax.Array, key: jax.Array, value: jax.Array, *segments: jax.Array, causal: bool, window: int, interpret: bool
+) -> jax.Array:
+    """`_attend_splash` for the rows and heads of one device. Args: segments: int32[B, T], or nothing."""
+    # Imports Pallas, which processes without TPUs can do without.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    _, T, N, H = query.shape
+    blocks = -(-T // _LARGEST_BLOCK)
+    size = -(-T // (blocks * _LANES)) * _LANES
+    padded = blocks * size
+    # The kernel does not divide scores. In bfloat16, a factor that is rounded would change all of them alike.
+    query = (query.astype(jnp.float32) / math.sqrt(H)).astype(query.dtype)
+    arrays = [jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, padded - T), (0, 0))) for x in (query, key, value)]
+    arrays += [jnp.pad(x, ((0, 0), (0, padded - T)), constant_values=_PADDING) for x in segments]
+
+    def by_row(query: jax.Array, key: jax.Array, value: jax.Array, *segments: jax.Array) -> Any:
+        mask: masks.Mask = masks.CausalMask((padded, padded)) if causal else masks.FullMask((padded, padded))
+        if window:
+            mask = masks.LocalMask((padded, padded), (window - 1, 0), 0)
+        names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+        sizes: dict[str, Any] = dict.fromkeys(names, size)
+        options: dict[str, Any] = dict(block_sizes=kernels.BlockSizes(**sizes), head_shards=1, q_seq_shards=1)
+        kernel = kernels.make_splash_mha(masks.MultiHeadMask([mask] * N), **options, interpret=interpret)
+        return jax.vmap(kernel)(query, key, value, *(kernels.SegmentIds(x, x) for x in segments))
+
+    attended = _full_precision(by_row, *arrays) if query.dtype == jnp.float32 else by_row(*arrays)
+    return attended[:, :, :T].swapaxes(1, 2)
+
+
+def _full_precision(function: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
+    """function(*args) with float32 products: the kernel's own backward pass is traced outside of `layers.full_precision`."""
+
+    @jax.custom_vjp
+    def exact(*args: jax.Array) -> jax.Array:
+        return function(*args)
+
+    def forward(*args: jax.Array) -> tuple[jax.Array, Callable[..., Any]]:
+        return jax.vjp(function, *args)
+
+    def backward(pull: Callable[..., Any], cotangent: jax.Array) -> Any:
+        with jax.default_matmul_precision("highest"):
+            return pull(cotangent)
+
+    exact.defvjp(forward, backward)
+    with jax.default_matmul_precision("highest"):
+        return exact(*args)
 
 
 def fastest(platform: str, dtype: Any, head_size: int) -> str:
@@ -228,138 +291,3 @@ def whole_rows(B: int, T: int, segments: jax.Array | None, **options: Any) -> At
         return attended.reshape(B * T, *attended.shape[2:]), (key, value)
 
     return attend_rows
-
-
-def last_of_prompt(cache: tuple[jax.Array, ...], before: jax.Array) -> Attend:
-    """The `attend` of the last token of Q prompts, which reads itself and earlier tokens. It keeps nothing.
-
-    Args: cache: keys, values [Q, G, P, H]; before: bool[Q, P], the earlier tokens that are read.
-    """
-
-    def attend_last(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
-        itself = (key[:, :, None], value[:, :, None])
-        return attend_in_two_parts(query, cache, itself, before[:, None], jnp.ones((len(query), 1), bool)), None
-
-    return attend_last
-
-
-def one_token(
-    prompt: tuple[jax.Array, ...],
-    own: tuple[jax.Array, ...],
-    entry: jax.Array,
-    prompt_mask: jax.Array,
-    own_mask: jax.Array,
-    *,
-    tiled: bool = False,
-) -> Attend:
-    """The `attend` of one new token in each row. It keeps the row's own keys and values, with the new token's at `entry`.
-
-    Args:
-      entry: int32[]; for the others see attend_in_two_parts. Caches may have more entries than the masks, which are not read.
-      tiled: static, the form for TPUs: caches are read as they were before the step, and the new token is a part of its own.
-        If the step read what it has written, XLA would write the whole cache, not one entry.
-    """
-    prompt = tuple(x[:, :, : prompt_mask.shape[-1]] for x in prompt)
-    before = own_mask & (jnp.arange(own_mask.shape[-1]) != entry)
-
-    def read(caches: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(x[:, :, : own_mask.shape[-1]] for x in caches)
-
-    def attend_cached(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
-        def written(cached: jax.Array, new: jax.Array) -> jax.Array:
-            new = new.reshape(len(new), cached.shape[1], 1, cached.shape[3])
-            return jax.lax.dynamic_update_slice_in_dim(cached, new, entry, axis=2)
-
-        if not tiled:
-            kept = written(own[0], key), written(own[1], value)
-            return attend_in_two_parts(query, prompt, read(kept), prompt_mask, own_mask), kept
-        itself = key, value
-        attended = attend_in_two_parts(query, prompt, read(own), prompt_mask, before, itself=itself, least_rows=2)
-        attended, key, value = jax.lax.optimization_barrier((attended, key, value))  # the caches are written after they are read
-        return attended, (written(own[0], key), written(own[1], value))
-
-    return attend_cached
-
-
-def attend_in_two_parts(
-    query: jax.Array,
-    prompt: tuple[jax.Array, ...],
-    own: tuple[jax.Array, ...],
-    prompt_mask: jax.Array,
-    own_mask: jax.Array,
-    *,
-    itself: tuple[jax.Array, jax.Array] | None = None,
-    least_rows: int = 1,
-) -> jax.Array:
-    """Attention of one new token a row: to the prompt that its group shares and to its own continuation, one softmax over both.
-
-    Args:
-      query, result: [B, N, H] with B = J·W; prompt: keys and values [J, G, S, H].
-      own: keys and values [B, G, R, H]; or [B, G/t, R, t·H], where t heads lie side by side in an entry.
-      prompt_mask: bool[J, W, S]; own_mask: bool[B, R].
-      itself: key and value [B, G, H] of the new token, where `own` does not have them.
-      least_rows: static: a matrix product has so many rows of queries; rows of zeros are added. On TPUs 2: XLA computes a product
-        of one row in other units, and copies the caches of the whole decode loop into another layout for them.
-    """
-    (prompt_keys, prompt_values), (own_keys, own_values) = prompt, own
-    B, N, H = query.shape
-    J, G, S, _ = prompt_keys.shape
-    W, n, dtype, scale = B // J, N // G, query.dtype, 1 / math.sqrt(H)
-    product, together = functools.partial(_product, least_rows=least_rows), G // own_keys.shape[1]
-    query = query.reshape(B, G, n, H)
-    prompt_query = _by_group(query, J).reshape(J, G, W * n, H)
-    prompt_scores = product("JGxH,JGSH->JGxS", prompt_query, prompt_keys, preferred_element_type=jnp.float32)
-    prompt_scores = jnp.where(prompt_mask[:, None, :, None, :], prompt_scores.reshape(J, G, W, n, S) * scale, _MASKED)
-    own_scores = product("BGnH,BGRH->BGnR", _side_by_side(query, together), own_keys, preferred_element_type=jnp.float32)
-    own_scores = jnp.where(own_mask[:, None, None, :], own_scores.reshape(B, G, n, -1) * scale, _MASKED)
-    largest = jnp.maximum(_by_row(jnp.max(prompt_scores, axis=-1)), jnp.max(own_scores, axis=-1))
-    if itself is not None:
-        scores = jnp.einsum("BGnH,BGH->BGn", query, itself[0], preferred_element_type=jnp.float32) * scale
-        largest = jnp.maximum(largest, scores)
-    prompt_weights = jnp.exp(prompt_scores - _by_group(largest, J)[..., None])
-    own_weights = jnp.exp(own_scores - largest[..., None])
-    total = _by_row(jnp.sum(prompt_weights, axis=-1)) + jnp.sum(own_weights, axis=-1)
-    of_prompt = product("JGxS,JGSH->JGxH", prompt_weights.reshape(J, G, W * n, S).astype(dtype), prompt_values)
-    own_weights = own_weights.astype(dtype).reshape(B, G // together, together * n, -1)
-    attended = _by_row(of_prompt.reshape(J, G, W, n, H)) + _apart(product("BGnR,BGRH->BGnH", own_weights, own_values), together)
-    if itself is not None:
-        weights = jnp.exp(scores - largest)
-        total, attended = total + weights, attended + weights.astype(dtype)[..., None] * itself[1][:, :, None]
-    return (attended / total[..., None]).astype(dtype).reshape(B, N, H)
-
-
-def _by_group(x: jax.Array, groups: int) -> jax.Array:
-    """[B, G, n, ...] -> [J, G, W, n, ...]."""
-    return x.reshape(groups, -1, *x.shape[1:]).swapaxes(1, 2)
-
-
-def _by_row(x: jax.Array) -> jax.Array:
-    """The inverse of _by_group."""
-    x = x.swapaxes(1, 2)
-    return x.reshape(-1, *x.shape[2:])
-
-
-def _product(equation: str, rows: jax.Array, cache: jax.Array, *, least_rows: int, **options: Any) -> jax.Array:
-    """einsum of rows [., ., x, .] and a cache. Args: least_rows: see attend_in_two_parts."""
-    added = max(0, least_rows - rows.shape[2])
-    return jnp.einsum(equation, jnp.pad(rows, ((0, 0), (0, 0), (0, added), (0, 0))), cache, **options)[:, :, : rows.shape[2]]
-
-
-def _side_by_side(query: jax.Array, together: int) -> jax.Array:
-    """[B, G, n, H] -> [B, G/t, t·n, t·H]: queries whose products with t heads side by side are those with their own head."""
-    if together == 1:
-        return query
-    B, G, n, H = query.shape
-    own = jnp.eye(together, dtype=bool)[:, None, :, None]
-    query = query.reshape(B, G // together, together, n, 1, H)
-    return jnp.where(own, query, 0).reshape(B, G // together, together * n, together * H)
-
-
-def _apart(attended: jax.Array, together: int) -> jax.Array:
-    """[B, G/t, t·n, t·H] -> [B, G, n, H]: the part of each query's own head."""
-    if together == 1:
-        return attended
-    B, groups, rows, _ = attended.shape
-    attended = attended.reshape(B, groups, together, rows // together, together, -1)
-    heads = jnp.stack([attended[:, :, t, :, t] for t in range(together)], axis=2)
-    return heads.reshape(B, groups * together, *heads.shape[3:])

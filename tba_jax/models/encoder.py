@@ -55,19 +55,18 @@ class Encoder(nnx.Module):
             self.classifier = ScalarHead(c.width, outputs=len(c.labels), bias=True, std=STD, rngs=rngs)
 
     @full_precision
-    def __call__(self, tokens: jax.Array, token_mask: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
+    def __call__(self, tokens: jax.Array, token_mask: jax.Array) -> jax.Array:
         """Hidden states after the last layer, compute_dtype[B, T, D]; those at padding have no meaning.
 
         Args:
           tokens: int32[B, T], padded on the right with any token of the vocabulary.
           token_mask: bool[B, T], true on real tokens.
-          token_types: int32[B, T], the segment of each token; None: all 0.
 
         Raises ValueError: T is more than the encoder's positions.
         """
         c = self.config
         chex.assert_rank([tokens, token_mask], 2)
-        chex.assert_equal_shape([tokens, token_mask] if token_types is None else [tokens, token_mask, token_types])
+        chex.assert_equal_shape([tokens, token_mask])
         if tokens.shape[1] > c.position_limit:
             raise ValueError(
                 f"rows of {tokens.shape[1]} tokens are longer than the {c.position_limit} positions of the encoder: "
@@ -76,24 +75,25 @@ class Encoder(nnx.Module):
         B, T = tokens.shape
         # Real tokens are one segment and padding is another, so that a row without real tokens has something to attend to.
         attend = attention.whole_rows(B, T, token_mask.astype(jnp.int32), causal=False, kernel=c.attention)
-        positions = _positions(token_mask, config=c)
-        types = jnp.zeros_like(tokens) if token_types is None else token_types
+        positions = jnp.broadcast_to(jnp.arange(T), (B, T))
+        if c.position_offset:
+            positions = jnp.cumsum(token_mask, axis=1) * token_mask + c.position_offset - 1
         x = self.embedding(tokens.reshape(-1), dtype=c.compute_dtype)
         x = x + self.position_embedding(positions.reshape(-1), dtype=c.compute_dtype)
-        x = x + self.token_type_embedding(types.reshape(-1), dtype=c.compute_dtype)
+        x = x + self.token_type_embedding(jnp.zeros(B * T, jnp.int32), dtype=c.compute_dtype)  # one segment a row
         x = self.embedding_norm(sharding.constrain(x, "tD"))
         x = parameters.scan(lambda block, x, _: block(x, attend), self.layers, x, dtype=c.compute_dtype, policy=None)
         return x.reshape(B, T, -1)
 
     @full_precision
-    def classify(self, tokens: jax.Array, token_mask: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
+    def classify(self, tokens: jax.Array, token_mask: jax.Array) -> jax.Array:
         """float32[B, labels]: logits of the classes, in the order of config.labels. Args: see __call__."""
-        hidden = self(tokens, token_mask, token_types)
+        hidden = self(tokens, token_mask)
         # logits = W₂ tanh(W₁ h₀ + b₁) + b₂, in float32: one small product a row, and the reward reads it.
         with jax.default_matmul_precision("highest"):
             return self.classifier(jnp.tanh(self.pooler(hidden[:, 0].astype(jnp.float32))))
 
-    def sentence_embeddings(self, tokens: jax.Array, token_mask: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
+    def sentence_embeddings(self, tokens: jax.Array, token_mask: jax.Array) -> jax.Array:
         """float32[B, D]: sentence embeddings of length 1, so that their dot products are cosine similarities.
 
         The mean of the hidden states over real tokens, special tokens included, then L2-normalised: Reimers and Gurevych, 2019
@@ -101,7 +101,7 @@ class Encoder(nnx.Module):
 
         Args: see __call__.
         """
-        hidden = self(tokens, token_mask, token_types).astype(jnp.float32)
+        hidden = self(tokens, token_mask).astype(jnp.float32)
         weights = token_mask[:, :, None].astype(jnp.float32)
         # e = m / |m|, m = Σ_t h_t / number of real tokens; the floors are those of the published code.
         mean = jnp.sum(hidden * weights, axis=1) / jnp.maximum(jnp.sum(weights, axis=1), 1e-9)
@@ -111,10 +111,3 @@ class Encoder(nnx.Module):
 def define(config: EncoderConfig) -> Definition[Encoder]:
     """The definition of an encoder."""
     return parameters.define(lambda rngs: Encoder(config, rngs=rngs))
-
-
-def _positions(token_mask: jax.Array, *, config: EncoderConfig) -> jax.Array:
-    """int32[B, T]: the positions of right-padded rows. Args: token_mask: bool[B, T], true on real tokens."""
-    if config.position_offset:
-        return jnp.cumsum(token_mask, axis=1) * token_mask + config.position_offset - 1
-    return jnp.broadcast_to(jnp.arange(token_mask.shape[1]), token_mask.shape)

@@ -64,30 +64,21 @@ def check(model: ModelConfig, hardware: Hardware) -> None:
         raise ValueError(f"model.attention={model.attention} needs {words}; JAX found {hardware.platform} ({hardware.kind})")
 
 
-def suited(model: C, hardware: Hardware, *, section: str) -> tuple[C, list[str]]:
-    """The model as these devices compute it, and a sentence for each setting that another value stands in for.
+def on_device(model: C, device: Any, *, section: str) -> C:
+    """The model as a kind of device computes it; the log says what stands in for a setting that was given.
 
     Without bfloat16 a model computes in float32, and without cuDNN's flash attention by XLA's. Raises ValueError as `check`.
-    Args: section: of the settings, as in "model".
+    Args: device: see `of`; section: of the settings, as in "model".
     """
+    hardware, changes = of(device), dict[str, Any]()
     check(model, hardware)
-    changes: dict[str, Any] = {}
-    sentences = []
     capability = ".".join(map(str, hardware.capability or ()))
     where = f"{hardware.kind} (compute capability {capability})" if capability else hardware.kind
     if model.compute_dtype == "bfloat16" and hardware.capability is not None and hardware.capability < _BFLOAT16:
         changes["compute_dtype"] = "float32"
-        sentences.append(f"{section}.compute_dtype=bfloat16: {where} has no bfloat16, so float32 is used here")
+        log.warning("%s.compute_dtype=bfloat16: %s has no bfloat16, so float32 is used here", section, where)
     if hardware.platform == "gpu" and (hardware.capability or (0, 0)) < _BFLOAT16 and model.attention in ("auto", "cudnn"):
         changes["attention"] = "xla"
         if model.attention == "cudnn":
-            sentences.append(f"{section}.attention=cudnn: {where} lacks cuDNN's flash attention, so xla is used here")
-    return dataclasses.replace(model, **changes), sentences
-
-
-def on_device(model: C, device: Any, *, section: str) -> C:
-    """`suited` for a device; the log says what is used in place of what was asked for."""
-    found, sentences = suited(model, of(device), section=section)
-    for sentence in sentences:
-        log.warning(sentence)
-    return found
+            log.warning("%s.attention=cudnn: %s lacks cuDNN's flash attention, so xla is used here", section, where)
+    return dataclasses.replace(model, **changes)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax import sharding
 from tba_jax.models import attention, parameters
-from tba_jax.models.attention import Rotary
+from tba_jax.models.attention import MASKED, Attend, Rotary
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.layers import full_precision, linear_maps
@@ -171,7 +171,7 @@ def prefill(model: Decoder, tokens: jax.Array, length: jax.Array) -> tuple[jax.A
     before = positions < (length - 1)[:, None]
     if last_local:
         before &= positions >= (length - c.window)[:, None]
-    last, _ = last_block(last, _rotary(length - 1, c)[last_local], attention.last_of_prompt(cache[-1], before))
+    last, _ = last_block(last, _rotary(length - 1, c)[last_local], last_of_prompt(cache[-1], before))
     return model.head()(model.final_norm(last)), tuple(cache)
 
 
@@ -217,9 +217,9 @@ def decode_step(
       entry: int32[], the place of the new key and value in every row's own cache. Keys carry their positions, so the order of
         entries does not matter.
       prompt: per layer (keys, values) [J, G, S, H]; own: likewise [B, G, R, H], or with heads side by side, see
-        attention.attend_in_two_parts. Entries that masks do not have are not read.
+        attend_in_two_parts. Entries that masks do not have are not read.
       masks: of global layers; local_masks: of local layers, without the entries before the window (see `within_window`).
-      tiled: static, see attention.one_token.
+      tiled: static, see one_token.
     """
     x = model.embed_tokens(token, position)
     tables = _rotary(position, model.config)
@@ -227,7 +227,142 @@ def decode_step(
     for block, local, shared, mine in zip(model.layers, model.config.local_layers, prompt, own, strict=True):
         reads = local_masks if local else masks
         assert reads is not None, "a model with local layers needs their masks"
-        attend = attention.one_token(shared, mine, entry, reads.prompt, reads.own, tiled=tiled)
+        attend = one_token(shared, mine, entry, reads.prompt, reads.own, tiled=tiled)
         x, kept = block(x, tables[local], attend)
         new_own.append(kept)
     return model.head()(model.final_norm(x)), tuple(new_own)
+
+
+def last_of_prompt(cache: tuple[jax.Array, ...], before: jax.Array) -> Attend:
+    """The `attend` of the last token of Q prompts, which reads itself and earlier tokens. It keeps nothing.
+
+    Args: cache: keys, values [Q, G, P, H]; before: bool[Q, P], the earlier tokens that are read.
+    """
+
+    def attend_last(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
+        itself = (key[:, :, None], value[:, :, None])
+        return attend_in_two_parts(query, cache, itself, before[:, None], jnp.ones((len(query), 1), bool)), None
+
+    return attend_last
+
+
+def one_token(
+    prompt: tuple[jax.Array, ...],
+    own: tuple[jax.Array, ...],
+    entry: jax.Array,
+    prompt_mask: jax.Array,
+    own_mask: jax.Array,
+    *,
+    tiled: bool = False,
+) -> Attend:
+    """The `attend` of one new token in each row. It keeps the row's own keys and values, with the new token's at `entry`.
+
+    Args:
+      entry: int32[]; for the others see attend_in_two_parts. Caches may have more entries than the masks, which are not read.
+      tiled: static, the form for TPUs: caches are read as they were before the step, and the new token is a part of its own.
+        If the step read what it has written, XLA would write the whole cache, not one entry.
+    """
+    prompt = tuple(x[:, :, : prompt_mask.shape[-1]] for x in prompt)
+    before = own_mask & (jnp.arange(own_mask.shape[-1]) != entry)
+
+    def read(caches: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(x[:, :, : own_mask.shape[-1]] for x in caches)
+
+    def attend_cached(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
+        def written(cached: jax.Array, new: jax.Array) -> jax.Array:
+            new = new.reshape(len(new), cached.shape[1], 1, cached.shape[3])
+            return jax.lax.dynamic_update_slice_in_dim(cached, new, entry, axis=2)
+
+        if not tiled:
+            kept = written(own[0], key), written(own[1], value)
+            return attend_in_two_parts(query, prompt, read(kept), prompt_mask, own_mask), kept
+        itself = key, value
+        attended = attend_in_two_parts(query, prompt, read(own), prompt_mask, before, itself=itself, least_rows=2)
+        attended, key, value = jax.lax.optimization_barrier((attended, key, value))  # the caches are written after they are read
+        return attended, (written(own[0], key), written(own[1], value))
+
+    return attend_cached
+
+
+def attend_in_two_parts(
+    query: jax.Array,
+    prompt: tuple[jax.Array, ...],
+    own: tuple[jax.Array, ...],
+    prompt_mask: jax.Array,
+    own_mask: jax.Array,
+    *,
+    itself: tuple[jax.Array, jax.Array] | None = None,
+    least_rows: int = 1,
+) -> jax.Array:
+    """Attention of one new token a row: to the prompt that its group shares and to its own continuation, one softmax over both.
+
+    Args:
+      query, result: [B, N, H] with B = J·W; prompt: keys and values [J, G, S, H].
+      own: keys and values [B, G, R, H]; or [B, G/t, R, t·H], where t heads lie side by side in an entry.
+      prompt_mask: bool[J, W, S]; own_mask: bool[B, R].
+      itself: key and value [B, G, H] of the new token, where `own` does not have them.
+      least_rows: static: a matrix product has so many rows of queries; rows of zeros are added. On TPUs 2: XLA computes a product
+        of one row in other units, and copies the caches of the whole decode loop into another layout for them.
+    """
+    (prompt_keys, prompt_values), (own_keys, own_values) = prompt, own
+    B, N, H = query.shape
+    J, G, S, _ = prompt_keys.shape
+    W, n, dtype, scale = B // J, N // G, query.dtype, 1 / math.sqrt(H)
+    product, together = functools.partial(_product, least_rows=least_rows), G // own_keys.shape[1]
+    query = query.reshape(B, G, n, H)
+    prompt_query = _by_group(query, J).reshape(J, G, W * n, H)
+    prompt_scores = product("JGxH,JGSH->JGxS", prompt_query, prompt_keys, preferred_element_type=jnp.float32)
+    prompt_scores = jnp.where(prompt_mask[:, None, :, None, :], prompt_scores.reshape(J, G, W, n, S) * scale, MASKED)
+    own_scores = product("BGnH,BGRH->BGnR", _side_by_side(query, together), own_keys, preferred_element_type=jnp.float32)
+    own_scores = jnp.where(own_mask[:, None, None, :], own_scores.reshape(B, G, n, -1) * scale, MASKED)
+    largest = jnp.maximum(_by_row(jnp.max(prompt_scores, axis=-1)), jnp.max(own_scores, axis=-1))
+    if itself is not None:
+        scores = jnp.einsum("BGnH,BGH->BGn", query, itself[0], preferred_element_type=jnp.float32) * scale
+        largest = jnp.maximum(largest, scores)
+    prompt_weights = jnp.exp(prompt_scores - _by_group(largest, J)[..., None])
+    own_weights = jnp.exp(own_scores - largest[..., None])
+    total = _by_row(jnp.sum(prompt_weights, axis=-1)) + jnp.sum(own_weights, axis=-1)
+    of_prompt = product("JGxS,JGSH->JGxH", prompt_weights.reshape(J, G, W * n, S).astype(dtype), prompt_values)
+    own_weights = own_weights.astype(dtype).reshape(B, G // together, together * n, -1)
+    attended = _by_row(of_prompt.reshape(J, G, W, n, H)) + _apart(product("BGnR,BGRH->BGnH", own_weights, own_values), together)
+    if itself is not None:
+        weights = jnp.exp(scores - largest)
+        total, attended = total + weights, attended + weights.astype(dtype)[..., None] * itself[1][:, :, None]
+    return (attended / total[..., None]).astype(dtype).reshape(B, N, H)
+
+
+def _by_group(x: jax.Array, groups: int) -> jax.Array:
+    """[B, G, n, ...] -> [J, G, W, n, ...]."""
+    return x.reshape(groups, -1, *x.shape[1:]).swapaxes(1, 2)
+
+
+def _by_row(x: jax.Array) -> jax.Array:
+    """The inverse of _by_group."""
+    x = x.swapaxes(1, 2)
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _product(equation: str, rows: jax.Array, cache: jax.Array, *, least_rows: int, **options: Any) -> jax.Array:
+    """einsum of rows [., ., x, .] and a cache. Args: least_rows: see attend_in_two_parts."""
+    added = max(0, least_rows - rows.shape[2])
+    return jnp.einsum(equation, jnp.pad(rows, ((0, 0), (0, 0), (0, added), (0, 0))), cache, **options)[:, :, : rows.shape[2]]
+
+
+def _side_by_side(query: jax.Array, together: int) -> jax.Array:
+    """[B, G, n, H] -> [B, G/t, t·n, t·H]: queries whose products with t heads side by side are those with their own head."""
+    if together == 1:
+        return query
+    B, G, n, H = query.shape
+    own = jnp.eye(together, dtype=bool)[:, None, :, None]
+    query = query.reshape(B, G // together, together, n, 1, H)
+    return jnp.where(own, query, 0).reshape(B, G // together, together * n, together * H)
+
+
+def _apart(attended: jax.Array, together: int) -> jax.Array:
+    """[B, G/t, t·n, t·H] -> [B, G, n, H]: the part of each query's own head."""
+    if together == 1:
+        return attended
+    B, groups, rows, _ = attended.shape
+    attended = attended.reshape(B, groups, together, rows // together, together, -1)
+    heads = jnp.stack([attended[:, :, t, :, t] for t in range(together)], axis=2)
+    return heads.reshape(B, groups * together, *heads.shape[3:])

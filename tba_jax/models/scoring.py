@@ -20,21 +20,6 @@ from tba_jax.models.parameters import Params
 from tba_jax.packing.row_packing import Packed, Sequences, summed
 
 
-def response_tokens(tokens: jax.Array, prompt_length: jax.Array, *, R: int) -> jax.Array:
-    """int32[B, R]: the responses of rows int32[B, T], padded on the right. prompt_length: int32[B]."""
-    return jax.vmap(lambda row, begin: jax.lax.dynamic_slice_in_dim(row, begin, R))(tokens, prompt_length)
-
-
-def response_hidden_states(model: Decoder, tokens: jax.Array, prompt_length: jax.Array, *, R: int, remat: str) -> jax.Array:
-    """compute_dtype[B, R, D]: the hidden states that responses are predicted from, that of the last prompt token first.
-
-    Args: see response_logprobs.
-    """
-    # The last token of a row predicts nothing that is scored, so it is left out of the forward pass.
-    hidden = model(tokens[:, :-1], remat=remat)
-    return jax.vmap(lambda row, begin: jax.lax.dynamic_slice_in_dim(row, begin - 1, R))(hidden, prompt_length)
-
-
 @jax.named_scope("score")
 def response_logprobs(
     model: Decoder,
@@ -58,8 +43,9 @@ def response_logprobs(
       remat: what the backward pass recomputes of the layers, a name of layers.REMAT.
     """
     chex.assert_rank([tokens, prompt_length, response_length], [2, 1, 1])
-    hidden = response_hidden_states(model, tokens, prompt_length, R=R, remat=remat)
-    responses = response_tokens(tokens, prompt_length, R=R)
+    cut = jax.vmap(lambda row, begin: jax.lax.dynamic_slice_in_dim(row, begin, R))
+    # The last token of a row predicts nothing that is scored, so it is left out of the forward pass.
+    hidden, responses = cut(model(tokens[:, :-1], remat=remat), prompt_length - 1), cut(tokens, prompt_length)
     logprobs, entropy = token_logprobs(model, hidden, responses, space=space, logit_bytes=logit_bytes)
     mask = jnp.arange(R)[None, :] < response_length[:, None]
     return jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)

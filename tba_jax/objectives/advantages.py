@@ -1,13 +1,19 @@
-"""Advantages: of a response over the other responses of its group, and of a token by state values. None carries a gradient."""
+"""Terms of losses: advantages of responses and of tokens, ratios π_θ/π_behaviour, the clipped surrogate, and k3.
+
+No advantage carries a gradient. Log ratios are clipped before the exponential: no value or gradient is infinite, and the
+gradient is 0 beyond the bound.
+"""
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from tba_jax.objectives.inputs import ObjectiveInputs
+from tba_jax.objectives.objective import ObjectiveInputs
 
 # Added to the standard deviation of a group's rewards. Shao et al. 2024 give no value; public implementations use 1e-8 to 1e-4.
 STD_EPSILON = 1e-6
+# Nats. The square of e^20 = 5e8, and the sums of such squares in a gradient's norm, are within float32.
+LARGEST_LOG_RATIO = 20.0
 
 
 def regularised_rewards(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
@@ -56,11 +62,8 @@ def token_rewards(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Ar
 def gae(rewards: jax.Array, values: jax.Array, mask: jax.Array, *, decay: float) -> jax.Array:
     """A_t = Σ_l λ^l δ_{t+l},  δ_t = r_t + V_{t+1} − V_t,  V = 0 after the last token (Schulman et al. 2016, eq. 16, γ = 1).
 
-    Args:
-      rewards: float32[B, R]; values: float32[B, R], value of the state before each token; mask: bool[B, R]; decay: λ.
-
-    Returns:
-      float32[B, R], 0 where masked.
+    Args: rewards, values: float32[B, R], of each token, and of the state before it; mask: bool[B, R]; decay: λ. Returns
+    float32[B, R], 0 where masked.
     """
     chex.assert_rank([rewards, values, mask], 2)
     chex.assert_equal_shape([rewards, values, mask])
@@ -99,3 +102,46 @@ def step_advantages(state_values: jax.Array, reward: jax.Array, mask: jax.Array)
     values = jnp.concatenate([state_values, reward[:, None]], axis=1)
     advantage = jnp.take_along_axis(values, end, axis=1) - jnp.take_along_axis(values, begin, axis=1)
     return jax.lax.stop_gradient(jnp.where(mask, advantage, 0.0))
+
+
+def bounded_exp(log_ratio: jax.Array) -> jax.Array:
+    """exp( clip( x, ±LARGEST_LOG_RATIO ) )."""
+    return jnp.exp(jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
+
+
+def token_log_ratios(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
+    """log π_θ − log π_behaviour, not clipped: float32[B, R], nats, 0 where masked."""
+    chex.assert_equal_shape([policy_logprobs, inputs.mask])
+    return inputs.masked(policy_logprobs - inputs.behavior_logprobs)
+
+
+def token_ratios(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
+    """ρ_t = π_θ/π_behaviour of each token: float32[B, R], 1 where masked."""
+    return bounded_exp(token_log_ratios(policy_logprobs, inputs))
+
+
+def sequence_log_ratios(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
+    """log π_θ(y|x) − log π_behaviour(y|x) of each response, not clipped: float32[B], nats."""
+    return jnp.sum(token_log_ratios(policy_logprobs, inputs), axis=1)
+
+
+def sequence_ratios(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
+    """ρ = Π_t ρ_t of each response: float32[B]."""
+    return bounded_exp(sequence_log_ratios(policy_logprobs, inputs))
+
+
+def clipped_surrogate(ratio: jax.Array, advantage: jax.Array, *, low: float, high: float) -> jax.Array:
+    """min( ρA, clip(ρ, 1 − low, 1 + high) A ) (PPO: Schulman et al. 2017, eq. 7). Args: ratio and advantage broadcast."""
+    return jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - low, 1 + high) * advantage)
+
+
+def k3(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
+    """π_ref/π_θ − log π_ref/π_θ − 1 of each token: float32[B, R], nats, never negative, 0 where masked.
+
+    GRPO and VinePPO have this estimate of KL(π_θ‖π_ref) in the loss (Schulman 2020; Shao et al. 2024, eq. 4). On-policy its value
+    is unbiased, but its gradient, (1 − π_ref/π_θ) ∇ log π_θ, is on average the gradient of KL(π_ref‖π_θ).
+    """
+    chex.assert_equal_shape([policy_logprobs, inputs.mask])
+    log_ratio = inputs.masked(inputs.ref_logprobs - policy_logprobs)
+    bounded = jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return jnp.expm1(bounded) - bounded

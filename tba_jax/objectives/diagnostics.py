@@ -4,7 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from tba_jax.objectives.inputs import ObjectiveInputs
+from tba_jax.objectives.objective import ObjectiveInputs
 from tba_jax.objectives.trajectory_balance import vargrad_log_z
 
 # Nats. e^60, and the sum of a batch's such numbers, are within float32. A larger ratio of a token counts as e^60.
@@ -23,9 +23,6 @@ def diagnostics(
     Returns:
       float32[] each: reward, response_length (tokens), means over rows; entropy, nats per token; and the measurements of
       `_from_reference` (if there is a reference), `_off_policy` and `_target_fit`.
-
-    Raises:
-      AssertionError: shapes disagree.
     """
     chex.assert_equal_shape([policy_logprobs, entropy, inputs.mask])
     policy_logprobs, entropy = jax.lax.stop_gradient((policy_logprobs, entropy))

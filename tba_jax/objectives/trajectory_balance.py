@@ -7,18 +7,11 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from tba_jax.objectives.inputs import ObjectiveInputs, PolicyOutputs
+from tba_jax.objectives.objective import ObjectiveInputs, PolicyOutputs
 
 
 def vargrad_log_z(policy_logprob_sum: jax.Array, log_target: jax.Array) -> jax.Array:
-    """log Ẑ(x) = mean_j [ log p̃(y_j|x) − log π_θ(y_j|x) ], detached.
-
-    Args:
-      policy_logprob_sum, log_target: float32[Q, K], nats.
-
-    Returns:
-      float32[Q], nats.
-    """
+    """log Ẑ(x) = mean_j [ log p̃(y_j|x) − log π_θ(y_j|x) ], detached: float32[Q, K] twice to float32[Q], nats."""
     chex.assert_rank([policy_logprob_sum, log_target], 2)
     return jax.lax.stop_gradient(jnp.mean(log_target - policy_logprob_sum, axis=1))
 
@@ -27,10 +20,8 @@ def trajectory_balance(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.A
     """L = mean_{i,j} ( log Ẑ(x_i) + log π_θ(y_ij|x_i) − log p̃(y_ij|x_i) )²,  log p̃ = log π_ref + r/β at γ = τ = 1.
 
     With δ = log π_θ − log p̃, the mean of (δ_j − δ_k)² over the pairs of a group is 2K/(K − 1) times L, so a pairwise loss has the
-    same gradient up to that factor.
-
-    Returns:
-      float32[] loss in nats². Its gradient is −(2/β) mean A ∇ log π_θ, with A as in tba_prime_advantage without clipping.
+    same gradient up to that factor. The loss is in nats²; its gradient is −(2/β) mean A ∇ log π_θ, with A as in
+    tba_prime_advantage without clipping.
     """
     policy = inputs.grouped(inputs.token_sum(outputs.logprobs))
     target = inputs.grouped(inputs.log_target())
@@ -39,11 +30,7 @@ def trajectory_balance(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.A
 
 
 def learned_log_z(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
-    """L = mean_{i,j} ( log Z_φ(x_i) + log π_θ(y_ij|x_i) − log p̃(y_ij|x_i) )², with a gradient for φ too; K may be 1.
-
-    Returns:
-      float32[] loss in nats².
-    """
+    """L = mean_{i,j} ( log Z_φ(x_i) + log π_θ(y_ij|x_i) − log p̃(y_ij|x_i) )², nats², with a gradient for φ too; K may be 1."""
     policy = inputs.token_sum(outputs.logprobs)
     chex.assert_equal_shape([outputs.log_z, policy, inputs.reward])
     residual = outputs.log_z + policy - inputs.log_target()

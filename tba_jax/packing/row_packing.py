@@ -60,26 +60,10 @@ def of_rows(
     limits: Limits,
     second_pass: float = 0.0,
 ) -> tuple[Packed, Plan]:
-    """The rows in micro-batches, and where they lie there. Args: see alone and row_layout.plan. Raises: as that."""
+    """The rows in micro-batches, and where they lie there. See row_layout.plan."""
     lengths = row_layout.lengths_of(tokens, prompt_length, response_length)
     made = row_layout.plan(lengths, limits, second_pass=second_pass)
     return pack(tokens, lengths, plan=made, limits=limits), made
-
-
-def alone(tokens: jax.Array, prompt_length: jax.Array, response_length: jax.Array, *, R: int) -> Packed:
-    """The rows as one micro-batch of a sequence each, made where the rows are.
-
-    Args: as in trajectory: tokens int32[B, T], lengths int32[B]; arrays of the devices, too.
-    """
-    B, places = len(tokens), jnp.arange(R)
-    states = jnp.minimum(prompt_length[:, None] - 1 + places, tokens.shape[1] - 2)
-    targets = jnp.take_along_axis(tokens, states + 1, axis=1)
-    numbers = jnp.where(places < response_length[:, None], jnp.arange(B)[:, None] * R + places, B * R)
-    states += jnp.arange(B)[:, None] * (tokens.shape[1] - 1)
-    made: dict[str, Any] = dict.fromkeys(("segments", "positions", "prefix", "parents"))
-    arrays = dict(tokens=tokens[:, :-1], states=states, targets=targets, numbers=numbers)
-    made |= {name: leaf[None, None] for name, leaf in arrays.items()}
-    return Packed(micro_batches=Sequences(**made), count=jnp.int32(1), of_row=jnp.zeros(B, jnp.int32))
 
 
 def summed(function: Callable[[Sequences, jax.Array], Any], packed: Packed) -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tba_jax import sharding
-from tba_jax.learner import descent
+from tba_jax.learner import optimizer
 from tba_jax.learner import state as state_lib
 from tba_jax.learner.state import Optimizers, TrainState
 from tba_jax.models import scoring
@@ -109,7 +109,7 @@ OBJECTIVES: dict[str, Objective] = {"sft": likelihood, "reward": preference}
 def train_step(
     state: TrainState, batch: Batch, *, optimizers: Optimizers, config: StepConfig
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One update: the new state, and float32[] measurements, the objective's means and those of descent.step. Jit it once with
+    """One update: the new state, and float32[] measurements, the objective's means and those of optimizer.step. Jit it once with
     `state`, of the part "policy" alone, donated."""
     size = batch.size
 
@@ -122,12 +122,12 @@ def train_step(
         (_, shares), grads = jax.value_and_grad(share, has_aux=True)(state.params, micro)
         return grads, shares
 
-    def gradient_of(state: TrainState, frozen: Params, batch: Batch) -> descent.Gradient:
-        grads, shares = descent.accumulate(gradient, state.params, descent.split(batch, config.micro_batch_rows))
+    def gradient_of(state: TrainState, frozen: Params, batch: Batch) -> optimizer.Gradient:
+        grads, shares = optimizer.accumulate(gradient, state.params, optimizer.split(batch, config.micro_batch_rows))
         means = jax.tree.map(jnp.sum, shares)
-        return descent.Gradient(loss=means["loss"], by_part=grads, measurements=means)
+        return optimizer.Gradient(loss=means["loss"], by_part=grads, measurements=means)
 
-    return descent.step(state, {}, batch, gradient_of=gradient_of, optimizers=optimizers)
+    return optimizer.step(state, {}, batch, gradient_of=gradient_of, optimizers=optimizers)
 
 
 def jitted(policy: Policy, mesh: Mesh, *, optimizers: Optimizers, config: StepConfig) -> tuple[sharding.OnMesh, TrainState]:

@@ -51,9 +51,7 @@ def encode_examples(
 
 def _jitted(s: Settings) -> tuple[sharding.OnMesh, sharding.OnMesh, state_lib.TrainState]:
     """The programs () -> state and (state, Examples) -> (state, measurements), and the state as jax.ShapeDtypeStruct."""
-    schedule = optimizer_lib.linear(
-        peak=s.learning_rate, steps=s.steps, warmup_steps=s.warmup_steps, decay_steps=0, decay="linear"
-    )
+    schedule = optimizer_lib.linear(peak=s.learning_rate, steps=s.steps, warmup_steps=s.warmup_steps)
     optimizer = optimizer_lib.adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, clip_norm=1.0)
     optimizers, policy = {"policy": optimizer}, Policy(model=s.model)
     sizes = dict(R=s.response_length, micro_batch_rows=s.batch_size, logit_bytes=1 << 30)

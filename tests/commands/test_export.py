@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 from tba_jax import sharding, trajectory
 from tba_jax.commands import command_line, export
 from tba_jax.models import parameters
-from tba_jax.models.hugging_face import adapters, load
+from tba_jax.models.hugging_face import export as export_lib
+from tba_jax.models.hugging_face import load
 from tba_jax.replay.reader import LogReader
 from tba_jax.reporting import gathering
 from tba_jax.storage import contract, layout, snapshots
@@ -115,9 +116,9 @@ def test_adapters_alone_are_written_for_the_checkpoint_they_belong_to(tmp_path):
     run, policy = written_run(tmp_path / "run", model__path=str(model))
     said = export.export(run.root, tmp_path / "adapter", step=0, dtype=None, adapter=True)
     assert said == f"the adapters of step 0 of {run.root} are in {tmp_path / 'adapter'}, for {model} (qwen2, float32)"
-    values = json.loads((tmp_path / "adapter" / adapters.CONFIG).read_text())
+    values = json.loads((tmp_path / "adapter" / export_lib.ADAPTER_CONFIG).read_text())
     assert values["base_model_name_or_path"] == str(model) and values["target_modules"] == ["mlp.down_proj", "self_attn.q_proj"]
-    found = load_file(tmp_path / "adapter" / adapters.WEIGHTS)
+    found = load_file(tmp_path / "adapter" / export_lib.ADAPTER_WEIGHTS)
     trained = snapshots.open_arrays(run.policies / "00000000", policy.trained_specs)
     lora_a = np.asarray(trained["layers"]["feed_forward"]["down"]["lora_a"][1])
     np.testing.assert_array_equal(found["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"], lora_a.T)

@@ -15,7 +15,7 @@ from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.engine import Engine
 from tba_jax.experiment import topologies
 from tba_jax.models import decoder, flops, kv_cache, parameters
-from tba_jax.models.presets import PRESETS
+from tba_jax.models.config import PRESETS
 from tba_jax.programs import shaped
 from tests.support.tiny_engine import (
     BANNED,

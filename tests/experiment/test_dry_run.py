@@ -19,7 +19,7 @@ from tba_jax.commands import command_line
 from tba_jax.experiment import composition, dry_run, joining, this_machine, topologies, training
 from tba_jax.experiment.jobs import join, make_searcher
 from tba_jax.models import scoring
-from tba_jax.models.presets import PRESETS
+from tba_jax.models.config import PRESETS
 from tba_jax.packing import row_packing
 from tba_jax.programs import Fit, Measure, Program
 from tba_jax.roles import gpus as gpus_lib

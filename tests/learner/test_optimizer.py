@@ -50,7 +50,7 @@ def test_beta_goes_linearly_from_start_to_end_and_stays():
 def update_of(params, grads, unit=1.0, **settings) -> dict:
     """Parameters after one step with learning rate 0.1."""
     settings = dict(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=0.0) | settings
-    optimizer = adamw(optimizer_lib.constant(peak=0.1, steps=1, warmup_steps=0, decay_steps=0, decay="linear"), **settings)
+    optimizer = adamw(optimizer_lib.constant(peak=0.1, steps=1), **settings)
 
     @jax.jit
     def step(params, grads):
@@ -72,7 +72,7 @@ def test_weights_decay_and_norms_do_not():
 
 def test_two_steps_equal_those_of_optax():
     weight, grads = (np.random.default_rng(0).normal(size=(n, 3, 2)).astype(np.float32) for n in (1, 2))
-    schedule = optimizer_lib.constant(peak=0.1, steps=2, warmup_steps=0, decay_steps=0, decay="linear")
+    schedule = optimizer_lib.constant(peak=0.1, steps=2)
     ours = adamw(schedule, beta1=0.8, beta2=0.9, epsilon=1e-3, weight_decay=0.2, clip_norm=0.0)
     found = []
     for made in (ours, optax.adamw(0.1, b1=0.8, b2=0.9, eps=1e-3, weight_decay=0.2)):

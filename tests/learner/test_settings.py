@@ -17,7 +17,7 @@ from tba_jax.models import scoring
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.objectives.inputs import ObjectiveSettings
+from tba_jax.objectives.objective import ObjectiveSettings
 from tba_jax.storage.contract import Contract
 from tests.support import applied, tiny_run
 
@@ -85,3 +85,19 @@ def test_which_references_are_held_and_when_they_move(kind, moves_at):
     reference.advance(jax.tree.map(lambda x: 3 * x, params), 9)
     expected = 2 if kind == "ema" else 3
     np.testing.assert_allclose(reference.params["embedding"]["weight"], expected * params["embedding"]["weight"], rtol=1e-5)
+
+
+SIZES = dict(prompt=4, response=6, queries=7, completions=20)
+
+
+@pytest.mark.parametrize(
+    "tokens, ways, sentence",
+    [
+        (9, 1, "learner.micro_batch_tokens=9 does not hold one row: .* = 10 tokens; at least 10, or 0"),
+        (39, 4, "learner.micro_batch_tokens=39 does not hold one row for each of the 4 ways of learner.mesh: .*; at least 40"),
+        (0, 8, "learner.queries × learner.completions = 140 rows are not divisible by the 8 ways"),
+    ],
+)
+def test_micro_batches_that_do_not_fit_are_refused(tokens, ways, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        settings.limits(tokens, **SIZES, ways=ways, shares=True)

@@ -1,6 +1,5 @@
 """What stands in for settings that a kind of device does not have; such devices are described, not needed."""
 
-import logging
 from types import SimpleNamespace
 
 import jax
@@ -10,15 +9,15 @@ import pytest
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.models import attention, hardware, layers
 from tba_jax.models.config import DecoderConfig
-from tba_jax.models.hardware import DEFAULTS, Hardware
+from tba_jax.models.hardware import DEFAULTS
 from tba_jax.models.policy import Policy
 
-T4 = Hardware(platform="gpu", kind="Tesla T4", capability=(7, 5))
-A100 = Hardware(platform="gpu", kind="NVIDIA A100", capability=(8, 0))
-B200 = Hardware(platform="gpu", kind="NVIDIA B200", capability=(10, 0))
-AMD = Hardware(platform="gpu", kind="AMD Instinct MI300X")
-TPU = Hardware(platform="tpu", kind="TPU v5 lite")
-CPU = Hardware(platform="cpu", kind="cpu")
+T4 = SimpleNamespace(platform="gpu", device_kind="Tesla T4", compute_capability="7.5")
+A100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0")
+B200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0")
+AMD = SimpleNamespace(platform="gpu", device_kind="AMD Instinct MI300X", compute_capability="gfx942")
+TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+CPU = jax.devices()[0]
 
 
 def model(compute_dtype: str, attention: str) -> DecoderConfig:
@@ -33,6 +32,7 @@ def model(compute_dtype: str, attention: str) -> DecoderConfig:
         (T4, ("bfloat16", "cudnn"), ("float32", "xla"), ["model.compute_dtype=bfloat16", "model.attention=cudnn"]),
         (T4, ("float32", "auto"), ("float32", "xla"), []),
         (A100, ("bfloat16", "cudnn"), ("bfloat16", "cudnn"), []),
+        (B200, ("bfloat16", "cudnn"), ("bfloat16", "cudnn"), []),
         (AMD, ("bfloat16", "auto"), ("bfloat16", "xla"), []),
         (AMD, ("bfloat16", "cudnn"), ("bfloat16", "xla"), ["model.attention=cudnn"]),
         (TPU, ("bfloat16", "splash"), ("bfloat16", "splash"), []),
@@ -40,45 +40,19 @@ def model(compute_dtype: str, attention: str) -> DecoderConfig:
     ],
     ids=str,
 )
-def test_a_device_computes_with_what_it_has(device, asked, gets, said):
-    found, sentences = hardware.suited(model(*asked), device, section="model")
-    assert (found.compute_dtype, found.attention) == gets
+def test_a_device_computes_with_what_it_has_and_the_log_says_so(device, asked, gets, said, caplog):
+    found = Policy(model=model(*asked)).on_device(device)
+    assert (found.model.compute_dtype, found.model.attention) == gets and found.snapshot_dtype == gets[0]
+    sentences = [record.getMessage() for record in caplog.records]
     assert [sentence.split(":")[0] for sentence in sentences] == said
     for name, sentence in zip(said, sentences, strict=True):
-        assert device.kind in sentence and gets[name.startswith("model.attention")] in sentence
+        assert device.device_kind in sentence and gets[name.startswith("model.attention")] in sentence
 
 
 @pytest.mark.parametrize("device, kernel", [(CPU, "splash"), (A100, "splash"), (CPU, "cudnn"), (TPU, "cudnn")], ids=str)
 def test_a_kernel_of_another_platform_is_refused(device, kernel):
     with pytest.raises(ValueError, match=rf"^model\.attention={kernel} needs an? [\w ]+; JAX found {device.platform} \("):
-        hardware.suited(model("bfloat16", kernel), device, section="model")
-
-
-@pytest.mark.parametrize(
-    "device, expected",
-    [
-        (SimpleNamespace(platform="gpu", device_kind="Tesla T4", compute_capability="7.5"), T4),
-        (SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0"), B200),
-        (SimpleNamespace(platform="gpu", device_kind="AMD Instinct MI300X", compute_capability="gfx942"), AMD),
-        (SimpleNamespace(platform="tpu", device_kind="TPU v5 lite"), TPU),
-    ],
-    ids=lambda value: getattr(value, "kind", ""),
-)
-def test_devices_are_described_as_jax_describes_them(device, expected):
-    assert hardware.of(device) == expected
-    assert hardware.of(jax.devices()[0]) == CPU
-
-
-def test_the_log_says_it_and_the_policy_is_another_only_then(caplog):
-    device = SimpleNamespace(platform="gpu", device_kind="Tesla T4", compute_capability="7.5")
-    asked = Policy(model=model("bfloat16", "auto"))
-    with caplog.at_level(logging.WARNING):
-        assert asked.on_device(jax.devices()[0]) == asked and not caplog.records
-        found = asked.on_device(device)
-    assert found.snapshot_dtype == "float32" and len(caplog.records) == 1
-    assert caplog.records[0].getMessage() == (
-        "model.compute_dtype=bfloat16: Tesla T4 (compute capability 7.5) has no bfloat16, so float32 is used here"
-    )
+        hardware.on_device(model("bfloat16", kernel), device, section="model")
 
 
 def test_every_setting_has_a_value_on_every_platform_and_is_left_to_the_device():

@@ -36,7 +36,7 @@ def test_the_warm_start_is_a_plain_loop_over_its_random_stream_by_its_programs()
     assert {lowered.text(program.lower()) for program in made.values()} == called and len(made) == 2
 
     config = objectives.StepConfig(objective=objectives.likelihood, R=12, micro_batch_rows=8, logit_bytes=1 << 30, remat="none")
-    schedule = optimizer_lib.linear(peak=1e-2, steps=4, warmup_steps=1, decay_steps=0, decay="linear")
+    schedule = optimizer_lib.linear(peak=1e-2, steps=4, warmup_steps=1)
     optimizer = optimizer_lib.adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, clip_norm=1.0)
     params = jit(functools.partial(applied.init, config=model))(jax.random.key(3))
     opt_state, rng, losses = jit(optimizer.init)(params), np.random.default_rng([3, 1]), []

@@ -73,10 +73,6 @@ def response_logprobs(params: Params, *rows: Any, config: DecoderConfig, **setti
     return scoring.response_logprobs(merge(params, config), *rows, **settings)
 
 
-def response_hidden_states(params: Params, *rows: Any, R: int, config: DecoderConfig, remat: str) -> jax.Array:
-    return scoring.response_hidden_states(merge(params, config), *rows, R=R, remat=remat)
-
-
 def with_table(weight: Any, config: DecoderConfig) -> Params:
     """Parameters of a decoder with tied embeddings, of which nothing but the embedding is read; the others are 0."""
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), parameters.shapes(specs(config)))

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.objectives.inputs import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
+from tba_jax.objectives.objective import ObjectiveInputs, ObjectiveSettings, PolicyOutputs
 
 # Name of the form -> name of the objective, settings.
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in OBJECTIVES} | {

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tba_jax.models.config import PRESETS
 from tba_jax.models.hugging_face import export
 from tba_jax.models.parameters import Params
-from tba_jax.models.presets import PRESETS
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 from tests.support import applied, tiny_checkpoints
 

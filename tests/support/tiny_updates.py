@@ -17,7 +17,7 @@ from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.objectives.inputs import ObjectiveSettings
+from tba_jax.objectives.objective import ObjectiveSettings
 from tba_jax.packing import row_layout, row_packing
 from tests.support import applied
 
@@ -114,7 +114,6 @@ def make_step(
 FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "trajectory_balance": ({}, ""),
     "learned_log_z": ({"objective": OBJECTIVES["learned_log_z"]}, "log_z_head"),
-    "tba_prime": ({"objective": OBJECTIVES["tba_prime"]}, ""),
     "moving reference": ({"objective": OBJECTIVES["tba_prime"]}, ""),
     "ppo": ({"objective": OBJECTIVES["ppo"]}, "value_head"),
 }

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from tba_jax import sharding, trajectory
-from tba_jax.learner import descent, optimizer, settings
+from tba_jax.learner import optimizer, settings
 from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.models import flops, scoring
@@ -226,7 +226,7 @@ class UpdateProgram:
         """Packs B rows and starts their transfer to the mesh. The state is not read: this may be done beside an update."""
         on_host = state_lib.batch_from_rows(rows)
         columns = on_host.tokens, on_host.prompt_length, on_host.response_length
-        second_pass = descent.SCORING_SHARE[self.config.remat]
+        second_pass = update_lib.SCORING_SHARE[self.config.remat]
         packed, plan = row_packing.of_rows(*columns, limits=self.config.limits, second_pass=second_pass)
         packed = sharding.put(packed, scoring.packed_shardings(self.mesh))
         responses = int(on_host.response_length.sum())

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.models.config import DecoderConfig
+from tba_jax.models.config import PRESETS, DecoderConfig
 from tba_jax.models.hugging_face import load
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES
 from tba_jax.models.hugging_face.files import Settings
-from tba_jax.models.presets import PRESETS
 
 # As the models' pages show them, without keys that only training and sampling read.
 PUBLISHED = {

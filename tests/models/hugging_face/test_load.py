@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tba_jax.models import parameters
-from tba_jax.models.config import DecoderConfig, RopeScaling
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import export, files
 from tba_jax.models.hugging_face import load as load_lib
 from tests.support import applied
@@ -82,7 +82,7 @@ def test_random_models_equal_torch(torch, tmp_path, name):
         assert tiny.greedy(params, config, tokens[0], 32) == make_fixtures.greedy(model, tokens[0], 32)[0].tolist()
 
 
-@pytest.mark.parametrize("name, sizes", [("llama_untied", (1, 4, 2)), ("gpt2", (1, 4, 2)), ("gpt2", (4, 2, 1))], ids=str)
+@pytest.mark.parametrize("name, sizes", [("llama_untied", (1, 4, 2)), ("gpt2", (4, 2, 1))], ids=str)
 def test_every_mesh_reads_the_same_parameters(name, sizes):
     config, expected = load(path_of(name))
     _, found = load(path_of(name), sizes)
@@ -196,25 +196,6 @@ def test_a_new_head_on_a_language_model():
     assert score.sharding == applied.shardings(config, tiny.make_mesh((1, 2, 1)))["score"]["weight"]
     stored = load_file(path_of("gpt_neox_reward") / "model.safetensors")["score.weight"]
     np.testing.assert_array_equal(load(path_of("gpt_neox_reward"), fresh=jax.random.key(3))[1]["score"]["weight"], stored.T)
-
-
-def test_rotary_settings_of_transformers_4(tmp_path):
-    """rope_scaling beside rope_theta gives what rope_parameters gives; so do rotary_pct and rotary_emb_base."""
-    llama = copy_of("llama_biased", tmp_path)
-    expected = load_lib.read_config(llama, compute_dtype="float32")
-    scaling = RopeScaling(factor=4.0, low_frequency=1.0, high_frequency=4.0, original_positions=32)
-    assert (expected.rope_theta, expected.rope_scaling) == (50.0, scaling)
-    rope = json.loads((llama / "config.json").read_text())["rope_parameters"]
-    tiny.edit_config(llama, rope_parameters=None, rope_theta=rope.pop("rope_theta"), rope_scaling=rope)
-    assert load_lib.read_config(llama, compute_dtype="float32") == expected
-
-    neox = shutil.copytree(path_of("gpt_neox"), tmp_path / "neox")
-    expected = load_lib.read_config(neox, compute_dtype="float32")
-    assert (expected.rotary_size, expected.rope_theta) == (2, 1000.0)
-    tiny.edit_config(neox, rope_parameters=None, rotary_pct=0.25, rotary_emb_base=1000)
-    assert load_lib.read_config(neox, compute_dtype="float32") == expected
-    tiny.edit_config(neox, rotary_pct=1.0)
-    assert load_lib.read_config(neox, compute_dtype="float32").rotary_size == 0
 
 
 @pytest.mark.parametrize(
