@@ -19,7 +19,7 @@ from tba_jax import trajectory
 from tba_jax.commands import command_line, existing_run, recipes
 from tba_jax.replay.log import LogWriter, registration
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.resident import REJECTIONS, validate_rows
+from tba_jax.replay.window import REJECTIONS, validate_rows
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places, privacy
 from tba_jax.storage.lease import EpochLease

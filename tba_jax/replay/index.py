@@ -13,14 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.replay import resident
-from tba_jax.replay.gaps import KINDS, Gap, KnownGaps
+from tba_jax.replay.ledger import KINDS, Gap, KnownGaps
 from tba_jax.replay.log import GIVEN
 from tba_jax.replay.near_duplicates import MergedResponses, NearByEdits, NearByEmbedding
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.resident import REJECTIONS, validate_rows
 from tba_jax.replay.success_counts import SuccessCounts
-from tba_jax.replay.window import Window
+from tba_jax.replay.window import REJECTIONS, Lost, Window, read_back, validate_rows
 from tba_jax.trajectory import Rows, RowShape, check_rows, response_mask
 
 # Why a resident row left: it was merged with an identical (or near) response, its query was full, the window was full.
@@ -144,7 +142,7 @@ class ReplayIndex(Window):
     def merge(self, *, before: int) -> bool:
         """Merges the rows that became visible before a step with older ones of their queries, where rows are merged late.
 
-        Returns whether there were such rows that had not been merged: the journal has a record of that (gaps.merging).
+        Returns whether there were such rows that had not been merged: the journal has a record of that (ledger.merging).
         """
         leaving = np.flatnonzero((self.arrival >= self._merged) & (self.visible_step < before) & self.rules.merges_late)
         for slot in leaving[np.argsort(self.arrival[leaving])].tolist():
@@ -175,7 +173,7 @@ class ReplayIndex(Window):
         return np.flatnonzero(reasons == 0)
 
     def skip(self, writer: str, start: int, stop: int, *, kind: str) -> None:
-        """Counts committed rows [start, stop) of a writer that do not come. kind: one of gaps.KINDS."""
+        """Counts committed rows [start, stop) of a writer that do not come. kind: one of ledger.KINDS."""
         self._open_writer(writer)
         self._counts[self._writer_number[writer]][kind] += stop - start
         self.totals["damaged"] += (stop - start) * (kind == "damaged")
@@ -264,7 +262,7 @@ class ReplayIndex(Window):
 
     def ledger(self) -> dict[str, dict[str, Any]]:
         """Per writer: seen, resident, evicted by rule, rejected by reason, evicted_untrained (by a capacity, never drawn); not
-        seen: gaps.KINDS.
+        seen: ledger.KINDS.
 
         seen = resident + evicted + rejected holds for every writer.
         """
@@ -331,8 +329,8 @@ class ReplayIndex(Window):
         numbers = np.array(state["queries"], np.int64)
         index._query_draws[numbers] = state["query_draws"]
         index._recent_draws[numbers] = state["recent_draws"]
-        lost = resident.Lost(known if known is not None else KnownGaps())
-        for there, rows in resident.read(state, reader, lost):
+        lost = Lost(known if known is not None else KnownGaps())
+        for there, rows in read_back(state, reader, lost):
             index._put_back(there, rows, own=np.array([reader.is_own(index.writers[n]) for n in there["writer"].tolist()], bool))
         for gap in lost.all:
             counts = index._counts[index._writer_number[gap.writer]]

@@ -2,7 +2,7 @@
 
     replay/writers/<writer>.json          schema and who writes; making this file claims the id
     replay/<writer>/<segment:06d>/        one database a segment, see `segment.py`
-    replay/expired.json                   segments that retention has removed, see `expiry.py`
+    replay/expired.json                   segments that retention has removed, see `segment.py`
 
 A writer id belongs to one process for ever, so rows are numbered without coordination and a row is named by
 (writer, row). Row r is in segment r // segment_rows, append (r % segment_rows) // rows_per_append.
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tba_jax.replay.segment import LogSchema, Segment, segment_name
-from tba_jax.storage import held_folders, layout, places
+from tba_jax.storage import file_systems, layout, places
 from tba_jax.storage.places import STORAGE_ERRORS, Place
 from tba_jax.trajectory import Rows, RowShape, check_rows
 
@@ -154,8 +154,8 @@ class LogWriter:
         """The writer's folder. tensorstore would make a workdir anew that was moved away meanwhile, so a local folder is held."""
         if self._held is None and isinstance(self._folder, Path):
             places.make_folder(self._folder, below=2)
-            self._held = held_folders.hold(self._folder)
-            weakref.finalize(self, held_folders.let_go, self._held)
+            self._held = file_systems.hold(self._folder)
+            weakref.finalize(self, file_systems.let_go, self._held)
         return self._held or self._folder
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.replay.expiry import RowsExpired
-from tba_jax.replay.segment import LogSchema, segment_name
+from tba_jax.replay.segment import LogSchema, RowsExpired, segment_name
 from tba_jax.replay.writers import REQUESTS_PER_MINUTE, Writers
 from tba_jax.run import processes
 from tba_jax.storage import places

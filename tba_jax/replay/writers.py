@@ -10,12 +10,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.replay import polling
-from tba_jax.replay.expiry import EXPIRED, expired_segments
 from tba_jax.replay.log import REGISTER, WRITER_NAME, registration
-from tba_jax.replay.segment import LogSchema, Segment, last_segment, manifest, segment_name, segments_in
+from tba_jax.replay.segment import (
+    EXPIRED,
+    LogSchema,
+    Segment,
+    expired_segments,
+    last_segment,
+    manifest,
+    segment_name,
+    segments_in,
+)
 from tba_jax.run import processes
-from tba_jax.storage import layout, places
+from tba_jax.storage import layout, places, polling
 from tba_jax.storage.places import STORAGE_ERRORS, Place
 from tba_jax.trajectory import RowShape
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from tba_jax import outputs
-from tba_jax.replay.expiry import RowsExpired
 from tba_jax.replay.reader import LogCorruption, LogReader
+from tba_jax.replay.segment import RowsExpired
 from tba_jax.reporting.rows import blocks, steps_of_rows
 from tba_jax.text.tokenizers import Tokenizer
 from tba_jax.trajectory import Rows, RowShape, response

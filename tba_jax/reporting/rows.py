@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from tba_jax.replay import journal
-from tba_jax.replay.expiry import RowsExpired
 from tba_jax.replay.reader import LogCorruption, LogReader, RowsPending
+from tba_jax.replay.segment import RowsExpired
 from tba_jax.storage.places import STORAGE_ERRORS
 from tba_jax.trajectory import Rows
 

@@ -25,7 +25,7 @@ import tensorstore as ts
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Params, Specs
 from tba_jax.run import processes
-from tba_jax.storage import best_step, held_folders, layout, places
+from tba_jax.storage import best_step, file_systems, layout, places
 from tba_jax.storage.places import Place
 
 COMMIT = "commit.json"
@@ -120,7 +120,7 @@ def _write(folder: Place, params: Params, info: SnapshotInfo, *, dtype: str, dur
     """Makes the files and arrays of a snapshot, and returns once all processes have written their shards."""
     for name, content in info.beside.items():
         places.write_bytes(folder / name, content)
-    with held_folders.holding(folder) as held:
+    with file_systems.holding(folder) as held:
         stores = _make_arrays(held, params, dtype=dtype, durable=durable)
         if others is not None:
             others.start(folder, info.step, durable=durable)
@@ -141,7 +141,7 @@ def _refuse_later_epoch(folder: Place, info: SnapshotInfo) -> None:
 def write_shards(folder: Place, params: Params, *, dtype: str, durable: bool) -> None:
     """Writes what this process holds of a snapshot whose arrays process 0 has made in `folder`. Args, Raises: as `save`."""
     try:
-        with held_folders.holding(folder) as held:
+        with file_systems.holding(folder) as held:
             _write_shards(_make_arrays(held, params, dtype=dtype, durable=durable, there=True), params)
     except places.STORAGE_ERRORS as error:
         raise OSError(f"snapshot {folder} could not be written: {error}") from error

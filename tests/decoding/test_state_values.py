@@ -15,7 +15,7 @@ from tba_jax.decoding import state_values
 from tba_jax.decoding.requests import Request
 from tba_jax.decoding.state_values import StateValues
 from tba_jax.experiment import jobs
-from tba_jax.replay.resident import REJECTIONS, validate_rows
+from tba_jax.replay.window import REJECTIONS, validate_rows
 from tba_jax.rewards.responses import response_texts, reward_texts
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.interface import EncodedQuery, Query, Scores

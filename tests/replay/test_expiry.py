@@ -2,8 +2,8 @@
 
 import pytest
 
-from tba_jax.replay.expiry import RowsExpired, expired_segments, mend, remove_segments
 from tba_jax.replay.reader import LogReader
+from tba_jax.replay.segment import RowsExpired, expired_segments, mend, remove_segments
 from tba_jax.storage import layout
 from tests.support.tiny_log import SHAPE, assert_rows, make_rows, writer
 

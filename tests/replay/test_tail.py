@@ -13,13 +13,13 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from tba_jax.replay import gaps, journal, ledger
-from tba_jax.replay.again import Again
-from tba_jax.replay.expiry import remove_segments
-from tba_jax.replay.gaps import Losses
+from tba_jax.replay import journal, ledger
 from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.journal import Again
+from tba_jax.replay.ledger import Losses
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
+from tba_jax.replay.segment import remove_segments
 from tba_jax.replay.tail import Tail
 from tba_jax.trajectory import RowShape
 from tests.support.tiny_log import integrate_again
@@ -103,7 +103,7 @@ class FollowedLog(RuleBasedStateMachine):
             self.tail.poll()
         records, self.lost = [*self.lost, *self.tail.integrate(self.live, step=len(self.lines))], []
         if self.live.merge(before=(oldest := self.live.recent_since(2))):
-            records.append(gaps.merging(oldest))
+            records.append(ledger.merging(oldest))
         drawn = np.flatnonzero(self.live.slot_query >= 0)[:: 1 + len(self.lines) % 5]
         self.live.mark_drawn(drawn)
         told = {"visible": records, "ids": self.live.ids(drawn), "rows": self.live.gather(drawn)}
@@ -143,7 +143,7 @@ class FollowedLog(RuleBasedStateMachine):
         state = json.loads(json.dumps(self.live.state()))
         self.live, lost = ReplayIndex.restore(state, LogReader(self.folder, SHAPE, patience_seconds=0))
         if lost:
-            self.lost.append(gaps.loss(lost, since=len(self.lines)))
+            self.lost.append(ledger.loss(lost, since=len(self.lines)))
         self.follow()
 
     @invariant()

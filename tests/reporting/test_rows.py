@@ -5,8 +5,8 @@ import json
 import numpy as np
 
 from tba_jax.replay import journal
-from tba_jax.replay.expiry import remove_segments
 from tba_jax.replay.reader import LogReader
+from tba_jax.replay.segment import remove_segments
 from tba_jax.reporting import rows as rows_lib
 from tba_jax.reporting.rows import RowTable
 from tests.support.tiny_log import SHAPE, make_rows, writer

@@ -12,14 +12,13 @@ import pytest
 from tba_jax import main
 from tba_jax.commands import audit, command_line, show
 from tba_jax.experiment import jobs, training
-from tba_jax.replay.expiry import RowsExpired, remove_segments
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import registration
 from tba_jax.replay.reader import LogCorruption, LogReader
-from tba_jax.replay.segment import manifest
+from tba_jax.replay.segment import RowsExpired, manifest, remove_segments
 from tba_jax.replay.tail import Tail
 from tba_jax.roles.trainer.publishing import Publisher
-from tba_jax.storage import layout, places, requests, snapshots
+from tba_jax.storage import layout, places, polling, snapshots
 from tba_jax.storage.damaged_snapshots import DamagedSnapshots
 from tba_jax.storage.snapshots import SnapshotInfo
 from tests.support import moto_server, tiny_run
@@ -185,12 +184,12 @@ def test_a_store_that_is_not_there_is_named(s3, tmp_path, monkeypatch, capsys):
 
 def test_requests_are_counted(s3, tmp_path):
     root = places.place(bucket())
-    rate, before = requests.RequestRate([tmp_path, root]), requests.sent()
+    rate, before = polling.RequestRate([tmp_path, root]), polling.sent()
     for number in range(3):
         places.write_bytes(root / str(number), b"x")
     places.read_bytes(root / "1")
     assert places.names_in(root) == ["0", "1", "2"]
-    assert requests.sent() - before == 5
+    assert polling.sent() - before == 5
     time.sleep(0.1)
     (found,) = rate.scalars().values()
     assert 0 < found < 5 * 60 / 0.1

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.replay.again import Again
-from tba_jax.replay.gaps import Gap, Losses
 from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.journal import Again
+from tba_jax.replay.ledger import Gap, Losses
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.storage import places

@@ -1,7 +1,8 @@
-"""Publishes snapshots of the policy when they are due, only while the trainer holds its lease."""
+"""What a trainer shows and keeps while it holds its lease: snapshots of the policy, and checkpoints of state and replay index."""
 
 import concurrent.futures
 import functools
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,10 +12,14 @@ import jax
 from tba_jax import sharding
 from tba_jax.models.parameters import Params
 from tba_jax.roles.process_group import Alone, Group, Member
+from tba_jax.roles.trainer.buffer import ReplayBuffer, SegmentExpiry
 from tba_jax.storage import best_step, layout, snapshots
+from tba_jax.storage.checkpoints import Checkpoints
 from tba_jax.storage.lease import EpochLease
 from tba_jax.storage.places import Place
 from tba_jax.storage.snapshots import SnapshotInfo
+
+log = logging.getLogger(__name__)
 
 
 class FollowersShards:
@@ -228,3 +233,56 @@ class Publishing:
 
     def close(self) -> None:
         self._publisher.close()
+
+
+class Checkpointing:
+    """Writes checkpoints under the trainer's epoch. Attributes: stored: the checkpoints of the run."""
+
+    def __init__(self, config: Any, run: layout.RunDir, lease: EpochLease, buffer: ReplayBuffer, group: Group):
+        self._group = group
+        self._lease, self._buffer = lease, buffer
+        self._every_steps, self._final_step = config.checkpoint.every_steps, config.learner.steps
+        self.stored = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
+        self._expiry = SegmentExpiry(run.replay, buffer) if config.replay.retention == "checkpoints" else None
+        # The step of the newest checkpoint that this process wrote or restored.
+        self._newest_step = -1
+
+    def is_due(self, step: int) -> bool:
+        return step % self._every_steps == 0 or step == self._final_step
+
+    def save(self, trees: Mapping[str, Any], step: int) -> None:
+        """Starts an asynchronous checkpoint of `trees` and the replay buffer, unless this step has one. Raises StaleEpoch."""
+        if self._newest_step == step:
+            return
+        self._lease.check()
+        self._newest_step = step
+        if self.stored.folder_of(step).exists():
+            self.set_aside(step, "a trainer that had been replaced wrote it meanwhile")
+        if self._expiry is not None:
+            self.stored.wait()
+            self._expiry.remove_unneeded(self.stored.steps())
+            self._expiry.note(step)
+        self._group.call("checkpoint", step=step)
+        self.stored.save(trees, {"epoch": self._lease.epoch, **self._buffer.state()}, step=step)
+
+    def set_aside(self, step: int, reason: str) -> None:
+        """See Checkpoints.set_aside; says so. Args: reason: why it does not count, in part of a sentence."""
+        folder = self.stored.folder_of(step)
+        aside = self.stored.set_aside(step)
+        log.warning(
+            "checkpoint %s is set aside: %s. It is in %s, which goes when a trainer starts and finds checkpoint.keep newer ones",
+            *(folder, reason, aside.name),
+        )
+
+    def take(self, step: int, host: Mapping[str, Any]) -> None:
+        """Goes on from the replay buffer in the checkpoint of a step. Args: host: see Checkpoints.restore."""
+        self._buffer.restore(host, step=step)
+        if self._expiry is not None:
+            self._expiry.note(step)
+        self._newest_step = step
+
+    def close(self) -> None:
+        """Returns when the last checkpoint is on disk."""
+        self.stored.close()
+        if self._expiry is not None:
+            self._expiry.close()

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
-from tba_jax.replay import expiry, journal
+from tba_jax.replay import journal, segment
 from tba_jax.replay.log import REGISTER
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.roles.trainer.update_program import UpdateProgram
@@ -38,7 +38,7 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     run = trainer.run
     trainer.lease.check()  # 1
     sweep(run, keep=trainer.config.checkpoint.keep)
-    expiry.mend(run.replay)
+    segment.mend_expired(run.replay)
     checkpoint = trainer.checkpoints.stored.latest_step()
     lineage = journal.read_lineage(run.journal, after=checkpoint or 0, must_exist=True)
     if checkpoint is None and not lineage.last:
@@ -168,7 +168,7 @@ def _obstacle(trainer: Trainer, older: Sequence[int]) -> str:
     run = trainer.run
     if older:
         return ""
-    if trainer.config.replay.retention == "checkpoints" and any(expiry.expired_segments(run.replay).values()):
+    if trainer.config.replay.retention == "checkpoints" and any(segment.expired_segments(run.replay).values()):
         return "replay.retention=checkpoints has removed rows that its first steps need; restore the folder"
     return ""
 

@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,19 +19,20 @@ from tba_jax.replay import journal, ledger
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.roles.process_group import Alone, Group
 from tba_jax.roles.trainer import logprob_gap
-from tba_jax.roles.trainer.account import TrainerAccount
 from tba_jax.roles.trainer.buffer import ReplayBuffer
-from tba_jax.roles.trainer.checkpointing import Checkpointing
 from tba_jax.roles.trainer.logprob_gap import LogprobGap, SnapshotScores
-from tba_jax.roles.trainer.publishing import Publishing
+from tba_jax.roles.trainer.publishing import Checkpointing, Publishing
 from tba_jax.roles.trainer.refusals import BehaviorCheck, Refusals
 from tba_jax.roles.trainer.update_program import Placed, UpdateProgram
 from tba_jax.storage import contract as contract_lib
-from tba_jax.storage import grants, layout, places
+from tba_jax.storage import layout, places
 from tba_jax.storage.lease import EpochLease
-from tba_jax.telemetry.record import Record
+from tba_jax.telemetry.record import Record, TimeAccount
 
 log = logging.getLogger(__name__)
+
+# Time between two updates that has a share of its own and is no delay of the trainer's making.
+_LEFT_OUT = ("wait_rows", "compile", "publish", "checkpoint", "logprob_gap")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,62 @@ class _Due:
     checkpoint: bool
     compare: bool
     settle: bool
+
+
+class TrainerAccount(TimeAccount):
+    """A time account that also adds up the time from the end of an update to the dispatch of the next one, without _LEFT_OUT. An
+    update that ends while the host is at work counts as done from when the host last saw it under way."""
+
+    def __init__(self, record: Record | None = None) -> None:
+        super().__init__(record)
+        # Tells whether the update that the devices compute is done; None: they compute none.
+        self._is_done: Callable[[], bool] | None = None
+        self._seen_under_way = 0.0
+        # Since when the devices are idle, and the seconds since then that are left out.
+        self._idle_since, self._left_out = time.monotonic(), 0.0
+        self._waited = 0.0
+
+    def restart(self) -> None:
+        super().restart()
+        self._idle_since, self._left_out, self._waited = time.monotonic(), 0.0, 0.0
+
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            with super().measure(name):
+                yield
+        finally:
+            self.look()
+            if name in _LEFT_OUT and self._is_done is None:
+                self._left_out += time.monotonic() - begin
+
+    def is_dispatched(self, is_done: Callable[[], bool]) -> None:
+        """The devices have the next update. Args: is_done: tells whether it is done, at once."""
+        now = time.monotonic()
+        self._waited += max(0.0, now - self._idle_since - self._left_out)
+        self._is_done, self._seen_under_way = is_done, now
+
+    def look(self) -> None:
+        """Looks whether the update is done, if there is one under way."""
+        if self._is_done is None:
+            return
+        if self._is_done():
+            self._is_idle_since(self._seen_under_way)
+        else:
+            self._seen_under_way = time.monotonic()
+
+    def is_done_now(self) -> None:
+        """The host waited for the update, which has just ended. Does nothing where it was seen to be done before."""
+        if self._is_done is not None:
+            self._is_idle_since(time.monotonic())
+
+    def _is_idle_since(self, moment: float) -> None:
+        self._is_done, self._idle_since, self._left_out = None, moment, 0.0
+
+    def shares(self) -> dict[str, float]:
+        """As of TimeAccount, and `devices_wait_for_host`: the share in which the devices wait for the trainer's own host work."""
+        return super().shares() | {"devices_wait_for_host": self._waited / self.total()}
 
 
 class Trainer:
@@ -303,7 +361,7 @@ class Trainer:
     def grant(self) -> None:
         """Lets searchers go on that wait for a newer snapshot."""
         self.lease.check()
-        grants.give(self.run, step=self.step_number)
+        layout.give_grant(self.run, step=self.step_number)
 
     def flush_snapshot(self) -> None:
         """Returns when the last published snapshot is visible: a one-process run reads it next."""

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tba_jax.roles.trainer.account import TrainerAccount
+from tba_jax.roles.trainer.trainer import TrainerAccount
 
 # What the host does, (what, seconds or when the update ends), and the seconds in which the devices waited of all of them.
 # "done": the host waited for the update; "looks": it looks whether that is done; another word: time that is measured as such.

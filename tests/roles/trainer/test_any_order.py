@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from tba_jax.commands import audit
-from tba_jax.replay import expiry, journal, ledger
+from tba_jax.replay import journal, ledger, segment
 from tba_jax.replay.reader import LogReader
 from tba_jax.roles.trainer import buffer
 from tba_jax.roles.trainer.buffer import ReplayBuffer
@@ -129,7 +129,7 @@ class KilledRun(RuleBasedStateMachine):
         self.lost: Path | None = None
         self.trainer: Any = None
         self.stack = contextlib.ExitStack()
-        layout.write_json(self.folder / "run" / "replay" / expiry.EXPIRED, {"expired": {}, "removing": {}})
+        layout.write_json(self.folder / "run" / "replay" / segment.EXPIRED, {"expired": {}, "removing": {}})
         self.resume(window=0)
 
     def compare(self) -> None:

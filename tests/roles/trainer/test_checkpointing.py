@@ -3,11 +3,11 @@
 import shutil
 
 import pytest
+from tba_jax.roles.trainer.checkpointing import Need
 
 from tba_jax.commands import audit
 from tba_jax.experiment import jobs
 from tba_jax.roles.trainer import checkpointing
-from tba_jax.roles.trainer.checkpointing import Need
 from tba_jax.storage import layout, snapshots
 from tests.support import frozen_runs, tiny_run
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tba_jax.experiment import jobs
-from tba_jax.replay import expiry, journal
+from tba_jax.replay import journal, segment
 from tba_jax.replay.log import REGISTER
 from tba_jax.roles.trainer import resume
 from tba_jax.storage import layout, places, snapshots
@@ -188,7 +188,7 @@ def test_the_reference_is_no_way_back_where_rows_have_been_removed(copied):
     s = copied(replay__retention="checkpoints")
     shutil.rmtree(checkpoint(s, 3))
     damage(s, 6, "state/manifest.ocdbt")
-    layout.write_json(s.run.replay / expiry.EXPIRED, {"expired": {"frozen": [0]}, "removing": {}})
+    layout.write_json(s.run.replay / segment.EXPIRED, {"expired": {"frozen": [0]}, "removing": {}})
     for _ in range(2):
         refused(s, r"00000006 cannot be used: it is damaged .*replay.retention=checkpoints has removed rows")
     assert layout.steps_in(s.run.checkpoints) == [6]

@@ -8,7 +8,7 @@ import pytest
 
 from tba_jax.experiment import training
 from tba_jax.roles.trainer.buffer import ReplayBuffer
-from tba_jax.roles.trainer.checkpointing import Checkpointing
+from tba_jax.roles.trainer.publishing import Checkpointing
 from tba_jax.roles.trainer.refusals import Refusals
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.roles.trainer.update_program import UpdateProgram
