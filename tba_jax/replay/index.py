@@ -78,7 +78,7 @@ class ReplayIndex(Window):
         super().__init__(shape, self.rules.capacity)
         self.shape, self.vocab_size, self.reference_id = shape, vocab_size, reference_id
         self.heads: dict[str, int] = {}
-        self._next_arrival = 0
+        self.arrivals = 0  # how many valid rows have come, resident or not
         self.success_counts = SuccessCounts(decay=success_decay)
         self._responses, self._merged = MergedResponses(self.rules.near(shape, vocab_size)), 0  # rows that came before have been
         # Per writer, in the order of `writers`.
@@ -88,11 +88,6 @@ class ReplayIndex(Window):
         self.totals: collections.Counter[str] = collections.Counter()
         # (writer, reason) -> the first row that was rejected since this object was made: for reports, not part of the state.
         self.rejected_first: dict[tuple[str, str], int] = {}
-
-    @property
-    def arrivals(self) -> int:
-        """How many valid rows have come, resident or not."""
-        return self._next_arrival
 
     def add(self, writer: str, rows: Rows, *, step: int, own: bool = True, rows_per_append: int = 1) -> None:
         """Integrates rows of one writer's log, in order, as visible from trainer step `step` on.
@@ -109,9 +104,12 @@ class ReplayIndex(Window):
         count = check_rows(rows, self.shape)
         if not count:
             return
-        end = _end(writer, rows["row"], head=self.heads.get(writer, 0))
+        first, head = int(rows["row"][0]), self.heads.get(writer, 0)
+        if first < head or not np.array_equal(rows["row"], np.arange(first, first + count)):
+            told = f"rows {first} to {rows['row'][-1]} ({count}) of writer {writer}"
+            raise ValueError(f"{told} must be consecutive and not below row {head}")
         self._open_writer(writer)
-        self.heads[writer] = end
+        self.heads[writer] = first + count
         number = self._writer_number[writer]
         counts = self._counts[number]
         counts["seen"] += count
@@ -120,8 +118,8 @@ class ReplayIndex(Window):
         if not len(valid := self._valid(writer, rows, counts)):
             return
         row_steps = _row_steps(rows) if own else np.zeros(count, np.int64)
-        arrivals = range(self._next_arrival, self._next_arrival + len(valid))
-        self._next_arrival = arrivals.stop
+        arrivals = range(self.arrivals, self.arrivals + len(valid))
+        self.arrivals = arrivals.stop
         query_ids = rows["query_id"].tolist()
         if own and not writer.startswith(GIVEN):  # sampled by the policy of this run
             sampled = (rows[name][valid].tolist() for name in ("row", "query_id", "reward"))
@@ -289,7 +287,7 @@ class ReplayIndex(Window):
             "writers": self.writers.copy(),
             "heads": self.heads.copy(),
             "counts": [{name: int(count) for name, count in counts.items()} for counts in self._counts],
-            "next_arrival": self._next_arrival,
+            "next_arrival": self.arrivals,
             "merged": self._merged,
             "round": self._round,
             "success_counts": self.success_counts.state(),
@@ -324,7 +322,7 @@ class ReplayIndex(Window):
         index.writers, index.heads = list(state["writers"]), dict(state["heads"])
         index._writer_number = {writer: number for number, writer in enumerate(index.writers)}
         index._counts = [collections.Counter(counts) for counts in state["counts"]]
-        index._next_arrival, index._round, index._merged = state["next_arrival"], state["round"], state["merged"]
+        index.arrivals, index._round, index._merged = state["next_arrival"], state["round"], state["merged"]
         index.success_counts = SuccessCounts.restore(state["success_counts"])
         numbers = np.array(state["queries"], np.int64)
         index._query_draws[numbers] = state["query_draws"]
@@ -363,14 +361,6 @@ class ReplayIndex(Window):
             self._enter(slot, query_ids[i], self._counts[there["writer"][i]])
             if self.rules.merge_duplicates and (not self.rules.merges_late or there["arrival"][i] < self._merged):
                 self._responses.put(slot, query_ids[i], rows, i)
-
-
-def _end(writer: str, rows: np.ndarray, *, head: int) -> int:
-    """The row number after `rows`. Raises ValueError where they are not consecutive, or begin below `head`."""
-    first, count = int(rows[0]), len(rows)
-    if first < head or not np.array_equal(rows, np.arange(first, first + count)):
-        raise ValueError(f"rows {first} to {rows[-1]} ({count}) of writer {writer} must be consecutive and not below row {head}")
-    return first + count
 
 
 def _row_steps(rows: Rows) -> np.ndarray:

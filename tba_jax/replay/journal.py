@@ -284,15 +284,8 @@ def _lines_from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 def _line_number(file: BinaryIO, at: int) -> int:
     """The number of the line that begins at a byte, from 1."""
-    number = 1
     file.seek(0)
-    while at and (block := file.read(min(at, _BLOCK))):
-        number, at = number + block.count(b"\n"), at - len(block)
-    return number
-
-
-class RowsLost(ValueError):
-    """A row that a journalled step drew cannot be read any more."""
+    return 1 + file.read(at).count(b"\n")
 
 
 class Again:
@@ -312,7 +305,7 @@ class Again:
         """Integrates what a line tells of. Returns the slots of its batch, int64[B].
 
         Raises:
-          RowsLost: a row of the batch cannot be read any more; names it. ValueError: it is not resident although it can be read.
+          ValueError: a row of the batch cannot be read any more, or is not resident although it can be read; names it.
           RowsPending: storage does not answer.
         """
         self._lose_what_was_lost(line["step"] - 1)
@@ -355,7 +348,7 @@ def _not_resident(reader: LogReader, line: Mapping[str, Any], slots: np.ndarray)
     try:
         reader.read_ids([(writer, row)])
     except (ValueError, RowsPending) as error:
-        return RowsLost(
+        return ValueError(
             f"step {line['step']} drew row {writer}:{row}, which cannot be read any more: {error}. Restore it, or begin a new "
             "run from a snapshot (--init_from=RUN@STEP)"
         )

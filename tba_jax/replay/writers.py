@@ -4,7 +4,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import heapq
-import itertools
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -161,17 +160,14 @@ class Writers:
         left = (self._allowance.left() + 1) // 2
         while self._due and self._due[0][0] <= now:
             at, writer = self._due[0]
-            followed = self._followed[writer]
-            if at != followed.due:
-                heapq.heappop(self._due)
-                continue
-            if isinstance(followed.folder, places.Bucket):
+            is_current = at == self._followed[writer].due
+            if is_current and isinstance(self._followed[writer].folder, places.Bucket):
                 if left < 1:
                     break
                 left -= 1
                 self._allowance.spend(1)
             heapq.heappop(self._due)
-            taken.append(writer)
+            taken += [writer] * is_current
         for writer in taken:
             self._schedule(writer, polling.pause_seconds(now - self._followed[writer].news))
         return taken
@@ -200,10 +196,6 @@ class Writers:
     def segment_rows(self, writer: str) -> int | None:
         """Rows in a segment of a writer's log; None where it is not followed right now (`problems` may say why)."""
         return self.schema(writer).segment_rows if writer in self._followed else None
-
-    def is_damaged(self, writer: str) -> bool:
-        """Whether a writer is not followed because its registration cannot be used."""
-        return any(root.place / REGISTER / f"{writer}.json" in self._refused for root in self._roots.values())
 
     def kept(self, writer: str) -> list[range]:
         """Committed rows of a followed writer that retention has left, ascending; no two ranges touch."""
@@ -254,7 +246,10 @@ class Writers:
         for name, found in zip(new, opened, strict=True):
             writer = name.removesuffix(".json")
             if isinstance(found, _Followed) and writer not in self._followed:
-                self._follow(writer, found, quiet=_quiet_seconds(found) if root.is_new else 0.0)
+                quiet = _quiet_seconds(found) if root.is_new else 0.0  # most writers that are there at the start have ended
+                found.news = time.monotonic() - quiet
+                self._followed[writer] = found
+                self._schedule(writer, polling.pause_seconds(quiet))
                 root.followed.add(name)
                 if found.rows:
                     self._moved.add(writer)
@@ -277,12 +272,6 @@ class Writers:
                 if not name.startswith(".")
             }
         return begun
-
-    def _follow(self, writer: str, found: _Followed, *, quiet: float) -> None:
-        """Args: quiet: seconds since the last news, as far as is known. Most writers that are there at the start have ended."""
-        found.news = time.monotonic() - quiet
-        self._followed[writer] = found
-        self._schedule(writer, polling.pause_seconds(quiet))
 
     def _open(self, root: _Root, name: str) -> _Followed | Exception:
         """The log of a registration, or why it is not followed. An OSError may pass."""
@@ -317,7 +306,10 @@ class Writers:
                 if isinstance(version, OSError):
                     full += [writer] * self._note_head_error(writer, version)
                 elif version is not None:
-                    segment = self._segment_of_news(writer)
+                    followed = self._followed[writer]
+                    if followed.rows == followed.stop:
+                        followed.go_to(followed.segment + 1)
+                    segment = self._segment(writer, followed.segment)
                     reads[writer] = version, segment, segment.start_head()
                 elif writer not in versions:  # no news, or the next segment is not there yet
                     self._head_errors.pop(writer, None)
@@ -353,12 +345,6 @@ class Writers:
                 found[writer] = manifest(followed.folder, followed.segment + 1), b""
         return found
 
-    def _segment_of_news(self, writer: str) -> Segment:
-        followed = self._followed[writer]
-        if followed.rows == followed.stop:
-            followed.go_to(followed.segment + 1)
-        return self._segment(writer, followed.segment)
-
     def _finish_head(self, writer: str, version: bytes, segment: Segment, read: Any) -> bool:
         """Takes up a segment's head. Returns whether the segment is full, so that the next may be there."""
         followed = self._followed[writer]
@@ -389,11 +375,6 @@ class Writers:
                 self._segments.popitem(last=False)
         self._segments.move_to_end(key)
         return self._segments[key]
-
-    def _next_kept(self, writer: str, segment: int) -> int:
-        """The first segment from `segment` on that retention has not removed."""
-        gone = self._gone(writer)
-        return next(number for number in itertools.count(segment) if number not in gone)
 
 
 def _quiet_seconds(followed: _Followed) -> float:

@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -153,24 +152,16 @@ def _leave_out(trainer: Trainer, step: int, reason: str) -> NoReturn:
     Args: reason: why it does not count.
     """
     run, older = trainer.run, trainer.checkpoints.stored.steps()[:-1]
-    if obstacle := _obstacle(trainer, older):
+    removes = trainer.config.replay.retention == "checkpoints"
+    if not older and removes and any(segment.expired_segments(run.replay).values()):
         raise ValueError(
             f"checkpoint {run.checkpoints / layout.step_name(step)} cannot be used: {reason}. The run cannot go on without it: "
-            f"{obstacle}, or begin a new run from a snapshot (--init_from={run.shared}@STEP)"
+            "replay.retention=checkpoints has removed rows that its first steps need; restore the folder, or begin a new run "
+            f"from a snapshot (--init_from={run.shared}@STEP)"
         )
     there = f"its checkpoint of step {older[-1]}" if older else "its reference policy"
     trainer.checkpoints.set_aside(step, f"{reason}; the run goes on from {there} and its journal")
     raise CheckpointLeftOut(reason)
-
-
-def _obstacle(trainer: Trainer, older: Sequence[int]) -> str:
-    """Why there is no way on without a checkpoint, and what is to be done; "" where there is one. Args: older: the others."""
-    run = trainer.run
-    if older:
-        return ""
-    if trainer.config.replay.retention == "checkpoints" and any(segment.expired_segments(run.replay).values()):
-        return "replay.retention=checkpoints has removed rows that its first steps need; restore the folder"
-    return ""
 
 
 def load_reference(policy: Policy, program: UpdateProgram, run: layout.RunDir, reference_id: str) -> Params:

@@ -46,22 +46,6 @@ class _Drawn:
     provenance: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Due:
-    """What follows the update of a step.
-
-    prepare: the next batch is prepared while the devices compute; not before a checkpoint or the end of the run, which show the
-      replay index as it is after this step.
-    compare: log-probs of sampler and learner are compared. settle: the measurements of this step wait for that.
-    """
-
-    prepare: bool
-    publish: bool
-    checkpoint: bool
-    compare: bool
-    settle: bool
-
-
 class TrainerAccount(TimeAccount):
     """A time account that also adds up the time from the end of an update to the dispatch of the next one, without _LEFT_OUT. An
     update that ends while the host is at work counts as done from when the host last saw it under way."""
@@ -199,11 +183,11 @@ class Trainer:
 
         Order of a step:
           1. the batch: prepared beside the last update, or drawn and transferred now
-          2. what follows the update is decided
-          3. the update is dispatched, its rows count as drawn, and its line goes to the journal's thread
-          4. while the devices compute: `beside`, and the next batch is prepared
-          5. the result comes: the update is finite and its line is durable, or the run stops and the next batch is dropped
-          6. what is due follows: a snapshot, a checkpoint, a comparison of log-probs
+          2. the update is dispatched, its rows count as drawn, and its line goes to the journal's thread
+          3. while the devices compute: `beside`, and the next batch is prepared; not before a checkpoint or the end of the run,
+             which show the replay index as it is after this step
+          4. the result comes: the update is finite and its line is durable, or the run stops and the next batch is dropped
+          5. what is due follows: a snapshot, a checkpoint, a comparison of log-probs
 
         Args: ahead: whether the next batch may be prepared while the devices compute. beside: host work for that time.
 
@@ -215,38 +199,27 @@ class Trainer:
         if drawn is None:
             return None
         step = self.step_number + 1
-        due = self._due(step, ahead=ahead)  # 2
+        ahead &= step < self.config.learner.steps
         with self.account.measure("update"):
-            measurements = self._dispatch(drawn)  # 3
+            measurements = self._dispatch(drawn)  # 2
         with self.account.measure("journal"):
             self.lease.check()
             # The line becomes durable while the devices compute: nothing shows the update's result before it is.
             durable = self._submit_line(drawn)
             # These counts are of the rows that the journal names up to this step, so a resume publishes the same ones; after a
             # stop it also counts what had come by then.
-            beside_policy = self.buffer.beside_policy() if due.publish else {}
+            beside_policy = self.buffer.beside_policy() if self.publishing.is_due(step) else {}
         try:
-            beside()  # 4
-            prepared = self._draw(step) if due.prepare else None
+            beside()  # 3
+            prepared = self._draw(step) if ahead and not self.checkpoints.is_due(step) else None
             with self.account.measure("update"):
-                measurements = self._take_result(drawn, measurements)  # 5
+                measurements = self._take_result(drawn, measurements)  # 4
         finally:
             with self.account.measure("journal"):
                 durable.result()
         self._next = prepared
-        self._follow_up(due, beside_policy)  # 6
+        self._follow_up(beside_policy, settle=not ahead)  # 5
         return measurements | drawn.provenance | self._last_gap
-
-    def _due(self, step: int, *, ahead: bool) -> _Due:
-        last, checkpoint = step >= self.config.learner.steps, self.checkpoints.is_due(step)
-        every = self.config.learner.logprob_gap_every_steps
-        return _Due(
-            prepare=ahead and not checkpoint and not last,
-            publish=self.publishing.is_due(step),
-            checkpoint=checkpoint,
-            compare=bool(every) and step % every == 0,
-            settle=not ahead or last,
-        )
 
     def _draw(self, step: int) -> _Drawn | None:
         """Draws the batch of the update after `step` updates and starts its transfer; None where there are not enough rows.
@@ -327,18 +300,20 @@ class Trainer:
         self.program.move_reference(self.step_number)
         return measurements
 
-    def _follow_up(self, due: _Due, beside_policy: Mapping[str, bytes]) -> None:
-        """Does what is due after a step. Args: beside_policy: files of a snapshot, see ReplayBuffer.beside_policy."""
-        if due.publish:
+    def _follow_up(self, beside_policy: Mapping[str, bytes], *, settle: bool) -> None:
+        """Does what is due after a step. Args: beside_policy: files of a snapshot, see ReplayBuffer.beside_policy.
+        settle: whether the measurements of this step wait for the comparison of log-probs."""
+        step, every = self.step_number, self.config.learner.logprob_gap_every_steps
+        if self.publishing.is_due(step):
             with self.account.measure("publish"):
-                self.publishing.publish(self.program.policy_params, self.step_number, beside_policy)
-        if due.checkpoint:
+                self.publishing.publish(self.program.policy_params, step, beside_policy)
+        if self.checkpoints.is_due(step):
             with self.account.measure("checkpoint"):
                 self.save_checkpoint()
         with self.account.measure("logprob_gap"):
-            if due.compare:
+            if every and step % every == 0:
                 self._gap.begin(self.index, self.buffer.sampled_here())
-            if (gap := self._gap.take(self.program.frozen, wait=due.settle)) is not None:
+            if (gap := self._gap.take(self.program.frozen, wait=settle)) is not None:
                 self._last_gap = gap
 
     def publish_unless_there(self) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.segment import RowsExpired, expired_segments, mend, remove_segments
+from tba_jax.replay.segment import RowsExpired, expired_segments, mend_expired, remove_segments
 from tba_jax.storage import layout
 from tests.support.tiny_log import SHAPE, assert_rows, make_rows, writer
 
@@ -49,8 +49,8 @@ def test_a_torn_file_of_names_is_written_again_from_what_is_there(tmp_path, cont
         ValueError, match=r"expired\.json is not valid JSON.*the run's trainer writes it again when it is started"
     ):
         expired_segments(tmp_path)
-    mend(tmp_path)
+    mend_expired(tmp_path)
     assert layout.read_json(tmp_path / "expired.json") == names
     before = (tmp_path / "expired.json").stat().st_mtime_ns
-    mend(tmp_path)
+    mend_expired(tmp_path)
     assert (tmp_path / "expired.json").stat().st_mtime_ns == before
