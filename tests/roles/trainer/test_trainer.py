@@ -1,6 +1,8 @@
 """One step after another: compiled once, prepared beside the update before it, shown once it is durable, by one trainer."""
 
+import contextlib
 import threading
+import time
 import weakref
 
 import jax
@@ -10,7 +12,7 @@ from tba_jax.experiment import training
 from tba_jax.roles.trainer.buffer import ReplayBuffer
 from tba_jax.roles.trainer.publishing import Checkpointing
 from tba_jax.roles.trainer.refusals import Refusals
-from tba_jax.roles.trainer.trainer import Trainer
+from tba_jax.roles.trainer.trainer import Trainer, TrainerAccount
 from tba_jax.roles.trainer.update_program import UpdateProgram
 from tba_jax.storage.lease import LeaseHeld
 from tests.support import frozen_runs
@@ -41,19 +43,6 @@ def test_the_update_is_compiled_while_rows_are_awaited_and_once_for_a_shape(tmp_
             # How long the rows are that the frozen searcher drew is chance, and so is what their update has for a shape.
             assert len(plans) == 1 + steps
             assert updates_compiled() == len({(plan.sequences, plan.whole_groups) for plan in plans})
-
-
-def test_rows_that_are_not_valid_are_told_by_writer_and_row(tmp_path, caplog, frozen):
-    s = frozen(tmp_path / "run", batches=2)
-    frozen_runs.append_changed(s, "bad-1", tokens=((2, 0), 9999))
-    with frozen_runs.trainer(s) as trainer:
-        trainer.poll()
-        assert trainer.step() is not None
-        for _ in range(2):
-            trainer.report_problems()
-    (sentence,) = [record.message for record in caplog.records if "bad-1" in record.message]
-    assert sentence.startswith("replay log of writer bad-1: row 2 is not valid (a token, padding included, is not below ")
-    assert sentence.endswith(" 17 ids), it and others like it are left out and counted")
 
 
 def test_the_next_batch_is_prepared_and_the_last_point_written_while_the_devices_compute(tmp_path, frozen, monkeypatch):
@@ -102,3 +91,32 @@ def test_the_next_batch_is_prepared_and_the_last_point_written_while_the_devices
     assert order == ["draw", *4 * ahead, "dispatch", "beside", "result", "checkpoint", "draw", "dispatch", "result"]
     # To let go of arrays takes time in which the devices would be idle: it is done once they have the next update.
     assert alive[:3] == [[], [True], [False, True]]
+
+
+def test_devices_wait_from_the_end_of_an_update_to_the_next_dispatch_but_not_for_rows_snapshots_or_compiling(monkeypatch):
+    """Where an update ends beside host work, from when it was last seen under way."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    account = TrainerAccount()
+
+    def passes(seconds: float, name: str = "") -> None:
+        with account.measure(name) if name else contextlib.nullcontext():
+            now[0] += seconds
+
+    def dispatch(seconds: float) -> None:
+        account.is_dispatched(lambda end=now[0] + seconds: now[0] >= end)
+
+    passes(5)
+    account.restart()
+    dispatch(3)
+    passes(3)
+    account.is_done_now()
+    for name, seconds in {"publish": 3, "draw": 0.5, "wait_rows": 2, "compile": 4}.items():
+        passes(seconds, name)
+    dispatch(2.5)
+    for name, seconds in {"integrate": 2, "journal": 1}.items():  # seen under way at the end of the first
+        passes(seconds, name)
+    account.is_done_now()
+    dispatch(9)
+    passes(0.5)
+    assert account.shares()["devices_wait_for_host"] == pytest.approx((0.5 + 1) / 16)
