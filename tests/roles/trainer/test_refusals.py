@@ -87,7 +87,7 @@ def test_a_row_is_refused_where_its_behaviour_is_read_and_is_truncated_or_of_a_f
     check = BehaviorCheck(tiny_run.config(learner__objective="a_star_po").learner)
     if name == "temperature":
         check(rows, IDS)
-        with pytest.raises(processes.BadInput, match="a_star_po reads π_behaviour .* row given-0:3, a response of"):
+        with pytest.raises(processes.BadInput, match=r"a_star_po reads π_behaviour .* row given-0:3, a response of"):
             check(rows, [*IDS[:3], ("given-0", 3)])
         return
     with pytest.raises(processes.BadInput, match=rf"a_star_po needs .* row a:2 was drawn with .*{name}={value}"):
