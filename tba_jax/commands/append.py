@@ -90,7 +90,7 @@ def append(workdir: Path, source: str, *, unfit: str, settings: existing_run.Sou
 
 
 def _check_objective(experiment: "Experiment") -> None:
-    from tba_jax.roles.trainer.refusals import behavior_reader
+    from tba_jax.roles.trainer.buffer import behavior_reader
 
     if reader := behavior_reader(experiment.config.learner):
         raise ValueError(

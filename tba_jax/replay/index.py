@@ -56,11 +56,11 @@ class Rules:
         """
         return self.merge_duplicates and bool(self.merge_edit_distance or self.merge_cosine_distance or self.merge_keep == "best")
 
-    def near(self, shape: RowShape, vocab_size: int) -> NearByEdits | NearByEmbedding | None:
+    def near(self, shape: RowShape) -> NearByEdits | NearByEmbedding | None:
         """What finds the response nearest to another one; None where only identical responses are merged."""
         slots = self.capacity + 1
         if self.merge_edit_distance:
-            return NearByEdits(slots=slots, share=self.merge_edit_distance, vocab_size=vocab_size)
+            return NearByEdits(slots=slots, share=self.merge_edit_distance)
         if self.merge_cosine_distance:
             return NearByEmbedding(slots=slots, distance=self.merge_cosine_distance, embedding_size=shape.embedding_size)
         return None
@@ -80,7 +80,7 @@ class ReplayIndex(Window):
         self.heads: dict[str, int] = {}
         self.arrivals = 0  # how many valid rows have come, resident or not
         self.success_counts = SuccessCounts(decay=success_decay)
-        self._responses, self._merged = MergedResponses(self.rules.near(shape, vocab_size)), 0  # rows that came before have been
+        self._responses, self._merged = MergedResponses(self.rules.near(shape)), 0  # rows that came before have been
         # Per writer, in the order of `writers`.
         self._counts: list[collections.Counter[str]] = []
         self._writer_number: dict[str, int] = {}

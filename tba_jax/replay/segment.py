@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,20 +222,18 @@ def segments_in(folder: Path) -> set[int]:
 
 
 def last_segment(folder: Place, first: int) -> int:
-    """The last segment of a log, or `first` if there is none. All segments from `first` on are there."""
+    """The last segment of a log, or `first` if there is none. All segments from `first` on are there.
+
+    An object store is asked by a search that doubles and then halves its step.
+    """
     if isinstance(folder, Path):
         return max(segments_in(folder), default=first)
-    return _last(lambda number: places.exists(manifest(folder, number)), first)
-
-
-def _last(exists: Callable[[int], bool], first: int) -> int:
-    """The last of the consecutive numbers from `first` on that exist, by a search that doubles and then halves its step."""
     last, step = first, 1
-    while exists(last + step):
+    while places.exists(manifest(folder, last + step)):
         last, step = last + step, 2 * step
     while step > 1:
         step //= 2
-        last += step if exists(last + step) else 0
+        last += step if places.exists(manifest(folder, last + step)) else 0
     return last
 
 

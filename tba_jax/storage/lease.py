@@ -65,10 +65,7 @@ class EpochLease:
 
         Raises:
           LeaseHeld: the holder is alive on this host, or renews its heartbeat on another.
-          ValueError: ttl_seconds is not positive.
         """
-        if ttl_seconds <= 0:
-            raise ValueError(f"ttl_seconds={ttl_seconds} must be positive")
         places.make_folder(folder)
         while True:
             current = _highest_epoch(folder)

@@ -51,10 +51,6 @@ def _spec(folder: Place, name: str) -> dict[str, Any]:
     return places.ARRAY | {"kvstore": places.kvstore(folder / name)}
 
 
-def no_check() -> None:
-    """The check that lets every snapshot become visible."""
-
-
 class Others(Protocol):
     """The other processes of a trainer, each of which writes its own shards of a snapshot."""
 
@@ -72,7 +68,7 @@ def save(
     *,
     dtype: str,
     durable: bool = True,
-    check: Callable[[], None] = no_check,
+    check: Callable[[], object] = lambda: None,
     others: Others | None = None,
 ) -> None:
     """Writes one snapshot; it becomes visible as a whole at the end.
@@ -205,19 +201,17 @@ def _host_shards(array: Any) -> list[tuple[Any, np.ndarray]]:
     return [((slice(None),) * array.ndim, np.asarray(array))]
 
 
-def open_arrays(folder: Place, specs: Specs) -> Params:
+def open_arrays(folder: Place, specs: Specs, *, commit: bytes = b"") -> Params:
     """The parameters of a snapshot as tensorstore arrays, which read only the slices that a caller asks for.
+
+    Args: commit: what commit.json said before; b"": it is read now.
 
     Raises:
       FileNotFoundError: there is no committed snapshot in `folder` (it may have been pruned).
       Damaged: a parameter is not there or unreadable, names it; or commit.json is no JSON.
       ValueError: a parameter has another shape than the model; names it. OSError: the storage failed.
     """
-    return _open_arrays(folder, specs, _commit(folder))
-
-
-def _open_arrays(folder: Place, specs: Specs, commit: bytes) -> Params:
-    """As `open_arrays`. Args: commit: what commit.json said before."""
+    commit = commit or _commit(folder)
     context = places.reading_context(folder)
     opened = {name: ts.open(_spec(folder, name), open=True, context=context) for name in parameters.flatten(specs)}
 
@@ -284,7 +278,7 @@ def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float3
 
 def _load(folder: Place, specs: Specs, shardings: Params, *, dtype: str, commit: bytes) -> Params:
     """As `load`. Args: commit: what commit.json said before."""
-    arrays = _open_arrays(folder, specs, commit)
+    arrays = open_arrays(folder, specs, commit=commit)
     stores = {name: ts.cast(store, dtype) for name, store in parameters.flatten(arrays).items()}
     sharding_of, flat = parameters.flatten(shardings), parameters.flatten(specs)
     # Reads run ahead of the parameter that is being put on the devices, by _READ_AHEAD_BYTES at most.

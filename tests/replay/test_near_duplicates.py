@@ -23,7 +23,7 @@ def as_row(tokens) -> dict[str, np.ndarray]:
 def test_the_nearest_is_the_one_that_comparing_all_finds():
     rng = np.random.default_rng(0)
     for share in (0.07, 0.3):
-        near, texts, found = NearByEdits(slots=120, share=share, vocab_size=300), [], 0
+        near, texts, found = NearByEdits(slots=120, share=share), [], 0
         for slot in range(120):
             # Copies of earlier texts with a few tokens replaced, and texts of their own.
             text = rng.integers(0, 300, rng.integers(0, 40))
@@ -46,7 +46,7 @@ def test_the_nearest_is_the_one_that_comparing_all_finds():
         assert found >= 3
     # The limit itself is no duplicate: 1 edit of 2 + 2 tokens is not below a quarter of 4.
     for share, other in ((0.25, None), (0.2501, 0)):
-        near = NearByEdits(slots=2, share=share, vocab_size=10)
+        near = NearByEdits(slots=2, share=share)
         near.put(0, as_row([1, 2]), 0)
         near.put(1, as_row([1, 3]), 0)
         assert near.nearest(1, np.array([0]), np.arange(2)) == other

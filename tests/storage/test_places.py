@@ -190,3 +190,13 @@ def test_a_workdir_says_where_its_run_meets(tmp_path):
     known_by_url = layout.open_run_dir("memory://store/x")
     assert str(known_by_url.config) == "memory://store/x/config.json" and not known_by_url.checkpoints.is_dir()
     assert dataclasses.replace(known_by_url, root=workdir).policies == known_by_url.policies
+
+
+def test_removing_a_folder_follows_no_link(tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "run" / "00000001").mkdir(parents=True)
+    for link in (tmp_path / "run" / "00000001" / "link", tmp_path / "run" / "00000002"):
+        link.symlink_to(tmp_path / "precious")
+    for folder in ("00000001", "00000002"):
+        places.remove_tree(tmp_path / "run" / folder)
+    assert (tmp_path / "precious").is_dir() and not (tmp_path / "run" / "00000001").exists()

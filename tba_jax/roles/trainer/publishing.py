@@ -103,7 +103,7 @@ class Publisher:
         final_step: int,
         scores: Callable[[], Mapping[int, float]] = dict,
         all_durable: bool = False,
-        check: Callable[[], None] = snapshots.no_check,
+        check: Callable[[], object] = lambda: None,
         group: Group | None = None,
     ):
         """Args: keep, keep_every, final_step, scores: see snapshots.prune. all_durable: whether a reader may need a snapshot
@@ -215,18 +215,9 @@ class Publishing:
         self._published_step = step
         self._publisher.publish(params, snapshots.SnapshotInfo(step=step, epoch=self._lease.epoch, beside=beside))
 
-    def publish_unless_there(self, params: Params, step: int, beside: Callable[[], Mapping[str, bytes]]) -> bool:
-        """Does nothing where the step has a snapshot: a second one would take the first away from whoever reads it. Returns
-        whether it was published now."""
-        missing = step not in snapshots.committed_steps(self._policies)
-        if missing:
-            self.publish(params, step, beside())
-        return missing
-
-    def publish_again(self, params: Params, step: int, beside: Callable[[], Mapping[str, bytes]]) -> None:
-        """Publishes a step whose snapshot another process may have left damaged, unless this process has published it."""
-        if self._published_step != step:
-            self.publish(params, step, beside())
+    def is_there(self, step: int, *, by_this_process: bool) -> bool:
+        """Whether the step has a snapshot. Args: by_this_process: another process may have left one that is damaged."""
+        return step == self._published_step if by_this_process else step in snapshots.committed_steps(self._policies)
 
     def wait(self) -> None:
         self._publisher.wait()

@@ -55,7 +55,7 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     if lineage:
         # A trainer that is killed again and again must get further than before.
         trainer.save_checkpoint()
-    trainer.publish_again()  # 4
+    trainer.publish_unless_there(by_this_process=True)  # 4
     trainer.go_live()
     if checkpoint is not None or lineage.last:
         rows, epoch = len(trainer.index), trainer.lease.epoch

@@ -19,11 +19,10 @@ from tba_jax.replay import journal, ledger
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.roles.process_group import Alone, Group
 from tba_jax.roles.trainer import logprob_gap
-from tba_jax.roles.trainer.buffer import ReplayBuffer
+from tba_jax.roles.trainer.buffer import BehaviorCheck, ReplayBuffer
 from tba_jax.roles.trainer.logprob_gap import LogprobGap, SnapshotScores
 from tba_jax.roles.trainer.publishing import Checkpointing, Publishing
-from tba_jax.roles.trainer.refusals import BehaviorCheck, Refusals
-from tba_jax.roles.trainer.update_program import Placed, UpdateProgram
+from tba_jax.roles.trainer.update_program import Placed, Refusals, UpdateProgram
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places
 from tba_jax.storage.lease import EpochLease
@@ -316,13 +315,13 @@ class Trainer:
             if (gap := self._gap.take(self.program.frozen, wait=settle)) is not None:
                 self._last_gap = gap
 
-    def publish_unless_there(self) -> bool:
-        """Publishes the current weights, unless this step has a snapshot. Returns whether it was published now."""
-        return self.publishing.publish_unless_there(self.program.policy_params, self.step_number, self.buffer.beside_policy)
-
-    def publish_again(self) -> None:
-        """See Publishing.publish_again."""
-        self.publishing.publish_again(self.program.policy_params, self.step_number, self.buffer.beside_policy)
+    def publish_unless_there(self, *, by_this_process: bool = False) -> bool:
+        """Publishes the current weights, unless this step has a snapshot, see Publishing.is_there: a second one would take the
+        first away from whoever reads it. Returns whether it was published now."""
+        missing = not self.publishing.is_there(self.step_number, by_this_process=by_this_process)
+        if missing:
+            self.publishing.publish(self.program.policy_params, self.step_number, self.buffer.beside_policy())
+        return missing
 
     def publish_what_is_new(self) -> bool:
         """As `publish_unless_there`, after what is being published is there."""

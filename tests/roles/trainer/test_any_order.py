@@ -27,9 +27,8 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.roles.trainer import buffer
 from tba_jax.roles.trainer.buffer import ReplayBuffer
 from tba_jax.roles.trainer.publishing import Publishing
-from tba_jax.roles.trainer.refusals import Refusals
 from tba_jax.roles.trainer.trainer import Trainer
-from tba_jax.roles.trainer.update_program import UpdateProgram
+from tba_jax.roles.trainer.update_program import Refusals, UpdateProgram
 from tba_jax.storage import layout
 from tba_jax.storage.lease import EpochLease
 from tests.support import frozen_runs, tiny_run

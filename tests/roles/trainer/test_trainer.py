@@ -11,9 +11,8 @@ import pytest
 from tba_jax.experiment import training
 from tba_jax.roles.trainer.buffer import ReplayBuffer
 from tba_jax.roles.trainer.publishing import Checkpointing
-from tba_jax.roles.trainer.refusals import Refusals
 from tba_jax.roles.trainer.trainer import Trainer, TrainerAccount
-from tba_jax.roles.trainer.update_program import UpdateProgram
+from tba_jax.roles.trainer.update_program import Refusals, UpdateProgram
 from tba_jax.storage.lease import LeaseHeld
 from tests.support import frozen_runs
 
