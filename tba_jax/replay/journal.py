@@ -288,6 +288,10 @@ def _line_number(file: BinaryIO, at: int) -> int:
     return 1 + file.read(at).count(b"\n")
 
 
+class RowsLost(ValueError):
+    """A row that a journalled step drew cannot be read any more."""
+
+
 class Again:
     """Brings an index through journal lines, one after the other.
 
@@ -305,7 +309,7 @@ class Again:
         """Integrates what a line tells of. Returns the slots of its batch, int64[B].
 
         Raises:
-          ValueError: a row of the batch cannot be read any more, or is not resident although it can be read; names it.
+          RowsLost: a row of the batch cannot be read any more; names it. ValueError: it is not resident although it can be read.
           RowsPending: storage does not answer.
         """
         self._lose_what_was_lost(line["step"] - 1)
@@ -348,7 +352,7 @@ def _not_resident(reader: LogReader, line: Mapping[str, Any], slots: np.ndarray)
     try:
         reader.read_ids([(writer, row)])
     except (ValueError, RowsPending) as error:
-        return ValueError(
+        return RowsLost(
             f"step {line['step']} drew row {writer}:{row}, which cannot be read any more: {error}. Restore it, or begin a new "
             "run from a snapshot (--init_from=RUN@STEP)"
         )
