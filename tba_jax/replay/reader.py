@@ -135,7 +135,8 @@ class LogReader(Writers):
                 return
             first, error = max(start, self._committed(writer)), self._head_errors.get(writer)
             if error is None or start < 0:
-                if any(root.place / REGISTER / f"{writer}.json" in self._refused for root in self._roots.values()):
+                register = (root.place / REGISTER / f"{writer}.json" for root in self._roots.values())
+                if writer not in self._followed and any(each in self._refused for each in register):
                     raise LogCorruption(writer, start, stop, self.problems[writer])
                 reason = self.problems.get(writer, f"rows 0 to {self._committed(writer) - 1} are committed")
                 raise ValueError(f"rows {start} to {stop - 1} of writer {writer} cannot be read: {reason}")
