@@ -67,19 +67,17 @@ class _Root:
     """A replay folder that is followed.
 
     version, expired: of its list of expired segments; unknown: why that cannot be read. is_new: whether its writers have not been
-    looked for. ignored, strangers: registrations and other entries that are not followed, and why.
+    looked for. ignored: registrations that are not followed, and why.
     """
 
     place: Place
     register: polling.WatchedFolder
-    entries: polling.WatchedFolder | None
     version: bytes = b""
     expired: dict[str, frozenset[int]] = dataclasses.field(default_factory=dict)
     followed: set[str] = dataclasses.field(default_factory=set)
     unknown: str = ""
     is_new: bool = True
     ignored: dict[str, str] = dataclasses.field(default_factory=dict)
-    strangers: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 class Writers:
@@ -104,7 +102,7 @@ class Writers:
         self.shape = shape
         self.problems: dict[str, str] = {}
         self._allowance = polling.Allowance(requests_per_minute)
-        self._roots = {each: self._watched(each) for each in (root, *mounts)}
+        self._roots = {each: _Root(each, polling.WatchedFolder(each / REGISTER, self._allowance)) for each in (root, *mounts)}
         self._own = root
         # Registrations that are not logs of these rows -> the reason.
         self._refused: dict[Place, str] = {}
@@ -117,10 +115,6 @@ class Writers:
         self._head_errors: dict[str, Exception] = {}
         self._active, self._asked_expired = 0, 0.0
         self._segments: collections.OrderedDict[tuple[str, int], Segment] = collections.OrderedDict()
-
-    def _watched(self, root: Place) -> _Root:
-        entries = polling.WatchedFolder(root, self._allowance) if isinstance(root, Path) else None
-        return _Root(root, polling.WatchedFolder(root / REGISTER, self._allowance), entries)
 
     def heads(self) -> dict[str, int]:
         """Committed rows of every followed writer; asks all of them."""
@@ -148,7 +142,7 @@ class Writers:
             self._advance_all(asking[begin : begin + _HEADS_AT_ONCE])
         # As a whole: another thread may be reading them.
         unknown = {str(root.place / EXPIRED): root.unknown for root in self._roots.values() if root.unknown}
-        ignored = [unknown, *(found for root in self._roots.values() for found in (root.ignored, root.strangers))]
+        ignored = [unknown, *(root.ignored for root in self._roots.values())]
         stays = {writer: f"it stays at row {self._followed[writer].rows}: {each}" for writer, each in self._head_errors.items()}
         heads = {writer: f"the head of writer {writer} cannot be read, {told}" for writer, told in stays.items()}
         self.problems = {name: told for each in ignored for name, told in each.items()} | heads
@@ -230,11 +224,8 @@ class Writers:
         return self._roots[self._followed[writer].root].expired.get(writer, frozenset())
 
     def _discover(self, root: _Root, *, always: bool) -> list[str]:
-        """Follows the writers that are new under a root. Returns them; notes what else is there, and why it is not followed."""
-        # The folder is listed before the register, so that a claim in between is no false alarm.
-        entries = root.entries.names(always=always) if root.entries is not None else None
-        names = root.register.names(always=always or entries is not None)
-        if names is None:
+        """Follows the writers that are new under a root. Returns them; notes which registrations are not followed, and why."""
+        if (names := root.register.names(always=always)) is None:
             return []
         new = sorted({name for name in names if not name.startswith(".")} - root.followed)
         with concurrent.futures.ThreadPoolExecutor(_REGISTRATIONS_AT_ONCE) as pool:
@@ -264,13 +255,6 @@ class Writers:
                 if isinstance(found, OSError):
                     root.register.list_again()
         root.is_new = False
-        if entries is not None:
-            known = {REGISTER, EXPIRED, *(name.removesuffix(".json") for name in names)}
-            root.strangers = {
-                name: f"{root.place / name} is ignored: no writer is registered under this name"
-                for name in set(entries) - known
-                if not name.startswith(".")
-            }
         return begun
 
     def _open(self, root: _Root, name: str) -> _Followed | Exception:
