@@ -127,36 +127,36 @@ def refusal(workdir, *flags: str, capsys) -> str:
 def test_a_run_on_s3_is_resumed_mounted_and_audited(s3, tmp_path, one_device, capsys):
     shared, a = bucket(), tmp_path / "a"
     plain = ("--config.evaluation.enabled=False", "--config.schedule.mode=interleaved")
-    assert command_line.execute(main, tiny_run.command(a, f"--shared={shared}", *plain, "--config.learner.steps=3")[3:]) == 0
+    assert command_line.execute(main, tiny_run.command(a, f"--shared={shared}", *plain, "--config.learner.steps=2")[3:]) == 0
     run = layout.open_run_dir(a)
     assert not {"config.json", "replay", "policy", "reference", "finished.json"} & set(places.names_in(a))
     assert {"checkpoints", "journal", "metrics", "shared.json", "trainer.json"} <= set(places.names_in(a))
     assert places.names_in(run.shared) == ["config.json", "finished.json", "policy", "reference", "replay", "trainer.json"]
-    assert str(run.shared) == shared and snapshots.committed_steps(run.policies)[-1] == 3
+    assert str(run.shared) == shared and snapshots.committed_steps(run.policies)[-1] == 2
     assert f"meet in {shared}" in refusal(a, f"--shared={shared}-other", *plain, capsys=capsys)
 
     # The same workdir, without being told where, goes on. Another one has neither its journal nor its checkpoints.
-    more = ("--config.learner.steps=4", "--allow_change=learner.steps")
+    more = ("--config.learner.steps=3", "--allow_change=learner.steps")
     assert command_line.execute(main, tiny_run.command(a, *plain, *more)[3:]) == 0
-    assert "resumed at step 3" in capsys.readouterr().err and layout.read_json(run.finished)["step"] == 4
-    c = tiny_run.config(schedule__mode="interleaved", learner__steps=5, evaluation__enabled=False)
+    assert "resumed at step 2" in capsys.readouterr().err and layout.read_json(run.finished)["step"] == 3
+    c = tiny_run.config(schedule__mode="interleaved", learner__steps=4, evaluation__enabled=False)
     other = dataclasses.replace(
         tiny_run.settings(tmp_path / "b", c), run=layout.RunDir(tmp_path / "b", run.shared), allow_change=("learner.steps",)
     )
     with pytest.raises(ValueError, match=rf"journal and checkpoints are in {a} on host .*{tmp_path / 'b'} cannot go on"):
         jobs.everything(other)()
-    assert layout.read_json(run.finished)["step"] == 4 and not (tmp_path / "b" / "journal").exists()
+    assert layout.read_json(run.finished)["step"] == 3 and not (tmp_path / "b" / "journal").exists()
 
     assert command_line.execute(audit, [f"--workdir={a}"]) == 0
     assert "the ledger balances" in capsys.readouterr().out and audit.rebuild_batch(audit.open_run(a), 2)[1]
     assert "of 2 writers, newest first" in show.show(a, "newest", 2)
 
     # Another run, in a plain folder, trains on its rows; the URL names it as well as its workdir does.
-    settings = {"evaluation__enabled": False, "searchers__count": 0, "learner__steps": 2, "replay__mount": (shared,)}
+    settings = {"evaluation__enabled": False, "searchers__count": 0, "learner__steps": 1, "replay__mount": (shared,)}
     other = tiny_run.settings(tmp_path / "c", tiny_run.config(**settings))
     assert training.trainer(other)() == 0
     assert layout.read_json(other.run.initial_reference) == layout.read_json(run.initial_reference)
-    assert audit.rebuild_batch(audit.open_run(tmp_path / "c"), 2)[1]
+    assert audit.rebuild_batch(audit.open_run(tmp_path / "c"), 1)[1]
 
 
 def test_a_store_that_is_not_there_is_named(s3, tmp_path, monkeypatch, capsys):

@@ -281,5 +281,5 @@ def test_in_any_order(tmp_path_factory, frozen, monkeypatch, kind):
     KilledRun.source = frozen(tmp_path_factory.mktemp("source") / "run", batches=2, **KilledRun.changes)
     derandomize = kind in BY_DEFAULT
     phases = (Phase.explicit, Phase.generate) if derandomize else (Phase.generate, Phase.shrink)
-    chosen = settings(max_examples=4, stateful_step_count=20, deadline=None, derandomize=derandomize, phases=phases)
+    chosen = settings(max_examples=3, stateful_step_count=20, deadline=None, derandomize=derandomize, phases=phases)
     run_state_machine_as_test(KilledRun, settings=chosen)
