@@ -97,7 +97,9 @@ class Publisher:
         self,
         policies: Place,
         *,
+        epoch: int,
         dtype: str,
+        every_steps: int,
         keep: int,
         keep_every: int,
         final_step: int,
@@ -106,13 +108,13 @@ class Publisher:
         check: Callable[[], object] = lambda: None,
         group: Group | None = None,
     ):
-        """Args: keep, keep_every, final_step, scores: see snapshots.prune. all_durable: whether a reader may need a snapshot
-        again after a loss of power. check: called before a snapshot becomes visible; raises where it must stay hidden.
+        """Args: epoch: of the trainer. keep, keep_every, final_step, scores: see snapshots.prune. all_durable: whether a reader
+        may need a snapshot again after a loss of power. check: raises where the trainer must show nothing more.
         group: of the processes that hold the weights; None: this process alone."""
         self._group = group or Alone()
         self._others = FollowersShards(self._group, "policy") if self._group.processes > 1 else None
         self._policies, self._check, self._all_durable = policies, check, all_durable
-        self._dtype = dtype
+        self._dtype, self._epoch, self._every_steps = dtype, epoch, every_steps
         self.copy = sharding.copy_program(dtype)
         self._keep_every, self._final_step = keep_every, final_step
         self._prune = functools.partial(
@@ -124,16 +126,31 @@ class Publisher:
         self._waiting: list[tuple[Params, SnapshotInfo]] = []
         self._current: int | None = None  # the step that is being written. Guarded by the lock.
         self._writing: concurrent.futures.Future[None] | None = None
+        self._published_step = -1  # the last one of this process
 
-    def publish(self, params: Params, info: SnapshotInfo) -> None:
-        """Hands a snapshot over; waits only while two that cannot be dropped are waiting. Raises what an earlier write raised."""
+    def is_due(self, step: int) -> bool:
+        """At every k-th step, at steps that are evaluated, and at the last."""
+        return step % self._every_steps == 0 or self._stays(step)
+
+    def is_there(self, step: int, *, by_this_process: bool) -> bool:
+        """Whether the step has a snapshot. Args: by_this_process: another process may have left one that is damaged."""
+        return step == self._published_step if by_this_process else step in snapshots.committed_steps(self._policies)
+
+    def publish(self, params: Params, step: int, beside: Mapping[str, bytes] | None = None) -> None:
+        """Hands the weights of a step, and files beside them, to the thread.
+
+        Waits only while two snapshots that cannot be dropped are waiting. Raises what `check` or an earlier write raised.
+        """
+        self._check()
+        self._published_step = step
+        info = SnapshotInfo(step=step, epoch=self._epoch, beside=beside or {})
         if self._writing is not None and (self._writing.done() or len(self._waiting) > 2):
             self.wait()
         with self._lock:
             if self._waiting and not self._stays(self._waiting[-1][1].step):
                 self._waiting.pop()
             held = [step for step in (self._current, *(waiting.step for _, waiting in self._waiting)) if step is not None]
-        self._group.call("publish", step=info.step, held=held)
+        self._group.call("publish", step=step, held=held)
         # A copy on the device: the caller donates its buffers to the next update while the thread reads this one. It has the
         # published dtype already, so that no more bytes go to the host than to storage.
         snapshot = jax.block_until_ready(self.copy(params))
@@ -183,47 +200,23 @@ class Publisher:
         self._thread.shutdown()
 
 
-class Publishing:
-    """Publishes snapshots under the trainer's epoch."""
-
-    def __init__(self, config: Any, run: layout.RunDir, lease: EpochLease, group: Group, *, every_steps: int):
-        self._policies, self._lease, self._every_steps = run.policies, lease, every_steps
-        self._evaluated_every_steps, self._final_step = config.evaluation.every_steps, config.learner.steps
-        self._publisher = Publisher(
-            run.policies,
-            dtype=config.publish.dtype,
-            keep=config.publish.keep,
-            keep_every=self._evaluated_every_steps,
-            final_step=self._final_step,
-            # A resumed run may have other steps that are evaluated, and another last one.
-            scores=best_step.Scores(run.evaluations),
-            # A run that is resumed samples with those of the last steps again.
-            all_durable=config.schedule.mode == "interleaved" and config.schedule.lag > 0,
-            check=lease.check,
-            group=group,
-        )
-        # The last step whose weights this process has published.
-        self._published_step = -1
-
-    def is_due(self, step: int) -> bool:
-        """At every k-th step, at steps that are evaluated, and at the last."""
-        return step % self._every_steps == 0 or step % self._evaluated_every_steps == 0 or step == self._final_step
-
-    def publish(self, params: Params, step: int, beside: Mapping[str, bytes]) -> None:
-        """Hands the weights of a step, and files beside them, to the thread. Raises StaleEpoch where it has been replaced."""
-        self._lease.check()
-        self._published_step = step
-        self._publisher.publish(params, snapshots.SnapshotInfo(step=step, epoch=self._lease.epoch, beside=beside))
-
-    def is_there(self, step: int, *, by_this_process: bool) -> bool:
-        """Whether the step has a snapshot. Args: by_this_process: another process may have left one that is damaged."""
-        return step == self._published_step if by_this_process else step in snapshots.committed_steps(self._policies)
-
-    def wait(self) -> None:
-        self._publisher.wait()
-
-    def close(self) -> None:
-        self._publisher.close()
+def publisher(config: Any, run: layout.RunDir, lease: EpochLease, group: Group, *, every_steps: int) -> Publisher:
+    """Publishes the snapshots of a run while the lease is held."""
+    return Publisher(
+        run.policies,
+        epoch=lease.epoch,
+        dtype=config.publish.dtype,
+        every_steps=every_steps,
+        keep=config.publish.keep,
+        keep_every=config.evaluation.every_steps,
+        final_step=config.learner.steps,
+        # A resumed run may have other steps that are evaluated, and another last one.
+        scores=best_step.Scores(run.evaluations),
+        # A run that is resumed samples with those of the last steps again.
+        all_durable=config.schedule.mode == "interleaved" and config.schedule.lag > 0,
+        check=lease.check,
+        group=group,
+    )
 
 
 class Checkpointing:

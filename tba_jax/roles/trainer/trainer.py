@@ -21,7 +21,7 @@ from tba_jax.roles.process_group import Alone, Group
 from tba_jax.roles.trainer import logprob_gap
 from tba_jax.roles.trainer.buffer import BehaviorCheck, ReplayBuffer
 from tba_jax.roles.trainer.logprob_gap import LogprobGap, SnapshotScores
-from tba_jax.roles.trainer.publishing import Checkpointing, Publishing
+from tba_jax.roles.trainer.publishing import Checkpointing, publisher
 from tba_jax.roles.trainer.update_program import Placed, Refusals, UpdateProgram
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places
@@ -128,7 +128,7 @@ class Trainer:
         self.account = TrainerAccount(record)
         self.program = UpdateProgram(config, contract, policy)
         self.buffer = ReplayBuffer(config, contract, run, recent_window=publish_every_steps)
-        self.publishing = Publishing(config, run, lease, self.group, every_steps=publish_every_steps)
+        self.publishing = publisher(config, run, lease, self.group, every_steps=publish_every_steps)
         self.checkpoints = Checkpointing(config, run, lease, self.buffer, self.group)
         self._check_behavior = BehaviorCheck(config.learner)
         self._refusals = Refusals(skips=config.learner.non_finite == "skip", journal=run.journal)
@@ -316,7 +316,7 @@ class Trainer:
                 self._last_gap = gap
 
     def publish_unless_there(self, *, by_this_process: bool = False) -> bool:
-        """Publishes the current weights, unless this step has a snapshot, see Publishing.is_there: a second one would take the
+        """Publishes the current weights, unless this step has a snapshot, see Publisher.is_there: a second one would take the
         first away from whoever reads it. Returns whether it was published now."""
         missing = not self.publishing.is_there(self.step_number, by_this_process=by_this_process)
         if missing:

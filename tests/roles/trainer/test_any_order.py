@@ -26,7 +26,7 @@ from tba_jax.replay import journal, ledger, segment
 from tba_jax.replay.reader import LogReader
 from tba_jax.roles.trainer import buffer
 from tba_jax.roles.trainer.buffer import ReplayBuffer
-from tba_jax.roles.trainer.publishing import Publishing
+from tba_jax.roles.trainer.publishing import Publisher
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.roles.trainer.update_program import Refusals, UpdateProgram
 from tba_jax.storage import layout
@@ -94,7 +94,7 @@ POINTS = (
     (UpdateProgram, "place", "after", True),
     (Refusals, "look_at", "after", True),
     (Trainer, "_follow_up", "before", True),
-    (Publishing, "publish", "before", True),
+    (Publisher, "publish", "before", True),
     (Trainer, "_follow_up", "after", True),
 )
 
