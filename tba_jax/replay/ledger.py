@@ -1,9 +1,8 @@
 """What became of every row: committed = resident + evicted + rejected + damaged + expired + passed over + unseen, by writer.
 
-Gaps are committed rows that a trainer never gives to its index, or takes out of it.
-A journal line has a record of each integration of its step: the heads after it, and the gaps below them. A resume leaves the same
-rows out. Rows that a resume cannot read any more leave the index where it begins, and the first line after it records that loss
-with its step: who begins earlier takes them out at the same step.
+Gaps are committed rows that a trainer never gives to its index. A journal line records each integration of its step: the heads
+after it, and the gaps below them. What a resume cannot read any more leaves the index where it begins, and the first line after it
+records that loss with its step: who begins earlier takes these rows out at the same step.
 """
 
 import bisect

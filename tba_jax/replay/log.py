@@ -101,14 +101,11 @@ class LogWriter:
     def append(self, rows: Rows) -> range:
         """Commits one append; returns its row numbers once they are durable and visible.
 
-        After a failure the writer stands where it stood, and the same rows may be appended again.
-
-        Args:
-          rows: exactly rows_per_append rows whose `row` column continues at `next_row`.
+        Args: rows: exactly rows_per_append rows whose `row` column continues at `next_row`.
 
         Raises:
           ValueError: wrong columns, dtypes, shapes, count or row numbers; nothing was written.
-          OSError: the storage refused (the message has the cause, such as a full disk).
+          OSError: the storage refused. The writer stands where it stood, and the same rows may be appended again.
         """
         size = self._schema.rows_per_append
         count = check_rows(rows, self._shape)
@@ -145,7 +142,7 @@ class LogWriter:
             head = self._segment.finish_head(self._segment.start_head())
             if head is not None and head["rows"] >= numbers.stop:
                 stored = self._segment.finish_read(self._segment.start_read(position))
-                if batch_differs(stored, rows):
+                if any(stored[name].tobytes() != np.ascontiguousarray(rows[name]).tobytes() for name in rows):
                     raise OSError("a failed append was committed after all and other rows follow it; append the first rows again")
                 return
         self._segment.append(position, rows, {"appends": numbers.stop // size, "rows": numbers.stop})
@@ -157,8 +154,3 @@ class LogWriter:
             self._held = file_systems.hold(self._folder)
             weakref.finalize(self, file_systems.let_go, self._held)
         return self._held or self._folder
-
-
-def batch_differs(stored: Rows, rows: Rows) -> bool:
-    """Whether any column differs, bit by bit (a NaN equals itself)."""
-    return any(stored[name].tobytes() != np.ascontiguousarray(rows[name]).tobytes() for name in rows)

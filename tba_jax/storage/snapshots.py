@@ -264,11 +264,8 @@ def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float3
       specs: the parameters of the snapshot. shardings: a tree of the same structure, parameters.shardings(specs, mesh).
       dtype: dtype of the returned parameters, whatever the dtype on disk.
 
-    Raises:
-      FileNotFoundError: there is no committed snapshot in `folder`, or not the same any more at the end (it may have been pruned,
-        or published again by a trainer that resumed).
-      Damaged: see `open_arrays`; or the bytes of a parameter are damaged, names it.
-      ValueError: a parameter on disk has another shape than the model; names it. OSError: the storage failed.
+    Raises as `open_arrays`; FileNotFoundError also where the snapshot is not the same any more at the end (it may have been pruned,
+    or published again by a trainer that resumed), Damaged where the bytes of a parameter are damaged.
     """
     commit = _commit(folder)
     loaded = _load(folder, specs, shardings, dtype=dtype, commit=commit)
