@@ -264,8 +264,8 @@ def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float3
       specs: the parameters of the snapshot. shardings: a tree of the same structure, parameters.shardings(specs, mesh).
       dtype: dtype of the returned parameters, whatever the dtype on disk.
 
-    Raises as `open_arrays`; FileNotFoundError also where the snapshot is not the same any more at the end (it may have been pruned,
-    or published again by a trainer that resumed), Damaged where the bytes of a parameter are damaged.
+    Raises as `open_arrays`; FileNotFoundError also where the snapshot is not the same any more at the end (it may have been
+    pruned, or published again by a trainer that resumed), Damaged where the bytes of a parameter are damaged.
     """
     commit = _commit(folder)
     loaded = _load(folder, specs, shardings, dtype=dtype, commit=commit)
