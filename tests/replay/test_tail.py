@@ -180,9 +180,9 @@ def test_whoever_does_the_journal_again_has_the_same_rows():
 
 def test_a_tail_that_nobody_hands_rows_to_holds_no_more_than_its_share(tmp_path):
     """The trainer compiles, and takes no rows for a while."""
-    write(tmp_path, {"a": 40, "b": 40})
-    limit = 1 << 17
-    assert 80 * APPEND * SHAPE.row_bytes > 10 * limit
+    write(tmp_path, {"a": 65, "b": 65})
+    limit = 1 << 18
+    assert 130 * APPEND * SHAPE.row_bytes > 10 * limit
     tail = Tail(LogReader(tmp_path, SHAPE), {}, poll_seconds=0.02, arrival_bytes=limit)
     tracemalloc.start()
     tail.start()
@@ -191,9 +191,9 @@ def test_a_tail_that_nobody_hands_rows_to_holds_no_more_than_its_share(tmp_path)
     tracemalloc.stop()
     assert peak < 2.5 * limit, f"{peak:,} bytes at the peak"
     index = index_of(100_000)
-    follow(tmp_path, index, {"a": 40 * APPEND, "b": 40 * APPEND}, tail=tail, poll=False)
+    follow(tmp_path, index, {"a": 65 * APPEND, "b": 65 * APPEND}, tail=tail, poll=False)
     tail.close()
-    assert index.totals["seen"] == 80 * APPEND
+    assert index.totals["seen"] == 130 * APPEND
 
 
 def test_the_oldest_rows_of_a_long_absence_are_never_read(tmp_path, monkeypatch):

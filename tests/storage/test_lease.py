@@ -96,7 +96,7 @@ def test_a_holder_that_may_live_elsewhere_is_waited_for(tmp_path, acquire, name)
 @pytest.mark.parametrize(("take", "since"), [(EpochLease.acquire, 1800), (EpochLease.refuse_if_held, 0)])
 def test_a_holder_elsewhere_that_renews_is_not_disturbed(tmp_path, take, since):
     path = held(tmp_path, since=since, host="other")
-    renewal = threading.Timer(0.05, lambda: edit(path, heartbeat=time.time() - since))
+    renewal = threading.Timer(0.3, lambda: edit(path, heartbeat=time.time() - since))
     renewal.start()
     with pytest.raises(LeaseHeld, match=r"on host other \(epoch 1\), which renews its lease; stop it first"):
         take(tmp_path, ttl_seconds=3)
@@ -147,13 +147,13 @@ def test_a_lease_is_neither_renewed_held_nor_released_in_the_folder_of_another_r
     own, away, other = tmp_path / "run", tmp_path / "away", tmp_path / "other"
     for folder in (own, other):
         folder.mkdir()
-    lease, others = (EpochLease.acquire(folder / "journal", ttl_seconds=0.06) for folder in (own, other))
+    lease, others = (EpochLease.acquire(folder / "journal", ttl_seconds=0.15) for folder in (own, other))
     others.release()
     edit(lease_path(other / "journal"), pid=1)
     theirs = lease_path(other / "journal").read_bytes()
     own.rename(away)
     other.rename(own)
-    time.sleep(0.1)
+    time.sleep(0.2)
     with pytest.raises(processes.RunIsAway, match="holds another run"):
         lease.check()
     own.rename(other)
