@@ -22,6 +22,8 @@ _LIST_SECONDS = 10.0  # of an object store
 BURST_SECONDS = 10.0
 # Keys in one reply of an object store.
 _PAGE = 1000
+# What tensorstore calls the counters of requests that an object store charges for.
+_COUNTED = tuple(f"/tensorstore/kvstore/{driver}/{kind}" for driver in ("s3", "gcs") for kind in ("read", "write", "list"))
 
 
 def pause_seconds(quiet: float) -> float:
@@ -95,9 +97,6 @@ def _time_of_change(folder: Path) -> tuple[int, int] | None:
     finally:
         os.close(descriptor)
     return found.st_mtime_ns, found.st_ino
-
-
-_COUNTED = tuple(f"/tensorstore/kvstore/{driver}/{kind}" for driver in ("s3", "gcs") for kind in ("read", "write", "list"))
 
 
 def sent() -> int:
