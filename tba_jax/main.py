@@ -252,11 +252,11 @@ def _hold_compilation_cache(run: "layout.RunDir") -> None:
     import jax
 
     from tba_jax.run import machine
-    from tba_jax.storage import held_folders, places
+    from tba_jax.storage import file_systems, places
 
     folder = run.compilation_cache / machine.cpu_type()
     places.make_folder(folder, below=2)
-    jax.config.update("jax_compilation_cache_dir", str(held_folders.hold(folder, number=_CACHE_DESCRIPTOR)))
+    jax.config.update("jax_compilation_cache_dir", str(file_systems.hold(folder, number=_CACHE_DESCRIPTOR)))
 
 
 def _split_cpu(devices: int) -> None:

@@ -17,11 +17,11 @@ from ml_collections import config_dict
 from tba_jax import trajectory
 from tba_jax.commands import command_line
 from tba_jax.replay import journal, ledger
-from tba_jax.replay.again import Again, RowsLost
-from tba_jax.replay.expiry import expired_segments
-from tba_jax.replay.gaps import KnownGaps, Losses
 from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.journal import Again, RowsLost
+from tba_jax.replay.ledger import KnownGaps, Losses
 from tba_jax.replay.reader import LogReader
+from tba_jax.replay.segment import expired_segments
 from tba_jax.roles.trainer.buffer import make_index, reference_of_rows
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout as layout_lib

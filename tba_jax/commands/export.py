@@ -21,8 +21,8 @@ from absl import flags
 
 from tba_jax import outputs
 from tba_jax.commands import command_line
-from tba_jax.replay.expiry import RowsExpired
 from tba_jax.replay.reader import LogCorruption, LogReader
+from tba_jax.replay.segment import RowsExpired
 from tba_jax.reporting.gathering import blocks, damage_of, steps_of_rows, tokenizer_of
 from tba_jax.storage import contract, layout, places, privacy
 from tba_jax.text.tokenizers import Tokenizer

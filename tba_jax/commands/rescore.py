@@ -20,7 +20,7 @@ from tba_jax.commands import command_line, recipes
 from tba_jax.commands.append import score, write_whole
 from tba_jax.replay.log import registration
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.resident import REJECTIONS, validate_rows
+from tba_jax.replay.window import REJECTIONS, validate_rows
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places, privacy
 from tba_jax.storage.lease import EpochLease

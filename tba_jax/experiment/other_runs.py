@@ -15,7 +15,7 @@ from tba_jax.models.parameters import Params
 from tba_jax.models.policy import LoraConfig, Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.replay.log import GIVEN, REGISTER, registration
-from tba_jax.roles.trainer.refusals import behavior_reader
+from tba_jax.roles.trainer.buffer import behavior_reader
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import file_systems, layout, snapshots
 from tba_jax.storage import places as places_lib

@@ -13,14 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.replay import resident
-from tba_jax.replay.gaps import KINDS, Gap, KnownGaps
+from tba_jax.replay.ledger import KINDS, Gap, KnownGaps
 from tba_jax.replay.log import GIVEN
 from tba_jax.replay.near_duplicates import MergedResponses, NearByEdits, NearByEmbedding
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.resident import REJECTIONS, validate_rows
 from tba_jax.replay.success_counts import SuccessCounts
-from tba_jax.replay.window import Window
+from tba_jax.replay.window import REJECTIONS, Lost, Window, read_back, validate_rows
 from tba_jax.trajectory import Rows, RowShape, check_rows, response_mask
 
 # Why a resident row left: it was merged with an identical (or near) response, its query was full, the window was full.
@@ -58,11 +56,11 @@ class Rules:
         """
         return self.merge_duplicates and bool(self.merge_edit_distance or self.merge_cosine_distance or self.merge_keep == "best")
 
-    def near(self, shape: RowShape, vocab_size: int) -> NearByEdits | NearByEmbedding | None:
+    def near(self, shape: RowShape) -> NearByEdits | NearByEmbedding | None:
         """What finds the response nearest to another one; None where only identical responses are merged."""
         slots = self.capacity + 1
         if self.merge_edit_distance:
-            return NearByEdits(slots=slots, share=self.merge_edit_distance, vocab_size=vocab_size)
+            return NearByEdits(slots=slots, share=self.merge_edit_distance)
         if self.merge_cosine_distance:
             return NearByEmbedding(slots=slots, distance=self.merge_cosine_distance, embedding_size=shape.embedding_size)
         return None
@@ -80,9 +78,9 @@ class ReplayIndex(Window):
         super().__init__(shape, self.rules.capacity)
         self.shape, self.vocab_size, self.reference_id = shape, vocab_size, reference_id
         self.heads: dict[str, int] = {}
-        self._next_arrival = 0
+        self.arrivals = 0  # how many valid rows have come, resident or not
         self.success_counts = SuccessCounts(decay=success_decay)
-        self._responses, self._merged = MergedResponses(self.rules.near(shape, vocab_size)), 0  # rows that came before have been
+        self._responses, self._merged = MergedResponses(self.rules.near(shape)), 0  # rows that came before have been
         # Per writer, in the order of `writers`.
         self._counts: list[collections.Counter[str]] = []
         self._writer_number: dict[str, int] = {}
@@ -90,11 +88,6 @@ class ReplayIndex(Window):
         self.totals: collections.Counter[str] = collections.Counter()
         # (writer, reason) -> the first row that was rejected since this object was made: for reports, not part of the state.
         self.rejected_first: dict[tuple[str, str], int] = {}
-
-    @property
-    def arrivals(self) -> int:
-        """How many valid rows have come, resident or not."""
-        return self._next_arrival
 
     def add(self, writer: str, rows: Rows, *, step: int, own: bool = True, rows_per_append: int = 1) -> None:
         """Integrates rows of one writer's log, in order, as visible from trainer step `step` on.
@@ -111,9 +104,12 @@ class ReplayIndex(Window):
         count = check_rows(rows, self.shape)
         if not count:
             return
-        end = _end(writer, rows["row"], head=self.heads.get(writer, 0))
+        first, head = int(rows["row"][0]), self.heads.get(writer, 0)
+        if first < head or not np.array_equal(rows["row"], np.arange(first, first + count)):
+            told = f"rows {first} to {rows['row'][-1]} ({count}) of writer {writer}"
+            raise ValueError(f"{told} must be consecutive and not below row {head}")
         self._open_writer(writer)
-        self.heads[writer] = end
+        self.heads[writer] = first + count
         number = self._writer_number[writer]
         counts = self._counts[number]
         counts["seen"] += count
@@ -122,8 +118,8 @@ class ReplayIndex(Window):
         if not len(valid := self._valid(writer, rows, counts)):
             return
         row_steps = _row_steps(rows) if own else np.zeros(count, np.int64)
-        arrivals = range(self._next_arrival, self._next_arrival + len(valid))
-        self._next_arrival = arrivals.stop
+        arrivals = range(self.arrivals, self.arrivals + len(valid))
+        self.arrivals = arrivals.stop
         query_ids = rows["query_id"].tolist()
         if own and not writer.startswith(GIVEN):  # sampled by the policy of this run
             sampled = (rows[name][valid].tolist() for name in ("row", "query_id", "reward"))
@@ -144,7 +140,7 @@ class ReplayIndex(Window):
     def merge(self, *, before: int) -> bool:
         """Merges the rows that became visible before a step with older ones of their queries, where rows are merged late.
 
-        Returns whether there were such rows that had not been merged: the journal has a record of that (gaps.merging).
+        Returns whether there were such rows that had not been merged: the journal has a record of that (ledger.merging).
         """
         leaving = np.flatnonzero((self.arrival >= self._merged) & (self.visible_step < before) & self.rules.merges_late)
         for slot in leaving[np.argsort(self.arrival[leaving])].tolist():
@@ -175,7 +171,7 @@ class ReplayIndex(Window):
         return np.flatnonzero(reasons == 0)
 
     def skip(self, writer: str, start: int, stop: int, *, kind: str) -> None:
-        """Counts committed rows [start, stop) of a writer that do not come. kind: one of gaps.KINDS."""
+        """Counts committed rows [start, stop) of a writer that do not come. kind: one of ledger.KINDS."""
         self._open_writer(writer)
         self._counts[self._writer_number[writer]][kind] += stop - start
         self.totals["damaged"] += (stop - start) * (kind == "damaged")
@@ -264,7 +260,7 @@ class ReplayIndex(Window):
 
     def ledger(self) -> dict[str, dict[str, Any]]:
         """Per writer: seen, resident, evicted by rule, rejected by reason, evicted_untrained (by a capacity, never drawn); not
-        seen: gaps.KINDS.
+        seen: ledger.KINDS.
 
         seen = resident + evicted + rejected holds for every writer.
         """
@@ -291,7 +287,7 @@ class ReplayIndex(Window):
             "writers": self.writers.copy(),
             "heads": self.heads.copy(),
             "counts": [{name: int(count) for name, count in counts.items()} for counts in self._counts],
-            "next_arrival": self._next_arrival,
+            "next_arrival": self.arrivals,
             "merged": self._merged,
             "round": self._round,
             "success_counts": self.success_counts.state(),
@@ -326,13 +322,13 @@ class ReplayIndex(Window):
         index.writers, index.heads = list(state["writers"]), dict(state["heads"])
         index._writer_number = {writer: number for number, writer in enumerate(index.writers)}
         index._counts = [collections.Counter(counts) for counts in state["counts"]]
-        index._next_arrival, index._round, index._merged = state["next_arrival"], state["round"], state["merged"]
+        index.arrivals, index._round, index._merged = state["next_arrival"], state["round"], state["merged"]
         index.success_counts = SuccessCounts.restore(state["success_counts"])
         numbers = np.array(state["queries"], np.int64)
         index._query_draws[numbers] = state["query_draws"]
         index._recent_draws[numbers] = state["recent_draws"]
-        lost = resident.Lost(known if known is not None else KnownGaps())
-        for there, rows in resident.read(state, reader, lost):
+        lost = Lost(known if known is not None else KnownGaps())
+        for there, rows in read_back(state, reader, lost):
             index._put_back(there, rows, own=np.array([reader.is_own(index.writers[n]) for n in there["writer"].tolist()], bool))
         for gap in lost.all:
             counts = index._counts[index._writer_number[gap.writer]]
@@ -365,14 +361,6 @@ class ReplayIndex(Window):
             self._enter(slot, query_ids[i], self._counts[there["writer"][i]])
             if self.rules.merge_duplicates and (not self.rules.merges_late or there["arrival"][i] < self._merged):
                 self._responses.put(slot, query_ids[i], rows, i)
-
-
-def _end(writer: str, rows: np.ndarray, *, head: int) -> int:
-    """The row number after `rows`. Raises ValueError where they are not consecutive, or begin below `head`."""
-    first, count = int(rows[0]), len(rows)
-    if first < head or not np.array_equal(rows, np.arange(first, first + count)):
-        raise ValueError(f"rows {first} to {rows[-1]} ({count}) of writer {writer} must be consecutive and not below row {head}")
-    return first + count
 
 
 def _row_steps(rows: Rows) -> np.ndarray:

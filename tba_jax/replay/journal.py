@@ -1,7 +1,8 @@
 """The write-ahead journal of the trainer: one durable line a step, before anything shows the update.
 
 Each trainer process writes its own file, `epoch-000001.jsonl`, under the epoch its lease gave it. `read_lineage` joins
-the files to the one history that a resumed trainer replays, and reads no more of it than the steps that are asked for.
+the files to the one history that a resumed trainer replays, and reads no more of it than the steps that are asked for. `Again`
+gives an index the rows of the lines: it is that of the trainer that journalled them.
 """
 
 import concurrent.futures
@@ -17,6 +18,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.ledger import Gap, KnownGaps, Losses
+from tba_jax.replay.reader import LogReader, RowsPending
+from tba_jax.replay.tail import read_part, take_part
 from tba_jax.storage import places
 from tba_jax.trajectory import Rows
 
@@ -38,7 +43,7 @@ def journal_line(
 
     Args:
       step: trainer step, from 1.
-      visible: what this step integrated, in order, each a gaps.visible; writers without news may be left out.
+      visible: what this step integrated, in order, each a ledger.integration; writers without news may be left out.
       ids: (writer, row) of the batch, in order.
       reward_version: version of the reward that scored the batch.
       key: what the step's random key was folded with.
@@ -279,8 +284,76 @@ def _lines_from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 def _line_number(file: BinaryIO, at: int) -> int:
     """The number of the line that begins at a byte, from 1."""
-    number = 1
     file.seek(0)
-    while at and (block := file.read(min(at, _BLOCK))):
-        number, at = number + block.count(b"\n"), at - len(block)
-    return number
+    return 1 + file.read(at).count(b"\n")
+
+
+class RowsLost(ValueError):
+    """A row that a journalled step drew cannot be read any more."""
+
+
+class Again:
+    """Brings an index through journal lines, one after the other.
+
+    Attributes: lost: gaps that are new: rows that could be read when they were journalled, and cannot be read any more.
+    """
+
+    def __init__(self, index: ReplayIndex, reader: LogReader, losses: Losses, *, step: int):
+        """Args: losses: of the lines that follow; step: where the index stands."""
+        self._index, self._reader, self._losses = index, reader, losses
+        self._counted = losses.until(step)
+        self._lost_before = KnownGaps(self._counted)
+        self.lost: list[Gap] = []
+
+    def do(self, line: Mapping[str, Any]) -> np.ndarray:
+        """Integrates what a line tells of. Returns the slots of its batch, int64[B].
+
+        Raises:
+          RowsLost: a row of the batch cannot be read any more; names it. ValueError: it is not resident although it can be read.
+          RowsPending: storage does not answer.
+        """
+        self._lose_what_was_lost(line["step"] - 1)
+        for record in line["visible"]:
+            self._integrate(record, step=line["step"] - 1)
+        slots = self._index.slots_of(line_ids(line))
+        if (slots < 0).any():
+            raise _not_resident(self._reader, line, slots)
+        return slots
+
+    def _lose_what_was_lost(self, step: int) -> None:
+        counted = self._losses.until(step)
+        for record in counted[len(self._counted) :]:
+            for writer, ranges in record["skipped"].items():
+                for start, stop, _ in ranges:
+                    self._index.lose(writer, start, stop)
+        if len(counted) > len(self._counted):
+            self._counted, self._lost_before = counted, KnownGaps(counted)
+
+    def _integrate(self, record: Mapping[str, Any], *, step: int) -> None:
+        """What ReplayBuffer.integrate did when it made the record."""
+        own = KnownGaps([record])
+        for writer, head in sorted(record["heads"].items()):
+            if (begin := self._index.heads.get(writer, 0)) >= head:
+                continue
+            known = own.within(writer, begin, head) or self._lost_before.within(writer, begin, head)
+            part = read_part(self._reader, writer, begin, head, known, wait=True)
+            take_part(self._index, self._reader, writer, part, step=step)
+            self.lost += [gap for gap in part.gaps if gap not in known]
+        if "merged_before" in record:
+            self._index.merge(before=record["merged_before"])
+
+
+def _not_resident(reader: LogReader, line: Mapping[str, Any], slots: np.ndarray) -> ValueError:
+    """Why a journalled batch cannot be drawn again: the row that is missing, and what is wrong with it.
+
+    Args: slots: int64[B], of the batch's rows; −1 where one is not resident.
+    """
+    writer, row = line_ids(line)[int((slots < 0).argmax())]
+    try:
+        reader.read_ids([(writer, row)])
+    except (ValueError, RowsPending) as error:
+        return RowsLost(
+            f"step {line['step']} drew row {writer}:{row}, which cannot be read any more: {error}. Restore it, or begin a new "
+            "run from a snapshot (--init_from=RUN@STEP)"
+        )
+    return ValueError(f"step {line['step']} drew row {writer}:{row}, which was not resident: log and journal disagree")

@@ -1,18 +1,113 @@
-"""What became of every row: per writer, committed = resident + evicted + rejected + damaged + expired + passed over + unseen."""
+"""What became of every row: committed = resident + evicted + rejected + damaged + expired + passed over + unseen, by writer.
 
+Gaps are committed rows that a trainer never gives to its index. A journal line records each integration of its step: the heads
+after it, and the gaps below them. What a resume cannot read any more leaves the index where it begins, and the first line after
+it records that loss with its step: who begins earlier takes these rows out at the same step.
+"""
+
+import bisect
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tba_jax.replay.gaps import KINDS
-from tba_jax.replay.index import ReplayIndex
+# damaged: could not be read. expired: removed by retention. passed_over: the trainer was too far behind to need them.
+KINDS = ("damaged", "expired", "passed_over")
+
+
+@dataclasses.dataclass(frozen=True)
+class Gap:
+    """Rows [start, stop) of a writer. kind: one of KINDS. reason: half a sentence, for messages alone."""
+
+    writer: str
+    start: int
+    stop: int
+    kind: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        rows = f"replay log of writer {self.writer}: rows {self.start} to {self.stop - 1}"
+        match self.kind:
+            case "damaged":
+                return f"{rows} cannot be read, and are left out for good, counted as damaged: {self.reason}"
+            case "expired":
+                return f"{rows} were removed by retention before they were read"
+            case _:
+                return f"{rows} are passed over: {self.reason}"
+
+    def within(self, start: int, stop: int) -> "Gap":
+        """The part in rows [start, stop)."""
+        return dataclasses.replace(self, start=max(self.start, start), stop=min(self.stop, stop))
+
+
+def merged(gaps: Iterable[Gap]) -> list[Gap]:
+    """Gaps of one writer by rows, joined where they touch and are of one kind; of reasons the first stays."""
+    found: list[Gap] = []
+    for gap in sorted(gaps, key=lambda each: each.start):
+        if found and found[-1].stop >= gap.start and found[-1].kind == gap.kind:
+            found[-1] = dataclasses.replace(found[-1], stop=max(found[-1].stop, gap.stop))
+        else:
+            found.append(gap)
+    return found
+
+
+def integration(heads: Mapping[str, int], gaps: Iterable[Gap] = ()) -> dict[str, Any]:
+    """The record of one integration. JSON. Args: heads: writer -> rows, after it; gaps: below them."""
+    return {"heads": dict(heads), "skipped": _ranges(gaps)}
+
+
+def merging(before: int) -> dict[str, Any]:
+    """The record of a move of the recent window, JSON. Args: before: see ReplayIndex.merge."""
+    return {"heads": {}, "skipped": {}, "merged_before": before}
+
+
+def loss(gaps: Iterable[Gap], *, since: int) -> dict[str, Any]:
+    """The record of rows that a resume could not read again. JSON. Args: since: the step at which that resume began."""
+    return {"heads": {}, "skipped": _ranges(gaps), "since": since}
+
+
+def _ranges(gaps: Iterable[Gap]) -> dict[str, list[list[Any]]]:
+    ranges: dict[str, list[list[Any]]] = {}
+    for gap in gaps:
+        ranges.setdefault(gap.writer, []).append([gap.start, gap.stop, gap.kind])
+    return ranges
+
+
+class KnownGaps:
+    """The gaps of some records, by writer."""
+
+    def __init__(self, records: Iterable[Mapping[str, Any]] = ()):
+        found: dict[str, list[Gap]] = {}
+        for record in records:
+            for writer, ranges in record["skipped"].items():
+                found.setdefault(writer, []).extend(Gap(writer, *each) for each in ranges)
+        self._gaps = {writer: merged(gaps) for writer, gaps in found.items()}
+
+    def within(self, writer: str, start: int, stop: int) -> Sequence[Gap]:
+        """The gaps in rows [start, stop) of a writer, ascending, cut to them."""
+        gaps = self._gaps.get(writer, [])
+        first = bisect.bisect_right(gaps, start, key=lambda gap: gap.stop)
+        last = bisect.bisect_left(gaps, stop, key=lambda gap: gap.start)
+        return [gap.within(start, stop) for gap in gaps[first:last]]
+
+
+class Losses:
+    """The losses of a journal, by the step since which they count."""
+
+    def __init__(self, lines: Iterable[Mapping[str, Any]] = ()):
+        """Args: lines: all that are to be done again."""
+        records = [record for line in lines for record in line["visible"] if "since" in record]
+        self._records = sorted(records, key=lambda record: record["since"])
+
+    def until(self, step: int) -> list[Mapping[str, Any]]:
+        """The records that count at a step."""
+        return [record for record in self._records if record["since"] <= step]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Account:
     """One writer's rows.
 
-    evicted: by rule (index.EVICTIONS); rejected: by reason (validation.REJECTIONS); evicted_untrained: evicted by a
+    evicted: by rule (index.EVICTIONS); rejected: by reason (window.REJECTIONS); evicted_untrained: evicted by a
     capacity before any draw, a part of evicted; expired: removed by retention before they were read; passed_over: left out by
     a trainer that was far behind; unseen: not read yet.
     """
@@ -33,8 +128,8 @@ class Account:
         return self.committed == self.resident + kept_out + self.unseen and self.unseen >= 0
 
 
-def accounts(index: ReplayIndex, committed: Mapping[str, int]) -> dict[str, Account]:
-    """Writer -> its account. committed: rows in each writer's log."""
+def accounts(index: Any, committed: Mapping[str, int]) -> dict[str, Account]:
+    """Writer -> its account. Args: index: a ReplayIndex; committed: rows in each writer's log."""
     ledger = index.ledger()
     nothing = {"resident": 0, "evicted": {}, "rejected": {}, "evicted_untrained": 0, **dict.fromkeys(KINDS, 0)}
     found = {}

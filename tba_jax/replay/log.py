@@ -2,7 +2,7 @@
 
     replay/writers/<writer>.json          schema and who writes; making this file claims the id
     replay/<writer>/<segment:06d>/        one database a segment, see `segment.py`
-    replay/expired.json                   segments that retention has removed, see `expiry.py`
+    replay/expired.json                   segments that retention has removed, see `segment.py`
 
 A writer id belongs to one process for ever, so rows are numbered without coordination and a row is named by
 (writer, row). Row r is in segment r // segment_rows, append (r % segment_rows) // rows_per_append.
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tba_jax.replay.segment import LogSchema, Segment, segment_name
-from tba_jax.storage import held_folders, layout, places
+from tba_jax.storage import file_systems, layout, places
 from tba_jax.storage.places import STORAGE_ERRORS, Place
 from tba_jax.trajectory import Rows, RowShape, check_rows
 
@@ -101,14 +101,11 @@ class LogWriter:
     def append(self, rows: Rows) -> range:
         """Commits one append; returns its row numbers once they are durable and visible.
 
-        After a failure the writer stands where it stood, and the same rows may be appended again.
-
-        Args:
-          rows: exactly rows_per_append rows whose `row` column continues at `next_row`.
+        Args: rows: exactly rows_per_append rows whose `row` column continues at `next_row`.
 
         Raises:
           ValueError: wrong columns, dtypes, shapes, count or row numbers; nothing was written.
-          OSError: the storage refused (the message has the cause, such as a full disk).
+          OSError: the storage refused. The writer stands where it stood, and the same rows may be appended again.
         """
         size = self._schema.rows_per_append
         count = check_rows(rows, self._shape)
@@ -145,7 +142,7 @@ class LogWriter:
             head = self._segment.finish_head(self._segment.start_head())
             if head is not None and head["rows"] >= numbers.stop:
                 stored = self._segment.finish_read(self._segment.start_read(position))
-                if batch_differs(stored, rows):
+                if any(stored[name].tobytes() != np.ascontiguousarray(rows[name]).tobytes() for name in rows):
                     raise OSError("a failed append was committed after all and other rows follow it; append the first rows again")
                 return
         self._segment.append(position, rows, {"appends": numbers.stop // size, "rows": numbers.stop})
@@ -154,11 +151,6 @@ class LogWriter:
         """The writer's folder. tensorstore would make a workdir anew that was moved away meanwhile, so a local folder is held."""
         if self._held is None and isinstance(self._folder, Path):
             places.make_folder(self._folder, below=2)
-            self._held = held_folders.hold(self._folder)
-            weakref.finalize(self, held_folders.let_go, self._held)
+            self._held = file_systems.hold(self._folder)
+            weakref.finalize(self, file_systems.let_go, self._held)
         return self._held or self._folder
-
-
-def batch_differs(stored: Rows, rows: Rows) -> bool:
-    """Whether any column differs, bit by bit (a NaN equals itself)."""
-    return any(stored[name].tobytes() != np.ascontiguousarray(rows[name]).tobytes() for name in rows)

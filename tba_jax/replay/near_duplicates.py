@@ -15,8 +15,6 @@ from rapidfuzz.distance import Levenshtein
 from tba_jax.trajectory import Rows, response
 
 _BUCKETS = 128
-# Tokens become the characters of a string, which compares fastest.
-_MAX_VOCAB = 0x110000
 
 
 class NearByEdits:
@@ -26,12 +24,10 @@ class NearByEdits:
     bucket that has any. _lengths: int32[slots], tokens.
     """
 
-    def __init__(self, *, slots: int, share: float, vocab_size: int):
+    def __init__(self, *, slots: int, share: float):
         """Args: share: in (0, 1). Responses of n and m tokens are near if their edit distance is below share · (n + m)."""
-        if vocab_size > _MAX_VOCAB:
-            raise ValueError(f"vocab_size={vocab_size} is more than {_MAX_VOCAB}, the most merge_edit_distance={share} can take")
         self._share = share
-        self._texts: dict[int, str] = {}
+        self._texts: dict[int, str] = {}  # tokens as the characters of a string, which compares fastest
         self._counts = np.zeros((slots, _BUCKETS), np.uint8)
         self._present = np.zeros((_BUCKETS // 64, slots), np.uint64)
         self._lengths = np.zeros(slots, np.int32)

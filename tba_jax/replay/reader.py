@@ -1,5 +1,6 @@
 """Reads the rows of replay logs: of all writers under a replay folder, and of those of other runs that are mounted."""
 
+import itertools
 import math
 import re
 import time
@@ -8,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.replay.expiry import RowsExpired
-from tba_jax.replay.segment import LogSchema, segment_name
+from tba_jax.replay.log import REGISTER
+from tba_jax.replay.segment import LogSchema, RowsExpired, segment_name
 from tba_jax.replay.writers import REQUESTS_PER_MINUTE, Writers
 from tba_jax.run import processes
 from tba_jax.storage import places
@@ -134,7 +135,8 @@ class LogReader(Writers):
                 return
             first, error = max(start, self._committed(writer)), self._head_errors.get(writer)
             if error is None or start < 0:
-                if writer not in self._followed and self.is_damaged(writer):
+                register = (root.place / REGISTER / f"{writer}.json" for root in self._roots.values())
+                if writer not in self._followed and any(each in self._refused for each in register):
                     raise LogCorruption(writer, start, stop, self.problems[writer])
                 reason = self.problems.get(writer, f"rows 0 to {self._committed(writer) - 1} are committed")
                 raise ValueError(f"rows {start} to {stop - 1} of writer {writer} cannot be read: {reason}")
@@ -169,8 +171,10 @@ class LogReader(Writers):
 
     def _refuse_expired(self, writer: str, append: int) -> None:
         """Raises RowsExpired from this append to the next that is kept: a late reader is told once of a whole gap."""
-        schema, segment = self.schema(writer), append // self.schema(writer).segment_appends
-        if (kept := self._next_kept(writer, segment)) != segment:
+        schema, gone = self.schema(writer), self._gone(writer)
+        segment = append // schema.segment_appends
+        kept = next(number for number in itertools.count(segment) if number not in gone)
+        if kept != segment:
             raise RowsExpired(writer, append * schema.rows_per_append, kept * schema.segment_rows)
 
     def _finish(self, writer: str, schema: LogSchema, append: int, started: Any, wait: bool) -> dict[str, np.ndarray]:

@@ -3,24 +3,30 @@
 A segment holds a fixed number of appends. Every append is one chunk of the array `appends` uint8[segment_appends,
 append_bytes] plus the key `head`, committed in one atomic transaction: a reader sees all of it or nothing. The bytes of an
 append are its columns one after the other, in the schema's order, each in C order and little-endian.
+
+Segments that retention removes are named in a file first and then deleted, so that a reader can tell them from damage.
 """
 
 import dataclasses
 import functools
 import json
+import logging
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
-from tba_jax.storage import places
+from tba_jax.storage import layout, places
 from tba_jax.storage.places import Place
 from tba_jax.trajectory import Rows, RowShape
 
+log = logging.getLogger(__name__)
+
+EXPIRED = "expired.json"
 LAYOUT = "packed-columns-1"
 _ARRAY = "appends/"
 _HEAD = "head"
@@ -216,18 +222,83 @@ def segments_in(folder: Path) -> set[int]:
 
 
 def last_segment(folder: Place, first: int) -> int:
-    """The last segment of a log, or `first` if there is none. All segments from `first` on are there."""
+    """The last segment of a log, or `first` if there is none. All segments from `first` on are there.
+
+    An object store is asked by a search that doubles and then halves its step.
+    """
     if isinstance(folder, Path):
         return max(segments_in(folder), default=first)
-    return _last(lambda number: places.exists(manifest(folder, number)), first)
-
-
-def _last(exists: Callable[[int], bool], first: int) -> int:
-    """The last of the consecutive numbers from `first` on that exist, by a search that doubles and then halves its step."""
     last, step = first, 1
-    while exists(last + step):
+    while places.exists(manifest(folder, last + step)):
         last, step = last + step, 2 * step
     while step > 1:
         step //= 2
-        last += step if exists(last + step) else 0
+        last += step if places.exists(manifest(folder, last + step)) else 0
     return last
+
+
+class RowsExpired(ValueError):
+    """Rows [start, stop) of a writer are in a segment that retention has removed."""
+
+    def __init__(self, writer: str, start: int, stop: int):
+        super().__init__(f"replay log of writer {writer}: rows {start} to {stop - 1} were removed by retention")
+        self.writer, self.start, self.stop = writer, start, stop
+
+
+def expired_segments(root: Place) -> dict[str, frozenset[int]]:
+    """Writer -> segments that were removed, or are about to be. root: a replay folder."""
+    return {writer: frozenset(numbers) for writer, numbers in _read_expired(root)["expired"].items()}
+
+
+def _read_expired(root: Place) -> dict[str, dict[str, list[int]]]:
+    try:
+        return layout.read_json(root / EXPIRED)
+    except FileNotFoundError:
+        return {"expired": {}, "removing": {}}
+    except ValueError as error:
+        raise ValueError(f"{error}; the run's trainer writes it again when it is started") from error
+
+
+def mend_expired(root: Place) -> None:
+    """Writes the file of names again where it is damaged: segments below a writer's last one that are not there were removed.
+
+    One that was only announced counts as kept then, and is removed by a later call. Only the run's trainer may call it.
+    """
+    try:
+        _read_expired(root)
+        return
+    except ValueError as error:
+        log.warning("%s: it does so now", error)
+    there = {
+        writer: [int(name) for name in places.names_in(root / writer) if name.isdecimal()] for writer in places.names_in(root)
+    }
+    expired = {writer: sorted({*range(max(numbers))} - {*numbers}) for writer, numbers in there.items() if numbers}
+    layout.write_json(root / EXPIRED, {"expired": _merged(expired, {}), "removing": {}})
+
+
+def remove_segments(root: Place, segments: Mapping[str, Sequence[int]]) -> None:
+    """Removes segments, whole and for good. Only the run's trainer may call it.
+
+    A later call with any segments completes a removal that was interrupted, or that a folder refused.
+
+    Args:
+      segments: writer -> numbers; those that are gone already cost nothing. A writer's last segment must not be among them:
+        it tells where the log ends.
+    """
+    found = _read_expired(root)
+    new = {writer: sorted(set(numbers) - set(found["expired"].get(writer, ()))) for writer, numbers in segments.items()}
+    removing = _merged(found["removing"], new)
+    if not removing:
+        return
+    expired = _merged(found["expired"], new)
+    layout.write_json(root / EXPIRED, {"expired": expired, "removing": removing})
+    left = {
+        writer: [number for number in numbers if not places.remove_tree(root / writer / segment_name(number))]
+        for writer, numbers in removing.items()
+    }
+    layout.write_json(root / EXPIRED, {"expired": expired, "removing": _merged(left, {})})
+
+
+def _merged(one: Mapping[str, Sequence[int]], other: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    merged = {writer: sorted({*one.get(writer, ()), *other.get(writer, ())}) for writer in one.keys() | other.keys()}
+    return {writer: numbers for writer, numbers in merged.items() if numbers}

@@ -26,15 +26,13 @@ def _uniform(rewards: np.ndarray, inverse_temperature: float) -> np.ndarray:
 # (rewards float64[n], inverse temperature) -> log-weights float64[n] of the responses of a query.
 STRATEGIES: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {"softmax": _softmax, "uniform": _uniform}
 
-RECENT_FILLS = ("repeat", "older", "wait")
-
 # In a group of more rows the largest keys are selected before they are sorted.
 LARGE_GROUP = 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
-    """How a batch is drawn.
+    """How a batch is drawn: settings that experiment/schema.py checks.
 
     queries, completions: Q, K.
     recent_probability: m, the probability that a position draws from the recent pool.
@@ -59,18 +57,6 @@ class Selection:
     recent_fill: str = "repeat"
     max_draws_per_row: int = 0
     max_staleness: int = 0
-
-    def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy={self.strategy!r} is not one of {sorted(STRATEGIES)}")
-        if self.recent_fill not in RECENT_FILLS:
-            raise ValueError(f"recent_fill={self.recent_fill!r} is not one of {list(RECENT_FILLS)}")
-        if not 0 <= self.recent_probability <= 1:
-            raise ValueError(f"recent_probability={self.recent_probability} must be within [0, 1]")
-        at_least = dict(queries=1, completions=1, recent_window=0, max_draws_per_row=0, max_staleness=0)
-        for name, least in at_least.items():
-            if (value := getattr(self, name)) < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
 
 
 def draw_batch(index: ReplayIndex, selection: Selection, *, rng: np.random.Generator, step: int) -> np.ndarray | None:

@@ -12,11 +12,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tba_jax.replay import gaps as gaps_lib
-from tba_jax.replay.expiry import RowsExpired
-from tba_jax.replay.gaps import Gap
+from tba_jax.replay import ledger
 from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.ledger import Gap
 from tba_jax.replay.reader import LogCorruption, LogReader, RowsPending
+from tba_jax.replay.segment import RowsExpired
 from tba_jax.trajectory import Rows, concatenate
 
 _ROWS_PER_READ = 4096
@@ -95,7 +95,7 @@ def read_part(reader: LogReader, writer: str, begin: int, end: int, known: Seque
         if gap.stop > part.head:
             part.gaps.append(gap.within(part.head, gap.stop))
             part.head = gap.stop
-    part.gaps = gaps_lib.merged(part.gaps)
+    part.gaps = ledger.merged(part.gaps)
     return part
 
 
@@ -271,7 +271,7 @@ class Tail:
         """Adds what has arrived to the index, as visible from `step` on.
 
         Returns:
-          records for the journal: one gaps.integration for each group of rounds that went in at once, writer by writer.
+          records for the journal: one ledger.integration for each group of rounds that went in at once, writer by writer.
         """
         if self._failure is not None:
             raise self._failure
@@ -285,7 +285,7 @@ class Tail:
                     group[writer].runs.clear()
                 self._room.set()
                 heads = {writer: part.head for writer, part in group.items()}
-                records.append(gaps_lib.integration(heads, [gap for part in group.values() for gap in part.gaps]))
+                records.append(ledger.integration(heads, [gap for part in group.values() for gap in part.gaps]))
             if self._thread.is_alive():
                 break
         return records

@@ -4,18 +4,24 @@ import collections
 import concurrent.futures
 import dataclasses
 import heapq
-import itertools
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.replay import polling
-from tba_jax.replay.expiry import EXPIRED, expired_segments
 from tba_jax.replay.log import REGISTER, WRITER_NAME, registration
-from tba_jax.replay.segment import LogSchema, Segment, last_segment, manifest, segment_name, segments_in
+from tba_jax.replay.segment import (
+    EXPIRED,
+    LogSchema,
+    Segment,
+    expired_segments,
+    last_segment,
+    manifest,
+    segment_name,
+    segments_in,
+)
 from tba_jax.run import processes
-from tba_jax.storage import layout, places
+from tba_jax.storage import layout, places, polling
 from tba_jax.storage.places import STORAGE_ERRORS, Place
 from tba_jax.trajectory import RowShape
 
@@ -61,19 +67,17 @@ class _Root:
     """A replay folder that is followed.
 
     version, expired: of its list of expired segments; unknown: why that cannot be read. is_new: whether its writers have not been
-    looked for. ignored, strangers: registrations and other entries that are not followed, and why.
+    looked for. ignored: registrations that are not followed, and why.
     """
 
     place: Place
     register: polling.WatchedFolder
-    entries: polling.WatchedFolder | None
     version: bytes = b""
     expired: dict[str, frozenset[int]] = dataclasses.field(default_factory=dict)
     followed: set[str] = dataclasses.field(default_factory=set)
     unknown: str = ""
     is_new: bool = True
     ignored: dict[str, str] = dataclasses.field(default_factory=dict)
-    strangers: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 class Writers:
@@ -98,7 +102,7 @@ class Writers:
         self.shape = shape
         self.problems: dict[str, str] = {}
         self._allowance = polling.Allowance(requests_per_minute)
-        self._roots = {each: self._watched(each) for each in (root, *mounts)}
+        self._roots = {each: _Root(each, polling.WatchedFolder(each / REGISTER, self._allowance)) for each in (root, *mounts)}
         self._own = root
         # Registrations that are not logs of these rows -> the reason.
         self._refused: dict[Place, str] = {}
@@ -111,10 +115,6 @@ class Writers:
         self._head_errors: dict[str, Exception] = {}
         self._active, self._asked_expired = 0, 0.0
         self._segments: collections.OrderedDict[tuple[str, int], Segment] = collections.OrderedDict()
-
-    def _watched(self, root: Place) -> _Root:
-        entries = polling.WatchedFolder(root, self._allowance) if isinstance(root, Path) else None
-        return _Root(root, polling.WatchedFolder(root / REGISTER, self._allowance), entries)
 
     def heads(self) -> dict[str, int]:
         """Committed rows of every followed writer; asks all of them."""
@@ -142,7 +142,7 @@ class Writers:
             self._advance_all(asking[begin : begin + _HEADS_AT_ONCE])
         # As a whole: another thread may be reading them.
         unknown = {str(root.place / EXPIRED): root.unknown for root in self._roots.values() if root.unknown}
-        ignored = [unknown, *(found for root in self._roots.values() for found in (root.ignored, root.strangers))]
+        ignored = [unknown, *(root.ignored for root in self._roots.values())]
         stays = {writer: f"it stays at row {self._followed[writer].rows}: {each}" for writer, each in self._head_errors.items()}
         heads = {writer: f"the head of writer {writer} cannot be read, {told}" for writer, told in stays.items()}
         self.problems = {name: told for each in ignored for name, told in each.items()} | heads
@@ -154,17 +154,14 @@ class Writers:
         left = (self._allowance.left() + 1) // 2
         while self._due and self._due[0][0] <= now:
             at, writer = self._due[0]
-            followed = self._followed[writer]
-            if at != followed.due:
-                heapq.heappop(self._due)
-                continue
-            if isinstance(followed.folder, places.Bucket):
+            is_current = at == self._followed[writer].due
+            if is_current and isinstance(self._followed[writer].folder, places.Bucket):
                 if left < 1:
                     break
                 left -= 1
                 self._allowance.spend(1)
             heapq.heappop(self._due)
-            taken.append(writer)
+            taken += [writer] * is_current
         for writer in taken:
             self._schedule(writer, polling.pause_seconds(now - self._followed[writer].news))
         return taken
@@ -193,10 +190,6 @@ class Writers:
     def segment_rows(self, writer: str) -> int | None:
         """Rows in a segment of a writer's log; None where it is not followed right now (`problems` may say why)."""
         return self.schema(writer).segment_rows if writer in self._followed else None
-
-    def is_damaged(self, writer: str) -> bool:
-        """Whether a writer is not followed because its registration cannot be used."""
-        return any(root.place / REGISTER / f"{writer}.json" in self._refused for root in self._roots.values())
 
     def kept(self, writer: str) -> list[range]:
         """Committed rows of a followed writer that retention has left, ascending; no two ranges touch."""
@@ -231,11 +224,8 @@ class Writers:
         return self._roots[self._followed[writer].root].expired.get(writer, frozenset())
 
     def _discover(self, root: _Root, *, always: bool) -> list[str]:
-        """Follows the writers that are new under a root. Returns them; notes what else is there, and why it is not followed."""
-        # The folder is listed before the register, so that a claim in between is no false alarm.
-        entries = root.entries.names(always=always) if root.entries is not None else None
-        names = root.register.names(always=always or entries is not None)
-        if names is None:
+        """Follows the writers that are new under a root. Returns them; notes which registrations are not followed, and why."""
+        if (names := root.register.names(always=always)) is None:
             return []
         new = sorted({name for name in names if not name.startswith(".")} - root.followed)
         with concurrent.futures.ThreadPoolExecutor(_REGISTRATIONS_AT_ONCE) as pool:
@@ -247,7 +237,10 @@ class Writers:
         for name, found in zip(new, opened, strict=True):
             writer = name.removesuffix(".json")
             if isinstance(found, _Followed) and writer not in self._followed:
-                self._follow(writer, found, quiet=_quiet_seconds(found) if root.is_new else 0.0)
+                quiet = _quiet_seconds(found) if root.is_new else 0.0  # most writers that are there at the start have ended
+                found.news = time.monotonic() - quiet
+                self._followed[writer] = found
+                self._schedule(writer, polling.pause_seconds(quiet))
                 root.followed.add(name)
                 if found.rows:
                     self._moved.add(writer)
@@ -262,20 +255,7 @@ class Writers:
                 if isinstance(found, OSError):
                     root.register.list_again()
         root.is_new = False
-        if entries is not None:
-            known = {REGISTER, EXPIRED, *(name.removesuffix(".json") for name in names)}
-            root.strangers = {
-                name: f"{root.place / name} is ignored: no writer is registered under this name"
-                for name in set(entries) - known
-                if not name.startswith(".")
-            }
         return begun
-
-    def _follow(self, writer: str, found: _Followed, *, quiet: float) -> None:
-        """Args: quiet: seconds since the last news, as far as is known. Most writers that are there at the start have ended."""
-        found.news = time.monotonic() - quiet
-        self._followed[writer] = found
-        self._schedule(writer, polling.pause_seconds(quiet))
 
     def _open(self, root: _Root, name: str) -> _Followed | Exception:
         """The log of a registration, or why it is not followed. An OSError may pass."""
@@ -310,7 +290,10 @@ class Writers:
                 if isinstance(version, OSError):
                     full += [writer] * self._note_head_error(writer, version)
                 elif version is not None:
-                    segment = self._segment_of_news(writer)
+                    followed = self._followed[writer]
+                    if followed.rows == followed.stop:
+                        followed.go_to(followed.segment + 1)
+                    segment = self._segment(writer, followed.segment)
                     reads[writer] = version, segment, segment.start_head()
                 elif writer not in versions:  # no news, or the next segment is not there yet
                     self._head_errors.pop(writer, None)
@@ -346,12 +329,6 @@ class Writers:
                 found[writer] = manifest(followed.folder, followed.segment + 1), b""
         return found
 
-    def _segment_of_news(self, writer: str) -> Segment:
-        followed = self._followed[writer]
-        if followed.rows == followed.stop:
-            followed.go_to(followed.segment + 1)
-        return self._segment(writer, followed.segment)
-
     def _finish_head(self, writer: str, version: bytes, segment: Segment, read: Any) -> bool:
         """Takes up a segment's head. Returns whether the segment is full, so that the next may be there."""
         followed = self._followed[writer]
@@ -382,11 +359,6 @@ class Writers:
                 self._segments.popitem(last=False)
         self._segments.move_to_end(key)
         return self._segments[key]
-
-    def _next_kept(self, writer: str, segment: int) -> int:
-        """The first segment from `segment` on that retention has not removed."""
-        gone = self._gone(writer)
-        return next(number for number in itertools.count(segment) if number not in gone)
 
 
 def _quiet_seconds(followed: _Followed) -> float:

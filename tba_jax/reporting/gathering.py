@@ -13,8 +13,8 @@ import numpy as np
 
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.replay import journal
-from tba_jax.replay.expiry import RowsExpired
 from tba_jax.replay.reader import LogCorruption, LogReader, RowsPending
+from tba_jax.replay.segment import RowsExpired
 from tba_jax.schemas import flatten
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places

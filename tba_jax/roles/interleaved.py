@@ -11,8 +11,7 @@ from tba_jax.roles.evaluator import NOT_EVALUATED, Evaluator, PendingSteps, tell
 from tba_jax.roles.searcher.appender import LOOK_SECONDS
 from tba_jax.roles.searcher.report import SearchRecord, SearchReport
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.roles.trainer.loop import end
-from tba_jax.roles.trainer.recorder import Recorder
+from tba_jax.roles.trainer.loop import Recorder, end
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.run import processes
 from tba_jax.storage import best_step, layout, snapshots

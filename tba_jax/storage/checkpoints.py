@@ -13,7 +13,7 @@ import tensorstore as ts
 
 from tba_jax.run import processes
 from tba_jax.sharding import PINNED_HOST
-from tba_jax.storage import held_folders, layout, places
+from tba_jax.storage import file_systems, layout, places
 
 # What the folder of a checkpoint that counts no more is called, before its step.
 ASIDE = "set-aside-"
@@ -38,7 +38,7 @@ class Checkpoints:
         )
         if not read_only:
             places.make_folder(folder)
-            folder = held_folders.hold(folder)  # orbax would make a workdir anew that was moved away meanwhile
+            folder = file_systems.hold(folder)  # orbax would make a workdir anew that was moved away meanwhile
         self._held: Path | None = None if read_only else folder
         self._reached = folder.absolute()
         self._manager = ocp.CheckpointManager(self._reached, options=options)
@@ -135,7 +135,7 @@ class Checkpoints:
         self._manager.wait_until_finished()
         self._manager.close()
         if self._held is not None:
-            held_folders.let_go(self._held)
+            file_systems.let_go(self._held)
             self._held = None
 
 

@@ -39,7 +39,7 @@ class Contract:
     prompt, and a digest of the template's source; {} without one. date: YYYY-MM-DD, the day on which the run was made, which is
     today for the chat templates of the policy and of models that compute rewards. reward_models: setting -> digest of the reward
     model that it names. reference: the policy that ref_logprobs in rows come from, "initial" (that of step 0), or "none": then
-    they are 0. private_files: whether the files of the run are for their owner alone to read, see run.privacy.
+    they are 0. private_files: whether the files of the run are for their owner alone to read, see storage.privacy.
     """
 
     model: dict[str, Any]
@@ -158,7 +158,9 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     def called(name: str) -> str:
         return f"task.{section}.{name[5:]}" if section and name.startswith("task.") else _SETTINGS.get(name, name)
 
-    different = [name for name in sorted(theirs | ours, key=_order) if theirs.get(name) != ours.get(name)]
+    different = [
+        name for name in sorted(theirs | ours, key=lambda name: (name != "task_name", name)) if theirs.get(name) != ours.get(name)
+    ]
     if "task_name" in different:  # another task has other settings
         different = [name for name in different if not name.startswith("task.")]
     return [f"{called(name)}: {_compared(theirs.get(name), ours.get(name))}" for name in different]
@@ -168,10 +170,6 @@ def in_words(different: Sequence[str]) -> str:
     """Fields that differ, as part of a sentence. Args: different: see `differences`."""
     more = len(different) - _MOST_TOLD
     return "; ".join(different[:_MOST_TOLD]) + (f"; and {more} more" if more > 0 else "")
-
-
-def _order(name: str) -> tuple[bool, str]:
-    return name != "task_name", name
 
 
 def _compared(there: Any, here: Any) -> str:

@@ -1,11 +1,17 @@
-"""File systems of this machine: which one holds a folder, and what to say where it is full."""
+"""Local folders: the paths that users name, the file systems that hold them, and paths that follow a folder which is moved."""
 
+import contextlib
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
+_DESCRIPTORS = Path("/proc/self/fd")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ADVICE = "free some, take another place, or keep less of the run (publish.keep, checkpoint.keep, replay.retention=checkpoints)"
+
+P = TypeVar("P")  # a places.Place
 
 
 def mount(folder: Path) -> tuple[Path, str]:
@@ -96,3 +102,39 @@ def no_room(error: BaseException, folder: Path | None) -> str:
     files = "" if room.f_favail or not room.f_files else " and no more files"
     where = f" ({kind} at {point})" if kind else ""
     return f"the file system of {there}{where} has {free:.2f} of {total:.2f} GiB left{files}: {_ADVICE}"
+
+
+def hold(folder: Path, *, number: int = -1) -> Path:
+    """A path of an existing folder that leads there wherever the folder is moved, and nowhere once it is removed (Linux).
+
+    For tensorstore, orbax and JAX, which make missing folders by themselves: they would make a workdir anew that was moved away
+    meanwhile. The folder stays open until `let_go`. Elsewhere than on Linux it is the folder's own path.
+
+    Args: number: of the file descriptor, where the path must be the same in every process.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    if number >= 0:
+        os.dup2(descriptor, number, inheritable=False)
+        os.close(descriptor)
+        descriptor = number
+    if (path := _DESCRIPTORS / str(descriptor)).exists():
+        return path
+    os.close(descriptor)
+    return folder.absolute()
+
+
+def let_go(path: Path) -> None:
+    """Closes what `hold` has opened."""
+    if path.parent == _DESCRIPTORS:
+        os.close(int(path.name))
+
+
+@contextlib.contextmanager
+def holding(folder: P) -> Iterator[P | Path]:
+    """`hold` for a while; an object store needs none of it."""
+    path = hold(folder) if isinstance(folder, Path) else folder
+    try:
+        yield path
+    finally:
+        if isinstance(path, Path):
+            let_go(path)

@@ -1,11 +1,9 @@
 """The epoch lease: exactly one trainer in a workdir.
 
-`epoch-000001.lease` is created exclusively by the trainer that takes epoch 1; the highest epoch is the current one. A
-trainer whose epoch is no longer the highest must stop, and sees that with one listing of the folder.
-
-The kernel tells whether a holder on this machine lives. A holder on another machine shows it by its heartbeat: while it renews
-the lease, `acquire` refuses; else `acquire` waits at most `ttl_seconds`, so that a trainer may be started anew on another host.
-Clocks differ: a heartbeat of the last hour has half that time to be renewed, however old it looks.
+`epoch-000001.lease` is created exclusively by the trainer that takes epoch 1; a trainer whose epoch is no longer the highest must
+stop. The kernel tells whether a holder on this machine lives. A holder on another machine shows it by its heartbeat: while it
+renews the lease, `acquire` refuses; else it waits at most `ttl_seconds`. Clocks differ: a heartbeat of the last hour has half
+that time to be renewed, however old it looks.
 """
 
 import logging
@@ -56,19 +54,11 @@ class EpochLease:
 
     @classmethod
     def acquire(cls, folder: Path, *, ttl_seconds: float = 30.0) -> "EpochLease":
-        """Takes the next epoch.
+        """Takes the next epoch. Raises LeaseHeld where the holder is alive on this host, or renews its heartbeat on another.
 
-        Args:
-          folder: `RunDir.journal`.
-          ttl_seconds: a holder on another host counts as gone once its heartbeat is older than this and has not been renewed for
-            half that time. The call waits for so long.
-
-        Raises:
-          LeaseHeld: the holder is alive on this host, or renews its heartbeat on another.
-          ValueError: ttl_seconds is not positive.
+        Args: folder: `RunDir.journal`. ttl_seconds: a holder on another host counts as gone once its heartbeat is older than this
+          and has not been renewed for half that time; the call waits for so long.
         """
-        if ttl_seconds <= 0:
-            raise ValueError(f"ttl_seconds={ttl_seconds} must be positive")
         places.make_folder(folder)
         while True:
             current = _highest_epoch(folder)

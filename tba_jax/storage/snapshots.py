@@ -25,7 +25,7 @@ import tensorstore as ts
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Params, Specs
 from tba_jax.run import processes
-from tba_jax.storage import best_step, held_folders, layout, places
+from tba_jax.storage import best_step, file_systems, layout, places
 from tba_jax.storage.places import Place
 
 COMMIT = "commit.json"
@@ -51,10 +51,6 @@ def _spec(folder: Place, name: str) -> dict[str, Any]:
     return places.ARRAY | {"kvstore": places.kvstore(folder / name)}
 
 
-def no_check() -> None:
-    """The check that lets every snapshot become visible."""
-
-
 class Others(Protocol):
     """The other processes of a trainer, each of which writes its own shards of a snapshot."""
 
@@ -72,7 +68,7 @@ def save(
     *,
     dtype: str,
     durable: bool = True,
-    check: Callable[[], None] = no_check,
+    check: Callable[[], object] = lambda: None,
     others: Others | None = None,
 ) -> None:
     """Writes one snapshot; it becomes visible as a whole at the end.
@@ -120,7 +116,7 @@ def _write(folder: Place, params: Params, info: SnapshotInfo, *, dtype: str, dur
     """Makes the files and arrays of a snapshot, and returns once all processes have written their shards."""
     for name, content in info.beside.items():
         places.write_bytes(folder / name, content)
-    with held_folders.holding(folder) as held:
+    with file_systems.holding(folder) as held:
         stores = _make_arrays(held, params, dtype=dtype, durable=durable)
         if others is not None:
             others.start(folder, info.step, durable=durable)
@@ -141,7 +137,7 @@ def _refuse_later_epoch(folder: Place, info: SnapshotInfo) -> None:
 def write_shards(folder: Place, params: Params, *, dtype: str, durable: bool) -> None:
     """Writes what this process holds of a snapshot whose arrays process 0 has made in `folder`. Args, Raises: as `save`."""
     try:
-        with held_folders.holding(folder) as held:
+        with file_systems.holding(folder) as held:
             _write_shards(_make_arrays(held, params, dtype=dtype, durable=durable, there=True), params)
     except places.STORAGE_ERRORS as error:
         raise OSError(f"snapshot {folder} could not be written: {error}") from error
@@ -205,19 +201,17 @@ def _host_shards(array: Any) -> list[tuple[Any, np.ndarray]]:
     return [((slice(None),) * array.ndim, np.asarray(array))]
 
 
-def open_arrays(folder: Place, specs: Specs) -> Params:
+def open_arrays(folder: Place, specs: Specs, *, commit: bytes = b"") -> Params:
     """The parameters of a snapshot as tensorstore arrays, which read only the slices that a caller asks for.
+
+    Args: commit: what commit.json said before; b"": it is read now.
 
     Raises:
       FileNotFoundError: there is no committed snapshot in `folder` (it may have been pruned).
       Damaged: a parameter is not there or unreadable, names it; or commit.json is no JSON.
       ValueError: a parameter has another shape than the model; names it. OSError: the storage failed.
     """
-    return _open_arrays(folder, specs, _commit(folder))
-
-
-def _open_arrays(folder: Place, specs: Specs, commit: bytes) -> Params:
-    """As `open_arrays`. Args: commit: what commit.json said before."""
+    commit = commit or _commit(folder)
     context = places.reading_context(folder)
     opened = {name: ts.open(_spec(folder, name), open=True, context=context) for name in parameters.flatten(specs)}
 
@@ -270,11 +264,8 @@ def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float3
       specs: the parameters of the snapshot. shardings: a tree of the same structure, parameters.shardings(specs, mesh).
       dtype: dtype of the returned parameters, whatever the dtype on disk.
 
-    Raises:
-      FileNotFoundError: there is no committed snapshot in `folder`, or not the same any more at the end (it may have been pruned,
-        or published again by a trainer that resumed).
-      Damaged: see `open_arrays`; or the bytes of a parameter are damaged, names it.
-      ValueError: a parameter on disk has another shape than the model; names it. OSError: the storage failed.
+    Raises as `open_arrays`; FileNotFoundError also where the snapshot is not the same any more at the end (it may have been
+    pruned, or published again by a trainer that resumed), Damaged where the bytes of a parameter are damaged.
     """
     commit = _commit(folder)
     loaded = _load(folder, specs, shardings, dtype=dtype, commit=commit)
@@ -284,7 +275,7 @@ def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float3
 
 def _load(folder: Place, specs: Specs, shardings: Params, *, dtype: str, commit: bytes) -> Params:
     """As `load`. Args: commit: what commit.json said before."""
-    arrays = _open_arrays(folder, specs, commit)
+    arrays = open_arrays(folder, specs, commit=commit)
     stores = {name: ts.cast(store, dtype) for name, store in parameters.flatten(arrays).items()}
     sharding_of, flat = parameters.flatten(shardings), parameters.flatten(specs)
     # Reads run ahead of the parameter that is being put on the devices, by _READ_AHEAD_BYTES at most.

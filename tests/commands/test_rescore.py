@@ -10,9 +10,9 @@ from tba_jax import trajectory
 from tba_jax.commands import audit, command_line, rescore
 from tba_jax.experiment import training
 from tba_jax.replay import journal
-from tba_jax.replay.expiry import remove_segments
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
+from tba_jax.replay.segment import remove_segments
 from tba_jax.storage import layout
 from tba_jax.storage.lease import EpochLease
 from tba_jax.tasks.arithmetic import Arithmetic

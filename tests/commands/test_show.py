@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tba_jax.commands import show
-from tba_jax.replay.expiry import remove_segments
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
+from tba_jax.replay.segment import remove_segments
 from tba_jax.reporting import gathering
 from tba_jax.storage import layout
 

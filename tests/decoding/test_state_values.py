@@ -20,7 +20,7 @@ from tba_jax.decoding import state_values
 from tba_jax.decoding.requests import Request
 from tba_jax.decoding.state_values import StateValues
 from tba_jax.experiment import jobs
-from tba_jax.replay.resident import REJECTIONS, validate_rows
+from tba_jax.replay.window import REJECTIONS, validate_rows
 from tba_jax.rewards.scorers import ResponseEmbedder
 from tba_jax.rewards.task_models import response_texts, reward_texts
 from tba_jax.storage import layout

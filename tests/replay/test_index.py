@@ -40,14 +40,6 @@ def resident(index: ReplayIndex) -> list[tuple[str, int]]:
     return index.ids(slots[np.argsort(index.arrival[slots])])
 
 
-def test_rows_of_a_writer_are_added_once_and_in_order():
-    index = index_of()
-    index.add("a", make_rows(0, [1, 1], [(0,), (1,)]), step=1)
-    for rows in (make_rows(1, [1], [(2,)]), make_rows(2, [1, 1], [(2,), (3,)]) | {"row": np.array([2, 4])}):
-        with pytest.raises(ValueError, match="writer a"):
-            index.add("a", rows, step=2)
-
-
 class Model:
     """The window as a plain list of dicts, oldest first. share: of both lengths, below which two responses are near."""
 
@@ -165,6 +157,10 @@ def test_random_operation_agrees_with_a_slow_model(seed, keep, share):
             assert sum(entry["evicted"][rule] for entry in ledger.values()) == count
         assert sum(entry["evicted_untrained"] for entry in ledger.values()) == model.untrained
     assert index.slots_of([("a", 10**6), ("nobody", 0)]).tolist() == [-1, -1]
+    head = index.heads["a"]
+    for first, numbers in ((head - 1, [head - 1]), (head, [head, head + 2])):
+        with pytest.raises(ValueError, match="writer a must be consecutive"):
+            index.add("a", make_rows(first, [1] * len(numbers), [(2,)] * len(numbers)) | {"row": np.array(numbers)}, step=99)
 
 
 def test_successes_are_counted_of_the_run_s_own_valid_rows_that_its_policy_sampled():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tba_jax.replay import success_counts
-from tba_jax.replay.success_counts import QueryCounts, SuccessCounts
+from tba_jax.replay.success_counts import SuccessCounts
 
 K = 4
 
@@ -31,8 +31,7 @@ def counted(given: list[tuple[str, int, np.ndarray]], *, decay: float, parts: in
     return counts
 
 
-@pytest.mark.parametrize("fractions", [False, True])
-@pytest.mark.parametrize("decay", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize(("decay", "fractions"), [(1.0, False), (0.5, True), (0.0, True)])
 def test_the_posterior_is_that_of_mopps(decay, fractions):
     """α ← λ α + (1 − λ) α⁰ + s, β ← λ β + (1 − λ) β⁰ + k − s, from α⁰ = β⁰ = 1, with s = Σ r."""
     given = visits(0, 60, fractions=fractions)
@@ -70,18 +69,16 @@ def test_shares_are_of_each_query_s_last_visit():
     assert SuccessCounts(decay=0.5).measure()[0] == {}
 
 
-@pytest.mark.parametrize("reward", [-0.25, 1.5])
-def test_a_reward_that_is_no_success_rate_is_not_counted(reward):
-    counts = SuccessCounts(decay=1.0)
+def test_a_reward_that_is_no_success_rate_is_not_counted():
+    reward, counts = 1.5, SuccessCounts(decay=1.0)
     counts.add("w", [0, 1, 2], [7, 7, 7], [1.0, reward, 1.0], rows_per_append=3)
     counts.add("w", [3], [8], [1.0], rows_per_append=3)
     assert counts.outside == ("w:1", reward) and counts.published().trials.tolist() == [2.0, 1.0]
     scalars, of_queries = counts.measure()
     assert scalars == {} and not of_queries.size
     assert SuccessCounts.restore(json.loads(json.dumps(counts.state()))).outside == ("w:1", reward)
-    sentence = success_counts.refusal(reward, "w:1")
-    assert "w:1" in sentence and f"{reward:g}" in sentence and "[0, 1]" in sentence and "searchers.prompt_selection" in sentence
     assert success_counts.first_outside(np.array([np.nan, 1.0, reward, 2.0], np.float32)) == 2
+    assert success_counts.first_outside(np.array([np.nan, 0.0, 1.0, -0.25], np.float32)) == 3
     assert success_counts.first_outside(np.array([np.nan, 0.0, 1.0], np.float32)) is None
 
 
@@ -92,9 +89,9 @@ def test_what_is_published_is_read_back_and_damage_is_seen():
     for name, column in vars(counts).items():
         np.testing.assert_array_equal(getattr(read, name), column)
     asked = np.array([3, 99, 0], np.uint64)
-    assert read.of(asked)[1][1] == 0 and (read.of(asked)[1][[0, 2]] > 0).all()
+    assert (read.of(asked)[1] > 0).tolist() == [True, False, True]
     empty = success_counts.from_bytes(SuccessCounts(decay=1.0).published().to_bytes())
-    assert empty.of(asked)[1].tolist() == [0, 0, 0] and isinstance(empty, QueryCounts)
+    assert empty.of(asked)[1].tolist() == [0, 0, 0]
     middle = content.index(counts.trials.tobytes())
     method = content.index(b"PK\x01\x02") + 10  # of the compression, in the directory of the archive
     for damaged in (content[:-30], b"", *(content[:at] + b"\xff" + content[at + 1 :] for at in (middle, method))):

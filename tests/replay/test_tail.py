@@ -13,13 +13,13 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from tba_jax.replay import gaps, journal, ledger
-from tba_jax.replay.again import Again
-from tba_jax.replay.expiry import remove_segments
-from tba_jax.replay.gaps import Losses
+from tba_jax.replay import journal, ledger
 from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.journal import Again
+from tba_jax.replay.ledger import Losses
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
+from tba_jax.replay.segment import remove_segments
 from tba_jax.replay.tail import Tail
 from tba_jax.trajectory import RowShape
 from tests.support.tiny_log import integrate_again
@@ -103,7 +103,7 @@ class FollowedLog(RuleBasedStateMachine):
             self.tail.poll()
         records, self.lost = [*self.lost, *self.tail.integrate(self.live, step=len(self.lines))], []
         if self.live.merge(before=(oldest := self.live.recent_since(2))):
-            records.append(gaps.merging(oldest))
+            records.append(ledger.merging(oldest))
         drawn = np.flatnonzero(self.live.slot_query >= 0)[:: 1 + len(self.lines) % 5]
         self.live.mark_drawn(drawn)
         told = {"visible": records, "ids": self.live.ids(drawn), "rows": self.live.gather(drawn)}
@@ -143,7 +143,7 @@ class FollowedLog(RuleBasedStateMachine):
         state = json.loads(json.dumps(self.live.state()))
         self.live, lost = ReplayIndex.restore(state, LogReader(self.folder, SHAPE, patience_seconds=0))
         if lost:
-            self.lost.append(gaps.loss(lost, since=len(self.lines)))
+            self.lost.append(ledger.loss(lost, since=len(self.lines)))
         self.follow()
 
     @invariant()
@@ -180,20 +180,20 @@ def test_whoever_does_the_journal_again_has_the_same_rows():
 
 def test_a_tail_that_nobody_hands_rows_to_holds_no_more_than_its_share(tmp_path):
     """The trainer compiles, and takes no rows for a while."""
-    write(tmp_path, {"a": 80, "b": 80})
+    write(tmp_path, {"a": 65, "b": 65})
     limit = 1 << 18
-    assert 160 * APPEND * SHAPE.row_bytes > 10 * limit
+    assert 130 * APPEND * SHAPE.row_bytes > 10 * limit
     tail = Tail(LogReader(tmp_path, SHAPE), {}, poll_seconds=0.02, arrival_bytes=limit)
     tracemalloc.start()
     tail.start()
-    time.sleep(0.5)
+    time.sleep(0.3)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2.5 * limit, f"{peak:,} bytes at the peak"
     index = index_of(100_000)
-    follow(tmp_path, index, {"a": 80 * APPEND, "b": 80 * APPEND}, tail=tail, poll=False)
+    follow(tmp_path, index, {"a": 65 * APPEND, "b": 65 * APPEND}, tail=tail, poll=False)
     tail.close()
-    assert index.totals["seen"] == 160 * APPEND
+    assert index.totals["seen"] == 130 * APPEND
 
 
 def test_the_oldest_rows_of_a_long_absence_are_never_read(tmp_path, monkeypatch):
@@ -204,27 +204,23 @@ def test_the_oldest_rows_of_a_long_absence_are_never_read(tmp_path, monkeypatch)
     index = index_of(10 * APPEND)
     tail.poll()
     told = tail.integrate(index, step=1)
-    # What each may have of the twenty: all of the short one, and as much of each of the others.
-    wanted = {("long", each) for each in range(91, 100)} | {("dead", each) for each in range(31, 40)}
-    assert set(read) <= wanted | {("long", 91), ("dead", 31)} | {("short", each) for each in range(3)}
-    found = index.ledger()
+    # What each may have of the twenty: all of the short one, and as much of each of the others, the newest.
+    assert set(read) <= {*(("long", each) for each in range(91, 100)), *(("dead", each) for each in range(31, 40))} | {
+        ("short", each) for each in range(3)
+    }
+    found, heads = index.ledger(), {"long": 100 * APPEND, "short": 3 * APPEND, "dead": 40 * APPEND}
     assert found["long"]["passed_over"] >= 91 * APPEND and found["short"]["passed_over"] == 0
     assert found["dead"]["passed_over"] >= 31 * APPEND and len(index) == 10 * APPEND
-    heads = {"long": 100 * APPEND, "short": 3 * APPEND, "dead": 40 * APPEND}
     assert all(each.balances for each in ledger.accounts(index, heads).values())
-    # The newest of both long ones are what is left.
-    newest = {name: [row for writer, row in index.ids(np.flatnonzero(index.slot_query >= 0)) if writer == name] for name in found}
-    assert min(newest["long"]) >= 95 * APPEND and min(newest["dead"]) >= 35 * APPEND
     assert any("long: rows 0 to" in each and "replay.capacity" in each for each in tail.problems())
     again = index_of(10 * APPEND)
-    read.clear()
     assert not integrate_again(again, LogReader(tmp_path, SHAPE), *told, step=1)
-    assert again.state() == index.state() and ("long", 0) not in read
+    assert again.state() == index.state()
 
 
 def test_a_segment_has_one_deadline_and_holds_nobody_up(tmp_path):
     """Eight appends of a segment are missing: all of them together may take the patience that one may."""
-    patience = 0.8
+    patience = 0.4
     logs = write(tmp_path, {"a": 16})
     hide(tmp_path / "a" / "000000")
     logs |= write(tmp_path, {"b": 2})
@@ -249,20 +245,15 @@ def test_what_comes_back_in_time_is_not_damaged(tmp_path, away):
     root = tmp_path / "log"
     root.mkdir()
     write(root, {"a": 8})
-    index, reader = index_of(), LogReader(root, SHAPE, patience_seconds=30 if away == "segment" else 0.05)
+    index, reader = index_of(), LogReader(root, SHAPE, patience_seconds=30 if away == "segment" else 0.02)
     tail = Tail(reader, {}, poll_seconds=0.05)
     tail.poll()
-    if away == "segment":
-        bring_back = hide(root / "a" / "000000")
-    else:
-        root.rename(tmp_path / "away")
-    end = time.monotonic() + 0.3
+    gone = root / "a" / "000000" / "d" if away == "segment" else root
+    gone.rename(tmp_path / "away")
+    end = time.monotonic() + 0.15
     while time.monotonic() < end:
         assert tail.integrate(index, step=1) == []
-    if away == "segment":
-        assert any("rows from 0 on cannot be read yet" in each for each in tail.problems())
-        bring_back()
-    else:
-        (tmp_path / "away").rename(root)
+    assert any("rows from 0 on cannot be read yet" in each for each in tail.problems())
+    (tmp_path / "away").rename(gone)
     follow(root, index, {"a": 8 * APPEND}, tail=tail)
     assert index.totals["seen"] == 8 * APPEND and index.ledger()["a"]["damaged"] == 0 and not tail.problems()

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tba_jax.replay import journal
-from tba_jax.replay.expiry import remove_segments
 from tba_jax.replay.reader import LogReader
+from tba_jax.replay.segment import remove_segments
 from tba_jax.reporting import gathering
 from tba_jax.reporting.gathering import MOST_POINTS, RowTable, Source, read_lines
 from tests.support import frozen_runs, hostile_runs

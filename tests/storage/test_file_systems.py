@@ -1,9 +1,14 @@
-"""The sentence about a full file system."""
+"""The sentence about a full file system, and folders that are followed where they are moved."""
 
 import errno
 import os
+import shutil
+import sys
 
-from tba_jax.storage import file_systems
+import pytest
+import tensorstore as ts
+
+from tba_jax.storage import file_systems, places
 
 
 def test_the_full_file_system_is_named(tmp_path):
@@ -15,16 +20,22 @@ def test_the_full_file_system_is_named(tmp_path):
         told = file_systems.no_room(error, tmp_path)
         assert told.startswith(f"the file system of {tmp_path} ({kind} at {point}) has ") and total in told
         assert told.endswith("keep less of the run (publish.keep, checkpoint.keep, replay.retention=checkpoints)")
-
-
-def test_a_full_disk_behind_another_error_is_found(tmp_path):
-    try:
-        try:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        except OSError as cause:
-            raise ValueError("a checkpoint could not be written") from cause
-    except ValueError as error:
-        assert str(tmp_path) in file_systems.no_room(error, tmp_path)
-        assert file_systems.no_room(error, None).startswith("free some")
-    assert "left" in file_systems.no_room(ValueError("RESOURCE: No space left on device"), tmp_path)
+    full = ValueError("a checkpoint could not be written")
+    full.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    assert str(tmp_path) in file_systems.no_room(full, tmp_path) and file_systems.no_room(full, None).startswith("free some")
     assert file_systems.no_room(OSError(errno.EROFS, "Read-only file system"), tmp_path) == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a held folder is a descriptor of /proc")
+def test_a_held_folder_is_followed_where_it_goes(tmp_path):
+    (tmp_path / "run" / "log").mkdir(parents=True)
+    held = file_systems.hold(tmp_path / "run" / "log")
+    store = ts.KvStore.open({"driver": "file", "path": f"{held}/"}).result()
+    (tmp_path / "run").rename(tmp_path / "away")
+    store.write("deep/x", b"1").result()
+    assert (tmp_path / "away" / "log" / "deep" / "x").exists() and not (tmp_path / "run").exists()
+    shutil.rmtree(tmp_path / "away")
+    with pytest.raises(places.STORAGE_ERRORS):
+        store.write("deep/y", b"1").result()
+    assert not any(tmp_path.iterdir())
+    file_systems.let_go(held)

@@ -5,9 +5,7 @@ import contextlib
 import json
 import os
 import resource
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,14 +16,6 @@ import pytest
 from tba_jax.run import processes
 from tba_jax.storage import layout
 from tba_jax.storage.lease import EpochLease, LeaseHeld, StaleEpoch
-
-HOLDER = """
-import sys, time
-from pathlib import Path
-from tba_jax.storage.lease import EpochLease
-print(EpochLease.acquire(Path(sys.argv[1])).epoch, flush=True)
-time.sleep(60)
-"""
 
 
 @pytest.fixture
@@ -50,28 +40,24 @@ def held(folder: Path, *, since: float = 0.0, **changes) -> Path:
     return lease_path(folder)
 
 
-def test_a_run_is_held_until_its_trainer_is_killed(tmp_path):
-    folder = tmp_path / "run" / "journal"
-    folder.parent.mkdir()
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout.readline().strip() == "1"
+def test_a_run_is_held_until_its_trainer_is_killed(tmp_path, acquire):
+    holder = subprocess.Popen(["sleep", "60"])
+    started = Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    held(tmp_path, pid=holder.pid, pid_start=started)
     try:
-        with pytest.raises(LeaseHeld, match=rf"run is held .*process {process.pid} on host .*epoch 1"):
-            EpochLease.acquire(folder)
+        with pytest.raises(LeaseHeld, match=rf"{tmp_path.parent} is held .*process {holder.pid} on host .*epoch 1"):
+            EpochLease.acquire(tmp_path)
     finally:
-        os.kill(process.pid, signal.SIGKILL)
+        holder.kill()
     # Not waited for yet: a zombie holds nothing.
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    lease = EpochLease.acquire(folder)
-    process.wait()
-    assert lease.epoch == 2
+    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
+    assert acquire(tmp_path).epoch == 2
+    holder.wait()
     with pytest.raises(LeaseHeld, match=str(os.getpid())):
-        EpochLease.acquire(folder)
-    lease.release()
+        EpochLease.acquire(tmp_path)
 
 
-def test_a_released_lease_is_free_at_once(tmp_path):
+def test_a_released_lease_is_free_at_once_and_a_stale_one_is_told(tmp_path):
     first = EpochLease.acquire(tmp_path)
     first.check()
     first.release()
@@ -87,55 +73,48 @@ def test_a_released_lease_is_free_at_once(tmp_path):
 HOLDERS = {
     "a process id that was used again": (0, {"pid_start": "1"}, 60, (0, 20)),
     "an old heartbeat of another host": (3601, {"host": "other"}, 60, (0, 20)),
-    "another host": (0.05, {"host": "other"}, 0.3, (0.2, 20)),
-    "before a restart of the host": (0.05, {"boot_id": "other"}, 0.3, (0.2, 20)),
-    "another container": (0.05, {"pid_namespace": "other"}, 0.3, (0.2, 20)),
-    "a slow clock has half the time to live": (1800, {"host": "other"}, 1.0, (0.4, 0.95)),
-    "a fast clock": (-7200, {"host": "other"}, 0.3, (0.2, 20)),
+    "before a restart of the host": (0.05, {"boot_id": "other"}, 0.2, (0.1, 20)),
+    "another container": (0.05, {"pid_namespace": "other"}, 0.2, (0.1, 20)),
+    "a slow clock has half the time to live": (1800, {"host": "other"}, 0.8, (0.3, 0.78)),
+    "a fast clock": (-7200, {"host": "other"}, 0.2, (0.1, 20)),
+    "nobody has written it": (0, None, 0.2, (0.1, 20)),
 }
 
 
 @pytest.mark.parametrize("name", HOLDERS)
 def test_a_holder_that_may_live_elsewhere_is_waited_for(tmp_path, acquire, name):
     since, changes, ttl_seconds, (least, most) = HOLDERS[name]
-    held(tmp_path, since=since, **changes)
+    if changes is None:
+        lease_path(tmp_path).write_text("")
+    else:
+        held(tmp_path, since=since, **changes)
     begin = time.monotonic()
     assert acquire(tmp_path, ttl_seconds=ttl_seconds).epoch == 2
     assert least < time.monotonic() - begin < most
 
 
-@pytest.mark.parametrize("take", [EpochLease.acquire, EpochLease.refuse_if_held])
-@pytest.mark.parametrize("since", [0, 1800])
+@pytest.mark.parametrize(("take", "since"), [(EpochLease.acquire, 1800), (EpochLease.refuse_if_held, 0)])
 def test_a_holder_elsewhere_that_renews_is_not_disturbed(tmp_path, take, since):
     path = held(tmp_path, since=since, host="other")
-    renewal = threading.Timer(0.2, lambda: edit(path, heartbeat=time.time() - since))
+    renewal = threading.Timer(0.3, lambda: edit(path, heartbeat=time.time() - since))
     renewal.start()
-    begin = time.monotonic()
     with pytest.raises(LeaseHeld, match=r"on host other \(epoch 1\), which renews its lease; stop it first"):
-        take(tmp_path, ttl_seconds=15)
-    assert time.monotonic() - begin < 10
+        take(tmp_path, ttl_seconds=3)
     renewal.join()
 
 
 def test_the_heartbeat_is_renewed(tmp_path):
-    lease = EpochLease.acquire(tmp_path, ttl_seconds=0.15)
+    lease = EpochLease.acquire(tmp_path, ttl_seconds=0.1)
     first, deadline = layout.read_json(lease_path(tmp_path)), time.monotonic() + 5
     while (later := layout.read_json(lease_path(tmp_path)))["heartbeat"] <= first["heartbeat"]:
         assert time.monotonic() < deadline
-        time.sleep(0.02)
+        time.sleep(0.01)
     assert later["pid"] == os.getpid() and not later["released"]
     lease.release()
     assert layout.read_json(lease_path(tmp_path))["released"]
 
 
-def test_a_lease_without_content_counts_from_its_creation(tmp_path, acquire):
-    lease_path(tmp_path).write_text("")
-    begin = time.monotonic()
-    assert acquire(tmp_path, ttl_seconds=0.3).epoch == 2
-    assert time.monotonic() - begin > 0.2
-
-
-def test_a_lease_that_a_full_disk_refused_is_not_waited_for(tmp_path):
+def test_a_lease_that_a_full_disk_refused_or_that_was_damaged_is_not_waited_for(tmp_path, acquire):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
@@ -143,9 +122,9 @@ def test_a_lease_that_a_full_disk_refused_is_not_waited_for(tmp_path):
             EpochLease.acquire(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    begin = time.monotonic()
-    EpochLease.acquire(tmp_path, ttl_seconds=30).release()
-    assert time.monotonic() - begin < 10
+    assert not list(tmp_path.iterdir())
+    lease_path(tmp_path).write_text(json.dumps({"released": True}))
+    assert acquire(tmp_path).epoch == 2
 
 
 def test_many_contenders_get_one_lease(tmp_path):
@@ -163,13 +142,6 @@ def test_many_contenders_get_one_lease(tmp_path):
     lease.release()
 
 
-def test_bad_settings_and_damaged_leases(tmp_path, acquire):
-    with pytest.raises(ValueError, match="ttl_seconds=0"):
-        EpochLease.acquire(tmp_path, ttl_seconds=0)
-    lease_path(tmp_path).write_text(json.dumps({"released": True}))
-    assert acquire(tmp_path).epoch == 2
-
-
 def test_a_lease_is_neither_renewed_held_nor_released_in_the_folder_of_another_run(tmp_path):
     """Another run, whose trainer has the same epoch, stands in the place of this one for a while."""
     own, away, other = tmp_path / "run", tmp_path / "away", tmp_path / "other"
@@ -181,8 +153,7 @@ def test_a_lease_is_neither_renewed_held_nor_released_in_the_folder_of_another_r
     theirs = lease_path(other / "journal").read_bytes()
     own.rename(away)
     other.rename(own)
-    time.sleep(0.25)
-    assert lease_path(own / "journal").read_bytes() == theirs
+    time.sleep(0.2)
     with pytest.raises(processes.RunIsAway, match="holds another run"):
         lease.check()
     own.rename(other)

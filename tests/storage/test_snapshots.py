@@ -24,20 +24,22 @@ def save(policies: Path, step: int, params: Params | None = None, dtype: str = "
     return folder
 
 
-@pytest.mark.parametrize(("written", "read"), [((8, 1, 1), (1, 4, 2)), ((2, 2, 2), (8, 1, 1))], ids=str)
-def test_parameters_come_back_bit_by_bit_on_any_mesh(tmp_path, written, read):
-    folder = save(tmp_path, 5, jax.device_put(random_params(), shardings(written)))
-    assert json.loads((folder / snapshots.COMMIT).read_text()) == {"step": 5, "epoch": 3, "dtype": "float32"}
-    found = snapshots.load(folder, SPECS, shardings(read))
-    assert_same_bits(found, random_params())
-    assert jax.tree.map(lambda x: x.sharding, found) == shardings(read)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_come_back_bit_by_bit_on_any_mesh(tmp_path, dtype):
+    folder = save(tmp_path, 5, jax.device_put(random_params(), shardings((2, 2, 2))), dtype=dtype)
+    assert json.loads((folder / snapshots.COMMIT).read_text()) == {"step": 5, "epoch": 3, "dtype": dtype}
+    found = snapshots.load(folder, SPECS, shardings((8, 1, 1)))
+    assert_same_bits(found, jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)).astype(np.float32), random_params()))
+    assert jax.tree.map(lambda x: x.sharding, found) == shardings((8, 1, 1))
+    sizes = [path.stat().st_size for path in folder.rglob("c/**/*") if path.is_file()]
+    assert sum(sizes) < (jnp.dtype(dtype).itemsize + 1) * applied.count(MODEL)
 
 
 def test_large_shards_are_cut_into_chunks(tmp_path, monkeypatch):
     """Axes of 16, 24 and 12 in pieces that do and do not divide them, cut along one axis and along several."""
     written = (2, 2, 2)
     sharding_of = parameters.flatten(shardings(written))
-    for size in (32, 300):
+    for size in (64,):
         monkeypatch.setattr(snapshots, "CHUNK_BYTES", size)
         folder = save(tmp_path, size, jax.device_put(random_params(), shardings(written)))
         for name, spec in parameters.flatten(SPECS).items():
@@ -47,15 +49,6 @@ def test_large_shards_are_cut_into_chunks(tmp_path, monkeypatch):
             for whole, part, length in zip(spec.shape, sharding_of[name].shard_shape(spec.shape), chunk, strict=True):
                 assert part == whole or part % length == 0, "two shards share a chunk"
         assert_same_bits(snapshots.load(folder, SPECS, shardings((1, 4, 2))), random_params())
-
-
-def test_bfloat16_snapshots_hold_the_rounded_parameters(tmp_path):
-    folder = save(tmp_path, 5, jax.device_put(random_params(), shardings((2, 2, 2))), dtype="bfloat16")
-    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(np.float32), random_params())
-    found = snapshots.load(folder, SPECS, shardings())
-    assert_same_bits(found, rounded)
-    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(found))
-    assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file() and p.suffix != ".json") < 3 * applied.count(MODEL)
 
 
 @pytest.mark.parametrize("kind", ["folder", "memory"])
@@ -101,30 +94,21 @@ def test_only_committed_snapshots_are_visible(tmp_path):
     assert snapshots.committed_steps(tmp_path) == [4]
     with pytest.raises(FileNotFoundError):
         snapshots.load_step(tmp_path, 6, SPECS, shardings())
-    # The leftover is replaced by the same step's next write.
-    save(tmp_path, 6)
-    assert snapshots.committed_steps(tmp_path) == [4, 6]
+    save(tmp_path, 6)  # in the place of the leftover
     assert_same_bits(snapshots.load_step(tmp_path, 6, SPECS, shardings()), random_params(6))
-
-
-def largest_file(folder: Path) -> Path:
-    return max(
-        (path for path in folder.rglob("*") if path.is_file() and path.name != "zarr.json"), key=lambda p: p.stat().st_size
-    )
 
 
 def test_a_damaged_byte_is_an_error_that_names_the_parameter(tmp_path):
     folder = save(tmp_path, 5)
-    for name in ("embedding.weight", "layers.feed_forward.up.weight"):
-        path = largest_file(folder / name)
-        whole = path.read_bytes()
-        damaged = bytearray(whole)
-        damaged[len(whole) // 2] ^= 1
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=rf"{folder}: parameter {name} is damaged"):
-            snapshots.load(folder, SPECS, shardings())
-        path.write_bytes(whole)
-    assert_same_bits(snapshots.load(folder, SPECS, shardings()), random_params(5))
+    path = max((folder / "embedding.weight" / "c").rglob("0"), key=lambda path: path.stat().st_size * path.is_file())
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=rf"{folder}: parameter embedding.weight is damaged"):
+        snapshots.load(folder, SPECS, shardings())
+    (folder / "embedding.weight" / "zarr.json").write_bytes((folder / "final_norm.scale" / "zarr.json").read_bytes())
+    with pytest.raises(ValueError, match=r"embedding.weight has shape \(16,\), the model needs \(12, 16\)"):
+        snapshots.load(folder, SPECS, shardings())
 
 
 @pytest.mark.parametrize("moment", ["opening", "reading"])
@@ -168,7 +152,6 @@ def test_pruning_keeps_the_best_while_it_is_the_best(tmp_path):
 
 
 def test_the_fingerprint_is_that_of_the_weights(tmp_path):
-    first, same, other = save(tmp_path / "a", 1), save(tmp_path / "b", 2, random_params(1)), save(tmp_path, 3)
-    assert snapshots.fingerprint(first) == snapshots.fingerprint(same)
-    assert len({snapshots.fingerprint(first), snapshots.fingerprint(other)}) == 2
-    assert int(snapshots.fingerprint(first), 16) < 2**64 and len(snapshots.fingerprint(first)) == 16
+    folders = save(tmp_path / "a", 1), save(tmp_path / "b", 2, random_params(1)), save(tmp_path, 3)
+    first, same, other = map(snapshots.fingerprint, folders)
+    assert first == same != other and len(first) == 16 and int(first, 16) < 2**64

@@ -131,7 +131,7 @@ class World:
         self.step += 1
         self.relief.stepped()
         steps = c.publish.every_steps, c.evaluation.every_steps, c.learner.steps
-        if any(self.step % every == 0 for every in steps):  # as Publishing.is_due: no run goes on after learner.steps
+        if any(self.step % every == 0 for every in steps):  # as Publisher.is_due: no run goes on after learner.steps
             self._publish()
         return True
 

@@ -1,19 +1,16 @@
-"""Rows whose every value follows from their number, and processes that append them."""
+"""Rows whose every value follows from their number."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tba_jax.replay.again import Again
-from tba_jax.replay.gaps import Gap, Losses
 from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.journal import Again
+from tba_jax.replay.ledger import Gap, Losses
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tba_jax.storage import places
 from tba_jax.trajectory import RowShape
 
 SHAPE = RowShape(prompt_length=4, response_length=6, reward_parts=("a", "b"))
@@ -58,20 +55,3 @@ def integrate_again(index: ReplayIndex, reader: LogReader, *records: dict[str, A
     again = Again(index, reader, Losses(), step=step)
     again.do({"step": step + 1, "visible": records, "writers": [], "rows": []})
     return again.lost
-
-
-APPENDER = """
-import sys
-from tba_jax.storage import places
-from tests.support.tiny_log import make_rows, writer
-log = writer(places.place(sys.argv[1]), sys.argv[2])
-while True:
-    log.append(make_rows(log.next_row, 4))
-    print(log.next_row, flush=True)
-"""
-
-
-def start_appender(root: places.Place, name: str) -> subprocess.Popen:
-    """A process that appends until it is killed, and prints the head of its log after each append."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
-    return subprocess.Popen([sys.executable, "-c", APPENDER, str(root), name], stdout=subprocess.PIPE, text=True, env=environment)

@@ -12,7 +12,7 @@ import pytest
 
 from configs import story_sentiment
 from tba_jax.experiment import joining
-from tba_jax.roles.trainer.recorder import Circumstances
+from tba_jax.roles.trainer.loop import Circumstances
 from tba_jax.storage import layout
 from tba_jax.telemetry import alarms
 from tba_jax.telemetry.alarms import RULES

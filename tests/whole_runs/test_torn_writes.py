@@ -7,7 +7,7 @@ import pytest
 
 from tba_jax.commands import audit
 from tba_jax.experiment import jobs
-from tba_jax.storage import grants, layout
+from tba_jax.storage import layout
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = [
@@ -21,7 +21,7 @@ def test_searcher_trainer_and_evaluator_go_on_after_a_power_cut(tmp_path):
     changes = {"evaluation__every_steps": 2, "checkpoint__every_steps": 2, "schedule__lag": 3}
     assert frozen_runs.run(tmp_path / "run", learner__steps=4, **changes) == 0
     run = layout.RunDir(tmp_path / "run")
-    grants.give(run, step=4)
+    layout.give_grant(run, step=4)
     torn = [
         run.checkpoints / "00000004" / "state" / "manifest.ocdbt",
         max(run.journal.glob("*.jsonl")),

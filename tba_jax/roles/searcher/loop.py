@@ -8,8 +8,8 @@ from typing import Any
 
 from tba_jax.roles.searcher.report import SearchRecord
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.storage import contract, grants, layout, places
-from tba_jax.storage.requests import RequestRate
+from tba_jax.storage import contract, layout, places
+from tba_jax.storage.polling import RequestRate
 from tba_jax.telemetry.status import TimeAccount
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def run_searcher(
                 with account.measure("wait_policy" if may_search else "wait_rewards"):
                     time.sleep(poll_seconds)
                 if not searcher.may_search:
-                    searcher.look_for_grant(grants.number(run))
+                    searcher.look_for_grant(layout.grants_given(run))
                     waits_since = waits_since or time.monotonic()
                     status.waits(_awaited(searcher, config), seconds=time.monotonic() - waits_since)
             take_reports()

@@ -1,25 +1,34 @@
-"""The replay buffer of a trainer: the one reader of the log, the index of resident rows, and the draw of a batch."""
+"""The replay buffer of a trainer: the one reader of the log, the index of resident rows, the draw of a batch, and retention.
+
+A resume from a checkpoint reads its resident rows and everything above its heads. What a later step draws was resident then or
+came later, so this covers the journalled steps too: other segments of the log may go.
+"""
 
 import collections
+import concurrent.futures
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tba_jax import trajectory
-from tba_jax.replay import gaps, journal, success_counts
-from tba_jax.replay.again import Again
-from tba_jax.replay.gaps import Gap, KnownGaps, Losses
+from tba_jax.objectives import OBJECTIVES
+from tba_jax.replay import journal, ledger, success_counts
 from tba_jax.replay.index import ReplayIndex, Rules
+from tba_jax.replay.journal import Again
+from tba_jax.replay.ledger import Gap, KnownGaps, Losses
+from tba_jax.replay.log import GIVEN
 from tba_jax.replay.reader import LogReader
+from tba_jax.replay.segment import remove_segments
 from tba_jax.replay.selection import Selection, draw_batch, drawable
 from tba_jax.replay.tail import Tail
 from tba_jax.run import processes
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places
-from tba_jax.storage.requests import RequestRate
+from tba_jax.storage.places import Place
+from tba_jax.storage.polling import RequestRate
 
 # A trainer that is further behind than so many windows passes over the oldest rows. More than one: identical responses, and those
 # beyond what a query may have, do not stay.
@@ -65,6 +74,40 @@ def draw(index: ReplayIndex, selection: Selection, *, min_rows: int, seed: int, 
         return None
     rng = np.random.Generator(np.random.Philox(key=[seed, step]))
     return draw_batch(index, selection, rng=rng, step=step)
+
+
+def behavior_reader(learner: Any) -> str:
+    """SETTING=VALUE of the setting by which the learner reads the rows' behaviour log-probs; "" if none does."""
+    return f"learner.objective={learner.objective}" if OBJECTIVES[learner.objective].behavior_logprobs else ""
+
+
+class BehaviorCheck:
+    """Refuses rows that no setting told of when the trainer began: of before a change of the objective, or of mounted runs."""
+
+    def __init__(self, learner: Any):
+        self._reader = behavior_reader(learner)
+        self._as_drawn = OBJECTIVES[learner.objective].as_drawn
+
+    def __call__(self, rows: trajectory.Rows, ids: Sequence[tuple[str, int]]) -> None:
+        """Raises BadInput for the first row of a batch whose behaviour nobody knows, or that is truncated where none may be.
+
+        Args: ids: (writer, row) of each of the rows.
+        """
+        if not self._reader:
+            return
+        if given := next((f"{writer}:{row}" for writer, row in ids if writer.startswith(GIVEN)), ""):
+            raise processes.BadInput(
+                f"{self._reader} reads π_behaviour of every row, and nobody knows that of row {given}, a response of a file: "
+                f"resume without it (--allow_change={self._reader.partition('=')[0]})"
+            )
+        truncated = (rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["min_p"] > 0)
+        if self._as_drawn and truncated.any():
+            at = int(np.argmax(truncated))
+            how = ", ".join(f"{name}={rows[name][at]:g}" for name in ("top_k", "top_p", "min_p"))
+            raise processes.BadInput(
+                f"{self._reader} needs rows that are not truncated, and row {ids[at][0]}:{ids[at][1]} was drawn with {how}: "
+                "resume with another objective, such as trajectory_balance (--allow_change=learner.objective)"
+            )
 
 
 class ReplayBuffer:
@@ -137,7 +180,7 @@ class ReplayBuffer:
         """The next journal line will tell what this resume could not read again. Args: since: the step at which it began."""
         self._lost += self._again.lost
         if self._lost:
-            self._visible.append(gaps.loss(self._lost, since=since))
+            self._visible.append(ledger.loss(self._lost, since=since))
 
     def follow(self) -> None:
         """From now on the tail reads what is beyond the heads of the index; see `start` and `poll`."""
@@ -155,7 +198,7 @@ class ReplayBuffer:
             self._rows_came = time.monotonic()
             # The journal tells of it: a resume may have another window.
             if self.index.merge(before=(oldest := self.index.recent_since(self._selection.recent_window))):
-                self._visible.append(gaps.merging(oldest))
+                self._visible.append(ledger.merging(oldest))
 
     def beside_policy(self) -> dict[str, bytes]:
         """Files that go beside a snapshot: what searchers choose queries by, if they do."""
@@ -272,3 +315,74 @@ class ReplayBuffer:
             "rows_rejected": float(totals["rejected"] + totals["damaged"]),
             **self._requests.scalars(),
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """What a resume from a checkpoint reads of one writer: `segments`, and every segment from `last_segment` on."""
+
+    last_segment: int
+    segments: frozenset[int]
+
+
+def needs(index: ReplayIndex, segment_rows: Mapping[str, int]) -> dict[str, Need]:
+    """Writer -> need of a checkpoint that holds this index. segment_rows: of every writer's log."""
+    resident = np.flatnonzero(index.slot_query >= 0)
+    sizes = np.array([segment_rows[writer] for writer in index.writers], np.int64)
+    writers = index.slot_writer[resident]
+    segments: dict[int, set[int]] = {}
+    for number, segment in np.unique(np.stack([writers, index.slot_row[resident] // sizes[writers]]), axis=1).T.tolist():
+        segments.setdefault(number, set()).add(segment)
+    # The segment of the last row stays even if it is full: it tells where the log ends.
+    return {
+        writer: Need((index.heads[writer] - 1) // segment_rows[writer], frozenset(segments.get(number, ())))
+        for number, writer in enumerate(index.writers)
+    }
+
+
+def expired(kept: Mapping[int, Mapping[str, Need]]) -> dict[str, list[int]]:
+    """Writer -> segments that none of the kept checkpoints (step -> needs) reads."""
+    if not kept:
+        return {}
+    oldest = kept[min(kept)]
+    found = {}
+    for writer, need in oldest.items():
+        needed = frozenset().union(*(each[writer].segments for each in kept.values() if writer in each))
+        if gone := [segment for segment in range(need.last_segment) if segment not in needed]:
+            found[writer] = gone
+    return found
+
+
+class SegmentExpiry:
+    """Knows what a resume from each checkpoint reads, and removes the other segments of this run in a thread."""
+
+    def __init__(self, replay: Place, buffer: ReplayBuffer):
+        self._replay, self._buffer = replay, buffer
+        # Checkpointed step -> what a resume from there reads of each writer.
+        self._needs: dict[int, dict[str, Need]] = {}
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="retention")
+        self._removal: concurrent.futures.Future[None] | None = None
+
+    def note(self, step: int) -> None:
+        """Notes what a resume from a checkpoint of the buffer as it is now reads. Where a writer is not followed, that is
+        unknown: nothing is removed as long as this checkpoint is kept."""
+        index, reader = self._buffer.index, self._buffer.reader
+        sizes = {writer: reader.segment_rows(writer) for writer in index.writers}
+        known = {writer: size for writer, size in sizes.items() if size is not None}
+        if len(known) == len(sizes):
+            self._needs[step] = needs(index, known)
+
+    def remove_unneeded(self, kept: Sequence[int]) -> None:
+        """Starts to remove the segments that no resume from the kept checkpoints reads. Raises what the last removal raised."""
+        if self._removal is not None:
+            self._removal.result()
+        # A checkpoint of an earlier process may need any segment, until it is replaced.
+        if not self._needs.keys() >= set(kept):
+            return
+        self._needs = {step: self._needs[step] for step in kept}
+        unneeded = expired(self._needs)
+        own = {writer: segments for writer, segments in unneeded.items() if self._buffer.reader.is_own(writer)}
+        self._removal = self._thread.submit(remove_segments, self._replay, own)
+
+    def close(self) -> None:
+        self._thread.shutdown()

@@ -1,7 +1,8 @@
-"""Publishes snapshots of the policy when they are due, only while the trainer holds its lease."""
+"""What a trainer shows and keeps while it holds its lease: snapshots of the policy, and checkpoints of state and replay index."""
 
 import concurrent.futures
 import functools
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,10 +12,14 @@ import jax
 from tba_jax import sharding
 from tba_jax.models.parameters import Params
 from tba_jax.roles.process_group import Alone, Group, Member
+from tba_jax.roles.trainer.buffer import ReplayBuffer, SegmentExpiry
 from tba_jax.storage import best_step, layout, snapshots
+from tba_jax.storage.checkpoints import Checkpoints
 from tba_jax.storage.lease import EpochLease
 from tba_jax.storage.places import Place
 from tba_jax.storage.snapshots import SnapshotInfo
+
+log = logging.getLogger(__name__)
 
 
 class FollowersShards:
@@ -92,22 +97,24 @@ class Publisher:
         self,
         policies: Place,
         *,
+        epoch: int,
         dtype: str,
+        every_steps: int,
         keep: int,
         keep_every: int,
         final_step: int,
         scores: Callable[[], Mapping[int, float]] = dict,
         all_durable: bool = False,
-        check: Callable[[], None] = snapshots.no_check,
+        check: Callable[[], object] = lambda: None,
         group: Group | None = None,
     ):
-        """Args: keep, keep_every, final_step, scores: see snapshots.prune. all_durable: whether a reader may need a snapshot
-        again after a loss of power. check: called before a snapshot becomes visible; raises where it must stay hidden.
+        """Args: epoch: of the trainer. keep, keep_every, final_step, scores: see snapshots.prune. all_durable: whether a reader
+        may need a snapshot again after a loss of power. check: raises where the trainer must show nothing more.
         group: of the processes that hold the weights; None: this process alone."""
         self._group = group or Alone()
         self._others = FollowersShards(self._group, "policy") if self._group.processes > 1 else None
         self._policies, self._check, self._all_durable = policies, check, all_durable
-        self._dtype = dtype
+        self._dtype, self._epoch, self._every_steps = dtype, epoch, every_steps
         self.copy = sharding.copy_program(dtype)
         self._keep_every, self._final_step = keep_every, final_step
         self._prune = functools.partial(
@@ -119,16 +126,31 @@ class Publisher:
         self._waiting: list[tuple[Params, SnapshotInfo]] = []
         self._current: int | None = None  # the step that is being written. Guarded by the lock.
         self._writing: concurrent.futures.Future[None] | None = None
+        self._published_step = -1  # the last one of this process
 
-    def publish(self, params: Params, info: SnapshotInfo) -> None:
-        """Hands a snapshot over; waits only while two that cannot be dropped are waiting. Raises what an earlier write raised."""
+    def is_due(self, step: int) -> bool:
+        """At every k-th step, at steps that are evaluated, and at the last."""
+        return step % self._every_steps == 0 or self._stays(step)
+
+    def is_there(self, step: int, *, by_this_process: bool) -> bool:
+        """Whether the step has a snapshot. Args: by_this_process: another process may have left one that is damaged."""
+        return step == self._published_step if by_this_process else step in snapshots.committed_steps(self._policies)
+
+    def publish(self, params: Params, step: int, beside: Mapping[str, bytes] | None = None) -> None:
+        """Hands the weights of a step, and files beside them, to the thread.
+
+        Waits only while two snapshots that cannot be dropped are waiting. Raises what `check` or an earlier write raised.
+        """
+        self._check()
+        self._published_step = step
+        info = SnapshotInfo(step=step, epoch=self._epoch, beside=beside or {})
         if self._writing is not None and (self._writing.done() or len(self._waiting) > 2):
             self.wait()
         with self._lock:
             if self._waiting and not self._stays(self._waiting[-1][1].step):
                 self._waiting.pop()
             held = [step for step in (self._current, *(waiting.step for _, waiting in self._waiting)) if step is not None]
-        self._group.call("publish", step=info.step, held=held)
+        self._group.call("publish", step=step, held=held)
         # A copy on the device: the caller donates its buffers to the next update while the thread reads this one. It has the
         # published dtype already, so that no more bytes go to the host than to storage.
         snapshot = jax.block_until_ready(self.copy(params))
@@ -178,53 +200,73 @@ class Publisher:
         self._thread.shutdown()
 
 
-class Publishing:
-    """Publishes snapshots under the trainer's epoch."""
+def publisher(config: Any, run: layout.RunDir, lease: EpochLease, group: Group, *, every_steps: int) -> Publisher:
+    """Publishes the snapshots of a run while the lease is held."""
+    return Publisher(
+        run.policies,
+        epoch=lease.epoch,
+        dtype=config.publish.dtype,
+        every_steps=every_steps,
+        keep=config.publish.keep,
+        keep_every=config.evaluation.every_steps,
+        final_step=config.learner.steps,
+        # A resumed run may have other steps that are evaluated, and another last one.
+        scores=best_step.Scores(run.evaluations),
+        # A run that is resumed samples with those of the last steps again.
+        all_durable=config.schedule.mode == "interleaved" and config.schedule.lag > 0,
+        check=lease.check,
+        group=group,
+    )
 
-    def __init__(self, config: Any, run: layout.RunDir, lease: EpochLease, group: Group, *, every_steps: int):
-        self._policies, self._lease, self._every_steps = run.policies, lease, every_steps
-        self._evaluated_every_steps, self._final_step = config.evaluation.every_steps, config.learner.steps
-        self._publisher = Publisher(
-            run.policies,
-            dtype=config.publish.dtype,
-            keep=config.publish.keep,
-            keep_every=self._evaluated_every_steps,
-            final_step=self._final_step,
-            # A resumed run may have other steps that are evaluated, and another last one.
-            scores=best_step.Scores(run.evaluations),
-            # A run that is resumed samples with those of the last steps again.
-            all_durable=config.schedule.mode == "interleaved" and config.schedule.lag > 0,
-            check=lease.check,
-            group=group,
-        )
-        # The last step whose weights this process has published.
-        self._published_step = -1
+
+class Checkpointing:
+    """Writes checkpoints under the trainer's epoch. Attributes: stored: the checkpoints of the run."""
+
+    def __init__(self, config: Any, run: layout.RunDir, lease: EpochLease, buffer: ReplayBuffer, group: Group):
+        self._group = group
+        self._lease, self._buffer = lease, buffer
+        self._every_steps, self._final_step = config.checkpoint.every_steps, config.learner.steps
+        self.stored = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
+        self._expiry = SegmentExpiry(run.replay, buffer) if config.replay.retention == "checkpoints" else None
+        # The step of the newest checkpoint that this process wrote or restored.
+        self._newest_step = -1
 
     def is_due(self, step: int) -> bool:
-        """At every k-th step, at steps that are evaluated, and at the last."""
-        return step % self._every_steps == 0 or step % self._evaluated_every_steps == 0 or step == self._final_step
+        return step % self._every_steps == 0 or step == self._final_step
 
-    def publish(self, params: Params, step: int, beside: Mapping[str, bytes]) -> None:
-        """Hands the weights of a step, and files beside them, to the thread. Raises StaleEpoch where it has been replaced."""
+    def save(self, trees: Mapping[str, Any], step: int) -> None:
+        """Starts an asynchronous checkpoint of `trees` and the replay buffer, unless this step has one. Raises StaleEpoch."""
+        if self._newest_step == step:
+            return
         self._lease.check()
-        self._published_step = step
-        self._publisher.publish(params, snapshots.SnapshotInfo(step=step, epoch=self._lease.epoch, beside=beside))
+        self._newest_step = step
+        if self.stored.folder_of(step).exists():
+            self.set_aside(step, "a trainer that had been replaced wrote it meanwhile")
+        if self._expiry is not None:
+            self.stored.wait()
+            self._expiry.remove_unneeded(self.stored.steps())
+            self._expiry.note(step)
+        self._group.call("checkpoint", step=step)
+        self.stored.save(trees, {"epoch": self._lease.epoch, **self._buffer.state()}, step=step)
 
-    def publish_unless_there(self, params: Params, step: int, beside: Callable[[], Mapping[str, bytes]]) -> bool:
-        """Does nothing where the step has a snapshot: a second one would take the first away from whoever reads it. Returns
-        whether it was published now."""
-        missing = step not in snapshots.committed_steps(self._policies)
-        if missing:
-            self.publish(params, step, beside())
-        return missing
+    def set_aside(self, step: int, reason: str) -> None:
+        """See Checkpoints.set_aside; says so. Args: reason: why it does not count, in part of a sentence."""
+        folder = self.stored.folder_of(step)
+        aside = self.stored.set_aside(step)
+        log.warning(
+            "checkpoint %s is set aside: %s. It is in %s, which goes when a trainer starts and finds checkpoint.keep newer ones",
+            *(folder, reason, aside.name),
+        )
 
-    def publish_again(self, params: Params, step: int, beside: Callable[[], Mapping[str, bytes]]) -> None:
-        """Publishes a step whose snapshot another process may have left damaged, unless this process has published it."""
-        if self._published_step != step:
-            self.publish(params, step, beside())
-
-    def wait(self) -> None:
-        self._publisher.wait()
+    def take(self, step: int, host: Mapping[str, Any]) -> None:
+        """Goes on from the replay buffer in the checkpoint of a step. Args: host: see Checkpoints.restore."""
+        self._buffer.restore(host, step=step)
+        if self._expiry is not None:
+            self._expiry.note(step)
+        self._newest_step = step
 
     def close(self) -> None:
-        self._publisher.close()
+        """Returns when the last checkpoint is on disk."""
+        self.stored.close()
+        if self._expiry is not None:
+            self._expiry.close()

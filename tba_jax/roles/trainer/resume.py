@@ -12,13 +12,12 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
-from tba_jax.replay import expiry, journal
+from tba_jax.replay import journal, segment
 from tba_jax.replay.log import REGISTER
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.roles.trainer.update_program import UpdateProgram
@@ -38,7 +37,7 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     run = trainer.run
     trainer.lease.check()  # 1
     sweep(run, keep=trainer.config.checkpoint.keep)
-    expiry.mend(run.replay)
+    segment.mend_expired(run.replay)
     checkpoint = trainer.checkpoints.stored.latest_step()
     lineage = journal.read_lineage(run.journal, after=checkpoint or 0, must_exist=True)
     if checkpoint is None and not lineage.last:
@@ -56,7 +55,7 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     if lineage:
         # A trainer that is killed again and again must get further than before.
         trainer.save_checkpoint()
-    trainer.publish_again()  # 4
+    trainer.publish_unless_there(by_this_process=True)  # 4
     trainer.go_live()
     if checkpoint is not None or lineage.last:
         rows, epoch = len(trainer.index), trainer.lease.epoch
@@ -153,24 +152,16 @@ def _leave_out(trainer: Trainer, step: int, reason: str) -> NoReturn:
     Args: reason: why it does not count.
     """
     run, older = trainer.run, trainer.checkpoints.stored.steps()[:-1]
-    if obstacle := _obstacle(trainer, older):
+    removes = trainer.config.replay.retention == "checkpoints"
+    if not older and removes and any(segment.expired_segments(run.replay).values()):
         raise ValueError(
             f"checkpoint {run.checkpoints / layout.step_name(step)} cannot be used: {reason}. The run cannot go on without it: "
-            f"{obstacle}, or begin a new run from a snapshot (--init_from={run.shared}@STEP)"
+            "replay.retention=checkpoints has removed rows that its first steps need; restore the folder, or begin a new run "
+            f"from a snapshot (--init_from={run.shared}@STEP)"
         )
     there = f"its checkpoint of step {older[-1]}" if older else "its reference policy"
     trainer.checkpoints.set_aside(step, f"{reason}; the run goes on from {there} and its journal")
     raise CheckpointLeftOut(reason)
-
-
-def _obstacle(trainer: Trainer, older: Sequence[int]) -> str:
-    """Why there is no way on without a checkpoint, and what is to be done; "" where there is one. Args: older: the others."""
-    run = trainer.run
-    if older:
-        return ""
-    if trainer.config.replay.retention == "checkpoints" and any(expiry.expired_segments(run.replay).values()):
-        return "replay.retention=checkpoints has removed rows that its first steps need; restore the folder"
-    return ""
 
 
 def load_reference(policy: Policy, program: UpdateProgram, run: layout.RunDir, reference_id: str) -> Params:

@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,19 +19,19 @@ from tba_jax.replay import journal, ledger
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.roles.process_group import Alone, Group
 from tba_jax.roles.trainer import logprob_gap
-from tba_jax.roles.trainer.account import TrainerAccount
-from tba_jax.roles.trainer.buffer import ReplayBuffer
-from tba_jax.roles.trainer.checkpointing import Checkpointing
+from tba_jax.roles.trainer.buffer import BehaviorCheck, ReplayBuffer
 from tba_jax.roles.trainer.logprob_gap import LogprobGap, SnapshotScores
-from tba_jax.roles.trainer.publishing import Publishing
-from tba_jax.roles.trainer.refusals import BehaviorCheck, Refusals
-from tba_jax.roles.trainer.update_program import Placed, UpdateProgram
+from tba_jax.roles.trainer.publishing import Checkpointing, publisher
+from tba_jax.roles.trainer.update_program import Placed, Refusals, UpdateProgram
 from tba_jax.storage import contract as contract_lib
-from tba_jax.storage import grants, layout, places
+from tba_jax.storage import layout, places
 from tba_jax.storage.lease import EpochLease
-from tba_jax.telemetry.status import Record
+from tba_jax.telemetry.status import Record, TimeAccount
 
 log = logging.getLogger(__name__)
+
+# Time between two updates that has a share of its own and is no delay of the trainer's making.
+_LEFT_OUT = ("wait_rows", "compile", "publish", "checkpoint", "logprob_gap")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,20 +45,60 @@ class _Drawn:
     provenance: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Due:
-    """What follows the update of a step.
+class TrainerAccount(TimeAccount):
+    """A time account that also adds up the time from the end of an update to the dispatch of the next one, without _LEFT_OUT. An
+    update that ends while the host is at work counts as done from when the host last saw it under way."""
 
-    prepare: the next batch is prepared while the devices compute; not before a checkpoint or the end of the run, which show the
-      replay index as it is after this step.
-    compare: log-probs of sampler and learner are compared. settle: the measurements of this step wait for that.
-    """
+    def __init__(self, record: Record | None = None) -> None:
+        super().__init__(record)
+        # Tells whether the update that the devices compute is done; None: they compute none.
+        self._is_done: Callable[[], bool] | None = None
+        self._seen_under_way = 0.0
+        # Since when the devices are idle, and the seconds since then that are left out.
+        self._idle_since, self._left_out = time.monotonic(), 0.0
+        self._waited = 0.0
 
-    prepare: bool
-    publish: bool
-    checkpoint: bool
-    compare: bool
-    settle: bool
+    def restart(self) -> None:
+        super().restart()
+        self._idle_since, self._left_out, self._waited = time.monotonic(), 0.0, 0.0
+
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            with super().measure(name):
+                yield
+        finally:
+            self.look()
+            if name in _LEFT_OUT and self._is_done is None:
+                self._left_out += time.monotonic() - begin
+
+    def is_dispatched(self, is_done: Callable[[], bool]) -> None:
+        """The devices have the next update. Args: is_done: tells whether it is done, at once."""
+        now = time.monotonic()
+        self._waited += max(0.0, now - self._idle_since - self._left_out)
+        self._is_done, self._seen_under_way = is_done, now
+
+    def look(self) -> None:
+        """Looks whether the update is done, if there is one under way."""
+        if self._is_done is None:
+            return
+        if self._is_done():
+            self._is_idle_since(self._seen_under_way)
+        else:
+            self._seen_under_way = time.monotonic()
+
+    def is_done_now(self) -> None:
+        """The host waited for the update, which has just ended. Does nothing where it was seen to be done before."""
+        if self._is_done is not None:
+            self._is_idle_since(time.monotonic())
+
+    def _is_idle_since(self, moment: float) -> None:
+        self._is_done, self._idle_since, self._left_out = None, moment, 0.0
+
+    def shares(self) -> dict[str, float]:
+        """As of TimeAccount, and `devices_wait_for_host`: the share in which the devices wait for the trainer's own host work."""
+        return super().shares() | {"devices_wait_for_host": self._waited / self.total()}
 
 
 class Trainer:
@@ -87,7 +128,7 @@ class Trainer:
         self.account = TrainerAccount(record)
         self.program = UpdateProgram(config, contract, policy)
         self.buffer = ReplayBuffer(config, contract, run, recent_window=publish_every_steps)
-        self.publishing = Publishing(config, run, lease, self.group, every_steps=publish_every_steps)
+        self.publishing = publisher(config, run, lease, self.group, every_steps=publish_every_steps)
         self.checkpoints = Checkpointing(config, run, lease, self.buffer, self.group)
         self._check_behavior = BehaviorCheck(config.learner)
         self._refusals = Refusals(skips=config.learner.non_finite == "skip", journal=run.journal)
@@ -141,11 +182,11 @@ class Trainer:
 
         Order of a step:
           1. the batch: prepared beside the last update, or drawn and transferred now
-          2. what follows the update is decided
-          3. the update is dispatched, its rows count as drawn, and its line goes to the journal's thread
-          4. while the devices compute: `beside`, and the next batch is prepared
-          5. the result comes: the update is finite and its line is durable, or the run stops and the next batch is dropped
-          6. what is due follows: a snapshot, a checkpoint, a comparison of log-probs
+          2. the update is dispatched, its rows count as drawn, and its line goes to the journal's thread
+          3. while the devices compute: `beside`, and the next batch is prepared; not before a checkpoint or the end of the run,
+             which show the replay index as it is after this step
+          4. the result comes: the update is finite and its line is durable, or the run stops and the next batch is dropped
+          5. what is due follows: a snapshot, a checkpoint, a comparison of log-probs
 
         Args: ahead: whether the next batch may be prepared while the devices compute. beside: host work for that time.
 
@@ -157,38 +198,27 @@ class Trainer:
         if drawn is None:
             return None
         step = self.step_number + 1
-        due = self._due(step, ahead=ahead)  # 2
+        ahead &= step < self.config.learner.steps
         with self.account.measure("update"):
-            measurements = self._dispatch(drawn)  # 3
+            measurements = self._dispatch(drawn)  # 2
         with self.account.measure("journal"):
             self.lease.check()
             # The line becomes durable while the devices compute: nothing shows the update's result before it is.
             durable = self._submit_line(drawn)
             # These counts are of the rows that the journal names up to this step, so a resume publishes the same ones; after a
             # stop it also counts what had come by then.
-            beside_policy = self.buffer.beside_policy() if due.publish else {}
+            beside_policy = self.buffer.beside_policy() if self.publishing.is_due(step) else {}
         try:
-            beside()  # 4
-            prepared = self._draw(step) if due.prepare else None
+            beside()  # 3
+            prepared = self._draw(step) if ahead and not self.checkpoints.is_due(step) else None
             with self.account.measure("update"):
-                measurements = self._take_result(drawn, measurements)  # 5
+                measurements = self._take_result(drawn, measurements)  # 4
         finally:
             with self.account.measure("journal"):
                 durable.result()
         self._next = prepared
-        self._follow_up(due, beside_policy)  # 6
+        self._follow_up(beside_policy, settle=not ahead)  # 5
         return measurements | drawn.provenance | self._last_gap
-
-    def _due(self, step: int, *, ahead: bool) -> _Due:
-        last, checkpoint = step >= self.config.learner.steps, self.checkpoints.is_due(step)
-        every = self.config.learner.logprob_gap_every_steps
-        return _Due(
-            prepare=ahead and not checkpoint and not last,
-            publish=self.publishing.is_due(step),
-            checkpoint=checkpoint,
-            compare=bool(every) and step % every == 0,
-            settle=not ahead or last,
-        )
 
     def _draw(self, step: int) -> _Drawn | None:
         """Draws the batch of the update after `step` updates and starts its transfer; None where there are not enough rows.
@@ -269,27 +299,29 @@ class Trainer:
         self.program.move_reference(self.step_number)
         return measurements
 
-    def _follow_up(self, due: _Due, beside_policy: Mapping[str, bytes]) -> None:
-        """Does what is due after a step. Args: beside_policy: files of a snapshot, see ReplayBuffer.beside_policy."""
-        if due.publish:
+    def _follow_up(self, beside_policy: Mapping[str, bytes], *, settle: bool) -> None:
+        """Does what is due after a step. Args: beside_policy: files of a snapshot, see ReplayBuffer.beside_policy.
+        settle: whether the measurements of this step wait for the comparison of log-probs."""
+        step, every = self.step_number, self.config.learner.logprob_gap_every_steps
+        if self.publishing.is_due(step):
             with self.account.measure("publish"):
-                self.publishing.publish(self.program.policy_params, self.step_number, beside_policy)
-        if due.checkpoint:
+                self.publishing.publish(self.program.policy_params, step, beside_policy)
+        if self.checkpoints.is_due(step):
             with self.account.measure("checkpoint"):
                 self.save_checkpoint()
         with self.account.measure("logprob_gap"):
-            if due.compare:
+            if every and step % every == 0:
                 self._gap.begin(self.index, self.buffer.sampled_here())
-            if (gap := self._gap.take(self.program.frozen, wait=due.settle)) is not None:
+            if (gap := self._gap.take(self.program.frozen, wait=settle)) is not None:
                 self._last_gap = gap
 
-    def publish_unless_there(self) -> bool:
-        """Publishes the current weights, unless this step has a snapshot. Returns whether it was published now."""
-        return self.publishing.publish_unless_there(self.program.policy_params, self.step_number, self.buffer.beside_policy)
-
-    def publish_again(self) -> None:
-        """See Publishing.publish_again."""
-        self.publishing.publish_again(self.program.policy_params, self.step_number, self.buffer.beside_policy)
+    def publish_unless_there(self, *, by_this_process: bool = False) -> bool:
+        """Publishes the current weights, unless this step has a snapshot, see Publisher.is_there: a second one would take the
+        first away from whoever reads it. Returns whether it was published now."""
+        missing = not self.publishing.is_there(self.step_number, by_this_process=by_this_process)
+        if missing:
+            self.publishing.publish(self.program.policy_params, self.step_number, self.buffer.beside_policy())
+        return missing
 
     def publish_what_is_new(self) -> bool:
         """As `publish_unless_there`, after what is being published is there."""
@@ -303,7 +335,7 @@ class Trainer:
     def grant(self) -> None:
         """Lets searchers go on that wait for a newer snapshot."""
         self.lease.check()
-        grants.give(self.run, step=self.step_number)
+        layout.give_grant(self.run, step=self.step_number)
 
     def flush_snapshot(self) -> None:
         """Returns when the last published snapshot is visible: a one-process run reads it next."""

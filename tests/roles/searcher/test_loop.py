@@ -12,7 +12,7 @@ import pytest
 from tba_jax.experiment import jobs
 from tba_jax.roles.searcher import report
 from tba_jax.run import processes
-from tba_jax.storage import grants, layout, snapshots
+from tba_jax.storage import layout, snapshots
 from tba_jax.tasks.interface import Scores
 from tba_jax.telemetry import metrics, status
 from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream, run_searcher
@@ -160,13 +160,13 @@ def test_a_searcher_goes_on_once_there_are_rewards_again(quick, monkeypatch):
 def test_a_grant_lets_a_searcher_go_on_that_waits(quick):
     """A grant gives a searcher its quota a second time for the same snapshot, and only once the first quota is used up."""
     s, made = quick(searchers__max_rows_per_snapshot=ROWS)
-    grants.give(s.run, step=0)
+    layout.give_grant(s.run, step=0)
     told = []
 
     def look() -> None:
         if (sentence := waits(s)) and committed(s) < 3 * ROWS:
             told.append(sentence)
-            grants.give(s.run, step=0)  # again and again, as a trainer does: the first may come before all rows are there
+            layout.give_grant(s.run, step=0)  # again and again, as a trainer does: the first may come before all rows are there
         elif committed(s) == 3 * ROWS:
             finish(s)
 

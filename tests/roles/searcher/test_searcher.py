@@ -11,7 +11,7 @@ import pytest
 
 from tba_jax import sharding
 from tba_jax.decoding.engine import Engine, Ticket
-from tba_jax.replay.resident import REJECTIONS, validate_rows
+from tba_jax.replay.window import REJECTIONS, validate_rows
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.storage import snapshots
 from tba_jax.tasks.interface import Scores

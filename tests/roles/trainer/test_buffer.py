@@ -1,4 +1,4 @@
-"""The counts of successes that lie beside the snapshots of a trainer."""
+"""The replay buffer: the counts beside snapshots, and segments of the log that no checkpoint needs."""
 
 import shutil
 
@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 
 from tba_jax.commands import audit
+from tba_jax.experiment import jobs
 from tba_jax.replay import success_counts
 from tba_jax.replay.reader import LogReader
-from tests.support import frozen_runs
+from tba_jax.roles.trainer import buffer
+from tba_jax.roles.trainer.buffer import Need
+from tba_jax.storage import layout, snapshots
+from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
-
 
 POSTERIOR = {
     "searchers__prompt_selection": "posterior",
@@ -57,13 +60,9 @@ def test_counts_lie_beside_every_snapshot_and_a_resume_comes_to_the_same(tmp_pat
     expected = by_hand(s)
     assert beside(s, 2) == expected and len(expected) >= 3
     append_rewards(s, "more", (0.0, 1.0, 7.5, 1.0))
-    frozen_runs.train(s, until=8, abandon=True)  # with a checkpoint of step 5
-    there = {step: beside(s, step) for step in (2, 4, 6, 8)}
-    assert there[2] == expected and there[4] != there[2] and there[4] == there[8] == by_hand(s)
-    shutil.rmtree(s.run.policies)
-    with frozen_runs.trainer(s) as again:  # from the checkpoint
-        again.flush_snapshot()
-        assert {step: beside(s, step) for step in (6, 8)} == {step: there[step] for step in (6, 8)}
+    frozen_runs.train(s, until=6, abandon=True)  # with a checkpoint of step 5
+    there = {step: beside(s, step) for step in (2, 4, 6)}
+    assert there[2] == expected and there[4] != there[2] and there[4] == there[6] == by_hand(s)
     shutil.rmtree(s.run.policies)
     shutil.rmtree(s.run.checkpoints)
     with frozen_runs.trainer(s) as again:  # from the log and the whole journal
@@ -72,5 +71,61 @@ def test_counts_lie_beside_every_snapshot_and_a_resume_comes_to_the_same(tmp_pat
         for _ in range(2):
             again.report_problems()
     assert caplog.text.count("has the reward ") == 1
-    index = audit.rebuild_index(audit.open_run(s.run.root))
-    assert index.success_counts.state() == again.index.success_counts.state()
+
+
+def test_only_what_every_checkpoint_is_past_expires():
+    kept = {
+        10: {"a": Need(5, frozenset({1, 4})), "b": Need(2, frozenset())},
+        20: {"a": Need(9, frozenset({4, 8})), "b": Need(2, frozenset({0})), "c": Need(3, frozenset())},
+    }
+    assert buffer.expired(kept) == {"a": [0, 2, 3], "b": [1]}
+    assert buffer.expired({20: kept[20]}) == {"a": [0, 1, 2, 3, 5, 6, 7], "b": [1], "c": [0, 1, 2]}
+    assert buffer.expired({}) == {}
+
+
+def test_what_no_checkpoint_needs_is_removed_and_accounted_for(tmp_path):
+    """A segment an append of 16 rows, one a step, and a window of 24 rows; a checkpoint every step, of which two are kept."""
+    c = tiny_run.config(
+        schedule__mode="interleaved",
+        evaluation__enabled=False,
+        task__missing_eos_reward=-1.0,
+        replay__segment_appends=1,
+        replay__capacity=24,
+        replay__retention="checkpoints",
+        checkpoint__every_steps=1,
+        learner__steps=6,
+        learner__logprob_gap_every_steps=0,
+    )
+    s = tiny_run.settings(tmp_path / "run", c)
+    run = s.run
+    assert jobs.everything(s)() == 0
+    (writer,) = audit.open_run(run.root).reader.heads()
+    gone = sorted(set(range(6)) - {int(path.name) for path in (run.replay / writer).iterdir()})
+    assert gone and max(gone) < 4
+    account = audit.accounts(audit.open_run(run.root))[writer]
+    told = layout.read_json(run.finished)
+    assert account.balances and account.committed == 96 and account.resident == 24 and told["balanced"]
+    text, balanced = audit.describe_ledger(audit.open_run(run.root))
+    assert balanced and f"removed by retention: {len(gone)} segments of {writer}, the last of them {gone[-1]:06d}" in text
+    line = next(line for line in audit.open_run(run.root).lines if any(row // 16 in gone for _, row in line["rows"]))
+    with pytest.raises(ValueError, match=rf"step {line['step']} cannot be rebuilt: .*{writer}.* removed by retention"):
+        audit.rebuild_batch(audit.open_run(run.root), line["step"])
+
+    # A kill before the last checkpoint was whole: the one before is restored, and all that its steps drew is still there.
+    expected = snapshots.fingerprint(run.policies / "00000006")
+    assert layout.steps_in(run.checkpoints) == [5, 6]
+    for folder in (run.policies / "00000006", run.checkpoints / "00000006"):
+        shutil.rmtree(folder)
+    assert jobs.everything(s)() == 0
+    assert snapshots.fingerprint(run.policies / "00000006") == expected
+    assert layout.read_json(run.finished)["epoch"] == 2 and layout.read_json(run.finished)["balanced"]
+
+
+def test_a_checkpoint_has_the_rows_of_its_moment(tmp_path, frozen):
+    """Rows go on coming while it is written."""
+    s = frozen(tmp_path / "run", batches=2)
+    with frozen_runs.trainer(s) as trainer:
+        before = trainer.buffer.state()
+        trainer.poll()
+        trainer.buffer.integrate(step=0)
+        assert before["visible"] == [] and trainer.buffer.state()["visible"]

@@ -22,8 +22,8 @@ def test_the_alarm_sees_adapters_that_searchers_merge_otherwise(tmp_path, monkey
         merge(linear)
 
     monkeypatch.setattr(Einsum, "merge", scaled)
-    settings = {"learner__logprob_gap_every_steps": 2, "task__missing_eos_reward": -1.0, "learner__learning_rate": 0.1}
-    assert frozen_runs.run(tmp_path, lora__rank=2, learner__steps=4, evaluation__enabled=False, **settings) == 0
+    settings = {"learner__logprob_gap_every_steps": 1, "task__missing_eos_reward": -1.0, "learner__learning_rate": 0.1}
+    assert frozen_runs.run(tmp_path, lora__rank=2, learner__steps=3, evaluation__enabled=False, **settings) == 0
     lines = [line for line in metrics.read_lines(tmp_path / "metrics" / "trainer") if "logprob_gap_max" in line]
     assert any(line["logprob_gap_alarm"] for line in lines) and max(line["logprob_gap_max"] for line in lines) > 1e-3
     (told,) = [alarm for alarm in alarms.read(tmp_path / "metrics" / "trainer") if alarm.kind == "logprob_gap"]

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from tba_jax.replay import journal
-from tba_jax.roles.trainer.refusals import BehaviorCheck, Refusals
+from tba_jax.roles.trainer.buffer import BehaviorCheck
+from tba_jax.roles.trainer.update_program import Refusals
 from tba_jax.run import processes
 from tba_jax.storage import snapshots
 from tests.support import frozen_runs, tiny_run
@@ -79,29 +80,16 @@ def test_an_update_that_is_not_finite_stops_the_run_and_the_next_batch_leaves_no
 
 
 @pytest.mark.parametrize("name, value", [("top_p", 0.5), ("top_k", 3), ("min_p", 0.25), ("temperature", 2.0)])
-def test_a_truncated_row_is_refused_where_its_behaviour_is_read_as_drawn(name, value):
+def test_a_row_is_refused_where_its_behaviour_is_read_and_is_truncated_or_of_a_file(name, value):
     rows = make_rows(0, 4) | {"top_p": np.ones(4, np.float32), "top_k": np.zeros(4, np.int32), "min_p": np.zeros(4, np.float32)}
     rows[name] = rows[name].copy()
     rows[name][2] = value
-    BehaviorCheck(tiny_run.config().learner)(rows, IDS)
+    BehaviorCheck(tiny_run.config().learner)(rows, [*IDS[:3], ("given-0", 3)])
     check = BehaviorCheck(tiny_run.config(learner__objective="a_star_po").learner)
     if name == "temperature":
         check(rows, IDS)
+        with pytest.raises(processes.BadInput, match=r"a_star_po reads π_behaviour .* row given-0:3, a response of"):
+            check(rows, [*IDS[:3], ("given-0", 3)])
         return
     with pytest.raises(processes.BadInput, match=rf"a_star_po needs .* row a:2 was drawn with .*{name}={value}"):
         check(rows, IDS)
-
-
-def test_a_row_of_a_file_is_refused_where_its_behaviour_is_read(frozen, tmp_path):
-    """It may come after the trainer has begun, by a mounted run. Nothing is lost: another objective goes on."""
-    s = frozen(tmp_path / "run", batches=1, replay__merge_duplicates=False)
-    frozen_runs.append_changed(s, "given-0123456789abcdef")
-    reading = tiny_run.settings(s.run.root, frozen_runs.config(learner__objective="grpo", replay__merge_duplicates=False))
-    with frozen_runs.trainer(reading) as trainer:
-        trainer.poll()
-        with pytest.raises(
-            processes.BadInput, match=r"grpo reads π_behaviour .* row given-0123456789abcdef:[0-3], a response of"
-        ):
-            for _ in range(6):
-                assert trainer.step(ahead=True) is not None
-    frozen_runs.train(s, until=4, abandon=True)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tba_jax.experiment import jobs
-from tba_jax.replay import expiry, journal
+from tba_jax.replay import journal, segment
 from tba_jax.replay.log import REGISTER
 from tba_jax.roles.trainer import resume
 from tba_jax.storage import layout, places, snapshots
@@ -78,9 +78,9 @@ def lines_of(s: jobs.Invocation) -> tuple[Path, list[bytes]]:
     return path, path.read_bytes().splitlines(keepends=True)
 
 
-def test_an_interrupted_run_ends_as_an_undisturbed_one(copied, frozen, stopped, tmp_path):
+def test_an_interrupted_run_ends_as_an_undisturbed_one(copied, frozen, tmp_path):
     """9 steps at once, each drawn ahead = 6 steps and a checkpoint, 2 that are done again, and the last."""
-    once = frozen(tmp_path / "once", **STEPS)
+    once, twice = frozen(tmp_path / "once", **STEPS), copied()
     with frozen_runs.trainer(once) as trainer:
         trainer.poll()
         while not trainer.is_done:
@@ -88,11 +88,7 @@ def test_an_interrupted_run_ends_as_an_undisturbed_one(copied, frozen, stopped, 
         expected = jax.device_get(trainer.state)
     initial = frozen_runs.published(once, 0)
     assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(expected.params["policy"]), strict=True))
-    twice = copied()
-    got = frozen_runs.train(twice, until=9, abandon=False)
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
-    lines = [[*journal.read_lineage(s.run.journal)] for s in (once, twice)]
-    assert [line["batch"] for line in lines[0]] == [line["batch"] for line in lines[1]] and len(lines[0]) == 9
+    jax.tree.map(np.testing.assert_array_equal, frozen_runs.train(twice, until=9, abandon=False), expected)
 
 
 def test_steps_are_done_again_under_their_own_schedule(copied):
@@ -115,7 +111,6 @@ def test_steps_are_done_again_under_their_own_schedule(copied):
 
 
 def test_a_changed_row_stops_the_replay(copied):
-    """The journal's hash is checked: rows that are not those that were drawn are never trained on again in silence."""
     s = copied()
     path, lines = lines_of(s)
     last = json.loads(lines[-1])
@@ -130,19 +125,6 @@ def test_a_trainer_without_its_state_does_not_begin_again(copied):
     for path in s.run.journal.glob("*.jsonl"):
         path.unlink()
     refused(s, r"holds the policy of step 8 of a trainer whose checkpoints and journal are not in")
-
-
-def test_damaged_checkpoints_are_set_aside_and_the_reference_is_taken(copied, stopped, caplog):
-    """The journal is done again from there, bit for bit."""
-    s = copied()
-    for step in (3, 6):
-        damage(s, step)
-    assert_resumes_as(s, stopped[1])
-    newest, older = told(caplog)
-    assert f"checkpoint {checkpoint(s, 6)} is set aside: it is damaged (host/metadata: " in newest
-    assert "goes on from its checkpoint of step 3" in newest and "It is in set-aside-00000006" in newest
-    assert "goes on from its reference policy" in older
-    assert layout.steps_in(s.run.checkpoints) == [8] and len(list(s.run.checkpoints.glob("set-aside-*"))) == 2
 
 
 def test_a_checkpoint_that_does_not_fit_is_not_called_damaged(copied):
@@ -188,7 +170,7 @@ def test_the_reference_is_no_way_back_where_rows_have_been_removed(copied):
     s = copied(replay__retention="checkpoints")
     shutil.rmtree(checkpoint(s, 3))
     damage(s, 6, "state/manifest.ocdbt")
-    layout.write_json(s.run.replay / expiry.EXPIRED, {"expired": {"frozen": [0]}, "removing": {}})
+    layout.write_json(s.run.replay / segment.EXPIRED, {"expired": {"frozen": [0]}, "removing": {}})
     for _ in range(2):
         refused(s, r"00000006 cannot be used: it is damaged .*replay.retention=checkpoints has removed rows")
     assert layout.steps_in(s.run.checkpoints) == [6]

@@ -1,17 +1,17 @@
 """One step after another: compiled once, prepared beside the update before it, shown once it is durable, by one trainer."""
 
+import contextlib
 import threading
-import weakref
+import time
 
 import jax
 import pytest
 
 from tba_jax.experiment import training
 from tba_jax.roles.trainer.buffer import ReplayBuffer
-from tba_jax.roles.trainer.checkpointing import Checkpointing
-from tba_jax.roles.trainer.refusals import Refusals
-from tba_jax.roles.trainer.trainer import Trainer
-from tba_jax.roles.trainer.update_program import UpdateProgram
+from tba_jax.roles.trainer.publishing import Checkpointing
+from tba_jax.roles.trainer.trainer import Trainer, TrainerAccount
+from tba_jax.roles.trainer.update_program import Refusals, UpdateProgram
 from tba_jax.storage.lease import LeaseHeld
 from tests.support import frozen_runs
 
@@ -43,40 +43,21 @@ def test_the_update_is_compiled_while_rows_are_awaited_and_once_for_a_shape(tmp_
             assert updates_compiled() == len({(plan.sequences, plan.whole_groups) for plan in plans})
 
 
-def test_rows_that_are_not_valid_are_told_by_writer_and_row(tmp_path, caplog, frozen):
-    s = frozen(tmp_path / "run", batches=2)
-    frozen_runs.append_changed(s, "bad-1", tokens=((2, 0), 9999))
-    with frozen_runs.trainer(s) as trainer:
-        trainer.poll()
-        assert trainer.step() is not None
-        for _ in range(2):
-            trainer.report_problems()
-    (sentence,) = [record.message for record in caplog.records if "bad-1" in record.message]
-    assert sentence.startswith("replay log of writer bad-1: row 2 is not valid (a token, padding included, is not below ")
-    assert sentence.endswith(" 17 ids), it and others like it are left out and counted")
-
-
 def test_the_next_batch_is_prepared_and_the_last_point_written_while_the_devices_compute(tmp_path, frozen, monkeypatch):
     s = frozen(tmp_path / "run", batches=2)
-    order, alive, batches, computed = [], [], [], threading.Event()
+    order, computed = [], threading.Event()
 
     def noted(owner, name, told):
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, **settings: (order.append(told), original(*a, **settings))[1])
 
-    take, place, dispatch = Trainer._take_result, UpdateProgram.place, UpdateProgram.dispatch
+    take, place = Trainer._take_result, UpdateProgram.place
 
     def taken_late(trainer, *arguments):
         assert computed.wait(60)
         return take(trainer, *arguments)
 
-    def dispatched(program, placed):
-        alive.append([batch() is not None for batch in batches])
-        batches.append(weakref.ref(placed.batch.tokens))
-        return dispatch(program, placed)
-
     monkeypatch.setattr(Trainer, "_take_result", taken_late)
-    monkeypatch.setattr(UpdateProgram, "dispatch", dispatched)
     for owner, name, told in (
         (UpdateProgram, "dispatch", "dispatch"),
         (ReplayBuffer, "draw", "draw"),
@@ -100,5 +81,32 @@ def test_the_next_batch_is_prepared_and_the_last_point_written_while_the_devices
         assert trainer.step() is not None
     ahead = ["dispatch", "beside", "draw", "result"]
     assert order == ["draw", *4 * ahead, "dispatch", "beside", "result", "checkpoint", "draw", "dispatch", "result"]
-    # To let go of arrays takes time in which the devices would be idle: it is done once they have the next update.
-    assert alive[:3] == [[], [True], [False, True]]
+
+
+def test_devices_wait_from_the_end_of_an_update_to_the_next_dispatch_but_not_for_rows_snapshots_or_compiling(monkeypatch):
+    """Where an update ends beside host work, from when it was last seen under way."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    account = TrainerAccount()
+
+    def passes(seconds: float, name: str = "") -> None:
+        with account.measure(name) if name else contextlib.nullcontext():
+            now[0] += seconds
+
+    def dispatch(seconds: float) -> None:
+        account.is_dispatched(lambda end=now[0] + seconds: now[0] >= end)
+
+    passes(5)
+    account.restart()
+    dispatch(3)
+    passes(3)
+    account.is_done_now()
+    for name, seconds in {"publish": 3, "draw": 0.5, "wait_rows": 2, "compile": 4}.items():
+        passes(seconds, name)
+    dispatch(2.5)
+    for name, seconds in {"integrate": 2, "journal": 1}.items():  # seen under way at the end of the first
+        passes(seconds, name)
+    account.is_done_now()
+    dispatch(9)
+    passes(0.5)
+    assert account.shares()["devices_wait_for_host"] == pytest.approx((0.5 + 1) / 16)

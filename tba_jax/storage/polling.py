@@ -1,12 +1,15 @@
-"""How often a reader of the log asks for news: writers at a falling rate, changed folders, an object store within limits."""
+"""How often a role asks shared storage for news, and how many requests it sends: an object store charges for each."""
 
 import math
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import tensorstore as ts
+
 from tba_jax.storage import places
-from tba_jax.storage.places import Place
+from tba_jax.storage.places import Bucket, Place
 
 # A writer without news for QUIET_SECONDS (most have ended) is asked every QUIET_POLL_SECONDS at first, then ever less often.
 QUIET_SECONDS = 60.0
@@ -19,6 +22,8 @@ _LIST_SECONDS = 10.0  # of an object store
 BURST_SECONDS = 10.0
 # Keys in one reply of an object store.
 _PAGE = 1000
+# What tensorstore calls the counters of requests that an object store charges for.
+_COUNTED = tuple(f"/tensorstore/kvstore/{driver}/{kind}" for driver in ("s3", "gcs") for kind in ("read", "write", "list"))
 
 
 def pause_seconds(quiet: float) -> float:
@@ -92,3 +97,27 @@ def _time_of_change(folder: Path) -> tuple[int, int] | None:
     finally:
         os.close(descriptor)
     return found.st_mtime_ns, found.st_ino
+
+
+def sent() -> int:
+    """Requests of this process so far, as tensorstore counts them; a listing counts as one, whatever its length."""
+    found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/")
+    return sum(int(each["values"][0]["value"]) for each in found if each["name"] in _COUNTED)
+
+
+class RequestRate:
+    """The rate of requests between two calls of `scalars`."""
+
+    def __init__(self, places: Sequence[Place]):
+        """Args: places: of the role; where none of them is in an object store, there is no rate."""
+        self._counts = any(isinstance(each, Bucket) for each in places)
+        self._at, self._sent = time.monotonic(), sent() if self._counts else 0
+
+    def scalars(self) -> dict[str, float]:
+        """For the metrics: storage_requests_per_minute since the last call; {} where there is no rate."""
+        if not self._counts:
+            return {}
+        now, count = time.monotonic(), sent()
+        rate = 60 * (count - self._sent) / max(now - self._at, 1e-9)
+        self._at, self._sent = now, count
+        return {"storage_requests_per_minute": rate}

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tba_jax.replay.resident import REJECTIONS, validate_rows
+from tba_jax.replay.window import REJECTIONS, validate_rows
 from tests.support.tiny_log import make_rows
 
 
