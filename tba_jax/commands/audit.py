@@ -198,8 +198,7 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
     from tba_jax.decoding.requests import Request
     from tba_jax.decoding.sampling import Sampling
     from tba_jax.experiment import stored_run
-    from tba_jax.roles import reference
-    from tba_jax.roles.sampler import Sampler
+    from tba_jax.roles.sampler import Sampler, make_reference
     from tba_jax.storage import snapshots
 
     stored = stored_run.read(run.layout, called=str(run.layout.shared))
@@ -212,7 +211,7 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
         run.layout,
         policy=policy,
         tokenizer=tokenizer,
-        reference=reference.make(run.contract, run.layout, policy=policy, mesh=one, logit_megabytes=1, score_tokens=0),
+        reference=make_reference(run.contract, run.layout, policy=policy, mesh=one, logit_megabytes=1, score_tokens=0),
         weights=run.config.searchers.weights,
         slots=1,
         samples=1,

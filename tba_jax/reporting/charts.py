@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tba_jax.reporting.gathering import Gathered, Role
-from tba_jax.roles.evaluation_figures import STDERR
+from tba_jax.roles.results import STDERR
 from tba_jax.telemetry.status import Told
 from tba_jax.text.visible import visible_line
 

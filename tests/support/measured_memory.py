@@ -19,7 +19,7 @@ from tba_jax.decoding import sampling
 from tba_jax.decoding.requests import Request
 from tba_jax.experiment import dry_run, initial_policy, jobs, joining, training
 from tba_jax.programs import Measure
-from tba_jax.roles.reference import ReferencePolicy, policy_mesh
+from tba_jax.roles.sampler import ReferencePolicy, policy_mesh
 from tba_jax.telemetry.record import TimeAccount
 from tests.support import tiny_run, tiny_searcher
 

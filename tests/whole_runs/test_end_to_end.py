@@ -14,7 +14,6 @@ from tba_jax import main
 from tba_jax.commands import audit, command_line, show
 from tba_jax.replay import journal
 from tba_jax.replay.log import REGISTER
-from tba_jax.run import log_files
 from tba_jax.run import processes as processes_lib
 from tba_jax.storage import layout, snapshots
 from tba_jax.telemetry import metrics
@@ -79,7 +78,7 @@ def test_an_asynchronous_run_is_joined_stopped_and_resumed(tmp_path, one_device,
     closed = ["sh", "-c", 'exec "$@" <&-', "sh"]
     done = tiny_run.call([*closed, *arguments, fewer, *bounded, "--allow_change=learner.steps"], timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert log_files.older(log, 1).stat().st_size == 2 << 20 and "resumed at step" in log.read_text()
+    assert processes_lib.older(log, 1).stat().st_size == 2 << 20 and "resumed at step" in log.read_text()
     assert not processes(workdir)
     last = done.stdout.strip().splitlines()[-1]
     assert re.fullmatch(
