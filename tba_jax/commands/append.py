@@ -206,18 +206,18 @@ def _initial_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict[s
     """float32[n, R], nats, 0 where masked: log-probs of the responses under the policy of step 0; and the id of that policy."""
     from tba_jax.experiment import meshes
     from tba_jax.roles import gpus
-    from tba_jax.roles.sampler import ReferencePolicy, policy_mesh
+    from tba_jax.roles.sampler import ReferencePolicy, Scoring, policy_mesh
 
     devices, searchers = gpus.jax_devices(), experiment.config.searchers
     meshes.check(experiment, role="searcher", devices=len(devices))
-    initial = ReferencePolicy(
-        experiment.contract,
-        run,
+    scoring = Scoring(
+        contract=experiment.contract,
         policy=experiment.on_device(devices[0]).policy,
         mesh=policy_mesh(experiment.config, "searchers"),
         logit_megabytes=searchers.logit_megabytes,
         score_tokens=searchers.score_tokens,
     )
+    initial = ReferencePolicy(scoring, run)
     size, count = _rows_at_a_time(experiment), len(rows["row"])
     found = []
     for start in range(0, count, size):

@@ -18,7 +18,7 @@ from tba_jax.programs import Program
 from tba_jax.rewards.responses import response_texts, reward_texts
 from tba_jax.roles import sampler
 from tba_jax.roles.results import STDERR, majority, mean, pass_at, perplexity, with_stderr
-from tba_jax.roles.sampler import ReferencePolicy, Sampler, policy_mesh, text_columns
+from tba_jax.roles.sampler import ReferencePolicy, Sampler, Scoring, policy_mesh, text_columns
 from tba_jax.roles.work import policy_peaks
 from tba_jax.storage import best_step, layout, places, snapshots
 from tba_jax.storage import contract as contract_lib
@@ -72,7 +72,7 @@ class Evaluator:
         self._peaks = policy_peaks(mesh, config)
         # Of the last evaluation: tokens_per_second, computed_tokens_per_second, and shares of the devices' peaks.
         self.rates: dict[str, float] = {}
-        self._initial = ReferencePolicy(contract, run, policy=policy, mesh=mesh, **_scoring_settings(config))
+        self._initial = ReferencePolicy(_scoring(config, contract, policy, mesh), run)
         settings = _sampling_settings(config, queries)
         self._sampler = Sampler(contract, run, policy=policy, tokenizer=tokenizer, reference=self._initial, **settings)
 
@@ -234,13 +234,10 @@ def programs(
 ) -> dict[str, Program]:
     """Name -> what an evaluator compiles on the devices of its policy. Args: devices: of the role; None: of this process."""
     return sampler.programs(
-        contract,
-        policy_mesh(config, "evaluation", devices=devices),
+        _scoring(config, contract, policy, policy_mesh(config, "evaluation", devices=devices)),
         models=sampler.models_beside(config, task, role="evaluator", section="evaluation", devices=devices),
-        policy=policy,
         tokenizer=tokenizer,
         rows=config.evaluation.batch_size,
-        limits=_scoring_settings(config),
         scores=True,
         section="evaluation",
         slots_setting="evaluation.batch_size",
@@ -248,9 +245,9 @@ def programs(
     )
 
 
-def _scoring_settings(config: Any) -> dict[str, int]:
+def _scoring(config: Any, contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh) -> Scoring:
     e = config.evaluation
-    return dict(samples=1, logit_megabytes=e.logit_megabytes, score_tokens=e.score_tokens)
+    return Scoring(contract=contract, policy=policy, mesh=mesh, logit_megabytes=e.logit_megabytes, score_tokens=e.score_tokens)
 
 
 def plain(value: Any) -> Any:

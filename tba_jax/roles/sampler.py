@@ -77,25 +77,23 @@ class Scoring:
             ways=sharding.row_ways(self.mesh),
         )
 
+    def programs(self, params: Params, rows: int) -> dict[str, Program]:
+        """Name -> the program of `ReferencePolicy.logprobs`. That of another temperature takes as much.
 
-def scoring_programs(
-    contract: contract_lib.Contract, params: Params, *, policy: Policy, mesh: jax.sharding.Mesh, rows: int, **limits: int
-) -> dict[str, Program]:
-    """Name -> the program of `ReferencePolicy.logprobs`. That of another temperature takes as much.
-
-    Args: params: shapes of the reference; rows: of one call; limits: further fields of Scoring.
-    """
-    how = Scoring(contract=contract, policy=policy, mesh=mesh, **limits)
-    largest = row_packing.empty(how.limits(rows), how.limits(rows).sequences)
-    arguments = params, shaped(largest, scoring.packed_shardings(mesh))
-    return {"scoring by the reference": Program(function=how.program(contract.scoring_temperature), arguments=arguments)}
+        Args: params: shapes of the reference; rows: of one call.
+        """
+        largest = row_packing.empty(self.limits(rows), self.limits(rows).sequences)
+        arguments = params, shaped(largest, scoring.packed_shardings(self.mesh))
+        return {
+            "scoring by the reference": Program(function=self.program(self.contract.scoring_temperature), arguments=arguments)
+        }
 
 
-def _load(run: layout.RunDir, policy: Policy, mesh: jax.sharding.Mesh) -> Params:
+def _load(how: Scoring, run: layout.RunDir) -> Params:
     """The weights of the policy that the run starts from. Raises BadInput where they are damaged."""
-    folder, shardings = run.reference(layout.reference_id(run)), policy.model_shardings(mesh)
+    folder, shardings = run.reference(layout.reference_id(run)), how.policy.model_shardings(how.mesh)
     try:
-        return snapshots.load(folder, policy.model_specs, shardings, dtype=policy.model.compute_dtype)
+        return snapshots.load(folder, how.policy.model_specs, shardings, dtype=how.policy.model.compute_dtype)
     except snapshots.Damaged as error:
         raise processes.BadInput(f"{error}. It is the policy of step 0: restore the folder from a copy of the run") from error
 
@@ -106,15 +104,9 @@ class ReferencePolicy:
     Attributes: work: tokens of the rows that were scored so far; computed: of the sequences that hold them.
     """
 
-    def __init__(
-        self, contract: contract_lib.Contract, run: layout.RunDir, *, policy: Policy, mesh: jax.sharding.Mesh, **limits: int
-    ):
-        """Args: limits: further fields of Scoring."""
-        self.id, self.mesh, self.params = layout.reference_id(run), mesh, _load(run, policy, mesh)
-        self._temperature = contract.scoring_temperature
-        how = Scoring(contract=contract, policy=policy, mesh=mesh, **limits)
-        self._scorer, self._limits = functools.cache(how.program), how.limits
-        self.work, self._model = Work(), policy.model
+    def __init__(self, how: Scoring, run: layout.RunDir):
+        self.id, self.mesh, self.params = layout.reference_id(run), how.mesh, _load(how, run)
+        self._how, self._scorer, self.work = how, functools.cache(how.program), Work()
         self._shapes_log = ShapesLog("scoring by the reference")
 
     def logprobs(self, rows: Mapping[str, np.ndarray], *, temperature: float | None = None) -> np.ndarray:
@@ -123,22 +115,21 @@ class ReferencePolicy:
         Args: rows: the columns of `text_columns`, others are ignored; temperature: None: the scoring temperature.
         """
         tokens, *lengths = (rows[name] for name in ("tokens", "prompt_length", "response_length"))
-        packed, plan = row_packing.of_rows(tokens, *lengths, limits=self._limits(len(tokens)))
+        packed, plan = row_packing.of_rows(tokens, *lengths, limits=self._how.limits(len(tokens)))
         self._shapes_log.note(plan)
         responses = int(rows["response_length"].sum())
-        self.work += of_plan(plan, self._model, responses=responses, passes=1)
-        score = self._scorer(self._temperature if temperature is None else temperature)
+        self.work += of_plan(plan, self._how.policy.model, responses=responses, passes=1)
+        score = self._scorer(self._how.contract.scoring_temperature if temperature is None else temperature)
         return np.asarray(score(self.params, jax.device_put(packed, scoring.packed_shardings(self.mesh))))
 
 
 class NoReference:
     """The reference of a run without one: log π_ref is 0 for every token. params: what adapters belong to, {} without them."""
 
-    def __init__(self, contract: contract_lib.Contract, run: layout.RunDir, *, policy: Policy, mesh: jax.sharding.Mesh):
-        self.id, self.mesh = contract_lib.NO_REFERENCE, mesh
-        self.params = {} if policy.lora is None else _load(run, policy, mesh)
-        self.work = Work()
-        self._response_length = contract.response_length
+    def __init__(self, how: Scoring, run: layout.RunDir):
+        self.id, self.mesh, self.work = contract_lib.NO_REFERENCE, how.mesh, Work()
+        self.params = {} if how.policy.lora is None else _load(how, run)
+        self._response_length = how.contract.response_length
 
     def logprobs(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:
         """float32[B, R], zeros."""
@@ -154,13 +145,9 @@ def check_finite(ref_logprobs: np.ndarray, queries: Sequence[str]) -> None:
         )
 
 
-def make_reference(
-    contract: contract_lib.Contract, run: layout.RunDir, *, policy: Policy, mesh: jax.sharding.Mesh, **limits: int
-) -> ReferencePolicy | NoReference:
-    """The reference of the run. Args: limits: further fields of Scoring."""
-    if not contract.has_reference:
-        return NoReference(contract, run, policy=policy, mesh=mesh)
-    return ReferencePolicy(contract, run, policy=policy, mesh=mesh, **limits)
+def make_reference(how: Scoring, run: layout.RunDir) -> ReferencePolicy | NoReference:
+    """The reference of the run."""
+    return ReferencePolicy(how, run) if how.contract.has_reference else NoReference(how, run)
 
 
 def automaton(texts: Sequence[str], tokenizer: Tokenizer, *, vocab: int) -> StopStrings | None:
@@ -194,13 +181,10 @@ def _for_sampling(policy: Policy, mesh: jax.sharding.Mesh, weights: str) -> Any:
 
 
 def programs(
-    contract: contract_lib.Contract,
-    mesh: jax.sharding.Mesh,
+    how: Scoring,
     *,
-    policy: Policy,
     tokenizer: Tokenizer,
     rows: int,
-    limits: Mapping[str, int],
     weights: str,
     section: str,
     slots_setting: str,
@@ -211,18 +195,19 @@ def programs(
 ) -> dict[str, Program]:
     """Name -> what a role with a Sampler compiles on the devices of its policy. Nothing is loaded or allocated.
 
-    Args: rows, limits: see scoring_programs; section: of the role's settings; slots_setting: which says how many responses are
-      decoded at a time; models: on the same devices; scores: with the policy of step 0; others: see Sampler.
+    Args: how: the policy of step 0 scores, where `scores` says that it does; rows: of one call; section: of the role's settings;
+      slots_setting: which says how many responses are decoded at a time; models: on the same devices; others: see Sampler.
     """
+    policy, mesh = how.policy, how.mesh
     base = policy.model_shapes(mesh, dtype=policy.model.compute_dtype) if scores or policy.lora is not None else {}
     published = policy.snapshot_shapes(mesh)
     specs = kv_cache.define(policy.model, weights, unstacked=False).specs
     swap = _for_sampling(policy, mesh, weights)
     sampled = shaped(swap.lower(published, base).out_info, parameters.shardings(specs, mesh))
-    of_lane = _engine(contract, mesh, policy, tokenizer, weights=weights, **engine).programs(sampled)
+    of_lane = _engine(how.contract, mesh, policy, tokenizer, weights=weights, **engine).programs(sampled)
     in_use, prompts, slots, *_ = of_lane["decode"].arguments
     fewer = {"temporaries": (f"{section}.score_tokens", f"{section}.logit_megabytes")}
-    made = scoring_programs(contract, base, policy=policy, mesh=mesh, rows=rows, **limits) if scores else {}
+    made = how.programs(base, rows) if scores else {}
     scores_rows = {name: dataclasses.replace(program, room=fewer) for name, program in made.items()}
     weights_kept = "reference" if scores else "frozen weights"
     parts = {**models.held, weights_kept: base, "caches": (prompts, slots), "policy in use": in_use}

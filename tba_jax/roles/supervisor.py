@@ -1,6 +1,6 @@
 """The local supervisor: one trainer, some searchers and an evaluator as processes of this machine, each with its devices.
 
-A role that dies is started again, after pauses that grow; `judge` in run/restart.py says when that ends the run. Whether a role
+A role that dies is started again, after pauses that grow; `Lives` in run/restart.py says when that ends the run. Whether a role
 works is what its own status says. No process outlives the supervisor, however it ends.
 """
 

@@ -2,7 +2,7 @@
 
     python3 -m tba_jax.run.restart --workdir=DIR [--deaths=N] [--pod] COMMAND …
 
-runs COMMAND, a role of the run in DIR, and ends with its exit code once `judge` says that another life would not help, or once it
+runs COMMAND, a role of the run in DIR, and ends with its exit code once `Lives` says that another life would not help, or once it
 was asked to stop, which it passes on. After storage failed it waits until the run is in DIR: a role whose mount is lost would
 begin a new run in its place. --pod: in a pod of Kubernetes, see `run_in_pod`. Any Python from 3.7 on runs this module.
 """
@@ -50,8 +50,8 @@ class Verdict(enum.Enum):
     AGAIN = enum.auto()
 
 
-def judge(kind: str, code: int, *, is_new: bool, deaths: int, max_restarts: int, seconds: float = 0.0) -> Verdict:
-    """What follows from a role's exit code.
+class Lives:
+    """How the lives of one role have ended so far, and what follows from its exit code.
 
     | code              | trainer, reference       | searcher, evaluator                       |
     |-------------------|--------------------------|-------------------------------------------|
@@ -60,23 +60,7 @@ def judge(kind: str, code: int, *, is_new: bool, deaths: int, max_restarts: int,
     | 4 not finite      | ends                     | as others                                 |
     | 5 no rewards      | ends                     | ends                                      |
     | 7 storage forbids | again, for ten minutes   | likewise                                  |
-    | others, 2 later   | again; given up after max_restarts deaths, see `Lives`               |
-
-    Args:
-      kind: "trainer", "reference", "searcher", "evaluator"; "" for a role that ends like a trainer.
-      is_new: whether this was the role's first life, and it has not been at work.
-      deaths: see `Lives`, this death included.
-      seconds: since its storage has failed in each life.
-    """
-    if code in PATIENCE_SECONDS:
-        return Verdict.AGAIN if seconds <= PATIENCE_SECONDS[code] else Verdict.ENDS
-    if code == NO_REWARDS or (code == BAD_INPUT and is_new) or (code == NOT_FINITE and kind not in _JOINING):
-        return Verdict.ENDS
-    return Verdict.GIVEN_UP if deaths > max_restarts else Verdict.AGAIN
-
-
-class Lives:
-    """How the lives of one role have ended so far.
+    | others, 2 later   | again; given up after max_restarts deaths                            |
 
     Attributes:
       deaths: ends without ten minutes of life in between, failures of storage left out; of a searcher or an evaluator only those
@@ -85,26 +69,27 @@ class Lives:
     """
 
     def __init__(self, kind: str, *, max_restarts: int) -> None:
-        """Args: kind, max_restarts: see `judge`."""
+        """Args: kind: "trainer", "reference", "searcher", "evaluator"; "" for a role that ends like a trainer."""
         self._kind, self._max_restarts, self._is_new = kind, max_restarts, True
         self.deaths = self.in_vain = self._code = 0
         self.seconds = self._since = 0.0
 
     def end(self, code: int, *, began: float, now: float, has_worked: bool = False) -> Verdict:
         """Counts the end of a life. Args: began, now: of the life, by time.monotonic; has_worked: in this life."""
-        is_long = now - began >= HEALTHY_SECONDS
+        is_long, joins = now - began >= HEALTHY_SECONDS, self._kind in _JOINING
         is_new, self._is_new = self._is_new and not has_worked, False
-        if is_long or (has_worked and self._kind in _JOINING):
+        if is_long or (has_worked and joins):
             self.deaths = 0
         self.in_vain = 1 if is_long or has_worked else self.in_vain + 1
         if self.in_vain == 1 or code != self._code:
             self._code, self._since = code, began
         if code in PATIENCE_SECONDS:
             self.seconds = now - self._since
-        else:
-            self.deaths, self.seconds = self.deaths + 1, 0.0
-        most = self._max_restarts
-        return judge(self._kind, code, is_new=is_new, deaths=self.deaths, max_restarts=most, seconds=self.seconds)
+            return Verdict.AGAIN if self.seconds <= PATIENCE_SECONDS[code] else Verdict.ENDS
+        self.deaths, self.seconds = self.deaths + 1, 0.0
+        if code == NO_REWARDS or (code == BAD_INPUT and is_new) or (code == NOT_FINITE and not joins):
+            return Verdict.ENDS
+        return Verdict.GIVEN_UP if self.deaths > self._max_restarts else Verdict.AGAIN
 
     @property
     def pause(self) -> float:

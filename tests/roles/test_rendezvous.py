@@ -1,14 +1,12 @@
 """How the processes of a trainer meet: what does not fit is refused by one sentence, in every process that is there.
 
-Threads stand for the processes, and JAX is not started among them; one test starts two processes.
+Threads stand for the processes, and JAX is not started among them; tests/whole_runs/test_trainer_processes.py starts some.
 """
 
 import contextlib
 import json
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -18,9 +16,8 @@ import pytest
 
 from tba_jax.roles import rendezvous
 from tba_jax.roles import wire as wire_lib
-from tba_jax.roles.wire import Wire, find_key, proof
+from tba_jax.roles.wire import Wire
 from tba_jax.run.world import World
-from tests.support import tiny_run
 from tests.support import trainer_processes as trainers
 
 
@@ -81,36 +78,6 @@ def connected(port: int) -> socket.socket:
         time.sleep(0.02)
 
 
-PROCESS = """
-import sys
-from pathlib import Path
-from tba_jax.run import world
-from tba_jax.roles import rendezvous
-here = world.World(process=int(sys.argv[1]), processes=2, coordinator=sys.argv[2])
-limits = rendezvous.Limits(connect_seconds=60.0, heartbeat_seconds=5.0)
-met = rendezvous.meet(here, workdir=Path(sys.argv[3]), settings={}, visible_gpus=0, limits=limits)
-import jax
-print("devices", jax.device_count(), jax.local_device_count())
-if here.process == 0:
-    met.end(7)
-else:
-    assert list(met.calls()) == []
-    met.end()
-    sys.exit(met.code)
-"""
-
-
-def test_two_processes_meet_and_end_together(tmp_path):
-    said, address = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True), f"127.0.0.1:{trainers.free_port()}"
-    command = [sys.executable, "-c", PROCESS]
-    here = dict(env=tiny_run.environment(), cwd=tiny_run.ROOT)
-    started = [subprocess.Popen([*command, number, address, str(tmp_path / "run")], **here, **said) for number in "01"]
-    first, second = trainers.wait(started, seconds=90)
-    assert (first.code, second.code) == (0, 7), first.text + second.text
-    assert "devices 2 1" in first.text and "devices 2 1" in second.text
-    assert not (tmp_path / "run").exists(), "the key is removed, and a meeting makes no run"
-
-
 @pytest.mark.parametrize(
     "changes, told",
     [
@@ -123,19 +90,6 @@ def test_two_processes_meet_and_end_together(tmp_path):
 def test_processes_that_would_not_compute_the_same_are_refused_everywhere(tmp_path, meets, changes, told):
     assert all(told in each for each in refused(meets(0), meets(1, **changes)))
     assert not (tmp_path / "run").exists(), "nothing is left of a meeting that failed"
-
-
-def test_a_process_that_ends_in_the_meeting_may_come_again(tmp_path, meets, caplog):
-    first = meets(0, processes=3)
-    wire = Wire(connected(meets.port))
-    greeting = wire.receive().content
-    key = find_key(tmp_path / "run", greeting["id"], wire, seconds=10)
-    hello = dict(process=1, processes=3, host="lost", workdir=str(tmp_path), versions={"jax": "1"}, settings={"a": 1})
-    wire.send("hello", {"hello": hello, "nonce": "n", "proof": proof(key, greeting["nonce"], hello)})
-    assert wire.receive().kind == "welcome"
-    wire.close()
-    assert met(first, meets(1, processes=3), meets(2, processes=3))
-    assert "process 1 of the trainer has ended while it waited" in caplog.text
 
 
 def test_who_does_not_answer_or_come_is_told_after_the_limit(tmp_path, meets):

@@ -131,7 +131,11 @@ def test_what_a_pod_ends_with(kind, code, state, expected):
     ],
 )
 def test_verdicts(kind, code, is_new, deaths, expected):
-    assert restart.judge(kind, code, is_new=is_new, deaths=deaths, max_restarts=20) is expected
+    lives = Lives(kind, max_restarts=20)
+    if not is_new:
+        lives.end(9, began=0.0, now=1.0)
+    lives.deaths = deaths - 1
+    assert lives.end(code, began=0.0, now=1.0) is expected
 
 
 def test_each_way_of_storage_to_refuse_is_waited_for_so_long_as_waiting_may_help():

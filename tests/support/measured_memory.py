@@ -19,7 +19,7 @@ from tba_jax.decoding import sampling
 from tba_jax.decoding.requests import Request
 from tba_jax.experiment import dry_run, initial_policy, jobs, joining, training
 from tba_jax.programs import Measure
-from tba_jax.roles.sampler import ReferencePolicy, policy_mesh
+from tba_jax.roles.sampler import ReferencePolicy, Scoring, policy_mesh
 from tba_jax.telemetry.record import TimeAccount
 from tests.support import tiny_run, tiny_searcher
 
@@ -83,7 +83,8 @@ def _update(s: joining.Invocation) -> tuple[Callable[[], Any], Any]:
 def _scoring(s: joining.Invocation) -> tuple[Callable[[], Any], Any]:
     e, c = s.experiment, s.config
     limits = dict(logit_megabytes=c.searchers.logit_megabytes, score_tokens=c.searchers.score_tokens)
-    reference = ReferencePolicy(e.contract, s.run, policy=e.policy, mesh=policy_mesh(c, "searchers"), **limits)
+    how = Scoring(contract=e.contract, policy=e.policy, mesh=policy_mesh(c, "searchers"), **limits)
+    reference = ReferencePolicy(how, s.run)
     return lambda: reference.logprobs(_rows(s)), reference
 
 

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 _BATCHES = 3
 # Seconds of the first pause, after which one batch is tried; each further pause is twice as long, up to the longest.
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0
+# Fields of a report that are metrics as they are.
+_REPORTED = ("reward", "finished", "equal_reward_groups", "policy_step", "slot_idle", "useful_token_share", "rows", "tokens")
 # Batches that have waited longer than this for their rewards are a trouble.
 _SLOW_SECONDS = 20.0
 
@@ -141,14 +143,7 @@ class SearchRecord:
             "computed_tokens_per_second": work.computed / seconds,
             **work.shares(seconds, self._peaks),
             **({"value_tokens_per_second": self._value_tokens / seconds} if self._value_tokens else {}),
-            "reward": report.reward,
-            "finished": report.finished,
-            "equal_reward_groups": report.equal_reward_groups,
-            "policy_step": report.policy_step,
-            "slot_idle": report.slot_idle,
-            "useful_token_share": report.useful_token_share,
-            "rows": report.rows,
-            "tokens": report.tokens,
+            **{name: getattr(report, name) for name in _REPORTED},
             "unscored": self._unscored,
         }
         self._writer.write(step, scalars | more)

@@ -24,7 +24,7 @@ from tba_jax.replay.log import LogWriter
 from tba_jax.rewards import task_models as rewards
 from tba_jax.rewards.scorers import ResponseEmbedder
 from tba_jax.roles import sampler
-from tba_jax.roles.sampler import Sampler, automaton, check_finite, make_reference, policy_mesh, text_columns
+from tba_jax.roles.sampler import Sampler, Scoring, automaton, check_finite, make_reference, policy_mesh, text_columns
 from tba_jax.roles.searcher import stream
 from tba_jax.roles.searcher.appender import Appender, DecodedBatch, SearchReport
 from tba_jax.roles.searcher.stream import Quota
@@ -76,7 +76,7 @@ class Searcher:
             run,
             policy=policy,
             tokenizer=tokenizer,
-            reference=make_reference(contract, run, policy=policy, mesh=self.mesh, **_scoring_settings(config)),
+            reference=make_reference(_scoring(config, contract, policy, self.mesh), run),
             **_sampling_settings(config, contract, queries, self.mesh),
         )
         self._engine, self._reference = self.sampler.engine, self.sampler.reference
@@ -327,13 +327,10 @@ def programs(
     if contract.embedding:
         models |= rewards.sentence_encoder(config.task.embedding_path, mesh, length=contract.response_length)
     return sampler.programs(
-        contract,
-        mesh,
+        _scoring(config, contract, policy, mesh),
         models=models,
-        policy=policy,
         tokenizer=tokenizer,
         rows=_rows_per_batch(config),
-        limits=_scoring_settings(config),
         scores=contract.has_reference,
         section="searchers",
         slots_setting="searchers.slots",
@@ -341,6 +338,7 @@ def programs(
     )
 
 
-def _scoring_settings(config: Any) -> dict[str, int]:
+def _scoring(config: Any, contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh) -> Scoring:
     s = config.searchers
-    return dict(samples=s.samples_per_query, logit_megabytes=s.logit_megabytes, score_tokens=s.score_tokens)
+    limits = dict(samples=s.samples_per_query, logit_megabytes=s.logit_megabytes, score_tokens=s.score_tokens)
+    return Scoring(contract=contract, policy=policy, mesh=mesh, **limits)

@@ -218,19 +218,6 @@ def test_after_three_useless_batches_one_is_tried_now_and_then(watch, clock):
     assert watch.may_search, "grading works again, so one batch without reward does not stop the search"
 
 
-def test_a_searcher_without_rewards_gives_up(watch, clock):
-    for _ in range(4):
-        watch.note(FAILED)
-        watch.look(waiting=0)
-        clock.now += 25
-    watch.look(waiting=2)
-    assert not watch.may_search, "batches that wait are tries themselves"
-    watch.look(waiting=0)
-    clock.now += 1
-    with pytest.raises(NoRewards, match=r"256 of 256 failed, KeyError: 'x'; .* searchers.give_up_seconds=100"):
-        watch.look(waiting=0)
-
-
 def test_rewards_that_hang_are_said_and_given_up_and_slow_ones_are_waited_for(watch, clock):
     for grades in range(9):  # one batch takes longer than the searcher's patience, and each of its grades does not
         watch.look(waiting=3, grades=grades)
