@@ -20,7 +20,7 @@ from tba_jax.roles import process_group
 from tba_jax.roles.process_group import Leader, Member
 from tba_jax.roles.wire import Wire
 
-process_group._END_SECONDS = process_group._LAST_WORDS_SECONDS = process_group._LOSS_SECONDS = 0.5
+process_group._END_SECONDS = process_group._LAST_WORDS_SECONDS = 0.5
 number, port = int(sys.argv[1]), int(sys.argv[2])
 if number == 0:
     with socket.create_server(("127.0.0.1", port)) as server:
