@@ -250,7 +250,7 @@ def test_last_words_are_in_the_log_or_where_the_supervisor_speaks(tmp_path, star
     role = start(1)
     end(tmp_path, 3)
     assert wait(role) == 3
-    assert processes.rotate(role.log, limit=1, keep=1) and role.log.read_text() == ""
+    assert processes.rotate(role.log, limit=12, keep=1) and role.log.read_text() == ""
     assert role.last_words(3) == "error: words of 0"
     role.log.unlink()
     role.log.mkdir()
