@@ -162,7 +162,6 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
     """Args: machine: see _variant_for_this_machine, "" without it."""
     from tba_jax.experiment import composition, dry_run, jobs, mistakes, other_runs, stored_run
     from tba_jax.roles import gpus
-    from tba_jax.run import log_files
     from tba_jax.storage import places, privacy
     from tba_jax.telemetry import status
 
@@ -194,7 +193,7 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
     if machine and not given.dry_run:
         dry_run.check_fits(experiment)
     if not given.dry_run:
-        log_files.keep_bounded(folder.logs, megabytes=config.logs.megabytes, keep=config.logs.keep)
+        processes.keep_bounded(folder.logs, megabytes=config.logs.megabytes, keep=config.logs.keep)
     arguments = tuple(each for each in sys.argv[1:] if each.lstrip("-").partition("=")[0] != "for_this_machine")
     settings = jobs.Invocation(
         experiment=experiment,
@@ -251,10 +250,9 @@ def _hold_compilation_cache(run: "layout.RunDir") -> None:
         return
     import jax
 
-    from tba_jax.run import machine
     from tba_jax.storage import file_systems, places
 
-    folder = run.compilation_cache / machine.cpu_type()
+    folder = run.compilation_cache / processes.cpu_type()
     places.make_folder(folder, below=2)
     jax.config.update("jax_compilation_cache_dir", str(file_systems.hold(folder, number=_CACHE_DESCRIPTOR)))
 

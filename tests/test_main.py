@@ -12,7 +12,7 @@ import pytest
 from tba_jax import main
 from tba_jax.commands import command_line
 from tba_jax.experiment import dry_run as dry_runs
-from tba_jax.run import machine, processes
+from tba_jax.run import processes
 from tba_jax.storage import contract, layout
 from tests.support import random_checkpoints, tiny_run
 
@@ -161,7 +161,7 @@ def test_types_of_cpu_share_no_compiled_programs(tmp_path, monkeypatch):
     chosen: list[str] = []
     monkeypatch.setattr(jax.config, "update", lambda name, value: chosen.append(os.path.realpath(value)))
     for cpu in ("new", "old"):
-        monkeypatch.setattr(machine, "cpu_type", lambda cpu=cpu: cpu)
+        monkeypatch.setattr(processes, "cpu_type", lambda cpu=cpu: cpu)
         main._hold_compilation_cache(layout.open_run_dir(tmp_path, ""))
     os.close(main._CACHE_DESCRIPTOR)
     assert chosen == [str(tmp_path / "compilation_cache" / cpu) for cpu in ("new", "old")]

@@ -182,7 +182,7 @@ def _rows_at_a_time(experiment: "Experiment") -> int:
 def _rows(run: layout.RunDir, experiment: "Experiment", given: Sequence[GivenResponse]) -> dict[str, np.ndarray]:
     """All columns of the rows."""
     from tba_jax.decoding import sampling
-    from tba_jax.roles.reference import text_columns
+    from tba_jax.roles.sampler import text_columns
 
     contract, count = experiment.contract, len(given)
     columns = text_columns([each.query.prompt for each in given], [each.tokens for each in given], contract)
@@ -208,13 +208,18 @@ def _initial_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict[s
     """float32[n, R], nats, 0 where masked: log-probs of the responses under the policy of step 0; and the id of that policy."""
     from tba_jax.experiment import meshes
     from tba_jax.roles import gpus
-    from tba_jax.roles.reference import ReferencePolicy, policy_mesh
+    from tba_jax.roles.sampler import ReferencePolicy, Scoring, policy_mesh
 
     devices, searchers = gpus.jax_devices(), experiment.config.searchers
     meshes.check(experiment, role="searcher", devices=len(devices))
-    policy, mesh = experiment.on_device(devices[0]).policy, policy_mesh(experiment.config, "searchers")
-    limits = dict(logit_megabytes=searchers.logit_megabytes, score_tokens=searchers.score_tokens)
-    initial = ReferencePolicy(experiment.contract, run, policy=policy, mesh=mesh, **limits)
+    scoring = Scoring(
+        contract=experiment.contract,
+        policy=experiment.on_device(devices[0]).policy,
+        mesh=policy_mesh(experiment.config, "searchers"),
+        logit_megabytes=searchers.logit_megabytes,
+        score_tokens=searchers.score_tokens,
+    )
+    initial = ReferencePolicy(scoring, run)
     size, count = _rows_at_a_time(experiment), len(rows["row"])
     # The last rows are filled up: each call has as many rows.
     parts = [np.minimum(np.arange(start, start + size), count - 1) for start in range(0, count, size)]

@@ -193,8 +193,7 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
     from tba_jax.decoding.requests import Request
     from tba_jax.decoding.sampling import Sampling
     from tba_jax.experiment import stored_run
-    from tba_jax.roles import reference
-    from tba_jax.roles.sampler import Sampler
+    from tba_jax.roles.sampler import Sampler, Scoring, make_reference
     from tba_jax.storage import snapshots
 
     stored = stored_run.read(run.layout, called=str(run.layout.shared))
@@ -202,10 +201,18 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
     if step not in snapshots.committed_steps(run.layout.policies):
         raise ValueError(f"{name} cannot be generated again: the snapshot of its policy step {step} has been removed")
     one = sharding.make_mesh((1, 1, 1), setting="audit", devices=jax.devices()[:1])
-    scorer = reference.make(run.contract, run.layout, policy=policy, mesh=one, logit_megabytes=1, score_tokens=0)
-    made = dict[str, Any](policy=policy, tokenizer=stored.tokenizer, reference=scorer, weights=run.config.searchers.weights)
-    made |= dict(slots=1, samples=1, prompt_length=int(row["prompt_length"]))
-    sampler = Sampler(run.contract, run.layout, **made)
+    scoring = Scoring(contract=run.contract, policy=policy, mesh=one, logit_megabytes=1, score_tokens=0)
+    sampler = Sampler(
+        run.contract,
+        run.layout,
+        policy=policy,
+        tokenizer=stored.tokenizer,
+        reference=make_reference(scoring, run.layout),
+        weights=run.config.searchers.weights,
+        slots=1,
+        samples=1,
+        prompt_length=int(row["prompt_length"]),
+    )
     sampler.load_step(step)
     prompt = row["tokens"][: row["prompt_length"]].tolist()
     sampling = Sampling(**{field.name: row[field.name][None] for field in dataclasses.fields(Sampling)})

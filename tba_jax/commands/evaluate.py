@@ -59,8 +59,8 @@ def run(given: command_line.Given) -> int:
         run = layout.open_run_dir(given.workdir)
         outputs.check_file(output, outside=(run.root, run.shared))
     privacy.follow(given.workdir)
-    from tba_jax.roles.evaluation_figures import with_stderr
     from tba_jax.roles.evaluator import plain
+    from tba_jax.roles.results import with_stderr
 
     report = evaluate(given.workdir, step=given.step, settings=command_line.source(given))
     text = visible_json(json.dumps(plain(report), indent=1, ensure_ascii=False))

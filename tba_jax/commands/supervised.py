@@ -19,7 +19,7 @@ from absl import flags
 
 from tba_jax import outputs
 from tba_jax.commands import command_line, recipes
-from tba_jax.run import machine, processes
+from tba_jax.run import processes
 from tba_jax.schemas import flatten, require
 from tba_jax.storage import layout, places
 from tba_jax.supervised.schema import SCHEMA
@@ -183,7 +183,7 @@ def run(given: command_line.Given) -> command_line.Job:
     """Checks what a user's mistake can break; the job trains."""
     config = recipes.load(given.config, given.overrides, program=recipes.SUPERVISED)
     folder = layout.RunDir(given.workdir)
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.compilation_cache / machine.cpu_type()))
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.compilation_cache / processes.cpu_type()))
     from tba_jax.storage.lease import EpochLease
 
     EpochLease.refuse_if_held(folder.journal)

@@ -16,8 +16,8 @@ from typing import Any
 from absl import flags
 
 from tba_jax.commands import command_line
-from tba_jax.roles import jax_support
-from tba_jax.run import machine
+from tba_jax.roles import gpus
+from tba_jax.run import processes
 from tba_jax.schemas import flatten
 from tba_jax.telemetry import status
 from tba_jax.text.visible import visible
@@ -43,16 +43,16 @@ def gather() -> dict[str, Any]:
     devices, said = ask_devices()
     return {
         "tba_jax": status.code(),
-        "versions": status.versions() | jax_support.installed(),
+        "versions": status.versions() | gpus.installed(),
         "python": sys.executable,
         "system": platform.platform(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": round(machine.memory() / (1 << 30), 1),
+        "memory_gib": round(processes.memory() / (1 << 30), 1),
         "devices": devices,
         "jax_says": said,
-        "nvidia_driver": jax_support.driver_version(),
-        "gpu_nodes": jax_support.gpu_nodes(),
-        "tpu_chips": jax_support.tpu_chips(),
+        "nvidia_driver": gpus.driver_version(),
+        "gpu_nodes": gpus.gpu_nodes(),
+        "tpu_chips": gpus.tpu_chips(),
         "environment": {
             name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES) or name in _NAMES
         },

@@ -11,7 +11,7 @@ from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.models import hardware
 from tba_jax.replay import journal
 from tba_jax.rewards import task_models
-from tba_jax.roles import gpus, jax_support
+from tba_jax.roles import gpus
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.world import ALONE, World
 from tba_jax.storage import contract as contract_lib
@@ -72,7 +72,7 @@ def computed_on(s: Invocation, *roles: str, name: str = "") -> Invocation:
     Args: name: of the role, if not its own.
     """
     devices = gpus.jax_devices()
-    if devices[0].platform == "cpu" and (told := jax_support.hidden_gpus()):
+    if devices[0].platform == "cpu" and (told := gpus.hidden_gpus()):
         log.warning("%s", told)
     experiment = s.experiment.on_device(devices[0])
     meshed = meshes.of_trainer(s.experiment, devices) if "trainer" in roles else s.experiment

@@ -10,7 +10,7 @@ from tba_jax.experiment import meshes
 from tba_jax.experiment.composition import Experiment
 from tba_jax.programs import device_memory, in_words
 from tba_jax.roles import gpus, placement
-from tba_jax.run import machine
+from tba_jax.run import processes
 
 # (variant, platform, devices, GiB of each): what a machine has at least. The first row is taken whose devices are here; GPUs
 # beyond its count are used too, see roles/placement.py.
@@ -42,7 +42,7 @@ def of_jax(devices: Sequence[Any], *, name: str = "", limit: int | None = None) 
     """Devices as JAX describes them. Args: name: how they are called besides; limit: None: what the devices say."""
     first, on_host = devices[0], devices[0].platform == "cpu"
     where = f"{len(devices)} × {first.device_kind}{f' ({name})' if name else ''}"
-    limit = limit or (machine.memory() if on_host else device_memory(first))
+    limit = limit or (processes.memory() if on_host else device_memory(first))
     return Devices(count=len(devices), limit=limit, where=where, on_host=on_host, of_jax=devices)
 
 
@@ -103,7 +103,7 @@ def in_short() -> str:
     kinds = [gpu.kind for gpu in gpus.visible()] or [device.device_kind for device in jax.devices() if device.platform != "cpu"]
     if kinds:
         return ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
-    return f"{len(placement.available_cpus())} cores, {in_words(machine.memory())} of memory"
+    return f"{len(placement.available_cpus())} cores, {in_words(processes.memory())} of memory"
 
 
 def variant() -> str:

@@ -17,7 +17,7 @@ import jinja2
 
 from tba_jax.replay import journal
 from tba_jax.reporting.gathering import is_number
-from tba_jax.roles.evaluation_figures import STDERR, with_stderr
+from tba_jax.roles.results import STDERR, with_stderr
 from tba_jax.schemas import flatten
 from tba_jax.storage import best_step, layout
 from tba_jax.storage.privacy import without_secrets

@@ -21,7 +21,7 @@ from plotly import offline
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.reporting import charts
 from tba_jax.reporting.gathering import Gathered, is_number, part
-from tba_jax.roles.evaluation_figures import STDERR, with_stderr
+from tba_jax.roles.results import STDERR, with_stderr
 from tba_jax.schemas import flatten
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage.privacy import without_secrets

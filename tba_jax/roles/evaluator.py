@@ -17,9 +17,8 @@ from tba_jax.models.policy import Policy
 from tba_jax.programs import Program
 from tba_jax.rewards.task_models import response_texts, reward_texts
 from tba_jax.roles import sampler
-from tba_jax.roles.evaluation_figures import STDERR, majority, mean, pass_at, perplexity, with_stderr
-from tba_jax.roles.reference import ReferencePolicy, policy_mesh, text_columns
-from tba_jax.roles.sampler import Sampler
+from tba_jax.roles.results import STDERR, majority, mean, pass_at, perplexity, with_stderr
+from tba_jax.roles.sampler import ReferencePolicy, Sampler, Scoring, policy_mesh, text_columns
 from tba_jax.roles.work import policy_peaks
 from tba_jax.storage import best_step, layout, places, snapshots
 from tba_jax.storage import contract as contract_lib
@@ -73,7 +72,7 @@ class Evaluator:
         self._peaks = policy_peaks(mesh, config)
         # Of the last evaluation: tokens_per_second, computed_tokens_per_second, and shares of the devices' peaks.
         self.rates: dict[str, float] = {}
-        self._initial = ReferencePolicy(contract, run, policy=policy, mesh=mesh, **_scoring_settings(config))
+        self._initial = ReferencePolicy(_scoring(config, contract, policy, mesh), run)
         settings = _sampling_settings(config, queries)
         self._sampler = Sampler(contract, run, policy=policy, tokenizer=tokenizer, reference=self._initial, **settings)
 
@@ -87,9 +86,8 @@ class Evaluator:
     def report(self, step: int) -> dict[str, Any]:
         """Evaluates the snapshot of `step` and writes nothing.
 
-        Raises:
-          FileNotFoundError: the snapshot was pruned. snapshots.Damaged: it is damaged.
-          ValueError: a measure of the task has the name of another figure.
+        Raises: FileNotFoundError: the snapshot was pruned. snapshots.Damaged: it is damaged. ValueError: a measure of the task
+        has the name of another figure.
         """
         begin, before = time.time(), self._sampler.work
         try:
@@ -140,10 +138,8 @@ class Evaluator:
         for name, value in self._task.measures(queries, texts, np.array(finished), np.array(rewards, np.float32)).items():
             figure, values = f"{kind}_{name}", np.asarray(value, np.float64)
             if values.ndim and values.shape != (len(responses),):
-                raise ValueError(
-                    f"{called} {name!r} values of shape {values.shape} for {len(responses)} responses; it must be one number, or "
-                    "one for each response"
-                )
+                told = f"{called} {name!r} values of shape {values.shape} for {len(responses)} responses"
+                raise ValueError(f"{told}; it must be one number, or one for each response")
             if figure in (*REPORTED, self._task.score_name):
                 raise ValueError(f"{called} {name!r}, and {figure} is another figure of evaluation reports; call it otherwise")
             found |= mean(figure, values.reshape(-1, len(self._queries))) if values.ndim else {figure: float(values)}
@@ -238,13 +234,10 @@ def programs(
 ) -> dict[str, Program]:
     """Name -> what an evaluator compiles on the devices of its policy. Args: devices: of the role; None: of this process."""
     return sampler.programs(
-        contract,
-        policy_mesh(config, "evaluation", devices=devices),
+        _scoring(config, contract, policy, policy_mesh(config, "evaluation", devices=devices)),
         models=sampler.models_beside(config, task, role="evaluator", section="evaluation", devices=devices),
-        policy=policy,
         tokenizer=tokenizer,
         rows=config.evaluation.batch_size,
-        limits=_scoring_settings(config),
         scores=True,
         section="evaluation",
         slots_setting="evaluation.batch_size",
@@ -252,9 +245,9 @@ def programs(
     )
 
 
-def _scoring_settings(config: Any) -> dict[str, int]:
+def _scoring(config: Any, contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh) -> Scoring:
     e = config.evaluation
-    return dict(samples=1, logit_megabytes=e.logit_megabytes, score_tokens=e.score_tokens)
+    return Scoring(contract=contract, policy=policy, mesh=mesh, logit_megabytes=e.logit_megabytes, score_tokens=e.score_tokens)
 
 
 def plain(value: Any) -> Any:
@@ -281,10 +274,8 @@ def tell(report: Mapping[str, Any], config: Any, *, writer: MetricWriter, watch:
 
 
 class PendingSteps:
-    """Finds published snapshots that are due for evaluation and have none yet: the first, multiples of every_steps, the last.
-
-    A second call looks only at snapshots that are newer than the known ones: an object store lists every file of every snapshot.
-    """
+    """Finds published snapshots that are due for evaluation and have none yet: the first, multiples of every_steps, the last. A
+    second call looks only at snapshots that are newer than the known ones: an object store lists every file of every snapshot."""
 
     def __init__(self, run: layout.RunDir, *, every_steps: int, final_step: int):
         self._run, self._every_steps, self._final_step = run, every_steps, final_step
@@ -307,10 +298,8 @@ class PendingSteps:
 def run_evaluator(
     evaluator: Evaluator, config: Any, run: layout.RunDir, *, account: TimeAccount, stop: Callable[[], bool]
 ) -> None:
-    """Evaluates snapshots as they appear, until the last one of the finished run is done or `stop` says so.
-
-    A damaged one is told, and left out until it is published again: neither this role nor the end of the run waits for it.
-    """
+    """Evaluates snapshots as they appear, until the last one of the finished run is done or `stop` says so. A damaged one is
+    told, and left out until it is published again: neither this role nor the end of the run waits for it."""
     record = account.record
     writer = metrics.open_writer(config, run, "evaluator", role="evaluator", status=record.status)
     record.status.phase("")

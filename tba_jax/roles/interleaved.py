@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 from tba_jax.roles.evaluator import NOT_EVALUATED, Evaluator, PendingSteps, tell
-from tba_jax.roles.searcher.appender import LOOK_SECONDS
-from tba_jax.roles.searcher.report import SearchRecord, SearchReport
+from tba_jax.roles.searcher.appender import LOOK_SECONDS, SearchReport
+from tba_jax.roles.searcher.loop import SearchRecord
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.trainer.loop import Recorder, end
 from tba_jax.roles.trainer.trainer import Trainer

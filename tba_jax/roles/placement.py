@@ -1,5 +1,6 @@
 """Where the roles of one machine run: their cores, their GPUs and the share of a GPU's memory that each may take."""
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -30,14 +31,10 @@ def available_cpus() -> tuple[int, ...]:
 
 def split(placed: Placement) -> list[Placement]:
     """Where each process of a role runs: its cores and GPUs in equal runs; where there are fewer cores, processes share them.
-
-    Raises: ValueError: the GPUs of the role do not divide over its processes.
-    """
-    count = placed.processes
+    Raises ValueError where the GPUs of the role do not divide over its processes."""
+    count, names = placed.processes, ",".join(placed.gpus)
     if len(placed.gpus) % count:
-        raise ValueError(
-            f"trainer.processes={count} does not divide the {len(placed.gpus)} GPUs of the trainer ({','.join(placed.gpus)})"
-        )
+        raise ValueError(f"trainer.processes={count} does not divide the {len(placed.gpus)} GPUs of the trainer ({names})")
     gpus, cpus = len(placed.gpus) // count, len(placed.cpus)
 
     def cores(number: int) -> tuple[int, ...]:
@@ -61,8 +58,7 @@ def place(
 
     Args: check: raises ValueError where the trainer's mesh does not fit so many GPUs.
 
-    Raises:
-      ValueError: the mesh of a role does not fit the GPUs, or they do not divide over trainer.processes; names the numbers.
+    Raises: ValueError: the mesh of a role does not fit the GPUs, or they do not divide over trainer.processes; names the numbers.
     """
     searchers = [f"searcher-{i}" for i in range(config.searchers.count)]
     half = max(1, len(cpus) // 2)
@@ -71,12 +67,15 @@ def place(
     cores |= {name: search[i :: len(searchers)] or (search[i % len(search)],) for i, name in enumerate(searchers)}
     names = ["trainer", *searchers, *(["evaluator"] if config.evaluation.enabled else [])]
     on = _deal(config, names, gpus, check) if gpus else {}
-    found = {}
-    for name in names:
-        mine = on.get(name, ())
-        fraction = _memory_fraction(config, name, on) if mine else 0.0
-        gpu_names, processes = tuple(gpu.name for gpu in mine), config.trainer.processes if name == "trainer" else 1
-        found[name] = Placement(cores[name], gpu_names, memory_fraction=fraction, processes=processes)
+    found = {
+        name: Placement(
+            cores[name],
+            tuple(gpu.name for gpu in on.get(name, ())),
+            memory_fraction=_memory_fraction(config, name, on) if name in on else 0.0,
+            processes=config.trainer.processes if name == "trainer" else 1,
+        )
+        for name in names
+    }
     split(found["trainer"])  # which refuses GPUs that do not divide over its processes
     return found
 
@@ -110,22 +109,17 @@ def _deal(config: Any, names: Sequence[str], gpus: Sequence[Gpu], check: Callabl
 def _of_trainer(room: int, least: int, check: Callable[[int], object]) -> int:
     """The largest number of GPUs up to `room` that the trainer's mesh fits. Raises the ValueError about the least."""
     for count in range(room, least, -1):
-        try:
+        with contextlib.suppress(ValueError):
             check(count)
-        except ValueError:
-            continue
-        return count
+            return count
     check(least)
     return least
 
 
 def _memory_fraction(config: Any, name: str, on: Mapping[str, Sequence[Gpu]]) -> float:
     """A role's memory_fraction where it shares a GPU. Where that is 0, a trainer takes half of what such roles leave, and the
-    others equal parts of the rest. A role alone takes all that may be taken.
-
-    Raises:
-      ValueError: the fractions of the roles on a GPU exceed what may be taken of it.
-    """
+    others equal parts of the rest. A role alone takes all that may be taken. Raises ValueError where the fractions of the roles
+    on a GPU exceed that."""
 
     def fixed(role: str) -> float:
         return float(config[_SECTIONS[role.split("-")[0]]].memory_fraction)

@@ -1,23 +1,25 @@
-"""What searchers and evaluators sample with: the decoding engine on a mesh, fed with published snapshots, and the reference."""
+"""What searchers and evaluators sample with: the decoding engine, fed with published snapshots, and the reference policy."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from tba_jax import sharding
+from tba_jax import sharding, trajectory
 from tba_jax.decoding.engine import Engine
-from tba_jax.models import kv_cache, parameters
+from tba_jax.models import kv_cache, parameters, scoring
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
+from tba_jax.packing import row_layout, row_packing
 from tba_jax.programs import Program, again, shaped, with_beside
 from tba_jax.rewards import task_models as rewards
 from tba_jax.rewards.task_models import Models
-from tba_jax.roles import reference
-from tba_jax.roles.reference import NoReference, ReferencePolicy
-from tba_jax.roles.work import Work
+from tba_jax.roles.work import ShapesLog, Work, of_plan
+from tba_jax.run import processes
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, snapshots
 from tba_jax.storage.damaged_snapshots import DamagedSnapshots
@@ -25,6 +27,127 @@ from tba_jax.tasks.interface import Task
 from tba_jax.text import stop_strings
 from tba_jax.text.stop_strings import StopStrings
 from tba_jax.text.tokenizers import Tokenizer
+
+
+def policy_mesh(config: Any, section: str, *, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """The mesh of the policy in a role that samples, on the devices that the task's models leave to it.
+
+    Args: section: of the role's settings, "searchers" or "evaluation"; devices: of the role, None: of this process.
+    """
+    settings = config[section]
+    devices = sharding.policy_devices(settings.task_devices, devices)
+    return sharding.make_mesh(tuple(settings.mesh.values()), setting=f"{section}.mesh", devices=devices)
+
+
+def text_columns(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int] | np.ndarray], contract: contract_lib.Contract
+) -> dict[str, np.ndarray]:
+    """The columns of rows that hold prompts and responses, see trajectory.token_columns. Args: token ids, one of each a row."""
+    lengths = dict(prompt_length=contract.prompt_length, response_length=contract.response_length)
+    return trajectory.token_columns(prompts, responses, **lengths, pad_id=contract.pad_id)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """How the reference scores rows on a mesh. samples: so many consecutive rows have one prompt, usually. Each device scores
+    sequences of score_tokens at a time (row_layout.Limits.tokens), whose logits take at most logit_megabytes."""
+
+    contract: contract_lib.Contract
+    policy: Policy
+    mesh: jax.sharding.Mesh
+    samples: int = 1
+    logit_megabytes: int
+    score_tokens: int
+
+    def program(self, temperature: float) -> Any:
+        """The jitted function, see scoring.program."""
+        space = dataclasses.replace(self.contract.response_space(), temperature=temperature)
+        settings: dict[str, Any] = dict(graphdef=self.policy.base.graphdef, R=self.contract.response_length, space=space)
+        return scoring.program(self.mesh, **settings, logit_megabytes=self.logit_megabytes)
+
+    def limits(self, rows: int) -> row_layout.Limits:
+        """Args: rows: of one call."""
+        return row_layout.Limits(
+            rows=rows,
+            group=math.gcd(rows, self.samples),
+            prompt=self.contract.prompt_length,
+            response=self.contract.response_length,
+            shares=scoring.shares_prompts(self.policy.model, self.mesh),
+            tokens=self.score_tokens,
+            ways=sharding.row_ways(self.mesh),
+        )
+
+    def programs(self, params: Params, rows: int) -> dict[str, Program]:
+        """Name -> the program of `ReferencePolicy.logprobs`. That of another temperature takes as much.
+
+        Args: params: shapes of the reference; rows: of one call.
+        """
+        largest = row_packing.empty(self.limits(rows), self.limits(rows).sequences)
+        arguments = params, shaped(largest, scoring.packed_shardings(self.mesh))
+        return {
+            "scoring by the reference": Program(function=self.program(self.contract.scoring_temperature), arguments=arguments)
+        }
+
+
+def _load(how: Scoring, run: layout.RunDir) -> Params:
+    """The weights of the policy that the run starts from. Raises BadInput where they are damaged."""
+    folder, shardings = run.reference(layout.reference_id(run)), how.policy.model_shardings(how.mesh)
+    try:
+        return snapshots.load(folder, how.policy.model_specs, shardings, dtype=how.policy.model.compute_dtype)
+    except snapshots.Damaged as error:
+        raise processes.BadInput(f"{error}. It is the policy of step 0: restore the folder from a copy of the run") from error
+
+
+class ReferencePolicy:
+    """The reference policy: `id` names it, `params` are its weights, `logprobs` scores rows with them.
+
+    Attributes: work: tokens of the rows that were scored so far; computed: of the sequences that hold them.
+    """
+
+    def __init__(self, how: Scoring, run: layout.RunDir):
+        self.id, self.mesh, self.params = layout.reference_id(run), how.mesh, _load(how, run)
+        self._how, self._scorer, self.work = how, functools.cache(how.program), Work()
+        self._shapes_log = ShapesLog("scoring by the reference")
+
+    def logprobs(self, rows: Mapping[str, np.ndarray], *, temperature: float | None = None) -> np.ndarray:
+        """float32[B, R], nats, 0 where masked. A program is compiled for each temperature, B and number of sequences (at most 8).
+
+        Args: rows: the columns of `text_columns`, others are ignored; temperature: None: the scoring temperature.
+        """
+        tokens, *lengths = (rows[name] for name in ("tokens", "prompt_length", "response_length"))
+        packed, plan = row_packing.of_rows(tokens, *lengths, limits=self._how.limits(len(tokens)))
+        self._shapes_log.note(plan)
+        responses = int(rows["response_length"].sum())
+        self.work += of_plan(plan, self._how.policy.model, responses=responses, passes=1)
+        score = self._scorer(self._how.contract.scoring_temperature if temperature is None else temperature)
+        return np.asarray(score(self.params, jax.device_put(packed, scoring.packed_shardings(self.mesh))))
+
+
+class NoReference:
+    """The reference of a run without one: log π_ref is 0 for every token. params: what adapters belong to, {} without them."""
+
+    def __init__(self, how: Scoring, run: layout.RunDir):
+        self.id, self.mesh, self.work = contract_lib.NO_REFERENCE, how.mesh, Work()
+        self.params = {} if how.policy.lora is None else _load(how, run)
+        self._response_length = how.contract.response_length
+
+    def logprobs(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:
+        """float32[B, R], zeros."""
+        return np.zeros((len(rows["tokens"]), self._response_length), np.float32)
+
+
+def check_finite(ref_logprobs: np.ndarray, queries: Sequence[str]) -> None:
+    """Raises FloatingPointError where a row of float32[B, R] is not finite; names its query. Args: queries: names, one a row."""
+    if (broken := ~np.isfinite(ref_logprobs).all(1)).any():
+        first = queries[int(broken.argmax())]
+        raise FloatingPointError(
+            f"{broken.sum()} responses have reference log-probs that are not finite; the first to query {first}"
+        )
+
+
+def make_reference(how: Scoring, run: layout.RunDir) -> ReferencePolicy | NoReference:
+    """The reference of the run."""
+    return ReferencePolicy(how, run) if how.contract.has_reference else NoReference(how, run)
 
 
 def automaton(texts: Sequence[str], tokenizer: Tokenizer, *, vocab: int) -> StopStrings | None:
@@ -58,13 +181,10 @@ def _for_sampling(policy: Policy, mesh: jax.sharding.Mesh, weights: str) -> Any:
 
 
 def programs(
-    contract: contract_lib.Contract,
-    mesh: jax.sharding.Mesh,
+    how: Scoring,
     *,
-    policy: Policy,
     tokenizer: Tokenizer,
     rows: int,
-    limits: Mapping[str, int],
     weights: str,
     section: str,
     slots_setting: str,
@@ -75,19 +195,20 @@ def programs(
 ) -> dict[str, Program]:
     """Name -> what a role with a Sampler compiles on the devices of its policy. Nothing is loaded or allocated.
 
-    Args: rows, limits: see reference.programs; section: of the role's settings; slots_setting: which says how many responses are
-      decoded at a time; models: on the same devices; scores: with the policy of step 0; others: see Sampler.
+    Args: how: the policy of step 0 scores, where `scores` says that it does; rows: of one call; section: of the role's settings;
+      slots_setting: which says how many responses are decoded at a time; models: on the same devices; others: see Sampler.
     """
+    policy, mesh = how.policy, how.mesh
     base = policy.model_shapes(mesh, dtype=policy.model.compute_dtype) if scores or policy.lora is not None else {}
     published = policy.snapshot_shapes(mesh)
     specs = kv_cache.define(policy.model, weights, unstacked=False).specs
     swap = _for_sampling(policy, mesh, weights)
     sampled = shaped(swap.lower(published, base).out_info, parameters.shardings(specs, mesh))
-    of_lane = _engine(contract, mesh, policy, tokenizer, weights=weights, **engine).programs(sampled)
+    of_lane = _engine(how.contract, mesh, policy, tokenizer, weights=weights, **engine).programs(sampled)
     in_use, prompts, slots, *_ = of_lane["decode"].arguments
     fewer = {"temporaries": (f"{section}.score_tokens", f"{section}.logit_megabytes")}
-    made = reference.programs(contract, base, policy=policy, mesh=mesh, rows=rows, **limits) if scores else {}
-    scoring = {name: dataclasses.replace(program, room=fewer) for name, program in made.items()}
+    made = how.programs(base, rows) if scores else {}
+    scores_rows = {name: dataclasses.replace(program, room=fewer) for name, program in made.items()}
     weights_kept = "reference" if scores else "frozen weights"
     parts = {**models.held, weights_kept: base, "caches": (prompts, slots), "policy in use": in_use}
     room = {**_room(section, slots_setting), **models.room}
@@ -115,7 +236,7 @@ def programs(
         **models.loading,
         **with_beside(start, before, room),
         **swapping,
-        **with_beside({**of_lane, **scoring, **models.scoring}, parts | next_policy, room),
+        **with_beside({**of_lane, **scores_rows, **models.scoring}, parts | next_policy, room),
     }
 
 

@@ -1,6 +1,6 @@
 """The local supervisor: one trainer, some searchers and an evaluator as processes of this machine, each with its devices.
 
-A role that dies is started again, after pauses that grow; `judge` in run/restart.py says when that ends the run. Whether a role
+A role that dies is started again, after pauses that grow; `Lives` in run/restart.py says when that ends the run. Whether a role
 works is what its own status says. No process outlives the supervisor, however it ends.
 """
 
@@ -18,7 +18,7 @@ from typing import IO
 
 from tba_jax.roles import placement as placement_lib
 from tba_jax.roles.placement import Placement
-from tba_jax.run import log_files, processes
+from tba_jax.run import processes
 from tba_jax.run.restart import Lives, Verdict
 from tba_jax.storage import contract, layout, places
 from tba_jax.telemetry import status
@@ -38,18 +38,15 @@ END_TOGETHER_SECONDS = 60.0
 class RoleProcesses:
     """One life of a role: one process, or all processes of a trainer. They run from the moment that this object is made."""
 
-    def __init__(
-        self, name: str, arguments: Sequence[str], parts: Sequence[Placement], run: layout.RunDir, lifeline: processes.Lifeline
-    ):
-        """Args: parts: where each process runs."""
+    def __init__(self, name: str, arguments: Sequence[str], placed: Placement, run: layout.RunDir, lifeline: processes.Lifeline):
+        parts = placement_lib.split(placed)
         self._name, self._run, self._lifeline = name, run, lifeline
         # A launcher may have told the supervisor of a world that is not this role's.
         self._world = ["--processes=1"] if name in ("trainer", "reference") else []
         if len(parts) > 1:
             with socket.create_server(("127.0.0.1", 0)) as free:  # a port of its own for each life
                 self._world = [f"--coordinator=127.0.0.1:{free.getsockname()[1]}", f"--processes={len(parts)}"]
-        self._spoke = 0  # the process whose end is that of the role
-        self._first_end: float | None = None
+        self._spoke, self._first_end = 0, 0.0  # the process whose end is that of the role; when the first process ended
         self._started = [self._start(number, arguments, part) for number, part in enumerate(parts)]
 
     def _start(self, number: int, arguments: Sequence[str], part: Placement) -> subprocess.Popen[bytes]:
@@ -66,10 +63,7 @@ class RoleProcesses:
             environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # the old name: JAX refuses both together
             environment["XLA_CLIENT_MEM_FRACTION"] = str(part.memory_fraction)
         world = [*self._world, f"--process={number}"] if self._world else []
-        with contextlib.ExitStack() as stack:
-            output = self._open_log(number)
-            if output is not None:
-                stack.enter_context(output)
+        with self._open_log(number) as output:  # None: the child inherits the supervisor's output
             return subprocess.Popen(
                 [sys.executable, "-m", "tba_jax.main", *arguments, *world],
                 env=environment,
@@ -83,15 +77,15 @@ class RoleProcesses:
     def _log(self, number: int) -> Path:
         return self._run.log(self._name if number == 0 else f"{self._name}-process-{number}")
 
-    def _open_log(self, number: int) -> IO[bytes] | None:
-        """None where storage refuses the log: the child then inherits the supervisor's output."""
+    def _open_log(self, number: int) -> contextlib.AbstractContextManager[IO[bytes] | None]:
+        """The log of a process, None where storage refuses it."""
         path = self._log(number)
         try:
             places.make_folder(path.parent)
             return open(path, "ab")
         except OSError as error:
             log.warning("%s has no log: %s", self._name, error)
-            return None
+            return contextlib.nullcontext()
 
     @property
     def log(self) -> Path:
@@ -104,32 +98,25 @@ class RoleProcesses:
         return self._started[0].pid
 
     def poll(self) -> int | None:
-        """The exit code of the role once all its processes have ended, None before.
-
-        It is that of the process that ended the others: of the first one that does not just say that another one has ended.
-        """
+        """The exit code of the role once all its processes have ended, None before. It is that of the process that ended the
+        others: of the first one that does not just say that another one has ended."""
         codes = [process.poll() for process in self._started]
         if any(code is None for code in codes):
-            if any(code is not None for code in codes):
-                self._end_others()
+            if any(code is not None for code in codes):  # the others see it, and end; those that do not are killed
+                self._first_end = self._first_end or time.monotonic()
+                if time.monotonic() - self._first_end > END_TOGETHER_SECONDS:
+                    for process in self._started:
+                        process.kill()
             return None
         own = [number for number, code in enumerate(codes) if code not in (0, processes.PEER_LOST)]
         lost = [number for number, code in enumerate(codes) if code == processes.PEER_LOST]
         self._spoke = (own or lost or [0])[0]
         return codes[self._spoke]
 
-    def _end_others(self) -> None:
-        """Kills processes that have not ended long after another one of the role has."""
-        now = time.monotonic()
-        self._first_end = now if self._first_end is None else self._first_end
-        if now - self._first_end > END_TOGETHER_SECONDS:
-            for process in self._started:
-                process.kill()
-
     def last_words(self, code: int) -> str:
         """The last line of the role's log. Where its exit code has a meaning, the last line that begins with "error: "."""
         try:
-            lines = log_files.last_lines(self.log)
+            lines = processes.last_lines(self.log)
         except OSError as error:
             return f"(no log: {error})"
         # Threads of libraries may write further lines after the error.
@@ -153,10 +140,8 @@ class RoleProcesses:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class _Role:
-    """One supervised role. metrics: the folder of its status. after: roles that must be at work before it starts.
-
-    next_look: when it is looked after again, by time.monotonic. rests: it is given up, while the run goes on.
-    """
+    """One supervised role. metrics: the folder of its status. after: roles that must be at work before it starts. next_look: when
+    it is looked after again, by time.monotonic. rests: it is given up, while the run goes on."""
 
     name: str
     arguments: Sequence[str]
@@ -177,9 +162,8 @@ class _Role:
     @property
     def is_at_work(self) -> bool:
         """Whether the role has compiled its programs: it has written metrics, or has had the time for it, or has ended."""
-        if self.life is None or self.done or self.rests:
-            return self.started > 0
-        return time.monotonic() > self.started + STARTING_SECONDS or self.has_worked
+        ended = self.life is None or self.done or self.rests
+        return self.started > 0 if ended else time.monotonic() > self.started + STARTING_SECONDS or self.has_worked
 
     @property
     def has_worked(self) -> bool:
@@ -210,14 +194,13 @@ class Supervisor:
         proof: places.Place | None = None,
     ) -> int:
         """Supervises `roles` (name -> arguments, placement) until all roles named in `until` have ended with code 0 or rest.
+        Searchers and evaluators that share cores start one after the other: each finds most programs in the compilation cache.
 
         Args: proof: the file without which code 0 only means that somebody stopped a role; default: RunDir.finished.
 
-        Searchers and evaluators that share cores start one after the other: each finds most programs in the compilation cache.
-
         Returns: 0; the exit code of the role that ended the run, 1 where it died too often; or 130 where `stop` ended it.
         """
-        self._proof = self._run.finished if proof is None else proof
+        self._proof = proof or self._run.finished
         self._roles.clear()
         for name, (arguments, placed) in roles.items():
             # The others wait for the trainer's snapshots, and it waits for their rows.
@@ -246,7 +229,11 @@ class Supervisor:
         if time.monotonic() < role.next_look or (role.life is not None and code is None):
             return None
         try:
-            self._check_the_run()
+            if self._run.id:  # nothing begins, or is taken for finished, where the workdir does not hold the run
+                contract.check_is_there(self._run)
+            if self._is_away:
+                log.warning("workdir %s is back", self._run.root)
+            self._is_away = False
             # Code 0 alone does not tell whether the run has finished, or somebody stopped this role.
             role.done = code == 0 and places.exists(self._proof)
         except OSError as error:
@@ -259,17 +246,8 @@ class Supervisor:
             return None if role.done else self._died(role, code)
         if all(other.is_at_work for other in role.after):
             role.after, role.started = [], time.monotonic()
-            parts = placement_lib.split(role.placement)
-            role.life = RoleProcesses(role.name, role.arguments, parts, self._run, self._lifeline)
+            role.life = RoleProcesses(role.name, role.arguments, role.placement, self._run, self._lifeline)
         return None
-
-    def _check_the_run(self) -> None:
-        """Raises OSError where the workdir does not hold the run: nothing begins, or is taken for finished, in its place."""
-        if self._run.id:
-            contract.check_is_there(self._run)
-        if self._is_away:
-            log.warning("workdir %s is back", self._run.root)
-        self._is_away = False
 
     def _died(self, role: _Role, code: int) -> int | None:
         """Schedules the next life of a role. Returns the code that ends the run, None while it goes on."""

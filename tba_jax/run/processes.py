@@ -1,19 +1,28 @@
-"""How processes of a run end: by which exit code, when they are asked to stop, and with their parent, however that ends.
+"""The processes of a run: by which exit code they end, when they are asked to stop, how they end with their parent, their text
+logs, and the memory and type of CPU of their machine.
 
 On Linux the kernel kills a child when its parent dies (prctl(2), PR_SET_PDEATHSIG), also a child that is stopped. Everywhere the
 parent holds the write end of a pipe, from which a thread of the child reads until the parent is gone.
+
+A role's log is an open file, to which its children write as well, so nobody can move all of them to another: the role copies a
+large log to `<role>.log.1` and cuts it to nothing. What is written between copy and cut is lost.
 """
 
 import contextlib
 import ctypes
 import errno
+import fcntl
+import hashlib
 import os
+import platform
 import re
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from tba_jax.run.restart import (
     BAD_INPUT,
@@ -50,17 +59,8 @@ class RunIsAway(OSError):
 
 # Full, over a quota, over a size limit, read-only, not permitted any more, broken, gone from its server.
 _STORAGE_ERRORS = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EIO,
-    errno.ESTALE,
-    errno.ENOTCONN,
-    errno.ESHUTDOWN,
-    errno.ENODEV,
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENODEV),
 )
 # Status words that object stores report instead of an errno. JAX uses RESOURCE_EXHAUSTED for memory, but never in an OSError.
 _REFUSING = re.compile(r"\b(UNAVAILABLE|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|DEADLINE_EXCEEDED)\b")
@@ -72,12 +72,20 @@ _CPUS = "TBA_JAX_CPUS"
 _RUN = "TBA_JAX_RUN"
 _PR_SET_PDEATHSIG = 1
 
+LOOK_SECONDS = 10.0  # between two looks at the size of a log
+# The end of a log in which the last words of a role are looked for.
+TAIL_BYTES = 1 << 20
+
+# Lines of /proc/cpuinfo that say for which CPU a compiler makes programs here, on x86 and on ARM.
+_CPU_LINES = (
+    *("vendor_id", "cpu family", "model", "flags"),
+    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features"),
+)
+
 
 def is_storage_failure(error: BaseException) -> bool:
-    """Whether storage refused or broke, told by an OSError's errno or status word, or by an errno's text in another error.
-
-    The errors that an error was raised from, or while handling, count as well.
-    """
+    """Whether storage refused or broke, told by an OSError's errno or status word, or by an errno's text in another error. The
+    errors that an error was raised from, or while handling, count as well."""
     return any(map(_refuses, _causes(error)))
 
 
@@ -183,30 +191,26 @@ def expected_run() -> str:
 
 
 def die_with(read: int, *, parent: int) -> None:
-    """Called in a child, which then dies by SIGKILL when its parent does.
+    """Called in a child, which then dies by SIGKILL when its parent does, or once every write end of the pipe `read` is closed.
 
-    Args:
-      read: a pipe. The child dies as well once every write end of it is closed.
-      parent: the process id of the parent. The thread of the parent that started the child must live as long as the parent.
+    Args: parent: its process id. The thread of the parent that started the child must live as long as the parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it died before the kernel was asked
             os.kill(os.getpid(), signal.SIGKILL)
-    threading.Thread(target=_die_with_parent, args=(read,), name="lifeline", daemon=True).start()
 
+    def await_the_end() -> None:
+        with contextlib.suppress(OSError):
+            os.read(read, 1)  # blocks until the last write end is closed
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def _die_with_parent(read: int) -> None:
-    with contextlib.suppress(OSError):
-        os.read(read, 1)  # blocks until the last write end is closed
-    os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=await_the_end, name="lifeline", daemon=True).start()
 
 
 def stop_at_once() -> None:
-    """From now on SIGTERM and SIGINT end this process with the code STOPPED, also while its main thread is inside a compiler.
-
-    To be called after libtpu was loaded, which answers SIGTERM by a stack trace.
-    """
+    """From now on SIGTERM and SIGINT end this process with the code STOPPED, also while its main thread is inside a compiler. To
+    be called after libtpu was loaded, which answers SIGTERM by a stack trace."""
     StopSignal(patience_seconds=0, code=STOPPED)
 
 
@@ -241,3 +245,108 @@ class StopSignal:
 
     def __call__(self) -> bool:
         return self._asked
+
+
+def keep_bounded(folder: Path, *, megabytes: float, keep: int) -> None:
+    """Bounds the logs of this process from now on, in a thread; output that is not a log of the run in `folder` is left alone.
+
+    Args: megabytes: the size above which a log is set aside; keep: how many older logs stay beside it, at least 1.
+    """
+    logs = {path for descriptor in (1, 2) if (path := _log_of(descriptor, folder)) is not None}
+
+    def look_after() -> None:
+        while True:  # at once, too: a role may die again and again before the next look
+            for path in logs:
+                with contextlib.suppress(OSError):  # storage that refuses is left to the writers of what must not be lost
+                    rotate(path, limit=int(megabytes * 2**20), keep=keep)
+            time.sleep(LOOK_SECONDS)
+
+    if logs:
+        threading.Thread(target=look_after, name="log files", daemon=True).start()
+
+
+def _log_of(descriptor: int, folder: Path) -> Path | None:
+    """The log that a descriptor of this process writes to; None where it is no file of `folder`."""
+    with contextlib.suppress(OSError):
+        output = os.fstat(descriptor)
+        found = next((path for path in folder.glob("*.log") if os.path.samestat(path.stat(), output)), None)
+        if found is not None:  # after the cut, who writes elsewhere than at the end would leave a hole
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
+        return found
+    return None
+
+
+def rotate(path: Path, *, limit: int, keep: int) -> bool:
+    """Sets a log aside that has more than `limit` bytes. Returns whether it did. Raises OSError, the log is then as before.
+
+    Of a log that has become far larger, the last 2 · `limit` bytes are kept.
+    """
+    if (size := path.stat().st_size) <= limit:
+        return False
+    draft = path.with_name(f"{path.name}.draft")
+    try:
+        with open(path, "rb") as log, open(draft, "wb") as copy:
+            log.seek(max(0, size - 2 * limit))
+            shutil.copyfileobj(log, copy, 1 << 20)
+        shutil.copymode(path, draft)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    for number in range(keep - 1, 0, -1):
+        with contextlib.suppress(FileNotFoundError):
+            older(path, number).replace(older(path, number + 1))
+    draft.replace(older(path, 1))
+    os.truncate(path, 0)
+    return True
+
+
+def older(path: Path, number: int) -> Path:
+    """The log that was set aside before `number` − 1 others."""
+    return path.with_name(f"{path.name}.{number}")
+
+
+def last_lines(path: Path) -> list[str]:
+    """The lines at the end of a log, of the one before it too where it was just set aside. Raises OSError where there is none."""
+    content = _end(path, TAIL_BYTES)
+    if len(content) < TAIL_BYTES:
+        with contextlib.suppress(FileNotFoundError):
+            content = _end(older(path, 1), TAIL_BYTES - len(content)) + content
+    return content.decode(errors="replace").strip().splitlines()
+
+
+def _end(path: Path, size: int) -> bytes:
+    """The last bytes of a file, from the begin of a line on where there are more."""
+    with open(path, "rb") as file:
+        there = file.seek(0, os.SEEK_END)
+        file.seek(max(0, there - size))
+        content = file.read()
+    return content if there <= size else content.partition(b"\n")[2] or content
+
+
+def memory(*, groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory that this process may take: of the machine, or of one of its control groups (Linux, versions 1 and 2) where
+    that is less."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if (
+                folder.is_relative_to(base)
+                and (folder / name).is_file()
+                and (text := (folder / name).read_text().strip()) != "max"
+            ):
+                found.append(int(text))
+    return min(found)
+
+
+def cpu_type(*, list_file: Path = Path("/proc/cpuinfo")) -> str:
+    """A name of the CPU's model and instructions, such as "x86_64-0f3a9c51": programs compiled for one may not run on others."""
+    try:
+        lines = {line.strip() for line in list_file.read_text().splitlines() if line.partition(":")[0].strip() in _CPU_LINES}
+    except OSError:
+        lines = {platform.processor()}
+    return f"{platform.machine()}-{hashlib.blake2b(repr(sorted(lines)).encode(), digest_size=4).hexdigest()}"

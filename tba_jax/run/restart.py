@@ -1,10 +1,10 @@
 """Runs a role again after it ended too early: one rule for the local supervisor, Slurm, Kubernetes and a terminal.
 
-    python3 -m tba_jax.run.restart --workdir=DIR [--deaths=N] COMMAND …
+    python3 -m tba_jax.run.restart --workdir=DIR [--deaths=N] [--pod] COMMAND …
 
-runs COMMAND, a role of the run in DIR, and ends with its exit code once `judge` says that another life would not help, or once it
+runs COMMAND, a role of the run in DIR, and ends with its exit code once `Lives` says that another life would not help, or once it
 was asked to stop, which it passes on. After storage failed it waits until the run is in DIR: a role whose mount is lost would
-begin a new run in its place. Any Python from 3.7 on runs this module, also on the host of a container.
+begin a new run in its place. --pod: in a pod of Kubernetes, see `run_in_pod`. Any Python from 3.7 on runs this module.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT)
 
 # The pause before a role is started again, doubled with each failure in a row, and its limit.
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 60.0
-# How often a folder is looked into whose run is away.
-LOOK_SECONDS = 5.0
+# How often a folder is looked into whose run is away, and how long for the end of a run, which a network file system shows late.
+LOOK_SECONDS, FINISH_SECONDS = 5.0, 60.0
 # After a life this long earlier failures are forgotten: only a role that does not get anywhere is given up.
 HEALTHY_SECONDS = 600.0
 # So long a role is started again whose storage does not answer, or forbids.
@@ -50,8 +50,8 @@ class Verdict(enum.Enum):
     AGAIN = enum.auto()
 
 
-def judge(kind: str, code: int, *, is_new: bool, deaths: int, max_restarts: int, seconds: float = 0.0) -> Verdict:
-    """What follows from a role's exit code.
+class Lives:
+    """How the lives of one role have ended so far, and what follows from its exit code.
 
     | code              | trainer, reference       | searcher, evaluator                       |
     |-------------------|--------------------------|-------------------------------------------|
@@ -60,23 +60,7 @@ def judge(kind: str, code: int, *, is_new: bool, deaths: int, max_restarts: int,
     | 4 not finite      | ends                     | as others                                 |
     | 5 no rewards      | ends                     | ends                                      |
     | 7 storage forbids | again, for ten minutes   | likewise                                  |
-    | others, 2 later   | again; given up after max_restarts deaths, see `Lives`               |
-
-    Args:
-      kind: "trainer", "reference", "searcher", "evaluator"; "" for a role that ends like a trainer.
-      is_new: whether this was the role's first life, and it has not been at work.
-      deaths: see `Lives`, this death included.
-      seconds: since its storage has failed in each life.
-    """
-    if code in PATIENCE_SECONDS:
-        return Verdict.AGAIN if seconds <= PATIENCE_SECONDS[code] else Verdict.ENDS
-    if code == NO_REWARDS or (code == BAD_INPUT and is_new) or (code == NOT_FINITE and kind not in _JOINING):
-        return Verdict.ENDS
-    return Verdict.GIVEN_UP if deaths > max_restarts else Verdict.AGAIN
-
-
-class Lives:
-    """How the lives of one role have ended so far.
+    | others, 2 later   | again; given up after max_restarts deaths                            |
 
     Attributes:
       deaths: ends without ten minutes of life in between, failures of storage left out; of a searcher or an evaluator only those
@@ -85,26 +69,27 @@ class Lives:
     """
 
     def __init__(self, kind: str, *, max_restarts: int) -> None:
-        """Args: kind, max_restarts: see `judge`."""
+        """Args: kind: "trainer", "reference", "searcher", "evaluator"; "" for a role that ends like a trainer."""
         self._kind, self._max_restarts, self._is_new = kind, max_restarts, True
         self.deaths = self.in_vain = self._code = 0
         self.seconds = self._since = 0.0
 
     def end(self, code: int, *, began: float, now: float, has_worked: bool = False) -> Verdict:
         """Counts the end of a life. Args: began, now: of the life, by time.monotonic; has_worked: in this life."""
-        is_long = now - began >= HEALTHY_SECONDS
+        is_long, joins = now - began >= HEALTHY_SECONDS, self._kind in _JOINING
         is_new, self._is_new = self._is_new and not has_worked, False
-        if is_long or (has_worked and self._kind in _JOINING):
+        if is_long or (has_worked and joins):
             self.deaths = 0
         self.in_vain = 1 if is_long or has_worked else self.in_vain + 1
         if self.in_vain == 1 or code != self._code:
             self._code, self._since = code, began
         if code in PATIENCE_SECONDS:
             self.seconds = now - self._since
-        else:
-            self.deaths, self.seconds = self.deaths + 1, 0.0
-        most = self._max_restarts
-        return judge(self._kind, code, is_new=is_new, deaths=self.deaths, max_restarts=most, seconds=self.seconds)
+            return Verdict.AGAIN if self.seconds <= PATIENCE_SECONDS[code] else Verdict.ENDS
+        self.deaths, self.seconds = self.deaths + 1, 0.0
+        if code == NO_REWARDS or (code == BAD_INPUT and is_new) or (code == NOT_FINITE and not joins):
+            return Verdict.ENDS
+        return Verdict.GIVEN_UP if self.deaths > self._max_restarts else Verdict.AGAIN
 
     @property
     def pause(self) -> float:
@@ -116,9 +101,12 @@ def _say(sentence: str) -> None:
     print(f"restart: {sentence}", file=sys.stderr, flush=True)
 
 
-def run(command: list[str], *, workdir: str, deaths: int) -> int:
-    """Runs a role until it is done, stopped or given up. Returns its exit code. Args: deaths: in a row that are survived."""
-    asked, child = threading.Event(), None
+def run(command: list[str], *, workdir: str, deaths: int, asked: threading.Event) -> int:
+    """Runs a role until it is done, stopped or given up. Returns its exit code.
+
+    Args: deaths: in a row that are survived; asked: is set by a signal that asks the role to stop.
+    """
+    child = None
 
     def pass_on(number: int, frame: object) -> None:
         asked.set()
@@ -142,7 +130,8 @@ def run(command: list[str], *, workdir: str, deaths: int) -> int:
             return code
         asked.wait(lives.pause)
         storage_failed = code in PATIENCE_SECONDS
-        if storage_failed and not _comes_back(workdir, asked, seconds=PATIENCE_SECONDS[code] - lives.seconds):
+        patience = PATIENCE_SECONDS[code] - lives.seconds if storage_failed else 0.0
+        if storage_failed and not _shows(workdir, "config.json", "shared.json", asked=asked, seconds=patience, tells=True):
             return code
         if asked.is_set():
             return code
@@ -150,28 +139,67 @@ def run(command: list[str], *, workdir: str, deaths: int) -> int:
         _say(f"{reason}; running the role again")
 
 
-def _comes_back(workdir: str, asked: threading.Event, *, seconds: float) -> bool:
-    """Waits until the run is in its folder. Returns False where it was asked to stop, or so many seconds went by."""
-    told, deadline = False, time.monotonic() + seconds
-    while not any(os.path.exists(os.path.join(workdir, name)) for name in ("config.json", "shared.json")):
-        if asked.is_set() or time.monotonic() > deadline:
+def _shows(workdir: str, *names: str, asked: threading.Event, seconds: float = 0.0, tells: bool = False) -> bool:
+    """Waits until a file of one of these names is in the folder. False where a stop, or the end of the time, comes first."""
+    deadline = time.monotonic() + seconds
+    while not any(os.path.exists(os.path.join(workdir, name)) for name in names):
+        if asked.is_set() or time.monotonic() >= deadline:
             return False
-        if not told:
+        if tells:
             _say(f"{workdir} holds no run at the moment; waiting until it is back")
-        told = True
-        asked.wait(LOOK_SECONDS)
+        tells = False
+        asked.wait(min(LOOK_SECONDS, seconds))
     return True
+
+
+def run_in_pod(command: list[str], *, workdir: str, deaths: int) -> int:
+    """As `run`, in a container. Returns the exit code of the pod, which the podFailurePolicy of its Job reads.
+
+    The role is run again in this pod, too, after the end of another process of its trainer, and after a request to stop that went
+    to another process of it.
+    """
+    asked, flags = threading.Event(), dict(word.split("=", 1) for word in command if word.startswith("--") and "=" in word)
+    while True:
+        code = run(command, workdir=workdir, deaths=deaths, asked=asked)
+        if code == 0 and _shows(workdir, "finished.json", asked=asked, seconds=FINISH_SECONDS):
+            return 0
+        _say(f"ended with code {code} before the run was done{', as it was asked to' if asked.is_set() else ''}")
+        if code not in (0, STOPPED, PEER_LOST) or asked.wait(FIRST_PAUSE_SECONDS):
+            is_first = flags.get("--process", "0") == "0" and not _shows(workdir, "config.json", "shared.json", asked=asked)
+            is_finished = _shows(workdir, "finished.json", asked=asked)
+            return pod_code(flags.get("--role", ""), code, asked=asked.is_set(), is_first=is_first, is_finished=is_finished)
+
+
+def pod_code(kind: str, code: int, *, asked: bool, is_first: bool, is_finished: bool) -> int:
+    """What a pod ends with whose role has ended with a code.
+
+    | 0          | the run has finished for this role, or a searcher rests because no row has had a reward    |
+    | 2, 4, 7    | bad input, not finite, storage forbids: would end the role in the same way again           |
+    | 143, other | a request to stop, or a death: another pod takes the place of this one                     |
+
+    Args:
+      is_first: this is process 0, and there is no run yet. Other processes only hear of its end.
+      is_finished: the training is done: after it, the run waits for nobody but the evaluator, and not for one that dies.
+    """
+    if asked and code in (0, STOPPED, BAD_INPUT):
+        return 128 + signal.SIGTERM
+    if (code == NO_REWARDS and kind == "searcher") or (kind == "evaluator" and is_finished and not asked):
+        return 0
+    return 1 if code == BAD_INPUT and not is_first else code
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="restart", usage=argparse.SUPPRESS)
     parser.add_argument("--workdir", required=True, help="folder of the run")
     parser.add_argument("--deaths", type=int, default=0, help="how many deaths in a row are survived")
+    parser.add_argument("--pod", action="store_true", help="in a pod of Kubernetes, whose exit codes its Job reads")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command of a role")
     given = parser.parse_args(arguments)
     if given.deaths < 0 or not given.command:
         parser.error(f"--deaths={given.deaths} must be at least 0, and the command of a role must follow")
-    return run(given.command, workdir=given.workdir, deaths=given.deaths)
+    if given.pod:
+        return run_in_pod(given.command, workdir=given.workdir, deaths=given.deaths)
+    return run(given.command, workdir=given.workdir, deaths=given.deaths, asked=threading.Event())
 
 
 if __name__ == "__main__":

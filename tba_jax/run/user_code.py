@@ -31,12 +31,6 @@ def told(error: BaseException, path: Path) -> str:
     """The error in one sentence, with the last line of the file at `path` that it came by."""
     if isinstance(error, SyntaxError):  # perhaps of a file that this one imports
         return f"{type(error).__name__}: {error.msg} (line {error.lineno} of {error.filename})"
-    line = line_of(error, path)
-    return f"{type(error).__name__}: {error}{f' (line {line} of {path})' if line else ''}"
-
-
-def line_of(error: BaseException, path: Path) -> int | None:
-    """The number of the last line of the file at `path` that an error came by, None where it came by none."""
     here = path.resolve()
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == here]
-    return lines[-1] if lines else None
+    return f"{type(error).__name__}: {error}{f' (line {lines[-1]} of {path})' if lines else ''}"

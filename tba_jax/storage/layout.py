@@ -78,7 +78,7 @@ class RunDir:
 
     @property
     def compilation_cache(self) -> Path:
-        """Compiled programs, those of each type of CPU (machine.cpu_type) in a folder of their own."""
+        """Compiled programs, those of each type of CPU (processes.cpu_type) in a folder of their own."""
         return self.root / "compilation_cache"
 
     @property

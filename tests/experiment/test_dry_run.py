@@ -23,7 +23,7 @@ from tba_jax.models.config import PRESETS
 from tba_jax.packing import row_packing
 from tba_jax.programs import Fit, Measure, Program
 from tba_jax.roles import gpus as gpus_lib
-from tba_jax.run import machine, processes
+from tba_jax.run import processes
 from tba_jax.schemas import flatten
 from tba_jax.storage import layout
 from tba_jax.telemetry.status import TimeAccount
@@ -191,10 +191,10 @@ def test_a_machine_that_is_too_small_has_no_variant(gpus, one_device):
 
 
 def test_a_run_that_does_not_fit_the_cpu_is_refused(monkeypatch, tokenizer, one_device):
-    monkeypatch.setattr("tba_jax.run.machine.memory", lambda: 16 * GIB)
+    monkeypatch.setattr("tba_jax.run.processes.memory", lambda: 16 * GIB)
     found = of_variant("cpu", "0.5", tokenizer)
     dry_run.check_fits(found)
-    monkeypatch.setattr("tba_jax.run.machine.memory", lambda: 1 * GIB)
+    monkeypatch.setattr("tba_jax.run.processes.memory", lambda: 1 * GIB)
     with pytest.raises(ValueError, match=r"does not fit this machine .*together does not fit: .* of 1\.00 GiB.*smaller model"):
         dry_run.check_fits(found)
 
@@ -260,7 +260,7 @@ def test_the_update_is_that_of_a_real_trainer(made):
     trainer, _, found = made
     assert [fit.name for fit in found["trainer"].fits] == PROGRAMS["trainer"]
     assert found["trainer"].taken().size == max(fit.peak for fit in found["trainer"].fits)
-    assert found["trainer"].devices.limit == machine.memory()
+    assert found["trainer"].devices.limit == processes.memory()
     fit, program = fit_of(found["trainer"], "update"), trainer.program
     batch = program._rescored(program.place(program._whole_rows(trainer._contract.row_shape())))
     largest = jax.device_put(

@@ -115,8 +115,9 @@ def logprobs(params: Any, s: jobs.Invocation, responses: Sequence[dict[str, Any]
         row = [*encode(response["query"]), *encode(response["response"])[1:], *[c.eos_id] * response["finished"]]
         tokens[i, : len(row)] = row
     hidden = applied.hidden_states(params, tokens, config=model)
+    all_logits = np.array(applied.logits_of(params, hidden.reshape(-1, hidden.shape[-1]), config=model), np.float64)
     for i, response in enumerate(responses):
-        logits = np.array(applied.logits_of(params, hidden[i], config=model), np.float64) / temperature
+        logits = all_logits.reshape(*tokens.shape, -1)[i] / temperature
         logits[:, list(c.banned_tokens)] = -np.inf
         begin = len(encode(response["query"]))
         places = range(begin, begin + response["tokens"])

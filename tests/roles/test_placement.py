@@ -31,19 +31,17 @@ def on(count: int, check=lambda devices: None, **settings: Any) -> dict[str, str
 @pytest.mark.parametrize(
     "cpus, expected",
     [
-        ([5], {"trainer": (5,), "searcher-0": (5,), "searcher-1": (5,), "evaluator": (5,)}),
-        ([0, 1], {"trainer": (0,), "searcher-0": (1,), "searcher-1": (1,), "evaluator": (1,)}),
-        (range(8), {"trainer": (0, 1, 2, 3), "searcher-0": (4, 6), "searcher-1": (5, 7), "evaluator": (4, 5, 6, 7)}),
+        ([5], [(5,), (5,), (5,), (5,)]),
+        ([0, 1], [(0,), (1,), (1,), (1,)]),
+        (range(8), [(0, 1, 2, 3), (4, 6), (5, 7), (4, 5, 6, 7)]),
     ],
 )
-@pytest.mark.parametrize("there", [0, 3])
-def test_cores(cpus, expected, there):
-    found = place(base.get_config(), cpus=cpus, gpus=gpus(there))
-    assert {name: placed.cpus for name, placed in found.items()} == expected
-    assert {placed.memory_fraction > 0 for placed in found.values()} == {there > 0}
-
-
-def test_more_searchers_than_cores_take_turns():
+def test_cores(cpus, expected):
+    """Of the trainer, two searchers and the evaluator. More searchers than cores take turns."""
+    for there in (0, 3):
+        found = place(base.get_config(), cpus=cpus, gpus=gpus(there))
+        assert [placed.cpus for placed in found.values()] == expected
+        assert {placed.memory_fraction > 0 for placed in found.values()} == {there > 0}
     found = place(config_with(searchers__count=5, evaluation__enabled=False), cpus=range(4), gpus=())
     assert [found[f"searcher-{i}"].cpus for i in range(5)] == [(2,), (3,), (2,), (3,), (2,)]
 
@@ -72,10 +70,10 @@ def test_meshes_of_several_gpus_are_blocks():
     split = dict(searchers__mesh__tensor=2, searchers__count=1)
     assert on(8, **split) == {"trainer": "0123", "searcher-0": "45", "evaluator": "7"}
     assert on(2, **split) == {"trainer": "01", "searcher-0": "01", "evaluator": "1"}
-    for setting, words in {
-        "searchers__task_devices": "searchers.mesh and searchers.task_devices",
-        "learner__mesh__fsdp": "lear",
-    }.items():
+    for setting, words in (
+        ("searchers__task_devices", "searchers.mesh and searchers.task_devices"),
+        ("learner__mesh__fsdp", "lear"),
+    ):
         with pytest.raises(ValueError, match=rf"{words}.* make up \d GPUs for .*; there are 2"):
             on(2, **{setting: 4})
 
@@ -84,22 +82,16 @@ def fractions(count: int, **settings: Any) -> list[float]:
     return [placed.memory_fraction for placed in place(config_with(**settings), cpus=[0], gpus=gpus(count)).values()]
 
 
-def test_of_a_shared_gpu_a_trainer_takes_half_and_the_others_the_rest():
+def test_of_a_shared_gpu_a_trainer_takes_half_or_what_is_set_and_the_others_the_rest():
     assert fractions(4) == [0.95] * 4
     assert fractions(1) == [0.475, 0.158, 0.158, 0.158]
     assert fractions(2) == [0.95, 0.316, 0.316, 0.316]
-
-
-def test_a_setting_takes_its_share_where_a_gpu_is_shared():
     set_all = dict(learner__memory_fraction=0.5, searchers__memory_fraction=0.2, evaluation__memory_fraction=0.2)
-    assert (
-        fractions(1, searchers__count=1, **set_all) == [0.5, 0.2, 0.2]
-        and fractions(3, searchers__count=1, **set_all) == [0.95] * 3
-    )
+    assert fractions(1, searchers__count=1, **set_all) == [0.5, 0.2, 0.2]
+    assert fractions(3, searchers__count=1, **set_all) == [0.95] * 3
     assert fractions(1, searchers__count=1, learner__memory_fraction=0.55) == [0.55, 0.2, 0.2]
-    with pytest.raises(
-        ValueError, match=r"GPU 0: 0\.95 of its memory may be taken, too little for learner\.memory_fraction=0\.5"
-    ):
+    told = r"GPU 0: 0\.95 of its memory may be taken, too little for learner\.memory_fraction=0\.5"
+    with pytest.raises(ValueError, match=told):
         fractions(1, searchers__count=2, **set_all | {"searchers__memory_fraction": 0.3})
 
 

@@ -1,14 +1,12 @@
 """How the processes of a trainer meet: what does not fit is refused by one sentence, in every process that is there.
 
-Threads stand for the processes, and JAX is not started among them; one test starts two processes.
+Threads stand for the processes, and JAX is not started among them; tests/whole_runs/test_trainer_processes.py starts some.
 """
 
 import contextlib
 import json
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -18,10 +16,8 @@ import pytest
 
 from tba_jax.roles import rendezvous
 from tba_jax.roles import wire as wire_lib
-from tba_jax.roles.wire import Wire, find_key, proof
-from tba_jax.run.processes import PeerLost
+from tba_jax.roles.wire import Wire
 from tba_jax.run.world import World
-from tests.support import tiny_run
 from tests.support import trainer_processes as trainers
 
 
@@ -39,7 +35,7 @@ def meets(tmp_path, monkeypatch):
     for name in ("Leader", "Member"):
         monkeypatch.setattr(rendezvous, name, Met)
     monkeypatch.setattr(rendezvous, "_start_jax", lambda *_: None)
-    monkeypatch.setattr(rendezvous, "_REFUSE_SECONDS", 1.0)
+    monkeypatch.setattr(rendezvous, "_REFUSE_SECONDS", 0.2)
     monkeypatch.setattr(wire_lib, "TRY_AGAIN_SECONDS", 0.02)
     monkeypatch.setattr(rendezvous, "_versions", lambda: {"jax": getattr(threading.current_thread(), "version", "1")})
 
@@ -63,10 +59,10 @@ def meets(tmp_path, monkeypatch):
     return meet
 
 
-def refused(*futures: Future, kind: type[Exception] = ValueError) -> list[str]:
+def refused(*futures: Future) -> list[str]:
     """The sentences by which processes are refused."""
     errors = [future.exception(timeout=30) for future in futures]
-    assert all(isinstance(error, kind) for error in errors), errors
+    assert all(isinstance(error, ValueError) for error in errors), errors
     return [str(error) for error in errors]
 
 
@@ -80,36 +76,6 @@ def connected(port: int) -> socket.socket:
         with contextlib.suppress(ConnectionRefusedError):
             return socket.create_connection(("127.0.0.1", port), timeout=5)
         time.sleep(0.02)
-
-
-PROCESS = """
-import sys
-from pathlib import Path
-from tba_jax.run import world
-from tba_jax.roles import rendezvous
-here = world.World(process=int(sys.argv[1]), processes=2, coordinator=sys.argv[2])
-limits = rendezvous.Limits(connect_seconds=60.0, heartbeat_seconds=5.0)
-met = rendezvous.meet(here, workdir=Path(sys.argv[3]), settings={}, visible_gpus=0, limits=limits)
-import jax
-print("devices", jax.device_count(), jax.local_device_count())
-if here.process == 0:
-    met.end(7)
-else:
-    assert list(met.calls()) == []
-    met.end()
-    sys.exit(met.code)
-"""
-
-
-def test_two_processes_meet_and_end_together(tmp_path):
-    said, address = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True), f"127.0.0.1:{trainers.free_port()}"
-    command = [sys.executable, "-c", PROCESS]
-    here = dict(env=tiny_run.environment(), cwd=tiny_run.ROOT)
-    started = [subprocess.Popen([*command, number, address, str(tmp_path / "run")], **here, **said) for number in "01"]
-    first, second = trainers.wait(started, seconds=90)
-    assert (first.code, second.code) == (0, 7), first.text + second.text
-    assert "devices 2 1" in first.text and "devices 2 1" in second.text
-    assert not (tmp_path / "run").exists(), "the key is removed, and a meeting makes no run"
 
 
 @pytest.mark.parametrize(
@@ -126,50 +92,11 @@ def test_processes_that_would_not_compute_the_same_are_refused_everywhere(tmp_pa
     assert not (tmp_path / "run").exists(), "nothing is left of a meeting that failed"
 
 
-def test_two_processes_of_one_number_are_refused(meets):
-    three = [meets(number, processes=3) for number in (0, 1, 1)]
-    assert all("two processes of this trainer have --process=1" in each for each in refused(*three))
-
-
-def test_a_process_that_comes_after_a_refusal_is_told_as_well(meets):
-    first, second = meets(0, processes=3), meets(1, processes=3, settings={"a": 2})
-    refused(second)
-    assert all("other settings than process 0" in each for each in refused(meets(2, processes=3), first))
-
-
-def test_the_end_of_process_0_in_the_meeting_is_no_mistake(tmp_path, meets):
-    with socket.create_server(("127.0.0.1", meets.port)) as listener:
-        process = meets(1)
-        wire = Wire(listener.accept()[0])
-        wire.send("greeting", {"id": "some", "nonce": "some", "workdir": str(tmp_path), "host": "first"})
-        wire.close()
-    # It ends while it looks for the key, which went with process 0.
-    assert "process 0 (first) of this trainer ended" in refused(process, kind=PeerLost)[0]
-
-
-def test_a_process_that_ends_in_the_meeting_may_come_again(tmp_path, meets, caplog):
-    first = meets(0, processes=3)
-    wire = Wire(connected(meets.port))
-    greeting = wire.receive().content
-    key = find_key(tmp_path / "run", greeting["id"], wire, seconds=10)
-    hello = dict(process=1, processes=3, host="lost", workdir=str(tmp_path), versions={"jax": "1"}, settings={"a": 1})
-    wire.send("hello", {"hello": hello, "nonce": "n", "proof": proof(key, greeting["nonce"], hello)})
-    assert wire.receive().kind == "welcome"
-    wire.close()
-    assert met(first, meets(1, processes=3), meets(2, processes=3))
-    assert "process 1 of the trainer has ended while it waited" in caplog.text
-
-
 def test_who_does_not_answer_or_come_is_told_after_the_limit(tmp_path, meets):
     (told,) = refused(meets(1, seconds=0.3))
     assert f"--coordinator=127.0.0.1:{meets.port} has not answered process 1" in told and "trainer.connect_seconds=0.3" in told
     (told,) = refused(meets(0, processes=4, seconds=0.3))
     assert "process 1, 2, 3 has not come" in told and not (tmp_path / "run").exists()
-
-
-def test_a_port_that_is_taken_is_told(meets):
-    with socket.create_server(("", meets.port)):
-        assert f"cannot listen on port {meets.port}" in refused(meets(0))[0]
 
 
 def test_a_workdir_that_is_not_shared_is_told_by_both(meets, monkeypatch):

@@ -13,8 +13,9 @@ from tba_jax.run import restart
 from tba_jax.run.restart import Lives, Verdict
 from tests.support import tiny_run
 
-# A role that notes each of its lives, and ends by the next of the codes that it is given.
-ROLE = 'folder=$1; echo >> "$folder/lives"; shift; n=$(wc -l < "$folder/lives"); exit "${!n}"'
+# A role that notes each of its lives, and ends by the next of the codes that it is given; "done" ends the run.
+ROLE = 'folder=$1; echo >> "$folder/lives"; shift 2; n=$(wc -l < "$folder/lives"); code="${!n}"; '
+ROLE += '[[ $code != *done ]] || touch "$folder/finished.json"; exit "${code%done}"'
 
 
 @pytest.fixture
@@ -23,10 +24,20 @@ def run(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(restart, "FIRST_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(restart, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(restart, "FINISH_SECONDS", 0.02)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield lambda *command, deaths=0: restart.run([*command], workdir=str(tmp_path), deaths=deaths)
+
+    def start(*command, deaths=0, pod=False) -> int:
+        given = dict(workdir=str(tmp_path), deaths=deaths)
+        return restart.run_in_pod([*command], **given) if pod else restart.run([*command], **given, asked=threading.Event())
+
+    yield start
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def role(folder: Path, *codes: object, kind: str = "trainer") -> list[str]:
+    return ["bash", "-c", ROLE, "role", str(folder), f"--role={kind}", *map(str, codes)]
 
 
 def lives(folder: Path) -> int:
@@ -37,13 +48,12 @@ def lives(folder: Path) -> int:
     "codes, deaths",
     [
         *[(codes, 0) for codes in [(0,), (3, 3, 0), (3, 4), (2,), (5,), (9,), (7, 7, 0)]],
-        *[(codes, 2) for codes in [(6, 137, 0), (1, 6, 139), (6, 2, 2), (3, 2, 0), (1, 4), (134, 5), (1, 130), (6, 3, 6, 0)]],
+        *[(codes, 2) for codes in [(1, 6, 139), (6, 2, 2), (3, 2, 0), (1, 130), (6, 3, 6, 0)]],
     ],
     ids=str,
 )
 def test_a_role_is_run_again_as_often_as_its_codes_allow(run, tmp_path, codes, deaths, capsys):
-    code = run("bash", "-c", ROLE, "role", tmp_path, *map(str, codes), deaths=deaths)
-    assert code == codes[-1] and lives(tmp_path) == len(codes)
+    assert run(*role(tmp_path, *codes), deaths=deaths) == codes[-1] and lives(tmp_path) == len(codes)
     reason = "storage failed" if codes[0] in (3, 7) else f"ended with code {codes[0]}"
     assert (f"{reason}; running the role again" in capsys.readouterr().err) == (len(codes) > 1)
 
@@ -53,9 +63,9 @@ def test_a_role_whose_storage_failed_waits_until_its_run_is_there(run, tmp_path,
     """One that died otherwise need not see a run: perhaps there was none yet."""
     config, seen = tmp_path / "config.json", []
     config.unlink()
-    back = threading.Timer(0.2, lambda: (seen.append(lives(tmp_path)), config.write_text("{}")))
+    back = threading.Timer(0.1, lambda: (seen.append(lives(tmp_path)), config.write_text("{}")))
     back.start()
-    assert run("bash", "-c", ROLE, "role", tmp_path, str(code), "0", deaths=1) == 0
+    assert run(*role(tmp_path, code, 0), deaths=1) == 0
     back.join()
     assert seen == [2 if code == 1 else 1] and ("holds no run at the moment" in capsys.readouterr().err) == (code != 1)
 
@@ -63,12 +73,46 @@ def test_a_role_whose_storage_failed_waits_until_its_run_is_there(run, tmp_path,
 def test_a_run_that_stays_away_is_waited_for_as_long_as_waiting_may_help(run, tmp_path, monkeypatch):
     (tmp_path / "config.json").unlink()
     monkeypatch.setitem(restart.PATIENCE_SECONDS, 7, 0.1)
-    assert run("bash", "-c", ROLE, "role", tmp_path, "7", "0") == 7 and lives(tmp_path) == 1
+    assert run(*role(tmp_path, 7, 0)) == 7 and lives(tmp_path) == 1
 
 
-def test_a_role_that_is_asked_to_stop_is_not_run_again(run):
-    asks = "trap 'exit 6' TERM; kill -TERM $PPID; while :; do sleep 0.02; done"
-    assert run("sh", "-c", asks, deaths=9) == 6
+@pytest.mark.parametrize("pod", [False, True])
+def test_a_role_that_is_asked_to_stop_is_not_run_again(run, pod):
+    asks = "trap 'exit 0' TERM; kill -TERM $PPID; while :; do sleep 0.02; done"
+    assert run("sh", "-c", asks, deaths=9, pod=pod) == (143 if pod else 0), "another pod takes the place of one that is not done"
+
+
+@pytest.mark.parametrize(
+    ("kind", "codes", "expected"),
+    [
+        ("trainer", ["3", "6", "0", "130", "0done"], 0),  # storage failed, another process of it has ended, a stop
+        ("trainer", ["2"], 1),  # of a run that exists: it may pass
+        ("trainer", ["1", "139"], 139),  # the first death is answered in its pod
+        ("searcher", ["5"], 0),  # rests
+        ("evaluator", ["1done", "1"], 0),  # after the training
+    ],
+    ids=str,
+)
+def test_a_pod_ends_as_the_supervisor_would_judge(run, tmp_path, kind, codes, expected):
+    assert run(*role(tmp_path, *codes, kind=kind), deaths=1, pod=True) == expected and lives(tmp_path) == len(codes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "state", "expected"),
+    [
+        ("trainer", 2, {"is_first": True}, 2),
+        ("trainer", 2, {}, 1),  # another process than 0 may have heard of no more than its end
+        *[("trainer", code, {"asked": True}, 143) for code in (0, 130, 2)],
+        *[("trainer", code, {"asked": True}, code) for code in (3, 4, 6)],
+        *[("trainer", code, {}, code) for code in (4, 7)],
+        ("searcher", 7, {}, 7),
+        ("evaluator", 9, {"is_finished": True}, 0),
+        ("evaluator", 9, {"is_finished": True, "asked": True}, 9),
+    ],
+)
+def test_what_a_pod_ends_with(kind, code, state, expected):
+    nothing = {"asked": False, "is_first": False, "is_finished": False}
+    assert restart.pod_code(kind, code, **nothing | state) == expected
 
 
 @pytest.mark.parametrize(
@@ -83,23 +127,23 @@ def test_a_role_that_is_asked_to_stop_is_not_run_again(run):
         ("searcher", 5, False, 1, Verdict.ENDS),
         ("", 4, False, 1, Verdict.ENDS),
         ("trainer", -9, False, 20, Verdict.AGAIN),
-        ("trainer", -9, False, 21, Verdict.GIVEN_UP),
         ("searcher", -9, False, 21, Verdict.GIVEN_UP),
     ],
 )
 def test_verdicts(kind, code, is_new, deaths, expected):
-    assert restart.judge(kind, code, is_new=is_new, deaths=deaths, max_restarts=20) is expected
+    lives = Lives(kind, max_restarts=20)
+    if not is_new:
+        lives.end(9, began=0.0, now=1.0)
+    lives.deaths = deaths - 1
+    assert lives.end(code, began=0.0, now=1.0) is expected
 
 
-@pytest.mark.parametrize("code, last", [(restart.STORAGE_FAILED, 7 * 86400), (restart.STORAGE_FORBIDS, 600)])
-def test_storage_is_waited_for_so_long_as_waiting_may_help(code, last):
-    lives = Lives("trainer", max_restarts=0)
-    ends = [lives.end(code, began=at, now=at + 1.0) for at in (0.0, last - 1.0, last)]
-    assert ends == [Verdict.AGAIN, Verdict.AGAIN, Verdict.ENDS] and not lives.deaths
-
-
-def test_each_way_to_refuse_has_its_own_time():
+def test_each_way_of_storage_to_refuse_is_waited_for_so_long_as_waiting_may_help():
     """An hour without an answer leaves the ten minutes of storage that forbids then."""
+    for code, last in ((restart.STORAGE_FAILED, 7 * 86400.0), (restart.STORAGE_FORBIDS, 600.0)):
+        lives = Lives("trainer", max_restarts=0)
+        ends = [lives.end(code, began=at, now=at + 1.0) for at in (0.0, last - 1.0, last)]
+        assert ends == [Verdict.AGAIN, Verdict.AGAIN, Verdict.ENDS] and not lives.deaths
     lives, found = Lives("", max_restarts=9), []
     for code, at in [(3, 0.0), (3, 3600.0), (7, 3700.0), (7, 3800.0), (9, 3900.0), (7, 4000.0)]:
         lives.end(code, began=at, now=at + 1.0)
@@ -134,12 +178,10 @@ def test_what_it_cannot_run_is_refused(flags, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-COUNTS = "for i in INT TERM; do trap 'echo asked' $i; done; echo ready; sleep 0.3; sleep 0.2"
-
-
 def test_a_ctrl_c_of_the_terminal_asks_the_role_once(tmp_path):
     """The terminal's signal goes to a whole process group; a second one would end a role in the middle of its batch."""
-    wrapper = [sys.executable, "-m", "tba_jax.run.restart", f"--workdir={tmp_path}", "bash", "-c", COUNTS]
+    counts = "for i in INT TERM; do trap 'echo asked' $i; done; echo ready; sleep 0.2; sleep 0.1"
+    wrapper = [sys.executable, "-m", "tba_jax.run.restart", f"--workdir={tmp_path}", "bash", "-c", counts]
     process = subprocess.Popen(wrapper, cwd=tiny_run.ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     os.killpg(process.pid, signal.SIGINT)

@@ -27,19 +27,11 @@ def find(environment=None, *, coordinator="", processes=None, process=None) -> W
     return world.find(coordinator=coordinator, processes=processes, process=process, environment=environment or {})
 
 
-@pytest.mark.parametrize(
-    "environment, given",
-    [
-        ({}, {}),
-        (STEP, dict(processes=1, process=0, coordinator="here:1")),
-        ({**STEP, "SLURM_STEP_NUM_TASKS": "1"}, {}),
-        (SHELL, {}),
-        ({"TPU_WORKER_HOSTNAMES": "localhost"}, {}),
-    ],
-    ids=["nothing", "one of a step", "a step of one task", "the shell of a job", "one host"],
-)
-def test_a_trainer_of_one_process_needs_nothing(environment, given):
-    assert find(environment, **given) == ALONE
+def test_a_trainer_of_one_process_needs_nothing():
+    """Also one of a step of one task, in the shell of a job, and on one host of TPUs."""
+    assert find(STEP, processes=1, process=0, coordinator="here:1") == ALONE
+    for environment in ({}, {**STEP, "SLURM_STEP_NUM_TASKS": "1"}, SHELL, {"TPU_WORKER_HOSTNAMES": "localhost"}):
+        assert find(environment) == ALONE
 
 
 FIVE = dict(coordinator="node1:7133", processes=5, process=3)

@@ -59,7 +59,7 @@ def run_searcher(s: jobs.Invocation, made: Searcher, look: Callable[[], None]) -
     threads: set[threading.Thread] = set()
 
     def stop() -> bool:
-        threads.update(thread for thread in threading.enumerate() if thread.name == "refresher")
+        threads.update(thread for thread in threading.enumerate() if thread.name == "refresher-0")
         look()
         return time.monotonic() > end
 

@@ -15,7 +15,6 @@ from tba_jax import main
 from tba_jax.commands import audit, command_line, show
 from tba_jax.replay import journal
 from tba_jax.replay.log import REGISTER
-from tba_jax.run import log_files
 from tba_jax.run import processes as processes_lib
 from tba_jax.storage import layout, snapshots
 from tba_jax.telemetry import metrics
@@ -74,7 +73,7 @@ def test_an_asynchronous_run_outlives_what_happens_to_it(tmp_path, one_device, c
     closed = ["sh", "-c", 'exec "$@" <&-', "sh"]
     done = tiny_run.call([*closed, *arguments, fewer, *bounded, "--allow_change=learner.steps"], timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert log_files.older(log, 1).stat().st_size == 2 << 20 and "resumed at step" in log.read_text()
+    assert processes_lib.older(log, 1).stat().st_size == 2 << 20 and "resumed at step" in log.read_text()
     told = r"base: accuracy -?\d\.\d\d -> -?\d\.\d\d in \d+ s from step \d+ on, mean staleness \d+\.\d steps, results in "
     assert re.fullmatch(told + str(run.root), done.stdout.strip().splitlines()[-1])
     check_what_is_left(run, steps, epochs=chaos.epochs)

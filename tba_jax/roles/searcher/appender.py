@@ -1,11 +1,9 @@
-"""Rewards and appends beside the decoder: a batch waits for its rewards while the next batches are decoded.
-
-Batches are appended to the replay log in the order in which they were decoded.
-"""
+"""Rewards and appends beside the decoder, in the order of the batches: one waits for its rewards while the next are decoded."""
 
 import concurrent.futures
 import dataclasses
 import functools
+import math
 import queue
 import threading
 import time
@@ -21,7 +19,7 @@ from tba_jax.decoding.state_values import ValuedStates
 from tba_jax.replay import success_counts
 from tba_jax.replay.log import LogWriter
 from tba_jax.rewards.task_models import response_texts, reward_texts
-from tba_jax.roles.searcher.report import Samples, SearchReport
+from tba_jax.roles.work import Work
 from tba_jax.run import processes
 from tba_jax.tasks.interface import CountsGrades, EncodedQuery, Scores, Task
 from tba_jax.text.tokenizers import Tokenizer
@@ -50,7 +48,67 @@ class DecodedBatch:
     figures: Mapping[str, Any]
 
 
-class _Threads:
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """The rows of one batch. texts: B responses, to B queries; columns: of the rows, with their rewards."""
+
+    texts: Sequence[str] = ()
+    queries: Sequence[EncodedQuery] = ()
+    columns: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    def table(self, most: int) -> list[dict[str, Any]]:
+        """So many rows of the batch at most, of queries as different as may be."""
+        count = min(most, len(self.texts))
+        return [self._row(i * len(self.texts) // count) for i in range(count)]
+
+    def _row(self, i: int) -> dict[str, Any]:
+        columns, query, reward = self.columns, self.queries[i].query, float(self.columns["reward"][i])
+        return {
+            "query": query.prompt,
+            "response": self.texts[i],
+            "answer": query.answer,
+            "reward": None if math.isnan(reward) else reward,
+            "finished": bool(columns["finished"][i]),
+            "tokens": int(columns["response_length"][i]),
+            "policy_logprob_sum": float(columns["policy_logprobs"][i].sum()),
+            "ref_logprob_sum": float(columns["ref_logprobs"][i].sum()),
+            "policy_step": int(columns["policy_step"][i].max()),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchReport:
+    """What became of one batch.
+
+    time: when it was appended, time.monotonic(). seconds: from the beginning of its decoding until then.
+    tokens: of the responses. value_tokens: that were generated only to value the states of responses.
+    reward: mean reward of the rows that have one. unscored: rows whose reward could not be found, NaN in the log.
+    finished: share of the responses that ended by themselves.
+    failure: why the first unscored row could not be scored, "" if the task does not say.
+    equal_reward_groups: share of the queries whose rows all have the same reward.
+    policy_step: of the weights in use when it was decoded. slot_idle: share of all slot-steps so far that gave no token.
+    useful_token_share: of all tokens so far that prefill and reference computed, those of prompts and rows.
+    work: of the sampler so far.
+    """
+
+    time: float
+    rows: int
+    tokens: int
+    reward: float
+    unscored: int
+    finished: float
+    policy_step: int
+    slot_idle: float
+    useful_token_share: float
+    seconds: float
+    value_tokens: int
+    failure: str
+    equal_reward_groups: float = float("nan")
+    work: Work = dataclasses.field(default_factory=Work)
+    samples: Samples = dataclasses.field(default_factory=Samples)
+
+
+class Threads:
     """Daemon threads that do calls in their order. Unlike those of an executor, they do not hold up the end of the process."""
 
     def __init__(self, count: int, name: str):
@@ -79,10 +137,8 @@ class _Threads:
 
 
 class Appender:
-    """Asks the task for rewards in threads, and appends each batch in another one once it has them.
-
-    A batch is appended after the one before: rows are numbered in the order in which their queries were asked.
-    """
+    """Asks the task for rewards in threads, and appends each batch in another one once it has them, after the batch before: rows
+    are numbered in the order in which their queries were asked."""
 
     def __init__(
         self,
@@ -94,14 +150,11 @@ class Appender:
         most_waiting: int,
         success_rates: bool = False,
     ):
-        """
-        Args:
-          most_waiting: the most batches that wait for rewards, and the most calls of the task's rewards at a time.
-          success_rates: whether a reward that is not within [0, 1] is refused, see success_counts.
-        """
+        """Args: most_waiting: the most batches that wait for rewards, and the most calls of the task's rewards at a time;
+        success_rates: whether a reward that is not within [0, 1] is refused, see success_counts."""
         self._log, self._task, self._tokenizer, self._missing_eos_reward = log, task, tokenizer, missing_eos_reward
         self._most_waiting, self._success_rates = most_waiting, success_rates
-        self._calls, self._appends = _Threads(most_waiting, "reward"), _Threads(1, "append")
+        self._calls, self._appends = Threads(most_waiting, "reward"), Threads(1, "append")
         self._failed, self._appending = False, threading.Lock()
         self._waiting: deque[Future[SearchReport]] = deque()
 
@@ -114,9 +167,7 @@ class Appender:
     def put(self, batch: DecodedBatch, *, waits: Callable[[], bool] = lambda: True) -> None:
         """Has the batch appended once its rewards are there. While most_waiting batches wait, waits for the first of them.
 
-        Args: waits: asked now and then during that wait; False gives the batch up.
-
-        Raises: as `appended`.
+        Args: waits: asked now and then during that wait; False gives the batch up. Raises: as `appended`.
         """
         while len(waiting := [report for report in self._waiting if not report.done()]) >= self._most_waiting:
             if concurrent.futures.wait(waiting[:1], timeout=LOOK_SECONDS).done:
@@ -130,9 +181,7 @@ class Appender:
 
         Args: wait_seconds: how long to wait for batches that were put and are not appended yet; None: as long as it takes.
 
-        Raises:
-          OSError: the replay log refused the rows (disk full, say).
-          Exception: whatever the task's rewards raised.
+        Raises: OSError: the replay log refused the rows (disk full, say). Exception: whatever the task's rewards raised.
         """
         concurrent.futures.wait(self._waiting, timeout=wait_seconds)
         reports = []

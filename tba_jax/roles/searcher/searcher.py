@@ -23,12 +23,10 @@ from tba_jax.programs import Program
 from tba_jax.replay.log import LogWriter
 from tba_jax.rewards import task_models as rewards
 from tba_jax.rewards.scorers import ResponseEmbedder
-from tba_jax.roles import reference, sampler
-from tba_jax.roles.reference import policy_mesh, text_columns
-from tba_jax.roles.sampler import Sampler, automaton
+from tba_jax.roles import sampler
+from tba_jax.roles.sampler import Sampler, Scoring, automaton, check_finite, make_reference, policy_mesh, text_columns
 from tba_jax.roles.searcher import stream
-from tba_jax.roles.searcher.appender import Appender, DecodedBatch
-from tba_jax.roles.searcher.report import SearchReport
+from tba_jax.roles.searcher.appender import Appender, DecodedBatch, SearchReport
 from tba_jax.roles.searcher.stream import Quota
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
@@ -53,9 +51,7 @@ class Searcher:
 
     The decoder goes on with the next queries while the last responses of a batch end. Rows are numbered and appended in the
     order in which their queries were asked: rows that end early do not overtake long ones, which would bias what the trainer
-    sees.
-
-    Attributes: sampler; appender; writer: the id of its log; mesh: of the policy.
+    sees. Attributes: sampler; appender; writer: the id of its log; mesh: of the policy.
     """
 
     def __init__(
@@ -80,7 +76,7 @@ class Searcher:
             run,
             policy=policy,
             tokenizer=tokenizer,
-            reference=reference.make(contract, run, policy=policy, mesh=self.mesh, **_scoring_settings(config)),
+            reference=make_reference(_scoring(config, contract, policy, self.mesh), run),
             **_sampling_settings(config, contract, queries, self.mesh),
         )
         self._engine, self._reference = self.sampler.engine, self.sampler.reference
@@ -129,9 +125,7 @@ class Searcher:
 
     def refresh(self) -> bool:
         """Takes up the newest snapshot of those that searchers.lag allows, if it is newer than the last. Returns whether it was.
-
-        May be called from a thread beside the one that searches.
-        """
+        May be called from a thread beside the one that searches."""
         published = self.sampler.published
         if found := self.sampler.load_newest(lag=self._config.searchers.lag):
             self._note_load()
@@ -158,10 +152,8 @@ class Searcher:
         return self.sampler.step >= 0 and (len(self._asked) > 0 or self._quota.is_left)
 
     def look_for_grant(self, grants: int) -> None:
-        """Called while the searcher may not search. Goes on by a grant of the trainer, once all it has decoded is in the log.
-
-        Args: grants: how many the run has had.
-        """
+        """Called while the searcher may not search: it goes on by a grant of the trainer, once all it has decoded is in the log.
+        Args: grants: how many the run has had."""
         if self.sampler.step >= 0 and not self.appender.waiting:
             self._quota.wait(grants)
 
@@ -191,9 +183,8 @@ class Searcher:
         return self.appended(wait_seconds=None)[-1]
 
     def advance(self, *, ahead: Callable[[], bool] = lambda: False, waits: Callable[[], bool] = lambda: True) -> None:
-        """Decodes one batch, has the reference score it, and hands it on to be rewarded and appended.
-
-        Waits while searchers.reward_batches batches wait for their rewards.
+        """Decodes one batch, has the reference score it, and hands it on to be rewarded and appended. Waits while
+        searchers.reward_batches batches wait for their rewards.
 
         Args:
           ahead: whether the decoder may go on with queries of the next batches where it has room.
@@ -204,13 +195,12 @@ class Searcher:
           Exception: as `appended`.
         """
         begin = time.monotonic()
-
         batch, generation = self._decode(ahead)
         queries = [asked.query for asked in batch for _ in range(asked.ticket.request.samples)]
         rows = self._rows(batch, queries, generation)
         with self._account.measure("reference"):
             rows["ref_logprobs"] = self._reference.logprobs(rows)
-            reference.check_finite(rows["ref_logprobs"], [query.name for query in queries])
+            check_finite(rows["ref_logprobs"], [query.name for query in queries])
         texts, scores = self.appender.reward(generation, queries)
         if self._embedder is not None:
             with self._account.measure("embedding"):
@@ -239,14 +229,7 @@ class Searcher:
             self.appender.put(decoded, waits=waits)
 
     def appended(self, *, wait_seconds: float | None = 0.0) -> list[SearchReport]:
-        """Reports of the batches that were appended since the last call.
-
-        Args: wait_seconds: how long to wait for batches that are decoded and not appended yet; None: as long as it takes.
-
-        Raises:
-          OSError: the replay log refused the rows (disk full, say).
-          Exception: any error of the task's rewards.
-        """
+        """Reports of the batches that were appended since the last call. Args, Raises: see Appender.appended."""
         with self._account.measure("wait_rewards"):
             return self.appender.appended(wait_seconds=wait_seconds)
 
@@ -344,13 +327,10 @@ def programs(
     if contract.embedding:
         models |= rewards.sentence_encoder(config.task.embedding_path, mesh, length=contract.response_length)
     return sampler.programs(
-        contract,
-        mesh,
+        _scoring(config, contract, policy, mesh),
         models=models,
-        policy=policy,
         tokenizer=tokenizer,
         rows=_rows_per_batch(config),
-        limits=_scoring_settings(config),
         scores=contract.has_reference,
         section="searchers",
         slots_setting="searchers.slots",
@@ -358,6 +338,7 @@ def programs(
     )
 
 
-def _scoring_settings(config: Any) -> dict[str, int]:
+def _scoring(config: Any, contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh) -> Scoring:
     s = config.searchers
-    return dict(samples=s.samples_per_query, logit_megabytes=s.logit_megabytes, score_tokens=s.score_tokens)
+    limits = dict(samples=s.samples_per_query, logit_megabytes=s.logit_megabytes, score_tokens=s.score_tokens)
+    return Scoring(contract=contract, policy=policy, mesh=mesh, **limits)

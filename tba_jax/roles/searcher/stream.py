@@ -112,14 +112,13 @@ class SelectedQueries(QueryStream):
         """Takes up the counts beside the policy of a step. Without them, or where they are damaged, the last ones stay."""
         try:
             self._counts = success_counts.read(self._policies, step).of(self._ids)
-        except FileNotFoundError:  # the snapshot may also have been removed meanwhile
-            self._tell(f"there are no counts beside the snapshot of step {step}: the trainer publishes them with this setting")
-        except ValueError as error:
-            self._tell(f"the counts beside the snapshot of step {step} cannot be read: {error}")
-
-    def _tell(self, why: str) -> None:
-        if not self._told:
-            log.warning("searchers.prompt_selection=posterior goes on with the counts that it has: %s", why)
+        except (FileNotFoundError, ValueError) as error:  # the snapshot may also have been removed meanwhile
+            there_is = (
+                f"cannot be read: {error}" if isinstance(error, ValueError) else "are not there: the trainer publishes them"
+            )
+            if not self._told:
+                told = "searchers.prompt_selection=posterior goes on with the counts that it has: those of step %d %s"
+                log.warning(told, step, there_is)
             self._told = True
 
     def _next_order(self, number: int) -> np.ndarray:
@@ -140,8 +139,7 @@ class Quota:
         """Args: max_rows: searchers.max_rows_per_snapshot, 0 = no limit."""
         self._limit = -(-max_rows // (queries_per_batch * samples_per_query)) * queries_per_batch if max_rows else None
         self._asked = 0
-        # The number of grants when the searcher began to wait.
-        self._grants: int | None = None
+        self._grants: int | None = None  # their number when the searcher began to wait
 
     @property
     def is_left(self) -> bool:
@@ -157,9 +155,8 @@ class Quota:
         self._asked, self._grants = 0, None
 
     def wait(self, grants: int) -> bool:
-        """Called while the searcher waits. Returns whether it is let go on: by a grant that was given since it began to wait.
-
-        A grant that came before is not taken: the trainer may have waited for the very rows that this searcher was generating.
+        """Called while the searcher waits. Returns whether it is let go on: by a grant that was given since it began to wait. One
+        that came before is not taken: the trainer may have waited for the very rows that this searcher was generating.
 
         Args: grants: how many the run has had.
         """

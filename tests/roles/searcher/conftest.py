@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from tba_jax.experiment import jobs, training
-from tba_jax.roles import reference, sampler
+from tba_jax.roles import sampler
 from tba_jax.roles.searcher import stream
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.telemetry import status
@@ -45,7 +45,7 @@ def quick(make, monkeypatch) -> Callable[..., tuple[jobs.Invocation, Searcher]]:
     """As `make`, for tests of what is done with responses: nothing is decoded, and no reference scores."""
     monkeypatch.setattr(sampler, "Engine", InstantEngine)
     monkeypatch.setattr(sampler, "_for_sampling", lambda *_: lambda published, base: published)
-    zeros = reference.NoReference.logprobs
-    monkeypatch.setattr(reference.ReferencePolicy, "_response_length", 12, raising=False)
-    monkeypatch.setattr(reference.ReferencePolicy, "logprobs", zeros)
+    zeros = sampler.NoReference.logprobs
+    monkeypatch.setattr(sampler.ReferencePolicy, "_response_length", 12, raising=False)
+    monkeypatch.setattr(sampler.ReferencePolicy, "logprobs", zeros)
     return make

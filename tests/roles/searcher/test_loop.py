@@ -1,20 +1,29 @@
-"""The loop of a searcher's process: what ends it, and what it writes of itself."""
+"""The loop of a searcher's process: what ends it, what it tells of its batches, and what becomes of rows without a reward."""
 
 import contextlib
+import dataclasses
 import os
 import threading
 import time
+import types
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+from tba_jax import sharding
 from tba_jax.experiment import jobs
-from tba_jax.roles.searcher import report
-from tba_jax.run import processes
+from tba_jax.roles.searcher import loop
+from tba_jax.roles.searcher.appender import SearchReport
+from tba_jax.roles.searcher.loop import RewardWatch, SearchRecord
+from tba_jax.roles.work import Work
+from tba_jax.run.processes import NoRewards
 from tba_jax.storage import layout, snapshots
+from tba_jax.storage.layout import RunDir
 from tba_jax.tasks.interface import Scores
-from tba_jax.telemetry import metrics, status
+from tba_jax.telemetry import alarms, metrics, status
+from tests.support import tiny_run
 from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream, run_searcher
 
 
@@ -33,6 +42,28 @@ def finish(s: jobs.Invocation) -> None:
 
 def waits(s: jobs.Invocation) -> str:
     return status.read(s.run.metrics("tested")).waits
+
+
+def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(quick):
+    """By the run's file: its own learner.steps counts for nothing."""
+    s, made = quick(searchers__max_rows_per_snapshot=2 * ROWS, learner__steps=1)
+
+    def look() -> None:
+        """The next snapshot is published when all rows of the one before are there, and the end of the run after three."""
+        step = committed(s) // (2 * ROWS)
+        if step == 3:
+            finish(s)
+        elif not snapshots.is_committed(s.run.policies, step):
+            publish(s, step)
+
+    run_searcher(s, made, look)
+    rows = rows_of_the_stream(s, made, 6 * Q)
+    assert rows["policy_step"].max(axis=1).tolist() == [step for step in range(3) for _ in range(2 * ROWS)]
+    tokens = rows["response_length"].reshape(6, ROWS).sum(axis=1).tolist()
+    lines = metrics.read_lines(s.run.metrics("tested"))
+    # The first batch, which holds the compilation, is not measured.
+    assert [(line["step"], line["policy_step"]) for line in lines] == [(2, 0), (3, 1), (4, 1), (5, 2), (6, 2)]
+    assert [(line["rows"], line["tokens"]) for line in lines] == [(ROWS, count) for count in tokens[1:]]
 
 
 def test_storage_that_cannot_be_read_stops_a_searcher_that_waits(quick):
@@ -70,93 +101,6 @@ def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(quick, caplog
     assert any(each.startswith("a snapshot newer than step 0") and damaged in each for each in told)
 
 
-def test_a_search_that_fails_ends_the_refresher(quick):
-    s, made = quick()
-    publish(s, 1, scale=np.nan)
-    with pytest.raises(FloatingPointError, match="are not finite"):
-        run_searcher(s, made, lambda: None)
-    assert committed(s) == 0
-
-
-def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(quick):
-    s, made = quick(searchers__max_rows_per_snapshot=2 * ROWS)
-
-    def look() -> None:
-        """The next snapshot is published when all rows of the one before are there, and the end of the run after three."""
-        step = committed(s) // (2 * ROWS)
-        if step == 3:
-            finish(s)
-        elif not snapshots.is_committed(s.run.policies, step):
-            publish(s, step)
-
-    run_searcher(s, made, look)
-    rows = rows_of_the_stream(s, made, 6 * Q)
-    assert rows["policy_step"].max(axis=1).tolist() == [step for step in range(3) for _ in range(2 * ROWS)]
-    tokens = rows["response_length"].reshape(6, ROWS).sum(axis=1).tolist()
-    lines = metrics.read_lines(s.run.metrics("tested"))
-    # The first batch, which holds the compilation, is not measured.
-    assert [(line["step"], line["policy_step"]) for line in lines] == [(2, 0), (3, 1), (4, 1), (5, 2), (6, 2)]
-    assert [(line["rows"], line["tokens"]) for line in lines] == [(ROWS, count) for count in tokens[1:]]
-
-
-def test_the_run_says_when_it_is_finished(quick):
-    """Its own learner.steps counts for nothing: it ends by the file, and not before."""
-    s, made = quick(searchers__max_rows_per_snapshot=0, learner__steps=3)
-    run_searcher(s, made, lambda: finish(s) if committed(s) >= 3 * ROWS else None)
-    assert committed(s) >= 3 * ROWS
-
-
-def test_a_task_that_fails_stops_the_searcher(quick):
-    def fails(scores: Scores) -> Scores:
-        raise KeyError("the task's own mistake")
-
-    s, made = quick(task=lambda task: Held(task, lambda scores: scores, fails), searchers__reward_batches=2)
-    with pytest.raises(KeyError, match="own mistake"):
-        run_searcher(s, made, lambda: None)
-    assert committed(s) == ROWS
-    rows_of_the_stream(s, made, Q)
-
-
-@pytest.mark.parametrize("broken", [False, True], ids=["finished", "broken storage"])
-def test_a_reward_that_hangs_keeps_nobody_from_the_end(quick, broken):
-    hanging = threading.Event()
-    held = dict(task=lambda task: Held(task, lambda scores: scores, lambda scores: (hanging.wait(), scores)[1]))
-    s, made = quick(**held, searchers__reward_batches=2, searchers__stop_seconds=0.1)
-
-    def look() -> None:
-        if committed(s) == ROWS and not s.run.finished.exists() and not snapshots.is_committed(s.run.policies, 1):
-            publish(s, 1, unreadable) if broken else finish(s)
-
-    begin = time.monotonic()
-    with pytest.raises(OSError, match="00000001") if broken else contextlib.nullcontext():
-        run_searcher(s, made, look)
-    assert time.monotonic() - begin < 30 and committed(s) == ROWS
-    hanging.set()
-    time.sleep(0.1)
-    assert committed(s) == ROWS, "nothing is appended after the end"
-
-
-def no_reward(scores: Scores) -> Scores:
-    return Scores(np.full_like(scores.reward, np.nan), scores.parts, "KeyError: 'x'")
-
-
-def test_a_searcher_without_rewards_says_so_writes_little_and_gives_up(quick, monkeypatch):
-    monkeypatch.setattr(report, "FIRST_PAUSE", 0.05)
-    s, made = quick(task=lambda task: Held(task, *[no_reward] * 1000), searchers__give_up_seconds=0.3)
-    with pytest.raises(processes.NoRewards, match=r"no row has a reward: (\d+) of \1 failed, KeyError: 'x'"):
-        run_searcher(s, made, lambda: None)
-    assert committed(s) <= 8 * ROWS
-    assert "KeyError: 'x'" in status.read(s.run.metrics("tested")).trouble
-
-
-def test_a_searcher_goes_on_once_there_are_rewards_again(quick, monkeypatch):
-    monkeypatch.setattr(report, "FIRST_PAUSE", 0.05)
-    s, made = quick(task=lambda task: Held(task, *[no_reward] * 5))
-    run_searcher(s, made, lambda: finish(s) if committed(s) >= 9 * ROWS else None)
-    assert committed(s) >= 9 * ROWS
-    assert status.read(s.run.metrics("tested")).trouble.startswith("some rows have no reward")
-
-
 def test_a_grant_lets_a_searcher_go_on_that_waits(quick):
     """A grant gives a searcher its quota a second time for the same snapshot, and only once the first quota is used up."""
     s, made = quick(searchers__max_rows_per_snapshot=ROWS)
@@ -173,3 +117,142 @@ def test_a_grant_lets_a_searcher_go_on_that_waits(quick):
     run_searcher(s, made, look)
     assert committed(s) == 3 * ROWS and rows_of_the_stream(s, made, 3 * Q)["policy_step"].max() == 0
     assert told[0].startswith(f"a snapshot newer than step 0: the rows of searchers.max_rows_per_snapshot={ROWS} are asked")
+
+
+def test_weights_and_tasks_that_fail_stop_the_searcher_and_its_refresher(quick):
+    s, made = quick("weights")
+    publish(s, 1, scale=np.nan)
+    with pytest.raises(FloatingPointError, match="are not finite"):
+        run_searcher(s, made, lambda: None)
+    assert committed(s) == 0
+
+    def fails(scores: Scores) -> Scores:
+        raise KeyError("the task's own mistake")
+
+    s, made = quick("task", task=lambda task: Held(task, lambda scores: scores, fails), searchers__reward_batches=2)
+    with pytest.raises(KeyError, match="own mistake"):
+        run_searcher(s, made, lambda: None)
+    rows_of_the_stream(s, made, Q)
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["finished", "broken storage"])
+def test_a_reward_that_hangs_keeps_nobody_from_the_end(quick, broken, monkeypatch):
+    monkeypatch.setattr("tba_jax.roles.searcher.appender.LOOK_SECONDS", 0.1)
+    hanging = threading.Event()
+    held = dict(task=lambda task: Held(task, lambda scores: scores, lambda scores: (hanging.wait(), scores)[1]))
+    s, made = quick(**held, searchers__reward_batches=2, searchers__stop_seconds=0.1)
+
+    def look() -> None:
+        if committed(s) == ROWS and not s.run.finished.exists() and not snapshots.is_committed(s.run.policies, 1):
+            publish(s, 1, unreadable) if broken else finish(s)
+
+    begin = time.monotonic()
+    with pytest.raises(OSError, match="00000001") if broken else contextlib.nullcontext():
+        run_searcher(s, made, look)
+    assert time.monotonic() - begin < 30 and committed(s) == ROWS
+    hanging.set()
+    time.sleep(0.05)
+    assert committed(s) == ROWS, "nothing is appended after the end"
+
+
+def no_reward(scores: Scores) -> Scores:
+    return Scores(np.full_like(scores.reward, np.nan), scores.parts, "KeyError: 'x'")
+
+
+@pytest.mark.parametrize("failures", [5, 1000])
+def test_a_searcher_without_rewards_says_so_writes_little_and_gives_up_or_goes_on(quick, monkeypatch, failures):
+    monkeypatch.setattr(loop, "FIRST_PAUSE", 0.05)
+    patience = 0.3 if failures == 1000 else 60.0
+    s, made = quick(task=lambda task: Held(task, *[no_reward] * failures), searchers__give_up_seconds=patience)
+    gives_up = pytest.raises(NoRewards, match=r"no row has a reward: (\d+) of \1 failed, KeyError: 'x'")
+    with gives_up if failures == 1000 else contextlib.nullcontext():
+        run_searcher(s, made, lambda: finish(s) if committed(s) >= 9 * ROWS else None)
+    trouble = status.read(s.run.metrics("tested")).trouble
+    if failures == 1000:
+        assert committed(s) <= 8 * ROWS and "KeyError: 'x'" in trouble
+    else:
+        assert committed(s) >= 9 * ROWS and trouble.startswith("some rows have no reward")
+
+
+SCORED = SearchReport(
+    time=0.0, rows=64, tokens=1, reward=0.5, unscored=0, finished=1.0, policy_step=0, slot_idle=0.0, seconds=1.0, value_tokens=0,
+    useful_token_share=1.0, failure="",
+)  # fmt: skip
+FAILED = dataclasses.replace(SCORED, unscored=64, reward=float("nan"), failure="KeyError: 'x'")
+
+
+@pytest.fixture
+def clock() -> types.SimpleNamespace:
+    return types.SimpleNamespace(now=0.0)
+
+
+@pytest.fixture
+def watch(clock) -> RewardWatch:
+    return RewardWatch(give_up_seconds=100.0, clock=lambda: clock.now)
+
+
+def test_the_share_and_the_first_reason_are_said(watch):
+    assert watch.trouble == ""
+    for _ in range(26):
+        watch.note(FAILED)
+    pauses = "; the searcher pauses, and tries a batch now and then"
+    assert watch.trouble == f"no row has a reward: 1,664 of 1,664 failed, KeyError: 'x'{pauses}"
+    watch.note(dataclasses.replace(SCORED, unscored=1, failure="ValueError"))
+    assert watch.trouble == "some rows have no reward: 1,665 of 1,728 failed, KeyError: 'x'"
+    watch.note(FAILED)
+    assert watch.trouble == "the last rows have no reward: 1,729 of 1,792 failed, KeyError: 'x'"
+
+
+def test_after_three_useless_batches_one_is_tried_now_and_then(watch, clock):
+    for pause in (0, 0, 5, 10, 20, 40, 60, 60):
+        watch.note(FAILED)
+        if not pause:
+            assert watch.may_search
+            continue
+        clock.now += pause - 0.1
+        assert not watch.may_search
+        clock.now += 0.1
+        assert watch.may_search
+    watch.note(SCORED)
+    watch.note(FAILED)
+    assert watch.may_search, "grading works again, so one batch without reward does not stop the search"
+
+
+def test_rewards_that_hang_are_said_and_given_up_and_slow_ones_are_waited_for(watch, clock):
+    for grades in range(9):  # one batch takes longer than the searcher's patience, and each of its grades does not
+        watch.look(waiting=3, grades=grades)
+        clock.now += 60
+    for _ in range(9):
+        watch.note(SCORED)
+        watch.look(waiting=3, grades=8)
+        clock.now += 30
+    assert watch.trouble == "3 batches have waited 30 s for their rewards"
+    clock.now += 71
+    with pytest.raises(NoRewards, match=r"3 batches have waited 101 s .* none came within searchers.give_up_seconds=100; raise"):
+        watch.look(waiting=3, grades=8)
+
+
+def test_rates_are_those_of_appends_since_they_began_and_failures_are_an_alarm(tmp_path):
+    """The first batch holds the compilation. Batches that are told late are counted by the time of their append."""
+    config = tiny_run.config(metrics__peak_flops=1e3, metrics__peak_bandwidth=1e2)
+    mesh = sharding.make_mesh((1, 1, 1), setting="test", devices=jax.local_devices()[:1])
+    record = SearchRecord(config, RunDir(tmp_path), "tested", status=status.Status(None), mesh=mesh)
+    for number in (1, 2, 3):
+        done = Work(tokens=10 * number, computed=20 * number, flops=400 * number, bytes=50 * number)
+        changes = dict(time=100.0 + 4 * number, tokens=10 * number, value_tokens=6, unscored=number - 1)
+        report = dataclasses.replace(SCORED, work=done, **changes)
+        assert record.note(report) == number
+        if number == 1:
+            record.begin(report.time)
+        else:
+            record.write(number, report, {"more": 0.5})
+    for _ in range(5):  # eight batches with those before
+        record.note(dataclasses.replace(SCORED, rows=12, unscored=6, failure="a timeout"))
+    record.close()
+    second, third = metrics.read_lines(RunDir(tmp_path).metrics("tested"))
+    assert (second["step"], third["step"], third["more"], third["unscored"]) == (2, 3, 0.5, 3)
+    rates = ("rows_per_second", "tokens_per_second", "computed_tokens_per_second", "value_tokens_per_second")
+    assert [second[name] for name in rates] == [16.0, 5.0, 5.0, 1.5] and [third[name] for name in rates] == [16.0, 6.25, 5.0, 1.5]
+    assert (third["mfu"], third["bandwidth_share"]) == (0.1, 0.125)
+    (alarm,) = alarms.read(RunDir(tmp_path).metrics("tested"))
+    assert alarm.kind == "rewards_fail" and "33 of the 252 responses" in alarm.sentence and alarm.step == 8

@@ -52,6 +52,7 @@ def alone(prepared, tmp_path_factory, one_device_throughout) -> dict[str, np.nda
 
 
 def test_rows_are_appended_in_the_order_of_queries(make, monkeypatch, alone):
+    """By weights that are taken up in place, too."""
     tickets, submit, overtaken = list[Ticket](), Engine.submit, list[bool]()
     monkeypatch.setattr(Engine, "submit", lambda *asked: tickets.append(submit(*asked)) or tickets[-1])
 
@@ -60,12 +61,9 @@ def test_rows_are_appended_in_the_order_of_queries(make, monkeypatch, alone):
         overtaken.append(any(mine and not all(left[i + 1 :]) for i, mine in enumerate(left)))  # a later query was answered first
         return True
 
-    assert_same_rows(search_five_and_two(*make(searchers__slots=16), ahead=ahead), alone)
+    made = make(searchers__slots=16, searchers__swap_memory="in_place")
+    assert_same_rows(search_five_and_two(*made, ahead=ahead), alone)
     assert any(overtaken)
-
-
-def test_policies_that_are_taken_up_in_place_give_the_same_rows(make, alone):
-    assert_same_rows(search_five_and_two(*make(searchers__swap_memory="in_place")), alone)
 
 
 def test_two_lanes_lose_nothing_and_keep_the_order(make, monkeypatch, alone):
@@ -187,8 +185,8 @@ def test_threads_of_a_searcher_start_programs_of_several_devices_through_its_mes
 
 
 def test_decoding_goes_on_while_so_many_batches_wait_for_their_rewards(quick):
-    """The batches after the first have their rewards, and wait for it."""
-    released, reached = threading.Event(), list[int]()
+    """The batches after the first have their rewards, and wait for it. The threads end with their searcher."""
+    before, released, reached = set(threading.enumerate()), threading.Event(), list[int]()
 
     def late(scores: Scores) -> Scores:
         assert released.wait(60)
@@ -208,7 +206,11 @@ def test_decoding_goes_on_while_so_many_batches_wait_for_their_rewards(quick):
     fourth.join(timeout=60)
     assert [report.rows for report in made.appended(wait_seconds=None)] == [ROWS] * 4 and made.appended(wait_seconds=None) == []
     rows_of_the_stream(s, made, 4 * Q)
+    threads = [each for each in threading.enumerate() if each not in before and each.name.startswith(("reward", "append"))]
     made.close()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert len(threads) > 1 and not any(thread.is_alive() for thread in threads)
 
 
 def test_rows_without_a_reward_are_kept_and_counted(quick):
@@ -226,15 +228,3 @@ def test_rows_without_a_reward_are_kept_and_counted(quick):
     assert report.unscored == failed.sum() and report.reward == pytest.approx(rows["reward"][~failed].mean())
     reasons = validate_rows(rows, vocab_size=s.experiment.policy.model.vocab)
     assert [REJECTIONS[reason] for reason in reasons] == ["reward" if each else "valid" for each in failed]
-
-
-def test_threads_end_with_their_searcher(quick):
-    before = set(threading.enumerate())
-    _, made = quick()
-    made.refresh()
-    made.search()
-    threads = [each for each in threading.enumerate() if each not in before and each.name.startswith(("reward", "append"))]
-    made.close()
-    for thread in threads:
-        thread.join(timeout=10)
-    assert len(threads) > 1 and not any(thread.is_alive() for thread in threads)
