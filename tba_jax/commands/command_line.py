@@ -19,9 +19,8 @@ from typing import NoReturn
 from absl import flags
 
 from tba_jax.commands.recipes import OVERRIDE, Program
-from tba_jax.experiment.mistakes import Refused
 from tba_jax.run import processes
-from tba_jax.schemas import hint, nearest
+from tba_jax.schemas import Refused, hint, nearest
 from tba_jax.storage import file_systems
 from tba_jax.text.visible import visible
 

@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tba_jax.experiment import checks, meshes, stored_run
-from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.models.config import FREE_FIELDS
 from tba_jax.models.policy import Policy
 from tba_jax.rewards import scorers, task_models
 from tba_jax.roles import evaluator
-from tba_jax.schemas import NO_CHARACTER, holds_surrogate
+from tba_jax.schemas import NO_CHARACTER, Mistakes, holds_surrogate
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
 from tba_jax.tasks import EXTRAS, TASKS, custom_task

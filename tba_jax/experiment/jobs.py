@@ -9,15 +9,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tba_jax.experiment import composition, dry_run, joining, meshes, this_machine, training
+from tba_jax.experiment import composition, dry_run, joining, meshes, topologies, training
 from tba_jax.experiment.joining import Invocation, check_role, join, mistakes_end_the_role, record_of
-from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, placement, results, supervisor
 from tba_jax.roles.searcher.loop import run_searcher, wait_for_run
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.searcher.stream import writer_id
 from tba_jax.run import processes as processes_lib
+from tba_jax.schemas import Mistakes
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places, snapshots
 from tba_jax.storage.lease import EpochLease
@@ -33,17 +33,8 @@ Job = Callable[[], int]
 def make_searcher(s: Invocation, *, name: str, account: TimeAccount, writer: str = "") -> Searcher:
     """Args: name: of the searcher; writer: the id of its log, "" for a new one of this name."""
     e = s.experiment
-    return Searcher(
-        s.config,
-        e.contract,
-        s.run,
-        policy=e.policy,
-        tokenizer=e.tokenizer,
-        task=e.task,
-        queries=e.queries["train"],
-        writer=writer or writer_id(name),
-        account=account,
-    )
+    own: dict[str, Any] = dict(queries=e.queries["train"], writer=writer or writer_id(name), account=account)
+    return Searcher(s.config, e.contract, s.run, policy=e.policy, tokenizer=e.tokenizer, task=e.task, **own)
 
 
 def searcher(s: Invocation) -> Job:
@@ -201,12 +192,12 @@ def _check_placements(s: Invocation, placements: Mapping[str, placement.Placemen
                 "--role=all cannot divide a host's TPU between processes: start each role on a host of its own, "
                 "or set schedule.mode=interleaved"
             )
-        roles = {name.split("-")[0] for name in placements}
-        processes = s.config.trainer.processes
-        found.attempt(joining.check_devices, s.experiment, *(roles - {"searcher"}), trainer_processes=processes)
-        if "searcher" in roles:  # whose process splits the CPU into searchers.cpu_devices
-            count = max(s.config.searchers.cpu_devices, len(devices))
-            found.attempt(check_role, s.experiment, role="searcher", devices=count)
+        found.attempt(joining.check_devices, s.experiment)
+        # Each process of the trainer has all of these devices, and a searcher's splits the CPU.
+        counts = {"trainer": len(devices) * s.config.trainer.processes}
+        counts["searcher"] = max(s.config.searchers.cpu_devices, len(devices))
+        for role in dict.fromkeys(name.split("-")[0] for name in placements):
+            found.attempt(check_role, s.experiment, role=role, devices=counts.get(role, len(devices)))
     found.end()
 
 
@@ -215,7 +206,7 @@ def _as_processes(s: Invocation) -> Job:
     placements: dict[str, placement.Placement] = {}
 
     def check() -> None:
-        placements.update(this_machine.place(s.experiment, gpus.visible()))
+        placements.update(topologies.place(s.experiment, gpus.visible()))
         _check_placements(s, placements)
         for verdict in dry_run.judge(s.experiment)[0]:
             if verdict.fits is False:

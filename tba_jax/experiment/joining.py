@@ -6,14 +6,14 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tba_jax.experiment import checks, composition, estimate, initial_policy, meshes, other_runs, schedule_changes
-from tba_jax.experiment.mistakes import Mistakes
+from tba_jax.experiment import checks, composition, estimate, initial_policy, meshes, stored_run
 from tba_jax.models import hardware
 from tba_jax.replay import journal
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, jax_support
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.world import ALONE, World
+from tba_jax.schemas import Mistakes
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places
 from tba_jax.tasks.interface import SPLITS
@@ -45,16 +45,12 @@ class Invocation:
         return self.experiment.config
 
 
-def check_devices(experiment: composition.Experiment, *roles: str, trainer_processes: int = 1) -> None:
-    """Raises ValueError where JAX misses GPUs of this process, or the meshes of roles that run in it do not fit its devices.
-
-    Args: trainer_processes: processes that the trainer will have, each with as many devices as this one.
-    """
+def check_devices(experiment: composition.Experiment, *roles: str) -> None:
+    """Raises ValueError where JAX misses GPUs of this process, or the meshes of roles that run in it do not fit its devices."""
     devices, found = gpus.jax_devices(), Mistakes()
     found.attempt(hardware.check, experiment.policy.model, hardware.of(devices[0]))
     for role in roles:
-        count = len(devices) * (trainer_processes if role == "trainer" else 1)
-        found.attempt(check_role, experiment, role=role, devices=count)
+        found.attempt(check_role, experiment, role=role, devices=len(devices))
     found.end()
 
 
@@ -106,7 +102,7 @@ def join(s: Invocation, *, may_change_schedule: bool, check: Callable[[], None] 
     _check_run(s, found, may_change_schedule=may_change_schedule, fetch=True)
     contract_lib.join(s.run, s.config, s.experiment.contract, init_from=s.init_from)
     if may_change_schedule:
-        changes = schedule_changes.change(s.run, s.config, allowed=s.allow_change, step=journal.last_step(s.run.journal))
+        changes = stored_run.change_schedule(s.run, s.config, allowed=s.allow_change, step=journal.last_step(s.run.journal))
         for name, (there, here) in changes.items():
             log.warning("changed %s from %r to %r", name, there, here)
 
@@ -119,15 +115,15 @@ def _check_run(s: Invocation, found: Mistakes, *, may_change_schedule: bool, fet
     found.attempt(initial_policy.check, s.experiment, s.run, init_from=s.init_from, fetch=fetch)
     contract, exists = s.experiment.contract, places.exists(s.run.config)
     if may_change_schedule:
-        found.attempt(other_runs.check_behavior_is_known, s.run, s.config)
+        found.attempt(initial_policy.check_behavior_is_known, s.run, s.config)
     if may_change_schedule or not exists:
-        found.attempt(other_runs.check_init_from, s.run, s.config, contract, init_from=s.init_from)
-        found.attempt(other_runs.check_mounts, s.run, s.config, contract, init_from=s.init_from)
+        found.attempt(initial_policy.check_init_from, s.run, s.config, contract, init_from=s.init_from)
+        found.attempt(initial_policy.check_mounts, s.run, s.config, contract, init_from=s.init_from)
     if exists:
         found.attempt(_check_joins, s, fetch=fetch)
     if exists and may_change_schedule:
         step = journal.last_step(s.run.journal)
-        found.attempt(schedule_changes.check, s.run, s.config, allowed=s.allow_change, step=step)
+        found.attempt(stored_run.check_changes, s.run, s.config, allowed=s.allow_change, step=step)
     found.end()
     if processes_lib.expected_run():  # the supervisor of this process has said the same
         return
@@ -167,10 +163,10 @@ def mistakes_end_the_role() -> Iterator[None]:
 
 def with_schedule_of_run(s: Invocation, *, role: str) -> Invocation:
     """The invocation of a joining role with the schedule that the run has now."""
-    config, changes = schedule_changes.taken_over(s.run, s.config)
+    config, changes = stored_run.with_schedule_of(s.run, s.config)
     if not changes:
         return s
-    told = schedule_changes.in_words(changes)
+    told = stored_run.changes_in_words(changes)
     log.info("the %s takes the schedule of the run in %s, not that of its command; %s", role, s.run.shared, told)
     with mistakes_end_the_role():  # its own settings may not go with that schedule
         checks.check(config)
@@ -182,25 +178,20 @@ PROMPTS = 256  # of each split, evenly spread: decoding a large data set takes m
 _ADVICE = "take a model whose tokenizer has these characters, or write prompts without them (the task's prompt setting)"
 
 
-def changed_prompts(e: composition.Experiment) -> str:
-    """A sentence about the prompts whose text the tokenizer changes, and what to do; "" where it keeps them."""
+def tell_changed_prompts(e: composition.Experiment, alarms: Alarms | None = None) -> None:
+    """Tells of prompts whose text the tokenizer changes: by an alarm once a run, or without `alarms` by a warning."""
+    if alarms is not None and alarms.is_told(KIND):
+        return
     changes = []
     for split in SPLITS:
         queries = e.queries[split]
-        chosen = range(0, len(queries), max(1, -(-len(queries) // PROMPTS)))
+        chosen = range(0, len(queries), -(-len(queries) // PROMPTS))
         count, text, read = changed_by(e.tokenizer, [queries[i].query.prompt for i in chosen])
         if count:
             of = f"{len(chosen)} {split} prompts" + (f" (of {len(queries):,})" if len(chosen) < len(queries) else "")
             changes.append(f"{count} of {of}, such as '{text}', which the policy reads as '{read}'")
-    return f"the tokenizer changes the text of {', and '.join(changes)}" if changes else ""
-
-
-def tell_changed_prompts(e: composition.Experiment, alarms: Alarms | None = None) -> None:
-    """Tells what the tokenizer makes of prompts: an alarm once a run, or without `alarms` a warning."""
-    if alarms is not None and alarms.is_told(KIND):
-        return
-    sentence = changed_prompts(e)
-    if sentence and alarms is None:
+    sentence = f"the tokenizer changes the text of {', and '.join(changes)}"
+    if changes and alarms is None:
         log.warning("%s; what to do: %s", sentence, _ADVICE)
-    elif sentence and alarms:
+    elif changes and alarms:
         alarms.tell(kind=KIND, sentence=sentence, advice=_ADVICE, step=0)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tba_jax.experiment import initial_policy, joining, meshes, other_runs, schedule_changes, stored_run
+from tba_jax.experiment import initial_policy, joining, meshes, stored_run
 from tba_jax.experiment.joining import Invocation, join, mistakes_end_the_role
 from tba_jax.roles import gpus, rendezvous
 from tba_jax.roles.process_group import Alone, Group, Member
@@ -79,7 +79,7 @@ def _make_reference(s: Invocation, group: Group, record: Record) -> None:
     joining.tell_changed_prompts(s.experiment, Alarms(s.run.metrics("trainer")))
     if places.exists(s.run.initial_reference):
         if initial_policy.mend(s.run):  # until now nobody knew whose rows go with it
-            other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=s.init_from)
+            initial_policy.check_mounts(s.run, s.config, s.experiment.contract, init_from=s.init_from)
         return
     writer = metrics.open_writer(s.config, s.run, "reference", role="reference", status=record.status)
 
@@ -110,7 +110,7 @@ def make_trainer(
         # Where the newest checkpoint did not count and is gone, the schedules of the steps after the one before are asked again.
         with contextlib.suppress(CheckpointLeftOut):
             newest = max(layout.steps_in(s.run.checkpoints), default=0)
-            for step, values in schedule_changes.past(s.run, after=newest):
+            for step, values in stored_run.past_schedules(s.run, after=newest):
                 past = _with_settings(s, values)
                 every_steps = 1 if past.config.schedule.mode == "interleaved" else past.config.publish.every_steps
                 trainer, lease = _begin_trainer(past, group, values, record=record, publish_every_steps=every_steps, until=step)
@@ -125,7 +125,7 @@ def _on_mesh(s: Invocation) -> Invocation:
 
 
 def _with_settings(s: Invocation, values: Mapping[str, Any]) -> Invocation:
-    """The invocation with other values of settings, as schedule_changes.past gives them."""
+    """The invocation with other values of settings, as stored_run.past_schedules gives them."""
     config = stored_run.with_settings(s.config, values)
     return dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, config=config))
 

@@ -11,11 +11,10 @@ from ml_collections import config_dict
 
 from configs import base, baselines, demo_baselines
 from tba_jax.experiment import checks, composition
-from tba_jax.experiment.mistakes import Mistakes, Refused
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.run.processes import BadInput
-from tba_jax.schemas import Rule, flatten
+from tba_jax.schemas import Mistakes, Refused, Rule, flatten
 from tests.support import small_recipes, tiny_run
 
 LIMITED = {

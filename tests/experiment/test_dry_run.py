@@ -16,7 +16,7 @@ import pytest
 from configs import gsm8k_qwen2_5_1_5b, machines
 from tba_jax import main
 from tba_jax.commands import command_line
-from tba_jax.experiment import composition, dry_run, joining, this_machine, topologies, training
+from tba_jax.experiment import composition, dry_run, joining, topologies, training
 from tba_jax.experiment.jobs import join, make_searcher
 from tba_jax.models import scoring
 from tba_jax.models.presets import PRESETS
@@ -116,7 +116,7 @@ def test_a_machine_whose_memory_all_roles_share(monkeypatch, one_device):
     sizes = dict(searchers__count=3, replay__capacity=1000)
     said = answered(**sizes)[3]
     assert said.startswith("together   fits: about ") and said.endswith("with 3 searchers")
-    monkeypatch.setattr(this_machine.machine, "memory", lambda: 300 << 10)
+    monkeypatch.setattr(topologies.machine, "memory", lambda: 300 << 10)
     said = answered(**sizes)
     assert "searcher   fits: about" in said[1] and said[3].startswith("together   does not fit: about")
 
@@ -179,15 +179,15 @@ def test_a_machine_picks_a_variant_that_passes_the_checks_and_fits_by_the_estima
     variant, count, memory, size, gpus, chips, tokenizer
 ):
     (chips if variant.startswith("v") else gpus)(count, memory)
-    assert this_machine.variant() == variant
+    assert topologies.variant() == variant
     dry_run.check_fits(of_variant(variant, size, tokenizer))
 
 
 def test_a_machine_that_is_too_small_has_no_variant(gpus, one_device):
-    assert [row[0] for row in this_machine.VARIANTS] == list(machines.MACHINES) and this_machine.variant() == "cpu"
+    assert [row[0] for row in topologies.VARIANTS] == list(machines.MACHINES) and topologies.variant() == "cpu"
     gpus(2, 8192)
     with pytest.raises(ValueError, match=r"no variant for 2 × NVIDIA X of 8\.00 GiB: the smallest has 14 GiB; JAX_PLATFORMS=cpu"):
-        this_machine.variant()
+        topologies.variant()
 
 
 def test_a_run_that_does_not_fit_the_cpu_is_refused(monkeypatch, tokenizer, one_device):
@@ -238,7 +238,7 @@ def bytes_of(tree) -> int:
 def made(tmp_path_factory, one_device_throughout):
     """A real trainer that has begun, with its lease, a real searcher with weights, and the figures of both by name."""
     s = tiny_run.settings(tmp_path_factory.mktemp("made") / "run", tiny_run.config())
-    fits = {role: dry_run.fit(s.experiment, s.run, role=role, on=this_machine.of_jax(jax.devices())) for role in PROGRAMS}
+    fits = {role: dry_run.fit(s.experiment, s.run, role=role, on=topologies.of_jax(jax.devices())) for role in PROGRAMS}
     join(s, may_change_schedule=True)
     trainer, lease = training.make_trainer(s, publish_every_steps=1)
     trainer.publish_unless_there()
@@ -355,7 +355,7 @@ def test_models_of_the_task_lie_beside_all_programs_of_their_devices():
     apart = with_settings(summaries, searchers__task_devices=2)
     alone = dry_run.programs(apart, RUN, role="searcher", devices=DEVICES[:3])
     assert [*alone] == PROGRAMS["searcher"] and not any("reward model" in program.beside for program in alone.values())
-    task = dry_run.fit_task(apart, role="searcher", on=this_machine.of_jax(DEVICES[:3]))
+    task = dry_run.fit_task(apart, role="searcher", on=topologies.of_jax(DEVICES[:3]))
     assert task is not None and task.devices.count == 2 and task.mesh == "searchers.task_devices=2"
     (fit,) = task.fits  # each device has a whole copy
     assert not fit.beside and fit.arguments == Measure().size(together.arguments)
@@ -364,14 +364,14 @@ def test_models_of_the_task_lie_beside_all_programs_of_their_devices():
     said = dry_run.describe_programs([small], config=apart.config)
     assert "does not fit" in said and "change task.tldr.batch_rows=" in said
     for experiment, role in ((summaries, "searcher"), (apart, "trainer")):
-        assert dry_run.fit_task(experiment, role=role, on=this_machine.of_jax(DEVICES[:1])) is None
+        assert dry_run.fit_task(experiment, role=role, on=topologies.of_jax(DEVICES[:1])) is None
 
 
 def test_a_role_that_does_not_fit_is_told_what_to_change():
     room = {"temporaries": ("learner.micro_batch_tokens", "task.custom.judge")}
     sizes = dict(arguments=1 << 30, temporaries=20 << 30, outputs=1 << 30, aliased=1 << 30, beside={"snapshots": 1 << 30})
     fit = Fit(name="update", program=Program(function=print, arguments=(), room=room), **sizes, refused=True)
-    on = this_machine.Devices(count=1, limit=16 << 30, where="a TPU")
+    on = topologies.Devices(count=1, limit=16 << 30, where="a TPU")
     found = dry_run.RoleFit(who="trainer", devices=on, mesh="", fits=[fit], unchecked=["the warm start"])
     said = dry_run.describe_programs([found], config=tiny_run.config())
     numbers = "does not fit: 22.00 GiB of 16.00 GiB (update); most of it: temporaries, 20.00 GiB"
@@ -414,17 +414,17 @@ def stand_ins(monkeypatch):
 def test_gpus_are_divided_among_the_roles(stand_ins, gpus, monkeypatch):
     """As under --role=all. Of GPUs that are not here, 90 % of what each role may take is its limit by proxy."""
     experiment = composition.build(tiny_run.config(searchers__count=1))
-    found = dry_run.on_topologies(experiment, {"all": "H100x4"}, *dry_run.ROLES)
+    found = topologies.of_roles(experiment, {"all": "H100x4"}, *dry_run.ROLES)
     assert {role: on.count for role, on in found.items()} == {"trainer": 2, "searcher": 1, "evaluator": 1}
     assert all(on.limit == pytest.approx(0.9 * 0.95 * 79.6 * 2**30) for on in found.values())
-    one = dry_run.on_topologies(experiment, {"all": "MI300Xx1@192"}, *dry_run.ROLES)
+    one = topologies.of_roles(experiment, {"all": "MI300Xx1@192"}, *dry_run.ROLES)
     assert [round(on.limit / 2**30 / 192 / 0.9, 3) for on in one.values()] == [0.475, 0.237, 0.237]
-    each = dry_run.on_topologies(experiment, {"trainer": "L4x8", "searcher": "v5p:2x2x1"}, *dry_run.ROLES)
+    each = topologies.of_roles(experiment, {"trainer": "L4x8", "searcher": "v5p:2x2x1"}, *dry_run.ROLES)
     assert each["trainer"].count == each["searcher"].count == 8 and "evaluator" not in each
     with pytest.raises(ValueError, match="up to 64 GPUs of a role, not 65"):
-        dry_run.on_topologies(experiment, {"trainer": "L4x65"}, "trainer")
+        topologies.of_roles(experiment, {"trainer": "L4x65"}, "trainer")
     with pytest.raises(ValueError, match=r"learner\.mesh make up 8 GPUs for trainer; there are 4"):
-        dry_run.on_topologies(with_settings(experiment, learner__mesh__fsdp=8), {"all": "H100x4"}, "trainer")
+        topologies.of_roles(with_settings(experiment, learner__mesh__fsdp=8), {"all": "H100x4"}, "trainer")
     gpus(4)
     there = [SimpleNamespace(platform="gpu", device_kind="X", memory_stats=lambda: {"bytes_limit": 7})] * 4
     monkeypatch.setattr(gpus_lib, "jax_devices", lambda: there)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tba_jax.experiment import jobs, other_runs, training
+from tba_jax.experiment import initial_policy, jobs, training
 from tba_jax.models import parameters
 from tba_jax.storage import contract, layout, snapshots
 from tests.support import frozen_runs, tiny_run
@@ -36,7 +36,7 @@ def copy_of(source: jobs.Invocation, workdir) -> jobs.Invocation:
 
 def begin(workdir, origin: str, **changes) -> jobs.Invocation:
     """A run that has its reference policy, made from `origin`."""
-    s = tiny_run.settings(workdir, frozen_runs.config(**changes), init_from=other_runs.parse_init_from(origin))
+    s = tiny_run.settings(workdir, frozen_runs.config(**changes), init_from=initial_policy.parse_init_from(origin))
     assert training.reference(s)() == 0
     return s
 
@@ -137,5 +137,5 @@ def test_a_run_that_began_from_another_policy_is_mounted_by_one_that_begins_so_t
 
     s = tiny_run.settings(tmp_path / "new", mounts)
     with pytest.raises(ValueError, match=f"it began from the policy {origin}: begin this run with --init_from={origin} too"):
-        other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from="")
-    other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=origin)
+        initial_policy.check_mounts(s.run, s.config, s.experiment.contract, init_from="")
+    initial_policy.check_mounts(s.run, s.config, s.experiment.contract, init_from=origin)

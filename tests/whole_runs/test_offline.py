@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tba_jax.commands import audit
-from tba_jax.experiment import jobs, other_runs, training
+from tba_jax.experiment import initial_policy, jobs, training
 from tba_jax.replay import journal
 from tba_jax.roles.trainer import loop as trainer_loop
 from tba_jax.storage import layout
@@ -150,7 +150,7 @@ def test_rows_that_mean_something_else_are_refused(case, tmp_path, frozen):
     settings = {"task__missing_eos_reward": -1.0, "replay__mount": tuple(map(str, mounts))} | changes
     s = tiny_run.settings(workdir, tiny_run.config(**settings))
     with pytest.raises(ValueError, match=sentence) as refused:
-        other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=init_from)
+        initial_policy.check_mounts(s.run, s.config, s.experiment.contract, init_from=init_from)
     if not init_from:
         with pytest.raises(ValueError, match=sentence):
             training.trainer(s)
