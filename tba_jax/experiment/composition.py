@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.util
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,11 @@ from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
 from tba_jax.tasks import EXTRAS, TASKS, custom_task
 from tba_jax.tasks.interface import SPLITS, EncodedQuery, Query, Shortens, Task, private_files, reward_range
+from tba_jax.telemetry.alarms import Alarms
 from tba_jax.text import prompts, stop_strings
 from tba_jax.text.tokenizers import Tokenizer
+
+log = logging.getLogger(__name__)
 
 # How names of task settings end that say where data is and how rewards are computed here. Such settings do not change what a
 # reward is, and the roles of a run need not agree on them.
@@ -248,3 +252,27 @@ def _queries(name: str, task: Task, split: str) -> Sequence[Query]:
         if holds_surrogate((query.prompt, query.answer)):
             raise ValueError(f"task.name={name!r}: queries({split!r}) gave {repr(query)[:200]}, which {NO_CHARACTER}")
     return queries
+
+
+KIND = "prompts_change"
+PROMPTS = 256  # of each split, evenly spread: decoding a large data set takes minutes
+_ADVICE = "take a model whose tokenizer has these characters, or write prompts without them (the task's prompt setting)"
+
+
+def tell_changed_prompts(e: Experiment, alarms: Alarms | None = None) -> None:
+    """Tells of prompts whose text the tokenizer changes: by an alarm once a run, or without `alarms` by a warning."""
+    if alarms is not None and alarms.is_told(KIND):
+        return
+    changes = []
+    for split in SPLITS:
+        queries = e.queries[split]
+        chosen = range(0, len(queries), -(-len(queries) // PROMPTS))
+        count, text, read = prompts.changed_by(e.tokenizer, [queries[i].query.prompt for i in chosen])
+        if count:
+            of = f"{len(chosen)} {split} prompts" + (f" (of {len(queries):,})" if len(chosen) < len(queries) else "")
+            changes.append(f"{count} of {of}, such as '{text}', which the policy reads as '{read}'")
+    sentence = f"the tokenizer changes the text of {', and '.join(changes)}"
+    if changes and alarms is None:
+        log.warning("%s; what to do: %s", sentence, _ADVICE)
+    elif changes and alarms:
+        alarms.tell(kind=KIND, sentence=sentence, advice=_ADVICE, step=0)

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from tba_jax import sharding
-from tba_jax.experiment import composition, estimate, initial_policy, joining, meshes, topologies
-from tba_jax.experiment.joining import Invocation, check_dry_run, mistakes_end_the_role
+from tba_jax.experiment import composition, estimate, initial_policy, meshes, topologies
 from tba_jax.experiment.topologies import Devices
+from tba_jax.experiment.training import Invocation, check_dry_run, mistakes_end_the_role
 from tba_jax.models.hugging_face import load
 from tba_jax.programs import UNITS, Fit, Measure, Program, in_words, unit_of
 from tba_jax.rewards import task_models
@@ -266,7 +266,7 @@ def _here(s: Invocation, wanted: Sequence[str], visible: Sequence[gpus.Gpu], *, 
 def estimated(s: Invocation, *, full: bool) -> Callable[[], int]:
     """Args: full: prints the config and the shapes as well."""
     check_dry_run(s)
-    joining.tell_changed_prompts(s.experiment)
+    composition.tell_changed_prompts(s.experiment)
 
     def job() -> int:
         _print(s, describe(s.experiment, s.run), full=full)

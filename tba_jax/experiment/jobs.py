@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tba_jax.experiment import composition, dry_run, joining, meshes, topologies, training
-from tba_jax.experiment.joining import Invocation, check_role, join, mistakes_end_the_role, record_of
+from tba_jax.experiment import composition, dry_run, meshes, topologies, training
+from tba_jax.experiment.training import Invocation, check_role, join, mistakes_end_the_role, record_of
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, placement, results, supervisor
 from tba_jax.roles.searcher.loop import run_searcher, wait_for_run
@@ -38,11 +38,11 @@ def make_searcher(s: Invocation, *, name: str, account: TimeAccount, writer: str
 
 
 def searcher(s: Invocation) -> Job:
-    join(s, may_change_schedule=False, check=lambda: joining.check_devices(s.experiment, "searcher"))
+    join(s, may_change_schedule=False, check=lambda: training.check_devices(s.experiment, "searcher"))
     stop = processes_lib.StopSignal(patience_seconds=s.config.searchers.stop_seconds)
 
     def job() -> int:
-        here = joining.computed_on(s, "searcher")
+        here = training.computed_on(s, "searcher")
         if contract_lib.is_finished(s.run):
             steps = contract_lib.steps_of(s.run)
             log.info("the run in %s has finished its %d steps: nothing is left to search", s.run.shared, steps)
@@ -68,7 +68,7 @@ def _joined(s: Invocation, role: str, *, name: str, stop: Callable[[], bool]) ->
         record.status.phase("waiting for the reference policy")
         joined = None
         if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
-            joined = joining.with_schedule_of_run(s, role=role)
+            joined = training.with_schedule_of_run(s, role=role)
             record.status.phase("loading the reference policy and the task")
             _start_task(s, s.config[meshes.SECTIONS[role]].task_devices, stack)
         yield joined, record
@@ -93,11 +93,11 @@ def make_evaluator(e: composition.Experiment, run: layout.RunDir, record: Record
 def evaluator(s: Invocation) -> Job:
     from tba_jax.roles.evaluator import run_evaluator
 
-    join(s, may_change_schedule=False, check=lambda: joining.check_devices(s.experiment, "evaluator"))
+    join(s, may_change_schedule=False, check=lambda: training.check_devices(s.experiment, "evaluator"))
     stop = processes_lib.StopSignal()
 
     def job() -> int:
-        here = joining.computed_on(s, "evaluator")
+        here = training.computed_on(s, "evaluator")
         with _joined(here, "evaluator", name="evaluator", stop=stop) as (joined, record):
             if joined is not None:
                 made = make_evaluator(joined.experiment, s.run, record)
@@ -150,7 +150,7 @@ def _in_turn(s: Invocation) -> Job:
     from tba_jax.roles.interleaved import run_interleaved
 
     EpochLease.refuse_if_held(s.run.journal)
-    join(s, may_change_schedule=True, check=lambda: joining.check_devices(s.experiment, *meshes.roles_of(s.config)))
+    join(s, may_change_schedule=True, check=lambda: training.check_devices(s.experiment, *meshes.roles_of(s.config)))
 
     def job() -> int:
         if _is_complete(s):
@@ -162,7 +162,7 @@ def _in_turn(s: Invocation) -> Job:
         return code
 
     def train() -> bool:
-        here = joining.computed_on(s, *meshes.roles_of(s.config))
+        here = training.computed_on(s, *meshes.roles_of(s.config))
         record = record_of(here, "trainer")
         with record.told_failures(), mistakes_end_the_role():
             made, lease = training.make_trainer(here, publish_every_steps=1, record=record)
@@ -192,7 +192,7 @@ def _check_placements(s: Invocation, placements: Mapping[str, placement.Placemen
                 "--role=all cannot divide a host's TPU between processes: start each role on a host of its own, "
                 "or set schedule.mode=interleaved"
             )
-        found.attempt(joining.check_devices, s.experiment)
+        found.attempt(training.check_devices, s.experiment)
         # Each process of the trainer has all of these devices, and a searcher's splits the CPU.
         counts = {"trainer": len(devices) * s.config.trainer.processes}
         counts["searcher"] = max(s.config.searchers.cpu_devices, len(devices))

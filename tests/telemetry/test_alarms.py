@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from configs import story_sentiment
-from tba_jax.experiment import joining
+from tba_jax.experiment import composition
 from tba_jax.roles.trainer.recorder import Circumstances
 from tba_jax.storage import layout
 from tba_jax.telemetry import alarms
@@ -138,7 +138,7 @@ def test_torn_lines_and_those_of_others_are_left_out_and_the_next_begins_on_its_
 def test_the_page_lists_every_kind():
     section = (ROOT / "docs" / "watching.md").read_text().partition("\n## Alarms\n")[2].partition("\n## ")[0]
     listed = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
-    assert sorted(listed) == sorted([*RULES, joining.KIND, *TRACKERS])
+    assert sorted(listed) == sorted([*RULES, composition.KIND, *TRACKERS])
 
 
 class Index:
