@@ -221,7 +221,7 @@ def _of_objective(config: Any) -> Iterator[str]:
             yield f"learner.{name}={learner[name]} would not be used with learner.reference.kind=none; leave it at 1"
     if kind == "ema" and config.lora.rank:
         why = "adapters, and the product of averages of A and B is not the average of A B"
-        yield f"lora.rank={config.lora.rank} trains {why}: learner.reference.kind=ema needs lora.rank=0; take kind=reset"
+        yield f"lora.rank={config.lora.rank} trains {why}: learner.reference.kind=ema needs lora.rank=0 (reset does not)"
     if objective.state_values and not config.task.step_ends:
         yield f"{named} needs rows with the values of the states between steps: say by task.step_ends what ends a step"
     yield from _of_rows(objective, config, named)
@@ -292,8 +292,8 @@ def _of_snapshots(config: Any) -> Iterator[str]:
     elif lag:
         if lag % every:
             yield f"searchers.lag={lag} must be a multiple of publish.every_steps={every}: other steps have no snapshot"
-        if 0 < keep < (least := lag // every + 3):  # two more may come while a snapshot is read
-            yield f"searchers.lag={lag} needs publish.keep={keep} to be 0 (all) or at least {least}: lag / every_steps + 3"
+        if 0 < keep < (least := lag // every + 3):
+            yield f"searchers.lag={lag} needs publish.keep={keep} to be 0 (all) or at least {least}: two more may come meanwhile"
 
 
 def waits_for_ever(config: Any) -> Iterator[str]:

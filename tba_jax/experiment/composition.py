@@ -13,7 +13,7 @@ from tba_jax.models.config import FREE_FIELDS
 from tba_jax.models.policy import Policy
 from tba_jax.rewards import scorers, task_models
 from tba_jax.roles import evaluator
-from tba_jax.schemas import NO_CHARACTER, Mistakes, holds_surrogate
+from tba_jax.schemas import NO_CHARACTER, Mistakes, holds_surrogate, require
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
 from tba_jax.tasks import EXTRAS, TASKS, custom_task
@@ -24,6 +24,8 @@ from tba_jax.text.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
 
+# Settings task.* that are fields of the contract.
+_IN_CONTRACT = ("prompt_length", "response_length", "min_response_length", "force_eos", "missing_eos_reward")
 # How names of task settings end that say where data is and how rewards are computed here. Such settings do not change what a
 # reward is, and the roles of a run need not agree on them.
 _OF_A_PLACE = ("path", "time_limit", "retries", "concurrency", "batch_rows")
@@ -88,16 +90,12 @@ def build(
         tokenizer=tokenizer.fingerprint,
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,
-        prompt_length=c.prompt_length,
-        response_length=c.response_length,
-        min_response_length=c.min_response_length,
-        force_eos=c.force_eos,
+        **{name: c[name] for name in _IN_CONTRACT},
         stop_strings=tuple(sorted(set(c.stop_strings))),
         step_ends=tuple(sorted(set(c.step_ends))),
         scoring_temperature=config.sampling.scoring_temperature,
         task_name=custom_task.short(c.name) if custom_task.is_named(c.name) else c.name,
         task={name: value for name, value in settings.items() if not name.endswith(_OF_A_PLACE)},
-        missing_eos_reward=c.missing_eos_reward,
         reward_parts=task.reward_parts,
         reward_version=task.reward_version,
         warm_start=config.warm_start.to_dict(),
@@ -182,9 +180,8 @@ def make_task(config: Any) -> tuple[Task, dict[str, Any]]:
     """
     section, name, custom = config.task, config.task.name, config.task.custom.to_dict()
     if custom and not custom_task.is_named(name):
-        raise ValueError(
-            f"task.custom.{min(custom)} is a setting of a custom task, FILE.py:CLASS, but task.name={name!r} is not one"
-        )
+        of_custom = f"task.custom.{min(custom)} is a setting of a custom task"
+        raise ValueError(f"{of_custom}, FILE.py:CLASS, but task.name={name!r} is not one")
     if custom_task.is_named(name):
         settings = custom
         with custom_task.named_errors(name, "its constructor"):
@@ -192,10 +189,8 @@ def make_task(config: Any) -> tuple[Task, dict[str, Any]]:
     else:
         settings = section[name].to_dict() if name in section else {}
         task = task_class(name)(**settings)
-    if task.score_name in evaluator.REPORTED:
-        raise ValueError(
-            f"the task's score_name={task.score_name!r} is that of another figure of evaluation reports; call it otherwise"
-        )
+    other_figure = "is that of another figure of evaluation reports; call it otherwise"
+    require(task.score_name not in evaluator.REPORTED, f"the task's score_name={task.score_name!r} {other_figure}")
     given = reward_range(task)
     if given is not None and config.searchers.prompt_selection == "posterior" and not 0 <= given[0] <= given[1] <= 1:
         raise ValueError(
@@ -204,11 +199,8 @@ def make_task(config: Any) -> tuple[Task, dict[str, Any]]:
             "searchers.prompt_selection=uniform"
         )
     for section in ("searchers", "evaluation"):
-        devices = config[section].task_devices
-        if devices and not task_models.uses(task):
-            raise ValueError(
-                f"{section}.task_devices={devices} would not be used: task.name={config.task.name!r} scores without models"
-            )
+        devices, why = config[section].task_devices, f"task.name={config.task.name!r} scores without models"
+        require(not devices or task_models.uses(task), f"{section}.task_devices={devices} would not be used: {why}")
     return task, settings
 
 
@@ -230,10 +222,8 @@ def encode_queries(config: Any, task: Task, tokenizer: Tokenizer) -> tuple[dict[
             split=split,
             shorten=task.shortened if isinstance(task, Shortens) else None,
         )
-    if config.learner.queries > len(queries["train"]):
-        raise ValueError(
-            f"learner.queries={config.learner.queries} is more than the {len(queries['train'])} train queries of the task"
-        )
+    wanted, there = config.learner.queries, len(queries["train"])
+    require(wanted <= there, f"learner.queries={wanted} is more than the {there} train queries of the task")
     return queries, skipped
 
 

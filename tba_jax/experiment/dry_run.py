@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,7 +16,7 @@ from tba_jax.programs import UNITS, Fit, Measure, Program, in_words, unit_of
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus
 from tba_jax.run import processes
-from tba_jax.schemas import Mistakes, flatten
+from tba_jax.schemas import Mistakes, flatten, require
 from tba_jax.storage import layout, places
 from tba_jax.text.visible import visible
 
@@ -44,8 +44,7 @@ class Taken:
         return on_device * (self.devices.count - 1) + sum(self.parts.values()) if self.devices.on_host else on_device
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Whether a role fits its devices. who: the role, or "together". fits: None: not known."""
 
     who: str
@@ -59,15 +58,14 @@ class Verdict:
 def _verdict(taken: Taken, config: Any, about: str) -> Verdict:
     size, limit = f"{about}{in_words(taken.size)}", taken.devices.limit
     if limit is None:
-        sentence = f"takes {size} of each device ({taken.of}), whose memory is not known{taken.end}"
-        return Verdict(who=taken.who, fits=None, sentence=sentence)
+        return Verdict(taken.who, None, f"takes {size} of each device ({taken.of}), whose memory is not known{taken.end}")
     fits, numbers = taken.size <= limit, f"{size} of {in_words(limit)} ({taken.of})"
     if not fits:
         part, most = max(taken.parts.items(), key=lambda item: item[1])
         known = flatten(config.to_dict())  # a default of a custom task is not among them
         change = [f"{name}={known[name]}" if name in known else name for name in taken.change.get(part, ())]
         numbers += f"; most of it: {part}, {in_words(most)}" + ("; change " + ", ".join(change) if change else "")
-    return Verdict(who=taken.who, fits=fits, sentence=f"{'fits' if fits else 'does not fit'}: {numbers}{taken.end}")
+    return Verdict(taken.who, fits, f"{'fits' if fits else 'does not fit'}: {numbers}{taken.end}")
 
 
 def verdicts(found: Sequence[Taken], config: Any, *, about: str = "") -> list[Verdict]:
@@ -85,7 +83,7 @@ def verdicts(found: Sequence[Taken], config: Any, *, about: str = "") -> list[Ve
     fits = None if limit is None else size <= limit
     numbers = f"{about or 'at most '}{in_words(size)}{'' if limit is None else f' of {in_words(limit)}'}; {why}"
     answer = {None: "takes ", True: "fits: ", False: "does not fit: " if about else "may not fit: "}[fits]
-    return [*told, Verdict(who="together", fits=fits, sentence=answer + numbers)]
+    return [*told, Verdict("together", fits, answer + numbers)]
 
 
 # By an estimate
@@ -106,7 +104,7 @@ def judge(experiment: composition.Experiment) -> tuple[list[Verdict], dict[str, 
             found.append(Taken(who=who, devices=devices, parts=parts, of=devices.where))
     config = experiment.config
     told = [_verdict(each, config, "about ") for each in found] if refused else verdicts(found, config, about="about ")
-    return told + [Verdict(who=who, fits=False, sentence=f"does not fit: {why}") for who, why in refused.items()], memory
+    return told + [Verdict(who, False, f"does not fit: {why}") for who, why in refused.items()], memory
 
 
 def describe(experiment: composition.Experiment, run: layout.RunDir | None = None) -> str:
@@ -130,11 +128,10 @@ def check_fits(experiment: composition.Experiment) -> None:
     found, _ = judge(experiment)
     for verdict in found:
         log.info("%s", verdict)
-    if problems := [f"{verdict.who} {verdict.sentence}" for verdict in found if verdict.fits is False]:
-        raise ValueError(
-            f"the run does not fit this machine ({topologies.in_short()}), by estimates from shapes: {'; '.join(problems)}; "
-            "take a smaller model, adapters (lora.rank) or less memory for search (searchers.slots, evaluation.batch_size)"
-        )
+    problems = [f"{verdict.who} {verdict.sentence}" for verdict in found if verdict.fits is False]
+    less = "take a smaller model, adapters (lora.rank) or less memory for search (searchers.slots, evaluation.batch_size)"
+    told = f"this machine ({topologies.in_short()}), by estimates from shapes: {'; '.join(problems)}; {less}"
+    require(not problems, f"the run does not fit {told}")
 
 
 def unchecked_inputs(experiment: composition.Experiment) -> list[str]:
@@ -189,10 +186,10 @@ def programs(
         e = meshes.of_trainer(e, jax.devices() if devices is None else devices)
         made = update_program.programs(e.config, e.contract, e.policy, run, devices=devices)
         return {**initial_policy.programs(e, run, devices=devices), **made}
-    room: dict[str, Any] = dict(policy=e.policy, tokenizer=e.tokenizer, task=e.task, devices=devices)
+    world: dict[str, Any] = dict(policy=e.policy, tokenizer=e.tokenizer, task=e.task, devices=devices)
     if role == "searcher":
-        return searcher.programs(e.config, e.contract, queries=e.queries["train"], **room)
-    return evaluator.programs(e.config, e.contract, queries=composition.heldout_queries(e), **room)
+        return searcher.programs(e.config, e.contract, queries=e.queries["train"], **world)
+    return evaluator.programs(e.config, e.contract, queries=composition.heldout_queries(e), **world)
 
 
 def fit(experiment: composition.Experiment, run: layout.RunDir, *, role: str, on: Devices) -> RoleFit:
@@ -276,15 +273,11 @@ def estimated(s: Invocation, *, full: bool) -> Callable[[], int]:
 
 
 def compiled(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -> Callable[[], int]:
-    """Checks the meshes against the devices of each role besides.
+    """Raises ValueError where a topology cannot be had, or the mesh of a role does not fit its devices.
 
     Args:
       asked: role -> topology (topologies.parse); {}: the roles have the devices of this process.
       role: the only one that is compiled; "all": all roles of the run.
-      full: prints the config and the shapes as well.
-
-    Raises:
-      ValueError: a topology cannot be had, or the mesh of a role does not fit its devices; names the numbers.
     """
     if role not in ("all", *ROLES):
         raise ValueError(f"--role={role} computes nothing of its own; roles that compute: {', '.join(ROLES)}")

@@ -27,20 +27,14 @@ def describe(experiment: Experiment) -> str:
     lines += _table(experiment.policy.model_specs)
     if experiment.policy.lora is not None:
         lines += ["", "trained and published (adapters):", *_table(experiment.policy.trained_specs)]
-    c, s, tokens = config.learner, config.searchers, f"{contract.prompt_length} + {contract.response_length} tokens"
     micro = meshes.micro_batch_rows(config, ways=math.prod(meshes.shape(experiment, role="trainer", devices=None)[:2]))
-    more = f", {s.value_samples} more from each state between steps" if contract.step_ends else ""
-    lines += [
-        *("", "batches:"),
-        f"  trainer    Q={c.queries} × K={c.completions} rows of {tokens}, {micro} full ones at a time",
-        f"  searcher   {s.queries_per_batch} queries × {s.samples_per_query} samples: rows of {tokens}{more}",
-        f"  evaluator  {config.evaluation.batch_size} rows of {tokens}",
-    ]
+    lines += ["", f"rows of {contract.prompt_length} + {contract.response_length} tokens, {micro} full ones in a micro-batch"]
     for use in task_models.uses(experiment.task):
         if use.kind != "linear":
             length = use.length or contract.prompt_length + contract.response_length
-            texts = f"{use.rows} texts at a time of up to {length} tokens, on each device"
-            lines += [f"  {use.name:10} {texts} ({', '.join(use.roles)})"]
+            lines += [
+                f"  {use.name}: {use.rows} texts at a time of up to {length} tokens, on each device ({', '.join(use.roles)})"
+            ]
     lines += ["", "queries:"]
     for split, queries in experiment.queries.items():
         lines += [f"  {split:10} {len(queries)} ({experiment.skipped[split]} too long, left out)"]

@@ -25,7 +25,7 @@ from tba_jax.replay.log import GIVEN, REGISTER, registration
 from tba_jax.roles.process_group import Alone, Group, Member
 from tba_jax.roles.trainer import publishing
 from tba_jax.roles.trainer.refusals import behavior_reader
-from tba_jax.schemas import Mistakes
+from tba_jax.schemas import Mistakes, require
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import file_systems, layout, places, snapshots
 from tba_jax.supervised import warm_start
@@ -169,10 +169,8 @@ def mend(run: layout.RunDir) -> bool:
         damage = error
     folders = places.folders_with(run.references, snapshots.COMMIT)
     whole = [name for name in folders if snapshots.fingerprint(run.reference(name)) == name]
-    if len(whole) != 1:
-        raise ValueError(
-            f"{damage}; it names the policy of step 0, and {run.references} holds {len(whole)} whole ones: restore it from a copy"
-        ) from damage
+    there = f"{run.references} holds {len(whole)} whole ones"
+    require(len(whole) == 1, f"{damage}; it names the policy of step 0, and {there}: restore it from a copy")
     layout.write_json(run.initial_reference, {"id": whole[0]})
     log.warning("%s; it is written again: the one whole policy in %s is %s", damage, run.references, whole[0])
     return True
@@ -218,23 +216,22 @@ def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contrac
     def check(folder: str) -> None:
         """A run of replay.mount against this one, and against those before it."""
         nonlocal expected, owner
-        other, stored = _read(folder, setting="replay.mount")
-        if (place := os.path.realpath(str(other.shared))) in seen:
-            raise ValueError(f"replay.mount: {folder} is this run itself, or mounted twice")
+        other = layout.open_run_dir(folder)
+        place = os.path.realpath(str(other.shared))
+        require(place not in seen, f"replay.mount: {folder} is this run itself, or mounted twice")
         seen.append(place)
+        stored = contract_lib.read_run(other, called=f"replay.mount: {folder}")
         _check_rows(folder, other, stored, ours)
         reference = _reference_id(other)
-        if reference is None:
-            raise ValueError(f"replay.mount: {folder} has no reference policy yet: start its trainer first")
-        if ours["reference"] != "none" and expected not in (None, reference):
-            of = f"{owner} is {expected}"
-            raise ValueError(f"replay.mount: rows of {folder} have log-probs of reference {reference}, {of}")
+        require(reference, f"replay.mount: {folder} has no reference policy yet: start its trainer first")
+        same = ours["reference"] == "none" or expected in (None, reference)
+        of_rows = f"rows of {folder} have log-probs of reference {reference}"
+        require(same, f"replay.mount: {of_rows}, {owner} is {expected}")
         if expected is None:
             expected, owner = reference, f"that of {folder}"
         for writer in _writers(other):
-            if writer in writers:
-                raise ValueError(f"replay.mount: writer {writer} has a log in {other.replay} and in {writers[writer]}")
-            writers[writer] = other.replay
+            there = writers.setdefault(writer, other.replay)
+            require(there == other.replay, f"replay.mount: writer {writer} has a log in {other.replay} and in {there}")
 
     for folder in config.replay.mount:
         found.attempt(check, folder)
@@ -252,11 +249,9 @@ def _check_rows(folder: str, other: layout.RunDir, stored: Mapping[str, Any], ou
     rescored, kept = other.rescored_commit(ours["reward_version"]), stored["config"]["replay"]["retention"]
     if places.exists(rescored):
         theirs |= {"reward_version": ours["reward_version"], "reward_parts": layout.read_json(rescored)["reward_parts"]}
-    elif kept != "all":
-        raise ValueError(
-            f"replay.mount: {folder} has replay.retention={kept}: its trainer may remove rows that this run still needs; "
-            "only runs with replay.retention=all can be mounted"
-        )
+    else:
+        why = "its trainer may remove rows that this run still needs; it needs replay.retention=all"
+        require(kept == "all", f"replay.mount: {folder} has replay.retention={kept}: {why}")
     if different := contract_lib.differences(theirs, ours):
         if (there := theirs.get("init_from")) and there != ours["init_from"]:
             different.append(f"it began from the policy {there}: begin this run with --init_from={there} too")
@@ -275,19 +270,14 @@ def check_behavior_is_known(run: layout.RunDir, config: Any) -> None:
         if OBJECTIVES[config.learner.objective].as_drawn and places.exists(place.config):  # else it has no rows yet
             sampling = contract_lib.read(place)["config"]["sampling"]
             for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("explore_top_p_probability", 0.0)):
-                if sampling[name] != off:
-                    raise ValueError(
-                        f"{reader} needs rows that are not truncated, and those of {place.root} are drawn with sampling.{name}="
-                        f"{sampling[name]}: begin a run of its own for it"
-                    )
-        for writer in _writers(place):
-            if not writer.startswith(GIVEN):
-                continue
-            if source := layout.read_json(registration(place.replay, writer))["info"].get("responses"):
-                raise ValueError(
-                    f"{reader} reads π_behaviour of every row, and nobody knows that of writer {writer} in {place.replay}, "
-                    f"whose rows are of {source}; trajectory_balance and others need none"
-                )
+                drawn = f"those of {place.root} are drawn with sampling.{name}={sampling[name]}: begin a run of its own for it"
+                require(sampling[name] == off, f"{reader} needs rows that are not truncated, and {drawn}")
+        for writer in filter(lambda name: name.startswith(GIVEN), _writers(place)):
+            source = layout.read_json(registration(place.replay, writer))["info"].get("responses")
+            unknown = f"nobody knows that of writer {writer} in {place.replay}, whose rows are of {source}"
+            require(
+                not source, f"{reader} reads π_behaviour of every row, and {unknown}; trajectory_balance and others need none"
+            )
 
 
 def _writers(run: layout.RunDir) -> list[str]:
@@ -328,10 +318,8 @@ def check_init_from(run: layout.RunDir, config: Any, contract: contract_lib.Cont
     """
     if not init_from or places.exists(run.initial_reference):
         return
-    if config.warm_start.steps:
-        raise ValueError(
-            f"--init_from={init_from} and warm_start.steps={config.warm_start.steps} exclude each other: set warm_start.steps=0"
-        )
+    steps = config.warm_start.steps
+    require(not steps, f"--init_from={init_from} and warm_start.steps={steps} exclude each other: set warm_start.steps=0")
     other, stored, step = _open_init_from(init_from)
     mine, theirs = contract.to_json(), stored["contract"]
     if different := contract_lib.differences({k: theirs[k] for k in _OF_WEIGHTS}, {k: mine[k] for k in _OF_WEIGHTS}):

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tba_jax.experiment import composition, dry_run, meshes, topologies, training
+from tba_jax.experiment import checks, composition, dry_run, meshes, stored_run, topologies, training
 from tba_jax.experiment.training import Invocation, check_role, join, mistakes_end_the_role, record_of
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, placement, results, supervisor
@@ -17,7 +17,7 @@ from tba_jax.roles.searcher.loop import run_searcher, wait_for_run
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.searcher.stream import writer_id
 from tba_jax.run import processes as processes_lib
-from tba_jax.schemas import Mistakes
+from tba_jax.schemas import Mistakes, require
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places, snapshots
 from tba_jax.storage.lease import EpochLease
@@ -68,12 +68,24 @@ def _joined(s: Invocation, role: str, *, name: str, stop: Callable[[], bool]) ->
         record.status.phase("waiting for the reference policy")
         joined = None
         if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
-            joined = training.with_schedule_of_run(s, role=role)
+            joined = _with_schedule_of_run(s, role=role)
             record.status.phase("loading the reference policy and the task")
             _start_task(s, s.config[meshes.SECTIONS[role]].task_devices, stack)
         yield joined, record
         stack.close()
         record.end(s.run, role=role)
+
+
+def _with_schedule_of_run(s: Invocation, *, role: str) -> Invocation:
+    """The invocation of a joining role with the schedule that the run has now."""
+    config, changes = stored_run.with_schedule_of(s.run, s.config)
+    if not changes:
+        return s
+    told = stored_run.changes_in_words(changes)
+    log.info("the %s takes the schedule of the run in %s, not that of its command; %s", role, s.run.shared, told)
+    with mistakes_end_the_role():  # its own settings may not go with that schedule
+        checks.check(config)
+    return dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, config=config))
 
 
 def _start_task(s: Invocation, task_devices: int, stack: contextlib.ExitStack) -> None:
@@ -187,11 +199,8 @@ def _check_placements(s: Invocation, placements: Mapping[str, placement.Placemen
             found.attempt(check_role, s.experiment, role=name.split("-")[0], devices=len(placed.gpus))
     if not any(placed.gpus for placed in placements.values()):
         devices = gpus.jax_devices()
-        if devices[0].platform == "tpu":
-            raise ValueError(
-                "--role=all cannot divide a host's TPU between processes: start each role on a host of its own, "
-                "or set schedule.mode=interleaved"
-            )
+        ways = "start each role on a host of its own, or set schedule.mode=interleaved"
+        require(devices[0].platform != "tpu", f"--role=all cannot divide a host's TPU between processes: {ways}")
         found.attempt(training.check_devices, s.experiment)
         # Each process of the trainer has all of these devices, and a searcher's splits the CPU.
         counts = {"trainer": len(devices) * s.config.trainer.processes}

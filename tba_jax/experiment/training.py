@@ -5,10 +5,10 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from tba_jax.experiment import checks, composition, estimate, initial_policy, meshes, stored_run
+from tba_jax.experiment import composition, estimate, initial_policy, meshes, stored_run
 from tba_jax.models import hardware
 from tba_jax.replay import journal
 from tba_jax.rewards import task_models
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 Job = Callable[[], int]
 
-# Seconds after which Python takes the interpreter from a thread that others wait for. With Python's default of 5 ms, the dispatch
-# of an update waits that long or longer while a thread writes a snapshot.
+# Seconds after which Python takes the interpreter from a thread that others wait for. With its default of 5 ms, the dispatch of
+# an update waits that long or longer while a thread writes a snapshot.
 _SWITCH_SECONDS = 3e-4
 
 
@@ -72,19 +72,17 @@ def check_role(experiment: composition.Experiment, *, role: str, devices: int) -
 
 
 def computed_on(s: Invocation, *roles: str, name: str = "") -> Invocation:
-    """The invocation as the devices of this process compute it. The first line of a role's log says what they are.
-
-    Args: name: of the role, if not its own.
-    """
+    """The invocation as the devices of this process compute it, which it logs. Args: name: of the role, if not its own."""
     devices = gpus.jax_devices()
     if devices[0].platform == "cpu" and (told := jax_support.hidden_gpus()):
         log.warning("%s", told)
     experiment = s.experiment.on_device(devices[0])
     meshed = meshes.of_trainer(s.experiment, devices) if "trainer" in roles else s.experiment
+    first, compute = devices[0], experiment.policy.model.compute_dtype
+    there = f"backend {first.platform}, {len(devices)} × {first.device_kind}"
     for role in roles:
-        mesh, compute = meshes.in_words(meshed, role=role, devices=len(devices)), experiment.policy.model.compute_dtype
-        there = devices[0].platform, len(devices), devices[0].device_kind
-        log.info("%s: backend %s, %d × %s, %s, model.compute_dtype=%s", name or role, *there, mesh, compute)
+        mesh = meshes.in_words(meshed, role=role, devices=len(devices))
+        log.info("%s: %s, %s, model.compute_dtype=%s", name or role, there, mesh, compute)
     return dataclasses.replace(s, experiment=experiment)
 
 
@@ -117,10 +115,8 @@ def join(s: Invocation, *, may_change_schedule: bool, check: Callable[[], None] 
 
 
 def _check_run(s: Invocation, found: Mistakes, *, may_change_schedule: bool, fetch: bool) -> None:
-    """Adds to `found` why a role may not join the run that is there, or make one, and raises it; writes nothing.
-
-    Args: fetch: see initial_policy.check; where not, reward models that are away count as those of the run.
-    """
+    """Adds to `found` why a role may not join the run that is there, or make one, and raises it. Args: fetch: whether weights are
+    fetched; where not, reward models that are away count as those of the run."""
     found.attempt(initial_policy.check, s.experiment, s.run, init_from=s.init_from, fetch=fetch)
     contract, exists = s.experiment.contract, places.exists(s.run.config)
     if may_change_schedule:
@@ -129,7 +125,8 @@ def _check_run(s: Invocation, found: Mistakes, *, may_change_schedule: bool, fet
         found.attempt(initial_policy.check_init_from, s.run, s.config, contract, init_from=s.init_from)
         found.attempt(initial_policy.check_mounts, s.run, s.config, contract, init_from=s.init_from)
     if exists:
-        found.attempt(_check_joins, s, fetch=fetch)
+        gone = set() if fetch else {use.setting for use in task_models.away(s.experiment.task)}
+        found.attempt(_check_joins, s, gone)
     if exists and may_change_schedule:
         step = journal.last_step(s.run.journal)
         found.attempt(stored_run.check_changes, s.run, s.config, allowed=s.allow_change, step=step)
@@ -144,13 +141,12 @@ def _check_run(s: Invocation, found: Mistakes, *, may_change_schedule: bool, fet
             log.warning("%s", sentence)
 
 
-def _check_joins(s: Invocation, *, fetch: bool) -> None:
+def _check_joins(s: Invocation, gone: Collection[str]) -> None:
+    """Args: gone: settings of reward models that are away."""
     contract = s.experiment.contract
-    if not fetch:  # reward models whose weights are not on this machine count as those of the run
-        gone = {use.setting for use in task_models.away(s.experiment.task)}
-        there = contract_lib.read_run(s.run, called=f"workdir {str(s.run.shared)!r}")["contract"]["reward_models"]
-        known = {setting: digest for setting, digest in there.items() if setting in gone}
-        contract = dataclasses.replace(contract, reward_models=dict(contract.reward_models) | known)
+    there = contract_lib.read_run(s.run, called=f"workdir {str(s.run.shared)!r}")["contract"]["reward_models"]
+    known = {setting: there[setting] for setting in gone if setting in there}
+    contract = dataclasses.replace(contract, reward_models={**contract.reward_models, **known})
     contract_lib.check_joins(s.run, s.config, contract, init_from=s.init_from)
 
 
@@ -168,18 +164,6 @@ def mistakes_end_the_role() -> Iterator[None]:
         if processes_lib.is_storage_failure(error):
             raise
         raise processes_lib.BadInput(str(error)) from error
-
-
-def with_schedule_of_run(s: Invocation, *, role: str) -> Invocation:
-    """The invocation of a joining role with the schedule that the run has now."""
-    config, changes = stored_run.with_schedule_of(s.run, s.config)
-    if not changes:
-        return s
-    told = stored_run.changes_in_words(changes)
-    log.info("the %s takes the schedule of the run in %s, not that of its command; %s", role, s.run.shared, told)
-    with mistakes_end_the_role():  # its own settings may not go with that schedule
-        checks.check(config)
-    return dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, config=config))
 
 
 # The trainer and its reference policy
@@ -229,8 +213,8 @@ def _group(s: Invocation) -> Group | Member:
 
 
 def _make_reference(s: Invocation, group: Group, record: Record) -> None:
-    """Makes the policy that step 0 starts from, unless the run has one. The caller holds the lease. Before that it tells what is
-    wrong with the prompts: nobody is to wait for a warm start in vain."""
+    """Makes the policy that step 0 starts from, unless the run has one. The caller holds the lease."""
+    # First: nobody is to wait for a warm start in vain.
     composition.tell_changed_prompts(s.experiment, Alarms(s.run.metrics("trainer")))
     if places.exists(s.run.initial_reference):
         if initial_policy.mend(s.run):  # until now nobody knew whose rows go with it
