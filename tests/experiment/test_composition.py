@@ -199,6 +199,7 @@ def test_a_tokenizer_that_drops_characters_of_prompts_is_told_once(tmp_path, cap
     c = tiny_run.config(task__name=f"{file}:Ones", task__prompt_length=16, model__path=str(tmp_path / "policy"))
     s = tiny_run.settings(tmp_path / "run", c)
     assert dry_run.estimated(s, full=False)() == 0 and caplog.text.count("1/10 of 10") == 1 and not s.run.root.exists()
+    s.run.metrics("trainer").mkdir(parents=True)
     for _ in range(2):
         composition.tell_changed_prompts(s.experiment, alarms.Alarms(s.run.metrics("trainer")))
     (told,) = alarms.read(s.run.metrics("trainer"))

@@ -95,7 +95,7 @@ def test_past_schedules_of_steps_after_a_checkpoint(tmp_path):
         ("learner.objective", "grpo", "ppo", "its checkpoints hold another state"),
         ("learner.objective", "rloo", "grpo", ""),
         ("replay.capacity", 50_000, 60_000, "50000 there, 60000 here"),
-        ("replay.mount", ("/a", "/b"), ("/c", "/b"), "can only grow: its journal names rows of '/a'"),
+        ("replay.mount", ("/a", "/b"), ("/c", "/b"), "only grow: its journal names rows of '/a'"),
         ("replay.mount", ("/a", "/b"), ("/a", "/b", "/c"), ""),
     ],
 )
