@@ -67,8 +67,6 @@ def test_a_pretrained_model_and_its_limits(model_folder):
     assert "data_path" not in built.contract.task
     with pytest.raises(ValueError, match=r"task.prompt_length=17 \+ task.response_length=48 = 65 exceed the model's 64"):
         composition.build(story_config(model_folder, task__prompt_length=17))
-    with pytest.raises(ValueError, match=r"task\.stop_strings and task\.step_ends need a byte-level"):
-        composition.build(story_config(model_folder, task__stop_strings=("w3",)))
     definition = json.loads((model_folder / "config.json").read_text())
     (model_folder / "config.json").write_text(json.dumps(definition | {"vocab_size": 39}))
     with pytest.raises(ValueError, match=rf"model.path='{model_folder}': the tokenizer has 40 ids, the embedding only 39"):

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 
-from configs import gsm8k_qwen2_5_1_5b, machines
+from configs import gsm8k_qwen2_5_1_5b, machines, small
 from tba_jax import main
 from tba_jax.commands import command_line
 from tba_jax.experiment import composition, dry_run, topologies, training
@@ -24,7 +25,7 @@ from tba_jax.run import processes
 from tba_jax.schemas import flatten
 from tba_jax.storage import layout
 from tba_jax.telemetry.record import TimeAccount
-from tests.support import random_checkpoints, small_recipes, tiny_run
+from tests.support import small_recipes, tiny_run
 
 DEVICES = jax.devices()  # eight; the roles of the runs that are made here take one
 RUN = layout.RunDir(Path("/nowhere"))
@@ -42,9 +43,9 @@ GIB = 1 << 30
 @pytest.mark.parametrize("number, recipe", [*enumerate(small_recipes.RECIPES)])
 def test_every_recipe_and_every_preset_is_answered(recipe, number, one_device):
     """From shapes and a tokenizer: neither weights nor a config of the policy are there. Recipes take turns with the presets."""
-    small = small_recipes.config(f"{recipe}:{'small-rloo' if recipe == 'demo_baselines' else 'small'}")
+    made = small_recipes.config(f"{recipe}:{'small-rloo' if recipe == 'demo_baselines' else 'small'}")
     kept = ("task.", "model.path", "learner.queries", "replay.merge")
-    inputs = {name: value for name, value in flatten(small.to_dict()).items() if name.startswith(kept)}
+    inputs = {name: value for name, value in flatten(made.to_dict()).items() if name.startswith(kept)}
     # A tokenizer of one id a byte needs them, and every preset has positions for them.
     inputs |= {"task.prompt_length": 880, "task.response_length": 128, "learner.micro_batch_tokens": 0}
     variant = {"demo_baselines": ":rloo", "tldr_pythia": ":410m"}.get(recipe, "")
@@ -112,9 +113,8 @@ def test_gpus_are_answered_for_without_jax(gpus, monkeypatch):
 def test_nothing_is_fetched_from_the_hub(tmp_path, monkeypatch):
     """Of a hub id, config and tokenizer are fetched; weights that nobody fetched are named."""
     asked: list[list[str]] = []
-    folder = random_checkpoints.byte_tokenizer(tmp_path / "snapshot")
-    model = random_checkpoints.write(tmp_path / "model", "gpt2", folder)
-    (folder / "config.json").write_bytes((model / "config.json").read_bytes())
+    without = shutil.ignore_patterns("*.safetensors")
+    folder = shutil.copytree(small.FOLDER / "gpt2", tmp_path / "snapshot", ignore=without)
 
     def download(name: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
         asked.append(allow_patterns)
@@ -136,21 +136,14 @@ def invocation(experiment: composition.Experiment, run: layout.RunDir) -> traini
 # Variants for machines
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> Path:
-    """A tokenizer of one id a byte, and no weights."""
-    folder = random_checkpoints.byte_tokenizer(tmp_path_factory.mktemp("tokens") / "model")
-    (folder / "tokenizer_config.json").write_text(f'{{"eos_token": "{random_checkpoints.END}"}}')
-    return folder
+# A tokenizer of one id a byte.
+DATA = {"model.path": str(small.FOLDER / "qwen2")}
+DATA |= {f"task.gsm8k.{split}_path": str(small.FOLDER / "gsm8k.jsonl") for split in ("train", "heldout")}
 
 
-ROWS = tiny_run.ROOT / "configs" / "small_data" / "gsm8k.jsonl"
-DATA = {f"task.gsm8k.{split}_path": str(ROWS) for split in ("train", "heldout")}
-
-
-def of_variant(variant: str, size: str, tokenizer: Path) -> composition.Experiment:
+def of_variant(variant: str, size: str) -> composition.Experiment:
     c = gsm8k_qwen2_5_1_5b.get_config(variant)
-    c.update_from_flattened_dict(DATA | {"model.path": str(tokenizer), "model.preset": f"qwen2.5-{size}b"})
+    c.update_from_flattened_dict(DATA | {"model.preset": f"qwen2.5-{size}b"})
     c.task.long_prompts = "skip"
     return composition.build(c, weights=False, new=True)
 
@@ -163,12 +156,10 @@ def of_variant(variant: str, size: str, tokenizer: Path) -> composition.Experime
         *[("v5p-8", 4, 95.7, "0.5"), ("v5e-8", 8, 15.75, "0.5"), ("v5e-1", 1, 15.75, "0.5")],
     ],
 )
-def test_a_machine_picks_a_variant_that_passes_the_checks_and_fits_by_the_estimate(
-    variant, count, memory, size, gpus, chips, tokenizer
-):
+def test_a_machine_picks_a_variant_that_passes_the_checks_and_fits_by_the_estimate(variant, count, memory, size, gpus, chips):
     (chips if variant.startswith("v") else gpus)(count, memory)
     assert topologies.variant() == variant
-    dry_run.check_fits(of_variant(variant, size, tokenizer))
+    dry_run.check_fits(of_variant(variant, size))
 
 
 def test_a_machine_that_is_too_small_has_no_variant(gpus, one_device):
@@ -178,9 +169,9 @@ def test_a_machine_that_is_too_small_has_no_variant(gpus, one_device):
         topologies.variant()
 
 
-def test_a_run_that_does_not_fit_the_cpu_is_refused(monkeypatch, tokenizer, one_device):
+def test_a_run_that_does_not_fit_the_cpu_is_refused(monkeypatch, one_device):
     monkeypatch.setattr("tba_jax.run.machine.memory", lambda: 16 * GIB)
-    found = of_variant("cpu", "0.5", tokenizer)
+    found = of_variant("cpu", "0.5")
     dry_run.check_fits(found)
     assert "with 3 searchers" in answered(searchers__count=3, replay__capacity=1000)[3]
     monkeypatch.setattr("tba_jax.run.machine.memory", lambda: 1 * GIB)
@@ -197,11 +188,10 @@ def test_a_machine_takes_no_more_than_a_recipe_has():
         gsm8k_qwen2_5_1_5b.get_config("abacus")
 
 
-def test_the_variant_is_named_and_only_a_whole_new_run_takes_one(tmp_path, tokenizer, one_device, capfd, monkeypatch):
+def test_the_variant_is_named_and_only_a_whole_new_run_takes_one(tmp_path, one_device, capfd, monkeypatch):
     monkeypatch.chdir(tiny_run.ROOT)
-    settings = DATA | {"model.path": tokenizer, "model.preset": "qwen2.5-0.5b"}
     flags = ["--config=configs/gsm8k_qwen2_5_1_5b.py", f"--workdir={tmp_path / 'run'}", "--for_this_machine"]
-    flags += [f"--config.{name}={value}" for name, value in settings.items()]
+    flags += [f"--config.{name}={value}" for name, value in (DATA | {"model.preset": "qwen2.5-0.5b"}).items()]
     assert command_line.execute(main, [*flags, "--dry_run=full", "--config.learner.steps=3"]) == 0
     said = capfd.readouterr()
     assert "for this machine: --config=configs/gsm8k_qwen2_5_1_5b.py:cpu\n" in said.err and not (tmp_path / "run").exists()
@@ -312,8 +302,8 @@ def test_models_of_the_task_lie_beside_all_programs_of_their_devices():
     assert task is not None and task.devices.count == 2 and task.mesh == "searchers.task_devices=2"
     (fit,) = task.fits  # each device has a whole copy
     assert not fit.beside and fit.arguments == Measure().size(made["pass of the reward model"].arguments)
-    small = dataclasses.replace(task, devices=dataclasses.replace(task.devices, on_host=False, limit=1 << 20))
-    said = dry_run.describe_programs([small], config=apart.config)
+    full = dataclasses.replace(task, devices=dataclasses.replace(task.devices, on_host=False, limit=1 << 20))
+    said = dry_run.describe_programs([full], config=apart.config)
     assert "searcher, task  does not fit" in said and "change task.tldr.batch_rows=" in said
     assert dry_run.fit_task(summaries, role="searcher", on=topologies.of_jax(DEVICES[:1])) is None
 
