@@ -127,8 +127,8 @@ def _folder_of(preset: str, folder: Path) -> Path:
 def fit(row: Row, folder: Path) -> dict[str, dry_run.RoleFit]:
     """Role -> the figures of its programs. Args: folder: for small files."""
     experiment = experiment_of(row, folder)
-    asked = topologies.parse(row.topology.split(","), roles=dry_run.ROLES)
-    devices = dry_run.on_topologies(experiment, asked, *dry_run.ROLES)
+    asked = topologies.parse(row.topology.split(","))
+    devices = topologies.of_roles(experiment, asked, *dry_run.ROLES)
     return {role: dry_run.fit(experiment, layout.RunDir(folder / "run"), role=role, on=on) for role, on in devices.items()}
 
 

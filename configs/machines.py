@@ -1,6 +1,6 @@
 """The machines that a recipe has a variant for, and what the variant sets: --config=RECIPE.py:MACHINE.
 
-`--for_this_machine` picks one by the table in tba_jax/experiment/this_machine.py. A recipe has all of them by one line,
+`--for_this_machine` picks one by the table in tba_jax/experiment/topologies.py. A recipe has all of them by one line,
 `machines.apply(c, variant)` at the end of its `get_config(variant="")`, as configs/own_task.py. They are made for models of 0.5
 to 1.5 billion parameters and rows of up to 1,024 tokens; flags change what does not go with another model.
 """

@@ -16,7 +16,6 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from absl import flags
@@ -29,7 +28,6 @@ if TYPE_CHECKING:  # what is slow to import, JAX above all, is imported late: a 
 
     from tba_jax.run.world import World
     from tba_jax.storage import layout
-    from tba_jax.storage.places import Place
 
 # The folder of compiled programs is held under this number in every process: its path is part of the programs' names on GPUs.
 _CACHE_DESCRIPTOR = 400
@@ -102,12 +100,12 @@ def _topologies(given: command_line.Given) -> dict[str, str]:
         raise ValueError(f"--{'topology' if given.topology else 'compile'} needs --dry_run")
     if not given.topology:
         return {}
-    from tba_jax.experiment import dry_run, topologies
+    from tba_jax.experiment import topologies
 
     if given.compile:
         raise ValueError("--compile is for the devices of this machine, --topology for others: one of the two is enough")
     topologies.use_no_devices()
-    return topologies.parse(given.topology, roles=dry_run.ROLES)
+    return topologies.parse(given.topology)
 
 
 def _check_name(name: str, *, role: str) -> None:
@@ -128,11 +126,16 @@ def run(given: command_line.Given) -> int | command_line.Job:
     _check_name(given.name, role=given.role)
     machine = _variant_for_this_machine(given) if given.for_this_machine else ""
     recipe = recipes.load(given.config + machine, given.overrides, program=recipes.BASE) if given.config else None
+    from tba_jax.experiment import stored_run
     from tba_jax.storage import contract, layout
 
-    _check_answers([("--workdir", given.workdir)], given)
+    limit = stored_run.DRY_RUN_SECONDS if given.dry_run else math.inf
+    stored_run.check_answers([("--workdir", given.workdir)], limit=limit)
     folder = layout.open_run_dir(given.workdir, given.shared)
-    _check_shared(folder, given)
+    if str(folder.shared).startswith("memory:"):
+        raise ValueError(f"--shared={folder.shared} ends with its process; it must be a folder, or one of gs://… and s3://…")
+    if folder.elsewhere is not None:
+        stored_run.check_answers([("--shared", folder.elsewhere)], limit=limit)
     folder = contract.known(folder, processes.expected_run())
     with contract.failures_of_storage(folder):
         config = _config_of_run(folder, given) if recipe is None else recipe
@@ -151,32 +154,35 @@ def _variant_for_this_machine(given: command_line.Given) -> str:
         raise ValueError(f"--for_this_machine picks the variant of a recipe: it needs --config=RECIPE.py, not {given.config}")
     if given.role != "all":
         raise ValueError(f"--for_this_machine places all roles of a run on this machine: it is for --role=all, not {given.role}")
-    from tba_jax.experiment import this_machine
+    from tba_jax.experiment import topologies
 
-    variant = f":{this_machine.variant()}"
+    variant = f":{topologies.variant()}"
     print(f"for this machine: --config={given.config}{variant}", file=sys.stderr)
     return variant
 
 
 def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *, machine: str) -> command_line.Job:
-    """Args: machine: see _variant_for_this_machine, "" without it."""
-    from tba_jax.experiment import composition, dry_run, jobs, mistakes, other_runs, stored_run
+    import jax
+
+    from tba_jax.experiment import composition, dry_run, initial_policy, jobs, stored_run
     from tba_jax.roles import gpus
-    from tba_jax.storage import places, privacy
+    from tba_jax.schemas import Mistakes
+    from tba_jax.storage import contract, places, privacy
     from tba_jax.telemetry import status
 
-    if given.role == "searcher":
-        _split_cpu(config.searchers.cpu_devices)
+    if given.role == "searcher" and config.searchers.cpu_devices > 1:  # one is what there is, or as many as XLA_FLAGS says
+        jax.config.update("jax_num_cpu_devices", config.searchers.cpu_devices)  # before JAX has looked for devices
     if (privacy.is_private(folder) or composition.keeps_private(config.task.name)) and not given.dry_run:
         privacy.keep(folder)
     _hold_compilation_cache(folder)
     world = _world(given)
-    found = mistakes.Mistakes()
-    init_from = found.attempt(other_runs.parse_init_from, given.init_from)
+    found = Mistakes()
+    init_from = found.attempt(initial_policy.parse_init_from, given.init_from)
     profile = found.attempt(status.parse_window, given.profile, steps=config.learner.steps)
     asked = found.attempt(_topologies, given)
     found.end()
-    _check_answers(stored_run.named_places(config, init_from=init_from or ""), given)
+    limit = stored_run.DRY_RUN_SECONDS if given.dry_run else math.inf
+    stored_run.check_answers(stored_run.named_places(config, init_from=init_from or ""), limit=limit)
     is_there = places.exists(folder.config)
     if machine and is_there:
         raise ValueError(
@@ -187,7 +193,11 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
     computes = given.compile or not given.dry_run
     if in_one_process and computes and not processes.expected_run() and world.local_processes == 1:
         gpus.check_free()
-    known = _known_of_run(folder, given.role) if is_there else {}
+    known: dict[str, Any] = {}
+    if is_there:  # a role that scores nothing does without the reward models
+        there = contract.read_run(folder, called=f"workdir {str(folder.shared)!r}")["contract"]
+        known = {"date": there.get("date", "")}
+        known |= {"reward_models": there["reward_models"]} if given.role in ("trainer", "reference") else {}
     new = bool(given.dry_run) or not is_there
     experiment = composition.build(config, **known, weights=not given.dry_run, new=new)
     if machine and not given.dry_run:
@@ -218,7 +228,7 @@ def _config_of_run(run: "layout.RunDir", given: command_line.Given) -> "config_d
     Raises:
       ValueError: there is no run, nobody trusts its task, or a role that joins it asks for another schedule.
     """
-    from tba_jax.experiment import schedule_changes
+    from tba_jax.experiment import stored_run
     from tba_jax.storage import contract, places
 
     called = f"workdir {str(run.shared)!r}"
@@ -226,18 +236,8 @@ def _config_of_run(run: "layout.RunDir", given: command_line.Given) -> "config_d
         raise ValueError(f"{called} holds no run yet: --config=RECIPE says what a new one is")
     config = command_line.config_of(contract.read_run(run, called=called), command_line.source(given), called=called)
     if given.role in _JOINING:
-        schedule_changes.check_none_given(run, config, role=given.role)
+        stored_run.check_no_changes(run, config, role=given.role)
     return config
-
-
-def _known_of_run(run: "layout.RunDir", role: str) -> dict[str, Any]:
-    """What `composition.build` takes from the contract of the run that is there: its date, and the digests of reward models for
-    a role that scores nothing and does without the models. Raises ValueError where it is no run of this version."""
-    from tba_jax.storage import contract
-
-    there = contract.read_run(run, called=f"workdir {str(run.shared)!r}")["contract"]
-    models = {"reward_models": there["reward_models"]} if role in ("trainer", "reference") else {}
-    return {"date": there.get("date", ""), **models}
 
 
 def _hold_compilation_cache(run: "layout.RunDir") -> None:
@@ -255,29 +255,6 @@ def _hold_compilation_cache(run: "layout.RunDir") -> None:
     folder = run.compilation_cache / processes.cpu_type()
     places.make_folder(folder, below=2)
     jax.config.update("jax_compilation_cache_dir", str(file_systems.hold(folder, number=_CACHE_DESCRIPTOR)))
-
-
-def _split_cpu(devices: int) -> None:
-    """Makes JAX see this many CPU devices; it must not have looked for devices yet. Has no effect on accelerators."""
-    import jax
-
-    if devices > 1:  # one is what there is, or as many as XLA_FLAGS says
-        jax.config.update("jax_num_cpu_devices", devices)
-
-
-def _check_answers(named: "Sequence[tuple[str, Place]]", given: command_line.Given) -> None:
-    from tba_jax.experiment import stored_run
-
-    stored_run.check_answers(named, limit=stored_run.DRY_RUN_SECONDS if given.dry_run else math.inf)
-
-
-def _check_shared(run: "layout.RunDir", given: command_line.Given) -> None:
-    from tba_jax.storage import places
-
-    if isinstance(run.shared, places.Bucket) and run.shared.root.startswith("memory:"):
-        raise ValueError(f"--shared={run.shared} ends with its process; it must be a folder, or one of gs://… and s3://…")
-    if run.elsewhere is not None:
-        _check_answers([("--shared", run.elsewhere)], given)
 
 
 if __name__ == "__main__":

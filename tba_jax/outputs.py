@@ -19,12 +19,9 @@ _TRIAL_BYTES = 1 << 16
 
 
 def check_folder(output: Path, *, outside: Sequence[object] = ()) -> None:
-    """Checks that a folder can be written. It may be there, if it is empty; its parents need not be there.
+    """Raises ValueError where a folder cannot be written. It may be there, if it is empty; its parents need not be there.
 
     Args: outside: folders of the run, in which its processes sweep; what is no Path is ignored.
-
-    Raises:
-      ValueError: names what lies at that place, or why nothing can be written there.
     """
     with _refusals(output):
         place = _place(output, outside)
@@ -34,16 +31,14 @@ def check_folder(output: Path, *, outside: Sequence[object] = ()) -> None:
 
 
 def check_file(output: Path, *, outside: Sequence[object] = (), flag: str = "--output", may_exist: bool = True) -> None:
-    """Checks that a file can be written, or replaced where it may exist, in a folder that is there.
+    """Raises ValueError where a file cannot be written, or replaced where it may exist, in a folder that is there.
 
-    Args: flag: that names the file. Others, errors: see `check_folder`.
+    Args: flag: that names the file.
     """
     with _refusals(output, flag):
         place = _place(output, outside, flag)
-        if place.is_dir():
-            raise ValueError(f"{flag}={output} is a folder: name a file in it")
         if place.exists() and not place.is_file():
-            raise ValueError(f"{flag}={output} is a device or a pipe: name a file")
+            raise ValueError(f"{flag}={output} is a folder, a device or a pipe: name a file")
         if place.exists() and not may_exist:
             raise ValueError(f"{flag}={output} exists; name another file")
         if not place.parent.is_dir():

@@ -1,5 +1,6 @@
 """Programs of roles, with the shapes that the roles call them with, and the memory that they take by the compiler's account."""
 
+import contextlib
 import dataclasses
 import re
 import time
@@ -106,7 +107,6 @@ class Measure:
         self._known: dict[frozenset[int], tuple[Any, int]] = {}
 
     def fit(self, name: str, program: Program) -> Fit:
-        """Compiles a program, and sizes what lies beside it."""
         beside = {part: held if isinstance(held, int) else self.size(held) for part, held in program.beside.items()}
         begin, refused = time.monotonic(), False
         try:
@@ -158,11 +158,10 @@ def device_memory(device: Any) -> int | None:
 
     For a device that is not here, the compiler names its memory when it refuses a program that no device could hold.
     """
-    try:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
         stats = device.memory_stats()
         return None if stats is None else stats.get("bytes_limit")
-    except jax.errors.JaxRuntimeError:
-        too_large = jax.ShapeDtypeStruct((1 << 50,), jnp.int8, sharding=jax.sharding.SingleDeviceSharding(device))
+    too_large = jax.ShapeDtypeStruct((1 << 50,), jnp.int8, sharding=jax.sharding.SingleDeviceSharding(device))
     try:
         jax.jit(lambda x: x + 1).lower(too_large).compile()
     except jax.errors.JaxRuntimeError as error:

@@ -1,7 +1,7 @@
-"""What one line of a schema says of a setting: its default, and beside it the values that it may have.
+"""Schemas: each setting's default and the values that it may have; and mistakes that one start reports together.
 
 A schema is a tree of sections, `c.learner.steps = setting(500, at_least=1)`. Two things are made of it: the config that recipes
-change, which holds the defaults alone (`Schema.defaults`), and the check of what they changed (`Schema.check`).
+change, which holds the defaults alone (`Schema.defaults`), and the check of what they changed (`Schema.refusals`).
 """
 
 import copy
@@ -11,10 +11,13 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from ml_collections import config_dict
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,3 +192,50 @@ def hint(*near: str) -> str:
     """The part of a sentence that offers the nearest names, if there are any."""
     offered = " or ".join(map(repr, filter(None, near)))
     return f"; did you mean {offered}?" if offered else ""
+
+
+class Refused(ValueError):
+    """Several mistakes. sentences: one for each."""
+
+    def __init__(self, sentences: Sequence[str]):
+        numbered = "; ".join(f"({number}) {sentence}" for number, sentence in enumerate(sentences, 1))
+        super().__init__(f"{len(sentences)} mistakes: {numbered}")
+        self.sentences = tuple(sentences)
+
+
+class Mistakes:
+    """The mistakes that checks have found so far. A sentence that two checks find is kept once."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, ValueError] = {}
+
+    def require(self, condition: object, sentence: str) -> None:
+        """Keeps the sentence unless the condition holds."""
+        if not condition:
+            self.add([sentence])
+
+    def add(self, sentences: Iterable[str]) -> None:
+        """Keeps sentences about what is wrong."""
+        for sentence in sentences:
+            self._found.setdefault(sentence, ValueError(sentence))
+
+    def attempt(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+        """What the function returns; None where it raises a ValueError, whose sentences are kept."""
+        try:
+            return function(*args, **kwargs)
+        except Refused as error:
+            self.add(error.sentences)
+        except ValueError as error:
+            self._found.setdefault(str(error), error)
+        return None
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def end(self) -> None:
+        """Raises the only mistake, or Refused with all of them; does nothing where there are none."""
+        found = [*self._found.values()]
+        if len(found) == 1:
+            raise found[0]
+        if found:  # a failure of storage among them stays one, see processes.is_storage_failure
+            raise Refused([*self._found]) from next((each for each in found if isinstance(each.__cause__, OSError)), None)

@@ -1,6 +1,7 @@
 """docs/from_zero.md, block by block, as a user types it: with a tiny random Qwen2 model, Qwen's tokenizer and GSM8K's rows."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from tba_jax.storage import layout
-from tests.support import doc_blocks, random_checkpoints, tiny_checkpoints, tiny_run
+from tests.support import random_checkpoints, tiny_checkpoints, tiny_run
 
 PAGE = tiny_run.ROOT / "docs" / "from_zero.md"
 HUB_ID = "Qwen/Qwen2.5-0.5B"
@@ -73,11 +74,13 @@ def checkout(tmp_path) -> Path:
 def script(model: Path, data: Path) -> str:
     """The page as one script: with a local model and data in place of the hub's, and without the clone."""
     lines = ["set -ex"]
-    for block in doc_blocks.blocks(PAGE):
-        if block.language == "python":
-            lines += [f"cat > {block.file} <<'END_OF_FILE'", block.text.replace(HUB_ID, str(model)), "END_OF_FILE"]
+    page = PAGE.read_text()
+    for match in re.finditer(r"^```(sh|python)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        if match[1] == "python":
+            file = re.findall(r"Write this file as `([\w.]+)`", page[: match.start()])[-1]
+            lines += [f"cat > {file} <<'END_OF_FILE'", match[2].replace(HUB_ID, str(model)), "END_OF_FILE"]
             continue
-        text = "\n".join(line for line in block.text.splitlines() if not line.startswith("git clone"))
+        text = "\n".join(line for line in match[2].splitlines() if not line.startswith("git clone"))
         text = text.replace(f"make gsm8k MODEL={HUB_ID}", f"make gsm8k MODEL={model} DATA={data} ARGS='{FEW}'")
         text = text.replace("--for_this_machine", f"--for_this_machine {FEW}").replace(" evaluate ", f" evaluate {SHOWN} ")
         lines.append(text)

@@ -45,6 +45,10 @@ REFUSALS = {
     "profile without a window": (["--profile=5"], ["--profile=5 is not START:STEPS, two numbers from 1 on"]),
     "worked examples": (["--config.warm_start.steps=5", "--config.task.response_length=3"], ["tokens", "(task.response_length)"]),
     "role": (["--role=nobody"], ["nobody", "trainer"]),
+    "role of a topology": (["--dry_run", "--topology=nobody=v5p:2x2x1"], ["'nobody'", "trainer, searcher, evaluator"]),
+    "unknown GPU": (["--dry_run", "--topology=X100x8"], ["the memory of X100 is not known: say it as X100x8@GIB"]),
+    "compiling a run": (["--compile"], ["--compile needs --dry_run"]),
+    "kernel": (["--dry_run", "--compile", "--config.model.attention=splash"], ["model.attention=splash needs a TPU", "cpu"]),
     "name": (["--role=searcher", "--name=../other"], ["--name='../other'", "lower-case letters, digits and hyphens"]),
     "name of a file's responses": (["--role=searcher", "--name=given"], ["--name='given'", "responses of a file"]),
 }

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from absl import flags
 
 from tba_jax.commands import recipes
-from tba_jax.experiment.mistakes import Refused
 from tba_jax.run import processes
-from tba_jax.schemas import hint, nearest
+from tba_jax.schemas import Refused, hint, nearest
 from tba_jax.storage import best_step, file_systems, layout
 from tba_jax.text.visible import visible
 

@@ -34,9 +34,9 @@ log = logging.getLogger("tba_jax.supervised")
 
 def check(config: Any) -> None:
     """Checks every rule that the config can break by itself. Raises ValueError: sentences with value, limit and setting."""
-    from tba_jax.experiment.mistakes import Mistakes
     from tba_jax.learner.optimizer import DECAYS, SCHEDULES
     from tba_jax.models import layers
+    from tba_jax.schemas import Mistakes
     from tba_jax.supervised import objectives
     from tba_jax.telemetry import metrics
 

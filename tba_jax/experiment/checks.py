@@ -1,7 +1,6 @@
 """Rules that a config can break by itself: every setting against its limits, and settings against each other.
 
-Every sentence names the values, the limit and the settings. Nothing is compiled or written before all rules hold.
-"""
+Every sentence names the values, the limit and the settings."""
 
 import bisect
 import itertools
@@ -9,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from tba_jax.experiment import meshes
-from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.learner.optimizer import DECAYS, SCHEDULES
 from tba_jax.learner.settings import HELD_REFERENCES
@@ -18,7 +16,7 @@ from tba_jax.models.config import PRESETS
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.objective import TEMPERATURES, Objective
 from tba_jax.replay.selection import STRATEGIES
-from tba_jax.schemas import flatten
+from tba_jax.schemas import Mistakes, flatten
 from tba_jax.tasks import TASKS, custom_task
 from tba_jax.telemetry import metrics
 
@@ -50,19 +48,18 @@ def check(config: Any, *, weights: bool = True, new: bool = False) -> None:
 def _each(config: Any) -> Iterator[str]:
     """Every setting, whatever the others are."""
     yield from SCHEMA.refusals(config, _registries(config.task.name)).values()
-    texts = (lambda value: isinstance(value, str) and value != "", "texts of at least one character")
-    folders = 'folders of runs, such as \'("runs/first", "runs/second")\''
-    for name, (allowed, what) in {
-        "task.banned_tokens": (lambda value: type(value) is int and value >= 0, "token ids, whole numbers from 0"),
-        "task.stop_strings": texts,
-        "task.step_ends": texts,
-        # Not a tuple whose texts have lost their quotes to the shell.
-        "replay.mount": (lambda value: isinstance(value, str) and value != "" and value[0] != "(", folders),
-    }.items():
-        section, _, setting = name.partition(".")
-        values = tuple(config[section][setting])
-        if wrong := [value for value in values if not allowed(value)]:
-            yield f"{name}={values} must hold {what}, not {wrong[0]!r}"
+    texts, folders = "texts of at least one character", 'folders of runs, such as \'("runs/first", "runs/second")\''
+    # A text that begins with "(" is a tuple whose texts have lost their quotes to the shell.
+    for name, values, what in (
+        ("task.stop_strings", config.task.stop_strings, texts),
+        ("task.step_ends", config.task.step_ends, texts),
+        ("replay.mount", config.replay.mount, folders),
+    ):
+        if wrong := [v for v in values if not isinstance(v, str) or not v or (what == folders and v[0] == "(")]:
+            yield f"{name}={tuple(values)} must hold {what}, not {wrong[0]!r}"
+    banned = tuple(config.task.banned_tokens)
+    if wrong := [value for value in banned if type(value) is not int or value < 0]:
+        yield f"task.banned_tokens={banned} must hold token ids, whole numbers from 0, not {wrong[0]!r}"
     for section in ("learner", "searchers", "evaluation"):
         for axis, size in config[section].mesh.items():
             other = {"data": -1, "fsdp": 0 if section == "learner" else 1}.get(axis, 1)
@@ -133,8 +130,8 @@ def _of_responses(config: Any) -> Iterator[str]:
     if task.min_response_length > task.response_length:
         yield f"task.min_response_length={task.min_response_length} is more than task.response_length={task.response_length}"
     if task.force_eos and task.response_length < 2:
-        length = f"task.response_length={task.response_length}"
-        yield f"{length} must be at least 2 with task.force_eos, which makes the last token the end"
+        why = "with task.force_eos, which makes the last token the end"
+        yield f"task.response_length={task.response_length} must be at least 2 {why}"
     for stop, step in itertools.product(task.stop_strings, task.step_ends):
         if stop in step:
             ends = f"task.step_ends={tuple(task.step_ends)} holds {step!r}, which ends no step"
@@ -159,12 +156,10 @@ def _of_model(config: Any, *, weights: bool) -> Iterator[str]:
     if lora.rank and not lora.targets:
         yield f"lora.rank={lora.rank} needs lora.targets, names or patterns of linear maps"
     # Merged adapters and rounded weights are made on the devices, from the whole of the policy.
-    made = [f"the adapters of lora.rank={lora.rank} are merged"] if lora.rank else []
-    rounded = [f"searchers.weights={config.searchers.weights} rounds them"] if config.searchers.weights != "full" else []
-    for section, first in {"searchers": rounded + made, "evaluation": made}.items():
-        if first and config[section].swap_memory == "in_place":
-            told = " and ".join(first)
-            yield f"{section}.swap_memory=in_place takes up snapshots as they are, but {told} first; use beside"
+    for section in ("searchers", "evaluation"):
+        made = {"lora.rank": lora.rank, "searchers.weights": section == "searchers" and config.searchers.weights != "full"}
+        if config[section].swap_memory == "in_place" and (first := " and ".join(name for name, on in made.items() if on)):
+            yield f"{section}.swap_memory=in_place takes up snapshots as they are, not as {first} makes them first; use beside"
 
 
 def _of_update(config: Any) -> Iterator[str]:
@@ -172,25 +167,22 @@ def _of_update(config: Any) -> Iterator[str]:
     learner, samples = config.learner, config.searchers.samples_per_query
     if samples < learner.completions:
         yield f"searchers.samples_per_query={samples} is less than learner.completions={learner.completions}"
-    if 0 < learner.schedule_steps < learner.steps:
-        steps = f"learner.schedule_steps={learner.schedule_steps} is less than learner.steps={learner.steps}"
-        yield f"{steps}: the last updates would have a learning rate of 0"
     most = f"learner.schedule_steps={learner.schedule_steps}" if learner.schedule_steps else f"learner.steps={learner.steps}"
+    if 0 < learner.schedule_steps < learner.steps:
+        yield f"{most} is less than learner.steps={learner.steps}: the last updates would have a learning rate of 0"
     if learner.warmup_steps + learner.decay_steps > (learner.schedule_steps or learner.steps):
         yield f"learner.warmup_steps={learner.warmup_steps} + learner.decay_steps={learner.decay_steps} exceed {most}"
     for name in ("beta", *TEMPERATURES):
         start, end, over = (learner[f"{name}_{part}"] for part in ("start", "end", "steps"))
         if start != end and not over:
-            means = f"learner.{name}_steps=0 means {end}, its end, at every step"
-            yield f"learner.{name}_start={start} would not be used: {means}"
+            yield f"learner.{name}_start={start} would not be used: learner.{name}_steps=0 means {end}, its end, at every step"
 
 
 def _of_replay(config: Any) -> Iterator[str]:
     learner, replay = config.learner, config.replay
     kept = learner.queries * min(replay.capacity_per_query, config.searchers.samples_per_query)
     if replay.capacity < kept:
-        queries = f"learner.queries={learner.queries} queries"
-        yield f"replay.capacity={replay.capacity} cannot hold the {kept} responses to {queries}"
+        yield f"replay.capacity={replay.capacity} cannot hold the {kept} responses to learner.queries={learner.queries} queries"
     if replay.capacity_per_query < learner.completions:
         yield f"replay.capacity_per_query={replay.capacity_per_query} is less than learner.completions={learner.completions}"
     share, distance = replay.merge_edit_distance, replay.merge_cosine_distance
@@ -202,10 +194,8 @@ def _of_replay(config: Any) -> Iterator[str]:
     if (share or distance) and not replay.merge_duplicates:
         yield f"{both} merge near-duplicates, which replay.merge_duplicates=False forbids"
     if replay.recent_fill == "wait" and replay.merge_duplicates:
-        yield (
-            "replay.recent_fill=wait draws no query before it has learner.completions rows, and a query whose responses are "
-            "merged may never have them: it needs replay.merge_duplicates=False"
-        )
+        why = "draws no query before it has learner.completions rows, which merging may keep from it"
+        yield f"replay.recent_fill=wait {why}: it needs replay.merge_duplicates=False"
 
 
 def _of_objective(config: Any) -> Iterator[str]:
@@ -219,25 +209,19 @@ def _of_objective(config: Any) -> Iterator[str]:
         if objective.positive_beta and not learner[name]:
             yield f"learner.{name}=0.0 must be above 0: {named} has no optimum, or nothing to learn from, without β"
     if learner.clip_norm and objective.reward_unit is None:
-        yield (
-            f"learner.clip_norm={learner.clip_norm} is in units of the reward, and {named} does not say what a gradient of its "
-            "loss is in that unit (reward_unit in tba_jax/objectives/__init__.py): set it to 0"
-        )
+        lacks = f"{named} has no reward_unit (tba_jax/objectives/__init__.py)"
+        yield f"learner.clip_norm={learner.clip_norm} is in units of the reward, and {lacks}: set it to 0"
     if kind in HELD_REFERENCES and not objective.reads_reference:
         yield f"learner.reference.kind={kind} moves a reference that {named} does not read: leave it at initial"
     if kind == "none" and objective.k3 and (learner.beta_start or learner.beta_end):
         betas = f"learner.beta_start={learner.beta_start} and learner.beta_end={learner.beta_end}"
-        none = f"learner.reference.kind=none: {named} would estimate the KL from a reference that is not there"
-        yield f"{betas} must be 0 with {none}"
+        yield f"{betas} must be 0 with learner.reference.kind=none: {named} estimates the KL from the reference"
     for name in ("ref_temperature_start", "ref_temperature_end"):
         if kind == "none" and learner[name] != 1:
-            why = "learner.reference.kind=none has no reference to temper"
-            yield f"learner.{name}={learner[name]} would not be used: {why}; leave it at 1"
+            yield f"learner.{name}={learner[name]} would not be used with learner.reference.kind=none; leave it at 1"
     if kind == "ema" and config.lora.rank:
-        yield (
-            f"lora.rank={config.lora.rank} trains adapters, and the product of averages of A and B is not the average of A B: "
-            "learner.reference.kind=ema needs lora.rank=0; take learner.reference.kind=reset"
-        )
+        why = "adapters, and the product of averages of A and B is not the average of A B"
+        yield f"lora.rank={config.lora.rank} trains {why}: learner.reference.kind=ema needs lora.rank=0 (reset does not)"
     if objective.state_values and not config.task.step_ends:
         yield f"{named} needs rows with the values of the states between steps: say by task.step_ends what ends a step"
     yield from _of_rows(objective, config, named)
@@ -248,15 +232,14 @@ def _of_rows(objective: Objective, config: Any, named: str) -> Iterator[str]:
     sampling, replay, share = config.sampling, config.replay, config.sampling.explore_top_p_probability
     if objective.as_drawn:
         weighs = f"{named} weighs rows by π_ref/π_behaviour, as π_behaviour drew them"
-        if replay.recent_fill != "wait":
-            own = "and a row that is repeated would have its own reward in its estimate of V*"
-            yield f"replay.recent_fill={replay.recent_fill} must be wait: {weighs}, {own}"
+        if replay.recent_fill != "wait":  # a row that is repeated would have its own reward in its estimate of V*
+            yield f"replay.recent_fill={replay.recent_fill} must be wait: {weighs}, each once"
         if config.task.force_eos:
             yield f"task.force_eos=True must be False: {weighs}, and a forced end was not drawn"
         for name, value in {"strategy": "softmax", "merge_keep": "best"}.items():
             if replay[name] == value:
                 yield f"replay.{name}={value} chooses rows by their rewards: {weighs}"
-        advice = f"{named} weighs rows by π_ref/π_behaviour, and a truncated row tells nothing of what it could not have been"
+        advice = f"{named} weighs rows by π_ref/π_behaviour, which truncation makes infinite"
         if share:
             yield f"sampling.explore_top_p_probability={share} must be 0: {advice}"
     elif objective.full_support:
@@ -276,16 +259,16 @@ def _of_searchers(config: Any) -> Iterator[str]:
         needs = "replay.mount, whose rows are trained on, and schedule.mode=asynchronous"
         yield f"searchers.count={searchers.count} needs {needs}"
     if searchers.prompt_selection == "posterior":
-        missing_eos, asked = config.task.missing_eos_reward, searchers.queries_per_batch
+        posterior, missing_eos, asked = (
+            "searchers.prompt_selection=posterior",
+            config.task.missing_eos_reward,
+            searchers.queries_per_batch,
+        )
         if asked < config.learner.queries:
-            yield (
-                f"searchers.queries_per_batch={asked} is less than learner.queries={config.learner.queries}: with "
-                "searchers.prompt_selection=posterior a batch must have the queries of an update, since the next may have the "
-                "same ones"
-            )
+            why = f"with {posterior} the next batch may have the same queries"
+            yield f"searchers.queries_per_batch={asked} is less than learner.queries={config.learner.queries}: {why}"
         if missing_eos is not None and not 0 <= missing_eos <= 1:
-            counts = "searchers.prompt_selection=posterior, which counts successes"
-            yield f"task.missing_eos_reward={missing_eos} must be within [0, 1] with {counts}"
+            yield f"task.missing_eos_reward={missing_eos} must be within [0, 1] with {posterior}, which counts successes"
     if mode == "interleaved":
         if config.trainer.processes > 1:
             yield f"trainer.processes={config.trainer.processes} must be 1 with schedule.mode=interleaved, which is one process"
@@ -296,10 +279,8 @@ def _of_searchers(config: Any) -> Iterator[str]:
         batch = searchers.queries_per_batch * searchers.samples_per_query
         asked = searchers.count * -(-rows // batch) * searchers.queries_per_batch  # whole batches are asked
         if asked < config.learner.queries:
-            yield (
-                f"searchers.max_rows_per_snapshot={rows} lets searchers.count={searchers.count} searchers ask {asked} queries "
-                f"before the first update, which needs learner.queries={config.learner.queries}"
-            )
+            lets = f"lets searchers.count={searchers.count} searchers ask {asked} queries before the first update"
+            yield f"searchers.max_rows_per_snapshot={rows} {lets}, which needs learner.queries={config.learner.queries}"
 
 
 def _of_snapshots(config: Any) -> Iterator[str]:
@@ -312,10 +293,7 @@ def _of_snapshots(config: Any) -> Iterator[str]:
         if lag % every:
             yield f"searchers.lag={lag} must be a multiple of publish.every_steps={every}: other steps have no snapshot"
         if 0 < keep < (least := lag // every + 3):
-            yield (
-                f"searchers.lag={lag} needs publish.keep={keep} to be 0 (all) or at least {least}: a snapshot is taken up when "
-                "searchers.lag / publish.every_steps newer ones are there, and two more may come while it is read"
-            )
+            yield f"searchers.lag={lag} needs publish.keep={keep} to be 0 (all) or at least {least}: two more may come meanwhile"
 
 
 def waits_for_ever(config: Any) -> Iterator[str]:
@@ -326,23 +304,19 @@ def waits_for_ever(config: Any) -> Iterator[str]:
     limit, steps, lag = config.replay.max_staleness, config.learner.steps, config.searchers.lag
     if not limit or steps <= limit + 1:
         return
+    stale, ever = f"replay.max_staleness={limit}", "would wait for ever"
     if config.schedule.mode == "interleaved":
         if (lag := config.schedule.lag) > limit:
-            old = f"schedule.lag={lag} makes every row {lag} steps old, more than replay.max_staleness={limit}"
-            yield f"{old}: step {limit + 2} would wait for ever"
+            yield f"schedule.lag={lag} makes every row {lag} steps old, more than {stale}: step {limit + 2} {ever}"
     elif not config.searchers.count:
-        yield (
-            f"searchers.count=0 leaves only rows of replay.mount, which count as of step 0: under replay.max_staleness={limit} "
-            f"no step after {limit + 1} of learner.steps={steps} may draw them"
-        )
+        only = "searchers.count=0 leaves only rows of replay.mount, which count as of step 0"
+        yield f"{only}: under {stale}, step {limit + 2} of learner.steps={steps} {ever}"
     elif lag:
         every = config.publish.every_steps, config.evaluation.every_steps
         published = [step for step in range(steps + 1) if step == steps or not all(step % each for each in every)]
         for newest, following in itertools.pairwise(published):
             used = published[bisect.bisect_right(published, max(0, newest - lag)) - 1]
             if following - used > limit + 1:
-                yield (
-                    f"replay.max_staleness={limit} lets the rows of a snapshot be drawn in {limit + 1} steps, and searchers take "
-                    f"up the next one after {following - used} (searchers.lag={lag}): step {used + limit + 2} would wait for ever"
-                )
+                taken = f"searchers take up the next snapshot after {following - used} (searchers.lag={lag})"
+                yield f"{stale} lets rows be drawn in {limit + 1} steps, and {taken}: step {used + limit + 2} {ever}"
                 return

@@ -4,23 +4,28 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.util
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tba_jax.experiment import checks, meshes, stored_run
-from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.models.config import FREE_FIELDS
 from tba_jax.models.policy import Policy
 from tba_jax.rewards import scorers, task_models
 from tba_jax.roles import evaluator
-from tba_jax.schemas import NO_CHARACTER, holds_surrogate
+from tba_jax.schemas import NO_CHARACTER, Mistakes, holds_surrogate, require
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
 from tba_jax.tasks import EXTRAS, TASKS, custom_task
 from tba_jax.tasks.interface import SPLITS, EncodedQuery, Query, Shortens, Task, private_files, reward_range
+from tba_jax.telemetry.alarms import Alarms
 from tba_jax.text import prompts, stop_strings
 from tba_jax.text.tokenizers import Tokenizer
 
+log = logging.getLogger(__name__)
+
+# Settings task.* that are fields of the contract.
+_IN_CONTRACT = ("prompt_length", "response_length", "min_response_length", "force_eos", "missing_eos_reward")
 # How names of task settings end that say where data is and how rewards are computed here. Such settings do not change what a
 # reward is, and the roles of a run need not agree on them.
 _OF_A_PLACE = ("path", "time_limit", "retries", "concurrency", "batch_rows")
@@ -85,16 +90,12 @@ def build(
         tokenizer=tokenizer.fingerprint,
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,
-        prompt_length=c.prompt_length,
-        response_length=c.response_length,
-        min_response_length=c.min_response_length,
-        force_eos=c.force_eos,
+        **{name: c[name] for name in _IN_CONTRACT},
         stop_strings=tuple(sorted(set(c.stop_strings))),
         step_ends=tuple(sorted(set(c.step_ends))),
         scoring_temperature=config.sampling.scoring_temperature,
         task_name=custom_task.short(c.name) if custom_task.is_named(c.name) else c.name,
         task={name: value for name, value in settings.items() if not name.endswith(_OF_A_PLACE)},
-        missing_eos_reward=c.missing_eos_reward,
         reward_parts=task.reward_parts,
         reward_version=task.reward_version,
         warm_start=config.warm_start.to_dict(),
@@ -179,9 +180,8 @@ def make_task(config: Any) -> tuple[Task, dict[str, Any]]:
     """
     section, name, custom = config.task, config.task.name, config.task.custom.to_dict()
     if custom and not custom_task.is_named(name):
-        raise ValueError(
-            f"task.custom.{min(custom)} is a setting of a custom task, FILE.py:CLASS, but task.name={name!r} is not one"
-        )
+        of_custom = f"task.custom.{min(custom)} is a setting of a custom task"
+        raise ValueError(f"{of_custom}, FILE.py:CLASS, but task.name={name!r} is not one")
     if custom_task.is_named(name):
         settings = custom
         with custom_task.named_errors(name, "its constructor"):
@@ -189,10 +189,8 @@ def make_task(config: Any) -> tuple[Task, dict[str, Any]]:
     else:
         settings = section[name].to_dict() if name in section else {}
         task = task_class(name)(**settings)
-    if task.score_name in evaluator.REPORTED:
-        raise ValueError(
-            f"the task's score_name={task.score_name!r} is that of another figure of evaluation reports; call it otherwise"
-        )
+    other_figure = "is that of another figure of evaluation reports; call it otherwise"
+    require(task.score_name not in evaluator.REPORTED, f"the task's score_name={task.score_name!r} {other_figure}")
     given = reward_range(task)
     if given is not None and config.searchers.prompt_selection == "posterior" and not 0 <= given[0] <= given[1] <= 1:
         raise ValueError(
@@ -201,11 +199,8 @@ def make_task(config: Any) -> tuple[Task, dict[str, Any]]:
             "searchers.prompt_selection=uniform"
         )
     for section in ("searchers", "evaluation"):
-        devices = config[section].task_devices
-        if devices and not task_models.uses(task):
-            raise ValueError(
-                f"{section}.task_devices={devices} would not be used: task.name={config.task.name!r} scores without models"
-            )
+        devices, why = config[section].task_devices, f"task.name={config.task.name!r} scores without models"
+        require(not devices or task_models.uses(task), f"{section}.task_devices={devices} would not be used: {why}")
     return task, settings
 
 
@@ -227,10 +222,8 @@ def encode_queries(config: Any, task: Task, tokenizer: Tokenizer) -> tuple[dict[
             split=split,
             shorten=task.shortened if isinstance(task, Shortens) else None,
         )
-    if config.learner.queries > len(queries["train"]):
-        raise ValueError(
-            f"learner.queries={config.learner.queries} is more than the {len(queries['train'])} train queries of the task"
-        )
+    wanted, there = config.learner.queries, len(queries["train"])
+    require(wanted <= there, f"learner.queries={wanted} is more than the {there} train queries of the task")
     return queries, skipped
 
 
@@ -249,3 +242,27 @@ def _queries(name: str, task: Task, split: str) -> Sequence[Query]:
         if holds_surrogate((query.prompt, query.answer)):
             raise ValueError(f"task.name={name!r}: queries({split!r}) gave {repr(query)[:200]}, which {NO_CHARACTER}")
     return queries
+
+
+KIND = "prompts_change"
+PROMPTS = 256  # of each split, evenly spread: decoding a large data set takes minutes
+_ADVICE = "take a model whose tokenizer has these characters, or write prompts without them (the task's prompt setting)"
+
+
+def tell_changed_prompts(e: Experiment, alarms: Alarms | None = None) -> None:
+    """Tells of prompts whose text the tokenizer changes: by an alarm once a run, or without `alarms` by a warning."""
+    if alarms is not None and KIND in alarms.told:
+        return
+    changes = []
+    for split in SPLITS:
+        queries = e.queries[split]
+        chosen = range(0, len(queries), -(-len(queries) // PROMPTS))
+        count, text, read = prompts.changed_by(e.tokenizer, [queries[i].query.prompt for i in chosen])
+        if count:
+            of = f"{len(chosen)} {split} prompts" + (f" (of {len(queries):,})" if len(chosen) < len(queries) else "")
+            changes.append(f"{count} of {of}, such as '{text}', which the policy reads as '{read}'")
+    sentence = f"the tokenizer changes the text of {', and '.join(changes)}"
+    if changes and alarms is None:
+        log.warning("%s; what to do: %s", sentence, _ADVICE)
+    elif changes and alarms:
+        alarms.tell(kind=KIND, sentence=sentence, advice=_ADVICE, step=0)

@@ -3,21 +3,20 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from tba_jax import sharding
-from tba_jax.experiment import composition, estimate, initial_policy, joining, meshes, this_machine, topologies
-from tba_jax.experiment.joining import Invocation, check_dry_run, mistakes_end_the_role
-from tba_jax.experiment.mistakes import Mistakes
-from tba_jax.experiment.this_machine import Devices
+from tba_jax.experiment import composition, estimate, initial_policy, meshes, topologies
+from tba_jax.experiment.topologies import Devices
+from tba_jax.experiment.training import Invocation, check_dry_run, mistakes_end_the_role
 from tba_jax.models.hugging_face import load
 from tba_jax.programs import UNITS, Fit, Measure, Program, in_words, unit_of
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus
 from tba_jax.run import processes
-from tba_jax.schemas import flatten
+from tba_jax.schemas import Mistakes, flatten, require
 from tba_jax.storage import layout, places
 from tba_jax.text.visible import visible
 
@@ -29,7 +28,7 @@ ROLES = tuple(meshes.SECTIONS)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Taken:
     """What a role takes of its devices. who: the role, or "ROLE, task" for devices of its task; parts: as in estimate.memory;
-    of: whose bytes these are, the devices or a program; change: part -> the settings that make it less; end: what else to say."""
+    of: whose bytes these are, the devices or a program; change: part -> the settings that make it less; end: of the sentence."""
 
     who: str
     devices: Devices
@@ -39,17 +38,13 @@ class Taken:
     end: str = ""
 
     @property
-    def on_device(self) -> int:
-        return estimate.on_device(self.parts)
-
-    @property
     def size(self) -> int:
         """Bytes, of what has the limit: a device, or the machine."""
-        return self.on_device * (self.devices.count - 1) + sum(self.parts.values()) if self.devices.on_host else self.on_device
+        on_device = estimate.on_device(self.parts)
+        return on_device * (self.devices.count - 1) + sum(self.parts.values()) if self.devices.on_host else on_device
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Whether a role fits its devices. who: the role, or "together". fits: None: not known."""
 
     who: str
@@ -63,15 +58,14 @@ class Verdict:
 def _verdict(taken: Taken, config: Any, about: str) -> Verdict:
     size, limit = f"{about}{in_words(taken.size)}", taken.devices.limit
     if limit is None:
-        sentence = f"takes {size} of each device ({taken.of}), whose memory is not known{taken.end}"
-        return Verdict(who=taken.who, fits=None, sentence=sentence)
+        return Verdict(taken.who, None, f"takes {size} of each device ({taken.of}), whose memory is not known{taken.end}")
     fits, numbers = taken.size <= limit, f"{size} of {in_words(limit)} ({taken.of})"
     if not fits:
         part, most = max(taken.parts.items(), key=lambda item: item[1])
         known = flatten(config.to_dict())  # a default of a custom task is not among them
         change = [f"{name}={known[name]}" if name in known else name for name in taken.change.get(part, ())]
         numbers += f"; most of it: {part}, {in_words(most)}" + ("; change " + ", ".join(change) if change else "")
-    return Verdict(who=taken.who, fits=fits, sentence=f"{'fits' if fits else 'does not fit'}: {numbers}{taken.end}")
+    return Verdict(taken.who, fits, f"{'fits' if fits else 'does not fit'}: {numbers}{taken.end}")
 
 
 def verdicts(found: Sequence[Taken], config: Any, *, about: str = "") -> list[Verdict]:
@@ -89,7 +83,7 @@ def verdicts(found: Sequence[Taken], config: Any, *, about: str = "") -> list[Ve
     fits = None if limit is None else size <= limit
     numbers = f"{about or 'at most '}{in_words(size)}{'' if limit is None else f' of {in_words(limit)}'}; {why}"
     answer = {None: "takes ", True: "fits: ", False: "does not fit: " if about else "may not fit: "}[fits]
-    return [*told, Verdict(who="together", fits=fits, sentence=answer + numbers)]
+    return [*told, Verdict("together", fits, answer + numbers)]
 
 
 # By an estimate
@@ -97,7 +91,7 @@ def verdicts(found: Sequence[Taken], config: Any, *, about: str = "") -> list[Ve
 
 def judge(experiment: composition.Experiment) -> tuple[list[Verdict], dict[str, dict[str, int]]]:
     """The verdicts on the roles on this machine by an estimate, and the estimate of their memory, see estimate.memory."""
-    there, refused = this_machine.here(experiment)
+    there, refused = topologies.here(experiment)
     if trains := there.get("trainer"):
         experiment = meshes.by_need(experiment, devices=trains.count, memory=None if trains.on_host else trains.limit)
     memory = estimate.memory(experiment, {role: devices.count for role, devices in there.items()})
@@ -108,10 +102,9 @@ def judge(experiment: composition.Experiment) -> tuple[list[Verdict], dict[str, 
             own = meshes.task_devices(experiment, role)
             devices = dataclasses.replace(devices, count=own if task else devices.count - own)
             found.append(Taken(who=who, devices=devices, parts=parts, of=devices.where))
-    told = verdicts([] if refused else found, experiment.config, about="about ")
-    if refused:
-        told = [_verdict(each, experiment.config, "about ") for each in found]
-    return told + [Verdict(who=who, fits=False, sentence=f"does not fit: {why}") for who, why in refused.items()], memory
+    config = experiment.config
+    told = [_verdict(each, config, "about ") for each in found] if refused else verdicts(found, config, about="about ")
+    return told + [Verdict(who, False, f"does not fit: {why}") for who, why in refused.items()], memory
 
 
 def describe(experiment: composition.Experiment, run: layout.RunDir | None = None) -> str:
@@ -124,7 +117,7 @@ def describe(experiment: composition.Experiment, run: layout.RunDir | None = Non
     if run is not None and not places.exists(run.config):
         for demand in estimate.demands(experiment, run):
             lines.append(f"{'disk':9}  {'fits' if demand.size <= demand.free else 'does not fit'}: {demand.numbers}")
-    lines += [f"These are estimates from shapes, for this machine: {this_machine.in_short()}.", ""]
+    lines += [f"These are estimates from shapes, for this machine: {topologies.in_short()}.", ""]
     lines += [estimate.describe_memory(memory), ""]
     unchecked = ["the programs, which --compile and --topology compile", *unchecked_inputs(experiment)]
     return "\n".join([*lines, f"not checked: {'; '.join(unchecked)}", "--dry_run=full prints config and shapes as well"])
@@ -135,11 +128,10 @@ def check_fits(experiment: composition.Experiment) -> None:
     found, _ = judge(experiment)
     for verdict in found:
         log.info("%s", verdict)
-    if problems := [f"{verdict.who} {verdict.sentence}" for verdict in found if verdict.fits is False]:
-        raise ValueError(
-            f"the run does not fit this machine ({this_machine.in_short()}), by estimates from shapes: {'; '.join(problems)}; "
-            "take a smaller model, adapters (lora.rank) or less memory for search (searchers.slots, evaluation.batch_size)"
-        )
+    problems = [f"{verdict.who} {verdict.sentence}" for verdict in found if verdict.fits is False]
+    less = "take a smaller model, adapters (lora.rank) or less memory for search (searchers.slots, evaluation.batch_size)"
+    told = f"this machine ({topologies.in_short()}), by estimates from shapes: {'; '.join(problems)}; {less}"
+    require(not problems, f"the run does not fit {told}")
 
 
 def unchecked_inputs(experiment: composition.Experiment) -> list[str]:
@@ -163,13 +155,12 @@ def unchecked_inputs(experiment: composition.Experiment) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoleFit:
-    """The figures of a role's programs. who, devices: see Taken; mesh: in words; unchecked: what is not among the programs."""
+    """The figures of a role's programs. who, devices: see Taken; mesh: in words."""
 
     who: str
     devices: Devices
     mesh: str
     fits: Sequence[Fit]
-    unchecked: Sequence[str]
 
     @property
     def worst(self) -> Fit:
@@ -178,7 +169,6 @@ class RoleFit:
 
     def taken(self) -> Taken:
         worst, end = self.worst, "; by TPU proxy" if topologies.BY_PROXY in self.devices.where else ""
-        end += f"; not checked: {'; '.join(self.unchecked)}" if self.unchecked else ""
         change = {"outputs": worst.program.room.get("arguments", ()), **worst.program.room}
         return Taken(who=self.who, devices=self.devices, parts=worst.parts(), of=worst.name, change=change, end=end)
 
@@ -196,21 +186,19 @@ def programs(
         e = meshes.of_trainer(e, jax.devices() if devices is None else devices)
         made = update_program.programs(e.config, e.contract, e.policy, run, devices=devices)
         return {**initial_policy.programs(e, run, devices=devices), **made}
-    room: dict[str, Any] = dict(policy=e.policy, tokenizer=e.tokenizer, task=e.task, devices=devices)
+    world: dict[str, Any] = dict(policy=e.policy, tokenizer=e.tokenizer, task=e.task, devices=devices)
     if role == "searcher":
-        return searcher.programs(e.config, e.contract, queries=e.queries["train"], **room)
-    return evaluator.programs(e.config, e.contract, queries=composition.heldout_queries(e), **room)
+        return searcher.programs(e.config, e.contract, queries=e.queries["train"], **world)
+    return evaluator.programs(e.config, e.contract, queries=composition.heldout_queries(e), **world)
 
 
 def fit(experiment: composition.Experiment, run: layout.RunDir, *, role: str, on: Devices) -> RoleFit:
     """Compiles the programs of a role for its devices."""
     experiment = meshes.of_trainer(experiment, on.of_jax) if role == "trainer" else experiment
     made = programs(experiment, run, role=role, devices=on.of_jax)
-    linear = [use.name for use in task_models.uses(experiment.task, role=role) if use.kind == "linear"]
-    unchecked = [f"the {name} of the task, which is linear and computes in the host's memory" for name in linear]
     mesh = meshes.in_words(experiment, role=role, devices=on.count)
     own = on.count - meshes.task_devices(experiment, role)
-    return RoleFit(who=role, devices=_some(on, 0, own), mesh=mesh, fits=_fits(made, role), unchecked=unchecked)
+    return RoleFit(who=role, devices=_some(on, 0, own), mesh=mesh, fits=_fits(made, role))
 
 
 def fit_task(experiment: composition.Experiment, *, role: str, on: Devices) -> RoleFit | None:
@@ -221,7 +209,7 @@ def fit_task(experiment: composition.Experiment, *, role: str, on: Devices) -> R
     made, who = task_models.of_task(experiment.task, mesh, role=role, length=length).alone(), f"{role}, task"
     told = f"{meshes.SECTIONS[role]}.task_devices={own}"
     devices = _some(on, on.count - own, on.count)
-    return RoleFit(who=who, devices=devices, mesh=told, fits=_fits(made, who), unchecked=()) if made else None
+    return RoleFit(who=who, devices=devices, mesh=told, fits=_fits(made, who)) if made else None
 
 
 def _some(on: Devices, first: int, last: int) -> Devices:
@@ -244,7 +232,7 @@ def describe_programs(found: Sequence[RoleFit], *, config: Any) -> str:
         unit = unit_of(each.worst.peak)
         compiled = f"{len(each.fits)} programs compiled in {sum(fit.seconds for fit in each.fits):.0f} s"
         where = f"{each.who} on {each.devices.where}, {each.mesh}; {unit} of one device; {compiled}"
-        lines += ["", where, *_table(each, UNITS[unit]), *(f"  not checked: {what}" for what in each.unchecked)]
+        lines += ["", where, *_table(each, UNITS[unit])]
     return "\n".join(lines)
 
 
@@ -260,40 +248,13 @@ def _table(role: RoleFit, unit: int) -> list[str]:
     return [*rows, f"  beside {role.worst.name}: {beside or 'nothing'}"]
 
 
-def on_topologies(experiment: composition.Experiment, asked: Mapping[str, str], *roles: str) -> dict[str, Devices]:
-    """Role -> the devices of its topology, of those roles that have one. Args: asked: see topologies.parse.
-
-    Raises:
-      ValueError: a topology cannot be had, or the roles do not fit the machine that they share.
-    """
-    if machine_of_all := asked.get("all"):
-        placed = this_machine.by_placement(experiment, topologies.gpus(machine_of_all))
-        return {role: _proxy(machine_of_all, placed[role].count, placed[role].limit) for role in roles if role in placed}
-    found = Mistakes()
-    devices = {role: found.attempt(_of_topology, asked[role]) for role in roles if role in asked}
-    found.end()
-    return {role: on for role, on in devices.items() if on}
-
-
-def _of_topology(name: str) -> Devices:
-    if there := topologies.gpus(name):
-        return _proxy(name, len(there), int(there[0].usable_share(1) * (there[0].memory or 0)))
-    return this_machine.of_jax(topologies.devices(name), name=name)
-
-
-def _proxy(name: str, count: int, limit: int | None) -> Devices:
-    """TPU chips in the place of `count` GPUs of a machine. Args: limit: bytes that the role may take of each of the GPUs."""
-    limit = int(topologies.PROXY_SHARE * (limit or 0))
-    return this_machine.of_jax(topologies.stand_ins(count), name=f"{topologies.BY_PROXY} {count} of {name}", limit=limit)
-
-
 def _here(s: Invocation, wanted: Sequence[str], visible: Sequence[gpus.Gpu], *, role: str) -> dict[str, Devices]:
     """Role -> its devices on this machine. Args: visible: its GPUs, before this process has taken memory of them."""
     there = gpus.jax_devices()
     if role != "all" or there[0].platform != "gpu" or s.config.schedule.mode == "interleaved":
-        return dict.fromkeys(wanted, this_machine.of_jax(there))
-    placed = this_machine.by_placement(s.experiment, visible)
-    return {each: this_machine.of_jax(there[: placed[each].count], limit=placed[each].limit) for each in wanted}
+        return dict.fromkeys(wanted, topologies.of_jax(there))
+    placed = topologies.by_placement(s.experiment, visible)
+    return {each: topologies.of_jax(there[: placed[each].count], limit=placed[each].limit) for each in wanted}
 
 
 # What --dry_run does: the checks of a start at once, and the job that prints what fits. Nothing is written.
@@ -302,7 +263,7 @@ def _here(s: Invocation, wanted: Sequence[str], visible: Sequence[gpus.Gpu], *, 
 def estimated(s: Invocation, *, full: bool) -> Callable[[], int]:
     """Args: full: prints the config and the shapes as well."""
     check_dry_run(s)
-    joining.tell_changed_prompts(s.experiment)
+    composition.tell_changed_prompts(s.experiment)
 
     def job() -> int:
         _print(s, describe(s.experiment, s.run), full=full)
@@ -312,15 +273,11 @@ def estimated(s: Invocation, *, full: bool) -> Callable[[], int]:
 
 
 def compiled(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -> Callable[[], int]:
-    """Checks the meshes against the devices of each role besides.
+    """Raises ValueError where a topology cannot be had, or the mesh of a role does not fit its devices.
 
     Args:
       asked: role -> topology (topologies.parse); {}: the roles have the devices of this process.
       role: the only one that is compiled; "all": all roles of the run.
-      full: prints the config and the shapes as well.
-
-    Raises:
-      ValueError: a topology cannot be had, or the mesh of a role does not fit its devices; names the numbers.
     """
     if role not in ("all", *ROLES):
         raise ValueError(f"--role={role} computes nothing of its own; roles that compute: {', '.join(ROLES)}")
@@ -328,10 +285,10 @@ def compiled(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) 
     wanted = [role] if role != "all" else [each for each in of_run if each in asked or not asked or "all" in asked]
     found = Mistakes()
     if asked:
-        there = found.attempt(on_topologies, s.experiment, asked, *wanted)
-        named = f"--topology={','.join(asked.values())} names no"
-        found.require(wanted, f"{named} role of this run")
-        found.require(found or there, f"{named} topology for --role={role}")
+        there = found.attempt(topologies.of_roles, s.experiment, asked, *wanted)
+        if not there and not found:
+            what = f"topology for --role={role}" if wanted else "role of this run"
+            found.add([f"--topology={','.join(asked.values())} names no {what}"])
     else:
         there = found.attempt(_here, s, wanted, gpus.visible(), role=role)
     processes.stop_at_once()

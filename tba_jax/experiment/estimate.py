@@ -1,11 +1,10 @@
 """What a config would run, from shapes alone: parameters and batches, the memory of each role, and the disk of the run."""
 
-import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -28,20 +27,14 @@ def describe(experiment: Experiment) -> str:
     lines += _table(experiment.policy.model_specs)
     if experiment.policy.lora is not None:
         lines += ["", "trained and published (adapters):", *_table(experiment.policy.trained_specs)]
-    c, s, tokens = config.learner, config.searchers, f"{contract.prompt_length} + {contract.response_length} tokens"
     micro = meshes.micro_batch_rows(config, ways=math.prod(meshes.shape(experiment, role="trainer", devices=None)[:2]))
-    more = f", {s.value_samples} more from each state between steps" if contract.step_ends else ""
-    lines += [
-        *("", "batches:"),
-        f"  trainer    Q={c.queries} × K={c.completions} rows of {tokens}, {micro} full ones at a time",
-        f"  searcher   {s.queries_per_batch} queries × {s.samples_per_query} samples: rows of {tokens}{more}",
-        f"  evaluator  {config.evaluation.batch_size} rows of {tokens}",
-    ]
+    lines += ["", f"rows of {contract.prompt_length} + {contract.response_length} tokens, {micro} full ones in a micro-batch"]
     for use in task_models.uses(experiment.task):
         if use.kind != "linear":
             length = use.length or contract.prompt_length + contract.response_length
-            texts = f"{use.rows} texts at a time of up to {length} tokens, on each device"
-            lines += [f"  {use.name:10} {texts} ({', '.join(use.roles)})"]
+            lines += [
+                f"  {use.name}: {use.rows} texts at a time of up to {length} tokens, on each device ({', '.join(use.roles)})"
+            ]
     lines += ["", "queries:"]
     for split, queries in experiment.queries.items():
         lines += [f"  {split:10} {len(queries)} ({experiment.skipped[split]} too long, left out)"]
@@ -68,11 +61,10 @@ def _table(specs: parameters.Specs) -> list[str]:
 
 
 def memory(experiment: Experiment, devices: Mapping[str, int] | None = None) -> dict[str, dict[str, int]]:
-    """role -> part -> bytes on one device of the role's mesh, from shapes alone.
+    """role -> part -> bytes on one device of the role's mesh, from shapes alone, without temporary arrays of XLA inside a layer.
 
-    "ROLE, task" is each of the role's task_devices, if it has them. Temporary arrays of XLA inside a layer are not counted.
-
-    Args: devices: role -> how many it has; a role that is not named has as few as its mesh can make up (data=-1 counts as 1).
+    "ROLE, task" is each of the role's task_devices, if it has them. Args: devices: role -> how many it has; a role that is not
+    named has as few as its mesh can make up (data=-1 counts as 1).
     """
     config, bytes_of = experiment.config, _Memory(experiment, devices or {})
     s, samples = config.searchers, config.evaluation.batch_size
@@ -188,57 +180,49 @@ class _Memory:
 # Disk
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Files:
-    """Files of one kind. what: in words, with the settings that say how many and how large; size: bytes of each."""
+class Files(NamedTuple):
+    """what: files of one kind in words, with the settings that say how many and how large; size: bytes of all of them."""
 
     what: str
-    count: int
     size: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Demand:
-    """What a run writes to one file system. folder: of the run; free: bytes; files: weights, beside which all else is small."""
+class Demand(NamedTuple):
+    """What a run writes to one file system: weights, beside which all else is small. size, free: bytes."""
 
-    folder: Path
+    size: int
     free: int
-    files: tuple[Files, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(each.count * each.size for each in self.files)
-
-    @property
-    def numbers(self) -> str:
-        there = f"{in_words(self.free)} left on the file system of {self.folder}"
-        return f"about {in_words(self.size)} of the {there}: {', '.join(each.what for each in self.files)}"
+    numbers: str
 
 
-def snapshots(experiment: Experiment) -> Files:
+def _demand(folder: Path, free: int, files: Sequence[Files]) -> Demand:
+    size = sum(each.size for each in files)
+    there = f"{in_words(free)} left on the file system of {folder}"
+    return Demand(size, free, f"about {in_words(size)} of the {there}: {', '.join(each.what for each in files)}")
+
+
+def snapshot_count(config: Any) -> int:
     """The snapshots that are there at the end of the run, and one that is being written."""
-    c = experiment.config
-    every = 1 if c.schedule.mode == "interleaved" else c.publish.every_steps
-    steps, keep, evaluated_every = c.learner.steps, c.publish.keep, c.evaluation.every_steps
+    steps, keep, evaluated_every = config.learner.steps, config.publish.keep, config.evaluation.every_steps
+    every = 1 if config.schedule.mode == "interleaved" else config.publish.every_steps
     # Step 0, multiples, and the last step.
     evaluated = steps // evaluated_every + 1 + (steps % evaluated_every > 0)
     both = steps // math.lcm(every, evaluated_every)
     published = steps // every + steps // evaluated_every - both + 1 + (steps % every > 0 and steps % evaluated_every > 0)
-    count = min(published, evaluated + keep + 1) if keep else published
+    return min(published, evaluated + keep + 1) if keep else published
+
+
+def _snapshots(experiment: Experiment) -> Files:
+    c, count = experiment.config, snapshot_count(experiment.config)
     size = jnp.dtype(c.publish.dtype).itemsize * parameters.count(experiment.policy.trained_specs)
-    kept = f"publish.keep={keep}{'' if keep else ', all'}, evaluation.every_steps={evaluated_every}"
-    what = f"{count:,} snapshots of {in_words(size)} ({kept}, publish.dtype={c.publish.dtype})"
-    return Files(what=what, count=count, size=size)
+    kept = f"publish.keep={c.publish.keep}{'' if c.publish.keep else ', all'}, evaluation.every_steps={c.evaluation.every_steps}"
+    return Files(f"{count:,} snapshots of {in_words(size)} ({kept}, publish.dtype={c.publish.dtype})", count * size)
 
 
-def checkpoints(settings: Any, *, trained: int, steps: int, moving_reference: bool = False) -> Files:
-    """The checkpoints that are kept, and one that is being written: weights and Adam's two moments, in float32.
-
-    Args: settings: the section `checkpoint` of a config; trained: how many parameters are.
-    """
+def _checkpoints(settings: Any, *, trained: int, steps: int, moving_reference: bool = False) -> Files:
+    """The checkpoints that are kept, and one that is being written: weights and Adam's two moments, in float32."""
     size, count = (3 + moving_reference) * 4 * trained, min(settings.keep + 1, steps // settings.every_steps + 1)
-    what = f"{count} checkpoints of {in_words(size)} (checkpoint.keep={settings.keep})"
-    return Files(what=what, count=count, size=size)
+    return Files(f"{count} checkpoints of {in_words(size)} (checkpoint.keep={settings.keep})", count * size)
 
 
 def demands(experiment: Experiment, run: layout.RunDir, *, trains: bool = True) -> list[Demand]:
@@ -248,14 +232,14 @@ def demands(experiment: Experiment, run: layout.RunDir, *, trains: bool = True) 
     """
     c, policy, by_system = experiment.config, experiment.policy, dict[int, tuple[Path, list[Files]]]()
     size = 4 * parameters.count(policy.model_specs)
-    reference = Files(what=f"the reference policy of {in_words(size)}", count=1, size=size)
+    reference = Files(f"the reference policy of {in_words(size)}", size)
     moving, trained = c.learner.reference.kind in HELD_REFERENCES, parameters.count(policy.trained_specs)
-    own = [checkpoints(c.checkpoint, trained=trained, steps=c.learner.steps, moving_reference=moving)] if trains else []
-    for folder, files in ((run.shared, [snapshots(experiment), reference]), (run.root, own)):
+    own = [_checkpoints(c.checkpoint, trained=trained, steps=c.learner.steps, moving_reference=moving)] if trains else []
+    for folder, files in ((run.shared, [_snapshots(experiment), reference]), (run.root, own)):
         if files and isinstance(folder, Path):
             by_system.setdefault(file_systems.existing(folder).stat().st_dev, (folder, []))[1].extend(files)
     there = [(folder, files, file_systems.free(folder)) for folder, files in by_system.values()]
-    return [Demand(folder=folder, free=free, files=tuple(files)) for folder, files, free in there if free is not None]
+    return [_demand(folder, free, files) for folder, files, free in there if free is not None]
 
 
 def check_disk(asked: Iterable[Demand]) -> None:
@@ -269,10 +253,10 @@ def check_disk(asked: Iterable[Demand]) -> None:
 
 
 def check_disk_of_supervised(folder: Path, settings: Any, *, trained: int, steps: int) -> None:
-    """Raises ValueError where the checkpoints of supervised training would fill the disk. Args: see `checkpoints`."""
-    free, files = file_systems.free(folder), checkpoints(settings, trained=trained, steps=steps)
-    if free is not None and files.count * files.size > free:
+    """Raises ValueError where the checkpoints of supervised training would fill the disk. Args: settings: `checkpoint`."""
+    free = file_systems.free(folder)
+    if free is not None and (needs := _demand(folder, free, [_checkpoints(settings, trained=trained, steps=steps)])).size > free:
         raise ValueError(
-            f"this run would fill its disk, {Demand(folder=folder, free=free, files=(files,)).numbers}; keep fewer by "
-            "checkpoint.keep, free some disk, or name another --workdir"
+            f"this run would fill its disk, {needs.numbers}; keep fewer by checkpoint.keep, free some disk, or name another "
+            "--workdir"
         )

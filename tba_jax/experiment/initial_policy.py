@@ -1,27 +1,33 @@
-"""The policy that step 0 of a run starts from, which is its reference policy as well."""
+"""The policy that step 0 of a run starts from, which is its reference policy as well; and other runs that a run begins from
+(--init_from=RUN@STEP) or whose rows it trains on (replay.mount)."""
 
 import contextlib
 import logging
+import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from tba_jax import sharding
-from tba_jax.experiment import other_runs
 from tba_jax.experiment.composition import Experiment
 from tba_jax.models import parameters
 from tba_jax.models.hugging_face import load
 from tba_jax.models.parameters import Params
+from tba_jax.models.policy import LoraConfig, Policy
+from tba_jax.objectives import OBJECTIVES
 from tba_jax.programs import Program
+from tba_jax.replay.log import GIVEN, REGISTER, registration
 from tba_jax.roles.process_group import Alone, Group, Member
 from tba_jax.roles.trainer import publishing
+from tba_jax.roles.trainer.buffer import behavior_reader
+from tba_jax.schemas import Mistakes, require
 from tba_jax.storage import contract as contract_lib
-from tba_jax.storage import layout, places, snapshots
-from tba_jax.storage.places import Place
+from tba_jax.storage import file_systems, layout, places, snapshots
 from tba_jax.supervised import warm_start
 from tba_jax.telemetry.status import Status
 
@@ -87,35 +93,33 @@ def ensure(
       group: of the trainer's processes, of which the others are called to `follow`; None: this process alone.
 
     Returns:
-      16 hex digits, a hash of the weights; `run.reference(id)` holds them. Where another process was faster, its policy counts.
+      16 hex digits, a hash of the weights; `run.reference(id)` holds them.
     """
     if places.exists(run.initial_reference):
         return layout.reference_id(run)
-    group, init_from, draft = group or Alone(), contract_lib.read(run)["init_from"], run.draft
+    group, draft = group or Alone(), run.draft
     places.make_folder(draft.parent)
-    _write(draft, experiment, init_from, report=report, status=status or Status(None), group=group)
+    _write(draft, experiment, contract_lib.read(run)["init_from"], report=report, status=status or Status(None), group=group)
     reference_id = snapshots.fingerprint(draft)
-    is_new = _adopt(draft, run.reference(reference_id))
+    if places.exists(run.reference(reference_id) / snapshots.COMMIT):  # a process that ended too soon has made the same
+        shutil.rmtree(draft)
+    else:
+        snapshots.adopt(draft, run.reference(reference_id))
     if not isinstance(run.references, Path):
         with contextlib.suppress(OSError):  # another process is making one
             draft.parent.rmdir()  # the workdir has no reference of its own
     layout.create_json(run.initial_reference, {"id": reference_id})
-    # Where there was one after all (the storage was away when this process looked), it stays the run's.
-    if (chosen := layout.reference_id(run)) != reference_id and is_new:
-        places.remove_tree(run.reference(reference_id))
-    reference_id = chosen
     log.info("reference policy %s: %d parameters", reference_id, parameters.count(experiment.policy.model_specs))
-    return reference_id
+    return layout.reference_id(run)  # another one, where the storage was away when this process looked: it stays the run's
 
 
 def _write(
     draft: Path, experiment: Experiment, init_from: str, *, report: Callable[[int, float], None], status: Status, group: Group
 ) -> None:
-    """Makes the policy of `ensure` and writes it as a snapshot. Args: see there."""
     config = experiment.config
     if config.replay.mount:
         status.phase(f"copying the reference policy of {config.replay.mount[0]}")
-        other_runs.copy_reference(config.replay.mount[0], draft)
+        _copy_reference(config.replay.mount[0], draft)
         return
     if source := init_from or config.model.path:
         status.phase(f"loading {source}")
@@ -128,17 +132,28 @@ def _write(
     snapshots.save(draft, made, snapshots.SnapshotInfo(step=0, epoch=0), dtype="float32", others=others)
 
 
-def _adopt(draft: Path, folder: Place) -> bool:
-    """Makes a draft the snapshot `folder`, or removes it where another process has made the same. Returns whether it did."""
-    if not places.exists(folder / snapshots.COMMIT):
-        try:
-            snapshots.adopt(draft, folder)
-            return True
-        except OSError:
-            if not places.exists(folder / snapshots.COMMIT):
-                raise
-    shutil.rmtree(draft)
-    return False
+def follow(experiment: Experiment, run: layout.RunDir, member: Member, *, init_from: str) -> None:
+    """What `ensure` calls the other processes of a trainer for: makes the policy, and writes this process' shards of it."""
+    shards = publishing.ShardWriter(member, _SHARDS, run.draft.parent, dtype="float32")
+    shards.offer(_make(experiment, init_from, lambda step, loss: None), 0)
+    shards.drain()
+    shards.close()
+
+
+def _make(experiment: Experiment, init_from: str, report: Callable[[int, float], None]) -> Params:
+    config, model, mesh = experiment.config, experiment.policy.model, _mesh(experiment.config)
+    shardings = experiment.policy.model_shardings(mesh)
+    if init_from:
+        return load_policy(init_from, experiment.policy, mesh)
+    if config.model.path:
+        return load.load_params(load.resolve_folder(config.model.path), model, shardings)
+    if not config.warm_start.steps:
+        return jax.jit(experiment.policy.base.init, out_shardings=shardings)(jax.random.key(config.seed))
+    return warm_start.warm_start(experiment.task, experiment.tokenizer, _warm_start_settings(experiment), report=report)
+
+
+def _mesh(config: Any, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    return sharding.make_mesh(tuple(config.learner.mesh.values()), setting="learner.mesh", devices=devices)
 
 
 def mend(run: layout.RunDir) -> bool:
@@ -154,35 +169,178 @@ def mend(run: layout.RunDir) -> bool:
         damage = error
     folders = places.folders_with(run.references, snapshots.COMMIT)
     whole = [name for name in folders if snapshots.fingerprint(run.reference(name)) == name]
-    if len(whole) != 1:
-        raise ValueError(
-            f"{damage}; it names the policy of step 0, and {run.references} holds {len(whole)} whole ones: restore it from a copy"
-        ) from damage
+    there = f"{run.references} holds {len(whole)} whole ones"
+    require(len(whole) == 1, f"{damage}; it names the policy of step 0, and {there}: restore it from a copy")
     layout.write_json(run.initial_reference, {"id": whole[0]})
     log.warning("%s; it is written again: the one whole policy in %s is %s", damage, run.references, whole[0])
     return True
 
 
-def follow(experiment: Experiment, run: layout.RunDir, member: Member, *, init_from: str) -> None:
-    """What `ensure` calls the other processes of a trainer for: makes the policy, and writes this process' shards of it."""
-    shards = publishing.ShardWriter(member, _SHARDS, run.draft.parent, dtype="float32")
-    shards.offer(_make(experiment, init_from, lambda step, loss: None), 0)
-    shards.drain()
-    shards.close()
+# Other runs
+
+# Fields of the contract that say nothing about rows.
+_FREE_OF_ROWS = ("lora", "private_files", "date")
+# Fields of the contract that say what weights mean.
+_OF_WEIGHTS = ("model", "tokenizer", "eos_id", "pad_id")
 
 
-def _mesh(config: Any, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    return sharding.make_mesh(tuple(config.learner.mesh.values()), setting="learner.mesh", devices=devices)
+def _read(workdir: str, *, setting: str) -> tuple[layout.RunDir, dict[str, Any]]:
+    run = layout.open_run_dir(workdir)
+    return run, contract_lib.read_run(run, called=f"{setting}: {workdir}")
 
 
-def _make(experiment: Experiment, init_from: str, report: Callable[[int, float], None]) -> Params:
-    config, model, mesh = experiment.config, experiment.policy.model, _mesh(experiment.config)
-    shardings = experiment.policy.model_shardings(mesh)
-    if init_from:
-        return other_runs.load_policy(init_from, experiment.policy, mesh)
-    if config.model.path:
-        return load.load_params(load.resolve_folder(config.model.path), model, shardings)
-    if not config.warm_start.steps:
-        return jax.jit(experiment.policy.base.init, out_shardings=shardings)(jax.random.key(config.seed))
-    task, settings = experiment.task, _warm_start_settings(experiment)
-    return warm_start.warm_start(task, experiment.tokenizer, settings, report=report)
+def _reference_id(run: layout.RunDir) -> str | None:
+    return layout.reference_id(run) if places.exists(run.initial_reference) else None
+
+
+def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contract, *, init_from: str) -> None:
+    """Checks every run of replay.mount against this one, by its contract, its reference policy and its writers.
+
+    Args:
+      init_from: RUN@STEP that this run begins from, "" if it begins as its config says.
+
+    Raises:
+      ValueError: the rows of a mounted run may not be trained on; names the fields or the reference policies that differ.
+    """
+    if not config.replay.mount:
+        return
+    ours: dict[str, Any] = {k: v for k, v in contract.to_json().items() if k not in _FREE_OF_ROWS}
+    expected = None
+    with contextlib.suppress(ValueError):  # damaged: initial_policy.mend comes first
+        expected = _reference_id(run)
+    if not places.exists(run.initial_reference):  # this run will begin from the reference policy of the runs that it mounts
+        ours |= {"model.path": config.model.path, "init_from": init_from}
+    writers, found = dict.fromkeys(_writers(run), run.replay), Mistakes()
+    owner, seen = "this run's", [os.path.realpath(str(run.shared))]
+
+    def check(folder: str) -> None:
+        """A run of replay.mount against this one, and against those before it."""
+        nonlocal expected, owner
+        other = layout.open_run_dir(folder)
+        place = os.path.realpath(str(other.shared))
+        require(place not in seen, f"replay.mount: {folder} is this run itself, or mounted twice")
+        seen.append(place)
+        stored = contract_lib.read_run(other, called=f"replay.mount: {folder}")
+        _check_rows(folder, other, stored, ours)
+        reference = _reference_id(other)
+        require(reference, f"replay.mount: {folder} has no reference policy yet: start its trainer first")
+        same = ours["reference"] == "none" or expected in (None, reference)
+        of_rows = f"rows of {folder} have log-probs of reference {reference}"
+        require(same, f"replay.mount: {of_rows}, {owner} is {expected}")
+        if expected is None:
+            expected, owner = reference, f"that of {folder}"
+        for writer in _writers(other):
+            there = writers.setdefault(writer, other.replay)
+            require(there == other.replay, f"replay.mount: writer {writer} has a log in {other.replay} and in {there}")
+
+    for folder in config.replay.mount:
+        found.attempt(check, folder)
+    found.end()
+
+
+def _check_rows(folder: str, other: layout.RunDir, stored: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raises ValueError where rows of a mounted run are of another contract, or may be removed while this run needs them.
+
+    Args: stored: its config.json; ours: fields that must be equal there.
+    """
+    model = file_systems.absolute(stored["config"]["model"]["path"], or_hub=True)
+    theirs: dict[str, Any] = {"model.path": model, "init_from": stored["init_from"]}
+    theirs = {name: value for name, value in (theirs | stored["contract"]).items() if name in ours}
+    rescored, kept = other.rescored_commit(ours["reward_version"]), stored["config"]["replay"]["retention"]
+    if places.exists(rescored):
+        theirs |= {"reward_version": ours["reward_version"], "reward_parts": layout.read_json(rescored)["reward_parts"]}
+    else:
+        why = "its trainer may remove rows that this run still needs; it needs replay.retention=all"
+        require(kept == "all", f"replay.mount: {folder} has replay.retention={kept}: {why}")
+    if different := contract_lib.differences(theirs, ours):
+        if (there := theirs.get("init_from")) and there != ours["init_from"]:
+            different.append(f"it began from the policy {there}: begin this run with --init_from={there} too")
+        if any(name.startswith("reward_version:") for name in different):
+            different.append(f"python -m tba_jax rescore --workdir={folder} scores its rows again by the task as it is now")
+        told = contract_lib.in_words(different)
+        raise ValueError(f"replay.mount: the rows of {folder} belong to a run of another contract; {told}")
+
+
+def check_behavior_is_known(run: layout.RunDir, config: Any) -> None:
+    """Raises ValueError where the learner reads π_behaviour, and rows come from a file, which does not say it; or where every row
+    must be untruncated, and the settings that this run or a mounted one was made with truncate some."""
+    if not (reader := behavior_reader(config.learner)):
+        return
+    for place in (run, *map(layout.open_run_dir, config.replay.mount)):
+        if OBJECTIVES[config.learner.objective].as_drawn and places.exists(place.config):  # else it has no rows yet
+            sampling = contract_lib.read(place)["config"]["sampling"]
+            for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("explore_top_p_probability", 0.0)):
+                drawn = f"those of {place.root} are drawn with sampling.{name}={sampling[name]}: begin a run of its own for it"
+                require(sampling[name] == off, f"{reader} needs rows that are not truncated, and {drawn}")
+        for writer in filter(lambda name: name.startswith(GIVEN), _writers(place)):
+            source = layout.read_json(registration(place.replay, writer))["info"].get("responses")
+            unknown = f"nobody knows that of writer {writer} in {place.replay}, whose rows are of {source}"
+            require(
+                not source, f"{reader} reads π_behaviour of every row, and {unknown}; trajectory_balance and others need none"
+            )
+
+
+def _writers(run: layout.RunDir) -> list[str]:
+    names = places.names_in(run.replay / REGISTER)
+    return [name.removesuffix(".json") for name in names if not name.startswith(".")]
+
+
+def _copy_reference(mount: str, folder: Path) -> None:
+    """Raises ValueError where the hash of the copy is not the id that the mounted run gives."""
+    run, _ = _read(mount, setting="replay.mount")
+    reference = _reference_id(run)
+    assert reference is not None, "check_mounts comes first"
+    places.copy_tree(run.reference(reference), folder, last=snapshots.COMMIT)
+    if (found := snapshots.fingerprint(folder)) != reference:
+        shutil.rmtree(folder)
+        raise ValueError(f"replay.mount: {run.reference(reference)} is damaged: its content is {found}")
+    log.info("the run begins from the reference policy %s of %s", reference, mount)
+
+
+def parse_init_from(value: str) -> str:
+    """RUN@STEP with an absolute path or a URL; "" stays "". Raises ValueError where `value` has another form."""
+    folder, _, step = value.rpartition("@")
+    if value and (not folder or not step.isdecimal()):
+        raise ValueError(f"--init_from={value!r} must be RUN@STEP: the workdir of a run and the step of a snapshot")
+    return f"{places.absolute(folder)}@{int(step)}" if value else ""
+
+
+def _open_init_from(init_from: str) -> tuple[layout.RunDir, dict[str, Any], int]:
+    folder, _, step = init_from.rpartition("@")
+    return *_read(folder, setting="--init_from"), int(step)
+
+
+def check_init_from(run: layout.RunDir, config: Any, contract: contract_lib.Contract, *, init_from: str) -> None:
+    """Checks that the policy exists and fits, unless this run has begun.
+
+    Raises:
+      ValueError: the policy does not exist (names the steps that do), or does not fit (names the fields that differ).
+    """
+    if not init_from or places.exists(run.initial_reference):
+        return
+    steps = config.warm_start.steps
+    require(not steps, f"--init_from={init_from} and warm_start.steps={steps} exclude each other: set warm_start.steps=0")
+    other, stored, step = _open_init_from(init_from)
+    mine, theirs = contract.to_json(), stored["contract"]
+    if different := contract_lib.differences({k: theirs[k] for k in _OF_WEIGHTS}, {k: mine[k] for k in _OF_WEIGHTS}):
+        raise ValueError(f"--init_from={init_from} is of another model or tokenizer; " + contract_lib.in_words(different))
+    steps = snapshots.committed_steps(other.policies)
+    if step not in steps:
+        there = f"there are {layout.listed(steps)}" if steps else "it holds none"
+        raise ValueError(f"--init_from={init_from}: step {step} is not a snapshot of {other.shared}; {there}")
+    if theirs["lora"] and _reference_id(other) is None:
+        raise ValueError(f"--init_from={init_from}: {other.initial_reference} is gone, which the adapters belong to")
+
+
+def load_policy(init_from: str, policy: Policy, mesh: Mesh) -> Params:
+    """Float32 weights of another run's policy at a step, adapters merged, in this run's sharding."""
+    other, stored, step = _open_init_from(init_from)
+    lora = stored["contract"]["lora"]
+    theirs = Policy(model=policy.model, lora=LoraConfig(**(lora | {"targets": tuple(lora["targets"])})) if lora else None)
+    trained = snapshots.load_step(other.policies, step, theirs.trained_specs, theirs.trained_shardings(mesh))
+    if theirs.lora is None:
+        return trained
+    reference, shardings = _reference_id(other), policy.model_shardings(mesh)
+    assert reference is not None, "check_init_from comes first"
+    base = snapshots.load(other.reference(reference), policy.model_specs, shardings)
+    return jax.jit(theirs.merged, out_shardings=shardings)(trained, base)

@@ -9,15 +9,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tba_jax.experiment import composition, dry_run, joining, meshes, this_machine, training
-from tba_jax.experiment.joining import Invocation, check_role, join, mistakes_end_the_role, record_of
-from tba_jax.experiment.mistakes import Mistakes
+from tba_jax.experiment import checks, composition, dry_run, meshes, stored_run, topologies, training
+from tba_jax.experiment.training import Invocation, check_role, join, mistakes_end_the_role, record_of
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, placement, results, supervisor
 from tba_jax.roles.searcher.loop import run_searcher, wait_for_run
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.searcher.stream import writer_id
 from tba_jax.run import processes as processes_lib
+from tba_jax.schemas import Mistakes, require
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places, snapshots
 from tba_jax.storage.lease import EpochLease
@@ -33,25 +33,16 @@ Job = Callable[[], int]
 def make_searcher(s: Invocation, *, name: str, account: TimeAccount, writer: str = "") -> Searcher:
     """Args: name: of the searcher; writer: the id of its log, "" for a new one of this name."""
     e = s.experiment
-    return Searcher(
-        s.config,
-        e.contract,
-        s.run,
-        policy=e.policy,
-        tokenizer=e.tokenizer,
-        task=e.task,
-        queries=e.queries["train"],
-        writer=writer or writer_id(name),
-        account=account,
-    )
+    own: dict[str, Any] = dict(queries=e.queries["train"], writer=writer or writer_id(name), account=account)
+    return Searcher(s.config, e.contract, s.run, policy=e.policy, tokenizer=e.tokenizer, task=e.task, **own)
 
 
 def searcher(s: Invocation) -> Job:
-    join(s, may_change_schedule=False, check=lambda: joining.check_devices(s.experiment, "searcher"))
+    join(s, may_change_schedule=False, check=lambda: training.check_devices(s.experiment, "searcher"))
     stop = processes_lib.StopSignal(patience_seconds=s.config.searchers.stop_seconds)
 
     def job() -> int:
-        here = joining.computed_on(s, "searcher")
+        here = training.computed_on(s, "searcher")
         if contract_lib.is_finished(s.run):
             steps = contract_lib.steps_of(s.run)
             log.info("the run in %s has finished its %d steps: nothing is left to search", s.run.shared, steps)
@@ -77,12 +68,24 @@ def _joined(s: Invocation, role: str, *, name: str, stop: Callable[[], bool]) ->
         record.status.phase("waiting for the reference policy")
         joined = None
         if wait_for_run(s.run, poll_seconds=s.config.searchers.poll_seconds, stop=stop):
-            joined = joining.with_schedule_of_run(s, role=role)
+            joined = _with_schedule_of_run(s, role=role)
             record.status.phase("loading the reference policy and the task")
             _start_task(s, s.config[meshes.SECTIONS[role]].task_devices, stack)
         yield joined, record
         stack.close()
         record.end(s.run, role=role)
+
+
+def _with_schedule_of_run(s: Invocation, *, role: str) -> Invocation:
+    """The invocation of a joining role with the schedule that the run has now."""
+    config, changes = stored_run.with_schedule_of(s.run, s.config)
+    if not changes:
+        return s
+    told = stored_run.changes_in_words(changes)
+    log.info("the %s takes the schedule of the run in %s, not that of its command; %s", role, s.run.shared, told)
+    with mistakes_end_the_role():  # its own settings may not go with that schedule
+        checks.check(config)
+    return dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, config=config))
 
 
 def _start_task(s: Invocation, task_devices: int, stack: contextlib.ExitStack) -> None:
@@ -102,11 +105,11 @@ def make_evaluator(e: composition.Experiment, run: layout.RunDir, record: Record
 def evaluator(s: Invocation) -> Job:
     from tba_jax.roles.evaluator import run_evaluator
 
-    join(s, may_change_schedule=False, check=lambda: joining.check_devices(s.experiment, "evaluator"))
+    join(s, may_change_schedule=False, check=lambda: training.check_devices(s.experiment, "evaluator"))
     stop = processes_lib.StopSignal()
 
     def job() -> int:
-        here = joining.computed_on(s, "evaluator")
+        here = training.computed_on(s, "evaluator")
         with _joined(here, "evaluator", name="evaluator", stop=stop) as (joined, record):
             if joined is not None:
                 made = make_evaluator(joined.experiment, s.run, record)
@@ -159,7 +162,7 @@ def _in_turn(s: Invocation) -> Job:
     from tba_jax.roles.interleaved import run_interleaved
 
     EpochLease.refuse_if_held(s.run.journal)
-    join(s, may_change_schedule=True, check=lambda: joining.check_devices(s.experiment, *meshes.roles_of(s.config)))
+    join(s, may_change_schedule=True, check=lambda: training.check_devices(s.experiment, *meshes.roles_of(s.config)))
 
     def job() -> int:
         if _is_complete(s):
@@ -171,7 +174,7 @@ def _in_turn(s: Invocation) -> Job:
         return code
 
     def train() -> bool:
-        here = joining.computed_on(s, *meshes.roles_of(s.config))
+        here = training.computed_on(s, *meshes.roles_of(s.config))
         record = record_of(here, "trainer")
         with record.told_failures(), mistakes_end_the_role():
             made, lease = training.make_trainer(here, publish_every_steps=1, record=record)
@@ -196,17 +199,14 @@ def _check_placements(s: Invocation, placements: Mapping[str, placement.Placemen
             found.attempt(check_role, s.experiment, role=name.split("-")[0], devices=len(placed.gpus))
     if not any(placed.gpus for placed in placements.values()):
         devices = gpus.jax_devices()
-        if devices[0].platform == "tpu":
-            raise ValueError(
-                "--role=all cannot divide a host's TPU between processes: start each role on a host of its own, "
-                "or set schedule.mode=interleaved"
-            )
-        roles = {name.split("-")[0] for name in placements}
-        processes = s.config.trainer.processes
-        found.attempt(joining.check_devices, s.experiment, *(roles - {"searcher"}), trainer_processes=processes)
-        if "searcher" in roles:  # whose process splits the CPU into searchers.cpu_devices
-            count = max(s.config.searchers.cpu_devices, len(devices))
-            found.attempt(check_role, s.experiment, role="searcher", devices=count)
+        ways = "start each role on a host of its own, or set schedule.mode=interleaved"
+        require(devices[0].platform != "tpu", f"--role=all cannot divide a host's TPU between processes: {ways}")
+        found.attempt(training.check_devices, s.experiment)
+        # Each process of the trainer has all of these devices, and a searcher's splits the CPU.
+        counts = {"trainer": len(devices) * s.config.trainer.processes}
+        counts["searcher"] = max(s.config.searchers.cpu_devices, len(devices))
+        for role in dict.fromkeys(name.split("-")[0] for name in placements):
+            found.attempt(check_role, s.experiment, role=role, devices=counts.get(role, len(devices)))
     found.end()
 
 
@@ -215,7 +215,7 @@ def _as_processes(s: Invocation) -> Job:
     placements: dict[str, placement.Placement] = {}
 
     def check() -> None:
-        placements.update(this_machine.place(s.experiment, gpus.visible()))
+        placements.update(topologies.place(s.experiment, gpus.visible()))
         _check_placements(s, placements)
         for verdict in dry_run.judge(s.experiment)[0]:
             if verdict.fits is False:

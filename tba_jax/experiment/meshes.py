@@ -10,18 +10,17 @@ import jax.numpy as jnp
 
 from tba_jax import sharding
 from tba_jax.decoding.slots import lane_sizes
-from tba_jax.experiment.mistakes import Mistakes
 from tba_jax.learner import settings as learner_settings
 from tba_jax.models import parameters
 from tba_jax.models.policy import Policy
 from tba_jax.programs import device_memory
+from tba_jax.schemas import Mistakes
 
 # Role -> the section of the config that has its mesh.
 SECTIONS = {"trainer": "learner", "searcher": "searchers", "evaluator": "evaluation"}
 # The share of a device's memory up to which learner.mesh.fsdp=0 keeps the trainer's state whole.
 _LARGEST_WHOLE_STATE = 1 / 3
-# Bytes of a trained parameter on the devices: weight, gradient, update and two moments, in float32.
-_STATE_BYTES = 5 * 4
+_STATE_BYTES = 5 * 4  # of a trained parameter on the devices
 
 
 def roles_of(config: Any) -> list[str]:
@@ -48,18 +47,18 @@ def check(experiment: Any, *, role: str, devices: int | None) -> None:
         "searcher": {"searchers.queries_per_batch × searchers.samples_per_query": searched},
         "evaluator": {"evaluation.batch_size": config.evaluation.batch_size},
     }[role]
-    found = Mistakes()
+    found, ways = Mistakes(), made[0] * made[1]
     for what, rows in settings.items():
-        found.attempt(sharding.check_ways, rows, made[0] * made[1], what=what, mesh=f"{section}.mesh")
+        found.attempt(sharding.check_ways, rows, ways, what=what, mesh=f"{section}.mesh")
     if role == "trainer":
-        found.attempt(micro_batch_rows, config, ways=made[0] * made[1])
+        found.attempt(micro_batch_rows, config, ways=ways)
     # Slots that one way cannot divide into groups may suit as many ways as data=-1 makes.
     elif not found and (devices is not None or config[section].mesh.data != -1):
         found.attempt(_check_slots, config, role, ways=made[0])
     try:
         parameters.check_divides(dict(zip(sharding.MESH_AXES, made, strict=True)), experiment.policy.model_specs)
     except ValueError as error:
-        found.require(False, f"{section}.mesh: {error}")
+        found.add([f"{section}.mesh: {error}"])
     found.end()
 
 
@@ -103,19 +102,16 @@ def by_need(experiment: Any, *, devices: int, memory: int | None) -> Any:
     mesh = experiment.config.learner.mesh
     if mesh.fsdp:
         return experiment
-    config = experiment.config.copy_and_resolve_references()
+    config, policy = experiment.config.copy_and_resolve_references(), experiment.policy
+    # A trainer always holds weight, gradient, update and two moments of each trained parameter in float32, and what is frozen.
+    frozen = jnp.dtype(policy.model.compute_dtype).itemsize * parameters.count(policy.model_specs) if policy.lora else 0
+    state = (_STATE_BYTES * parameters.count(policy.trained_specs) + frozen) / mesh.tensor
     config.learner.mesh.fsdp = 1
-    if memory is not None and mesh.data == -1 and _state_bytes(experiment.policy) / mesh.tensor > memory * _LARGEST_WHOLE_STATE:
+    if memory is not None and mesh.data == -1 and state > memory * _LARGEST_WHOLE_STATE:
         ways = devices // mesh.tensor
-        fitting = [size for size in range(2, ways + 1) if ways % size == 0 and _divides(size, mesh.tensor, experiment.policy)]
+        fitting = [size for size in range(2, ways + 1) if ways % size == 0 and _divides(size, mesh.tensor, policy)]
         config.learner.mesh.fsdp = max(fitting, default=1)
     return dataclasses.replace(experiment, config=config)
-
-
-def _state_bytes(policy: Policy) -> int:
-    """Of all that a trainer always holds."""
-    frozen = jnp.dtype(policy.model.compute_dtype).itemsize * parameters.count(policy.model_specs) if policy.lora else 0
-    return _STATE_BYTES * parameters.count(policy.trained_specs) + frozen
 
 
 def _divides(fsdp: int, tensor: int, policy: Policy) -> bool:
@@ -128,11 +124,9 @@ def _divides(fsdp: int, tensor: int, policy: Policy) -> bool:
 
 def micro_batch_rows(config: Any, *, ways: int) -> int:
     """The rows of a micro-batch on the learner's mesh. Raises ValueError, see learner_settings.limits."""
-    learner, task = config.learner, config.task
-    sizes = dict(
-        prompt=task.prompt_length, response=task.response_length, queries=learner.queries, completions=learner.completions
-    )
-    return learner_settings.limits(learner.micro_batch_tokens, **sizes, ways=ways, shares=False).full_rows
+    learner, lengths = config.learner, dict(prompt=config.task.prompt_length, response=config.task.response_length)
+    rows = dict(queries=learner.queries, completions=learner.completions)
+    return learner_settings.limits(learner.micro_batch_tokens, **lengths, **rows, ways=ways, shares=False).full_rows
 
 
 def slots_of(config: Any) -> int:

@@ -1,18 +1,145 @@
-"""Devices that are not here, for --topology: TPUs as their compiler describes them, and TPU chips in the place of GPUs.
+"""The devices of each role: those of this machine, or for --topology those of a machine that is not here.
 
 No compiler for GPUs runs without a driver, and the TPU's runs anywhere. So as many TPU chips stand in for the GPUs of a role, and
 what programs take there is compared with the memory of the GPUs. Such figures are marked "by TPU proxy".
 """
 
+import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
+from tba_jax.experiment import meshes
+from tba_jax.experiment.composition import Experiment
+from tba_jax.programs import device_memory, in_words
+from tba_jax.roles import gpus as gpus_lib
+from tba_jax.roles import placement
 from tba_jax.roles.gpus import Gpu
+from tba_jax.run import processes
+from tba_jax.schemas import Mistakes
+
+_GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What a role has. count: of devices; limit: bytes that programs may take on each, None: not known; where: in words;
+    on_host: whether their memory is that of the machine, which all roles share; of_jax: the devices that are compiled for."""
+
+    count: int
+    limit: int | None
+    where: str
+    on_host: bool = False
+    of_jax: Sequence[Any] = ()
+
+
+def of_jax(devices: Sequence[Any], *, name: str = "", limit: int | None = None) -> Devices:
+    """Devices as JAX describes them. Args: name: how they are called besides; limit: None: what the devices say."""
+    first, on_host = devices[0], devices[0].platform == "cpu"
+    where = f"{len(devices)} × {first.device_kind}{f' ({name})' if name else ''}"
+    limit = limit or (processes.memory() if on_host else device_memory(first))
+    return Devices(count=len(devices), limit=limit, where=where, on_host=on_host, of_jax=devices)
+
+
+# This machine
+
+# (variant, platform, devices, GiB of each): what a machine has at least. The first row is taken whose devices are here; GPUs
+# beyond its count are used too, see roles/placement.py.
+VARIANTS = (
+    ("8x80gb", "gpu", 8, 70),
+    ("1x80gb", "gpu", 1, 70),
+    ("1x24gb", "gpu", 1, 20),
+    ("1x16gb", "gpu", 1, 14),
+    ("v5p-8", "tpu", 4, 80),
+    ("v5e-8", "tpu", 8, 15),
+    ("v5e-1", "tpu", 1, 15),
+    ("cpu", "cpu", 1, 0),
+)
+
+
+def variant() -> str:
+    """--for_this_machine: the variant of a recipe (configs/machines.py) for the devices that are here, by nvidia-smi or by JAX.
+
+    Raises:
+      ValueError: there are accelerators of which none is large enough; or see gpus.jax_devices.
+    """
+    if visible := gpus_lib.visible():
+        platform, count, memory = "gpu", len(visible), min(gpu.memory or 0 for gpu in visible)
+    else:
+        devices = gpus_lib.jax_devices()
+        platform, count, memory = devices[0].platform, len(devices), device_memory(devices[0]) or 0
+    rows = [row for row in VARIANTS if row[1] == platform]
+    for name, _, least, gib in rows:
+        if count >= least and memory >= gib * _GIB:
+            return name
+    raise ValueError(
+        f"--for_this_machine has no variant for {in_short()} of {in_words(memory)}: the smallest has "
+        f"{min((gib for *_, gib in rows), default=0)} GiB; JAX_PLATFORMS=cpu takes the variant for a CPU"
+    )
+
+
+def in_short() -> str:
+    """The accelerators of this machine, or its cores and memory where it has none."""
+    kinds = [gpu.kind for gpu in gpus_lib.visible()]
+    kinds = kinds or [device.device_kind for device in jax.devices() if device.platform != "cpu"]
+    if kinds:
+        return ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
+    return f"{len(placement.available_cpus())} cores, {in_words(processes.memory())} of memory"
+
+
+def here(experiment: Experiment) -> tuple[dict[str, Devices], dict[str, str]]:
+    """Role -> what it has on this machine under --role=all; and role -> why that does not do."""
+    if visible := gpus_lib.visible():
+        try:
+            if experiment.config.schedule.mode == "interleaved":
+                gpus_lib.check_free()  # JAX has to find its share of them in this one process
+            return by_placement(experiment, visible), {}
+        except ValueError as error:
+            return {}, {"all roles": str(error)}
+    found, refused, there = dict[str, Devices](), dict[str, str](), of_jax(jax.devices())
+    there = dataclasses.replace(there, where="the CPU" if there.on_host else "alone on this host")
+    for role in meshes.roles_of(experiment.config):
+        own = max(experiment.config.searchers.cpu_devices, there.count) if there.on_host and role == "searcher" else there.count
+        try:
+            meshes.check(experiment, role=role, devices=own)
+            found[role] = dataclasses.replace(there, count=own)
+        except ValueError as error:
+            refused[role] = str(error)
+    return found, refused
+
+
+def by_placement(experiment: Experiment, there: Sequence[Gpu]) -> dict[str, Devices]:
+    """Role -> its part of these GPUs under --role=all. Raises ValueError where the meshes of the roles do not fit them."""
+    if experiment.config.schedule.mode == "interleaved":  # one process has all GPUs
+        whole = placement.Placement(cpus=(), gpus=tuple(gpu.name for gpu in there), memory_fraction=gpus_lib.DEFAULT_SHARE)
+        placed = dict.fromkeys(meshes.roles_of(experiment.config), whole)
+    else:
+        placed = place(experiment, there)
+    found: dict[str, Devices] = {}
+    # Of several searchers, the one with the least memory decides, which is the last to be noted.
+    for name, its in sorted(placed.items(), key=lambda item: -item[1].memory_fraction):
+        role, mine = name.split("-")[0], [gpu for gpu in there if gpu.name in its.gpus]
+        meshes.check(experiment, role=role, devices=len(mine))
+        limit = min((int(gpu.memory * its.memory_fraction) for gpu in mine if gpu.memory), default=None)
+        where = f"GPU{'s' if len(mine) > 1 else ''} {', '.join(its.gpus)}, {its.memory_fraction:.1%} of the memory"
+        found[role] = Devices(count=len(mine), limit=limit, where=where + gpus_lib.filled(mine))
+    return {role: found[role] for role in meshes.SECTIONS if role in found}
+
+
+def place(experiment: Experiment, there: Sequence[Gpu]) -> dict[str, placement.Placement]:
+    """Role name -> where --role=all runs it on this machine with these GPUs. Raises ValueError, see placement.place."""
+
+    def check(devices: int) -> None:
+        meshes.check(experiment, role="trainer", devices=devices)
+
+    return placement.place(experiment.config, cpus=placement.available_cpus(), gpus=there, check=check)
+
+
+# Machines that are not here
 
 # Topologies that are known to work, with chips of 16, 31, 96 and 95 GiB. Others of these generations are tried.
 KNOWN = (
@@ -43,7 +170,7 @@ _ENVIRONMENT = {
 }
 
 
-def parse(values: Sequence[str], *, roles: Sequence[str]) -> dict[str, str]:
+def parse(values: Sequence[str]) -> dict[str, str]:
     """Role -> topology, from the parts of --topology=TOPOLOGY or --topology=ROLE=TOPOLOGY,….
 
     A topology without a role is that of all roles which are not named. GPUs without a role are one machine, which the roles
@@ -55,8 +182,8 @@ def parse(values: Sequence[str], *, roles: Sequence[str]) -> dict[str, str]:
     named: dict[str, str] = {}
     for value in values:
         role, _, topology = value.rpartition("=")
-        if role and role not in roles:
-            raise ValueError(f"--topology={value}: there is no role {role!r}; roles that compute: {', '.join(roles)}")
+        if role and role not in meshes.SECTIONS:
+            raise ValueError(f"--topology={value}: there is no role {role!r}; roles that compute: {', '.join(meshes.SECTIONS)}")
         if not gpus(topology) and not _TPUS.fullmatch(topology):
             raise ValueError(f"--topology={value}: {topology!r} is no topology, {_EXAMPLE}")
         if role in named:
@@ -64,7 +191,7 @@ def parse(values: Sequence[str], *, roles: Sequence[str]) -> dict[str, str]:
         named[role] = topology
     everywhere = named.pop("", "")
     if not (everywhere and gpus(everywhere)):
-        return {role: topology for role in roles if (topology := named.get(role, everywhere))}
+        return {role: topology for role in meshes.SECTIONS if (topology := named.get(role, everywhere))}
     if named:
         raise ValueError(f"--topology={','.join(values)}: {everywhere} is a machine for all roles, so no role can have another")
     return {"all": everywhere}
@@ -80,6 +207,35 @@ def use_no_devices() -> None:
     jax.config.update("jax_enable_compilation_cache", False)
 
 
+def of_roles(experiment: Experiment, asked: Mapping[str, str], *roles: str) -> dict[str, Devices]:
+    """Role -> the devices of its topology, of those roles that have one. Args: asked: see `parse`.
+
+    Raises:
+      ValueError: a topology cannot be had, or the roles do not fit the machine that they share.
+    """
+    if machine_of_all := asked.get("all"):
+        placed = by_placement(experiment, gpus(machine_of_all))
+        return {role: _by_proxy(machine_of_all, placed[role].count, placed[role].limit) for role in roles if role in placed}
+    found = Mistakes()
+    made = {role: found.attempt(_of_topology, asked[role]) for role in roles if role in asked}
+    found.end()
+    return {role: on for role, on in made.items() if on}
+
+
+def _of_topology(name: str) -> Devices:
+    if there := gpus(name):
+        return _by_proxy(name, len(there), int(there[0].usable_share(1) * (there[0].memory or 0)))
+    return of_jax(devices(name), name=name)
+
+
+def _by_proxy(name: str, count: int, limit: int | None) -> Devices:
+    """TPU chips in the place of `count` GPUs of a machine. Args: limit: bytes that the role may take of each of the GPUs."""
+    if count > max(_CHIPS):
+        raise ValueError(f"TPU chips can stand in for up to {max(_CHIPS)} GPUs of a role, not {count}")
+    chips = devices(next(topology for chips, topology in _CHIPS.items() if chips >= count))[:count]
+    return of_jax(chips, name=f"{BY_PROXY} {count} of {name}", limit=int(PROXY_SHARE * (limit or 0)))
+
+
 def gpus(topology: str) -> tuple[Gpu, ...]:
     """The GPUs of NAMExCOUNT or NAMExCOUNT@GIB, such as H100x8 or MI300Xx4@192; () for any other text.
 
@@ -92,15 +248,7 @@ def gpus(topology: str) -> tuple[Gpu, ...]:
     gib = float(found["gib"] or known.get(found["name"].lower(), 0))
     if not gib:
         raise ValueError(f"{topology}: the memory of {found['name']} is not known: say it as {topology}@GIB, {_EXAMPLE}")
-    kind, memory = found["name"], int(gib * (1 << 30))
-    return tuple(Gpu(name=str(number), kind=kind, memory=memory) for number in range(int(found["count"])))
-
-
-def stand_ins(count: int) -> list[Any]:
-    """TPU chips in the place of so many GPUs. Raises ValueError where there are too many, or see `devices`."""
-    if count > max(_CHIPS):
-        raise ValueError(f"TPU chips can stand in for up to {max(_CHIPS)} GPUs of a role, not {count}")
-    return devices(next(topology for chips, topology in _CHIPS.items() if chips >= count))[:count]
+    return tuple(Gpu(name=str(i), kind=found["name"], memory=int(gib * _GIB)) for i in range(int(found["count"])))
 
 
 def devices(topology: str) -> list[Any]:
@@ -110,8 +258,7 @@ def devices(topology: str) -> list[Any]:
       ValueError: the TPU's compiler is not installed, or knows no such topology.
     """
     found = _TPUS.fullmatch(topology)
-    if found is None:
-        raise ValueError(f"{topology!r} is no topology, {_EXAMPLE}")
+    assert found is not None, "parse comes first"
     try:
         described = topologies.get_topology_desc(platform="tpu", topology_name=found["name"]).devices
     except RuntimeError as error:  # JaxRuntimeError is one too

@@ -1,33 +1,172 @@
-"""The jobs of the roles trainer and reference: what each process of a trainer builds from an experiment, and the loop it runs."""
+"""How a role comes to its run, whose contract and schedule it keeps; and the jobs of the roles trainer and reference."""
 
 import contextlib
 import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from tba_jax.experiment import initial_policy, joining, meshes, other_runs, schedule_changes, stored_run
-from tba_jax.experiment.joining import Invocation, join, mistakes_end_the_role
+from tba_jax.experiment import composition, estimate, initial_policy, meshes, stored_run
+from tba_jax.models import hardware
+from tba_jax.replay import journal
+from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, rendezvous
 from tba_jax.roles.process_group import Alone, Group, Member
 from tba_jax.run import processes as processes_lib
-from tba_jax.schemas import flatten
+from tba_jax.run.world import ALONE, World
+from tba_jax.schemas import Mistakes, flatten
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places
 from tba_jax.storage.lease import EpochLease, LeaseHeld
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Alarms
-from tba_jax.telemetry.status import Record
+from tba_jax.telemetry.metrics import missing
+from tba_jax.telemetry.status import Record, Window
 
 log = logging.getLogger(__name__)
 
 Job = Callable[[], int]
 
-# Seconds after which Python takes the interpreter from a thread that others wait for. With Python's default of 5 ms, the dispatch
-# of an update waits that long or longer while a thread writes a snapshot.
+# Seconds after which Python takes the interpreter from a thread that others wait for. With its default of 5 ms, the dispatch of
+# an update waits that long or longer while a thread writes a snapshot.
 _SWITCH_SECONDS = 3e-4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Invocation:
+    """What main was called with. name: of the role's metrics, "": the default. label: the first word of the run's last line.
+    arguments: the command line of main, which child processes get too. world: of the trainer's processes, as this one sees it."""
+
+    experiment: composition.Experiment
+    run: layout.RunDir
+    name: str
+    label: str
+    allow_change: tuple[str, ...]
+    arguments: tuple[str, ...]
+    init_from: str = ""
+    world: World = ALONE
+    profile: Window | None = None
+
+    @property
+    def config(self) -> Any:
+        return self.experiment.config
+
+
+def check_devices(experiment: composition.Experiment, *roles: str) -> None:
+    """Raises ValueError where JAX misses GPUs of this process, or the meshes of roles that run in it do not fit its devices."""
+    devices, found = gpus.jax_devices(), Mistakes()
+    found.attempt(hardware.check, experiment.policy.model, hardware.of(devices[0]))
+    for role in roles:
+        found.attempt(check_role, experiment, role=role, devices=len(devices))
+    found.end()
+
+
+def check_role(experiment: composition.Experiment, *, role: str, devices: int) -> None:
+    """Raises ValueError where the mesh of a role does not fit so many devices, or its task's models cannot be had."""
+    found = Mistakes()
+    found.attempt(meshes.check, experiment, role=role, devices=devices)
+    found.attempt(task_models.check, experiment.task, role=role)
+    found.end()
+
+
+def computed_on(s: Invocation, *roles: str, name: str = "") -> Invocation:
+    """The invocation as the devices of this process compute it, which it logs. Args: name: of the role, if not its own."""
+    devices = gpus.jax_devices()
+    if devices[0].platform == "cpu" and (told := gpus.hidden_gpus()):
+        log.warning("%s", told)
+    experiment = s.experiment.on_device(devices[0])
+    meshed = meshes.of_trainer(s.experiment, devices) if "trainer" in roles else s.experiment
+    first, compute = devices[0], experiment.policy.model.compute_dtype
+    there = f"backend {first.platform}, {len(devices)} × {first.device_kind}"
+    for role in roles:
+        mesh = meshes.in_words(meshed, role=role, devices=len(devices))
+        log.info("%s: %s, %s, model.compute_dtype=%s", name or role, there, mesh, compute)
+    return dataclasses.replace(s, experiment=experiment)
+
+
+def check_dry_run(s: Invocation) -> None:
+    """The checks of a start, but for those of devices: writes nothing and fetches no weights. Raises ValueError: all mistakes."""
+    found = Mistakes()
+    for role in meshes.roles_of(s.config):
+        found.attempt(task_models.check, s.experiment.task, role=role, fetch=False)
+    found.attempt(layout.check_can_be_made, s.run)
+    _check_run(s, found, may_change_schedule=True, fetch=False)
+
+
+def join(s: Invocation, *, may_change_schedule: bool, check: Callable[[], None] = lambda: None) -> None:
+    """Makes the run or joins the run that is there. Raises ValueError where it is a run of another config, and writes nothing.
+
+    Args:
+      may_change_schedule: whether this role is the one that records a schedule of other settings (--allow_change).
+      check: of the role, whose mistakes are told together with those of the run.
+    """
+    found = Mistakes()
+    found.attempt(check)
+    if not places.exists(s.run.config):  # a run that goes on has an alarm for its disk
+        found.attempt(estimate.check_disk, estimate.demands(s.experiment, s.run, trains=may_change_schedule))
+    _check_run(s, found, may_change_schedule=may_change_schedule, fetch=True)
+    contract_lib.join(s.run, s.config, s.experiment.contract, init_from=s.init_from)
+    if may_change_schedule:
+        changes = stored_run.change_schedule(s.run, s.config, allowed=s.allow_change, step=journal.last_step(s.run.journal))
+        for name, (there, here) in changes.items():
+            log.warning("changed %s from %r to %r", name, there, here)
+
+
+def _check_run(s: Invocation, found: Mistakes, *, may_change_schedule: bool, fetch: bool) -> None:
+    """Adds to `found` why a role may not join the run that is there, or make one, and raises it. Args: fetch: whether weights are
+    fetched; where not, reward models that are away count as those of the run."""
+    found.attempt(initial_policy.check, s.experiment, s.run, init_from=s.init_from, fetch=fetch)
+    contract, exists = s.experiment.contract, places.exists(s.run.config)
+    if may_change_schedule:
+        found.attempt(initial_policy.check_behavior_is_known, s.run, s.config)
+    if may_change_schedule or not exists:
+        found.attempt(initial_policy.check_init_from, s.run, s.config, contract, init_from=s.init_from)
+        found.attempt(initial_policy.check_mounts, s.run, s.config, contract, init_from=s.init_from)
+    if exists:
+        gone = set() if fetch else {use.setting for use in task_models.away(s.experiment.task)}
+        found.attempt(_check_joins, s, gone)
+    if exists and may_change_schedule:
+        step = journal.last_step(s.run.journal)
+        found.attempt(stored_run.check_changes, s.run, s.config, allowed=s.allow_change, step=step)
+    found.end()
+    if processes_lib.expected_run():  # the supervisor of this process has said the same
+        return
+    for split, count in s.experiment.skipped.items():
+        if count:
+            log.warning("%d %s prompts are longer than task.prompt_length and left out", count, split)
+    for sink in dict.fromkeys(s.config.metrics.sinks):
+        if sentence := missing(sink):
+            log.warning("%s", sentence)
+
+
+def _check_joins(s: Invocation, gone: Collection[str]) -> None:
+    """Args: gone: settings of reward models that are away."""
+    contract = s.experiment.contract
+    there = contract_lib.read_run(s.run, called=f"workdir {str(s.run.shared)!r}")["contract"]["reward_models"]
+    known = {setting: there[setting] for setting in gone if setting in there}
+    contract = dataclasses.replace(contract, reward_models={**contract.reward_models, **known})
+    contract_lib.check_joins(s.run, s.config, contract, init_from=s.init_from)
+
+
+def record_of(s: Invocation, name: str) -> Record:
+    """The record of the role of this process, which begins. Args: name: of the role's metrics."""
+    return Record(s.run.metrics(name), traces=s.run.profiles(name), profile=s.profile, devices=gpus.jax_devices())
+
+
+@contextlib.contextmanager
+def mistakes_end_the_role() -> Iterator[None]:
+    """Makes a ValueError a mistake of the user, after which starting the role again would not help; storage may recover."""
+    try:
+        yield
+    except ValueError as error:
+        if processes_lib.is_storage_failure(error):
+            raise
+        raise processes_lib.BadInput(str(error)) from error
+
+
+# The trainer and its reference policy
 
 
 def reference(s: Invocation) -> Job:
@@ -36,10 +175,10 @@ def reference(s: Invocation) -> Job:
     if isinstance(group, Member):
         return lambda: _follow(s, group)
     with group.guard(ValueError):
-        join(s, may_change_schedule=False, check=lambda: joining.check_devices(s.experiment, "trainer"))
+        join(s, may_change_schedule=False, check=lambda: check_devices(s.experiment, "trainer"))
 
     def job() -> int:
-        here, record = joining.computed_on(s, "trainer", name="reference"), joining.record_of(s, "reference")
+        here, record = computed_on(s, "trainer", name="reference"), record_of(s, "reference")
         with record.told_failures(), group.guard(ValueError), mistakes_end_the_role():
             group.call("join", run=contract_lib.read(s.run)["id"])
             try:
@@ -74,12 +213,12 @@ def _group(s: Invocation) -> Group | Member:
 
 
 def _make_reference(s: Invocation, group: Group, record: Record) -> None:
-    """Makes the policy that step 0 starts from, unless the run has one. The caller holds the lease. Before that it tells what is
-    wrong with the prompts: nobody is to wait for a warm start in vain."""
-    joining.tell_changed_prompts(s.experiment, Alarms(s.run.metrics("trainer")))
+    """Makes the policy that step 0 starts from, unless the run has one. The caller holds the lease."""
+    # First: nobody is to wait for a warm start in vain.
+    composition.tell_changed_prompts(s.experiment, Alarms(s.run.metrics("trainer")))
     if places.exists(s.run.initial_reference):
         if initial_policy.mend(s.run):  # until now nobody knew whose rows go with it
-            other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=s.init_from)
+            initial_policy.check_mounts(s.run, s.config, s.experiment.contract, init_from=s.init_from)
         return
     writer = metrics.open_writer(s.config, s.run, "reference", role="reference", status=record.status)
 
@@ -105,12 +244,12 @@ def make_trainer(
     """
     from tba_jax.roles.trainer.resume import CheckpointLeftOut
 
-    group, record = group or Alone(), record or joining.record_of(s, "trainer")
+    group, record = group or Alone(), record or record_of(s, "trainer")
     while True:
         # Where the newest checkpoint did not count and is gone, the schedules of the steps after the one before are asked again.
         with contextlib.suppress(CheckpointLeftOut):
             newest = max(layout.steps_in(s.run.checkpoints), default=0)
-            for step, values in schedule_changes.past(s.run, after=newest):
+            for step, values in stored_run.past_schedules(s.run, after=newest):
                 past = _with_settings(s, values)
                 every_steps = 1 if past.config.schedule.mode == "interleaved" else past.config.publish.every_steps
                 trainer, lease = _begin_trainer(past, group, values, record=record, publish_every_steps=every_steps, until=step)
@@ -125,7 +264,7 @@ def _on_mesh(s: Invocation) -> Invocation:
 
 
 def _with_settings(s: Invocation, values: Mapping[str, Any]) -> Invocation:
-    """The invocation with other values of settings, as schedule_changes.past gives them."""
+    """The invocation with other values of settings, as stored_run.past_schedules gives them."""
     config = stored_run.with_settings(s.config, values)
     return dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, config=config))
 
@@ -176,9 +315,9 @@ def trainer(s: Invocation) -> Job:
         return lambda: _follow(s, group)
     with group.guard(ValueError, LeaseHeld):
         EpochLease.refuse_if_held(s.run.journal)
-        join(s, may_change_schedule=True, check=lambda: joining.check_devices(s.experiment, "trainer"))
-        here = joining.computed_on(s, "trainer")
-        record = joining.record_of(s, "trainer")
+        join(s, may_change_schedule=True, check=lambda: check_devices(s.experiment, "trainer"))
+        here = computed_on(s, "trainer")
+        record = record_of(s, "trainer")
         group.call("join", run=contract_lib.read(s.run)["id"])
         with record.told_failures():
             made, lease = make_trainer(here, publish_every_steps=s.config.publish.every_steps, group=group, record=record)
@@ -214,8 +353,8 @@ def _follow(s: Invocation, member: Member) -> int:
             match name:
                 case "join":
                     s = dataclasses.replace(s, run=contract_lib.wait_for(s.run, content["run"]))
-                    s = joining.computed_on(s, "trainer")
-                    record = joining.record_of(s, f"trainer-process-{s.world.process}")
+                    s = computed_on(s, "trainer")
+                    record = record_of(s, f"trainer-process-{s.world.process}")
                 case "make reference":
                     e = _with_settings(s, content["settings"]).experiment
                     initial_policy.follow(e, s.run, member, init_from=content["init_from"])

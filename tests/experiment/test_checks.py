@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from ml_collections import config_dict
 
-from configs import base, baselines, demo_baselines
+from configs import base, baselines
 from tba_jax.experiment import checks, composition
-from tba_jax.experiment.mistakes import Mistakes, Refused
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.run.processes import BadInput
-from tba_jax.schemas import Rule, flatten
+from tba_jax.run.processes import BadInput, is_storage_failure
+from tba_jax.schemas import Mistakes, Refused, Rule, flatten
 from tests.support import small_recipes, tiny_run
 
 LIMITED = {
@@ -70,28 +69,23 @@ def test_a_config_without_a_setting_is_refused():
 
 INTERLEAVED = {"schedule.mode": "interleaved"}
 LAGS = {"searchers.lag": 8, "publish.every_steps": 2}
+STALE = {"learner.steps": 7, "replay.max_staleness": 2}
 # Settings that do not go together, and how the sentence about them begins.
 TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"metrics.sinks": ("wandbb",)}, "metrics.sinks=('wandbb',) holds 'wandbb', which is not one of tensorboard, wandb, trackio"),
     ({"metrics.project": "a/b"}, "metrics.project='a/b' must be 1 to 100 letters, digits"),
+    ({"lora.rank": 129}, "lora.rank=129 is more than layers.attention.key can have, which maps 128 to 128 numbers"),
     ({"learner.ref_temperature_end": 1.2}, "learner.ref_temperature_start=1.0 would not be used: learner.ref_temp"),
     ({"learner.reference.kind": "ema", "lora.rank": 4}, "lora.rank=4 trains adapters"),
     ({"learner.micro_batch_tokens": 47}, "learner.micro_batch_tokens=47 does not hold one row: a row has task.prompt_length"),
     ({"learner.schedule": "wsd", "learner.decay_steps": 491}, "learner.warmup_steps=10 + learner.decay_steps=491 exceed learner"),
-    (
-        {"learner.mesh.data": 3},
-        "learner.queries × learner.completions = 140 rows are not divisible by the 3 ways of",
-    ),
     ({"model.path": "x", "warm_start.steps": 5}, "model.path='x' and warm_start.steps=5 exclude each other"),
     ({"model.attention": "cudnn"}, "model.attention=cudnn needs model.compute_dtype=bfloat16, not float32"),
-    ({"lora.rank": 129}, "lora.rank=129 is more than layers.attention.key can have, which maps 128 to 128 numbers"),
     ({"lora.rank": 4, "lora.targets": ("layers.attention.qery",)}, "lora.targets: 'layers.attention.qery' matches no linear map"),
-    ({"replay.merge_cosine_distance": 0.1}, "replay.merge_cosine_distance=0.1 compares embeddings"),
     ({"replay.capacity": 139}, "replay.capacity=139 cannot hold the 168 responses to learner.queries=7 queries"),
     ({"replay.recent_fill": "wait"}, "replay.recent_fill=wait draws no query before it has learner.completions rows"),
     ({"replay.mount": ("a", 3)}, "replay.mount=('a', 3) must hold folders of runs, such as '(\"runs/first\","),
     ({"searchers.swap_memory": "in_place", "lora.rank": 2}, "searchers.swap_memory=in_place takes up snapshots as they are"),
-    ({"searchers.samples_per_query": 19}, "searchers.samples_per_query=19 is less than learner.completions=20"),
     ({"searchers.count": 0, "replay.mount": ("a",), **INTERLEAVED}, "searchers.count=0 needs replay.mount, whose rows"),
     (
         {"searchers.count": 1, "searchers.queries_per_batch": 2, "searchers.max_rows_per_snapshot": 144},
@@ -101,16 +95,17 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     (LAGS | {"publish.keep": 6}, "searchers.lag=8 needs publish.keep=6 to be 0 (all) or at least 7"),
     (INTERLEAVED | {"publish.keep": 4, "schedule.lag": 4}, "publish.keep=4 must be 0 (all) or more than schedule.lag=4"),
     (
-        INTERLEAVED | {"searchers.task_devices": 1},
-        "evaluation.task_devices=0 must be searchers.task_devices=1 with sch",
+        STALE | {"publish.every_steps": 2, "searchers.lag": 4},
+        "replay.max_staleness=2 lets rows be drawn in 3 steps, and",
     ),
+    (STALE | {"searchers.count": 0, "replay.mount": ("a",)}, "searchers.count=0 leaves only rows of replay.mount, which count"),
+    (STALE | INTERLEAVED | {"schedule.lag": 3}, "schedule.lag=3 makes every row 3 steps old, more than replay.max_staleness=2"),
+    (INTERLEAVED | {"searchers.task_devices": 1}, "evaluation.task_devices=0 must be searchers.task_devices=1 with sch"),
     (
         {"searchers.prompt_selection": "posterior", "searchers.queries_per_batch": 6},
         "searchers.queries_per_batch=6 is less than learner.queries=7: with",
     ),
-    ({"task.prompt_length": 7}, "4000 of 4000 train prompts are longer than task.prompt_length=7 tokens (longest: 9)"),
     ({"task.arithmetic.train_queries": 6}, "learner.queries=7 is more than the 6 train queries of the task"),
-    ({"task.response_length": 1, "task.force_eos": True}, "task.response_length=1 must be at least 2 with task.force_eos"),
     ({"task.banned_tokens": (4, "5")}, "task.banned_tokens=(4, '5') must hold token ids, whole numbers from 0, not '5'"),
     ({"task.banned_tokens": tuple(range(3, 17))}, "task.banned_tokens holds 14 ids and leaves no token"),
     ({"task.step_ends": ("=", "so")}, "task.step_ends holds 'so', which no response can contain"),
@@ -202,14 +197,9 @@ def test_a_schedule_that_never_decays_is_refused():
         checks.check(config, new=True)
 
 
-def test_the_recipe_of_every_baseline_sets_nothing_that_its_objective_does_not_read():
-    assert set(baselines.BASELINES) == set(OBJECTIVES) - {"trajectory_balance", "learned_log_z", "tba_prime"}
-    for name in baselines.BASELINES:
-        checks.check(demo_baselines.get_config(name), new=True)
-
-
 @pytest.mark.parametrize("recipe", ["demo_baselines", "gsm8k_rho1b", "math_qwen2_5_7b", "tldr_pythia"])
 def test_a_baseline_gets_rows_as_they_were_drawn_and_no_reference_that_it_does_not_read(recipe):
+    assert set(baselines.BASELINES) == set(OBJECTIVES) - {"trajectory_balance", "learned_log_z", "tba_prime"}
     for name in baselines.BASELINES:
         c, objective = small_recipes.config(f"{recipe}:{'410m-' if recipe == 'tldr_pythia' else ''}{name}"), OBJECTIVES[name]
         reads = objective.reads_reference and not (objective.k3 and c.learner.beta_start == c.learner.beta_end == 0)
@@ -222,8 +212,8 @@ def test_a_baseline_gets_rows_as_they_were_drawn_and_no_reference_that_it_does_n
 
 
 def test_mistakes_are_told_together_each_once_and_one_alone_as_it_was():
-    def fail(error: ValueError) -> None:
-        raise error
+    def fail(error: ValueError, cause: OSError | None = None) -> None:
+        raise error from cause
 
     found, mistake = Mistakes(), BadInput("lower steps")
     assert found.attempt(lambda: 3) == 3 and not found
@@ -234,11 +224,10 @@ def test_mistakes_are_told_together_each_once_and_one_alone_as_it_was():
     assert alone.value is mistake
     for sentences in (["c=3", "d=4"], ["d=4"]):
         found.attempt(fail, Refused(sentences))
-    with pytest.raises(Refused, match=r"^3 mistakes: \(1\) lower steps; \(2\) c=3; \(3\) d=4$"):
+    with pytest.raises(Refused, match=r"^3 mistakes: \(1\) lower steps; \(2\) c=3; \(3\) d=4$") as told:
         found.end()
-
-    def full() -> None:
-        raise ValueError("cannot write") from OSError(errno.ENOSPC, "no space")
-
-    with pytest.raises(ValueError, match="cannot write"):  # a failure of storage is no mistake
-        found.attempt(full)
+    assert not is_storage_failure(told.value)
+    found.attempt(fail, ValueError("cannot write"), OSError(errno.ENOSPC, "no space"))
+    with pytest.raises(Refused) as told:
+        found.end()
+    assert is_storage_failure(told.value)  # after which a role is started again

@@ -13,13 +13,14 @@ import pytest
 from configs import story_sentiment
 from tba_jax import main
 from tba_jax.commands import command_line
-from tba_jax.experiment import composition, stored_run
+from tba_jax.experiment import composition, dry_run, stored_run
 from tba_jax.schemas import flatten
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
+from tba_jax.telemetry import alarms
 from tba_jax.text import stop_strings
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
-from tests.support import tiny_checkpoints, tiny_run
+from tests.support import random_checkpoints, task_files, tiny_checkpoints, tiny_run
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 ROOT = FIXTURES.parent.parent
@@ -125,16 +126,8 @@ def test_rewards_that_are_no_success_rates_are_refused_where_queries_are_chosen_
 
 def test_the_extra_of_a_task_is_named_before_its_model(model_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "vaderSentiment", None)
-    with pytest.raises(
-        ValueError, match=r"task.name='story_sentiment' needs .*vaderSentiment.*`stories`: `make stories`.*\.\[stories\]'"
-    ):
-        composition.build(story_config(model_folder, model__path=str(model_folder / "nowhere")))
-
-
-def test_an_evaluation_may_have_all_held_out_queries():
-    for asked, given in ((0, 8), (3, 3), (9, 8)):
-        built = composition.build(tiny_run.config(evaluation__queries=asked))
-        assert composition.heldout_queries(built) == built.queries["heldout"][:given]
+    with pytest.raises(ValueError, match=r"story_sentiment' needs .*vaderSentiment.*`stories`: `make stories`.*\.\[stories\]'"):
+        composition.build(story_config(model_folder, model__path="/nowhere"))
 
 
 def test_long_prompts_may_be_left_out(model_folder):
@@ -177,13 +170,6 @@ def test_a_special_token_whose_text_is_a_stop_string_is_allowed(model_folder, tm
     assert banned("<|turn|>") == (259, 260, 261)
 
 
-def test_stop_strings_need_a_tokenizer_whose_tokens_have_bytes(model_folder):
-    with pytest.raises(
-        ValueError, match=r"the tokenizer's decoder is none, .* task\.stop_strings and task\.step_ends need a byte-level"
-    ):
-        composition.build(story_config(model_folder, task__stop_strings=("w3",)))
-
-
 def test_a_stop_string_is_one_that_the_tokenizer_can_spell(data_dir):
     """stories260K strips white space from the ends of a text, TinyStories-656K has no token for 漢."""
     for name, text, spelled in (
@@ -199,3 +185,25 @@ def test_a_stop_string_is_one_that_the_tokenizer_can_spell(data_dir):
             continue
         with pytest.raises(ValueError, match=re.escape(f"task.stop_strings holds {text!r}, which no response can")):
             stop_strings.check_stop_strings([text], tokenizer)
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_tokenizer_that_drops_characters_of_prompts_is_told_once(tmp_path, caplog, monkeypatch):
+    """By an alarm, and in a dry run, which writes nothing, by a warning."""
+    tokens = tiny_checkpoints.write_letters(tmp_path / "tokens", "0123456789of ")
+    random_checkpoints.write(tmp_path / "policy", "pythia-410m", tokens, labels=0, seed=0)
+    file = task_files.write(tmp_path)
+    file.write_text(file.read_text().replace('Query(f"{i:06b}")', 'Query(f"1/{i + 2} of 10")'))
+    c = tiny_run.config(task__name=f"{file}:Ones", task__prompt_length=16, model__path=str(tmp_path / "policy"))
+    s = tiny_run.settings(tmp_path / "run", c)
+    assert dry_run.estimated(s, full=False)() == 0 and caplog.text.count("1/10 of 10") == 1 and not s.run.root.exists()
+    s.run.metrics("trainer").mkdir(parents=True)
+    for _ in range(2):
+        composition.tell_changed_prompts(s.experiment, alarms.Alarms(s.run.metrics("trainer")))
+    (told,) = alarms.read(s.run.metrics("trainer"))
+    assert (told.kind, told.step) == (composition.KIND, 0)
+    assert "40 of 40 train prompts" in told.sentence and "8 of 8 heldout prompts" in told.sentence
+    assert "'1/10 of 10', which the policy reads as '110 of 10'" in told.sentence
+    monkeypatch.setattr(composition, "PROMPTS", 10)  # of many prompts some are looked at
+    composition.tell_changed_prompts(s.experiment)
+    assert "10 of 10 train prompts (of 40)" in caplog.text

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tba_jax.experiment import composition, dry_run, estimate, joining
+from tba_jax.experiment import composition, dry_run, estimate, training
 from tba_jax.models import parameters
 from tba_jax.storage import layout
 from tests.support import tiny_run
@@ -71,52 +71,36 @@ def experiment(**changes):
     return composition.build(tiny_run.config(**changes))
 
 
-def listed(*, steps: int, every: int, evaluated: int, keep: int) -> int:
-    """Steps that have a snapshot at the end, step by step, and one that is being written."""
-    published = [step for step in range(steps + 1) if step % every == 0 or step % evaluated == 0 or step == steps]
-    if not keep:
-        return len(published)
-    kept = [step for step in published if step % evaluated == 0 or step == steps]
-    return min(len(published), len(kept) + keep + 1)
-
-
 @pytest.mark.parametrize(
     "steps, every, evaluated, keep", [(12, 2, 100, 0), (12, 2, 5, 3), (7, 3, 2, 0), (6, 2, 3, 4), (40, 4, 6, 3)]
 )
 def test_snapshots_are_counted(steps, every, evaluated, keep):
-    e = experiment(learner__steps=steps, publish__every_steps=every, evaluation__every_steps=evaluated, publish__keep=keep)
-    found = estimate.snapshots(e)
-    assert found.count == listed(steps=steps, every=every, evaluated=evaluated, keep=keep)
-    assert found.size == 4 * parameters.count(e.policy.trained_specs) and f"publish.keep={keep}" in found.what
-
-
-def sizes(run: layout.RunDir, **changes) -> list[int]:
-    """Of the snapshots, the reference policy and the checkpoints."""
-    (demand,) = estimate.demands(experiment(**changes), run)
-    return [files.size for files in demand.files]
+    """Step by step: those that are there at the end, and one that is being written."""
+    c = tiny_run.config(learner__steps=steps, publish__every_steps=every, evaluation__every_steps=evaluated, publish__keep=keep)
+    published = [step for step in range(steps + 1) if step % every == 0 or step % evaluated == 0 or step == steps]
+    kept = [step for step in published if step % evaluated == 0 or step == steps]
+    assert estimate.snapshot_count(c) == (min(len(published), len(kept) + keep + 1) if keep else len(published))
 
 
 def test_what_is_published_and_kept(tmp_path):
-    assert estimate.snapshots(experiment(schedule__mode="interleaved", learner__steps=9)).count == 10
-    run = layout.RunDir(tmp_path / "run")
-    whole, adapters = sizes(run, publish__dtype="bfloat16"), sizes(run, publish__dtype="bfloat16", lora__rank=1)
-    assert adapters[0] < whole[0] and adapters[2] < whole[2] and adapters[1] == whole[1] == 2 * whole[0]
-    assert 3 * sizes(run, learner__reference__kind="ema")[2] == 4 * sizes(run)[2]
+    """13 snapshots in bfloat16, the reference policy in float32, two checkpoints of three or four float32 of each weight."""
+    run, weights = layout.RunDir(tmp_path / "run"), parameters.count(experiment().policy.model_specs)
+    steps = dict(learner__steps=12, publish__every_steps=1, publish__dtype="bfloat16", checkpoint__every_steps=12)
+    for kind, moments in (("initial", 3), ("ema", 4)):
+        (demand,) = estimate.demands(experiment(**steps, learner__reference__kind=kind), run)
+        assert demand.size == (13 * 2 + 4 + 2 * 4 * moments) * weights
+    (searchers,) = estimate.demands(experiment(**steps), run, trains=False)
+    assert searchers.size == (13 * 2 + 4) * weights
 
 
 def test_every_new_run_is_refused_whose_snapshots_the_disk_does_not_hold(tmp_path):
     s = tiny_run.settings(tmp_path / "run", tiny_run.config(learner__steps=TOO_MANY))
     with pytest.raises(ValueError, match=r"would fill its disk.*GiB left on .*publish.keep=0, all.*--workdir") as told:
-        joining.join(s, may_change_schedule=True)
+        training.join(s, may_change_schedule=True)
     assert str(tmp_path / "run") in str(told.value) and not s.run.root.exists()
-    joining.join(tiny_run.settings(tmp_path / "run", tiny_run.config()), may_change_schedule=True)
-    joining.join(tiny_run.settings(tmp_path / "run", s.config), may_change_schedule=False)  # a run that is there has an alarm
-
-
-def test_a_dry_run_says_what_the_disk_lacks(tmp_path):
-    run = layout.RunDir(tmp_path / "run")
-    (said,) = (
-        line for line in dry_run.describe(experiment(learner__steps=TOO_MANY), run).splitlines() if line.startswith("disk ")
-    )
-    assert said.startswith("disk       does not fit: about") and "publish.keep=0, all" in said
-    assert "disk       fits: about" in dry_run.describe(experiment(), run)
+    said = [line for line in dry_run.describe(s.experiment, s.run).splitlines() if line.startswith("disk ")]
+    assert len(said) == 1 and said[0].startswith("disk       does not fit: about") and "publish.keep=0, all" in said[0]
+    small = tiny_run.settings(tmp_path / "run", tiny_run.config())
+    assert "disk       fits: about" in dry_run.describe(small.experiment, small.run)
+    training.join(small, may_change_schedule=True)
+    training.join(tiny_run.settings(tmp_path / "run", s.config), may_change_schedule=False)  # a run that is there has an alarm

@@ -1,16 +1,11 @@
 """Meshes of roles against devices, rows and slots."""
 
 import re
-import shutil
 
-import jax
-import numpy as np
 import pytest
 
-from configs import base
-from tba_jax.experiment import composition, meshes, training
-from tba_jax.storage import layout, snapshots
-from tests.support import frozen_runs, tiny_run
+from tba_jax.experiment import composition, meshes
+from tests.support import tiny_run
 
 BATCH = {"searchers.queries_per_batch": 3, "searchers.samples_per_query": 25, "searchers.slots": 100}
 
@@ -41,12 +36,6 @@ def test_meshes_that_do_not_fit_the_devices_are_refused(role, overrides, devices
         meshes.check(composition.build(tiny_run.config_with(overrides)), role=role, devices=devices)
 
 
-def test_the_default_recipe_fits_four_devices():
-    experiment = composition.build(base.get_config())
-    for role in meshes.SECTIONS:
-        meshes.check(experiment, role=role, devices=4)
-
-
 GIB = 1 << 30
 
 
@@ -74,26 +63,3 @@ def test_a_trainers_state_is_split_where_it_is_large_for_a_device(devices, memor
     split = meshes.by_need(experiment, devices=devices, memory=memory)
     assert meshes.shape(split, role="trainer", devices=devices) == expected
     assert experiment.config.learner.mesh.fsdp == overrides.get("learner.mesh.fsdp", 0)
-
-
-@pytest.mark.slow
-def test_a_run_resumes_on_the_mesh_that_its_devices_need(tmp_path, monkeypatch):
-    """Steps of a state that is whole are done again with a state that is split, with equal weights."""
-    four = jax.devices()[:4]
-    monkeypatch.setattr(jax, "devices", lambda *_: four)
-    changes = dict(learner__steps=2, learner__queries=4, evaluation__enabled=False, task__missing_eos_reward=-1.0)
-    assert frozen_runs.run(tmp_path, **changes) == 0
-    run = layout.RunDir(tmp_path)
-    shutil.rmtree(run.checkpoints)
-    monkeypatch.setattr(meshes, "device_memory", lambda device: 1000)
-    s = tiny_run.settings(tmp_path, tiny_run.config(schedule__mode="interleaved", replay__recent_probability=1.0, **changes))
-    trainer, lease = training.make_trainer(s, publish_every_steps=1)
-    assert dict(trainer.program.mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 1} and trainer.step_number == 2
-    trainer.flush_snapshot()
-    policy = s.experiment.policy
-    shardings = policy.trained_shardings(trainer.program.mesh)
-    first, last = (snapshots.load_step(run.policies, step, policy.trained_specs, shardings) for step in (0, 2))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), trainer.program.policy_params, last)
-    assert any(np.abs(x - y).max() > 1e-3 for x, y in zip(jax.tree.leaves(first), jax.tree.leaves(last), strict=True))
-    trainer.close()
-    lease.release()

@@ -8,7 +8,7 @@ import pytest
 
 from configs import base
 from tba_jax.commands import command_line, recipes, rescore
-from tba_jax.experiment import composition, joining
+from tba_jax.experiment import composition, training
 from tba_jax.rewards.task_models import reward_texts
 from tba_jax.tasks import custom_task
 from tba_jax.tasks.interface import EncodedQuery, Query, Scores
@@ -153,7 +153,7 @@ def test_the_run_is_one_wherever_the_file_lies(file, tmp_path, monkeypatch):
     c = recipes.override(c, [f"--config.task.name={file.name}:Ones"])
     s = tiny_run.settings(tmp_path / "run", c)
     assert s.experiment.contract.task_name == "my_task.py:Ones" and s.experiment.contract.task == {"count": 24}
-    joining.join(s, may_change_schedule=True)
+    training.join(s, may_change_schedule=True)
     monkeypatch.chdir("/")
     assert json.loads((tmp_path / "run/config.json").read_text())["config"]["task"]["name"] == str(file) + ":Ones"
     assert "reward version 1" in rescore.rescore(tmp_path / "run", command_line.Source(trust_task=True))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from configs import story_sentiment
-from tba_jax.experiment import joining
+from tba_jax.experiment import composition
 from tba_jax.roles.trainer.loop import Circumstances
 from tba_jax.storage import layout
 from tba_jax.telemetry import alarms
@@ -81,7 +81,7 @@ def test_updates_that_are_left_out_are_an_alarm_and_every_rule_has_a_case_and_a_
     assert {kind for kind, *_ in CASES} | {"updates_refused"} == RULES.keys()
     section = (tiny_run.ROOT / "docs" / "watching.md").read_text().partition("\n## Alarms\n")[2].partition("\n## ")[0]
     listed = [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")]
-    assert sorted(listed) == sorted([*RULES, joining.KIND, *TRACKERS])
+    assert sorted(listed) == sorted([*RULES, composition.KIND, *TRACKERS])
 
 
 def test_what_is_meant_or_not_measured_is_no_alarm():

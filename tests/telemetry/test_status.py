@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tba_jax.experiment import joining
+from tba_jax.experiment import training
 from tba_jax.storage import contract, layout
 from tba_jax.telemetry import metrics, status
 from tba_jax.telemetry.status import Profiler, Record, Status, TimeAccount, Told, Window
@@ -128,7 +128,7 @@ def test_the_log_says_why_a_role_ends_also_where_storage_does_not(tmp_path, capl
 
     def told(run: layout.RunDir) -> str:
         """What the status and the log say of the end of a searcher."""
-        joining.record_of(s, "searcher-0").end(run, role="searcher")
+        training.record_of(s, "searcher-0").end(run, role="searcher")
         return f"{status.read(s.run.metrics('searcher-0')).phase}: {caplog.messages[-1]}"
 
     with caplog.at_level("INFO", logger="tba_jax"):

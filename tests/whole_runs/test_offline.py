@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tba_jax.commands import audit
-from tba_jax.experiment import jobs, other_runs, training
+from tba_jax.experiment import initial_policy, jobs, training
 from tba_jax.replay import journal
 from tba_jax.roles.trainer import loop as trainer_loop
 from tba_jax.storage import layout
@@ -147,7 +147,10 @@ def test_rows_that_mean_something_else_are_refused(case, tmp_path, frozen):
     settings = {"task__missing_eos_reward": -1.0, "replay__mount": tuple(map(str, mounts))} | changes
     s = tiny_run.settings(workdir, tiny_run.config(**settings))
     with pytest.raises(ValueError, match=sentence) as refused:
-        other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from=init_from)
+        initial_policy.check_mounts(s.run, s.config, s.experiment.contract, init_from=init_from)
+    if not init_from:
+        with pytest.raises(ValueError, match=sentence):
+            training.trainer(s)
     if case == "other reference":
         ids = [layout.read_json(run.initial_reference)["id"] for run in (source.run, s.run)]
         assert all(one in str(refused.value) for one in ids)
@@ -169,7 +172,7 @@ def test_what_does_not_change_rows_may_differ(tmp_path, frozen):
     source = frozen(tmp_path / "source", batches=1)
     changes = {"lora__rank": 2, "seed": 9, "learner__queries": 2, "learner__learning_rate": 1e-5}
     s = frozen_runs.offline(tmp_path / "run", source.run.root, **changes)
-    other_runs.check_mounts(s.run, s.config, s.experiment.contract, init_from="")
+    initial_policy.check_mounts(s.run, s.config, s.experiment.contract, init_from="")
 
 
 def test_a_trainer_that_waits_says_what_for(tmp_path, frozen, monkeypatch, caplog):
