@@ -70,6 +70,7 @@ def run_searcher(s: jobs.Invocation, made: Searcher, look: Callable[[], None]) -
         (refresher,) = threads
         refresher.join(timeout=10)
         assert not refresher.is_alive()
+    assert time.monotonic() < end
 
 
 def weights(s: jobs.Invocation, step: int) -> dict[str, Any]:

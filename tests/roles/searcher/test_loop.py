@@ -19,7 +19,7 @@ from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.roles.searcher.loop import RewardWatch, SearchRecord
 from tba_jax.roles.work import Work
 from tba_jax.run.processes import NoRewards
-from tba_jax.storage import layout, snapshots
+from tba_jax.storage import contract, layout, snapshots
 from tba_jax.storage.layout import RunDir
 from tba_jax.tasks.interface import Scores
 from tba_jax.telemetry import alarms, metrics, status
@@ -37,7 +37,7 @@ def unreadable(folder: Path) -> None:
 
 
 def finish(s: jobs.Invocation) -> None:
-    layout.write_json(s.run.finished, {"step": s.config.learner.steps})
+    layout.write_json(s.run.finished, {"step": contract.steps_of(s.run)})
 
 
 def waits(s: jobs.Invocation) -> str:
@@ -234,7 +234,7 @@ def test_rewards_that_hang_are_said_and_given_up_and_slow_ones_are_waited_for(wa
 
 def test_rates_are_those_of_appends_since_they_began_and_failures_are_an_alarm(tmp_path):
     """The first batch holds the compilation. Batches that are told late are counted by the time of their append."""
-    config = tiny_run.config(metrics__peak_flops=1e3, metrics__peak_bandwidth=1e2)
+    config = tiny_run.config(metrics__peak_flops=1e3, metrics__peak_bandwidth=1e2, metrics__sinks=())
     mesh = sharding.make_mesh((1, 1, 1), setting="test", devices=jax.local_devices()[:1])
     record = SearchRecord(config, RunDir(tmp_path), "tested", status=status.Status(None), mesh=mesh)
     for number in (1, 2, 3):
