@@ -98,7 +98,7 @@ def score(
 
 
 def _check_objective(experiment: "Experiment") -> None:
-    from tba_jax.roles.trainer.buffer import behavior_reader
+    from tba_jax.roles.trainer.update_program import behavior_reader
 
     if reader := behavior_reader(experiment.config.learner):
         why = "responses of a file have no known behaviour; trajectory_balance and others need none"

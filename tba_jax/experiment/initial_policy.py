@@ -24,7 +24,7 @@ from tba_jax.programs import Program
 from tba_jax.replay.log import GIVEN, REGISTER, registration
 from tba_jax.roles.process_group import Alone, Group, Member
 from tba_jax.roles.trainer import publishing
-from tba_jax.roles.trainer.buffer import behavior_reader
+from tba_jax.roles.trainer.update_program import behavior_reader
 from tba_jax.schemas import Mistakes, require
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import file_systems, layout, places, snapshots

@@ -1,6 +1,6 @@
 """Metrics of one role: a file of JSON lines, which is the durable record, and trackers that show the same points.
 
-A role calls the libraries of TensorBoard, wandb and Trackio in a `try`: they send from threads and processes of their own.
+A role calls the libraries of wandb and Trackio in a `try`: they send from threads and processes of their own.
 """
 
 import dataclasses
@@ -10,7 +10,9 @@ import json
 import logging
 import math
 import os
+import platform
 import re
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,19 +92,30 @@ Sink = tuple[Callable[[Point], Any], Callable[[], Any]]
 
 
 def _tensorboard(session: Session) -> Sink:
-    """Event files in the folder of the role's metrics."""
-    from tensorboardX import SummaryWriter
+    """An event file in the folder of the role's metrics. tensorboardX's own writer has a thread that ends where the disk is full,
+    and the role would wait for it for ever."""
+    from tensorboardX import record_writer, summary
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.proto.summary_pb2 import Summary
 
-    writer = SummaryWriter(session.folder, flush_secs=5)
+    name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}"
+    # Of what a full disk refuses, the buffer keeps whole records, which the next point writes.
+    file = open(Path(session.folder) / name, "wb", buffering=1 << 20)  # noqa: SIM115 (closed by the sink's end)
+
+    def add(event: Any) -> None:
+        content = event.SerializeToString()
+        parts = struct.pack("<Q", len(content)), content
+        file.write(b"".join(part + struct.pack("<I", record_writer.masked_crc32c(part)) for part in parts))
+        file.flush()
 
     def write(point: Point) -> None:
-        told = dict(global_step=point.step, walltime=point.time)
-        for name, value in point.values.items():
-            writer.add_scalar(name, value, **told)
-        for name, array in point.histograms.items():
-            writer.add_histogram(name, array, bins=histogram(array)[1], **told)
+        told = [summary.scalar(name, value) for name, value in point.values.items()]
+        told += [summary.histogram(name, each, bins=histogram(each)[1]) for name, each in point.histograms.items() if each.size]
+        shown = Summary(value=[value for each in told for value in each.value])
+        add(Event(step=point.step, wall_time=point.time, summary=shown))
 
-    return write, writer.close
+    add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+    return write, file.close
 
 
 def _wandb(session: Session) -> Sink:

@@ -1,8 +1,11 @@
 """Points of a role on disk, across kills and starts, and in trackers, whose libraries may fail. Peaks of devices."""
 
 import json
+import resource
+import threading
 import time
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -117,11 +120,11 @@ def test_rows_of_a_private_run_and_secrets_of_the_config_stay_here(tmp_path, run
     assert told["task"]["custom"] == {"api_key": "(not told)", "url": "there"} and "abc" not in json.dumps(told)
 
 
-def test_tensorboard_holds_the_same_numbers(run):
+def events_of(run) -> dict[tuple[int, str], Any]:
+    """(step, name) -> the value in the one event file of the trainer, whose records are all whole."""
     from tensorboardX.proto.event_pb2 import Event
 
-    write(run, "tensorboard", steps=(1, 3))
-    found = {}
+    found: dict[tuple[int, str], Any] = {}
     (path,) = run.metrics("trainer").glob("events.out.tfevents.*")
     data, at = path.read_bytes(), 0
     while at < len(data):
@@ -129,8 +132,37 @@ def test_tensorboard_holds_the_same_numbers(run):
         event = Event.FromString(data[at + 12 : at + 12 + length])
         found |= {(event.step, value.tag): value for value in event.summary.value}
         at += 12 + length + 4
+    assert at == len(data)
+    return found
+
+
+def test_tensorboard_holds_the_same_numbers(run):
+    write(run, "tensorboard", steps=(1, 3))
+    found = events_of(run)
     assert found[3, "loss"].simple_value == 1.5 and not any(tag == "note" for _, tag in found)
     assert [count for count in found[1, "staleness"].histo.bucket if count] == [2, 1] and found[1, "staleness"].histo.num == 3
+
+
+def test_no_role_waits_for_tensorboard_where_the_disk_is_full(run):
+    """Once there is room the points are there. A limit on the sizes of files stands for the disk."""
+    told = alarms.Alarms(run.metrics("trainer"))
+    tracker = metrics.Tracker("tensorboard", lambda: metrics.session_of(tiny_run.config(), run, "trainer", kind="trainer"), told)
+    (folder := run.metrics("trainer")).mkdir(parents=True)
+    points = [metrics.Point(step=step, time=0.0, values={"loss": step / 2}) for step in range(100)]
+    tracker.write(points[0])
+    size, limits = sum(file.stat().st_size for file in folder.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 500, limits[1]))
+    try:
+        waits = threading.Thread(target=lambda: [tracker.write(point) for point in points[1:-1]], daemon=True)
+        waits.start()
+        waits.join(30)
+        assert not waits.is_alive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert told.told == {"tensorboard"}
+    tracker.write(points[-1])
+    tracker.end()
+    assert [value.simple_value for value in events_of(run).values()] == [step / 2 for step in range(100)]
 
 
 def test_points_stand_under_the_group_of_their_role_and_the_step_of_the_trainer(run):

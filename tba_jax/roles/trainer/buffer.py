@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 
 from tba_jax import trajectory
-from tba_jax.objectives import OBJECTIVES
 from tba_jax.replay import journal, ledger, success_counts
 from tba_jax.replay.index import ReplayIndex, Rules
 from tba_jax.replay.journal import Again
 from tba_jax.replay.ledger import Gap, KnownGaps, Losses
-from tba_jax.replay.log import GIVEN
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.segment import remove_segments
 from tba_jax.replay.selection import Selection, draw_batch, drawable
@@ -74,40 +72,6 @@ def draw(index: ReplayIndex, selection: Selection, *, min_rows: int, seed: int, 
         return None
     rng = np.random.Generator(np.random.Philox(key=[seed, step]))
     return draw_batch(index, selection, rng=rng, step=step)
-
-
-def behavior_reader(learner: Any) -> str:
-    """SETTING=VALUE of the setting by which the learner reads the rows' behaviour log-probs; "" if none does."""
-    return f"learner.objective={learner.objective}" if OBJECTIVES[learner.objective].behavior_logprobs else ""
-
-
-class BehaviorCheck:
-    """Refuses rows that no setting told of when the trainer began: of before a change of the objective, or of mounted runs."""
-
-    def __init__(self, learner: Any):
-        self._reader = behavior_reader(learner)
-        self._as_drawn = OBJECTIVES[learner.objective].as_drawn
-
-    def __call__(self, rows: trajectory.Rows, ids: Sequence[tuple[str, int]]) -> None:
-        """Raises BadInput for the first row of a batch whose behaviour nobody knows, or that is truncated where none may be.
-
-        Args: ids: (writer, row) of each of the rows.
-        """
-        if not self._reader:
-            return
-        if given := next((f"{writer}:{row}" for writer, row in ids if writer.startswith(GIVEN)), ""):
-            raise processes.BadInput(
-                f"{self._reader} reads π_behaviour of every row, and nobody knows that of row {given}, a response of a file: "
-                f"resume without it (--allow_change={self._reader.partition('=')[0]})"
-            )
-        truncated = (rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["min_p"] > 0)
-        if self._as_drawn and truncated.any():
-            at = int(np.argmax(truncated))
-            how = ", ".join(f"{name}={rows[name][at]:g}" for name in ("top_k", "top_p", "min_p"))
-            raise processes.BadInput(
-                f"{self._reader} needs rows that are not truncated, and row {ids[at][0]}:{ids[at][1]} was drawn with {how}: "
-                "resume with another objective, such as trajectory_balance (--allow_change=learner.objective)"
-            )
 
 
 class ReplayBuffer:

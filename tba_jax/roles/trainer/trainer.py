@@ -19,10 +19,10 @@ from tba_jax.replay import journal, ledger
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.roles.process_group import Alone, Group
 from tba_jax.roles.trainer import logprob_gap
-from tba_jax.roles.trainer.buffer import BehaviorCheck, ReplayBuffer
+from tba_jax.roles.trainer.buffer import ReplayBuffer
 from tba_jax.roles.trainer.logprob_gap import LogprobGap, SnapshotScores
 from tba_jax.roles.trainer.publishing import Checkpointing, publisher
-from tba_jax.roles.trainer.update_program import Placed, Refusals, UpdateProgram
+from tba_jax.roles.trainer.update_program import BehaviorCheck, Placed, Refusals, UpdateProgram
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places
 from tba_jax.storage.lease import EpochLease

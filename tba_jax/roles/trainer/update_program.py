@@ -1,4 +1,4 @@
-"""The update as a program of the trainer's mesh, the weights that it reads and changes, and updates that are not finite."""
+"""The update as a program of the trainer's mesh, the weights that it reads and changes, and what a trainer refuses."""
 
 import dataclasses
 import functools
@@ -17,10 +17,13 @@ from tba_jax.learner import update as update_lib
 from tba_jax.models import flops, scoring
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
+from tba_jax.objectives import OBJECTIVES
 from tba_jax.packing import row_layout, row_packing
 from tba_jax.programs import Program, again, shaped, with_beside
+from tba_jax.replay.log import GIVEN
 from tba_jax.roles.trainer.logprob_gap import SnapshotScores
 from tba_jax.roles.work import ShapesLog, Work, of_plan
+from tba_jax.run import processes
 from tba_jax.sharding import PINNED_HOST
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
@@ -320,3 +323,37 @@ class Refusals:
             f"step {step} is not finite (loss {measurements['loss']}, gradient norm {measurements['grad_norm']}): {blamed}; "
             f"its batch is the line of that step in {self._journal}"
         )
+
+
+def behavior_reader(learner: Any) -> str:
+    """SETTING=VALUE of the setting by which the learner reads the rows' behaviour log-probs; "" if none does."""
+    return f"learner.objective={learner.objective}" if OBJECTIVES[learner.objective].behavior_logprobs else ""
+
+
+class BehaviorCheck:
+    """Refuses rows that no setting told of when the trainer began: of before a change of the objective, or of mounted runs."""
+
+    def __init__(self, learner: Any):
+        self._reader = behavior_reader(learner)
+        self._as_drawn = OBJECTIVES[learner.objective].as_drawn
+
+    def __call__(self, rows: trajectory.Rows, ids: Sequence[tuple[str, int]]) -> None:
+        """Raises BadInput for the first row of a batch whose behaviour nobody knows, or that is truncated where none may be.
+
+        Args: ids: (writer, row) of each of the rows.
+        """
+        if not self._reader:
+            return
+        if given := next((f"{writer}:{row}" for writer, row in ids if writer.startswith(GIVEN)), ""):
+            raise processes.BadInput(
+                f"{self._reader} reads π_behaviour of every row, and nobody knows that of row {given}, a response of a file: "
+                f"resume without it (--allow_change={self._reader.partition('=')[0]})"
+            )
+        truncated = (rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["min_p"] > 0)
+        if self._as_drawn and truncated.any():
+            at = int(np.argmax(truncated))
+            how = ", ".join(f"{name}={rows[name][at]:g}" for name in ("top_k", "top_p", "min_p"))
+            raise processes.BadInput(
+                f"{self._reader} needs rows that are not truncated, and row {ids[at][0]}:{ids[at][1]} was drawn with {how}: "
+                "resume with another objective, such as trajectory_balance (--allow_change=learner.objective)"
+            )

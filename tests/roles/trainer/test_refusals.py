@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from tba_jax.replay import journal
-from tba_jax.roles.trainer.buffer import BehaviorCheck
-from tba_jax.roles.trainer.update_program import Refusals
+from tba_jax.roles.trainer.update_program import BehaviorCheck, Refusals
 from tba_jax.run import processes
 from tba_jax.storage import snapshots
 from tests.support import frozen_runs, tiny_run
