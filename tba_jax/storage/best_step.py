@@ -56,7 +56,7 @@ class Scores:
                 status = file.stat()
                 report = step, status.st_size, status.st_mtime_ns
                 found[report] = self._known[report] if report in self._known else _score(file)
-            except FileNotFoundError:  # a trainer that resumes has removed it
+            except (FileNotFoundError, IsADirectoryError):  # a trainer that resumes has removed it; or no report
                 continue
         self._known = found
         return {step: score for (step, _, _), score in found.items() if math.isfinite(score)}
