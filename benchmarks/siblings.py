@@ -164,10 +164,14 @@ def log_ref(seed: int) -> np.ndarray:
 
 
 @functools.cache
+def optimum_of(name: str, seed: int, query: int) -> np.ndarray:
+    """The objective's own on uniform rows of a query: float64[N]."""
+    return FORMS[name].optimum(rewards(seed)[query], uniform_log_probs(), log_ref(seed)[query], **FORMS[name].given)
+
+
 def optimum(name: str, seed: int) -> np.ndarray:
-    """The objective's own on uniform rows: float64[Q, N]."""
-    form, of_queries = FORMS[name], zip(rewards(seed), log_ref(seed), strict=True)
-    return np.stack([form.optimum(rewards, uniform_log_probs(), log_ref, **form.given) for rewards, log_ref in of_queries])
+    """Likewise of all queries: float64[Q, N]."""
+    return np.stack([optimum_of(name, seed, query) for query in range(QUERIES)])
 
 
 def p_star(seed: int) -> np.ndarray:

@@ -33,7 +33,7 @@ def test_the_regression_is_the_minimum_of_its_loss():
 def test_the_optima_are_different_distributions():
     log_mu = siblings.uniform_log_probs()
     assert np.exp(log_mu).sum() == pytest.approx(1)
-    found = {name: optimum(name, 0)[0] for name in siblings.FORMS} | {"p*": p_star(0)[0], "sampler": np.exp(log_mu)}
+    found = {name: siblings.optimum_of(name, 0, 0) for name in siblings.FORMS} | {"p*": p_star(0)[0], "sampler": np.exp(log_mu)}
     for name, distribution in found.items():
         assert distribution.sum() == pytest.approx(1, rel=1e-6)
         others = [distance(distribution, other) for key, other in found.items() if key != name]
@@ -45,7 +45,7 @@ def test_the_optima_are_different_distributions():
 def test_more_rows_in_a_group_bring_the_optimum_nearer_to_its_limit(name):
     form, limit = siblings.FORMS[name], siblings.LIMITS[name](0)[0]
     more = form.optimum(rewards(0)[0], siblings.uniform_log_probs(), log_ref(0)[0], **form.given | {"K": 80})
-    assert distance(more, limit) < 0.7 * distance(optimum(name, 0)[0], limit)
+    assert distance(more, limit) < 0.7 * distance(siblings.optimum_of(name, 0, 0), limit)
 
 
 def test_a_reward_below_the_baseline_has_no_such_optimum():
