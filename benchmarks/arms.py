@@ -22,7 +22,6 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import side_by_side, summary
-from tba_jax.roles import results
 from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
 
@@ -35,9 +34,7 @@ _WARM_STARTS = flags.DEFINE_integer("warm_starts", 1, "Warm starts, of the seeds
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each arm from each warm start.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 200, "Updates of each run.", lower_bound=4)
 _COLUMNS = flags.DEFINE_list("columns", ["grad_norm", "advantage_std", "equal_reward_groups"], "Metrics of the trainer.")
-_JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of the cores; 0: one a core.", lower_bound=0)
 
-EVALUATIONS = 4  # of a run, besides the one before it
 LAG = 4
 
 
@@ -47,14 +44,9 @@ def settings_of(text: str) -> dict[str, str]:
 
 def job(root: Path, arm: str, own: str, checkout: Path, seed: int) -> side_by_side.Job:
     settings: dict[str, Any] = {
+        **side_by_side.in_turn(_STEPS.value, LAG),
         "seed": seed,
-        "learner.steps": _STEPS.value,
         "learner.beta_steps": _STEPS.value,
-        "schedule.mode": "interleaved",
-        "schedule.lag": LAG,
-        "evaluation.every_steps": _STEPS.value // EVALUATIONS,
-        "checkpoint.every_steps": _STEPS.value,
-        "publish.keep": LAG + 3,
         **settings_of(_SET.value),
         **settings_of(own),
     }
@@ -65,11 +57,14 @@ def job(root: Path, arm: str, own: str, checkout: Path, seed: int) -> side_by_si
 def measured(workdir: Path) -> dict[str, Any]:
     """The held-out greedy score by step, and the means of the trainer's metrics."""
     run = layout.RunDir(workdir)
-    curve = {report["step"]: report["greedy_reward"] for report in results.evaluations(run)}
     lines = list(metrics.each_line(run.metrics("trainer")))
     limit = layout.read_json(run.config)["config"]["learner"]["clip_norm"]
     found = {name: float(np.mean([line[name] for line in lines if name in line] or [np.nan])) for name in _COLUMNS.value}
-    return {"curve": curve, "clipped": float(np.mean([0 < limit < line["grad_norm"] for line in lines])), **found}
+    return {
+        "curve": summary.curve(workdir),
+        "clipped": float(np.mean([0 < limit < line["grad_norm"] for line in lines])),
+        **found,
+    }
 
 
 def main(argv: Sequence[str]) -> None:
@@ -77,10 +72,9 @@ def main(argv: Sequence[str]) -> None:
     root = Path(_WORKDIR.value).absolute()
     checkouts = {"": Path.cwd()} | ({"-other": Path(_OTHER.value).absolute()} if _OTHER.value else {})
     starts = range(1, _WARM_STARTS.value + 1)
-    shared = [f"--config.{leaf}={value}" for leaf, value in settings_of(_SET.value).items()]
     for number, (of, path) in itertools.product(starts, checkouts.items()):
-        start = root / f"start{number}{of}"
-        side_by_side.ensure_warm_start(start, f"--config.seed={number}", *shared, recipe=_RECIPE.value, checkout=path)
+        settings = {"seed": number} | settings_of(_SET.value)
+        side_by_side.ensure_warm_start(root / f"start{number}{of}", settings, recipe=_RECIPE.value, checkout=path)
     arms = {f"{name}{of}": (own, of) for name, _, own in (arm.partition(" ") for arm in _ARMS.value) for of in checkouts}
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
     jobs = {
@@ -89,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
         for number in starts
         for arm, (own, of) in arms.items()
     }
-    side_by_side.run_all(list(jobs.values()), at_a_time=_JOBS.value)
+    side_by_side.run_all(list(jobs.values()))
     found = {each: measured(made.workdir) for each, made in jobs.items()}
     steps = list(next(iter(found.values()))["curve"])
     summary.table("arm", *(f"score at {step}" for step in steps), "clipped", *_COLUMNS.value)

@@ -1,13 +1,12 @@
 """How fast responses are sampled: our decoder against transformers' `generate` (torch), and both against the machine.
 
-python -m benchmarks.decode [--cases=v4096_s1,…] [--modes=dynamic,static,compile] [--only=ours,torch] [--repeats=5] [--out=FILE]
+python -m benchmarks.decode [--cases=v4096_s1,…] [--modes=ours,dynamic,static,compile] [--repeats=5] [--out=FILE]
 python -m benchmarks.decode --device=gpu [--cases=pythia_s1,pythia_s16,qwen_s1,qwen_s16] [--batch=64]
 
 Both sample at temperature 1 from one checkpoint of random weights, with one list of prompts, on the same cores (`taskset` says
-which); GLIBC_TUNABLES=glibc.malloc.hugetlb=1 before the command makes both faster. Ours gives log-probabilities as well,
-`generate` tokens only. torch runs in a process of its own (decode_torch.py) that is idle while ours runs; the repeats are
-interleaved, one of ours and one of each mode in turn, and the times are medians. No response ends by an end-of-sequence token.
-Before anything is timed, the greedy continuation of a prompt must be the same in both.
+which); GLIBC_TUNABLES=glibc.malloc.hugetlb=1 before the command makes both faster. Ours gives log-probabilities as well. torch
+runs in a process of its own (decode_torch.py); the repeats are interleaved, and the times are medians. No response ends by an
+end-of-sequence token. Before anything is timed, the greedy continuation of a prompt must be the same in both.
 
 Cases: <model>_s<responses a query> are uniform, 64 rows of 128 new tokens, on prompts of 64 tokens (s1) or 512 (s16: 4 queries);
 *_tail and *_s16tail are 256 rows of log-normal lengths (median 32, sigma 0.8, clipped to 4 … 128): ours streams them through 64
@@ -48,8 +47,10 @@ from tba_jax.models.hugging_face import export, load
 
 _DEVICE = flags.DEFINE_enum("device", "cpu", ["cpu", "gpu"], "cpu: float32, small models; gpu: bfloat16, published shapes.")
 _CASES = flags.DEFINE_list("cases", [], "Which cases; default: those of the device whose names end with s1, s16 and tail.")
-_MODES = flags.DEFINE_list("modes", ["dynamic", "static"], "Of torch: a cache that grows, one of fixed length, or that compiled.")
-_ONLY = flags.DEFINE_list("only", ["ours", "torch"], "Whose decoder.")
+MODES = ("ours", "dynamic", "static", "compile")
+_MODES = flags.DEFINE_list(
+    "modes", list(MODES[:3]), "ours; or torch's: a cache that grows, one of fixed length, or that compiled."
+)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Of each time.", lower_bound=1)
 _BATCH = flags.DEFINE_integer("batch", 64, "Rows decoded at a time, a multiple of 16.", lower_bound=16)
 _OUT = flags.DEFINE_string("out", "", "A JSON file for all figures.")
@@ -257,11 +258,9 @@ def check_greedy(case: Case, tokens: Sequence[int]) -> None:
         )
 
 
-def measure(
-    case: Case, modes: Sequence[str], peer: json_worker.Worker | None, *, ours: bool, repeats: int
-) -> dict[str, list[float]]:
+def measure(case: Case, modes: Sequence[str], peer: json_worker.Worker | None, *, repeats: int) -> dict[str, list[float]]:
     """Seconds of each decoder, interleaved."""
-    seconds: dict[str, list[float]] = {mode: [] for mode in modes if peer is not None}
+    seconds: dict[str, list[float]] = {mode: [] for mode in modes if mode != "ours"}
 
     def between() -> None:
         for mode in seconds:
@@ -274,7 +273,7 @@ def measure(
         check_greedy(case, peer.ask("load", **sizes, **told, greedy=GREEDY_TOKENS)["tokens"])
         between()  # compiles and allocates
         seconds.update({mode: [] for mode in seconds})
-    if ours:
+    if "ours" in modes:
         return {"ours": measure_ours(case, repeats=repeats, between=between), **seconds}
     for _ in range(repeats):
         between()
@@ -308,17 +307,13 @@ def summarise(case: Case, seconds: Mapping[str, Sequence[float]], machine: Machi
 def check_flags() -> None:
     """Raises ValueError: a flag names what there is not."""
     cases = [f"{model}_{kind}" for model in MODELS[_DEVICE.value] for kind in _KINDS]
-    for flag, given, known in (
-        ("cases", _CASES.value, cases),
-        ("modes", _MODES.value, ("dynamic", "static", "compile")),
-        ("only", _ONLY.value or [""], ("ours", "torch")),
-    ):
+    for flag, given, known in (("cases", _CASES.value, cases), ("modes", _MODES.value or [""], MODES)):
         if unknown := [name for name in given if name not in known]:
             raise ValueError(f"--{flag}={unknown[0]} is none of {', '.join(known)}")
     if _BATCH.value % 16:
         raise ValueError(f"--batch={_BATCH.value} must be a multiple of 16, the responses to a query of *_s16")
-    if "torch" in _ONLY.value and not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")):
-        raise ValueError("torch is not installed: `make parity` makes .venv-parity, which has it; --only=ours goes without")
+    if set(_MODES.value) - {"ours"} and not (importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")):
+        raise ValueError("torch is not installed: `make parity` makes .venv-parity, which has it; --modes=ours goes without")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -334,7 +329,7 @@ def main(argv: Sequence[str]) -> None:
         jax.config.update("jax_platforms", "cpu")
         # One device for each core, as searchers.cpu_devices makes them: attention of one device uses one core.
         jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
-    if "torch" not in _ONLY.value:
+    if not set(_MODES.value) - {"ours"}:
         return run(None, device)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the torch process ends as well
     try:
@@ -353,7 +348,7 @@ def run(peer: json_worker.Worker | None, device: str) -> None:
     with tempfile.TemporaryDirectory(prefix="decode-") as scratch:
         for name in names:
             case = make_case(name, folder=Path(scratch), batch=_BATCH.value)
-            seconds = measure(case, _MODES.value, peer, ours="ours" in _ONLY.value, repeats=_REPEATS.value)
+            seconds = measure(case, _MODES.value, peer, repeats=_REPEATS.value)
             figures["cases"][name] = summarise(case, seconds, machine)
             if _OUT.value:
                 written = Path(f"{_OUT.value}.new")  # whole at any time, whenever the command is ended

@@ -147,19 +147,14 @@ def logprobs_piece(*, B: int, R: int, D: int, V: int, timed_R: int) -> Piece:
     return Piece(run, memory)
 
 
-def uniform(rows: int, tokens: int) -> np.ndarray:
-    """int32[rows], responses of one length."""
-    return np.full(rows, tokens, np.int32)
-
-
 # Sizes are meant for nine pairs of all pieces in ten minutes on two quiet cores. What takes a fraction of a second is repeated
 # within a measurement: what disturbs it only adds to its time, so that the least time is measured.
 PIECES: dict[str, Callable[[], Piece]] = {
     "update_demo": lambda: update_piece(demo_sizes(), 32, updates=4),
     "update_v4096": lambda: update_piece({}, 4096),
     "update_v32000": lambda: update_piece({"learner.queries": 2}, 32_000),
-    "decode_v4096": lambda: decode_piece(uniform(64, 64)),
-    "decode_samples": lambda: decode_piece(uniform(64, 64), samples=16, prompt=512),
+    "decode_v4096": lambda: decode_piece(np.full(64, 64, np.int32)),
+    "decode_samples": lambda: decode_piece(np.full(64, 64, np.int32), samples=16, prompt=512),
     "decode_tail": lambda: decode_piece(decode.tail_lengths(256)),
     "compile_update": lambda: compile_piece({}, 4096),
     # The budget takes 41 steps at a time: the seconds are those of two whole blocks.

@@ -3,8 +3,7 @@
     python -m benchmarks.objectives --workdir=DIR --only=posterior,baselines
 
 Four symbols and an end, at most four tokens: 341 responses to each of 8 prompts. The transformer, the sampler and the update
-are those of training. posterior: prints the total variation between π_θ and p* by behaviour and seed, and draws posterior.png.
-baselines: the same for each objective with a KL term, on rows of one age; draws baselines.png.
+are those of training.
 """
 
 import concurrent.futures
@@ -225,28 +224,12 @@ def as_batch(rows: Drawn, problem: Problem) -> state_lib.Batch:
     )
 
 
-def learner_config(objective: str, *, settings: ObjectiveSettings, rows: int) -> update.LearnerConfig:
-    """The whole batch is one micro-batch."""
-    return update.LearnerConfig(
-        policy=Policy(model=MODEL),
-        objective=OBJECTIVES[objective],
-        settings=settings,
-        limits=Limits(rows=rows, group=settings.completions, prompt=1, response=R, shares=False),
-        logit_bytes=1 << 30,
-        space=SPACE,
-        remat="none",
-    )
-
-
 # Of an update, see update.train_step.
 MEASURED = ("loss", "grad_norm", "finite", "ratio_max")
 
 
 def alone(tokens: jax.Array, prompt_length: jax.Array, response_length: jax.Array, *, R: int) -> row_packing.Packed:
-    """The rows as one micro-batch of a sequence each, made where the rows are.
-
-    Args: as in trajectory: tokens int32[B, T], lengths int32[B]; arrays of the devices, too.
-    """
+    """The rows, tokens int32[B, T] and lengths int32[B], as one micro-batch of a sequence each, made where the rows are."""
     B, places = len(tokens), jnp.arange(R)
     states = jnp.minimum(prompt_length[:, None] - 1 + places, tokens.shape[1] - 2)
     targets = jnp.take_along_axis(tokens, states + 1, axis=1)
@@ -285,8 +268,15 @@ def train(
     optimizers |= {"value_head": of_head} if valued else {}
     one = optax.constant_schedule(1.0)
     changes: dict[str, Any] = dict(settings)
-    made = ObjectiveSettings(completions=completions, **changes)
-    config = learner_config(objective, settings=made, rows=len(problem.rewards) * K)
+    config = update.LearnerConfig(  # the whole batch is one micro-batch
+        policy=Policy(model=MODEL),
+        objective=OBJECTIVES[objective],
+        settings=ObjectiveSettings(completions=completions, **changes),
+        limits=Limits(rows=len(problem.rewards) * K, group=completions, prompt=1, response=R, shares=False),
+        logit_bytes=1 << 30,
+        space=SPACE,
+        remat="none",
+    )
     schedules = update.Schedules(beta=optax.constant_schedule(beta), ref_temperature=one, reward_temperature=one)
     state = state_lib.init_state(config.policy, problem.ref_params, optimizers)
     key, delay = jax.random.fold_in(jax.random.key(seed), 1), behavior.delay
@@ -335,21 +325,11 @@ def compare(root: Path, *, steps: int = 4000, seeds: int = 3) -> None:
     _run_all(runs, "rows from", steps=steps, seeds=seeds, path=root / "posterior" / "posterior.png")
 
 
-# Objectives with a KL term, of those that need no log Z head and no values of states. On-policy p* is the optimum of those up to
-# ppo (there but for the error of its values). k3's mean gradient is that of KL(π_ref‖π_θ), GRPO and IcePop divide the reward by
-# its spread, online DPO's pairs are the best and the worst of K: these have other optima.
-WITH_KL = (
-    "trajectory_balance",
-    "tba_prime",
-    "reinforce",
-    "rloo",
-    "proximal_rloo",
-    "ppo",
-    "grpo",
-    "dr_grpo",
-    "icepop",
-    "online_dpo",
-)
+# Of those with a KL term these have other optima: the mean gradient of k3 is that of KL(π_ref‖π_θ), GRPO and IcePop divide the
+# reward by its spread, and the pairs of online DPO are the best and the worst of K.
+_OTHER_OPTIMA = ("grpo", "dr_grpo", "icepop", "online_dpo")
+# On-policy p* is the optimum of the others here (of ppo but for the error of its values). No log Z head, no values of states.
+WITH_KL = ("trajectory_balance", "tba_prime", "reinforce", "rloo", "proximal_rloo", "ppo", *_OTHER_OPTIMA)
 STALE = "50 updates old"
 
 

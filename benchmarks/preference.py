@@ -1,17 +1,15 @@
 """Preference tuning in small: win rate against perplexity of π_ref by objective and β, on rows that are 15 updates old.
 
-    python -m benchmarks.preference --workdir=runs/preference --data=../shared/data [--objectives=…] [--betas=…] [--lag=15] \\
+    python -m benchmarks.preference --workdir=runs/preference --data=DATA [--objectives=…] [--betas=…] [--lag=15] \\
         [--seeds=2] [--steps=100] [--jobs=0]
 
 The shape of the paper's TL;DR study (its Table 1 and Figure 4) at a size for two cores: TinyStories-656K continues openings of
 stories, a proxy reward model trains it, a gold one says how often it prefers a continuation to the story's own, and perplexity of
 π_ref what that costs. Both models learn preferences by sentiment (benchmarks/preference_data.py). The recipe is
 configs/tldr_pythia.py:410m but for SIZES and β; objectives share learning rate, β, rows and updates, nothing is tuned for one
-of them. What is done is not made again, so the command resumes where it was stopped. It prints a markdown table, mean and
-standard deviation over seeds, and draws workdir/preference.png.
+of them. What is done is not made again, so the command resumes where it was stopped. It draws workdir/preference.png.
 """
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,17 +22,13 @@ from benchmarks import preference_data, side_by_side, summary
 from tba_jax.objectives import OBJECTIVES
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.", required=True)
-_DATA = flags.DEFINE_string(
-    "data",
-    os.environ.get("TBA_JAX_TEST_DATA", "../shared/data"),
-    "Folder with models/TinyStories-656K and tinystories/tinystories_1000.json, a JSON list of texts.",
-)
+# It holds models/TinyStories-656K and tinystories/tinystories_1000.json, a JSON list of texts.
+_DATA = flags.DEFINE_string("data", None, "Folder of the model and the stories.", required=True)
 _OBJECTIVES = flags.DEFINE_list("objectives", ["trajectory_balance", "online_dpo", "rloo"], f"Of {', '.join(OBJECTIVES)}.")
 _BETAS = flags.DEFINE_list("betas", ["0.1", "0.4", "1.6"], "KL coefficients, constant in a run.")
 _LAG = flags.DEFINE_integer("lag", 15, "Age of the rows, in updates.", lower_bound=0)
 _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each kind; they differ in queries and draws.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 100, "Updates of each run.", lower_bound=20)
-_JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of the cores; 0: one a core.", lower_bound=0)
 
 RECIPE = "configs/tldr_pythia.py:410m"
 # The recipe's sizes and precision are a GPU's. 64 rows an update, all of them from the batch that the searcher has just appended.
@@ -80,6 +74,7 @@ Runs = dict[tuple[str, float], list[list[dict[str, Any]]]]
 def job(root: Path, objective: str, beta: float, seed: int, *, model: Path, made: preference_data.Made) -> side_by_side.Job:
     settings = {
         **SIZES,
+        **side_by_side.in_turn(_STEPS.value, _LAG.value),
         "seed": seed,
         "model.path": model,
         "task.tldr.train_path": made.queries["train"],
@@ -88,53 +83,26 @@ def job(root: Path, objective: str, beta: float, seed: int, *, model: Path, made
         "task.tldr.gold_path": made.models["gold"],
         "task.missing_eos_reward": made.missing_eos_reward,
         "learner.objective": objective,
-        "learner.steps": _STEPS.value,
         "learner.beta_start": beta,
         "learner.beta_end": beta,
-        "schedule.mode": "interleaved",
-        "schedule.lag": _LAG.value,
-        "evaluation.every_steps": _STEPS.value // 4,
-        "checkpoint.every_steps": _STEPS.value,
-        "publish.keep": _LAG.value + 3,
     }
     name = f"{_STEPS.value}-updates-lag{_LAG.value}/{objective}-beta{beta:g}-seed{seed}"
     return side_by_side.Job(root=root, name=name, recipe=RECIPE, settings=settings)
 
 
 def plot(path: Path, runs: Runs) -> None:
-    """Win rate over perplexity of π_ref, a panel for greedy responses and one for samples.
-
-    A colour for each objective, the larger the mark the larger β; faint lines are the paths of single runs over their steps.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    objectives, betas = list(dict.fromkeys(name for name, _ in runs)), sorted({beta for _, beta in runs})
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.4))
-    for axis, kind, title in zip(axes, ("greedy", "sampled"), ("greedy continuations", "samples"), strict=True):
+    """Win rate over perplexity of π_ref, greedy and sampled: a line for each objective, a mark for each β, means over seeds."""
+    panels: dict[str, dict[str, list[summary.Curve]]] = {}
+    for kind in ("greedy", "sampled"):
         across, up = f"{kind}_ref_perplexity_per_response_token", f"{kind}_win_rate_ties_half"
-        before = [np.mean([run[0][name] for seeds in runs.values() for run in seeds]) for name in (across, up)]
-        axis.plot(*before, "k*", markersize=11, label="before", linestyle="none")
-        for i, objective in enumerate(objectives):
-            ends = []
-            for j, beta in enumerate(betas):
-                for run in runs[objective, beta]:
-                    axis.plot([r[across] for r in run], [r[up] for r in run], color=f"C{i}", alpha=0.15, linewidth=1)
-                ends.append([np.mean([run[-1][name] for run in runs[objective, beta]]) for name in (across, up)])
-                axis.plot(*ends[-1], "o", color=f"C{i}", markersize=5 + 4 * j)
-            axis.plot(*zip(*ends, strict=True), color=f"C{i}", linewidth=1.5, label=objective)
-        axis.set_title(title)
-        axis.set_xlabel(r"perplexity of $\pi_{ref}$")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("win rate under the gold model")
-    for j, beta in enumerate(betas):
-        axes[0].plot([], [], "o", color="grey", markersize=5 + 4 * j, linestyle="none", label=f"β {beta:g}")
-    axes[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+        reports = {("before", 0.0): [run[0] for of in runs.values() for run in of]}
+        reports |= {name: [run[-1] for run in of] for name, of in runs.items()}
+        lines: dict[str, dict[float, float]] = {}
+        for (label, _), of in reports.items():
+            x, y = (float(np.mean([report[name] for report in of])) for name in (across, up))
+            lines.setdefault(label, {})[x] = y
+        panels[kind] = {label: [line] for label, line in lines.items()}
+    summary.plot(path, panels, across=r"perplexity of $\pi_{ref}$", up="win rate under the gold model")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -152,7 +120,7 @@ def main(argv: Sequence[str]) -> None:
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
     kinds = [(objective, beta) for objective in objectives for beta in betas]
     jobs = {(*kind, seed): job(root, *kind, seed, model=model, made=made) for seed in range(_SEEDS.value) for kind in kinds}
-    side_by_side.run_all(list(jobs.values()), at_a_time=_JOBS.value)
+    side_by_side.run_all(list(jobs.values()))
     runs: Runs = {kind: [summary.evaluations(jobs[*kind, seed].workdir) for seed in range(_SEEDS.value)] for kind in kinds}
     summary.table("objective", "β", *(title for title, _ in FIGURES.values()))
     first = [run[0] for of_kind in runs.values() for run in of_kind]

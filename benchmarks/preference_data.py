@@ -9,8 +9,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,10 +61,7 @@ class Made:
 
 
 def make(folder: Path, *, model: Path, stories: Path) -> Made:
-    """Makes what is not there yet.
-
-    Args: folder: of the results; model: a Hugging Face folder; stories: a JSON list of texts.
-    """
+    """Makes what is not there yet in folder. model: a Hugging Face folder; stories: a JSON list of texts."""
     folder.mkdir(parents=True, exist_ok=True)
     queries = {split: folder / f"queries_{split}.jsonl" for split in ("train", "heldout")}
     if not all(path.exists() for path in queries.values()):
@@ -185,27 +180,13 @@ def _train(folder: Path, name: str, model: Path, cores: Sequence[int]) -> None:
         "training.learning_rate": 1e-3,
         "training.remat": "none",
     }
-    command = [*side_by_side.on_cores(cores), sys.executable, "-m", "tba_jax", "supervised", "--config=configs/supervised.py"]
-    command += [f"--workdir={_training(folder, name)}", f"--output={folder / name}"]
-    output = folder / f"{name}.out"
-    with open(output, "w") as file:
-        ended = subprocess.run(
-            command + [f"--config.{leaf}={value}" for leaf, value in settings.items()],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-    if ended.returncode:
-        raise RuntimeError(f"training the {name} reward model ended with code {ended.returncode}; see {output}")
-
-
-def _training(folder: Path, name: str) -> Path:
-    return folder / f"{name}_training"
+    words = ["tba_jax", "supervised", "--config=configs/supervised.py", f"--workdir={folder / f'{name}_training'}"]
+    side_by_side.call([*words, f"--output={folder / name}"], settings, folder / f"{name}.out", cores=cores)
 
 
 def _accuracy(folder: Path, name: str) -> float:
     """Of held-out pairs, at the end of training."""
-    lines = metrics.read_lines(layout.RunDir(_training(folder, name)).metrics("supervised"))
+    lines = metrics.read_lines(layout.RunDir(folder / f"{name}_training").metrics("supervised"))
     return [line["heldout_pair_accuracy"] for line in lines if "heldout_pair_accuracy" in line][-1]
 
 
@@ -217,7 +198,7 @@ def _worst(folder: Path) -> float:
         scorer = SequenceClassifier(proxy, sharding.make_mesh((1, 1, 1), setting="devices"))
         texts = sorted({row[field] for row in _read(_pairs(folder, "proxy", "heldout")) for field in ("chosen", "rejected")})
         scores = scorer.scores(texts, ended=[True] * len(texts))[:, 0]
-        layout.write_json(path, {"reward": round(float(np.quantile(scores, _WORST_SHARE)), 2), "spread": float(scores.std())})
+        layout.write_json(path, {"reward": round(float(np.quantile(scores, _WORST_SHARE)), 2)})
     return layout.read_json(path)["reward"]
 
 

@@ -1,18 +1,17 @@
 """Red-teaming with more and more searchers, at equal updates: more attacks that succeed, and more different ones?
 
-    python -m benchmarks.red_team --workdir=runs/red_team [--data=../shared/data] [--searchers=1,2,4,8] [--seeds=2] [--steps=200]
-        [--merge_keep=best] [--checkout=../before]
+    python -m benchmarks.red_team --workdir=runs/red_team --data=DATA [--searchers=1,2,4,8] [--seeds=2] [--steps=200]
+        [--merge_keep=best]
 
 The paper's Figure 5 at the size of two cores. Attacker and victim are TinyStories-656K: one writes how a story begins, the other
 goes on, and a linear classifier of profanity says how bad that is. It knows words, not what is meant, and takes what a
 cut word is completed by for a word, as "ck" after "Ja". What is measured is the method, not the danger of a model.
 
-Search and training take turns in one process (schedule.mode=interleaved). n searchers make n · ROWS rows for each update, and the
-log keeps them all, near-duplicates merged; updates, their rows, lag, learning rate and β are the same for every n. Half of the
-updates are of recent rows, half of rows of any age by softmax of reward. The first of --objectives is run at every n, the others
-at the least and the largest. A run that is done is not made again, so the command resumes where it was stopped. It prints a
-markdown table, mean and standard deviation over seeds. The rewards of the last quarter of the updates are those of all rows that
-were made then, and of the rows drawn in updates of recent rows; where the two differ, updates do not see what the policy does.
+Search and training take turns in one process. n searchers make n · ROWS rows for each update, and the log keeps them all,
+near-duplicates merged; updates, their rows, lag, learning rate and β are the same for every n. Half of the updates are of recent
+rows, half of rows of any age by softmax of reward. The first of --objectives is run at every n, the others at the least and the
+largest. A run that is done is not made again, so the command resumes where it was stopped. The rewards in the table are of the
+last quarter of the updates: of all rows that were made then, and of the rows drawn in updates of recent rows.
 """
 
 import time
@@ -33,14 +32,12 @@ from tba_jax.storage import layout
 MODEL, CLASSIFIER = "models/TinyStories-656K", "classifiers/profanity_check_linear.npz"
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
-_DATA = flags.DEFINE_string("data", "../shared/data", f"Folder that holds {MODEL} and {CLASSIFIER}.")
+_DATA = flags.DEFINE_string("data", None, f"Folder that holds {MODEL} and {CLASSIFIER}.", required=True)
 _OBJECTIVES = flags.DEFINE_list("objectives", ["trajectory_balance", "rloo"], f"Of {', '.join(OBJECTIVES)}.")
 _SEARCHERS = flags.DEFINE_list("searchers", ["1", "2", "4", "8"], "How many searchers' worth of rows an update gets.")
 _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each kind; they differ in draws, not in their start.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 200, "Updates of each run.", lower_bound=12)
 _MERGE_KEEP = flags.DEFINE_enum("merge_keep", "newest", ["newest", "best"], "Which of near-duplicates stays.")
-_CHECKOUT = flags.DEFINE_string("checkout", ".", "Folder whose code makes the runs.")
-_JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of the cores; 0: one a core.", lower_bound=0)
 
 RECIPE = "configs/red_team_gpt2.py"
 OPENING = "Once upon a time there was"
@@ -78,10 +75,7 @@ SETTINGS = {
     # RLOO has no such temperature.
     "learner.reward_temperature_start": 1.0,
     "learner.reward_temperature_steps": 0,
-    "schedule.mode": "interleaved",
-    "schedule.lag": LAG,
     "publish.every_steps": 1,
-    "publish.keep": LAG + 3,
     "replay.recent_window": LAG,
     "evaluation.batch_size": 256,
 }
@@ -94,6 +88,7 @@ def job(root: Path, objective: str, searchers: int, seed: int) -> side_by_side.J
     data = Path(_DATA.value).absolute()
     settings = {
         **SETTINGS,
+        **side_by_side.in_turn(_STEPS.value, LAG),
         "seed": seed,
         "model.path": data / MODEL,
         "task.red_team.victim_path": data / MODEL,
@@ -101,15 +96,11 @@ def job(root: Path, objective: str, searchers: int, seed: int) -> side_by_side.J
         "task.red_team.embedder_path": root / "embedder",
         "replay.merge_keep": _MERGE_KEEP.value,
         "learner.objective": objective,
-        "learner.steps": _STEPS.value,
         "searchers.samples_per_query": searchers * ROWS,
         "searchers.slots": ROWS,
-        "evaluation.every_steps": _STEPS.value // 4,
-        "checkpoint.every_steps": _STEPS.value,
     }
-    checkout = Path(_CHECKOUT.value).absolute()
     name = f"{_STEPS.value}-updates/{objective}-{searchers}x{ROWS}-seed{seed}"
-    return side_by_side.Job(root=root, name=name, recipe=RECIPE, settings=settings, checkout=checkout)
+    return side_by_side.Job(root=root, name=name, recipe=RECIPE, settings=settings)
 
 
 def of_rows(run: layout.RunDir) -> tuple[float, float, float]:
@@ -149,7 +140,7 @@ def main(argv: Sequence[str]) -> None:
     # Seed by seed, so that a study that is stopped is one of fewer seeds; the longest runs first, so that no core ends idle.
     longest_first = sorted(kinds, key=lambda kind: -kind[1])
     jobs = {(*kind, seed): job(root, *kind, seed) for seed in range(_SEEDS.value) for kind in longest_first}
-    side_by_side.run_all(list(jobs.values()), at_a_time=_JOBS.value)
+    side_by_side.run_all(list(jobs.values()))
     runs = {kind: [jobs[*kind, seed].workdir for seed in range(_SEEDS.value)] for kind in kinds}
     found = {kind: [summary.evaluations(workdir) for workdir in workdirs] for kind, workdirs in runs.items()}
     summary.table("objective", "searchers", *SCORES.values(), *DRAWN, "rows made")

@@ -1,7 +1,6 @@
 """What the replay log costs: appends and their bytes, polls, and drawing a batch.
 
 python -m benchmarks.replay [--only=append] [--only=…] [--folder=<on the disk to measure>]
-  [--appends=32] [--repeats=5] [--window=1000000]
 
 An append has 64 rows with tokens from a vocabulary of 50,000, responses of R/2 to R tokens and random log-probs, so that
 compression gains no more than it does on real rows. Comparisons are interleaved, their times are medians.
@@ -25,15 +24,14 @@ from tba_jax.replay.selection import STRATEGIES, Selection, draw_batch
 from tba_jax.replay.tail import Tail
 from tba_jax.trajectory import RowShape, response_mask
 
-PARTS = ["append", "sampling", "tail"]
-_ONLY = flags.DEFINE_multi_enum("only", PARTS, PARTS, "Which parts to run; may be given several times.")
+_NAMES = ["append", "sampling", "tail"]
+_ONLY = flags.DEFINE_multi_enum("only", _NAMES, _NAMES, "Which parts to run; may be given several times.")
 _FOLDER = flags.DEFINE_string("folder", "", "Where to write; default: the system's temporary folder.")
-_APPENDS = flags.DEFINE_integer("appends", 32, "Of every writer.", lower_bound=2)
-_REPEATS = flags.DEFINE_integer("repeats", 5, "Of each time.", lower_bound=1)
-_WINDOW = flags.DEFINE_integer("window", 1_000_000, "Resident rows for sampling.", lower_bound=10_000)
 
 SHAPES = {f"P={P} R={R}": RowShape(prompt_length=P, response_length=R, reward_parts=("task",)) for P, R in ((16, 32), (512, 512))}
 ROWS, SEGMENT_APPENDS, VOCAB = 64, 256, 50_000
+# Appends of every writer, repeats of each time, and resident rows for sampling.
+APPENDS, REPEATS, WINDOW = 32, 5, 1_000_000
 
 
 def make_rows(shape: RowShape, first: int, count: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -55,40 +53,33 @@ def make_rows(shape: RowShape, first: int, count: int, rng: np.random.Generator)
     return rows
 
 
-def row_bytes(shape: RowShape) -> int:
-    return sum(np.dtype(dtype).itemsize * int(np.prod(row)) for dtype, row in shape.columns().values())
-
-
-def bytes_under(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
 def open_log(root: Path, name: str, shape: RowShape) -> LogWriter:
     return LogWriter(root, name, shape, rows_per_append=ROWS, segment_appends=SEGMENT_APPENDS, info={})
 
 
-def _appender(root: Path, name: str, shape: RowShape, appends: int, barrier: Any, times: Any) -> None:
+def _appender(root: Path, name: str, shape: RowShape, barrier: Any, times: Any) -> None:
     """A writer process: puts [(began, returned), …] in seconds of the system-wide monotonic clock."""
     log, rows = open_log(root, name, shape), make_rows(shape, 0, ROWS, np.random.default_rng())
     log.append(rows)  # opens the segment; not counted
     barrier.wait()
     spans = []
-    for _ in range(appends):
+    for _ in range(APPENDS):
         began, first = time.monotonic(), log.next_row
         log.append({**rows, "row": np.arange(first, first + ROWS)})
         spans.append((began, time.monotonic()))
     times.put(spans)
 
 
-def append(folder: Path, appends: int) -> None:
-    print(f"appends of {ROWS} rows by writer processes, {appends} each (rows/s of all together; bytes of a row, raw and on disk)")
+def append(folder: Path) -> None:
+    print(f"appends of {ROWS} rows by writer processes, {APPENDS} each (rows/s of all together; bytes of a row, raw and on disk)")
     for name, shape in SHAPES.items():
+        raw = sum(np.dtype(dtype).itemsize * int(np.prod(row)) for dtype, row in shape.columns().values())
         for writers in (1, 2, 4, 8):
             root = folder / "append"
             context = multiprocessing.get_context("spawn")
             barrier, times = context.Barrier(writers + 1), context.Queue()
-            sizes = (shape, appends, barrier, times)
-            processes = [context.Process(target=_appender, args=(root, f"w{number}", *sizes)) for number in range(writers)]
+            rest = (shape, barrier, times)
+            processes = [context.Process(target=_appender, args=(root, f"w{number}", *rest)) for number in range(writers)]
             for process in processes:
                 process.start()
             barrier.wait()
@@ -96,11 +87,11 @@ def append(folder: Path, appends: int) -> None:
             for process in processes:
                 process.join()
             seconds = max(end for _, end in spans) - min(begin for begin, _ in spans)
-            stored = bytes_under(root) / (writers * (appends + 1) * ROWS)
+            stored = sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) / (writers * (APPENDS + 1) * ROWS)
             median = 1e3 * np.median([end - begin for begin, end in spans])
             print(
-                f"  {name:12} {writers} writers {writers * appends * ROWS / seconds:8.0f} rows/s   {median:6.1f} ms an append   "
-                f"{row_bytes(shape)} -> {stored:.0f} bytes ({stored / row_bytes(shape):.2f})"
+                f"  {name:12} {writers} writers {writers * APPENDS * ROWS / seconds:8.0f} rows/s   {median:6.1f} ms an append   "
+                f"{raw} -> {stored:.0f} bytes ({stored / raw:.2f})"
             )
             shutil.rmtree(root)
 
@@ -117,9 +108,10 @@ def filled_index(shape: RowShape, rows: int, capacity_per_query: int, *, one_que
     return index
 
 
-def sampling(window: int, repeats: int) -> None:
+def sampling(folder: Path) -> None:
+    del folder  # the window is in memory
     shape = SHAPES["P=16 R=32"]
-    for rows, Q, K in ((window, 32, 16), (100_000, 1, 128)):
+    for rows, Q, K in ((WINDOW, 32, 16), (100_000, 1, 128)):
         begin = time.perf_counter()
         index = filled_index(shape, rows, 100 if Q > 1 else rows, one_query=Q == 1)
         seconds = time.perf_counter() - begin
@@ -133,7 +125,7 @@ def sampling(window: int, repeats: int) -> None:
         settings += [settings[2] | {"max_draws_per_row": 4}, settings[2] | {"max_staleness": 90}]
         for each in settings:
             times = []
-            for number in range(5 * repeats):
+            for number in range(5 * REPEATS):
                 rng = np.random.default_rng(number)
                 fixed: dict[str, Any] = dict(queries=Q, completions=K, recent_window=3, inverse_temperature=1.0)
                 selection = Selection(**fixed, **each)
@@ -149,7 +141,7 @@ def sampling(window: int, repeats: int) -> None:
             print(f"  draw {draw:5.2f} ms   mark {mark:5.2f} ms   gather {gather:5.2f} ms   {each}")
 
 
-def tail(folder: Path, repeats: int) -> None:
+def tail(folder: Path) -> None:
     shape, root = SHAPES["P=16 R=32"], folder / "tail"
     logs = [open_log(root, f"w{number}", shape) for number in range(64)]
     for log in logs:
@@ -158,7 +150,7 @@ def tail(folder: Path, repeats: int) -> None:
     print("a poll of 64 writers, medians")
     for writing in (0, 1, 8, 64):
         times = []
-        for number in range(2 * repeats + 1):
+        for number in range(2 * REPEATS + 1):
             for log in logs[:writing]:
                 log.append(make_rows(shape, log.next_row, ROWS, np.random.default_rng(number)))
             begin = time.perf_counter()
@@ -167,20 +159,17 @@ def tail(folder: Path, repeats: int) -> None:
         print(f"  {writing:2} writers with {ROWS} new rows each   {1e3 * np.median(times[1:]):6.2f} ms")
 
 
+PARTS: dict[str, Callable[[Path], None]] = {"append": append, "sampling": sampling, "tail": tail}
+
+
 def main(argv: Sequence[str]) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)
     if _FOLDER.value:
         Path(_FOLDER.value).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=_FOLDER.value or None) as name:
-        folder = Path(name).absolute()
-        parts: dict[str, Callable[[], None]] = {
-            "append": lambda: append(folder, _APPENDS.value),
-            "sampling": lambda: sampling(_WINDOW.value, _REPEATS.value),
-            "tail": lambda: tail(folder, _REPEATS.value),
-        }
         for part in _ONLY.value:
-            parts[part]()
+            PARTS[part](Path(name).absolute())
 
 
 if __name__ == "__main__":

@@ -24,15 +24,6 @@ from benchmarks import posterior, summary
 
 QUERIES = 2
 STEPS = 4000
-# Settings of the loss, β, and arguments of its optimum. All advantages of AsymRE and TOPR are above 0.
-FORMS: dict[str, tuple[tuple[tuple[str, float], ...], float, dict[str, Any]]] = {
-    "oapl": ((), posterior.BETA, dict(beta=posterior.BETA, K=posterior.K)),
-    "pmd_mean": ((), posterior.BETA, dict(beta=posterior.BETA, K=posterior.K)),
-    "a_star_po": ((), posterior.BETA, dict(beta=posterior.BETA, K=posterior.K)),
-    "flowrl": ((("clip_low", 1.0), ("clip_high", 9.0)), 2.0, dict(beta=2.0, K=posterior.K)),
-    "asymre": ((("asymre_delta", -3.0),), posterior.BETA, dict(delta=-3.0, K=posterior.K)),
-    "topr": ((("topr_baseline", -3.0),), posterior.BETA, dict(baseline=-3.0)),
-}
 ROWS = ("uniform", "on-policy", posterior.STALE)
 
 # float64[N], the rewards or the log-probs of a query's N responses.
@@ -134,14 +125,26 @@ def _weighted(log_mu: Array, weight: Array) -> Array:
     return np.exp(log_mu) * weight / (np.exp(log_mu) @ weight)
 
 
-# Objective -> the optimum on rows of one query: (rewards, log μ, log π_ref), float64[N] each -> float64[N].
-OPTIMA: dict[str, Callable[..., Array]] = {
-    "oapl": oapl,
-    "pmd_mean": pmd_mean,
-    "a_star_po": a_star_po,
-    "flowrl": flowrl,
-    "asymre": asymre,
-    "topr": topr,
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """An objective. optimum: on rows of one query: (rewards, log μ, log π_ref), float64[N] each, and `given` -> float64[N];
+    beta: β of the loss; settings: of the loss."""
+
+    optimum: Callable[..., Array]
+    given: dict[str, float]
+    beta: float = posterior.BETA
+    settings: tuple[tuple[str, float], ...] = ()
+
+
+_BETA_K = dict(beta=posterior.BETA, K=posterior.K)
+FORMS: dict[str, Form] = {
+    "oapl": Form(oapl, _BETA_K),
+    "pmd_mean": Form(pmd_mean, _BETA_K),
+    "a_star_po": Form(a_star_po, _BETA_K),
+    "flowrl": Form(flowrl, dict(beta=2.0, K=posterior.K), beta=2.0, settings=(("clip_low", 1.0), ("clip_high", 9.0))),
+    # All advantages of AsymRE and TOPR are above 0.
+    "asymre": Form(asymre, dict(delta=-3.0, K=posterior.K), settings=(("asymre_delta", -3.0),)),
+    "topr": Form(topr, dict(baseline=-3.0), settings=(("topr_baseline", -3.0),)),
 }
 
 
@@ -163,7 +166,7 @@ def log_ref(seed: int) -> np.ndarray:
 @functools.cache
 def optimum_of(name: str, seed: int, query: int) -> np.ndarray:
     """The objective's own on uniform rows of a query: float64[N]."""
-    return OPTIMA[name](rewards(seed)[query], uniform_log_probs(), log_ref(seed)[query], **FORMS[name][2])
+    return FORMS[name].optimum(rewards(seed)[query], uniform_log_probs(), log_ref(seed)[query], **FORMS[name].given)
 
 
 def optimum(name: str, seed: int) -> np.ndarray:
@@ -191,9 +194,8 @@ def distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def compiled(name: str, steps: int) -> Any:
-    settings, beta, _ = FORMS[name]
-    points = max(1, steps // 10)
-    return posterior.compile_train(queries=QUERIES, steps=steps, every=points, objective=name, beta=beta, settings=settings)
+    static: dict[str, Any] = dict(objective=name, beta=FORMS[name].beta, settings=FORMS[name].settings)
+    return posterior.compile_train(queries=QUERIES, steps=steps, every=max(1, steps // 10), **static)
 
 
 def train(name: str, behavior: str, target: np.ndarray, *, seed: int = 0, steps: int = STEPS) -> tuple[np.ndarray, np.ndarray]:

@@ -13,8 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from absl import flags
+
 from tba_jax.run import processes
 from tba_jax.storage import layout
+
+_JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of the cores; 0: one a core.", lower_bound=0)
 
 T = TypeVar("T")
 
@@ -45,10 +49,8 @@ class Job:
         return Path(f"{self.workdir}.stopped")
 
 
-def run_all(jobs: Sequence[Job], *, at_a_time: int = 0) -> None:
+def run_all(jobs: Sequence[Job]) -> None:
     """Makes the runs that are not done, in their order. Output goes to <run>.out, programs that runs share are compiled once.
-
-    Args: at_a_time: runs side by side, at most one a core; 0: one a core.
 
     Raises:
       RuntimeError: a run failed, other than by numbers that are not finite; runs that have begun are finished before.
@@ -59,14 +61,14 @@ def run_all(jobs: Sequence[Job], *, at_a_time: int = 0) -> None:
         run(job, cores=cores)
         print(f"{job.name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
-    share_cores(timed, jobs, at_a_time=at_a_time)
+    share_cores(timed, jobs)
 
 
-def share_cores(work: Callable[[T, Sequence[int]], object], items: Sequence[T], *, at_a_time: int = 0) -> None:
+def share_cores(work: Callable[[T, Sequence[int]], object], items: Sequence[T]) -> None:
     """Calls work(item, cores) for each item, side by side in threads, each with a share of the cores. Raises what a call raises,
     once those that have begun have ended."""
     cores = sorted(os.sched_getaffinity(0))
-    at_a_time = min(at_a_time or len(cores), len(cores))
+    at_a_time = min(_JOBS.value or len(cores), len(cores))
     shares: queue.Queue[list[int]] = queue.Queue()
     for i in range(at_a_time):
         shares.put(cores[i::at_a_time])
@@ -87,59 +89,56 @@ def share_cores(work: Callable[[T, Sequence[int]], object], items: Sequence[T], 
             raise
 
 
-def on_cores(cores: Sequence[int]) -> list[str]:
+def _on_cores(cores: Sequence[int]) -> list[str]:
     """What a command begins with that is to run on these cores."""
     return ["taskset", "--cpu-list", ",".join(map(str, cores))] if len(cores) < len(os.sched_getaffinity(0)) else []
+
+
+def in_turn(steps: int, lag: int) -> dict[str, Any]:
+    """Settings of a run whose search and training take turns: each update has rows of `lag` updates before."""
+    ages = {"schedule.mode": "interleaved", "schedule.lag": lag, "publish.keep": lag + 3}
+    return ages | {"learner.steps": steps, "evaluation.every_steps": max(1, steps // 4), "checkpoint.every_steps": steps}
+
+
+def call(
+    words: Sequence[str], settings: Mapping[str, Any], output: Path, *, cores: Sequence[int], fine: int = 0, **more: Any
+) -> int:
+    """The exit code of `python -m words` with these settings, 0 or `fine`. Raises RuntimeError: another one, see output."""
+    given = [f"--config.{leaf}={value}" for leaf, value in settings.items()]
+    with open(output, "w") as file:
+        command = [*_on_cores(cores), sys.executable, "-m", *words, *given]
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, **more).returncode
+    if code not in (0, fine):
+        raise RuntimeError(f"{' '.join(words)} ended with code {code}; see {output}")
+    return code
 
 
 def run(job: Job, *, cores: Sequence[int]) -> None:
     """One run on these cores, from its beginning, unless it is done. Raises RuntimeError as run_all."""
     if (job.workdir / "finished.json").exists() or job.stopped.exists():
         return
-    (_begin if job.warm else _clear)(job.root, job.name)
-    command = [*on_cores(cores), sys.executable, "-m", "tba_jax.main", f"--config={job.recipe}", f"--workdir={job.workdir}"]
+    shutil.rmtree(job.workdir, ignore_errors=True)
+    job.workdir.parent.mkdir(parents=True, exist_ok=True)
+    if job.warm:
+        _begin(job.root / "warm", job.workdir)
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(job.root / "compilation_cache")}
-    output = Path(f"{job.workdir}.out")
-    with open(output, "w") as file:
-        ended = subprocess.run(
-            command + [f"--config.{leaf}={value}" for leaf, value in job.settings.items()],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            cwd=job.checkout,
-            check=False,
-        )
-    if ended.returncode == processes.NOT_FINITE:
+    words, output = ["tba_jax.main", f"--config={job.recipe}", f"--workdir={job.workdir}"], Path(f"{job.workdir}.out")
+    if call(words, job.settings, output, cores=cores, fine=processes.NOT_FINITE, env=environment, cwd=job.checkout):
         job.stopped.write_text(output.read_text()[-500:])
-    elif ended.returncode:
-        raise RuntimeError(f"{job.workdir} ended with code {ended.returncode}; see {output}")
 
 
-def ensure_warm_start(root: Path, *arguments: str, recipe: str, checkout: Path = Path()) -> None:
-    """Makes root/warm/reference, unless it is there. arguments: further ones of tba_jax.main; checkout: whose code makes it."""
+def ensure_warm_start(root: Path, settings: Mapping[str, Any], *, recipe: str, checkout: Path = Path()) -> None:
+    """Makes root/warm/reference, unless it is there. checkout: whose code makes it."""
     if (root / "warm" / "reference" / "initial.json").exists():
         return
     print(f"warm start begins, its output is in {root / 'warm.out'}", file=sys.stderr, flush=True)
-    begin = time.monotonic()
-    command = [sys.executable, "-m", "tba_jax.main", f"--config={recipe}", f"--workdir={root / 'warm'}", "--role=reference"]
     root.mkdir(parents=True, exist_ok=True)
-    with open(root / "warm.out", "w") as output:
-        subprocess.run([*command, *arguments], check=True, stdout=output, stderr=subprocess.STDOUT, cwd=checkout)
-    print(f"warm start: {time.monotonic() - begin:.0f} s\n", file=sys.stderr)
+    words = ["tba_jax.main", f"--config={recipe}", f"--workdir={root / 'warm'}", "--role=reference"]
+    call(words, settings, root / "warm.out", cores=sorted(os.sched_getaffinity(0)), cwd=checkout)
 
 
-def _begin(root: Path, name: str) -> None:
-    """A fresh workdir root/name that holds the warm start and nothing else."""
-    workdir = _clear(root, name)
-    shutil.copytree(root / "warm" / "reference", workdir / "reference")
+def _begin(warm: Path, workdir: Path) -> None:
+    """Makes a workdir that holds the warm start and nothing else."""
+    shutil.copytree(warm / "reference", workdir / "reference")
     # A workdir with folders of a run needs its config.json. At step 0 every setting of the schedule may change.
-    stored = layout.read_json(root / "warm" / "config.json")
-    layout.write_json(workdir / "config.json", stored | {"id": uuid.uuid4().hex})
-
-
-def _clear(root: Path, name: str) -> Path:
-    """The workdir root/name, which does not exist; the folder that it will be in does."""
-    workdir = root / name
-    shutil.rmtree(workdir, ignore_errors=True)
-    workdir.parent.mkdir(parents=True, exist_ok=True)
-    return workdir
+    layout.write_json(workdir / "config.json", layout.read_json(warm / "config.json") | {"id": uuid.uuid4().hex})

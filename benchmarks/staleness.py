@@ -1,15 +1,14 @@
 """What staleness does to each objective: equal updates on rows of a fixed age, the demo's sums, all from one warm start.
 
-    python -m benchmarks.staleness --workdir=runs/staleness [--objectives=…] [--lags=1,16,64] [--seeds=3] [--steps=200] [--jobs=2]
+    python -m benchmarks.staleness --workdir=runs/staleness [--objectives=…] [--lags=1,16,64] [--seeds=3] [--steps=200] [--jobs=0]
     python -m benchmarks.staleness --workdir=runs/staleness --objectives=siblings
     python -m benchmarks.staleness --workdir=runs/staleness --asynchronous --objectives=trajectory_balance --lags=2,10 --jobs=1
 
-Search and training take turns in one process (schedule.mode=interleaved): the rows of an update were drawn with the weights of
-`lag` updates before (the first ones: with those of the start), all of them, and none is drawn twice. Every objective has the same
-learning rate, β, rows and number of updates; nothing is tuned for any of them. `siblings` stands for the siblings of trajectory
-balance (docs/objectives.md). Each of these has the numbers of its row in configs/baselines.py, since its β or its baseline may
-mean another quantity. A run that is done is not made again, so the command resumes where it was stopped. It prints a markdown
-table of held-out greedy accuracy, mean and standard deviation over seeds, and draws workdir/staleness.png.
+Search and training take turns in one process: the rows of an update were drawn with the weights of `lag` updates before (the
+first ones: with those of the start), and none is drawn twice. Every objective has the same learning rate, β, rows and updates;
+nothing is tuned for any of them. `siblings` stands for the siblings of trajectory balance (docs/objectives.md), each with the
+numbers of its row in configs/baselines.py, since its β or its baseline may mean another quantity. A run that is done is not made
+again, so the command resumes where it was stopped. It draws workdir/staleness.png.
 
 `--asynchronous` asks how old rows are under searchers.lag: search and training at once, a snapshot each update, two searchers
 without backpressure. Each cell then also has the mean and the largest staleness of the rows drawn, and the rows made for each row
@@ -40,12 +39,9 @@ _OBJECTIVES = flags.DEFINE_list(
     f"Of {', '.join(OBJECTIVES)}; siblings: {', '.join(SIBLINGS)}.",
 )
 _LAGS = flags.DEFINE_list("lags", ["1", "16", "64"], "Ages of the rows, in updates.")
-_SEEDS = flags.DEFINE_integer(
-    "seeds", 3, "Runs of each kind; they differ in queries and draws, not in their start.", lower_bound=1
-)
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each kind, from one start.", lower_bound=1)
 _ASYNCHRONOUS = flags.DEFINE_boolean("asynchronous", False, "Search and train at once; the lags are those of searchers.lag.")
 _STEPS = flags.DEFINE_integer("steps", 200, "Updates of each run.", lower_bound=1)
-_JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of the cores; 0: one a core.", lower_bound=0)
 
 RECIPE = "configs/demo.py"
 # 64 rows an update, all of them from the batch that the searcher has just appended.
@@ -69,20 +65,16 @@ def name_of(objective: str, lag: int, seed: int) -> str:
 def job(root: Path, objective: str, lag: int, seed: int) -> side_by_side.Job:
     settings = {
         **ROWS,
+        **side_by_side.in_turn(_STEPS.value, lag),
         "seed": seed,
         "learner.objective": objective,
-        "learner.steps": _STEPS.value,
         "learner.beta_steps": _STEPS.value,
-        "evaluation.every_steps": max(1, _STEPS.value // 4),
         "evaluation.batch_size": 64,
-        "checkpoint.every_steps": _STEPS.value,
-        "publish.keep": lag + 3,
     }
     if _ASYNCHRONOUS.value:
         unbounded = {"searchers.count": 2, "searchers.max_rows_per_snapshot": 0}
-        settings |= {"searchers.lag": lag, "publish.every_steps": 1, "metrics.every_steps": 1} | unbounded
-    else:
-        settings |= {"schedule.mode": "interleaved", "schedule.lag": lag}
+        at_once = {"schedule.mode": "asynchronous", "schedule.lag": 0, "searchers.lag": lag}
+        settings |= at_once | {"publish.every_steps": 1, "metrics.every_steps": 1} | unbounded
     if objective in SIBLINGS:
         settings |= {f"learner.{name}": value for name, value in baselines.BASELINES[objective].items()}
     return side_by_side.Job(root=root, name=name_of(objective, lag, seed), recipe=RECIPE, settings=settings, warm=True)
@@ -106,16 +98,13 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"--objectives={','.join(unknown)} is not among {', '.join(OBJECTIVES)}")
     root = Path(_WORKDIR.value).absolute()
     begin = time.monotonic()
-    side_by_side.ensure_warm_start(root, recipe=RECIPE)
+    side_by_side.ensure_warm_start(root, {}, recipe=RECIPE)
     seeds = range(_SEEDS.value)
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
     jobs = [job(root, objective, lag, seed) for seed in seeds for objective in objectives for lag in lags]
-    side_by_side.run_all(jobs, at_a_time=_JOBS.value)
+    side_by_side.run_all(jobs)
     curves = {
-        (objective, lag): [
-            {each["step"]: each["greedy_reward"] for each in summary.evaluations(root / name_of(objective, lag, seed))}
-            for seed in seeds
-        ]
+        (objective, lag): [summary.curve(root / name_of(objective, lag, seed)) for seed in seeds]
         for objective in objectives
         for lag in lags
     }

@@ -20,6 +20,11 @@ def evaluations(workdir: Path) -> list[dict]:
     return found
 
 
+def curve(workdir: Path) -> Curve:
+    """The held-out greedy score of a run, by step."""
+    return {each["step"]: each["greedy_reward"] for each in evaluations(workdir)}
+
+
 def table(*columns: str) -> None:
     """Prints the head of a markdown table."""
     row(*columns)

@@ -25,17 +25,8 @@ def write(folder: Path, model: Path) -> None:
     # The token that every text begins with would make all texts alike.
     words[list(HuggingFaceTokenizer(model).special_ids)] = 0.0
     vocab, width = words.shape
-    shape = EncoderConfig(
-        architecture="bert",
-        layers=1,
-        width=width,
-        heads=1,
-        head_size=width,
-        ffn=1,
-        vocab=vocab,
-        max_positions=64,
-        token_types=1,
-    )
+    sizes = dict(layers=1, width=width, heads=1, head_size=width, ffn=1, vocab=vocab, max_positions=64, token_types=1)
+    shape = EncoderConfig(architecture="bert", **sizes)
     # Of normalised states each norm makes the same again.
     params = parameters.map_specs(
         lambda name, spec: (

@@ -98,15 +98,14 @@ def _decode(device: Device, name: str) -> tuple[str, ...]:
     """benchmarks.decode with one and with 16 responses to a query. On a CPU a small case stands for each of the two shapes."""
     if device.platform == "cpu":
         small = "v4096_s1" if name.startswith("pythia") else "v4096_s16"
-        return ("-m", "benchmarks.decode", f"--cases={small}", "--only=ours", "--batch=16", "--repeats=1", "--out=ANSWER")
+        return ("-m", "benchmarks.decode", f"--cases={small}", "--modes=ours", "--batch=16", "--repeats=1", "--out=ANSWER")
     shape = name.partition("-")[0].rstrip("0123456789.")
     return (
         "-m",
         "benchmarks.decode",
         "--device=gpu",
         f"--cases={shape}_s1,{shape}_s16",
-        "--modes=dynamic,static",
-        f"--only={'ours,torch' if device.torch else 'ours'}",
+        f"--modes={'ours,dynamic,static' if device.torch else 'ours'}",
         "--repeats=3",
         "--out=ANSWER",
     )

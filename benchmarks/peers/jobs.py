@@ -16,50 +16,38 @@ WARM_UP_STEPS = 2
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-@dataclasses.dataclass(frozen=True)
-class Environment:
-    """requirements: what pip installs."""
-
-    name: str
-    requirements: tuple[str, ...]
+# System -> what pip installs. Where pip's index offers several builds of torch, PIP_EXTRA_INDEX_URL can name that of CPUs.
+REQUIREMENTS = {"trl": ("trl==1.16.0", "torch==2.13.0", "transformers==5.23.0"), "tunix": ("google-tunix==0.1.7",)}
 
 
-# Where pip's index offers several builds of this torch, PIP_EXTRA_INDEX_URL can name the one of builds for CPUs.
-ENVIRONMENTS = {
-    "trl": Environment("trl", ("trl==1.16.0", "torch==2.13.0", "transformers==5.23.0")),
-    "tunix": Environment("tunix", ("google-tunix==0.1.7",)),
-}
+class Failed(Exception):
+    """A run failed; the message says why in one sentence. everywhere: other cases of the system would fail alike."""
+
+    def __init__(self, sentence: str, *, everywhere: bool = False):
+        super().__init__(sentence)
+        self.everywhere = everywhere
 
 
-class NotInstalled(Exception):
-    """An environment cannot be made; the message says why in one sentence."""
+def python_of(system: str, root: Path) -> Path:
+    """The Python of a peer's environment, which is made unless it is there.
 
-
-def python_of(environment: Environment, root: Path) -> Path:
-    """The environment's Python; the environment is made unless it is there.
-
-    Raises:
-      NotInstalled: venv or pip failed, with its last line. What was made is removed, so that the next call tries again.
+    Raises Failed: venv or pip failed, with its last line. What was made is removed, so that the next call tries again.
     """
-    folder, log = root / environment.name, root / f"{environment.name}.log"
-    made, interpreter = folder / "requirements.txt", folder / "bin" / "python"
-    wanted = "\n".join(environment.requirements)
+    folder, log, requirements = root / system, root / f"{system}.log", REQUIREMENTS[system]
+    made, interpreter, wanted = folder / "requirements.txt", folder / "bin" / "python", "\n".join(requirements)
     if made.exists() and made.read_text() == wanted:  # written last
         return interpreter
     shutil.rmtree(folder, ignore_errors=True)
     root.mkdir(parents=True, exist_ok=True)
-    print(f"installs {' '.join(environment.requirements)} into {folder}", file=sys.stderr, flush=True)
+    print(f"installs {' '.join(requirements)} into {folder}", file=sys.stderr, flush=True)
     # Other code than the environment's own could otherwise be imported.
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    for command in (
-        [sys.executable, "-m", "venv", str(folder)],
-        [str(interpreter), "-m", "pip", "install", *environment.requirements],
-    ):
+    for command in ([sys.executable, "-m", "venv", str(folder)], [str(interpreter), "-m", "pip", "install", *requirements]):
         with open(log, "w") as output:
             ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=clean, check=False)
         if ended.returncode:
             shutil.rmtree(folder, ignore_errors=True)
-            raise NotInstalled(f"{' '.join(environment.requirements)} cannot be installed: {reason(log)}")
+            raise Failed(f"{' '.join(requirements)} cannot be installed: {reason(log)}", everywhere=True)
     made.write_text(wanted)
     return interpreter
 
@@ -69,14 +57,6 @@ def reason(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     said = [line for line in lines if line and not line.startswith(("WARNING", "[notice]", "hint:"))]
     return said[-1].removeprefix("ERROR: ") if said else "it said nothing"
-
-
-class Failed(Exception):
-    """A run failed; the message says why in one sentence. everywhere: other cases of the system would fail alike."""
-
-    def __init__(self, sentence: str, *, everywhere: bool = False):
-        super().__init__(sentence)
-        self.everywhere = everywhere
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +129,7 @@ def run(job: Job) -> dict[str, Any]:
         return json.loads(job.result.read_text())
     folder = inputs(job.bench, job.case)
     job.result.parent.mkdir(parents=True, exist_ok=True)
-    record = _peer(job, folder) if job.system in ENVIRONMENTS else _tba(job, folder)
+    record = _peer(job, folder) if job.system in REQUIREMENTS else _tba(job, folder)
     draft = job.result.with_suffix(".draft")
     draft.write_text(json.dumps(record, indent=1))
     draft.rename(job.result)  # whole or not at all: what is there is not made again
@@ -183,10 +163,7 @@ def _call(job: Job, command: Sequence[str]) -> None:
 
 
 def _peer(job: Job, folder: Path) -> dict[str, Any]:
-    try:
-        python = python_of(ENVIRONMENTS[job.system], job.bench.root / "environments")
-    except NotInstalled as error:
-        raise Failed(str(error), everywhere=True) from error
+    python = python_of(job.system, job.bench.root / "environments")
     told, result = (job.result.with_suffix(f".{suffix}") for suffix in ("spec", "new"))
     told.write_text(json.dumps(spec(job, folder)))
     _call(job, [str(python), "-m", f"benchmarks.peers.run_{job.system}", str(told), str(result)])

@@ -43,8 +43,8 @@ def test_the_optima_are_different_distributions():
 
 @pytest.mark.parametrize("name", siblings.LIMITS)
 def test_more_rows_in_a_group_bring_the_optimum_nearer_to_its_limit(name):
-    (*_, arguments), limit = siblings.FORMS[name], siblings.LIMITS[name](0)[0]
-    more = siblings.OPTIMA[name](rewards(0)[0], siblings.uniform_log_probs(), log_ref(0)[0], **arguments | {"K": 80})
+    form, limit = siblings.FORMS[name], siblings.LIMITS[name](0)[0]
+    more = form.optimum(rewards(0)[0], siblings.uniform_log_probs(), log_ref(0)[0], **form.given | {"K": 80})
     assert distance(more, limit) < 0.7 * distance(siblings.optimum_of(name, 0, 0), limit)
 
 
