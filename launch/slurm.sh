@@ -48,6 +48,9 @@ if [[ $TRAINER_TASKS == gpu ]] && ((TRAINER_GPUS == 0 || TRAINER_CPUS % TRAINER_
 fi
 ((SEARCHERS_PER_NODE > 0 && SEARCHERS % SEARCHERS_PER_NODE == 0)) ||
   refuse "SEARCHERS=$SEARCHERS must be a multiple of SEARCHERS_PER_NODE=$SEARCHERS_PER_NODE"
+[[ $EVALUATOR != step ]] || ((!TRAINER_MEMORY == !EVALUATOR_MEMORY)) ||
+  refuse "TRAINER_MEMORY=$TRAINER_MEMORY and EVALUATOR_MEMORY=$EVALUATOR_MEMORY must both be 0, or neither, as they share a job"
+[[ $only != searchers ]] || ((SEARCHERS > 0)) || refuse "SEARCHERS=$SEARCHERS leaves nothing to submit with --only=searchers"
 [[ $CONTAINER == none || -n $CONTAINER_IMAGE ]] || refuse "CONTAINER=$CONTAINER needs CONTAINER_IMAGE"
 [[ $CONTAINER != none || -x $PYTHON || $PYTHON != */* ]] ||
   refuse "PYTHON=$PYTHON is no program: make venv makes it, or name another"

@@ -226,7 +226,8 @@ class Supervisor:
     def _look_after(self, role: _Role) -> int | None:
         """Starts a role when it is time, and notes its end. Returns the code that ends the run, None while it goes on."""
         code = None if role.life is None else role.life.poll()
-        if time.monotonic() < role.next_look or (role.life is not None and code is None):
+        waits = not all(other.is_at_work for other in role.after) if role.life is None else code is None
+        if waits or time.monotonic() < role.next_look:
             return None
         try:
             if self._run.id:  # nothing begins, or is taken for finished, where the workdir does not hold the run
@@ -244,9 +245,8 @@ class Supervisor:
             return None
         if code is not None:
             return None if role.done else self._died(role, code)
-        if all(other.is_at_work for other in role.after):
-            role.after, role.started = [], time.monotonic()
-            role.life = RoleProcesses(role.name, role.arguments, role.placement, self._run, self._lifeline)
+        role.after, role.started = [], time.monotonic()
+        role.life = RoleProcesses(role.name, role.arguments, role.placement, self._run, self._lifeline)
         return None
 
     def _died(self, role: _Role, code: int) -> int | None:

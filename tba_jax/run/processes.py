@@ -281,22 +281,25 @@ def rotate(path: Path, *, limit: int, keep: int) -> bool:
 
     Of a log that has become far larger, the last 2 · `limit` bytes are kept.
     """
-    if (size := path.stat().st_size) <= limit:
-        return False
     draft = path.with_name(f"{path.name}.draft")
-    try:
-        with open(path, "rb") as log, open(draft, "wb") as copy:
-            log.seek(max(0, size - 2 * limit))
-            shutil.copyfileobj(log, copy, 1 << 20)
-        shutil.copymode(path, draft)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
-    for number in range(keep - 1, 0, -1):
-        with contextlib.suppress(FileNotFoundError):
-            older(path, number).replace(older(path, number + 1))
-    draft.replace(older(path, 1))
-    os.truncate(path, 0)
+    with open(path, "rb+") as log:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(log, fcntl.LOCK_EX)  # of two roles with one log, the second finds it cut
+        if (size := log.seek(0, os.SEEK_END)) <= limit:
+            return False
+        log.seek(max(0, size - 2 * limit))
+        try:
+            with open(draft, "wb") as copy:
+                shutil.copyfileobj(log, copy, 1 << 20)
+            shutil.copymode(path, draft)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
+        for number in range(keep - 1, 0, -1):
+            with contextlib.suppress(FileNotFoundError):
+                older(path, number).replace(older(path, number + 1))
+        draft.replace(older(path, 1))
+        log.truncate(0)
     return True
 
 

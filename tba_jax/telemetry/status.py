@@ -218,24 +218,25 @@ class Profiler:
     def __init__(self, folder: Path | None, window: Window | None):
         """Args: folder: of the traces; window: None: nothing is traced."""
         self._folder, self._window = folder or Path(), window
-        self._is_tracing, self._batches = False, 0
+        self._is_tracing, self._is_first, self._batches = False, True, 0
 
     def step(self, number: int) -> None:
         """The trainer is at this step, or has done all before it."""
-        window = self._window
-        if window is not None and number >= window.start:
-            if number > window.last and not self._is_tracing:
-                log.warning("--profile: nothing is traced, because the run goes on from step %d; name later steps", number - 1)
-            self._trace(number <= window.last)
+        if self._window is not None and number >= self._window.start:
+            self._trace(number - 1, wanted=number <= self._window.last)
 
     def batch(self, policy_step: int, *, most: int | None = None) -> None:
         """A batch of the weights of a step begins. Args: most: batches that are traced; None: the window's STEPS."""
-        if self._window is not None and policy_step >= self._window.start - 1:
-            self._trace(self._batches < (most or self._window.steps))
+        window, first, self._is_first = self._window, self._is_first, False
+        if window is not None and policy_step >= window.start - 1:
+            is_late = first and policy_step >= window.last  # a role that dies often would fill the disk with traces
+            self._trace(policy_step, wanted=not is_late and self._batches < (most or window.steps))
             self._batches += 1
 
-    def _trace(self, wanted: bool) -> None:
+    def _trace(self, step: int, *, wanted: bool) -> None:
         if not wanted:
+            if not self._is_tracing:
+                log.warning("--profile: nothing is traced, because the run goes on from step %d; name later steps", step)
             self.end()
         elif not self._is_tracing:
             import jax

@@ -107,6 +107,8 @@ def test_a_change_of_the_schedule_is_for_the_trainer_alone(slurm):
     [
         (FLAGS, {"TRAINER_TASKS": "gpu", "TRAINER_GPUS": "5"}, ["TRAINER_GPUS=5", "TRAINER_CPUS=24"]),
         ([*FLAGS, "--only=evaluator"], {}, ["only=evaluator", "trainer searchers"]),
+        ([*FLAGS, "--only=searchers"], {"SEARCHERS": "0"}, ["SEARCHERS=0", "--only=searchers"]),
+        (FLAGS, {"EVALUATOR_MEMORY": "0"}, ["TRAINER_MEMORY=96", "EVALUATOR_MEMORY=0"]),
         (FLAGS, {"CONTAINER": "pyxis"}, ["CONTAINER=pyxis", "CONTAINER_IMAGE"]),
         (FLAGS, {"PYTHON": "/none/python"}, ["PYTHON=/none/python"]),
         ([*FLAGS, "--role=trainer"], {}, ["--role=trainer"]),

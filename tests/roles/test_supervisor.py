@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -90,11 +91,13 @@ def test_a_role_that_ends_too_early_is_started_again(supervise, name, code, time
 
 
 @pytest.mark.parametrize("cpus, patience, waits", [((0,), 60.0, True), ((0,), 0.0, False), ((), 60.0, False)])
-def test_a_role_starts_when_the_one_on_its_cores_is_at_work(supervise, monkeypatch, cpus, patience, waits):
+def test_a_role_starts_when_the_one_on_its_cores_is_at_work(supervise, monkeypatch, tmp_path, cpus, patience, waits):
+    """Storage is asked for the run where a role starts or ends, not at each look while one waits."""
     monkeypatch.setattr(supervisor, "STARTING_SECONDS", patience)
-    searcher = itertools.chain([None] * 3, [WORKS], STAYS)
-    assert supervise({"searcher-0": [searcher], "evaluator": [FINISHES]}, "evaluator", cpus=cpus)[0] == 0
-    assert ("searcher-0 works" in said) == waits
+    monkeypatch.setattr(supervisor.contract, "check_is_there", asked := Mock())
+    searcher, run = itertools.chain([None] * 3, [WORKS], STAYS), RunDir(tmp_path, id="f00")
+    assert supervise({"searcher-0": [searcher], "evaluator": [FINISHES]}, "evaluator", cpus=cpus, run=run)[0] == 0
+    assert ("searcher-0 works" in said) == waits and asked.call_count == 3
 
 
 def test_a_role_starts_when_the_one_on_its_cores_has_ended_and_the_trainer_waits_for_nobody(supervise):

@@ -1,7 +1,9 @@
 """How processes are asked to stop and end with their parent; what is a failure of storage; their logs and their machine."""
 
+import concurrent.futures
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import re
@@ -215,6 +217,18 @@ def test_older_logs_move_on_the_oldest_goes_and_a_full_disk_changes_nothing(tmp_
         processes.rotate(path, limit=5000, keep=3)
     assert path.read_text() == "words " * 1000
     assert {log.name for log in tmp_path.iterdir()} == {path.name, *(f"{path.name}.{n}" for n in (1, 2, 3))}
+
+
+def test_of_two_roles_with_one_log_one_sets_it_aside(tmp_path):
+    path = tmp_path / "searchers.log"
+    path.write_text("words " * 10)
+    with open(path, "rb+") as other, concurrent.futures.ThreadPoolExecutor() as threads:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        second = threads.submit(processes.rotate, path, limit=10, keep=3)
+        assert not concurrent.futures.wait([second], timeout=0.2).done
+        other.truncate(0)
+        fcntl.flock(other, fcntl.LOCK_UN)
+        assert second.result() is False and [*tmp_path.iterdir()] == [path]
 
 
 def test_last_lines_are_read_from_the_end_and_from_the_log_before(tmp_path, monkeypatch):

@@ -157,6 +157,11 @@ def test_a_trainer_is_traced_in_its_window_with_the_names_of_its_work_and_batche
         profiler.batch(policy_step)
         counts.append(len(calls))
     assert counts == [0, 0, 1, 1, 2, 2] and calls == ["start", "stop"]
+    for first, traced in ((5, 1), (6, 0)):  # of a life that begins within the window, or after it
+        calls.clear()
+        profiler = Profiler(tmp_path, Window(5, 2))
+        profiler.batch(first)
+        assert len(calls) == traced
 
 
 def test_shares_of_time_are_those_of_the_clock(monkeypatch):

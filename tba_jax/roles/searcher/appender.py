@@ -36,7 +36,7 @@ class DecodedBatch:
     """A batch that waits for its rewards.
 
     rows: all columns but row, reward, reward_parts and state_values. texts, queries: of the rows, one each. scores, values: what
-    gives the missing columns. begin: time.monotonic() when its decoding began. figures: of the decoder, for the SearchReport.
+    gives the missing columns. figures: of the decoder, for the SearchReport.
     """
 
     rows: dict[str, np.ndarray]
@@ -44,7 +44,6 @@ class DecodedBatch:
     queries: Sequence[EncodedQuery]
     scores: Future[Scores]
     values: ValuedStates | None
-    begin: float
     figures: Mapping[str, Any]
 
 
@@ -80,7 +79,7 @@ class Samples:
 class SearchReport:
     """What became of one batch.
 
-    time: when it was appended, time.monotonic(). seconds: from the beginning of its decoding until then.
+    time: when it was appended, time.monotonic().
     tokens: of the responses. value_tokens: that were generated only to value the states of responses.
     reward: mean reward of the rows that have one. unscored: rows whose reward could not be found, NaN in the log.
     finished: share of the responses that ended by themselves.
@@ -100,7 +99,6 @@ class SearchReport:
     policy_step: int
     slot_idle: float
     useful_token_share: float
-    seconds: float
     value_tokens: int
     failure: str
     equal_reward_groups: float = float("nan")
@@ -232,14 +230,13 @@ class Appender:
             raise
         scored = ~np.isnan(scores.reward)
         return SearchReport(
-            time=(now := time.monotonic()),
+            time=time.monotonic(),
             rows=count,
             tokens=int(rows["response_length"].sum()),
             reward=float(scores.reward[scored].mean()) if scored.any() else float("nan"),
             unscored=int(count - scored.sum()),
             finished=float(rows["finished"].mean()),
             **batch.figures,
-            seconds=now - batch.begin,
             value_tokens=0 if batch.values is None else batch.values.tokens,
             failure=scores.failure,
             equal_reward_groups=_equal_reward_groups(rows["query_id"], scores.reward),

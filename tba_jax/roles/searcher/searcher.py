@@ -194,7 +194,6 @@ class Searcher:
           FloatingPointError: the policy or the reference gave log-probs that are not finite; names the query.
           Exception: as `appended`.
         """
-        begin = time.monotonic()
         batch, generation = self._decode(ahead)
         queries = [asked.query for asked in batch for _ in range(asked.ticket.request.samples)]
         rows = self._rows(batch, queries, generation)
@@ -217,7 +216,6 @@ class Searcher:
             queries=queries,
             scores=scores,
             values=values,
-            begin=begin,
             figures=dict(
                 policy_step=self._engine.policy_step,
                 slot_idle=self._engine.usage.idle,

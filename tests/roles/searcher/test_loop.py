@@ -175,7 +175,7 @@ def test_a_searcher_without_rewards_says_so_writes_little_and_gives_up_or_goes_o
 
 
 SCORED = SearchReport(
-    time=0.0, rows=64, tokens=1, reward=0.5, unscored=0, finished=1.0, policy_step=0, slot_idle=0.0, seconds=1.0, value_tokens=0,
+    time=0.0, rows=64, tokens=1, reward=0.5, unscored=0, finished=1.0, policy_step=0, slot_idle=0.0, value_tokens=0,
     useful_token_share=1.0, failure="",
 )  # fmt: skip
 FAILED = dataclasses.replace(SCORED, unscored=64, reward=float("nan"), failure="KeyError: 'x'")
