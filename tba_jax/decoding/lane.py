@@ -25,7 +25,7 @@ from tba_jax.text.stop_strings import StopStrings
 
 
 class Lane:
-    """Slots on one way of the mesh. One thread uses it; another may set `incoming`.
+    """Slots on one way of the mesh. One thread uses it; another may call `prepare` and `hand_over`.
 
     Attributes:
       incoming: weights that were handed over and are not in use yet, with their policy step.
@@ -292,12 +292,10 @@ class Lane:
 
     def _note_first(self, buffers: Sequence[tuple[int, int]], tokens: Tokens) -> None:
         """Notes the first tokens of the samples that were prefilled into buffers. Args: tokens: leaves [I, K]."""
-        K = self._config.places
-        for i, (j, u) in enumerate(buffers):
-            part = self._parts[j, u]
-            place = u * K + np.arange(part.count)
-            count = np.full(part.count, part.given)
-            self._write(np.full(part.count, j), place, count, jax.tree.map(lambda x, i=i, n=part.count: x[i, :n], tokens))
+        parts, (j, u), K = [self._parts[buffer] for buffer in buffers], np.array(buffers).T, self._config.places
+        i, k = np.nonzero(np.arange(K) < np.array([part.count for part in parts])[:, None])
+        given = np.array([part.given for part in parts])
+        self._write(j[i], u[i] * K + k, given[i], jax.tree.map(lambda x: x[i, k], tokens))
 
     def _note(self, trace: slots_lib.Trace, step_bytes: int) -> None:
         """Notes the tokens of one decode call. Args: step_bytes: that each of its steps read."""
@@ -326,10 +324,13 @@ class Lane:
             )
         self._length[group, place] = count + 1
         self._status[group, place] = tokens.status
-        for (j, u), part in self._parts.items():
-            at = np.flatnonzero((group == j) & (place // self._config.places == u))
+        U, K = self._config.buffers, self._config.places
+        buffer = group * U + place // K
+        order = np.argsort(buffer, kind="stable")
+        numbers, begins = np.unique(buffer[order], return_index=True)
+        for number, at in zip(numbers.tolist(), np.split(order, begins[1:]), strict=False):
             of_part = jax.tree.map(lambda x, at=at: x[at], tokens)
-            part.write(place[at] % self._config.places, count[at], of_part, self.policy_step)
+            self._parts[divmod(number, U)].write(place[at] % K, count[at], of_part, self.policy_step)
 
     def _release(self) -> None:
         """Frees the buffers of parts whose samples have all ended."""
