@@ -60,7 +60,7 @@ def _parse(values: flags.FlagValues, arguments: Sequence[str], settings: recipes
         if missing := re.match(r"--(\w+)=None: |Missing value for flag -*(\w+)", told):
             name = missing[1] or missing[2]
             told = f"--{name} needs a value: {values[name].help}"
-        elif wrong := re.match(r"--(\w+)=(.*?): ", told, re.DOTALL):  # absl's reason speaks of Python's types
+        elif (wrong := re.match(r"--(\w+)=(.*?): ", told, re.DOTALL)) and wrong[1] in values:  # absl speaks of Python's types
             parser = values[wrong[1]].parser
             kind = "true or false" if type(parser) is flags.BooleanParser else parser.syntactic_help
             told = f"--{wrong[1]}={wrong[2]} must be {kind}" if kind else told

@@ -8,9 +8,10 @@ Adapters are merged into the weights; with --adapter they are written alone, as 
 The run may go on meanwhile.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tba_jax.commands import command_line
 from tba_jax.replay.reader import LogCorruption, LogReader
 from tba_jax.replay.segment import RowsExpired
 from tba_jax.reporting.gathering import blocks, damage_of, steps_of_rows, tokenizer_of
+from tba_jax.schemas import require
 from tba_jax.storage import contract, layout, places, privacy
 from tba_jax.text.tokenizers import Tokenizer
 from tba_jax.text.visible import visible
@@ -57,28 +59,43 @@ def export(workdir: Path, output: Path, *, step: command_line.AskedStep, dtype: 
     base = _adapted_checkpoint(run, config) if adapter else ""
     write_tokenizer, token_ids = _tokenizer_files(tokenizer, source)
     folder = run.policies / layout.step_name(step)
-    params = snapshots.open_arrays(folder, policy.trained_specs)
-    dtype = dtype or str(layout.read_json(folder / snapshots.COMMIT)["dtype"])
-    exported = model_card.Exported(name=output.resolve().name, step=step, dtype=dtype, adapter=adapter)
+    read = {folder: f"snapshot {step}"}
+    with _still_there(read):
+        params = snapshots.open_arrays(folder, policy.trained_specs)
+        dtype = dtype or str(layout.read_json(folder / snapshots.COMMIT)["dtype"])
+        exported = model_card.Exported(name=output.resolve().name, step=step, dtype=dtype, adapter=adapter)
 
-    def write_more(made: Path) -> None:
-        write_tokenizer(made)
-        card = model_card.text(run, config, base=model_card.base_of(str(config.model.path), source), exported=exported)
-        (made / model_card.CARD).write_text(card, encoding="utf-8")
+        def write_more(made: Path) -> None:
+            write_tokenizer(made)
+            card = model_card.text(run, config, base=model_card.base_of(str(config.model.path), source), exported=exported)
+            (made / model_card.CARD).write_text(card, encoding="utf-8")
 
-    if adapter:
-        assert policy.lora is not None
-        export_lib.save_adapters(output, policy.model, params, policy.lora, base=base, dtype=dtype, more=[write_more])
-        return f"the adapters of step {step} of {workdir} are in {output}, for {base} ({policy.model.architecture}, {dtype})"
-    if policy.lora is not None:
-        reference = run.reference(layout.reference_id(run))
-        if not places.exists(reference / snapshots.COMMIT):
-            raise ValueError(
-                f"the reference policy, which the adapters belong to, is gone: {reference} holds no {snapshots.COMMIT}"
-            )
-        params = merge_lazily(snapshots.open_arrays(reference, policy.model_specs), params, policy.lora)
-    export_lib.save(output, policy.model, params, dtype=dtype, source=source, token_ids=token_ids, more=[write_more])
+        if adapter:
+            assert policy.lora is not None
+            export_lib.save_adapters(output, policy.model, params, policy.lora, base=base, dtype=dtype, more=[write_more])
+            return f"the adapters of step {step} of {workdir} are in {output}, for {base} ({policy.model.architecture}, {dtype})"
+        if policy.lora is not None:
+            names = run.initial_reference
+            require(places.exists(names), f"{names} is gone: it names the reference policy, which the adapters belong to")
+            reference = run.reference(layout.reference_id(run))
+            read[reference] = "the reference policy, which the adapters belong to,"
+            params = merge_lazily(snapshots.open_arrays(reference, policy.model_specs), params, policy.lora)
+        export_lib.save(output, policy.model, params, dtype=dtype, source=source, token_ids=token_ids, more=[write_more])
     return f"step {step} of {workdir} is in {output} ({policy.model.architecture}, {dtype})"
+
+
+@contextlib.contextmanager
+def _still_there(read: Mapping[places.Place, str]) -> Iterator[None]:
+    """Raises ValueError where a run removes a snapshot that is read inside. Args: read: folder -> what it holds."""
+    from tba_jax.storage import snapshots
+
+    try:
+        yield
+    except (FileNotFoundError, ValueError) as error:
+        for folder, what in read.items():
+            if not places.exists(folder / snapshots.COMMIT):
+                raise ValueError(f"{what} is gone: {folder} holds no {snapshots.COMMIT}") from error
+        raise
 
 
 def _tokenizer_files(tokenizer: Any, source: Path | None) -> tuple[Callable[[Path], None], dict[str, int]]:

@@ -94,6 +94,8 @@ def listed() -> dict[str, str]:
 
 # What a flag of a setting takes, by the type of the setting.
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple: "a list of texts or numbers"}
+# How a locked config says that it has no such key, when it is set and when it is read; and the key that is most like it.
+_NO_KEY = re.compile(r"""^['"\\]+(?:Key ")?(\w+)['"\\].*?(?:Did you mean "(\w+)"|$)""", re.DOTALL)
 # Setting -> Rule.path, of both programs.
 _PATHS = {name: rule.path for program in PROGRAMS for name, rule in program.schema.rules.items()}
 
@@ -137,7 +139,10 @@ def _made(recipe: str, program: Program) -> config_dict.ConfigDict:
     except ValueError as error:
         raise ValueError(f"{called}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{called}: {user_code.told(error, file)}") from error
+        told, key = user_code.told(error, file), _NO_KEY.search(str(error))
+        if key and isinstance(error, AttributeError):  # told in short: a locked config lists all that it has
+            told = f"the config has no setting {key[1]!r} (line{told.rpartition(' (line')[2]}{hint(key[2] or '')}"
+        raise ValueError(f"{called}: {told}") from error
     if not isinstance(config, config_dict.ConfigDict):
         raise ValueError(f"{called}: get_config of {text} must return a ConfigDict, and returned {type(config).__name__}")
     if not set(program.sections()) <= set(config):

@@ -94,7 +94,27 @@ def test_adapters_are_merged_into_the_reference(tmp_path, capsys):
         export.export(run.root, tmp_path / "adapter", step=0, dtype=None, adapter=True)
     run.reference("f00").rename(tmp_path / "kept")
     assert f"is gone: {run.reference('f00')} holds no commit.json" in refusal(capsys, run.root, tmp_path / "again")
+    (tmp_path / "kept").rename(run.reference("f00"))
+    run.initial_reference.unlink()
+    assert f"{run.initial_reference} is gone" in refusal(capsys, run.root, tmp_path / "again")
     assert "is in the run's folder" in refusal(capsys, run.root, run.policies / "model")
+
+
+def test_snapshots_that_the_run_removes_meanwhile_are_named(tmp_path, capsys, monkeypatch):
+    run, _ = written_run(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshots, "committed_steps", lambda policies: [0, 1])
+        assert f"snapshot 1 is gone: {run.policies / '00000001'}" in refusal(capsys, run.root, tmp_path / "model")
+    whole = snapshots.open_arrays
+
+    def opened(folder, specs):
+        found = whole(folder, specs)
+        shutil.rmtree(run.policies / "00000000", ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(snapshots, "open_arrays", opened)
+    assert f"snapshot 0 is gone: {run.policies / '00000000'}" in refusal(capsys, run.root, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 def test_the_step_with_the_best_score_is_the_default_and_what_the_card_tells_of(finished, tmp_path, capsys):

@@ -109,7 +109,14 @@ def test_a_recipe_of_the_project_is_found_from_any_folder(recipe, tmp_path, monk
         ("def get_config():\n    return 1 / 0\n", ["ZeroDivisionError: division by zero", "line 2 of {path}"]),
         ("def get_config():\n    raise ValueError('no such size')\n", ["{path}: no such size"]),
         ("from configs.supervised import get_config\n", ["not made from configs/base.py", "python -m tba_jax supervised"]),
-        (RECIPE.format(line="c.learner.stepz = 3", parameter=""), ["stepz", "steps", "line 5 of"]),
+        (
+            RECIPE.format(line="c.learner.stepz = 3", parameter=""),
+            ["has no setting 'stepz' (line 5 of {path}); did you mean 'steps'"],
+        ),
+        (
+            RECIPE.format(line="c.lerner.steps = 3", parameter=""),
+            ["has no setting 'lerner' (line 5 of {path}); did you mean 'learner'"],
+        ),
     ],
     ids=lambda each: each[:30] if isinstance(each, str) else "",
 )
