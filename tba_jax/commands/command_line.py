@@ -21,11 +21,12 @@ from absl import flags
 from tba_jax.commands import recipes
 from tba_jax.run import processes
 from tba_jax.schemas import Refused, hint, nearest
-from tba_jax.storage import best_step, file_systems, layout
+from tba_jax.storage import file_systems
 from tba_jax.text.visible import visible
 
-if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
+if TYPE_CHECKING:  # what imports JAX or tensorstore is imported late: a mistyped flag is answered at once
     from tba_jax.experiment.composition import Experiment
+    from tba_jax.storage import layout
 
 log = logging.getLogger(__name__)
 
@@ -250,7 +251,7 @@ def config_of(stored: Mapping[str, Any], source: Source, *, called: str) -> Any:
 def rebuilt(workdir: Path, source: Source) -> "tuple[layout.RunDir, Experiment]":
     """The run in a folder, and its experiment. Raises: see composition.rebuild."""
     from tba_jax.experiment import composition
-    from tba_jax.storage import contract
+    from tba_jax.storage import contract, layout
 
     run, called = layout.open_run_dir(workdir), str(workdir)
     stored = contract.read_run(run, called=called)
@@ -276,12 +277,12 @@ def add_step(values: flags.FlagValues) -> None:
     flags.DEFINE(_StepParser(), "step", None, told, flag_values=values)
 
 
-def chosen_step(run: layout.RunDir, asked: AskedStep, *, called: str) -> int:
+def chosen_step(run: "layout.RunDir", asked: AskedStep, *, called: str) -> int:
     """The step that --step asks for. The log says which it is, and why, where no number was given.
 
     Args: called: what messages call the run. Raises ValueError where the step has no snapshot.
     """
-    from tba_jax.storage import snapshots
+    from tba_jax.storage import best_step, layout, snapshots
 
     steps = snapshots.committed_steps(run.policies)
     if not steps:
