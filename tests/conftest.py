@@ -55,11 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test compares with PyTorch where it asks for the fixture `torch`: there is no other way, and no mark to forget.
-
-    What takes longest comes first: a whole run that begins last would leave the other workers without work.
-    """
-    items.sort(key=lambda item: "whole_runs" not in item.nodeid)
+    """A test compares with PyTorch where it asks for the fixture `torch`: there is no other way, and no mark to forget."""
     if config.option.parity:
         kept = [item for item in items if "torch" in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
