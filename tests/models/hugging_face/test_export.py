@@ -191,7 +191,7 @@ def test_other_parameters_than_the_models_are_named(tmp_path):
 
 
 FUSED = ("gpt2", "gpt_neox")
-EVERYWHERE = LoraConfig(rank=2, alpha=3.0, targets=("*",))
+EVERYWHERE = LoraConfig(rank=2, alpha=3.0, targets=("layers.*",))
 TWO_OF_THREE = LoraConfig(rank=3, alpha=3.0, targets=("layers.attention.query", "layers.attention.value"))
 
 
