@@ -77,6 +77,7 @@ def ask_devices() -> tuple[list[str], list[str]]:
 def describe(told: dict[str, Any]) -> str:
     """The text that is printed: a line for each fact, then what JAX says."""
     facts = {name: str(value) for name, value in flatten(told | {"devices": ", ".join(told["devices"])}).items()}
+    facts["tba_jax.commit"] = facts["tba_jax.commit"] or "none, not in a git checkout"
     facts["devices"] = facts["devices"] or "none: JAX does not start, see below"
     said = facts.pop("jax_says") and told["jax_says"]
     width = max(map(len, facts))
