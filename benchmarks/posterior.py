@@ -23,7 +23,7 @@ import optax
 
 from benchmarks import summary
 from tba_jax.decoding import sampling
-from tba_jax.learner import state as state_lib
+from tba_jax.learner import optimizer as state_lib
 from tba_jax.learner import update
 from tba_jax.models import decoder, parameters, scoring
 from tba_jax.models.config import DecoderConfig
@@ -209,12 +209,12 @@ def sample(params: Any, key: jax.Array, behavior: Behavior, *, queries: int) -> 
     return Drawn(tokens, length, policy, behaved)
 
 
-def as_batch(rows: Drawn, problem: Problem) -> state_lib.Batch:
+def as_batch(rows: Drawn, problem: Problem) -> update.Batch:
     """The rows with their rewards and reference log-probs, which are looked up."""
     queries = len(problem.rewards)
     query, number = jnp.repeat(jnp.arange(queries), K), jnp.asarray(NUMBER_OF_CODE)[code(rows.tokens)]
     tokens, prompt_length = as_rows(queries, K, rows.tokens)
-    return state_lib.Batch(
+    return update.Batch(
         tokens=tokens,
         prompt_length=prompt_length,
         response_length=rows.length,

@@ -12,7 +12,7 @@ from typing import Any
 from tba_jax.experiment import checks, composition, dry_run, meshes, stored_run, topologies, training
 from tba_jax.experiment.training import Invocation, check_role, join, mistakes_end_the_role, record_of
 from tba_jax.rewards import task_models
-from tba_jax.roles import gpus, placement, results, supervisor
+from tba_jax.roles import gpus, results, supervisor
 from tba_jax.roles.searcher.loop import run_searcher, wait_for_run
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.searcher.stream import writer_id
@@ -191,7 +191,7 @@ def _in_turn(s: Invocation) -> Job:
     return job
 
 
-def _check_placements(s: Invocation, placements: Mapping[str, placement.Placement]) -> None:
+def _check_placements(s: Invocation, placements: Mapping[str, gpus.Placement]) -> None:
     """Raises ValueError where the meshes of roles do not fit the devices that their processes will have."""
     found = Mistakes()
     for name, placed in placements.items():
@@ -212,7 +212,7 @@ def _check_placements(s: Invocation, placements: Mapping[str, placement.Placemen
 
 def _as_processes(s: Invocation) -> Job:
     """Each role as a process of its own, under a supervisor in this process."""
-    placements: dict[str, placement.Placement] = {}
+    placements: dict[str, gpus.Placement] = {}
 
     def check() -> None:
         placements.update(topologies.place(s.experiment, gpus.visible()))
@@ -243,7 +243,7 @@ def _as_processes(s: Invocation) -> Job:
                 code = 0
                 if not places.exists(s.run.initial_reference):
                     trained = placements["trainer"]
-                    whole = placement.Placement(cpus=placement.available_cpus(), gpus=trained.gpus, processes=trained.processes)
+                    whole = gpus.Placement(cpus=gpus.available_cpus(), gpus=trained.gpus, processes=trained.processes)
                     first = {"reference": (arguments("reference", "reference"), whole)}
                     code = processes.run(first, until=list(first), stop=stop, proof=s.run.initial_reference)
                 code = code or processes.run(commands, until=until, stop=stop)

@@ -17,7 +17,6 @@ from tba_jax.experiment import meshes
 from tba_jax.experiment.composition import Experiment
 from tba_jax.programs import device_memory, in_words
 from tba_jax.roles import gpus as gpus_lib
-from tba_jax.roles import placement
 from tba_jax.roles.gpus import Gpu
 from tba_jax.run import processes
 from tba_jax.schemas import Mistakes
@@ -48,7 +47,7 @@ def of_jax(devices: Sequence[Any], *, name: str = "", limit: int | None = None) 
 # This machine
 
 # (variant, platform, devices, GiB of each): what a machine has at least. The first row is taken whose devices are here; GPUs
-# beyond its count are used too, see roles/placement.py.
+# beyond its count are used too, see roles/gpus.py.
 VARIANTS = (
     ("8x80gb", "gpu", 8, 70),
     ("1x80gb", "gpu", 1, 70),
@@ -88,7 +87,7 @@ def in_short() -> str:
     kinds = kinds or [device.device_kind for device in jax.devices() if device.platform != "cpu"]
     if kinds:
         return ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
-    return f"{len(placement.available_cpus())} cores, {in_words(processes.memory())} of memory"
+    return f"{len(gpus_lib.available_cpus())} cores, {in_words(processes.memory())} of memory"
 
 
 def here(experiment: Experiment) -> tuple[dict[str, Devices], dict[str, str]]:
@@ -115,7 +114,7 @@ def here(experiment: Experiment) -> tuple[dict[str, Devices], dict[str, str]]:
 def by_placement(experiment: Experiment, there: Sequence[Gpu]) -> dict[str, Devices]:
     """Role -> its part of these GPUs under --role=all. Raises ValueError where the meshes of the roles do not fit them."""
     if experiment.config.schedule.mode == "interleaved":  # one process has all GPUs
-        whole = placement.Placement(cpus=(), gpus=tuple(gpu.name for gpu in there), memory_fraction=gpus_lib.DEFAULT_SHARE)
+        whole = gpus_lib.Placement(cpus=(), gpus=tuple(gpu.name for gpu in there), memory_fraction=gpus_lib.DEFAULT_SHARE)
         placed = dict.fromkeys(meshes.roles_of(experiment.config), whole)
     else:
         placed = place(experiment, there)
@@ -130,13 +129,13 @@ def by_placement(experiment: Experiment, there: Sequence[Gpu]) -> dict[str, Devi
     return {role: found[role] for role in meshes.SECTIONS if role in found}
 
 
-def place(experiment: Experiment, there: Sequence[Gpu]) -> dict[str, placement.Placement]:
-    """Role name -> where --role=all runs it on this machine with these GPUs. Raises ValueError, see placement.place."""
+def place(experiment: Experiment, there: Sequence[Gpu]) -> dict[str, gpus_lib.Placement]:
+    """Role name -> where --role=all runs it on this machine with these GPUs. Raises ValueError, see gpus_lib.place."""
 
     def check(devices: int) -> None:
         meshes.check(experiment, role="trainer", devices=devices)
 
-    return placement.place(experiment.config, cpus=placement.available_cpus(), gpus=there, check=check)
+    return gpus_lib.place(experiment.config, cpus=gpus_lib.available_cpus(), gpus=there, check=check)
 
 
 # Machines that are not here

@@ -340,7 +340,7 @@ def trainer(s: Invocation) -> Job:
 
 def _follow(s: Invocation, member: Member) -> int:
     """Does what process 0 calls for, until it ends the group. Returns the exit code of process 0."""
-    from tba_jax.roles.trainer.follower import Follower
+    from tba_jax.roles.trainer.loop import Follower
 
     member.tell_signals(processes_lib.StopSignal())
     follower: Follower | None = None

@@ -1,18 +1,89 @@
-"""The optimiser and its schedules (learning rates; β, γ, τ), and one step for any loss, which refuses what is not finite."""
+"""The train state, the optimiser and its schedules (learning rates; β, γ, τ), and one step for any loss."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import chex
+import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
+from jax.sharding import Mesh
 
-from tba_jax.learner.state import Optimizers, TrainState
-from tba_jax.models.parameters import Params
+from tba_jax import sharding as sharding_lib
+from tba_jax.models import parameters
+from tba_jax.models.parameters import Definition, Params
+from tba_jax.models.policy import Policy, PolicyWithHeads
 
 Schedule = Callable[[jax.Array], jax.Array]
+# Parts of what is trained (PolicyWithHeads) -> the optimiser of each: "policy", and the heads that an RL objective has.
+Optimizers = dict[str, optax.GradientTransformation]
+
+
+@flax.struct.dataclass
+class TrainState:
+    """What an update changes.
+
+    step: int32[], updates done, refused ones included; skipped: int32[], updates refused because they were not finite, for
+    which neither the optimisers nor their learning rates go on;
+    params: float32 master weights by part, {"policy": what is trained of it (Policy), "log_z_head": …, "value_head": …};
+    opt_state: of each part's optimiser;
+    graphdef: of the module that they belong to, policy.PolicyWithHeads; static.
+    """
+
+    step: chex.Array
+    skipped: chex.Array
+    params: Params
+    opt_state: dict[str, Any]
+    graphdef: nnx.GraphDef = flax.struct.field(pytree_node=False)
+
+    def model(self, params: Params, frozen: Params) -> PolicyWithHeads:
+        """The module in a traced function, differentiable in `params`, which are like those of the state.
+
+        Args: frozen: the part of the policy that is not trained, see Policy.for_training.
+        """
+        return parameters.module(self.graphdef, parameters.merge({"policy": frozen}, params))
+
+
+def _definition(policy: Policy, optimizers: Optimizers) -> Definition[PolicyWithHeads]:
+    return policy.with_heads(log_z_head="log_z_head" in optimizers, value_head="value_head" in optimizers)
+
+
+def init_state(policy: Policy, params: Params, optimizers: Optimizers) -> TrainState:
+    """The state of step 0, with heads of zeros. Args: params: what is trained of the policy."""
+    definition = _definition(policy, optimizers)
+    parts = {"policy": params}
+    for head in [part for part in optimizers if part != "policy"]:
+        parts[head] = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parameters.shapes(definition.specs[head]))
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        skipped=jnp.zeros((), jnp.int32),
+        params=parts,
+        opt_state={part: optimizer.init(parts[part]) for part, optimizer in optimizers.items()},
+        graphdef=definition.graphdef,
+    )
+
+
+def state_shapes(policy: Policy, optimizers: Optimizers, mesh: Mesh) -> TrainState:
+    """The train state as jax.ShapeDtypeStruct with shardings: the moments of a parameter are sharded as it is."""
+    shapes = jax.eval_shape(lambda params: init_state(policy, params, optimizers), parameters.shapes(policy.trained_specs))
+    specs = _definition(policy, optimizers).specs | {"policy": policy.trained_specs}
+    everywhere = sharding_lib.replicated(mesh)
+    sharding_of = parameters.shardings(specs, mesh)
+    moments = {
+        name: optax.tree_map_params(
+            optimizer,
+            lambda _, sharding: sharding,
+            shapes.opt_state[name],
+            sharding_of[name],
+            transform_non_params=lambda _: everywhere,
+        )
+        for name, optimizer in optimizers.items()
+    }
+    shardings = dataclasses.replace(shapes, step=everywhere, skipped=everywhere, params=sharding_of, opt_state=moments)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 def _warm_up(count: jax.Array, warmup_steps: int) -> jax.Array:

@@ -12,8 +12,8 @@ import numpy as np
 import optax
 
 from tba_jax import sharding
-from tba_jax.learner import optimizer, state, update
-from tba_jax.learner.moving_reference import MovingReference
+from tba_jax.learner import optimizer, update
+from tba_jax.learner.update import MovingReference
 from tba_jax.models import hardware, scoring
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
@@ -42,7 +42,7 @@ def make_adamw(c: Any, schedule: optimizer.Schedule, *, weight_decay: float) -> 
     return optimizer.adamw(schedule, **betas, epsilon=c.adam_epsilon, weight_decay=weight_decay, clip_norm=c.clip_norm)
 
 
-def make_optimizers(c: Any) -> state.Optimizers:
+def make_optimizers(c: Any) -> optimizer.Optimizers:
     objective = OBJECTIVES[c.objective]
     rates = {"policy": c.learning_rate}
     if objective.log_z_head:

@@ -1,4 +1,4 @@
-"""The learner's mathematics: one update on Q queries × K completions, packed into sequences, in micro-batches of any size.
+"""The learner's mathematics: one update on Q queries × K completions, in micro-batches of any size, and the moving reference.
 
 The model computes sequences of rows (packing/), and the objective rows: log-probs are brought from the one to the other. An
 objective couples the K rows of a query, but a micro-batch need not hold them all. Both ways are exact:
@@ -15,27 +15,62 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import chex
+import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
+from tba_jax import sharding, trajectory
 from tba_jax.learner import optimizer
-from tba_jax.learner.optimizer import Schedule
-from tba_jax.learner.state import Batch, Optimizers, TrainState
-from tba_jax.models import scoring
+from tba_jax.learner.optimizer import Optimizers, Schedule, TrainState
+from tba_jax.models import parameters, scoring
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.objectives.advantages import step_advantages
-from tba_jax.objectives.diagnostics import diagnostics
-from tba_jax.objectives.objective import Objective, ObjectiveInputs, ObjectiveSettings, PolicyOutputs
+from tba_jax.objectives.objective import Objective, ObjectiveInputs, ObjectiveSettings, PolicyOutputs, diagnostics
 from tba_jax.packing import row_packing
 from tba_jax.packing.row_layout import Limits
 from tba_jax.packing.row_packing import Packed, Sequences
-
-InputsOf = Callable[[Batch], ObjectiveInputs]
+from tba_jax.programs import Program, shaped
 
 # What a forward pass costs beside a forward and a backward pass, by what the backward pass computes again.
 SCORING_SHARE = {"none": 1 / 3, "dots": 1 / 3, "full": 1 / 4}
+
+
+@flax.struct.dataclass
+class Batch:
+    """B = Q·K rows on the device, rows of one query consecutive. Shapes and units as in trajectory.Rows.
+
+    ref_logprobs: log-probs under the run's initial reference. moving_ref_logprobs: log-probs under the reference of the step;
+    None where the reference does not move. state_values: see ObjectiveInputs; None where rows have no column of that name.
+    """
+
+    tokens: chex.Array
+    prompt_length: chex.Array
+    response_length: chex.Array
+    ref_logprobs: chex.Array
+    behavior_logprobs: chex.Array
+    reward: chex.Array
+    moving_ref_logprobs: chex.Array | None = None
+    state_values: chex.Array | None = None
+
+    @property
+    def R(self) -> int:
+        return self.ref_logprobs.shape[-1]
+
+
+def batch_from_rows(rows: trajectory.Rows) -> Batch:
+    """The columns that an update needs, still on the host."""
+    columns = {field.name for field in dataclasses.fields(Batch)} - {"moving_ref_logprobs"}
+    if "state_values" not in rows:
+        columns.remove("state_values")
+    return Batch(**{name: np.asarray(rows[name]) for name in columns})
+
+
+InputsOf = Callable[[Batch], ObjectiveInputs]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,3 +310,71 @@ def _any_split(
         return pull_back((cotangent.logprobs, cotangent.values))[0]
 
     return row_packing.summed(gradient, packed), cotangent.log_z, outputs, entropy
+
+
+def ref_logprobs(reference: Params, frozen: Params, batch: Batch, packed: Packed, *, config: LearnerConfig) -> jax.Array:
+    """float32[B, R], nats at the scoring temperature, 0 where masked. reference: like what is trained of the policy."""
+    policy = config.policy.for_training(reference, frozen)
+    return row_packing.summed(lambda micro, _: scored(policy, None, micro, batch, config=config)[0][0], packed)
+
+
+def moved(reference: Params, params: Params, *, decay: float) -> Params:
+    """ref ← α·ref + (1 − α)·θ, α = decay."""
+    return jax.tree.map(lambda ref, param: decay * ref + (1 - decay) * param, reference, params)
+
+
+class MovingReference:
+    """The moving reference of a run: weights like those that are trained, sharded as they are.
+
+    A moving average is float32: its small steps would be lost in fewer bits. A reference that is reset to the policy is only
+    computed with, and rests in the model's compute dtype, to which every use would cast it: its log-probs are the same.
+    """
+
+    def __init__(self, config: LearnerConfig, mesh: Mesh, *, every_steps: int, decay: float, offload: bool):
+        """Args: every_steps: updates between two moves; decay: see `moved`, 0: reset; offload: it rests in host memory between
+        uses."""
+        policy = config.policy
+        self._every_steps, self._resets = every_steps, decay == 0
+        self._in_use = policy.trained_shardings(mesh)
+        in_host_memory = jax.tree.map(lambda each: each.with_memory_kind(sharding.PINNED_HOST), self._in_use)
+        self._at_rest = in_host_memory if offload else self._in_use
+        dtype = policy.model.compute_dtype if self._resets else "float32"
+        self.shapes = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, dtype, sharding=s), parameters.shapes(policy.trained_specs), self._at_rest
+        )
+        self.params: Params = {}
+        copy = functools.partial(jax.tree.map, lambda x: jax.numpy.array(x, dtype, copy=True))
+        self._copy = jax.jit(copy, out_shardings=self._in_use)
+        self._move = jax.jit(functools.partial(moved, decay=decay), out_shardings=self._in_use, donate_argnums=0)
+        score = functools.partial(ref_logprobs, config=config)
+        self._score = sharding.on_mesh(mesh, jax.jit(score, out_shardings=sharding.rows_sharding(mesh)))
+
+    def start(self, params: Params) -> None:
+        """The reference is the policy, as at step 0. Args: params: float32, not donated."""
+        self.params = {}  # at a reset, the memory holds one reference, not two
+        self.params = jax.device_put(self._copy(params), self._at_rest)
+
+    def rescore(self, frozen: Params, batch: Batch, packed: Packed) -> Batch:
+        """The batch with moving_ref_logprobs."""
+        reference = jax.device_put(self.params, self._in_use)
+        return dataclasses.replace(batch, moving_ref_logprobs=self._score(reference, frozen, batch, packed))
+
+    def programs(self, params: Params, frozen: Params, batch: Batch, packed: Packed) -> dict[str, Program]:
+        """Name -> the programs of `start`, `rescore` and `advance`. Args: shapes of what these take."""
+        reference = self.shapes if self._at_rest is self._in_use else shaped(self.shapes, self._in_use)
+        found = {
+            "copy to the moving reference": Program(function=self._copy, arguments=(params,)),
+            "scoring by the moving reference": Program(function=self._score, arguments=(reference, frozen, batch, packed)),
+        }
+        if not self._resets:
+            found["move of the reference"] = Program(function=self._move, arguments=(reference, params))
+        return found
+
+    def advance(self, params: Params, step: int) -> bool:
+        """Moves the reference if it is due after `step` updates, and returns whether it was."""
+        due = step % self._every_steps == 0
+        if due and self._resets:
+            self.start(params)
+        elif due:
+            self.params = jax.device_put(self._move(jax.device_put(self.params, self._in_use), params), self._at_rest)
+        return due

@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from tba_jax.roles import placement as placement_lib
-from tba_jax.roles.placement import Placement
+from tba_jax.roles.gpus import Placement, split
 from tba_jax.run import processes
 from tba_jax.run.restart import Lives, Verdict
 from tba_jax.storage import contract, layout, places
@@ -39,7 +38,7 @@ class RoleProcesses:
     """One life of a role: one process, or all processes of a trainer. They run from the moment that this object is made."""
 
     def __init__(self, name: str, arguments: Sequence[str], placed: Placement, run: layout.RunDir, lifeline: processes.Lifeline):
-        parts = placement_lib.split(placed)
+        parts = split(placed)
         self._name, self._run, self._lifeline = name, run, lifeline
         # A launcher may have told the supervisor of a world that is not this role's.
         self._world = ["--processes=1"] if name in ("trainer", "reference") else []

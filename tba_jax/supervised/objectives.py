@@ -16,8 +16,7 @@ from jax.sharding import Mesh
 
 from tba_jax import sharding
 from tba_jax.learner import optimizer
-from tba_jax.learner import state as state_lib
-from tba_jax.learner.state import Optimizers, TrainState
+from tba_jax.learner.optimizer import Optimizers, TrainState
 from tba_jax.models import scoring
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.parameters import Params
@@ -132,7 +131,7 @@ def train_step(
 
 def jitted(policy: Policy, mesh: Mesh, *, optimizers: Optimizers, config: StepConfig) -> tuple[sharding.OnMesh, TrainState]:
     """`train_step` on a mesh, and the state as jax.ShapeDtypeStruct."""
-    shapes = state_lib.state_shapes(policy, optimizers, mesh)
+    shapes = optimizer.state_shapes(policy, optimizers, mesh)
     out_shardings = (jax.tree.map(lambda x: x.sharding, shapes), sharding.replicated(mesh))
     step = functools.partial(train_step, optimizers=optimizers, config=config)
     return sharding.on_mesh(mesh, jax.jit(step, donate_argnums=0, out_shardings=out_shardings)), shapes

@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax import sharding
+from tba_jax.learner import optimizer as optimizer_lib
 from tba_jax.learner import settings
-from tba_jax.learner import state as state_lib
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import export as export_lib
 from tba_jax.models.hugging_face import load
@@ -209,14 +209,14 @@ class Tuning:
         return f"{kind}: held-out {change} ({loss}) in {seconds:.0f} s, model in {self._plan.output}"
 
 
-def _initial_state(plan: Plan, policy: Policy, optimizers: state_lib.Optimizers, shardings: Any) -> state_lib.TrainState:
+def _initial_state(plan: Plan, policy: Policy, optimizers: optimizer_lib.Optimizers, shardings: Any) -> optimizer_lib.TrainState:
     key, of_params = jax.random.key(plan.config.seed), shardings.params["policy"]
     if plan.config.model.random_init:
         params = jax.jit(policy.base.init, out_shardings=of_params)(key)
     else:
         params = load.load_params(plan.folder, plan.model, of_params, fresh=key)
 
-    def init(params: Params) -> state_lib.TrainState:
-        return state_lib.init_state(policy, params, optimizers)
+    def init(params: Params) -> optimizer_lib.TrainState:
+        return optimizer_lib.init_state(policy, params, optimizers)
 
     return sharding.on_mesh(plan.mesh, jax.jit(init, out_shardings=shardings))(params)

@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 
 from tba_jax import sharding, trajectory
 from tba_jax.learner import optimizer as optimizer_lib
-from tba_jax.learner import state as state_lib
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
@@ -49,7 +48,7 @@ def encode_examples(
     return examples.make_batch(encoded, rows=len(pairs), **lengths, pad_id=tokenizer.pad_id)
 
 
-def _jitted(s: Settings) -> tuple[sharding.OnMesh, sharding.OnMesh, state_lib.TrainState]:
+def _jitted(s: Settings) -> tuple[sharding.OnMesh, sharding.OnMesh, optimizer_lib.TrainState]:
     """The programs () -> state and (state, Examples) -> (state, measurements), and the state as jax.ShapeDtypeStruct."""
     schedule = optimizer_lib.linear(peak=s.learning_rate, steps=s.steps, warmup_steps=s.warmup_steps)
     optimizer = optimizer_lib.adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, clip_norm=1.0)
@@ -58,8 +57,8 @@ def _jitted(s: Settings) -> tuple[sharding.OnMesh, sharding.OnMesh, state_lib.Tr
     config = objectives.StepConfig(objective=objectives.likelihood, **sizes, remat="none")
     update, shapes = objectives.jitted(policy, s.mesh, optimizers=optimizers, config=config)
 
-    def init() -> state_lib.TrainState:
-        return state_lib.init_state(policy, policy.base.init(jax.random.key(s.seed)), optimizers)
+    def init() -> optimizer_lib.TrainState:
+        return optimizer_lib.init_state(policy, policy.base.init(jax.random.key(s.seed)), optimizers)
 
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     return sharding.on_mesh(s.mesh, jax.jit(init, out_shardings=shardings)), update, shapes

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding as sharding_lib
-from tba_jax.learner import state as state_lib
 from tba_jax.learner import update
-from tba_jax.learner.moving_reference import MovingReference
+from tba_jax.learner.update import MovingReference
 from tba_jax.models import parameters
 from tba_jax.models.policy import Policy
 from tba_jax.programs import shaped
@@ -31,7 +30,7 @@ def reference_on(sizes: tuple[int, int, int], **changes) -> tuple[MovingReferenc
     return reference, mesh
 
 
-def rescored(reference: MovingReference, mesh: jax.sharding.Mesh) -> state_lib.Batch:
+def rescored(reference: MovingReference, mesh: jax.sharding.Mesh) -> update.Batch:
     """The fixed batch with the log-probs of the reference."""
     packed, _ = packed_of(random_batch(), limits(8))
     return reference.rescore({}, *sharding_lib.put_rows(mesh, (random_batch(),)), packed)

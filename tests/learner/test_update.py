@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from tba_jax import sharding, trajectory
-from tba_jax.learner import state as state_lib
+from tba_jax.learner import optimizer as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.optimizer import adamw, clip_by_norm, linear_then_constant
 from tba_jax.models import parameters

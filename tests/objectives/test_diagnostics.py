@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.objectives.diagnostics import diagnostics
-from tba_jax.objectives.objective import ObjectiveInputs
+from tba_jax.objectives.objective import ObjectiveInputs, diagnostics
 from tests.support.objective_loops import log_targets, random_batch
 
 

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from configs import base
-from tba_jax.roles.gpus import Gpu
-from tba_jax.roles.placement import place
+from tba_jax.roles.gpus import Gpu, place
 
 # As nvidia-smi tells them of an H100 at rest.
 MEMORY, FREE = 81_559 << 20, 81_079 << 20

@@ -12,8 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from tba_jax.roles import placement, supervisor
-from tba_jax.roles.placement import Placement
+from tba_jax.roles import supervisor
+from tba_jax.roles.gpus import Placement, available_cpus
 from tba_jax.roles.supervisor import RoleProcesses, Supervisor
 from tba_jax.run import processes, restart
 from tba_jax.storage import layout, places
@@ -198,7 +198,7 @@ def start(tmp_path, monkeypatch):
     lifeline, started = processes.Lifeline(), []
 
     def start_role(count: int) -> RoleProcesses:
-        whole = Placement(cpus=placement.available_cpus(), processes=count)
+        whole = Placement(cpus=available_cpus(), processes=count)
         started.append(RoleProcesses("trainer", ["trainer"], whole, RunDir(tmp_path), lifeline))
         return started[-1]
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from tba_jax.learner import state as state_lib
+from tba_jax.learner import optimizer as state_lib
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from tba_jax import trajectory
-from tba_jax.learner import state as state_lib
+from tba_jax.learner import optimizer as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.optimizer import linear_then_constant
 from tba_jax.models import scoring
@@ -61,7 +61,7 @@ def random_params() -> Params:
     return applied.random(POLICY.model_specs, scale=0.2, seed=0)
 
 
-def random_batch(seed: int = 0) -> state_lib.Batch:
+def random_batch(seed: int = 0) -> update_lib.Batch:
     rng = np.random.default_rng([1, seed])
     lengths, response_length = rng.integers(1, P + 1, Q), rng.integers(1, R + 1, B).astype(np.int32)
     prompt_length, place = np.repeat(lengths, K).astype(np.int32), np.arange(P + R)
@@ -70,7 +70,7 @@ def random_batch(seed: int = 0) -> state_lib.Batch:
     tokens[place >= (prompt_length + response_length)[:, None]] = 0
     mask = trajectory.response_mask(response_length, R)
     ref, behavior = np.where(mask, -rng.exponential(1.0, (2, B, R)), 0.0).astype(np.float32)
-    return state_lib.Batch(
+    return update_lib.Batch(
         tokens=tokens.astype(np.int32),
         prompt_length=prompt_length,
         response_length=response_length,
@@ -80,7 +80,7 @@ def random_batch(seed: int = 0) -> state_lib.Batch:
     )
 
 
-def packed_of(batch: state_lib.Batch, limits: row_layout.Limits, **options: Any) -> tuple[row_packing.Packed, row_layout.Plan]:
+def packed_of(batch: update_lib.Batch, limits: row_layout.Limits, **options: Any) -> tuple[row_packing.Packed, row_layout.Plan]:
     """See row_packing.of_rows."""
     columns = (np.asarray(column) for column in (batch.tokens, batch.prompt_length, batch.response_length))
     return row_packing.of_rows(*columns, limits=limits, **options)
@@ -128,7 +128,7 @@ def state_of(form: str, optimizers: state_lib.Optimizers | None = None) -> tuple
     return dataclasses.replace(state, params=state.params | head), optimizers
 
 
-def batch_of(form: str) -> state_lib.Batch:
+def batch_of(form: str) -> update_lib.Batch:
     batch = random_batch()
     if form == "moving reference":
         return dataclasses.replace(batch, moving_ref_logprobs=(0.7 * batch.ref_logprobs).astype(np.float32))

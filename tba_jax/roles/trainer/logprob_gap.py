@@ -16,8 +16,8 @@ import numpy as np
 
 from tba_jax import sharding, trajectory
 from tba_jax.learner import update
-from tba_jax.learner.state import Batch, batch_from_rows
 from tba_jax.models import kv_cache, parameters
+from tba_jax.models.parameters import Params
 from tba_jax.programs import Program
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.roles.process_group import Group
@@ -43,7 +43,7 @@ def limit(config: Any) -> float:
 
 
 def score_snapshot(
-    snapshot: parameters.Params, frozen: parameters.Params, batch: Batch, *, config: update.LearnerConfig, sampler_weights: str
+    snapshot: Params, frozen: Params, batch: update.Batch, *, config: update.LearnerConfig, sampler_weights: str
 ) -> jax.Array:
     """float32[B, R], nats: log-probs under the weights of a snapshot, which are rounded as searchers round them."""
     policy = config.policy
@@ -67,9 +67,9 @@ class SnapshotScores:
         self._in_host_memory = jax.tree.map(lambda x: x.with_memory_kind(sharding.PINNED_HOST), self._on_devices)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="logprob-gap")
         self._damaged = DamagedSnapshots(policies, follows="Log-probs are not compared under its weights")
-        self._loading: concurrent.futures.Future[tuple[int, parameters.Params] | None] | None = None
+        self._loading: concurrent.futures.Future[tuple[int, Params] | None] | None = None
 
-    def programs(self, frozen: parameters.Params, batch: Batch) -> dict[str, Program]:
+    def programs(self, frozen: Params, batch: update.Batch) -> dict[str, Program]:
         """Name -> the program of `score`. Args: shapes of the frozen weights, and of a batch of any size."""
         snapshot = self._config.policy.snapshot_shapes(self._mesh)
         rows = self._config.limits.full_rows
@@ -80,7 +80,7 @@ class SnapshotScores:
         """Loads the snapshot of the first of these steps that is still there and whole, in a thread."""
         self._loading = self._thread.submit(self._load, steps)
 
-    def _load(self, steps: Sequence[int]) -> tuple[int, parameters.Params] | None:
+    def _load(self, steps: Sequence[int]) -> tuple[int, Params] | None:
         """The step and its weights, in host memory: the devices' is the update's meanwhile."""
         policy = self._config.policy
         arrays = policy.trained_specs, self._in_host_memory
@@ -102,13 +102,13 @@ class SnapshotScores:
         found = self._loading.result()
         return None if found is None else found[0]
 
-    def score(self, frozen: parameters.Params, rows: trajectory.Rows) -> np.ndarray:
+    def score(self, frozen: Params, rows: trajectory.Rows) -> np.ndarray:
         """float32[B, R], nats: log-probs under the snapshot that is loaded, which is let go of."""
         assert self._loading is not None, "nothing was loaded"
         found, self._loading = self._loading.result(), None
         assert found is not None, "no step had a snapshot"
         snapshot = jax.device_put(found[1], self._on_devices)
-        return np.asarray(self._score(snapshot, frozen, sharding.put_rows(self._mesh, batch_from_rows(rows))))
+        return np.asarray(self._score(snapshot, frozen, sharding.put_rows(self._mesh, update.batch_from_rows(rows))))
 
     def drop(self) -> None:
         """Lets go of the snapshot that is loaded."""
@@ -156,7 +156,7 @@ class LogprobGap:
         whole = (np.where(mask, rows["policy_step"], step) == step).all(axis=1)
         return index.gather(np.resize(slots[whole], self._config.limits.full_rows)) if whole.any() else None
 
-    def take(self, frozen: parameters.Params, *, wait: bool) -> dict[str, float] | None:
+    def take(self, frozen: Params, *, wait: bool) -> dict[str, float] | None:
         """The largest and the mean gap in nats per token, and whether it is an alarm; {} where there is nothing to compare; None
         where no snapshot is loaded. Raises what loading it raised.
 

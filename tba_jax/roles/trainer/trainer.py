@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from tba_jax import trajectory
-from tba_jax.learner.state import TrainState
+from tba_jax.learner.optimizer import TrainState
 from tba_jax.models.policy import Policy
 from tba_jax.replay import journal, ledger
 from tba_jax.replay.index import ReplayIndex

@@ -12,7 +12,6 @@ import numpy as np
 
 from tba_jax import sharding, trajectory
 from tba_jax.learner import optimizer, settings
-from tba_jax.learner import state as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.models import flops, scoring
 from tba_jax.models.parameters import Params
@@ -89,15 +88,15 @@ def _in_host_memory(tree: Any) -> bool:
 class Placed:
     """B rows on the learner's mesh, in micro-batches of sequences, as `plan` laid them out. work: of an update on them."""
 
-    batch: state_lib.Batch
+    batch: update_lib.Batch
     packed: row_packing.Packed
     plan: row_layout.Plan
     work: Work
 
 
-def initial_state(reference: Params, *, policy: Policy, optimizers: Any, seed: int) -> state_lib.TrainState:
+def initial_state(reference: Params, *, policy: Policy, optimizers: Any, seed: int) -> optimizer.TrainState:
     """The state of step 0. Args: reference: the policy that training starts from; {} where adapters are trained alone."""
-    return state_lib.init_state(policy, policy.initial(reference, jax.random.key(seed)), optimizers)
+    return optimizer.init_state(policy, policy.initial(reference, jax.random.key(seed)), optimizers)
 
 
 class UpdateProgram:
@@ -107,7 +106,7 @@ class UpdateProgram:
     the policy that is not trained, {} where everything is.
     """
 
-    state: state_lib.TrainState
+    state: optimizer.TrainState
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class UpdateProgram:
         self.frozen: Params = {}
         self._shapes_log = {True: ShapesLog("update"), False: ShapesLog("update in two passes")}
         self._optimizers = settings.make_optimizers(c)
-        self._shapes = state_lib.state_shapes(policy, self._optimizers, self.mesh)
+        self._shapes = optimizer.state_shapes(policy, self._optimizers, self.mesh)
         self._shardings = jax.tree.map(lambda x: x.sharding, self._shapes)
         update = functools.partial(
             update_lib.train_step,
@@ -208,7 +207,7 @@ class UpdateProgram:
 
     def programs(self, row_shape: trajectory.RowShape) -> dict[str, Program]:
         """Name -> the programs that `begin`, `dispatch` and `move_reference` call, for rows of this shape."""
-        on_host = state_lib.batch_from_rows(self._whole_rows(row_shape))
+        on_host = update_lib.batch_from_rows(self._whole_rows(row_shape))
         batch = shaped(on_host, sharding.rows_sharding(self.mesh))
         limits, shardings = self.config.limits, scoring.packed_shardings(self.mesh)
         most = limits.shapes[-1]
@@ -233,7 +232,7 @@ class UpdateProgram:
 
     def place(self, rows: trajectory.Rows) -> Placed:
         """Packs B rows and starts their transfer to the mesh. The state is not read: this may be done beside an update."""
-        on_host = state_lib.batch_from_rows(rows)
+        on_host = update_lib.batch_from_rows(rows)
         columns = on_host.tokens, on_host.prompt_length, on_host.response_length
         second_pass = update_lib.SCORING_SHARE[self.config.remat]
         packed, plan = row_packing.of_rows(*columns, limits=self.config.limits, second_pass=second_pass)
@@ -253,7 +252,7 @@ class UpdateProgram:
             batch, whole = dataclasses.replace(placed.batch, moving_ref_logprobs=moving), placed.plan.whole_groups
             self._update.lower(self.state, self.frozen, batch, placed.packed, whole_groups=whole).compile()
 
-    def _rescored(self, placed: Placed) -> state_lib.Batch:
+    def _rescored(self, placed: Placed) -> update_lib.Batch:
         """The batch, with log-probs of the moving reference as it is now where there is one."""
         moving = self._moving_reference
         return moving.rescore(self.frozen, placed.batch, placed.packed) if moving else placed.batch
