@@ -167,13 +167,13 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
     from tba_jax.experiment import composition, dry_run, initial_policy, jobs, stored_run
     from tba_jax.roles import gpus
     from tba_jax.schemas import Mistakes
-    from tba_jax.storage import contract, places, privacy
+    from tba_jax.storage import contract, places
     from tba_jax.telemetry import status
 
     if given.role == "searcher" and config.searchers.cpu_devices > 1:  # one is what there is, or as many as XLA_FLAGS says
         jax.config.update("jax_num_cpu_devices", config.searchers.cpu_devices)  # before JAX has looked for devices
-    if (privacy.is_private(folder) or composition.keeps_private(config.task.name)) and not given.dry_run:
-        privacy.keep(folder)
+    if (contract.is_private(folder) or composition.keeps_private(config.task.name)) and not given.dry_run:
+        contract.keep_private(folder)
     _hold_compilation_cache(folder)
     world = _world(given)
     found = Mistakes()

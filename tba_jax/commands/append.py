@@ -24,7 +24,8 @@ from absl import flags
 from tba_jax import trajectory
 from tba_jax.commands import command_line, recipes
 from tba_jax.replay.log import GIVEN, LogWriter, registration
-from tba_jax.storage import file_systems, layout, places, privacy
+from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import file_systems, layout, places
 from tba_jax.tasks import data
 from tba_jax.text.prompts import encode_pair
 from tba_jax.text.prompts import texts as prompt_texts
@@ -261,7 +262,7 @@ def add_flags(values: flags.FlagValues) -> recipes.Program:
 
 
 def run(given: command_line.Given) -> int:
-    privacy.follow(given.workdir)
+    contract_lib.follow_privacy(given.workdir)
     responses = file_systems.absolute(given.responses, or_hub=True)
     print(visible(append(given.workdir, responses, unfit=given.unfit, settings=command_line.source(given))))
     return 0

@@ -282,7 +282,8 @@ def chosen_step(run: "layout.RunDir", asked: AskedStep, *, called: str) -> int:
 
     Args: called: what messages call the run. Raises ValueError where the step has no snapshot.
     """
-    from tba_jax.storage import best_step, layout, snapshots
+    from tba_jax.roles import results
+    from tba_jax.storage import layout, snapshots
 
     steps = snapshots.committed_steps(run.policies)
     if not steps:
@@ -294,9 +295,9 @@ def chosen_step(run: "layout.RunDir", asked: AskedStep, *, called: str) -> int:
             there = f"the nearest snapshot is of step {near}; there are {layout.listed(steps)}"
             raise ValueError(f"--step={asked} is not a snapshot of {called}: {there}")
         return asked
-    scores = best_step.Scores(run.evaluations)()
+    scores = results.Scores(run.evaluations)()
     evaluated = {step: scores[step] for step in steps if step in scores}
-    found = best_step.best(evaluated.items())
+    found = results.best(evaluated.items())
     without = f"no snapshot{' but that of step 0' if evaluated else ''} of {called} has a held-out score in {run.evaluations}"
     if found is None and asked == BEST:
         raise ValueError(f"--step={BEST}: {without}; --step={LAST} takes the newest, of step {newest}")
@@ -306,7 +307,7 @@ def chosen_step(run: "layout.RunDir", asked: AskedStep, *, called: str) -> int:
         return newest
     told = f"step {found.step} has the best held-out score, {found.score:.3f}, of {len(evaluated)} evaluated snapshots"
     told += "" if newest == found.step else f"; the newest is of step {newest} (--step={LAST})"
-    if (whole := best_step.best(scores.items())) and whole.score > found.score:
+    if (whole := results.best(scores.items())) and whole.score > found.score:
         told += f"; step {whole.step} had {whole.score:.3f}, and its snapshot is gone"
     log.info("%s: %s", called, told)
     return found.step

@@ -15,7 +15,7 @@ from absl import flags
 
 from tba_jax import outputs
 from tba_jax.commands import command_line, recipes
-from tba_jax.storage import layout, places, privacy
+from tba_jax.storage import contract, layout, places
 from tba_jax.text.visible import visible_json, visible_line
 
 
@@ -58,7 +58,7 @@ def run(given: command_line.Given) -> int:
     if output is not None:
         run = layout.open_run_dir(given.workdir)
         outputs.check_file(output, outside=(run.root, run.shared))
-    privacy.follow(given.workdir)
+    contract.follow_privacy(given.workdir)
     from tba_jax.roles.evaluator import plain
     from tba_jax.roles.results import with_stderr
 

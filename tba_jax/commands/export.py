@@ -26,7 +26,7 @@ from tba_jax.replay.reader import LogCorruption, LogReader
 from tba_jax.replay.segment import RowsExpired
 from tba_jax.reporting.gathering import blocks, damage_of, steps_of_rows, tokenizer_of
 from tba_jax.schemas import require
-from tba_jax.storage import contract, layout, places, privacy
+from tba_jax.storage import contract, layout, places
 from tba_jax.text.tokenizers import Tokenizer
 from tba_jax.text.visible import visible
 from tba_jax.trajectory import Rows, RowShape, response
@@ -266,7 +266,7 @@ def run(given: command_line.Given) -> int:
     if given.rows:
         chosen = Filter(**{name: getattr(given, name) for name in _OF_ROWS} | {"writer": tuple(dict.fromkeys(given.writer))})
         chosen.check()
-    privacy.follow(given.workdir)
+    contract.follow_privacy(given.workdir)
     if given.rows:
         told = export_rows(given.workdir, given.rows, chosen)
     else:

@@ -11,7 +11,7 @@ from absl import flags
 
 from tba_jax import outputs
 from tba_jax.commands import command_line
-from tba_jax.storage import privacy
+from tba_jax.storage import contract
 from tba_jax.text.visible import visible_line
 
 
@@ -27,7 +27,7 @@ def write(workdir: Path, output: Path) -> tuple[int, list[str]]:
     found = Source(workdir).gather()
     content = page.page(found).encode("utf-8", errors="replace")
     # Rows that are for their owner alone stay so outside of the run.
-    outputs.write(output, content, mode=0o600 if privacy.is_private(found.run) else 0o666)
+    outputs.write(output, content, mode=0o600 if contract.is_private(found.run) else 0o666)
     return len(content), found.problems
 
 

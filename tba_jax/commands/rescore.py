@@ -22,7 +22,7 @@ from tba_jax.replay.log import registration
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.window import REJECTIONS, validate_rows
 from tba_jax.storage import contract as contract_lib
-from tba_jax.storage import layout, places, privacy
+from tba_jax.storage import layout, places
 from tba_jax.storage.lease import EpochLease
 from tba_jax.text.visible import visible
 
@@ -134,6 +134,6 @@ def add_flags(values: flags.FlagValues) -> recipes.Program:
 
 
 def run(given: command_line.Given) -> int:
-    privacy.follow(given.workdir)
+    contract_lib.follow_privacy(given.workdir)
     print(visible(rescore(given.workdir, command_line.source(given))))
     return 0

@@ -18,7 +18,8 @@ from tba_jax import trajectory
 from tba_jax.commands import command_line
 from tba_jax.replay.reader import LogReader
 from tba_jax.reporting.gathering import blocks
-from tba_jax.storage import best_step, layout
+from tba_jax.roles import results
+from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
 from tba_jax.text.visible import visible
 
@@ -76,7 +77,7 @@ def _best(run: layout.RunDir) -> str:
     from tba_jax.storage import snapshots
 
     steps = {*snapshots.committed_steps(run.policies)}
-    best = best_step.best(each for each in best_step.Scores(run.evaluations)().items() if each[0] in steps)
+    best = results.best(each for each in results.Scores(run.evaluations)().items() if each[0] in steps)
     return "" if best is None else f"\nbest held-out score of a snapshot: {best.score:.3f} at step {best.step}"
 
 

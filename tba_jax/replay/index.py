@@ -15,10 +15,18 @@ import numpy as np
 
 from tba_jax.replay.ledger import KINDS, Gap, KnownGaps
 from tba_jax.replay.log import GIVEN
-from tba_jax.replay.near_duplicates import MergedResponses, NearByEdits, NearByEmbedding
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.success_counts import SuccessCounts
-from tba_jax.replay.window import REJECTIONS, Lost, Window, read_back, validate_rows
+from tba_jax.replay.window import (
+    REJECTIONS,
+    Lost,
+    MergedResponses,
+    NearByEdits,
+    NearByEmbedding,
+    Window,
+    read_back,
+    validate_rows,
+)
 from tba_jax.trajectory import Rows, RowShape, check_rows, response_mask
 
 # Why a resident row left: it was merged with an identical (or near) response, its query was full, the window was full.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.replay.log import REGISTER, WRITER_NAME, registration
+from tba_jax.replay.log import QUIET_SECONDS, REGISTER, WRITER_NAME, Allowance, WatchedFolder, pause_seconds, registration
 from tba_jax.replay.segment import (
     EXPIRED,
     LogSchema,
@@ -21,7 +21,7 @@ from tba_jax.replay.segment import (
     segments_in,
 )
 from tba_jax.run import processes
-from tba_jax.storage import layout, places, polling
+from tba_jax.storage import layout, places
 from tba_jax.storage.places import STORAGE_ERRORS, Place
 from tba_jax.trajectory import RowShape
 
@@ -71,7 +71,7 @@ class _Root:
     """
 
     place: Place
-    register: polling.WatchedFolder
+    register: WatchedFolder
     version: bytes = b""
     expired: dict[str, frozenset[int]] = dataclasses.field(default_factory=dict)
     followed: set[str] = dataclasses.field(default_factory=set)
@@ -101,8 +101,8 @@ class Writers:
         """
         self.shape = shape
         self.problems: dict[str, str] = {}
-        self._allowance = polling.Allowance(requests_per_minute)
-        self._roots = {each: _Root(each, polling.WatchedFolder(each / REGISTER, self._allowance)) for each in (root, *mounts)}
+        self._allowance = Allowance(requests_per_minute)
+        self._roots = {each: _Root(each, WatchedFolder(each / REGISTER, self._allowance)) for each in (root, *mounts)}
         self._own = root
         # Registrations that are not logs of these rows -> the reason.
         self._refused: dict[Place, str] = {}
@@ -124,7 +124,7 @@ class Writers:
     def news(self, *, spare_quiet: bool = False) -> dict[str, int]:
         """Committed rows of the writers that have more of them than when this was asked last, by name.
 
-        Args: spare_quiet: asks writers at a falling rate while they have no news (most have ended; polling.pause_seconds), object
+        Args: spare_quiet: asks writers at a falling rate while they have no news (most have ended; pause_seconds), object
           stores within requests_per_minute, and so sees some news late.
         """
         self._update(self._take_due() if spare_quiet else self._followed.keys(), always=not spare_quiet)
@@ -137,7 +137,7 @@ class Writers:
             self._refresh_expired()
         for root in self._roots.values():
             asking += self._discover(root, always=always)
-        self._active = sum(now - self._followed[writer].news < polling.QUIET_SECONDS for writer in asking)
+        self._active = sum(now - self._followed[writer].news < QUIET_SECONDS for writer in asking)
         for begin in range(0, len(asking), _HEADS_AT_ONCE):
             self._advance_all(asking[begin : begin + _HEADS_AT_ONCE])
         # As a whole: another thread may be reading them.
@@ -163,7 +163,7 @@ class Writers:
             heapq.heappop(self._due)
             taken += [writer] * is_current
         for writer in taken:
-            self._schedule(writer, polling.pause_seconds(now - self._followed[writer].news))
+            self._schedule(writer, pause_seconds(now - self._followed[writer].news))
         return taken
 
     def _schedule(self, writer: str, pause: float) -> None:
@@ -240,7 +240,7 @@ class Writers:
                 quiet = _quiet_seconds(found) if root.is_new else 0.0  # most writers that are there at the start have ended
                 found.news = time.monotonic() - quiet
                 self._followed[writer] = found
-                self._schedule(writer, polling.pause_seconds(quiet))
+                self._schedule(writer, pause_seconds(quiet))
                 root.followed.add(name)
                 if found.rows:
                     self._moved.add(writer)
@@ -364,7 +364,7 @@ class Writers:
 def _quiet_seconds(followed: _Followed) -> float:
     """Since when a writer has been quiet that is followed from now on: by the time of its last commit, where storage tells it."""
     if isinstance(followed.folder, places.Bucket):
-        return polling.QUIET_SECONDS
+        return QUIET_SECONDS
     try:
         changed = (followed.folder / segment_name(followed.segment)).stat().st_mtime
     except OSError:

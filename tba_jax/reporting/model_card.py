@@ -17,11 +17,12 @@ import jinja2
 
 from tba_jax.replay import journal
 from tba_jax.reporting.gathering import is_number
+from tba_jax.roles import results
 from tba_jax.roles.results import STDERR, with_stderr
 from tba_jax.schemas import flatten
-from tba_jax.storage import best_step, layout
-from tba_jax.storage.privacy import without_secrets
+from tba_jax.storage import layout
 from tba_jax.telemetry import metrics, status
+from tba_jax.telemetry.metrics import without_secrets
 from tba_jax.text.visible import visible_line
 
 CARD = "README.md"
@@ -134,8 +135,8 @@ def _told_of_scores(run: layout.RunDir, reports: Mapping[int, Mapping[str, Any]]
         yield f"Means over {queries} held-out queries of the task."
     if step not in reports:
         yield f"Step {step} has not been evaluated."
-    scores = best_step.Scores(run.evaluations)()
-    best = best_step.best(scores.items())
+    scores = results.Scores(run.evaluations)()
+    best = results.best(scores.items())
     if best is not None and best.step != step:
         yield f"The best of {len(scores)} evaluated steps is step {best.step}, with {best.score:.3f}."
     elif best is not None and len(scores) > 1:

@@ -24,7 +24,7 @@ from tba_jax.reporting.gathering import Gathered, is_number, part
 from tba_jax.roles.results import STDERR, with_stderr
 from tba_jax.schemas import flatten
 from tba_jax.storage import contract as contract_lib
-from tba_jax.storage.privacy import without_secrets
+from tba_jax.telemetry.metrics import without_secrets
 from tba_jax.telemetry.status import Told
 from tba_jax.text.visible import visible
 
@@ -90,7 +90,7 @@ def held_out(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     before, after = (with_stderr(each, "greedy_reward") for each in (first, last))
     if len(found) == 1:
         return "", f"The held-out reward is {before} at step {first['step']}; there is no second one yet."
-    best = max(found, key=lambda each: (each["greedy_reward"], each["step"]))  # as storage/best_step.py has it
+    best = max(found, key=lambda each: (each["greedy_reward"], each["step"]))  # as results.best has it
     # The standard deviation of a reward in [low, high] is at most half of the range: for scores without a standard error.
     most = max(1.0, float(np.ptp([each["greedy_reward"] for each in found]))) / 2
     errors = (each.get("greedy_reward" + STDERR, most / np.sqrt(max(1.0, each.get("queries", 1.0)))) for each in (first, last))

@@ -16,12 +16,12 @@ from tba_jax.decoding.slots import row_keys
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program
 from tba_jax.rewards.task_models import response_texts, reward_texts
-from tba_jax.roles import sampler
+from tba_jax.roles import results, sampler
 from tba_jax.roles.results import STDERR, majority, mean, pass_at, perplexity, with_stderr
 from tba_jax.roles.sampler import ReferencePolicy, Sampler, Scoring, policy_mesh, text_columns
 from tba_jax.roles.work import policy_peaks
-from tba_jax.storage import best_step, layout, places, snapshots
 from tba_jax.storage import contract as contract_lib
+from tba_jax.storage import layout, places, snapshots
 from tba_jax.storage.damaged_snapshots import DamagedSnapshots
 from tba_jax.tasks.interface import EncodedQuery, HasFinalAnswer, HasMeasures, Task
 from tba_jax.telemetry import metrics
@@ -39,7 +39,7 @@ _MEANS = (
 )  # fmt: skip
 # What every report and the metrics hold besides the task's own figures.
 REPORTED = (
-    *("step", "time", "queries", "score_name", "unscored", "seconds", "samples", best_step.BEST_STEP, best_step.BEST_SCORE),
+    *("step", "time", "queries", "score_name", "unscored", "seconds", "samples", results.BEST_STEP, results.BEST_SCORE),
     *(*_MEANS, *(name + STDERR for name in _MEANS), "ref_nll_per_token"),
     *("greedy_ref_perplexity_per_response_token", "sampled_ref_perplexity_per_response_token"),
 )
@@ -303,7 +303,7 @@ def run_evaluator(
     record = account.record
     writer = metrics.open_writer(config, run, "evaluator", role="evaluator", status=record.status)
     record.status.phase("")
-    damaged, scores = DamagedSnapshots(run.policies, follows=NOT_EVALUATED), best_step.Scores(run.evaluations)
+    damaged, scores = DamagedSnapshots(run.policies, follows=NOT_EVALUATED), results.Scores(run.evaluations)
     watch = Watch(run.metrics("evaluator"), config, role="evaluator")
 
     def afresh() -> PendingSteps:  # a trainer that resumes may have changed the last step
@@ -331,8 +331,8 @@ def run_evaluator(
             pending_steps, report = afresh(), None
         if report is not None:
             record.status.step, best = step, scores.best()
-            more = best_step.figures(best) | evaluator.rates | account.shares()
+            more = results.best_figures(best) | evaluator.rates | account.shares()
             tell(report, config, writer=writer, watch=watch, more=more)
             figures = f"greedy reward {with_stderr(report, 'greedy_reward')}, sampled {with_stderr(report, 'sampled_reward')}"
-            log.info("; ".join(filter(None, (f"step {step}: {figures}", best_step.told(best, apart_from=step)))))
+            log.info("; ".join(filter(None, (f"step {step}: {figures}", results.best_in_words(best, apart_from=step)))))
     writer.close()

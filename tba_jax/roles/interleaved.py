@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Callable
 
+from tba_jax.roles import results
 from tba_jax.roles.evaluator import NOT_EVALUATED, Evaluator, PendingSteps, tell
 from tba_jax.roles.searcher.appender import LOOK_SECONDS, SearchReport
 from tba_jax.roles.searcher.loop import SearchRecord
@@ -14,7 +15,7 @@ from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.trainer.loop import Recorder, end
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.run import processes
-from tba_jax.storage import best_step, layout, snapshots
+from tba_jax.storage import layout, snapshots
 from tba_jax.storage.damaged_snapshots import DamagedSnapshots
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Watch
@@ -109,7 +110,7 @@ class _Evaluations:
         self._config = config = trainer.config
         self._watch = Watch(run.metrics("evaluator"), config, role="evaluator")
         self._damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
-        self._evaluator, self._scores = evaluator, best_step.Scores(run.evaluations)
+        self._evaluator, self._scores = evaluator, results.Scores(run.evaluations)
         self._status = Status(run.metrics("evaluator"))
         self._writer = metrics.open_writer(config, run, "evaluator", role="evaluator", status=self._status)
         self._pending = PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=config.learner.steps)
@@ -118,7 +119,7 @@ class _Evaluations:
         for step in self._damaged.without(self._pending()):
             report = self._damaged.attempt(step, functools.partial(self._evaluator.evaluate, step))
             if report is not None:
-                more = best_step.figures(self._scores.best()) | self._evaluator.rates
+                more = results.best_figures(self._scores.best()) | self._evaluator.rates
                 tell(report, self._config, writer=self._writer, watch=self._watch, more=more)
                 self._status.step = step
 

@@ -1,14 +1,15 @@
-"""What a run has come to: statistics of its evaluations (means with standard errors, pass@k, majorities, perplexities); and two
-tables, a picture and one line for whoever started it."""
+"""What a run has come to: statistics of its evaluations (means with standard errors, pass@k, majorities, perplexities), its best
+step; and two tables, a picture and one line for whoever started it."""
 
 import collections
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from tba_jax.storage import best_step, layout
+from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
 from tba_jax.text.visible import visible_line
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 # The standard error of a figure has the figure's name and this ending.
 STDERR = "_stderr"
 _MOST_NATS = 700.0  # exp of more is no float
+SCORE = "greedy_reward"
+# The best step so far and its score, in the metrics of the evaluator.
+BEST_STEP, BEST_SCORE = "best_step", "best_greedy_reward"
 
 
 def mean(name: str, values: np.ndarray) -> dict[str, float]:
@@ -84,6 +88,65 @@ def perplexity(logprob_sum: float, tokens: float) -> float:
     return math.exp(min(-logprob_sum / tokens, _MOST_NATS))
 
 
+class Scored(NamedTuple):
+    """A step and its held-out score, the mean reward of greedy responses to held-out queries, which is finite."""
+
+    step: int
+    score: float
+
+
+def best(scores: Iterable[tuple[int, float]]) -> Scored | None:
+    """The best of (step, score), the latest of equal ones; None where no score is finite."""
+    finite = [Scored(step, score) for step, score in scores if math.isfinite(score)]
+    return max(finite, key=lambda each: (each.score, each.step), default=None)
+
+
+def best_figures(found: Scored | None) -> dict[str, float]:
+    """The best step so far as metrics take it."""
+    return {} if found is None else {BEST_STEP: float(found.step), BEST_SCORE: found.score}
+
+
+def best_in_words(found: Scored | None, *, apart_from: int) -> str:
+    """The best step for a line that has just told of another step, "" where it is the same."""
+    return "" if found is None or found.step == apart_from else f"best {found.score:.3f} at step {found.step}"
+
+
+class Scores:
+    """The held-out scores in a folder of reports. A report that has not changed since the last call is not read again."""
+
+    def __init__(self, evaluations: Path):
+        """Args: evaluations: RunDir.evaluations; a folder that is not there holds no report."""
+        self._folder = evaluations
+        self._known: dict[tuple[int, int, int], float] = {}  # by step, size and time of a report
+
+    def __call__(self) -> dict[int, float]:
+        """Step -> score, in the order of steps, of the steps that have one. Raises OSError where storage refuses."""
+        found: dict[tuple[int, int, int], float] = {}
+        for step in layout.steps_in(self._folder):
+            file = self._folder / f"{layout.step_name(step)}.json"
+            try:
+                status = file.stat()
+                report = step, status.st_size, status.st_mtime_ns
+                found[report] = self._known[report] if report in self._known else _score(file)
+            except (FileNotFoundError, IsADirectoryError):  # a trainer that resumes has removed it; or no report
+                continue
+        self._known = found
+        return {step: score for (step, _, _), score in found.items() if math.isfinite(score)}
+
+    def best(self) -> Scored | None:
+        """The best of all steps that have a score. Raises OSError where storage refuses."""
+        return best(self().items())
+
+
+def _score(file: Path) -> float:
+    """The score in a report, NaN where it says none."""
+    try:
+        score = layout.read_json(file)[SCORE]
+        return float(score) if isinstance(score, int | float) and not isinstance(score, bool) else math.nan
+    except (ValueError, OverflowError, KeyError, TypeError):
+        return math.nan
+
+
 def evaluations(run: layout.RunDir) -> list[dict[str, Any]]:
     """The figures of all evaluation reports in the order of steps, NaN where one could not be found; the samples stay on disk."""
     files = [run.evaluations / f"{layout.step_name(step)}.json" for step in layout.steps_in(run.evaluations)]
@@ -119,22 +182,22 @@ def tell(run: layout.RunDir, *, label: str, score_name: str, outcome: str | None
     Args: outcome: what the last line says of the run beside its figures, such as "in 20 s"; None: there is no last line.
     """
     reports, told = evaluations(run), figures(run)
-    best = best_step.best((report["step"], report[best_step.SCORE]) for report in reports)
-    _print_tables(reports, told, best=best, score_name=visible_line(score_name))
+    top = best((report["step"], report[SCORE]) for report in reports)
+    _print_tables(reports, told, top=top, score_name=visible_line(score_name))
     if told:
         draw(run, score_name=score_name).savefig(run.root / "progress.png", dpi=120)
     if outcome is None:
         return
     scores = f"{score_name} {reports[0]['greedy_reward']:.2f} -> {reports[-1]['greedy_reward']:.2f}" if reports else ""
-    if best is not None and best.step != reports[-1]["step"]:
-        scores += f" (best {best.score:.2f} at step {best.step})"
+    if top is not None and top.step != reports[-1]["step"]:
+        scores += f" (best {top.score:.2f} at step {top.step})"
     staleness = f"mean staleness {told['mean staleness (steps)']:.1f} steps" if told else ""
     parts = (" ".join(filter(None, (scores, outcome))), staleness, f"results in {run.root}")
     print(visible_line(f"{label}: {', '.join(filter(None, parts))}"), flush=True)
 
 
 def _print_tables(
-    reports: Sequence[Mapping[str, Any]], told: Mapping[str, float], *, best: best_step.Scored | None, score_name: str
+    reports: Sequence[Mapping[str, Any]], told: Mapping[str, float], *, top: Scored | None, score_name: str
 ) -> None:
     """The evaluations of the first, the best and the last step, and the figures of the whole run."""
     from rich.console import Console
@@ -142,7 +205,7 @@ def _print_tables(
 
     console = Console(markup=False, highlight=False, emoji=False)
     if reports:
-        named = best.step if best is not None and len(reports) > 1 else None
+        named = top.step if top is not None and len(reports) > 1 else None
         ends = [r for i, r in enumerate(reports) if i in (0, len(reports) - 1) or r["step"] == named]
         table = Table("", title="held-out queries")
         for report in ends:

@@ -1,9 +1,11 @@
-"""config.json: the config of a run, and the contract that all its roles share."""
+"""config.json: the config of a run, the contract that all its roles share, and whether its files are private."""
 
 import contextlib
 import dataclasses
 import errno
 import json
+import os
+import stat
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +24,7 @@ from tba_jax.storage.places import Place
 FORMAT = 6
 # The reference_id of rows without a reference policy, as 16 hex digits. No hash of weights is 0.
 NO_REFERENCE = 16 * "0"
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _ANOTHER_VERSION = "go on with the version that made the run, or begin another run in a new --workdir"
 
 
@@ -39,7 +42,7 @@ class Contract:
     prompt, and a digest of the template's source; {} without one. date: YYYY-MM-DD, the day on which the run was made, which is
     today for the chat templates of the policy and of models that compute rewards. reward_models: setting -> digest of the reward
     model that it names. reference: the policy that ref_logprobs in rows come from, "initial" (that of step 0), or "none": then
-    they are 0. private_files: whether the files of the run are for their owner alone to read, see storage.privacy.
+    they are 0. private_files: whether the files of the run are for their owner alone to read, see `is_private`.
     """
 
     model: dict[str, Any]
@@ -350,3 +353,36 @@ def read(run: layout.RunDir) -> dict[str, Any]:
             f"{run.config} has format {there!r}, and this version of tba_jax reads format {FORMAT}: {_ANOTHER_VERSION}"
         )
     return stored
+
+
+def is_private(run: layout.RunDir) -> bool:
+    """Whether the owner alone may read the files of the run; False where there is no run yet, or its config.json cannot be read.
+
+    An object store has no such permissions: who may read a run there is a rule of the bucket.
+    """
+    try:
+        stored = layout.read_json(run.config)
+        return stored["contract"]["private_files"] is True
+    except (OSError, ValueError, KeyError, TypeError):  # who reads the whole file says what is wrong with it
+        return False
+
+
+def keep_private(run: layout.RunDir) -> None:
+    """Has this process, and those that it starts, make files and folders that their owner alone may read.
+
+    The folders of the run that are there already, such as a workdir that a launcher has made, are closed to others as well.
+    """
+    os.umask(_OTHERS)
+    for folder in {run.root, run.shared}:
+        if isinstance(folder, Path) and folder.is_dir():
+            mode = stat.S_IMODE(folder.stat().st_mode)
+            if mode & _OTHERS:
+                with contextlib.suppress(PermissionError):  # another user's folder
+                    folder.chmod(mode & ~_OTHERS)
+
+
+def follow_privacy(workdir: Path) -> None:
+    """`keep_private`, if the run in a workdir is private. A command calls this before it writes anything of the run."""
+    run = layout.open_run_dir(workdir)
+    if is_private(run):
+        keep_private(run)

@@ -25,7 +25,7 @@ import tensorstore as ts
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Params, Specs
 from tba_jax.run import processes
-from tba_jax.storage import best_step, file_systems, layout, places
+from tba_jax.storage import file_systems, layout, places
 from tba_jax.storage.places import Place
 
 COMMIT = "commit.json"
@@ -338,7 +338,7 @@ def prune(
 ) -> list[int]:
     """Removes old snapshots: all but the newest `keep` (0: keeps all), step 0, multiples of keep_every, final_step, and the best.
 
-    Args: scores: gives step -> held-out score. The best is that of the steps that have a snapshot (see best_step).
+    Args: scores: gives step -> held-out score. The best is of the steps that have a snapshot (see results.best).
     """
     if not keep:
         return []
@@ -346,8 +346,7 @@ def prune(
     removed = [step for step in there[:-keep] if step % keep_every and step != final_step]
     scored = scores() if removed else {}
     if not scored.keys().isdisjoint(removed):
-        best = best_step.best((step, scored[step]) for step in there if step in scored)
-        removed = [step for step in removed if best is None or step != best.step]
+        removed.remove(max((step for step in there if step in scored), key=lambda step: (scored[step], step)))
     for step in removed:
         remove(policies, step)
     return removed

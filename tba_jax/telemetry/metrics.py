@@ -1,6 +1,6 @@
 """Metrics of one role: a file of JSON lines, which is the durable record, and trackers that show the same points.
 
-A role calls the libraries of wandb and Trackio in a `try`: they send from threads and processes of their own.
+Each tracker has a thread, which hands it the points: a slow library or a full disk holds up no role.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import platform
+import queue
 import re
 import struct
 import threading
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tba_jax.storage import contract, layout, places, privacy
+from tba_jax.storage import contract, layout, places
 from tba_jax.telemetry.alarms import Alarms
 from tba_jax.telemetry.status import Status
 
@@ -30,8 +31,14 @@ log = logging.getLogger(__name__)
 FILE = "metrics.jsonl"
 # Seconds for which a role that ends waits for each tracker, and for which wandb's own process goes on.
 CLOSE_SECONDS, _FINISH_SECONDS = 4.0, 60.0
+_MOST_WAITING = 1000  # points that wait for a tracker
 # Kind of role -> the group of its metrics in wandb and trackio: train/loss, search/reward.
 GROUPS = dict(trainer="train", searcher="search", evaluator="evaluate", reference="reference", supervised="supervised")
+HIDDEN = "(not told)"
+# Parts of names of settings whose texts are hidden.
+_SECRET = re.compile(r"token|secret|password|credential|api_?key", re.IGNORECASE)
+# User and password in an address, such as https://user:password@host.
+_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,13 +78,29 @@ class Session:
         return {"step": step} | {f"{GROUPS[self.kind]}/{name}": each for name, each in found.items()}
 
 
+def without_secrets(tree: Any, *, name: str = "") -> Any:
+    """The same settings, where texts under a name that says so, and users of addresses, are HIDDEN.
+
+    Args: tree: of dictionaries, lists and plain values; name: of the setting that `tree` is the value of.
+    """
+    if isinstance(tree, dict):
+        return {
+            key: without_secrets(value, name=f"{name}.{key}" if _SECRET.search(name) else str(key)) for key, value in tree.items()
+        }
+    if isinstance(tree, list | tuple):
+        return [without_secrets(each, name=name) for each in tree]
+    if isinstance(tree, str) and tree:
+        return HIDDEN if _SECRET.search(name) else _USER.sub(HIDDEN, tree)
+    return tree
+
+
 def session_of(config: Any, run: layout.RunDir, name: str, *, kind: str) -> Session:
     """Args: name: of the folder of the role's metrics; kind: of the role. Raises: as contract.read."""
     identity = str(contract.read(run)["id"])
     called = f"{run.root.name}-{identity[:8]}"
     shown = dict(project=config.metrics.project, group=config.metrics.group or called, name=f"{called}-{name}", kind=kind)
     key = re.sub(r"[^\w-]", "-", f"{identity[:16]}-{name}", flags=re.ASCII)[:64]
-    told = privacy.without_secrets(contract.plain(config.to_dict()))
+    told = without_secrets(contract.plain(config.to_dict()))
     return Session(**shown, id=key, folder=str(run.metrics(name).absolute()), config=told)
 
 
@@ -92,14 +115,14 @@ Sink = tuple[Callable[[Point], Any], Callable[[], Any]]
 
 
 def _tensorboard(session: Session) -> Sink:
-    """An event file in the folder of the role's metrics. tensorboardX's own writer has a thread that ends where the disk is full,
-    and the role would wait for it for ever."""
+    """An event file in the folder of the role's metrics. tensorboardX's own writer has a thread that ends where the disk is full:
+    then its bounded queue fills up, and the role would wait for ever."""
     from tensorboardX import record_writer, summary
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.proto.summary_pb2 import Summary
 
     name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}"
-    # Of what a full disk refuses, the buffer keeps whole records, which the next point writes.
+    # Whole records that a full disk refuses stay in the buffer, and the next point writes them.
     file = open(Path(session.folder) / name, "wb", buffering=1 << 20)  # noqa: SIM115 (closed by the sink's end)
 
     def add(event: Any) -> None:
@@ -109,9 +132,10 @@ def _tensorboard(session: Session) -> Sink:
         file.flush()
 
     def write(point: Point) -> None:
-        told = [summary.scalar(name, value) for name, value in point.values.items()]
-        told += [summary.histogram(name, each, bins=histogram(each)[1]) for name, each in point.histograms.items() if each.size]
-        shown = Summary(value=[value for each in told for value in each.value])
+        shown = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()])
+        for name, each in point.histograms.items():
+            if each.size:
+                shown.value.extend(summary.histogram(name, each, bins=histogram(each)[1]).value)
         add(Event(step=point.step, wall_time=point.time, summary=shown))
 
     add(Event(wall_time=time.time(), file_version="brain.Event:2"))
@@ -169,41 +193,57 @@ def refused_names(metrics: Any) -> list[str]:
 
 
 class Tracker:
-    """Hands points to one tracker. What its library raises is an alarm, and the role goes on: metrics.jsonl has every point."""
+    """Hands points to one tracker, from a thread. What its library raises is an alarm, and the role goes on: metrics.jsonl has
+    every point."""
 
     def __init__(self, name: str, session: Callable[[], Session], alarms: Alarms):
         """Args: name: in TRACKERS; session: asked with the first point. alarms: of the role."""
         self.name, self._session, self._alarms = name, session, alarms
-        self._sink: Sink | None = None
+        self._points = queue.Queue[Point | None](_MOST_WAITING)
+        self._thread: threading.Thread | None = None
         self._begun = False
 
     def write(self, point: Point) -> None:
-        """Shows a point; the first one begins the session."""
+        """Shows a point; the first one begins the session. A point that finds the queue full is left out."""
         if not self._begun:
             self._begun = True
-            self._sink = self._attempt(lambda: TRACKERS[self.name](self._session()))
-        if self._sink is not None:
-            self._attempt(self._sink[0], point)
+            if sink := self._attempt(lambda: TRACKERS[self.name](self._session())):
+                self._thread = threading.Thread(target=self._show, args=sink, name=self.name, daemon=True)
+                self._thread.start()
+        if self._thread is not None:
+            self._put(point)
 
     def end(self) -> None:
         """No more points come. The library has CLOSE_SECONDS for those that it has not sent: a role may have to stop."""
-        if self._sink is not None:
-            ending = threading.Thread(target=self._attempt, args=(self._sink[1],), name=f"end of {self.name}", daemon=True)
-            ending.start()
-            ending.join(CLOSE_SECONDS)
+        if self._thread is not None:
+            self._put(None)
+            self._thread.join(CLOSE_SECONDS)
+
+    def _put(self, point: Point | None) -> None:
+        try:
+            self._points.put_nowait(point)
+        except queue.Full:
+            self._tell(f"{_MOST_WAITING} points wait for it, and newer ones are left out")
+
+    def _show(self, show: Callable[[Point], Any], end: Callable[[], Any]) -> None:
+        while (point := self._points.get()) is not None:
+            self._attempt(show, point)
+        self._attempt(end)
 
     def _attempt(self, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return call(*arguments)
         except Exception as error:  # of the tracker's library: nobody else knows its errors
-            reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+            self._tell(str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__)
+            return None
+
+    def _tell(self, reason: str) -> None:
         for name, value in os.environ.items():  # what would be a secret in a log
             if re.search("KEY|TOKEN|SECRET|PASSWORD|URL", name.upper()) and len(value) > 5:
                 reason = reason.replace(value, f"({name})")
         reason = "".join(letter if letter.isprintable() else " " for letter in reason)[:500]
         advice = "nothing has to be done, since metrics.jsonl has every point; or log in, or leave it out of metrics.sinks"
         self._alarms.tell(kind=self.name, sentence=f"{self.name}: {reason}", advice=advice, step=0)
-        return None
 
 
 class MetricWriter:
@@ -270,7 +310,7 @@ def open_writer(config: Any, run: layout.RunDir, name: str, *, role: str, status
     c, told = config.metrics, Alarms(run.metrics(name))
     session = functools.partial(session_of, config, run, name, kind=role)
     shown = [Tracker(sink, session, told) for sink in dict.fromkeys(c.sinks) if not missing(sink)]
-    tables = not privacy.is_private(run)
+    tables = not contract.is_private(run)
     return MetricWriter(run.metrics(name), megabytes=c.megabytes, status=status, shown=shown, tables=tables)
 
 

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tba_jax.storage import best_step, layout
+from tba_jax.storage import layout
 from tba_jax.telemetry import alarms, status
 from tba_jax.telemetry.status import Told
 from tba_jax.text.visible import visible_line
@@ -61,11 +61,10 @@ def facts(told: Mapping[str, Told], *, steps: int, now: float) -> list[tuple[str
     if "reward" in figures:
         apart = [f"{name[7:]} {figures[name]:.3f}" for name in ("reward_own", "reward_mounted") if name in figures]
         found.append(("reward", "  ".join((f"{figures['reward']:.3f}", *apart))))
-    if best_step.SCORE in held_out:
-        step = held_out.get(best_step.BEST_STEP)
-        best = None if step is None else best_step.Scored(int(step), held_out[best_step.BEST_SCORE])
-        score = f"{held_out[best_step.SCORE]:.3f} at step {evaluator.step}"
-        found.append(("held-out", f"{score}  {best_step.told(best, apart_from=evaluator.step)}".rstrip()))
+    if "greedy_reward" in held_out:
+        score, best_step = f"{held_out['greedy_reward']:.3f} at step {evaluator.step}", held_out.get("best_step", evaluator.step)
+        more = "" if best_step == evaluator.step else f"  best {held_out['best_greedy_reward']:.3f} at step {best_step:.0f}"
+        found.append(("held-out", score + more))
     if speed:
         pace = f"{speed:.1f} steps/s" if speed >= 1 else f"{1 / speed:.1f} s/step"
         tokens = [f"{figures['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in figures else []

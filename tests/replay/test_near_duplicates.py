@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tba_jax.replay.near_duplicates import NearByEdits, NearByEmbedding
+from tba_jax.replay.window import NearByEdits, NearByEmbedding
 
 
 def edit_distance(a, b) -> int:

@@ -8,11 +8,12 @@ import uuid
 import numpy as np
 import pytest
 
+from tba_jax.replay import log as polling
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import REGISTER
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.tail import Tail
-from tba_jax.storage import places, polling
+from tba_jax.storage import places
 from tests.support.tiny_log import SHAPE, make_rows, writer
 
 

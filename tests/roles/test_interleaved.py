@@ -9,9 +9,10 @@ import pytest
 from tba_jax import sharding, trajectory
 from tba_jax.replay import success_counts
 from tba_jax.replay.reader import LogReader
+from tba_jax.roles import results as best_step
 from tba_jax.roles.searcher import stream
-from tba_jax.storage import best_step, snapshots
 from tba_jax.storage import layout as layout_lib
+from tba_jax.storage import snapshots
 from tba_jax.telemetry import metrics
 from tests.support import applied, frozen_runs, tiny_checkpoints, tiny_run
 

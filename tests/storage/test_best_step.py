@@ -2,8 +2,8 @@
 
 import json
 
-from tba_jax.storage import best_step
-from tba_jax.storage.best_step import Scores
+from tba_jax.roles import results as best_step
+from tba_jax.roles.results import Scores
 
 
 def test_the_latest_of_the_highest_finite_scores_is_best_and_what_has_changed_is_read_again(tmp_path, monkeypatch):

@@ -15,8 +15,9 @@ from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.reader import LogCorruption, LogReader
 from tba_jax.replay.segment import RowsExpired, manifest, remove_segments
 from tba_jax.replay.tail import Tail
+from tba_jax.roles import work as polling
 from tba_jax.roles.trainer.publishing import Publisher
-from tba_jax.storage import layout, places, polling, snapshots
+from tba_jax.storage import layout, places, snapshots
 from tba_jax.storage.damaged_snapshots import DamagedSnapshots
 from tests.support import moto_server, tiny_run
 from tests.support.tiny_log import SHAPE, assert_rows, make_rows, writer

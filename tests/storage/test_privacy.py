@@ -1,6 +1,6 @@
 """What other people see of a config."""
 
-from tba_jax.storage.privacy import without_secrets
+from tba_jax.telemetry.metrics import without_secrets
 
 
 def test_secrets_are_hidden_wherever_they_stand():

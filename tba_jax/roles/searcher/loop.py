@@ -11,10 +11,9 @@ import jax
 
 from tba_jax.roles.searcher.appender import SearchReport, Threads
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.roles.work import Work, policy_peaks
+from tba_jax.roles.work import RequestRate, Work, policy_peaks
 from tba_jax.run.processes import NoRewards
 from tba_jax.storage import contract, layout, places
-from tba_jax.storage.polling import RequestRate
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Watch
 from tba_jax.telemetry.status import Status, TimeAccount

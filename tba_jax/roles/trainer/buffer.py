@@ -22,11 +22,11 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.replay.segment import remove_segments
 from tba_jax.replay.selection import Selection, draw_batch, drawable
 from tba_jax.replay.tail import Tail
+from tba_jax.roles.work import RequestRate
 from tba_jax.run import processes
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places
 from tba_jax.storage.places import Place
-from tba_jax.storage.polling import RequestRate
 
 # A trainer that is further behind than so many windows passes over the oldest rows. More than one: identical responses, and those
 # beyond what a query may have, do not stay.

@@ -11,9 +11,10 @@ import jax
 
 from tba_jax import sharding
 from tba_jax.models.parameters import Params
+from tba_jax.roles import results
 from tba_jax.roles.process_group import Alone, Group, Member
 from tba_jax.roles.trainer.buffer import ReplayBuffer, SegmentExpiry
-from tba_jax.storage import best_step, layout, snapshots
+from tba_jax.storage import layout, snapshots
 from tba_jax.storage.checkpoints import Checkpoints
 from tba_jax.storage.lease import EpochLease
 from tba_jax.storage.places import Place
@@ -211,7 +212,7 @@ def publisher(config: Any, run: layout.RunDir, lease: EpochLease, group: Group, 
         keep_every=config.evaluation.every_steps,
         final_step=config.learner.steps,
         # A resumed run may have other steps that are evaluated, and another last one.
-        scores=best_step.Scores(run.evaluations),
+        scores=results.Scores(run.evaluations),
         # A run that is resumed samples with those of the last steps again.
         all_durable=config.schedule.mode == "interleaved" and config.schedule.lag > 0,
         check=lease.check,
