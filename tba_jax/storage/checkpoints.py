@@ -42,6 +42,7 @@ class Checkpoints:
         self._held: Path | None = None if read_only else folder
         self._reached = folder.absolute()
         self._manager = ocp.CheckpointManager(self._reached, options=options)
+        self._is_saving = False
 
     def folder_of(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
@@ -64,6 +65,7 @@ class Checkpoints:
         """
         # Before it returns, orbax copies from the devices to the host all that is not in host memory.
         items = {name: ocp.args.StandardSave(jax.tree.map(_for_host, tree)) for name, tree in trees.items()}
+        self._is_saving = True
         self._manager.save(step, args=ocp.args.Composite(**items, host=ocp.args.JsonSave(host)), force=True)
 
     def restore(self, step: int, trees: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -127,6 +129,12 @@ class Checkpoints:
         self.folder_of(step).rename(aside)
         places.sync_folder(self._folder)
         return aside
+
+    def check(self) -> None:
+        """Raises what the last save raised, once it has ended. orbax' own check_for_errors misses most of that."""
+        if self._is_saving and not self._manager.is_saving_in_progress():
+            self._is_saving = False
+            self._manager.wait_until_finished()
 
     def wait(self) -> None:
         self._manager.wait_until_finished()

@@ -1,5 +1,8 @@
 """Checkpoints of arrays that are donated to the next update while they are written."""
 
+import shutil
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,3 +50,14 @@ def test_nothing_is_copied_on_the_devices(tmp_path):
     checkpoints.save({"state": state}, {}, step=1)
     assert len(buffers()) == 1
     checkpoints.close()
+
+
+def test_a_save_that_fails_is_told_once_it_has_ended(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    checkpoints.save({"state": {"weight": jnp.ones((4096, 2048))}}, {}, step=1)
+    for draft in tmp_path.glob("*tmp*"):
+        shutil.rmtree(draft, ignore_errors=True)
+    with pytest.raises((OSError, ValueError), match="00000001"):
+        for _ in range(3000):
+            checkpoints.check()
+            time.sleep(0.01)

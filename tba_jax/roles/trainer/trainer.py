@@ -306,8 +306,9 @@ class Trainer:
         if self.publishing.is_due(step):
             with self.account.measure("publish"):
                 self.publishing.publish(self.program.policy_params, step, beside_policy)
-        if self.checkpoints.is_due(step):
-            with self.account.measure("checkpoint"):
+        with self.account.measure("checkpoint"):
+            self.checkpoints.stored.check()
+            if self.checkpoints.is_due(step):
                 self.save_checkpoint()
         with self.account.measure("logprob_gap"):
             if every and step % every == 0:
