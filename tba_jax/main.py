@@ -224,10 +224,7 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
 
 def _config_of_run(run: "layout.RunDir", given: command_line.Given) -> "config_dict.ConfigDict":
     """The config of the run that is there, with the settings that flags change.
-
-    Raises:
-      ValueError: there is no run, nobody trusts its task, or a role that joins it asks for another schedule.
-    """
+    Raises ValueError: there is no run, nobody trusts its task, or a role that joins it asks for another schedule."""
     from tba_jax.experiment import stored_run
     from tba_jax.storage import contract, places
 

@@ -91,8 +91,7 @@ def file(output: Path, *, mode: int = 0o666, flag: str = "--output") -> Iterator
 
     Args: mode: of the file, less the umask. flag: that names the file.
 
-    Raises:
-      ValueError: the file cannot be written; what was there is untouched. After any error inside the new file is removed.
+    Raises ValueError: the file cannot be written; what was there is untouched. After any error inside the new file is removed.
     """
     place = _place(output, flag=flag)
     temporary = _temporary(place, place.parent)

@@ -56,9 +56,8 @@ def with_beside(
 ) -> dict[str, Program]:
     """The programs of a role that holds `parts` all the time: beside each program lie the leaves that it does not take.
 
-    Args:
-      parts: name -> tree of jax.ShapeDtypeStruct. A leaf is taken by a program if it is, as an object, among its arguments.
-      room: see Program; for all programs alike.
+    Args: parts: name -> tree of jax.ShapeDtypeStruct. A leaf is taken by a program if it is, as an object, among its arguments.
+    room: see Program; for all programs alike.
     """
     found = {}
     for name, program in programs.items():

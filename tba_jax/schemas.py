@@ -121,12 +121,8 @@ class Schema:
     def refusals(self, config: Any, registries: Mapping[str, Collection[str]]) -> dict[str, str]:
         """Checks every setting by itself. Returns setting -> a sentence with value and limit, of each that breaks its rule.
 
-        Args:
-          registries: the name that rules have for a registry -> the names in it. They are no part of the schema, because
-            registries import JAX, and recipes import the schema.
-
-        Raises:
-          ValueError: the config lacks a setting.
+        Args: registries: the name that rules have for a registry -> the names in it. They are no part of the schema, because
+        registries import JAX, and recipes import the schema. Raises ValueError: the config lacks a setting.
         """
         leaves = flatten(config.to_dict())
         broken = {name: value for name, value in leaves.items() if holds_surrogate(value)}

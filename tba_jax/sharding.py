@@ -60,10 +60,7 @@ PINNED_HOST = "pinned_host"
 
 def mesh_shape(sizes: tuple[int, int, int], devices: int, *, setting: str) -> tuple[int, int, int]:
     """Resolves (data, fsdp, tensor), where one data size of -1 means "all the devices that are left".
-
-    Raises:
-      ValueError: the sizes do not make up the number of devices; names both numbers and the setting.
-    """
+    Raises ValueError: the sizes do not make up the number of devices; names both numbers and the setting."""
     data, fsdp, tensor = sizes
     if data == -1 and fsdp * tensor > 0 and devices % (fsdp * tensor) == 0:
         data = devices // (fsdp * tensor)
@@ -118,10 +115,7 @@ def logical_axes(letters: str) -> tuple[str, ...]:
 
 def partition_spec(axes: Sequence[str | None], whole: Sequence[str] = ()) -> PartitionSpec:
     """The partition of an array whose dimensions carry these logical axes (None, or named in `whole`: replicated).
-
-    Raises:
-      ValueError: an axis is not in RULES, or two dimensions claim the same mesh axis.
-    """
+    Raises ValueError: an axis is not in RULES, or two dimensions claim the same mesh axis."""
     parts: list[tuple[str, ...] | None] = []
     for axis in axes:
         if axis is not None and axis not in RULES:
@@ -135,10 +129,7 @@ def partition_spec(axes: Sequence[str | None], whole: Sequence[str] = ()) -> Par
 
 def sharding(mesh: Mesh, axes: Sequence[str | None], shape: Sequence[int], *, name: str) -> NamedSharding:
     """The sharding of the array called `name`.
-
-    Raises:
-      ValueError: a dimension is not divisible by the mesh axes it is split over; names both numbers.
-    """
+    Raises ValueError: a dimension is not divisible by the mesh axes it is split over; names both numbers."""
     check_divides(dict(mesh.shape), axes, shape, name=name)
     sizes = zip(axes, shape, strict=True)
     whole = [axis for axis, size in sizes if axis in _MAY_STAY_WHOLE and size % _ways(dict(mesh.shape), axis)]
@@ -159,10 +150,7 @@ def check_divides(sizes: Mapping[str, int], axes: Sequence[str | None], shape: S
 
 def constrain(x: jax.Array, axes: str) -> jax.Array:
     """Splits an intermediate value over the mesh of the context (`on_mesh`) as its letters say; without a mesh, x as it is.
-
-    Args:
-      axes: one letter of the axis table for each dimension of x. A dimension that its mesh axes do not divide stays whole.
-    """
+    Args: axes: one letter of the axis table for each dimension of x. A dimension that its mesh axes do not divide stays whole."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
@@ -174,10 +162,8 @@ def by_device(function: Callable[..., jax.Array], *args: jax.Array, axes: Sequen
 
     The compiler splits no kernel over devices: without this, each device would need the whole of the arguments.
 
-    Args:
-      axes: for each argument, one letter of the axis table for each of its dimensions, split as in `constrain`. Heads are split
-        where N and G both can be.
-      result: likewise of the result, whose letters those of an argument are.
+    Args: axes: for each argument, one letter of the axis table for each of its dimensions, split as in `constrain`. Heads are
+    split where N and G both can be. result: likewise of the result, whose letters those of an argument are.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:

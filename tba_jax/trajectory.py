@@ -93,11 +93,7 @@ Rows = Mapping[str, np.ndarray]
 
 
 def check_rows(rows: Rows, shape: RowShape) -> int:
-    """Returns the number of rows.
-
-    Raises:
-      ValueError: names the column whose presence, dtype or shape is not `shape.columns()`.
-    """
+    """Returns the number of rows. Raises ValueError: names the column whose presence, dtype or shape is not `shape.columns()`."""
     columns = shape.columns()
     if unexpected := sorted(set(rows) ^ set(columns)):
         raise ValueError(f"rows must have exactly the columns of the schema; missing or unknown: {unexpected}")
@@ -132,11 +128,8 @@ def token_columns(
 
     Args: prompt_length, response_length: P and R, the most tokens that a prompt and a response may have.
 
-    Returns:
-      in this order: tokens int32[B, P + R], prompt_length int32[B], response_length int32[B].
-
-    Raises:
-      ValueError: a prompt is longer than P or empty, or a response is longer than R.
+    Returns in this order: tokens int32[B, P + R], prompt_length int32[B], response_length int32[B]. Raises ValueError: a prompt
+    is longer than P or empty, or a response is longer than R.
     """
     tokens = np.full((len(prompts), prompt_length + response_length), pad_id, np.int32)
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):

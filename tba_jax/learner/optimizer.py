@@ -175,12 +175,8 @@ def join(tree: Any) -> Any:
 def accumulate(gradient: Callable[[Any], tuple[Params, Any]], params: Params, micros: Any) -> tuple[Params, Any]:
     """Sums the gradients of micro-batches; only one micro-batch's gradient is in memory.
 
-    Args:
-      gradient: micro-batch -> (gradient like params, whatever else is kept of it).
-      micros: see `split`.
-
-    Returns:
-      the sum, and what is kept of each micro-batch, stacked.
+    Args: gradient: micro-batch -> (gradient like params, whatever else is kept of it). micros: see `split`. Returns the sum, and
+    what is kept of each micro-batch, stacked.
     """
 
     def add(sums: Params, micro: Any) -> tuple[Params, Any]:

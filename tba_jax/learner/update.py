@@ -257,8 +257,7 @@ def _whole_groups(
 
     In the objective of a micro-batch, groups of other micro-batches have no tokens and no reward: their gradient is 0.
 
-    Returns:
-      gradient by part (see _trained), cotangent of log_z, PolicyOutputs and entropy of the batch.
+    Returns gradient by part (see _trained), cotangent of log_z, PolicyOutputs and entropy of the batch.
     """
     trained = _trained(state)
 

@@ -86,9 +86,8 @@ def step_advantages(state_values: jax.Array, reward: jax.Array, mask: jax.Array)
     A step leads from one valued state to the next valued state. The last step leads to the end of the response, whose value is
     the reward. All tokens of a step share its advantage. If every state is valued, A_t = V_{t+1} − V_t.
 
-    Args:
-      state_values: float32[B, R], value of the state before each token, NaN if it was not estimated; the state before the first
-        token must have a value. mask: bool[B, R]; reward: float32[B].
+    Args: state_values: float32[B, R], value of the state before each token, NaN if it was not estimated; the state before the
+    first token must have a value. mask: bool[B, R]; reward: float32[B].
     """
     chex.assert_equal_shape([state_values, mask])
     chex.assert_shape(reward, mask.shape[:1])

@@ -175,8 +175,7 @@ def plan(lengths: Lengths, limits: Limits, *, second_pass: float) -> Plan:
 
     Args: second_pass: what that pass costs, as a share of the update without it.
 
-    Raises:
-      ValueError: a row is longer than the limits say, or the rows of a group have different prompts and do not fit.
+    Raises ValueError: a row is longer than the limits say, or the rows of a group have different prompts and do not fit.
     """
     for name, most in (("prompt", limits.prompt), ("response", limits.response)):
         if (longest := getattr(lengths, name).max()) > most:

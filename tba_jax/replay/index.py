@@ -106,8 +106,7 @@ class ReplayIndex(Window):
         Invalid rows are counted and left out. Of identical responses the older row leaves, unless rows are merged late. A full
         query loses its oldest row, then a full window. How rows are split over calls makes no difference.
 
-        Raises:
-          ValueError: rows of another schema, row numbers that are not consecutive, or rows below the writer's head.
+        Raises ValueError: rows of another schema, row numbers that are not consecutive, or rows below the writer's head.
         """
         count = check_rows(rows, self.shape)
         if not count:
@@ -320,11 +319,8 @@ class ReplayIndex(Window):
 
         Args: known: gaps of the journal. Rows in them are no longer resident, and count as damaged.
 
-        Returns:
-          the index, and new gaps: rows that were resident and cannot be read back. They are left out like the known ones.
-
-        Raises:
-          RowsPending: storage does not answer. ValueError: a writer of resident rows is gone.
+        Returns the index, and new gaps: rows that were resident and cannot be read back. They are left out like the known ones.
+        Raises RowsPending: storage does not answer. ValueError: a writer of resident rows is gone.
         """
         index = cls(shape=reader.shape, vocab_size=state["vocab_size"], reference_id=reference_id, **state["rules"])
         index.writers, index.heads = list(state["writers"]), dict(state["heads"])

@@ -81,13 +81,7 @@ class Journal:
     """Appends lines to the journal file of one epoch."""
 
     def __init__(self, folder: Path, epoch: int):
-        """
-        Args:
-          folder: `RunDir.journal`; epoch: of the lease.
-
-        Raises:
-          FileExistsError: the epoch has a journal already.
-        """
+        """Args: folder: `RunDir.journal`; epoch: of the lease. Raises FileExistsError: the epoch has a journal already."""
         places.make_folder(folder)
         self.epoch = epoch
         self.path = folder / f"epoch-{epoch:06d}.jsonl"
@@ -174,9 +168,8 @@ def read_lineage(folder: Path, *, after: int = 0, must_exist: bool = False) -> L
 
     Args: must_exist: the caller knows that there is a folder.
 
-    Raises:
-      FileNotFoundError: the folder must exist and does not.
-      ValueError: after `after`, a line is malformed (file and line number) or a step is missing.
+    Raises: FileNotFoundError: the folder must exist and does not. ValueError: after `after`, a line is malformed (file and line
+    number) or a step is missing.
     """
     if must_exist:
         os.listdir(folder)
@@ -308,9 +301,8 @@ class Again:
     def do(self, line: Mapping[str, Any]) -> np.ndarray:
         """Integrates what a line tells of. Returns the slots of its batch, int64[B].
 
-        Raises:
-          RowsLost: a row of the batch cannot be read any more; names it. ValueError: it is not resident although it can be read.
-          RowsPending: storage does not answer.
+        Raises: RowsLost: a row of the batch cannot be read any more; names it. ValueError: it is not resident although it can be
+        read. RowsPending: storage does not answer.
         """
         self._lose_what_was_lost(line["step"] - 1)
         for record in line["visible"]:

@@ -118,9 +118,8 @@ class LogWriter:
 
         Args: rows: exactly rows_per_append rows whose `row` column continues at `next_row`.
 
-        Raises:
-          ValueError: wrong columns, dtypes, shapes, count or row numbers; nothing was written.
-          OSError: the storage refused. The writer stands where it stood, and the same rows may be appended again.
+        Raises: ValueError: wrong columns, dtypes, shapes, count or row numbers; nothing was written. OSError: the storage
+        refused. The writer stands where it stood, and the same rows may be appended again.
         """
         size = self._schema.rows_per_append
         count = check_rows(rows, self._shape)

@@ -58,11 +58,8 @@ class LogReader(Writers):
         patience_seconds: float = 30.0,
         requests_per_minute: float = REQUESTS_PER_MINUTE,
     ):
-        """
-        Args:
-          root, mounts, requests_per_minute: see Writers.
-          patience_seconds: how long committed chunks of a segment may stay "not found" on slow storage before they count as lost.
-        """
+        """Args: root, mounts, requests_per_minute: see Writers. patience_seconds: how long committed chunks of a segment may stay
+        "not found" on slow storage before they count as lost."""
         super().__init__(root, shape, mounts=mounts, requests_per_minute=requests_per_minute)
         self._patience_seconds = patience_seconds
         # (writer, segment) -> when chunks of it began to be missing, and when one was last: the deadline is of the segment.

@@ -281,9 +281,8 @@ def remove_segments(root: Place, segments: Mapping[str, Sequence[int]]) -> None:
 
     A later call with any segments completes a removal that was interrupted, or that a folder refused.
 
-    Args:
-      segments: writer -> numbers; those that are gone already cost nothing. A writer's last segment must not be among them:
-        it tells where the log ends.
+    Args: segments: writer -> numbers; those that are gone already cost nothing. A writer's last segment must not be among them:
+    it tells where the log ends.
     """
     found = _read_expired(root)
     new = {writer: sorted(set(numbers) - set(found["expired"].get(writer, ()))) for writer, numbers in segments.items()}

@@ -185,9 +185,8 @@ def draw_within_groups(group: np.ndarray, log_weights: np.ndarray, rng: np.rando
 
     A group with fewer than K rows of finite weight gives each of them K // n or K // n + 1 times.
 
-    Args:
-      group: int64[n] in [0, Q), every group with a row of finite weight.
-      log_weights: float64[n], −inf for a row that must not be drawn.
+    Args: group: int64[n] in [0, Q), every group with a row of finite weight. log_weights: float64[n], −inf for a row that must
+    not be drawn.
     """
     # Gumbel top-k: argtop_k(log w + G), G = −log E with E exponential, is a draw without replacement.
     keys = log_weights - np.log(rng.standard_exponential(len(group)))

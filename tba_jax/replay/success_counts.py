@@ -62,8 +62,7 @@ def from_bytes(content: bytes) -> QueryCounts:
 def read(policies: Place, step: int) -> QueryCounts:
     """The counts beside the snapshot of a step.
 
-    Raises:
-      FileNotFoundError: there are none, or the snapshot is gone. ValueError: they are damaged. OSError: the storage failed.
+    Raises FileNotFoundError: there are none, or the snapshot is gone. ValueError: they are damaged. OSError: the storage failed.
     """
     return from_bytes(layout.read_file(policies / layout.step_name(step) / FILE))
 

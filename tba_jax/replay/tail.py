@@ -270,8 +270,7 @@ class Tail:
     def integrate(self, index: ReplayIndex, *, step: int) -> list[dict[str, Any]]:
         """Adds what has arrived to the index, as visible from `step` on.
 
-        Returns:
-          records for the journal: one ledger.integration for each group of rounds that went in at once, writer by writer.
+        Returns records for the journal: one ledger.integration for each group of rounds that went in at once, writer by writer.
         """
         if self._failure is not None:
             raise self._failure

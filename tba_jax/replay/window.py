@@ -101,8 +101,7 @@ class Window:
 
         Args: queries: int[Q], numbers of queries with rows, Q >= 1.
 
-        Returns:
-          slots int64[n], ascending within a query; group int64[n], the position in `queries` of each.
+        Returns slots int64[n], ascending within a query; group int64[n], the position in `queries` of each.
         """
         parts = [self._slots_of_query(number) for number in queries.tolist()]
         return np.concatenate(parts).astype(np.int64), np.repeat(np.arange(len(parts)), [len(part) for part in parts])
@@ -225,13 +224,9 @@ REJECTIONS = (
 def validate_rows(rows: Rows, *, vocab_size: int, reference_id: int | None = None) -> np.ndarray:
     """Checks the values of rows that a searcher wrote.
 
-    Args:
-      rows: of a valid schema, see `check_rows`.
-      vocab_size: V; every token, padding included, must be in [0, V).
-      reference_id: of the policy that ref_logprobs must be of, None: of any.
-
-    Returns:
-      int8[B], the first of REJECTIONS that holds; 0 where the row is valid.
+    Args: rows: of a valid schema, see `check_rows`. vocab_size: V; every token, padding included, must be in [0, V).
+    reference_id: of the policy that ref_logprobs must be of, None: of any. Returns int8[B], the first of REJECTIONS that holds; 0
+    where the row is valid.
     """
     finite = {name: np.isfinite(rows[name]) for name in ("ref_logprobs", "policy_logprobs", "behavior_logprobs")}
     R = rows["policy_step"].shape[1]
@@ -283,10 +278,7 @@ class NearByEdits:
 
     def nearest(self, slot: int, others: np.ndarray, arrival: np.ndarray) -> int | None:
         """The slot among `others` whose response is nearest to that of `slot`; None where none is within the share.
-
-        Args:
-          others: int[n], slots; arrival: int64[slots], which makes ties fall the same way in every order of `others`.
-        """
+        Args: others: int[n], slots; arrival: int64[slots], which makes ties fall the same way in every order of `others`."""
         # take() gathers several times faster than an index; `others` may be all rows of a run.
         length, lengths = self._lengths[slot], self._lengths.take(others)
         # limits[n_b]: the largest distance d < share · (n_a + n_b). The small term keeps d = 29 of 100 out of a share of 0.29.
@@ -370,9 +362,8 @@ class MergedResponses:
     def same(self, slot: int, query_id: int, rows: Rows, i: int, *, members: Sequence[int], arrival: np.ndarray) -> int | None:
         """The slot of the response that that of row i is merged with, None where there is none.
 
-        Args:
-          slot: of row i, which is free here. members: all slots of its query. arrival: int64[slots], of the index; rows that
-            came before this one have all been merged.
+        Args: slot: of row i, which is free here. members: all slots of its query. arrival: int64[slots], of the index; rows that
+        came before this one have all been merged.
         """
         found = self._slots.get(_key(query_id, rows, i))
         if found is not None or self._near is None:

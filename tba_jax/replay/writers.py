@@ -94,11 +94,8 @@ class Writers:
     def __init__(
         self, root: Place, shape: RowShape, *, mounts: Sequence[Place] = (), requests_per_minute: float = REQUESTS_PER_MINUTE
     ):
-        """
-        Args:
-          root: `RunDir.replay`. mounts: replay folders of other runs, which are only read.
-          requests_per_minute: the most requests to object stores by which `news` looks for news.
-        """
+        """Args: root: `RunDir.replay`. mounts: replay folders of other runs, which are only read. requests_per_minute: the most
+        requests to object stores by which `news` looks for news."""
         self.shape = shape
         self.problems: dict[str, str] = {}
         self._allowance = Allowance(requests_per_minute)

@@ -59,10 +59,7 @@ def filled(gpus: Sequence[Gpu]) -> str:
 
 def visible() -> tuple[Gpu, ...]:
     """The GPUs that this process may use: those of CUDA_VISIBLE_DEVICES, or all; () where JAX_PLATFORMS asks for no GPU.
-
-    Raises:
-      ValueError: CUDA_VISIBLE_DEVICES has a number that the driver does not list, or the driver does not answer.
-    """
+    Raises ValueError: CUDA_VISIBLE_DEVICES has a number that the driver does not list, or the driver does not answer."""
     if os.environ.get("JAX_PLATFORMS", "").startswith(("cpu", "tpu")):
         return ()
     listed, asked = _listed_by_driver(), os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -116,10 +113,7 @@ def check_free() -> None:
 
 def jax_devices() -> list[Any]:
     """The devices of this process.
-
-    Raises:
-      ValueError: JAX does not use all the GPUs that the process was given, or computes on the CPU beside GPUs or TPUs.
-    """
+    Raises ValueError: JAX does not use all the GPUs that the process was given, or computes on the CPU beside GPUs or TPUs."""
     import jax
 
     given, platforms = visible(), os.environ.get("JAX_PLATFORMS", "")

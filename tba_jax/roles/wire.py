@@ -70,8 +70,7 @@ class Wire:
 
         Args: at_most_seconds: of waiting for a message that is being sent; None: as long as it takes.
 
-        Raises:
-          OSError: the other end is gone, or takes nothing.
+        Raises OSError: the other end is gone, or takes nothing.
         """
         whole = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
         shapes = [(name, array.dtype.str, array.shape) for name, array in whole.items()]
@@ -188,10 +187,7 @@ class Reception:
 
     def next(self, deadline: float) -> tuple[Wire, dict[str, Any]] | None:
         """The next process of the trainer, and what it says of itself; None where none has come by the deadline.
-
-        Raises:
-          ValueError: a process does not see the workdir that it names as process 0 does.
-        """
+        Raises ValueError: a process does not see the workdir that it names as process 0 does."""
         try:
             came = self._came.get(timeout=max(0.01, deadline - time.monotonic()))
         except queue.Empty:
@@ -231,10 +227,7 @@ def _remove(path: Path, key: Mapping[str, str]) -> None:
 
 def _greet(wire: Wire, key: Mapping[str, str], hello: Mapping[str, Any]) -> dict[str, Any]:
     """What a process that has connected says of itself, with the sentence "unseen" where it does not see the key.
-
-    Raises:
-      ValueError: it does not prove that it has read the key. Other errors: it speaks another language.
-    """
+    Raises ValueError: it does not prove that it has read the key. Other errors: it speaks another language."""
     nonce = secrets.token_hex(16)
     wire.send("greeting", {"id": key["id"], "nonce": nonce, "host": hello["host"]})
     answer = wire.receive(longest=LONGEST_HELLO)
@@ -263,10 +256,7 @@ def proof(key: Mapping[str, str], nonce: str, content: Mapping[str, Any]) -> str
 
 def find_key(workdir: Path, identity: str, wire: Wire, *, seconds: float) -> dict[str, str] | None:
     """The key of the meeting with this id, once the workdir shows it; None where it does not within so many seconds.
-
-    Raises:
-      EOFError: process 0, at the other end of the wire, has ended, and its key with it.
-    """
+    Raises EOFError: process 0, at the other end of the wire, has ended, and its key with it."""
     deadline = time.monotonic() + seconds
     while (key := _read_key(workdir)).get("id") != identity:
         if wire.is_gone():

@@ -60,8 +60,7 @@ class Checkpoints:
 
         The caller may then donate the arrays to the next update. Nothing is copied on accelerators.
 
-        Args:
-          trees: name -> a tree of arrays. host: JSON.
+        Args: trees: name -> a tree of arrays. host: JSON.
         """
         # Before it returns, orbax copies from the devices to the host all that is not in host memory.
         items = {name: ocp.args.StandardSave(jax.tree.map(_for_host, tree)) for name, tree in trees.items()}
@@ -73,11 +72,8 @@ class Checkpoints:
 
         Each process of a trainer reads its own shards and waits for no other, so that one may fail while the others do not.
 
-        Returns:
-          (trees, host) as `save` took them.
-
-        Raises:
-          ValueError: the checkpoint is damaged, or does not fit a tree; names its folder.
+        Returns (trees, host) as `save` took them. Raises ValueError: the checkpoint is damaged, or does not fit a tree; names its
+        folder.
         """
         items = {name: ocp.args.StandardRestore(tree) for name, tree in trees.items()}
         # Where reading fails within orbax, threads of it print tracebacks; most damage shows before.

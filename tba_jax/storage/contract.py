@@ -235,10 +235,7 @@ def steps_of(run: layout.RunDir) -> int:
 
 def is_finished(run: layout.RunDir) -> bool:
     """Whether the trainer has recorded that it did all steps of the run. The flags of other roles say nothing about it.
-
-    Raises:
-      processes.RunIsAway: another run is in the place of this one.
-    """
+    Raises processes.RunIsAway: another run is in the place of this one."""
     if not layout.is_finished(run, 0):
         return False
     if run.id:
@@ -260,10 +257,7 @@ def _make(run: layout.RunDir, mine: Mapping[str, Any]) -> None:
 
 def known(run: layout.RunDir, expected: str) -> layout.RunDir:
     """The run with the id `expected`, or with that of config.json; without an id where the workdir has not joined a run yet.
-
-    Raises:
-      processes.RunIsAway: `expected` is not there.
-    """
+    Raises processes.RunIsAway: `expected` is not there."""
     has_joined = run.elsewhere is None or places.exists(run.shared_name)
     found = dataclasses.replace(run, id=expected or (_id(run) if has_joined else ""))
     if expected:
@@ -322,8 +316,7 @@ def read_run(run: layout.RunDir, *, called: str = "") -> dict[str, Any]:
 
     Args: called: what the user calls the run; default: its workdir.
 
-    Raises:
-      ValueError: there is no run, or it is supervised training, is damaged, or is of another version.
+    Raises ValueError: there is no run, or it is supervised training, is damaged, or is of another version.
     """
     if not places.exists(run.config):
         raise ValueError(f"{called or run.root} holds no run: there is no {run.config}")
@@ -335,10 +328,7 @@ def read_run(run: layout.RunDir, *, called: str = "") -> dict[str, Any]:
 
 def read(run: layout.RunDir) -> dict[str, Any]:
     """config.json: {"format", "id", "config", "contract", "changes", "init_from"}; of supervised training, the first four.
-
-    Raises:
-      FileNotFoundError: there is no config.json. ValueError: it is damaged, or another version of tba_jax wrote it.
-    """
+    Raises FileNotFoundError: there is no config.json. ValueError: it is damaged, or another version of tba_jax wrote it."""
     try:
         stored = layout.read_json(run.config)
     except ValueError as error:

@@ -31,10 +31,7 @@ def mount(folder: Path) -> tuple[Path, str]:
 
 def path(text: str | Path) -> Path:
     """The absolute path that a user's text names. "~" and "~USER" are expanded, and ".." is looked up, see `without_parents`.
-
-    Raises:
-      ValueError: this machine has no such user.
-    """
+    Raises ValueError: this machine has no such user."""
     try:
         expanded = Path(text).expanduser()
     except RuntimeError as error:

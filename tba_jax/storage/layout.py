@@ -179,10 +179,7 @@ def note_shared(run: RunDir) -> None:
 
 def claim_shared(run: RunDir) -> None:
     """Binds the place of --shared to the trainer of this workdir, where its lease, journal and checkpoints are.
-
-    Raises:
-      ValueError: the place belongs to the trainer of another workdir, which the sentence names.
-    """
+    Raises ValueError: the place belongs to the trainer of another workdir, which the sentence names."""
     if run.elsewhere is None:
         return
     create_json(run.root / _TRAINER, {"id": uuid.uuid4().hex, "host": platform.node(), "workdir": str(run.root)})
@@ -234,10 +231,7 @@ def give_grant(run: RunDir, *, step: int) -> None:
 
 def reference_id(run: RunDir) -> str:
     """16 hex digits that name the reference policy which step 0 starts from.
-
-    Raises:
-      FileNotFoundError: the run has none yet. ValueError: initial.json is damaged.
-    """
+    Raises FileNotFoundError: the run has none yet. ValueError: initial.json is damaged."""
     named = read_json(run.initial_reference)
     if not isinstance(named, dict) or not isinstance(named.get("id"), str):
         raise ValueError(f"{run.initial_reference} names no reference policy: {named!r} has no id")
@@ -316,10 +310,7 @@ def each(path: Path) -> Iterator[dict[str, Any]]:
 
 def append(path: Path, lines: Sequence[str]) -> None:
     """Appends lines by one write. After a line that a kill cut short they begin on a line of their own.
-
-    Raises:
-      OSError: the storage refused.
-    """
+    Raises OSError: the storage refused."""
     content = "".join(f"{line}\n" for line in lines)
     if is_torn(path):
         content = "\n" + content

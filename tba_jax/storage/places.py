@@ -79,8 +79,7 @@ def place(text: str) -> Place:
 
     s3 honours AWS_ENDPOINT_URL, AWS_REGION and AWS_DEFAULT_REGION, and the usual credentials.
 
-    Raises:
-      ValueError: another scheme, or no bucket.
+    Raises ValueError: another scheme, or no bucket.
     """
     scheme, separator, rest = text.partition("://")
     if not separator:
@@ -108,10 +107,7 @@ def _s3(bucket: str) -> dict[str, Any]:
 
 def check_answers(folder: Place, *, report: Callable[[float], None], limit: float = math.inf) -> None:
     """Returns once the storage has answered. Every ten seconds without an answer it calls `report` with the seconds so far.
-
-    Raises:
-      ValueError: there is no such bucket. OSError: the store refuses. TimeoutError: `limit` seconds have passed.
-    """
+    Raises ValueError: there is no such bucket. OSError: the store refuses. TimeoutError: `limit` seconds have passed."""
     answer, seconds = _asked(folder), 0.0
     while True:
         wait = min(REPORT_SECONDS, limit - seconds)
@@ -205,10 +201,7 @@ def exists(file: Place) -> bool:
 
 def make_folder(folder: Place, *, below: int = 1) -> None:
     """Makes a local folder, unless it exists. Where the folder above its last `below` names is missing, it makes nothing.
-
-    Raises:
-      FileNotFoundError: that folder is missing. OSError: the storage refuses.
-    """
+    Raises FileNotFoundError: that folder is missing. OSError: the storage refuses."""
     if not isinstance(folder, Path):
         return
     for level in reversed(range(below)):
@@ -217,10 +210,7 @@ def make_folder(folder: Place, *, below: int = 1) -> None:
 
 def write_bytes(file: Place, content: bytes) -> None:
     """Writes a file atomically and durably. A local file needs its folder, see `make_folder`.
-
-    Raises:
-      OSError: the place cannot be written or is full; the old content, if any, is untouched.
-    """
+    Raises OSError: the place cannot be written or is full; the old content, if any, is untouched."""
     if isinstance(file, Path):
         with _temporary(file, content) as temporary:
             os.replace(temporary, file)
@@ -288,9 +278,8 @@ def _keys(folder: Bucket, begin: str = "") -> list[str]:
 def names_in(folder: Place, *, after: str = "") -> list[str]:
     """Names of files and folders directly inside a folder, sorted; an empty list if there is no such folder.
 
-    Args:
-      after: return only names that sort after the folder of this name and its content. An object store lists only these, so
-        the cost of a poll grows with the news alone.
+    Args: after: return only names that sort after the folder of this name and its content. An object store lists only these, so
+    the cost of a poll grows with the news alone.
     """
     begin = f"{after}0" if after else ""  # "0" follows "/"
     if isinstance(folder, Bucket):
@@ -327,10 +316,7 @@ def remove(file: Place) -> None:
 
 def remove_tree(folder: Place) -> bool:
     """Removes a folder and its content, if it exists. Returns whether the folder is gone.
-
-    Raises:
-      OSError: an object store refuses.
-    """
+    Raises OSError: an object store refuses."""
     if isinstance(folder, Path):
         shutil.rmtree(folder, ignore_errors=True)
         return not exists(folder)
@@ -350,11 +336,8 @@ def copy_tree(source: Place, target: Place, *, last: str) -> None:
 def changed(files: Mapping[K, tuple[Place, bytes]]) -> dict[K, bytes | OSError | None]:
     """Which of many small files have changed; requests to an object store are sent together.
 
-    Args:
-      files: key -> (file, its version at the last look, b"" if there was no look or no file).
-
-    Returns:
-      key -> the file's version now, None if the file has gone, or the storage's error. Unchanged files are left out.
+    Args: files: key -> (file, its version at the last look, b"" if there was no look or no file). Returns key -> the file's
+    version now, None if the file has gone, or the storage's error. Unchanged files are left out.
     """
     found: dict[K, bytes | OSError | None] = {}
     waiting = list(files.items())

@@ -46,11 +46,8 @@ def chosen_queries(
     Of `candidates` · `size` queries, drawn at random without replacement, those `size` are taken whose
     γ ~ Beta(1 + successes, 1 + trials − successes) is nearest to γ* = `target`.
 
-    Args:
-      successes, trials: float64[n] of all queries. writer: see `writer_number`; batch: how many the searcher has taken before.
-
-    Returns:
-      int64[size], the nearest first, distinct unless n < size: then all of them again and again.
+    Args: successes, trials: float64[n] of all queries. writer: see `writer_number`; batch: how many the searcher has taken
+    before. Returns int64[size], the nearest first, distinct unless n < size: then all of them again and again.
     """
     # The counter keeps these numbers apart from those of query_order.
     rng = np.random.Generator(np.random.Philox(counter=[0, 0, 0, 1], key=_key(seed, writer, batch)))

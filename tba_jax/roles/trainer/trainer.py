@@ -190,9 +190,8 @@ class Trainer:
 
         Args: ahead: whether the next batch may be prepared while the devices compute. beside: host work for that time.
 
-        Raises:
-          StaleEpoch: another trainer has taken over. FloatingPointError: names the step; the state is that before it.
-          BadInput: all rows that have come are refused. OSError: something could not be written.
+        Raises: StaleEpoch: another trainer has taken over. FloatingPointError: names the step; the state is that before it.
+        BadInput: all rows that have come are refused. OSError: something could not be written.
         """
         drawn, self._next = self._next or self._draw(self.step_number), None  # 1
         if drawn is None:
