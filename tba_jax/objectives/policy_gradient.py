@@ -66,10 +66,9 @@ def ppo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     A_t: GAE (λ = gae_lambda, no discount) of `token_rewards`; G_t = A_t + V_t; c = value_coefficient; ρ_t = π_θ/π_behaviour.
     A_t and G_t are detached.
 
-    Published implementations compute values and KL penalties when rows are sampled and keep them for several epochs. Here the
-    learner computes both on the batch, from the current value head and policy. Implementations also whiten advantages, clip the
-    change of the value and add an entropy bonus; this loss has none of these. A mean over all tokens of a batch would couple its
-    groups, so the divisor is R, the most tokens a response may have.
+    Values and KL penalties are those of the current value head and policy, where published implementations keep them from when
+    rows were sampled; these also whiten advantages, clip the change of the value and add an entropy bonus. A mean over all tokens
+    of a batch would couple its groups, so the divisor is R.
     """
     assert outputs.values is not None, "ppo needs a value head"
     chex.assert_equal_shape([outputs.values, outputs.logprobs, inputs.mask])
@@ -86,8 +85,7 @@ def vine_ppo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
 
     VinePPO: PPO whose values are Monte-Carlo estimates (Kazemnejad et al. 2024).
     A_t: `step_advantages` of the rows' state values, each the mean reward of responses that were sampled from a state between two
-    steps. ρ_t = π_θ/π_behaviour; k3_t estimates KL(π_θ‖π_ref). As in `ppo`, the divisor is R, not the number of the batch's
-    tokens, and advantages are not whitened.
+    steps. k3_t estimates KL(π_θ‖π_ref). The divisor is R, and advantages are not whitened, as in `ppo`.
     """
     assert inputs.state_values is not None, "vine_ppo needs rows with state_values"
     s, policy = inputs.settings, outputs.logprobs
@@ -105,9 +103,8 @@ def grpo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
 
 
 def dr_grpo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
-    """As `grpo` with A = r − r̄, and R, the most tokens a response may have, in the place of |y|.
+    """The loss of `grpo` with A = r − r̄ and R in the place of |y|: GRPO without its two normalisations (Liu et al. 2025).
 
-    GRPO without its two normalisations (Liu et al. 2025).
     The paper drops the KL term as well, which is β = 0.
     """
     return inputs.mean_per_budget(_token_losses(outputs, centred(inputs.grouped(inputs.reward)), inputs))
@@ -124,8 +121,8 @@ def icepop(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = −mean_{i,j} 1/|y| Σ_t [ M(ρ_t) A − β k3_t ],  M(ρ) = ρ within [icepop_low, icepop_high], else 0.
 
     IcePop: GRPO without the tokens on which learner and sampler disagree too much (Ling team 2025, "Every Step Evolves").
-    A as in `grpo`; ρ_t = π_θ/π_behaviour. The paper's ρ has the learner's π_θ_old instead of π_θ, and its loss also has GRPO's
-    clipped ratio π_θ/π_θ_old. With one update a batch that ratio is 1, and the gradients are the same.
+    A as in `grpo`. The paper's ρ has the learner's π_θ_old instead of π_θ, and its loss also has GRPO's clipped ratio π_θ/π_θ_old:
+    with one update a batch that ratio is 1, and the gradients are the same.
     """
     s, ratio = inputs.settings, token_ratios(outputs.logprobs, inputs)
     kept = jnp.where((ratio >= s.icepop_low) & (ratio <= s.icepop_high), ratio, 0.0)
@@ -137,7 +134,7 @@ def gspo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = −mean_{i,j} min( sA, clip(s, 1 − sequence_clip_low, 1 + sequence_clip_high) A ),  s = (Π_t ρ_t)^(1/|y|).
 
     GSPO: group advantages with the length-normalised probability ratio of the whole response (Zheng et al. 2025).
-    A as in `grpo`; ρ_t = π_θ/π_behaviour. There is no KL term, as published.
+    A as in `grpo`. There is no KL term, as published.
     """
     mean_log_ratio = jnp.sum(token_log_ratios(outputs.logprobs, inputs), axis=1) / inputs.lengths()
     ratio, advantage = inputs.grouped(bounded_exp(mean_log_ratio)), standardised(inputs.grouped(inputs.reward))
@@ -149,8 +146,7 @@ def cispo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = −mean_{i,j} Σ_t sg( min(ρ_t, 1 + clip_high) ) A log π_θ(y_t) / R,  A as in `grpo`, sg: no gradient.
 
     CISPO: clipped importance weights on every token's log-prob, so that no token loses its gradient (MiniMax-M1 2025).
-    ρ_t = π_θ/π_behaviour is not clipped from below, and there is no KL term, as published. The paper divides by the number of
-    tokens of the group, which favours the tokens of short groups. Here the divisor is R, the most tokens a response may have.
+    ρ_t is not clipped from below, and there is no KL term, as published. The paper divides by the tokens of the group, not by R.
     """
     ratio = jax.lax.stop_gradient(token_ratios(outputs.logprobs, inputs))
     advantage = standardised(inputs.grouped(inputs.reward)).reshape(-1, 1)
@@ -175,9 +171,8 @@ def tba_prime(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = −mean_{i,j} Σ_t w_t A_ij / n_ij,  w_t = min( π_θ/π_behaviour, importance_clip ), or log π_θ if importance_clip is 0.
 
     TBA′, the token-level form of trajectory balance for larger models (TBA paper, TBA′).
-    n = R, the most tokens a response may have, for all rows (row_divisor `response_budget`): long responses are not favoured. Or
-    n_ij = |x_i| + |y_ij|, the tokens of prompt and response (`row_length`): each token of a long row counts less. That is what
-    the authors' code does where a micro-batch is one row, because it divides by the tokens of the micro-batch.
+    n = R for all rows (row_divisor `response_budget`), or n_ij = |x_i| + |y_ij|, the tokens of prompt and response (`row_length`),
+    as in the authors' code where a micro-batch is one row.
 
     If importance_clip is 0, no log ratio is clipped and n = R, the gradient is β/(2R) times the gradient of trajectory balance.
     """
@@ -196,9 +191,8 @@ def topr(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     TOPR: tapered off-policy REINFORCE (Le Roux et al. 2025, eq. 8).
     c = topr_baseline. μ is the row's behaviour, and the ratio is that of the whole response. There is no reference and no β.
 
-    Optimum, on rows of one fixed μ where no R is below 0: μ·R / E R, a weighted likelihood. Rewards of 0 and 1 are such rewards
-    at c = 0; the paper's are −1 and 1. Rows of negative R lose their weight as the policy leaves them, which bounds the loss
-    below. On-policy, w is 1 everywhere: this is REINFORCE with the baseline c.
+    Optimum, on rows of one fixed μ where no R is below 0: μ·R / E R, a weighted likelihood. Rows of negative R lose their weight
+    as the policy leaves them, which bounds the loss below. On-policy this is REINFORCE with the baseline c.
     """
     policy = inputs.token_sum(outputs.logprobs)
     chex.assert_equal_shape([policy, inputs.reward])
@@ -214,9 +208,9 @@ def asymre(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     AsymRE: off-policy REINFORCE with a baseline below the sampler's mean reward (Arnal et al. 2025).
     There is no reference and no β, and rows are not weighed by a ratio.
 
-    Optimum, on rows of one fixed policy μ of which every reward is at least V: μ·(r − V) / (E r − V), a policy of larger mean
-    reward than μ. With K rows, r − E r is (1 − 1/K) of that, since r̄ holds the row's own reward. If rewards lie below V the loss
-    has no lower bound; the paper shows that the policy still improves on μ while δ is below 0, and loses its support at δ = 0.
+    Optimum, on rows of one fixed policy μ of which every reward is at least V: μ·(r − V) / (E r − V). With K rows, r − E r is
+    (1 − 1/K) of that, since r̄ holds the row's own reward. If rewards lie below V the loss has no lower bound; the paper shows
+    that the policy still improves on μ while δ is below 0, and loses its support at δ = 0.
     """
     policy = inputs.grouped(inputs.token_sum(outputs.logprobs))
     return -jnp.mean((centred(inputs.grouped(inputs.reward)) - inputs.settings.asymre_delta) * policy)
@@ -227,8 +221,7 @@ def raft(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
 
     RAFT: supervised fine-tuning on the best responses of each group (Dong et al. 2023).
     A query teaches nothing if its rewards are all equal and not above 0: none of its responses is known to be good. For rewards
-    of 0 and 1, L = −mean r log π_θ: REINFORCE without a baseline. The loss has neither the reference nor β: the paper's optional
-    KL penalty in the reward is left out.
+    of 0 and 1, L = −mean r log π_θ. The paper's optional KL penalty in the reward is left out.
     """
     policy, rewards = inputs.grouped(inputs.token_sum(outputs.logprobs)), inputs.grouped(inputs.reward)
     best = jnp.max(rewards, axis=1, keepdims=True)

@@ -2,6 +2,7 @@
 
 Each returns float32[]: in squared units of the reward, in squared nats per token (`flowrl`), or in nats (`online_dpo`). The
 reference of `oapl` and `pmd_mean` is the policy that drew the row, of the others π_ref of the run, fixed or moving.
+docs/objectives.md tells how each loss differs from its paper, and how its optimum depends on who drew the rows.
 """
 
 import chex
@@ -21,15 +22,10 @@ def oapl(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = mean_{i,j} ( β log π_θ(y_ij|x_i)/π_lag(y_ij|x_i) − (r_ij − V̂_i) )²,  V̂_i = β log mean_j exp(r_ij/β).
 
     OAPL: regression on the optimal advantage, with the lagged sampler as the reference (Ritter et al. 2026, eq. 2 and 3).
-    Reference: π_lag is the policy that drew the row, as it was sampled: the row's behaviour log-probs. A moving reference would
-    be another policy than the one over whose rows V̂ is a mean. The paper synchronises π_lag every L updates and then drops
-    older rows: here publish.every_steps=L, searchers.swap=new_sequences and replay.max_staleness=L − 1.
+    π_lag is the policy that drew the row, as it was sampled: the row's behaviour log-probs.
 
-    Optimum, on rows of one fixed π_lag: π_lag·exp(r/β) / Z, on the responses that π_lag can draw. It is exact as K grows. V̂ of
-    K rows is too low on average, which leaves the optimum nearer to π_lag. If the sampler follows the policy, so does the
-    optimum: every synchronisation is a step of size 1/β towards the largest reward, and there is no p*.
-
-    The paper allows another temperature in V̂ than before the log-ratio; both are β here.
+    Optimum, on rows of one fixed π_lag: π_lag·exp(r/β) / Z, on the responses that π_lag can draw. It is exact as K grows: V̂ of
+    K rows is too low on average, which leaves the optimum nearer to π_lag.
     """
     log_ratio = inputs.grouped(sequence_log_ratios(outputs.logprobs, inputs))
     rewards = inputs.grouped(inputs.reward)
@@ -41,13 +37,11 @@ def pmd_mean(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = mean_{i,j} ( r_ij − r̄_i − β log π_θ(y_ij|x_i)/π_old(y_ij|x_i) )².  The papers' τ is β here.
 
     Policy mirror descent with the mean reward in the place of log Z (Kimi k1.5, section 2.3.2; PMD-mean: Xu et al. 2026).
-    Reference: π_old is the policy that drew the row: its behaviour log-probs.
+    π_old is the policy that drew the row: its behaviour log-probs.
 
     Optimum, on rows of one fixed π_old: π_old·exp(a − W(c·exp(a))) with a = (r − E r)/β, Lambert's W, and the c at which it is a
-    distribution. That is a mirror step with a mixed KL–χ² regulariser, shorter than π_old·exp(r/β) / Z. With K rows, a is
-    (1 − 1/K) of that, since r̄ holds the row's own reward. If the sampler follows the policy there is no fixed optimum.
-
-    The authors' code takes the mean of the other rows for r̄ and divides by response lengths; this loss is the papers' equation.
+    distribution: a mirror step that is shorter than π_old·exp(r/β) / Z. With K rows, a is (1 − 1/K) of that, since r̄ holds the
+    row's own reward.
     """
     log_ratio = inputs.grouped(sequence_log_ratios(outputs.logprobs, inputs))
     return jnp.mean((centred(inputs.grouped(inputs.reward)) - inputs.beta * log_ratio) ** 2)
@@ -56,8 +50,7 @@ def pmd_mean(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
 def reference_values(inputs: ObjectiveInputs) -> jax.Array:
     """V̂*_j(x) = β log mean_{k≠j} [ π_ref(y_k|x)/π_behaviour(y_k|x) · exp(r_k/β) ]: float32[Q, K], in units of the reward.
 
-    The mean is an unbiased estimate of E exp(r/β) under π_ref. Where the other rows of the query are drawn from π_ref itself, the
-    ratios are 1. Where they are drawn from p*, every term is that expectation, and the estimate is exact.
+    The mean is an unbiased estimate of E exp(r/β) under π_ref, and exact where the rows are drawn from p*.
     """
     log_weight = inputs.grouped(inputs.token_sum(inputs.ref_logprobs) - inputs.token_sum(inputs.behavior_logprobs))
     terms = log_weight + inputs.grouped(inputs.reward) / inputs.beta
@@ -70,18 +63,12 @@ def a_star_po(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = mean_{i,j} ( β log π_θ(y_ij|x_i)/π_ref(y_ij|x_i) − (r_ij − V̂*_ij) )²,  V* = β log E_{π_ref} exp(r/β).
 
     A*-PO: regression on the optimal advantage of the reference policy (Brantley et al. 2025).
-    V̂*: the paper samples π_ref once, before training, for every prompt. A run here takes new prompts all the time and holds no
-    rows of π_ref for most of them, so the query's other rows stand for these samples, weighed by π_ref/π_behaviour
-    (`reference_values`). So rows must be as they were drawn. Refused are truncated rows, which say nothing of the responses that
-    they could not have been, forced ends, rows that are chosen by reward (replay.strategy=softmax, say), rows whose behaviour
-    nobody knows, and groups that may hold a row twice (replay.recent_fill other than wait): its copy would stand among the other
-    rows, and V̂* would hold the row's own reward.
+    V̂*: the paper samples π_ref once for every prompt, before training. A run here holds no rows of π_ref for most prompts, so the
+    query's other rows stand for these samples, weighed by π_ref/π_behaviour (`reference_values`). So rows must be as they were
+    drawn, and none twice in a group (Objective.as_drawn).
 
-    Optimum: p* = π_ref·exp(r/β) / Z. It is exact on rows of the policy itself, where V̂* is a baseline of other rows, and
-    as K grows on any rows of full support. On few old rows V̂* is too low on average, and the optimum is nearer to who drew them;
-    `trajectory_balance` has no such error.
-
-    The paper allows another temperature in V* than before the log-ratio; both are β here.
+    Optimum: p* = π_ref·exp(r/β) / Z. It is exact on rows of the policy itself, and as K grows on any rows of full support. On few
+    old rows V̂* is too low on average, and the optimum is nearer to who drew them.
     """
     log_ratio = inputs.grouped(inputs.token_sum(outputs.logprobs) - inputs.token_sum(inputs.ref_logprobs))
     advantage = inputs.grouped(inputs.reward) - reference_values(inputs)
@@ -92,15 +79,11 @@ def flowrl(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = mean_{i,j} w ( log Z_φ(x) + log π_θ(y|x)/|y| − r̂/β − log π_ref(y|x)/|y| )²,  r̂ = (r − r̄)/std of the group.
 
     FlowRL: trajectory balance of mean log-probs with a learned log Z (Zhu et al. 2025).
-    w = clip( π_θ(y|x)/π_behaviour(y|x), 1 − clip_low, 1 + clip_high ), of the whole response, detached. The paper's β multiplies
-    r̂; it is 1/β here, so that a larger β keeps the policy closer to π_ref in every objective.
+    w = clip( π_θ(y|x)/π_behaviour(y|x), 1 − clip_low, 1 + clip_high ), of the whole response, detached. The paper's β is 1/β here.
 
     Optimum, on rows of one fixed policy of full support: π_ref·exp(|y| (r̂/β − log Z)), with the log Z at which it is a
-    distribution. Longer responses are moved further, and r̂ depends on who drew the rows: it is not p*.
-
-    Log Z is linear in the mean state of the prompt's tokens, through which no gradient flows (`learned_log_z` has the same head).
-    The paper has a network of three layers there and lets the gradient through. In the authors' code for verl w is not
-    clipped by default; variants clip it to [0.8, 1.28], or to at most 10.
+    distribution: it is not p*. Log Z is linear in the mean state of the prompt's tokens, through which no gradient flows; the
+    paper has a network of three layers there, and lets the gradient through.
     """
     log_ratio = inputs.token_sum(outputs.logprobs) - inputs.token_sum(inputs.ref_logprobs)
     chex.assert_equal_shape([outputs.log_z, log_ratio, inputs.reward])

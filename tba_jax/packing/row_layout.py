@@ -85,7 +85,7 @@ class Limits:
 
     @functools.cached_property
     def full_rows(self) -> int:
-        """As many rows of P + R tokens as `tokens` hold on all ways, at most all and at least one on each way."""
+        """The rows of P + R tokens that `tokens` hold on all ways, at most all and at least one on each way."""
         most = max(1, self.tokens // (self.prompt + self.response)) if self.tokens else self.rows
         return min(self.rows, self.ways * most)
 
@@ -220,7 +220,6 @@ def _cost(parts: Parts, lengths: Lengths, limits: Limits) -> float:
 
 
 def _rows(way: Way) -> list[int]:
-    """The rows of a way."""
     return list({piece.row for laid in way for piece in laid.pieces})
 
 
@@ -250,7 +249,6 @@ def _cheapest(lengths: Lengths, limits: Limits, *, group: int) -> Parts | None:
 
 
 def _tokens(rows: Iterable[int], lengths: Lengths, limits: Limits) -> int:
-    """The tokens of sequences that rows take."""
     if not limits.shares:
         return int(_apart(lengths)[list(rows)].sum())
     prompts = {lengths.query[row]: lengths.prompt[row] for row in rows}
@@ -299,7 +297,6 @@ def _ways(rows: Sequence[int], lengths: Lengths, limits: Limits) -> list[Way]:
 
 
 def _by_query(rows: Iterable[int], lengths: Lengths) -> dict[int, list[int]]:
-    """The rows of each prompt."""
     found: dict[int, list[int]] = {}
     for row in rows:
         found.setdefault(int(lengths.query[row]), []).append(row)

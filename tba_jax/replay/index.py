@@ -42,7 +42,7 @@ class Rules:
       is drawn.
     merge_edit_distance: a response is merged with the nearest older one of its query also where the edit distance over tokens is
       below this share of both lengths together; 0 = identical responses only. See `merges_late`.
-    merge_cosine_distance: likewise where the cosine distance of their embeddings is at most this; one of the two settings.
+    merge_cosine_distance: the same where the cosine distance of their embeddings is at most this; one of the two settings.
     merge_keep: which of two merged responses stays. newest: the one that came later; best: the one of the higher reward, and of
       equal rewards the newer.
     """
@@ -92,7 +92,7 @@ class ReplayIndex(Window):
         # Per writer, in the order of `writers`.
         self._counts: list[collections.Counter[str]] = []
         self._writer_number: dict[str, int] = {}
-        # Of all writers together: seen, rejected, damaged.
+        # seen, rejected and damaged rows of all writers together
         self.totals: collections.Counter[str] = collections.Counter()
         # (writer, reason) -> the first row that was rejected since this object was made: for reports, not part of the state.
         self.rejected_first: dict[tuple[str, str], int] = {}

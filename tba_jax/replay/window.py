@@ -328,7 +328,7 @@ class NearByEmbedding:
         self._embeddings[slot] = rows["embedding"][i]
 
     def nearest(self, slot: int, others: np.ndarray, arrival: np.ndarray) -> int | None:
-        """As NearByEdits.nearest."""
+        """See NearByEdits.nearest."""
         own = self._embeddings[slot]
         # BLAS results vary by machine and number of threads, so candidates are computed again in float64.
         near = others[self._embeddings[others] @ own >= 1 - self._distance - 1e-4]

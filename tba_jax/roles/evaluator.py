@@ -48,8 +48,7 @@ NOT_EVALUATED = "It is not evaluated"
 
 
 class Evaluator:
-    """Evaluates snapshots on held-out queries: rewards of responses, and their KL and perplexity under the policy of step 0,
-    which is π_ref here whatever reference the run trains with."""
+    """Evaluates snapshots on held-out queries: rewards of responses, and their KL and perplexity under the policy of step 0."""
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class Evaluator:
         self._samples_per_query = config.evaluation.samples_per_query
         mesh = policy_mesh(config, "evaluation")
         self._peaks = policy_peaks(mesh, config)
-        # Of the last evaluation: tokens_per_second, computed_tokens_per_second, and shares of the devices' peaks.
+        # tokens_per_second, computed_tokens_per_second and shares of the devices' peaks, of the last evaluation.
         self.rates: dict[str, float] = {}
         self._initial = ReferencePolicy(_scoring(config, contract, policy, mesh), run)
         settings = _sampling_settings(config, queries)
@@ -125,8 +124,8 @@ class Evaluator:
         }
 
     def _of_kind(self, kind: str, responses: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Figures of all greedy or all sampled responses: perplexities of the policy of step 0, per token of the responses at the
-        scoring temperature, and the TBA paper's; and the task's own figures. Args: kind: "greedy" or "sampled"."""
+        """Perplexities of all responses of a kind, greedy or sampled, under the policy of step 0: per token at the scoring
+        temperature, and the TBA paper's; and the task's own figures."""
         per_token = perplexity(_total(responses, "ref_logprob_sum"), _total(responses, "tokens"))
         found = {f"{kind}_ref_perplexity_per_response_token": per_token}
         found |= mean(f"{kind}_ref_perplexity_paper", self._values(responses, "ref_perplexity_paper"))
@@ -206,7 +205,7 @@ class Evaluator:
                 "tokens": int(generation.length[i]),
                 "policy_logprob_sum": float(generation.policy_logprobs[i].sum()),
                 "ref_logprob_sum": float(ref_logprobs[i].sum()),
-                # Of prompt and response as one sequence, in which the prompt costs nothing.
+                # Prompt and response are one sequence here, in which the prompt costs nothing.
                 "ref_perplexity_paper": perplexity(
                     float(at_temperature_1[i].sum()), len(query.prompt) + int(generation.length[i])
                 ),
@@ -216,7 +215,6 @@ class Evaluator:
 
 
 def _sampling_settings(config: Any, queries: Sequence[EncodedQuery]) -> dict[str, Any]:
-    """Arguments of Sampler."""
     longest = max(len(query.prompt) for query in queries)
     e = config.evaluation
     return dict(weights="full", slots=e.batch_size, samples=1, prompt_length=longest, swap_memory=e.swap_memory)
@@ -274,8 +272,8 @@ def tell(report: Mapping[str, Any], config: Any, *, writer: MetricWriter, watch:
 
 
 class PendingSteps:
-    """Finds published snapshots that are due for evaluation and have none yet: the first, multiples of every_steps, the last. A
-    second call looks only at snapshots that are newer than the known ones: an object store lists every file of every snapshot."""
+    """Finds published snapshots that are due for evaluation and have none yet: the first, multiples of every_steps, the last. Each
+    call looks at newer snapshots alone: an object store lists every file of every snapshot."""
 
     def __init__(self, run: layout.RunDir, *, every_steps: int, final_step: int):
         self._run, self._every_steps, self._final_step = run, every_steps, final_step
@@ -298,8 +296,8 @@ class PendingSteps:
 def run_evaluator(
     evaluator: Evaluator, config: Any, run: layout.RunDir, *, account: TimeAccount, stop: Callable[[], bool]
 ) -> None:
-    """Evaluates snapshots as they appear, until the last one of the finished run is done or `stop` says so. A damaged one is
-    told, and left out until it is published again: neither this role nor the end of the run waits for it."""
+    """Evaluates snapshots as they appear, until the last one of the finished run is done or `stop` says so. A damaged one is left
+    out until it is published again."""
     record = account.record
     writer = metrics.open_writer(config, run, "evaluator", role="evaluator", status=record.status)
     record.status.phase("")

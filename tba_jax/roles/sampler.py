@@ -49,8 +49,8 @@ def text_columns(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """How the reference scores rows on a mesh. samples: so many consecutive rows have one prompt, usually. Each device scores
-    sequences of score_tokens at a time (row_layout.Limits.tokens), whose logits take at most logit_megabytes."""
+    """How the reference scores rows on a mesh. samples: consecutive rows of one prompt. Each device scores sequences of
+    score_tokens at a time (row_layout.Limits.tokens), whose logits take at most logit_megabytes."""
 
     contract: contract_lib.Contract
     policy: Policy
@@ -78,10 +78,7 @@ class Scoring:
         )
 
     def programs(self, params: Params, rows: int) -> dict[str, Program]:
-        """Name -> the program of `ReferencePolicy.logprobs`. That of another temperature takes as much.
-
-        Args: params: shapes of the reference; rows: of one call.
-        """
+        """Name -> the program of `ReferencePolicy.logprobs`. Args: params: shapes of the reference; rows: of one call."""
         largest = row_packing.empty(self.limits(rows), self.limits(rows).sequences)
         arguments = params, shaped(largest, scoring.packed_shardings(self.mesh))
         return {
@@ -311,13 +308,13 @@ class Sampler:
 
     @property
     def work(self) -> Work:
-        """Of the decoder and the reference so far."""
+        """The work of the decoder and the reference so far."""
         usage = self.engine.usage
         return Work(usage.useful, usage.slot_steps, usage.flops + self.reference.work.flops, usage.bytes)
 
     @property
     def useful_token_share(self) -> float:
-        """Of all tokens so far that prefill and reference computed, those of prompts and rows."""
+        """The share of prompts and rows in all tokens that prefill and reference have computed."""
         usage, scored = self.engine.usage, self.reference.work
         return (usage.prompt_tokens + scored.tokens) / (usage.prefilled + scored.computed)
 

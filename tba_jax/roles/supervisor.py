@@ -77,7 +77,6 @@ class RoleProcesses:
         return self._run.log(self._name if number == 0 else f"{self._name}-process-{number}")
 
     def _open_log(self, number: int) -> contextlib.AbstractContextManager[IO[bytes] | None]:
-        """The log of a process, None where storage refuses it."""
         path = self._log(number)
         try:
             places.make_folder(path.parent)
@@ -93,12 +92,11 @@ class RoleProcesses:
 
     @property
     def pid(self) -> int:
-        """Of the process that writes the role's status."""
+        """The process that writes the role's status."""
         return self._started[0].pid
 
     def poll(self) -> int | None:
-        """The exit code of the role once all its processes have ended, None before. It is that of the process that ended the
-        others: of the first one that does not just say that another one has ended."""
+        """The exit code of the role once all its processes have ended, None before: that of the process that ended the others."""
         codes = [process.poll() for process in self._started]
         if any(code is None for code in codes):
             if any(code is not None for code in codes):  # the others see it, and end; those that do not are killed

@@ -26,9 +26,9 @@ _COUNTED = tuple(f"/tensorstore/kvstore/{driver}/{kind}" for driver in ("s3", "g
 class Work:
     """What updates, or a sampler, have computed.
 
-    tokens: of updates those of prompts and responses, a prompt once for the rows that share it; of a sampler those that were
-    drawn. computed: these with padding, or with idle slots. flops: of `tokens`, without what is computed again to save memory; of
-    a sampler with the prompts and the scoring by the reference. bytes: that decode steps must read, see decoding/requests.py.
+    tokens: prompts and responses of updates, a prompt once for the rows that share it; drawn tokens of a sampler. computed: these
+    with padding, or with idle slots. flops: of `tokens`, without recomputation; a sampler's with the prompts and the scoring by
+    the reference. bytes: that decode steps must read, see decoding/requests.py.
     """
 
     tokens: int = 0
@@ -82,7 +82,7 @@ class WorkRates:
         self._before = self._before or self._now
 
     def scalars(self) -> dict[str, Any]:
-        """Of the span since the last call: tokens_per_second, computed_tokens_per_second, and mfu where the peak is known."""
+        """tokens_per_second, computed_tokens_per_second, and mfu where the peak is known, of the span since the last call."""
         if self._now is None or self._before is None or self._now == self._before:
             return {}
         (begin, before), (end, after) = self._before, self._now

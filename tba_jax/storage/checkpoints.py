@@ -102,7 +102,7 @@ class Checkpoints:
         return self._damage(step, names, reads_arrays=True)
 
     def _damage(self, step: int, names: Iterable[str], *, reads_arrays: bool) -> str:
-        """As `damage`. Args: reads_arrays: False: of arrays, the last byte of each chunk is read."""
+        """See `damage`. Args: reads_arrays: False: only the last byte of each chunk of an array is read."""
         folder = self._reached / layout.step_name(step)
         parts = [f"{name}/{part}" for name in names for part in ("_METADATA", "manifest.ocdbt")]
         for file in dict.fromkeys([*parts, "host/metadata", *places.files_in(folder)]):
@@ -152,10 +152,7 @@ def _reader() -> ocp.Checkpointer:
 
 
 def _check_file(file: Path, *, reads_arrays: bool) -> None:
-    """Reads a file of a checkpoint, and the arrays of the database that it is the manifest of, see Checkpoints._damage.
-
-    Raises: what reading raises.
-    """
+    """Reads a file of a checkpoint, and the arrays of the database that it is the manifest of, see Checkpoints._damage."""
     if file.name in _JSON_FILES or file.parent.name == "array_metadatas":
         json.loads(file.read_bytes())
     # The databases of single processes are parts of the one above them.

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def lagging(steps: Sequence[int], *, lag: int) -> list[int]:
-    """Of the published steps, ascending: those that are at least `lag` older than the newest; step 0 where none is."""
+    """The steps, of published ones in ascending order, that are at least `lag` older than the newest; step 0 where none is."""
     return [step for step in steps if step <= max(0, steps[-1] - lag)]
 
 

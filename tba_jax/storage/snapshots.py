@@ -274,7 +274,6 @@ def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float3
 
 
 def _load(folder: Place, specs: Specs, shardings: Params, *, dtype: str, commit: bytes) -> Params:
-    """As `load`. Args: commit: what commit.json said before."""
     arrays = open_arrays(folder, specs, commit=commit)
     stores = {name: ts.cast(store, dtype) for name, store in parameters.flatten(arrays).items()}
     sharding_of, flat = parameters.flatten(shardings), parameters.flatten(specs)

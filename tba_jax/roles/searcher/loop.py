@@ -31,8 +31,7 @@ _SLOW_SECONDS = 20.0
 
 
 class RewardWatch:
-    """Looks at the batches that a searcher has appended, and at those that wait for their rewards: a searcher whose rows get no
-    rewards says so, writes few useless rows, and gives up at last."""
+    """A searcher whose rows get no rewards says so, writes few useless rows, and gives up at last."""
 
     def __init__(self, *, give_up_seconds: float, clock: Callable[[], float] = time.monotonic):
         """Args: give_up_seconds: searchers.give_up_seconds."""
@@ -73,7 +72,6 @@ class RewardWatch:
 
     @property
     def _waited(self) -> float:
-        """Seconds for which batches have waited without any of them being done."""
         return self._clock() - self._waits_since if self._waiting else 0.0
 
     @property

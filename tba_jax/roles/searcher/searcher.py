@@ -134,7 +134,6 @@ class Searcher:
         return found
 
     def _note_load(self) -> None:
-        """A snapshot was taken up."""
         self._stream.look(self.sampler.step)
         status = self._account.record.status
         status.step = max(status.step, self.sampler.step)
@@ -158,7 +157,6 @@ class Searcher:
             self._quota.wait(grants)
 
     def _ask(self) -> None:
-        """Hands the next query of the stream to the decoder."""
         samples = self._config.searchers.samples_per_query
         rows = np.arange(self._stream.taken * samples, (self._stream.taken + 1) * samples, dtype=np.uint32)
         query = next(self._stream)
@@ -232,7 +230,6 @@ class Searcher:
             return self.appender.appended(wait_seconds=wait_seconds)
 
     def close(self) -> None:
-        """Ends the threads that reward and append."""
         self.appender.close()
 
     def _decode(self, ahead: Callable[[], bool]) -> tuple[list[_Asked], Generation]:
@@ -285,14 +282,12 @@ def _rows_per_batch(config: Any) -> int:
 
 
 def _slots(config: Any) -> int:
-    """Sequences that are decoded side by side."""
     return config.searchers.slots or _rows_per_batch(config)
 
 
 def _sampling_settings(
     config: Any, contract: contract_lib.Contract, queries: Sequence[EncodedQuery], mesh: jax.sharding.Mesh
 ) -> dict[str, Any]:
-    """Arguments of Sampler."""
     s = config.searchers
     # A state may lie before the last token of a response: all other tokens are then given.
     given_length = contract.response_length - 1 if contract.step_ends else 0

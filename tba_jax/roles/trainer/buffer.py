@@ -77,8 +77,8 @@ def draw(index: ReplayIndex, selection: Selection, *, min_rows: int, seed: int, 
 class ReplayBuffer:
     """The rows that a trainer may draw, kept up with the log.
 
-    During a resume (`restore`, `replay`) the reader belongs to the caller's thread. From `follow` on the tail reads with it,
-    and other threads only ask for what it knows of writers (`LogReader.is_own`, `segment_rows`, `problems`).
+    From `follow` on the tail reads with the reader; other threads only ask for what it knows of writers (`LogReader.is_own`,
+    `segment_rows`, `problems`).
     """
 
     def __init__(self, config: Any, contract: contract_lib.Contract, run: layout.RunDir, *, recent_window: int):
@@ -226,8 +226,8 @@ class ReplayBuffer:
         return np.array(mounted, bool)[of_slot]
 
     def provenance(self, slots: np.ndarray, rewards: np.ndarray, *, step: int) -> dict[str, Any]:
-        """Of the batch of `step`: staleness int64[B], in steps; the mean number of distinct rows among the K of a group; where
-        there are mounts, the share of mounted rows, and the mean rewards of own and of mounted rows, where the batch has some.
+        """The staleness int64[B] of the batch of `step`, in steps; the mean number of distinct rows among the K of a group; and
+        with mounts, the share of mounted rows, and the mean rewards of own and of mounted rows.
         Args: slots: int64[B], the K of a query consecutive. rewards: float32[B]."""
         row_step = self.index.row_step[slots]
         groups = np.sort(slots.reshape(-1, self._selection.completions), axis=1)
@@ -318,7 +318,7 @@ def expired(kept: Mapping[int, Mapping[str, Need]]) -> dict[str, list[int]]:
 
 
 class SegmentExpiry:
-    """Knows what a resume from each checkpoint reads, and removes the other segments of this run in a thread."""
+    """Removes the segments that no resume from a kept checkpoint reads, in a thread."""
 
     def __init__(self, replay: Place, buffer: ReplayBuffer):
         self._replay, self._buffer = replay, buffer
@@ -328,8 +328,8 @@ class SegmentExpiry:
         self._removal: concurrent.futures.Future[None] | None = None
 
     def note(self, step: int) -> None:
-        """Notes what a resume from a checkpoint of the buffer as it is now reads. Where a writer is not followed, that is
-        unknown: nothing is removed as long as this checkpoint is kept."""
+        """Notes what a resume from a checkpoint of the buffer as it is now reads. Where a writer is not followed that is unknown,
+        and nothing is removed as long as this checkpoint is kept."""
         index, reader = self._buffer.index, self._buffer.reader
         sizes = {writer: reader.segment_rows(writer) for writer in index.writers}
         known = {writer: size for writer, size in sizes.items() if size is not None}

@@ -149,12 +149,9 @@ class Circumstances:
         self._always = {"checkpoint_bytes": needed, "logprob_gap_limit": logprob_gap.limit(trainer.config)}
 
     def __call__(self) -> dict[str, float]:
-        """Returns:
-        checkpoint_bytes, logprob_gap_limit. disk_free: bytes, where the disk tells its size.
-        reward_low, reward_high: the extent of the rewards of rows that have been resident, where it is known: rows that are gone
-          say whether one reward of all others is the best or the worst.
-        newest_row_lag: steps since the weights of the newest own row, if there is one.
-        """
+        """checkpoint_bytes, logprob_gap_limit; disk_free in bytes, where the disk tells it; reward_low and reward_high, the extent
+        of the rewards of all rows that have been resident, where it is known; newest_row_lag, the steps since the weights of the
+        newest own row, if there is one."""
         self._look_at_new_rows()
         found = dict(self._always)
         if self._low < self._high or (self._arrival >= 0 and self._sees_all):
@@ -206,7 +203,6 @@ class _Wait:
             log.warning("has waited %.0f s for %s", relief.waited, told)
 
     def ends(self) -> None:
-        """There were rows for a step."""
         self._relief.stepped()
         self._status.waits("", seconds=0.0)
         self._say = 0.0
@@ -224,7 +220,6 @@ def run_trainer(trainer: Trainer, run: layout.RunDir, *, stop: Callable[[], bool
             trainer.report_problems()
 
     def beside() -> None:
-        """What is told of the step before, and that there were rows for this one: while the devices compute."""
         wait.ends()
         record()
 

@@ -47,7 +47,7 @@ class _Drawn:
 
 class TrainerAccount(TimeAccount):
     """A time account that also adds up the time from the end of an update to the dispatch of the next one, without _LEFT_OUT. An
-    update that ends while the host is at work counts as done from when the host last saw it under way."""
+    update that ends unseen counts as done from when the host last saw it under way."""
 
     def __init__(self, record: Record | None = None) -> None:
         super().__init__(record)
@@ -97,7 +97,7 @@ class TrainerAccount(TimeAccount):
         self._is_done, self._idle_since, self._left_out = None, moment, 0.0
 
     def shares(self) -> dict[str, float]:
-        """As of TimeAccount, and `devices_wait_for_host`: the share in which the devices wait for the trainer's own host work."""
+        """The shares of TimeAccount, and `devices_wait_for_host`: that in which the devices wait for the trainer's host work."""
         return super().shares() | {"devices_wait_for_host": self._waited / self.total()}
 
 
@@ -324,7 +324,7 @@ class Trainer:
         return missing
 
     def publish_what_is_new(self) -> bool:
-        """As `publish_unless_there`, after what is being published is there."""
+        """Calls `publish_unless_there` once what is being published is there."""
         self.publishing.wait()
         return self.publish_unless_there()
 
