@@ -121,7 +121,7 @@ def icepop(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = −mean_{i,j} 1/|y| Σ_t [ M(ρ_t) A − β k3_t ],  M(ρ) = ρ within [icepop_low, icepop_high], else 0.
 
     IcePop: GRPO without the tokens on which learner and sampler disagree too much (Ling team 2025, "Every Step Evolves").
-    A as in `grpo`. The paper's ρ has the learner's π_θ_old instead of π_θ, and its loss also has GRPO's clipped ratio π_θ/π_θ_old:
+    A as in `grpo`. The paper's ρ has the learner's π_θ_old instead of π_θ, and its loss has GRPO's clipped ratio π_θ/π_θ_old too:
     with one update a batch that ratio is 1, and the gradients are the same.
     """
     s, ratio = inputs.settings, token_ratios(outputs.logprobs, inputs)
@@ -171,7 +171,7 @@ def tba_prime(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = −mean_{i,j} Σ_t w_t A_ij / n_ij,  w_t = min( π_θ/π_behaviour, importance_clip ), or log π_θ if importance_clip is 0.
 
     TBA′, the token-level form of trajectory balance for larger models (TBA paper, TBA′).
-    n = R for all rows (row_divisor `response_budget`), or n_ij = |x_i| + |y_ij|, the tokens of prompt and response (`row_length`),
+    n = R for all rows (row_divisor `response_budget`), or n_ij = |x_i| + |y_ij|, tokens of prompt and response (`row_length`),
     as in the authors' code where a micro-batch is one row.
 
     If importance_clip is 0, no log ratio is clipped and n = R, the gradient is β/(2R) times the gradient of trajectory balance.

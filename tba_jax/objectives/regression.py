@@ -63,7 +63,7 @@ def a_star_po(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = mean_{i,j} ( β log π_θ(y_ij|x_i)/π_ref(y_ij|x_i) − (r_ij − V̂*_ij) )²,  V* = β log E_{π_ref} exp(r/β).
 
     A*-PO: regression on the optimal advantage of the reference policy (Brantley et al. 2025).
-    V̂*: the paper samples π_ref once for every prompt, before training. A run here holds no rows of π_ref for most prompts, so the
+    V̂*: the paper samples π_ref once for every prompt, before training. A run here has no rows of π_ref for most prompts, so the
     query's other rows stand for these samples, weighed by π_ref/π_behaviour (`reference_values`). So rows must be as they were
     drawn, and none twice in a group (Objective.as_drawn).
 
@@ -79,7 +79,7 @@ def flowrl(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = mean_{i,j} w ( log Z_φ(x) + log π_θ(y|x)/|y| − r̂/β − log π_ref(y|x)/|y| )²,  r̂ = (r − r̄)/std of the group.
 
     FlowRL: trajectory balance of mean log-probs with a learned log Z (Zhu et al. 2025).
-    w = clip( π_θ(y|x)/π_behaviour(y|x), 1 − clip_low, 1 + clip_high ), of the whole response, detached. The paper's β is 1/β here.
+    w = clip( π_θ(y|x)/π_behaviour(y|x), 1 − clip_low, 1 + clip_high ), of the whole response, detached. The paper's β is 1/β.
 
     Optimum, on rows of one fixed policy of full support: π_ref·exp(|y| (r̂/β − log Z)), with the log Z at which it is a
     distribution: it is not p*. Log Z is linear in the mean state of the prompt's tokens, through which no gradient flows; the

@@ -272,8 +272,10 @@ def tell(report: Mapping[str, Any], config: Any, *, writer: MetricWriter, watch:
 
 
 class PendingSteps:
-    """Finds published snapshots that are due for evaluation and have none yet: the first, multiples of every_steps, the last. Each
-    call looks at newer snapshots alone: an object store lists every file of every snapshot."""
+    """Finds published snapshots that are due for evaluation and have none: the first, multiples of every_steps, the last.
+
+    Each call looks at newer snapshots alone: an object store lists every file of every snapshot.
+    """
 
     def __init__(self, run: layout.RunDir, *, every_steps: int, final_step: int):
         self._run, self._every_steps, self._final_step = run, every_steps, final_step

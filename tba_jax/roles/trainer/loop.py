@@ -149,7 +149,7 @@ class Circumstances:
         self._always = {"checkpoint_bytes": needed, "logprob_gap_limit": logprob_gap.limit(trainer.config)}
 
     def __call__(self) -> dict[str, float]:
-        """checkpoint_bytes, logprob_gap_limit; disk_free in bytes, where the disk tells it; reward_low and reward_high, the extent
+        """checkpoint_bytes, logprob_gap_limit; disk_free in bytes, where the disk tells; reward_low and reward_high, the extent
         of the rewards of all rows that have been resident, where it is known; newest_row_lag, the steps since the weights of the
         newest own row, if there is one."""
         self._look_at_new_rows()
