@@ -28,8 +28,8 @@ class Rule:
     choices are the names in this registry (see Schema.refusals). given: a text must not be empty. Choices hold for each text of a
     tuple, too.
 
-    path: the setting names a path, which is absolute from when a config is read, see recipes.absolute_paths. always: it is one;
-    or hub: it is one if it is there, and else may be a name on the hub; of class: it may be FILE.py:CLASS.
+    path: the setting names a path, which recipes.absolute_paths makes absolute; "or hub": if it is there, else a name on the hub;
+    "of class": it may be FILE.py:CLASS.
 
     free, fixed: a resumed run may always change the setting, or never.
     """

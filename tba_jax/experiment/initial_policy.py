@@ -22,7 +22,7 @@ from tba_jax.models.policy import LoraConfig, Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.programs import Program
 from tba_jax.replay.log import GIVEN, REGISTER, registration
-from tba_jax.roles.process_group import Alone, Group, Member
+from tba_jax.roles.process_group import Group, Member
 from tba_jax.roles.trainer import publishing
 from tba_jax.roles.trainer.update_program import behavior_reader
 from tba_jax.schemas import Mistakes, require
@@ -97,7 +97,7 @@ def ensure(
     """
     if places.exists(run.initial_reference):
         return layout.reference_id(run)
-    group, draft = group or Alone(), run.draft
+    group, draft = group or Group(), run.draft
     places.make_folder(draft.parent)
     _write(draft, experiment, contract_lib.read(run)["init_from"], report=report, status=status or Status(None), group=group)
     reference_id = snapshots.fingerprint(draft)

@@ -13,7 +13,7 @@ from tba_jax.models import hardware
 from tba_jax.replay import journal
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, rendezvous
-from tba_jax.roles.process_group import Alone, Group, Member
+from tba_jax.roles.process_group import Group, Member
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.world import ALONE, World
 from tba_jax.schemas import Mistakes, flatten
@@ -202,7 +202,7 @@ def reference(s: Invocation) -> Job:
 def _group(s: Invocation) -> Group | Member:
     """Meets the other processes of the trainer, if there are any. Returns the group to lead, or the membership to follow."""
     if s.world.processes == 1:
-        return Alone()
+        return Group()
     if s.config.schedule.mode == "interleaved":
         raise ValueError(f"--processes={s.world.processes} and schedule.mode=interleaved exclude each other: it is one process")
     told = {f"config.{name}": value for name, value in flatten(contract_lib.plain(s.config.to_dict())).items()}
@@ -244,7 +244,7 @@ def make_trainer(
     """
     from tba_jax.roles.trainer.resume import CheckpointLeftOut
 
-    group, record = group or Alone(), record or record_of(s, "trainer")
+    group, record = group or Group(), record or record_of(s, "trainer")
     while True:
         # Where the newest checkpoint did not count and is gone, the schedules of the steps after the one before are asked again.
         with contextlib.suppress(CheckpointLeftOut):

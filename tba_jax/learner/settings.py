@@ -64,14 +64,9 @@ def make_schedules(c: Any) -> update.Schedules:
 
 
 def limits(tokens: int, *, prompt: int, response: int, queries: int, completions: int, ways: int, shares: bool) -> Limits:
-    """What micro-batches hold.
+    """What micro-batches hold. Raises ValueError: the mesh does not divide the batch, or `tokens` hold no row for each data way.
 
-    Args:
-      tokens: learner.micro_batch_tokens, 0: the whole batch, whatever its rows' lengths. prompt, response: P and R.
-      ways: see sharding.row_ways. shares: see row_layout.Limits.
-
-    Raises:
-      ValueError: the mesh does not divide the batch, or `tokens` do not hold a row for each data way; names the setting.
+    Args: tokens: learner.micro_batch_tokens, 0: the whole batch. prompt, response: P and R. ways: see sharding.row_ways.
     """
     batch = queries * completions
     sharding.check_ways(batch, ways, what="learner.queries × learner.completions", mesh="learner.mesh")

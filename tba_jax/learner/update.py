@@ -1,12 +1,10 @@
 """The learner's mathematics: one update on Q queries × K completions, in micro-batches of any size, and the moving reference.
 
-The model computes sequences of rows (packing/), and the objective rows: log-probs are brought from the one to the other. An
-objective couples the K rows of a query, but a micro-batch need not hold them all. Both ways are exact:
+An objective couples the K rows of a query, but a micro-batch need not hold them all. Both ways are exact:
 
 - whole groups: a micro-batch evaluates the objective on its own groups, and gradients are added;
-- any split: a first pass scores all rows, the objective's gradient with respect to the log-probs [B, R] is taken on the
-  whole batch, and a second pass pulls it back through the model one micro-batch at a time. The values
-  [B, R] of a value head are treated the same way: the head shares the policy's states, so its loss has a gradient for the policy.
+- any split: a first pass scores all rows, the objective's gradient with respect to log-probs and values [B, R] is taken on the
+  whole batch, and a second pass pulls it back through the model one micro-batch at a time.
 """
 
 import dataclasses
@@ -77,9 +75,8 @@ InputsOf = Callable[[Batch], ObjectiveInputs]
 class LearnerConfig:
     """Static settings of an update.
 
-    limits: the limits of micro-batches; logit_bytes: the most bytes of logits at a time, over all devices, see
-    scoring.token_logprobs; space: the run's response space; remat: a name of layers.REMAT; has_reference: whether there is a
-    reference policy, from which the distance is measured.
+    limits: of micro-batches; logit_bytes: the most bytes of logits at a time, over all devices; space: the run's response space;
+    remat: a name of layers.REMAT; has_reference: whether there is a reference policy, from which the distance is measured.
     """
 
     policy: Policy
@@ -323,10 +320,10 @@ def moved(reference: Params, params: Params, *, decay: float) -> Params:
 
 
 class MovingReference:
-    """The moving reference of a run: weights like those that are trained, sharded as they are.
+    """A reference that moves with the policy (TBA′; TBA paper, method): reset to it every ρ updates, or its moving average.
 
-    A moving average is float32: its small steps would be lost in fewer bits. A reference that is reset to the policy is only
-    computed with, and rests in the model's compute dtype, to which every use would cast it: its log-probs are the same.
+    Rows carry the log-probs of the initial reference, so a batch is scored again with the reference of its step. A moving average
+    is float32, since its small steps would be lost in fewer bits; a reset reference rests in the model's compute dtype.
     """
 
     def __init__(self, config: LearnerConfig, mesh: Mesh, *, every_steps: int, decay: float, offload: bool):

@@ -1,12 +1,10 @@
 """Where rows lie in sequences, so that a model computes what rows hold, a prompt once for its rows, and little padding.
 
-There are two layouts. Which one is used follows from the attention kernel (scoring.shares_prompts):
+Which of two layouts is used follows from the attention kernel (scoring.shares_prompts):
 
 - Shared prompts. A prompt is one segment, and the response of each of its rows another one, in the same sequence or in a later
   one, whose tokens attend to the prompt and to their own response.
 - Rows apart. Each row is one segment, with a prompt of its own.
-
-Where tokens lie follows from the rows' lengths, and from which prompts are equal.
 """
 
 import bisect

@@ -38,8 +38,7 @@ class Rules:
     """What stays in the window: settings of the section replay, which the schema and experiment/checks.py check.
 
     capacity: resident rows in total (replay.capacity). capacity_per_query: of one query.
-    merge_duplicates: of identical responses to a query one stays; otherwise all stay, and frequent responses weigh more in what
-      is drawn.
+    merge_duplicates: of identical responses to a query one stays; otherwise frequent responses weigh more in what is drawn.
     merge_edit_distance: a response is merged with the nearest older one of its query also where the edit distance over tokens is
       below this share of both lengths together; 0 = identical responses only. See `merges_late`.
     merge_cosine_distance: the same where the cosine distance of their embeddings is at most this; one of the two settings.
@@ -58,9 +57,8 @@ class Rules:
     def merges_late(self) -> bool:
         """Whether rows are merged when they leave the recent window (ReplayIndex.merge), and not as they arrive.
 
-        Recent rows stand for the policy. If they were merged with near-copies or with an older row of a higher reward, a policy
-        that repeats one response would have few or none of its rows drawn, and no update would make that response less likely.
-        Where the newest of identical responses stays, every response of the policy keeps a row, so these are merged at once.
+        Recent rows stand for the policy: if they were merged with near-copies, or with an older row of a higher reward, a policy
+        that repeats one response would have few or none of its rows drawn, and would not unlearn it.
         """
         return self.merge_duplicates and bool(self.merge_edit_distance or self.merge_cosine_distance or self.merge_keep == "best")
 
@@ -100,11 +98,10 @@ class ReplayIndex(Window):
     def add(self, writer: str, rows: Rows, *, step: int, own: bool = True, rows_per_append: int = 1) -> None:
         """Integrates rows of one writer's log, in order, as visible from trainer step `step` on.
 
-        own: whether they are of this run. Weights of other runs count as those of step 0, where this run begins.
-        rows_per_append: of the writer, see SuccessCounts.
+        own: whether they are of this run; weights of other runs count as those of step 0. rows_per_append: see SuccessCounts.
 
-        Invalid rows are counted and left out. Of identical responses the older row leaves, unless rows are merged late. A full
-        query loses its oldest row, then a full window. How rows are split over calls makes no difference.
+        Invalid rows are counted and left out. The older of identical responses leaves, unless rows are merged late. A full query
+        loses its oldest row, then a full window. How rows are split over calls makes no difference.
 
         Raises ValueError: rows of another schema, row numbers that are not consecutive, or rows below the writer's head.
         """

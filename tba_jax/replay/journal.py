@@ -1,8 +1,7 @@
 """The write-ahead journal of the trainer: one durable line a step, before anything shows the update.
 
-Each trainer process writes its own file, `epoch-000001.jsonl`, under the epoch its lease gave it. `read_lineage` joins
-the files to the one history that a resumed trainer replays, and reads no more of it than the steps that are asked for. `Again`
-gives an index the rows of the lines: it is that of the trainer that journalled them.
+Each trainer writes its own file, `epoch-000001.jsonl`, under the epoch its lease gave it. `read_lineage` joins the files to the
+one history that a resumed trainer replays, and `Again` gives an index the rows of its lines.
 """
 
 import concurrent.futures
@@ -41,13 +40,8 @@ def journal_line(
 ) -> dict[str, Any]:
     """One step's line; the journal adds the epoch.
 
-    Args:
-      step: trainer step, from 1.
-      visible: what this step integrated, in order, each a ledger.integration; writers without news may be left out.
-      ids: (writer, row) of the batch, in order.
-      reward_version: version of the reward that scored the batch.
-      key: what the step's random key was folded with.
-      rows: the batch, whose hash the line holds.
+    Args: step: from 1. visible: what this step integrated, in order, each a ledger.integration. ids: (writer, row) of the batch,
+    in order. key: what the step's random key was folded with. rows: the batch, whose hash the line holds.
     """
     numbers: dict[str, int] = {}
     drawn = [[numbers.setdefault(writer, len(numbers)), int(row)] for writer, row in ids]
@@ -161,12 +155,9 @@ def read_lineage(folder: Path, *, after: int = 0, must_exist: bool = False) -> L
     """The lines of the steps `after` + 1, `after` + 2, … that count: a step recorded by several epochs belongs to the highest.
 
     Lines of an epoch at or after the first step of a later epoch were abandoned and are left out. The last line of a file that
-    a crash tore is ignored: no update followed it. Without a folder there are no lines.
+    a crash tore is ignored: no update followed it. Without a folder there are no lines, unless it must exist.
 
-    The files are read from their ends back to the step `after`, so that the time follows from the lines after it, and the memory
-    from one block. Damage of lines up to that step does no harm.
-
-    Args: must_exist: the caller knows that there is a folder.
+    The files are read from their ends back to the step `after`: damage before it does no harm.
 
     Raises: FileNotFoundError: the folder must exist and does not. ValueError: after `after`, a line is malformed (file and line
     number) or a step is missing.

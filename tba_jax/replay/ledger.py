@@ -1,8 +1,7 @@
 """What became of every row: committed = resident + evicted + rejected + damaged + expired + passed over + unseen, by writer.
 
 Gaps are committed rows that a trainer never gives to its index. A journal line records each integration of its step: the heads
-after it, and the gaps below them. What a resume cannot read any more leaves the index where it begins, and the first line after
-it records that loss with its step: who begins earlier takes these rows out at the same step.
+after it, and the gaps below them. The first line after a resume records the rows that it could not read any more, and its step.
 """
 
 import bisect

@@ -64,19 +64,10 @@ class LogWriter:
         info: Mapping[str, Any],
         claim: bool = True,
     ):
-        """Claims the writer id.
+        """Claims the writer id. Raises ValueError: it is malformed or used. OSError: the folder cannot be written.
 
-        Args:
-          root: the replay folder, `RunDir.replay`.
-          writer: lower-case letters, digits and dashes; never used before under `root`.
-          rows_per_append: rows in every append, the chunk of the storage.
-          segment_appends: appends in a segment, the unit of retention.
-          info: who writes (host, pid, start time); stored as it is.
-          claim: False: the caller claims the id by `claim` after writing; until then no reader sees the log.
-
-        Raises:
-          ValueError: a malformed or used writer id.
-          OSError: the folder cannot be written.
+        Args: root: `RunDir.replay`. rows_per_append: of every append, the storage's chunk. segment_appends: of a segment, the
+        unit of retention. info: who writes, stored as it is. claim: False: no reader sees the log until `claim` is called.
         """
         if not WRITER_NAME.fullmatch(writer):
             raise ValueError(f"writer id {writer!r} must match {WRITER_NAME.pattern}: it is a folder name under {root}")
@@ -114,12 +105,10 @@ class LogWriter:
         return self._next_row
 
     def append(self, rows: Rows) -> range:
-        """Commits one append; returns its row numbers once they are durable and visible.
+        """Commits rows_per_append rows that continue at `next_row`; returns their numbers once they are durable and visible.
 
-        Args: rows: exactly rows_per_append rows whose `row` column continues at `next_row`.
-
-        Raises: ValueError: wrong columns, dtypes, shapes, count or row numbers; nothing was written. OSError: the storage
-        refused. The writer stands where it stood, and the same rows may be appended again.
+        Raises ValueError: wrong columns, dtypes, shapes, count or row numbers. OSError: the storage refused; the same rows may be
+        appended again.
         """
         size = self._schema.rows_per_append
         count = check_rows(rows, self._shape)

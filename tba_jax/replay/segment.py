@@ -1,8 +1,7 @@
 """One segment of a writer's log: an OCDBT database with one zarr3 array of packed appends and a head.
 
-A segment holds a fixed number of appends. Every append is one chunk of the array `appends` uint8[segment_appends,
-append_bytes] plus the key `head`, committed in one atomic transaction: a reader sees all of it or nothing. The bytes of an
-append are its columns one after the other, in the schema's order, each in C order and little-endian.
+Every append is one chunk of the array `appends` uint8[segment_appends, append_bytes] plus the key `head`, committed in one atomic
+transaction. The bytes of an append are its columns one after the other, in the schema's order, in C order and little-endian.
 
 Segments that retention removes are named in a file first and then deleted, so that a reader can tell them from damage.
 """

@@ -36,15 +36,14 @@ class Selection:
 
     queries, completions: Q, K.
     recent_probability: m, the probability that a position draws from the recent pool.
-    recent_window: a row is recent if it became visible in the last so many trainer steps at which rows did (see
-      `Window.recent_since`). What becomes visible at one step is whole appends of searchers.
+    recent_window: a row is recent if it became visible in the last so many trainer steps at which rows did (Window.recent_since).
     recent_fill: the rows of a recent query with fewer than K recent ones. repeat: these alone, repeated; older: its newest K;
       wait: its newest K, and no query with fewer than K eligible rows is drawn, so that no batch has a row twice.
       Under max_draws_per_row it is always the newest K: repeats would draw rows past the limit.
     strategy: a key of STRATEGIES, for the responses of positions outside the recent pool.
     inverse_temperature: of the softmax strategy.
     max_draws_per_row: a row drawn as often is not eligible (0 = off). A query then waits until K of its rows are, or until new
-      ones have come since it was drawn: a policy that has few different responses to it would never give K.
+      ones have come since it was drawn.
     max_staleness: a row whose oldest weights are more trainer steps old is not eligible (0 = off).
     """
 

@@ -96,10 +96,7 @@ class SuccessCounts:
     with rewards r changes the counts of its query so:
         successes ← λ · successes + Σ r
         trials    ← λ · trials + k
-    A reward within (0, 1) is so much of a success. Under the prior Beta(1, 1) the posterior of the success rate is
-    Beta(1 + successes, 1 + trials − successes): these are α and β of MoPPS, α ← λ α + (1 − λ) α⁰ + s, with α⁰ = β⁰ = 1.
-
-    The state is a function of the rows in their order, however they are split over calls.
+    Under the prior Beta(1, 1) the posterior of the success rate is Beta(1 + successes, 1 + trials − successes): α and β of MoPPS.
 
     Attributes: outside: (row, reward) of the first row whose reward is not within [0, 1]. Such rows are not counted.
     """
@@ -147,12 +144,10 @@ class SuccessCounts:
         return np.fromiter(self._counts, np.uint64, len(self._counts)), values
 
     def measure(self) -> tuple[dict[str, float], np.ndarray]:
-        """Numbers for the metrics; ({}, empty) where nothing is counted, or rewards are not within [0, 1].
+        """Metrics, and float64[n], successes / trials of each query; ({}, empty) if nothing is counted, or a reward is outside.
 
-        Returns:
-          success_rate, the mean of successes / trials over queries; queries_failed, queries_solved and queries_mixed, the shares
-          of the queries of whose last visit no response, every response, and anything between succeeded. A partial success is
-          between. And float64[n], successes / trials of each query.
+        success_rate: the mean of successes / trials. queries_failed, queries_solved, queries_mixed: the shares of the queries of
+        whose last visit no response, every response, and anything between succeeded.
         """
         values = self._columns()[1]
         if self.outside is not None or not len(values):

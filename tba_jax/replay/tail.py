@@ -143,14 +143,9 @@ class Tail:
         most_behind: int = 0,
         arrival_bytes: int = ARRIVAL_BYTES,
     ):
-        """
-        Args:
-          reader: no other thread may use it from `start` on, but for what LogReader says is thread-safe.
-          heads: rows of each writer that the index holds or has seen already.
-          poll_seconds: between two polls, see places.poll_seconds.
-          most_behind: rows; who is further behind passes over the oldest, as many of each writer as it has more than the others.
-            0: no row is passed over.
-          arrival_bytes: of rows that are read and not integrated, beyond which no more are read.
+        """Args: reader: no other thread may use it from `start` on, but for what is thread-safe. heads: rows of each writer
+        that the index has seen. most_behind: rows; who is further behind passes over the oldest, of the writers that have
+        most; 0: no row is passed over. arrival_bytes: of rows that wait for `integrate`, beyond which no more are read.
         """
         self._reader = reader
         self._read_to = dict(heads)

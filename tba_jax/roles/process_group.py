@@ -1,8 +1,8 @@
 """What the processes of one trainer tell each other while they run: process 0 leads, the others follow.
 
-Process 0 runs the trainer, and decides alone. Before each program of the common mesh it calls the others by the name of what
-comes next, so that all of them dispatch the same programs in the same order. Nobody waits in a collective for a process that has
-left: every process sees the end of the others, and then ends as well. Its exit code is PEER_LOST, or the code of the failure.
+Process 0 decides alone. Before each program of the common mesh it calls the others by the name of what comes next, so that all
+dispatch the same programs in the same order. Every process sees the end of another one, and then ends as well, so that nobody
+waits in a collective for it. Its exit code is PEER_LOST, or the code of the failure.
 """
 
 import atexit
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -42,11 +42,10 @@ _COMMON_CODES = (
 )
 
 
-class Group(Protocol):
-    """What a trainer asks of its process group. `Alone` is the group of a single process, `Leader` that of several."""
+class Group:
+    """What a trainer asks of its process group. This is the group of a single process, `Leader` that of several."""
 
-    @property
-    def processes(self) -> int: ...
+    processes = 1
 
     def call(self, name: str, arrays: Mapping[str, np.ndarray] | None = None, **content: Any) -> None:
         """Lets all other processes do what is called `name`, after what they were called for before. Does not wait for it."""
@@ -56,39 +55,18 @@ class Group(Protocol):
 
     def reports(self, name: str) -> list[dict[str, Any]]:
         """Waits until each other process has sent one report of this name; [] without other processes."""
-
-    def is_asked_to_stop(self) -> bool:
-        """Whether a signal has asked another process of the trainer to stop."""
-
-    def guard(self, *mistakes: type[BaseException]) -> contextlib.AbstractContextManager[None]:
-        """An error in this context ends the other processes as well. Args: mistakes: errors that are mistakes of the user."""
-
-    def end(self, code: int) -> None:
-        """Ends the group, once all processes have done what they were called for. Args: code: exit code of all of them."""
-
-
-class Alone:
-    """The group of a trainer of one process."""
-
-    processes = 1
-
-    def call(self, name: str, arrays: Mapping[str, np.ndarray] | None = None, **content: Any) -> None:
-        pass
-
-    def aside(self, name: str, **content: Any) -> None:
-        pass
-
-    def reports(self, name: str) -> list[dict[str, Any]]:
         return []
 
     def is_asked_to_stop(self) -> bool:
+        """Whether a signal has asked another process of the trainer to stop."""
         return False
 
     def guard(self, *mistakes: type[BaseException]) -> contextlib.AbstractContextManager[None]:
+        """An error in this context ends the other processes as well. Args: mistakes: errors that are mistakes of the user."""
         return contextlib.nullcontext()
 
     def end(self, code: int) -> None:
-        pass
+        """Ends the group, once all processes have done what they were called for. Args: code: exit code of all of them."""
 
 
 class _Peer:
@@ -178,7 +156,7 @@ class _Process:
 
     @contextlib.contextmanager
     def guard(self, *mistakes: type[BaseException]) -> Iterator[None]:
-        """An error in this context ends the other processes as well. Args: mistakes: errors that are mistakes of the user."""
+        """See Group.guard."""
         try:
             yield
         except BaseException as error:
@@ -244,7 +222,7 @@ def _exit_at_once(code: int) -> None:
     os._exit(code)
 
 
-class Leader(_Process):
+class Leader(_Process, Group):
     """Process 0 of a trainer of several processes."""
 
     def __init__(self, wires: Mapping[int, Wire], hosts: Mapping[int, str], *, heartbeat_seconds: float):

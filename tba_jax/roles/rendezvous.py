@@ -1,8 +1,7 @@
 """How the processes of a trainer find each other: process 0 awaits the others at the coordinator's address.
 
-They meet before JAX looks for devices. Process 0 leaves a key in the workdir: a process that can read it sees the same workdir,
-and is of the same run. Each proves to the other that it has read the key. Process 0 compares what each of them would compute,
-and only then JAX' own runtime is started among them, on a port that process 0 has found free.
+They meet before JAX looks for devices. Each proves that it has read a key that process 0 leaves in the workdir, and so is of the
+same run. Process 0 compares what each of them would compute; then JAX' own runtime is started on a port that it has found free.
 """
 
 import contextlib
@@ -46,15 +45,10 @@ class Limits:
 def meet(world: World, *, workdir: Path, settings: Mapping[str, Any], visible_gpus: int, limits: Limits) -> Leader | Member:
     """Returns once all processes of the trainer are there, and JAX knows the devices of all of them.
 
-    JAX must not have looked for devices before.
+    Args: workdir: absolute. settings: what must be the same in all processes, name -> JSON. visible_gpus: of this process.
 
-    Args:
-      workdir: of the run, absolute. settings: what must be the same in all processes, name -> a value of JSON.
-      visible_gpus: GPUs that this process sees.
-
-    Raises:
-      ValueError: the processes do not come together, do not see the same workdir, or would not compute the same; in every
-        process that is there, by the same sentence.
+    Raises ValueError, by the same sentence in every process that is there: the processes do not come together, do not see the
+    same workdir, or would not compute the same.
     """
     devices = world.local_devices(visible_gpus)
     hello = {

@@ -187,12 +187,10 @@ def _compared(there: Any, here: Any) -> str:
 def join(run: layout.RunDir, config: Any, contract: Contract, *, init_from: str = "") -> None:
     """Makes config.json, if the run has none; else compares the contracts, and writes nothing.
 
-    Args:
-      init_from: RUN@STEP, the policy that the run starts from; "": the policy of the config, or of config.json.
+    Args: init_from: RUN@STEP, the policy that the run starts from; "": that of the config, or of config.json.
 
-    Raises:
-      ValueError: the contract differs (names every differing field with both values), another version of tba_jax made the run,
-        it began from another policy, or the workdir cannot be written.
+    Raises ValueError: the contract differs (names every differing field with both values), another version of tba_jax made the
+    run, it began from another policy, or the workdir cannot be written.
     """
     mine = {
         "format": FORMAT,

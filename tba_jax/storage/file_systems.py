@@ -104,8 +104,8 @@ def no_room(error: BaseException, folder: Path | None) -> str:
 def hold(folder: Path, *, number: int = -1) -> Path:
     """A path of an existing folder that leads there wherever the folder is moved, and nowhere once it is removed (Linux).
 
-    For tensorstore, orbax and JAX, which make missing folders by themselves: they would make a workdir anew that was moved away
-    meanwhile. The folder stays open until `let_go`. Elsewhere than on Linux it is the folder's own path.
+    tensorstore, orbax and JAX would make a workdir anew that was moved away meanwhile. The folder stays open until `let_go`.
+    Elsewhere than on Linux it is the folder's own path.
 
     Args: number: of the file descriptor, where the path must be the same in every process.
     """

@@ -127,12 +127,8 @@ class RunDir:
 def open_run_dir(workdir: Path | str, shared: str = "") -> RunDir:
     """The run in a workdir, wherever its roles meet.
 
-    Args:
-      workdir: a folder, or the URL where the roles of a run meet; such a run has nothing local.
-      shared: the folder or URL where its roles meet; "" stands for the place that the workdir names, else for the workdir.
-
-    Raises:
-      ValueError: the run meets elsewhere than in `shared`; names both.
+    Args: workdir: a folder, or the URL where the roles of a run meet; such a run has nothing local. shared: where its roles meet;
+    "": the place that the workdir names, else the workdir. Raises ValueError: the run meets elsewhere; names both.
     """
     if isinstance(workdir, str) and isinstance(found := places.place(workdir), places.Bucket):
         return RunDir(Path(os.devnull), found)  # below a file there is nothing, and nothing can be made

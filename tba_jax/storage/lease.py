@@ -1,9 +1,8 @@
 """The epoch lease: exactly one trainer in a workdir.
 
 `epoch-000001.lease` is created exclusively by the trainer that takes epoch 1; a trainer whose epoch is no longer the highest must
-stop. The kernel tells whether a holder on this machine lives. A holder on another machine shows it by its heartbeat: while it
-renews the lease, `acquire` refuses; else it waits at most `ttl_seconds`. Clocks differ: a heartbeat of the last hour has half
-that time to be renewed, however old it looks.
+stop. The kernel tells whether a holder on this machine lives, and a holder on another machine shows it by its heartbeat. Clocks
+differ: a heartbeat of the last hour has half of `ttl_seconds` to be renewed, however old it looks.
 """
 
 import logging

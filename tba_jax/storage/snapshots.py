@@ -74,17 +74,13 @@ def save(
     """Writes one snapshot; it becomes visible as a whole at the end.
 
     Args:
-      folder: the snapshot's final place. A snapshot that a trainer of the same or an earlier epoch left there is replaced.
-      params: arrays on device or host. A device array is written shard by shard.
-      dtype: dtype on disk.
-      durable: whether to wait until a local device has the bytes. If not, a loss of power may damage the snapshot; a reader then
-        says so, and a resumed trainer derives it again from journal and log.
-      check: called right before the snapshot becomes visible. If it raises, so does this function, and nothing is visible.
+      folder: the final place. A snapshot that a trainer of the same or an earlier epoch left there is replaced.
+      params: arrays on device or host. dtype: on disk.
+      durable: whether to wait until a local device has the bytes. If not, a loss of power may damage the snapshot.
+      check: called right before the snapshot becomes visible; where it raises, nothing is.
       others: the other processes that hold shards of `params`; None: this one holds all of them.
 
-    Raises:
-      OSError: the storage refused (full, read-only). ValueError: a trainer of a later epoch has written this step. Nothing is
-        visible then.
+    Raises OSError: the storage refused. ValueError: a trainer of a later epoch has written this step. Nothing is visible then.
     """
     _refuse_later_epoch(folder, info)
     draft = folder
@@ -260,12 +256,10 @@ def _check_is_there(folder: Place, commit: bytes) -> None:
 def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
     """Restores a snapshot in `shardings`; every device reads its own shard only.
 
-    Args:
-      specs: the parameters of the snapshot. shardings: a tree of the same structure, parameters.shardings(specs, mesh).
-      dtype: dtype of the returned parameters, whatever the dtype on disk.
+    Args: specs: of the snapshot. shardings: a tree of the same structure. dtype: of the result, whatever the dtype on disk.
 
-    Raises as `open_arrays`; FileNotFoundError also where the snapshot is not the same any more at the end (it may have been
-    pruned, or published again by a trainer that resumed), Damaged where the bytes of a parameter are damaged.
+    Raises as `open_arrays`; FileNotFoundError also where the snapshot was pruned or published again meanwhile, Damaged where the
+    bytes of a parameter are damaged.
     """
     commit = _commit(folder)
     loaded = _load(folder, specs, shardings, dtype=dtype, commit=commit)
@@ -345,7 +339,8 @@ def prune(
     removed = [step for step in there[:-keep] if step % keep_every and step != final_step]
     scored = scores() if removed else {}
     if not scored.keys().isdisjoint(removed):
-        removed.remove(max((step for step in there if step in scored), key=lambda step: (scored[step], step)))
+        best = max((step for step in there if step in scored), key=lambda step: (scored[step], step))
+        removed = [step for step in removed if step != best]
     for step in removed:
         remove(policies, step)
     return removed

@@ -1,7 +1,7 @@
 """What a process tells beside its metrics: its status.json, the shares of its time, and traces of --profile=START:STEPS.
 
 A trainer traces its steps START to START + STEPS − 1. A searcher traces the first STEPS batches, and an evaluator the first
-evaluation, of the weights that step START begins with, or newer ones. JAX is imported late: `version` works where JAX is broken.
+evaluation, of the weights that step START begins with, or newer ones. `version` imports this where JAX is broken.
 """
 
 import contextlib

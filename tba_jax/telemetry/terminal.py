@@ -63,8 +63,9 @@ def facts(told: Mapping[str, Told], *, steps: int, now: float) -> list[tuple[str
         found.append(("reward", "  ".join((f"{figures['reward']:.3f}", *apart))))
     if "greedy_reward" in held_out:
         score, best_step = f"{held_out['greedy_reward']:.3f} at step {evaluator.step}", held_out.get("best_step", evaluator.step)
-        more = "" if best_step == evaluator.step else f"  best {held_out['best_greedy_reward']:.3f} at step {best_step:.0f}"
-        found.append(("held-out", score + more))
+        if best_step != evaluator.step:
+            score += f"  best {held_out['best_greedy_reward']:.3f} at step {best_step:.0f}"
+        found.append(("held-out", score))
     if speed:
         pace = f"{speed:.1f} steps/s" if speed >= 1 else f"{1 / speed:.1f} s/step"
         tokens = [f"{figures['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in figures else []

@@ -86,8 +86,7 @@ class SearchReport:
     failure: why the first unscored row could not be scored, "" if the task does not say.
     equal_reward_groups: share of the queries whose rows all have the same reward.
     policy_step: of the weights in use when it was decoded. slot_idle: share of all slot-steps so far that gave no token.
-    useful_token_share: of all tokens so far that prefill and reference computed, those of prompts and rows.
-    work: of the sampler so far.
+    useful_token_share, work: of the sampler so far.
     """
 
     time: float

@@ -49,9 +49,8 @@ class _Asked:
 class Searcher:
     """One searcher: a sampler, a stream of queries, and a replay log of its own.
 
-    The decoder goes on with the next queries while the last responses of a batch end. Rows are numbered and appended in the
-    order in which their queries were asked: rows that end early do not overtake long ones, which would bias what the trainer
-    sees. Attributes: sampler; appender; writer: the id of its log; mesh: of the policy.
+    Rows are appended in the order in which their queries were asked: rows that end early do not overtake long ones, which would
+    bias what the trainer sees. Attributes: sampler; appender; writer: the id of its log; mesh: of the policy.
     """
 
     def __init__(
@@ -184,13 +183,9 @@ class Searcher:
         """Decodes one batch, has the reference score it, and hands it on to be rewarded and appended. Waits while
         searchers.reward_batches batches wait for their rewards.
 
-        Args:
-          ahead: whether the decoder may go on with queries of the next batches where it has room.
-          waits: asked now and then during that wait; False gives the batch up, whose rewards may never come.
-
-        Raises:
-          FloatingPointError: the policy or the reference gave log-probs that are not finite; names the query.
-          Exception: as `appended`.
+        Args: ahead: whether the decoder may go on with queries of the next batches where it has room. waits: asked now and then
+        during that wait; False gives the batch up. Raises FloatingPointError: log-probs of the policy or the reference are not
+        finite; names the query. Others: see `appended`.
         """
         batch, generation = self._decode(ahead)
         queries = [asked.query for asked in batch for _ in range(asked.ticket.request.samples)]

@@ -1,7 +1,6 @@
 """The replay buffer of a trainer: the one reader of the log, the index of resident rows, the draw of a batch, and retention.
 
-A resume from a checkpoint reads its resident rows and everything above its heads. What a later step draws was resident then or
-came later, so this covers the journalled steps too: other segments of the log may go.
+A resume from a checkpoint reads its resident rows and everything above its heads: other segments of the log may go.
 """
 
 import collections

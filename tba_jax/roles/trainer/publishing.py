@@ -12,7 +12,7 @@ import jax
 from tba_jax import sharding
 from tba_jax.models.parameters import Params
 from tba_jax.roles import results
-from tba_jax.roles.process_group import Alone, Group, Member
+from tba_jax.roles.process_group import Group, Member
 from tba_jax.roles.trainer.buffer import ReplayBuffer, SegmentExpiry
 from tba_jax.storage import layout, snapshots
 from tba_jax.storage.checkpoints import Checkpoints
@@ -112,7 +112,7 @@ class Publisher:
         """Args: epoch: of the trainer. keep, keep_every, final_step, scores: see snapshots.prune. all_durable: whether a reader
         may need a snapshot again after a loss of power. check: raises where the trainer must show nothing more.
         group: of the processes that hold the weights; None: this process alone."""
-        self._group = group or Alone()
+        self._group = group or Group()
         self._others = FollowersShards(self._group, "policy") if self._group.processes > 1 else None
         self._policies, self._check, self._all_durable = policies, check, all_durable
         self._dtype, self._epoch, self._every_steps = dtype, epoch, every_steps

@@ -91,7 +91,7 @@ def restore(trainer: Trainer, checkpoint: int | None, *, end: int, recorded_by: 
     """Brings a trainer to its newest checkpoint, or to step 0 where it has none.
 
     A checkpoint counts where it can be read, the journal reaches its step, and the trainer that wrote it held the lease of that
-    step. Another one is set aside where the run can go on without it: from an older checkpoint, or from the reference.
+    step. Another one is set aside where the run can go on without it.
 
     Args: checkpoint: its step; end: the last step of the journal; recorded_by: the epoch whose journal has the checkpoint's step.
 

@@ -17,7 +17,7 @@ from tba_jax.learner.optimizer import TrainState
 from tba_jax.models.policy import Policy
 from tba_jax.replay import journal, ledger
 from tba_jax.replay.index import ReplayIndex
-from tba_jax.roles.process_group import Alone, Group
+from tba_jax.roles.process_group import Group
 from tba_jax.roles.trainer import logprob_gap
 from tba_jax.roles.trainer.buffer import ReplayBuffer
 from tba_jax.roles.trainer.logprob_gap import LogprobGap, SnapshotScores
@@ -120,7 +120,7 @@ class Trainer:
         """Args: group: of the processes of this trainer, of which the others have a Follower each; None: this process alone.
         record: of this process; None: nothing is recorded."""
         self.config, self.run, self.policy, self.lease = config, run, policy, lease
-        self.group: Group = Alone() if group is None else group
+        self.group: Group = Group() if group is None else group
         self._contract = contract
         self.reference_id = layout.reference_id(run)
         self.step_number = 0
