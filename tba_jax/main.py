@@ -238,11 +238,8 @@ def _config_of_run(run: "layout.RunDir", given: command_line.Given) -> "config_d
 
 
 def _hold_compilation_cache(run: "layout.RunDir") -> None:
-    """Has JAX reach the cache of this type of CPU in the workdir by an open folder.
-
-    By its path JAX would make a workdir anew that was moved away meanwhile. Hosts of other CPUs may use the workdir: not all
-    that decides whether a program runs on a CPU has to be in JAX's own key.
-    """
+    """Has JAX reach the cache of this type of CPU by an open folder: by its path JAX would make a workdir anew that was moved away
+    meanwhile."""
     if os.environ.get("JAX_COMPILATION_CACHE_DIR") != str(run.compilation_cache):
         return
     import jax

@@ -86,9 +86,8 @@ def make_mesh(sizes: tuple[int, int, int], *, setting: str, devices: Sequence[ja
 def _leave_compilation_cache() -> None:
     """From now on, this process compiles its programs itself.
 
-    XLA orders the collectives of a CPU program where it compiles the program, and loses this order where it reads a program from
-    the cache (jaxlib 0.10.2): then devices of one process wait for each other in different collectives, and processes mix up
-    their data.
+    XLA loses the order of the collectives of a CPU program where it reads the program from the cache (jaxlib 0.10.2): then
+    devices wait for each other in different collectives, and processes mix up their data.
     """
     if jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
         jax.config.update("jax_enable_compilation_cache", False)

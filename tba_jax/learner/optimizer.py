@@ -239,7 +239,6 @@ def step(
 
 
 def _descend(state: TrainState, gradient: Gradient, optimizers: Optimizers) -> TrainState:
-    """Each part of what is trained, moved by its own optimiser."""
     params, opt_state = {}, {}
     for part, optimizer in optimizers.items():
         update = optax.with_extra_args_support(optimizer).update

@@ -82,7 +82,6 @@ def limits(tokens: int, *, prompt: int, response: int, queries: int, completions
 
 
 def make_learner_config(c: Any, contract: contract_lib.Contract, policy: Policy, mesh: jax.sharding.Mesh) -> update.LearnerConfig:
-    """Raises ValueError where micro-batches do not fit, see `limits`."""
     return update.LearnerConfig(
         policy=policy,
         objective=OBJECTIVES[c.objective],

@@ -165,7 +165,6 @@ def _gradient(
     schedules: Schedules,
     config: LearnerConfig,
 ) -> optimizer.Gradient:
-    """The objective's gradient on a batch, in micro-batches."""
     batch, packed = rows
     inputs_of = functools.partial(_inputs, step=state.step, schedules=schedules, config=config)
     log_z, pull_back_log_z = _log_z(state, frozen, batch, config)
@@ -287,10 +286,7 @@ def _of_rows(batch: Batch, there: jax.Array) -> Batch:
 def _any_split(
     state: TrainState, frozen: Params, batch: Batch, packed: Packed, log_z: jax.Array, inputs_of: InputsOf, config: LearnerConfig
 ) -> tuple[Any, ...]:
-    """Two passes: ∇_θ L = Σ_micro (∂ outputs / ∂θ)ᵀ ∂L / ∂ outputs, with the inner gradient taken on the whole batch.
-
-    Args and returns: as _whole_groups.
-    """
+    """Two passes: ∇_θ L = Σ_micro (∂ outputs / ∂θ)ᵀ ∂L / ∂ outputs, with the inner gradient taken on the whole batch."""
     trained = _trained(state)
 
     def outputs_of(trained: Params, micro: Sequences) -> tuple[Any, jax.Array]:

@@ -104,7 +104,6 @@ class Journal:
         return self._thread.submit(lambda: self.append(make_line()))
 
     def close(self) -> None:
-        """Closes the file; the journal cannot be appended to afterwards."""
         self._thread.shutdown()
         os.close(self._file)
 
@@ -267,7 +266,6 @@ def _lines_from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _line_number(file: BinaryIO, at: int) -> int:
-    """The number of the line that begins at a byte, from 1."""
     file.seek(0)
     return 1 + file.read(at).count(b"\n")
 
@@ -327,10 +325,7 @@ class Again:
 
 
 def _not_resident(reader: LogReader, line: Mapping[str, Any], slots: np.ndarray) -> ValueError:
-    """Why a journalled batch cannot be drawn again: the row that is missing, and what is wrong with it.
-
-    Args: slots: int64[B], of the batch's rows; −1 where one is not resident.
-    """
+    """Why a journalled batch cannot be drawn again. Args: slots: int64[B]; −1 where a row is not resident."""
     writer, row = line_ids(line)[int((slots < 0).argmax())]
     try:
         reader.read_ids([(writer, row)])

@@ -67,19 +67,11 @@ def read(policies: Place, step: int) -> QueryCounts:
     return from_bytes(layout.read_file(policies / layout.step_name(step) / FILE))
 
 
-def uncounted(row: str, reward: float) -> str:
-    """The sentence about a row, "WRITER:ROW", that is trained on, and whose reward is no part of a success."""
-    return (
-        f"searchers.prompt_selection=posterior counts rewards within [0, 1]: row {row} has the reward {reward:g} and is "
-        "not counted, nor are others like it; scale the task's reward, or set searchers.prompt_selection=uniform"
-    )
-
-
-def refusal(reward: float, row: str) -> str:
-    """The sentence that refuses a batch for a reward that is not within [0, 1]. Args: row: its name, "WRITER:ROW"."""
+def told_outside(row: str, reward: float) -> str:
+    """The sentence about a row, "WRITER:ROW", whose reward is not within [0, 1]: a searcher refuses it, a trainer counts it not."""
     return (
         f"searchers.prompt_selection=posterior counts successes, so every reward must be within [0, 1], and row {row} has the "
-        f"reward {reward:g}: scale the task's reward, or set searchers.prompt_selection=uniform"
+        f"reward {reward:g}, which is not counted: scale the task's reward, or set searchers.prompt_selection=uniform"
     )
 
 

@@ -92,7 +92,7 @@ class Window:
     def recent_since(self, window: int) -> int:
         """The first of the last `window` trainer steps at which any resident row became visible; 0 where there are fewer.
 
-        Steps at which nothing arrived do not count. So what a starved trainer calls recent stays until something newer comes.
+        Steps at which nothing arrived do not count: what a starved trainer calls recent stays until something newer comes.
         """
         return next(itertools.islice(reversed(self._rows_of_step), window - 1, None), 0) if window else np.iinfo(np.int64).max
 
@@ -114,10 +114,7 @@ class Window:
         return np.sort(np.frombuffer(members, np.int32))
 
     def mark_drawn(self, slots: np.ndarray) -> None:
-        """Counts one batch: every appearance of a row, and every query once. The same in live operation and replay.
-
-        Args: slots: int[B], of resident rows, B >= 1.
-        """
+        """Counts one batch: every appearance of a row, and every query once. Args: slots: int[B], of resident rows, B >= 1."""
         np.add.at(self._row_draws, slots, 1)
         queries = np.unique(self._slot_query[slots])
         self._query_draws[queries] += 1

@@ -332,8 +332,7 @@ def _of_trainer(room: int, least: int, check: Callable[[int], object]) -> int:
 
 def _memory_fraction(config: Any, name: str, on: Mapping[str, Sequence[Gpu]]) -> float:
     """A role's memory_fraction where it shares a GPU. Where that is 0, a trainer takes half of what such roles leave, and the
-    others equal parts of the rest. A role alone takes all that may be taken. Raises ValueError where the fractions of the roles
-    on a GPU exceed that."""
+    others equal parts of the rest. Raises ValueError where the fractions of the roles on a GPU exceed what may be taken."""
 
     def fixed(role: str) -> float:
         return float(config[_SECTIONS[role.split("-")[0]]].memory_fraction)

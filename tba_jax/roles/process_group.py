@@ -113,7 +113,6 @@ class _Process:
             self._send_to(peer, "alive", {"stop": self._stops()})
 
     def _stops(self) -> bool:
-        """Whether a signal has asked this process to stop."""
         return False
 
     def _watch(self) -> None:
@@ -140,7 +139,6 @@ class _Process:
             self._leave(f"{peer.name} of this trainer {why}", processes.PEER_LOST)
 
     def _failed(self, message: Message) -> None:
-        """Ends this process, as another one that failed asks."""
         if not self._ending.is_set():
             code = message.content["code"]
             self._leave(str(message.content["sentence"]), code if code in _COMMON_CODES else processes.PEER_LOST)
@@ -333,7 +331,7 @@ class Member(_Process):
         self._stop = stop
 
     def report(self, name: str, **content: Any) -> None:
-        """Sends a report for which the leader waits, see Group.reports."""
+        """See Group.reports."""
         self._send("report", {"name": name, "content": content})
 
     def calls(self) -> Iterator[tuple[str, dict[str, Any], dict[str, np.ndarray]]]:
@@ -343,5 +341,4 @@ class Member(_Process):
             del message  # a batch need not stay until the next call comes
 
     def end(self) -> None:
-        """Ends the membership: the leader has ended the group."""
         self._shut_down()

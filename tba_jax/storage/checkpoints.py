@@ -117,8 +117,7 @@ class Checkpoints:
     def set_aside(self, step: int) -> Path:
         """Renames the folder of a checkpoint, which then counts no more. Returns its new place.
 
-        This object must not save a step that was there when it was made: orbax remembers those. Only the run's trainer may
-        call it.
+        This object must not save a step that was there when it was made: orbax remembers those.
         """
         aside = self._folder / f"{ASIDE}{layout.step_name(step)}"
         shutil.rmtree(aside, ignore_errors=True)  # of the same step, whose checkpoint was written again

@@ -232,7 +232,7 @@ def steps_of(run: layout.RunDir) -> int:
 
 
 def is_finished(run: layout.RunDir) -> bool:
-    """Whether the trainer has recorded that it did all steps of the run. The flags of other roles say nothing about it.
+    """Whether the trainer has recorded that it did all steps of the run.
     Raises processes.RunIsAway: another run is in the place of this one."""
     if not layout.is_finished(run, 0):
         return False

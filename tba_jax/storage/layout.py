@@ -110,7 +110,7 @@ class RunDir:
         return folder / f".draft-{uuid.uuid4().hex[:8]}"
 
     def profiles(self, role: str) -> Path:
-        """The traces of --profile, see run/profiles.py."""
+        """The traces of --profile."""
         return self.root / "profiles" / role
 
     def metrics(self, role: str) -> Path:
@@ -168,7 +168,7 @@ def check_can_be_made(run: RunDir) -> None:
 
 
 def note_shared(run: RunDir) -> None:
-    """Writes into the workdir where the run's roles meet, so that later commands find the place by themselves."""
+    """Writes into the workdir where the run's roles meet."""
     if run.elsewhere is not None:
         create_json(run.shared_name, {"shared": str(run.elsewhere)})
 
@@ -192,7 +192,7 @@ def claim_shared(run: RunDir) -> None:
 def is_finished(run: RunDir, steps: int) -> bool:
     """Whether the run's trainer has recorded that it did `steps` updates. A run that is extended is not finished any more.
 
-    A file that is torn records nothing: a trainer that is started again finds all steps done, and writes it anew.
+    A torn file records nothing: a trainer that is started again writes it anew.
     """
     try:
         return json.loads(read_file(run.finished))["step"] >= steps
@@ -218,10 +218,7 @@ def grants_given(run: RunDir) -> int:
 
 
 def give_grant(run: RunDir, *, step: int) -> None:
-    """Lets searchers go on that wait for a newer snapshot, as if one had come: the trainer lacks rows and has no newer weights.
-
-    Only the trainer that holds the lease calls this.
-    """
+    """Lets searchers go on that wait for a newer snapshot. Only the trainer that holds the lease calls this."""
     write_json(run.grant, {"number": grants_given(run) + 1, "step": step})
 
 
@@ -257,12 +254,10 @@ def listed(steps: Sequence[int]) -> str:
 
 
 def write_json(file: Place, value: Any) -> None:
-    """Writes indented JSON by `places.write_bytes`."""
     places.write_bytes(file, _json(value))
 
 
 def create_json(file: Place, value: Any) -> bool:
-    """Creates a file of indented JSON by `places.create`."""
     return places.create(file, _json(value))
 
 

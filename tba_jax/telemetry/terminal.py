@@ -163,7 +163,6 @@ class Progress:
             self._ends.wait(self._seconds)
 
     def _roles(self) -> list[str]:
-        """Roles that have written something, in order."""
         with contextlib.suppress(OSError):
             folders = [(each.stat().st_mtime, each.name) for each in os.scandir(self._run.metrics("trainer").parent)]
             return sorted(name for _, name in sorted(folders)[-MOST_ROLES:])
@@ -188,7 +187,6 @@ class Progress:
             self._print("  ".join(f"{title} {text}" for title, text in shown))
 
     def _tell_alarms(self, roles: Sequence[str]) -> None:
-        """Tells each kind of alarm once."""
         for alarm in [alarm for role in roles if self._tells_alarms for alarm in alarms.read(self._run.metrics(role))]:
             if alarm.time >= self._began and alarm.kind not in self._kinds:
                 self._kinds.add(alarm.kind)

@@ -134,8 +134,7 @@ class Threads:
 
 
 class Appender:
-    """Asks the task for rewards in threads, and appends each batch in another one once it has them, after the batch before: rows
-    are numbered in the order in which their queries were asked."""
+    """Asks the task for rewards in threads, and appends each batch in another one once it has them, after the batch before."""
 
     def __init__(
         self,
@@ -211,7 +210,7 @@ class Appender:
             count = len(scores.reward)
             if self._success_rates and (i := success_counts.first_outside(scores.reward)) is not None:
                 row = f"{self._log.writer}:{self._log.next_row + i}"
-                raise processes.BadInput(success_counts.refusal(float(scores.reward[i]), row))
+                raise processes.BadInput(success_counts.told_outside(row, float(scores.reward[i])))
             rows = {
                 "row": np.arange(self._log.next_row, self._log.next_row + count),
                 "reward": scores.reward,
@@ -246,7 +245,7 @@ class Appender:
 def _equal_reward_groups(query_id: np.ndarray, reward: np.ndarray) -> float:
     """The share of groups whose rewards are all equal. Args: uint64[B], float32[B]: the rows of a group follow each other.
 
-    A row without a reward, NaN, counts as any other of its group; a group without any reward is not equal.
+    A reward of NaN counts as any other of its group; a group without any reward is not equal.
     """
     begins = np.flatnonzero(np.r_[True, query_id[1:] != query_id[:-1]])
     return float(np.mean(np.fmax.reduceat(reward, begins) == np.fmin.reduceat(reward, begins)))

@@ -52,10 +52,8 @@ class RewardWatch:
         self._next = now + min(FIRST_PAUSE * 2 ** min(max(self._streak - _BATCHES, 0), 99), LONGEST_PAUSE)
 
     def look(self, *, waiting: int, grades: int = 0) -> None:
-        """Looks at how many batches wait for their rewards. Raises NoRewards where no reward has come for too long.
-
-        Args: grades: how many responses the task has graded so far, if it counts them (tasks.interface.CountsGrades).
-        """
+        """Raises NoRewards where no reward has come for too long. Args: waiting: batches that wait for rewards. grades: responses
+        that the task has graded so far, if it counts them."""
         if not (waiting and self._waiting) or grades > self._grades:
             self._waits_since = self._clock()
         self._waiting, self._grades = waiting, grades
@@ -131,7 +129,7 @@ class SearchRecord:
         return self._batches
 
     def write(self, step: int, report: SearchReport, more: dict[str, float]) -> None:
-        """Writes a point. Args: report: of the newest batch; more: further metrics."""
+        """Args: report: of the newest batch; more: further metrics."""
         seconds, work = max(report.time - self._begin, 1e-9), self._work - self._work_before
         scalars = {
             "rows_per_second": self._rows / seconds,

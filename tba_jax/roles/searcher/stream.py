@@ -152,8 +152,8 @@ class Quota:
         self._asked, self._grants = 0, None
 
     def wait(self, grants: int) -> bool:
-        """Called while the searcher waits. Returns whether it is let go on: by a grant that was given since it began to wait. One
-        that came before is not taken: the trainer may have waited for the very rows that this searcher was generating.
+        """Called while the searcher waits. Returns whether it is let go on, by a grant that was given since it began to wait: an
+        earlier one may be for the very rows that this searcher was generating.
 
         Args: grants: how many the run has had.
         """

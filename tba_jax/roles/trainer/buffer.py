@@ -193,8 +193,7 @@ class ReplayBuffer:
         return f"{need}; {len(index)} rows are resident, the last came {seconds:.0f} s ago"
 
     def check_not_all_refused(self) -> None:
-        """Raises BadInput where a batch's worth of rows has been refused and no row accepted. Rows without a reward do not count:
-        whoever scores may recover."""
+        """Raises BadInput where a batch's worth of rows has been refused, and none accepted. Unscored rows do not count."""
         first = [(refused, row) for refused, row in self.index.rejected_first.items() if refused[1] != "reward"]
         if self.index.arrivals or not first:
             return
@@ -214,7 +213,7 @@ class ReplayBuffer:
         return not self.has_own_rows() and all(places.exists(run.finished) for run in self._mounted_runs)
 
     def has_own_rows(self) -> bool:
-        """Whether a writer of this run, and not of a mounted one, has written rows."""
+        """Whether a writer of this run has written rows."""
         return any(self.reader.is_own(writer) for writer in self.index.writers)
 
     def is_mounted(self, slots: np.ndarray) -> np.ndarray:
@@ -251,7 +250,7 @@ class ReplayBuffer:
             for (writer, reason), row in self.index.rejected_first.items()
         ]
         outside = self.index.success_counts.outside if self._counts_matter else None
-        uncounted = [success_counts.uncounted(*outside)] if outside else []
+        uncounted = [success_counts.told_outside(*outside)] if outside else []
         return [*self.tail.problems(), *map(str, self._lost), *rejected, *uncounted]
 
     def _in_words(self, reason: str) -> str:

@@ -254,10 +254,8 @@ def end(trainer: Trainer, recorder: Recorder) -> bool:
 
 
 class Follower:
-    """What a process holds of a trainer whose process 0 is elsewhere: its shards of the state, and the same programs.
-
-    It draws, journals and decides nothing. `do` does what roles/trainer calls for, in the order in which it is called for.
-    """
+    """What a process holds of a trainer whose process 0 is elsewhere: its shards of the state, and the same programs. It draws,
+    journals and decides nothing."""
 
     def __init__(
         self,

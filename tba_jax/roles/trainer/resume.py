@@ -230,8 +230,8 @@ def _sweep_temporary_files(folder: Path, *, journal: Path) -> None:
 
 
 def remove_snapshots_of_lost_steps(run: layout.RunDir, *, end: int) -> None:
-    """Removes the snapshots and evaluations of steps after `end`, the last one of the journal, whose rest storage has lost.
-    These steps are done anew, with other rows: a searcher would leave the new snapshots out, and an evaluator too."""
+    """Removes the snapshots and evaluations of steps after `end`, the last one of the journal, whose rest storage has lost: these
+    steps are done anew, with other rows."""
     for step in layout.steps_in(run.policies, newer_than=end):
         log.warning(
             "snapshot %s is removed: storage has lost the end of the journal, which ends at step %d, and goes on from there",

@@ -102,8 +102,8 @@ class TrainerAccount(TimeAccount):
 
 
 class Trainer:
-    """One trainer over one mesh, run by the first of its processes: built here, brought to where the run stands by
-    `resume.resume`, then stepped. step_number: updates done, refused ones included."""
+    """One trainer over one mesh, run by the first of its processes: built, brought to where the run stands by `resume`, then
+    stepped. step_number: updates done, refused ones included."""
 
     def __init__(
         self,
@@ -342,7 +342,7 @@ class Trainer:
         self.publishing.wait()
 
     def save_checkpoint(self) -> None:
-        """Starts an asynchronous checkpoint of state and index, unless this step has one."""
+        """See Checkpointing.save."""
         self.checkpoints.save(self.program.trees(), self.step_number)
 
     def wait(self, seconds: float) -> None:
