@@ -238,7 +238,7 @@ def _config_of_run(run: "layout.RunDir", given: command_line.Given) -> "config_d
 
 
 def _hold_compilation_cache(run: "layout.RunDir") -> None:
-    """Has JAX reach the cache of this type of CPU by an open folder: by its path JAX would make a workdir anew that was moved away
+    """Has JAX reach the cache of this type of CPU by an open folder: by its path it would make a workdir anew that was moved away
     meanwhile."""
     if os.environ.get("JAX_COMPILATION_CACHE_DIR") != str(run.compilation_cache):
         return

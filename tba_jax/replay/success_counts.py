@@ -68,7 +68,7 @@ def read(policies: Place, step: int) -> QueryCounts:
 
 
 def told_outside(row: str, reward: float) -> str:
-    """The sentence about a row, "WRITER:ROW", whose reward is not within [0, 1]: a searcher refuses it, a trainer counts it not."""
+    """The sentence about a row, "WRITER:ROW", whose reward is not within [0, 1], which is refused or not counted."""
     return (
         f"searchers.prompt_selection=posterior counts successes, so every reward must be within [0, 1], and row {row} has the "
         f"reward {reward:g}, which is not counted: scale the task's reward, or set searchers.prompt_selection=uniform"
