@@ -89,8 +89,11 @@ class Checkpoints:
         return {name: restored[name] for name in trees}, restored["host"]
 
     def restore_host(self, step: int) -> dict[str, Any]:
-        """The `host` that `save` took for this step."""
-        return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+        """The `host` that `save` took for this step. Raises ValueError where a trainer has removed the checkpoint meanwhile."""
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+        except FileNotFoundError as error:
+            raise ValueError(f"checkpoint {self.folder_of(step)} was removed while it was read, by a trainer at work") from error
 
     def damage(self, step: int, names: Iterable[str]) -> str:
         """The first file or array of a checkpoint that cannot be read, and why; "" where every byte of it can be read.
