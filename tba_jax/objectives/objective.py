@@ -163,15 +163,14 @@ class Objective:
     """An objective and its requirements, which config checks and the learner read.
 
     loss: see Loss; reward_unit: see RewardUnit, None if nobody knows it, and then gradients cannot be clipped; min_completions:
-    the smallest K; behavior_logprobs: whether it reads the log-probs of π_behaviour; positive_beta: whether it has no optimum
-    or no gradient at β = 0 (for other objectives β = 0 drops the KL term); full_support: whether its optimum requires a sampler
-    that can draw every response; as_drawn: whether rows must be what π_behaviour draws by itself: none truncated, none with a
-    forced end, none chosen by its reward, none repeated; log_z_head, value_head: whether PolicyOutputs must have a learned
-    log_z or values; state_values: whether rows must carry Monte-Carlo state values; reads_reference: whether it reads
-    ref_logprobs, as a KL term that β = 0 leaves out also counts; k3: whether at β > 0 it has the k3 estimate of KL(π_θ‖π_ref),
-    which needs a π_ref that is a distribution; settings: names of the settings learner.* that it reads (fields of
-    ObjectiveSettings, the learning rates of its heads, and the schedules `beta`, `ref_temperature`, `reward_temperature`): a new
-    run is refused that sets others.
+    the smallest K; behavior_logprobs: it reads the log-probs of π_behaviour; positive_beta: it has no optimum or no gradient at
+    β = 0, which drops the KL term of other objectives; full_support: its optimum requires a sampler that can draw every response;
+    as_drawn: rows must be what π_behaviour draws by itself: none truncated, none with a forced end, none chosen by its reward,
+    none repeated; log_z_head, value_head: PolicyOutputs must have a learned log_z or values; state_values: rows must carry
+    Monte-Carlo state values; reads_reference: it reads ref_logprobs, be it in a KL term that β = 0 leaves out; k3: at β > 0 it
+    has the k3 estimate of KL(π_θ‖π_ref), which needs a π_ref that is a distribution; settings: the settings learner.* that it
+    reads (fields of ObjectiveSettings, learning rates of its heads, and the schedules `beta`, `ref_temperature`,
+    `reward_temperature`): a new run is refused that sets others.
     """
 
     loss: Loss

@@ -312,7 +312,7 @@ def run_evaluator(
     pending_steps = afresh()
     while not stop():
         finished = contract_lib.is_finished(run)  # read before the snapshots: the last one is published before it
-        # At the end all snapshots are looked at once more: a trainer that resumed may have published steps that were not there.
+        # At the end all snapshots are looked at once more: a resumed trainer may have published steps that were not there.
         pending = damaged.without(afresh()() if finished else pending_steps())
         if not pending and finished:
             break

@@ -30,9 +30,8 @@ def mean(name: str, values: np.ndarray) -> dict[str, float]:
         m = Σ_q Σ_k x_qk / n
         stderr² = Q/(Q − 1) · Σ_q (Σ_k (x_qk − m))² / n²
 
-    The Q queries with a value are the independent units (clusters), since samples of one query are alike. Where there is one
-    query only, its samples are the units: the figure is then about that query. A mean over fewer than two units has no standard
-    error, and the mean of no values is NaN.
+    The Q queries with a value are the independent units (clusters), since samples of one query are alike; of a single query its
+    samples are. A mean over fewer than two units has no standard error, and the mean of no values is NaN.
 
     Args: values: float[K, Q], of K responses to each of the queries.
     """
@@ -236,8 +235,7 @@ def by_step(lines: Iterable[Mapping[str, Any]], names: Sequence[str]) -> np.ndar
 
 
 def draw(run: layout.RunDir, *, score_name: str) -> "Figure":
-    """Held-out score, reward of training batches and staleness by trainer step. The picture has no part in pyplot, so that no
-    window or notebook keeps it."""
+    """Held-out score, reward of training batches and staleness by trainer step. Without pyplot no notebook keeps it."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -96,10 +96,7 @@ def _load(how: Scoring, run: layout.RunDir) -> Params:
 
 
 class ReferencePolicy:
-    """The reference policy: `id` names it, `params` are its weights, `logprobs` scores rows with them.
-
-    Attributes: work: tokens of the rows that were scored so far; computed: of the sequences that hold them.
-    """
+    """The reference policy: `id` names it, `params` are its weights, `logprobs` scores rows with them. work: of the scoring."""
 
     def __init__(self, how: Scoring, run: layout.RunDir):
         self.id, self.mesh, self.params = layout.reference_id(run), how.mesh, _load(how, run)

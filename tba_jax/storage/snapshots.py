@@ -39,8 +39,8 @@ class Damaged(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class SnapshotInfo:
-    """What is saved with the parameters of a snapshot. step: trainer step of the weights; epoch: lease epoch of the trainer that
-    wrote them; beside: name -> content of further files, which become visible and are removed with the parameters."""
+    """What is saved with the parameters of a snapshot. step: of the trainer; epoch: of its lease; beside: name -> content of
+    further files, which become visible and are removed with the parameters."""
 
     step: int
     epoch: int

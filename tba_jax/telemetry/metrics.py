@@ -115,8 +115,8 @@ Sink = tuple[Callable[[Point], Any], Callable[[], Any]]
 
 
 def _tensorboard(session: Session) -> Sink:
-    """An event file in the folder of the role's metrics. tensorboardX's own writer has a thread that ends where the disk is full:
-    then its bounded queue fills up, and the role would wait for ever."""
+    """An event file in the folder of the role's metrics. tensorboardX's own thread ends where the disk is full, then its queue
+    blocks."""
     from tensorboardX import record_writer, summary
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.proto.summary_pb2 import Summary

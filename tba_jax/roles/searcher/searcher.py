@@ -150,8 +150,7 @@ class Searcher:
         return self.sampler.step >= 0 and (len(self._asked) > 0 or self._quota.is_left)
 
     def look_for_grant(self, grants: int) -> None:
-        """Called while the searcher may not search: it goes on by a grant of the trainer, once all it has decoded is in the log.
-        Args: grants: how many the run has had."""
+        """Called while the searcher may not search: it goes on by a grant, once all it has decoded is in the log."""
         if self.sampler.step >= 0 and not self.appender.waiting:
             self._quota.wait(grants)
 

@@ -145,11 +145,8 @@ class LogprobGap:
             self._scores.load(list(found))
 
     def _rows_of(self, step: int, index: ReplayIndex, usable: np.ndarray) -> trajectory.Rows | None:
-        """A micro-batch of rows that the snapshot of a step produced from the first token to the last.
-
-        None where weights were swapped midway in all rows. Tokens after a swap attended to keys and values of the weights before
-        it, which scoring does not reproduce.
-        """
+        """A micro-batch of rows that the snapshot of a step produced from the first token to the last, None where there is none:
+        tokens after a swap attended to keys and values of the weights before it, which scoring does not reproduce."""
         slots = usable[index.row_step[usable] == step][:_ROWS_OF_A_STEP]
         rows = index.gather(slots)
         mask = trajectory.response_mask(rows["response_length"], rows["policy_step"].shape[1])
