@@ -218,8 +218,8 @@ def step(
     grad_norm = gradient.unit * optax.tree.norm(gradient.by_part["policy"])
     of_heads = [optax.tree.norm(tree) for name, tree in gradient.by_part.items() if name != "policy"]
     finite = gradient.finite & jnp.all(jnp.isfinite(jnp.stack([gradient.loss, grad_norm, *of_heads])))
-    # The squares of the new weights too: an optimiser may overflow where its gradient did not. The new weights are computed
-    # twice, and not kept the first time: once all is decided the state changes in place, without a second copy of it.
+    # An optimiser may overflow where its gradient did not. The new weights are computed twice, and not kept the first time: once
+    # all is decided the state changes in place, without a second copy of it.
     tried = jax.tree.leaves(_descend(state, gradient, optimizers).params)
     finite &= jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf * leaf)) for leaf in tried]))
     new = jax.lax.cond(

@@ -126,7 +126,7 @@ class ObjectiveInputs:
 # A pure function to float32[]: a mean over the groups of a batch, so micro-batches of whole groups can be averaged.
 Loss = Callable[[PolicyOutputs, ObjectiveInputs], jax.Array]
 # By the coefficients of a step, float32[]: times this factor, the gradient of a loss is −mean A ∇ log π_θ in which a reward of r
-# counts as r. So the norm of a gradient, learner.clip_norm and the alarm about it mean the same for every objective and every β.
+# counts as r, so that learner.clip_norm means the same for every objective and every β.
 RewardUnit = Callable[[ObjectiveInputs], jax.Array]
 
 # The coefficients that trajectory balance reads besides β.

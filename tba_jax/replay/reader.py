@@ -22,7 +22,7 @@ from tba_jax.trajectory import Rows, RowShape
 _DAMAGED = re.compile(r"DATA_LOSS:(?!.*Input size of 0 is less than digest size)", re.DOTALL)
 # These mean that storage does not answer: nothing is known of the rows.
 _AWAY = re.compile(r"(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAUTHENTICATED):")
-# A segment that nothing was missing from for so long has got over it, and has a new deadline.
+# A segment that nothing was missing from for so long has a new deadline.
 _OVER_SECONDS = 60.0
 _SEGMENTS_REMEMBERED = 10_000
 _READ_AHEAD_APPENDS = 16

@@ -24,7 +24,7 @@ _BYTES_PER_READ = 1 << 23
 ARRIVAL_BYTES = 1 << 26
 # A round has at most so small a part of the bytes that may wait, or one append.
 _PARTS = 4
-# What a trainer reads that is as far behind as it may be comes in at least so many rounds: the window gets rows of each writer.
+# A trainer that is as far behind as it may be reads at least so many rounds: the window gets rows of each writer.
 _ROUNDS = 16
 # Rows that cannot be read yet are asked for again after pauses up to this.
 _LONGEST_PAUSE = 5.0

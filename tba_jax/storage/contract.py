@@ -19,8 +19,7 @@ from tba_jax.schemas import flatten
 from tba_jax.storage import layout, places
 from tba_jax.storage.places import Place
 
-# The format of a run's folder. Raise it with every change after which config.json, rows or weights mean something else: a version
-# of tba_jax with another number refuses the run.
+# The format of a run's folder. Raise it with every change after which config.json, rows or weights mean something else.
 FORMAT = 6
 # The reference_id of rows without a reference policy, as 16 hex digits. No hash of weights is 0.
 NO_REFERENCE = 16 * "0"

@@ -27,8 +27,7 @@ from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places
 from tba_jax.storage.places import Place
 
-# A trainer that is further behind than so many windows passes over the oldest rows. More than one: identical responses, and those
-# beyond what a query may have, do not stay.
+# A trainer that is further behind than so many windows passes over the oldest rows. Not all of a window's rows would stay.
 _CAPACITIES_BEHIND = 2
 
 

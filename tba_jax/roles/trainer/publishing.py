@@ -152,8 +152,7 @@ class Publisher:
                 self._waiting.pop()
             held = [step for step in (self._current, *(waiting.step for _, waiting in self._waiting)) if step is not None]
         self._group.call("publish", step=step, held=held)
-        # A copy on the device: the caller donates its buffers to the next update while the thread reads this one. It has the
-        # published dtype already, so that no more bytes go to the host than to storage.
+        # A copy on the device, in the published dtype: the caller donates its buffers to the next update meanwhile.
         snapshot = jax.block_until_ready(self.copy(params))
         with self._lock:
             self._waiting.append((snapshot, info))

@@ -204,8 +204,7 @@ class Trainer:
             self.lease.check()
             # The line becomes durable while the devices compute: nothing shows the update's result before it is.
             durable = self._submit_line(drawn)
-            # These counts are of the rows that the journal names up to this step, so a resume publishes the same ones; after a
-            # stop it also counts what had come by then.
+            # These counts are of the rows that the journal names up to this step, so a resume publishes the same ones.
             beside_policy = self.buffer.beside_policy() if self.publishing.is_due(step) else {}
         try:
             beside()  # 3
@@ -271,7 +270,7 @@ class Trainer:
 
     def _dispatch(self, drawn: _Drawn) -> dict[str, Any]:
         """Starts the update on a batch. Returns its measurements, on the devices: they come when it is done."""
-        # To let go of many arrays takes time. The devices would wait for it if that were done before they have the next update.
+        # To let go of many arrays takes time, for which the devices would wait before they have the next update.
         consumed = self.program.state, self._last
         self.group.call("update")
         measurements = self.program.dispatch(drawn.placed)
