@@ -57,7 +57,6 @@ class Relief:
         return max(0.0, self._next - self._clock())
 
     def stepped(self) -> None:
-        """The trainer does a step: nothing is waited for."""
         self._since = None
 
     def waits(self) -> bool:
@@ -106,7 +105,6 @@ class Recorder:
         return True
 
     def note(self, measurements: dict[str, Any]) -> bool:
-        """`take` and `flush`."""
         self.take(measurements)
         return self.flush()
 
