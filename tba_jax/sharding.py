@@ -162,7 +162,7 @@ def by_device(function: Callable[..., jax.Array], *args: jax.Array, axes: Sequen
     The compiler splits no kernel over devices: without this, each device would need the whole of the arguments.
 
     Args: axes: for each argument, one letter of the axis table for each of its dimensions, split as in `constrain`. Heads are
-    split where N and G both can be. result: likewise of the result, whose letters those of an argument are.
+    split where N and G both can be. result: the letters of the result, each of which an argument has too.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:

@@ -91,7 +91,7 @@ class LearnerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedules:
-    """By trainer step: β, γ and τ of ObjectiveInputs."""
+    """β, γ and τ of ObjectiveInputs, by trainer step."""
 
     beta: Schedule
     ref_temperature: Schedule

@@ -107,7 +107,7 @@ class RequestRate:
         self._at, self._sent = time.monotonic(), sent() if self._counts else 0
 
     def scalars(self) -> dict[str, float]:
-        """For the metrics: storage_requests_per_minute since the last call; {} where there is no rate."""
+        """storage_requests_per_minute since the last call; {} where there is no rate."""
         if not self._counts:
             return {}
         now, count = time.monotonic(), sent()
