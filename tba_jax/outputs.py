@@ -106,7 +106,6 @@ def file(output: Path, *, mode: int = 0o666, flag: str = "--output") -> Iterator
             opened.flush()
             os.fsync(opened.fileno())
         os.replace(temporary, place)
-        _sync(place.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):  # a file system that is read-only says so of a file that is not there, too
             temporary.unlink()
