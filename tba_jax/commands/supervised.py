@@ -89,7 +89,7 @@ def prepare(config: Any, run: layout.RunDir, output: Path) -> "Plan":
     steps = _steps(t, len(data.train))
     if not places.exists(run.config):
         trained = parameters.count(decoder.define(model).specs)
-        estimate.check_disk_of_supervised(run.root, config.checkpoint, trained=trained, steps=steps)
+        estimate.check_disk(estimate.demands_of_supervised(run.root, config.checkpoint, trained=trained, steps=steps))
     _join(run, config, data.fingerprint)
     made = dict(config=config, run=run, output=output, folder=folder, model=model, tokenizer=tokenizer, data=data)
     return tuning.Plan(**made, mesh=mesh, steps=steps, micro_rows=micro_rows)
@@ -132,11 +132,8 @@ def _join(run: layout.RunDir, config: Any, fingerprint: str) -> None:
         layout.check_can_be_made(run)
         contract = {"supervised": config.kind, "examples": fingerprint}
         mine = {"format": contract_lib.FORMAT, "id": uuid.uuid4().hex, "config": plain, "contract": contract}
-        try:
-            run.root.mkdir(parents=True, exist_ok=True)
-            layout.write_json(run.config, mine)
-        except OSError as error:
-            raise ValueError(f"workdir {str(run.root)!r} cannot be written: {error.strerror}") from error
+        run.root.mkdir(parents=True, exist_ok=True)
+        layout.write_json(run.config, mine)
         return
     stored = contract_lib.read(run)
     if "supervised" not in stored["contract"]:

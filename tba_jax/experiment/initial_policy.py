@@ -42,8 +42,7 @@ def check(experiment: Experiment, run: layout.RunDir, *, init_from: str = "", fe
 
     Args: fetch: whether weights are fetched from the hub; where not, and where they are away, they are not checked.
 
-    Raises:
-      ValueError: the checkpoint is not whole, or worked examples do not fit task.prompt_length and task.response_length.
+    Raises ValueError: the checkpoint is not whole, or worked examples do not fit task.prompt_length and task.response_length.
     """
     config = experiment.config
     if init_from or config.replay.mount or places.exists(run.initial_reference):
@@ -86,10 +85,8 @@ def ensure(
     The policy is the reference policy of the mounted runs. Without mounts it is the snapshot that --init_from named. Without
     either it is imported, warm-started or random, as the config says.
 
-    Args:
-      experiment: with the mesh of the trainer.
-      report: see WarmStart.train.
-      group: of the trainer's processes, of which the others are called to `follow`; None: this process alone.
+    Args: experiment: with the mesh of the trainer. report: see WarmStart.train. group: of the trainer's processes, of which the
+    others are called to `follow`; None: this process alone.
 
     Returns:
       16 hex digits, a hash of the weights; `run.reference(id)` holds them.
@@ -158,8 +155,7 @@ def _mesh(config: Any, devices: Sequence[jax.Device] | None = None) -> Mesh:
 def mend(run: layout.RunDir) -> bool:
     """Writes initial.json again where it is damaged. Needs the lease. Returns whether it was.
 
-    Raises:
-      ValueError: it is damaged, and there is not exactly one whole policy that it can have named.
+    Raises ValueError: it is damaged, and there is not exactly one whole policy that it can have named.
     """
     try:
         layout.reference_id(run)
@@ -195,11 +191,9 @@ def _reference_id(run: layout.RunDir) -> str | None:
 def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contract, *, init_from: str) -> None:
     """Checks every run of replay.mount against this one, by its contract, its reference policy and its writers.
 
-    Args:
-      init_from: RUN@STEP that this run begins from, "" if it begins as its config says.
+    Args: init_from: RUN@STEP that this run begins from, "" if it begins as its config says.
 
-    Raises:
-      ValueError: the rows of a mounted run may not be trained on; names the fields or the reference policies that differ.
+    Raises ValueError: the rows of a mounted run may not be trained on; names the fields or the reference policies that differ.
     """
     if not config.replay.mount:
         return
@@ -312,8 +306,7 @@ def _open_init_from(init_from: str) -> tuple[layout.RunDir, dict[str, Any], int]
 def check_init_from(run: layout.RunDir, config: Any, contract: contract_lib.Contract, *, init_from: str) -> None:
     """Checks that the policy exists and fits, unless this run has begun.
 
-    Raises:
-      ValueError: the policy does not exist (names the steps that do), or does not fit (names the fields that differ).
+    Raises ValueError: the policy does not exist (names the steps that do), or does not fit (names the fields that differ).
     """
     if not init_from or places.exists(run.initial_reference):
         return

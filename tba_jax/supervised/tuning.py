@@ -170,8 +170,7 @@ class Tuning:
     def train(self, stop: Callable[[], bool]) -> bool:
         """Trains until all steps are done or `stop` says so, and leaves a checkpoint. Returns whether all steps are done.
 
-        Raises:
-          FloatingPointError: names the step; the newest checkpoint is from before it.
+        Raises FloatingPointError: names the step; the newest checkpoint is from before it.
         """
         c, steps = self._plan.config, self._plan.steps
         due = ((c.metrics, self._record), (c.evaluation, self._evaluate), (c.checkpoint, self._save))
