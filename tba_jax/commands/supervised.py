@@ -41,13 +41,9 @@ def check(config: Any) -> None:
     from tba_jax.telemetry import metrics
 
     d, t, found = config.data, config.training, Mistakes()
-    registries: dict[str, Collection[str]] = {
-        "kinds": objectives.OBJECTIVES,
-        "schedules": SCHEDULES,
-        "decays": DECAYS,
-        "remat": layers.REMAT,
-    }
-    found.add(SCHEMA.refusals(config, registries | {"sinks": metrics.TRACKERS}).values())
+    registries: dict[str, Collection[str]] = dict(schedules=SCHEDULES, decays=DECAYS, remat=layers.REMAT)
+    registries |= dict(kinds=objectives.OBJECTIVES, sinks=metrics.TRACKERS)
+    found.add(SCHEMA.refusals(config, registries).values())
     found.add(metrics.refused_names(config.metrics))
     fields = (d.prompt_field, d.response_field) if config.kind == "sft" else (d.prompt_field, d.chosen_field, d.rejected_field)
     found.require(len(set(fields)) == len(fields), f"the fields of an example must differ: data.*_field are {', '.join(fields)}")

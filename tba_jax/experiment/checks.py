@@ -96,7 +96,7 @@ _USED_WITH: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("task.step_ends", bool, ("searchers.value_samples", "searchers.value_states")),
     (
         "searchers.prompt_selection",
-        lambda selection: selection == "posterior",
+        lambda way: way == "posterior",
         ("searchers.target_success_rate", "searchers.prompt_candidates"),
     ),
     ("replay.merge_duplicates", bool, ("replay.merge_keep",)),

@@ -155,13 +155,10 @@ def check_policy(config: Any, policy: Policy, tokenizer: Tokenizer, found: Mista
 def named_places(config: Any, *, init_from: str = "") -> list[tuple[str, Place]]:
     """(setting or flag, place) of the run of --init_from, of the runs of replay.mount, and of whatever settings name by a path;
     one may be a name on the hub. Args: init_from: see initial_policy.parse_init_from."""
-    paths = [(name, value) for name, value in flatten(config.to_dict()).items() if name.endswith(("_path", ".path"))]
+    named = [("--init_from", init_from.rpartition("@")[0]), *(("replay.mount", each) for each in config.replay.mount)]
+    named += [(name, value) for name, value in flatten(config.to_dict()).items() if name.endswith(("_path", ".path"))]
     found = []
-    for name, text in [
-        ("--init_from", init_from.rpartition("@")[0]),
-        *(("replay.mount", each) for each in config.replay.mount),
-        *paths,
-    ]:
+    for name, text in named:
         with contextlib.suppress(ValueError):  # it names no place, and other checks say so
             if text and isinstance(text, str):
                 found.append((name, places.place(text)))

@@ -21,16 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tba_jax.run.restart import (
-    BAD_INPUT,
-    FORBIDDEN,
-    NO_REWARDS,
-    NOT_FINITE,
-    PEER_LOST,
-    STOPPED,
-    STORAGE_FAILED,
-    STORAGE_FORBIDS,
-)
+from tba_jax.run.restart import BAD_INPUT, FORBIDDEN, NO_REWARDS, NOT_FINITE, PEER_LOST, STOPPED, STORAGE_FAILED, STORAGE_FORBIDS
 
 # A run that ended by one of these ends in the same way again, unless the user changes something.
 FINAL_CODES = (BAD_INPUT, NOT_FINITE)
