@@ -6,8 +6,8 @@
 The shape of the paper's TL;DR study (its Table 1 and Figure 4) at a size for two cores: TinyStories-656K continues openings of
 stories, a proxy reward model trains it, a gold one says how often it prefers a continuation to the story's own, and perplexity of
 π_ref what that costs. Both models learn preferences by sentiment (benchmarks/preference_data.py). The recipe is
-configs/tldr_pythia.py:410m but for SIZES and β; objectives share learning rate, β, rows and updates, nothing is tuned for one
-of them. What is done is not made again, so the command resumes where it was stopped. It draws workdir/preference.png.
+configs/tldr_pythia.py:410m but for SIZES and β; objectives share learning rate, β, rows and updates; nothing is tuned for
+one of them. Finished runs are kept, so the command resumes where it was stopped. It draws workdir/preference.png.
 """
 
 import time

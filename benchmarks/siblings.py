@@ -170,7 +170,7 @@ def optimum_of(name: str, seed: int, query: int) -> np.ndarray:
 
 
 def optimum(name: str, seed: int) -> np.ndarray:
-    """Likewise of all queries: float64[Q, N]."""
+    """The objective's own optimum for all queries: float64[Q, N]."""
     return np.stack([optimum_of(name, seed, query) for query in range(QUERIES)])
 
 

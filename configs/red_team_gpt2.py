@@ -19,8 +19,8 @@ Command:   python -m tba_jax supervised --config=configs/supervised.py --workdir
            These two share a larger first buffer between several runs:
            ... --workdir=runs/first --config.learner.steps=1 --config.learner.warmup_steps=0 --config.replay.min_rows=20000
            ... --workdir=runs/red_team --config.replay.mount="('runs/first',)"
-Score:     sampled_success_rate and sampled_cosine_distance (MiniLM embeddings) of 1024 samples, in DIR/evaluations. Of another
-           snapshot: python -m tba_jax evaluate --workdir=DIR --step=N. Not measured here.
+Score:     sampled_success_rate and sampled_cosine_distance (MiniLM embeddings) of 1024 samples, in DIR/evaluations. Scores of
+           another snapshot: python -m tba_jax evaluate --workdir=DIR --step=N. Not measured here.
 Hardware:  the paper used 4 to 64 A100s, one of them for the trainer. Each searcher holds victim and classifier. Memory of each
            role: --dry_run. Time: not measured here.
 Departures from the authors' code, each with its reason: docs/recipes.md.

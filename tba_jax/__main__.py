@@ -7,16 +7,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+# A command that is another one with a flag -> that one, the flag, and what it does.
+SHORT = {"view": ("report", "--serve", "Serves the report of a run on this machine, and makes it again as the run goes on.")}
+
 
 def commands() -> dict[str, str]:
-    """Every module of tba_jax/commands that is a command -> the first line of its docstring. Imports none."""
-    found = {}
+    """Every module of tba_jax/commands that is a command, and those of SHORT -> what it does, in a line. Imports none."""
+    found = {name: told for name, (*_, told) in SHORT.items()}
     for path in sorted((Path(__file__).parent / "commands").glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         if {"add_flags", "run"} <= functions:
             found[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
-    return found
+    return dict(sorted(found.items()))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,6 +37,9 @@ def main(arguments: Sequence[str]) -> int:
         told = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(there)}"
         print(f"error: there is no command {name!r}; {told}", file=sys.stderr)
         return 2
+    if name in SHORT:
+        name, flag, _ = SHORT[name]
+        rest = [flag, *rest]
     from tba_jax.commands import command_line
 
     return command_line.execute(importlib.import_module(f"tba_jax.commands.{name}"), rest)

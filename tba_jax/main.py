@@ -131,9 +131,9 @@ def run(given: command_line.Given) -> int | command_line.Job:
 
     limit = stored_run.DRY_RUN_SECONDS if given.dry_run else math.inf
     stored_run.check_answers([("--workdir", given.workdir)], limit=limit)
+    if given.shared.startswith("memory:"):
+        raise ValueError(f"--shared={given.shared} ends with its process; it must be a folder, or one of gs://… and s3://…")
     folder = layout.open_run_dir(given.workdir, given.shared)
-    if str(folder.shared).startswith("memory:"):
-        raise ValueError(f"--shared={folder.shared} ends with its process; it must be a folder, or one of gs://… and s3://…")
     if folder.elsewhere is not None:
         stored_run.check_answers([("--shared", folder.elsewhere)], limit=limit)
     folder = contract.known(folder, processes.expected_run())

@@ -67,14 +67,18 @@ def folder(output: Path) -> Iterator[Path]:
             raise _unwritten(output, full) from OSError(full, os.strerror(full), str(place))
         raise
     try:
+        for each in (*whole.rglob("*"), whole):
+            _sync(each)
         if not is_there:
             os.replace(whole, place)
+            _sync(place.parent)
             return
         if list(place.iterdir()) != [whole]:
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(place))
         for each in sorted(whole.iterdir()):
             os.replace(each, place / each.name)
         whole.rmdir()
+        _sync(place)
     except OSError as error:
         raise ValueError(f"{_unwritten(output, error.errno)}; what is finished stays in {whole}") from error
 
@@ -120,6 +124,15 @@ def _place(output: Path, outside: Sequence[object] = (), flag: str = "--output")
         if isinstance(each, Path) and place.is_relative_to(each.resolve()):
             raise ValueError(f"{flag}={output} is in the run's folder {each}, which its processes sweep; name another place")
     return place
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _temporary(place: Path, parent: Path) -> Path:

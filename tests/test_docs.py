@@ -120,7 +120,7 @@ def broken_python(module: str, words: list[str], said: str) -> Iterator[str]:
         if words[0] not in command_list.commands():
             yield f"{said}: there is no command {words[0]}"
             return
-        file = ROOT / "tba_jax" / "commands" / f"{words[0]}.py"
+        file = ROOT / "tba_jax" / "commands" / f"{command_list.SHORT.get(words[0], words)[0]}.py"
     if not file.is_file():
         yield f"{said}: there is no module {module}"
         return

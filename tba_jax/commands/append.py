@@ -3,10 +3,9 @@
 python -m tba_jax append --workdir=DIR --responses=FILE [--unfit=skip] [--config=RECIPE[:NAME] | --trust_task]
 
 FILE is a .jsonl, .json or .parquet file with rows {"prompt", "response"}, or a data set of the hub. "prompt" may be missing if
-the task has one query. The run must exist (`main --role=reference` makes one) and may be training meanwhile. The probability with
-which such a response was written is unknown, and trajectory balance does not need it: the row counts as one of step 0, and the
-log-probs of that step's policy stand in its columns for policy and behaviour. Objectives that weigh rows by π_θ/π_behaviour
-refuse such rows. Either all rows appear at once, or none does.
+the task has one query. The run must exist (`main --role=reference` makes one) and may be training meanwhile. The rows count as
+rows of step 0, and have the log-probs of its policy, as trajectory balance needs no others. Objectives that weigh rows by
+π_θ/π_behaviour refuse them. Either all rows appear at once, or none does.
 """
 
 import hashlib
@@ -51,8 +50,7 @@ def append(workdir: Path, source: str, *, unfit: str, settings: command_line.Sou
 
     Args: source: see tasks.data.read; unfit: what happens to responses that no policy of the run can give, one of UNFIT.
 
-    Returns a sentence that says what was appended. Raises ValueError where there is no run or no reference, nobody trusts its
-    task, its objective needs behaviour log-probs or values of states, a row of the file is malformed or unfit, or the same
+    Returns a sentence that says what was appended. Raises ValueError where the run or the file does not allow it, or the same
     responses were appended before; FloatingPointError where log-probs of step 0 are not finite.
     """
     run, experiment = command_line.rebuilt(workdir, settings)

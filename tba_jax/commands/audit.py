@@ -27,6 +27,8 @@ from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout as layout_lib
 from tba_jax.text.visible import visible, visible_line
 
+_ATTEMPTS = 5  # to read the index of a run whose trainer removes rows meanwhile
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
@@ -53,9 +55,33 @@ def open_run(workdir: Path | str) -> Run:
 
 def rebuild_index(run: Run) -> ReplayIndex:
     """The trainer's index after the last journalled step: from log and journal, or from the newest checkpoint where some rows
-    that earlier steps drew are not there any more."""
-    heads, losses = run.reader.heads(), Losses(run.lines)
-    if not any(expired_segments(run.layout.replay).get(writer) for writer in heads):
+    that earlier steps drew are not there any more.
+
+    A trainer at work may remove rows and checkpoints meanwhile: then all is read again. Raises ValueError where it always does.
+    """
+    for _ in range(_ATTEMPTS):
+        before = _removed(run)
+        try:
+            index = _read_index(run)
+        except (RowsLost, FileNotFoundError):
+            if _removed(run) == before:
+                raise
+            continue
+        if _removed(run)[0] == before[0]:
+            return index
+    raise ValueError(
+        f"the trainer of {run.layout.root} removed rows {_ATTEMPTS} times while they were read: stop it, or try again"
+    )
+
+
+def _removed(run: Run) -> tuple[Mapping[str, frozenset[int]], list[int]]:
+    """The segments that retention has removed, and the checkpoints that are there."""
+    return expired_segments(run.layout.replay), layout_lib.steps_in(run.layout.checkpoints)
+
+
+def _read_index(run: Run) -> ReplayIndex:
+    losses = Losses(journal.read_lineage(run.layout.journal))
+    if not any(expired_segments(run.layout.replay).get(writer) for writer in run.reader.heads()):
         index = make_index(run.config, run.contract, reference_id=reference_of_rows(run.contract, run.layout))
         try:
             return _replayed(run, index, losses, start=0)
@@ -69,7 +95,7 @@ def rebuild_index(run: Run) -> ReplayIndex:
 def _replayed(run: Run, index: ReplayIndex, losses: Losses, *, start: int) -> ReplayIndex:
     """The index after all journal lines. Args: index: after step `start`."""
     again = Again(index, run.reader, losses, step=start)
-    for line in journal.read_lineage(run.layout.journal, after=start) if start else run.lines:
+    for line in journal.read_lineage(run.layout.journal, after=start):
         index.mark_drawn(again.do(line))
     return index
 
@@ -198,8 +224,9 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
 
     stored = stored_run.read(run.layout, called=str(run.layout.shared))
     policy = stored.policy.on_device(jax.devices()[0])
+    gone = f"the snapshot of its policy step {step} has been removed"
     if step not in snapshots.committed_steps(run.layout.policies):
-        raise ValueError(f"{name} cannot be generated again: the snapshot of its policy step {step} has been removed")
+        raise ValueError(f"{name} cannot be generated again: {gone}")
     one = sharding.make_mesh((1, 1, 1), setting="audit", devices=jax.devices()[:1])
     scoring = Scoring(contract=run.contract, policy=policy, mesh=one, logit_megabytes=1, score_tokens=0)
     sampler = Sampler(
@@ -213,7 +240,10 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
         samples=1,
         prompt_length=int(row["prompt_length"]),
     )
-    sampler.load_step(step)
+    try:
+        sampler.load_step(step)
+    except FileNotFoundError as error:  # its trainer removed it meanwhile
+        raise ValueError(f"{name} cannot be generated again: {gone}") from error
     prompt = row["tokens"][: row["prompt_length"]].tolist()
     sampling = Sampling(**{field.name: row[field.name][None] for field in dataclasses.fields(Sampling)})
     (again,) = sampler.engine.generate([Request(name=name, prompt=prompt, keys=row["key"][None], sampling=sampling)])

@@ -2,7 +2,8 @@
 
 A command is a module with a docstring, whose first line lists it, and two functions. `add_flags(values)` defines its absl flags,
 and returns the program whose settings --config.NAME=VALUE changes, if any. `run(given)` returns an exit code, or the job that is
-left to do once no mistake of the user can stop it. Of a task, only code that the user names or trusts is executed.
+left to do once no mistake of the user can stop it. A task's code is executed only where
+the user names or trusts it.
 """
 
 import contextlib

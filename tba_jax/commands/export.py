@@ -40,8 +40,8 @@ def export(workdir: Path, output: Path, *, step: command_line.AskedStep, dtype: 
     Args: output: outside of workdir; step: see command_line.chosen_step; dtype: of the weights written, None: the snapshot's;
       adapter: writes the adapters alone, for peft.
 
-    Returns a sentence that says what was written. Raises ValueError where there is no run of this version or no such snapshot,
-    its model, reference or tokenizer is gone, `output` is in use, or adapters belong to no published checkpoint.
+    Returns a sentence that says what was written. Raises ValueError where something that it needs is not there, or `output` is in
+    use, or adapters belong to no published checkpoint.
     """
     from tba_jax.experiment import stored_run
     from tba_jax.models.hugging_face import export as export_lib

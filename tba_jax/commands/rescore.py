@@ -2,10 +2,9 @@
 
 python -m tba_jax rescore --workdir=DIR [--config=RECIPE[:NAME] | --trust_task]
 
-`DIR/rewards/<version>/` becomes a replay log with the same writers, the same row numbers and the new rewards. It holds whole
-rows, so that readers and the journal need no special case. Runs of the new version train on this log by replay.mount. The rows
-of a writer appear when all of them are scored, and count once `DIR/rewards/<version>.json` exists. The same command continues an
-interrupted one.
+`DIR/rewards/<version>/` becomes a replay log of whole rows with the same writers and row numbers, and the new rewards. Runs of
+the new version train on it by replay.mount. The rows of a writer appear when all of them are scored, and count once
+`DIR/rewards/<version>.json` exists. The same command continues an interrupted one.
 """
 
 from collections.abc import Mapping

@@ -2,11 +2,10 @@
 
 python -m tba_jax show --workdir=DIR [--order=newest|best|worst] [--count=10]
 
-The first lines say how many rows there are, how hard the queries are, and which step has the best held-out score. No task is
-imported. Control characters of the text are escaped.
+The first lines say how many rows there are, and which step has the best held-out score. No task is imported. Control characters
+of the text are escaped.
 """
 
-import collections
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.reporting.gathering import blocks
 from tba_jax.roles import results
 from tba_jax.storage import layout
-from tba_jax.telemetry import metrics
 from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
@@ -49,7 +47,7 @@ def show(workdir: Path, order: str, count: int) -> str:
     total = sum(len(each) for ranges in kept.values() for each in ranges)
     gone = sum(ranges[-1].stop for ranges in kept.values()) - total
     removed = f" ({gone} more were removed by retention)" if gone else ""
-    sections = [f"{total} rows of {len(kept)} writers{removed}, {order} first{_difficulty(run)}{_best(run)}"]
+    sections = [f"{total} rows of {len(kept)} writers{removed}, {order} first{_best(run)}"]
     for i in rank(rows["reward"], newest_step, order):
         prompt, response = rows["tokens"][i, : rows["prompt_length"][i]].tolist(), trajectory.response(rows, i).tolist()
         sections.append(
@@ -59,17 +57,6 @@ def show(workdir: Path, order: str, count: int) -> str:
             f"response: {visible(stored.tokenizer.decode_continuation(prompt, response))}"
         )
     return "\n\n".join(sections)
-
-
-def _difficulty(run: layout.RunDir) -> str:
-    """A line about the success of the queries, by the newest point of the trainer's metrics; "" where that has none."""
-    (told,) = collections.deque(metrics.each_line(run.metrics("trainer")), maxlen=1) or [{}]
-    if not {"queries_failed", "queries_solved", "queries_mixed", "success_rate_histogram"} <= told.keys():
-        return ""
-    return (
-        f"\nof {sum(told['success_rate_histogram']['counts'])} queries, by their newest responses at step {told['step']}: "
-        f"{told['queries_failed']:.0%} fail, {told['queries_solved']:.0%} are solved, {told['queries_mixed']:.0%} are in between"
-    )
 
 
 def _best(run: layout.RunDir) -> str:

@@ -5,6 +5,7 @@ python -m tba_jax supervised --config=configs/supervised.py --workdir=DIR --outp
 The same command resumes a run that was stopped or killed. The examples of a step depend on the seed and the step alone.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -20,7 +21,7 @@ from absl import flags
 from tba_jax import outputs
 from tba_jax.commands import command_line, recipes
 from tba_jax.run import processes
-from tba_jax.schemas import flatten, require
+from tba_jax.schemas import Mistakes, flatten, require
 from tba_jax.storage import layout, places
 from tba_jax.supervised.schema import SCHEMA
 
@@ -36,24 +37,20 @@ def check(config: Any) -> None:
     """Checks every rule that the config can break by itself. Raises ValueError: sentences with value, limit and setting."""
     from tba_jax.learner.optimizer import DECAYS, SCHEDULES
     from tba_jax.models import layers
-    from tba_jax.schemas import Mistakes
     from tba_jax.supervised import objectives
     from tba_jax.telemetry import metrics
 
-    found = Mistakes()
-    registries: dict[str, Collection[str]] = {"kinds": objectives.OBJECTIVES, "schedules": SCHEDULES, "decays": DECAYS}
-    registries |= {"remat": layers.REMAT, "sinks": tuple(metrics.TRACKERS)}
-    for sentence in (*SCHEMA.refusals(config, registries).values(), *metrics.refused_names(config.metrics)):
-        found.require(False, sentence)
-    d = config.data
+    d, t, found = config.data, config.training, Mistakes()
+    registries: dict[str, Collection[str]] = dict(schedules=SCHEDULES, decays=DECAYS, remat=layers.REMAT)
+    registries |= dict(kinds=objectives.OBJECTIVES, sinks=metrics.TRACKERS)
+    found.add(SCHEMA.refusals(config, registries).values())
+    found.add(metrics.refused_names(config.metrics))
     fields = (d.prompt_field, d.response_field) if config.kind == "sft" else (d.prompt_field, d.chosen_field, d.rejected_field)
     found.require(len(set(fields)) == len(fields), f"the fields of an example must differ: data.*_field are {', '.join(fields)}")
-    other = not d.heldout or Path(d.heldout).resolve() != Path(d.train).resolve()
     told = f"data.heldout={d.heldout!r} is data.train: what is trained on cannot be held out; leave it empty for a share"
-    found.require(other, told)
-    batch, micro = config.training.batch_size, config.training.micro_batch_rows
-    divides = micro < 1 or batch % micro == 0
-    found.require(divides, f"training.micro_batch_rows={micro} does not divide training.batch_size={batch}")
+    found.require(not d.heldout or Path(d.heldout).resolve() != Path(d.train).resolve(), told)
+    divides = t.micro_batch_rows < 1 or t.batch_size % t.micro_batch_rows == 0
+    found.require(divides, f"training.micro_batch_rows={t.micro_batch_rows} does not divide training.batch_size={t.batch_size}")
     found.end()
 
 
@@ -67,7 +64,7 @@ def prepare(config: Any, run: layout.RunDir, output: Path) -> "Plan":
     from tba_jax.models import decoder, hardware, parameters
     from tba_jax.models.hugging_face import load
     from tba_jax.roles import gpus
-    from tba_jax.supervised import examples, tuning
+    from tba_jax.supervised import tuning
 
     check(config)
     outputs.check_folder(output, outside=(run.root,))
@@ -84,11 +81,11 @@ def prepare(config: Any, run: layout.RunDir, output: Path) -> "Plan":
     if not config.model.random_init:
         with load.named("model.path", config.model.path):
             load.check_weights(folder, model, new_heads=reward)
-    data = examples.load(config.data, config.kind, tokenizer)
+    data = tuning.load(config.data, config.kind, tokenizer)
     steps = _steps(t, len(data.train))
     if not places.exists(run.config):
         trained = parameters.count(decoder.define(model).specs)
-        estimate.check_disk_of_supervised(run.root, config.checkpoint, trained=trained, steps=steps)
+        estimate.check_disk(estimate.demands_of_supervised(run.root, config.checkpoint, trained=trained, steps=steps))
     _join(run, config, data.fingerprint)
     made = dict(config=config, run=run, output=output, folder=folder, model=model, tokenizer=tokenizer, data=data)
     return tuning.Plan(**made, mesh=mesh, steps=steps, micro_rows=micro_rows)
@@ -131,17 +128,13 @@ def _join(run: layout.RunDir, config: Any, fingerprint: str) -> None:
         layout.check_can_be_made(run)
         contract = {"supervised": config.kind, "examples": fingerprint}
         mine = {"format": contract_lib.FORMAT, "id": uuid.uuid4().hex, "config": plain, "contract": contract}
-        try:
-            run.root.mkdir(parents=True, exist_ok=True)
-            layout.write_json(run.config, mine)
-        except OSError as error:
-            raise ValueError(f"workdir {str(run.root)!r} cannot be written: {error.strerror}") from error
+        run.root.mkdir(parents=True, exist_ok=True)
+        layout.write_json(run.config, mine)
         return
     stored = contract_lib.read(run)
     if "supervised" not in stored["contract"]:
         raise ValueError(f"workdir {str(run.root)!r} belongs to an RL run")
     theirs, ours = flatten(stored["config"]), flatten(plain)
-    theirs |= recipes.absolute_paths(theirs)
     changed = [name for name, rule in SCHEMA.rules.items() if theirs.get(name) != ours[name] and not rule.free]
     if changed:
         listed = "; ".join(f"{name}: {theirs.get(name)!r} there, {ours[name]!r} here" for name in changed)
@@ -157,17 +150,13 @@ def execute(plan: "Plan", stop: Callable[[], bool]) -> int:
 
     counts = len(plan.data.train), len(plan.data.heldout), plan.data.skipped, plan.steps
     log.info("%d examples to train on, %d held out, %d left out, %d steps", *counts)
-    run = tuning.Tuning(plan)
-    try:
+    with contextlib.closing(tuning.Tuning(plan)) as run:
         if not run.train(stop):
             print(f"stopped at step {run.step} of {plan.steps}; the same command resumes {plan.run.root}", file=sys.stderr)
             return processes.STOPPED
-        seconds = run.seconds
         with command_line.mistakes():
             run.export()
-    finally:
-        run.close()
-    print(run.conclusion(seconds=seconds))
+        print(run.conclusion())
     return 0
 
 

@@ -2,8 +2,8 @@
 
 python -m tba_jax version [--json]
 
-A process of its own asks JAX for its devices: a driver that fails or hangs is reported with the rest. Of the environment, only
-variables that steer JAX and its libraries are printed.
+A process of its own asks JAX for its devices: a driver that fails or hangs is reported with the rest. The only
+environment variables that are printed are those that steer JAX and its libraries.
 """
 
 import json

@@ -24,12 +24,10 @@ from tba_jax.telemetry import metrics
 def check(config: Any, *, weights: bool = True, new: bool = False) -> None:
     """Checks every setting by itself, and where all hold, settings against each other.
 
-    Args:
-      weights: False: for a dry run, where model.preset may say the shape in place of the weights of model.path.
-      new: for a new run and for a dry run: a setting that the run would not use is a mistake too. A run that is there goes on.
+    Args: weights: False: for a dry run, where model.preset may say the shape in place of the weights of model.path. new: for a
+    new run and for a dry run: a setting that the run would not use is a mistake too. A run that is there goes on.
 
-    Raises:
-      ValueError: a sentence about each rule that is broken.
+    Raises ValueError: a sentence about each rule that is broken.
     """
     found = Mistakes()
     found.add(_each(config))
@@ -82,28 +80,30 @@ def _registries(task: str) -> dict[str, Collection[str]]:
     }
 
 
-# Setting -> the other setting that decides whether a run uses it, and the values of that one with which it does.
-_USED_WITH: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "learner.decay": ("learner.schedule", lambda schedule: schedule == "wsd"),
-    "learner.decay_steps": ("learner.schedule", lambda schedule: schedule == "wsd"),
-    "learner.schedule_steps": ("learner.schedule", lambda schedule: schedule in ("linear", "wsd")),
-    "learner.reference.reset_steps": ("learner.reference.kind", lambda kind: kind == "reset"),
-    "learner.reference.ema_decay": ("learner.reference.kind", lambda kind: kind == "ema"),
-    "learner.reference.reset_optimizer": ("learner.reference.kind", lambda kind: kind == "reset"),
-    "learner.reference.offload": ("learner.reference.kind", lambda kind: kind in HELD_REFERENCES),
-    "searchers.lag": ("schedule.mode", lambda mode: mode == "asynchronous"),
-    "searchers.value_samples": ("task.step_ends", bool),
-    "searchers.value_states": ("task.step_ends", bool),
-    "searchers.target_success_rate": ("searchers.prompt_selection", lambda selection: selection == "posterior"),
-    "searchers.prompt_candidates": ("searchers.prompt_selection", lambda selection: selection == "posterior"),
-    "replay.merge_keep": ("replay.merge_duplicates", bool),
-    "replay.recent_window": ("replay.recent_probability", bool),
-    "replay.recent_fill": ("replay.recent_probability", bool),
-    "replay.strategy": ("replay.recent_probability", lambda share: share < 1),
-    "replay.inverse_temperature": ("replay.strategy", lambda strategy: strategy == "softmax"),
-    "schedule.lag": ("schedule.mode", lambda mode: mode == "interleaved"),
-    "schedule.updates_per_search": ("schedule.mode", lambda mode: mode == "interleaved"),
-}
+# (setting, whether a value of it uses others, these others)
+_USED_WITH: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
+    ("learner.schedule", lambda schedule: schedule == "wsd", ("learner.decay", "learner.decay_steps")),
+    ("learner.schedule", lambda schedule: schedule in ("linear", "wsd"), ("learner.schedule_steps",)),
+    (
+        "learner.reference.kind",
+        lambda kind: kind == "reset",
+        ("learner.reference.reset_steps", "learner.reference.reset_optimizer"),
+    ),
+    ("learner.reference.kind", lambda kind: kind == "ema", ("learner.reference.ema_decay",)),
+    ("learner.reference.kind", lambda kind: kind in HELD_REFERENCES, ("learner.reference.offload",)),
+    ("schedule.mode", lambda mode: mode == "asynchronous", ("searchers.lag",)),
+    ("schedule.mode", lambda mode: mode == "interleaved", ("schedule.lag", "schedule.updates_per_search")),
+    ("task.step_ends", bool, ("searchers.value_samples", "searchers.value_states")),
+    (
+        "searchers.prompt_selection",
+        lambda way: way == "posterior",
+        ("searchers.target_success_rate", "searchers.prompt_candidates"),
+    ),
+    ("replay.merge_duplicates", bool, ("replay.merge_keep",)),
+    ("replay.recent_probability", bool, ("replay.recent_window", "replay.recent_fill")),
+    ("replay.recent_probability", lambda share: share < 1, ("replay.strategy",)),
+    ("replay.strategy", lambda strategy: strategy == "softmax", ("replay.inverse_temperature",)),
+)
 
 
 def _unused(config: Any) -> Iterator[str]:
@@ -115,9 +115,9 @@ def _unused(config: Any) -> Iterator[str]:
     for name in sorted(of_any - {"beta", *OBJECTIVES[learner.objective].settings}):
         for each in (f"{name}_start", f"{name}_end") if name in TEMPERATURES else (name,):
             unused[f"learner.{each}"] = f"learner.objective={learner.objective}, which does not read it"
-    for name, (other, uses) in _USED_WITH.items():
-        if not uses(values[other]) and values[name] != "wait":  # recent_fill=wait also says which queries are drawn
-            unused[name] = f"{other}={values[other]}"
+    for other, uses, names in _USED_WITH:
+        # recent_fill=wait also says which queries are drawn
+        unused |= {name: f"{other}={values[other]}" for name in names if not uses(values[other]) and values[name] != "wait"}
     for name, why in unused.items():
         if values[name] != defaults[name]:
             yield f"{name}={values[name]} would not be used with {why}; leave it at {defaults[name]}"

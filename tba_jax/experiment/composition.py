@@ -53,14 +53,11 @@ def build(
 ) -> Experiment:
     """Checks the whole config and builds what it names, without compiling or writing anything.
 
-    Args:
-      reward_models: of the contract, if the run exists and its models need not be here; None: they are read.
-      date: of the contract, if the run exists; "": the run is a new one.
-      weights: False: for a dry run, which fetches no weights from the hub, see stored_run.policy_and_tokenizer.
-      new: see checks.check.
+    Args: reward_models: of the contract, if the run exists and its models need not be here; None: they are read. date: of the
+    contract, if the run exists; "": the run is a new one. weights: False: for a dry run, which fetches no weights from the hub,
+    see stored_run.policy_and_tokenizer. new: see checks.check.
 
-    Raises:
-      ValueError: a sentence about each mistake of the first stage that has any.
+    Raises ValueError: a sentence about each mistake of the first stage that has any.
     """
     checks.check(config, weights=weights, new=new)
     date, found = date or _new_date(config), Mistakes()
@@ -130,8 +127,7 @@ def rebuild(stored: Mapping[str, Any], config: Any, *, called: str) -> Experimen
 
     Args: stored: config.json; config: its config, perhaps with other settings; called: what messages call the run.
 
-    Raises:
-      ValueError: as `build`, or the run's contract is another one now.
+    Raises ValueError: as `build`, or the run's contract is another one now.
     """
     experiment = build(config, date=stored["contract"].get("date", ""))
     if different := contract_lib.differences(stored["contract"], experiment.contract.to_json()):
@@ -147,8 +143,7 @@ def heldout_queries(experiment: Experiment) -> list[EncodedQuery]:
 def task_class(name: str) -> Callable[..., Task]:
     """The class of a task that task.name names: of TASKS, or of the user's file.
 
-    Raises:
-      ValueError: the task's package is an extra that is not installed, or the file has no such class.
+    Raises ValueError: the task's package is an extra that is not installed, or the file has no such class.
     """
     if custom_task.is_named(name):
         return custom_task.load(name)
@@ -175,8 +170,7 @@ def keeps_private(name: str) -> bool:
 def make_task(config: Any) -> tuple[Task, dict[str, Any]]:
     """The task that config.task names, and its settings.
 
-    Raises:
-      ValueError: the task refuses its settings, or it does not go with the rest of the config.
+    Raises ValueError: the task refuses its settings, or it does not go with the rest of the config.
     """
     section, name, custom = config.task, config.task.name, config.task.custom.to_dict()
     if custom and not custom_task.is_named(name):
@@ -207,8 +201,7 @@ def make_task(config: Any) -> tuple[Task, dict[str, Any]]:
 def encode_queries(config: Any, task: Task, tokenizer: Tokenizer) -> tuple[dict[str, prompts.EncodedQueries], dict[str, int]]:
     """The queries that fit task.prompt_length, and the number of queries that were left out as too long, both by split.
 
-    Raises:
-      ValueError: the task gives no queries or something else, prompts are too long, or an update needs more queries.
+    Raises ValueError: the task gives no queries or something else, prompts are too long, or an update needs more queries.
     """
     queries, skipped = dict[str, prompts.EncodedQueries](), dict[str, int]()
     for split in SPLITS:

@@ -275,9 +275,8 @@ def estimated(s: Invocation, *, full: bool) -> Callable[[], int]:
 def compiled(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) -> Callable[[], int]:
     """Raises ValueError where a topology cannot be had, or the mesh of a role does not fit its devices.
 
-    Args:
-      asked: role -> topology (topologies.parse); {}: the roles have the devices of this process.
-      role: the only one that is compiled; "all": all roles of the run.
+    Args: asked: role -> topology (topologies.parse); {}: the roles have the devices of this process. role: the only one that is
+    compiled; "all": all roles of the run.
     """
     if role not in ("all", *ROLES):
         raise ValueError(f"--role={role} computes nothing of its own; roles that compute: {', '.join(ROLES)}")

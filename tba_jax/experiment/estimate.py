@@ -195,10 +195,12 @@ class Demand(NamedTuple):
     numbers: str
 
 
-def _demand(folder: Path, free: int, files: Sequence[Files]) -> Demand:
-    size = sum(each.size for each in files)
-    there = f"{in_words(free)} left on the file system of {folder}"
-    return Demand(size, free, f"about {in_words(size)} of the {there}: {', '.join(each.what for each in files)}")
+def _demands(folder: Path, files: Sequence[Files]) -> list[Demand]:
+    """What files take of the file system of a folder; nothing where that does not say what is free."""
+    if (free := file_systems.free(folder)) is None:
+        return []
+    size, there = sum(each.size for each in files), f"{in_words(free)} left on the file system of {folder}"
+    return [Demand(size, free, f"about {in_words(size)} of the {there}: {', '.join(each.what for each in files)}")]
 
 
 def snapshot_count(config: Any) -> int:
@@ -238,8 +240,12 @@ def demands(experiment: Experiment, run: layout.RunDir, *, trains: bool = True) 
     for folder, files in ((run.shared, [_snapshots(experiment), reference]), (run.root, own)):
         if files and isinstance(folder, Path):
             by_system.setdefault(file_systems.existing(folder).stat().st_dev, (folder, []))[1].extend(files)
-    there = [(folder, files, file_systems.free(folder)) for folder, files in by_system.values()]
-    return [_demand(folder, free, files) for folder, files, free in there if free is not None]
+    return [demand for folder, files in by_system.values() for demand in _demands(folder, files)]
+
+
+def demands_of_supervised(folder: Path, settings: Any, *, trained: int, steps: int) -> list[Demand]:
+    """What the checkpoints of supervised training take. Args: settings: `checkpoint`; trained: parameters."""
+    return _demands(folder, [_checkpoints(settings, trained=trained, steps=steps)])
 
 
 def check_disk(asked: Iterable[Demand]) -> None:
@@ -247,16 +253,6 @@ def check_disk(asked: Iterable[Demand]) -> None:
     for demand in asked:
         if demand.size > demand.free:
             raise ValueError(
-                f"this run would fill its disk, {demand.numbers}; keep fewer of them by these settings, halve snapshots by "
-                "publish.dtype=bfloat16, train adapters alone (lora.rank), free some disk, or name another --workdir"
+                f"this run would fill its disk, {demand.numbers}; keep fewer of them by these settings, store or train less "
+                "(publish.dtype=bfloat16, lora.rank), free some disk, or name another --workdir"
             )
-
-
-def check_disk_of_supervised(folder: Path, settings: Any, *, trained: int, steps: int) -> None:
-    """Raises ValueError where the checkpoints of supervised training would fill the disk. Args: settings: `checkpoint`."""
-    free = file_systems.free(folder)
-    if free is not None and (needs := _demand(folder, free, [_checkpoints(settings, trained=trained, steps=steps)])).size > free:
-        raise ValueError(
-            f"this run would fill its disk, {needs.numbers}; keep fewer by checkpoint.keep, free some disk, or name another "
-            "--workdir"
-        )

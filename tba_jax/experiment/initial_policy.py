@@ -28,7 +28,7 @@ from tba_jax.roles.trainer.update_program import behavior_reader
 from tba_jax.schemas import Mistakes, require
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import file_systems, layout, places, snapshots
-from tba_jax.supervised import warm_start
+from tba_jax.supervised.objectives import WarmStart, encode_examples
 from tba_jax.telemetry.status import Status
 
 log = logging.getLogger(__name__)
@@ -42,8 +42,7 @@ def check(experiment: Experiment, run: layout.RunDir, *, init_from: str = "", fe
 
     Args: fetch: whether weights are fetched from the hub; where not, and where they are away, they are not checked.
 
-    Raises:
-      ValueError: the checkpoint is not whole, or worked examples do not fit task.prompt_length and task.response_length.
+    Raises ValueError: the checkpoint is not whole, or worked examples do not fit task.prompt_length and task.response_length.
     """
     config = experiment.config
     if init_from or config.replay.mount or places.exists(run.initial_reference):
@@ -51,27 +50,26 @@ def check(experiment: Experiment, run: layout.RunDir, *, init_from: str = "", fe
     if not config.model.path and config.warm_start.steps:
         examples = experiment.task.worked_examples(np.random.default_rng(config.seed), _CHECKED_EXAMPLES)
         lengths = {"prompt_length": config.task.prompt_length, "response_length": config.task.response_length}
-        warm_start.encode_examples(examples, experiment.tokenizer, **lengths)
+        encode_examples(examples, experiment.tokenizer, **lengths)
     if config.model.path and not config.model.preset:  # with a preset, a dry run, which needs no weights
         with load.named("model.path", config.model.path):
             if fetch or load.holds_weights(config.model.path):
                 load.check_weights(config.model.path, experiment.policy.model)
 
 
-def _warm_start_settings(experiment: Experiment, devices: Sequence[jax.Device] | None = None) -> warm_start.Settings:
+def _warm_start(experiment: Experiment, devices: Sequence[jax.Device] | None = None) -> WarmStart:
     """Args: devices: of the trainer's mesh; None: of this process."""
-    config = experiment.config
-    lengths = dict(prompt_length=config.task.prompt_length, response_length=config.task.response_length)
-    model, mesh = experiment.policy.model, _mesh(config, devices)
-    return warm_start.Settings(model=model, mesh=mesh, seed=config.seed, **lengths, **config.warm_start.to_dict())
+    c, mesh = experiment.config, _mesh(experiment.config, devices)
+    lengths = dict(prompt_length=c.task.prompt_length, response_length=c.task.response_length)
+    return WarmStart(model=experiment.policy.model, mesh=mesh, seed=c.seed, **lengths, **c.warm_start.to_dict())
 
 
 def programs(experiment: Experiment, run: layout.RunDir, *, devices: Sequence[jax.Device] | None = None) -> dict[str, Program]:
-    """Name -> what the warm start compiles, {} where this run has none or is past it. Args: see _warm_start_settings."""
+    """Name -> what the warm start compiles, {} where this run has none or is past it. Args: see _warm_start."""
     config = experiment.config
     if not config.warm_start.steps or config.model.path or config.replay.mount or places.exists(run.initial_reference):
         return {}
-    return warm_start.programs(_warm_start_settings(experiment, devices))
+    return _warm_start(experiment, devices).programs()
 
 
 def ensure(
@@ -87,10 +85,8 @@ def ensure(
     The policy is the reference policy of the mounted runs. Without mounts it is the snapshot that --init_from named. Without
     either it is imported, warm-started or random, as the config says.
 
-    Args:
-      experiment: with the mesh of the trainer.
-      report: of the warm start, see supervised.warm_start.
-      group: of the trainer's processes, of which the others are called to `follow`; None: this process alone.
+    Args: experiment: with the mesh of the trainer. report: see WarmStart.train. group: of the trainer's processes, of which the
+    others are called to `follow`; None: this process alone.
 
     Returns:
       16 hex digits, a hash of the weights; `run.reference(id)` holds them.
@@ -149,7 +145,7 @@ def _make(experiment: Experiment, init_from: str, report: Callable[[int, float],
         return load.load_params(load.resolve_folder(config.model.path), model, shardings)
     if not config.warm_start.steps:
         return jax.jit(experiment.policy.base.init, out_shardings=shardings)(jax.random.key(config.seed))
-    return warm_start.warm_start(experiment.task, experiment.tokenizer, _warm_start_settings(experiment), report=report)
+    return _warm_start(experiment).train(experiment.task, experiment.tokenizer, report=report)
 
 
 def _mesh(config: Any, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -159,8 +155,7 @@ def _mesh(config: Any, devices: Sequence[jax.Device] | None = None) -> Mesh:
 def mend(run: layout.RunDir) -> bool:
     """Writes initial.json again where it is damaged. Needs the lease. Returns whether it was.
 
-    Raises:
-      ValueError: it is damaged, and there is not exactly one whole policy that it can have named.
+    Raises ValueError: it is damaged, and there is not exactly one whole policy that it can have named.
     """
     try:
         layout.reference_id(run)
@@ -196,11 +191,9 @@ def _reference_id(run: layout.RunDir) -> str | None:
 def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contract, *, init_from: str) -> None:
     """Checks every run of replay.mount against this one, by its contract, its reference policy and its writers.
 
-    Args:
-      init_from: RUN@STEP that this run begins from, "" if it begins as its config says.
+    Args: init_from: RUN@STEP that this run begins from, "" if it begins as its config says.
 
-    Raises:
-      ValueError: the rows of a mounted run may not be trained on; names the fields or the reference policies that differ.
+    Raises ValueError: the rows of a mounted run may not be trained on; names the fields or the reference policies that differ.
     """
     if not config.replay.mount:
         return
@@ -313,8 +306,7 @@ def _open_init_from(init_from: str) -> tuple[layout.RunDir, dict[str, Any], int]
 def check_init_from(run: layout.RunDir, config: Any, contract: contract_lib.Contract, *, init_from: str) -> None:
     """Checks that the policy exists and fits, unless this run has begun.
 
-    Raises:
-      ValueError: the policy does not exist (names the steps that do), or does not fit (names the fields that differ).
+    Raises ValueError: the policy does not exist (names the steps that do), or does not fit (names the fields that differ).
     """
     if not init_from or places.exists(run.initial_reference):
         return

@@ -114,19 +114,25 @@ def evaluator(s: Invocation) -> Job:
             if joined is not None:
                 made = make_evaluator(joined.experiment, s.run, record)
                 run_evaluator(made, joined.config, s.run, account=TimeAccount(record), stop=stop)
-        return 0
+        # Beside finished.json, code 0 says that the evaluator is done: one that is stopped before is started again.
+        return processes_lib.STOPPED if stop() and contract_lib.is_finished(s.run) and _awaits_evaluation(s) else 0
 
     return job
 
 
-def _is_complete(s: Invocation) -> bool:
-    """Whether the run has done all its steps and evaluated what it would: then its result is told once more."""
+def _awaits_evaluation(s: Invocation) -> bool:
+    """Whether snapshots of the run, which has done all its steps, are yet to be evaluated."""
     from tba_jax.roles.evaluator import PendingSteps
 
-    steps, evaluation = s.config.learner.steps, s.config.evaluation
-    if not contract_lib.is_finished(s.run) or not snapshots.is_committed(s.run.policies, steps):
-        return False
-    if evaluation.enabled and PendingSteps(s.run, every_steps=evaluation.every_steps, final_step=steps)():
+    evaluation = s.config.evaluation
+    pending = PendingSteps(s.run, every_steps=evaluation.every_steps, final_step=contract_lib.steps_of(s.run))
+    return bool(evaluation.enabled and pending())
+
+
+def _is_complete(s: Invocation) -> bool:
+    """Whether the run has done all its steps and evaluated what it would: then its result is told once more."""
+    steps = s.config.learner.steps
+    if not contract_lib.is_finished(s.run) or not snapshots.is_committed(s.run.policies, steps) or _awaits_evaluation(s):
         return False
     results.tell(s.run, label=f"{s.label}: already finished", score_name=s.experiment.task.score_name, outcome="")
     more = "--config.learner.steps=N --allow_change=learner.steps"

@@ -1,13 +1,11 @@
 """All settings of a run: one line each, with its default, the values that it may have (tba_jax/schemas.py) and its meaning.
 
-Recipes get the defaults from configs/base.py. The schema stands in the package because commands that open a run by its folder
-(append, evaluate …) have no recipe and check its settings too. Every setting is also a flag: `--config.learner.steps=100`.
-Settings marked (contract) must be equal for all roles that share a workdir. A resumed run changes seed, learner, replay, publish
-and schedule with --allow_change alone, except for what is marked free (always) or fixed (never); all other settings may change.
+Recipes get the defaults from configs/base.py. Every setting is also a flag: `--config.learner.steps=100`. Settings marked
+(contract) must be equal for all roles of a run. A resumed run changes seed, learner, replay, publish and schedule with
+--allow_change alone, except for what is marked free (always) or fixed (never); all other settings may change.
 
 Settings with `path` hold absolute paths from when a config is read; in recipes and flags they may begin with ~, or be relative to
 the current folder. Names on the hub stay as they are where there is no such path. So do URLs of object stores.
-
 This file does not import JAX, so that recipes load at once.
 """
 

@@ -1,11 +1,8 @@
 """A run that exists, as its config.json tells it: config, policy, tokenizer, and the schedule, which its trainer may change.
 
-Whoever can write a workdir decides what its config.json names. Nothing of that is executed here: no task is imported, and no code
-of a checkpoint.
-
-The schedule is what decides about an update: the sections learner, replay, publish and schedule, and the seed, without settings
-with free=True in the schema, which only say how the same numbers are computed or stored. The schedule in config.json is that of
-all roles; the run's trainer alone may change it.
+Nothing that config.json names is executed here: no task is imported, and no code of a checkpoint. The schedule is what decides
+about an update: the seed and the sections learner, replay, publish and schedule, without settings with free=True in the schema.
+It is that of all roles; the run's trainer alone may change it.
 """
 
 import contextlib
@@ -50,8 +47,8 @@ class StoredRun:
 def read(run: layout.RunDir, *, called: str) -> StoredRun:
     """The run in a folder. Args: called: what messages call it.
 
-    Raises:
-      ValueError: there is no run, its config.json is damaged, or the checkpoint at its model.path is gone or another one now.
+    Raises ValueError: there is no run, its config.json is damaged, or the checkpoint at its model.path is gone or another one
+    now.
     """
     stored = contract_lib.read_run(run, called=called)
     config = config_of(stored, called=called)
@@ -70,8 +67,7 @@ def config_of(stored: Mapping[str, Any], *, called: str) -> Any:
 
     Args: stored: see contract.read_run.
 
-    Raises:
-      ValueError: it is not the config of a run of this version; names a setting.
+    Raises ValueError: it is not the config of a run of this version; names a setting.
     """
     config = SCHEMA.defaults()
     try:
@@ -101,13 +97,11 @@ def with_settings(config: Any, values: Mapping[str, Any]) -> Any:
 def policy_and_tokenizer(config: Any, *, alphabet: str, weights: bool = True, date: str = "") -> tuple[Policy, Tokenizer]:
     """The policy that config.model and config.lora name, and its tokenizer. No code of the checkpoint or of a task is executed.
 
-    Args:
-      alphabet: without model.path, the characters of the tokenizer, which the task defines; "" where it defines none.
-      weights: False: those of model.path need not be there; and model.preset, where it is given, says the shape in its place.
-      date: see HuggingFaceTokenizer.
+    Args: alphabet: without model.path, the characters of the tokenizer, which the task defines; "" where it defines none.
+    weights: False: those of model.path need not be there; and model.preset, where it is given, says the shape in its place. date:
+    see HuggingFaceTokenizer.
 
-    Raises:
-      ValueError: the checkpoint cannot be used, or policy, adapters and tokenizer do not go together.
+    Raises ValueError: the checkpoint cannot be used, or policy, adapters and tokenizer do not go together.
     """
     if config.model.path:
         with load.named("model.path", config.model.path):
@@ -161,13 +155,10 @@ def check_policy(config: Any, policy: Policy, tokenizer: Tokenizer, found: Mista
 def named_places(config: Any, *, init_from: str = "") -> list[tuple[str, Place]]:
     """(setting or flag, place) of the run of --init_from, of the runs of replay.mount, and of whatever settings name by a path;
     one may be a name on the hub. Args: init_from: see initial_policy.parse_init_from."""
-    paths = [(name, value) for name, value in flatten(config.to_dict()).items() if name.endswith(("_path", ".path"))]
+    named = [("--init_from", init_from.rpartition("@")[0]), *(("replay.mount", each) for each in config.replay.mount)]
+    named += [(name, value) for name, value in flatten(config.to_dict()).items() if name.endswith(("_path", ".path"))]
     found = []
-    for name, text in [
-        ("--init_from", init_from.rpartition("@")[0]),
-        *(("replay.mount", each) for each in config.replay.mount),
-        *paths,
-    ]:
+    for name, text in named:
         with contextlib.suppress(ValueError):  # it names no place, and other checks say so
             if text and isinstance(text, str):
                 found.append((name, places.place(text)))
@@ -178,8 +169,7 @@ def check_answers(named: Iterable[tuple[str, Place]], *, limit: float = math.inf
     """Returns once each place has answered, and says every ten seconds for which one it waits: asked before anything else touches
     storage, which might wait for ever. Args: limit: seconds for each place.
 
-    Raises:
-      ValueError: a place has not answered within the limit, or is in no bucket. OSError: a store refuses.
+    Raises ValueError: a place has not answered within the limit, or is in no bucket. OSError: a store refuses.
     """
     for setting, place in dict.fromkeys(named):
         told = f"{setting}={place} has not answered"
@@ -266,8 +256,7 @@ def _check_checkpointed(changes: Changes) -> None:
 def check_changes(run: layout.RunDir, config: Any, *, allowed: Sequence[str], step: int) -> Changes:
     """The changes that `change_schedule` would make; writes nothing.
 
-    Raises:
-      ValueError: a setting differs that is not in `allowed`, or that no run can change, or `allowed` names no setting.
+    Raises ValueError: a setting differs that is not in `allowed`, or that no run can change, or `allowed` names no setting.
     """
     settings = flatten(config.to_dict())
     if unknown := sorted(set(allowed) - settings.keys()):

@@ -1,7 +1,7 @@
 """The devices of each role: those of this machine, or for --topology those of a machine that is not here.
 
-No compiler for GPUs runs without a driver, and the TPU's runs anywhere. So as many TPU chips stand in for the GPUs of a role, and
-what programs take there is compared with the memory of the GPUs. Such figures are marked "by TPU proxy".
+No compiler for GPUs runs without a driver, and the TPU's runs anywhere: as many TPU chips stand in for the GPUs of a role. What
+programs take there is compared with the memory of the GPUs, and marked "by TPU proxy".
 """
 
 import dataclasses
@@ -63,8 +63,7 @@ VARIANTS = (
 def variant() -> str:
     """--for_this_machine: the variant of a recipe (configs/machines.py) for the devices that are here, by nvidia-smi or by JAX.
 
-    Raises:
-      ValueError: there are accelerators of which none is large enough; or see gpus.jax_devices.
+    Raises ValueError: there are accelerators of which none is large enough; or see gpus.jax_devices.
     """
     if visible := gpus_lib.visible():
         platform, count, memory = "gpu", len(visible), min(gpu.memory or 0 for gpu in visible)
@@ -175,8 +174,7 @@ def parse(values: Sequence[str]) -> dict[str, str]:
     A topology without a role is that of all roles which are not named. GPUs without a role are one machine, which the roles
     divide as under --role=all: {"all": "H100x8"}.
 
-    Raises:
-      ValueError: a role or a topology that does not exist; names those that do.
+    Raises ValueError: a role or a topology that does not exist; names those that do.
     """
     named: dict[str, str] = {}
     for value in values:
@@ -209,8 +207,7 @@ def use_no_devices() -> None:
 def of_roles(experiment: Experiment, asked: Mapping[str, str], *roles: str) -> dict[str, Devices]:
     """Role -> the devices of its topology, of those roles that have one. Args: asked: see `parse`.
 
-    Raises:
-      ValueError: a topology cannot be had, or the roles do not fit the machine that they share.
+    Raises ValueError: a topology cannot be had, or the roles do not fit the machine that they share.
     """
     if machine_of_all := asked.get("all"):
         placed = by_placement(experiment, gpus(machine_of_all))
@@ -238,8 +235,7 @@ def _by_proxy(name: str, count: int, limit: int | None) -> Devices:
 def gpus(topology: str) -> tuple[Gpu, ...]:
     """The GPUs of NAMExCOUNT or NAMExCOUNT@GIB, such as H100x8 or MI300Xx4@192; () for any other text.
 
-    Raises:
-      ValueError: the text does not say the memory of a GPU that is not in MEMORY.
+    Raises ValueError: the text does not say the memory of a GPU that is not in MEMORY.
     """
     if (found := _GPUS.fullmatch(topology)) is None:
         return ()
@@ -253,8 +249,7 @@ def gpus(topology: str) -> tuple[Gpu, ...]:
 def devices(topology: str) -> list[Any]:
     """The TPUs of a topology, for which programs can be compiled and nothing can be run. Args: topology: see `parse`.
 
-    Raises:
-      ValueError: the TPU's compiler is not installed, or knows no such topology.
+    Raises ValueError: the TPU's compiler is not installed, or knows no such topology.
     """
     found = _TPUS.fullmatch(topology)
     assert found is not None, "parse comes first"

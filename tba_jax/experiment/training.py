@@ -98,9 +98,8 @@ def check_dry_run(s: Invocation) -> None:
 def join(s: Invocation, *, may_change_schedule: bool, check: Callable[[], None] = lambda: None) -> None:
     """Makes the run or joins the run that is there. Raises ValueError where it is a run of another config, and writes nothing.
 
-    Args:
-      may_change_schedule: whether this role is the one that records a schedule of other settings (--allow_change).
-      check: of the role, whose mistakes are told together with those of the run.
+    Args: may_change_schedule: whether this role is the one that records a schedule of other settings (--allow_change). check: of
+    the role, whose mistakes are told together with those of the run.
     """
     found = Mistakes()
     found.attempt(check)

@@ -9,7 +9,7 @@ import html
 import itertools
 import math
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,8 +61,8 @@ Figure = dict[str, Any]
 Texts = Callable[[Sequence[int]], list[str]]
 
 
-def of(found: Gathered, counts: np.ndarray) -> dict[str, Any]:
-    """All charts, {"charts": [...], "resumes": x of each axis, "time_title": ...}. Args: counts: draws of each row."""
+def of(found: Gathered) -> dict[str, Any]:
+    """All charts, {"charts": [...], "resumes": x of each axis, "time_title": ...}."""
     begin, end = found.times
     units = (("s", 1, 300), ("min", 60, 18_000), ("h", 3600, 1e6), ("days", 86_400, math.inf))
     unit, seconds = next((unit, seconds) for unit, seconds, limit in units if end - begin < limit)
@@ -87,7 +87,7 @@ def of(found: Gathered, counts: np.ndarray) -> dict[str, Any]:
     for title, told, y, figure in _OF_SEARCHERS:
         lines = [line(name, role, figure, number) for number, (name, role) in enumerate(searchers.items())]
         charts.append(_chart("learning", title, told, y, [*itertools.chain(*lines)]))
-    charts += [_shares(found.roles), *_of_rows(found, counts)]
+    charts.append(_shares(found.roles))
     at = found.table.resumes[-50:]
     return {
         "charts": [chart for chart in charts if chart["traces"]],
@@ -157,37 +157,6 @@ def _shares(roles: Mapping[str, Role]) -> Figure:
     told = "What the time of each role went into since its process began to work. Red is waiting."
     more: Figure = {"axes": False, "wide": True, "height": 110 + 30 * len(shares), "layout": layout}
     return _chart("time", "Where the time goes", told, "", traces, **more)
-
-
-def _of_rows(found: Gathered, counts: np.ndarray) -> Iterable[Figure]:
-    rows = found.table.rows
-    if not len(rows):
-        return
-    drawn = np.bincount(np.minimum(counts, 12), minlength=2)
-    names = [str(n) if n < 12 else "≥ 12" for n in range(len(drawn))]
-    told = "How many steps drew a row. 0 are rows that no step has trained on."
-    yield _bars("Draws per row", told, "steps", "rows", names, drawn)
-    age = np.maximum(0, max(found.step, int(rows["newest_step"].max())) - rows["newest_step"][rows["newest_step"] >= 0])
-    if len(age):
-        edges = np.linspace(0, age.max() + 1, min(60, int(age.max()) + 1) + 1)
-        told = "Steps of the trainer since the weights that sampled a row. Rows of mounted runs are left out."
-        yield _bars("Age of the rows", told, "steps", "rows", rounded(np.ceil(edges[:-1])), np.histogram(age, edges)[0])
-    finite = rows[np.isfinite(rows["reward"])]
-    if len(finite):
-        _, of_query = np.unique(finite["query_id"], return_inverse=True)
-        mean = np.bincount(of_query, weights=finite["reward"]) / np.bincount(of_query)
-        edges = np.histogram_bin_edges(mean, 30)
-        told = f"Mean reward of each of {len(mean):,} queries over its rows: hard ones are on the left, easy ones on the right."
-        x = rounded((edges[:-1] + edges[1:]) / 2)
-        yield _bars("Queries by mean reward", told, "mean reward", "queries", x, np.histogram(mean, edges)[0])
-
-
-def _bars(title: str, told: str, x_title: str, y_title: str, x: Sequence[Any], y: np.ndarray) -> Figure:
-    traces = [{"type": "bar", "x": [*x], "y": rounded(y), "marker": {"color": _COLOURS[0]}}]
-    layout = {"xaxis": {"title": {"text": x_title}}, "yaxis": {"title": {"text": y_title}}, "bargap": 0.06}
-    if isinstance(x[0], str):
-        layout["xaxis"]["type"] = "category"  # type: ignore[index]
-    return _chart("buffer", title, told, y_title, traces, axes=False, layout=layout)
 
 
 MOST_TOKENS, MOST_PROMPT, MOST_STEPS = 400, 3000, 12  # of a row: tokens of the response, characters, steps that drew it

@@ -156,8 +156,8 @@ def _schedule(run: layout.RunDir, c: Mapping[str, Any], step: int) -> str:
         updates = f"updates after each batch of the searcher: {c['schedule.updates_per_search']}"
         return f"search and training in turn, fresh rows of the policy of {c['schedule.lag']} steps ago, {updates}"
     told = f"asynchronous, searchers: {c['searchers.count']}, steps between snapshots: {c['publish.every_steps']}"
-    lines = (line for line in metrics.each_line(run.metrics("trainer")) if line["step"] <= step)
-    ages = [line["staleness_mean"] for line in lines if "staleness_mean" in line]
+    lines = (line for line in metrics.each_line(run.metrics("trainer")) if is_number(line.get("step")) and line["step"] <= step)
+    ages = [age for line in lines if is_number(age := line.get("staleness_mean"))]
     return f"{told}; rows were {sum(ages) / len(ages):.1f} steps old on average" if ages else told
 
 
@@ -177,9 +177,12 @@ def _rows_trained(run: layout.RunDir, step: int) -> str:
 def _versions(run: layout.RunDir) -> str:
     """The versions that the trainer's newest process told, or else those of this process."""
     newest = status.read(run.metrics("trainer")).process or status.beginning(())
-    version, commit = newest["code"]["version"], newest["code"]["commit"]
-    own = f"tba_jax {version}" + (f" (commit {commit[:12]})" if commit else "")
-    return _plain(", ".join([own, *(f"{name} {there}" for name, there in newest["versions"].items())]))
+    try:
+        version, commit = newest["code"]["version"], newest["code"]["commit"]
+        own = f"tba_jax {version}" + (f" (commit {commit[:12]})" if commit else "")
+        return _plain(", ".join([own, *(f"{name} {there}" for name, there in newest["versions"].items())]))
+    except (KeyError, TypeError, AttributeError):
+        return "not known: the trainer's status cannot be read"
 
 
 def _plain(text: str) -> str:

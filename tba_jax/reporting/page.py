@@ -41,7 +41,7 @@ def page(found: Gathered, *, served: bool = False) -> str:
     counts, stored, roles = found.table.counts(), found.stored, found.roles
     drawn: dict[str, Any] = {"charts": [], "resumes": {}, "time_title": ""}
     with part(found.problems, "what the charts show"):
-        drawn = charts.of(found, counts)
+        drawn = charts.of(found)
     groups, shown = charts.chosen(found.table.rows, counts), dict[int, dict[str, Any]]()
     with part(found.problems, "the samples"):
         shown = charts.samples(found, [i for indices in groups.values() for i in indices])

@@ -1,11 +1,8 @@
-"""The processes of a run: by which exit code they end, when they are asked to stop, how they end with their parent, their text
-logs, and the memory and type of CPU of their machine.
+"""The processes of a run: their exit codes, signals, end with their parent, text logs, memory and type of CPU.
 
-On Linux the kernel kills a child when its parent dies (prctl(2), PR_SET_PDEATHSIG), also a child that is stopped. Everywhere the
-parent holds the write end of a pipe, from which a thread of the child reads until the parent is gone.
-
-A role's log is an open file, to which its children write as well, so nobody can move all of them to another: the role copies a
-large log to `<role>.log.1` and cuts it to nothing. What is written between copy and cut is lost.
+On Linux the kernel kills a child when its parent dies, also a child that is stopped. Everywhere the parent holds the write end of
+a pipe, from which a thread of the child reads. A role's log is an open file to which its children write as well: a large log is
+copied to `<role>.log.1` and cut to nothing. What is written between copy and cut is lost.
 """
 
 import contextlib
@@ -24,16 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tba_jax.run.restart import (
-    BAD_INPUT,
-    FORBIDDEN,
-    NO_REWARDS,
-    NOT_FINITE,
-    PEER_LOST,
-    STOPPED,
-    STORAGE_FAILED,
-    STORAGE_FORBIDS,
-)
+from tba_jax.run.restart import BAD_INPUT, FORBIDDEN, NO_REWARDS, NOT_FINITE, PEER_LOST, STOPPED, STORAGE_FAILED, STORAGE_FORBIDS
 
 # A run that ended by one of these ends in the same way again, unless the user changes something.
 FINAL_CODES = (BAD_INPUT, NOT_FINITE)

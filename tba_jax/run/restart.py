@@ -2,9 +2,9 @@
 
     python3 -m tba_jax.run.restart --workdir=DIR [--deaths=N] [--pod] COMMAND …
 
-runs COMMAND, a role of the run in DIR, and ends with its exit code once `Lives` says that another life would not help, or once it
-was asked to stop, which it passes on. After storage failed it waits until the run is in DIR: a role whose mount is lost would
-begin a new run in its place. --pod: in a pod of Kubernetes, see `run_in_pod`. Any Python from 3.7 on runs this module.
+runs COMMAND, a role of the run in DIR, again until `Lives` says that another life would not help, or it was asked to stop, and
+ends with its exit code. After storage failed it waits until the run is in DIR: a role whose mount is lost would begin a new run.
+--pod: in a pod of Kubernetes, see `run_in_pod`. Any Python from 3.7 on runs this module.
 """
 
 from __future__ import annotations
@@ -56,16 +56,14 @@ class Lives:
     | code              | trainer, reference       | searcher, evaluator                       |
     |-------------------|--------------------------|-------------------------------------------|
     | 2, a new role     | ends                     | ends                                      |
-    | 3 storage failed  | again, for a week        | likewise                                  |
+    | 3 storage failed  | again, for a week        | again, for a week                         |
     | 4 not finite      | ends                     | as others                                 |
     | 5 no rewards      | ends                     | ends                                      |
-    | 7 storage forbids | again, for ten minutes   | likewise                                  |
+    | 7 storage forbids | again, for ten minutes   | again, for ten minutes                    |
     | others, 2 later   | again; given up after max_restarts deaths                            |
 
-    Attributes:
-      deaths: ends without ten minutes of life in between, failures of storage left out; of a searcher or an evaluator only those
-        in a row of lives that did no work.
-      in_vain: ends in a row of lives that did no work. seconds: since when its storage has failed in one and the same way.
+    deaths: ends without ten minutes of life in between, failures of storage left out; a searcher's or an evaluator's only in a
+    row of lives without work. in_vain: ends in such a row. seconds: since its storage has failed in one and the same way.
     """
 
     def __init__(self, kind: str, *, max_restarts: int) -> None:
@@ -153,11 +151,8 @@ def _shows(workdir: str, *names: str, asked: threading.Event, seconds: float = 0
 
 
 def run_in_pod(command: list[str], *, workdir: str, deaths: int) -> int:
-    """As `run`, in a container. Returns the exit code of the pod, which the podFailurePolicy of its Job reads.
-
-    The role is run again in this pod, too, after the end of another process of its trainer, and after a request to stop that went
-    to another process of it.
-    """
+    """As `run`, in a container, and again after the end of another process of its trainer, or a request to stop that went to
+    another process of it. Returns the exit code of the pod, which the podFailurePolicy of its Job reads."""
     asked, flags = threading.Event(), dict(word.split("=", 1) for word in command if word.startswith("--") and "=" in word)
     while True:
         code = run(command, workdir=workdir, deaths=deaths, asked=asked)
@@ -177,9 +172,7 @@ def pod_code(kind: str, code: int, *, asked: bool, is_first: bool, is_finished: 
     | 2, 4, 7    | bad input, not finite, storage forbids: would end the role in the same way again           |
     | 143, other | a request to stop, or a death: another pod takes the place of this one                     |
 
-    Args:
-      is_first: this is process 0, and there is no run yet. Other processes only hear of its end.
-      is_finished: the training is done: after it, the run waits for nobody but the evaluator, and not for one that dies.
+    is_first: this is process 0, and there is no run yet. is_finished: the training is done; then a dead evaluator is let go.
     """
     if asked and code in (0, STOPPED, BAD_INPUT):
         return 128 + signal.SIGTERM

@@ -59,8 +59,7 @@ def find(*, coordinator: str, processes: int | None, process: int | None, enviro
 
     Args: coordinator: --coordinator, "" where it is not given; processes, process: --processes and --process.
 
-    Raises:
-      ValueError: a number is out of range, the coordinator is no HOST:PORT, or something is missing; names the flag.
+    Raises ValueError: a number is out of range, the coordinator is no HOST:PORT, or something is missing; names the flag.
     """
     if processes == 1 and process in (None, 0):
         return ALONE

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from tba_jax.commands import audit, command_line
+from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.journal import RowsLost
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.storage import layout
@@ -90,6 +92,25 @@ def test_rows_are_generated_again_bit_for_bit(finished, copied):
     for name, sentence in (("nobody:0", f"no writer 'nobody'; it has forged-1, {writer}"), ("12", "must be WRITER:ROW")):
         with pytest.raises(ValueError, match=sentence):
             audit.regenerate(run, name)
+
+
+def test_a_run_whose_trainer_prunes_meanwhile_is_read_again(copied, monkeypatch):
+    run, read, removed = audit.open_run(copied), audit._read_index, iter(range(99))
+
+    def pruned(run: audit.Run) -> ReplayIndex:
+        index = read(run)
+        if (count := next(removed)) < times:
+            monkeypatch.setattr(audit, "expired_segments", lambda root: {"another": frozenset({count})})
+        if count == 0:
+            raise RowsLost("a row was pruned meanwhile")
+        return index
+
+    monkeypatch.setattr(audit, "_read_index", pruned)
+    times = 2
+    assert all(account.balances for account in audit.accounts(run).values()) and next(removed) == 3
+    removed, times = iter(range(99)), 99
+    with pytest.raises(ValueError, match="removed rows 5 times while they were read"):
+        audit.accounts(run)
 
 
 def test_rows_that_were_trained_on_and_are_lost_are_accounted_for_as_damaged(copied):

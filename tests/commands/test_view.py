@@ -10,8 +10,9 @@ import urllib.request
 
 import pytest
 
-from tba_jax.commands import command_line, view
-from tba_jax.commands.view import Server
+from tba_jax.commands import command_line
+from tba_jax.commands import report as view
+from tba_jax.commands.report import Server
 from tba_jax.reporting.gathering import Source
 from tests.support import frozen_runs, hostile_runs
 
@@ -76,7 +77,7 @@ def test_the_page_follows_the_run(tmp_path, monkeypatch):
 
 def test_a_port_that_is_taken_is_one_sentence(run, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="2"):
-        command_line.execute(view, [f"--workdir={run.root}", f"--port={(port := taken.getsockname()[1])}"])
+        command_line.execute(view, ["--serve", f"--workdir={run.root}", f"--port={(port := taken.getsockname()[1])}"])
     assert f"--port={port} cannot be used: Address already in use; name another" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -95,7 +96,7 @@ def test_ctrl_c_ends_it(run, monkeypatch, capsys):
     monkeypatch.setattr(Server, "__enter__", enter)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        assert command_line.execute(view, [f"--workdir={run.root}"]) == 0
+        assert command_line.execute(view, ["--serve", f"--workdir={run.root}"]) == 0
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,5 +1,6 @@
 """Model cards: what the hub reads of them, what they say of the run, and texts of others that stay texts."""
 
+import json
 from pathlib import Path
 
 import huggingface_hub
@@ -10,6 +11,7 @@ from tba_jax.replay.journal import Journal
 from tba_jax.reporting import model_card
 from tba_jax.storage import layout
 from tba_jax.storage.contract import plain
+from tba_jax.telemetry import status
 
 MERGED = model_card.Exported(name="gsm8k-policy", step=2, dtype="bfloat16", adapter=False)
 ADAPTER = model_card.Exported(name="gsm8k-lora", step=2, dtype="float32", adapter=True)
@@ -95,6 +97,12 @@ def test_settings_and_rows_and_what_is_not_known(run):
     next(run.journal.glob("*.jsonl")).write_text("{}\n{}\n{}\n")
     told = card(run).text
     assert "Step 2 has not been evaluated." in told and "not known: the journal cannot be read" in told
+    told = run.metrics("trainer")
+    told.mkdir(parents=True)
+    (told / "metrics.jsonl").write_text('{"step": 1, "staleness_mean": 4.0}\n{"time": 1}\n{"step": 2, "staleness_mean": "x"}\n')
+    (told / "status.json").write_text(json.dumps(vars(status.Told(process={"code": {}}))))
+    text = card(run).text
+    assert "rows were 4.0 steps old on average" in text and "not known: the trainer's status cannot be read" in text
     (run.evaluations / "00000000.json").unlink()
     assert "Neither this step nor step 0 has been evaluated." in card(run).text
 

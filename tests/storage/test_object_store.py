@@ -164,7 +164,7 @@ def test_a_run_on_s3_is_resumed_mounted_and_audited(s3, tmp_path, one_device, ca
 def test_a_store_that_is_not_there_is_named(s3, tmp_path, monkeypatch, capsys):
     for name, shared, words in (
         ("a", "s3://no-such-bucket/x", "s3://no-such-bucket does not exist"),
-        ("b", "memory://x", "memory://x ends with its process"),
+        ("b", "memory:x", "memory:x ends with its process"),
     ):
         assert words in refusal(tmp_path / name, f"--shared={shared}", "--role=searcher", capsys=capsys)
     assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()

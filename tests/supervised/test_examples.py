@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs import supervised as recipe
-from tba_jax.supervised import examples
+from tba_jax.supervised import objectives, tuning
 from tba_jax.text.tokenizers import CharacterTokenizer
 
 TOKENIZER = CharacterTokenizer("abcdefgh:")  # encode begins with 1; 2 is the end of sequence, a is 3
@@ -22,10 +22,10 @@ def write(path: Path, lines: list[Any]) -> Path:
     return path
 
 
-def load(train: Path, kind: str = "sft", **changes: Any) -> examples.Data:
+def load(train: Path, kind: str = "sft", **changes: Any) -> tuning.Data:
     c = recipe.get_config().data
     c.update({**LIMITS, "train": str(train), **changes})
-    return examples.load(c, kind, TOKENIZER)
+    return tuning.load(c, kind, TOKENIZER)
 
 
 def words(count: int, seed: int) -> list[str]:
@@ -48,14 +48,14 @@ def test_a_line_becomes_token_ids(tmp_path):
 
 def test_batches_are_padded_and_filled():
     ids = [tuple(np.array(part, np.int32) for part in row) for row in ([[1, 3], [4, 2], [2]], [[1, 3, 11], [2], [5, 5, 2]])]
-    pairs = examples.make_batch(ids, rows=3, prompt_length=4, response_length=3, pad_id=0)
+    pairs = objectives.make_batch(ids, rows=3, prompt_length=4, response_length=3, pad_id=0)
     first = [[1, 3, 4, 2, 0, 0, 0], [1, 3, 2, 0, 0, 0, 0]]
     second = [[1, 3, 11, 2, 0, 0, 0], [1, 3, 11, 5, 5, 2, 0]]
     np.testing.assert_array_equal(pairs.tokens, [first, second, [[0] * 7] * 2])
     np.testing.assert_array_equal(pairs.prompt_length, [[2, 2], [3, 3], [1, 1]])
     np.testing.assert_array_equal(pairs.response_length, [[2, 1], [1, 3], [0, 0]])
     assert float(pairs.size) == 2
-    single = examples.make_batch([row[:2] for row in ids], rows=2, prompt_length=4, response_length=3, pad_id=0)
+    single = objectives.make_batch([row[:2] for row in ids], rows=2, prompt_length=4, response_length=3, pad_id=0)
     np.testing.assert_array_equal(single.tokens, [first[0], second[0]])
     assert single.response_length.tolist() == [2, 1] and float(single.size) == 3
 

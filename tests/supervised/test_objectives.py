@@ -43,8 +43,7 @@ def random_batch(kind: str, *, filling: int = 0) -> objectives.Batch:
     place = np.arange(P + R)
     tokens = np.where(place < prompt_length[..., None], prompts, rng.integers(1, 12, (*shape, P + R)))
     tokens[place >= (prompt_length + length)[..., None]] = 0
-    made = objectives.Examples if kind == "sft" else objectives.Preferences
-    return made(tokens.astype(np.int32), prompt_length, length)
+    return objectives.Batch(tokens.astype(np.int32), prompt_length, length)
 
 
 def hidden_of(kind: str, tokens: np.ndarray) -> jax.Array:

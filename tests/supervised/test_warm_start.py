@@ -11,7 +11,7 @@ from tba_jax import sharding
 from tba_jax.learner import optimizer as optimizer_lib
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
-from tba_jax.supervised import objectives, warm_start
+from tba_jax.supervised import objectives
 from tba_jax.tasks.arithmetic import CHARACTERS, Arithmetic
 from tba_jax.text.tokenizers import CharacterTokenizer
 from tests.support import applied, lowered
@@ -28,11 +28,11 @@ def test_the_warm_start_is_a_plain_loop_over_its_random_stream_by_its_programs()
     mesh = sharding.make_mesh((1, 2, 1), setting="learner.mesh", devices=jax.devices()[:2])
     lengths: dict[str, int] = dict(prompt_length=5, response_length=12)
     run = dict(seed=3, steps=4, batch_size=8, learning_rate=1e-2, warmup_steps=1, report_every_steps=3)
-    settings = warm_start.Settings(model=model, mesh=mesh, **run, **lengths)
+    settings = objectives.WarmStart(model=model, mesh=mesh, **run, **lengths)
     reports: list[tuple[int, float]] = []
     with lowered.calls() as called:
-        found = warm_start.warm_start(task, tokenizer, settings, report=lambda *point: reports.append(point))
-    made = warm_start.programs(settings)
+        found = settings.train(task, tokenizer, report=lambda *point: reports.append(point))
+    made = settings.programs()
     assert {lowered.text(program.lower()) for program in made.values()} == called and len(made) == 2
 
     config = objectives.StepConfig(objective=objectives.likelihood, R=12, micro_batch_rows=8, logit_bytes=1 << 30, remat="none")
@@ -42,7 +42,7 @@ def test_the_warm_start_is_a_plain_loop_over_its_random_stream_by_its_programs()
     opt_state, rng, losses = jit(optimizer.init)(params), np.random.default_rng([3, 1]), []
 
     @jit
-    def step(params: Params, opt_state: Any, examples: objectives.Examples) -> Any:
+    def step(params: Params, opt_state: Any, examples: objectives.Batch) -> Any:
         def mean(params: Params) -> jax.Array:
             return objectives.likelihood(applied.merge(params, model), examples, config)["loss"] / examples.response_length.sum()
 
@@ -51,7 +51,7 @@ def test_the_warm_start_is_a_plain_loop_over_its_random_stream_by_its_programs()
         return optax.apply_updates(params, updates), opt_state, loss
 
     for _ in range(4):
-        examples = warm_start.encode_examples(task.worked_examples(rng, 8), tokenizer, **lengths)
+        examples = objectives.encode_examples(task.worked_examples(rng, 8), tokenizer, **lengths)
         params, opt_state, loss = step(params, opt_state, examples)
         losses.append(float(loss))
     assert [step for step, _ in reports] == [3, 4]
