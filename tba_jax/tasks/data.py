@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tba_jax.models.hugging_face import hub
 from tba_jax.schemas import NO_CHARACTER, holds_surrogate
 
 T = TypeVar("T")
@@ -143,6 +142,8 @@ def _folder(path: Path, where: str, split: str) -> Any:
 def _hub(source: str, where: str, split: str) -> Any:
     import huggingface_hub
 
+    from tba_jax.models.hugging_face import load  # imports JAX, which grading workers do without
+
     refused = f"{where}: there is no such file, and it was not fetched from the hub"
     match = _HUB_ID.fullmatch(source)
     if match is None or Path(source).suffix in SUFFIXES:
@@ -150,11 +151,11 @@ def _hub(source: str, where: str, split: str) -> Any:
     name, config = match.groups()
     away: BaseException | None = None
     try:
-        ask = functools.partial(huggingface_hub.HfApi().dataset_info, name, timeout=hub.TIMEOUT_SECONDS)
-        away = hub.away(ask, called=where)
+        ask = functools.partial(huggingface_hub.HfApi().dataset_info, name, timeout=load.HUB_TIMEOUT_SECONDS)
+        away = load.unreachable(ask, called=where)
         import datasets  # takes seconds, so it comes after the check that the hub has the data set
 
-        with hub.offline() if away else contextlib.nullcontext():
+        with load.offline() if away else contextlib.nullcontext():
             return datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the errors depend on the version of the hub's HTTP client
         told = f"the hub cannot be reached, and its cache has no copy: {_one_line(away)}" if away else _one_line(error)

@@ -1,13 +1,23 @@
-"""The interface of tasks: queries, rewards and worked examples, optional methods, and the models with which a task scores."""
+"""The interface of tasks: queries, rewards and worked examples, optional methods, and the models with which a task scores.
 
+A custom task is a class in the user's Python file, and its name is FILE.py:CLASS.
+"""
+
+import contextlib
 import dataclasses
+import inspect
+import logging
 import numbers
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
 from tba_jax import trajectory
+from tba_jax.run import user_code
+
+log = logging.getLogger(__name__)
 
 SPLITS = ("train", "heldout")
 
@@ -55,9 +65,8 @@ class Task(Protocol):
 
     score_name: name of the mean reward of greedy responses to held-out queries ("accuracy" for a reward of 0 or 1).
     reward_parts: names of the M parts. reward_version: a number to increase when the definition of the reward changes.
-    Optional attributes: `alphabet`, all characters of prompts and responses (no pretrained model is needed then);
-    `private_files`, whether the files of runs are for their owner alone to read; `reward_range`, (lowest, highest) reward,
-    perhaps infinite: settings that need other limits are refused before the run begins.
+    Optional: `alphabet`, all characters of prompts and responses (no pretrained model is needed then); `private_files`, whether
+    only the owner may read files of runs; `reward_range`, (lowest, highest) reward, perhaps infinite, which some settings limit.
     """
 
     @property
@@ -102,13 +111,12 @@ class SplitTask:
 
 
 def private_files(task: object) -> bool:
-    """Whether files of runs of a task, or of a class of tasks, are for their owner alone to read: see Task."""
+    """Whether only their owner may read the files of runs of a task, or of a class of tasks."""
     return bool(getattr(task, "private_files", False))
 
 
 def reward_range(task: object) -> tuple[float, float] | None:
-    """The lowest and the highest reward of a task, None where it has no `reward_range`. Raises ValueError where that is not two
-    numbers, the lower one first."""
+    """The lowest and the highest reward of a task, None if it states none. Raises ValueError unless these are two numbers."""
     found = getattr(task, "reward_range", None)
     match found:
         case None:
@@ -120,22 +128,77 @@ def reward_range(task: object) -> tuple[float, float] | None:
     )
 
 
+_NEEDED = ("score_name", "reward_parts", "reward_version", "queries", "rewards", "worked_examples")
+
+
+def is_custom(name: str) -> bool:
+    """Whether a task's name has the form FILE.py:CLASS."""
+    return ".py:" in name
+
+
+def short_name(name: str) -> str:
+    """The name of a task, without folders, which may differ between the machines of a run."""
+    return Path(name).name if is_custom(name) else name
+
+
+def custom_class(name: str) -> Callable[..., Task]:
+    """The class of FILE.py:CLASS. Raises ValueError if the file cannot be imported, or has no such class that is a task."""
+    file, _, attribute = name.rpartition(":")
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"task.name={name!r}: there is no file {file}")
+    module = user_code.load(path, f"tba_jax_task_{path.stem}", called=f"task.name={name!r}")
+    found = vars(module).get(attribute)
+    if not inspect.isclass(found):
+        own = sorted(key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__)
+        raise ValueError(f"task.name={name!r}: {file} has no class {attribute!r}; it has {', '.join(own) or 'none'}")
+    abstract = found.__dict__.get("__abstractmethods__", frozenset())
+    if missing := [needed for needed in _NEEDED if needed in abstract or not hasattr(found, needed)]:
+        raise ValueError(f"task.name={name!r}: {attribute} lacks {', '.join(missing)} (tba_jax/tasks/interface.py, Task)")
+    return cast(Callable[..., Task], found)
+
+
+def make_custom(factory: Callable[..., Task], settings: Mapping[str, Any]) -> Task:
+    """The task with the settings under task.custom. Raises ValueError if its constructor lacks one, or takes no such setting."""
+    signature = inspect.signature(factory)
+    try:
+        signature.bind(**settings)
+    except TypeError as error:
+        raise ValueError(f"task.custom: the task's constructor takes {signature}: {error}") from error
+    return factory(**settings)
+
+
+@contextlib.contextmanager
+def named_errors(name: str, what: str) -> Iterator[None]:
+    """Turns any error or exit of a custom task but a ValueError into a ValueError of one sentence, and logs the traceback.
+
+    Args: what: the code that runs, such as "its constructor".
+    """
+    try:
+        yield
+    except ValueError:
+        raise
+    except (Exception, SystemExit) as error:
+        log.info("%s of task.name=%r", what, name, exc_info=True)
+        raise ValueError(f"task.name={name!r}: {what} raised {user_code.told(error, Path(name.rpartition(':')[0]))}") from error
+
+
 # What a task may offer besides; a role asks with isinstance.
 
 
 @runtime_checkable
 class CountsGrades(Protocol):
-    """Tasks that grade responses one by one. grades: how many so far, by which a searcher sees that slow rewards come."""
-
     @property
-    def grades(self) -> int: ...
+    def grades(self) -> int:
+        """How many responses have been graded so far, by which a searcher sees that slow rewards come."""
+        ...
 
 
 @runtime_checkable
 class Closable(Protocol):
-    """Tasks that own processes or connections: a role that ends without an error calls `close` once, which ends them."""
-
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the task's processes or connections. A role that ends without an error calls it once."""
+        ...
 
 
 @runtime_checkable
@@ -216,7 +279,7 @@ class UnsafeTokenSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelUse:
-    """A model with which a task scores, as loading, the contract and --dry_run need it.
+    """A model with which a task scores. Several threads may call a loaded model at once.
 
     name: its name in reports; setting: the setting that holds `path`, its folder or hub id (a file if kind is "linear").
     kind: what it is, and what the task gets when it is loaded:
@@ -225,7 +288,6 @@ class ModelUse:
       "generator": (texts, seed) -> list[str], `generator.samples` replies to each text;
       "embedder": texts -> float32[n, E], vectors of length 1;
       "linear": texts -> float32[n], nats: log P(label | text).
-      Several threads may call each of them at once.
     roles: the roles that load it. Models that searchers load define the reward and are part of the contract.
     labels: the number of labels that a sequence classifier must have, 0 for any; ends: whether it is told which texts ended.
     compute_dtype: "float32" or "bfloat16". length: tokens of the longest text, 0 for the run's prompt and response.

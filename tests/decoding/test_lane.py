@@ -15,7 +15,7 @@ from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Part
 from tba_jax.experiment import topologies
-from tba_jax.models import decoder, flops, kv_cache, parameters
+from tba_jax.models import decoder, hardware, kv_cache, parameters
 from tba_jax.models.config import PRESETS
 from tba_jax.programs import shaped
 from tests.support.tiny_engine import (
@@ -55,7 +55,7 @@ def test_usage_counts_slots_operations_and_bytes(monkeypatch):
     assert (usage.slot_steps, usage.useful) == (3 * 8, 3)
     assert (usage.prefilled, usage.prompt_tokens) == (32 * engine._lanes[0]._arrivals, 3)
     # Three tokens of the prompt give one token, and three drawn ones.
-    assert usage.flops == flops.forward(m, positions=6, logits=4)
+    assert usage.flops == hardware.forward_flops(m, positions=6, logits=4)
     weights = sum(x.nbytes for name, x in parameters.flatten(PARAMS).items() if m.tied_embedding or name != "embedding.weight")
     entries = c.groups * c.buffers * c.prompt_length + 8 * (c.response_length - 1)
     assert usage.bytes == 3 * (weights + entries * 2 * m.layers * m.kv_heads * m.head_size * 4)
