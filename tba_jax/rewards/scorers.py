@@ -1,5 +1,5 @@
-"""Models that score texts, and their passes: sequence classifiers, language models whose next token is a verdict (Llama Guard, Inan
-et al. 2023), sentence encoders, and linear classifiers on the CPU."""
+"""Models that score texts, and their passes: sequence classifiers, language models whose next token is a verdict (Llama Guard,
+Inan et al. 2023), sentence encoders, and linear classifiers on the CPU."""
 
 import functools
 import hashlib
@@ -20,12 +20,12 @@ from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from tba_jax import sharding
-from tba_jax.models import decoder, encoder, hardware, parameters, scoring
+from tba_jax.models import decoder, hardware, parameters, scoring
 from tba_jax.models.config import DecoderConfig, EncoderConfig
 from tba_jax.models.decoder import Decoder
-from tba_jax.models.encoder import Encoder
-from tba_jax.models.hugging_face import files
+from tba_jax.models.hugging_face import encoders, files
 from tba_jax.models.hugging_face import load as load_lib
+from tba_jax.models.hugging_face.encoders import Encoder
 from tba_jax.models.parameters import Definition, Params
 from tba_jax.programs import Program, shaped
 from tba_jax.tasks.interface import ModelUse
@@ -47,7 +47,7 @@ _SHAPES = {"terms": ("V",), "idf": ("V",), "coef": ("E", "V"), "intercept": ("E"
 
 
 def definition(config: Config) -> Definition[Any]:
-    return encoder.define(config) if isinstance(config, EncoderConfig) else decoder.define(config)
+    return encoders.define(config) if isinstance(config, EncoderConfig) else decoder.define(config)
 
 
 def weight_shapes(config: Config, mesh: Mesh) -> Params:
