@@ -30,6 +30,7 @@ from tba_jax.models.policy import LoraConfig
 DTYPES = tuple(map(str, load.DTYPES.values()))
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = files.ADAPTER
 _WRAPPED = "base_model.model."  # begins the names of modules in the model that PEFT wraps
+_HEAD = "lm_head"  # transformers 5 calls the head so in every model, also where checkpoints say embed_out
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -259,11 +260,12 @@ def save_adapters(
 
 
 def _adapted(config: DecoderConfig, leaves: Mapping[str, Any]) -> dict[str, tuple[Stored, ...]]:
-    """The modules of the checkpoint that have an adapter ("{layer}" for its number) -> our weights that their tensors hold."""
+    """The modules of transformers that have an adapter ("{layer}" for its number) -> our weights that their tensors hold."""
+    architecture = ARCHITECTURES[config.architecture]
     ours = {name.removesuffix("lora_a") + "weight" for name in leaves if name.endswith(".lora_a")}
     found = {
-        tensor.removesuffix(".weight"): tuple(part for part in stored if part.path in ours)
-        for tensor, stored in ARCHITECTURES[config.architecture].tensors(config).items()
+        _HEAD if tensor == architecture.lm_head else tensor.removesuffix(".weight"): tuple(p for p in stored if p.path in ours)
+        for tensor, stored in architecture.tensors(config).items()
     }
     assert ours == {part.path for stored in found.values() for part in stored}, "every linear map lies in a tensor"
     return {module: stored for module, stored in found.items() if stored}
