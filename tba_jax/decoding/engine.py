@@ -33,8 +33,7 @@ class Engine:
       prompt_length: the most tokens of a prompt together with the given tokens of the response.
       response_length: R, the most tokens of a response, the given tokens included.
       swap: how new weights are taken up. at_once: by all sequences at the next decode step; new_sequences: by new ones alone.
-      chunk: decode steps between two looks at the host: so long do new weights and free buffers wait. At most response_length; 0:
-        by the kind of device, see models.hardware.
+      chunk: decode steps of a call, for which new weights and free buffers wait; 0: by the kind of device (models.hardware).
       lockstep: requests come in batches and all slots begin at once, so that the samples of a query share a group, and each
         batch begins with the shortest window of the caches (slots.Ring). A stream of requests begins with the whole caches.
       given_length: the part of prompt_length that is kept free for given response tokens; a prompt is shorter by it.
@@ -42,8 +41,7 @@ class Engine:
       swap_memory: where weights that were handed over wait. beside: on the devices. in_place: where they were given, best in
         host memory; a lane that takes them up puts one parameter after the other in the place of the one in use.
 
-    Raises:
-      ValueError: slots do not divide, or lengths are beyond the model's positions; says the limit.
+    Raises ValueError: slots do not divide, or lengths are beyond the model's positions; says the limit.
     """
 
     def __init__(
@@ -152,8 +150,8 @@ class Engine:
     def submit(self, request: Request) -> Ticket:
         """Queues a request and returns its ticket, which `decode` takes. May be called while `decode` pauses.
 
-        Raises:
-          ValueError: the prompt is empty or too long, or the beginning leaves no room or holds a stop string; names the limit.
+        Raises ValueError: the prompt is empty or too long, or the beginning leaves no room or holds a stop string; names the
+        limit.
         """
         c, prompt, given = self.config, len(request.prompt), len(request.beginning)
         if not 1 <= prompt <= self._longest_prompt or prompt + given > c.prompt_length or given >= c.response_length:
@@ -173,8 +171,7 @@ class Engine:
 
         Pauses before each chunk and yields how many more prompts there is room for: the caller may submit so many.
 
-        Raises:
-          FloatingPointError: logits that are not numbers; names the query. The engine cannot be used afterwards.
+        Raises FloatingPointError: logits that are not numbers; names the query. The engine cannot be used afterwards.
         """
         if any(lane.policy_step < 0 and lane.incoming is None for lane in self._lanes):
             raise RuntimeError("the decoder has no weights yet: `swap` or `set_policy` comes first")

@@ -43,11 +43,10 @@ class Lane:
         lockstep: bool,
         arrivals: int,
     ):
-        """
-        Args:
-          drains: new weights wait until the running samples have ended; else they take over at the next chunk.
-          in_place: incoming weights are stacked, on any devices, and replace those in use one by one, see Engine.
-          arrivals: I, prompts of one prefill call.
+        """Args:
+        drains: new weights wait until the running samples have ended; else they take over at the next chunk.
+        in_place: incoming weights are stacked, on any devices, and replace those in use one by one, see Engine.
+        arrivals: I, prompts of one prefill call.
         """
         self._config, self._mesh, self._pad_id = config, mesh, pad_id
         self._stop_strings, self._lockstep, self._arrivals = stop_strings, lockstep, arrivals

@@ -50,7 +50,7 @@ class Generation:
     length: int32[B], end-of-sequence included.
     finished: bool[B], whether the response ended by itself: by a stop string, or an end of sequence that was drawn.
     policy_logprobs: float32[B, R], nats at the scoring temperature; 0 where masked, and on given tokens.
-    behavior_logprobs: float32[B, R], nats of the distribution that was sampled; 0 likewise.
+    behavior_logprobs: float32[B, R], nats of the distribution that was sampled; 0 in the same places.
     policy_step: int32[B, R], of the weights that drew each token; -1 where masked, and on given tokens.
     """
 
@@ -111,7 +111,7 @@ class Part:
 
     @property
     def rows(self) -> slice:
-        """The samples, of those of the request."""
+        """The rows of the samples in the generation."""
         return slice(self.first, self.first + self.count)
 
     @property

@@ -57,8 +57,7 @@ def lane_sizes(slots: int, samples: int, ways: int, *, lockstep: bool = False, w
 
     Args: ways: lanes; lockstep: see Engine; what: how messages call the slots.
 
-    Raises:
-      ValueError: the slots cannot be divided by the ways, or only into far smaller groups than wanted; names the numbers.
+    Raises ValueError: the slots cannot be divided by the ways, or only into far smaller groups than wanted; names the numbers.
     """
     what = what or f"slots={slots}"
     if samples < 1:
@@ -212,8 +211,8 @@ class Tokens:
 
 @flax.struct.dataclass
 class Trace:
-    """What each slot did in each step of a call. place: int32[chunk, J, W], -1 where it was idle; count: int32, likewise, the
-    response index of its token; tokens: leaves [chunk, J, W]."""
+    """What each slot did in each step of a call, leaves [chunk, J, W]. place: int32, -1 where it was idle; count: int32, the
+    response index of its token; tokens: that token."""
 
     place: chex.Array
     count: chex.Array

@@ -176,8 +176,7 @@ def linear_maps(model: nnx.Module) -> Iterator[tuple[str, Einsum]]:
 def float32_sums(equation: str) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
     """einsum(equation, x, weight) for weights that a loop reads again and again: product(x, weight, master) -> float32.
 
-    Args:
-      equation: as "tD,DV->tV".
+    Args: equation: as "tD,DV->tV".
 
     The arguments of the function that is returned: x, in the compute dtype; weight, in that dtype, gathered once by the caller;
     master, the parameter that `weight` was made from, which is not read. Products, also those of the backward pass, are

@@ -69,10 +69,8 @@ def packed_hidden_states(model: Decoder, sequences: Sequences, *, remat: str) ->
 def packed_logprobs(
     model: Decoder, hidden: jax.Array, sequences: Sequences, *, R: int, space: ResponseSpace, logit_bytes: int, none: int
 ) -> tuple[jax.Array, jax.Array]:
-    """As response_logprobs, of the response tokens that a micro-batch lists: float32[W·M, places] twice.
-
-    Args: none: the number of padding, B·R.
-    """
+    """Log-probabilities and entropies, see response_logprobs, of the response tokens that a micro-batch lists: float32[W·M,
+    places] each. Args: none: the number of padding, B·R."""
     numbers, targets = (x.reshape(hidden.shape[:2]) for x in (sequences.numbers, sequences.targets))
     listed = numbers < none
     used = jnp.max(jnp.sum(listed, axis=1))
@@ -87,7 +85,7 @@ def by_row(values: jax.Array, numbers: jax.Array, *, B: int, R: int) -> jax.Arra
 
 
 def packed_shardings(mesh: Mesh) -> Any:
-    """Of row_packing.Packed, a prefix of its tree: every micro-batch is split over the mesh as rows are."""
+    """The shardings of row_packing.Packed, a prefix of its tree: every micro-batch is split over the mesh as rows are."""
     sequences: Any = sharding.sequences_sharding(mesh)
     whole = sharding.replicated(mesh)
     return Packed(micro_batches=sequences, count=whole, of_row=whole)

@@ -69,14 +69,9 @@ class Task(Protocol):
     only the owner may read files of runs; `reward_range`, (lowest, highest) reward, perhaps infinite, which some settings limit.
     """
 
-    @property
-    def score_name(self) -> str: ...
-
-    @property
-    def reward_parts(self) -> tuple[str, ...]: ...
-
-    @property
-    def reward_version(self) -> int: ...
+    score_name: str
+    reward_parts: tuple[str, ...]
+    reward_version: int
 
     def queries(self, split: str) -> Sequence[Query]:
         """All queries of "train" or "heldout", in a fixed order."""
@@ -238,8 +233,7 @@ class SequenceScorer(Protocol):
 
         Args: ended: the texts after which the end-of-sequence token is appended; None: no text.
 
-        Raises:
-          FloatingPointError: a logit is not finite; names the text.
+        Raises FloatingPointError: a logit is not finite; names the text.
         """
         ...
 

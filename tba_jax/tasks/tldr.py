@@ -39,8 +39,7 @@ class TLDR(SplitTask):
           reward_path, gold_path: folders or hub ids of the models; gold_path="" turns the comparison of evaluations off.
           compute_dtype, batch_rows: see ModelUse, whose `rows` is the second; they hold for both models.
 
-        Raises:
-          ValueError: reward_path is empty, or a row is malformed (names file, line and field).
+        Raises ValueError: reward_path is empty, or a row is malformed (names file, line and field).
         """
         if not reward_path:
             raise ValueError(

@@ -202,11 +202,9 @@ Reader = Callable[[Settings, str, Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A key of config.json and what it is in our config; the same description reads and writes it.
-
-    fields: the names of our fields that have its value. read: a method of Settings. absent: the value of transformers where the
-    key is not given, or a function of the settings that returns it; None: the key must be given.
-    """
+    """A key of config.json, to read and to write. fields: the names of our fields that have its value; read: a method of
+    Settings; absent: the value of transformers where the key is not given, or a function of the settings that returns it; None:
+    none."""
 
     fields: str
     read: Reader = Settings.size
@@ -218,13 +216,11 @@ class Architecture:
     """One model_type of Hugging Face checkpoints, for import and export.
 
     heads: class names that config.json's `architectures` may hold -> the head of our config; export writes the first of each.
-    config: makes our config from the fields that `read` returns, architecture, head, compute_dtype, attention, and labels of a
-      score head.
-    define: our config -> the definition of its module.
+    config: makes our config from the fields of `read`, architecture, head, compute_dtype, attention, and labels of a score head.
+    define: our config -> the definition of its module. tensors: our config -> its tensors.
     only: keys that change what the model computes -> the values that our code computes, the value of an absent key first.
     fixed: fields of our config that all checkpoints have. keys: the keys of config.json that are fields of our config.
     read_more: (settings, fields so far) -> the fields that are not a key each. write_more: the inverse, config -> keys.
-    tensors: our config -> its tensors.
     prefix: begins the names of the base model's tensors; a checkpoint of the base model alone has the names without it.
     lm_head: the tensor that is redundant if embeddings are tied, and that is left out if head="score" is asked for.
     ignored: regular expression of the tensors (without the prefix) that are not read, such as buffers that old versions saved.

@@ -146,8 +146,7 @@ def read_config(folder: Path | str, *, compute_dtype: str, attention: str = "aut
       head: "language_model" or "score"; None: the head of the checkpoint's class. With "score" (one label), a checkpoint of a
         language model becomes a reward model whose head load_params initialises.
 
-    Raises:
-      ValueError: no such folder or file, or a setting that is not computed; names the file, the key and the value.
+    Raises ValueError: no such folder or file, or a setting that is not computed; names the file, the key and the value.
     """
     settings = files.read_settings(resolve_folder(folder, weights=False) / "config.json")
     return config_of(settings, compute_dtype=compute_dtype, attention=attention, head=head)
@@ -189,10 +188,8 @@ def check_weights(folder: Path | str, config: Any, *, new_heads: bool = False) -
 def load_params(
     folder: Path | str, config: Any, shardings: Params, *, fresh: jax.Array | None = None, dtype: str = "float32"
 ) -> Params:
-    """The checkpoint's parameters, each created in its sharding.
-
-    Files are mapped, and every device's shard is filled layer by layer from its slices of them: the host holds the shards of
-    this process and nothing else. On accelerators it frees the shards of one parameter before it reads the next.
+    """The checkpoint's parameters, each created in its sharding: files are mapped, and every device's shard is filled layer by
+    layer from its slices of them, so that the host holds no more than the shards of this process.
 
     Args:
       folder: a local folder or a hub id, see resolve_folder.
@@ -200,10 +197,9 @@ def load_params(
       fresh: a random key, from which a score head is initialised if the checkpoint does not hold one; None: an error.
       dtype: of the parameters that are read; a new head is float32.
 
-    Raises:
-      ValueError: no safetensors; a shard is missing or damaged; a tensor is unknown, missing, in two files, of another shape
-        or of a dtype other than float32, float16 and bfloat16, or holds a number that is not finite; tied embeddings that
-        differ. Names the tensor and the file.
+    Raises ValueError: no safetensors; a shard is missing or damaged; a tensor is unknown, missing, in two files, of another shape
+    or of a dtype other than float32, float16 and bfloat16, or holds a number that is not finite; tied embeddings that differ.
+    Names the tensor and the file.
     """
     definition = ARCHITECTURES[config.architecture].define(config)
     specs, sharding_of = parameters.flatten(definition.specs), parameters.flatten(shardings)
