@@ -69,9 +69,14 @@ class Task(Protocol):
     only the owner may read files of runs; `reward_range`, (lowest, highest) reward, perhaps infinite, which some settings limit.
     """
 
-    score_name: str
-    reward_parts: tuple[str, ...]
-    reward_version: int
+    @property
+    def score_name(self) -> str: ...
+
+    @property
+    def reward_parts(self) -> tuple[str, ...]: ...
+
+    @property
+    def reward_version(self) -> int: ...
 
     def queries(self, split: str) -> Sequence[Query]:
         """All queries of "train" or "heldout", in a fixed order."""

@@ -32,10 +32,11 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = files.ADAPTER
 _WRAPPED = "base_model.model."  # begins the names of modules in the model that PEFT wraps
 _HEAD = "lm_head"  # transformers 5 calls the head so in every model, also where checkpoints say embed_out
 
-_TOKENIZER_FILES = (
+_NAMES = (
     "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json vocab.txt "
     "merges.txt spiece.model sentencepiece.bpe.model chat_template.jinja chat_template.json"
-).split()
+)
+_TOKENIZER_FILES = _NAMES.split()
 
 
 def save(
