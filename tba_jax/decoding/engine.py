@@ -28,8 +28,7 @@ class Engine:
     """Generates responses. One thread may call it; `prepare` and `swap` may be called from another.
 
     Args:
-      slots: sequences that are decoded side by side, over the whole mesh.
-      samples: usual number of samples of a query; one request may ask for more or fewer.
+      slots: sequences that are decoded side by side, over the whole mesh. samples: usual number of samples of a query.
       prompt_length: the most tokens of a prompt together with the given tokens of the response.
       response_length: R, the most tokens of a response, the given tokens included.
       swap: how new weights are taken up. at_once: by all sequences at the next decode step; new_sequences: by new ones alone.

@@ -88,8 +88,8 @@ class Draw:
 
     token: int32[B]; drawn: int32[B], the token that was drawn, which differs from `token` in forced rows alone;
     policy_logprob: float32[B], of `token`, nats at the scoring temperature over the whole response space;
-    behavior_logprob: float32[B], of `token`, nats of the distribution that was sampled, 0 in a greedy row. In a forced row it is
-    of that distribution before truncation, which might have left the token out.
+    behavior_logprob: float32[B], of `token`, nats of the distribution that was sampled (in a forced row before truncation), 0 in
+    a greedy row.
     """
 
     token: chex.Array
@@ -110,20 +110,15 @@ def draw(
     """Draws a token of every row: temperature, top-k, top-p of what is left, min-p, then the inverse CDF at `uniform`.
 
     One pass of exponentials over [B, V] serves greedy rows and rows at the scoring temperature. Another runs only where a row has
-    another temperature, a search for thresholds only where a row truncates. Rows do not depend on each other.
+    another temperature, a search for thresholds only where a row truncates. A token of probability 0 is never drawn, a greedy row
+    draws the first of the most likely tokens. In an untruncated row at the scoring temperature both log-probs are the same bits.
+    Where logits are NaN, infinite or -inf throughout, policy_logprob is NaN and the token any valid one.
 
     Args:
       logits: float32[B, V], restricted to the response space: -inf on tokens outside of it, finite on at least one token.
-      uniform: float32[B] in [0, 1). sampling: settings over B rows, traced.
-      scoring_temperature: temperature of the policy's log-probs, above 0.
+      uniform: float32[B] in [0, 1). scoring_temperature: of the policy's log-probs, above 0.
       tiled: static: sums go over the tiles of a TPU. They are rounded in another order, and slower on CPUs.
-      forced: (token, rows): a static token id, and bool[B], the rows that get this token whatever they draw; its logit must be
-        finite in these rows.
-
-    Returns:
-      Draw over B rows. A token of probability 0 is never drawn, a greedy row draws the first of the most likely tokens. In
-      an untruncated row at the scoring temperature both log-probs are the same bits. Where logits are NaN, infinite or
-      -inf throughout, policy_logprob is NaN and the token any valid one.
+      forced: (token, rows): a static token id with a finite logit, and bool[B], the rows that get it whatever they draw.
     """
     chex.assert_rank([logits, uniform], [2, 1])
     chex.assert_type([logits, uniform], jnp.float32)

@@ -1,8 +1,7 @@
 """Countdown: combine a few numbers, each exactly once, by + - * / and parentheses into an expression that equals a target.
 
 Numbers are drawn and combined into a running total, by operations whose result is a positive whole number; the total is the
-target, so every query has a solution. The reward is 1 if the response's final expression equals the target in exact arithmetic,
-else 0. There are two styles:
+target. The reward is 1 if the response's final expression equals the target in exact arithmetic, else 0. There are two styles:
 
 text: the prompt is an instruction for a pretrained model, and the final expression stands in the last `<answer> </answer>`
 (TinyZero, Pan et al. 2025). A target combines the numbers in any order.

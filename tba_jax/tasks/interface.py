@@ -220,11 +220,8 @@ class HasMeasures(Protocol):
     def measures(
         self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray, rewards: np.ndarray
     ) -> dict[str, float | np.ndarray]:
-        """Name -> measurement of all n responses of an evaluation: one number, or float[n], of which reports have the mean and
-        its standard error over what is not NaN. It is called with all greedy responses, and again with all sampled ones.
-
-        Args: queries, responses, finished: see Task.rewards. rewards: float32[n], NaN where a response could not be scored.
-        """
+        """Name -> measurement of all n responses of an evaluation, first the greedy ones, then the sampled ones: one number, or
+        float[n], of which reports have the mean and its standard error over what is not NaN. Args: see Task.rewards."""
         ...
 
 
@@ -234,11 +231,9 @@ class SequenceScorer(Protocol):
     labels: tuple[str, ...]
 
     def scores(self, texts: Sequence[str], *, ended: Sequence[bool] | np.ndarray | None = None) -> np.ndarray:
-        """float32[n, labels]: the logits of n texts. A reward model has one label, whose logit is the reward.
+        """float32[n, labels]: the logits of n texts. Raises FloatingPointError naming the text if a logit is not finite.
 
         Args: ended: the texts after which the end-of-sequence token is appended; None: no text.
-
-        Raises FloatingPointError: a logit is not finite; names the text.
         """
         ...
 
@@ -324,7 +319,6 @@ class UsesModels(Protocol):
     def start(self, load: Callable[[ModelUse], Any]) -> None:
         """Loads the models that rewards need. Each process that scores calls this once, before the first rewards.
 
-        Args: load: loads a model, see ModelUse.kind, or only checks it, so `start` must not call the models. The task may keep
-          it, and load other models later.
+        Args: load: loads a model, or only checks it, so `start` must not call the models. The task may keep it for other models.
         """
         ...

@@ -66,20 +66,15 @@ class Encoder(nnx.Module):
     def __call__(self, tokens: jax.Array, token_mask: jax.Array) -> jax.Array:
         """Hidden states after the last layer, compute_dtype[B, T, D]; those at padding have no meaning.
 
-        Args:
-          tokens: int32[B, T], padded on the right with any token of the vocabulary.
-          token_mask: bool[B, T], true on real tokens.
-
-        Raises ValueError: T is more than the encoder's positions.
+        Args: tokens: int32[B, T], padded on the right; token_mask: bool[B, T], true on real tokens. Raises ValueError: T is more
+          than the encoder's positions.
         """
         c = self.config
         chex.assert_rank([tokens, token_mask], 2)
         chex.assert_equal_shape([tokens, token_mask])
         if tokens.shape[1] > c.position_limit:
-            raise ValueError(
-                f"rows of {tokens.shape[1]} tokens are longer than the {c.position_limit} positions of the encoder: "
-                "truncate the texts"
-            )
+            told = f"rows of {tokens.shape[1]} tokens are longer than the {c.position_limit} positions of the encoder"
+            raise ValueError(f"{told}: truncate the texts")
         B, T = tokens.shape
         # Real tokens are one segment and padding is another, so that a row without real tokens has something to attend to.
         attend = attention.whole_rows(B, T, token_mask.astype(jnp.int32), causal=False, kernel=c.attention)
@@ -102,12 +97,10 @@ class Encoder(nnx.Module):
             return self.classifier(jnp.tanh(self.pooler(hidden[:, 0].astype(jnp.float32))))
 
     def sentence_embeddings(self, tokens: jax.Array, token_mask: jax.Array) -> jax.Array:
-        """float32[B, D]: sentence embeddings of length 1, so that their dot products are cosine similarities.
+        """float32[B, D]: sentence embeddings, vectors of length 1 (0 without real tokens). Args: see __call__.
 
         The mean of the hidden states over real tokens, special tokens included, then L2-normalised: Reimers and Gurevych, 2019
-        (arXiv:1908.10084, section 3, MEAN) and the convention of the published MiniLM models. A row without real tokens gives 0.
-
-        Args: see __call__.
+        (arXiv:1908.10084, section 3, MEAN) and the convention of the published MiniLM models.
         """
         hidden = self(tokens, token_mask).astype(jnp.float32)
         weights = token_mask[:, :, None].astype(jnp.float32)
@@ -117,7 +110,6 @@ class Encoder(nnx.Module):
 
 
 def define(config: EncoderConfig) -> Definition[Encoder]:
-    """The definition of an encoder."""
     return parameters.define(lambda rngs: Encoder(config, rngs=rngs))
 
 
@@ -168,10 +160,9 @@ def _check_sentence_transformers(settings: Settings) -> None:
         modules = _read_modules(folder / "modules.json")
         poolings = [folder / path / "config.json" for kind, path in modules if kind == "Pooling"]
     elif other := [name for name in settings.names("architectures") if name.endswith("ForMaskedLM")]:
-        raise ValueError(
-            f"{settings.path}: architectures={other} is a language model, which embeds no sentences unless it was trained to: "
-            "that is believed of sentence-transformers folders, which hold a modules.json"
-        )
+        what = "a language model, which embeds no sentences unless it was trained to"
+        told = f"{settings.path}: architectures={other} is {what}"
+        raise ValueError(f"{told}: that is believed of sentence-transformers folders, which hold a modules.json")
     for path in poolings:
         pooling = files.read_settings(path)
         pooling.only("pooling_mode", "mean", ["mean"])
@@ -188,9 +179,8 @@ def _read_modules(path: Path) -> list[tuple[str, str]]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not a list of modules with type and path: {error!r}") from error
     if other := [kind for kind, _ in modules if kind not in _MODULES]:
-        raise ValueError(
-            f"{path} lists {', '.join(other)}, which would be left out; an encoder computes {', '.join(_MODULES)} only"
-        )
+        told = f"{path} lists {', '.join(other)}, which would be left out"
+        raise ValueError(f"{told}; an encoder computes {', '.join(_MODULES)} only")
     return modules
 
 
