@@ -31,15 +31,12 @@ from tba_jax.models.config import DecoderConfig, ResponseSpace
 # Prompts are prefilled at one of these parts of the longest length, the shortest that holds them, but not below _SHORTEST.
 _BUCKETS = (8, 4, 2, 1)
 _SHORTEST = 32
-# Up to this many samples of a query, a group has half as many slots as samples; beyond, a quarter. Slots that are done with one
-# of the group's two prompts go on with the other while the longest sample of the first runs. With these shares log-normal lengths
-# of sigma 0.8 keep slots busy; more and smaller groups would have more prompts to read in each step.
+# Up to this many samples of a query, a group has half as many slots as samples; beyond, a quarter. With these shares log-normal
+# lengths of sigma 0.8 keep slots busy; more and smaller groups would have more prompts to read in each step.
 _HALF_UP_TO = 24
-# On TPUs, caches have a multiple of this many entries, which fill tiles: else XLA copies all caches into another layout at every
-# call of the decode loop.
-_TILE = 16
-# For the same reason a part of the entries that a loop reads, where heads share no keys, fills the columns of tiles.
-_TILE_COLUMNS = 128
+# On TPUs, caches have a multiple of _TILE entries, and a part that a loop reads, where heads share no keys, fills the columns of
+# tiles: else XLA copies all caches into another layout at every call of the decode loop.
+_TILE, _TILE_COLUMNS = 16, 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,8 +301,8 @@ def row_keys(seed: int | np.integer, writer: int | np.integer, rows: jax.Array |
 class Ring:
     """The host's side of the rings of all slots: the entries of the own caches that the next call reads.
 
-    After the last of these entries, steps write to the first again. A ring that is to become longer is rotated first where a
-    running sample goes over its end. A ring becomes shorter without being moved, once the running samples lie in the shorter one.
+    A ring that is to become longer is rotated first where a running sample goes over its end. A ring becomes shorter without
+    being moved, once the running samples lie in the shorter one.
 
     Attributes: window: entries that the next call reads; position: of the next step's entry, at most `window`, which is entry 0
       again or, if the ring becomes longer, the entry after.

@@ -17,7 +17,7 @@ AUTO = "auto"
 
 # Setting -> platform of JAX -> default. On GPUs and TPUs none of them is measured yet.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    # CPUs have no other kernel. cudnn and splash keep no scores; xla stands in for cudnn where that lacks dtype or head size.
+    # cudnn and splash keep no scores; xla stands in for cudnn where that lacks dtype or head size.
     "model.attention": {"cpu": "xla", "gpu": "cudnn", "tpu": "splash"},
     # The least memory. On two CPU cores (2026-11-24), dots and none take .90 and 1.24 of its time, 1.7 and 4.0 of its memory.
     "learner.remat": {"cpu": "full", "gpu": "full", "tpu": "full"},
@@ -66,11 +66,9 @@ def check(model: ModelConfig, hardware: Hardware) -> None:
 
 
 def on_device(model: C, device: Any, *, section: str) -> C:
-    """The model as a kind of device computes it; the log says what stands in for a setting that was given.
-
-    Without bfloat16 a model computes in float32, and without cuDNN's flash attention by XLA's. Raises ValueError as `check`.
-    Args: device: see `of`; section: of the settings, as in "model".
-    """
+    """The model as a kind of device computes it: without bfloat16 in float32, without cuDNN's flash attention by XLA's. The log
+    says what stands in for a setting that was given. Raises ValueError as `check`. Args: section: of the settings, as in
+    "model"."""
     hardware, changes = of(device), dict[str, Any]()
     check(model, hardware)
     capability = ".".join(map(str, hardware.capability or ()))

@@ -269,7 +269,7 @@ def started(task: Task, task_devices: int, *, date: str) -> Iterator[None]:
 def memory(use: ModelUse, *, length: int) -> int:
     """Bytes of a model on each device: all of its weights, and its KV cache or the activations of one forward pass.
 
-    Args: length: tokens of the run's prompt and response, see ModelUse.length.
+    Args: length: tokens of the run's prompt and response.
     """
     config = read_config(use)
     if config is None:
@@ -287,10 +287,9 @@ def memory(use: ModelUse, *, length: int) -> int:
 class Models:
     """Frozen models on the same devices.
 
-    held: name of a model -> its arrays that stay on the devices, as trees of jax.ShapeDtypeStruct.
-    loading: name -> a program that runs before the role has anything but models, with what lies beside it.
+    held: name of a model -> its arrays that stay on the devices, as trees of jax.ShapeDtypeStruct; room: see
+    programs.with_beside. loading: name -> a program that runs before the role has anything but models, with what lies beside it.
     scoring: name -> a program that runs beside all that the role has; `held` is not yet beside it.
-    room: see programs.with_beside, of the names of `held`.
     """
 
     held: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -308,8 +307,7 @@ class Models:
 
 
 def of_task(task: Task, mesh: Mesh, *, role: str, length: int, section: str = "") -> Models:
-    """The models with which a task scores in a role, but for linear classifiers. Raises ValueError naming the setting of one that
-    cannot be used.
+    """The models with which a task scores in a role, without linear classifiers. Raises ValueError if one cannot be used.
 
     Args: mesh: see sharding.task_mesh. length: tokens of the run's prompt and response. section: of the role's settings, where
       the devices have other things as well, "" where they have not.

@@ -21,7 +21,7 @@ _TYPE_NAMES = dict(zip((str, int, float, bool, list, dict), _NAMES, strict=True)
 
 
 class Row(dict[str, Any]):
-    """The named fields of one row. where: its setting, source and line or row number, with which error messages begin."""
+    """The named fields of one row. where: its setting, source and number, with which error messages begin."""
 
     def __init__(self, values: Mapping[str, Any], where: str):
         super().__init__(values)
@@ -63,7 +63,7 @@ def read(
 
 
 def read_lines(path: Path, *, fields: Mapping[str, type], where: str) -> Iterator[Row]:
-    """The rows of a file of one object a line, one after the other. Args, errors: see read; `where` begins every message."""
+    """The rows of a file of one object a line. Args, errors: see read; `where` begins every message."""
     for place, record in _lines(path, where):
         yield Row(_checked(record, fields, {}, place), place)
 

@@ -45,9 +45,8 @@ class EncodedQuery:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """reward: float32[n], the objective's reward, NaN for a response that could not be scored; parts: float32[n, M], the M
-    values from which the task made the reward, in the order of reward_parts; failure: why the first such response could not be
-    scored, "" if there is none or the task does not say."""
+    """reward: float32[n], NaN for a response that could not be scored; parts: float32[n, M], the values from which the task made
+    the reward, in the order of reward_parts; failure: why the first such response could not be scored, "" if unknown."""
 
     reward: np.ndarray
     parts: np.ndarray
@@ -240,11 +239,10 @@ class SequenceScorer(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeneratorSettings:
-    """How a frozen language model replies to texts.
+    """How a frozen language model replies to texts: with `samples` replies to each, drawn at temperature (0: greedy) and top_p.
 
-    template: holds {attack} once; "": the tokenizer's chat template, with system_prompt as system message. samples: replies to
-    each text, drawn at temperature (0: greedy) and top_p. prompt_length, reply_length: most tokens of a prompt, template
-    included, whose text is cut at its end, and of a reply, end of sequence included.
+    template: holds {attack} once; "": the tokenizer's chat template, with system_prompt. prompt_length, reply_length: most tokens
+    of a prompt, template included, whose text is cut at its end, and of a reply, end of sequence included.
     """
 
     template: str
@@ -258,11 +256,10 @@ class GeneratorSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnsafeTokenSettings:
-    """How a causal language model judges exchanges of an attack and a reply.
+    """How a causal language model judges exchanges of an attack and a reply: by the verdict `token`, such as "unsafe".
 
-    token: the verdict, a text that is one token, such as "unsafe". template: holds {attack} and {reply} once each; "": the
-    tokenizer's chat template, with attack and reply as messages of user and assistant. ending: the text between template and
-    verdict ("\\n\\n" of Llama Guard 3). length: most tokens of all this; a longer reply is cut at its end.
+    template: holds {attack} and {reply} once each; "": the tokenizer's chat template, with messages of user and assistant.
+    ending: the text between template and verdict. length: most tokens of all this; a longer reply is cut at its end.
     """
 
     token: str

@@ -218,8 +218,8 @@ def _balanced(text: str) -> bool:
 def spelled(answer: str) -> str:
     r"""An answer whose numbers are written in one way, which `normalise` and math-verify read as the same numbers.
 
-    A space of TeX or Unicode becomes one plain space. Between digits it divides two numbers, except that 1 000 becomes 1000 and
-    that 2 1/3 becomes 2\frac{1}{3}. Signs become ASCII's, scripts of digits get braces, and punctuation at the end is dropped.
+    A space of TeX or Unicode becomes one plain space, which divides two numbers, but 1 000 becomes 1000 and 2 1/3 becomes
+    2\frac{1}{3}. Signs become ASCII's, scripts of digits get braces, and punctuation at the end is dropped.
     """
     answer = _SPACE.sub(" ", answer.translate(_HYPHENS).replace(",\\!", "{,}"))
     answer = _SCRIPT.sub(r"\1{\2}", _BASE.sub(r"_{\1\2}", _ARGUMENTS.sub(r"\\\1{\2}{\3}", answer)))

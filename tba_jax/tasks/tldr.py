@@ -37,14 +37,12 @@ class TLDR(SplitTask):
           train_path, heldout_path: files, or hub data sets with splits train and validation. A row has "summary", and either
             "query" or "title", "post" and optionally "subreddit".
           reward_path, gold_path: folders or hub ids of the models; gold_path="" turns the comparison of evaluations off.
-          compute_dtype, batch_rows: see ModelUse, whose `rows` is the second; they hold for both models.
 
         Raises ValueError: reward_path is empty, or a row is malformed (names file, line and field).
         """
         if not reward_path:
-            raise ValueError(
-                "task.tldr.reward_path='' names no reward model: set it to a Hugging Face folder or hub id with one label"
-            )
+            what = "a Hugging Face folder or hub id with one label"
+            raise ValueError(f"task.tldr.reward_path='' names no reward model: set it to {what}")
         self._splits = {}
         # prompt -> the row from which it was made, so that its post can be shortened.
         self._posts: dict[str, data.Row] = {}
@@ -113,9 +111,9 @@ class TLDR(SplitTask):
     def measures(
         self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray, rewards: np.ndarray
     ) -> dict[str, float | np.ndarray]:
-        """Measurements of each response, none without task.tldr.gold_path. win_rate_strict: whether the gold model prefers it to
-        the query's reference summary; win_rate_ties_half: the same, but half for a tie; gold_reward, gold_reward_of_summaries:
-        the scores of response and summary."""
+        """Measurements of each response by the gold model, if there is one. win_rate_strict: whether it prefers the response to
+        the reference summary; win_rate_ties_half: the same, half for a tie; gold_reward, gold_reward_of_summaries: both
+        scores."""
         if "gold" not in self._models:
             return {}
         self._gold = self._gold or self._load(self._models["gold"])

@@ -72,10 +72,9 @@ class HuggingFaceTokenizer:
     A tokenizer.json alone decides the ids where there is one: classes of transformers rebuild some tokenizers from their
     vocabulary, without the normaliser and with another result in another version.
 
-    Attributes:
-      vocab_size: number of ids, added tokens included. eos_id: ends a response. pad_id: eos_id where the model has no row for the
-        tokenizer's own. special_ids: all ids that are not text, ascending.
-      fingerprint: hex digest of everything that maps text to ids. It is part of the run's contract.
+    vocab_size: number of ids, added tokens included. eos_id: ends a response. pad_id: eos_id where the model has no row for the
+    tokenizer's own. special_ids: all ids that are not text, ascending. fingerprint: hex digest of everything that maps text to
+    ids.
     """
 
     def __init__(self, folder: Path | str, *, vocab: int | None = None, date: str = ""):

@@ -142,9 +142,8 @@ def holds_weights(name: Path | str) -> bool:
 def read_config(folder: Path | str, *, compute_dtype: str, attention: str = "auto", head: str | None = None) -> Any:
     """Reads config.json of a folder (see resolve_folder) as a DecoderConfig or an EncoderConfig.
 
-    Args:
-      head: "language_model" or "score"; None: the head of the checkpoint's class. With "score" (one label), a checkpoint of a
-        language model becomes a reward model whose head load_params initialises.
+    Args: head: "language_model" or "score"; None: that of the checkpoint's class. With "score" (one label), a language model
+      becomes a reward model whose head load_params initialises.
 
     Raises ValueError: no such folder or file, or a setting that is not computed; names the file, the key and the value.
     """
