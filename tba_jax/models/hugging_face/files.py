@@ -106,41 +106,33 @@ class Settings:
     def refuse(self, key: str, computed: str) -> NoReturn:
         raise ValueError(f"{self.path}: {key}={self.values.get(key)!r} is not supported; the model code computes {computed} only")
 
-    def _given(self, key: str, absent: Any) -> Any:
+    def _checked(self, key: str, absent: Any, fits: Callable[[Any], bool], words: str) -> Any:
         value = self.values.get(key)
-        return absent if value is None else value
+        value = absent if value is None else value
+        if not fits(value):
+            raise ValueError(f"{self.path}: {key}={value!r} must be {words}")
+        return value
 
     def size(self, key: str, absent: int | None = None) -> int:
         """A positive integer; `absent` if the key is not given or null, as in the other methods."""
-        value = self._given(key, absent)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{self.path}: {key}={value!r} must be a positive integer")
-        return value
+        return self._checked(
+            key, absent, lambda v: isinstance(v, int) and not isinstance(v, bool) and v > 0, "a positive integer"
+        )
 
     def number(self, key: str, absent: float) -> float:
-        value = self._given(key, absent)
-        # JSON as Python reads it has NaN, Infinity, and integers that no float can hold.
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
-            raise ValueError(f"{self.path}: {key}={value!r} must be a positive number, and finite")
-        return float(value)
+        def fits(value: Any) -> bool:  # JSON as Python reads it has NaN, Infinity, and integers that no float can hold
+            return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+        return float(self._checked(key, absent, fits, "a positive number, and finite"))
 
     def flag(self, key: str, absent: bool) -> bool:
-        value = self._given(key, absent)
-        if not isinstance(value, bool):
-            raise ValueError(f"{self.path}: {key}={value!r} must be true or false")
-        return value
+        return self._checked(key, absent, lambda value: isinstance(value, bool), "true or false")
 
     def names(self, key: str) -> list[str]:
-        value = self._given(key, [])
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise ValueError(f"{self.path}: {key}={value!r} must be a list of names")
-        return value
+        return self._checked(key, [], lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v), "a list of names")
 
     def table(self, key: str) -> dict[str, Any]:
-        value = self._given(key, {})
-        if not isinstance(value, dict):
-            raise ValueError(f"{self.path}: {key}={value!r} must be an object")
-        return value
+        return self._checked(key, {}, lambda value: isinstance(value, dict), "an object")
 
     def activation(self, key: str, absent: str) -> str:
         """Our name of an activation. Null is refused."""
