@@ -1,7 +1,7 @@
 """The decoder as searchers and evaluators use it: requests in, generations out, weights exchanged while it runs.
 
-One lane runs on each way of the mesh's "data" axis, with slots of its own (slots.py). Lanes share the queue of requests, and the
-engine goes on with whichever lane has its results first.
+One lane runs on each way of the mesh's "data" axis. Lanes share the queue of requests, and the engine goes on with whichever lane
+has its results first.
 """
 
 import dataclasses
@@ -204,10 +204,7 @@ class Engine:
         return lane.is_open
 
     def _next_part(self, *, ahead: bool) -> Part | None:
-        """The next prompt for a group of a lane, None where there is none.
-
-        Args: ahead: whether the group has a prompt already; groups without any, of whichever lane, come before it.
-        """
+        """The next prompt for a group of a lane, None for none. ahead: whether the group has one; empty groups come first."""
         empty = sum(lane.empty_groups for lane in self._lanes)
         if not self._queue or (ahead and empty):
             return None

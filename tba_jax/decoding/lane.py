@@ -307,12 +307,7 @@ class Lane:
         self._write(j, trace.place[at], trace.count[at], jax.tree.map(lambda x: x[at], trace.tokens))
 
     def _write(self, group: np.ndarray, place: np.ndarray, count: np.ndarray, tokens: Tokens) -> None:
-        """Notes n tokens; several tokens of one place stand in their order.
-
-        Args: group, place, count: int[n]: token i is response token count[i] of place[i] in group[i].
-
-        Raises: FloatingPointError: a log-prob is not finite; names the query.
-        """
+        """Notes n tokens: token i is response token count[i] of place[i] in group[i], int[n], in the order of each place."""
         broken = ~np.isfinite(tokens.policy_logprob)
         if broken.any():
             first = int(broken.argmax())

@@ -171,18 +171,14 @@ def _inverse_cdf(
     greedy: jax.Array,
     block: int,
 ) -> jax.Array:
-    """int32[B]: the token at which the cumulative mass passes `uniform` of the total; a greedy row's first most likely token.
-
-    A block is found first, then a token in it. The window of the last block, which is shorter, begins in the block before.
-
-    Args: mass: float32[B, ⌈V / block⌉], of each block; threshold: float32[B], the least logit that has mass.
-    """
+    """int32[B]: the token at which the cumulative mass passes `uniform` of the total. mass: float32[B, ⌈V / block⌉]."""
     V = logits.shape[-1]
     cumulative = jnp.cumsum(mass, axis=-1)
     target = jnp.where(greedy, 0.0, uniform * cumulative[:, -1])
     chosen_block = first_above(mass, cumulative, target)
     before = jnp.where(chosen_block > 0, _pick(cumulative, jnp.maximum(chosen_block - 1, 0)), 0.0)
     start = jnp.minimum(chosen_block * block, V - block)
+    # The window of the last block, which is shorter, begins in the block before.
     window = jax.vmap(lambda row, first: jax.lax.dynamic_slice_in_dim(row, first, block))(logits, start)
     in_block = start[:, None] + jnp.arange(block) >= (chosen_block * block)[:, None]
     mass = jnp.where(greedy[:, None], (window == best[:, None]).astype(jnp.float32), _weights(window, best, temperature))
@@ -199,12 +195,9 @@ def _truncated(
     full_mass: jax.Array,
     by_block: ByBlock,
 ) -> tuple[jax.Array, jax.Array]:
-    """The least logit that stays in each row, float32[B], and the mass of each block from it on, float32[B, ⌈V / block⌉].
-
-    Rows that do not truncate have -inf and full_mass. The others are worked on a few at a time, which keeps them in the cache.
-    """
+    """The least logit that stays in each row, float32[B], and the mass of each block from it on, float32[B, ⌈V / block⌉]."""
     B = len(best)
-    rows = min(B, _ROWS_AT_A_TIME)
+    rows = min(B, _ROWS_AT_A_TIME)  # a few rows at a time stay in the cache
     count = jnp.sum(truncates, dtype=jnp.int32)
     order = jnp.argsort(~truncates)
 
@@ -229,12 +222,7 @@ def _truncated(
 
 
 def _threshold(logits: jax.Array, best: jax.Array, temperature: jax.Array, sampling: Sampling) -> jax.Array:
-    """float32[B]: the least logit that top-k, top-p and min-p leave in, at most the logit of the most likely token.
-
-    All tokens that are as likely as the last one that stays, stay too. Top-p counts the mass of exactly k tokens nevertheless.
-
-    Args: logits: float32[B, V]; best: float32[B], the largest of each row; temperature: float32[B], above 0.
-    """
+    """float32[B]: the least logit that top-k, top-p and min-p leave in. Ties of the last token that stays, stay too."""
     B, V = logits.shape
     top_k = jnp.where((sampling.top_k > 0) & (sampling.top_k < V), sampling.top_k, V)
     threshold, ties = jax.lax.cond(
@@ -256,10 +244,7 @@ def _threshold(logits: jax.Array, best: jax.Array, temperature: jax.Array, sampl
 
 
 def _top_k_threshold(logits: jax.Array, best: jax.Array, top_k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A float32[B] that at least top_k logits reach and, but for ties, no more logits; and the number of more: int32[B].
-
-    Bisection of the ordered integers of float32: at most 32 counts, fewer where a count comes out at top_k, in [1, V].
-    """
+    """A float32[B] that at least top_k logits reach and, but for ties, no more; and how many more do: int32[B]. By bisection."""
     B, V = logits.shape
     low = jnp.broadcast_to(_ordered(jnp.float32(-jnp.inf)), (B,))
     # Nothing is above the largest logit; a row without top-k is found at once.
@@ -282,10 +267,7 @@ def _top_k_threshold(logits: jax.Array, best: jax.Array, top_k: jax.Array) -> tu
 
 
 def _top_p_weight(weights: jax.Array, mass: jax.Array) -> jax.Array:
-    """float32[B]: the least weight of a row such that the weights above it sum to less than `mass`, which is above 0.
-
-    Bisection of the integers whose bits are the floats of [0, 1]: 30 sums. The largest weight of a row is 1.
-    """
+    """float32[B]: the least weight of a row such that the weights above it sum to less than `mass`. By bisection of [0, 1]."""
     B = len(weights)
     one = jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32)
 

@@ -189,10 +189,7 @@ def _mask_with_prefix(segments: jax.Array, positions: jax.Array, prefix: Prefix,
 
 
 def _attend_xla(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
-    """Attention by two batches of matrix products with heads before tokens: XLA's CPU backend is slower on others.
-
-    Args: query: [B, T, N, H]; key, value: [B, S, G, H]; mask: broadcasts to bool[B, T, S].
-    """
+    """Two batches of matrix products with heads before tokens: XLA's CPU backend is slower on others. mask: as bool[B, T, S]."""
     B, T, N, H = query.shape
     S, G = key.shape[1:3]
     query = query.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, H)

@@ -128,10 +128,7 @@ class TextGenerator:
 
 
 def _replies(use: ModelUse, folder: Path, tokenizer: HuggingFaceTokenizer, vocab: int) -> dict[str, Any]:
-    """What an Engine has to know of a tokenizer: the ids of a reply, and texts that end one.
-
-    Args: vocab: rows of the model's embedding. Raises ValueError where generation_config.json or the tokenizer is unusable.
-    """
+    """What an Engine has to know of a tokenizer, for an embedding of `vocab` rows: the ids of a reply, and texts that end one."""
     others = _other_ends(folder, tokenizer)
     banned = {*tokenizer.special_ids, *range(tokenizer.vocab_size, vocab)} - {*others, tokenizer.eos_id}
     ends = None

@@ -139,11 +139,7 @@ _ANCHORS = ("\n", ".")
 
 
 def _spellings(response: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Token ids that may spell the response in the middle of a text, the likeliest first.
-
-    Some tokenizers put a space before every text. It can be dropped where it is a token of its own; else the response is encoded
-    after an anchor.
-    """
+    """Token ids that may spell the response in the middle of a text: some tokenizers put a space before every text."""
     alone = tokenizer.encode(response)[len(tokenizer.encode("")) :]
     yield from (alone, alone[1:])
     for anchor in _ANCHORS:

@@ -239,10 +239,7 @@ def _flat_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _token_bytes_by(decoders: Sequence[dict[str, Any]]) -> Callable[[str], bytes]:
-    """The function from a vocabulary piece to its bytes, for these decoders of tokenizer.json.
-
-    Raises ValueError: the decoders are neither byte-level nor SentencePiece's, the kinds whose pieces each have fixed bytes.
-    """
+    """The function from a vocabulary piece to its bytes. Raises ValueError where the decoders give pieces no fixed bytes."""
     kinds = [decoder["type"] for decoder in decoders]
     if "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}:
         return _byte_level

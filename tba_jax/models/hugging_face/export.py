@@ -221,8 +221,7 @@ def save_adapters(
 
     Args:
       adapters: lora_a [L, inputs ..., r] and lora_b [L, r, outputs ...] of every map that has one; L in the stack of layers only.
-      base: the folder or the hub id of the model that the adapters belong to. It is named, not written.
-      folder, dtype, more: see `save`.
+      base: the folder or the hub id of the model that the adapters belong to. Others: see `save`.
 
     Raises ValueError: as `save`, or an adapter holds numbers that are not finite.
     """

@@ -23,10 +23,9 @@ COPIED_BYTES = 512 << 10  # of a tensor that are copied at a time: a transposed 
 class Stored:
     """How one of our parameters lies in a tensor of the checkpoint. Letters of the axis table, with C labels and S positions.
 
-    path: ours, "layers.attention.query.weight".
-    stored_axes: "(N 3 H) D": the checkpoint's dimensions; "(...)" is one dimension, slowest first; a number is a fixed axis.
-    our_axes: "D N H": ours, without the layer axis.
-    part: index of our parameter on the fixed axis.
+    path: ours, "layers.attention.query.weight". our_axes: "D N H": ours, without the layer axis.
+    stored_axes: "(N 3 H) D": the checkpoint's dimensions; "(...)" is one dimension, slowest first; a number is a fixed axis, on
+    which `part` is the index of our parameter.
     """
 
     path: str
