@@ -18,8 +18,7 @@ class Request:
     """Asks for S samples of one prompt.
 
     name: how messages call the query. prompt: its token ids, at least one.
-    keys: uint32[S, 2], see slots.row_keys. Token t of a response is drawn with fold_in(key of the response, t), so that a sample
-      is the same whatever other samples share the slots with it.
+    keys: uint32[S, 2], see slots.row_keys. Token t of a response is drawn with fold_in(its key, t), whatever shares the slots.
     sampling: leaves [S].
     beginning: given response tokens that all samples continue (Monte-Carlo values of a state in a response).
     limit: int32[S], the most response tokens of each sample, given tokens and end of sequence included; None: response_length.

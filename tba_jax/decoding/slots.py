@@ -1,12 +1,11 @@
 """Slots on the device: the state of a decode loop (decode_loop.py) that refills its slots while it runs.
 
-Slots stand in J groups of W. A group has `buffers` prompts at a time, and its slots may continue any of them. Each buffer has K
-places, one for a sample of its prompt. A slot continues the sample of one place; when the sample has ended, the slot takes the
-next place that waits. The own caches are rings with one position for all slots: a step writes each cache in one place, and a slot
-attends to as many of the last entries as it has made. While all samples are short, the rings are the first entries of the caches,
-and no others are read (Ring).
+Slots stand in J groups of W. A group has U prompts at a time in its buffers, and its slots may continue any of them. Each buffer
+has K places, one for a sample of its prompt. A slot continues the sample of one place, and then takes the next place that waits.
+The own caches are rings with one position for all slots: a step writes each cache in one place, and a slot attends to as many of
+the last entries as it has made. While all samples are short, the first entries of the caches alone are read (Ring).
 
-B = J·W; K places of a buffer, one for each completion of its prompt; X = U·K places of a group.
+B = J·W; X = U·K places of a group.
 """
 
 import dataclasses

@@ -224,8 +224,8 @@ def chosen_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ja
         log π(y) = z[y] − log Z,  log Z = m + log Σ_v exp(z[v] − m),  m = max_v z[v]
         entropy = log Z − Σ_v π(v) z[v]
 
-    The backward pass, ∂ log π(y) / ∂ z[v] = 1[v = y] − π(v), keeps exp(z − m) and its sum. The derivative that JAX would take of
-    log_softmax reads and writes more arrays of the logits' size, which a large vocabulary makes slow.
+    The backward pass, ∂ log π(y) / ∂ z[v] = 1[v = y] − π(v), keeps exp(z − m) and its sum. JAX' own derivative of log_softmax
+    reads and writes more arrays of the logits' size.
 
     Args: logits: float32[t, V], -inf outside of the response space. tokens: int32[t].
     """

@@ -6,8 +6,8 @@ target. The reward is 1 if the response's final expression equals the target in 
 text: the prompt is an instruction for a pretrained model, and the final expression stands in the last `<answer> </answer>`
 (TinyZero, Pan et al. 2025). A target combines the numbers in any order.
 
-characters: the prompt is `9,4,4,2=15:`, the final expression stands after the last `#`, and a target combines the numbers from
-left to right. The teacher of the worked examples tries all operations until the total is the target,
+characters: the prompt is `9,4,4,2=15:`, the final expression follows the last `#`, and a target combines the numbers from left to
+right. The teacher of the worked examples tries all operations until the total is the target,
 `9+4=13+4=17+2=19;9+4=13+4=17-2=15#9+4+4-2`, or answers with a random total, `#9+4-4-2`. A small policy imitates both, and
 reinforcement learning discovers that the search pays.
 """

@@ -67,8 +67,7 @@ class Graders:
     ):
         """Args:
           function: at the top level of a file, or of a class there; returns a finite number, and ends processes that it starts.
-          time_limit: seconds that a call may take before its worker is killed, without those for which this process is stopped.
-          retries: how often a failed call is repeated, after pauses of 0.5 s, 1 s, 2 s …
+          time_limit: seconds of a call before its worker is killed. retries: of a failed call, after pauses of 0.5 s, 1 s, 2 s …
           over_limit: the reward of a response whose call exceeds the time limit; NaN: such a call has failed.
           memory_megabytes: that a worker may allocate before a call raises MemoryError; 0: no limit. Only on Linux.
           prefix: of the settings' names, such as "task.math.".

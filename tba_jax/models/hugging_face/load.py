@@ -196,9 +196,8 @@ def load_params(
       fresh: a random key, from which a score head is initialised if the checkpoint does not hold one; None: an error.
       dtype: of the parameters that are read; a new head is float32.
 
-    Raises ValueError: no safetensors; a shard is missing or damaged; a tensor is unknown, missing, in two files, of another shape
-    or of a dtype other than float32, float16 and bfloat16, or holds a number that is not finite; tied embeddings that differ.
-    Names the tensor and the file.
+    Raises ValueError, which names tensor and file: no safetensors; a shard is missing or damaged; a tensor is unknown, missing,
+    in two files, of another shape or dtype, or not finite; tied embeddings that differ.
     """
     definition = ARCHITECTURES[config.architecture].define(config)
     specs, sharding_of = parameters.flatten(definition.specs), parameters.flatten(shardings)
