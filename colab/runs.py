@@ -337,6 +337,8 @@ def _stories_of_hub(name: str, count: int) -> list[str]:
     import datasets
     import huggingface_hub
 
+    from tba_jax.models.hugging_face import load
+
     try:
         ask = functools.partial(huggingface_hub.HfApi().dataset_info, name, timeout=load.HUB_TIMEOUT_SECONDS)
         if away := load.unreachable(ask, called=f"data set {name}"):
