@@ -160,8 +160,8 @@ class Math(_Problems):
 
         super().__init__(prompt, train_path, heldout_path, gold=_gold_answer)
         limits: dict[str, Any] = dict(time_limit=time_limit, over_limit=0.0, memory_megabytes=MEMORY_MEGABYTES)
-        graders = Graders(math_verdict.grade, prefix=self._section, retries=retries, concurrency=concurrency, **limits)
-        self._graders, self.close = graders, graders.close
+        self._graders = Graders(math_verdict.grade, prefix=self._section, retries=retries, concurrency=concurrency, **limits)
+        self.close = self._graders.close  # ends the worker processes
 
     @property
     def grades(self) -> int:
