@@ -43,11 +43,8 @@ class Lane:
         lockstep: bool,
         arrivals: int,
     ):
-        """Args:
-        drains: new weights wait until the running samples have ended; else they take over at the next chunk.
-        in_place: incoming weights are stacked, on any devices, and replace those in use one by one, see Engine.
-        arrivals: I, prompts of one prefill call.
-        """
+        """Args: drains: new weights wait until the running samples have ended; else they take over at the next chunk; in_place:
+        incoming weights are stacked, on any devices, and replace those in use one by one, see Engine; arrivals: see Arrivals."""
         self._config, self._mesh, self._pad_id = config, mesh, pad_id
         self._stop_strings, self._lockstep, self._arrivals = stop_strings, lockstep, arrivals
         self._drains, self._in_place = drains, in_place
@@ -70,10 +67,10 @@ class Lane:
         # What the running call is to give, and the bytes that each of its steps reads.
         self._trace: Any = None
         self._step_bytes = 0
-        # The samples in the places [J, X]: their status, their given tokens, and their responses so far.
+        # The samples in the places [J, X]: their status, their given tokens, and their responses, from the first prefill on.
         places = (config.groups, config.buffers * config.places)
         self._status, self._given = np.full(places, slots_lib.CUT, np.int32), np.zeros(places, np.int32)
-        self._made = requests_lib.empty(places, response_length=config.response_length, pad_id=pad_id)
+        self._made: Any = None
         # The programs that make and change the state on the devices. The state itself is made by the first prefill.
         made = {name: sharding_lib.on_mesh(mesh, function) for name, function in decode_loop.make_programs(config, mesh).items()}
         self._init, self._prefill, self._unstack = made["init"], made["prefill"], made["unstack"]
@@ -241,6 +238,7 @@ class Lane:
         """One prefill call. Its first tokens are fetched once the decode call after it has been sent."""
         if self._slots is None:
             self._prompts, self._slots = self._init()
+            self._made = requests_lib.empty(self._status.shape, response_length=self._config.response_length, pad_id=self._pad_id)
             if self._stop_strings is not None:
                 self._stop_table = jax.device_put(self._stop_strings.next_state, sharding_lib.replicated(self._mesh))
         parts = [(buffer, self._parts[buffer]) for buffer in buffers]

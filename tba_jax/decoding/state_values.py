@@ -133,12 +133,13 @@ class StateValues:
         states_at_a_time: int,
         reward: Callable[[Generation, Sequence[EncodedQuery]], tuple[list[str], Future[Scores]]],
     ):
-        """Args:
-        engine: its given_length has room for a whole response but its last token.
-        sampling: settings of the responses that go on from one state; leaves [samples].
-        most_states: of a response, besides the one before it; 0: all between its steps. samples_per_query: at least 2.
-        states_at_a_time: states that are rewarded together; the decoder has at most twice as many at a time.
-        reward: returns the texts of responses to queries, and a future of their scores.
+        """
+        Args:
+          engine: its given_length has room for a whole response but its last token.
+          sampling: settings of the responses that go on from one state; leaves [samples].
+          most_states: of a response, besides the one before it; 0: all between its steps. samples_per_query: at least 2.
+          states_at_a_time: states that are rewarded together; the decoder has at most twice as many at a time.
+          reward: returns the texts of responses to queries, and a future of their scores.
         """
         self._engine, self._step_ends, self._sampling = engine, step_ends, sampling
         self._most_states, self._samples_per_query, self._at_a_time = most_states, samples_per_query, max(states_at_a_time, 1)
