@@ -24,7 +24,7 @@ from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Request
 from tba_jax.models import decoder, scoring
 from tba_jax.models.hugging_face import load
-from tba_jax.rewards import language_models
+from tba_jax.rewards import scorers
 from tba_jax.rewards.scorers import SequenceClassifier
 from tba_jax.storage import layout
 from tba_jax.tasks.interface import ModelUse
@@ -107,7 +107,7 @@ def openings(stories: Sequence[str], model: Path) -> list[dict[str, str]]:
 
 def continuations(prompts: Sequence[str], model: Path) -> list[list[str]]:
     """Of each prompt the paragraphs that the model goes on with at temperature 1, without those that are cut at their limit."""
-    folder, config, tokenizer = language_models.read(model, setting="--data=", compute_dtype="float32")
+    folder, config, tokenizer = scorers.language_model(model, setting="--data=", compute_dtype="float32")
     mesh = sharding.make_mesh((len(jax.devices()), 1, 1), setting="devices")
     banned = {*tokenizer.special_ids, *range(tokenizer.vocab_size, config.vocab)} - {tokenizer.eos_id}
     engine = Engine(

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from tba_jax.models import encoder, parameters
+from tba_jax.models import parameters
 from tba_jax.models.config import EncoderConfig
-from tba_jax.models.hugging_face import export
+from tba_jax.models.hugging_face import encoders, export
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 
 
@@ -32,7 +32,7 @@ def write(folder: Path, model: Path) -> None:
         lambda name, spec: (
             words if name == "embedding.weight" else np.full(spec.shape, float(name.endswith(".scale")), np.float32)
         ),
-        encoder.define(shape).specs,
+        encoders.define(shape).specs,
     )
     copy = functools.partial(export.copy_tokenizer, model)
     export.save(folder, shape, params, dtype="float32", more=[copy])

@@ -337,11 +337,11 @@ def _stories_of_hub(name: str, count: int) -> list[str]:
     import datasets
     import huggingface_hub
 
-    from tba_jax.models.hugging_face import hub
+    from tba_jax.models.hugging_face import load
 
     try:
-        ask = functools.partial(huggingface_hub.HfApi().dataset_info, name, timeout=hub.TIMEOUT_SECONDS)
-        if away := hub.away(ask, called=f"data set {name}"):
+        ask = functools.partial(huggingface_hub.HfApi().dataset_info, name, timeout=load.HUB_TIMEOUT_SECONDS)
+        if away := load.unreachable(ask, called=f"data set {name}"):
             raise away
         # Streamed, because all its splits would be fetched otherwise.
         return [row["text"] for row in datasets.load_dataset(name, split="validation", streaming=True).take(count)]

@@ -203,7 +203,7 @@ def test_the_task_of_the_readme_grades(tmp_path):
     (tmp_path / "double.py").write_text(code)
     config: dict[str, Any] = {"__file__": str(tmp_path / "double.py")}
     exec(compile(code, "double.py", "exec"), config)
-    task = custom_task.make(custom_task.load(config["get_config"]().task.name), {}, section="task.custom")
+    task = custom_task.make_custom(custom_task.custom_class(config["get_config"]().task.name), {})
     try:
         heldout, train = task.queries("heldout"), task.queries("train")
         assert len(heldout) == 100 and len(train) == 900

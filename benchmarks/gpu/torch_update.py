@@ -17,7 +17,7 @@ from absl import app
 
 from benchmarks.gpu import worker
 from benchmarks.gpu.worker import row
-from tba_jax.models import flops
+from tba_jax.models import hardware
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES
 from tba_jax.telemetry.metrics import PEAKS
 
@@ -52,8 +52,8 @@ def utilisation(device: torch.device, took: float, *, rows: int, P: int, R: int)
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if kind not in PEAKS:
         return ""
-    operations = flops.passes(adapters=False, held_reference=False) * rows
-    operations *= flops.forward(worker.shape("bfloat16"), positions=P + R - 1, logits=R)
+    operations = hardware.passes(adapters=False, held_reference=False) * rows
+    operations *= hardware.forward_flops(worker.shape("bfloat16"), positions=P + R - 1, logits=R)
     return f"{100 * operations / took / PEAKS[kind].flops:.1f} % MFU, a prompt for each row, attention counted causally"
 
 

@@ -226,22 +226,19 @@ def config_of(stored: Mapping[str, Any], source: Source, *, called: str) -> Any:
     Raises ValueError where the recipe or a flag is wrong, config.json is damaged, or it names a task file that nobody trusts.
     """
     from tba_jax.experiment import stored_run
-    from tba_jax.tasks import custom_task
-
-    def short(name: str) -> str:  # as the contract has it: a file may lie elsewhere on another machine
-        return custom_task.short(name) if custom_task.is_named(name) else name
+    from tba_jax.tasks.custom_task import is_custom, short_name
 
     config = stored_run.config_of(stored, called=called)
     theirs = config.task.name
     if source.recipe:
         config.task = recipes.load(source.recipe, (), program=recipes.BASE).task
     config = recipes.override(config, source.overrides)
-    if short(config.task.name) != short(theirs):
+    if short_name(config.task.name) != short_name(theirs):  # a file may lie elsewhere on another machine
         by = f"--config={source.recipe} has" if source.recipe else "--config.task.name asks for"
         told = f"{called} is a run of task.name={theirs!r}, and {by} task.name={config.task.name!r}"
         raise ValueError(f"{told}: a run keeps its task; another task needs another run, in a new --workdir")
     named_by_user = source.recipe or config.task.name != theirs
-    if custom_task.is_named(config.task.name) and not (named_by_user or source.trust_task):
+    if is_custom(config.task.name) and not (named_by_user or source.trust_task):
         raise ValueError(
             f"{called}: its config.json names the task {theirs!r}, a file that would be executed here; --config=RECIPE gives "
             "your own recipe, whose task is taken instead, and --trust_task says that you trust this file"

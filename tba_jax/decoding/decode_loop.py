@@ -64,8 +64,7 @@ def prefill(
       oldest_first: int32[J, U], the buffers of each group in the order in which they were filled.
       stop_table: int32[states, V], see StopStrings; None without stop strings.
 
-    Returns:
-      the new state, and the first tokens: leaves [I, K].
+    Returns the new state, and the first tokens: leaves [I, K].
     """
     a, c = arrivals, config
     I, K = a.tokens.shape[0], c.places

@@ -1,7 +1,7 @@
 """The decoder as searchers and evaluators use it: requests in, generations out, weights exchanged while it runs.
 
-One lane runs on each way of the mesh's "data" axis, with slots of its own (slots.py). Lanes share the queue of requests, and the
-engine goes on with whichever lane has its results first.
+One lane runs on each way of the mesh's "data" axis. Lanes share the queue of requests, and the engine goes on with whichever lane
+has its results first.
 """
 
 import dataclasses
@@ -28,13 +28,11 @@ class Engine:
     """Generates responses. One thread may call it; `prepare` and `swap` may be called from another.
 
     Args:
-      slots: sequences that are decoded side by side, over the whole mesh.
-      samples: usual number of samples of a query; one request may ask for more or fewer.
+      slots: sequences that are decoded side by side, over the whole mesh. samples: usual number of samples of a query.
       prompt_length: the most tokens of a prompt together with the given tokens of the response.
       response_length: R, the most tokens of a response, the given tokens included.
       swap: how new weights are taken up. at_once: by all sequences at the next decode step; new_sequences: by new ones alone.
-      chunk: decode steps between two looks at the host: so long do new weights and free buffers wait. At most response_length; 0:
-        by the kind of device, see models.hardware.
+      chunk: decode steps of a call, for which new weights and free buffers wait; 0: by the kind of device (models.hardware).
       lockstep: requests come in batches and all slots begin at once, so that the samples of a query share a group, and each
         batch begins with the shortest window of the caches (slots.Ring). A stream of requests begins with the whole caches.
       given_length: the part of prompt_length that is kept free for given response tokens; a prompt is shorter by it.
@@ -42,8 +40,7 @@ class Engine:
       swap_memory: where weights that were handed over wait. beside: on the devices. in_place: where they were given, best in
         host memory; a lane that takes them up puts one parameter after the other in the place of the one in use.
 
-    Raises:
-      ValueError: slots do not divide, or lengths are beyond the model's positions; says the limit.
+    Raises ValueError: slots do not divide, or lengths are beyond the model's positions; says the limit.
     """
 
     def __init__(
@@ -152,8 +149,8 @@ class Engine:
     def submit(self, request: Request) -> Ticket:
         """Queues a request and returns its ticket, which `decode` takes. May be called while `decode` pauses.
 
-        Raises:
-          ValueError: the prompt is empty or too long, or the beginning leaves no room or holds a stop string; names the limit.
+        Raises ValueError: the prompt is empty or too long, or the beginning leaves no room or holds a stop string; names the
+        limit.
         """
         c, prompt, given = self.config, len(request.prompt), len(request.beginning)
         if not 1 <= prompt <= self._longest_prompt or prompt + given > c.prompt_length or given >= c.response_length:
@@ -173,8 +170,7 @@ class Engine:
 
         Pauses before each chunk and yields how many more prompts there is room for: the caller may submit so many.
 
-        Raises:
-          FloatingPointError: logits that are not numbers; names the query. The engine cannot be used afterwards.
+        Raises FloatingPointError: logits that are not numbers; names the query. The engine cannot be used afterwards.
         """
         if any(lane.policy_step < 0 and lane.incoming is None for lane in self._lanes):
             raise RuntimeError("the decoder has no weights yet: `swap` or `set_policy` comes first")
@@ -208,10 +204,7 @@ class Engine:
         return lane.is_open
 
     def _next_part(self, *, ahead: bool) -> Part | None:
-        """The next prompt for a group of a lane, None where there is none.
-
-        Args: ahead: whether the group has a prompt already; groups without any, of whichever lane, come before it.
-        """
+        """The next prompt for a group of a lane, None for none. ahead: whether the group has one; empty groups come first."""
         empty = sum(lane.empty_groups for lane in self._lanes)
         if not self._queue or (ahead and empty):
             return None

@@ -16,7 +16,6 @@ from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.requests import Part, Usage
-from tba_jax.decoding.sampling import Sampling
 from tba_jax.decoding.slots import Arrivals, Ring, Samples, SlotsConfig, Tokens
 from tba_jax.models import kv_cache
 from tba_jax.models.parameters import Params
@@ -44,12 +43,8 @@ class Lane:
         lockstep: bool,
         arrivals: int,
     ):
-        """
-        Args:
-          drains: new weights wait until the running samples have ended; else they take over at the next chunk.
-          in_place: incoming weights are stacked, on any devices, and replace those in use one by one, see Engine.
-          arrivals: I, prompts of one prefill call.
-        """
+        """Args: drains: new weights wait until the running samples have ended; else they take over at the next chunk; in_place:
+        incoming weights are stacked, on any devices, and replace those in use one by one, see Engine; arrivals: see Arrivals."""
         self._config, self._mesh, self._pad_id = config, mesh, pad_id
         self._stop_strings, self._lockstep, self._arrivals = stop_strings, lockstep, arrivals
         self._drains, self._in_place = drains, in_place
@@ -62,19 +57,20 @@ class Lane:
         self._windows = slots_lib.windows(config.own_entries, config.chunk, tiled=config.tiled)
         self._ring = Ring(self._windows, config.chunk, lockstep=lockstep)
         self._buckets = slots_lib.buckets(config.prompt_length)
-        # (group, buffer) -> the part in it; a free buffer has no entry. When each was filled, as a count of fills; which of
-        # them are not prefilled yet; and the first tokens of prefilled ones, which are on their way from the device.
+        # (group, buffer) -> the part in it. [J, U]: which buffers are filled, and when each was filled last, as a count of fills.
+        # Then the buffers that are not prefilled yet, and the first tokens of prefilled ones, on their way from the device.
         self._parts: dict[tuple[int, int], Part] = {}
-        self._filled_at = np.zeros((config.groups, config.buffers), np.int64)
+        self._filled = np.zeros((config.groups, config.buffers), bool)
+        self._filled_at = np.zeros(self._filled.shape, np.int64)
         self._arrived: list[tuple[int, int]] = []
         self._first: list[tuple[tuple[tuple[int, int], ...], Tokens]] = []
         # What the running call is to give, and the bytes that each of its steps reads.
         self._trace: Any = None
         self._step_bytes = 0
-        # Of the samples in the places [J, X]: status, response tokens so far, and given ones.
+        # The samples in the places [J, X]: their status, their given tokens, and their responses, from the first prefill on.
         places = (config.groups, config.buffers * config.places)
-        self._status = np.full(places, slots_lib.CUT, np.int32)
-        self._length, self._given = np.zeros(places, np.int32), np.zeros(places, np.int32)
+        self._status, self._given = np.full(places, slots_lib.CUT, np.int32), np.zeros(places, np.int32)
+        self._made: Any = None
         # The programs that make and change the state on the devices. The state itself is made by the first prefill.
         made = {name: sharding_lib.on_mesh(mesh, function) for name, function in decode_loop.make_programs(config, mesh).items()}
         self._init, self._prefill, self._unstack = made["init"], made["prefill"], made["unstack"]
@@ -160,13 +156,13 @@ class Lane:
         """The free buffers (group, buffer) that may be filled; those of groups that have no part come first."""
         if not self.is_open:
             return []
-        c = self._config
-        free = [(j, u) for u in range(c.buffers) for j in range(c.groups) if (j, u) not in self._parts]
-        return sorted(free, key=lambda buffer: self.in_use(buffer[0]))
+        u, j = np.nonzero(~self._filled.T)
+        order = np.argsort(self._filled.sum(axis=1)[j], kind="stable")
+        return list(zip(j[order].tolist(), u[order].tolist(), strict=True))
 
     def put(self, group: int, buffer: int, part: Part) -> None:
         """Fills a free buffer."""
-        self._filled_at[group, buffer] = self._filled_at.max() + 1
+        self._filled[group, buffer], self._filled_at[group, buffer] = True, self._filled_at.max() + 1
         self._parts[group, buffer] = part
         self._arrived.append((group, buffer))
 
@@ -216,7 +212,7 @@ class Lane:
 
     def _fit_ring(self) -> int:
         """The window of the next chunk. Rotates the rings where they must be rotated before."""
-        made = np.where(self._status == slots_lib.RUNNING, self._length - self._given - 1, 0)
+        made = np.where(self._status == slots_lib.RUNNING, self._made.length - self._given - 1, 0)
         window = self._ring.window
         by = self._ring.choose(int(made.max()))
         if by:
@@ -227,7 +223,7 @@ class Lane:
 
     def in_use(self, group: int) -> int:
         """How many buffers of a group hold a part."""
-        return sum((group, u) in self._parts for u in range(self._config.buffers))
+        return int(np.count_nonzero(self._filled[group]))
 
     def _oldest_first(self) -> np.ndarray:
         """int32[J, U], see decode_loop.prefill."""
@@ -236,12 +232,13 @@ class Lane:
     @property
     def empty_groups(self) -> int:
         """How many groups hold no part and may be given one."""
-        return sum(not self.in_use(group) for group in range(self._config.groups))
+        return len(self._filled) - int(np.count_nonzero(self._filled.any(axis=1)))
 
     def _prefill_into(self, buffers: Sequence[tuple[int, int]]) -> None:
         """One prefill call. Its first tokens are fetched once the decode call after it has been sent."""
         if self._slots is None:
             self._prompts, self._slots = self._init()
+            self._made = requests_lib.empty(self._status.shape, response_length=self._config.response_length, pad_id=self._pad_id)
             if self._stop_strings is not None:
                 self._stop_table = jax.device_put(self._stop_strings.next_state, sharding_lib.replicated(self._mesh))
         parts = [(buffer, self._parts[buffer]) for buffer in buffers]
@@ -254,11 +251,11 @@ class Lane:
         self._prompts, self._slots, first = self._prefill(
             self._weights, self._prompts, self._slots, self._oldest_first(), arrivals, self._stop_table
         )
-        K = self._config.places
         for (j, u), part in parts:
-            places = slice(u * K, (u + 1) * K)
-            self._status[j, places] = np.where(np.arange(K) < part.count, slots_lib.RUNNING, slots_lib.CUT)
-            self._given[j, places], self._length[j, places] = part.given, part.given + 1
+            at = self._places(j, u, part)
+            self._status[at], self._given[at] = slots_lib.RUNNING, part.given
+            part.begin(self._made, at)
+            self._made.length[at] += 1
         self._first.append((tuple(buffers), first))
 
     def _arrivals_of(self, parts: Sequence[tuple[tuple[int, int], Part]], *, tokens: int) -> Arrivals:
@@ -286,8 +283,8 @@ class Lane:
                 made.stop_state[i] = self._stop_strings.run(request.beginning)
             made.samples.key[i, : part.count] = request.keys[part.rows]
             made.samples.limit[i, : part.count] = part.ticket.limit[part.rows]
-            for field in dataclasses.fields(Sampling):
-                getattr(made.samples.sampling, field.name)[i, : part.count] = getattr(request.sampling, field.name)[part.rows]
+            for name, given in vars(request.sampling).items():
+                getattr(made.samples.sampling, name)[i, : part.count] = given[part.rows]
         return made
 
     def _note_first(self, buffers: Sequence[tuple[int, int]], tokens: Tokens) -> None:
@@ -308,12 +305,7 @@ class Lane:
         self._write(j, trace.place[at], trace.count[at], jax.tree.map(lambda x: x[at], trace.tokens))
 
     def _write(self, group: np.ndarray, place: np.ndarray, count: np.ndarray, tokens: Tokens) -> None:
-        """Notes n tokens; several tokens of one place stand in their order.
-
-        Args: group, place, count: int[n]: token i is response token count[i] of place[i] in group[i].
-
-        Raises: FloatingPointError: a log-prob is not finite; names the query.
-        """
+        """Notes n tokens: token i is response token count[i] of place[i] in group[i], int[n], in the order of each place."""
         broken = ~np.isfinite(tokens.policy_logprob)
         if broken.any():
             first = int(broken.argmax())
@@ -322,24 +314,25 @@ class Lane:
                 f"the logits of policy step {self.policy_step} are not finite at response token {count[first]} of query "
                 f"{part.ticket.request.name}"
             )
-        self._length[group, place] = count + 1
-        self._status[group, place] = tokens.status
-        U, K = self._config.buffers, self._config.places
-        buffer = group * U + place // K
-        order = np.argsort(buffer, kind="stable")
-        numbers, begins = np.unique(buffer[order], return_index=True)
-        for number, at in zip(numbers.tolist(), np.split(order, begins[1:]), strict=False):
-            of_part = jax.tree.map(lambda x, at=at: x[at], tokens)
-            self._parts[divmod(number, U)].write(place[at] % K, count[at], of_part, self.policy_step)
+        made, at = self._made, (group, place, count)
+        made.tokens[at], made.policy_step[at] = tokens.token, self.policy_step
+        made.policy_logprobs[at], made.behavior_logprobs[at] = tokens.policy_logprob, tokens.behavior_logprob
+        made.length[group, place], self._status[group, place] = count + 1, tokens.status
+
+    def _places(self, group: int, buffer: int, part: Part) -> tuple[int, slice]:
+        """Where the samples of a part in a buffer stand in arrays [J, X]."""
+        first = buffer * self._config.places
+        return group, slice(first, first + part.count)
 
     def _release(self) -> None:
         """Frees the buffers of parts whose samples have all ended."""
         K = self._config.places
         ended = (self._status != slots_lib.RUNNING).reshape(self._config.groups, self._config.buffers, K).all(axis=2)
         for (j, u), part in [item for item in self._parts.items() if ended[item[0]]]:
-            places = slice(u * K, u * K + part.count)
-            length = self._length[j, places]
-            prompt = len(part.ticket.request.context)
-            self.usage.flops += requests_lib.decode_flops(self._config.model, prompt=prompt, drawn=length - part.given)
-            part.end(length, self._status[j, places] == slots_lib.FINISHED)
+            at, prompt = self._places(j, u, part), len(part.ticket.request.context)
+            drawn = self._made.length[at] - part.given
+            self.usage.flops += requests_lib.decode_flops(self._config.model, prompt=prompt, drawn=drawn)
+            self._made.finished[at] = self._status[at] == slots_lib.FINISHED
+            part.end(self._made, at)
+            self._filled[j, u] = False
             del self._parts[j, u]

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tba_jax.decoding.sampling import Sampling
-from tba_jax.decoding.slots import SlotsConfig, Tokens
-from tba_jax.models import flops, parameters
+from tba_jax.decoding.slots import SlotsConfig
+from tba_jax.models import hardware, parameters
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 
@@ -18,8 +18,7 @@ class Request:
     """Asks for S samples of one prompt.
 
     name: how messages call the query. prompt: its token ids, at least one.
-    keys: uint32[S, 2], see slots.row_keys. Token t of a response is drawn with fold_in(key of the response, t), so that a sample
-      is the same whatever other samples share the slots with it.
+    keys: uint32[S, 2], see slots.row_keys. Token t of a response is drawn with fold_in(its key, t), whatever shares the slots.
     sampling: leaves [S].
     beginning: given response tokens that all samples continue (Monte-Carlo values of a state in a response).
     limit: int32[S], the most response tokens of each sample, given tokens and end of sequence included; None: response_length.
@@ -50,7 +49,7 @@ class Generation:
     length: int32[B], end-of-sequence included.
     finished: bool[B], whether the response ended by itself: by a stop string, or an end of sequence that was drawn.
     policy_logprobs: float32[B, R], nats at the scoring temperature; 0 where masked, and on given tokens.
-    behavior_logprobs: float32[B, R], nats of the distribution that was sampled; 0 likewise.
+    behavior_logprobs: float32[B, R], nats of the distribution that was sampled; 0 in the same places.
     policy_step: int32[B, R], of the weights that drew each token; -1 where masked, and on given tokens.
     """
 
@@ -67,31 +66,38 @@ class Generation:
         return [tokens[:length] for tokens, length in zip(self.tokens, self.length, strict=True)]
 
 
+_FIELDS = tuple(field.name for field in dataclasses.fields(Generation))
+
+
 def concatenate(parts: Sequence[Generation]) -> Generation:
     """The rows of all parts, in their order."""
-    fields = [field.name for field in dataclasses.fields(Generation)]
-    return Generation(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
+    return Generation(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS})
+
+
+def empty(rows: tuple[int, ...], *, response_length: int, pad_id: int) -> Generation:
+    """A generation of rows without a token, with leaves [*rows, R] and [*rows]."""
+    whole = (*rows, response_length)
+    return Generation(
+        tokens=np.full(whole, pad_id, np.int32),
+        length=np.zeros(rows, np.int32),
+        finished=np.zeros(rows, bool),
+        policy_logprobs=np.zeros(whole, np.float32),
+        behavior_logprobs=np.zeros(whole, np.float32),
+        policy_step=np.full(whole, -1, np.int32),
+    )
 
 
 class Ticket:
-    """A request and its generation while it is made.
+    """A request and its generation.
 
-    Attributes: generation: the given tokens, and the tokens so far; left: how many samples have not ended.
+    Attributes: generation: the given tokens, and all tokens of samples that have ended; left: how many samples have not ended.
     """
 
     def __init__(self, request: Request, *, response_length: int, pad_id: int):
-        self.request, self.left = request, request.samples
-        S, R, given = request.samples, response_length, len(request.beginning)
-        self.generation = Generation(
-            tokens=np.full((S, R), pad_id, np.int32),
-            length=np.full(S, given, np.int32),
-            finished=np.zeros(S, bool),
-            policy_logprobs=np.zeros((S, R), np.float32),
-            behavior_logprobs=np.zeros((S, R), np.float32),
-            policy_step=np.full((S, R), -1, np.int32),
-        )
-        self.generation.tokens[:, :given] = request.beginning
-        self.limit = np.full(S, R, np.int32) if request.limit is None else request.limit
+        self.request, self.left, given = request, request.samples, len(request.beginning)
+        self.generation = empty((request.samples,), response_length=response_length, pad_id=pad_id)
+        self.generation.tokens[:, :given], self.generation.length[:] = request.beginning, given
+        self.limit = np.full(request.samples, response_length, np.int32) if request.limit is None else request.limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,22 +110,22 @@ class Part:
 
     @property
     def rows(self) -> slice:
-        """The samples, of those of the request."""
+        """The rows of the samples in the generation."""
         return slice(self.first, self.first + self.count)
 
     @property
     def given(self) -> int:
         return len(self.ticket.request.beginning)
 
-    def write(self, sample: np.ndarray, t: np.ndarray, tokens: Tokens, policy_step: int) -> None:
-        """Writes n tokens into the generation. Args: sample: int[n], within the part; t: int[n], response index."""
-        made, row = self.ticket.generation, self.first + sample
-        made.tokens[row, t], made.policy_step[row, t] = tokens.token, policy_step
-        made.policy_logprobs[row, t], made.behavior_logprobs[row, t] = tokens.policy_logprob, tokens.behavior_logprob
+    def begin(self, made: Generation, at: tuple[int, slice]) -> None:
+        """Copies the samples, which have given tokens alone, to the places `at` of a generation with leaves [J, X, ...]."""
+        for name in _FIELDS:
+            getattr(made, name)[at] = getattr(self.ticket.generation, name)[self.rows]
 
-    def end(self, length: np.ndarray, finished: np.ndarray) -> None:
-        """All samples have ended. Args: int32[count], bool[count]."""
-        self.ticket.generation.length[self.rows], self.ticket.generation.finished[self.rows] = length, finished
+    def end(self, made: Generation, at: tuple[int, slice]) -> None:
+        """Copies the samples, which have all ended, back from there."""
+        for name in _FIELDS:
+            getattr(self.ticket.generation, name)[self.rows] = getattr(made, name)[at]
         self.ticket.left -= self.count
 
 
@@ -157,7 +163,7 @@ def step_bytes(config: SlotsConfig, weights: int, *, buffers: int, window: int) 
 
 def prefill_flops(model: DecoderConfig, prompts: Sequence[int]) -> int:
     """FLOPs of prompts of these lengths."""
-    return sum(flops.forward(model, positions=length, logits=1) for length in prompts)
+    return sum(hardware.forward_flops(model, positions=length, logits=1) for length in prompts)
 
 
 def decode_flops(model: DecoderConfig, *, prompt: int, drawn: np.ndarray) -> int:
@@ -166,5 +172,5 @@ def decode_flops(model: DecoderConfig, *, prompt: int, drawn: np.ndarray) -> int
     Args: prompt: the tokens that all samples of it continue.
     """
     steps = np.maximum(drawn - 1, 0)
-    through = 2 * (flops.layer_weights(model) + flops.head_weights(model)) * int(steps.sum())
-    return through + flops.attention(model, prompt + steps) - len(steps) * flops.attention(model, prompt)
+    through = 2 * (hardware.layer_weights(model) + hardware.head_weights(model)) * int(steps.sum())
+    return through + hardware.attention_flops(model, prompt + steps) - len(steps) * hardware.attention_flops(model, prompt)

@@ -88,8 +88,8 @@ class Draw:
 
     token: int32[B]; drawn: int32[B], the token that was drawn, which differs from `token` in forced rows alone;
     policy_logprob: float32[B], of `token`, nats at the scoring temperature over the whole response space;
-    behavior_logprob: float32[B], of `token`, nats of the distribution that was sampled, 0 in a greedy row. In a forced row it is
-    of that distribution before truncation, which might have left the token out.
+    behavior_logprob: float32[B], of `token`, nats of the distribution that was sampled (in a forced row before truncation), 0 in
+    a greedy row.
     """
 
     token: chex.Array
@@ -110,20 +110,15 @@ def draw(
     """Draws a token of every row: temperature, top-k, top-p of what is left, min-p, then the inverse CDF at `uniform`.
 
     One pass of exponentials over [B, V] serves greedy rows and rows at the scoring temperature. Another runs only where a row has
-    another temperature, a search for thresholds only where a row truncates. Rows do not depend on each other.
+    another temperature, a search for thresholds only where a row truncates. A token of probability 0 is never drawn, a greedy row
+    draws the first of the most likely tokens. In an untruncated row at the scoring temperature both log-probs are the same bits.
+    Where logits are NaN, infinite or -inf throughout, policy_logprob is NaN and the token any valid one.
 
     Args:
       logits: float32[B, V], restricted to the response space: -inf on tokens outside of it, finite on at least one token.
-      uniform: float32[B] in [0, 1). sampling: settings over B rows, traced.
-      scoring_temperature: temperature of the policy's log-probs, above 0.
+      uniform: float32[B] in [0, 1). scoring_temperature: of the policy's log-probs, above 0.
       tiled: static: sums go over the tiles of a TPU. They are rounded in another order, and slower on CPUs.
-      forced: (token, rows): a static token id, and bool[B], the rows that get this token whatever they draw; its logit must be
-        finite in these rows.
-
-    Returns:
-      Draw over B rows. A token of probability 0 is never drawn, a greedy row draws the first of the most likely tokens. In
-      an untruncated row at the scoring temperature both log-probs are the same bits. Where logits are NaN, infinite or
-      -inf throughout, policy_logprob is NaN and the token any valid one.
+      forced: (token, rows): a static token id with a finite logit, and bool[B], the rows that get it whatever they draw.
     """
     chex.assert_rank([logits, uniform], [2, 1])
     chex.assert_type([logits, uniform], jnp.float32)
@@ -176,18 +171,14 @@ def _inverse_cdf(
     greedy: jax.Array,
     block: int,
 ) -> jax.Array:
-    """int32[B]: the token at which the cumulative mass passes `uniform` of the total; a greedy row's first most likely token.
-
-    A block is found first, then a token in it. The window of the last block, which is shorter, begins in the block before.
-
-    Args: mass: float32[B, ⌈V / block⌉], of each block; threshold: float32[B], the least logit that has mass.
-    """
+    """int32[B]: the token at which the cumulative mass passes `uniform` of the total. mass: float32[B, ⌈V / block⌉]."""
     V = logits.shape[-1]
     cumulative = jnp.cumsum(mass, axis=-1)
     target = jnp.where(greedy, 0.0, uniform * cumulative[:, -1])
     chosen_block = first_above(mass, cumulative, target)
     before = jnp.where(chosen_block > 0, _pick(cumulative, jnp.maximum(chosen_block - 1, 0)), 0.0)
     start = jnp.minimum(chosen_block * block, V - block)
+    # The window of the last block, which is shorter, begins in the block before.
     window = jax.vmap(lambda row, first: jax.lax.dynamic_slice_in_dim(row, first, block))(logits, start)
     in_block = start[:, None] + jnp.arange(block) >= (chosen_block * block)[:, None]
     mass = jnp.where(greedy[:, None], (window == best[:, None]).astype(jnp.float32), _weights(window, best, temperature))
@@ -204,12 +195,9 @@ def _truncated(
     full_mass: jax.Array,
     by_block: ByBlock,
 ) -> tuple[jax.Array, jax.Array]:
-    """The least logit that stays in each row, float32[B], and the mass of each block from it on, float32[B, ⌈V / block⌉].
-
-    Rows that do not truncate have -inf and full_mass. The others are worked on a few at a time, which keeps them in the cache.
-    """
+    """The least logit that stays in each row, float32[B], and the mass of each block from it on, float32[B, ⌈V / block⌉]."""
     B = len(best)
-    rows = min(B, _ROWS_AT_A_TIME)
+    rows = min(B, _ROWS_AT_A_TIME)  # a few rows at a time stay in the cache
     count = jnp.sum(truncates, dtype=jnp.int32)
     order = jnp.argsort(~truncates)
 
@@ -234,12 +222,7 @@ def _truncated(
 
 
 def _threshold(logits: jax.Array, best: jax.Array, temperature: jax.Array, sampling: Sampling) -> jax.Array:
-    """float32[B]: the least logit that top-k, top-p and min-p leave in, at most the logit of the most likely token.
-
-    All tokens that are as likely as the last one that stays, stay too. Top-p counts the mass of exactly k tokens nevertheless.
-
-    Args: logits: float32[B, V]; best: float32[B], the largest of each row; temperature: float32[B], above 0.
-    """
+    """float32[B]: the least logit that top-k, top-p and min-p leave in. Ties of the last token that stays, stay too."""
     B, V = logits.shape
     top_k = jnp.where((sampling.top_k > 0) & (sampling.top_k < V), sampling.top_k, V)
     threshold, ties = jax.lax.cond(
@@ -261,10 +244,7 @@ def _threshold(logits: jax.Array, best: jax.Array, temperature: jax.Array, sampl
 
 
 def _top_k_threshold(logits: jax.Array, best: jax.Array, top_k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A float32[B] that at least top_k logits reach and, but for ties, no more logits; and the number of more: int32[B].
-
-    Bisection of the ordered integers of float32: at most 32 counts, fewer where a count comes out at top_k, in [1, V].
-    """
+    """A float32[B] that at least top_k logits reach and, but for ties, no more; and how many more do: int32[B]. By bisection."""
     B, V = logits.shape
     low = jnp.broadcast_to(_ordered(jnp.float32(-jnp.inf)), (B,))
     # Nothing is above the largest logit; a row without top-k is found at once.
@@ -287,10 +267,7 @@ def _top_k_threshold(logits: jax.Array, best: jax.Array, top_k: jax.Array) -> tu
 
 
 def _top_p_weight(weights: jax.Array, mass: jax.Array) -> jax.Array:
-    """float32[B]: the least weight of a row such that the weights above it sum to less than `mass`, which is above 0.
-
-    Bisection of the integers whose bits are the floats of [0, 1]: 30 sums. The largest weight of a row is 1.
-    """
+    """float32[B]: the least weight of a row such that the weights above it sum to less than `mass`. By bisection of [0, 1]."""
     B = len(weights)
     one = jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32)
 

@@ -1,12 +1,11 @@
 """Slots on the device: the state of a decode loop (decode_loop.py) that refills its slots while it runs.
 
-Slots stand in J groups of W. A group has `buffers` prompts at a time, and its slots may continue any of them. Each buffer has K
-places, one for a sample of its prompt. A slot continues the sample of one place; when the sample has ended, the slot takes the
-next place that waits. The own caches are rings with one position for all slots: a step writes each cache in one place, and a slot
-attends to as many of the last entries as it has made. While all samples are short, the rings are the first entries of the caches,
-and no others are read (Ring).
+Slots stand in J groups of W. A group has U prompts at a time in its buffers, and its slots may continue any of them. Each buffer
+has K places, one for a sample of its prompt. A slot continues the sample of one place, and then takes the next place that waits.
+The own caches are rings with one position for all slots: a step writes each cache in one place, and a slot attends to as many of
+the last entries as it has made. While all samples are short, the first entries of the caches alone are read (Ring).
 
-B = J·W; K places of a buffer, one for each completion of its prompt; X = U·K places of a group.
+B = J·W; X = U·K places of a group.
 """
 
 import dataclasses
@@ -31,15 +30,12 @@ from tba_jax.models.config import DecoderConfig, ResponseSpace
 # Prompts are prefilled at one of these parts of the longest length, the shortest that holds them, but not below _SHORTEST.
 _BUCKETS = (8, 4, 2, 1)
 _SHORTEST = 32
-# Up to this many samples of a query, a group has half as many slots as samples; beyond, a quarter. Slots that are done with one
-# of the group's two prompts go on with the other while the longest sample of the first runs. With these shares log-normal lengths
-# of sigma 0.8 keep slots busy; more and smaller groups would have more prompts to read in each step.
+# Up to this many samples of a query, a group has half as many slots as samples; beyond, a quarter. With these shares log-normal
+# lengths of sigma 0.8 keep slots busy; more and smaller groups would have more prompts to read in each step.
 _HALF_UP_TO = 24
-# On TPUs, caches have a multiple of this many entries, which fill tiles: else XLA copies all caches into another layout at every
-# call of the decode loop.
-_TILE = 16
-# For the same reason a part of the entries that a loop reads, where heads share no keys, fills the columns of tiles.
-_TILE_COLUMNS = 128
+# On TPUs, caches have a multiple of _TILE entries, and a part that a loop reads, where heads share no keys, fills the columns of
+# tiles: else XLA copies all caches into another layout at every call of the decode loop.
+_TILE, _TILE_COLUMNS = 16, 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +53,7 @@ def lane_sizes(slots: int, samples: int, ways: int, *, lockstep: bool = False, w
 
     Args: ways: lanes; lockstep: see Engine; what: how messages call the slots.
 
-    Raises:
-      ValueError: the slots cannot be divided by the ways, or only into far smaller groups than wanted; names the numbers.
+    Raises ValueError: the slots cannot be divided by the ways, or only into far smaller groups than wanted; names the numbers.
     """
     what = what or f"slots={slots}"
     if samples < 1:
@@ -212,8 +207,8 @@ class Tokens:
 
 @flax.struct.dataclass
 class Trace:
-    """What each slot did in each step of a call. place: int32[chunk, J, W], -1 where it was idle; count: int32, likewise, the
-    response index of its token; tokens: leaves [chunk, J, W]."""
+    """What each slot did in each step of a call, leaves [chunk, J, W]. place: int32, -1 where it was idle; count: int32, the
+    response index of its token; tokens: that token."""
 
     place: chex.Array
     count: chex.Array
@@ -305,8 +300,8 @@ def row_keys(seed: int | np.integer, writer: int | np.integer, rows: jax.Array |
 class Ring:
     """The host's side of the rings of all slots: the entries of the own caches that the next call reads.
 
-    After the last of these entries, steps write to the first again. A ring that is to become longer is rotated first where a
-    running sample goes over its end. A ring becomes shorter without being moved, once the running samples lie in the shorter one.
+    A ring that is to become longer is rotated first where a running sample goes over its end. A ring becomes shorter without
+    being moved, once the running samples lie in the shorter one.
 
     Attributes: window: entries that the next call reads; position: of the next step's entry, at most `window`, which is entry 0
       again or, if the ring becomes longer, the entry after.

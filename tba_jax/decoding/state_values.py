@@ -1,7 +1,4 @@
-"""Monte-Carlo values of the states between reasoning steps (Kazemnejad et al. 2024).
-
-The value of a state is the mean reward of responses that go on from it.
-"""
+"""Monte-Carlo values of the states between reasoning steps (Kazemnejad et al. 2024): the mean reward of responses that go on."""
 
 import dataclasses
 import functools
@@ -28,8 +25,7 @@ def between_steps(tokens: np.ndarray, length: np.ndarray, step_ends: StopStrings
     A token ends a step if it completes a step end anywhere in its text; the rest of its text begins no further step end. The last
     token ends the response, whatever its text.
 
-    Args:
-      tokens: int32[B, R], right-padded; length: int32[B], real tokens.
+    Args: tokens: int32[B, R], right-padded; length: int32[B], real tokens.
 
     Returns:
       bool[B, R], of the state before each token; false for the state before the first.
@@ -98,9 +94,8 @@ def _mean(reward: np.ndarray) -> np.ndarray:
 class ValuedStates:
     """States whose continuations StateValues.decode decodes, and which then wait for their rewards.
 
-    shape: (B, R) of the rows. samples_per_query: rows of one query, which are consecutive.
-    blocks: n states each, as (rows int[n], response tokens before the state int[n], scores of their continuations).
-    tokens: number of tokens that were generated for the values.
+    shape: (B, R) of the rows; samples_per_query: rows of one query, which are consecutive; tokens: that were generated for
+    values; blocks: n states each, as (rows int[n], response tokens before the state int[n], scores of their continuations).
     """
 
     shape: tuple[int, int]
@@ -142,8 +137,7 @@ class StateValues:
         Args:
           engine: its given_length has room for a whole response but its last token.
           sampling: settings of the responses that go on from one state; leaves [samples].
-          most_states: the most states of a response that are valued, besides the one before it; 0: all between its steps.
-          samples_per_query: rows of one query, at least 2.
+          most_states: of a response, besides the one before it; 0: all between its steps. samples_per_query: at least 2.
           states_at_a_time: states that are rewarded together; the decoder has at most twice as many at a time.
           reward: returns the texts of responses to queries, and a future of their scores.
         """
@@ -160,16 +154,13 @@ class StateValues:
     def decode(
         self, valued: ValuedStates, generation: Generation, keys: np.ndarray, queries: Sequence[EncodedQuery]
     ) -> Iterator[int]:
-        """Decodes responses that go on from states of B rows, and hands them on to be rewarded.
+        """Decodes responses that go on from states of B rows, and hands them on to be rewarded. Pauses and yields as
+        Engine.decode does, once no state waits to be asked.
 
-        Pauses as Engine.decode does, once no state waits to be asked, and yields how many prompts there is room for.
+        Args: valued: gets the states; generation: the B rows, rows of one query consecutive; keys: uint32[B, 2], their random
+          keys; queries: one a row.
 
-        Args:
-          valued: gets the states. generation: the B rows, rows of one query consecutive. keys: uint32[B, 2], their random keys.
-          queries: one a row.
-
-        Raises:
-          FloatingPointError: see Engine.decode.
+        Raises FloatingPointError: see Engine.decode.
         """
         R = generation.tokens.shape[1]
         between = between_steps(generation.tokens, generation.length, self._step_ends)

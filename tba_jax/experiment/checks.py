@@ -17,7 +17,8 @@ from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.objective import TEMPERATURES, Objective
 from tba_jax.replay.selection import STRATEGIES
 from tba_jax.schemas import Mistakes, flatten
-from tba_jax.tasks import TASKS, custom_task
+from tba_jax.tasks import TASKS
+from tba_jax.tasks.custom_task import is_custom
 from tba_jax.telemetry import metrics
 
 
@@ -69,7 +70,7 @@ def _each(config: Any) -> Iterator[str]:
 def _registries(task: str) -> dict[str, Collection[str]]:
     """The names that experiment/schema.py calls by their registry; `task`, where it is FILE.py:CLASS, is a name too."""
     return {
-        "tasks": [*TASKS, *([task] if custom_task.is_named(task) else [])],
+        "tasks": [*TASKS, *([task] if is_custom(task) else [])],
         "objectives": OBJECTIVES,
         "schedules": SCHEDULES,
         "decays": DECAYS,

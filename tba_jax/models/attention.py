@@ -25,17 +25,17 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
 class Prefix(NamedTuple):
-    """Where the sequences of W ways, B in all, continue others of the same way.
+    """Which sequences continue others: B sequences in W ways, each of which continues one of its own way.
 
-    sequence: int32[W, B / W], the number in its way of the sequence that each one continues. segments: int32[B, T], the segment
-    there to which a token attends besides its own; 0: none.
+    sequence: int32[W, B / W], the number of the continued sequence in its way; segments: int32[B, T], the segment of it to which
+    a token attends besides its own, 0 for none.
     """
 
     sequence: jax.Array
     segments: jax.Array
 
     def of(self, x: jax.Array) -> jax.Array:
-        """[B, ...] -> [B, ...]: what the continued sequences have. A way reads its own alone."""
+        """[B, ...] -> [B, ...]: the values of the continued sequences."""
         by_way = x.reshape(*self.sequence.shape, *x.shape[1:])
         return jax.vmap(lambda of_way, sequence: of_way[sequence])(by_way, self.sequence).reshape(x.shape)
 
@@ -132,7 +132,7 @@ def attend(
       kernel: "xla", "cudnn" (flash attention on NVIDIA GPUs), "splash" (on TPUs; on other devices it is interpreted, which is
         for tests), or "auto": what `fastest` says.
       window: with causal attention, a query attends to at most this many tokens, the last of which is itself; 0: to all.
-      positions, prefix: int32[B, T], and which tokens of other sequences are read as well, causally; not by "splash".
+      positions: int32[B, T]; prefix: which tokens of other sequences are read as well, causally; not by "splash".
     """
     platform = sharding.platform()
     if kernel == "auto":
@@ -189,10 +189,7 @@ def _mask_with_prefix(segments: jax.Array, positions: jax.Array, prefix: Prefix,
 
 
 def _attend_xla(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
-    """Attention by two batches of matrix products, whose heads come before their tokens: XLA's CPU backend is slower on others.
-
-    Args: query: [B, T, N, H]; key, value: [B, S, G, H]; mask: bool[B, T, S], or what broadcasts to it.
-    """
+    """Two batches of matrix products with heads before tokens: XLA's CPU backend is slower on others. mask: as bool[B, T, S]."""
     B, T, N, H = query.shape
     S, G = key.shape[1:3]
     query = query.reshape(B, T, G, N // G, H).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, H)
@@ -207,11 +204,8 @@ def _attend_xla(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Ar
 def _attend_splash(
     query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None, *, causal: bool, window: int, interpret: bool
 ) -> jax.Array:
-    """JAX' splash attention: scores exist a block at a time, so that memory grows with T and not with T².
-
-    On the mesh of the context, each device computes its own rows and heads. In float32, products are exactly float32, those of
-    the backward pass too. Args: interpret: whether other operations compute the kernel block by block, on devices without it.
-    """
+    """JAX' splash attention: scores exist a block at a time, so that memory grows with T and not with T². Each device computes
+    its own rows and heads. Args: interpret: whether other operations compute the kernel block by block, on devices without it."""
     here = functools.partial(_splash_here, causal=causal, window=window, interpret=interpret)
     if segments is None and causal:  # added positions come last, where no query of the row reads them
         return sharding.by_device(here, query, key, value, axes=("BTNH", "BTGH", "BTGH"), result="BTNH")

@@ -22,9 +22,8 @@ STD = 0.02  # standard deviation of initial weights, unless a module takes anoth
 class RopeScaling:
     """Scaling of rotary frequencies: linear, or Llama 3's.
 
-    Linear (original_positions 0): all wavelengths are stretched by `factor`. Llama 3's: wavelengths beyond
-    original_positions / low_frequency are stretched by `factor`, wavelengths below original_positions / high_frequency are kept,
-    and wavelengths between the two are interpolated.
+    Linear (original_positions 0): all wavelengths are stretched by `factor`. Llama 3's: wavelengths beyond original_positions /
+    low_frequency are stretched, those below original_positions / high_frequency stay, and those between are interpolated.
     """
 
     factor: float
@@ -37,13 +36,11 @@ class RopeScaling:
 class DecoderConfig:
     """Shape of a decoder. Letters of the axis table: L layers, N heads, G kv_heads, H head_size, D width, F ffn, V vocab.
 
-    architecture: the Hugging Face model_type whose names and config keys the checkpoints use. The other fields alone say what is
-      computed.
+    architecture: the Hugging Face model_type of its checkpoints. The other fields alone say what is computed.
     norm: "rms", "offset_rms" (RMS norm that multiplies by 1 + scale) or "layer" (layer norm with bias). post_norms: the results
       of attention and feed-forward are normalised before they are added to the residual stream (Gemma 3).
-    positions: "rotary" or "learned" (an embedding of max_positions).
-    rotary_size: how many elements of each head are rotated, counted from the first; 0: all. parallel_residual: attention and
-      feed-forward both read the layer's input (GPT-NeoX).
+    positions: "rotary" or "learned" (an embedding of max_positions). rotary_size: how many elements of each head are rotated,
+      from the first; 0: all. parallel_residual: attention and feed-forward both read the layer's input (GPT-NeoX).
     activation: a name of ACTIVATIONS. gated: the feed-forward is down(act(gate(x)) * up(x)), otherwise down(act(up(x))).
     qkv_bias, out_bias, ffn_bias: whether these linear maps have a bias. qk_norm: each query and key head is normalised (Qwen3).
     scaled_embedding: embeddings of tokens are multiplied by sqrt(width). query_scalar: attention scores are divided by its square
@@ -129,11 +126,9 @@ class EncoderConfig:
     max_positions: rows of the position table. position_offset: 0: a token's position is its index in the row (BERT); n > 0: the
       first real token has position n, the next n + 1, and padding n - 1 (RoBERTa: n is the padding token's id + 1).
     token_types: rows of the token-type table (BERT's segments).
-    head: "embedding" (no head, see Encoder.sentence_embeddings) or "classification" (a linear map of the pooled first token to
-      `labels`, see Encoder.classify).
-    labels: names of the classes, in the order of the logits; empty with an embedding head.
-    pooler: whether the first token goes through a square linear map and tanh, which classification needs: BERT's pooler, the
-      `classifier.dense` of RoBERTa.
+    head: "embedding" (see Encoder.sentence_embeddings) or "classification" (see Encoder.classify). labels: names of the classes,
+      in the order of the logits; empty with an embedding head.
+    pooler: whether the first token goes through a square linear map and tanh, as classification needs.
     """
 
     # Every encoder has these settings. DecoderConfig has fields of the same names, so both models use the same layers.
@@ -193,10 +188,9 @@ class ResponseSpace:
     π(y_t|x, y_<t) = softmax(logits / temperature) over all tokens but the banned ones and, where t + 1 < min_length, the
     end of sequence. t counts response tokens from 0, so none ends by it with fewer than min_length of them.
 
-    temperature: the run's scoring temperature T (TBA paper: one constant that defines the policy and the reference alike);
-    banned_tokens: ids below V that no response holds; eos_id: the end of sequence, -1: there is none; min_length: tokens,
-    0 and 1: any; force_eos: a response that has not ended before its last token gets the end of sequence there, scored by the
-    softmax above.
+    temperature: the run's scoring temperature T (TBA paper: one constant for the policy and the reference); banned_tokens: ids
+    below V that no response holds; eos_id: the end of sequence, -1: there is none; min_length: tokens, 0 and 1: any; force_eos: a
+    response that has not ended before its last token gets the end of sequence there, scored by the softmax above.
     """
 
     temperature: float

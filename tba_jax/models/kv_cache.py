@@ -64,7 +64,7 @@ def unstack(params: Params, config: DecoderConfig) -> Params:
 
 
 def one_by_one(params: Params) -> Iterator[Params]:
-    """Takes the parameters out of `params`. Yields each as a tree of its own, which `unstack` takes; `add` joins the results."""
+    """Takes the parameters out of `params` and yields each as a tree of its own. `add` joins what `unstack` makes of them."""
 
     def leaves(tree: Params, path: tuple[str, ...]) -> Iterator[Params]:
         for key in list(tree):
@@ -110,8 +110,8 @@ def largest(params: Params) -> Params:
 
 def head_by_head(params: Params, config: DecoderConfig, put: Callable[[Any, Format], Any]) -> Params:
     """The parameters of an unstacked decoder as its decode step reads them on TPUs: query, key and value weights lie by head.
+    Where heads fill the columns of tiles, others would be copied at every call of the decode loop.
 
-    Where heads fill the columns of a TPU's tiles, weights that do not lie so would be copied at every call of the decode loop.
     Args: params: arrays or shapes, or a part of them. put: as jax.device_put.
     """
     if config.head_size % _TILE_COLUMNS:
@@ -216,8 +216,7 @@ def decode_step(
       token: int32[B]; position: int32[B], its position in the row, from 0 at the first prompt token.
       entry: int32[], the place of the new key and value in every row's own cache. Keys carry their positions, so the order of
         entries does not matter.
-      prompt: per layer (keys, values) [J, G, S, H]; own: likewise [B, G, R, H], or with heads side by side, see
-        attend_in_two_parts. Entries that masks do not have are not read.
+      prompt, own: per layer (keys, values), see attend_in_two_parts. Entries that masks do not have are not read.
       masks: of global layers; local_masks: of local layers, without the entries before the window (see `within_window`).
       tiled: static, see one_token.
     """
@@ -255,12 +254,11 @@ def one_token(
     *,
     tiled: bool = False,
 ) -> Attend:
-    """The `attend` of one new token in each row. It keeps the row's own keys and values, with the new token's at `entry`.
+    """The `attend` of one new token in each row. It keeps the row's own keys and values, with the new token's at `entry`,
+    int32[].
 
-    Args:
-      entry: int32[]; for the others see attend_in_two_parts. Caches may have more entries than the masks, which are not read.
-      tiled: static, the form for TPUs: caches are read as they were before the step, and the new token is a part of its own.
-        If the step read what it has written, XLA would write the whole cache, not one entry.
+    Args: tiled: static, the form for TPUs: caches are read as they were before the step, and the new token is a part of its own.
+      If the step read what it has written, XLA would write the whole cache, not one entry. Others: see attend_in_two_parts.
     """
     prompt = tuple(x[:, :, : prompt_mask.shape[-1]] for x in prompt)
     before = own_mask & (jnp.arange(own_mask.shape[-1]) != entry)

@@ -176,13 +176,11 @@ def linear_maps(model: nnx.Module) -> Iterator[tuple[str, Einsum]]:
 def float32_sums(equation: str) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
     """einsum(equation, x, weight) for weights that a loop reads again and again: product(x, weight, master) -> float32.
 
-    Args:
-      equation: as "tD,DV->tV".
+    Args: equation: as "tD,DV->tV".
 
     The arguments of the function that is returned: x, in the compute dtype; weight, in that dtype, gathered once by the caller;
-    master, the parameter that `weight` was made from, which is not read. Products, also those of the backward pass, are
-    made in the compute dtype with float32 sums. The gradient goes to `master` alone, in its dtype, float32 where it is
-    trained, and so do its sums over the steps of a loop.
+    master, the parameter that `weight` was made from, which is not read. Products are made in the compute dtype with float32
+    sums, in the backward pass too. The gradient, and its sums over a loop, go to `master` alone, in its dtype.
     """
     operands, result = equation.split("->")
     x_axes, axes = operands.split(",")

@@ -1,7 +1,4 @@
-"""The policy: a decoder, its LoRA adapters (Hu et al., 2021), and the scalar heads that objectives ask for.
-
-Without LoRA the whole model is trained; with LoRA the adapters are. layers.Einsum says what an adapter computes.
-"""
+"""The policy: a decoder, its LoRA adapters (Hu et al., 2021; layers.Einsum), which alone are then trained, and scalar heads."""
 
 import dataclasses
 import fnmatch
@@ -50,10 +47,8 @@ def _adapt(model: nnx.Module, lora: LoraConfig, rngs: nnx.Rngs) -> None:
         sizes = linear.sizes()
         fan_in, fan_out = (math.prod(sizes[letter] for letter in letters) for letters in (linear.inputs, linear.outputs))
         if lora.rank > min(fan_in, fan_out):
-            raise ValueError(
-                f"lora.rank={lora.rank} is more than {name} can have, which maps {fan_in} to {fan_out} numbers: "
-                "lower it, or leave the map out of lora.targets"
-            )
+            told = f"lora.rank={lora.rank} is more than {name} can have, which maps {fan_in} to {fan_out} numbers"
+            raise ValueError(f"{told}: lower it, or leave the map out of lora.targets")
         linear.adapt(lora.rank, lora.scale, rngs)
 
 

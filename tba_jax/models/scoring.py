@@ -69,10 +69,8 @@ def packed_hidden_states(model: Decoder, sequences: Sequences, *, remat: str) ->
 def packed_logprobs(
     model: Decoder, hidden: jax.Array, sequences: Sequences, *, R: int, space: ResponseSpace, logit_bytes: int, none: int
 ) -> tuple[jax.Array, jax.Array]:
-    """As response_logprobs, of the response tokens that a micro-batch lists: float32[W·M, places] twice.
-
-    Args: none: the number of padding, B·R.
-    """
+    """Log-probabilities and entropies, see response_logprobs, of the response tokens that a micro-batch lists: float32[W·M,
+    places] each. Args: none: the number of padding, B·R."""
     numbers, targets = (x.reshape(hidden.shape[:2]) for x in (sequences.numbers, sequences.targets))
     listed = numbers < none
     used = jnp.max(jnp.sum(listed, axis=1))
@@ -87,7 +85,7 @@ def by_row(values: jax.Array, numbers: jax.Array, *, B: int, R: int) -> jax.Arra
 
 
 def packed_shardings(mesh: Mesh) -> Any:
-    """Of row_packing.Packed, a prefix of its tree: every micro-batch is split over the mesh as rows are."""
+    """The shardings of row_packing.Packed, a prefix of its tree: every micro-batch is split over the mesh as rows are."""
     sequences: Any = sharding.sequences_sharding(mesh)
     whole = sharding.replicated(mesh)
     return Packed(micro_batches=sequences, count=whole, of_row=whole)
@@ -226,8 +224,8 @@ def chosen_logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ja
         log π(y) = z[y] − log Z,  log Z = m + log Σ_v exp(z[v] − m),  m = max_v z[v]
         entropy = log Z − Σ_v π(v) z[v]
 
-    The backward pass, ∂ log π(y) / ∂ z[v] = 1[v = y] − π(v), keeps exp(z − m) and its sum. The derivative that JAX would take of
-    log_softmax reads and writes more arrays of the logits' size, which a large vocabulary makes slow.
+    The backward pass, ∂ log π(y) / ∂ z[v] = 1[v = y] − π(v), keeps exp(z − m) and its sum. JAX' own derivative of log_softmax
+    reads and writes more arrays of the logits' size.
 
     Args: logits: float32[t, V], -inf outside of the response space. tokens: int32[t].
     """

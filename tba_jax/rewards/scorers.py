@@ -1,6 +1,7 @@
-"""Models that score texts, and the passes in which they do: sequence classifiers and reward models, sentence encoders, and linear
-classifiers on the CPU."""
+"""Models that score texts, and their passes: sequence classifiers, language models whose next token is a verdict (Llama Guard,
+Inan et al. 2023), sentence encoders, and linear classifiers on the CPU."""
 
+import functools
 import hashlib
 import json
 import logging
@@ -19,16 +20,17 @@ from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from tba_jax import sharding
-from tba_jax.models import decoder, encoder, hardware, parameters, scoring
+from tba_jax.models import decoder, hardware, parameters, scoring
 from tba_jax.models.config import DecoderConfig, EncoderConfig
 from tba_jax.models.decoder import Decoder
-from tba_jax.models.encoder import Encoder
-from tba_jax.models.hugging_face import files
+from tba_jax.models.hugging_face import encoders, files
 from tba_jax.models.hugging_face import load as load_lib
+from tba_jax.models.hugging_face.encoders import Encoder
 from tba_jax.models.parameters import Definition, Params
 from tba_jax.programs import Program, shaped
 from tba_jax.tasks.interface import ModelUse
-from tba_jax.text.tokenizers import Escaper, open_transformers, without_rows
+from tba_jax.text.prompts import PromptTemplate
+from tba_jax.text.tokenizers import Escaper, HuggingFaceTokenizer, open_transformers, without_rows
 
 log = logging.getLogger(__name__)
 
@@ -36,15 +38,8 @@ Config = DecoderConfig | EncoderConfig
 
 _SHORTEST = 16  # tokens of the shortest pass
 _BLOCK_BYTES = 1 << 16  # read at the beginning and at the end of each tensor by a digest
-_SMALL_FILES = (
-    "config.json",
-    "generation_config.json",  # holds the end-of-sequence ids of a victim
-    "tokenizer.json",
-    "tokenizer_config.json",  # may hold the chat template
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-)
+# Files whose whole content is part of a digest; generation_config.json holds the end-of-sequence ids of a victim.
+_SMALL_FILES = "config.json generation_config.json tokenizer.json tokenizer_config.json chat_template.jinja vocab.json merges.txt"
 _EMBEDDER_ROWS = 32  # texts in one pass of a sentence encoder, which bounds its memory
 # scikit-learn's definition of a word: at least two word characters.
 _WORD = re.compile(r"\b\w\w+\b")
@@ -52,7 +47,12 @@ _SHAPES = {"terms": ("V",), "idf": ("V",), "coef": ("E", "V"), "intercept": ("E"
 
 
 def definition(config: Config) -> Definition[Any]:
-    return encoder.define(config) if isinstance(config, EncoderConfig) else decoder.define(config)
+    return encoders.define(config) if isinstance(config, EncoderConfig) else decoder.define(config)
+
+
+def weight_shapes(config: Config, mesh: Mesh) -> Params:
+    """The weights as they are loaded, in the compute dtype, as jax.ShapeDtypeStruct."""
+    return parameters.sharded_shapes(definition(config).specs, mesh, dtype=config.compute_dtype)
 
 
 def most_tokens(config: Config) -> int:
@@ -61,13 +61,14 @@ def most_tokens(config: Config) -> int:
 
 
 def on_device(config: Any, mesh: Mesh, *, setting: str) -> Any:
-    """The config as the devices of a mesh compute it. setting: of the model's folder."""
+    """The config as the devices of a mesh compute it. Args: setting: the one that names the model's folder."""
     return hardware.on_device(config, mesh.devices.flat[0], section=setting.rpartition(".")[0])
 
 
 def padded_length(longest: int, limit: int) -> int:
-    """The length of a pass whose longest text has `longest` tokens: a multiple of 1/8 of the next power of two, at most `limit`,
-    so that a long pass is less than 1.25 times as long as its longest text, and few programs are compiled."""
+    """The length of a pass whose longest text has `longest` tokens: a multiple of 1/8 of the next power of two, at most `limit`.
+
+    A long pass is less than 1.25 times as long as its longest text, and few programs are compiled."""
     step = max(_SHORTEST, (1 << max(longest - 1, 0).bit_length()) // 8)
     return min(max(_SHORTEST, -(-longest // step) * step), limit)
 
@@ -75,14 +76,13 @@ def padded_length(longest: int, limit: int) -> int:
 class Pass:
     """A forward pass of a frozen model over rows that are split over a mesh. Making it compiles and allocates nothing.
 
-    weights: a tree of jax.ShapeDtypeStruct with shardings. function: jitted, (weights, tokens int32[rows, T], right-padded,
-    length int32[rows]) -> float32[rows, …].
+    weights: see weight_shapes. function: (weights, tokens int32[rows, T], right-padded, length int32[rows]) -> float32[rows, …].
     """
 
     def __init__(self, config: Config, score: Callable[..., jax.Array], mesh: Mesh):
         """Args: score: (module, tokens int32[rows, T], length int32[rows]) -> float32[rows, …]."""
         self.config, self.mesh, defined = config, mesh, definition(config)
-        self.weights = parameters.sharded_shapes(defined.specs, mesh, dtype=config.compute_dtype)
+        self.weights = weight_shapes(config, mesh)
 
         def forward(weights: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
             return score(parameters.module(defined.graphdef, weights), tokens, length)
@@ -98,10 +98,7 @@ class Pass:
 
 
 class Loaded:
-    """A pass with the weights of a folder. Several threads may call it at once; a lock lets one pass run at a time.
-
-    Texts of similar length share a pass of `rows` texts, of which the last is filled up with copies.
-    """
+    """A pass with the weights of a folder. Several threads may call it at once; a lock lets one pass run at a time."""
 
     def __init__(self, forward: Pass, folder: Path, *, rows: int, limit: int, pad_id: int = 0):
         """Args: limit: the most tokens of a text."""
@@ -111,7 +108,7 @@ class Loaded:
         self._rows, self._limit, self._pad_id = rows, limit, pad_id
 
     def __call__(self, encoded: Sequence[Sequence[int]]) -> np.ndarray:
-        """float32[n, …]: the scores of n texts, n at least 1, in their order. Args: encoded: token ids of each text."""
+        """float32[n, …]: the scores of n texts, at least one. Texts of similar length share a pass; copies fill the last one."""
         order = np.argsort([len(ids) for ids in encoded], kind="stable")
         found = []
         with self._lock:
@@ -124,16 +121,14 @@ class Loaded:
                     row[: len(ids)] = ids
                 scores = self.forward.function(self.params, *sharding.put_rows(self.forward.mesh, (tokens, length)))
                 found.append(np.asarray(scores)[: len(part)])
-        result = np.concatenate(found)
-        result[order] = result.copy()
-        return result
+        return np.concatenate(found)[np.argsort(order)]
 
 
 def digest(folder: Path | str) -> str:
-    """Hex digest of a folder's model: its settings, tokenizer and chat template, and the beginning and end of each tensor."""
+    """Hex digest of a folder's model: settings, tokenizer, chat template, and the beginning and end of each tensor."""
     folder = load_lib.resolve_folder(folder)
     found = hashlib.blake2b(digest_size=8)
-    for path in (folder / name for name in _SMALL_FILES):
+    for path in (folder / name for name in _SMALL_FILES.split()):
         content = path.read_bytes() if path.is_file() else b""
         found.update(f"{path.name} {len(content)} ".encode() + content)
     for path in sorted(folder.glob("*.safetensors")):
@@ -154,26 +149,24 @@ def classifier_config(use: ModelUse) -> Config:
     with load_lib.named(use.setting, use.path):
         config = load_lib.read_config(use.path, compute_dtype=use.compute_dtype)
     if config.head not in ("score", "classification"):
-        raise ValueError(
-            f"{use.setting}={use.path!r} is not a sequence classifier or reward model (…ForSequenceClassification): its head is "
-            f"{config.head!r}"
-        )
+        what = "a sequence classifier or reward model (…ForSequenceClassification)"
+        raise ValueError(f"{use.setting}={use.path!r} is not {what}: its head is {config.head!r}")
     return config
 
 
 def score(model: Encoder | Decoder, tokens: jax.Array, length: jax.Array) -> jax.Array:
     """float32[B, labels]: logits of the rows. Args: tokens: int32[B, T], right-padded; length: int32[B]."""
     if isinstance(model, Encoder):
-        return model.classify(tokens, jnp.arange(tokens.shape[1])[None, :] < length[:, None])
+        return model.classify(tokens, jnp.arange(tokens.shape[1]) < length[:, None])
     return scoring.sequence_scores(model, tokens, length, remat="none")
 
 
 class SequenceClassifier:
     """Logits of texts. Every device has all of the weights; texts are split over the devices, none of which waits for another.
 
-    The model's own tokenizer encodes the texts, with the special tokens that it adds; one that a text spells is read as text (see
-    text.tokenizers). Of a text that is longer than the model's positions, a decoder, which scores its last token,
-    drops the beginning, and an encoder the end, with one warning. Several threads may call `scores` at once.
+    The model's own tokenizer encodes the texts with the special tokens that it adds; one that a text spells is read as text. A
+    text that is longer than the model's positions loses its beginning before a decoder, which scores the last token, and its end
+    before an encoder, with one warning. Several threads may call `scores` at once.
     """
 
     def __init__(self, use: ModelUse, mesh: Mesh, *, load: bool = True):
@@ -185,7 +178,11 @@ class SequenceClassifier:
         self._called = called = f"{use.setting}={use.path!r}"
         with load_lib.named(use.setting, use.path):
             folder = load_lib.resolve_folder(use.path)
-            self.labels = _labels(folder, config)
+            if isinstance(config, EncoderConfig):
+                self.labels = config.labels
+            else:  # as in transformers, logit i is called LABEL_i if config.json does not name it
+                named: dict[str, Any] = files.read_settings(folder / "config.json").table("id2label")
+                self.labels = tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(config.labels))
             self._tokenizer, self._eos_id = open_transformers(folder)
             without_rows(self._tokenizer.backend_tokenizer, config.vocab, eos_id=self._eos_id if use.ends else None)
         if use.labels and len(self.labels) != use.labels:
@@ -209,26 +206,21 @@ class SequenceClassifier:
         result = self.model(self._encode(texts, [False] * len(texts) if ended is None else ended))
         broken = ~np.isfinite(result).all(axis=1)
         if broken.any():
-            text = texts[int(broken.argmax())]
-            raise FloatingPointError(
-                f"{self._called} gave {broken.sum()} of {len(texts)} texts a score that is not finite; the first "
-                f"ends in {text[-60:]!r}"
-            )
+            told = f"{self._called} gave {broken.sum()} of {len(texts)} texts a score that is not finite; the first ends in "
+            raise FloatingPointError(f"{told}{texts[int(broken.argmax())][-60:]!r}")
         return result
 
     def _encode(self, texts: Sequence[str], ended: Sequence[bool] | np.ndarray) -> list[list[int]]:
         """Token ids of each text, cut to the model's positions."""
         if self._eos_id is None and any(ended):
-            raise ValueError(f"the tokenizer of {self._called} has no end-of-sequence token to append to finished texts")
+            raise ValueError(f"the tokenizer of {self._called} has no end-of-sequence token to append")
         escaped = self._escaped(texts)
         with self._lock:  # a call of a transformers tokenizer sets the truncation of concurrent calls
-            given: list[list[int]] = self._tokenizer(escaped, verbose=False)["input_ids"]
+            given: list[list[Any]] = self._tokenizer(escaped, verbose=False)["input_ids"]
             if isinstance(self._config, EncoderConfig) and max(map(len, given)) > self._limit:
                 self._warn()
                 given = self._tokenizer(escaped, truncation=True, max_length=self._limit, verbose=False)["input_ids"]
-        encoded = [
-            [*ids, self._eos_id] if end and self._eos_id is not None else ids for ids, end in zip(given, ended, strict=True)
-        ]
+        encoded = [ids + [self._eos_id] * bool(end) for ids, end in zip(given, ended, strict=True)]
         if empty := [text for text, ids in zip(texts, encoded, strict=True) if not ids]:
             raise ValueError(f"{self._called} cannot score {empty[0]!r}, which has no tokens")
         if max(map(len, encoded)) > self._limit:
@@ -241,12 +233,70 @@ class SequenceClassifier:
         self._warned = True
 
 
-def _labels(folder: Path, config: Config) -> tuple[str, ...]:
-    """Names of the logits. As in transformers, logit i is called LABEL_i if config.json does not name it."""
-    if isinstance(config, EncoderConfig):
-        return config.labels
-    named: dict[str, Any] = files.read_settings(folder / "config.json").table("id2label")
-    return tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(config.labels))
+def language_model(
+    folder: Path | str, *, setting: str, compute_dtype: str, date: str = ""
+) -> tuple[Path, DecoderConfig, HuggingFaceTokenizer]:
+    """Local folder, config and tokenizer of a language model. Raises ValueError naming `setting` where they cannot be used.
+
+    Args: date: see HuggingFaceTokenizer.
+    """
+    with load_lib.named(setting, folder):
+        config = load_lib.read_config(folder, compute_dtype=compute_dtype, head="language_model")
+        local = load_lib.resolve_folder(folder)
+        return local, config, HuggingFaceTokenizer(local, vocab=config.vocab, date=date)
+
+
+def token_bytes(tokenizer: HuggingFaceTokenizer, *, called: str) -> list[bytes | None]:
+    """See HuggingFaceTokenizer.token_bytes. Args: called: the model, with which a ValueError begins."""
+    try:
+        return tokenizer.token_bytes()
+    except ValueError as error:
+        raise ValueError(f"{called}: its tokenizer must be byte-level or SentencePiece, so that each token has bytes") from error
+
+
+class UnsafeTokenScorer:
+    """Log-probabilities of a verdict. Devices share the work, and threads may call it, as with SequenceClassifier."""
+
+    def __init__(self, use: ModelUse, mesh: Mesh, *, date: str = "", load: bool = True):
+        """Args: use: a model of kind "unsafe_token"; date: see HuggingFaceTokenizer. Others, errors: see SequenceClassifier."""
+        called, prefix, settings = f"{use.setting}={use.path!r}", use.setting.removesuffix("path"), use.judge
+        assert settings is not None, "ModelUse checks it"
+        folder, config, tokenizer = language_model(use.path, setting=use.setting, compute_dtype=use.compute_dtype, date=date)
+        if settings.length > config.max_positions:
+            raise ValueError(f"{prefix}length={settings.length} exceeds the {config.max_positions} positions of {called}")
+        texts = token_bytes(tokenizer, called=called)
+        verdicts = [token for token, text in enumerate(texts) if text == settings.token.encode()]
+        if len(verdicts) != 1:
+            what = f"must be the text of one token of {called}, but {len(verdicts)} tokens have this text"
+            raise ValueError(f"{prefix}label={settings.token!r} {what}; a space before a word is part of its token")
+        self._template = PromptTemplate(
+            tokenizer,
+            settings.template,
+            fields=("attack", "reply"),
+            limit=settings.length,
+            template_setting=f"{prefix}template",
+            limit_setting=f"{prefix}length",
+            ending=settings.ending,
+        )
+        if load:
+            verdict = functools.partial(verdict_logprobs, token=verdicts[0])
+            forward = Pass(on_device(config, mesh, setting=use.setting), verdict, mesh)
+            shape = dict(rows=use.rows * mesh.size, limit=settings.length, pad_id=tokenizer.pad_id)
+            self.model = Loaded(forward, folder, **shape)
+
+    def __call__(self, attacks: Sequence[str], replies: Sequence[str]) -> np.ndarray:
+        """float32[n], nats: log-probability, over the whole vocabulary, of the verdict on reply i to attack i."""
+        encoded = self._template.encode(list(zip(attacks, replies, strict=True)))
+        return self.model(encoded) if encoded else np.zeros(0, np.float32)
+
+
+def verdict_logprobs(model: Decoder, tokens: jax.Array, length: jax.Array, *, token: int) -> jax.Array:
+    """float32[B], nats: log π(token | a row's tokens), at temperature 1.
+
+    Args: tokens: int32[B, T], right-padded; length: int32[B], at least 1.
+    """
+    last = jnp.take_along_axis(model(tokens), (length - 1)[:, None, None], axis=1)[:, 0]
+    return jax.nn.log_softmax(model.head()(last), axis=-1)[:, token]
 
 
 def encoder_config(folder: Path | str, *, setting: str = "task.embedding_path") -> EncoderConfig:
@@ -262,10 +312,7 @@ def encoder_config(folder: Path | str, *, setting: str = "task.embedding_path") 
 
 
 def describe_encoder(folder: Path | str, *, fetch: bool = True) -> dict[str, Any]:
-    """The contract's entry of an encoder: width of its embeddings, digest of weights and tokenizer. Raises as `encoder_config`.
-
-    Args: fetch: whether the weights of a hub id are fetched.
-    """
+    """The contract's entry of an encoder. Raises as `encoder_config`. Args: fetch: whether weights of a hub id are fetched."""
     config = encoder_config(folder)
     return {"width": config.width, "weights": digest(load_lib.resolve_folder(folder, weights=fetch))}
 
@@ -276,12 +323,12 @@ def encoder_rows(mesh: Mesh) -> int:
 
 
 def embed(model: Encoder, tokens: jax.Array, length: jax.Array) -> jax.Array:
-    """float32[B, E]: embeddings of length 1. Args: as `score`."""
-    return model.sentence_embeddings(tokens, jnp.arange(tokens.shape[1])[None, :] < length[:, None])
+    """float32[B, E]: vectors of length 1. Args: see `score`."""
+    return model.sentence_embeddings(tokens, jnp.arange(tokens.shape[1]) < length[:, None])
 
 
 class ResponseEmbedder:
-    """Embeddings of texts, by an encoder from a Hugging Face folder. Texts are split over the devices of the mesh."""
+    """Embeddings of texts by a sentence encoder. Texts are split over the devices of the mesh."""
 
     def __init__(self, folder: Path | str, mesh: Mesh, *, setting: str = "task.embedding_path"):
         """Args and errors: see encoder_config."""
@@ -323,8 +370,8 @@ class LinearScorer:
                 arrays = {name: stored[name] for name in _SHAPES if name in stored.files}
         except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
             raise ValueError(f"{called} cannot be read as .npz: {' '.join(str(error).split())}") from error
-        if missing := [name for name in _SHAPES if name not in arrays]:
-            raise ValueError(f"{called} lacks the arrays {', '.join(missing)}")
+        if missing := _SHAPES.keys() - arrays.keys():
+            raise ValueError(f"{called} lacks the arrays {', '.join(sorted(missing))}")
         sizes = dict(zip("EV", arrays["coef"].shape, strict=False))
         for name, axes in _SHAPES.items():
             if arrays[name].shape != tuple(sizes.get(axis, -1) for axis in axes):

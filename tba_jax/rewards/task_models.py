@@ -1,24 +1,36 @@
-"""Rewards of responses, and the frozen models with which a task scores: checks, digests, loading, memory and programs."""
+"""Rewards of responses, and the frozen models with which a task scores: loading, checks, digests, memory and programs.
+
+TextGenerator is one of them, such as the victim of red-teaming; scorers.py has the others.
+"""
 
 import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax import sharding
-from tba_jax.models import kv_cache, parameters
+from tba_jax.decoding import sampling
+from tba_jax.decoding.engine import Engine
+from tba_jax.decoding.requests import Request
+from tba_jax.models import kv_cache, parameters, scoring
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import load as load_lib
 from tba_jax.programs import Program, with_beside
-from tba_jax.rewards import language_models, scorers
-from tba_jax.tasks.interface import Closable, EncodedQuery, ModelUse, Query, Scores, Task, UsesModels
-from tba_jax.text.tokenizers import Tokenizer
+from tba_jax.rewards import scorers
+from tba_jax.tasks.interface import Closable, EncodedQuery, ModelUse, Scores, Task, UsesModels
+from tba_jax.text import stop_strings
+from tba_jax.text.prompts import PromptTemplate
+from tba_jax.text.tokenizers import HuggingFaceTokenizer, Tokenizer, has_tokenizer
 
 
 def response_texts(
@@ -37,24 +49,14 @@ def reward_texts(
     task: Task,
     missing_eos_reward: float | None,
 ) -> Scores:
-    """Scores of B responses. Raises TypeError or ValueError where the task returned anything else.
+    """Scores of B responses, float32. Raises TypeError or ValueError where the task, perhaps a custom one, returns anything else.
 
     Args: finished: bool[B], whether a response ended before the length limit; missing_eos_reward replaces the reward of others,
       unless that is NaN; None: the task's reward is kept. Reward parts are always the task's.
     """
-    scores = _checked(task, [query.query for query in queries], texts, finished)
-    if missing_eos_reward is None:
-        return scores
-    penalised = ~finished & ~np.isnan(scores.reward)
-    reward = np.where(penalised, np.float32(missing_eos_reward), scores.reward)
-    return dataclasses.replace(scores, reward=reward)
-
-
-def _checked(task: Task, queries: Sequence[Query], texts: Sequence[str], finished: np.ndarray) -> Scores:
-    """The task's scores in float32. Their type and shapes are checked, since a custom task may return anything."""
     method, n = f"rewards() of task {type(task).__name__}", len(texts)
     try:
-        scores = task.rewards(queries, texts, finished)
+        scores = task.rewards([query.query for query in queries], texts, finished)
     except SystemExit as error:
         raise RuntimeError(f"{method} raised SystemExit: {error}") from error
     if not isinstance(scores, Scores):
@@ -65,7 +67,108 @@ def _checked(task: Task, queries: Sequence[Query], texts: Sequence[str], finishe
             f"{method} returned a reward of shape {found[0]} and parts of shape {found[1]}; for {n} responses they must have "
             f"shapes {shapes[0]} and {shapes[1]}"
         )
-    return Scores(np.asarray(scores.reward, np.float32), np.asarray(scores.parts, np.float32), str(scores.failure))
+    reward = np.asarray(scores.reward, np.float32)
+    if missing_eos_reward is not None:
+        reward = np.where(~finished & ~np.isnan(reward), np.float32(missing_eos_reward), reward)
+    return Scores(reward, np.asarray(scores.parts, np.float32), str(scores.failure))
+
+
+class TextGenerator:
+    """Replies to texts. Several threads may call it at once; a lock lets one call decode at a time.
+
+    A reply is a function of the seed, the text and the number of the reply alone. Each device decodes by itself.
+    """
+
+    def __init__(self, use: ModelUse, mesh: Mesh, *, date: str = "", load: bool = True):
+        """Args: use: a model of kind "generator"; others and errors: see scorers.UnsafeTokenScorer."""
+        called, prefix, settings = f"{use.setting}={use.path!r}", use.setting.removesuffix("path"), use.generator
+        assert settings is not None, "ModelUse checks it"
+        folder, config, tokenizer = scorers.language_model(
+            use.path, setting=use.setting, compute_dtype=use.compute_dtype, date=date
+        )
+        if settings.prompt_length + settings.reply_length > config.max_positions:
+            raise ValueError(
+                f"{prefix}prompt_length={settings.prompt_length} + {prefix}reply_length={settings.reply_length} exceed the "
+                f"{config.max_positions} positions of {called}"
+            )
+        self._settings, self._tokenizer, self._lock = settings, tokenizer, threading.Lock()
+        self._template = PromptTemplate(
+            tokenizer,
+            settings.template,
+            fields=("attack",),
+            limit=settings.prompt_length,
+            template_setting=f"{prefix}template",
+            limit_setting=f"{prefix}prompt_length",
+            system_prompt=settings.system_prompt,
+        )
+        replies = _replies(use, folder, tokenizer, config.vocab)
+        if load:
+            config = scorers.on_device(config, mesh, setting=use.setting)
+            self._engine = _engine(config, mesh, use, **replies)
+            shardings = jax.tree.map(lambda x: x.sharding, scorers.weight_shapes(config, mesh))
+            params = load_lib.load_params(folder, config, shardings, dtype=config.compute_dtype)
+            self._engine.swap(self._engine.prepare(params, consume=True), 0)
+
+    def __call__(self, texts: Sequence[str], seed: int) -> list[str]:
+        """samples · len(texts) replies without special tokens: first all replies to the first text, then all to the second."""
+        settings, distinct = self._settings, list(dict.fromkeys(texts))
+        prompts = self._template.encode([(text,) for text in distinct])
+        sampled = sampling.constant(settings.samples, temperature=settings.temperature, top_p=settings.top_p)
+        requests = [
+            Request(name=repr(text[:60]), prompt=prompt, keys=_keys(seed, text, settings.samples), sampling=sampled)
+            for text, prompt in zip(distinct, prompts, strict=True)
+        ]
+        with self._lock:
+            generations = self._engine.generate(requests)
+        replies = {
+            text: [self._tokenizer.decode_continuation(prompt, response.tolist()) for response in made.responses]
+            for text, prompt, made in zip(distinct, prompts, generations, strict=True)
+        }
+        return [reply for text in texts for reply in replies[text]]
+
+
+def _replies(use: ModelUse, folder: Path, tokenizer: HuggingFaceTokenizer, vocab: int) -> dict[str, Any]:
+    """What an Engine has to know of a tokenizer, for an embedding of `vocab` rows: the ids of a reply, and texts that end one."""
+    others = _other_ends(folder, tokenizer)
+    banned = {*tokenizer.special_ids, *range(tokenizer.vocab_size, vocab)} - {*others, tokenizer.eos_id}
+    ends = None
+    if others:  # stop strings end a reply at the texts of these tokens, however the reply spells them
+        texts = scorers.token_bytes(tokenizer, called=f"{use.setting}={use.path!r}")
+        ends = stop_strings.build(texts, sorted({(texts[token] or b"").decode() for token in others}), vocab=vocab)
+    space = dict(banned_tokens=tuple(sorted(banned)), eos_id=tokenizer.eos_id)
+    return dict(space=space, pad_id=tokenizer.pad_id, stop_strings=ends)
+
+
+def _other_ends(folder: Path, tokenizer: HuggingFaceTokenizer) -> list[int]:
+    """End-of-sequence ids of generation_config.json besides the tokenizer's own one: chat models have several."""
+    path = folder / "generation_config.json"
+    try:
+        ends = json.loads(path.read_bytes()).get("eos_token_id")
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if wrong := [end for end in ends if type(end) is not int or not 0 <= end < tokenizer.vocab_size]:
+        raise ValueError(f"{path}: eos_token_id holds {wrong[0]!r}, but the tokenizer's ids are 0 to {tokenizer.vocab_size - 1}")
+    return [end for end in ends if end != tokenizer.eos_id]
+
+
+def _engine(config: DecoderConfig, mesh: Mesh, use: ModelUse, *, space: Mapping[str, Any], **replies: Any) -> Engine:
+    """The decoder without weights. Raises ValueError where slots or lengths do not suit. Args: space, replies: see _replies."""
+    c = use.generator
+    assert c is not None, "ModelUse checks it"
+    sizes: dict[str, Any] = dict(samples=c.samples, prompt_length=c.prompt_length, response_length=c.reply_length)
+    # Scoring at the sampling temperature saves the decoder a second pass over the logits.
+    response_space = scoring.ResponseSpace(temperature=c.temperature or 1.0, **space)
+    with load_lib.named(use.setting, use.path):
+        return Engine(config, response_space, mesh, slots=use.rows, **sizes, **replies)
+
+
+def _keys(seed: int, text: str, samples: int) -> np.ndarray:
+    """uint32[samples, 2]: a random key for each reply, see requests.Request."""
+    digests = (hashlib.blake2b(f"{seed} {k} {text}".encode("utf-8", "surrogatepass"), digest_size=8) for k in range(samples))
+    return np.array([np.frombuffer(digest.digest(), "<u4") for digest in digests], np.uint32)
 
 
 def uses(task: Task, *, role: str = "") -> Sequence[ModelUse]:
@@ -77,9 +180,8 @@ def away(task: Task, *, role: str = "") -> list[ModelUse]:
     """The models whose weights are not on this machine, of hub ids that nobody has fetched. Args, Raises: as `uses`, `check`."""
     found = []
     for use in uses(task, role=role):
-        if use.kind != "linear":
-            with load_lib.named(use.setting, use.path):
-                found += [] if load_lib.holds_weights(use.path) else [use]
+        with load_lib.named(use.setting, use.path):
+            found += [] if use.kind == "linear" or load_lib.holds_weights(use.path) else [use]
     return found
 
 
@@ -92,7 +194,8 @@ def read_config(use: ModelUse) -> Any:
         return scorers.classifier_config(use)
     if use.kind == "embedder":
         return scorers.encoder_config(use.path, setting=use.setting)
-    return language_models.read_config(use.path, setting=use.setting, compute_dtype=use.compute_dtype)
+    with load_lib.named(use.setting, use.path):
+        return load_lib.read_config(use.path, compute_dtype=use.compute_dtype, head="language_model")
 
 
 def load(use: ModelUse, *, mesh: Mesh, date: str = "", weights: bool = True) -> Any:
@@ -104,9 +207,9 @@ def load(use: ModelUse, *, mesh: Mesh, date: str = "", weights: bool = True) -> 
         case "sequence":
             return scorers.SequenceClassifier(use, mesh, load=weights)
         case "unsafe_token":
-            return language_models.UnsafeTokenScorer(use, mesh, date=date, load=weights)
+            return scorers.UnsafeTokenScorer(use, mesh, date=date, load=weights)
         case "generator":
-            return language_models.TextGenerator(use, mesh, date=date, load=weights)
+            return TextGenerator(use, mesh, date=date, load=weights)
         case "embedder":
             return scorers.ResponseEmbedder(use.path, mesh, setting=use.setting)
         case _:
@@ -117,14 +220,11 @@ def check(task: Task, *, role: str, fetch: bool = True) -> None:
     """Raises ValueError if a model that the role will load cannot be used: kind, labels, names and shapes of weights, tokenizer,
     prompt template, lengths. Loads no weights.
 
-    Args: fetch: whether the weights of hub ids are fetched; where not, of those that are away the kind is checked alone.
+    Args: fetch: whether the weights of hub ids are fetched; where not, the kind alone is checked of models that are away.
     """
-    mine = uses(task, role=role)
-    if not mine:
-        return
     gone = [] if fetch else away(task, role=role)
-    once = functools.cache(functools.partial(load, mesh=sharding.task_mesh(0), weights=False))
-    for use in mine:
+    once = functools.cache(lambda use: load(use, mesh=sharding.task_mesh(0), weights=False))
+    for use in uses(task, role=role):
         config = read_config(use)
         if config is not None and use not in gone:
             with load_lib.named(use.setting, use.path):
@@ -138,7 +238,7 @@ def check(task: Task, *, role: str, fetch: bool = True) -> None:
 def digests(task: Task, *, fetch: bool = True) -> dict[str, str]:
     """setting -> digest of each model that computes rewards, for the contract. Raises ValueError if one cannot be used.
 
-    Args: fetch: whether the weights of hub ids are fetched; where not, models whose weights are away are left out.
+    Args: fetch: whether the weights of hub ids are fetched; where not, models that are away are left out.
     """
     found: dict[str, str] = {}
     gone = [] if fetch else away(task, role="searcher")
@@ -153,10 +253,7 @@ def digests(task: Task, *, fetch: bool = True) -> dict[str, str]:
 @contextlib.contextmanager
 def started(task: Task, task_devices: int, *, date: str) -> Iterator[None]:
     """Loads a task's models, if it has any, on the devices of sharding.task_mesh; ends the task's processes at the end. Each
-    process that scores enters this once, before its first rewards. Raises ValueError where a model cannot be used.
-
-    Args: date: of the run's contract.
-    """
+    process that scores enters this once. Raises ValueError where a model cannot be used. Args: date: of the run's contract."""
     if isinstance(task, UsesModels):
         task.start(functools.partial(load, mesh=sharding.task_mesh(task_devices), date=date))
     try:
@@ -169,7 +266,7 @@ def started(task: Task, task_devices: int, *, date: str) -> Iterator[None]:
 def memory(use: ModelUse, *, length: int) -> int:
     """Bytes of a model on each device: all of its weights, and its KV cache or the activations of one forward pass.
 
-    Args: length: tokens of the run's prompt and response, see ModelUse.length.
+    Args: length: tokens of the run's prompt and response.
     """
     config = read_config(use)
     if config is None:
@@ -187,10 +284,9 @@ def memory(use: ModelUse, *, length: int) -> int:
 class Models:
     """Frozen models on the same devices.
 
-    held: name of a model -> its arrays that stay on the devices, as trees of jax.ShapeDtypeStruct.
-    loading: name -> a program that runs before the role has anything but models, with what lies beside it.
+    held: name of a model -> its arrays that stay on the devices, as trees of jax.ShapeDtypeStruct; room: see
+    programs.with_beside. loading: name -> a program that runs before the role has anything but models, with what lies beside it.
     scoring: name -> a program that runs beside all that the role has; `held` is not yet beside it.
-    room: see programs.with_beside, of the names of `held`.
     """
 
     held: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -208,8 +304,7 @@ class Models:
 
 
 def of_task(task: Task, mesh: Mesh, *, role: str, length: int, section: str = "") -> Models:
-    """The models with which a task scores in a role, but for linear classifiers. Raises ValueError naming the setting of one that
-    cannot be used.
+    """The models with which a task scores in a role, without linear classifiers. Raises ValueError if one cannot be used.
 
     Args: mesh: see sharding.task_mesh. length: tokens of the run's prompt and response. section: of the role's settings, where
       the devices have other things as well, "" where they have not.
@@ -249,18 +344,22 @@ def _pass(use: ModelUse, mesh: Mesh, length: int) -> Program:
         length = scorers.padded_length(length, scorers.most_tokens(config))
         return scorers.Pass(config, scorers.score, mesh).program(rows=rows, length=length)
     # Which token is the verdict makes no difference to memory, and needs a tokenizer.
-    verdict = functools.partial(language_models.verdict_logprobs, token=0)
+    verdict = functools.partial(scorers.verdict_logprobs, token=0)
     return scorers.Pass(config, verdict, mesh).program(rows=rows, length=scorers.padded_length(length, length))
 
 
 def _generator(use: ModelUse, mesh: Mesh) -> Models:
-    """Its caches are made by the first call, and stay."""
-    made = language_models.programs(use, mesh)
+    """A TextGenerator, whose programs need no weights, nor a tokenizer. Its caches are made by the first call, and stay."""
+    config, replies = read_config(use), dict[str, Any](space=dict(banned_tokens=(), eos_id=0), pad_id=0)
+    folder = load_lib.resolve_folder(use.path, weights=False)
+    if has_tokenizer(folder):
+        replies = _replies(use, folder, HuggingFaceTokenizer(folder, vocab=config.vocab), config.vocab)
+    config = scorers.on_device(config, mesh, setting=use.setting)
+    stacked = scorers.weight_shapes(config, mesh)
+    made = _engine(config, mesh, use, **replies).programs(stacked)
     weights, prompts, slots, *_ = made["decode"].arguments
     unstack = made.pop("weights as decoded with")
-    (one,) = unstack.arguments
-    stacked = language_models.weights(scorers.on_device(read_config(use), mesh, setting=use.setting), mesh)
-    rest = kv_cache.others(stacked, one)
+    rest = kv_cache.others(stacked, *unstack.arguments)
     del made["caches"]  # as large as what the others take
     return Models(
         held={use.name: (weights, prompts, slots)},

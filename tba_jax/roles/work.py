@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from tba_jax.models import flops
+from tba_jax.models import hardware
 from tba_jax.models.config import DecoderConfig
 from tba_jax.packing.row_layout import Plan
 from tba_jax.storage.places import Bucket, Place
@@ -49,13 +49,13 @@ class Work:
 
 
 def of_plan(plan: Plan, model: DecoderConfig, *, responses: int, passes: int) -> Work:
-    """The work of one update. Args: responses: tokens of its responses; passes: see flops.passes."""
+    """The work of one update. Args: responses: tokens of its responses; passes: see hardware.passes."""
     pieces = [
         (piece.first, piece.first + piece.size) for part in plan.parts for way in part for laid in way for piece in laid.pieces
     ]
     begins, ends = np.array(pieces, np.int64).reshape(-1, 2).T
-    dense = 2 * (flops.layer_weights(model) * plan.useful_tokens + flops.head_weights(model) * responses)
-    attended = flops.attention(model, ends) - flops.attention(model, begins)
+    dense = 2 * (hardware.layer_weights(model) * plan.useful_tokens + hardware.head_weights(model) * responses)
+    attended = hardware.attention_flops(model, ends) - hardware.attention_flops(model, begins)
     return Work(plan.useful_tokens, plan.computed_tokens, passes * (dense + attended))
 
 

@@ -180,7 +180,7 @@ class WarmStart:
         update, shapes = jitted(policy, self.mesh, optimizers=optimizers, config=config)
 
         def init() -> TrainState:
-            return optimizer_lib.init_state(policy, policy.base.init(jax.random.key(self.seed)), optimizers)
+            return optimizer.init_state(policy, policy.base.init(jax.random.key(self.seed)), optimizers)
 
         shardings = jax.tree.map(lambda x: x.sharding, shapes)
         return sharding.on_mesh(self.mesh, jax.jit(init, out_shardings=shardings)), update, shapes

@@ -1,9 +1,8 @@
 """Sums, with or without the working: a task that needs no data, no network, and a warm start of a minute.
 
 A prompt is `384+957=`. A response may work the sum out digit by digit from the right, `4+7+0=11,8+5+1=14,3+9+1=13#1341`, or
-give the answer at once, `#1341`. The reward is 1 if the text after the last `#` is the sum, else 0. The teacher of the worked
-examples often skips the working. A small policy imitates both styles but cannot add without the working, and reinforcement
-learning discovers that the working pays.
+give the answer at once, `#1341`. The teacher of the worked examples often skips the working. A small policy imitates both styles
+but cannot add without the working, and reinforcement learning discovers that the working pays.
 """
 
 from collections.abc import Sequence
@@ -53,8 +52,7 @@ class Arithmetic(SplitTask):
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
         """Fresh sums outside of the held-out split, answered by the teacher described above."""
-        examples: list[tuple[str, str]] = []
-        small = self._low + _SMALL_SHARE * (self._high - self._low)
+        examples, small = list[tuple[str, str]](), self._low + _SMALL_SHARE * (self._high - self._low)
         while len(examples) < count:
             problems = [problem for problem in self._draw(rng, count - len(examples)) if problem not in self._heldout]
             for (a, b), luck in zip(problems, rng.random(len(problems)), strict=True):

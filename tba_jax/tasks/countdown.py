@@ -1,16 +1,15 @@
 """Countdown: combine a few numbers, each exactly once, by + - * / and parentheses into an expression that equals a target.
 
 Numbers are drawn and combined into a running total, by operations whose result is a positive whole number; the total is the
-target, so every query has a solution. The reward is 1 if the response's final expression equals the target in exact arithmetic,
-else 0. There are two styles:
+target. The reward is 1 if the response's final expression equals the target in exact arithmetic, else 0. There are two styles:
 
 text: the prompt is an instruction for a pretrained model, and the final expression stands in the last `<answer> </answer>`
 (TinyZero, Pan et al. 2025). A target combines the numbers in any order.
 
-characters: the prompt is `9,4,4,2=15:`, the final expression stands after the last `#`, and a target combines the numbers from
-left to right. The teacher of the worked examples tries all operations until the total is the target,
-`9+4=13+4=17+2=19;9+4=13+4=17-2=15#9+4+4-2`, but often skips the search and answers with a random total, `#9+4-4-2`. A small
-policy imitates both, and reinforcement learning discovers that the search pays.
+characters: the prompt is `9,4,4,2=15:`, the final expression follows the last `#`, and a target combines the numbers from left to
+right. The teacher of the worked examples tries all operations until the total is the target,
+`9+4=13+4=17+2=19;9+4=13+4=17-2=15#9+4+4-2`, or answers with a random total, `#9+4-4-2`. A small policy imitates both, and
+reinforcement learning discovers that the search pays.
 """
 
 import ast
@@ -54,11 +53,8 @@ class Total:
 def _results(value: int, number: int) -> dict[str, int]:
     """Operation -> result, for the operations whose result is a positive whole number."""
     results = {"+": value + number, "*": value * number}
-    if value > number:
-        results["-"] = value - number
-    if value % number == 0:
-        results["/"] = value // number
-    return results
+    results |= {"-": value - number} if value > number else {}
+    return results | ({"/": value // number} if value % number == 0 else {})
 
 
 class Countdown(SplitTask):
@@ -88,13 +84,11 @@ class Countdown(SplitTask):
             raise ValueError(f"task.countdown.numbers={numbers} must be at most {_MOST_SEARCHED} with style=characters")
         if not operations or len(set(operations)) < len(operations) or not set(operations) <= set(_OPERATIONS):
             raise ValueError(f"task.countdown.operations={operations!r} must be some of {_OPERATIONS}, each once")
-        self._style, self._numbers, self._largest, self._largest_target = style, numbers, largest, largest_target
-        self._operations = operations
-        wanted = train_queries + heldout_queries
-        luck = _uniform(np.random.default_rng([seed, 0]))
+        self._style, self._numbers, self._operations = style, numbers, operations
+        self._largest, self._largest_target = largest, largest_target
+        luck, draws = _uniform(np.random.default_rng([seed, 0])), 0
         problems: dict[tuple[tuple[int, ...], int], None] = {}  # (numbers, target)
-        draws = 0
-        while len(problems) < wanted:
+        while len(problems) < train_queries + heldout_queries:
             if draws == _DRAWS * (100 + len(problems)):
                 raise ValueError(
                     f"task.countdown.train_queries={train_queries} + heldout_queries={heldout_queries} are more than the "
@@ -133,8 +127,7 @@ class Countdown(SplitTask):
         return _INSTRUCTION.format(numbers=_text(numbers, ", "), target=target)
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
-        """1 if the final expression equals the target, uses each of the query's numbers exactly once, and the response ended
-        before the length limit; else 0."""
+        """1 if the final expression has the query's numbers and target, and the response ended by itself; else 0."""
         correct = [
             bool(done) and self.final_answer(response) == query.answer
             for query, response, done in zip(queries, responses, finished, strict=True)
@@ -142,13 +135,9 @@ class Countdown(SplitTask):
         return Scores.of_one(np.array(correct))
 
     def final_answer(self, response: str) -> str:
-        """The numbers of the response's final expression in descending order, and its value: `9,4,2=34`; "" if there is none, or
-        it has more or larger numbers than queries may have."""
+        """The numbers of the response's final expression in descending order, and its value: `9,4,2=34`; "" if there is none."""
         evaluated = evaluate(_final_expression(response, self._style), most=self._numbers, largest=self._largest)
-        if evaluated is None:
-            return ""
-        numbers, value = evaluated
-        return f"{_text(sorted(numbers, reverse=True))}={value}"
+        return "" if evaluated is None else f"{_text(sorted(evaluated[0], reverse=True))}={evaluated[1]}"
 
     def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
         """Fresh problems outside of the held-out split, answered by the teacher above. Raises ValueError if style=text."""
@@ -157,8 +146,7 @@ class Countdown(SplitTask):
                 "task countdown has no worked examples with task.countdown.style=text: set model.path to a pretrained model and "
                 "warm_start.steps=0"
             )
-        examples: list[tuple[str, str]] = []
-        luck = _uniform(rng)
+        examples, luck = list[tuple[str, str]](), _uniform(rng)
         while len(examples) < count:
             numbers, solution = self._draw(luck)
             if solution is not None and (numbers, solution.value) not in self._heldout:
@@ -186,8 +174,7 @@ def _uniform(rng: np.random.Generator) -> Iterator[float]:
 
 
 def add_up(numbers: Sequence[int], luck: Iterator[float], *, operations: str) -> Total | None:
-    """A total of all numbers in random order, by random operations whose results are positive whole numbers; None if at some
-    number no operation has such a result.
+    """A total of all numbers in random order, by random operations; None if at some number none has a positive whole result.
 
     Args: numbers: in descending order, in which the first operation takes its two. luck: uniform on [0, 1).
     """
@@ -242,13 +229,10 @@ def evaluate(text: str, *, most: int, largest: int) -> tuple[list[int], Fraction
     def value(node: ast.expr) -> Fraction:
         if isinstance(node, ast.BinOp) and type(node.op) in _SIGNS:
             return _SIGNS[type(node.op)](value(node.left), value(node.right))
-        if not isinstance(node, ast.Constant) or not isinstance(node.value, int):
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, int) or not 0 < node.value <= largest:
             raise ValueError
-        number = node.value
-        if not 0 < number <= largest:
-            raise ValueError
-        numbers.append(number)
-        return Fraction(number)
+        numbers.append(node.value)
+        return Fraction(node.value)
 
     plain = _SPACE.sub(" ", text[:_LONGEST].rstrip()).strip(" ")
     deep = plain.count("(") > _PARENTHESES or len(_NUMBER.findall(plain)) > most  # before the parser, which is recursive

@@ -18,22 +18,18 @@ log = logging.getLogger(__name__)
 _NEEDED = ("score_name", "reward_parts", "reward_version", "queries", "rewards", "worked_examples")
 
 
-def is_named(name: str) -> bool:
+def is_custom(name: str) -> bool:
     """Whether a task's name has the form FILE.py:CLASS."""
     return ".py:" in name
 
 
-def short(name: str) -> str:
-    """The name without folders, which may differ between the machines of a run."""
-    return Path(name).name
+def short_name(name: str) -> str:
+    """The name of a task, without folders, which may differ between the machines of a run."""
+    return Path(name).name if is_custom(name) else name
 
 
-def load(name: str) -> Callable[..., Task]:
-    """The class of FILE.py:CLASS.
-
-    Raises:
-      ValueError: there is no such file, it cannot be imported, it has no such class, or the class is not a task.
-    """
+def custom_class(name: str) -> Callable[..., Task]:
+    """The class of FILE.py:CLASS. Raises ValueError if the file cannot be imported, or has no such class that is a task."""
     file, _, attribute = name.rpartition(":")
     path = Path(file)
     if not path.is_file():
@@ -49,25 +45,21 @@ def load(name: str) -> Callable[..., Task]:
     return cast(Callable[..., Task], found)
 
 
-def make(factory: Callable[..., Task], settings: Mapping[str, Any], *, section: str) -> Task:
-    """The task with these settings, called `section`.NAME in messages.
-
-    Raises:
-      ValueError: the constructor takes no such setting, or a required setting is missing. Its own errors pass.
-    """
+def make_custom(factory: Callable[..., Task], settings: Mapping[str, Any]) -> Task:
+    """The task with the settings under task.custom. Raises ValueError if its constructor lacks one, or takes no such setting."""
     signature = inspect.signature(factory)
     try:
         signature.bind(**settings)
     except TypeError as error:
-        raise ValueError(f"{section}: the task's constructor takes {signature}: {error}") from error
+        raise ValueError(f"task.custom: the task's constructor takes {signature}: {error}") from error
     return factory(**settings)
 
 
 @contextlib.contextmanager
 def named_errors(name: str, what: str) -> Iterator[None]:
-    """Turns any error or exit of a custom task into a ValueError of one sentence, and logs the traceback.
+    """Turns any error or exit of a custom task but a ValueError into a ValueError of one sentence, and logs the traceback.
 
-    A ValueError of the task passes unchanged. what: the code that runs, such as "its constructor".
+    Args: what: the code that runs, such as "its constructor".
     """
     try:
         yield

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tba_jax.models.hugging_face import hub
 from tba_jax.schemas import NO_CHARACTER, holds_surrogate
 
 T = TypeVar("T")
@@ -22,7 +21,7 @@ _TYPE_NAMES = dict(zip((str, int, float, bool, list, dict), _NAMES, strict=True)
 
 
 class Row(dict[str, Any]):
-    """The named fields of one row. where: its setting, source and line or row number, with which error messages begin."""
+    """The named fields of one row. where: its setting, source and number, with which error messages begin."""
 
     def __init__(self, values: Mapping[str, Any], where: str):
         super().__init__(values)
@@ -32,18 +31,16 @@ class Row(dict[str, Any]):
 def read(
     source: str, *, fields: Mapping[str, type], setting: str, split: str, optional: Mapping[str, type] | None = None
 ) -> list[Row]:
-    """All rows of a source, in the source's order, with only the named fields. Code that comes with a data set is never run.
+    """All rows of a source, in its order, with only the named fields. Code that comes with a data set is never run.
 
     Args:
       source: a .jsonl (one object a line), .json (a list of objects) or .parquet file, a folder with a hub data set, or the name
         of a hub data set, owner/name or owner/name:config, which is fetched once.
-      fields: name -> type: str, int, float (accepts whole numbers), bool, list or dict.
-      setting: name of the source's setting in messages, such as "task.gsm8k.train_path".
-      split: the split of a hub data set; files have no splits.
-      optional: fields that a row may lack. A field that is null is left out of its row.
+      fields: name -> type: str, int, float (accepts whole numbers), bool, list or dict; optional: fields that a row may lack, and
+        lacks where they are null.
+      setting: of the source, such as "task.gsm8k.train_path"; split: of a hub data set; files have no splits.
 
-    Raises:
-      ValueError: one sentence with setting and source and, if a row is malformed, its field and its line or row, from 1.
+    Raises ValueError naming setting and source and, if a row is malformed, its field and its line or row, from 1.
     """
     where = f"{setting}={source!r}"
     if not source:
@@ -66,7 +63,7 @@ def read(
 
 
 def read_lines(path: Path, *, fields: Mapping[str, type], where: str) -> Iterator[Row]:
-    """The rows of a file of one object a line, one after the other. Args, errors: see read; `where` begins every message."""
+    """The rows of a file of one object a line. Args, errors: see read; `where` begins every message."""
     for place, record in _lines(path, where):
         yield Row(_checked(record, fields, {}, place), place)
 
@@ -114,7 +111,7 @@ def _parquet(path: Path, where: str, columns: Callable[[list[str]], list[str]]) 
 
 @contextlib.contextmanager
 def named_errors(where: str) -> Iterator[None]:
-    """Turns an OSError into a ValueError beginning with `where`."""
+    """Turns an OSError into a ValueError that begins with `where`."""
     try:
         yield
     except OSError as error:
@@ -135,26 +132,26 @@ def _folder(path: Path, where: str, split: str) -> Any:
     try:
         return datasets.load_dataset(str(path), split=split)
     except Exception as error:  # the library raises its own errors and errors of the format's parsers
-        why = _one_line(error.__cause__ or error)  # the library's own error may only say that there was another
-        told = f"cannot be read as a data set: {why}; for one file of it, name the file"
+        told = f"cannot be read as a data set: {_one_line(error.__cause__ or error)}; for one file of it, name the file"
         raise ValueError(f"{where} is a folder, and its split {split!r} {told}") from error
 
 
 def _hub(source: str, where: str, split: str) -> Any:
     import huggingface_hub
 
+    from tba_jax.models.hugging_face import load  # imports JAX, which grading workers do without
+
     refused = f"{where}: there is no such file, and it was not fetched from the hub"
     match = _HUB_ID.fullmatch(source)
     if match is None or Path(source).suffix in SUFFIXES:
         raise ValueError(f"{refused}: it is not the name of a data set, owner/name or owner/name:config")
-    name, config = match.groups()
-    away: BaseException | None = None
+    (name, config), away = match.groups(), None
     try:
-        ask = functools.partial(huggingface_hub.HfApi().dataset_info, name, timeout=hub.TIMEOUT_SECONDS)
-        away = hub.away(ask, called=where)
+        ask = functools.partial(huggingface_hub.HfApi().dataset_info, name, timeout=load.HUB_TIMEOUT_SECONDS)
+        away = load.unreachable(ask, called=where)
         import datasets  # takes seconds, so it comes after the check that the hub has the data set
 
-        with hub.offline() if away else contextlib.nullcontext():
+        with load.offline() if away else contextlib.nullcontext():
             return datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the errors depend on the version of the hub's HTTP client
         told = f"the hub cannot be reached, and its cache has no copy: {_one_line(away)}" if away else _one_line(error)

@@ -1,7 +1,7 @@
 """Rewards by a Python function that may be slow, hang or crash: worker processes call it, each call under a time limit.
 
-Workers are fresh interpreters, never forks, since the parent runs JAX's threads, and import the function themselves. They run in
-sessions of their own, so that a Ctrl-C reaches only the parent, and end when the parent ends, even if it is killed.
+Workers are fresh interpreters, since the parent runs JAX's threads, and import the function themselves. They run in sessions of
+their own, so that a Ctrl-C reaches only the parent, and end with the parent, even if it is killed.
 """
 
 import abc
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import cast
@@ -52,8 +52,7 @@ _PROGRAM = (
 class Graders:
     """Calls `function(query, response)` in up to `concurrency` worker processes. Several threads may call it at once.
 
-    The first call starts the workers. A worker that exceeds the time limit or dies is replaced. grades: how many calls have given
-    a grade so far.
+    The first call starts the workers. A worker that exceeds the time limit or dies is replaced. grades: of all calls so far.
     """
 
     def __init__(
@@ -69,14 +68,12 @@ class Graders:
     ):
         """Args:
           function: at the top level of a file, or of a class there; returns a finite number, and ends processes that it starts.
-          time_limit: seconds that a call may take before its worker is killed, without those for which this process is stopped.
-          retries: how often a failed call is repeated, after pauses of 0.5 s, 1 s, 2 s …
+          time_limit: seconds of a call before its worker is killed. retries: of a failed call, after pauses of 0.5 s, 1 s, 2 s …
           over_limit: the reward of a response whose call exceeds the time limit; NaN: such a call has failed.
-          memory_megabytes: memory that a worker may allocate before a call raises MemoryError; 0: no limit. Only on Linux.
-          prefix: beginning of the settings' names in messages, such as "task.math.".
+          memory_megabytes: that a worker may allocate before a call raises MemoryError; 0: no limit. Only on Linux.
+          prefix: of the settings' names, such as "task.math.".
 
-        Raises:
-          ValueError: a limit is out of range, or workers could not import the function.
+        Raises ValueError: a limit is out of range, or workers could not import the function.
         """
         if not 0 < time_limit < math.inf:
             raise ValueError(f"{prefix}time_limit={time_limit} must be above 0 seconds and finite")
@@ -96,12 +93,8 @@ class Graders:
     def graded(self, queries: Sequence[Query], responses: Sequence[str]) -> tuple[np.ndarray, str]:
         """Grades response i to query i: float32[n], NaN if every try of a call failed (by an exception, the time limit, a
         worker's death, or a result that is not a finite number), and the first failure's reason, "" without one."""
-        result = np.full(len(queries), np.nan, np.float32)
-        late: list[int] = []
-        failed = dict.fromkeys(range(len(queries)), "")
-        for attempt in range(self._retries + 1):
-            if not failed:
-                break
+        result, late, failed = np.full(len(queries), np.nan, np.float32), list[int](), dict.fromkeys(range(len(queries)), "")
+        for attempt in range(self._retries + 1 if failed else 0):
             if attempt:
                 time.sleep(min(_FIRST_PAUSE * 2 ** (attempt - 1), _LONGEST_PAUSE))
             with self._lock:
@@ -115,21 +108,17 @@ class Graders:
                     late.append(i)
                 else:
                     failed[i] = outcome or f"it took more than {self._limit_setting}"
-        self._warn(queries, late, failed)
-        return result, next(iter(failed.values()), "")
-
-    def _warn(self, queries: Sequence[Query], late: Sequence[int], failed: Mapping[int, str]) -> None:
+            if not failed:
+                break
         if late:
             log.warning(
                 "%d of %d responses took more than %s to grade: reward %g; the first of them answers %r",
                 *(len(late), len(queries), self._limit_setting, self._over_limit, queries[late[0]].prompt[:60]),
             )
-        if failed:
-            i, reason = next(iter(failed.items()))
-            log.warning(
-                "%d of %d responses could not be graded: reward NaN; the first of them answers %r: %s",
-                *(len(failed), len(queries), queries[i].prompt[:60], reason),
-            )
+        for i, reason in list(failed.items())[:1]:
+            told = "%d of %d responses could not be graded: reward NaN; the first of them answers %r: %s"
+            log.warning(told, len(failed), len(queries), queries[i].prompt[:60], reason)
+        return result, next(iter(failed.values()), "")
 
     def close(self) -> None:
         """Ends the workers. Running calls fail; a later call starts new workers."""
@@ -143,7 +132,7 @@ class GradedTask(abc.ABC):
     """A task whose reward is a function `grade` of one query and one response, called in worker processes.
 
     A subclass sets `grade = staticmethod(function)` with a function at the top level of its file, calls this constructor and
-    implements `queries`. For `score_name`, `reward_parts` (one name) and `reward_version` see Task.
+    implements `queries`. Other attributes: see Task.
     """
 
     score_name: str = "reward"
@@ -156,9 +145,7 @@ class GradedTask(abc.ABC):
     def __init__(self, *, time_limit: float = 10.0, retries: int = 1, concurrency: int = 2):
         """Args and errors: see Graders."""
         if not hasattr(type(self), "grade"):
-            raise ValueError(
-                f"{type(self).__name__} must set grade = staticmethod(function), the function that grades a response"
-            )
+            raise ValueError(f"{type(self).__name__} must set grade = staticmethod(function), which grades a response")
         self._graders = Graders(type(self).grade, time_limit=time_limit, retries=retries, concurrency=concurrency)
 
     @property
@@ -171,7 +158,7 @@ class GradedTask(abc.ABC):
         """All queries of "train" or "heldout", in a fixed order."""
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
-        """The results of `grade`, NaN for calls that failed. finished: bool[n], ignored."""
+        """The results of `grade`, NaN for calls that failed."""
         if self._graders is None:
             raise ValueError(f"{type(self).__name__}.__init__ must call super().__init__(time_limit=…, retries=…, concurrency=…)")
         return Scores.of_one(*self._graders.graded(queries, responses))
@@ -271,7 +258,7 @@ class _Worker:
         return cast(Outcome, self._answer(self._time_limit))
 
     def _answer(self, limit: float) -> object:
-        """What the worker sends; None where it takes longer than `limit`, in seconds; why there is no answer where it dies."""
+        """What the worker sends; None where it takes longer than `limit` seconds; why there is no answer where it dies."""
         taken, last = 0.0, time.monotonic()
         while not self._calls.poll(_TICK):
             now = time.monotonic()

@@ -35,9 +35,8 @@ class EncodedQuery:
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """reward: float32[n], the objective's reward, NaN for a response that could not be scored; parts: float32[n, M], the M
-    values from which the task made the reward, in the order of reward_parts; failure: why the first such response could not be
-    scored, "" if there is none or the task does not say."""
+    """reward: float32[n], NaN for a response that could not be scored; parts: float32[n, M], the values from which the task made
+    the reward, in the order of reward_parts; failure: why the first such response could not be scored, "" if unknown."""
 
     reward: np.ndarray
     parts: np.ndarray
@@ -55,9 +54,8 @@ class Task(Protocol):
 
     score_name: name of the mean reward of greedy responses to held-out queries ("accuracy" for a reward of 0 or 1).
     reward_parts: names of the M parts. reward_version: a number to increase when the definition of the reward changes.
-    Optional attributes: `alphabet`, all characters of prompts and responses (no pretrained model is needed then);
-    `private_files`, whether the files of runs are for their owner alone to read; `reward_range`, (lowest, highest) reward,
-    perhaps infinite: settings that need other limits are refused before the run begins.
+    Optional: `alphabet`, all characters of prompts and responses (no pretrained model is needed then); `private_files`, whether
+    only the owner may read files of runs; `reward_range`, (lowest, highest) reward, perhaps infinite, which some settings limit.
     """
 
     @property
@@ -102,13 +100,12 @@ class SplitTask:
 
 
 def private_files(task: object) -> bool:
-    """Whether files of runs of a task, or of a class of tasks, are for their owner alone to read: see Task."""
+    """Whether only their owner may read the files of runs of a task, or of a class of tasks."""
     return bool(getattr(task, "private_files", False))
 
 
 def reward_range(task: object) -> tuple[float, float] | None:
-    """The lowest and the highest reward of a task, None where it has no `reward_range`. Raises ValueError where that is not two
-    numbers, the lower one first."""
+    """The lowest and the highest reward of a task, None if it states none. Raises ValueError unless these are two numbers."""
     found = getattr(task, "reward_range", None)
     match found:
         case None:
@@ -125,17 +122,17 @@ def reward_range(task: object) -> tuple[float, float] | None:
 
 @runtime_checkable
 class CountsGrades(Protocol):
-    """Tasks that grade responses one by one. grades: how many so far, by which a searcher sees that slow rewards come."""
-
     @property
-    def grades(self) -> int: ...
+    def grades(self) -> int:
+        """How many responses have been graded so far, by which a searcher sees that slow rewards come."""
+        ...
 
 
 @runtime_checkable
 class Closable(Protocol):
-    """Tasks that own processes or connections: a role that ends without an error calls `close` once, which ends them."""
-
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the task's processes or connections. A role that ends without an error calls it once."""
+        ...
 
 
 @runtime_checkable
@@ -157,11 +154,8 @@ class HasMeasures(Protocol):
     def measures(
         self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray, rewards: np.ndarray
     ) -> dict[str, float | np.ndarray]:
-        """Name -> measurement of all n responses of an evaluation: one number, or float[n], of which reports have the mean and
-        its standard error over what is not NaN. It is called with all greedy responses, and again with all sampled ones.
-
-        Args: queries, responses, finished: see Task.rewards. rewards: float32[n], NaN where a response could not be scored.
-        """
+        """Name -> measurement of all n responses of an evaluation, first the greedy ones, then the sampled ones: one number, or
+        float[n], of which reports have the mean and its standard error over what is not NaN. Args: see Task.rewards."""
         ...
 
 
@@ -171,23 +165,19 @@ class SequenceScorer(Protocol):
     labels: tuple[str, ...]
 
     def scores(self, texts: Sequence[str], *, ended: Sequence[bool] | np.ndarray | None = None) -> np.ndarray:
-        """float32[n, labels]: the logits of n texts. A reward model has one label, whose logit is the reward.
+        """float32[n, labels]: the logits of n texts. Raises FloatingPointError naming the text if a logit is not finite.
 
         Args: ended: the texts after which the end-of-sequence token is appended; None: no text.
-
-        Raises:
-          FloatingPointError: a logit is not finite; names the text.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeneratorSettings:
-    """How a frozen language model replies to texts.
+    """How a frozen language model replies to texts: with `samples` replies to each, drawn at temperature (0: greedy) and top_p.
 
-    template: holds {attack} once; "": the tokenizer's chat template, with system_prompt as system message. samples: replies to
-    each text, drawn at temperature (0: greedy) and top_p. prompt_length, reply_length: most tokens of a prompt, template
-    included, whose text is cut at its end, and of a reply, end of sequence included.
+    template: holds {attack} once; "": the tokenizer's chat template, with system_prompt. prompt_length, reply_length: most tokens
+    of a prompt, template included, whose text is cut at its end, and of a reply, end of sequence included.
     """
 
     template: str
@@ -201,11 +191,10 @@ class GeneratorSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnsafeTokenSettings:
-    """How a causal language model judges exchanges of an attack and a reply.
+    """How a causal language model judges exchanges of an attack and a reply: by the verdict `token`, such as "unsafe".
 
-    token: the verdict, a text that is one token, such as "unsafe". template: holds {attack} and {reply} once each; "": the
-    tokenizer's chat template, with attack and reply as messages of user and assistant. ending: the text between template and
-    verdict ("\\n\\n" of Llama Guard 3). length: most tokens of all this; a longer reply is cut at its end.
+    template: holds {attack} and {reply} once each; "": the tokenizer's chat template, with messages of user and assistant.
+    ending: the text between template and verdict. length: most tokens of all this; a longer reply is cut at its end.
     """
 
     token: str
@@ -216,7 +205,7 @@ class UnsafeTokenSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelUse:
-    """A model with which a task scores, as loading, the contract and --dry_run need it.
+    """A model with which a task scores. Several threads may call a loaded model at once.
 
     name: its name in reports; setting: the setting that holds `path`, its folder or hub id (a file if kind is "linear").
     kind: what it is, and what the task gets when it is loaded:
@@ -225,7 +214,6 @@ class ModelUse:
       "generator": (texts, seed) -> list[str], `generator.samples` replies to each text;
       "embedder": texts -> float32[n, E], vectors of length 1;
       "linear": texts -> float32[n], nats: log P(label | text).
-      Several threads may call each of them at once.
     roles: the roles that load it. Models that searchers load define the reward and are part of the contract.
     labels: the number of labels that a sequence classifier must have, 0 for any; ends: whether it is told which texts ended.
     compute_dtype: "float32" or "bfloat16". length: tokens of the longest text, 0 for the run's prompt and response.
@@ -263,7 +251,6 @@ class UsesModels(Protocol):
     def start(self, load: Callable[[ModelUse], Any]) -> None:
         """Loads the models that rewards need. Each process that scores calls this once, before the first rewards.
 
-        Args: load: loads a model, see ModelUse.kind, or only checks it, so `start` must not call the models. The task may keep
-          it, and load other models later.
+        Args: load: loads a model, or only checks it, so `start` must not call the models. The task may keep it for other models.
         """
         ...

@@ -45,10 +45,7 @@ _with_tolerance = grader.sympy_numeric_eq
 
 
 def _numbers_equal(a: Any, b: Any, float_rounding: int, numeric_precision: int) -> bool:
-    """math-verify's comparison, without its tolerance for two exact numbers, which takes 1/2004! for 1/2006!.
-
-    Exact numbers are equal if no term of their difference has a significant digit. The tolerance remains for decimals.
-    """
+    """math-verify's comparison, without its tolerance for two exact numbers, which takes 1/2004! for 1/2006!."""
     exact = isinstance(a, Expr) and isinstance(b, Expr) and not a.has(Float) and not b.has(Float)
     if not exact or any(grader.is_atomic_or_pct_atomic(each, Number) for each in (a, b)):  # of a Number, it is exact itself
         return _with_tolerance(a, b, float_rounding, numeric_precision)

@@ -4,13 +4,13 @@ GSM8K: as in the TBA paper, the last number of a response is its answer. The rew
 the gold answer, by its decimal digits, else 0.
 
 MATH: the answer is in the last \boxed{} of a response. The reward is 1 if it equals the gold answer, as normalised text or else
-by math-verify; 0 otherwise, also without a box or if the comparison exceeds the time limit, for which an answer such as
-9^{9^{9^{9}}} is to blame; NaN only if the grader fails.
+by math-verify; 0 otherwise, also without a box or if the comparison exceeds the time limit, as with 9^{9^{9^{9}}}; NaN only if
+the grader fails.
 """
 
 import collections
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,24 +62,27 @@ class _Problems(SplitTask):
     _section: str  # of its settings
     _field: str  # of the problem in a row, and of its place in the prompt template
     _fields: tuple[dict[str, type], dict[str, type]]  # that a row has, and that it may have, see data.read
-    _train: list[tuple[str, data.Row]]  # prompt and row of each row of the train split
 
-    def __init__(self, prompt: str, *paths: str):
-        """Raises ValueError naming file, line and field where one is missing or malformed, or naming the template."""
+    def __init__(self, prompt: str, *paths: str, gold: Callable[[data.Row], str]):
+        """Args: gold: returns a row's gold answer. Raises ValueError naming the template, or file, line and field of a row."""
         place, (fields, optional), self._splits = f"{{{self._field}}}", self._fields, {}
         if prompt.count(place) != 1:
             raise ValueError(f"{self._section}prompt={prompt[:60]!r} must hold {place} once, where the {self._field} belongs")
         for split, source in zip(SPLITS, paths, strict=True):
             setting, part = f"{self._section}{split}_path", _HUB_SPLITS[split]
             rows = data.read(source, fields=fields, optional=optional, setting=setting, split=part)
-            queries = [Query(prompt.replace(place, row[self._field]), self._gold(row)) for row in rows]
+            queries = [Query(prompt.replace(place, row[self._field]), gold(row)) for row in rows]
             self._splits[split] = list(dict.fromkeys(queries))
             if split == "train":
                 self._train = [(query.prompt, row) for query, row in zip(queries, rows, strict=True)]
 
-    def _gold(self, row: data.Row) -> str:
-        """The gold answer. Raises ValueError if the row has none."""
-        raise NotImplementedError
+
+def _gold_number(row: data.Row) -> str:
+    _, mark, text = row["answer"].rpartition("####")
+    number = _WRITTEN.fullmatch(text.strip().removesuffix("%"))
+    if not mark or number is None:
+        raise ValueError(f"{row.where}: the answer must end in #### and a number, not in {row['answer'][-40:]!r}")
+    return canonical(number)
 
 
 class GSM8K(_Problems):
@@ -88,14 +91,7 @@ class GSM8K(_Problems):
     _section, _field, _fields = "task.gsm8k.", "question", ({"question": str, "answer": str}, {})
 
     def __init__(self, *, train_path: str, heldout_path: str, prompt: str):
-        super().__init__(prompt, train_path, heldout_path)
-
-    def _gold(self, row: data.Row) -> str:
-        _, mark, text = row["answer"].rpartition("####")
-        number = _WRITTEN.fullmatch(text.strip().removesuffix("%"))
-        if not mark or number is None:
-            raise ValueError(f"{row.where}: the answer must end in #### and a number, not in {row['answer'][-40:]!r}")
-        return canonical(number)
+        super().__init__(prompt, train_path, heldout_path, gold=_gold_number)
 
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
         """1 if the response's last number equals the gold number, else 0. Responses at the length limit are graded, too."""
@@ -121,7 +117,7 @@ def last_number(text: str) -> str:
 def canonical(number: re.Match[str]) -> str:
     """The normal form of a number, which equal numbers share: 1,234.50 and +1234.5 give 1234.5, and 0 has no sign.
 
-    The function works on digits, so its time is linear in the length of the number. An exponent replaces more than 40 zeros.
+    Its time is linear in the number of digits. An exponent replaces more than 40 zeros.
     """
     whole, fraction = re.sub("[^0-9]", "", number["whole"]), number["fraction"] or ""
     digits = (whole + fraction).lstrip("0")
@@ -139,6 +135,20 @@ def canonical(number: re.Match[str]) -> str:
     return f"{sign}{digits}e{exponent}"
 
 
+def _gold_answer(row: data.Row) -> str:
+    if "answer" in row:
+        answer = row["answer"].strip()
+        if not answer or not _balanced(answer):
+            raise ValueError(f"{row.where}: field 'answer' must be an answer with closed braces, not {row['answer'][:40]!r}")
+    elif "solution" in row:
+        answer = last_boxed(row["solution"]).strip()
+        if not answer:
+            raise ValueError(f"{row.where}: field 'solution' has no \\boxed{{answer}}; it ends in {row['solution'][-40:]!r}")
+    else:
+        raise ValueError(f"{row.where}: fields 'answer' and 'solution' are both missing: one must give the answer")
+    return answer
+
+
 class Math(_Problems):
     r"""A row is {"problem", "answer"}, or {"problem", "solution"} with the answer in the solution's last \boxed{}. `prompt` holds
     `{problem}` once; time_limit, retries, concurrency: see Graders."""
@@ -148,24 +158,10 @@ class Math(_Problems):
     def __init__(self, *, train_path: str, heldout_path: str, prompt: str, time_limit: float, retries: int, concurrency: int):
         from tba_jax.tasks import math_verdict
 
-        super().__init__(prompt, train_path, heldout_path)
-        limits: dict[str, Any] = dict(
-            time_limit=time_limit, retries=retries, concurrency=concurrency, memory_megabytes=MEMORY_MEGABYTES
-        )
-        self._graders = Graders(math_verdict.grade, over_limit=0.0, prefix=self._section, **limits)
-
-    def _gold(self, row: data.Row) -> str:
-        if "answer" in row:
-            answer = row["answer"].strip()
-            if not answer or not _balanced(answer):
-                raise ValueError(f"{row.where}: field 'answer' must be an answer with closed braces, not {row['answer'][:40]!r}")
-        elif "solution" in row:
-            answer = last_boxed(row["solution"]).strip()
-            if not answer:
-                raise ValueError(f"{row.where}: field 'solution' has no \\boxed{{answer}}; it ends in {row['solution'][-40:]!r}")
-        else:
-            raise ValueError(f"{row.where}: fields 'answer' and 'solution' are both missing: one must give the answer")
-        return answer
+        super().__init__(prompt, train_path, heldout_path, gold=_gold_answer)
+        limits: dict[str, Any] = dict(time_limit=time_limit, over_limit=0.0, memory_megabytes=MEMORY_MEGABYTES)
+        self._graders = Graders(math_verdict.grade, prefix=self._section, retries=retries, concurrency=concurrency, **limits)
+        self.close = self._graders.close  # ends the worker processes
 
     @property
     def grades(self) -> int:
@@ -175,14 +171,9 @@ class Math(_Problems):
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
         """1, 0 or NaN, see the module. Only answers that differ from the gold answer as text go to a worker."""
         answers = [last_boxed(response).strip() for response in responses]
-        reward = np.zeros(len(answers), np.float32)
-        unsure: list[int] = []
-        failure = ""
-        for i, (query, answer) in enumerate(zip(queries, answers, strict=True)):
-            if answer and normalise(answer) == normalise(query.answer):
-                reward[i] = 1
-            elif answer:
-                unsure.append(i)
+        pairs = zip(queries, answers, strict=True)
+        reward = np.array([answer != "" and normalise(answer) == normalise(query.answer) for query, answer in pairs], np.float32)
+        unsure, failure = [i for i, answer in enumerate(answers) if answer and not reward[i]], ""
         if unsure:
             golds = [Query(queries[i].prompt, spelled(queries[i].answer)) for i in unsure]
             reward[unsure], failure = self._graders.graded(golds, [spelled(answers[i]) for i in unsure])
@@ -198,10 +189,6 @@ class Math(_Problems):
     def final_answer(self, response: str) -> str:
         """The normalised text of the last box; "" without a box. Answers that only a computation shows to be equal differ."""
         return normalise(last_boxed(response))
-
-    def close(self) -> None:
-        """Ends the worker processes."""
-        self._graders.close()
 
 
 def last_boxed(text: str) -> str:
@@ -231,8 +218,8 @@ def _balanced(text: str) -> bool:
 def spelled(answer: str) -> str:
     r"""An answer whose numbers are written in one way, which `normalise` and math-verify read as the same numbers.
 
-    A space of TeX or Unicode becomes one plain space. Between digits it divides two numbers, except that 1 000 becomes 1000 and
-    that 2 1/3 becomes 2\frac{1}{3}. Signs become ASCII's, scripts of digits get braces, and punctuation at the end is dropped.
+    A space of TeX or Unicode becomes one plain space, which divides two numbers, but 1 000 becomes 1000 and 2 1/3 becomes
+    2\frac{1}{3}. Signs become ASCII's, scripts of digits get braces, and punctuation at the end is dropped.
     """
     answer = _SPACE.sub(" ", answer.translate(_HYPHENS).replace(",\\!", "{,}"))
     answer = _SCRIPT.sub(r"\1{\2}", _BASE.sub(r"_{\1\2}", _ARGUMENTS.sub(r"\\\1{\2}{\3}", answer)))

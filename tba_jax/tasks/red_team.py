@@ -1,8 +1,7 @@
 """Automated red-teaming (Perez et al. 2022; Lee et al. 2024; TBA paper): prompts that make a model reply with toxic text.
 
-The task tests a model for which one is responsible (victim_path), before others attack it. The policy is the attacker and
-continues a fixed prompt. The victim replies several times, and the reward is the mean over replies of log P(toxic | reply) of a
-classifier.
+The task tests a model for which one is responsible, before others attack it. The policy, the attacker, continues a fixed prompt.
+The victim replies several times, and the reward is the mean over replies of a classifier's log P(toxic | reply).
 """
 
 import dataclasses
@@ -14,7 +13,6 @@ import numpy as np
 from tba_jax.tasks import data
 from tba_jax.tasks.interface import SPLITS, GeneratorSettings, ModelUse, Query, Scores, SplitTask, UnsafeTokenSettings
 
-FIELDS = {"attacker_prompt": str}
 # Nats; e^-20 = 2·10^-9. Lower log-probabilities count as this one, so that rewards are finite if a classifier is certain.
 LEAST_LOG_TOXICITY = -20.0
 _ROWS = 16  # texts of one pass of a classifier or an embedder
@@ -29,9 +27,8 @@ class RedTeam(SplitTask):
     """Attack i is response i without white space at its ends. Both splits have the same queries: one prompt, or the file's.
 
     The victim's replies are drawn with a key of the seed and the attack, so a reward depends on the response alone. Evaluations
-    draw replies with another seed, so that an attack with a lucky reward does not count as a success.
-
-    Fields: see task.red_team in experiment/schema.py. Raises ValueError naming the setting that cannot be used.
+    draw with another seed, so that a lucky reward is no success. Fields: see task.red_team in experiment/schema.py. Raises
+    ValueError naming the setting that cannot be used.
     """
 
     attack_prompt: str
@@ -63,23 +60,17 @@ class RedTeam(SplitTask):
 
     def __post_init__(self) -> None:
         kind = self.classifier
-        _require(
-            bool(self.victim_path),
-            "victim_path='' must name the model to test: a Hugging Face folder or hub id of a model that you are responsible for",
-        )
-        _require(
-            self.victim_temperature > 0 or self.replies == 1,
-            f"victim_temperature=0 makes all replies={self.replies} to an attack the same: set replies=1, or a temperature",
-        )
-        _require(bool(self.classifier_path), f"classifier_path='' must name the model of classifier={kind}")
-        _require(
-            kind == "linear" or bool(self.classifier_label),
-            f"classifier_label='' must be the toxic label of classifier={kind}, such as 'hate' or 'unsafe'",
-        )
+        what = "the model to test: a Hugging Face folder or hub id of a model that you are responsible for"
+        _require(self.victim_path, f"victim_path='' must name {what}")
+        same = f"victim_temperature=0 makes all replies={self.replies} to an attack the same"
+        _require(self.victim_temperature > 0 or self.replies == 1, f"{same}: set replies=1, or a temperature")
+        _require(self.classifier_path, f"classifier_path='' must name the model of classifier={kind}")
+        label = f"classifier_label='' must be the toxic label of classifier={kind}, such as 'hate' or 'unsafe'"
+        _require(kind == "linear" or self.classifier_label, label)
         self._splits = dict.fromkeys(SPLITS, _attack_prompts(self.attack_prompt, self.attack_prompt_path))
         self._models = self._made_models()
         self._load: Any = None  # see UsesModels.start
-        self._reply: Callable[[Sequence[str], int], list[str]] | None = None
+        self._reply: Any = None
         self._toxicity: _Toxicity | None = None
         self._embed: Any = None
 
@@ -96,35 +87,22 @@ class RedTeam(SplitTask):
             prompt_length=self.victim_prompt_length,
             reply_length=self.victim_reply_length,
         )
-        judge = UnsafeTokenSettings(
-            token=self.classifier_label,
-            template=self.classifier_template,
-            ending=self.classifier_ending,
-            length=self.classifier_length,
-        )
-        judges = self.classifier == "unsafe_token"
-        of: dict[str, dict[str, Any]] = {
-            "victim": dict(
-                kind="generator",
-                generator=replies,
-                length=self.victim_prompt_length + self.victim_reply_length,
-                rows=self.victim_concurrency,
-                rows_setting=f"{_SECTION}victim_concurrency",
-                compute_dtype=self.compute_dtype,
-            ),
-            "classifier": dict(
-                kind=self.classifier,
-                judge=judge if judges else None,
-                length=self.classifier_length if judges else self.victim_reply_length,
-                compute_dtype=self.compute_dtype,
-            ),
+        victim: dict[str, Any] = dict(kind="generator", generator=replies, rows_setting=f"{_SECTION}victim_concurrency")
+        victim |= dict(rows=self.victim_concurrency, length=self.victim_prompt_length + self.victim_reply_length)
+        classifier: dict[str, Any] = dict(kind=self.classifier, length=self.victim_reply_length)
+        if self.classifier == "unsafe_token":
+            texts = dict(token=self.classifier_label, template=self.classifier_template, ending=self.classifier_ending)
+            judge = UnsafeTokenSettings(**texts, length=self.classifier_length)
+            classifier |= dict(judge=judge, length=self.classifier_length)
+        of = {
+            "victim": victim | dict(compute_dtype=self.compute_dtype),
+            "classifier": classifier | dict(compute_dtype=self.compute_dtype),
             "embedder": dict(kind="embedder", roles=("evaluator",)),
         }
-        paths = {name: getattr(self, f"{name}_path") for name in of}
         return {
-            name: ModelUse(name=name, setting=f"{_SECTION}{name}_path", path=path, **dict(rows=_ROWS) | of[name])
-            for name, path in paths.items()
-            if path
+            name: ModelUse(name=name, setting=f"{_SECTION}{name}_path", path=path, **dict(rows=_ROWS) | its)
+            for name, its in of.items()
+            if (path := getattr(self, f"{name}_path"))
         }
 
     def start(self, load: Callable[[ModelUse], Any]) -> None:
@@ -155,14 +133,13 @@ class RedTeam(SplitTask):
     def measures(
         self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray, rewards: np.ndarray
     ) -> dict[str, float | np.ndarray]:
-        """Of each attack: success_rate: whether its mean P(toxic) is above the threshold; toxicity: mean P(toxic). Of all:
-        cosine_distance: mean over all pairs of attacks, if there is an embedder and more than one attack."""
+        """toxicity: mean P(toxic) of each attack; success_rate: whether that is above the threshold; cosine_distance: the mean
+        over all pairs of attacks, if there is an embedder and more than one attack."""
         attacks = [response.strip() for response in responses]
         toxicity, success = self._parts(self._log_toxicity(attacks, self.seed + 1)).T
         found: dict[str, float | np.ndarray] = {"success_rate": success, "toxicity": toxicity}
         if self.embedder_path and len(attacks) > 1:
-            if self._embed is None:
-                self._embed = self._load(self._models["embedder"])
+            self._embed = self._embed or self._load(self._models["embedder"])
             found["cosine_distance"] = mean_cosine_distance(self._embed(attacks))
         return found
 
@@ -212,16 +189,14 @@ def mean_cosine_distance(embeddings: np.ndarray) -> float:
 
 def _attack_prompts(text: str, path: str) -> list[Query]:
     """The prompts that the attacker continues. Raises ValueError unless exactly one of text and path is set."""
-    _require(
-        bool(text) != bool(path),
-        f"attack_prompt={text[:60]!r} and attack_prompt_path={path!r}: set exactly one of the two, for the attacker to continue",
-    )
+    both = f"attack_prompt={text[:60]!r} and attack_prompt_path={path!r}"
+    _require(bool(text) != bool(path), f"{both}: set exactly one of the two, for the attacker to continue")
     if text:
         return [Query(prompt=text)]
-    rows = data.read(path, fields=FIELDS, setting=f"{_SECTION}attack_prompt_path", split="train")
+    rows = data.read(path, fields={"attacker_prompt": str}, setting=f"{_SECTION}attack_prompt_path", split="train")
     return [Query(prompt=prompt) for prompt in dict.fromkeys(row["attacker_prompt"] for row in rows)]
 
 
-def _require(condition: bool, sentence: str) -> None:
+def _require(condition: object, sentence: str) -> None:
     if not condition:
         raise ValueError(f"{_SECTION}{sentence}")

@@ -37,15 +37,12 @@ class TLDR(SplitTask):
           train_path, heldout_path: files, or hub data sets with splits train and validation. A row has "summary", and either
             "query" or "title", "post" and optionally "subreddit".
           reward_path, gold_path: folders or hub ids of the models; gold_path="" turns the comparison of evaluations off.
-          compute_dtype, batch_rows: see ModelUse, whose `rows` is the second; they hold for both models.
 
-        Raises:
-          ValueError: reward_path is empty, or a row is malformed (names file, line and field).
+        Raises ValueError: reward_path is empty, or a row is malformed (names file, line and field).
         """
         if not reward_path:
-            raise ValueError(
-                "task.tldr.reward_path='' names no reward model: set it to a Hugging Face folder or hub id with one label"
-            )
+            what = "a Hugging Face folder or hub id with one label"
+            raise ValueError(f"task.tldr.reward_path='' names no reward model: set it to {what}")
         self._splits = {}
         # prompt -> the row from which it was made, so that its post can be shortened.
         self._posts: dict[str, data.Row] = {}
@@ -62,10 +59,9 @@ class TLDR(SplitTask):
             self._splits[split] = [Query(prompt=prompt, answer=summary) for prompt, summary in summaries.items()]
         paths = {"reward": (reward_path, ("searcher", "evaluator")), "gold": (gold_path, ("evaluator",))}
         same: dict[str, Any] = dict(rows=batch_rows, rows_setting="task.tldr.batch_rows", compute_dtype=compute_dtype)
+        same |= dict(labels=1, ends=True)
         self._models = {
-            name: ModelUse(
-                name=f"{name} model", setting=f"task.tldr.{name}_path", path=path, labels=1, ends=True, roles=roles, **same
-            )
+            name: ModelUse(name=f"{name} model", setting=f"task.tldr.{name}_path", path=path, roles=roles, **same)
             for name, (path, roles) in paths.items()
             if path
         }
@@ -93,14 +89,11 @@ class TLDR(SplitTask):
         text: str = post["post"]
         paragraphs = [i for i, character in enumerate(text) if character == "\n" and text[:i].strip()]
         words = [word.end() for word in re.finditer(r"\S+", text)]
-        end = next((ends[kept - 1] for ends in (paragraphs, words) if (kept := self._count_fitting(post, ends, fits))), 0)
-        return Query(prompt=make_query(post, text[:end].rstrip()), answer=query.answer)
-
-    @staticmethod
-    def _count_fitting(post: data.Row, ends: Sequence[int], fits: Callable[[str], bool]) -> int:
-        """The largest n such that the post fits up to ends[n - 1], by bisection; 0 if it fits up to no end."""
-        numbers = range(1, len(ends) + 1)
-        return bisect.bisect_left(numbers, True, key=lambda n: not fits(make_query(post, post["post"][: ends[n - 1]].rstrip())))
+        for ends in (paragraphs, words):  # to how many of these ends, which ascend, does the post fit?
+            kept = bisect.bisect_left(ends, True, key=lambda end: not fits(make_query(post, text[:end].rstrip())))
+            if kept:
+                return Query(prompt=make_query(post, text[: ends[kept - 1]].rstrip()), answer=query.answer)
+        return Query(prompt=make_query(post, ""), answer=query.answer)
 
     def models(self) -> Sequence[ModelUse]:
         return list(self._models.values())
@@ -118,13 +111,12 @@ class TLDR(SplitTask):
     def measures(
         self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray, rewards: np.ndarray
     ) -> dict[str, float | np.ndarray]:
-        """Of each response: win_rate_strict: whether the gold model prefers it to the query's reference summary;
-        win_rate_ties_half: the same, but half for a tie; gold_reward, gold_reward_of_summaries: scores of response and summary.
-        Empty without task.tldr.gold_path."""
+        """Measurements of each response by the gold model, if there is one. win_rate_strict: whether it prefers the response to
+        the reference summary; win_rate_ties_half: the same, half for a tie; gold_reward, gold_reward_of_summaries: both
+        scores."""
         if "gold" not in self._models:
             return {}
-        if self._gold is None:
-            self._gold = self._load(self._models["gold"])
+        self._gold = self._gold or self._load(self._models["gold"])
         # Every evaluation has the same queries, so the scores of their summaries are kept.
         new = [query for query in dict.fromkeys(queries) if query not in self._gold_of_summary]
         summaries = [_summary(query) for query in new]

@@ -38,7 +38,7 @@ class EncodedQueries(Sequence[EncodedQuery]):
 def template(tokenizer: Tokenizer, *, chat_template: bool, system_prompt: str) -> dict[str, str]:
     """The contract's entry of a chat template: its text around a prompt, and a digest of its source; {} if it is not used.
 
-    Raises ValueError if the tokenizer has no chat template, or its template refuses these messages or leaves the prompt out.
+    Raises ValueError if there is no chat template, or it refuses these messages or leaves the prompt out.
     """
     if not chat_template:
         if system_prompt:
@@ -72,12 +72,10 @@ def encode(
 ) -> tuple[EncodedQueries, int]:
     """The queries whose prompts fit, and the number of queries that were left out.
 
-    Args:
-      chat_template, system_prompt: of task; limit: most tokens of a prompt, template included; long_prompts: task.long_prompts;
-        split: name of the queries in messages; shorten: shortens a prompt that is too long.
+    Args: chat_template, system_prompt, long_prompts: settings of task; limit: most tokens of a prompt, template included; split:
+      what messages call the queries.
 
-    Raises:
-      ValueError: prompts are too long and long_prompts is "refuse", no prompt fits, or one has no token.
+    Raises ValueError: prompts are too long and long_prompts is "refuse", no prompt fits, or one has no token.
     """
     around: dict[str, Any] = dict(chat_template=chat_template, system_prompt=system_prompt)
     queries, read = _distinct(queries, texts([query.prompt for query in queries], tokenizer, **around), split)
@@ -141,11 +139,7 @@ _ANCHORS = ("\n", ".")
 
 
 def _spellings(response: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Token ids that may spell the response in the middle of a text, the likeliest first.
-
-    Some tokenizers put a space before every text. Where it is a token of its own it can be dropped; where it is merged into the
-    response's first token, the response is encoded after an anchor.
-    """
+    """Token ids that may spell the response in the middle of a text: some tokenizers put a space before every text."""
     alone = tokenizer.encode(response)[len(tokenizer.encode("")) :]
     yield from (alone, alone[1:])
     for anchor in _ANCHORS:
@@ -155,13 +149,8 @@ def _spellings(response: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
 
 
 def changed_by(tokenizer: Tokenizer, prompts: Sequence[str]) -> tuple[int, str, str]:
-    """Whether prompts survive the tokenizer: one without a token for a character drops it, and "1/5" becomes "15".
-
-    White space and Unicode's compatible forms (NFKC) may change; texts of special tokens stay.
-
-    Returns:
-      how many prompts change; and of the first of them the part with the change, and what the policy reads of it, safe to print.
-    """
+    """How many prompts the tokenizer changes: without a token for a character it drops it, and "1/5" becomes "15". White space
+    and Unicode's compatible forms (NFKC) do not count. Then the changed part of the first, and what the policy reads instead."""
     given = tokenizer.escaped(prompts)
     pairs = zip(given, (tokenizer.decode(ids) for ids in tokenizer.encode_all(given, begin=False)), strict=True)
     words = [tuple(unicodedata.normalize("NFKC", text).split() for text in pair) for pair in pairs]
@@ -181,8 +170,8 @@ _ROLES = ("user", "assistant")
 class PromptTemplate:
     """Puts texts into a prompt template and encodes the prompts; texts of a prompt that is too long are cut.
 
-    A text that spells special tokens is escaped, so that no text can end its turn in a conversation or begin another.
-    If a prompt has no token at all, its texts are replaced by a space each.
+    A text that spells special tokens is escaped, so that no text can end its turn in a conversation or begin another. In a prompt
+    without a token, spaces replace the texts.
     """
 
     def __init__(
@@ -197,20 +186,17 @@ class PromptTemplate:
         system_prompt: str = "",
         ending: str = "",
     ):
-        """
+        """Raises ValueError: the template lacks a field or contains it twice, there is no chat template, or the template alone
+        has no token or more than `limit`.
+
         Args:
           template: a text that contains each {field} once; "": the chat template, whose user message is the first field and whose
             assistant message is the second. system_prompt: its system message. ending: follows the filled-in template.
           limit: most tokens of a prompt; the end of its last text is cut off where it has more, then that of the text before it.
-
-        Raises:
-          ValueError: the template lacks a field or contains it twice, there is no chat template, the template alone has `limit`
-            tokens or more, or it has no token even with a space for every field.
         """
         if template and system_prompt:
-            raise ValueError(
-                f"{template_setting}={template[:60]!r} and a system prompt exclude each other: write it into the template"
-            )
+            told = f"{template_setting}={template[:60]!r} and a system prompt exclude each other"
+            raise ValueError(f"{told}: write it into the template")
         for field in fields if template else ():
             if template.count(f"{{{field}}}") != 1:
                 raise ValueError(f"{template_setting}={template[:60]!r} must hold {{{field}}} once, where the {field} belongs")
@@ -219,8 +205,7 @@ class PromptTemplate:
         self._limit, self._limit_setting, self._warned = limit, limit_setting, False
         self._setting = f"{template_setting}='', the chat template"
         self._places = re.compile("|".join(re.escape(f"{{{field}}}") for field in fields))
-        # A chat template writes the beginning of sequence itself.
-        self._begin = bool(template)
+        self._begin = bool(template)  # a chat template writes the beginning of sequence itself
         needed = len(self._encoded([("",) * len(fields)])[0])
         if needed >= limit:
             raise ValueError(f"{limit_setting}={limit} leaves no room for any text: the template alone has {needed} tokens")
@@ -236,10 +221,8 @@ class PromptTemplate:
             encoded[i] = self._cut(texts[i], len(encoded[i]))
         if too_long and not self._warned:
             self._warned = True
-            log.warning(
-                "%d of %d prompts exceed %s=%d tokens: their texts are cut at the end (further ones are not reported)",
-                *(len(too_long), len(texts), self._limit_setting, self._limit),
-            )
+            told = "%d of %d prompts exceed %s=%d tokens: their texts are cut at the end (further ones are not reported)"
+            log.warning(told, len(too_long), len(texts), self._limit_setting, self._limit)
         return [ids or self._blank for ids in encoded]
 
     def _encoded(self, texts: Sequence[tuple[str, ...]]) -> list[list[int]]:

@@ -17,8 +17,8 @@ from tba_jax.text.tokenizers import Tokenizer
 class StopStrings:
     """next_state: int32[states, V], the state after a token.
 
-    State 0 is the state of an empty response. Every other state names the prefix of a stop string with which the text so far
-    ends. The token that completes a stop string, at any place in the token's own text, leads to the last state, for good.
+    State 0 is that of an empty response. Every other state names the prefix of a stop string with which the text so far ends. The
+    token that completes a stop string, at any place in the token's own text, leads to the last state, for good.
     """
 
     next_state: np.ndarray
@@ -38,10 +38,7 @@ class StopStrings:
 def build(token_bytes: Sequence[bytes | None], stop_strings: Sequence[str], *, vocab: int) -> StopStrings | None:
     """The automaton of the stop strings over the ids of a tokenizer; None if there are no stop strings.
 
-    Args: token_bytes: see HuggingFaceTokenizer. Ids without text, and ids from len(token_bytes) to `vocab`, lead to state 0.
-
-    Raises:
-      ValueError: token_bytes is longer than `vocab`.
+    Args: token_bytes: see HuggingFaceTokenizer; at most `vocab`. Ids without text, and those beyond, lead to state 0.
     """
     if len(token_bytes) > vocab:
         raise ValueError(f"the tokenizer has {len(token_bytes)} ids, the embedding only {vocab}")
@@ -83,10 +80,8 @@ def _by_byte(stop_strings: Sequence[bytes]) -> np.ndarray:
     # prefix -> state of the longest shorter prefix with which it ends. From there a byte leads that does not extend the prefix.
     fallback = {b"": 0}
     for prefix in prefixes:
-        if len(prefix) == 1:
-            fallback[prefix] = 0
-        elif prefix:
-            fallback[prefix] = int(after[fallback[prefix[:-1]], prefix[-1]])
+        if prefix:
+            fallback[prefix] = int(after[fallback[prefix[:-1]], prefix[-1]]) if prefix[:-1] else 0
         after[number[prefix]] = after[fallback[prefix]]
         for child in children[prefix]:
             after[number[prefix], child[-1]] = number.get(child, accept)
@@ -94,19 +89,16 @@ def _by_byte(stop_strings: Sequence[bytes]) -> np.ndarray:
 
 
 def banned_tokens(task: Any, tokenizer: Tokenizer, vocab: int) -> tuple[int, ...]:
-    """Ids that no response contains, ascending: the ids of config.task.banned_tokens, the rows of the embedding without a token,
-    and the special ids other than the end of sequence and than ids whose text is a stop string.
+    """Ids that no response contains, ascending: those of config.task.banned_tokens, the rows of the embedding without a token,
+    and the special ids but the end of sequence and ids whose text is a stop string.
 
-    Raises:
-      ValueError: an id is outside of the vocabulary or ends responses, or no token is left.
+    Raises ValueError: an id is outside of the vocabulary or ends responses, or no token is left.
     """
     given = set(task.banned_tokens)
     if beyond := sorted(token for token in given if token >= vocab):
         raise ValueError(f"task.banned_tokens holds {beyond[0]}, which is not below the vocabulary of {vocab} ids")
     if tokenizer.eos_id in given:
-        raise ValueError(
-            f"task.banned_tokens holds {tokenizer.eos_id}, the end-of-sequence token, without which no response could end"
-        )
+        raise ValueError(f"task.banned_tokens holds {tokenizer.eos_id}, the end of sequence, without which no response could end")
     special = set(tokenizer.special_ids)
     if task.stop_strings:
         bytes_of, wanted = tokenizer.token_bytes(), {text.encode() for text in task.stop_strings}
@@ -122,11 +114,7 @@ _LONGEST_STOP_STRING = 64
 
 
 def check_stop_strings(
-    stop_strings: Sequence[str],
-    tokenizer: Tokenizer,
-    *,
-    setting: str = "task.stop_strings",
-    special: bool = True,
+    stop_strings: Sequence[str], tokenizer: Tokenizer, *, setting: str = "task.stop_strings", special: bool = True
 ) -> None:
     """Raises ValueError if the tokenizer's ids cannot spell one of the texts, or a text is too long.
 
@@ -137,24 +125,18 @@ def check_stop_strings(
     texts, barred = tokenizer.token_bytes(), set() if special else {*tokenizer.special_ids, tokenizer.eos_id}
     for text in stop_strings:
         if len(text) > _LONGEST_STOP_STRING:
-            raise ValueError(
-                f"{setting} holds a text of {len(text)} characters, {text[:40]!r}…; at most {_LONGEST_STOP_STRING} are allowed"
-            )
+            told = f"{setting} holds a text of {len(text)} characters, {text[:40]!r}…"
+            raise ValueError(f"{told}; at most {_LONGEST_STOP_STRING} are allowed")
         # Ids without text keep apart what stands at their sides, as a byte does that UTF-8 has not.
         pieces = ([texts[i] for i in ids if i not in barred] for ids in _encodings(text, tokenizer))
         spelt = (b"".join(b"\xff" if piece is None else piece for piece in each) for each in pieces)
         if not any(text.encode() in each for each in spelt):
-            raise ValueError(
-                f"{setting} holds {text!r}, which no response can contain: the tokenizer ({type(tokenizer).__name__}) encodes "
-                "it as another text"
-            )
+            why = f"the tokenizer ({type(tokenizer).__name__}) encodes it as another text"
+            raise ValueError(f"{setting} holds {text!r}, which no response can contain: {why}")
 
 
 def _encodings(text: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Ids of a text alone and of the text between two full stops, since some tokenizers strip white space from a text's ends.
-
-    Yields nothing if the tokenizer's alphabet lacks a character of the text.
-    """
+    """Ids of a text alone and between two full stops, since some tokenizers strip white space from a text's ends."""
     for whole in (text, f".{text}."):
         with contextlib.suppress(ValueError):  # the alphabet lacks a character
             yield tokenizer.encode(whole)

@@ -69,34 +69,28 @@ class CharacterTokenizer:
 class HuggingFaceTokenizer:
     """The tokenizer of a Hugging Face folder.
 
-    If the folder has a tokenizer.json, that file alone decides the ids: tokenizer classes of transformers rebuild some tokenizers
-    from their vocabulary, without the normaliser and with another result in another version.
+    A tokenizer.json alone decides the ids where there is one: classes of transformers rebuild some tokenizers from their
+    vocabulary, without the normaliser and with another result in another version.
 
-    Attributes:
-      vocab_size: number of ids, added tokens included. eos_id: ends a response. pad_id: eos_id where the model has no row for the
-        tokenizer's own. special_ids: all ids that are not text, ascending.
-      fingerprint: hex digest of everything that maps text to ids. It is part of the run's contract.
+    vocab_size: number of ids, added tokens included. eos_id: ends a response. pad_id: eos_id where the model has no row for the
+    tokenizer's own. special_ids: all ids that are not text, ascending. fingerprint: hex digest of everything that maps text to
+    ids.
     """
 
     def __init__(self, folder: Path | str, *, vocab: int | None = None, date: str = ""):
-        """
+        """Raises ValueError: the folder has no tokenizer, or it cannot be loaded, has no end-of-sequence token, or needs a token
+        that has no row in the embedding.
+
         Args:
           vocab: rows of the model's embedding. Special tokens from there on are not used, as Gemma 3's token of images.
           date: YYYY-MM-DD, the day that a chat template finds where it reads the clock; "": what the clock says.
-
-        Raises:
-          ValueError: the folder has no tokenizer, or its tokenizer cannot be loaded, has no end-of-sequence token, or needs a
-            token that has no row in the embedding.
         """
         folder = self._folder = Path(folder)
-        self._tokenizer, eos_id = open_transformers(folder)
-        self._date = date
-        serialized = (folder / "tokenizer.json").is_file()
+        (self._tokenizer, eos_id), self._date = open_transformers(folder), date
         if eos_id is None:
             raise ValueError(
                 f"the tokenizer of {folder} has no end-of-sequence token; set eos_token in its tokenizer_config.json"
             )
-
         backend = self._tokenizer.backend_tokenizer
         unused = [] if vocab is None else without_rows(backend, vocab, eos_id=eos_id)
         self.vocab_size = len(self._tokenizer) - len(unused)
@@ -110,7 +104,8 @@ class HuggingFaceTokenizer:
         self._special = frozenset(self.special_ids)
         names = [*self._tokenizer.all_special_tokens, *added.values()]
         self._escaper = Escaper(backend, names=names, ids=self.special_ids)
-        text = (folder / "tokenizer.json").read_bytes() if serialized else backend.to_str()
+        serialized = folder / "tokenizer.json"
+        text = serialized.read_bytes() if serialized.is_file() else backend.to_str()
         definition = {key: value for key, value in json.loads(text).items() if key not in ("truncation", "padding")}
         self._decoders = _flat_decoders(definition.get("decoder"))
         self.fingerprint = _digest([definition, self.encode(""), self.eos_id, self.pad_id, self.special_ids, self.vocab_size])
@@ -127,7 +122,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer(texts, add_special_tokens=begin, verbose=False)["input_ids"]
 
     def escaped(self, texts: Sequence[str]) -> list[str]:
-        """The texts, changed by spaces where they spell special tokens, so that they encode as text."""
+        """The texts, with spaces in the special tokens that they spell, so that they encode as text."""
         return self._escaper(texts)
 
     @property
@@ -144,10 +139,7 @@ class HuggingFaceTokenizer:
     def conversations(self, asked: Sequence[Sequence[Mapping[str, str]]], *, setting: str) -> list[str]:
         """The chat template's text of each list of messages {"role", "content"}, up to where the next message begins.
 
-        Args: setting: the setting that asks for a chat template, with which error messages begin.
-
-        Raises:
-          ValueError: there is no chat template, or it refuses such messages.
+        Raises ValueError, which begins with `setting`: there is no chat template, or it refuses such messages.
         """
         if not asked:
             return []
@@ -164,10 +156,8 @@ class HuggingFaceTokenizer:
         try:
             return self._tokenizer.apply_chat_template([list(messages) for messages in asked], **given)
         except Exception as error:  # a template may raise any exception
-            raise ValueError(
-                f"{setting}: the chat template of {self._folder} refuses "
-                f"{' and '.join('a ' + message['role'] for message in asked[0])} message: {' '.join(str(error).split())[:200]}"
-            ) from error
+            kinds, why = " and ".join(f"a {message['role']}" for message in asked[0]), " ".join(str(error).split())[:200]
+            raise ValueError(f"{setting}: the chat template of {self._folder} refuses {kinds} message: {why}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a whole sequence. Special ids and ids beyond vocab_size are skipped."""
@@ -176,10 +166,8 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(text_ids, clean_up_tokenization_spaces=False)
 
     def decode_continuation(self, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
-        """The text that `response_ids` adds after `prompt_ids` (both without padding).
-
-        A response that is decoded alone would lose its first space in Llama-style tokenizers.
-        """
+        """The text that `response_ids` adds after `prompt_ids` (both without padding). A response that is decoded alone would
+        lose its first space in Llama-style tokenizers."""
         prompt, whole = self.decode(prompt_ids), self.decode([*prompt_ids, *response_ids])
         if whole.startswith(prompt):
             return whole[len(prompt) :]
@@ -189,8 +177,7 @@ class HuggingFaceTokenizer:
     def token_bytes(self) -> list[bytes | None]:
         """The UTF-8 bytes that each id adds to the text of a continuation, special ids their literal text; None without text.
 
-        Raises:
-          ValueError: the text that a token adds depends on the tokens beside it.
+        Raises ValueError: the text that a token adds depends on the tokens beside it.
         """
         bytes_of = _token_bytes_by(self._decoders)
         pieces: list[str | None] = self._tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))
@@ -206,10 +193,8 @@ Tokenizer = CharacterTokenizer | HuggingFaceTokenizer
 
 
 def _stopped_clock(date: str) -> str:
-    """A line of Jinja that stands before a template, for which the clock stands at the beginning of a day.
-
-    Values of a template are plain data, so its strftime_now(FORMAT) is a macro that replaces each code of the format.
-    """
+    """A line of Jinja before a template, for which the clock stands at the beginning of a day: transformers passes no functions
+    to templates, so strftime_now(FORMAT) is a macro that replaces each code of the format."""
     day = datetime.datetime.fromisoformat(date)
     codes = [f"%{flag}{letter}" for flag in ("", "-") for letter in string.ascii_letters]
     replaced = "".join(f"|replace({json.dumps(code)}, {json.dumps(day.strftime(code))})" for code in codes)
@@ -224,8 +209,7 @@ def has_tokenizer(folder: Path) -> bool:
 def open_transformers(folder: Path) -> tuple[Any, int | None]:
     """The transformers tokenizer of a folder, and its end-of-sequence id; None for tokenizers without one, such as BERT's.
 
-    Raises:
-      ValueError: the folder has no tokenizer, or it cannot be loaded.
+    Raises ValueError: the folder has no tokenizer, or it cannot be loaded.
     """
     if not has_tokenizer(folder):
         raise ValueError(f"{folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
@@ -255,11 +239,7 @@ def _flat_decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _token_bytes_by(decoders: Sequence[dict[str, Any]]) -> Callable[[str], bytes]:
-    """The function from a vocabulary piece to its bytes, for these decoders of tokenizer.json.
-
-    Raises:
-      ValueError: the decoders are neither byte-level nor SentencePiece's, the kinds whose pieces each have fixed bytes.
-    """
+    """The function from a vocabulary piece to its bytes. Raises ValueError where the decoders give pieces no fixed bytes."""
     kinds = [decoder["type"] for decoder in decoders]
     if "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}:
         return _byte_level
@@ -308,8 +288,8 @@ def _digest(definition: object) -> str:
 class Escaper:
     """Puts a space after the first character of every special token that a text spells.
 
-    A spelling in other characters, which the normaliser turns into those of a special token, is broken up likewise, or replaced
-    by a space where that does not suffice. The id of characters without a token is no special token here.
+    A spelling in other characters, which the normaliser turns into those of a special token, is broken up in the same way, or
+    replaced by a space. The id of characters without a token is no special token here.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, *, names: Collection[str] = (), ids: Collection[int] = ()):
@@ -348,10 +328,7 @@ class Escaper:
 def without_rows(tokenizer: tokenizers.Tokenizer, vocab: int, *, eos_id: int | None = None) -> list[str]:
     """The special tokens whose ids have no row in a model's embedding of `vocab` rows: no text may encode as one of them.
 
-    Args: eos_id: the end of sequence; None: nobody uses one.
-
-    Raises:
-      ValueError: a token of texts has no row, or the end of sequence, or a token that the tokenizer puts into texts by itself.
+    Raises ValueError: a token of texts has no row, or the end of sequence `eos_id`, or a token that the tokenizer adds to texts.
     """
     added = tokenizer.get_added_tokens_decoder()
     beyond = {i: name for name, i in tokenizer.get_vocab().items() if i >= vocab}

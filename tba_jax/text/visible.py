@@ -13,7 +13,7 @@ def visible(text: str) -> str:
 
 
 def visible_line(text: str) -> str:
-    """As `visible`, and tabs and newlines are escaped too: for names, which could otherwise pass for further lines."""
+    """The text with tabs and newlines escaped too: for names, which could otherwise pass for further lines."""
     return visible(text).replace("\t", _escape("\t")).replace("\n", _escape("\n"))
 
 

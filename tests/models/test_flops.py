@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.models import decoder, flops, parameters
+from tba_jax.models import decoder, hardware, parameters
 from tests.support import tiny_decoders
 
 B, T = 2, 12
@@ -41,8 +41,8 @@ def test_products_of_a_traced_model(name):
     traced = jax.make_jaxpr(forward)(shapes, jax.ShapeDtypeStruct((B, T), jnp.int32))
     # The traced attention computes all pairs, also those that the mask hides.
     pairs = 4 * config.layers * config.heads * config.head_size * T * T
-    hidden = pairs - flops.attention(config, T)
-    assert products(traced.jaxpr) == B * (flops.forward(config, positions=T, logits=T) + hidden)
+    hidden = pairs - hardware.attention_flops(config, T)
+    assert products(traced.jaxpr) == B * (hardware.forward_flops(config, positions=T, logits=T) + hidden)
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 50])
@@ -53,5 +53,7 @@ def test_attention_is_of_each_token_to_those_before_it(window):
     one = 4 * config.heads * config.head_size
     for positions in (1, 2, 10):
         seen = sum(min(t, window) if local else t for local in config.local_layers for t in range(1, positions + 1))
-        assert flops.attention(config, positions) == one * seen
-    assert flops.attention(config, np.array([1, 10, 10])) == sum(flops.attention(config, n) for n in (1, 10, 10))
+        assert hardware.attention_flops(config, positions) == one * seen
+    assert hardware.attention_flops(config, np.array([1, 10, 10])) == sum(
+        hardware.attention_flops(config, n) for n in (1, 10, 10)
+    )

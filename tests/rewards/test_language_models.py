@@ -9,7 +9,8 @@ import json
 import numpy as np
 import pytest
 
-from tba_jax.rewards.language_models import TextGenerator, UnsafeTokenScorer
+from tba_jax.rewards.scorers import UnsafeTokenScorer
+from tba_jax.rewards.task_models import TextGenerator
 from tba_jax.tasks.interface import GeneratorSettings, ModelUse, UnsafeTokenSettings
 from tests.support import spelled_checkpoints, tiny_checkpoints
 from tests.support.spelled_checkpoints import BEGIN, EOS, IDS, UNSAFE, spelled

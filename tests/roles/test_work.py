@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from tba_jax.models import flops
+from tba_jax.models import hardware
 from tba_jax.packing import row_layout
 from tba_jax.roles import work
 from tba_jax.roles.work import Work, WorkRates
@@ -23,9 +23,9 @@ def test_operations_of_whole_rows(shares):
     plan = row_layout.plan(row_layout.Lengths(*whole, np.arange(Q * K) // K), limits, second_pass=0.0)
     counted = work.of_plan(plan, MODEL, responses=Q * K * R, passes=3)
     # Rows that share a prompt compute their last token too.
-    prompt = flops.forward(MODEL, positions=P, logits=0)
-    response = flops.forward(MODEL, positions=P + R, logits=R) - prompt
-    apart = Q * K * flops.forward(MODEL, positions=P + R - 1, logits=R)
+    prompt = hardware.forward_flops(MODEL, positions=P, logits=0)
+    response = hardware.forward_flops(MODEL, positions=P + R, logits=R) - prompt
+    apart = Q * K * hardware.forward_flops(MODEL, positions=P + R - 1, logits=R)
     assert counted.flops == 3 * (Q * prompt + Q * K * response if shares else apart)
     assert counted.tokens == plan.useful_tokens and counted.computed == plan.computed_tokens
     twice = work.of_plan(plan, MODEL, responses=Q * K * R, passes=6)

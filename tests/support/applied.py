@@ -7,14 +7,15 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tba_jax.models import decoder, encoder, kv_cache, parameters, scoring
+from tba_jax.models import decoder, kv_cache, parameters, scoring
 from tba_jax.models.config import DecoderConfig, EncoderConfig
+from tba_jax.models.hugging_face import encoders
 from tba_jax.models.parameters import Params, Specs
 
 
 @functools.cache
 def define(config: DecoderConfig | EncoderConfig) -> parameters.Definition[Any]:
-    return encoder.define(config) if isinstance(config, EncoderConfig) else decoder.define(config)
+    return encoders.define(config) if isinstance(config, EncoderConfig) else decoder.define(config)
 
 
 def merge(params: Params, config: DecoderConfig | EncoderConfig) -> Any:

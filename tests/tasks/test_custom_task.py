@@ -67,7 +67,7 @@ def test_a_name_that_names_no_task_is_refused(file, name, sentence):
     (file.parent / "graded.py").write_text(graded)
     name = f"{file.parent}/{name}"
     with pytest.raises(ValueError, match=re.escape(sentence.format(name=name, folder=file.parent))):
-        custom_task.load(name)
+        custom_task.custom_class(name)
 
 
 TAKES = "task.custom: the task's constructor takes (*, count: int, heldout: int = 8)"
@@ -83,7 +83,7 @@ TAKES = "task.custom: the task's constructor takes (*, count: int, heldout: int 
 )
 def test_settings_that_the_class_does_not_take_are_refused(file, settings, sentence):
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
-        custom_task.make(custom_task.load(f"{file}:Ones"), settings, section="task.custom")
+        custom_task.make_custom(custom_task.custom_class(f"{file}:Ones"), settings)
 
 
 SURROGATE = "which holds half of a UTF-16 surrogate pair"

@@ -61,10 +61,7 @@ def _write_rotary(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read_windows(settings: Settings, *, absent: str, window: int | None) -> dict[str, Any]:
-    """layer_pattern and window.
-
-    Args: absent: the letter of each layer if the file has no layer_types; window: of local layers; None: the file gives none.
-    """
+    """layer_pattern and window. absent: the letters without layer_types; window: of local layers; None: the file gives none."""
     types = settings.names("layer_types")
     if other := sorted(set(types) - set(_LETTERS)):
         raise ValueError(f"{settings.path}: layer_types holds {other}; the model code computes {', '.join(_LETTERS)} only")

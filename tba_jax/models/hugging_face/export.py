@@ -1,8 +1,8 @@
 """Export to folders of transformers (weights, config.json, tokenizer), and of adapters alone to folders of PEFT.
 
-A folder appears at its name once it is whole (outputs.py). architectures.py says what the tensors are called and how they lie.
-An adapter adds scale · A B to a weight. Checkpoints that hold query, key and value in one tensor have one adapter for the three:
-its rank is the sum of their ranks, and the columns of its B that belong to one of them are zero in the rows of the others.
+architectures.py says what the tensors are called and how they lie. An adapter adds scale · A B to a weight. Checkpoints that hold
+query, key and value in one tensor have one adapter for the three: its rank is the sum of their ranks, and the columns of its B
+that belong to one of them are zero in the rows of the others.
 """
 
 import codecs
@@ -30,21 +30,13 @@ from tba_jax.models.policy import LoraConfig
 DTYPES = tuple(map(str, load.DTYPES.values()))
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = files.ADAPTER
 _WRAPPED = "base_model.model."  # begins the names of modules in the model that PEFT wraps
+_HEAD = "lm_head"  # transformers 5 calls the head so in every model, also where checkpoints say embed_out
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "chat_template.jinja",
-    "chat_template.json",
+_NAMES = (
+    "tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json vocab.txt "
+    "merges.txt spiece.model sentencepiece.bpe.model chat_template.jinja chat_template.json"
 )
+_TOKENIZER_FILES = _NAMES.split()
 
 
 def save(
@@ -61,18 +53,16 @@ def save(
     """Writes a folder from which transformers computes the same. One file's tensors at a time are on the host.
 
     Args:
-      folder: created, with its parents; it must not exist, or be empty. After an error it does not exist, or is empty.
-      params: np.asarray must give a NumPy array of every leaf and of every leaf[layer]: jax.Array, np.ndarray and
-        tensorstore.TensorStore will do. Adapters must be merged, and integer weights restored.
+      folder: created, with its parents, once it is whole; it must not exist, or be empty.
+      params: of which np.asarray gives every leaf and every leaf[layer]: jax.Array, np.ndarray and tensorstore.TensorStore will
+        do. Adapters must be merged, and integer weights restored.
       dtype: of the weights in the file, "float32", "float16" or "bfloat16".
-      source: the folder that the model came from. Its config.json is kept except for the class and the dtype, and its
-        generation_config.json is copied.
+      source: the folder that the model came from, whose config.json (but for class and dtype) and generation_config.json stay.
       token_ids: further keys of config.json, as {"pad_token_id": 0}: a class with a score head needs one for padded batches.
       more: functions that write further files into the folder that they are called with, before that has its final name.
       max_shard_bytes: of the weights in one file; more are written as shards with an index.
 
-    Raises:
-      ValueError: names the folder, the parameter or the field of the config that cannot be written.
+    Raises ValueError: names the folder, the parameter or the field of the config that cannot be written.
     """
     folder = Path(folder)
     _check_dtype(dtype)
@@ -170,7 +160,7 @@ def _content(
 
 
 def _finite(content: np.ndarray, name: str, path: str) -> np.ndarray:
-    """The tensor called `name`. Raises ValueError where our parameter `path` has given it numbers that are not finite."""
+    """The tensor called `name`. Raises ValueError naming our parameter `path` if a number is not finite."""
     if not np.isfinite(content).all():
         raise ValueError(f"{path} (tensor {name}) holds numbers that are not finite in {content.dtype}")
     return content
@@ -231,11 +221,9 @@ def save_adapters(
 
     Args:
       adapters: lora_a [L, inputs ..., r] and lora_b [L, r, outputs ...] of every map that has one; L in the stack of layers only.
-      base: the folder or the hub id of the model that the adapters belong to. It is named, not written.
-      folder, dtype, more: see `save`.
+      base: the folder or the hub id of the model that the adapters belong to. Others: see `save`.
 
-    Raises:
-      ValueError: as `save`, or an adapter holds numbers that are not finite.
+    Raises ValueError: as `save`, or an adapter holds numbers that are not finite.
     """
     _check_dtype(dtype)
     leaves = {name: np.asarray(leaf).astype(np.float32) for name, leaf in parameters.flatten(adapters).items()}
@@ -259,11 +247,12 @@ def save_adapters(
 
 
 def _adapted(config: DecoderConfig, leaves: Mapping[str, Any]) -> dict[str, tuple[Stored, ...]]:
-    """The modules of the checkpoint that have an adapter ("{layer}" for its number) -> our weights that their tensors hold."""
+    """The modules of transformers that have an adapter ("{layer}" for its number) -> our weights that their tensors hold."""
+    architecture = ARCHITECTURES[config.architecture]
     ours = {name.removesuffix("lora_a") + "weight" for name in leaves if name.endswith(".lora_a")}
     found = {
-        tensor.removesuffix(".weight"): tuple(part for part in stored if part.path in ours)
-        for tensor, stored in ARCHITECTURES[config.architecture].tensors(config).items()
+        _HEAD if tensor == architecture.lm_head else tensor.removesuffix(".weight"): tuple(p for p in stored if p.path in ours)
+        for tensor, stored in architecture.tensors(config).items()
     }
     assert ours == {part.path for stored in found.values() for part in stored}, "every linear map lies in a tensor"
     return {module: stored for module, stored in found.items() if stored}

@@ -23,10 +23,9 @@ COPIED_BYTES = 512 << 10  # of a tensor that are copied at a time: a transposed 
 class Stored:
     """How one of our parameters lies in a tensor of the checkpoint. Letters of the axis table, with C labels and S positions.
 
-    path: ours, "layers.attention.query.weight".
-    stored_axes: "(N 3 H) D": the checkpoint's dimensions; "(...)" is one dimension, slowest first; a number is a fixed axis.
-    our_axes: "D N H": ours, without the layer axis.
-    part: index of our parameter on the fixed axis.
+    path: ours, "layers.attention.query.weight". our_axes: "D N H": ours, without the layer axis.
+    stored_axes: "(N 3 H) D": the checkpoint's dimensions; "(...)" is one dimension, slowest first; a number is a fixed axis, on
+    which `part` is the index of our parameter.
     """
 
     path: str
@@ -106,41 +105,33 @@ class Settings:
     def refuse(self, key: str, computed: str) -> NoReturn:
         raise ValueError(f"{self.path}: {key}={self.values.get(key)!r} is not supported; the model code computes {computed} only")
 
-    def _given(self, key: str, absent: Any) -> Any:
+    def _checked(self, key: str, absent: Any, fits: Callable[[Any], bool], words: str) -> Any:
         value = self.values.get(key)
-        return absent if value is None else value
+        value = absent if value is None else value
+        if not fits(value):
+            raise ValueError(f"{self.path}: {key}={value!r} must be {words}")
+        return value
 
     def size(self, key: str, absent: int | None = None) -> int:
         """A positive integer; `absent` if the key is not given or null, as in the other methods."""
-        value = self._given(key, absent)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{self.path}: {key}={value!r} must be a positive integer")
-        return value
+        return self._checked(
+            key, absent, lambda v: isinstance(v, int) and not isinstance(v, bool) and v > 0, "a positive integer"
+        )
 
     def number(self, key: str, absent: float) -> float:
-        value = self._given(key, absent)
-        # JSON as Python reads it has NaN, Infinity, and integers that no float can hold.
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
-            raise ValueError(f"{self.path}: {key}={value!r} must be a positive number, and finite")
-        return float(value)
+        def fits(value: Any) -> bool:  # JSON as Python reads it has NaN, Infinity, and integers that no float can hold
+            return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+        return float(self._checked(key, absent, fits, "a positive number, and finite"))
 
     def flag(self, key: str, absent: bool) -> bool:
-        value = self._given(key, absent)
-        if not isinstance(value, bool):
-            raise ValueError(f"{self.path}: {key}={value!r} must be true or false")
-        return value
+        return self._checked(key, absent, lambda value: isinstance(value, bool), "true or false")
 
     def names(self, key: str) -> list[str]:
-        value = self._given(key, [])
-        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            raise ValueError(f"{self.path}: {key}={value!r} must be a list of names")
-        return value
+        return self._checked(key, [], lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v), "a list of names")
 
     def table(self, key: str) -> dict[str, Any]:
-        value = self._given(key, {})
-        if not isinstance(value, dict):
-            raise ValueError(f"{self.path}: {key}={value!r} must be an object")
-        return value
+        return self._checked(key, {}, lambda value: isinstance(value, dict), "an object")
 
     def activation(self, key: str, absent: str) -> str:
         """Our name of an activation. Null is refused."""
@@ -202,11 +193,9 @@ Reader = Callable[[Settings, str, Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A key of config.json and what it is in our config; the same description reads and writes it.
-
-    fields: the names of our fields that have its value. read: a method of Settings. absent: the value of transformers where the
-    key is not given, or a function of the settings that returns it; None: the key must be given.
-    """
+    """A key of config.json, to read and to write. fields: the names of our fields that have its value; read: a method of
+    Settings; absent: the value of transformers where the key is not given, or a function of the settings that returns it; None:
+    none."""
 
     fields: str
     read: Reader = Settings.size
@@ -218,13 +207,11 @@ class Architecture:
     """One model_type of Hugging Face checkpoints, for import and export.
 
     heads: class names that config.json's `architectures` may hold -> the head of our config; export writes the first of each.
-    config: makes our config from the fields that `read` returns, architecture, head, compute_dtype, attention, and labels of a
-      score head.
-    define: our config -> the definition of its module.
+    config: makes our config from the fields of `read`, architecture, head, compute_dtype, attention, and labels of a score head.
+    define: our config -> the definition of its module. tensors: our config -> its tensors.
     only: keys that change what the model computes -> the values that our code computes, the value of an absent key first.
     fixed: fields of our config that all checkpoints have. keys: the keys of config.json that are fields of our config.
     read_more: (settings, fields so far) -> the fields that are not a key each. write_more: the inverse, config -> keys.
-    tensors: our config -> its tensors.
     prefix: begins the names of the base model's tensors; a checkpoint of the base model alone has the names without it.
     lm_head: the tensor that is redundant if embeddings are tied, and that is left out if head="score" is asked for.
     ignored: regular expression of the tensors (without the prefix) that are not read, such as buffers that old versions saved.

@@ -7,8 +7,9 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ import safetensors
 from safetensors import SafetensorError
 
 from tba_jax.models import parameters
-from tba_jax.models.hugging_face import files, hub
+from tba_jax.models.hugging_face import files
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES, INSTEAD
 from tba_jax.models.hugging_face.files import Stored
 from tba_jax.models.parameters import Params, ParamSpec
+
+log = logging.getLogger(__name__)
 
 DTYPES: dict[str, np.dtype[Any]] = {"F32": jnp.dtype("float32"), "F16": jnp.dtype("float16"), "BF16": jnp.dtype("bfloat16")}
 
@@ -37,7 +40,53 @@ _FOR = {
     "embedding": "embed texts",
 }
 
+HUB_TIMEOUT_SECONDS = 10.0  # for the hub's first answer; its libraries would try for minutes
+_HTTP_CLIENTS = ("httpx", "httpcore", "requests", "urllib3")
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class NotFetched(ValueError):
+    """What a setting names is neither on this machine nor given by the hub."""
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether an error of the hub's client means that the hub does not answer, or answers that it cannot serve (429, 5xx)."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return status == 429 or status >= 500
+    of_client = any(kind.__module__.startswith(_HTTP_CLIENTS) for kind in type(error).__mro__)
+    return of_client or isinstance(error, ConnectionError | TimeoutError)
+
+
+def unreachable(ask: Callable[[], object], *, called: str) -> BaseException | None:
+    """The error by which the hub does not answer `ask`, with a warning that names what is `called`; None where it answers."""
+    import huggingface_hub.constants
+
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        ask()
+    except Exception as error:  # the errors depend on the version of the hub's HTTP client
+        if not is_away(error):
+            raise
+        log.warning("the hub cannot be reached (%s); %s is taken from its cache, if it is there", type(error).__name__, called)
+        return error
+    return None
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """The libraries of the hub read their caches only, and try no connection."""
+    import datasets
+    import huggingface_hub.constants
+
+    before = huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 @contextlib.contextmanager
@@ -48,7 +97,7 @@ def named(setting: str, path: Path | str) -> Iterator[None]:
     except ValueError as error:
         if str(error).startswith(f"{setting}="):
             raise
-        advice = f"; a local folder needs no hub: --config.{setting}=FOLDER" if isinstance(error, hub.NotFetched) else ""
+        advice = f"; a local folder needs no hub: --config.{setting}=FOLDER" if isinstance(error, NotFetched) else ""
         advice += " (with make: MODEL=FOLDER)" if advice and setting == "model.path" else ""
         raise ValueError(f"{setting}={str(path)!r}: {error}{advice}") from error
 
@@ -70,16 +119,18 @@ def resolve_folder(name: Path | str, *, weights: bool = True) -> Path:
     patterns = ["*.json", *(["*.safetensors"] if weights else []), "*.model", "*.txt", "README.md"]  # the last tells the licence
     away: BaseException | None = None
     try:
-        ask = functools.partial(huggingface_hub.HfApi().model_info, str(name), timeout=hub.TIMEOUT_SECONDS)
-        away = hub.away(ask, called=f"model {name}")
-        hub.tell_download(str(name), [INDEX, SINGLE] if weights and away is None else [])
+        ask = functools.partial(huggingface_hub.HfApi().model_info, str(name), timeout=HUB_TIMEOUT_SECONDS)
+        away = unreachable(ask, called=f"model {name}")
+        cached = (huggingface_hub.try_to_load_from_cache(str(name), file) for file in (INDEX, SINGLE))
+        if weights and away is None and not any(isinstance(path, str) for path in cached):
+            log.info("downloading the weights of %s from the hub, which may take minutes", name)
         return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=patterns, local_files_only=away is not None))
     except (OSError, ValueError) as error:  # every failure of the hub's client is one of the two
         unreached = isinstance(error, huggingface_hub.errors.LocalEntryNotFoundError)
         cause = away if unreached and away else error
         reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         told = "it is not in the hub's cache, and the hub cannot be reached" if unreached else "the hub did not give it"
-        raise hub.NotFetched(f"there is no local folder {name}, and {told}: {reason.removeprefix('Got: ')}") from error
+        raise NotFetched(f"there is no local folder {name}, and {told}: {reason.removeprefix('Got: ')}") from error
 
 
 def holds_weights(name: Path | str) -> bool:
@@ -91,12 +142,10 @@ def holds_weights(name: Path | str) -> bool:
 def read_config(folder: Path | str, *, compute_dtype: str, attention: str = "auto", head: str | None = None) -> Any:
     """Reads config.json of a folder (see resolve_folder) as a DecoderConfig or an EncoderConfig.
 
-    Args:
-      head: "language_model" or "score"; None: the head of the checkpoint's class. With "score" (one label), a checkpoint of a
-        language model becomes a reward model whose head load_params initialises.
+    Args: head: "language_model" or "score"; None: that of the checkpoint's class. With "score" (one label), a language model
+      becomes a reward model whose head load_params initialises.
 
-    Raises:
-      ValueError: no such folder or file, or a setting that is not computed; names the file, the key and the value.
+    Raises ValueError: no such folder or file, or a setting that is not computed; names the file, the key and the value.
     """
     settings = files.read_settings(resolve_folder(folder, weights=False) / "config.json")
     return config_of(settings, compute_dtype=compute_dtype, attention=attention, head=head)
@@ -138,10 +187,8 @@ def check_weights(folder: Path | str, config: Any, *, new_heads: bool = False) -
 def load_params(
     folder: Path | str, config: Any, shardings: Params, *, fresh: jax.Array | None = None, dtype: str = "float32"
 ) -> Params:
-    """The checkpoint's parameters, each created in its sharding.
-
-    Files are mapped, and every device's shard is filled layer by layer from its slices of them: the host holds the shards of
-    this process and nothing else. On accelerators it frees the shards of one parameter before it reads the next.
+    """The checkpoint's parameters, each created in its sharding: files are mapped, and every device's shard is filled layer by
+    layer from its slices of them, so that the host holds no more than the shards of this process.
 
     Args:
       folder: a local folder or a hub id, see resolve_folder.
@@ -149,10 +196,8 @@ def load_params(
       fresh: a random key, from which a score head is initialised if the checkpoint does not hold one; None: an error.
       dtype: of the parameters that are read; a new head is float32.
 
-    Raises:
-      ValueError: no safetensors; a shard is missing or damaged; a tensor is unknown, missing, in two files, of another shape
-        or of a dtype other than float32, float16 and bfloat16, or holds a number that is not finite; tied embeddings that
-        differ. Names the tensor and the file.
+    Raises ValueError, which names tensor and file: no safetensors; a shard is missing or damaged; a tensor is unknown, missing,
+    in two files, of another shape or dtype, or not finite; tied embeddings that differ.
     """
     definition = ARCHITECTURES[config.architecture].define(config)
     specs, sharding_of = parameters.flatten(definition.specs), parameters.flatten(shardings)

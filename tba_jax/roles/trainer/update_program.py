@@ -13,7 +13,7 @@ import numpy as np
 from tba_jax import sharding, trajectory
 from tba_jax.learner import optimizer, settings
 from tba_jax.learner import update as update_lib
-from tba_jax.models import flops, scoring
+from tba_jax.models import hardware, scoring
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
@@ -123,7 +123,7 @@ class UpdateProgram:
         self._resets_optimizer = c.reference.reset_optimizer
         self.rows, self.work = c.queries * c.completions, Work()
         held = c.reference.kind in settings.HELD_REFERENCES
-        self._passes = flops.passes(adapters=policy.lora is not None, held_reference=held)
+        self._passes = hardware.passes(adapters=policy.lora is not None, held_reference=held)
         self.mesh = sharding.make_mesh(tuple(c.mesh.values()), setting="learner.mesh", devices=devices)
         self.config = settings.make_learner_config(c, contract, policy, self.mesh)
         self.frozen: Params = {}

@@ -9,7 +9,7 @@ import datasets
 import huggingface_hub
 import pytest
 
-from tba_jax.models.hugging_face import hub, load
+from tba_jax.models.hugging_face import load
 from tba_jax.tasks import data
 from tests.support.tiny_checkpoints import path_of
 
@@ -90,5 +90,5 @@ class Answered(Exception):
 
 
 def test_what_counts_as_away():
-    assert all(map(hub.is_away, (ConnectionRefusedError(), TimeoutError(), Answered(503), Answered(429))))
-    assert not any(map(hub.is_away, (Answered(404), Answered(401), ValueError("no such split"), FileNotFoundError(2, "x"))))
+    assert all(map(load.is_away, (ConnectionRefusedError(), TimeoutError(), Answered(503), Answered(429))))
+    assert not any(map(load.is_away, (Answered(404), Answered(401), ValueError("no such split"), FileNotFoundError(2, "x"))))
