@@ -1,6 +1,6 @@
 """One asynchronous run of real processes: joined, refused by its storage, killed, moved, stopped, resumed and audited."""
 
-import os
+import contextlib
 import re
 import resource
 import shutil
@@ -19,7 +19,7 @@ from tba_jax.run import processes as processes_lib
 from tba_jax.storage import layout, snapshots
 from tba_jax.telemetry import metrics
 from tests.support import tiny_run
-from tests.support.chaos import ENDLESS, Chaos, check_what_is_left
+from tests.support.chaos import ENDLESS, PATIENCE_SECONDS, Chaos, check_what_is_left
 from tests.support.tiny_run import processes
 
 AWAY_SECONDS = 8.0
@@ -41,48 +41,57 @@ SLOWLY = ("--config.evaluation.enabled=False", "--config.replay.poll_seconds=0.5
     not (Path("/proc/self/cmdline").exists() and hasattr(resource, "prlimit")),
     reason="finds processes through /proc and limits them by prlimit, which this system lacks",
 )
-def test_an_asynchronous_run_outlives_what_happens_to_it(tmp_path, one_device, capsys):
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["kills", "everything"])
+def test_an_asynchronous_run_outlives_what_happens_to_it(tmp_path, one_device, capsys, everything):
     run = layout.RunDir(tmp_path / "run")
-    arguments = tiny_run.command(run.root, *SETTINGS)
-    chaos = Chaos(run, [*arguments, *SLOWLY], searchers=1, output=tmp_path / "supervisor.log")
+    arguments, steps = tiny_run.command(run.root, *SETTINGS), 24
+    pace = SLOWLY if everything else (f"--config.learner.steps={steps}", "--config.replay.poll_seconds=0.2")
+    chaos = Chaos(run, [*arguments, *pace], searchers=1, output=tmp_path / "supervisor.log")
     with chaos:
-        chaos.start(ENDLESS)
-        chaos.wait_until(lambda: chaos.journalled()[1] >= 6, "the first steps")
-        with pytest.raises(SystemExit, match="2"):
-            command_line.execute(main, [*arguments[3:], ENDLESS, "--role=trainer"])
-        assert "is held by process" in capsys.readouterr().err
-        check_a_searcher_that_joins(chaos, [*arguments, "--role=searcher", "--name=joined"])
+        chaos.start(*[ENDLESS] * everything)
+        chaos.wait_until(lambda: chaos.journalled()[1] >= 4, "the first steps")
+        if everything:
+            with pytest.raises(SystemExit, match="2"):
+                command_line.execute(main, [*arguments[3:], ENDLESS, "--role=trainer"])
+            assert "is held by process" in capsys.readouterr().err
+            check_a_searcher_that_joins(chaos, [*arguments, "--role=searcher", "--name=joined"])
+            epoch, writers = chaos.journalled()[0], chaos.writers()
+            chaos.make_folders_refuse()
+            chaos.fill_disk("searcher-0")
+            wait_for_all(chaos, epoch, writers, "steps of roles that were started again")
         epoch, writers = chaos.journalled()[0], chaos.writers()
-        chaos.make_folders_refuse()
-        chaos.fill_disk("searcher-0")
-        wait_for_all(chaos, epoch, writers, "steps of roles that were started again")
-        epoch, writers = chaos.journalled()[0], chaos.writers()
-        with chaos.away(tmp_path / "away"):
-            for pid in [*chaos.pids("trainer"), *chaos.pids("searcher-0")]:
-                os.kill(pid, signal.SIGKILL)
-            chaos.wait(AWAY_SECONDS, "the workdir to be away for long enough")
-        wait_for_all(chaos, epoch, writers, "steps after the workdir was back")
-        chaos.stop()
-    assert "this resumes the run: " in chaos.said() and not processes(run.root)
-
-    # The same command goes on, to an end. It may bound the logs as it likes.
-    steps, log = journal.last_step(run.journal) + 24, run.log("trainer")
-    log.write_text(log.read_text() + "x" * (3 << 20))
-    fewer, bounded = f"--config.learner.steps={steps}", ("--config.logs.megabytes=1", "--config.logs.keep=1")
-    # Without standard input, whose number a pipe to the roles would take.
-    closed = ["sh", "-c", 'exec "$@" <&-', "sh"]
-    done = tiny_run.call([*closed, *arguments, fewer, *bounded, "--allow_change=learner.steps"], timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert processes_lib.older(log, 1).stat().st_size == 2 << 20 and "resumed at step" in log.read_text()
-    told = r"base: accuracy -?\d\.\d\d -> -?\d\.\d\d in \d+ s from step \d+ on, mean staleness \d+\.\d steps, results in "
-    assert re.fullmatch(told + str(run.root), done.stdout.strip().splitlines()[-1])
+        with chaos.away(tmp_path / "away") if everything else contextlib.nullcontext():
+            for name in ("trainer", "searcher-0"):
+                assert chaos.kill(name)
+            chaos.wait(AWAY_SECONDS if everything else 0.0, "the workdir to be away for long enough")
+        wait_for_all(chaos, epoch, writers, "steps after the kills")
+        if everything:
+            chaos.stop()
+            assert "this resumes the run: " in chaos.said() and not processes(run.root)
+            steps = journal.last_step(run.journal) + 24
+            check_that_the_same_command_goes_on(run, arguments, steps)
+        else:
+            assert chaos.supervisor.wait(PATIENCE_SECONDS) == 0, chaos.said()
     check_what_is_left(run, steps, epochs=chaos.epochs)
     check_metrics(run, steps)
-    check_snapshots_can_be_derived_again(run, tmp_path / "derived", (*SETTINGS, fewer))
+    check_snapshots_can_be_derived_again(run, tmp_path / "derived", (*SETTINGS, f"--config.learner.steps={steps}"))
     capsys.readouterr()
     assert command_line.execute(show, [f"--workdir={run.root}", "--order=best", "--count=2"]) == 0
     shown = capsys.readouterr().out
     assert shown.count("query:") == 2 and "reward" in shown and "policy step" in shown
+
+
+def check_that_the_same_command_goes_on(run: layout.RunDir, arguments: list[str], steps: int) -> None:
+    """To an end. It may bound the logs as it likes."""
+    log = run.log("trainer")
+    log.write_text(log.read_text() + "x" * (3 << 20))
+    flags = (f"--config.learner.steps={steps}", "--allow_change=learner.steps", "--config.logs.megabytes=1", "--config.logs.keep=1")
+    # Without standard input, whose number a pipe to the roles would take.
+    done = tiny_run.call(["sh", "-c", 'exec "$@" <&-', "sh", *arguments, *flags], timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert processes_lib.older(log, 1).stat().st_size == 2 << 20 and "resumed at step" in log.read_text()
+    told = r"base: accuracy -?\d\.\d\d -> -?\d\.\d\d in \d+ s from step \d+ on, mean staleness \d+\.\d steps, results in "
+    assert re.fullmatch(told + str(run.root), done.stdout.strip().splitlines()[-1])
 
 
 def wait_for_all(chaos: Chaos, epoch: int, writers: set[str], what: str) -> None:
@@ -120,10 +129,6 @@ def check_a_searcher_that_joins(chaos: Chaos, arguments: list[str]) -> None:
     step = next(line["step"] for line in opened.lines if writer in line["writers"])
     text, same = audit.rebuild_batch(opened, step)
     assert same and f"{writer}:" in text
-
-
-def journalled_writers(run: layout.RunDir) -> set[str]:
-    return {writer for line in journal.read_lineage(run.journal) for writer in line["writers"]}
 
 
 def check_snapshots_can_be_derived_again(run: layout.RunDir, workdir: Path, flags: tuple[str, ...]) -> None:

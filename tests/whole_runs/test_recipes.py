@@ -34,8 +34,8 @@ PRETRAINED = {
     "own_task:small": "mentioned",
     "story_sentiment:small": "reward",
 }
-# Rewards of a model, and answers that a task in a file grades; the others differ from these by settings.
-BY_DEFAULT = ("tldr_pythia:small", "own_task:small")
+# Rewards of a model; the others differ by settings, and test_privacy runs a task of a file.
+BY_DEFAULT = ("tldr_pythia:small",)
 # Recipes that make their own policy.
 WARM_STARTED = ("countdown", "demo", "demo_baselines", "demo_tba_prime", "demo_vine_ppo")
 
