@@ -246,15 +246,3 @@ def test_a_process_that_does_not_see_the_end_of_another_is_killed(tmp_path, star
     role = start(2)
     end(tmp_path, 6)
     assert wait(role) == -9
-
-
-def test_last_words_are_in_the_log_or_where_the_supervisor_speaks(tmp_path, start, capfd):
-    """In the log that was just set aside, too."""
-    role = start(1)
-    end(tmp_path, 3)
-    assert wait(role) == 3
-    assert processes.rotate(role.log, limit=12, keep=1) and role.log.read_text() == ""
-    assert role.last_words(3) == "error: words of 0"
-    role.log.unlink()
-    role.log.mkdir()
-    assert wait(start(1)) == 3 and capfd.readouterr().out == "error: words of 0\n"

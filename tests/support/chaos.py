@@ -12,10 +12,10 @@ import os
 import resource
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -33,27 +33,18 @@ ENDLESS = "--config.learner.steps=1000000"
 PATIENCE_SECONDS = 240  # for anything: only a hang takes that long
 
 
-class Stop(NamedTuple):
-    """Of a role by SIGSTOP. begin: of time.monotonic. seconds: that it is to last."""
-
-    role: str
-    begin: float
-    seconds: float
-
-
 @dataclasses.dataclass
 class Chaos:
     """A supervised run and what was done to it.
 
-    output: what the supervisor says, outside of the run. environment: of all processes, beside the test's own.
-    epochs: those of killed trainers that had journalled a step. stopped: seconds of each SIGSTOP, by role.
+    output: what the supervisor says, outside of the run. epochs: those of killed trainers that had journalled a step.
+    stopped: seconds of each SIGSTOP, by role.
     """
 
     run: layout.RunDir
     arguments: list[str]
     searchers: int
     output: Path
-    environment: dict[str, str] = dataclasses.field(default_factory=dict)
     supervisor: subprocess.Popen[bytes] = dataclasses.field(init=False)
     killed: dict[str, int] = dataclasses.field(default_factory=lambda: dict(searcher=0, trainer=0, supervisor=0))
     refused: dict[str, int] = dataclasses.field(default_factory=lambda: dict(full=0, read_only=0))
@@ -61,14 +52,13 @@ class Chaos:
     damaged: list[int] = dataclasses.field(default_factory=list)
     stopped: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     epochs: set[int] = dataclasses.field(default_factory=set)
-    _frozen: dict[int, "Stop"] = dataclasses.field(default_factory=dict)
 
     def start(self, *flags: str) -> None:
         with self.output.open("ab") as output:
             self.supervisor = subprocess.Popen(
                 tiny_run.unprivileged([*self.arguments, *flags]),
                 cwd=tiny_run.ROOT,
-                env=tiny_run.environment() | self.environment,
+                env=tiny_run.environment(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -78,13 +68,12 @@ class Chaos:
         return self.output.read_text(errors="replace")
 
     def wait_until(self, condition: Callable[[], object], what: str, *, patience: float = PATIENCE_SECONDS) -> None:
-        """Fails early where the run has ended: nothing is going to happen any more then. Lets roles go on whose stop is over."""
+        """Fails early where the run has ended: nothing is going to happen any more then."""
         deadline = time.monotonic() + patience
         while not condition():
             if self.supervisor.poll() is not None:
                 pytest.fail(f"the run ended with {self.supervisor.returncode} before {what}: {self.said()}")
             assert time.monotonic() < deadline, f"waited {patience:.0f} s for {what}: {self.said()} {self.words()}"
-            self._thaw(lambda stop: time.monotonic() >= stop.begin + stop.seconds)
             time.sleep(0.05)
 
     def wait(self, seconds: float, what: str) -> None:
@@ -140,7 +129,6 @@ class Chaos:
 
     def stop(self) -> None:
         """As Ctrl-C does."""
-        self.thaw()
         self.supervisor.send_signal(signal.SIGINT)
         self.supervisor.wait(PATIENCE_SECONDS)
         assert self.supervisor.returncode == 130, self.said()
@@ -219,31 +207,18 @@ class Chaos:
         with self.away(place):
             self.wait(seconds, "the workdir to be away for long enough")
 
-    def freeze(self, name: str, *, seconds: float = float("inf")) -> int | None:
-        """SIGSTOP to a role, which `wait_until` lets go on. Returns its process id; None where it is not there, or stopped."""
-        pid = next(iter(self.pids(name)), None)
-        if pid is None or pid in self._frozen:
-            return None
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)
-            self._frozen[pid] = Stop(name.split("-")[0], time.monotonic(), seconds)
-        return pid
+    def freeze(self, name: str, *, seconds: float) -> None:
+        """SIGSTOP to a role, which goes on after that time if it is there by then."""
+        for pid in self.pids(name)[:1]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+                threading.Timer(seconds, self._thaw, (pid, name.split("-")[0], seconds)).start()
 
-    def is_stopped(self, name: str) -> bool:
-        return any(pid in self._frozen for pid in self.pids(name))
-
-    def thaw(self) -> None:
-        """SIGCONT to all that are stopped."""
-        self._thaw(lambda stop: True)
-
-    def _thaw(self, is_over: Callable[["Stop"], bool]) -> None:
-        """Stops of roles that were killed meanwhile are not counted."""
-        for pid, stop in [(pid, stop) for pid, stop in self._frozen.items() if is_over(stop)]:
-            del self._frozen[pid]
-            if pid in processes(self.run.root):
-                self.stopped.setdefault(stop.role, []).append(time.monotonic() - stop.begin)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
+    def _thaw(self, pid: int, role: str, seconds: float) -> None:
+        if pid in processes(self.run.root):
+            self.stopped.setdefault(role, []).append(seconds)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def damage_snapshot(self, *, spared: int) -> bool:
         """Flips a byte in the middle of the largest file of the newest snapshot, and cuts the second largest in half.

@@ -85,7 +85,12 @@ def check_that_the_same_command_goes_on(run: layout.RunDir, arguments: list[str]
     """To an end. It may bound the logs as it likes."""
     log = run.log("trainer")
     log.write_text(log.read_text() + "x" * (3 << 20))
-    flags = (f"--config.learner.steps={steps}", "--allow_change=learner.steps", "--config.logs.megabytes=1", "--config.logs.keep=1")
+    flags = (
+        f"--config.learner.steps={steps}",
+        "--allow_change=learner.steps",
+        "--config.logs.megabytes=1",
+        "--config.logs.keep=1",
+    )
     # Without standard input, whose number a pipe to the roles would take.
     done = tiny_run.call(["sh", "-c", 'exec "$@" <&-', "sh", *arguments, *flags], timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -168,9 +173,8 @@ def test_a_package_that_is_not_installed_ends_a_new_run_by_one_sentence(tmp_path
     missing = 'raise ModuleNotFoundError("No module named \'orbax\'", name="orbax")'
     (tmp_path / "orbax" / "__init__.py").write_text(missing)
     seen = tiny_run.environment() | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        tiny_run.command(tmp_path / "run"), cwd=tiny_run.ROOT, env=seen, capture_output=True, text=True, timeout=120, check=False
-    )
+    command = tiny_run.command(tmp_path / "run", "--config.schedule.mode=interleaved")
+    done = subprocess.run(command, cwd=tiny_run.ROOT, env=seen, capture_output=True, text=True, timeout=120, check=False)
     sentences = [line for line in done.stderr.splitlines() if "orbax" in line]
     assert done.returncode == processes_lib.BAD_INPUT and len(sentences) == 1, done.stdout + done.stderr
-    assert "requirements.txt" in sentences[0] and sys.executable in sentences[0] and "starting it again" not in done.stderr
+    assert "requirements.txt" in sentences[0] and sys.executable in sentences[0]

@@ -20,17 +20,6 @@ from tba_jax.tasks import EXTRAS
 from tests.support import tiny_run
 
 OWN = ".".join(map(str, sys.version_info[:2]))
-TEST_PACKAGES = ("pytest", "pytest-timeout", "hypothesis", "vaderSentiment")
-# Fast tests of every kind: settings and their checks, mathematics, storage, text, an update, a run in one process.
-QUICK = (
-    "tests/test_schemas.py",
-    "tests/experiment/test_checks.py",
-    "tests/objectives/test_trajectory_balance.py",
-    "tests/packing",
-    "tests/replay/test_log.py",
-    "tests/replay/test_journal.py",
-    "tests/tasks/test_interface.py",
-)
 IMPORT_ALL = """
 import importlib, pkgutil, warnings
 import configs, tba_jax
@@ -108,15 +97,6 @@ def test_the_demo_begins_and_its_run_is_shown(python, tmp_path):
     )
     read = call(python, "-c", program, str(tmp_path / "run" / "metrics" / "trainer"))
     assert read.returncode == 0 and read.stdout.split()[-1] == "3", read.stdout + read.stderr
-
-
-@pytest.mark.slow
-def test_fast_tests_pass(python):
-    """After the others: it adds packages."""
-    done = call(python, "-m", "pip", "install", "--quiet", "--no-compile", *TEST_PACKAGES)
-    assert done.returncode == 0, done.stderr
-    done = call(python, "-m", "pytest", "-p", "no:cacheprovider", *QUICK)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.fixture(scope="module")

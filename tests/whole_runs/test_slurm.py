@@ -83,28 +83,6 @@ def test_each_process_takes_its_own_gpus(run, tmp_path):
     assert len(searchers) == 4 and sorted(seat["taken"] for seat in searchers) == [["0"], ["1"], ["2"], ["3"]]
 
 
-def test_searchers_are_killed_queue_again_and_join(run):
-    trainer, searchers = run.begin(steps=ENDLESS)
-    run.wait_until(lambda: run.steps() > 5 and len(run.writers()) == 2, "the first steps")
-    known = run.writers()
-    os.kill(run.pids("searcher")[0], signal.SIGKILL)
-    run.wait_until(lambda: len(run.writers()) > len(known), "the killed searcher to be back")
-    assert restarts(run, f"{searchers}_0") == restarts(run, f"{searchers}_1") == 0
-
-    known = run.writers()
-    run.call("scontrol", "requeue", f"{searchers}_1")
-    run.wait_until(lambda: len(run.writers()) > len(known), "the element to be back")
-    assert restarts(run, f"{searchers}_1") == 1 and restarts(run, f"{searchers}_0") == restarts(run, trainer) == 0
-
-    known = run.writers()
-    (more,) = run.submit("--only=searchers", SEARCHERS="4", SEARCHERS_PER_NODE="2", SEARCHER_CPUS="12")
-    run.wait_until(lambda: len(run.writers() - known) >= 4, "four more searchers")
-    new = run.writers() - known
-    run.wait_until(lambda: run.trained() >= new, "steps on rows of each of them")
-    assert {run.job(f"{more}_{i}")["JobState"] for i in (0, 1)} == {"RUNNING"}
-    run.finish()
-
-
 @pytest.mark.parametrize("run", PLACES[:1], indirect=True)
 def test_a_trainer_outlives_a_kill_and_the_power_cut_of_a_node(run):
     trainer, _ = run.begin(steps=ENDLESS)
@@ -120,18 +98,3 @@ def test_a_trainer_outlives_a_kill_and_the_power_cut_of_a_node(run):
     run.wait_until(lambda: run.steps() > steps + 10, "further steps")
     assert node not in run.nodes_of(trainer) and {line["epoch"] for line in run.lineage()} > epochs
     run.finish()
-
-
-def test_the_time_limit_asks_the_trainer_to_stop(run):
-    """Slurm looks at limits every 30 s, so the signal comes 60 to 90 s before the limit of 2 minutes."""
-    trainer, _ = run.begin(steps=ENDLESS, TRAINER_TIME="2", STOP_SECONDS="60")
-    run.wait_until(lambda: run.steps() > 5, "the first steps")
-    run.wait_until(lambda: restarts(run, trainer) > 0, "the job to queue again")
-    steps = run.steps()
-    saved = max(int(path.name) for path in (run.root / "checkpoints").iterdir() if path.name.isdigit())
-    assert saved == steps, (saved, steps)
-    run.wait_until(lambda: run.steps() > steps + 10, "further steps")
-    assert not list((run.root / "logs").glob("deaths-*"))
-    run.cancel_all()
-    assert run.job(trainer)["JobState"] == "CANCELLED" and not run.pids("trainer") and not run.pids("searcher")
-    assert run.finish()[0] != trainer

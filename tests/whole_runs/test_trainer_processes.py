@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 from tba_jax import main
@@ -253,26 +252,3 @@ def test_two_processes_make_the_policy_that_one_makes(tmp_path, source, kind):
             assert each.code == 0, each.text
         made.append(layout.read_json(tmp_path / str(count) / "reference" / "initial.json"))
     assert made[0] == made[1], "the id is a hash of the weights"
-
-
-@pytest.mark.slow
-def test_four_devices_in_one_two_and_four_processes(tmp_path, source):
-    flags = trainers.offline_flags(source, learner__mesh__fsdp=2)
-    for count in (1, 2, 4):
-        trainers.run(tmp_path / str(count), *flags, processes=count, devices=4 // count)
-    for count in (2, 4):
-        assert_same_run(tmp_path / str(count), tmp_path / "1", tolerance=1e-5)
-    expected = weights(tmp_path / "1")
-    for count in (2, 4):
-        found = weights(tmp_path / str(count))
-        both = expected.keys() & found.keys()
-        assert {layout.step_name(0), layout.step_name(12)} <= {name.split("/")[0] for name in both}
-        for name in both:
-            array = expected[name]
-            np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-6, err_msg=f"{name}, {count} processes")
-
-
-def weights(workdir: Path) -> dict[str, np.ndarray]:
-    """The numbers in each chunk of each snapshot; a chunk ends by its checksum."""
-    chunks = {name: content for name, content in policies(workdir).items() if "/c/" in name}
-    return {name: np.frombuffer(content[:-4], np.float32) for name, content in chunks.items()}

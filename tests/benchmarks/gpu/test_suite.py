@@ -2,18 +2,15 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
 
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
-from benchmarks.gpu import cases, device, runs, suite, table
+from benchmarks.gpu import cases, device, suite, table
 from benchmarks.gpu.device import Device
-from benchmarks.gpu.suite import Case, Row
+from benchmarks.gpu.suite import Case
 
 CPU = Device(platform="cpu", kind="cpu", versions={"jax": "1"}, without_torch="torch is not installed")
 SIZES = dict(memory=140 << 30, bytes=105 << 30)
@@ -69,15 +66,6 @@ def test_a_case_that_needs_too_much_memory_is_left_out(tmp_path, message):
     assert row.figure == suite.LEFT_OUT and message in row.value
 
 
-def test_a_setting_that_fails_is_named_beside_the_rows_of_the_other(tmp_path):
-    code = "import sys\nif '--safe' not in sys.argv: sys.exit('error: no such kernel')\n" + WRITES
-    run([make_case(tmp_path, "kernel", code, otherwise=("--safe",))], tmp_path)
-    speed, failure = suite.rows(tmp_path)["kernel"]
-    assert speed.value == "3" and failure.figure == "failed without --safe" and "no such kernel" in failure.value
-    run([make_case(tmp_path, "both", "exit(1)", otherwise=("--safe",))], tmp_path)
-    assert [row.figure for row in suite.rows(tmp_path)["both"]] == [suite.FAILED]
-
-
 def test_cases_without_time_are_left_out_and_others_are_kept(tmp_path, capsys):
     first, second = make_case(tmp_path, "first", WRITES), make_case(tmp_path, "second", WRITES, least=1000.0)
     run([second, first], tmp_path, seconds=100)
@@ -103,32 +91,6 @@ def test_damaged_rows_and_those_of_other_devices_are_not_taken(tmp_path):
     assert len(lines) == 3 and all(line["figure"] == "speed" for line in lines)
 
 
-def test_an_interrupted_suite_ends_its_case_and_keeps_its_rows(tmp_path):
-    marker = tmp_path / "alive"
-    sleeps = f"import pathlib, time\nwhile True: pathlib.Path({str(marker)!r}).touch(); time.sleep(.05)"
-    program = f"""
-import signal, sys
-from pathlib import Path
-from tests.benchmarks.gpu.test_suite import WRITES, make_case, run
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-folder = Path({str(tmp_path)!r})
-run([make_case(folder, "first", WRITES), make_case(folder, "endless", {sleeps!r})], folder)
-"""
-    process = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": "."})
-    try:
-        until = time.monotonic() + 60
-        while not marker.exists() and time.monotonic() < until:
-            time.sleep(0.05)
-        process.terminate()
-        assert process.wait(timeout=60) == 143
-    finally:
-        process.kill()
-    assert suite.rows(tmp_path).keys() == {"first"}
-    marker.unlink()
-    time.sleep(0.3)
-    assert not marker.exists(), "the case's process goes on"
-
-
 @pytest.mark.parametrize("found", [CPU, H200, TPU], ids=lambda found: found.platform)
 def test_each_device_has_every_kind_of_case_but_torch(tmp_path, found):
     wanted = cases.of(found, tmp_path, model="", data="")
@@ -143,19 +105,6 @@ def test_each_device_has_every_kind_of_case_but_torch(tmp_path, found):
     assert ("latency_hiding" in flags and "command_buffer" in flags) == (found.platform == "gpu")
 
 
-def test_decode_rows_have_the_share_of_the_bandwidth_and_the_ratio(tmp_path):
-    figures = {"tokens_per_second": 100.0, "share_of_bandwidth": 0.5, "share_of_bound": 0.4}
-    decoders = {"ours": figures, "static": figures | {"tokens_per_second": 40.0}}
-    case = next(case for case in cases.of(H200, tmp_path, model="", data="") if case.kind == "decode")
-    found = {name: {"decoders": decoders, "rows": 64, "queries": queries} for name, queries in (("qwen_s1", 64), ("qwen_s16", 4))}
-    case.answer.write_text(json.dumps({"cases": found}))
-    ours, theirs, of_groups, _ = case.read(case.answer, case)
-    assert ours == Row(
-        case=case.name, figure="S = 1: ours", value="100 tokens/s", beside="50 % of the measured bandwidth, 40 % of the bound"
-    )
-    assert of_groups.figure == "S = 16: ours" and theirs.value == "40 tokens/s" and theirs.beside.endswith("ours × 2.50")
-
-
 def test_a_gpu_that_jax_does_not_use_is_a_mistake(tmp_path, monkeypatch):
     """Not the CPU form, which would take the minutes of a machine with a GPU."""
     tool = tmp_path / "nvidia-smi"
@@ -166,21 +115,6 @@ def test_a_gpu_that_jax_does_not_use_is_a_mistake(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(ValueError, match="NVIDIA H200, but JAX finds only the CPU"):
         device.find()
-
-
-@pytest.mark.slow
-def test_gpu_tests_do_not_pass_on_cpus(monkeypatch):
-    """The tests' own setting of the platform is CPUs, where the suite runs them it is the GPU, which is missing here."""
-    flags.FLAGS.mark_as_parsed()
-    monkeypatch.setattr(runs, "files_with_gpu_tests", lambda: ["tests/storage/test_checkpoints.py"])
-    with flagsaver.flagsaver(only_counted=True):
-        (row,) = runs.tests()
-    assert row["figure"] == "counted, not run" and row["value"].startswith("1/")
-    if shutil.which("nvidia-smi"):
-        pytest.skip("this machine has a GPU")
-    with flagsaver.flagsaver(only_counted=False):
-        (row,) = runs.tests()
-    assert row["figure"] == "pytest" and row["value"].startswith("1 failed") and "test_nothing_is_copied" in row["beside"]
 
 
 @pytest.mark.slow

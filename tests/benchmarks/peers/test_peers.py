@@ -2,14 +2,13 @@
 
 import dataclasses
 import json
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks.peers import cases, checkpoint, jobs, prompts, recording, table, tba_run
+from benchmarks.peers import cases, checkpoint, prompts, recording, tba_run
 from tba_jax import sharding
 from tba_jax.models.hugging_face import load
 from tba_jax.storage import layout
@@ -99,19 +98,3 @@ def test_shares_of_time_become_seconds_of_each_step(tmp_path):
     assert found["seconds"] == pytest.approx([0.0, 4.0, 4.0]) and found["tokens"] == [64, 64, 64]
     assert found["parts"]["generate"] == pytest.approx([0.0, 2.0, 1.0])
     assert found["rows_per_second"] == pytest.approx(2 * 4 / 10)
-
-
-def record(*seconds: float, rows_per_second: float = 1.0) -> dict[str, Any]:
-    """A run whose warm-up took very long."""
-    tokens = [0] * jobs.WARM_UP_STEPS + [2048] * len(seconds)
-    slow = [1000.0] * jobs.WARM_UP_STEPS
-    return {"seconds": slow + list(seconds), "parts": {}, "tokens": tokens, "rows_per_second": rows_per_second}
-
-
-def test_the_table_has_medians_of_medians_and_ratios():
-    assert table.medians([record(1.0, 2.0, 9.0), record(5.0, 5.0, 50.0), record(3.0, 4.0, 4.0)])["step"] == 4.0
-    ours = {"tba_interleaved": [record(4.0, rows_per_second=8.0)], "tba_async": [record(3.0, rows_per_second=10.0)]}
-    lines = table.lines({"fixed": {"trl": [record(6.0, rows_per_second=5.0)], **ours, "tunix": "no such version"}})
-    (line,) = [line for line in lines if line.startswith("| TRL GRPO")]
-    assert line.split(" | ")[-4:] == ["1.50", "1.60", "2.00", "2.00 |"]
-    assert "Tunix GRPO: no figure. no such version" in lines

@@ -66,18 +66,6 @@ def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(quick):
     assert [(line["rows"], line["tokens"]) for line in lines] == [(ROWS, count) for count in tokens[1:]]
 
 
-def test_storage_that_cannot_be_read_stops_a_searcher_that_waits(quick):
-    s, made = quick(searchers__max_rows_per_snapshot=ROWS)
-
-    def look() -> None:
-        if committed(s) and not snapshots.is_committed(s.run.policies, 1):
-            publish(s, 1, unreadable)
-
-    with pytest.raises(OSError, match=r"00000001/commit\.json"):
-        run_searcher(s, made, look)
-    assert rows_of_the_stream(s, made, committed(s) // S)["policy_step"].max() == 0
-
-
 def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(quick, caplog):
     """Published behind a whole one: the searcher goes on with that, waits when its rows are asked, and says for what."""
     s, made = quick(searchers__max_rows_per_snapshot=2 * ROWS)
@@ -189,18 +177,6 @@ def clock() -> types.SimpleNamespace:
 @pytest.fixture
 def watch(clock) -> RewardWatch:
     return RewardWatch(give_up_seconds=100.0, clock=lambda: clock.now)
-
-
-def test_the_share_and_the_first_reason_are_said(watch):
-    assert watch.trouble == ""
-    for _ in range(26):
-        watch.note(FAILED)
-    pauses = "; the searcher pauses, and tries a batch now and then"
-    assert watch.trouble == f"no row has a reward: 1,664 of 1,664 failed, KeyError: 'x'{pauses}"
-    watch.note(dataclasses.replace(SCORED, unscored=1, failure="ValueError"))
-    assert watch.trouble == "some rows have no reward: 1,665 of 1,728 failed, KeyError: 'x'"
-    watch.note(FAILED)
-    assert watch.trouble == "the last rows have no reward: 1,729 of 1,792 failed, KeyError: 'x'"
 
 
 def test_after_three_useless_batches_one_is_tried_now_and_then(watch, clock):
