@@ -1,20 +1,14 @@
-"""A supervised run of real processes, what a test does to it, and what must be left at its end.
-
-A role's writes beyond a file size fail with EFBIG (RLIMIT_FSIZE), which stands for a full disk, and for one role before the
-others. Processes of the run have given up root's right to ignore the permissions of folders. small_disk.py fills, unmounts and
-protects a whole disk, where the machine lets a test mount one.
-"""
+"""A supervised run of real processes, what a test does to it, and what must be left at its end."""
 
 import contextlib
 import dataclasses
 import io
 import os
-import resource
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +50,7 @@ class Chaos:
     def start(self, *flags: str) -> None:
         with self.output.open("ab") as output:
             self.supervisor = subprocess.Popen(
-                tiny_run.unprivileged([*self.arguments, *flags]),
+                [*self.arguments, *flags],
                 cwd=tiny_run.ROOT,
                 env=tiny_run.environment(),
                 stdout=output,
@@ -147,27 +141,6 @@ class Chaos:
         """How often a role ended by storage that refused it. The supervisor tells it: the role's own log may have no room."""
         return sum(self.said().count(f"{name} (exit code {code})") for code in (STORAGE_FAILED, STORAGE_FORBIDS))
 
-    def fill_disk(self, name: str) -> None:
-        """As a full disk does to one role: it ends by a write that is refused, and is started again."""
-        self.wait_until(lambda: self.pids(name), f"{name} to be there")
-        before, told = self._refusals(name), self.run.log(name).stat().st_size
-        # 2000 bytes for the sentence; journal, rows, metrics and evaluations soon need more, or have more already.
-        with contextlib.suppress(ProcessLookupError):
-            resource.prlimit(self.pids(name)[0], resource.RLIMIT_FSIZE, (told + 2000, resource.RLIM_INFINITY))
-        self.wait_until(lambda: self._refusals(name) > before, f"{name} to end by a write that was refused")
-        self.refused["full"] += 1
-
-    def make_folders_refuse(self) -> None:
-        """All folders of the run refuse, as a mount that has become read-only does, until the trainer has ended by it."""
-        before = self._refusals("trainer")
-        set_folders(self.run.root, mode=0o555)
-        try:
-            self.wait_until(lambda: self._refusals("trainer") > before, "the trainer to end by folders that refuse")
-            self._note_epoch()
-        finally:
-            set_folders(self.run.root, mode=0o755)
-        self.refused["read_only"] += 1
-
     def full(self, disk: SmallDisk) -> None:
         """The disk of the run is full until the trainer has ended by it twice."""
         before = self._refusals("trainer")
@@ -191,21 +164,16 @@ class Chaos:
         self.lost += 1
         self._note_epoch()
 
-    @contextlib.contextmanager
-    def away(self, place: Path) -> Iterator[None]:
+    def move_away(self, place: Path, seconds: float) -> None:
         """The workdir is moved away, and back at the end; nothing may have begun in its place."""
         self.run.root.rename(place)
         try:
-            yield
+            self.wait(seconds, "the workdir to be away for long enough")
         finally:
             assert not self.run.root.exists(), list(self.run.root.iterdir())
             place.rename(self.run.root)
         self.lost += 1
         self._note_epoch()
-
-    def move_away(self, place: Path, seconds: float) -> None:
-        with self.away(place):
-            self.wait(seconds, "the workdir to be away for long enough")
 
     def freeze(self, name: str, *, seconds: float) -> None:
         """SIGSTOP to a role, which goes on after that time if it is there by then."""
@@ -254,13 +222,6 @@ class Chaos:
         self.supervisor.wait(PATIENCE_SECONDS + 600)
         assert self.supervisor.returncode == 0, (self.said(), self.words())
         assert everything_gone(self.run.root), processes(self.run.root)
-
-
-def set_folders(root: Path, *, mode: int) -> None:
-    """Top down, each before it is listed: nothing can be made in what was listed, and so be left out."""
-    for folder, _, _ in os.walk(root):
-        with contextlib.suppress(FileNotFoundError):  # removed since its parent was listed
-            os.chmod(folder, mode)
 
 
 def check_what_is_left(run: layout.RunDir, steps: int, *, epochs: set[int]) -> None:

@@ -60,11 +60,12 @@ def test_roles_need_the_folder_and_trust_and_what_they_write_is_its_owners(tmp_p
     before = contents(shared / "replay")
     capsys.readouterr()
     assert here(f"--config={recipe}", "--role=searcher", "--config.learner.steps=1000") == 0
-    assert f"has finished its {STEPS} steps" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"has finished its {STEPS} steps" in said and f"learner.steps: {STEPS} there, 1000 here" in said
     assert contents(shared / "replay") == before
     assert here("--role=trainer", "--trust_task") == 0
 
-    (tmp_path / "responses.jsonl").write_text(json.dumps({"prompt": f"{8:06b}", "response": "7"}) + "\n")
+    (tmp_path / "responses.jsonl").write_text(json.dumps({"prompt": f"{8:06b}", "response": "a1"}) + "\n")
     known = [f"--workdir={run.root}", "--trust_task"]
     assert command_line.execute(append, [*known, f"--responses={tmp_path / 'responses.jsonl'}"]) == 0
     assert command_line.execute(evaluate, [*known, f"--output={report}"]) == 0
