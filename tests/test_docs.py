@@ -173,12 +173,6 @@ def test_a_page_shows_what_is_there(page):
     assert not problems(page, text), "\n".join(problems(page, text))
 
 
-def test_the_readme_is_a_front_door_and_says_how_to_ask_whether_it_fits():
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 150 and "docs/running.md#does-it-fit" in text
-    assert any("--topology=L4x4" in words for words in commands(text))
-
-
 def test_the_readme_lists_every_room():
     text = (ROOT / "README.md").read_text()
     (listed,) = (block for _, block in FENCED.findall(text) if block.startswith("tba_jax/\n"))

@@ -1,6 +1,5 @@
 """The suite: it holds its time, keeps what it has, and a case that fails costs its own row alone."""
 
-import json
 import os
 import subprocess
 import sys
@@ -76,19 +75,6 @@ def test_cases_without_time_are_left_out_and_others_are_kept(tmp_path, capsys):
     told = table.text(H200, [first, second], suite.rows(tmp_path))
     assert "| first | speed | 3 |" in told and "| second |  | not measured |" in told
     assert "NVIDIA H200, 140 GiB, of which JAX may take 105, driver 580.1; jax 1" in told and "CPU form" not in told
-
-
-def test_damaged_rows_and_those_of_other_devices_are_not_taken(tmp_path):
-    """A failed case is run again, and its row gone; lines that are no rows are gone too."""
-    run([make_case(tmp_path, "first", "exit(1)")], tmp_path)
-    run([make_case(tmp_path, "first", WRITES)], tmp_path, device="NVIDIA H200")
-    with (tmp_path / suite.ROWS).open("ab") as file:
-        file.write(b'[1]\n{"case": 1, "figure": "", "value": ""}\n\xff\xfe\n{"case": "sec')  # killed while it wrote
-    run([make_case(tmp_path, "first", WRITES)], tmp_path)
-    run([make_case(tmp_path, "second", WRITES)], tmp_path)
-    assert suite.rows(tmp_path).keys() == {"first", "second"} and suite.rows(tmp_path, "NVIDIA H200").keys() == {"first"}
-    lines = [json.loads(line) for line in (tmp_path / suite.ROWS).read_text().splitlines()]
-    assert len(lines) == 3 and all(line["figure"] == "speed" for line in lines)
 
 
 @pytest.mark.parametrize("found", [CPU, H200, TPU], ids=lambda found: found.platform)

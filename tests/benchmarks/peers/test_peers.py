@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks.peers import cases, checkpoint, prompts, recording, tba_run
+from benchmarks.peers import cases, checkpoint, prompts, tba_run
 from tba_jax import sharding
 from tba_jax.models.hugging_face import load
 from tba_jax.storage import layout
@@ -49,34 +49,6 @@ def test_prompts_have_their_length_in_every_tokenizer(tmp_path):
     for prompt in found[:50]:
         ids = theirs(prompt).input_ids
         assert len(ids) == P and list(ours.encode(prompt)) == ids
-
-
-def test_parts_of_a_step_are_told_apart(monkeypatch):
-    """A part that contains another one counts without it."""
-    now = [100.0]
-    monkeypatch.setattr(recording.time, "perf_counter", lambda: now[0])
-
-    class Trainer:
-        def generate(self) -> int:
-            now[0] += 4.0
-            return 64
-
-        def score(self) -> None:
-            self.generate()
-            self.generate()
-            now[0] += 1.0
-
-    record, trainer = recording.Recording(), Trainer()
-    record.timed(trainer, "generate", "generate", after=record.count)
-    record.timed(trainer, "score", "score")
-    now[0] += 50.0  # before training
-    record.begin()
-    for wait in (0.5, 0.0):
-        trainer.score()
-        now[0] += wait
-        record.step_ends()
-    assert record.seconds == [9.5, 9.0] and record.tokens == [128, 128]
-    assert record.parts == {"generate": [8.0, 8.0], "score": [1.0, 1.0]}
 
 
 def write(run: layout.RunDir, role: str, *lines: dict[str, float]) -> None:

@@ -14,7 +14,6 @@ from tba_jax import sharding
 from tba_jax.decoding.engine import Engine, Ticket
 from tba_jax.replay.window import REJECTIONS, validate_rows
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.storage import snapshots
 from tba_jax.tasks.interface import Scores
 from tests.support import applied, tiny_searcher
 from tests.support.tiny_searcher import ROWS, Held, Q, assert_same_rows, committed, publish, rows_of_the_stream, weights
@@ -110,23 +109,6 @@ def test_every_snapshot_is_asked_as_many_whole_batches(quick):
     steps = rows_of_the_stream(s, made, 6 * Q)["policy_step"].max(axis=1)
     # Had more been asked than was answered, the rows of the second snapshot would begin further on in the stream.
     assert (steps[: 2 * ROWS] == 0).all() and steps[2 * ROWS] == 1 and (steps[-ROWS:] == 2).all()
-
-
-def test_a_snapshot_without_queries_left_is_followed_by_another(quick, monkeypatch):
-    """It arrives while slots are filled, of which there are enough for all that may be asked: all is decoded in one call."""
-    monkeypatch.setattr(tiny_searcher.InstantEngine, "prompts", 4 * Q)
-    s, made = quick(searchers__max_rows_per_snapshot=2 * ROWS)
-    made.refresh()
-
-    def ahead() -> bool:
-        if not snapshots.is_committed(s.run.policies, 1):
-            publish(s, 1)
-            made.refresh()
-        return True
-
-    assert search_on(made, ahead) == 3
-    publish(s, 2)
-    assert made.refresh() and search_on(made) == 2
 
 
 def test_tokens_are_drawn_by_the_weights_of_their_step(make):
