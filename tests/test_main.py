@@ -40,7 +40,6 @@ REFUSALS = {
         ["--config=configs/demo_baselines.py"],
         ["no baseline is named", "takes one of reinforce, rloo"],
     ),
-    "model path": (["--config.model.path=/nowhere"], ["model.path='/nowhere'", "does not exist"]),
     "mesh without devices": (["--config.searchers.mesh.data=4"], ["searchers.mesh data=4", "1 devices"]),
     "profile without a window": (["--profile=5"], ["--profile=5 is not START:STEPS, two numbers from 1 on"]),
     "worked examples": (["--config.warm_start.steps=5", "--config.task.response_length=3"], ["tokens", "(task.response_length)"]),

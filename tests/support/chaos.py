@@ -208,14 +208,6 @@ class Chaos:
         self.damaged.append(newest)
         return True
 
-    def account(self) -> str:
-        """What was done to the run, in words."""
-        stops = {name: f"{len(seconds)} × {sum(seconds) / len(seconds):.0f} s" for name, seconds in self.stopped.items()}
-        return (
-            f"killed {self.killed}, storage refused {self.refused} and was lost {self.lost} times, stopped {stops}, "
-            f"snapshots damaged {self.damaged}"
-        )
-
     def finish(self, steps: int) -> None:
         """Lets the run, which nobody supervises at the moment, go on to its end."""
         self.start(f"--config.learner.steps={steps}", "--allow_change=learner.steps")

@@ -70,11 +70,9 @@ def undisturbed(warm, tmp_path_factory):
     accuracies = []
     for seed in (1, 2, 3):
         workdir = prepare(warm, tmp_path_factory.mktemp("undisturbed") / "run")
-        begin = time.monotonic()
         done = tiny_run.call(arithmetic(workdir, f"--config.seed={seed}", f"--config.learner.steps={STEPS}"), timeout=1800)
         assert done.returncode == 0, done.stderr
         accuracies.append(accuracy(workdir, STEPS))
-        print(f"undisturbed, seed {seed}: accuracy {accuracies[-1]:.3f} in {time.monotonic() - begin:.0f} s", flush=True)
         shutil.rmtree(workdir)
     return accuracies
 
@@ -144,15 +142,12 @@ def test_ten_minutes_of_chaos_cost_no_row_and_no_accuracy(seed, warm, undisturbe
         with chaos:
             chaos.start(ENDLESS)
             chaos.wait_until(lambda: chaos.journalled()[1] >= 5, "the first steps")
-            begin = time.monotonic()
             cause_chaos(chaos, rng, disk)
-            (epoch, step), seconds = chaos.journalled(), time.monotonic() - begin
+            steps = max(STEPS, chaos.journalled()[1] + 10)
             chaos.stop()
-            print(f"seed {seed}: {seconds:.0f} s of chaos, to step {step}, {epoch} epochs: {chaos.account()}", flush=True)
-            steps = max(STEPS, step + 10)
             chaos.finish(steps)
+        print(f"seed {seed}, {chaos.journalled()}: killed {chaos.killed}, stopped {chaos.stopped}, damaged {chaos.damaged}")
         check_what_is_left(run, steps, epochs=chaos.epochs)
-        print(f"seed {seed}: every batch rebuilt, the ledger balances, no process is left; {time.monotonic() - begin:.0f} s")
         check_what_was_done(chaos, disk)
         check_accuracy(run.root, steps, undisturbed)
 
@@ -169,9 +164,6 @@ def check_accuracy(workdir: Path, last: int, undisturbed: list[float]) -> None:
     before, compared, end = (accuracy(workdir, step) for step in (0, STEPS, last))
     mean, count = sum(undisturbed) / len(undisturbed), layout.read_json(workdir / "evaluations" / "00000000.json")["queries"]
     tolerance = max(max(undisturbed) - min(undisturbed), 2 * (mean * (1 - mean) / count) ** 0.5)
-    print(
-        f"disturbed: {before:.3f}, {compared:.3f} at step {STEPS}, {end:.3f} at {last}; undisturbed: mean {mean:.3f}", flush=True
-    )
-    print(f"difference: {100 * (compared - mean):+.1f} points; accepted: {100 * (min(undisturbed) - tolerance - mean):+.1f}")
+    print(f"disturbed: {before:.3f}, {compared:.3f} at step {STEPS}, {end:.3f} at {last}; undisturbed: {undisturbed}")
     assert mean > before + 0.1, "undisturbed runs learn"
     assert min(compared, end) >= min(undisturbed) - tolerance

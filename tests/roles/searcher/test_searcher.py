@@ -66,6 +66,7 @@ def test_rows_are_appended_in_the_order_of_queries(make, monkeypatch, alone):
     assert any(overtaken)
 
 
+@pytest.mark.slow
 def test_two_lanes_lose_nothing_and_keep_the_order(make, monkeypatch, alone):
     monkeypatch.setattr(jax, "devices", lambda *_: jax.local_devices()[:2])
     s, made = make(searchers__mesh__data=2)
