@@ -173,16 +173,6 @@ def test_a_page_shows_what_is_there(page):
     assert not problems(page, text), "\n".join(problems(page, text))
 
 
-def test_the_readme_lists_every_room():
-    text = (ROOT / "README.md").read_text()
-    (listed,) = (block for _, block in FENCED.findall(text) if block.startswith("tba_jax/\n"))
-    inside = listed.partition("\nconfigs/")[0].removeprefix("tba_jax/")
-    rooms, folders = ({path.parent.name for path in (ROOT / "tba_jax").glob(f"{depth}/__init__.py")} for depth in ("*", "**"))
-    modules = {path.name for path in (ROOT / "tba_jax").glob("*.py")} - {"__init__.py"}
-    assert rooms <= set(re.findall(r"(?:^|\s)(\w+)/(?=\s)", inside)) <= folders
-    assert set(re.findall(r"(?:^|\s)(\w+\.py)(?=[\s,])", inside)) == modules
-
-
 def test_the_task_of_the_readme_grades(tmp_path):
     (code,) = (block for language, block in FENCED.findall((ROOT / "README.md").read_text()) if language == "python")
     (tmp_path / "double.py").write_text(code)

@@ -184,9 +184,3 @@ def test_ctrl_c_ends_a_warm_start_at_once(tmp_path):
     finally:
         process.kill()
     assert process.returncode == processes.STOPPED and "Traceback" not in rest and rest.rstrip().endswith("stopped"), rest
-
-
-def test_a_role_without_standard_streams_ends_as_any_other(tmp_path):
-    arguments = tiny_run.command(tmp_path / "run", "--role=reference")
-    done = tiny_run.call(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *arguments], timeout=240)
-    assert done.returncode == 0 and (tmp_path / "run" / "reference" / "initial.json").exists()

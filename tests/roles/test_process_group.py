@@ -117,10 +117,3 @@ def test_the_end_of_any_process_ends_all_at_once(killed):
         codes = [process.wait(30) for process in started]
     assert time.monotonic() - begin < 5.0
     assert [code for number, code in enumerate(codes) if number != killed] == [processes.PEER_LOST] * 2
-
-
-def test_a_message_that_cannot_be_taken_ends_the_processes():
-    leader = "time.sleep(0.3)\ngroup.aside('note', wrong=1)\ntime.sleep(60)"
-    first, second = trainers.wait(start(leader, "time.sleep(60)"))
-    assert second.code == processes.PEER_LOST and "could not be taken (TypeError" in second.text
-    assert first.code == processes.PEER_LOST

@@ -20,7 +20,6 @@ from tba_jax.roles.trainer import resume
 from tba_jax.storage import layout, places, snapshots
 from tba_jax.storage.checkpoints import Checkpoints
 from tests.support import frozen_runs, tiny_run
-from tests.support import trainer_processes as trainers
 
 pytestmark = [
     pytest.mark.usefixtures("one_device_throughout"),
@@ -174,30 +173,6 @@ def test_the_reference_is_no_way_back_where_rows_have_been_removed(copied):
     for _ in range(2):
         refused(s, r"00000006 cannot be used: it is damaged .*replay.retention=checkpoints has removed rows")
     assert layout.steps_in(s.run.checkpoints) == [6]
-
-
-@pytest.mark.slow
-def test_all_processes_of_a_trainer_leave_the_same_checkpoint_out(tmp_path):
-    """An array that the second process alone reads is damaged: both begin from the checkpoint before, and end as undisturbed."""
-    larger = {"model__width": 32, "model__ffn": 64}  # what is smaller is in the files that all processes read
-    source = frozen_runs.make(tmp_path / "source", **larger).run.root
-    flags = trainers.offline_flags(source, learner__steps=8, checkpoint__every_steps=3, learner__mesh__fsdp=2, **larger)
-    trainers.run(tmp_path / "run", *flags, processes=2)
-    shutil.copytree(tmp_path / "run", tmp_path / "torn")
-    checkpoints = Checkpoints(tmp_path / "torn" / "checkpoints", keep=2, read_only=True)
-    for file in (checkpoints.folder_of(8) / "state" / "ocdbt.process_1" / "d").iterdir():
-        content = file.read_bytes()
-        os.truncate(file, 0)
-        if checkpoints.damage(8, ["state"]):  # most files hold what later ones replace
-            break
-        file.write_bytes(content)
-    again = [flag.replace("learner.steps=8", "learner.steps=11") for flag in flags]
-    ends = []
-    for name in ("run", "torn"):
-        ended = trainers.run(tmp_path / name, *again, "--allow_change=learner.steps", processes=2)
-        assert ("00000008 is set aside: it is damaged" in ended[0].text) == (name == "torn"), ended[0].text
-        ends.append(snapshots.fingerprint(tmp_path / name / "policy" / "00000011"))
-    assert ends[0] == ends[1]
 
 
 def test_what_dead_processes_left_is_removed(stopped, tmp_path):
