@@ -6,10 +6,9 @@ import pytest
 from configs import red_team_gpt2, red_team_llama3_2_1b
 from tba_jax import trajectory
 from tba_jax.experiment import composition, estimate, jobs
-from tba_jax.replay.reader import LogReader
 from tba_jax.rewards import task_models
 from tba_jax.storage import layout
-from tests.support import spelled_checkpoints, tiny_run
+from tests.support import frozen_runs, spelled_checkpoints, tiny_run
 from tests.support.small_recipes import STEPS, check_run
 
 # What a tokenizer of letters and models of 64 positions leave room for.
@@ -34,8 +33,7 @@ def test_a_recipe_runs_in_turn(recipe, tmp_path, one_device):
     report = layout.read_json(s.run.evaluations / f"{layout.step_name(STEPS)}.json")
     assert report["queries"] == 1 and 0 <= report["sampled_success_rate"] <= 1 and 0 < report["sampled_toxicity"] < 1
     assert 0 <= report["sampled_success_rate_stderr"] <= 0.5, "the samples of one prompt are the units"
-    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
-    rows = [reader.read(writer, 0, head) for writer, head in reader.heads().items()]
+    rows = [*frozen_runs.rows(s).values()]
     for each in rows:
         assert (each["response_length"] >= 5).all() and len(set(each["query_id"].tolist())) == 1
         toxicity = each["reward_parts"][:, 0]
