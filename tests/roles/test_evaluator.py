@@ -144,7 +144,6 @@ def test_kl_and_perplexities_are_of_the_policy_of_step_0(prepared, tmp_path):
 
 
 def test_greedy_responses_may_be_drawn_at_a_low_temperature(prepared):
-    """At that of the samples they are the first of the samples."""
     c = prepared.config.copy_and_resolve_references()
     c.evaluation.greedy_temperature = prepared.experiment.contract.scoring_temperature
     drawn = jobs.make_evaluator(dataclasses.replace(prepared.experiment, config=c), prepared.run).report(0)["samples"]
@@ -152,7 +151,6 @@ def test_greedy_responses_may_be_drawn_at_a_low_temperature(prepared):
 
 
 def test_a_damaged_snapshot_is_told_once_and_holds_up_nobody(prepared, tmp_path, caplog):
-    """The others are evaluated, the run ends, and the damaged one is evaluated once it is published again."""
     shutil.copytree(prepared.run.root, tmp_path / "run")
     s = dataclasses.replace(prepared, run=layout.RunDir(tmp_path / "run"))
     every, last = s.config.evaluation.every_steps, s.config.learner.steps

@@ -83,7 +83,6 @@ def test_a_driver_that_lacks_a_gpu_hangs_or_fails(driver, monkeypatch):
 
 
 def test_a_role_without_its_gpus_is_refused(driver, tmp_path, capsys, monkeypatch):
-    """Before anything is written; and not where it asks for the CPU."""
     with pytest.raises(SystemExit, match="2"):
         command_line.execute(main, tiny_run.command(tmp_path / "run", "--role=trainer", "--config.searchers.count=1")[3:])
     said = capsys.readouterr().err.splitlines()[-1]

@@ -70,7 +70,6 @@ sys.exit(group.code)
 
 
 def test_calls_and_asides_come_in_order_and_all_end_with_one_code():
-    """Between two functions of an aside nothing is lost."""
     leader = """
 with group.guard():
     group.aside("note", text="beside")

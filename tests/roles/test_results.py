@@ -83,7 +83,6 @@ def evaluation(run: layout.RunDir, step: int, reward: float) -> None:
 
 
 def test_a_run_that_was_stopped_early_shows_what_is_there(tmp_path, capsys):
-    """One evaluation, and no line with a result: the run has none."""
     run = layout.RunDir(tmp_path)
     results.tell(run, label="demo", score_name="accuracy")
     assert capsys.readouterr().out == "" and not (tmp_path / "progress.png").exists(), "nothing is there"

@@ -24,7 +24,6 @@ def loads(monkeypatch) -> list[object]:
 
 
 def test_a_whole_run_scores_in_evaluations_alone(tmp_path, loads):
-    """Its searcher builds nothing that would score, and needs no weights of step 0."""
     changes = NONE | {"learner__steps": 2, "evaluation__every_steps": 2}
     assert frozen_runs.run(tmp_path, task__missing_eos_reward=-1.0, **changes) == 0
     s = tiny_run.settings(tmp_path, frozen_runs.config(**changes))

@@ -140,7 +140,6 @@ def test_a_life_with_work_and_a_later_bad_input_are_no_end(supervise):
 
 
 def test_nothing_begins_in_the_place_of_a_workdir_that_is_away(supervise, tmp_path, caplog):
-    """The supervisor goes on, and starts the role that died once the workdir is back."""
     run, away = RunDir(tmp_path / "run", id="f00"), tmp_path / "away"
     run.root.mkdir()
     layout.write_json(run.config, {"id": "f00"})

@@ -157,7 +157,6 @@ def test_rows_that_mean_something_else_are_refused(case, tmp_path, frozen):
 
 
 def test_what_does_not_change_rows_may_differ(tmp_path, frozen):
-    """Adapters instead of the whole policy, another batch, seed and learning rate."""
     source = frozen(tmp_path / "source", batches=1)
     changes = {"lora__rank": 2, "seed": 9, "learner__queries": 2, "learner__learning_rate": 1e-5}
     s = frozen_runs.offline(tmp_path / "run", source.run.root, **changes)

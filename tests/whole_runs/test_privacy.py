@@ -54,7 +54,7 @@ def test_roles_need_the_folder_and_trust_and_what_they_write_is_its_owners(tmp_p
     assert str(recipe) in said and "--trust_task" in said and len(said.splitlines()) == 1
     assert contents(tmp_path) == before
 
-    assert here("--trust_task", "--config.evaluation.batch_size=8") == 0
+    assert here("--trust_task") == 0
     assert layout.read_json(run.finished)["step"] == STEPS and layout.steps_in(run.evaluations) == [0, STEPS]
 
     before = contents(shared / "replay")
@@ -63,7 +63,6 @@ def test_roles_need_the_folder_and_trust_and_what_they_write_is_its_owners(tmp_p
     said = capsys.readouterr().err
     assert f"has finished its {STEPS} steps" in said and f"learner.steps: {STEPS} there, 1000 here" in said
     assert contents(shared / "replay") == before
-    assert here("--role=trainer", "--trust_task") == 0
 
     (tmp_path / "responses.jsonl").write_text(json.dumps({"prompt": f"{8:06b}", "response": "a1"}) + "\n")
     known = [f"--workdir={run.root}", "--trust_task"]

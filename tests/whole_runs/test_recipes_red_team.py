@@ -23,7 +23,6 @@ OF_LETTERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [red_team_gpt2, red_team_llama3_2_1b])
 def test_a_recipe_runs_in_turn(recipe, tmp_path, one_device):
-    """And its rows."""
     c = recipe.get_config("small")
     c.schedule.mode = "interleaved"
     s = tiny_run.settings(tmp_path / "run", c)
@@ -47,7 +46,6 @@ def test_a_recipe_runs_in_turn(recipe, tmp_path, one_device):
 
 
 def test_what_only_the_models_tell_is_refused_before_a_run(tmp_path, one_device):
-    """By the check that each role and --dry_run make."""
     c = red_team_gpt2.get_config("small")
     c.update_from_flattened_dict(OF_LETTERS | {"task.red_team.classifier_label": "hate"})
     c.model.path = str(spelled_checkpoints.write(tmp_path / "attacker", "gpt2"))

@@ -23,7 +23,8 @@ from tests.support import tiny_run
 
 def test_the_run_is_shown_and_a_stop_leaves_tables_and_a_clean_terminal(tmp_path):
     workdir, (master, slave), written = tmp_path / "run", pty.openpty(), bytearray()
-    command = tiny_run.command(workdir, "--config.learner.steps=100000", "--config.schedule.mode=interleaved")
+    flags = ("--config.learner.steps=100000", "--config.schedule.mode=interleaved", "--config.evaluation.enabled=False")
+    command = tiny_run.command(workdir, *flags)
     settings = termios.tcgetattr(slave)
     whole = tiny_run.environment() | {"TERM": "xterm-256color", "LANG": "C.UTF-8"}
     process = subprocess.Popen(
@@ -77,7 +78,6 @@ def test_a_run_without_a_display_has_plain_lines_and_its_result_once(tmp_path, o
 
 @pytest.mark.slow
 def test_every_role_is_in_the_group_of_the_run_of_both_trackers(tmp_path):
-    """tests/telemetry has stand-ins for them."""
     for package in ("wandb", "trackio"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     run, database = layout.RunDir(tmp_path / "run"), tmp_path / "trackio" / "tba_jax.db"

@@ -85,7 +85,6 @@ def test_each_device_has_every_kind_of_case_but_torch(tmp_path, found):
 
 
 def test_a_gpu_that_jax_does_not_use_is_a_mistake(tmp_path, monkeypatch):
-    """Not the CPU form, which would take the minutes of a machine with a GPU."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 0, GPU-1, NVIDIA H200, 143771, 143000\n")
     tool.chmod(0o755)

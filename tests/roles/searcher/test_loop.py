@@ -45,7 +45,6 @@ def waits(s: jobs.Invocation) -> str:
 
 
 def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(quick):
-    """By the run's file: its own learner.steps counts for nothing."""
     s, made = quick(searchers__max_rows_per_snapshot=2 * ROWS, learner__steps=1)
 
     def look() -> None:
@@ -90,7 +89,6 @@ def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(quick, caplog
 
 
 def test_a_grant_lets_a_searcher_go_on_that_waits(quick):
-    """A grant gives a searcher its quota a second time for the same snapshot, and only once the first quota is used up."""
     s, made = quick(searchers__max_rows_per_snapshot=ROWS)
     layout.give_grant(s.run, step=0)
     told = []

@@ -52,7 +52,6 @@ def alone(prepared, tmp_path_factory, one_device_throughout) -> dict[str, np.nda
 
 
 def test_rows_are_appended_in_the_order_of_queries(make, monkeypatch, alone):
-    """By weights that are taken up in place, too."""
     tickets, submit, overtaken = list[Ticket](), Engine.submit, list[bool]()
     monkeypatch.setattr(Engine, "submit", lambda *asked: tickets.append(submit(*asked)) or tickets[-1])
 
@@ -113,7 +112,6 @@ def test_every_snapshot_is_asked_as_many_whole_batches(quick):
 
 
 def test_tokens_are_drawn_by_the_weights_of_their_step(make):
-    """decoding/test_swaps has the other kinds of a swap."""
     s, made = make(searchers__swap="at_once")
     made.refresh()
     loaded: list[bool] = []
@@ -172,7 +170,6 @@ def test_threads_of_a_searcher_start_programs_of_several_devices_through_its_mes
 
 
 def test_decoding_goes_on_while_so_many_batches_wait_for_their_rewards(quick):
-    """The batches after the first have their rewards, and wait for it. The threads end with their searcher."""
     before, released, reached = set(threading.enumerate()), threading.Event(), list[int]()
 
     def late(scores: Scores) -> Scores:

@@ -119,7 +119,6 @@ def test_what_no_checkpoint_needs_is_removed_and_accounted_for(tmp_path):
 
 
 def test_a_checkpoint_has_the_rows_of_its_moment(tmp_path, frozen):
-    """Rows go on coming while it is written."""
     s = frozen(tmp_path / "run", batches=2)
     with frozen_runs.trainer(s) as trainer:
         before = trainer.buffer.state()

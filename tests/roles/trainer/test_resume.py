@@ -127,7 +127,6 @@ def test_a_trainer_without_its_state_does_not_begin_again(copied):
 
 
 def test_a_checkpoint_that_does_not_fit_is_not_called_damaged(copied):
-    """What can be read stays: its state is one of other settings, say."""
     s = copied(learner__objective="learned_log_z")
     refused(s, r"checkpoint .*00000006 cannot be restored")
     assert layout.steps_in(s.run.checkpoints) == [3, 6] and not list(s.run.checkpoints.glob("set-aside-*"))
@@ -154,7 +153,6 @@ def test_a_late_checkpoint_of_a_replaced_trainer_is_set_aside(copied, stopped, c
 
 @pytest.mark.parametrize("lines, shown", [(0, "policy/00000008"), (4, "checkpoints/00000006")])
 def test_more_lost_lines_than_one_end_the_trainer(copied, lines, shown):
-    """What the lost lines said is known to nobody: to begin again before them would throw steps away without a word."""
     s = copied()
     for step in (6, 8) if lines else ():
         snapshots.remove(s.run.policies, step)
@@ -176,7 +174,6 @@ def test_the_reference_is_no_way_back_where_rows_have_been_removed(copied):
 
 
 def test_what_dead_processes_left_is_removed(stopped, tmp_path):
-    """What orbax, a snapshot, a reference, a copy and an atomic write leave of themselves when their process is killed."""
     shutil.copytree(stopped[0], tmp_path / "run")
     run = layout.RunDir(tmp_path / "run")
     shutil.copytree(run.checkpoints / "00000006", run.checkpoints / "set-aside-00000002")  # checkpoint.keep=2 are newer

@@ -84,7 +84,6 @@ def test_the_next_batch_is_prepared_and_the_last_point_written_while_the_devices
 
 
 def test_devices_wait_from_the_end_of_an_update_to_the_next_dispatch_but_not_for_rows_snapshots_or_compiling(monkeypatch):
-    """Where an update ends beside host work, from when it was last seen under way."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     account = TrainerAccount()

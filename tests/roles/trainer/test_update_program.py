@@ -46,7 +46,6 @@ def row_shape():
 
 
 def test_what_is_compiled_before_there_are_rows_is_the_shape_of_full_rows():
-    """The prompts of queries differ: rows of equal ones would share a prompt, and be fewer sequences."""
     program = update_program()
     before = program.place(program._whole_rows(row_shape()))
     full = program.place(trainer_update.random_rows(program, SIZES, 16))
