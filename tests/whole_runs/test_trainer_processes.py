@@ -93,7 +93,7 @@ def run_alone(workdir: Path, flags: list[str]) -> None:
 
 def test_two_processes_that_are_asked_to_stop_are_resumed_by_one_as_if_it_had_been_alone(tmp_path, source):
     """A signal to any process ends all after a step, with a checkpoint; one process of as many devices goes on, bit for bit."""
-    flags = trainers.offline_flags(source, learner__steps=12, publish__every_steps=4, learner__logprob_gap_every_steps=0)
+    flags = trainers.offline_flags(source, learner__steps=24, publish__every_steps=4, learner__logprob_gap_every_steps=0)
     started = trainers.start(tmp_path / "two", *flags, "--config.replay.poll_seconds=0.05", processes=2)
     with trainers.ended_at_last(started):
         wait_for_steps(tmp_path / "two", 2, started)
@@ -102,10 +102,10 @@ def test_two_processes_that_are_asked_to_stop_are_resumed_by_one_as_if_it_had_be
     assert [each.code for each in ended] == [processes.STOPPED] * 2, [each.text for each in ended]
     assert all(f"process {number} of 2" in each.text for number, each in enumerate(ended))
     newest = layout.steps_in(tmp_path / "two" / "checkpoints")[-1]
-    assert newest == len(journal.read_lineage(tmp_path / "two" / "journal")) < 12
+    assert newest == len(journal.read_lineage(tmp_path / "two" / "journal")) < 24
     for name in ("two", "one"):
         run_alone(tmp_path / name, flags)
-    assert_resumed_as(tmp_path / "two", tmp_path / "one", steps=12)
+    assert_resumed_as(tmp_path / "two", tmp_path / "one", steps=24)
 
 
 @pytest.mark.slow
