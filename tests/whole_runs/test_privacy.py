@@ -61,7 +61,7 @@ def test_roles_need_the_folder_and_trust_and_what_they_write_is_its_owners(tmp_p
     capsys.readouterr()
     assert here(f"--config={recipe}", "--role=searcher", "--config.learner.steps=1000") == 0
     said = capsys.readouterr().err
-    assert f"has finished its {STEPS} steps" in said and f"learner.steps: {STEPS} there, 1000 here" in said
+    assert f"has finished its {STEPS} steps" in said
     assert contents(shared / "replay") == before
 
     (tmp_path / "responses.jsonl").write_text(json.dumps({"prompt": f"{8:06b}", "response": "a1"}) + "\n")
