@@ -55,7 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test compares with PyTorch where it asks for the fixture `torch`: there is no other way, and no mark to forget."""
+    """Long ones first, so that no worker of xdist ends by them alone. With PyTorch compares what asks for the fixture `torch`."""
+    items.sort(key=lambda item: "whole_runs" not in item.path.parts)
     if config.option.parity:
         kept = [item for item in items if "torch" in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])

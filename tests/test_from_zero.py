@@ -29,16 +29,13 @@ def environment(folder: Path) -> dict[str, str]:
     return {name: value for name, value in tiny_run.environment().items() if name not in outer} | own
 
 
-def make(*arguments: str, folder: Path = tiny_run.ROOT) -> subprocess.CompletedProcess[str]:
-    """Skips where the tests run in an environment that make did not make: it would install one."""
-    if not (Path(sys.prefix) / ".installed").is_file():
-        pytest.skip(f"make has not made the environment {sys.prefix}: `make test` runs this test in one that it has made")
-    if shutil.which("make") is None:
-        pytest.skip("there is no make")
-    command = ["make", *arguments, f"VENV={sys.prefix}"]
-    return subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=120, check=False)
+made_by_make = pytest.mark.skipif(
+    not (Path(sys.prefix) / ".installed").is_file(),
+    reason=f"make would install into {sys.prefix}, which it has not made",
+)
 
 
+@made_by_make
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -48,20 +45,18 @@ def make(*arguments: str, folder: Path = tiny_run.ROOT) -> subprocess.CompletedP
     ],
     ids=["no model", "no rows", "no accelerator"],
 )
-def test_what_make_lacks_is_told_at_once(arguments, said):
-    done = make(*arguments)
+def test_what_make_lacks_is_told_at_once(arguments, said, tmp_path):
+    command = ["make", *arguments, f"VENV={sys.prefix}"]
+    seen = environment(tmp_path)
+    done = subprocess.run(command, cwd=tiny_run.ROOT, env=seen, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0 and said in done.stderr and done.stdout == ""
 
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
     """The files of this checkout as a clone has them, with the environment that runs the tests."""
-    if not (Path(sys.prefix) / ".installed").is_file():
-        pytest.skip(f"make has not made the environment {sys.prefix}: `make test` runs this test in one that it has made")
     asked = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(asked, cwd=tiny_run.ROOT, capture_output=True, text=True, check=False)
-    if listed.returncode:
-        pytest.skip(f"this is no checkout of git: {listed.stderr.strip()}")
+    listed = subprocess.run(asked, cwd=tiny_run.ROOT, capture_output=True, text=True, check=True)
     folder = tmp_path / "tba_jax"
     for name in listed.stdout.splitlines():
         if (tiny_run.ROOT / name).is_file():
@@ -98,6 +93,7 @@ def check_export(folder: Path, model: Path) -> None:
 
 
 @pytest.mark.slow
+@made_by_make
 def test_the_page_runs_as_it_stands(checkout, data_dir, tmp_path):
     model = random_checkpoints.write(
         tmp_path / "model", "qwen2.5-0.5b", data_dir / "tokenizers" / "qwen2.5", p_end=1 / 12, temperature=0.7

@@ -40,7 +40,6 @@ REFUSALS = {
         ["--config=configs/demo_baselines.py"],
         ["no baseline is named", "takes one of reinforce, rloo"],
     ),
-    "model path": (["--config.model.path=/nowhere"], ["model.path='/nowhere'", "does not exist"]),
     "mesh without devices": (["--config.searchers.mesh.data=4"], ["searchers.mesh data=4", "1 devices"]),
     "profile without a window": (["--profile=5"], ["--profile=5 is not START:STEPS, two numbers from 1 on"]),
     "worked examples": (["--config.warm_start.steps=5", "--config.task.response_length=3"], ["tokens", "(task.response_length)"]),
@@ -185,9 +184,3 @@ def test_ctrl_c_ends_a_warm_start_at_once(tmp_path):
     finally:
         process.kill()
     assert process.returncode == processes.STOPPED and "Traceback" not in rest and rest.rstrip().endswith("stopped"), rest
-
-
-def test_a_role_without_standard_streams_ends_as_any_other(tmp_path):
-    arguments = tiny_run.command(tmp_path / "run", "--role=reference")
-    done = tiny_run.call(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *arguments], timeout=240)
-    assert done.returncode == 0 and (tmp_path / "run" / "reference" / "initial.json").exists()

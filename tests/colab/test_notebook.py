@@ -44,17 +44,6 @@ def repository(folder: Path) -> Path:
     return folder
 
 
-def test_it_finds_a_zip_beside_it(tmp_path):
-    """Other zips, and files that only look like zips, stay as they are."""
-    made, here = repository(tmp_path / "made" / "tba_jax-main"), tmp_path / "here"
-    here.mkdir()
-    shutil.make_archive(str(here / "source"), "zip", tmp_path / "made")
-    with zipfile.ZipFile(here / "another.zip", "w") as other:
-        other.writestr("notes.txt", "")
-    (here / "broken.zip").write_text("no zip")
-    assert find(here) == str(here / "tba_jax_source" / made.relative_to(tmp_path / "made"))
-
-
 def test_it_asks_once_for_a_repository(tmp_path):
     made, here = repository(tmp_path / "made"), tmp_path / "here"
     here.mkdir()

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 
-import huggingface_hub
 import pytest
 
 from colab import runs as notebook
@@ -24,12 +23,6 @@ def test_settings_of_a_device_can_be_run(platform, kind):
     checks.check(c, new=True)
     assert c.schedule.mode == ("interleaved" if platform == "tpu" else "asynchronous"), "one process at a time may use a TPU"
     assert c.model.compute_dtype == ("bfloat16" if platform == "tpu" else "float32") and c.model.compute_dtype in found.why
-
-
-def test_a_lag_keeps_the_snapshots_that_it_needs():
-    c = config(notebook.schedule(searchers=0, lag=50))
-    checks.check(c, new=True)
-    assert c.schedule.lag == 50 and c.schedule.mode == "interleaved"
 
 
 def evaluation(run: layout.RunDir, step: int, response: str, reward: float | None) -> None:
@@ -64,12 +57,3 @@ def test_a_run_that_fails_says_why_and_holds_the_lifeline_of_its_notebook(tmp_pa
     assert run._process.wait(60) == 2 and not run.goes_on and not run.has_trained
     assert run.failure() == "run: error: no --config=x.py" and run.said() == "error: no --config=x.py"
     assert run.log.read_text().split()[0] == str(*started[0]["pass_fds"])
-
-
-def test_without_a_network_the_pretrained_model_is_left_out_with_a_sentence(tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise ConnectionError("no route to the hub")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", refuse)
-    with pytest.raises(ValueError, match=r"no file nobody/no-stories, and the hub did not give .*hub"):
-        notebook.pretrained("nobody/no-model", "nobody/no-stories", into=tmp_path)

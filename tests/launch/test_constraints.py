@@ -21,7 +21,6 @@ def test_a_file_pins_what_the_project_asks_for(file):
 
 
 def test_where_the_index_lacks_a_tested_version_pip_chooses(tmp_path):
-    """The index lacks 1.5. A file of constraints that is not there is refused."""
     python, told, pip = tmp_path / "python", tmp_path / "told", "-m pip install --quiet --disable-pip-version-check"
     python.write_text(f'#!/bin/sh\necho "$*" >> {told}\ncase "$*" in *" -c "*) ! grep -q 1.5 "$7";; esac\n')
     python.chmod(0o755)

@@ -1,7 +1,4 @@
-"""launch/slurm.sh and the jobs that it submits, with stand-ins for Slurm's commands.
-
-tests/whole_runs/test_slurm.py runs the real ones.
-"""
+"""launch/slurm.sh and the jobs that it submits, with stand-ins for Slurm's commands."""
 
 import os
 import subprocess

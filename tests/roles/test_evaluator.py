@@ -37,29 +37,18 @@ def publish(run, *steps):
         snapshots.save(folder, {"a": np.zeros(3, np.float32)}, SnapshotInfo(step=step, epoch=1), dtype="float32")
 
 
-def test_only_what_is_newer_is_looked_at(run, monkeypatch):
+def test_a_snapshot_is_pending_from_its_commit_to_its_evaluation(run):
+    """A killed trainer may leave one without a commit, which the next one writes again, behind others."""
     pending = evaluator.PendingSteps(run, every_steps=10, final_step=45)
     assert pending() == []
-    publish(run, 0, 5, 10, 15, 20, 45)
-    assert pending() == [0, 10, 20, 45]
-    names_in, asked = places.names_in, []
-    monkeypatch.setattr(places, "names_in", lambda *a, **k: (asked.extend(names := names_in(*a, **k)), names)[1])
-    monkeypatch.setattr(places, "exists", None)
-    layout.write_json(run.evaluations / "00000010.json", {})
-    assert pending() == [0, 20, 45]
-    assert asked == ["00000010.json"], "what is known is not listed again"
-
-
-def test_a_snapshot_that_is_committed_later_is_not_missed(run):
-    """A killed trainer may leave one without a commit, which the next one writes again, behind others or not."""
-    pending = evaluator.PendingSteps(run, every_steps=10, final_step=99)
     places.make_folder(run.policies / "00000010" / "a", below=3)
     places.write_bytes(run.policies / "00000010" / "a" / "zarr.json", b"{")
-    publish(run, 0, 20)
-    assert pending() == [0, 20] == pending()
+    publish(run, 0, 5, 15, 20, 45)
+    assert pending() == [0, 20, 45] == pending()
     layout.write_json(run.policies / "00000010" / COMMIT, {})
     publish(run, 30)
-    assert pending() == [0, 10, 20, 30]
+    layout.write_json(run.evaluations / "00000020.json", {})
+    assert pending() == [0, 10, 30, 45]
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +144,6 @@ def test_kl_and_perplexities_are_of_the_policy_of_step_0(prepared, tmp_path):
 
 
 def test_greedy_responses_may_be_drawn_at_a_low_temperature(prepared):
-    """At that of the samples they are the first of the samples."""
     c = prepared.config.copy_and_resolve_references()
     c.evaluation.greedy_temperature = prepared.experiment.contract.scoring_temperature
     drawn = jobs.make_evaluator(dataclasses.replace(prepared.experiment, config=c), prepared.run).report(0)["samples"]
@@ -163,7 +151,6 @@ def test_greedy_responses_may_be_drawn_at_a_low_temperature(prepared):
 
 
 def test_a_damaged_snapshot_is_told_once_and_holds_up_nobody(prepared, tmp_path, caplog):
-    """The others are evaluated, the run ends, and the damaged one is evaluated once it is published again."""
     shutil.copytree(prepared.run.root, tmp_path / "run")
     s = dataclasses.replace(prepared, run=layout.RunDir(tmp_path / "run"))
     every, last = s.config.evaluation.every_steps, s.config.learner.steps

@@ -8,7 +8,6 @@ import pytest
 
 from tba_jax import sharding, trajectory
 from tba_jax.replay import success_counts
-from tba_jax.replay.reader import LogReader
 from tba_jax.roles import results as best_step
 from tba_jax.roles.searcher import stream
 from tba_jax.storage import layout as layout_lib
@@ -33,12 +32,6 @@ def lagging(tmp_path_factory, one_device_throughout) -> Any:
     return tiny_run.settings(folder, tiny_run.config(**changes))
 
 
-def rows_of(s) -> tuple[str, dict[str, np.ndarray]]:
-    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
-    ((writer, head),) = reader.heads().items()
-    return writer, dict(reader.read(writer, 0, head))
-
-
 def test_rows_come_from_exactly_lag_steps_ago(lagging):
     lines = metrics.read_lines(lagging.run.metrics("trainer"))
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
@@ -58,7 +51,7 @@ def test_queries_are_chosen_by_the_counts_of_the_policy_that_samples(lagging):
     """Batch after batch, by the file beside the snapshot and the searcher's key; a row is made again without the file."""
     s = lagging
     ids = np.array([trajectory.query_id(query.prompt) for query in s.experiment.queries["train"]], np.uint64)
-    (writer, rows), counted = rows_of(s), list[float]()
+    ((writer, rows),), counted = frozen_runs.rows(s).items(), list[float]()
     for batch, asked in enumerate(rows["query_id"].reshape(STEPS, 4, 4)):
         successes, trials = success_counts.read(s.run.policies, max(0, batch - LAG)).of(ids)
         key = dict(seed=s.config.seed, writer=stream.writer_number(writer), batch=batch)
@@ -93,7 +86,7 @@ def test_rows_in_the_log_are_whole_and_true(lagging):
     s = lagging
     contract, policy = s.experiment.contract, s.experiment.policy
     model, specs = policy.model, policy.model_specs
-    _, rows = rows_of(s)
+    (rows,) = frozen_runs.rows(s).values()
     shardings = applied.shardings(model, sharding.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1]))
     mask = trajectory.response_mask(rows["response_length"], 6)
     steps = range(STEPS - LAG)

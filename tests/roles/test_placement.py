@@ -6,15 +6,14 @@ import pytest
 
 from configs import base
 from tba_jax.roles.gpus import Gpu, place
+from tests.support import tiny_run
 
 # As nvidia-smi tells them of an H100 at rest.
 MEMORY, FREE = 81_559 << 20, 81_079 << 20
 
 
 def config_with(**overrides: Any) -> Any:
-    config = base.get_config()
-    config.update_from_flattened_dict({name.replace("__", "."): value for name, value in overrides.items()})
-    return config
+    return tiny_run.config_with({name.replace("__", "."): value for name, value in overrides.items()})
 
 
 def gpus(count: int, free: int = FREE) -> tuple[Gpu, ...]:

@@ -83,7 +83,6 @@ def evaluation(run: layout.RunDir, step: int, reward: float) -> None:
 
 
 def test_a_run_that_was_stopped_early_shows_what_is_there(tmp_path, capsys):
-    """One evaluation, and no line with a result: the run has none."""
     run = layout.RunDir(tmp_path)
     results.tell(run, label="demo", score_name="accuracy")
     assert capsys.readouterr().out == "" and not (tmp_path / "progress.png").exists(), "nothing is there"
@@ -91,8 +90,7 @@ def test_a_run_that_was_stopped_early_shows_what_is_there(tmp_path, capsys):
     evaluation(run, 0, 0.125)
     results.tell(run, label="demo", score_name="accuracy")
     told = capsys.readouterr().out
-    assert "step 0" in told and "0.125 ± 0.010" in told and "rows seen by the trainer" in told and "results in" not in told
-    assert "since it resumed" not in told
+    assert "step 0" in told and "0.125 ± 0.010" in told and "results in" not in told
     more = {**FIGURES, "staleness_mean": 3.0, "staleness_max": 1.0, "rows_seen": 10.0}
     role_files.write_lines(run, "trainer", [{"step": 6, "ago": 0.5, "reward": 0.5, "resumed_from": 3.0, **more}])
     found = results.figures(run)

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 
 from tba_jax.commands import append, audit
-from tba_jax.experiment import jobs
-from tba_jax.replay.reader import LogReader
 from tba_jax.roles import sampler
 from tba_jax.storage import contract, layout
 from tba_jax.telemetry import metrics
@@ -17,11 +15,6 @@ pytestmark = pytest.mark.usefixtures("one_device_throughout")
 NONE = {"learner__reference__kind": "none"}
 
 
-def rows_by_writer(s: jobs.Invocation) -> dict[str, dict[str, np.ndarray]]:
-    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
-    return {writer: reader.read(writer, 0, head) for writer, head in reader.heads().items()}
-
-
 @pytest.fixture
 def loads(monkeypatch) -> list[object]:
     """Grows with each load of the weights of step 0."""
@@ -31,11 +24,10 @@ def loads(monkeypatch) -> list[object]:
 
 
 def test_a_whole_run_scores_in_evaluations_alone(tmp_path, loads):
-    """Its searcher builds nothing that would score, and needs no weights of step 0."""
     changes = NONE | {"learner__steps": 2, "evaluation__every_steps": 2}
     assert frozen_runs.run(tmp_path, task__missing_eos_reward=-1.0, **changes) == 0
     s = tiny_run.settings(tmp_path, frozen_runs.config(**changes))
-    (rows,) = rows_by_writer(s).values()
+    (rows,) = frozen_runs.rows(s).values()
     assert not rows["ref_logprobs"].any() and not rows["reference_id"].any()
     assert (rows["policy_logprobs"].sum(axis=1) < 0).all()
     for line in metrics.read_lines(s.run.metrics("trainer")):
@@ -86,7 +78,7 @@ def test_responses_of_a_file_are_rows_of_step_0_without_a_reference(tmp_path, fr
     found = []
     for s in (scored, without):
         append.append(s.run.root, path, unfit="refuse")
-        found += [rows for writer, rows in rows_by_writer(s).items() if writer.startswith("given-")]
+        found += [rows for writer, rows in frozen_runs.rows(s).items() if writer.startswith("given-")]
     for name in ("policy_logprobs", "behavior_logprobs"):
         np.testing.assert_array_equal(found[0][name], found[1][name])
         assert found[1][name].any()

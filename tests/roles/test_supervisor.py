@@ -140,7 +140,6 @@ def test_a_life_with_work_and_a_later_bad_input_are_no_end(supervise):
 
 
 def test_nothing_begins_in_the_place_of_a_workdir_that_is_away(supervise, tmp_path, caplog):
-    """The supervisor goes on, and starts the role that died once the workdir is back."""
     run, away = RunDir(tmp_path / "run", id="f00"), tmp_path / "away"
     run.root.mkdir()
     layout.write_json(run.config, {"id": "f00"})
@@ -246,15 +245,3 @@ def test_a_process_that_does_not_see_the_end_of_another_is_killed(tmp_path, star
     role = start(2)
     end(tmp_path, 6)
     assert wait(role) == -9
-
-
-def test_last_words_are_in_the_log_or_where_the_supervisor_speaks(tmp_path, start, capfd):
-    """In the log that was just set aside, too."""
-    role = start(1)
-    end(tmp_path, 3)
-    assert wait(role) == 3
-    assert processes.rotate(role.log, limit=12, keep=1) and role.log.read_text() == ""
-    assert role.last_words(3) == "error: words of 0"
-    role.log.unlink()
-    role.log.mkdir()
-    assert wait(start(1)) == 3 and capfd.readouterr().out == "error: words of 0\n"

@@ -185,7 +185,6 @@ print("error: the last words", flush=True)
 
 
 def test_a_log_is_bounded_while_a_role_and_its_child_write_to_it(tmp_path):
-    """It is opened as a shell may, where who writes keeps its place."""
     path = tmp_path / "trainer.log"
     with open(path, "wb") as output:
         command = [sys.executable, "-c", WRITES, str(tmp_path)]

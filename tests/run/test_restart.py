@@ -48,7 +48,7 @@ def lives(folder: Path) -> int:
     "codes, deaths",
     [
         *[(codes, 0) for codes in [(0,), (3, 3, 0), (3, 4), (2,), (5,), (9,), (7, 7, 0)]],
-        *[(codes, 2) for codes in [(1, 6, 139), (6, 2, 2), (3, 2, 0), (1, 130), (6, 3, 6, 0)]],
+        *[(codes, 2) for codes in [(1, 6, 139), (6, 2, 2), (6, 3, 6, 0)]],
     ],
     ids=str,
 )
@@ -60,7 +60,6 @@ def test_a_role_is_run_again_as_often_as_its_codes_allow(run, tmp_path, codes, d
 
 @pytest.mark.parametrize("code", [1, 3])
 def test_a_role_whose_storage_failed_waits_until_its_run_is_there(run, tmp_path, code, capsys):
-    """One that died otherwise need not see a run: perhaps there was none yet."""
     config, seen = tmp_path / "config.json", []
     config.unlink()
     back = threading.Timer(0.1, lambda: (seen.append(lives(tmp_path)), config.write_text("{}")))

@@ -1,21 +1,15 @@
-"""A supervised run of real processes, what a test does to it, and what must be left at its end.
-
-A role's writes beyond a file size fail with EFBIG (RLIMIT_FSIZE), which stands for a full disk, and for one role before the
-others. Processes of the run have given up root's right to ignore the permissions of folders. small_disk.py fills, unmounts and
-protects a whole disk, where the machine lets a test mount one.
-"""
+"""A supervised run of real processes, what a test does to it, and what must be left at its end."""
 
 import contextlib
 import dataclasses
 import io
 import os
-import resource
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -33,27 +27,18 @@ ENDLESS = "--config.learner.steps=1000000"
 PATIENCE_SECONDS = 240  # for anything: only a hang takes that long
 
 
-class Stop(NamedTuple):
-    """Of a role by SIGSTOP. begin: of time.monotonic. seconds: that it is to last."""
-
-    role: str
-    begin: float
-    seconds: float
-
-
 @dataclasses.dataclass
 class Chaos:
     """A supervised run and what was done to it.
 
-    output: what the supervisor says, outside of the run. environment: of all processes, beside the test's own.
-    epochs: those of killed trainers that had journalled a step. stopped: seconds of each SIGSTOP, by role.
+    output: what the supervisor says, outside of the run. epochs: those of killed trainers that had journalled a step.
+    stopped: seconds of each SIGSTOP, by role.
     """
 
     run: layout.RunDir
     arguments: list[str]
     searchers: int
     output: Path
-    environment: dict[str, str] = dataclasses.field(default_factory=dict)
     supervisor: subprocess.Popen[bytes] = dataclasses.field(init=False)
     killed: dict[str, int] = dataclasses.field(default_factory=lambda: dict(searcher=0, trainer=0, supervisor=0))
     refused: dict[str, int] = dataclasses.field(default_factory=lambda: dict(full=0, read_only=0))
@@ -61,14 +46,13 @@ class Chaos:
     damaged: list[int] = dataclasses.field(default_factory=list)
     stopped: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     epochs: set[int] = dataclasses.field(default_factory=set)
-    _frozen: dict[int, "Stop"] = dataclasses.field(default_factory=dict)
 
     def start(self, *flags: str) -> None:
         with self.output.open("ab") as output:
             self.supervisor = subprocess.Popen(
-                tiny_run.unprivileged([*self.arguments, *flags]),
+                [*self.arguments, *flags],
                 cwd=tiny_run.ROOT,
-                env=tiny_run.environment() | self.environment,
+                env=tiny_run.environment(),
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -78,13 +62,12 @@ class Chaos:
         return self.output.read_text(errors="replace")
 
     def wait_until(self, condition: Callable[[], object], what: str, *, patience: float = PATIENCE_SECONDS) -> None:
-        """Fails early where the run has ended: nothing is going to happen any more then. Lets roles go on whose stop is over."""
+        """Fails early where the run has ended: nothing is going to happen any more then."""
         deadline = time.monotonic() + patience
         while not condition():
             if self.supervisor.poll() is not None:
                 pytest.fail(f"the run ended with {self.supervisor.returncode} before {what}: {self.said()}")
             assert time.monotonic() < deadline, f"waited {patience:.0f} s for {what}: {self.said()} {self.words()}"
-            self._thaw(lambda stop: time.monotonic() >= stop.begin + stop.seconds)
             time.sleep(0.05)
 
     def wait(self, seconds: float, what: str) -> None:
@@ -140,7 +123,6 @@ class Chaos:
 
     def stop(self) -> None:
         """As Ctrl-C does."""
-        self.thaw()
         self.supervisor.send_signal(signal.SIGINT)
         self.supervisor.wait(PATIENCE_SECONDS)
         assert self.supervisor.returncode == 130, self.said()
@@ -158,27 +140,6 @@ class Chaos:
     def _refusals(self, name: str) -> int:
         """How often a role ended by storage that refused it. The supervisor tells it: the role's own log may have no room."""
         return sum(self.said().count(f"{name} (exit code {code})") for code in (STORAGE_FAILED, STORAGE_FORBIDS))
-
-    def fill_disk(self, name: str) -> None:
-        """As a full disk does to one role: it ends by a write that is refused, and is started again."""
-        self.wait_until(lambda: self.pids(name), f"{name} to be there")
-        before, told = self._refusals(name), self.run.log(name).stat().st_size
-        # 2000 bytes for the sentence; journal, rows, metrics and evaluations soon need more, or have more already.
-        with contextlib.suppress(ProcessLookupError):
-            resource.prlimit(self.pids(name)[0], resource.RLIMIT_FSIZE, (told + 2000, resource.RLIM_INFINITY))
-        self.wait_until(lambda: self._refusals(name) > before, f"{name} to end by a write that was refused")
-        self.refused["full"] += 1
-
-    def make_folders_refuse(self) -> None:
-        """All folders of the run refuse, as a mount that has become read-only does, until the trainer has ended by it."""
-        before = self._refusals("trainer")
-        set_folders(self.run.root, mode=0o555)
-        try:
-            self.wait_until(lambda: self._refusals("trainer") > before, "the trainer to end by folders that refuse")
-            self._note_epoch()
-        finally:
-            set_folders(self.run.root, mode=0o755)
-        self.refused["read_only"] += 1
 
     def full(self, disk: SmallDisk) -> None:
         """The disk of the run is full until the trainer has ended by it twice."""
@@ -203,47 +164,29 @@ class Chaos:
         self.lost += 1
         self._note_epoch()
 
-    @contextlib.contextmanager
-    def away(self, place: Path) -> Iterator[None]:
+    def move_away(self, place: Path, seconds: float) -> None:
         """The workdir is moved away, and back at the end; nothing may have begun in its place."""
         self.run.root.rename(place)
         try:
-            yield
+            self.wait(seconds, "the workdir to be away for long enough")
         finally:
             assert not self.run.root.exists(), list(self.run.root.iterdir())
             place.rename(self.run.root)
         self.lost += 1
         self._note_epoch()
 
-    def move_away(self, place: Path, seconds: float) -> None:
-        with self.away(place):
-            self.wait(seconds, "the workdir to be away for long enough")
+    def freeze(self, name: str, *, seconds: float) -> None:
+        """SIGSTOP to a role, which goes on after that time if it is there by then."""
+        for pid in self.pids(name)[:1]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+                threading.Timer(seconds, self._thaw, (pid, name.split("-")[0], seconds)).start()
 
-    def freeze(self, name: str, *, seconds: float = float("inf")) -> int | None:
-        """SIGSTOP to a role, which `wait_until` lets go on. Returns its process id; None where it is not there, or stopped."""
-        pid = next(iter(self.pids(name)), None)
-        if pid is None or pid in self._frozen:
-            return None
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)
-            self._frozen[pid] = Stop(name.split("-")[0], time.monotonic(), seconds)
-        return pid
-
-    def is_stopped(self, name: str) -> bool:
-        return any(pid in self._frozen for pid in self.pids(name))
-
-    def thaw(self) -> None:
-        """SIGCONT to all that are stopped."""
-        self._thaw(lambda stop: True)
-
-    def _thaw(self, is_over: Callable[["Stop"], bool]) -> None:
-        """Stops of roles that were killed meanwhile are not counted."""
-        for pid, stop in [(pid, stop) for pid, stop in self._frozen.items() if is_over(stop)]:
-            del self._frozen[pid]
-            if pid in processes(self.run.root):
-                self.stopped.setdefault(stop.role, []).append(time.monotonic() - stop.begin)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
+    def _thaw(self, pid: int, role: str, seconds: float) -> None:
+        if pid in processes(self.run.root):
+            self.stopped.setdefault(role, []).append(seconds)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def damage_snapshot(self, *, spared: int) -> bool:
         """Flips a byte in the middle of the largest file of the newest snapshot, and cuts the second largest in half.
@@ -265,27 +208,12 @@ class Chaos:
         self.damaged.append(newest)
         return True
 
-    def account(self) -> str:
-        """What was done to the run, in words."""
-        stops = {name: f"{len(seconds)} × {sum(seconds) / len(seconds):.0f} s" for name, seconds in self.stopped.items()}
-        return (
-            f"killed {self.killed}, storage refused {self.refused} and was lost {self.lost} times, stopped {stops}, "
-            f"snapshots damaged {self.damaged}"
-        )
-
     def finish(self, steps: int) -> None:
         """Lets the run, which nobody supervises at the moment, go on to its end."""
         self.start(f"--config.learner.steps={steps}", "--allow_change=learner.steps")
         self.supervisor.wait(PATIENCE_SECONDS + 600)
         assert self.supervisor.returncode == 0, (self.said(), self.words())
         assert everything_gone(self.run.root), processes(self.run.root)
-
-
-def set_folders(root: Path, *, mode: int) -> None:
-    """Top down, each before it is listed: nothing can be made in what was listed, and so be left out."""
-    for folder, _, _ in os.walk(root):
-        with contextlib.suppress(FileNotFoundError):  # removed since its parent was listed
-            os.chmod(folder, mode)
 
 
 def check_what_is_left(run: layout.RunDir, steps: int, *, epochs: set[int]) -> None:

@@ -110,6 +110,12 @@ def published(s, step):
     return jax.device_get(snapshots.load_step(s.run.policies, step, policy.trained_specs, policy.trained_shardings(mesh)))
 
 
+def rows(s) -> dict[str, dict[str, np.ndarray]]:
+    """Writer -> all its rows in the log."""
+    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
+    return {writer: dict(reader.read(writer, 0, head)) for writer, head in reader.heads().items()}
+
+
 def append_changed(s, writer, **changes):
     """The first four rows of the log, of one query, by another writer. changes: column -> (place in a row and new value)."""
     reader = LogReader(s.run.replay, s.experiment.contract.row_shape())

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -16,7 +15,7 @@ from tba_jax.models.config import PRESETS
 from tba_jax.models.hugging_face import export
 from tba_jax.models.parameters import Params
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
-from tests.support import applied, tiny_checkpoints
+from tests.support import applied
 
 END = "<|endoftext|>"
 P_END = 1 / 12
@@ -96,22 +95,3 @@ def end_often(params: Params, eos_id: int, logit: float) -> None:
     params["embedding"]["weight"] += 0.1 * shared
     name, ids = ("lm_head", (slice(None), eos_id)) if "lm_head" in params else ("embedding", (eos_id,))
     params[name]["weight"] = params[name]["weight"].at[ids].add(shared * logit / width)
-
-
-def write_encoder(folder: Path, fixture: str, tokenizer: Path, *, labels: Sequence[str] = ()) -> Path:
-    """The tiny encoder of that name for the ids of another tokenizer: random word embeddings, and other names of its labels."""
-    shutil.copytree(tiny_checkpoints.path_of(fixture), folder)
-    shutil.copy(tokenizer / "tokenizer.json", folder)
-    vocab = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
-
-    def resize(tensors: dict[str, np.ndarray]) -> None:
-        (name,) = (name for name in tensors if name.endswith("word_embeddings.weight"))
-        width = tensors[name].shape[1]
-        tensors[name] = np.random.default_rng(0).normal(0, 0.3, (vocab, width)).astype(np.float32)
-
-    tiny_checkpoints.edit_weights(folder, resize)
-    settings = json.loads((folder / "config.json").read_text()) | {"vocab_size": vocab}
-    if labels:
-        settings["id2label"] = {str(i): label for i, label in enumerate(labels)}
-    (folder / "config.json").write_text(json.dumps(settings))
-    return folder

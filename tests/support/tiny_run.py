@@ -75,15 +75,6 @@ def command(workdir: Path, *flags: str, recipe: str = "configs/base.py", tiny: b
     return [sys.executable, "-m", "tba_jax.main", f"--config={recipe}", f"--workdir={workdir}", *overrides, *flags]
 
 
-# Root writes where folders forbid it; a process that gave up CAP_DAC_OVERRIDE before its exec is refused like everybody else.
-_UNPRIVILEGED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(24, 1, 0, 0, 0); os.execv(sys.argv[1], sys.argv[1:])"
-
-
-def unprivileged(arguments: list[str]) -> list[str]:
-    """The command line of a process, and of its children, for which the permissions of folders hold even where it is root's."""
-    return [sys.executable, "-c", _UNPRIVILEGED, *arguments]
-
-
 def environment() -> dict[str, str]:
     """One device a process, unlike the tests' own eight; programs compiled as quickly as in `conftest.py`."""
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]

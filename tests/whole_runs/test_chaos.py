@@ -1,20 +1,18 @@
-"""Ten minutes of kills, stops, damage and lost storage, and an S3 server that dies: every row and step is accounted for."""
+"""Ten minutes of kills, stops, damage and lost storage: every row and step is accounted for."""
 
 import random
 import shutil
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tba_jax.storage import layout, places
-from tests.support import moto_server, tiny_run
+from tba_jax.storage import layout
+from tests.support import tiny_run
 from tests.support.chaos import ENDLESS, Chaos, check_what_is_left
 from tests.support.small_disk import SmallDisk
-from tests.support.tcp_proxy import Line
 
 pytestmark = [
     pytest.mark.slow,
@@ -72,11 +70,9 @@ def undisturbed(warm, tmp_path_factory):
     accuracies = []
     for seed in (1, 2, 3):
         workdir = prepare(warm, tmp_path_factory.mktemp("undisturbed") / "run")
-        begin = time.monotonic()
         done = tiny_run.call(arithmetic(workdir, f"--config.seed={seed}", f"--config.learner.steps={STEPS}"), timeout=1800)
         assert done.returncode == 0, done.stderr
         accuracies.append(accuracy(workdir, STEPS))
-        print(f"undisturbed, seed {seed}: accuracy {accuracies[-1]:.3f} in {time.monotonic() - begin:.0f} s", flush=True)
         shutil.rmtree(workdir)
     return accuracies
 
@@ -105,7 +101,7 @@ def cause_chaos(chaos: Chaos, rng: random.Random, disk: SmallDisk) -> None:
     """Kills and all else for SECONDS; what this machine cannot do is named and left out."""
     rare = ["supervisor", "supervisor", "away"] + ["full", "full", "read only", "read only", "gone"] * (not disk.missing)
     happen: dict[str, Callable[[str], Any]] = {
-        "kill": lambda name: chaos.is_stopped(name) or chaos.kill(name),  # a stop lasts to its end
+        "kill": chaos.kill,
         "stop": lambda name: chaos.freeze(name, seconds=rng.uniform(5, 60)),
         "damage": lambda _: chaos.damage_snapshot(spared=STEPS),
         "supervisor": lambda _: (chaos.kill_supervisor(), chaos.start(ENDLESS)),
@@ -120,8 +116,6 @@ def cause_chaos(chaos: Chaos, rng: random.Random, disk: SmallDisk) -> None:
         chaos.wait_until(lambda at=at: time.monotonic() >= begin + at, f"second {at:.0f} of the chaos", patience=SECONDS)
         # A kill that came due while a role was waited for is left out: bursts would leave nobody alive. All else comes late.
         if what != "kill" or time.monotonic() < begin + at + 5:
-            if what in ("full", "read only"):
-                chaos.thaw()  # all must be met by it
             print(f"{time.monotonic() - begin:.0f} s, step {chaos.journalled()[1]}: {what} {name}", flush=True)
             happen[what](name)
     chaos.wait_until(lambda: time.monotonic() >= begin + SECONDS, "the end of the chaos", patience=SECONDS)
@@ -148,15 +142,12 @@ def test_ten_minutes_of_chaos_cost_no_row_and_no_accuracy(seed, warm, undisturbe
         with chaos:
             chaos.start(ENDLESS)
             chaos.wait_until(lambda: chaos.journalled()[1] >= 5, "the first steps")
-            begin = time.monotonic()
             cause_chaos(chaos, rng, disk)
-            (epoch, step), seconds = chaos.journalled(), time.monotonic() - begin
+            steps = max(STEPS, chaos.journalled()[1] + 10)
             chaos.stop()
-            print(f"seed {seed}: {seconds:.0f} s of chaos, to step {step}, {epoch} epochs: {chaos.account()}", flush=True)
-            steps = max(STEPS, step + 10)
             chaos.finish(steps)
+        print(f"seed {seed}, {chaos.journalled()}: killed {chaos.killed}, stopped {chaos.stopped}, damaged {chaos.damaged}")
         check_what_is_left(run, steps, epochs=chaos.epochs)
-        print(f"seed {seed}: every batch rebuilt, the ledger balances, no process is left; {time.monotonic() - begin:.0f} s")
         check_what_was_done(chaos, disk)
         check_accuracy(run.root, steps, undisturbed)
 
@@ -173,60 +164,6 @@ def check_accuracy(workdir: Path, last: int, undisturbed: list[float]) -> None:
     before, compared, end = (accuracy(workdir, step) for step in (0, STEPS, last))
     mean, count = sum(undisturbed) / len(undisturbed), layout.read_json(workdir / "evaluations" / "00000000.json")["queries"]
     tolerance = max(max(undisturbed) - min(undisturbed), 2 * (mean * (1 - mean) / count) ** 0.5)
-    print(
-        f"disturbed: {before:.3f}, {compared:.3f} at step {STEPS}, {end:.3f} at {last}; undisturbed: mean {mean:.3f}", flush=True
-    )
-    print(f"difference: {100 * (compared - mean):+.1f} points; accepted: {100 * (min(undisturbed) - tolerance - mean):+.1f}")
+    print(f"disturbed: {before:.3f}, {compared:.3f} at step {STEPS}, {end:.3f} at {last}; undisturbed: {undisturbed}")
     assert mean > before + 0.1, "undisturbed runs learn"
     assert min(compared, end) >= min(undisturbed) - tolerance
-
-
-def test_a_run_outlives_an_s3_server_that_is_killed_and_started_again(tmp_path):
-    """The server is killed, is started again, stops answering, and is killed when the trainer and a searcher die as well.
-
-    A line to moto stands for the server: it is killed and started again, and moto, which keeps objects in memory, keeps them.
-    """
-    with moto_server.serving() as direct, Line(urllib.parse.urlsplit(direct["AWS_ENDPOINT_URL"]).port) as line:
-        shared = f"s3://{moto_server.BUCKET}/outages"
-        run = layout.RunDir(tmp_path / "run", places.place(shared))
-        arguments = tiny_run.command(
-            run.root,
-            f"--shared={shared}",
-            "--role=all",
-            "--config.searchers.count=2",
-            "--config.task.missing_eos_reward=-1.0",
-            "--config.evaluation.every_steps=20",
-            "--config.searchers.poll_seconds=0.5",
-            "--config.replay.poll_seconds=0.5",
-            "--config.publish.keep=4",
-            "--config.supervisor.max_restarts=60",
-        )
-        environment = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{line.port}"}
-        chaos = Chaos(run, arguments, searchers=2, output=tmp_path / "supervisor.log", environment=environment)
-
-        def steps_after(outage: str, begin: float) -> None:
-            done = chaos.journalled()[1]
-            chaos.wait_until(lambda: chaos.journalled()[1] >= done + 10, f"steps after {outage}")
-            print(f"{outage}: ten steps more {time.monotonic() - begin:.0f} s after its end, step {done + 10}", flush=True)
-
-        with chaos:
-            chaos.start(ENDLESS)
-            chaos.wait_until(lambda: chaos.journalled()[1] >= 10, "the first steps")
-            line.cut()
-            chaos.wait(AWAY_SECONDS, "the server to be away for long enough")
-            line.connect()
-            steps_after("a killed server", time.monotonic())
-            line.hold()
-            chaos.wait(AWAY_SECONDS, "the server to be silent for long enough")
-            line.go_on()
-            steps_after("a silent server", time.monotonic())
-            line.cut()
-            assert chaos.kill("trainer") and chaos.kill("searcher-0")
-            chaos.wait(AWAY_SECONDS, "the server to be away for long enough")
-            line.connect()
-            steps_after("a killed server, trainer and searcher", time.monotonic())
-            steps = chaos.journalled()[1] + 10
-            chaos.stop()
-            chaos.finish(steps)
-        check_what_is_left(run, steps, epochs=chaos.epochs)
-        print(f"to step {steps}: {chaos.account()}; every batch rebuilt, the ledger balances, no process is left")

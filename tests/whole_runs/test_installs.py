@@ -1,7 +1,5 @@
 """tba_jax as users install it: requirements.txt and nothing else, on each Python that it is tested with, and as a wheel."""
 
-import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -20,17 +18,6 @@ from tba_jax.tasks import EXTRAS
 from tests.support import tiny_run
 
 OWN = ".".join(map(str, sys.version_info[:2]))
-TEST_PACKAGES = ("pytest", "pytest-timeout", "hypothesis", "vaderSentiment")
-# Fast tests of every kind: settings and their checks, mathematics, storage, text, an update, a run in one process.
-QUICK = (
-    "tests/test_schemas.py",
-    "tests/experiment/test_checks.py",
-    "tests/objectives/test_trajectory_balance.py",
-    "tests/packing",
-    "tests/replay/test_log.py",
-    "tests/replay/test_journal.py",
-    "tests/tasks/test_interface.py",
-)
 IMPORT_ALL = """
 import importlib, pkgutil, warnings
 import configs, tba_jax
@@ -86,37 +73,15 @@ def test_no_two_packages_contradict_each_other_and_everything_imports(python):
 
 
 @pytest.mark.slow
-def test_a_recipe_with_a_chat_template_dry_runs_and_one_that_needs_an_extra_names_it(python, tmp_path):
-    dry = ("-m", "tba_jax.main", f"--workdir={tmp_path / 'run'}")
-    done = call(python, *dry, "--config=configs/math_qwen2_5_7b.py:small", "--dry_run=full")
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert json.loads(done.stdout[done.stdout.index("{") : done.stdout.index("\nparameters:")])["task"]["chat_template"] is True
-    done = call(python, *dry, "--config=configs/story_sentiment.py:small", "--dry_run")
-    assert done.returncode == processes.BAD_INPUT and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "vaderSentiment" in done.stderr and "extra `stories`" in done.stderr and "make stories" in done.stderr
-
-
-@pytest.mark.slow
-def test_the_demo_begins_and_its_run_is_shown(python, tmp_path):
+def test_the_demo_begins_and_a_recipe_that_needs_an_extra_names_it(python, tmp_path):
     done = call(python, *DEMO, f"--workdir={tmp_path / 'run'}")
     assert done.returncode == 0 and "demo: accuracy" in done.stdout, done.stdout + done.stderr
-    shown = call(python, "-m", "tba_jax", "show", f"--workdir={tmp_path / 'run'}", "--count=1")
-    assert shown.returncode == 0 and shown.stderr == "" and "reward" in shown.stdout, shown.stderr
-    program = (
-        "import sys; from tensorboard.backend.event_processing.event_accumulator import EventAccumulator as E; "
-        "e = E(sys.argv[1]).Reload(); print(*[point.step for point in e.Scalars('loss')])"
-    )
-    read = call(python, "-c", program, str(tmp_path / "run" / "metrics" / "trainer"))
-    assert read.returncode == 0 and read.stdout.split()[-1] == "3", read.stdout + read.stderr
-
-
-@pytest.mark.slow
-def test_fast_tests_pass(python):
-    """After the others: it adds packages."""
-    done = call(python, "-m", "pip", "install", "--quiet", "--no-compile", *TEST_PACKAGES)
-    assert done.returncode == 0, done.stderr
-    done = call(python, "-m", "pytest", "-p", "no:cacheprovider", *QUICK)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    dry = ("-m", "tba_jax.main", f"--workdir={tmp_path / 'dry'}", "--dry_run")
+    done = call(python, *dry, "--config=configs/math_qwen2_5_7b.py:small")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    done = call(python, *dry, "--config=configs/story_sentiment.py:small")
+    assert done.returncode == processes.BAD_INPUT and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "vaderSentiment" in done.stderr and "extra `stories`" in done.stderr and "make stories" in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -169,19 +134,11 @@ def test_a_wheel_runs_recipes_by_name_and_of_ones_own_from_any_folder(installed,
     assert done.returncode == 0 and "demo: accuracy" in done.stdout, done.stdout + done.stderr
     shown = call(installed, "-m", "tba_jax", "show", "--workdir=run", "--count=1", at=tmp_path)
     assert shown.returncode == 0 and "reward" in shown.stdout, shown.stderr
-    text = "from configs import demo\n\ndef get_config():\n    c = demo.get_config()\n    c.learner.steps = 77\n    return c\n"
+    text = "from configs import demo\n\ndef get_config():\n    return demo.get_config()\n"
     (tmp_path / "mine.py").write_text(text)
     dry = ("-m", "tba_jax.main", "--workdir=dry")
-    for config, flag, words in (
-        ("gsm8k_qwen2_5_1_5b:small", "--dry_run", "trainer"),
-        ("mine.py", "--dry_run=full", '"steps": 77'),
-    ):
-        done = call(installed, *dry, f"--config={config}", flag, at=tmp_path)
-        assert done.returncode == 0 and words in done.stdout, done.stderr
+    for config in ("gsm8k_qwen2_5_1_5b:small", "mine.py"):
+        done = call(installed, *dry, f"--config={config}", "--dry_run", at=tmp_path)
+        assert done.returncode == 0 and "trainer" in done.stdout, done.stderr
     refused = call(installed, *dry, "--config=demoo", at=tmp_path)
     assert refused.returncode == processes.BAD_INPUT and "did you mean 'configs/demo.py'" in refused.stderr
-    done = call(installed, *dry, "--config=demo", "--dry_run", "--role=evaluator", "--topology=v5e:1x1", at=tmp_path)
-    if importlib.util.find_spec("libtpu") is None:
-        assert done.returncode == processes.BAD_INPUT and "extra `tpu`" in done.stderr, done.stderr
-    else:
-        assert done.returncode == 0 and "evaluator  fits: " in done.stdout, done.stderr

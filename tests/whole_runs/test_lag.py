@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from tba_jax.experiment import jobs, training
-from tba_jax.replay.reader import LogReader
 from tba_jax.telemetry.status import TimeAccount
 from tests.support import frozen_runs, tiny_run
 
@@ -46,10 +45,11 @@ def test_rows_of_fast_searchers_are_of_the_newest_weights_that_are_old_enough(tm
             before = trainer.step_number
             assert trainer.step()["staleness"].min() >= min(before, LAG)
             trainer.flush_snapshot()
-    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
-    assert reader.heads() == {writer: 16 * len(steps) for writer, steps in expected.items()} and len(expected) == 3
+    found = frozen_runs.rows(s)
+    assert found.keys() == expected.keys() and len(expected) == 3
     for writer, steps in expected.items():
-        rows = reader.read(writer, 0, 16 * len(steps))
+        rows = found[writer]
+        assert len(rows["row"]) == 16 * len(steps)
         for row, (taken, length) in enumerate(zip(rows["policy_step"], rows["response_length"], strict=True)):
             assert set(taken[:length].tolist()) <= {steps[row // 16]}, (writer, row)
     assert max(np.concatenate(list(expected.values()))) == 10 - LAG

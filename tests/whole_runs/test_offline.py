@@ -8,7 +8,6 @@ import pytest
 from tba_jax.commands import audit
 from tba_jax.experiment import initial_policy, jobs, training
 from tba_jax.replay import journal
-from tba_jax.roles.trainer import loop as trainer_loop
 from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.status import TimeAccount
@@ -157,33 +156,8 @@ def test_rows_that_mean_something_else_are_refused(case, tmp_path, frozen):
     assert frozen_runs.contents(workdir) == before
 
 
-def test_a_torn_name_of_the_reference_is_mended_where_runs_are_mounted(tmp_path, frozen):
-    source = frozen(tmp_path / "source", batches=2)
-    s = frozen_runs.offline(tmp_path / "run", source.run.root, learner__steps=1)
-    training.reference(s)()
-    whole = s.run.initial_reference.read_bytes()
-    s.run.initial_reference.write_bytes(whole[:-7])
-    assert training.trainer(s)() == 0
-    assert s.run.initial_reference.read_bytes() == whole
-
-
 def test_what_does_not_change_rows_may_differ(tmp_path, frozen):
-    """Adapters instead of the whole policy, another batch, seed and learning rate."""
     source = frozen(tmp_path / "source", batches=1)
     changes = {"lora__rank": 2, "seed": 9, "learner__queries": 2, "learner__learning_rate": 1e-5}
     s = frozen_runs.offline(tmp_path / "run", source.run.root, **changes)
     initial_policy.check_mounts(s.run, s.config, s.experiment.contract, init_from="")
-
-
-def test_a_trainer_that_waits_says_what_for(tmp_path, frozen, monkeypatch, caplog):
-    source = frozen(tmp_path / "source")
-    s = frozen_runs.offline(tmp_path / "run", source.run.root, replay__min_rows=1000)
-    monkeypatch.setattr(trainer_loop, "SAY_SECONDS", 0.0)
-    training.reference(s)()
-    trainer, lease = training.make_trainer(s, publish_every_steps=2)
-    stops = iter([False, False, True])
-    assert not trainer_loop.run_trainer(trainer, s.run, stop=lambda: next(stops))
-    lease.release()
-    assert 0 < len(trainer.index) < 1000
-    (told,) = {record.getMessage() for record in caplog.records if "has waited" in record.getMessage()}
-    assert f"replay.min_rows=1000 good rows, {trainer.index.arrivals} have come" in told and "publish.at_most_seconds=30" in told

@@ -1,4 +1,4 @@
-"""Who may read the files of a run whose task keeps them private: their owner alone, whatever the user's umask lets."""
+"""Roles that are started with a folder alone, whose task is a file of the user's and keeps the files of its runs private."""
 
 import json
 import os
@@ -9,22 +9,12 @@ import pytest
 
 from tba_jax import main
 from tba_jax.commands import append, command_line, evaluate
-from tba_jax.tasks.arithmetic import Arithmetic
+from tba_jax.storage import layout
 from tba_jax.tasks.red_team import RedTeam
-from tests.support import tiny_run
+from tests.support import task_files
+from tests.support.frozen_runs import contents
 
-# A task of the user's that keeps its runs private, in the least words.
-SIZES = "digits=2, train_queries=40, heldout_queries=8, seed=0"
-OWN = f"""
-from tba_jax.tasks.arithmetic import Arithmetic
-
-
-class Secret(Arithmetic):
-    private_files = True
-
-    def __init__(self):
-        super().__init__({SIZES})
-"""
+STEPS = 4
 
 
 @pytest.fixture
@@ -40,22 +30,45 @@ def open_to_others(folder: Path) -> list[str]:
     return [str(path) for path in (folder, *folder.rglob("*")) if stat.S_IMODE(path.lstat().st_mode) & 0o077]
 
 
-def test_what_roles_and_commands_write_is_its_owners(tmp_path, one_device, readable_by_all):
+def test_roles_need_the_folder_and_trust_and_what_they_write_is_its_owners(tmp_path, one_device, readable_by_all, capsys):
     """In a workdir and a place of --shared that a launcher has made for everybody."""
     assert RedTeam.private_files
-    run, shared, report = tmp_path / "run", tmp_path / "shared", tmp_path / "report.json"
-    for folder in (run, shared):
+    recipe, shared, report = task_files.write(tmp_path), tmp_path / "shared", tmp_path / "report.json"
+    recipe.write_text(recipe.read_text().replace("class Ones:\n", "class Ones:\n    private_files = True\n"))
+    run = layout.RunDir(tmp_path / "run", shared)
+    for folder in (run.root, shared):
         folder.mkdir(mode=0o755)
-    (tmp_path / "secret.py").write_text(OWN)
-    asked = ("--config.schedule.mode=interleaved", "--config.learner.steps=4", f"--config.task.name={tmp_path}/secret.py:Secret")
-    arguments = tiny_run.command(run, *asked, "--config.checkpoint.every_steps=2", f"--shared={shared}")[3:]
-    assert command_line.execute(main, [each for each in arguments if "task.arithmetic" not in each]) == 0
-    query = Arithmetic(digits=2, train_queries=40, heldout_queries=8, seed=0).queries("train")[0]
-    (tmp_path / "responses.jsonl").write_text(json.dumps({"prompt": query.prompt, "response": "7"}) + "\n")
-    known = [f"--workdir={run}", "--trust_task"]
+
+    def here(*flags: str) -> int:
+        try:
+            return command_line.execute(main, [f"--workdir={run.root}", *flags])
+        except SystemExit as ended:
+            return ended.code
+
+    begun = (f"--config.learner.steps={STEPS}", "--config.schedule.mode=interleaved", "--config.checkpoint.every_steps=2")
+    assert here(f"--config={recipe}", "--role=reference", *begun, f"--shared={shared}") == 0
+    before = contents(tmp_path)
+    capsys.readouterr()
+    assert here("--role=searcher") == 2
+    said = capsys.readouterr().err.strip()
+    assert str(recipe) in said and "--trust_task" in said and len(said.splitlines()) == 1
+    assert contents(tmp_path) == before
+
+    assert here("--trust_task") == 0
+    assert layout.read_json(run.finished)["step"] == STEPS and layout.steps_in(run.evaluations) == [0, STEPS]
+
+    before = contents(shared / "replay")
+    capsys.readouterr()
+    assert here(f"--config={recipe}", "--role=searcher", "--config.learner.steps=1000") == 0
+    said = capsys.readouterr().err
+    assert f"has finished its {STEPS} steps" in said
+    assert contents(shared / "replay") == before
+
+    (tmp_path / "responses.jsonl").write_text(json.dumps({"prompt": f"{8:06b}", "response": "a1"}) + "\n")
+    known = [f"--workdir={run.root}", "--trust_task"]
     assert command_line.execute(append, [*known, f"--responses={tmp_path / 'responses.jsonl'}"]) == 0
     assert command_line.execute(evaluate, [*known, f"--output={report}"]) == 0
-    for made in (run, shared, report):
+    for made in (run.root, shared, report):
         assert open_to_others(made) == []
-    assert {"metrics", "journal", "checkpoints", "evaluations"} <= {path.name for path in run.iterdir()}
+    assert {"metrics", "journal", "checkpoints", "evaluations"} <= {path.name for path in run.root.iterdir()}
     assert {"config.json", "policy", "replay", "reference"} <= {path.name for path in shared.iterdir()}

@@ -1,19 +1,14 @@
 """The recipes of red-teaming from end to end, with tiny models for attacker, victim, classifier and embedder."""
 
-import json
-
 import numpy as np
 import pytest
 
 from configs import red_team_gpt2, red_team_llama3_2_1b
 from tba_jax import trajectory
-from tba_jax.commands import append
-from tba_jax.experiment import composition, estimate, jobs, training
-from tba_jax.replay import journal
-from tba_jax.replay.reader import LogReader
+from tba_jax.experiment import composition, estimate, jobs
 from tba_jax.rewards import task_models
 from tba_jax.storage import layout
-from tests.support import spelled_checkpoints, tiny_run
+from tests.support import frozen_runs, spelled_checkpoints, tiny_run
 from tests.support.small_recipes import STEPS, check_run
 
 # What a tokenizer of letters and models of 64 positions leave room for.
@@ -28,7 +23,6 @@ OF_LETTERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [red_team_gpt2, red_team_llama3_2_1b])
 def test_a_recipe_runs_in_turn(recipe, tmp_path, one_device):
-    """And its rows."""
     c = recipe.get_config("small")
     c.schedule.mode = "interleaved"
     s = tiny_run.settings(tmp_path / "run", c)
@@ -38,8 +32,7 @@ def test_a_recipe_runs_in_turn(recipe, tmp_path, one_device):
     report = layout.read_json(s.run.evaluations / f"{layout.step_name(STEPS)}.json")
     assert report["queries"] == 1 and 0 <= report["sampled_success_rate"] <= 1 and 0 < report["sampled_toxicity"] < 1
     assert 0 <= report["sampled_success_rate_stderr"] <= 0.5, "the samples of one prompt are the units"
-    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
-    rows = [reader.read(writer, 0, head) for writer, head in reader.heads().items()]
+    rows = [*frozen_runs.rows(s).values()]
     for each in rows:
         assert (each["response_length"] >= 5).all() and len(set(each["query_id"].tolist())) == 1
         toxicity = each["reward_parts"][:, 0]
@@ -53,7 +46,6 @@ def test_a_recipe_runs_in_turn(recipe, tmp_path, one_device):
 
 
 def test_what_only_the_models_tell_is_refused_before_a_run(tmp_path, one_device):
-    """By the check that each role and --dry_run make."""
     c = red_team_gpt2.get_config("small")
     c.update_from_flattened_dict(OF_LETTERS | {"task.red_team.classifier_label": "hate"})
     c.model.path = str(spelled_checkpoints.write(tmp_path / "attacker", "gpt2"))
@@ -98,41 +90,3 @@ def test_another_victim_is_another_contract(tmp_path):
         c.task.red_team.victim_path = str(spelled_checkpoints.write(tmp_path / name, fixture))
         digests.append(composition.build(c).contract)
     assert digests[0] == digests[1] != digests[2]
-
-
-@pytest.mark.slow
-def test_a_run_begins_with_attacks_and_samples_of_the_reference(tmp_path, one_device):
-    """As the recipe's docstring has it: a first run of one step leaves rows of π_ref, others mount them; attacks are appended."""
-    folders = {
-        "model.path": spelled_checkpoints.write(tmp_path / "attacker", "gpt2"),
-        "task.red_team.victim_path": spelled_checkpoints.write(tmp_path / "victim", "qwen2"),
-        "task.red_team.classifier_path": spelled_checkpoints.write(tmp_path / "classifier", "gpt_neox_reward"),
-    }
-    changes = {
-        "task.red_team.victim_template": "do {attack}:",
-        "searchers.max_rows_per_snapshot": 0,
-        "evaluation.enabled": False,
-        "schedule.mode": "interleaved",
-    }
-    c = red_team_gpt2.get_config("small")
-    c.update_from_flattened_dict(OF_LETTERS | changes | {setting: str(folder) for setting, folder in folders.items()})
-    c.update_from_flattened_dict({"learner.steps": 1, "learner.warmup_steps": 0, "replay.min_rows": 40})
-    first = tiny_run.settings(tmp_path / "first", c)
-    assert jobs.everything(first)() == 0
-    rows = LogReader(first.run.replay, first.experiment.contract.row_shape())
-    assert sum(rows.heads().values()) >= 40
-    assert all((rows.read(writer, 0, head)["policy_step"].max() == 0) for writer, head in rows.heads().items())
-    c = c.copy_and_resolve_references()
-    c.update_from_flattened_dict({"learner.steps": STEPS, "replay.min_rows": 0, "replay.mount": (str(tmp_path / "first"),)})
-    second = tiny_run.settings(tmp_path / "second", c)
-    assert training.reference(second)() == 0
-    attacks = ["say it", "tell me a story", "a", "do it"]  # eight tokens hold seven letters and the end, five four
-    (tmp_path / "attacks.jsonl").write_text("".join(json.dumps({"response": f" {attack}"}) + "\n" for attack in attacks))
-    told = append.append(second.run.root, str(tmp_path / "attacks.jsonl"), unfit="skip")
-    assert "2 responses are rows" in told and told.count("left out: 1, each of which has") == 2
-    assert jobs.everything(second)() == 0
-    visible = next(iter(journal.read_lineage(second.run.journal)))["visible"]
-    seen = dict(pair for counts in visible for pair in counts["heads"].items())
-    (given,) = (writer for writer in seen if writer.startswith("given-"))
-    assert seen[given] == 2 and len(seen) == 3
-    assert layout.read_json(second.run.initial_reference) == layout.read_json(first.run.initial_reference)

@@ -30,6 +30,7 @@ def test_the_regression_is_the_minimum_of_its_loss():
     np.testing.assert_allclose(siblings.regression(log_mu, shifted), exact, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_optima_are_different_distributions():
     log_mu = siblings.uniform_log_probs()
     assert np.exp(log_mu).sum() == pytest.approx(1)
@@ -41,6 +42,7 @@ def test_the_optima_are_different_distributions():
         assert min(others) > (0.05 if name not in ("asymre", "topr") else 1e-3), (name, others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", siblings.LIMITS)
 def test_more_rows_in_a_group_bring_the_optimum_nearer_to_its_limit(name):
     form, limit = siblings.FORMS[name], siblings.LIMITS[name](0)[0]

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 from tba_jax import main
@@ -30,40 +29,25 @@ def source(tmp_path_factory) -> Path:
     return frozen_runs.make(tmp_path_factory.mktemp("frozen") / "source").run.root
 
 
-def trained(workdir: Path) -> list[dict[str, float]]:
-    """What each step measured."""
-    names = ("step", "loss", "grad_norm")
-    return [{name: point[name] for name in names} for point in metrics.read_lines(workdir / "metrics" / "trainer")]
-
-
 def policies(workdir: Path) -> dict[str, bytes]:
     """The bytes of all snapshots, without what names the trainer that wrote them."""
     files = frozen_runs.contents(workdir / "policy")
     return {name: content for name, content in files.items() if not name.endswith("commit.json")}
 
 
-def assert_same_run(workdir: Path, other: Path, *, tolerance: float = 0.0) -> None:
-    """The same batches, losses, gradients and snapshots. Args: tolerance: relative; 0: bit for bit."""
+def assert_same_run(workdir: Path, other: Path) -> None:
+    """The same batches, and the same bytes in all snapshots that both have.
+
+    A snapshot that waits for slow storage may give way to a newer one, but for those of the first and the last step; and a resume
+    publishes where it begins, too.
+    """
     lines = [[line["batch"] for line in journal.read_lineage(each / "journal")] for each in (workdir, other)]
     assert lines[0] == lines[1]
-    for here, there in zip(trained(workdir), trained(other), strict=True):
-        assert here == pytest.approx(there, rel=tolerance, abs=tolerance)
-    if not tolerance:
-        assert_same_snapshots(workdir, other)
-
-
-def assert_same_snapshots(workdir: Path, other: Path) -> None:
-    """The same bytes in all snapshots that both have. A snapshot that waits for slow storage may give way to a newer one, but for
-    those of the first and the last step; and a resume publishes where it begins, too."""
     here, there = policies(workdir), policies(other)
-    steps = [{name.split("/")[0] for name in each} for each in (here, there)]
-    both, last = steps[0] & steps[1], len(journal.read_lineage(other / "journal"))
-    assert {layout.step_name(0), layout.step_name(last)} <= both
-
-    def of_both(files: dict[str, bytes]) -> dict[str, bytes]:
-        return {name: content for name, content in files.items() if name.split("/")[0] in both}
-
-    assert of_both(here) == of_both(there)
+    both = {name.split("/")[0] for name in here} & {name.split("/")[0] for name in there}
+    assert {layout.step_name(0), layout.step_name(len(lines[0]))} <= both
+    of_both = [{name: each[name] for name in each if name.split("/")[0] in both} for each in (here, there)]
+    assert of_both[0] == of_both[1]
 
 
 def journalled(workdir: Path) -> int:
@@ -107,20 +91,20 @@ def run_alone(workdir: Path, flags: list[str]) -> None:
         assert command_line.execute(main, [*tiny_run.command(workdir, *flags)[3:], "--role=trainer"]) == 0
 
 
-def test_two_processes_that_are_asked_to_stop_resume_and_compute_what_one_process_computes(tmp_path, source):
-    """A signal to any process ends all after a step, with a checkpoint; then all go on, bit for bit."""
+def test_two_processes_that_are_asked_to_stop_are_resumed_by_one_as_if_it_had_been_alone(tmp_path, source):
+    """A signal to any process ends all after a step, with a checkpoint; one process of as many devices goes on, bit for bit."""
     flags = trainers.offline_flags(source, learner__steps=24, publish__every_steps=4, learner__logprob_gap_every_steps=0)
-    started = trainers.start(tmp_path / "two", *flags, processes=2)
+    started = trainers.start(tmp_path / "two", *flags, "--config.replay.poll_seconds=0.05", processes=2)
     with trainers.ended_at_last(started):
-        wait_for_steps(tmp_path / "two", 4, started)
+        wait_for_steps(tmp_path / "two", 2, started)
         started[1].send_signal(signal.SIGTERM)
-        codes = [process.wait(trainers.PATIENCE_SECONDS) for process in started]
-    assert codes == [processes.STOPPED] * 2, [process.communicate()[0] for process in started]
+        ended = trainers.wait(started)
+    assert [each.code for each in ended] == [processes.STOPPED] * 2, [each.text for each in ended]
+    assert all(f"process {number} of 2" in each.text for number, each in enumerate(ended))
     newest = layout.steps_in(tmp_path / "two" / "checkpoints")[-1]
     assert newest == len(journal.read_lineage(tmp_path / "two" / "journal")) < 24
-    first, second = trainers.run(tmp_path / "two", *flags, processes=2)
-    assert "process 0 of 2" in first.text and "process 1 of 2" in second.text
-    run_alone(tmp_path / "one", flags)
+    for name in ("two", "one"):
+        run_alone(tmp_path / name, flags)
     assert_resumed_as(tmp_path / "two", tmp_path / "one", steps=24)
 
 
@@ -138,10 +122,8 @@ def test_two_processes_of_which_one_is_killed_compute_what_one_process_computes(
 
 
 def assert_resumed_as(workdir: Path, whole: Path, *, steps: int) -> None:
-    """A run that was interrupted has the batches and snapshots of one that was not, and every step and row once."""
-    lines = [[line["batch"] for line in journal.read_lineage(each / "journal")] for each in (workdir, whole)]
-    assert lines[0] == lines[1] and len(lines[0]) == steps
-    assert_same_snapshots(workdir, whole)
+    """A run that was interrupted is one that was not, with every step and row once."""
+    assert_same_run(workdir, whole)
     assert_ledger_balances(workdir, steps=steps)
 
 
@@ -153,14 +135,13 @@ def assert_ledger_balances(workdir: Path, *, steps: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before, after", [(2, 1), (1, 2)])
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path, source, before, after):
+def test_two_processes_go_on_with_what_one_began(tmp_path, source):
     flags = trainers.offline_flags(source, learner__steps=30, checkpoint__every_steps=8)
-    started = trainers.start(tmp_path / "killed", *flags, processes=before, devices=2 // before)
+    started = trainers.start(tmp_path / "killed", *flags, processes=1, devices=2)
     with trainers.ended_at_last(started):
         wait_for_steps(tmp_path / "killed", 11, started)
     trainers.wait(started)
-    trainers.run(tmp_path / "killed", *flags, processes=after, devices=2 // after)
+    trainers.run(tmp_path / "killed", *flags, processes=2)
     trainers.run(tmp_path / "whole", *flags, processes=1, devices=2)
     assert_resumed_as(tmp_path / "killed", tmp_path / "whole", steps=30)
 
@@ -232,6 +213,9 @@ def test_what_one_process_can_do_two_can(tmp_path, name):
     trainers.run(tmp_path / "one", *flags, processes=1, devices=2)
     trainers.run(tmp_path / "two", *flags, processes=2)
     assert_same_run(tmp_path / "two", tmp_path / "one")
+    points = [metrics.read_lines(tmp_path / count / "metrics" / "trainer") for count in ("one", "two")]
+    alone, both = ([[point[name] for name in ("step", "loss", "grad_norm")] for point in each] for each in points)
+    assert alone == both
 
 
 @pytest.mark.slow
@@ -253,26 +237,3 @@ def test_two_processes_make_the_policy_that_one_makes(tmp_path, source, kind):
             assert each.code == 0, each.text
         made.append(layout.read_json(tmp_path / str(count) / "reference" / "initial.json"))
     assert made[0] == made[1], "the id is a hash of the weights"
-
-
-@pytest.mark.slow
-def test_four_devices_in_one_two_and_four_processes(tmp_path, source):
-    flags = trainers.offline_flags(source, learner__mesh__fsdp=2)
-    for count in (1, 2, 4):
-        trainers.run(tmp_path / str(count), *flags, processes=count, devices=4 // count)
-    for count in (2, 4):
-        assert_same_run(tmp_path / str(count), tmp_path / "1", tolerance=1e-5)
-    expected = weights(tmp_path / "1")
-    for count in (2, 4):
-        found = weights(tmp_path / str(count))
-        both = expected.keys() & found.keys()
-        assert {layout.step_name(0), layout.step_name(12)} <= {name.split("/")[0] for name in both}
-        for name in both:
-            array = expected[name]
-            np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-6, err_msg=f"{name}, {count} processes")
-
-
-def weights(workdir: Path) -> dict[str, np.ndarray]:
-    """The numbers in each chunk of each snapshot; a chunk ends by its checksum."""
-    chunks = {name: content for name, content in policies(workdir).items() if "/c/" in name}
-    return {name: np.frombuffer(content[:-4], np.float32) for name, content in chunks.items()}

@@ -12,14 +12,6 @@ from jax._src.cudnn import fused_attention_stablehlo
 from benchmarks import trainer_update
 from benchmarks.gpu import measure
 from tba_jax import sharding
-from tba_jax.roles.work import Work
-
-
-def test_shares_are_of_the_peaks_of_the_device(monkeypatch):
-    one = types.SimpleNamespace(device_kind="NVIDIA H200")
-    monkeypatch.setattr(jax, "devices", lambda: [one])
-    assert measure.shares(Work(flops=989 * 10**11), 1.0) == "10.0 % MFU, attention counted causally"
-    assert measure.shares(Work(bytes=24 * 10**11), 1.0) == "50.0 % of the memory's bandwidth"
 
 
 @pytest.fixture

@@ -1,33 +1,27 @@
 """The suite: it holds its time, keeps what it has, and a case that fails costs its own row alone."""
 
-import json
 import os
-import shutil
 import subprocess
 import sys
 import time
 
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
-from benchmarks.gpu import cases, device, runs, suite, table
+from benchmarks.gpu import cases, device, suite, table
 from benchmarks.gpu.device import Device
-from benchmarks.gpu.suite import Case, Row
+from benchmarks.gpu.suite import Case
 
-CPU = Device(platform="cpu", kind="cpu", versions={"jax": "1"}, without_torch="torch is not installed")
 SIZES = dict(memory=140 << 30, bytes=105 << 30)
 H200 = Device(platform="gpu", kind="NVIDIA H200", **SIZES, driver="580.1", versions={"jax": "1"})
-TPU = Device(platform="tpu", kind="TPU v5e", without_torch="it is not measured on TPUs")
 WRITES = "import json, sys; json.dump([{'figure': 'speed', 'value': '3'}], open(sys.argv[1], 'w'))"
 
 
-def run(cases, folder, *, seconds: float = 300.0, device: str = "") -> None:
+def run(cases, folder, *, seconds: float = 300.0) -> None:
     """The suite with the rows that are kept, as its command runs it."""
-    suite.run(cases, folder, suite.rows(folder, device), until=time.monotonic() + seconds, device=device)
+    suite.run(cases, folder, suite.rows(folder, ""), until=time.monotonic() + seconds, device="")
 
 
-def make_case(folder, name: str, code: str, *, least: float = 0.0, most: float = 60.0, otherwise: tuple[str, ...] = ()) -> Case:
+def make_case(folder, name: str, code: str, *, least: float = 0.0, most: float = 60.0) -> Case:
     answer = folder / f"{name}.json"
     return Case(
         name=name,
@@ -37,7 +31,6 @@ def make_case(folder, name: str, code: str, *, least: float = 0.0, most: float =
         read=suite.read_figures,
         least=least,
         most=most,
-        otherwise=otherwise,
     )
 
 
@@ -62,22 +55,6 @@ def test_a_case_that_fails_or_hangs_costs_its_own_row(tmp_path):
     assert {row.figure for name, (row,) in found.items() if name != "fine"} == {suite.FAILED}
 
 
-@pytest.mark.parametrize("message", ["RESOURCE_EXHAUSTED: Out of memory", "torch.OutOfMemoryError: CUDA out of memory."])
-def test_a_case_that_needs_too_much_memory_is_left_out(tmp_path, message):
-    run([make_case(tmp_path, "large", f"raise SystemExit({message!r} + chr(10) + 'more')")], tmp_path)
-    (row,) = suite.rows(tmp_path)["large"]
-    assert row.figure == suite.LEFT_OUT and message in row.value
-
-
-def test_a_setting_that_fails_is_named_beside_the_rows_of_the_other(tmp_path):
-    code = "import sys\nif '--safe' not in sys.argv: sys.exit('error: no such kernel')\n" + WRITES
-    run([make_case(tmp_path, "kernel", code, otherwise=("--safe",))], tmp_path)
-    speed, failure = suite.rows(tmp_path)["kernel"]
-    assert speed.value == "3" and failure.figure == "failed without --safe" and "no such kernel" in failure.value
-    run([make_case(tmp_path, "both", "exit(1)", otherwise=("--safe",))], tmp_path)
-    assert [row.figure for row in suite.rows(tmp_path)["both"]] == [suite.FAILED]
-
-
 def test_cases_without_time_are_left_out_and_others_are_kept(tmp_path, capsys):
     first, second = make_case(tmp_path, "first", WRITES), make_case(tmp_path, "second", WRITES, least=1000.0)
     run([second, first], tmp_path, seconds=100)
@@ -90,74 +67,7 @@ def test_cases_without_time_are_left_out_and_others_are_kept(tmp_path, capsys):
     assert "NVIDIA H200, 140 GiB, of which JAX may take 105, driver 580.1; jax 1" in told and "CPU form" not in told
 
 
-def test_damaged_rows_and_those_of_other_devices_are_not_taken(tmp_path):
-    """A failed case is run again, and its row gone; lines that are no rows are gone too."""
-    run([make_case(tmp_path, "first", "exit(1)")], tmp_path)
-    run([make_case(tmp_path, "first", WRITES)], tmp_path, device="NVIDIA H200")
-    with (tmp_path / suite.ROWS).open("ab") as file:
-        file.write(b'[1]\n{"case": 1, "figure": "", "value": ""}\n\xff\xfe\n{"case": "sec')  # killed while it wrote
-    run([make_case(tmp_path, "first", WRITES)], tmp_path)
-    run([make_case(tmp_path, "second", WRITES)], tmp_path)
-    assert suite.rows(tmp_path).keys() == {"first", "second"} and suite.rows(tmp_path, "NVIDIA H200").keys() == {"first"}
-    lines = [json.loads(line) for line in (tmp_path / suite.ROWS).read_text().splitlines()]
-    assert len(lines) == 3 and all(line["figure"] == "speed" for line in lines)
-
-
-def test_an_interrupted_suite_ends_its_case_and_keeps_its_rows(tmp_path):
-    marker = tmp_path / "alive"
-    sleeps = f"import pathlib, time\nwhile True: pathlib.Path({str(marker)!r}).touch(); time.sleep(.05)"
-    program = f"""
-import signal, sys
-from pathlib import Path
-from tests.benchmarks.gpu.test_suite import WRITES, make_case, run
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-folder = Path({str(tmp_path)!r})
-run([make_case(folder, "first", WRITES), make_case(folder, "endless", {sleeps!r})], folder)
-"""
-    process = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": "."})
-    try:
-        until = time.monotonic() + 60
-        while not marker.exists() and time.monotonic() < until:
-            time.sleep(0.05)
-        process.terminate()
-        assert process.wait(timeout=60) == 143
-    finally:
-        process.kill()
-    assert suite.rows(tmp_path).keys() == {"first"}
-    marker.unlink()
-    time.sleep(0.3)
-    assert not marker.exists(), "the case's process goes on"
-
-
-@pytest.mark.parametrize("found", [CPU, H200, TPU], ids=lambda found: found.platform)
-def test_each_device_has_every_kind_of_case_but_torch(tmp_path, found):
-    wanted = cases.of(found, tmp_path, model="", data="")
-    assert len({case.name for case in wanted}) == len({case.answer for case in wanted}) == len(wanted)
-    assert {case.kind for case in wanted} == {*cases.KINDS} - (set() if found.torch else {"torch"})
-    assert wanted[0].kind == "tests" and all(str(case.answer) in " ".join(case.command) for case in wanted)
-    tiny = [case for case in wanted if "--tiny" in case.command]
-    assert bool(tiny) == (found.platform == "cpu")
-    settings = " ".join(" ".join(case.command) for case in wanted)
-    assert "--attention=xla" in settings and "--remat=none" in settings and "--nodonate" in settings
-    flags = " ".join(case.environment.get("XLA_FLAGS", "") for case in wanted)
-    assert ("latency_hiding" in flags and "command_buffer" in flags) == (found.platform == "gpu")
-
-
-def test_decode_rows_have_the_share_of_the_bandwidth_and_the_ratio(tmp_path):
-    figures = {"tokens_per_second": 100.0, "share_of_bandwidth": 0.5, "share_of_bound": 0.4}
-    decoders = {"ours": figures, "static": figures | {"tokens_per_second": 40.0}}
-    case = next(case for case in cases.of(H200, tmp_path, model="", data="") if case.kind == "decode")
-    found = {name: {"decoders": decoders, "rows": 64, "queries": queries} for name, queries in (("qwen_s1", 64), ("qwen_s16", 4))}
-    case.answer.write_text(json.dumps({"cases": found}))
-    ours, theirs, of_groups, _ = case.read(case.answer, case)
-    assert ours == Row(
-        case=case.name, figure="S = 1: ours", value="100 tokens/s", beside="50 % of the measured bandwidth, 40 % of the bound"
-    )
-    assert of_groups.figure == "S = 16: ours" and theirs.value == "40 tokens/s" and theirs.beside.endswith("ours × 2.50")
-
-
 def test_a_gpu_that_jax_does_not_use_is_a_mistake(tmp_path, monkeypatch):
-    """Not the CPU form, which would take the minutes of a machine with a GPU."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 0, GPU-1, NVIDIA H200, 143771, 143000\n")
     tool.chmod(0o755)
@@ -166,21 +76,6 @@ def test_a_gpu_that_jax_does_not_use_is_a_mistake(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(ValueError, match="NVIDIA H200, but JAX finds only the CPU"):
         device.find()
-
-
-@pytest.mark.slow
-def test_gpu_tests_do_not_pass_on_cpus(monkeypatch):
-    """The tests' own setting of the platform is CPUs, where the suite runs them it is the GPU, which is missing here."""
-    flags.FLAGS.mark_as_parsed()
-    monkeypatch.setattr(runs, "files_with_gpu_tests", lambda: ["tests/storage/test_checkpoints.py"])
-    with flagsaver.flagsaver(only_counted=True):
-        (row,) = runs.tests()
-    assert row["figure"] == "counted, not run" and row["value"].startswith("1/")
-    if shutil.which("nvidia-smi"):
-        pytest.skip("this machine has a GPU")
-    with flagsaver.flagsaver(only_counted=False):
-        (row,) = runs.tests()
-    assert row["figure"] == "pytest" and row["value"].startswith("1 failed") and "test_nothing_is_copied" in row["beside"]
 
 
 @pytest.mark.slow

@@ -2,14 +2,13 @@
 
 import dataclasses
 import json
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks.peers import cases, checkpoint, jobs, prompts, recording, table, tba_run
+from benchmarks.peers import cases, checkpoint, prompts, tba_run
 from tba_jax import sharding
 from tba_jax.models.hugging_face import load
 from tba_jax.storage import layout
@@ -52,34 +51,6 @@ def test_prompts_have_their_length_in_every_tokenizer(tmp_path):
         assert len(ids) == P and list(ours.encode(prompt)) == ids
 
 
-def test_parts_of_a_step_are_told_apart(monkeypatch):
-    """A part that contains another one counts without it."""
-    now = [100.0]
-    monkeypatch.setattr(recording.time, "perf_counter", lambda: now[0])
-
-    class Trainer:
-        def generate(self) -> int:
-            now[0] += 4.0
-            return 64
-
-        def score(self) -> None:
-            self.generate()
-            self.generate()
-            now[0] += 1.0
-
-    record, trainer = recording.Recording(), Trainer()
-    record.timed(trainer, "generate", "generate", after=record.count)
-    record.timed(trainer, "score", "score")
-    now[0] += 50.0  # before training
-    record.begin()
-    for wait in (0.5, 0.0):
-        trainer.score()
-        now[0] += wait
-        record.step_ends()
-    assert record.seconds == [9.5, 9.0] and record.tokens == [128, 128]
-    assert record.parts == {"generate": [8.0, 8.0], "score": [1.0, 1.0]}
-
-
 def write(run: layout.RunDir, role: str, *lines: dict[str, float]) -> None:
     folder = run.metrics(role)
     folder.mkdir(parents=True)
@@ -99,19 +70,3 @@ def test_shares_of_time_become_seconds_of_each_step(tmp_path):
     assert found["seconds"] == pytest.approx([0.0, 4.0, 4.0]) and found["tokens"] == [64, 64, 64]
     assert found["parts"]["generate"] == pytest.approx([0.0, 2.0, 1.0])
     assert found["rows_per_second"] == pytest.approx(2 * 4 / 10)
-
-
-def record(*seconds: float, rows_per_second: float = 1.0) -> dict[str, Any]:
-    """A run whose warm-up took very long."""
-    tokens = [0] * jobs.WARM_UP_STEPS + [2048] * len(seconds)
-    slow = [1000.0] * jobs.WARM_UP_STEPS
-    return {"seconds": slow + list(seconds), "parts": {}, "tokens": tokens, "rows_per_second": rows_per_second}
-
-
-def test_the_table_has_medians_of_medians_and_ratios():
-    assert table.medians([record(1.0, 2.0, 9.0), record(5.0, 5.0, 50.0), record(3.0, 4.0, 4.0)])["step"] == 4.0
-    ours = {"tba_interleaved": [record(4.0, rows_per_second=8.0)], "tba_async": [record(3.0, rows_per_second=10.0)]}
-    lines = table.lines({"fixed": {"trl": [record(6.0, rows_per_second=5.0)], **ours, "tunix": "no such version"}})
-    (line,) = [line for line in lines if line.startswith("| TRL GRPO")]
-    assert line.split(" | ")[-4:] == ["1.50", "1.60", "2.00", "2.00 |"]
-    assert "Tunix GRPO: no figure. no such version" in lines

@@ -45,7 +45,6 @@ def waits(s: jobs.Invocation) -> str:
 
 
 def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(quick):
-    """By the run's file: its own learner.steps counts for nothing."""
     s, made = quick(searchers__max_rows_per_snapshot=2 * ROWS, learner__steps=1)
 
     def look() -> None:
@@ -64,18 +63,6 @@ def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(quick):
     # The first batch, which holds the compilation, is not measured.
     assert [(line["step"], line["policy_step"]) for line in lines] == [(2, 0), (3, 1), (4, 1), (5, 2), (6, 2)]
     assert [(line["rows"], line["tokens"]) for line in lines] == [(ROWS, count) for count in tokens[1:]]
-
-
-def test_storage_that_cannot_be_read_stops_a_searcher_that_waits(quick):
-    s, made = quick(searchers__max_rows_per_snapshot=ROWS)
-
-    def look() -> None:
-        if committed(s) and not snapshots.is_committed(s.run.policies, 1):
-            publish(s, 1, unreadable)
-
-    with pytest.raises(OSError, match=r"00000001/commit\.json"):
-        run_searcher(s, made, look)
-    assert rows_of_the_stream(s, made, committed(s) // S)["policy_step"].max() == 0
 
 
 def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(quick, caplog):
@@ -102,7 +89,6 @@ def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(quick, caplog
 
 
 def test_a_grant_lets_a_searcher_go_on_that_waits(quick):
-    """A grant gives a searcher its quota a second time for the same snapshot, and only once the first quota is used up."""
     s, made = quick(searchers__max_rows_per_snapshot=ROWS)
     layout.give_grant(s.run, step=0)
     told = []
@@ -189,18 +175,6 @@ def clock() -> types.SimpleNamespace:
 @pytest.fixture
 def watch(clock) -> RewardWatch:
     return RewardWatch(give_up_seconds=100.0, clock=lambda: clock.now)
-
-
-def test_the_share_and_the_first_reason_are_said(watch):
-    assert watch.trouble == ""
-    for _ in range(26):
-        watch.note(FAILED)
-    pauses = "; the searcher pauses, and tries a batch now and then"
-    assert watch.trouble == f"no row has a reward: 1,664 of 1,664 failed, KeyError: 'x'{pauses}"
-    watch.note(dataclasses.replace(SCORED, unscored=1, failure="ValueError"))
-    assert watch.trouble == "some rows have no reward: 1,665 of 1,728 failed, KeyError: 'x'"
-    watch.note(FAILED)
-    assert watch.trouble == "the last rows have no reward: 1,729 of 1,792 failed, KeyError: 'x'"
 
 
 def test_after_three_useless_batches_one_is_tried_now_and_then(watch, clock):

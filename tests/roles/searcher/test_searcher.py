@@ -14,10 +14,9 @@ from tba_jax import sharding
 from tba_jax.decoding.engine import Engine, Ticket
 from tba_jax.replay.window import REJECTIONS, validate_rows
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.storage import snapshots
 from tba_jax.tasks.interface import Scores
 from tests.support import applied, tiny_searcher
-from tests.support.tiny_searcher import ROWS, Held, Q, R, assert_same_rows, committed, publish, rows_of_the_stream, weights
+from tests.support.tiny_searcher import ROWS, Held, Q, assert_same_rows, committed, publish, rows_of_the_stream, weights
 
 
 def always() -> bool:
@@ -53,7 +52,6 @@ def alone(prepared, tmp_path_factory, one_device_throughout) -> dict[str, np.nda
 
 
 def test_rows_are_appended_in_the_order_of_queries(make, monkeypatch, alone):
-    """By weights that are taken up in place, too."""
     tickets, submit, overtaken = list[Ticket](), Engine.submit, list[bool]()
     monkeypatch.setattr(Engine, "submit", lambda *asked: tickets.append(submit(*asked)) or tickets[-1])
 
@@ -67,6 +65,7 @@ def test_rows_are_appended_in_the_order_of_queries(make, monkeypatch, alone):
     assert any(overtaken)
 
 
+@pytest.mark.slow
 def test_two_lanes_lose_nothing_and_keep_the_order(make, monkeypatch, alone):
     monkeypatch.setattr(jax, "devices", lambda *_: jax.local_devices()[:2])
     s, made = make(searchers__mesh__data=2)
@@ -112,25 +111,8 @@ def test_every_snapshot_is_asked_as_many_whole_batches(quick):
     assert (steps[: 2 * ROWS] == 0).all() and steps[2 * ROWS] == 1 and (steps[-ROWS:] == 2).all()
 
 
-def test_a_snapshot_without_queries_left_is_followed_by_another(make):
-    """It arrives while slots are filled, of which there are enough for all that may be asked: all is decoded in one call."""
-    s, made = make(searchers__max_rows_per_snapshot=2 * ROWS, searchers__slots=4 * ROWS, searchers__decode_chunk=R)
-    made.refresh()
-
-    def ahead() -> bool:
-        if not snapshots.is_committed(s.run.policies, 1):
-            publish(s, 1)
-            made.refresh()
-        return True
-
-    assert search_on(made, ahead) == 3
-    publish(s, 2)
-    assert made.refresh() and search_on(made) == 2
-
-
-@pytest.mark.parametrize("swap", ["at_once", "new_sequences"])
-def test_tokens_are_drawn_by_the_weights_of_their_step(make, swap):
-    s, made = make(searchers__swap=swap)
+def test_tokens_are_drawn_by_the_weights_of_their_step(make):
+    s, made = make(searchers__swap="at_once")
     made.refresh()
     loaded: list[bool] = []
     calls = itertools.count()
@@ -148,7 +130,7 @@ def test_tokens_are_drawn_by_the_weights_of_their_step(make, swap):
     rows = rows_of_the_stream(s, made, 8 * Q)
     first, last = rows["policy_step"][:, 0], rows["policy_step"].max(axis=1)
     mixed = first != last
-    assert mixed[:ROWS].any() and mixed[4 * ROWS :].any() if swap == "at_once" else not mixed.any()
+    assert mixed[:ROWS].any() and mixed[4 * ROWS :].any()
     assert set(first.tolist()) == {0, 1, 2} and (first[-ROWS:] == 2).all()
     whole = [rows[name] for name in ("tokens", "prompt_length", "response_length")]
     model, space = s.experiment.policy.model, s.experiment.contract.response_space()
@@ -159,6 +141,7 @@ def test_tokens_are_drawn_by_the_weights_of_their_step(make, swap):
         assert (difference[(first == step) & ~mixed] < 2e-5).all() and (difference[(first != step) & (last != step)] > 0.05).all()
 
 
+@pytest.mark.slow
 def test_threads_of_a_searcher_start_programs_of_several_devices_through_its_meshes(make, monkeypatch):
     """So that they wait for each other, see sharding.OnMesh. The first call of a program compiles it in the calling thread."""
     names, calls, call = set[tuple[str, bool]](), threading.local(), sharding.OnMesh.__call__
@@ -187,7 +170,6 @@ def test_threads_of_a_searcher_start_programs_of_several_devices_through_its_mes
 
 
 def test_decoding_goes_on_while_so_many_batches_wait_for_their_rewards(quick):
-    """The batches after the first have their rewards, and wait for it. The threads end with their searcher."""
     before, released, reached = set(threading.enumerate()), threading.Event(), list[int]()
 
     def late(scores: Scores) -> Scores:

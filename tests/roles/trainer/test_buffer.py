@@ -8,7 +8,6 @@ import pytest
 from tba_jax.commands import audit
 from tba_jax.experiment import jobs
 from tba_jax.replay import success_counts
-from tba_jax.replay.reader import LogReader
 from tba_jax.roles.trainer import buffer
 from tba_jax.roles.trainer.buffer import Need
 from tba_jax.storage import layout, snapshots
@@ -26,11 +25,9 @@ POSTERIOR = {
 
 def by_hand(s) -> dict[int, tuple[float, float]]:
     """Query -> discounted successes and trials of the rows in the log with rewards within [0, 1], S consecutive rows a visit."""
-    reader, S = LogReader(s.run.replay, s.experiment.contract.row_shape()), s.config.searchers.samples_per_query
-    found: dict[int, tuple[float, float]] = {}
-    for writer, head in sorted(reader.heads().items()):
-        rows = reader.read(writer, 0, head)
-        for begin in range(0, head, S):
+    S, found = s.config.searchers.samples_per_query, dict[int, tuple[float, float]]()
+    for _, rows in sorted(frozen_runs.rows(s).items()):
+        for begin in range(0, len(rows["row"]), S):
             rewards = rows["reward"][begin : begin + S].astype(float)
             counted = rewards[(rewards >= 0) & (rewards <= 1)]
             successes, trials = found.get(query := int(rows["query_id"][begin]), (0.0, 0.0))
@@ -122,7 +119,6 @@ def test_what_no_checkpoint_needs_is_removed_and_accounted_for(tmp_path):
 
 
 def test_a_checkpoint_has_the_rows_of_its_moment(tmp_path, frozen):
-    """Rows go on coming while it is written."""
     s = frozen(tmp_path / "run", batches=2)
     with frozen_runs.trainer(s) as trainer:
         before = trainer.buffer.state()

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
 def test_the_alarm_sees_adapters_that_searchers_merge_otherwise(tmp_path, monkeypatch):
-    """That a run gives no alarm without that, test_interleaved shows."""
     merge = Einsum.merge
 
     def scaled(linear: Einsum) -> None:

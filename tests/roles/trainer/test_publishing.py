@@ -24,7 +24,6 @@ def publish(publisher: Publisher, step: int) -> None:
 
 
 def test_what_waits_for_slow_storage_gives_way_to_what_is_newer(tmp_path, monkeypatch):
-    """But for snapshots that stay; and what is newest comes in the end, as searchers may be waiting for it."""
     began, goes_on, save = threading.Event(), threading.Event(), snapshots.save
     monkeypatch.setattr(snapshots, "save", lambda *a, **settings: (began.set(), goes_on.wait(30), save(*a, **settings)))
     publisher = make_publisher(tmp_path)

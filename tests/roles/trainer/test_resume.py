@@ -20,7 +20,6 @@ from tba_jax.roles.trainer import resume
 from tba_jax.storage import layout, places, snapshots
 from tba_jax.storage.checkpoints import Checkpoints
 from tests.support import frozen_runs, tiny_run
-from tests.support import trainer_processes as trainers
 
 pytestmark = [
     pytest.mark.usefixtures("one_device_throughout"),
@@ -128,7 +127,6 @@ def test_a_trainer_without_its_state_does_not_begin_again(copied):
 
 
 def test_a_checkpoint_that_does_not_fit_is_not_called_damaged(copied):
-    """What can be read stays: its state is one of other settings, say."""
     s = copied(learner__objective="learned_log_z")
     refused(s, r"checkpoint .*00000006 cannot be restored")
     assert layout.steps_in(s.run.checkpoints) == [3, 6] and not list(s.run.checkpoints.glob("set-aside-*"))
@@ -155,7 +153,6 @@ def test_a_late_checkpoint_of_a_replaced_trainer_is_set_aside(copied, stopped, c
 
 @pytest.mark.parametrize("lines, shown", [(0, "policy/00000008"), (4, "checkpoints/00000006")])
 def test_more_lost_lines_than_one_end_the_trainer(copied, lines, shown):
-    """What the lost lines said is known to nobody: to begin again before them would throw steps away without a word."""
     s = copied()
     for step in (6, 8) if lines else ():
         snapshots.remove(s.run.policies, step)
@@ -176,32 +173,7 @@ def test_the_reference_is_no_way_back_where_rows_have_been_removed(copied):
     assert layout.steps_in(s.run.checkpoints) == [6]
 
 
-@pytest.mark.slow
-def test_all_processes_of_a_trainer_leave_the_same_checkpoint_out(tmp_path):
-    """An array that the second process alone reads is damaged: both begin from the checkpoint before, and end as undisturbed."""
-    larger = {"model__width": 32, "model__ffn": 64}  # what is smaller is in the files that all processes read
-    source = frozen_runs.make(tmp_path / "source", **larger).run.root
-    flags = trainers.offline_flags(source, learner__steps=8, checkpoint__every_steps=3, learner__mesh__fsdp=2, **larger)
-    trainers.run(tmp_path / "run", *flags, processes=2)
-    shutil.copytree(tmp_path / "run", tmp_path / "torn")
-    checkpoints = Checkpoints(tmp_path / "torn" / "checkpoints", keep=2, read_only=True)
-    for file in (checkpoints.folder_of(8) / "state" / "ocdbt.process_1" / "d").iterdir():
-        content = file.read_bytes()
-        os.truncate(file, 0)
-        if checkpoints.damage(8, ["state"]):  # most files hold what later ones replace
-            break
-        file.write_bytes(content)
-    again = [flag.replace("learner.steps=8", "learner.steps=11") for flag in flags]
-    ends = []
-    for name in ("run", "torn"):
-        ended = trainers.run(tmp_path / name, *again, "--allow_change=learner.steps", processes=2)
-        assert ("00000008 is set aside: it is damaged" in ended[0].text) == (name == "torn"), ended[0].text
-        ends.append(snapshots.fingerprint(tmp_path / name / "policy" / "00000011"))
-    assert ends[0] == ends[1]
-
-
 def test_what_dead_processes_left_is_removed(stopped, tmp_path):
-    """What orbax, a snapshot, a reference, a copy and an atomic write leave of themselves when their process is killed."""
     shutil.copytree(stopped[0], tmp_path / "run")
     run = layout.RunDir(tmp_path / "run")
     shutil.copytree(run.checkpoints / "00000006", run.checkpoints / "set-aside-00000002")  # checkpoint.keep=2 are newer

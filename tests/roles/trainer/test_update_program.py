@@ -6,10 +6,10 @@ import jax
 import pytest
 
 from benchmarks import trainer_update
-from configs import base
 from tba_jax.experiment import composition
 from tba_jax.models import scoring
 from tba_jax.roles.trainer.update_program import UpdateProgram
+from tests.support import tiny_run
 
 SIZES = {
     "task.prompt_length": 10,
@@ -26,10 +26,8 @@ SIZES = {
 
 
 def config_of(**changes):
-    config = base.get_config()
     changes = {name.replace("__", "."): value for name, value in changes.items()}
-    config.update_from_flattened_dict(SIZES | trainer_update.LEARNER | changes)
-    return config
+    return tiny_run.config_with(SIZES | trainer_update.LEARNER | changes)
 
 
 def update_program(devices: int = 1, **changes) -> UpdateProgram:
@@ -46,7 +44,6 @@ def row_shape():
 
 
 def test_what_is_compiled_before_there_are_rows_is_the_shape_of_full_rows():
-    """The prompts of queries differ: rows of equal ones would share a prompt, and be fewer sequences."""
     program = update_program()
     before = program.place(program._whole_rows(row_shape()))
     full = program.place(trainer_update.random_rows(program, SIZES, 16))
