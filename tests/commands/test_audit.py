@@ -18,7 +18,6 @@ pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 @pytest.fixture
 def copied(finished, tmp_path):
-    """A copy of the run that a test may damage."""
     shutil.copytree(finished.run.root, tmp_path / "run")
     return tmp_path / "run"
 

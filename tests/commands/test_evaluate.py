@@ -10,9 +10,6 @@ from tba_jax.storage import layout
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
-# What depends on when and for how long, and not on the snapshot.
-_OF_THE_CLOCK = ("time", "seconds")
-
 
 def test_the_report_is_that_of_the_runs_evaluator(finished, tmp_path, capsys):
     run = finished.run
@@ -24,7 +21,7 @@ def test_the_report_is_that_of_the_runs_evaluator(finished, tmp_path, capsys):
     said = capsys.readouterr().out
     assert said == f"step 6: {figure} to {theirs['queries']} held-out queries; the report is in {output}\n"
     assert found.keys() == theirs.keys() and "greedy_win_rate_strict" not in found
-    for name in theirs.keys() - {*_OF_THE_CLOCK, "samples", "score_name"}:
+    for name in theirs.keys() - {"time", "seconds", "samples", "score_name"}:
         assert found[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), name
     assert path.read_bytes() == before, "the run's own report stays"
     settings = command_line.Source(overrides=("--config.evaluation.queries=3",))
@@ -34,11 +31,9 @@ def test_the_report_is_that_of_the_runs_evaluator(finished, tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        (["--step=1000"], "--step=1000 is not a snapshot of"),
         (["--step=٣"], "--step=٣: it is best (by held-out score), last (the newest snapshot)"),
         (["--config.task.response_length=5"], "task.response_length: 6 there, 5 here"),
         (["--config.task.name=tldr"], "is a run of task.name='arithmetic', and --config.task.name asks for task.name='tldr'"),
-        (["--config.evaluation.queries=-1"], "evaluation.queries=-1 must be at least 0"),
         (["--output={run}/config.json"], "is in the run's folder"),
         (["--workdir={run}/none"], "holds no run"),
     ],

@@ -78,16 +78,12 @@ def test_a_recipe_may_take_a_name(write):
     assert f"{recipe}:many: invalid literal for int()" in refusal(f"{recipe}:many")
 
 
-def test_a_recipe_that_does_not_exist_names_the_nearest_and_all_others(tmp_path, monkeypatch):
+def test_a_recipe_that_does_not_exist_names_the_nearest_and_all_others():
     found = recipes.listed()
-    assert found["configs/demo.py"].startswith("The embedded demo")
     assert all(found.values()) and not {"configs/base.py", "configs/baselines.py", "configs/supervised.py"} & set(found)
     told = refusal("dem.py:x")
-    assert "dem.py" in told and "did you mean 'configs/demo.py'" in told and "did you mean" not in refusal("configs/zzzzzz.py")
+    assert "did you mean 'configs/demo.py'" in told and "did you mean" not in refusal("configs/zzzzzz.py")
     assert all(each.removeprefix("configs/").removesuffix(".py") in told for each in found)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_task.py").write_text("")
-    assert "did you mean 'my_task.py'" in refusal("my_task")
 
 
 @pytest.mark.parametrize("recipe", ["configs/demo.py", "demo.py", "demo:small"])
@@ -95,28 +91,18 @@ def test_a_recipe_of_the_project_is_found_from_any_folder(recipe, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     assert load(recipe).task.name == "arithmetic"
     (tmp_path / "demo.py").write_text(RECIPE.format(line="c.task.name = 'gsm8k'", parameter="name=''"))
-    ours = recipe.startswith("demo.py")  # the user's file has this very name
-    assert load(recipe).task.name == ("gsm8k" if ours else "arithmetic")
+    assert load(recipe).task.name == ("gsm8k" if recipe == "demo.py" else "arithmetic")  # the user's file has this very name
 
 
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("x = 1\ndef get_config(:\n", ["SyntaxError", "line 2 of {path}"]),
         ("import shared_by_recipes\n", ["line 3 of ", "shared_by_recipes.py"]),
         ("x = 1\n", ["{path} has no function get_config"]),
         ("def get_config():\n    pass\n", ["must return a ConfigDict", "NoneType"]),
         ("def get_config():\n    return 1 / 0\n", ["ZeroDivisionError: division by zero", "line 2 of {path}"]),
-        ("def get_config():\n    raise ValueError('no such size')\n", ["{path}: no such size"]),
         ("from configs.supervised import get_config\n", ["not made from configs/base.py", "python -m tba_jax supervised"]),
-        (
-            RECIPE.format(line="c.learner.stepz = 3", parameter=""),
-            ["has no setting 'stepz' (line 5 of {path}); did you mean 'steps'"],
-        ),
-        (
-            RECIPE.format(line="c.lerner.steps = 3", parameter=""),
-            ["has no setting 'lerner' (line 5 of {path}); did you mean 'learner'"],
-        ),
+        (RECIPE.format(line="c.lerner.steps = 3", parameter=""), ["'lerner' (line 5 of {path}); did you mean 'learner'"]),
     ],
     ids=lambda each: each[:30] if isinstance(each, str) else "",
 )
@@ -136,8 +122,6 @@ def test_what_a_recipe_does_wrong_is_one_sentence(write, tmp_path, monkeypatch, 
         ("--config.completions=1", ["'completions'", "did you mean 'learner.completions'"]),
         ("--config.learner=1", ["learner is a section"]),
         ("--config.learner.steps=many", ["--config.learner.steps=many", "a whole number", "500"]),
-        ("--config.task.missing_eos_reward=x", ["task.missing_eos_reward=x", "a number"]),
-        ("--config.evaluation.enabled=perhaps", ["--config.evaluation.enabled=perhaps", "true or false"]),
     ],
 )
 def test_a_flag_that_changes_no_setting_is_one_sentence(flag, words):
@@ -147,20 +131,8 @@ def test_a_flag_that_changes_no_setting_is_one_sentence(flag, words):
 
 
 @pytest.mark.parametrize("program", recipes.PROGRAMS, ids=["base", "supervised"])
-def test_every_setting_is_told_and_every_path_is_marked(program):
-    told, rules = "".join(program.describe(section) for section in program.sections()), program.schema.rules
-    assert not [name for name in rules if f"\n{name} = " not in told and ".mesh." not in name]
+def test_every_path_is_marked(program):
+    rules = program.schema.rules
     assert {name for name in rules if name.endswith("path")} <= (marked := {name for name, rule in rules.items() if rule.path})
     others = {"data.train", "data.heldout"} if program is recipes.SUPERVISED else {"task.name", "replay.mount"}
     assert {name for name in marked if not name.endswith("path")} == others
-
-
-def test_a_section_is_told_with_its_comments():
-    assert "\nevaluation.mesh = " in recipes.BASE.describe("evaluation.mesh.data")
-    told = recipes.BASE.describe("learner.reference").splitlines()
-    assert "learner.reference.reset_steps = setting(50, at_least=1)  # ρ" in told
-    kind = next(i for i, line in enumerate(told) if line.startswith("learner.reference.kind = "))
-    assert told[kind - 1].startswith("# ") and "reset_steps" in " ".join(told[:kind])
-    assert not any(line.startswith("learner.steps") for line in told)
-    with pytest.raises(ValueError, match=r"--help=learner\.stepz: .*did you mean 'learner\.steps'"):
-        recipes.BASE.describe("learner.stepz")

@@ -89,7 +89,6 @@ def test_a_new_run_trains_on_them_and_its_batches_can_be_audited(source, version
 
 
 def another(source, name: str) -> tuple[LogWriter, dict[str, np.ndarray]]:
-    """A second writer of the run, and 24 rows for it."""
     shape = source.experiment.contract.row_shape()
     rows = {column: values[:24].copy() for column, values in rows_in(source.run.replay, shape)[1].items()}
     return LogWriter(source.run.replay, name, shape, rows_per_append=4, segment_appends=2, info={}), rows
@@ -127,8 +126,6 @@ def test_what_is_interrupted_is_not_seen_and_taken_up_again(source, version_2, t
 
 
 def test_what_cannot_be_rescored_is_refused(source, version_2, capsys, monkeypatch):
-    """Rows that come later or are gone, another run, the same reward, and a run that is at work."""
-
     def refusal() -> str:
         with pytest.raises(SystemExit, match="2"):
             command_line.execute(rescore, [f"--workdir={source.run.root}"])

@@ -1,6 +1,6 @@
 """The supervised command: what it learns, what it writes, how it resumes, and what it refuses."""
 
-import json
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +24,7 @@ from tba_jax.supervised import objectives, tuning
 from tba_jax.telemetry import metrics
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 from tests.support import applied
+from tests.support.summaries import write_rows
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz:#"
 # The embedding has a row that no token uses, so that a mesh can split it.
@@ -41,7 +42,6 @@ def random_params() -> Params:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A random language model with a tokenizer of one id a character."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
     export.save(folder, MODEL, random_params(), dtype="float32", token_ids={"eos_token_id": 2})
     export.write_character_tokenizer(folder, CHARACTERS, pad_id=0, bos_id=1, eos_id=2)
@@ -50,7 +50,6 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
-    """The tests' own process has eight fake devices; a run of these has one, unless its mesh says more."""
     make_mesh = sharding.make_mesh
     first = lambda sizes, *, setting: make_mesh(sizes, setting=setting, devices=jax.devices()[: int(np.prod(sizes))])  # noqa: E731
     monkeypatch.setattr(sharding, "make_mesh", first)
@@ -65,21 +64,14 @@ def sentences(count: int, seed: int, *, reward: bool = False) -> list[dict[str, 
     return [{"prompt": f"{text}:", "response": text[::-1]} for text in words]
 
 
-def write_lines(path: Path, lines: list[dict[str, str]]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def config(folder: Path, train: Path, **changes: Any) -> Any:
-    """The schema with SETTINGS and then `changes` (dots in a name are written as double underscores)."""
+def config(folder: Path, train: str, **changes: Any) -> Any:
     c = recipe.get_config()
     changed = {name.replace("__", "."): value for name, value in changes.items()}
-    c.update_from_flattened_dict({**SETTINGS, "model.path": str(folder), "data.train": str(train), **changed})
+    c.update_from_flattened_dict({**SETTINGS, "model.path": str(folder), "data.train": train, **changed})
     return c
 
 
 def after(count: int) -> Callable[[], bool]:
-    """A stop signal that comes before step `count` + 1."""
     asked = iter(range(10**6))
     return lambda: next(asked) >= count
 
@@ -89,7 +81,7 @@ def never() -> bool:
 
 
 def test_sft_lowers_the_loss_and_its_folder_computes_the_same(folder, tmp_path, capsys):
-    train = write_lines(tmp_path / "train.jsonl", sentences(300, seed=1))
+    train = write_rows(tmp_path / "train.jsonl", sentences(300, seed=1))
     c = config(folder, train, training__steps=20, training__batch_size=16, evaluation__every_steps=10)
     plan = supervised.prepare(c, layout.RunDir(tmp_path / "run"), tmp_path / "sft")
     tuned = tuning.Tuning(plan)
@@ -105,16 +97,11 @@ def test_sft_lowers_the_loss_and_its_folder_computes_the_same(folder, tmp_path, 
     jax.tree.map(np.testing.assert_array_equal, params, tuned.state.params["policy"])
     assert model == plan.model and HuggingFaceTokenizer(tmp_path / "sft").fingerprint == plan.tokenizer.fingerprint
     rows = objectives.make_batch(plan.data.heldout, rows=64, prompt_length=8, response_length=16, pad_id=0)
-
-    def logprobs(params: Params) -> np.ndarray:
-        columns = (rows.tokens, rows.prompt_length, rows.response_length)
-        space = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
-        settings: dict[str, Any] = dict(R=16, config=model, space=space, logit_bytes=1 << 20, remat="none")
-        return np.asarray(jax.jit(lambda p: applied.response_logprobs(p, *columns, **settings)[0])(params))
-
-    found = logprobs(params)
-    np.testing.assert_array_equal(found, logprobs(tuned.state.params["policy"]))
-    loss = -found.sum() / sum(len(response) for _, response in plan.data.heldout)
+    space = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
+    settings: dict[str, Any] = dict(R=16, config=model, space=space, logit_bytes=1 << 20, remat="none")
+    score = jax.jit(functools.partial(applied.response_logprobs, **settings))
+    found, _ = score(params, rows.tokens, rows.prompt_length, rows.response_length)
+    loss = -np.sum(found) / sum(len(response) for _, response in plan.data.heldout)
     np.testing.assert_allclose(loss, points[-1]["heldout_loss"], rtol=1e-5)
     tuned.state.params["policy"]["final_norm"]["scale"] = jax.numpy.full(32, np.nan)
     tuned.step -= 1
@@ -128,7 +115,6 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
 
 
 def trained(workdir: Path) -> list[dict[str, Any]]:
-    """The training points without what the clock says."""
     lines = metrics.read_lines(layout.RunDir(workdir).metrics("supervised"))
     return [{k: v for k, v in line.items() if k not in ("time", "seconds")} for line in lines if "loss" in line]
 
@@ -136,8 +122,8 @@ def trained(workdir: Path) -> list[dict[str, Any]]:
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, monkeypatch, capsys):
     """Four steps of 8 examples out of 12: the third and the fourth cross from one epoch to the next."""
     lines = sentences(16, seed=1, reward=True)
-    train, heldout = write_lines(tmp_path / "train.jsonl", lines[:12]), write_lines(tmp_path / "heldout.jsonl", lines[12:])
-    c = config(folder, train, kind="reward", data__heldout=str(heldout), training__steps=0, training__epochs=2.5)
+    train, heldout = write_rows(tmp_path / "train.jsonl", lines[:12]), write_rows(tmp_path / "heldout.jsonl", lines[12:])
+    c = config(folder, train, kind="reward", data__heldout=heldout, training__steps=0, training__epochs=2.5)
     plan = supervised.prepare(c, layout.RunDir(tmp_path / "whole"), tmp_path / "whole-model")
     assert plan.steps == 4  # 30 examples, 8 a step
     seen, make_batch = [], objectives.make_batch
@@ -151,7 +137,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, mo
     assert taken[:12] != taken[12:24], "each epoch has an order of its own"
     capsys.readouterr()
 
-    write_lines(tmp_path / "moved.jsonl", lines[:12])
+    write_rows(tmp_path / "moved.jsonl", lines[:12])
     given = SETTINGS | {"kind": "reward", "model.path": folder, "data.train": tmp_path / "moved.jsonl", "data.heldout": heldout}
     given |= {"training.steps": 0, "training.epochs": 2.5, "evaluation.every_steps": 1, "checkpoint.keep": 3}
     arguments = ["--config=configs/supervised.py", f"--workdir={tmp_path}/parts", f"--output={tmp_path}/parts-model"]
@@ -180,11 +166,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, mo
 
 FULL = {"checkpoint__keep": 10**13, "checkpoint__every_steps": 1, "training__steps": 10**13}
 BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"model__path": "/nowhere"}, "/nowhere does not exist"),
     ({"data__prompt_length": 60}, "= 76 exceed the model's 64 positions"),
     ({"training__micro_batch_rows": 3}, "training.micro_batch_rows=3 does not divide training.batch_size=8"),
     ({"training__micro_batch_rows": 1, "training__mesh__data": 2}, "by the 2 ways of training.mesh.data × "),
-    ({"training__batch_size": 64}, "training.batch_size=64 is more than the "),
     ({"data__response_field": "prompt"}, "the fields of an example must differ: data.*_field are prompt, prompt"),
     (FULL, "this run would fill its disk, about "),
 ]
@@ -192,14 +176,14 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "words"), BAD_SETTINGS)
 def test_bad_settings_are_named(folder, tmp_path, changes, words):
-    c = config(folder, write_lines(tmp_path / "train.jsonl", sentences(50, seed=1)), **changes)
+    c = config(folder, write_rows(tmp_path / "train.jsonl", sentences(50, seed=1)), **changes)
     with pytest.raises(ValueError) as refused:
         supervised.prepare(c, layout.RunDir(tmp_path / "run"), tmp_path / "model")
     assert words in str(refused.value) and not (tmp_path / "run").exists()
 
 
 def test_a_resumed_run_keeps_its_settings_and_examples(folder, tmp_path):
-    train = write_lines(tmp_path / "train.jsonl", sentences(50, seed=1))
+    train = write_rows(path := tmp_path / "train.jsonl", sentences(50, seed=1))
     run_folder = layout.RunDir(tmp_path / "run")
 
     def prepared(**changes: Any) -> Any:
@@ -212,7 +196,7 @@ def test_a_resumed_run_keeps_its_settings_and_examples(folder, tmp_path):
         prepared(training__learning_rate=1.0, training__steps=5)
     with pytest.raises(ValueError, match=r"kind: 'sft' there, 'reward' here|field 'chosen' is missing"):
         prepared(kind="reward")
-    write_lines(train, sentences(50, seed=2))
+    write_rows(path, sentences(50, seed=2))
     with pytest.raises(ValueError, match=r"the examples of data\.train .* are not those"):
         prepared()
     layout.write_json(run_folder.config, {"format": contract.FORMAT, "config": {}, "contract": {"task_name": "arithmetic"}})

@@ -8,7 +8,6 @@ from tests.support.tiny_engine import SIZES, R, make_engine
 
 @pytest.fixture(scope="session")
 def single() -> Engine:
-    """One slot: a request at a time, and nothing to share a step with."""
     return make_engine(1, 1, chunk=R)
 
 

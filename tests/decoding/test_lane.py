@@ -85,7 +85,6 @@ def test_a_stream_reads_as_much_of_its_rings_as_its_samples_need(monkeypatch):
 
 
 def programs_of(model, mesh, **sizes):
-    """The programs of an engine's lane, of which nothing is allocated, and the bytes of all its caches."""
     engine = Engine(model, SPACE, mesh, pad_id=0, chunk=32, **sizes)
     cast = functools.partial(parameters.cast, dtype=model.compute_dtype)
     definition = decoder.define(model)

@@ -32,7 +32,6 @@ SETTINGS = [
 
 
 def sampling_of(settings: list[dict]) -> sampling_lib.Sampling:
-    """One row for each of the settings."""
     rows = [OFF | row for row in settings]
     dtypes = dict(temperature=np.float32, top_k=np.int32, top_p=np.float32, min_p=np.float32)
     return sampling_lib.Sampling(**{name: np.array([row[name] for row in rows], dtype) for name, dtype in dtypes.items()})
@@ -60,7 +59,6 @@ def stretches(probs: np.ndarray, points: int, rng: np.random.Generator) -> tuple
 
 @pytest.mark.parametrize("V", [1, 300])
 def test_every_token_owns_its_stretch_and_has_its_logprobs(V):
-    """Rows of all settings in one batch, each with logits of its own."""
     rng = np.random.default_rng(V)
     rows = [random_logits(rng, V) for _ in SETTINGS]
     probs = [numpy_distribution(logits, **settings) for logits, settings in zip(rows, SETTINGS, strict=True)]
@@ -177,7 +175,6 @@ def test_plain_rows_are_the_policy_whatever_is_beside_them(V=4096):
 
 @pytest.mark.parametrize("V, rows", [(300, 5), (5_001, 40)])
 def test_sums_over_tiles_draw_the_same_tokens(V, rows):
-    """A ragged last block; rows that fill tiles and rows that do not."""
     rng = np.random.default_rng(11)
     logits = np.stack([random_logits(rng, V) for _ in range(rows)])
     inputs = logits, rng.random(rows, np.float32), sampling_of([SETTINGS[i % len(SETTINGS)] for i in range(rows)])

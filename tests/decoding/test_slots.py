@@ -59,7 +59,6 @@ class Caches:
 
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_every_running_sample_finds_its_entries(lockstep):
-    """Spells of short, long and mixed samples."""
     rng, caches, seen = np.random.default_rng(0), Caches(lockstep=lockstep), set()
     for _ in range(60):
         longest = rng.choice([3, 10, 19, WINDOWS[-1]])

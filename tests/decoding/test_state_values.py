@@ -56,7 +56,6 @@ class Letters:
 
 
 def ask(engine):
-    """B rows of the three prompts, hotter than what values them."""
     keys = row_keys(len(PROMPTS) * S)
     settings = sampling_lib.constant(S, temperature=1.7)
     requests = [
@@ -104,7 +103,7 @@ def test_values_are_mean_rewards_of_continuations_decoded_alone(single):
     found, tokens = valued.finish(own.astype(np.float32)), valued.tokens
     assert found.shape == (len(QUERIES), R) and found.dtype == np.float32
     single.set_policy(PARAMS, 0)
-    expected, expected_tokens = np.full(found.shape, np.nan), 0
+    expected, states, alone = np.full(found.shape, np.nan), [], []
     for row, query in enumerate(QUERIES):
         others = [other for other in range(len(QUERIES)) if other // S == row // S and other != row]
         expected[row, 0] = sum(own[other] for other in others) / (S - 1)
@@ -114,17 +113,19 @@ def test_values_are_mean_rewards_of_continuations_decoded_alone(single):
             # No text of a step end begins with how it ends, so where the last one ended does not matter.
             if not any(text.rfind(end) >= 0 and text.rfind(end) + len(end) > len(text) - len(last) for end in STEP_ENDS):
                 continue
-            rewards = []
+            states.append((row, t))
             for sample in range(SAMPLES):
                 key = jax.random.wrap_key_data(keys[row])
                 for number in (2**32 - 1, t, sample):
                     key = jax.random.fold_in(key, number)
                 its = dict(keys=np.asarray(jax.random.key_data(key))[None], sampling=sampling_lib.constant(1, temperature=1.3))
-                beginning = generation.tokens[row, :t].tolist()
-                (made,) = single.generate([make_request(query.prompt, 1, beginning=beginning, **its)])
-                rewards.append(reward_by_hand(query, made.tokens[0], made.length[0], made.finished[0]))
-                expected_tokens += int(made.length[0]) - t
-            expected[row, t] = sum(rewards) / SAMPLES
+                alone.append(make_request(query.prompt, 1, beginning=generation.tokens[row, :t].tolist(), **its))
+    answers, expected_tokens = single.generate(alone), 0
+    for number, (row, t) in enumerate(states):
+        its = answers[SAMPLES * number : SAMPLES * (number + 1)]
+        rewards = [reward_by_hand(QUERIES[row], made.tokens[0], made.length[0], made.finished[0]) for made in its]
+        expected[row, t] = sum(rewards) / SAMPLES
+        expected_tokens += sum(int(made.length[0]) - t for made in its)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert tokens == expected_tokens and np.isfinite(found[:, 1:]).sum() > 20
     assert np.isfinite(found[:, 1:]).any(axis=1).sum() < len(QUERIES), "no row without a step"
@@ -148,19 +149,10 @@ def test_a_run_learns_from_them_and_merges_by_embeddings(tmp_path, monkeypatch):
     tokenizer = Tokenizer(words)
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(encoder / "tokenizer.json"))
-    c = tiny_run.config(
-        task__embedding_path=str(encoder),
-        replay__merge_cosine_distance=0.01,
-        schedule__mode="interleaved",
-        evaluation__enabled=False,
-        task__missing_eos_reward=-1.0,
-        task__step_ends=("1", "2+", "=", "3", "44"),
-        searchers__value_samples=5,
-        learner__objective="vine_ppo",
-        learner__steps=2,
-        learner__micro_batch_tokens=2 * (7 + 6),
-    )
-    s = tiny_run.settings(tmp_path / "run", c)
+    changes = dict(schedule__mode="interleaved", evaluation__enabled=False, learner__steps=2, learner__objective="vine_ppo")
+    changes |= dict(task__embedding_path=str(encoder), replay__merge_cosine_distance=0.01, task__missing_eos_reward=-1.0)
+    changes |= dict(task__step_ends=("1", "2+", "=", "3", "44"), searchers__value_samples=5, learner__micro_batch_tokens=26)
+    s = tiny_run.settings(tmp_path / "run", tiny_run.config(**changes))
     assert jobs.everything(s)() == 0
     lines = metrics.read_lines(s.run.metrics("trainer"))
     assert [line["finite"] for line in lines] == [1] * 2

@@ -53,7 +53,6 @@ def segment_logprobs(prompt: Sequence[int], tokens: np.ndarray, steps: np.ndarra
 
 
 def assert_drawn_by_the_weights_of_their_steps(stream: Sequence[Request], found: Sequence[Generation]) -> int:
-    """Returns how many rows mix steps."""
     mixed = 0
     for request, generation in zip(stream, found, strict=True):
         for i, length in enumerate(generation.length):

@@ -79,14 +79,12 @@ def test_a_pretrained_model_and_its_limits(model_folder):
 
 
 def clock_at(patch, *day):
-    """Has this process, and the templates that transformers renders, find a day."""
     date, time = datetime.date(*day), datetime.datetime(*day)
     patch.setattr(composition, "datetime", SimpleNamespace(date=SimpleNamespace(today=lambda: date)), raising=False)
     patch.setattr("transformers.utils.chat_template_utils.datetime", SimpleNamespace(now=lambda: time))
 
 
 def test_a_run_keeps_the_day_on_which_it_was_made(model_folder, tmp_path, monkeypatch, capsys):
-    """The template tells the day as a word. The run goes on after midnight, and one that mounts it has its prompts."""
     (model_folder / "chat_template.jinja").write_text("w{{ strftime_now('%-d') }} {{ messages[-1]['content'] }}")
     c = story_config(model_folder, task__chat_template=True)
     run = layout.RunDir(tmp_path / "run")
@@ -107,7 +105,6 @@ def test_a_run_keeps_the_day_on_which_it_was_made(model_folder, tmp_path, monkey
 
 
 def flags_of(config):
-    """The flags that make a recipe's config this one."""
     theirs = flatten(story_sentiment.get_config().to_dict())
     values = flatten(config.to_dict()).items()
     return [f"--config.{name}={value}" for name, value in values if value != theirs[name]]
@@ -115,9 +112,7 @@ def flags_of(config):
 
 def test_rewards_that_are_no_success_rates_are_refused_where_queries_are_chosen_by_them(model_folder, monkeypatch):
     config = story_config(model_folder, searchers__prompt_selection="posterior")
-    with pytest.raises(
-        ValueError, match=r"must be within \[0, 1\], and those of task.name='story_sentiment' are within \[-1, 1\]"
-    ):
+    with pytest.raises(ValueError, match=r"must be within \[0, 1\], and those of .*story_sentiment' are within \[-1, 1\]"):
         composition.build(config)
     for says in (None, (0.0, 1.0)):
         monkeypatch.setattr("tba_jax.tasks.story_sentiment.StorySentiment.reward_range", says)
@@ -130,15 +125,6 @@ def test_the_extra_of_a_task_is_named_before_its_model(model_folder, monkeypatch
         composition.build(story_config(model_folder, model__path="/nowhere"))
 
 
-def test_long_prompts_may_be_left_out(model_folder):
-    stories = model_folder.parent / "stories.json"
-    stories.write_text(json.dumps([f"w{i} " * (2 + i % 3) for i in range(20)]))
-    config = story_config(model_folder, task__prompt_length=3, task__long_prompts="skip")
-    built = composition.build(config)
-    assert (built.skipped["train"], built.skipped["heldout"]) == (5, 1)
-    assert {len(query.prompt) for query in built.queries["train"]} == {2, 3}
-
-
 def test_what_ends_and_bounds_responses_is_in_the_contract():
     changes = {"task.min_response_length": 32, "task.force_eos": True, "task.banned_tokens": (7, 4, 7)}
     changes |= {"task.stop_strings": ("=", "1+", "="), "task.step_ends": (",", "#", ",")}
@@ -149,7 +135,6 @@ def test_what_ends_and_bounds_responses_is_in_the_contract():
 
 
 def test_a_special_token_whose_text_is_a_stop_string_is_allowed(model_folder, tmp_path):
-    """The tokenizer is a byte-level one with a special token beside the end."""
     folder = tiny_checkpoints.write_byte_bpe(tmp_path / "tokenizer")
     definition = json.loads((folder / "tokenizer.json").read_text())
     special = [{**definition["added_tokens"][0], "id": 258 + i, "content": f"<|{name}|>"} for i, name in enumerate(("turn", "x"))]
@@ -171,12 +156,9 @@ def test_a_special_token_whose_text_is_a_stop_string_is_allowed(model_folder, tm
 
 
 def test_a_stop_string_is_one_that_the_tokenizer_can_spell(data_dir):
-    """stories260K strips white space from the ends of a text, TinyStories-656K has no token for 漢."""
     for name, text, spelled in (
-        ("stories260K-hf", "\n", True),
         ("stories260K-hf", "漢", True),
         ("stories260K-hf", "  ", False),  # it makes one space of many
-        ("TinyStories-656K", "\n\n", True),
         ("TinyStories-656K", "a 漢", False),
     ):
         tokenizer = HuggingFaceTokenizer(data_dir / "models" / name)
@@ -188,8 +170,7 @@ def test_a_stop_string_is_one_that_the_tokenizer_can_spell(data_dir):
 
 
 @pytest.mark.usefixtures("one_device")
-def test_a_tokenizer_that_drops_characters_of_prompts_is_told_once(tmp_path, caplog, monkeypatch):
-    """By an alarm, and in a dry run, which writes nothing, by a warning."""
+def test_a_tokenizer_that_drops_characters_of_prompts_is_told_once(tmp_path, caplog):
     tokens = tiny_checkpoints.write_letters(tmp_path / "tokens", "0123456789of ")
     random_checkpoints.write(tmp_path / "policy", "pythia-410m", tokens, labels=0, seed=0)
     file = task_files.write(tmp_path)
@@ -204,6 +185,3 @@ def test_a_tokenizer_that_drops_characters_of_prompts_is_told_once(tmp_path, cap
     assert (told.kind, told.step) == (composition.KIND, 0)
     assert "40 of 40 train prompts" in told.sentence and "8 of 8 heldout prompts" in told.sentence
     assert "'1/10 of 10', which the policy reads as '110 of 10'" in told.sentence
-    monkeypatch.setattr(composition, "PROMPTS", 10)  # of many prompts some are looked at
-    composition.tell_changed_prompts(s.experiment)
-    assert "10 of 10 train prompts (of 40)" in caplog.text

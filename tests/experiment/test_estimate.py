@@ -27,6 +27,9 @@ def test_weights_are_counted_as_they_are_held():
     found = memory(lora__rank=16, model__compute_dtype="bfloat16")
     assert found["trainer"]["weights, gradient, update, AdamW"] == 5 * 4 * trained
     assert found["trainer"]["frozen weights"] == 2 * params
+    for kind, size in (("reset", 2), ("ema", 4)):
+        found = memory(learner__reference__kind=kind, model__compute_dtype="bfloat16")
+        assert found["trainer"]["moving reference"] == size * params
 
 
 def test_without_a_reference_only_evaluators_and_adapters_need_the_weights_of_step_0():
@@ -35,12 +38,6 @@ def test_without_a_reference_only_evaluators_and_adapters_need_the_weights_of_st
     assert searcher["frozen weights"] == searcher["scoring"] == with_adapters["scoring"] == 0
     assert with_adapters["frozen weights"] == 4 * 8_030_261_248 == whole["evaluator"]["reference"]
     assert "reference" not in searcher | with_adapters and whole["evaluator"] == memory()["evaluator"]
-
-
-def test_a_reset_reference_rests_in_the_compute_dtype():
-    for kind, size in (("reset", 2), ("ema", 4)):
-        found = memory(learner__reference__kind=kind, model__compute_dtype="bfloat16")
-        assert found["trainer"]["moving reference"] == size * 8_030_261_248
 
 
 @pytest.mark.parametrize("role, section", [("trainer", "learner"), ("searcher", "searchers"), ("evaluator", "evaluation")])
@@ -75,7 +72,6 @@ def experiment(**changes):
     "steps, every, evaluated, keep", [(12, 2, 100, 0), (12, 2, 5, 3), (7, 3, 2, 0), (6, 2, 3, 4), (40, 4, 6, 3)]
 )
 def test_snapshots_are_counted(steps, every, evaluated, keep):
-    """Step by step: those that are there at the end, and one that is being written."""
     c = tiny_run.config(learner__steps=steps, publish__every_steps=every, evaluation__every_steps=evaluated, publish__keep=keep)
     published = [step for step in range(steps + 1) if step % every == 0 or step % evaluated == 0 or step == steps]
     kept = [step for step in published if step % evaluated == 0 or step == steps]

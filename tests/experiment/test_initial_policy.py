@@ -28,7 +28,6 @@ def test_the_reference_role_leaves_it_to_a_trainer_that_has_begun(tmp_path):
 
 
 def test_a_policy_that_nothing_names_yet_is_made_again(tmp_path):
-    """Its process ended before initial.json."""
     s = tiny_run.settings(tmp_path / "run", tiny_run.config())
     training.reference(s)()
     named = s.run.initial_reference.read_bytes()
@@ -38,7 +37,6 @@ def test_a_policy_that_nothing_names_yet_is_made_again(tmp_path):
 
 
 def test_a_torn_initial_json_is_written_again(tmp_path, caplog):
-    """The one whole policy is what it named."""
     s = tiny_run.settings(tmp_path / "run", tiny_run.config())
     training.reference(s)()
     named = layout.reference_id(s.run)
@@ -53,7 +51,6 @@ def test_a_torn_initial_json_is_written_again(tmp_path, caplog):
 
 
 def begin(workdir, origin: str, **changes) -> jobs.Invocation:
-    """A run that has its reference policy, made from `origin`."""
     init_from = initial_policy.parse_init_from(origin)
     s = tiny_run.settings(workdir, frozen_runs.config(**changes), init_from=init_from)
     assert training.reference(s)() == 0
@@ -61,7 +58,6 @@ def begin(workdir, origin: str, **changes) -> jobs.Invocation:
 
 
 def stored(folder, specs) -> dict[str, np.ndarray]:
-    """The parameters of a snapshot, by name."""
     arrays = parameters.flatten(snapshots.open_arrays(folder, specs))
     return {name: np.asarray(array.read().result()) for name, array in arrays.items()}
 
@@ -121,7 +117,6 @@ def test_the_reference_is_the_policy_of_that_step_and_the_other_run_is_needed_on
 
 REFUSALS: dict[str, tuple[dict[str, Any], str, str]] = {
     "no step": ({}, "{source}", r"--init_from='{source}' must be RUN@STEP"),
-    "no folder": ({}, "@3", r"--init_from='@3' must be RUN@STEP"),
     "no run": ({}, "{source}/nothing@3", r"--init_from: {source}/nothing holds no run: there is no"),
     "missing step": ({}, "{source}@7", r"step 7 is not a snapshot of {source}; there are 0, 1, 2, 3, 4, 5, 6$"),
     "model": ({"model__width": 32}, "{source}@6", r"another model or tokenizer; model.width: 16 there, 32 here"),

@@ -76,7 +76,6 @@ def test_who_joins_takes_the_schedule_over(tmp_path):
 
 
 def test_past_schedules_of_steps_after_a_checkpoint(tmp_path):
-    """Three changes, at steps 10, 30 and 50."""
     run, rate, steps = begin(tmp_path), "learner.learning_rate", "learner.steps"
     for step, values in ((10, {rate: 2e-5}), (30, {rate: 3e-5, steps: 600}), (50, {rate: 3e-5, steps: 700})):
         assert change(run, values, allowed=(rate, steps), step=step)

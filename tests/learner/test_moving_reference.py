@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tba_jax import sharding as sharding_lib
+from tba_jax.experiment import training
 from tba_jax.learner import update
 from tba_jax.learner.update import MovingReference
 from tba_jax.models import parameters
@@ -16,7 +17,7 @@ from tba_jax.programs import shaped
 from tba_jax.storage import snapshots
 from tba_jax.storage.checkpoints import Checkpoints
 from tba_jax.telemetry import metrics
-from tests.support import frozen_runs, tiny_run
+from tests.support import frozen_runs
 from tests.support.tiny_updates import MODEL, POLICY, limits, packed_of, random_batch, random_params, settings
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
@@ -31,7 +32,6 @@ def reference_on(sizes: tuple[int, int, int], **changes) -> tuple[MovingReferenc
 
 
 def rescored(reference: MovingReference, mesh: jax.sharding.Mesh) -> update.Batch:
-    """The fixed batch with the log-probs of the reference."""
     packed, _ = packed_of(random_batch(), limits(8))
     return reference.rescore({}, *sharding_lib.put_rows(mesh, (random_batch(),)), packed)
 
@@ -71,13 +71,13 @@ def test_a_reset_reference_rests_in_the_compute_dtype_and_scores_the_same():
     assert np.any(first)
 
 
-def test_the_average_is_that_of_the_published_policies(tmp_path):
-    changes = dict(learner__steps=2, learner__learning_rate=3e-3, learner__warmup_steps=0, evaluation__enabled=False)
-    changes |= dict(learner__reference__kind="ema", learner__reference__ema_decay=0.5, task__missing_eos_reward=-1.0)
-    assert frozen_runs.run(tmp_path, **changes) == 0
-    lines = metrics.read_lines(tmp_path / "metrics" / "trainer")
+def test_the_average_is_that_of_the_published_policies(finished, tmp_path):
+    changes = dict(learner__steps=2, learner__learning_rate=3e-3, learner__warmup_steps=0, publish__every_steps=1)
+    changes |= dict(learner__reference__kind="ema", learner__reference__ema_decay=0.5)
+    s = frozen_runs.offline(tmp_path, finished.run.root, **changes)
+    assert training.trainer(s)() == 0
+    lines = metrics.read_lines(s.run.metrics("trainer"))
     assert abs(lines[0]["kl_to_ref"]) < 1e-6 < abs(lines[-1]["kl_to_ref"])
-    s = tiny_run.settings(tmp_path, tiny_run.config())
     policy, mesh = s.experiment.policy, sharding_lib.make_mesh((1, 1, 1), setting="learner.mesh", devices=DEVICES[:1])
     shardings = policy.trained_shardings(mesh)
     shapes = shaped(parameters.shapes(policy.trained_specs), shardings)

@@ -48,7 +48,6 @@ def test_beta_goes_linearly_from_start_to_end_and_stays():
 
 
 def update_of(params, grads, unit=1.0, **settings) -> dict:
-    """Parameters after one step with learning rate 0.1."""
     settings = dict(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=0.0) | settings
     optimizer = adamw(optimizer_lib.constant(peak=0.1, steps=1), **settings)
 

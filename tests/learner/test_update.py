@@ -16,7 +16,6 @@ from tba_jax.learner import update as update_lib
 from tba_jax.learner.optimizer import adamw, clip_by_norm, linear_then_constant
 from tba_jax.models import parameters
 from tba_jax.models.policy import LoraConfig, Policy
-from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.objective import Objective, ObjectiveInputs, PolicyOutputs
 from tests.support import applied
 from tests.support.tiny_updates import (
@@ -101,21 +100,13 @@ def test_one_pass_equals_the_loss_on_whole_rows(form):
 
 
 def test_a_gradient_is_clipped_in_units_of_the_reward(beta=0.01, limit=0.05):
-    """On any batch β/2 times the gradient of trajectory balance is that of REINFORCE: so it is told, and so it is clipped."""
+    """β/2 times the gradient of trajectory balance is that of REINFORCE (test_identities.py): in this unit it is clipped."""
     optimizers = {"policy": optax.chain(clip_by_norm(limit), optax.sgd(1.0))}
-    constant = linear_then_constant(start=beta, end=beta, steps=0)
-    moves, norms = {}, {}
-    for name in ("trajectory_balance", "reinforce"):
-        state = state_lib.init_state(POLICY, random_params(), optimizers)
-        step = make_step(settings(objective=OBJECTIVES[name]), optimizers=optimizers, changes={"beta": constant})
-        after, found = step(state, {}, random_batch())
-        moves[name] = jax.tree.map(np.subtract, state.params["policy"], after.params["policy"])
-        norms[name] = float(found["grad_norm"])
-    assert 0.05 < norms["reinforce"] < 100 and norms["trajectory_balance"] == pytest.approx(norms["reinforce"], rel=1e-4)
-    moved = float(optax.tree.norm(moves["reinforce"]))
-    assert moved == pytest.approx(min(limit, norms["reinforce"]), rel=1e-3)
-    scaled = jax.tree.map(lambda x: x * beta / 2, moves["trajectory_balance"])
-    assert float(optax.tree.norm(jax.tree.map(np.subtract, scaled, moves["reinforce"]))) < 1e-3 * moved
+    state = state_lib.init_state(POLICY, random_params(), optimizers)
+    step = make_step(settings(), optimizers=optimizers, changes={"beta": linear_then_constant(start=beta, end=beta, steps=0)})
+    after, found = step(state, {}, random_batch())
+    moved = float(optax.tree.norm(jax.tree.map(np.subtract, state.params["policy"], after.params["policy"])))
+    assert limit < float(found["grad_norm"]) < 100 and moved * beta / 2 == pytest.approx(limit, rel=1e-3)
 
 
 def test_coefficients_follow_the_step():
@@ -176,9 +167,10 @@ def test_adapters_alone_get_the_gradient_of_the_whole_policy():
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
     assert abs(float(measurements["loss"]) - one_pass("trajectory_balance")[0]) > 1e-3  # the adapters change the policy
     # Merged into the weights, they are a policy whose gradient, taken back through the merge, is theirs.
-    merged, pull_back = jax.vjp(lambda adapters: LORA.for_sampling(adapters, random_params(), "full"), adapters)
+    merge = jax.jit(lambda adapters: LORA.for_sampling(adapters, random_params(), "full"))
+    merged, pull_back = jax.vjp(merge, adapters)
     whole = state_lib.init_state(POLICY, merged, DESCENT)
-    after, _ = make_step(settings(limits=limits(6)))(whole, {}, random_batch())
+    after, _ = make_step(settings())(whole, {}, random_batch())
     (expected,) = pull_back(jax.tree.map(lambda new, old: jnp.asarray(old - new), after.params["policy"], merged))
     assert_same((0.0, gradient, {}), (0.0, expected, {}))
 
@@ -202,13 +194,7 @@ def test_the_loss_goes_down_in_one_trace():
 
 
 # A reward of 1e30 is finite, the square of its residual is not.
-NOT_FINITE = [
-    ("reward", np.inf),
-    ("reward", np.nan),
-    ("reward", 1e30),
-    ("ref_logprobs", -np.inf),
-    ("behavior_logprobs", np.nan),
-]
+NOT_FINITE = [("reward", np.inf), ("reward", np.nan), ("reward", 1e30), ("ref_logprobs", -np.inf), ("behavior_logprobs", np.nan)]
 
 
 def test_the_row_that_is_not_finite_is_named_and_the_batch_only_counted():

@@ -1,7 +1,4 @@
-"""Encoders: parity with torch's transformers, rows that are refused, and equal results on a mesh.
-
-tests/fixtures holds torch's results in float64 (make_encoder_fixtures.py), so parity is checked without torch as well.
-"""
+"""Encoders: parity with torch's float64 results in tests/fixtures (make_encoder_fixtures.py), and equal results on a mesh."""
 
 import dataclasses
 import functools
@@ -124,7 +121,6 @@ def test_rows_longer_than_the_positions_are_refused(name, limit):
 
 
 def test_the_parameters_are_as_many_as_the_published_model_has():
-    """sentence-transformers/all-MiniLM-L6-v2, with the pooler that its file holds, and without."""
     sizes = dict(layers=6, width=384, heads=12, head_size=32, ffn=1536, vocab=30_522, max_positions=512, token_types=2)
     assert applied.count(EncoderConfig(architecture="bert", pooler=True, **sizes)) == 22_713_216
     assert applied.count(EncoderConfig(architecture="bert", **sizes)) == 22_565_376

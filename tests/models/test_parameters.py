@@ -13,14 +13,6 @@ from tests.support import applied
 from tests.support.tiny_decoders import EVERYTHING, GEMMA, GROUPED, logits_of_whole
 
 
-def test_a_definition_holds_no_weights_and_rebuilds_the_module():
-    definition, again = decoder.define(GROUPED), decoder.define(GROUPED)
-    assert definition.graphdef == again.graphdef and hash(definition.graphdef) == hash(again.graphdef)
-    assert not jax.tree.leaves(definition.graphdef)
-    params = applied.random(definition.specs, scale=0.3)
-    jax.tree.map(np.testing.assert_array_equal, parameters.pure(parameters.module(definition.graphdef, params)), params)
-
-
 def test_gradients_of_the_head_are_summed_over_blocks_in_float32():
     """96 blocks of a bfloat16 model: summed in bfloat16 they would be off by more than a hundredth of the largest."""
     config = dataclasses.replace(GROUPED, compute_dtype="bfloat16")
@@ -57,7 +49,6 @@ def test_parameters_of_other_keys_are_refused():
 
 
 def test_weights_are_rounded_per_output_channel():
-    """The error is at most half a scale, and the rounded model computes what one with the restored weights does."""
     config = dataclasses.replace(GROUPED, tied_embedding=False, **GEMMA)
     params = applied.random(applied.specs(config), scale=0.15, seed=0)
     params["layers"]["feed_forward"]["gate"]["weight"][1, :, 3] = 0.0  # a channel without weights has no largest one

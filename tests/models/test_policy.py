@@ -77,8 +77,8 @@ LINEARS |= {f"layers.feed_forward.{name}" for name in ("gate", "up", "down")}
 
 def test_a_run_starts_from_its_base():
     """Adapters begin as PEFT's, by Kaiming's uniform initialiser at a = √5: A in ±1/√fan_in, and B 0."""
-    drawn = POLICY.initial(BASE, jax.random.key(0))
-    np.testing.assert_array_equal(logits_of(POLICY.for_training(drawn, BASE)), logits_of(applied.merge(BASE, MODEL)))
+    drawn = jax.jit(POLICY.initial)(BASE, jax.random.key(0))
+    np.testing.assert_array_equal(jax.jit(lambda a: logits_of(POLICY.for_training(a, BASE)))(drawn), logits(BASE))
     adapters = parameters.flatten(drawn)
     for name in (name for name in adapters if name.endswith("lora_a")):
         a = np.asarray(adapters[name], np.float64)
@@ -93,7 +93,7 @@ def test_a_merge_with_bfloat16_weights_keeps_small_updates():
     policy = Policy(model=dataclasses.replace(MODEL, compute_dtype="bfloat16"), lora=ALL)
     rounded, small = jax.tree.map(lambda x: x.astype(jnp.bfloat16), BASE), jax.tree.map(lambda x: x / 40, ADAPTERS)
     assert policy.snapshot_dtype == "float32" and Policy(model=policy.model).snapshot_dtype == "bfloat16"
-    found = policy.for_sampling(small, rounded, "full")
+    found = jax.jit(functools.partial(policy.for_sampling, weights="full"))(small, rounded)
     expected = update_by_hand(jax.tree.map(np.float32, rounded), small, ALL)
     nearest = jax.tree.map(lambda x: x.astype(jnp.bfloat16), expected)
     for name, leaf in parameters.flatten(found).items():
@@ -104,7 +104,6 @@ def test_a_merge_with_bfloat16_weights_keeps_small_updates():
 
 
 def test_gradients_are_those_of_the_merged_weights():
-    """Of a model with local and global layers, whose log-probs are computed in blocks."""
     policy = Policy(model=dataclasses.replace(MODEL, **GEMMA), lora=ALL)
     base, adapters = random_tree(policy.model_specs, 0), random_tree(policy.trained_specs, 1)
 

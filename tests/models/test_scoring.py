@@ -121,7 +121,6 @@ def limits(rows: int, *, tokens: int, ways: int = 1, shares: bool = True) -> Lim
 def scored(
     rows: tuple[np.ndarray, ...], *, sizes: tuple[int, int, int] = (1, 1, 1), model: DecoderConfig = SCORED, **limited: Any
 ) -> np.ndarray:
-    """Log-probs of rows that are packed for a mesh."""
     mesh = sharding.make_mesh(sizes, setting="test", devices=jax.devices()[: math.prod(sizes)])
     definition = applied.define(model)
     score = scoring.program(mesh, graphdef=definition.graphdef, R=R, space=space(), logit_megabytes=1)
@@ -131,7 +130,6 @@ def scored(
 
 
 def scored_alone(rows: tuple[np.ndarray, ...], model: DecoderConfig = SCORED) -> np.ndarray:
-    """Log-probs of rows of which none is packed with others."""
     settings: dict[str, Any] = dict(R=R, space=space(), logit_bytes=1 << 20, remat="none", config=model)
     return np.asarray(jax.jit(functools.partial(applied.response_logprobs, **settings))(params_of(model), *rows)[0])
 

@@ -12,7 +12,6 @@ from tests.support.objective_loops import log_targets, random_batch
 
 
 def measure(policy: np.ndarray, inputs: ObjectiveInputs, entropy: np.ndarray | None = None) -> dict[str, float]:
-    """At the precision of the batch."""
     with jax.enable_x64(policy.dtype == np.float64):
         found = jax.jit(diagnostics)(policy, np.ones_like(policy) if entropy is None else entropy, inputs)
     assert all(value.shape == () and jnp.issubdtype(value.dtype, jnp.floating) for value in found.values())

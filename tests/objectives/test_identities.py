@@ -1,7 +1,4 @@
-"""What papers say of trajectory balance, its siblings and policy gradients: expectations by enumeration, and optima. In float64.
-
-One query, responses of one token each: expectations are exact sums over all groups of responses.
-"""
+"""Expectations and optima of losses by enumeration, in float64: one query, and responses of one token each."""
 
 import functools
 import itertools

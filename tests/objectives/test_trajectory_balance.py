@@ -31,9 +31,8 @@ def test_the_loss_equals_a_loop(form):
         for seed, (beta, gamma, tau) in enumerate(BETA_GAMMA_TAU):
             settings = dict(seed=seed, beta=beta, ref_temperature=gamma, reward_temperature=tau, outliers=0.1)
             outputs, inputs = batch_of(form, sizes, **settings, dtype=dtype)
-            np.testing.assert_allclose(
-                evaluate(name, outputs, inputs)[0], loop_loss(name, outputs, inputs), rtol=rtol, atol=1e-12
-            )
+            found = evaluate(name, outputs, inputs)[0]
+            np.testing.assert_allclose(found, loop_loss(name, outputs, inputs), rtol=rtol, atol=1e-12)
 
 
 @forms
@@ -127,12 +126,8 @@ def test_in_units_of_the_reward_a_gradient_does_not_depend_on_its_temperatures(n
         if temperature != 1 and "reward_temperature" not in OBJECTIVES[name].settings:
             continue
         # log π_θ = log π_ref/(γτ) at the reference.
-        at = {
-            "beta": np.float64(beta),
-            "reward_temperature": np.float64(temperature),
-            "ref_temperature": np.float64(1 / temperature),
-        }
-        these = dataclasses.replace(inputs, **at)
+        at = dict(beta=beta, reward_temperature=temperature, ref_temperature=1 / temperature)
+        these = dataclasses.replace(inputs, **{name: np.float64(value) for name, value in at.items()})
         found.append(np.asarray(OBJECTIVES[name].reward_unit(these)) * gradient_of(name, outputs, these))
     assert np.abs(found[0]).max() > 0
     for other in found[1:]:

@@ -102,7 +102,6 @@ def test_a_prompt_is_computed_once_for_its_rows():
 
 
 def test_limits_of_full_rows():
-    """Sequences that hold all rows, and how many micro-batches of the most sequences full rows need: few, and even."""
     for changes, sequences, count in (
         (dict(), 2 * (4 * 4), 1),  # on each way 4 queries, a prompt and three responses each
         (dict(prompt=24), 2 * (4 * 3), 1),  # two responses in a sequence, none beside a prompt

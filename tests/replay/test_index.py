@@ -35,7 +35,6 @@ def index_of(capacity: int = 100, capacity_per_query: int = 100, **settings) -> 
 
 
 def resident(index: ReplayIndex) -> list[tuple[str, int]]:
-    """Identities in order of arrival."""
     slots = np.flatnonzero(index.slot_query >= 0)
     return index.ids(slots[np.argsort(index.arrival[slots])])
 

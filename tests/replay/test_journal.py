@@ -35,7 +35,6 @@ def test_a_torn_last_line_is_ignored_at_every_length(tmp_path):
 
 
 def test_every_answer_is_that_of_a_reader_of_all_lines(tmp_path, monkeypatch):
-    """Random epochs that go back and on; blocks from smaller than a line to larger than a file."""
     draw = np.random.default_rng(0)
     for trial in range(15):
         folder, expected, first = tmp_path / str(trial), {}, 1
@@ -84,7 +83,6 @@ def test_damage_before_the_step_that_is_asked_for_does_no_harm(tmp_path):
 
 
 def test_a_long_history_costs_neither_memory_nor_reading(tmp_path, monkeypatch):
-    """6 MB of lines, of which 20 follow the step that is asked for."""
     content = "".join(json.dumps(line(step, epoch=1, note="x" * 1450)) + "\n" for step in range(1, 4_001))
     (tmp_path / "epoch-000001.jsonl").write_text(content)
     parsed, real_loads = [], json.loads

@@ -52,7 +52,6 @@ def test_what_a_crash_leaves_lying_around_is_ignored(tmp_path):
 
 
 def test_a_folder_that_is_claimed_later_is_followed_then(tmp_path):
-    """Rows may be written first and claimed at the end: nobody sees them before."""
     log = LogWriter(tmp_path, "late", SHAPE, rows_per_append=4, segment_appends=3, info={"n": 7}, claim=False)
     for append in range(4):
         log.append(make_rows(4 * append, 4))

@@ -6,7 +6,6 @@ from tba_jax.replay.window import NearByEdits, NearByEmbedding
 
 
 def edit_distance(a, b) -> int:
-    """Levenshtein, by the table."""
     table = np.zeros((len(a) + 1, len(b) + 1), int)
     table[:, 0], table[0] = np.arange(len(a) + 1), np.arange(len(b) + 1)
     for i in range(len(a)):

@@ -26,19 +26,11 @@ def index_of(groups: dict[int, int], *, step: int = 1, index: ReplayIndex | None
     return index
 
 
-def draw(index: ReplayIndex, rng: np.random.Generator, **changes):
-    settings = {
-        "step": 1,
-        "queries": 1,
-        "completions": 1,
-        "recent_probability": 0.0,
-        "recent_window": 1,
-        "strategy": "uniform",
-        "inverse_temperature": 1.0,
-    }
-    settings |= changes
-    step = settings.pop("step")
-    return draw_batch(index, Selection(**settings), rng=rng, step=step)
+def draw(index: ReplayIndex, rng: np.random.Generator, *, step: int = 1, **changes):
+    settings = dict(
+        queries=1, completions=1, recent_probability=0.0, recent_window=1, strategy="uniform", inverse_temperature=1.0
+    )
+    return draw_batch(index, Selection(**settings | changes), rng=rng, step=step)
 
 
 def queries_of(index: ReplayIndex, slots: np.ndarray, K: int) -> np.ndarray:
@@ -145,7 +137,6 @@ def test_a_recent_query_gives_its_recent_rows(settings, rows):
 
 
 def test_a_query_without_k_rows_waits_for_them():
-    """So no batch has a row twice, of recent queries or others."""
     index, rng = index_of({1: 3, 2: 4, 3: 6}, step=1), np.random.default_rng(4)
     for m in (0.0, 1.0):
         slots = draw(index, rng, queries=2, completions=4, recent_probability=m, recent_window=1, recent_fill="wait")

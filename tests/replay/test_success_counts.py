@@ -77,9 +77,8 @@ def test_a_reward_that_is_no_success_rate_is_not_counted():
     scalars, of_queries = counts.measure()
     assert scalars == {} and not of_queries.size
     assert SuccessCounts.restore(json.loads(json.dumps(counts.state()))).outside == ("w:1", reward)
-    assert success_counts.first_outside(np.array([np.nan, 1.0, reward, 2.0], np.float32)) == 2
-    assert success_counts.first_outside(np.array([np.nan, 0.0, 1.0, -0.25], np.float32)) == 3
-    assert success_counts.first_outside(np.array([np.nan, 0.0, 1.0], np.float32)) is None
+    for given, expected in (([np.nan, 1.0, reward, 2.0], 2), ([np.nan, 0.0, 1.0, -0.25], 3), ([np.nan, 0.0, 1.0], None)):
+        assert success_counts.first_outside(np.array(given, np.float32)) == expected
 
 
 def test_what_is_published_is_read_back_and_damage_is_seen():

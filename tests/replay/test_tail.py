@@ -29,7 +29,6 @@ APPEND = 16
 
 
 def make_rows(first: int) -> dict[str, np.ndarray]:
-    """Rows of different responses, eight of a query."""
     rows = {name: np.zeros((APPEND, *row), dtype) for name, (dtype, row) in SHAPE.columns().items()}
     rows["row"] = np.arange(first, first + APPEND)
     rows["query_id"] = (rows["row"] // 8).astype(np.uint64)
@@ -65,7 +64,6 @@ def follow(root, index: ReplayIndex, heads: dict[str, int], *, tail: Tail | None
 
 
 def hide(folder):
-    """Makes the data of a segment unreadable, as if its storage had lost it. Returns what brings it back."""
     (folder / "d").rename(folder / ".away")
     return lambda: (folder / ".away").rename(folder / "d")
 
@@ -117,7 +115,6 @@ class FollowedLog(RuleBasedStateMachine):
 
     @rule(writer=st.sampled_from("abc"), number=st.integers(0, 6))
     def lose(self, writer: str, number: int) -> None:
-        """The data of a segment cannot be read any more."""
         if folder := self.segment(writer, number):
             self.away[folder] = hide(folder)
 
@@ -179,7 +176,6 @@ def test_whoever_does_the_journal_again_has_the_same_rows():
 
 
 def test_a_tail_that_nobody_hands_rows_to_holds_no_more_than_its_share(tmp_path):
-    """The trainer compiles, and takes no rows for a while."""
     write(tmp_path, {"a": 65, "b": 65})
     limit = 1 << 18
     assert 130 * APPEND * SHAPE.row_bytes > 10 * limit

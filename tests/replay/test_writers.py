@@ -99,7 +99,6 @@ def test_a_writer_is_asked_ever_less_often_and_at_once_again_when_it_is_back(tmp
 
 @pytest.mark.parametrize(("limit", "mounts", "dead"), [(120, 3, 4), (1200, 0, 60)])
 def test_requests_have_a_limit_that_keeps_no_rows_from_the_trainer(limit, mounts, dead, clock, asked):
-    """Five minutes by a clock that steps two seconds a poll: one writer is at work, and the others have ended."""
     places_of_runs = [places.place(f"memory://runs/{uuid.uuid4().hex}") for _ in range(1 + mounts)]
     for number, place in enumerate(places_of_runs):
         for each in range(dead):

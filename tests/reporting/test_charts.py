@@ -40,7 +40,6 @@ def test_different_queries_come_first_and_disagreeing_ones_with_their_best_and_w
 
 
 def test_a_character_of_several_tokens_stands_at_the_one_that_completes_it():
-    """A tokenizer with one id a byte, as byte-level vocabularies have them, and an end of sequence."""
     contents = [*(bytes([byte]) for byte in range(256)), b"<|end|>"]
     tokenizer = types.SimpleNamespace(eos_id=256, pad_id=256, special_ids=(256,), token_bytes=lambda: contents)
     texts = charts.pieces(tokenizer)

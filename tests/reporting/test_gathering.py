@@ -49,7 +49,6 @@ def table(root, patience: float = 0.0) -> tuple[RowTable, list[str]]:
 
 
 def append(root, name: str, count: int, **settings) -> None:
-    """Rows of a writer, in appends of four."""
     log = writer(root, name, **settings)
     for begin in range(0, count, 4):
         log.append(make_rows(begin, 4))

@@ -54,7 +54,6 @@ def base_of(folder: Path, card: str, path: str = "") -> model_card.Base:
 
 
 def card(run, base=NO_BASE, exported=MERGED, **settings) -> huggingface_hub.ModelCard:
-    """The card as the hub's library reads it."""
     return huggingface_hub.ModelCard(model_card.text(run, config(**settings), base=base, exported=exported))
 
 
@@ -72,8 +71,7 @@ def test_the_front_matter_is_what_the_hub_reads(run, tmp_path):
     found = card(run, base_of(folder, "no front matter\nlicense: mit\n"), model__path=str(folder))
     assert not {"base_model", "license"} & set(found.data.to_dict()) and f"`{folder}`" in found.text
     untold = card(run, learner__objective="grpo")
-    assert "trained from random weights" in untold.text and "base_model" not in untold.data.to_dict()
-    assert "trajectory-balance" not in untold.data.tags and "the loss `grpo`" in untold.text
+    assert "base_model" not in untold.data.to_dict() and "trajectory-balance" not in untold.data.tags
 
 
 def test_the_scores_of_the_step_and_of_step_0(run):
@@ -92,7 +90,6 @@ def test_settings_and_rows_and_what_is_not_known(run):
     told = card(run, exported=ADAPTER, learner__beta_start=0.05, learner__beta_end=0.01, **lora).text
     rows = ("| β | 0.05 → 0.01 over 40 steps |", "| steps | 2 of 500 |", "| rows trained on | 13 |", "--max-lora-rank 16 ")
     assert all(row in told for row in rows)
-    assert "rows of the policy of 4 steps ago" in card(run, schedule__mode="interleaved", schedule__lag=4).text
     (run.evaluations / "00000002.json").write_text("{")
     next(run.journal.glob("*.jsonl")).write_text("{}\n{}\n{}\n")
     told = card(run).text

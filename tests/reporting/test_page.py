@@ -24,7 +24,6 @@ def made(run) -> tuple[Gathered, str]:
 
 
 def markup(page: str) -> str:
-    """The page without the two scripts of the project."""
     return re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
 
 
@@ -60,7 +59,6 @@ def test_nothing_of_a_run_becomes_markup(hostile):
 
 @pytest.fixture
 def driver():
-    """A headless Chromium that tells of its requests and complaints."""
     program, driver = (next(filter(None, map(shutil.which, names)), None) for names in (CHROMIUM, ["chromedriver"]))
     if not (program and driver and importlib.util.find_spec("selenium")):
         pytest.skip("Chromium, chromedriver or selenium is not installed (Debian: apt-get install chromium chromium-driver)")
@@ -78,7 +76,6 @@ def driver():
 
 
 def test_in_a_browser_samples_can_be_searched_and_nothing_of_others_is_executed_or_fetched(hostile, tmp_path, driver):
-    """Also not what is injected as markup: the page's policy stops it."""
     page, address = tmp_path / "report.html", "http://127.0.0.1:9/injected"
     injected = f"<script>window.owned=1</script><img src='{address}' onerror='window.owned=2'>"
     page.write_text(made(hostile)[1].replace('<h2 id="learning">', injected + '<h2 id="learning">'), encoding="utf-8")
@@ -151,9 +148,8 @@ def test_a_whole_run_is_reported_whole(finished):
     assert steps and steps <= {*range(1, 7)}
     titles = {chart["title"]: chart for chart in shown["charts"]}
     assert {"Reward", "Loss", "Distance from the reference", "Gradient norm", "Where the time goes"} <= titles.keys()
-    assert titles["Loss"]["traces"][-1]["x_by"]["step"] == [
-        line["step"] for line in metrics.each_line(found.run.metrics("trainer"))
-    ]
+    steps = [line["step"] for line in metrics.each_line(found.run.metrics("trainer"))]
+    assert titles["Loss"]["traces"][-1]["x_by"]["step"] == steps
     assert all(chart["traces"] for chart in shown["charts"])
 
 

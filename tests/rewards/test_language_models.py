@@ -38,10 +38,8 @@ def guard(tmp_path_factory):
 def make(folder, mesh=ONE, *, date: str = "", load: bool = True, **changes) -> TextGenerator:
     replies = dict(samples=3, template="tell: {attack}:", system_prompt="", temperature=1.0, top_p=1.0)
     replies |= dict(prompt_length=P, reply_length=R) | changes
-    setting = "task.red_team.victim_path"
-    use = ModelUse(
-        name="victim", setting=setting, path=str(folder), rows=6, kind="generator", generator=GeneratorSettings(**replies)
-    )
+    settings = dict(name="victim", setting="task.red_team.victim_path", path=str(folder), rows=6, kind="generator")
+    use = ModelUse(**settings, generator=GeneratorSettings(**replies))
     return TextGenerator(use, tiny_checkpoints.make_mesh(mesh), date=date, load=load)
 
 
@@ -60,7 +58,6 @@ def beside(generator: TextGenerator, folder, **changes) -> TextGenerator:
 
 @pytest.fixture(scope="module")
 def greedy_generator(victim, generator) -> TextGenerator:
-    """One reply a text, the most likely one."""
     return beside(generator, victim, samples=1, temperature=0.0)
 
 
@@ -134,8 +131,6 @@ def test_folders_that_cannot_reply_are_refused(tmp_path):
     model = spelled_checkpoints.write(tmp_path / "plain", "llama_untied")
     with pytest.raises(ValueError, match=r"task.red_team.victim_template='', the chat template: the tokenizer of .* has no chat"):
         make(model, template="")
-    with pytest.raises(ValueError, match="holds no tokenizer"):
-        make(tiny_checkpoints.path_of("llama_untied"))
     with pytest.raises(ValueError, match="cannot generate text"):
         make(tiny_checkpoints.path_of("gpt_neox_reward"))
     for wrong in (len(IDS), "2"):
@@ -200,11 +195,9 @@ def test_prompts_of_a_judge(guard, scorer, tmp_path, caplog):
     [
         ("victim", {"template": "tell:"}, r"victim_template='tell:' must hold \{attack\} once"),
         ("victim", {"system_prompt": "be good"}, r"victim_template='tell: \{attack\}:' and a system prompt exclude each other"),
-        ("victim", {"prompt_length": 7}, r"victim_prompt_length=7 leaves no room for any text: .* 7 tokens"),
         ("victim", {"reply_length": 60}, r"victim_prompt_length=40 \+ .*victim_reply_length=60 exceed the 64 positions"),
         ("guard", {"token": "unsafely"}, r"classifier_label='unsafely' must be the text of one token of .* 0 tokens have"),
         ("guard", {"template": "{attack}"}, r"classifier_template='\{attack\}' must hold \{reply\} once"),
-        ("guard", {"length": 65}, r"classifier_length=65 exceeds the 64 positions"),
         ("guard", {"length": 14}, r"classifier_length=14 leaves no room for any text: .* 14 tokens"),
     ],
 )

@@ -125,8 +125,7 @@ def test_classifier_texts_have_specials_and_are_cut_at_the_end(classifier, caplo
 
 
 def test_what_a_reward_model_reads_of_a_text(reward, reward_scorer, tmp_path):
-    """It drops the beginning of a long text. A text that spells a special token is read as text: of EOS with a space in it, whose
-    parts are no words, the vocabulary has the word for what is unknown, 3, twice."""
+    """It drops the beginning of a long text. EOS that a text spells is read as two unknown words, 3."""
     long, end = random_texts(48, [90, 5])
     begin = "w4 w5 w6 w7"
     texts = [f"{long} {end}", " ".join(f"{long} {end}".split()[-64:]), begin, f"{begin} {EOS}", f"{begin} w3 w3"]
@@ -148,23 +147,17 @@ def test_what_cannot_be_scored_is_said(reward, reward_scorer, tmp_path):
     for name in ("gpt_neox", "roberta_embedding"):
         with pytest.raises(ValueError, match=r"^task\.reward_path='.*' is not a sequence classifier or reward model"):
             scorer(path_of(name))
-    with pytest.raises(ValueError, match="holds no tokenizer"):
-        scorer(path_of("gpt_neox_reward"))
     with pytest.raises(ValueError, match=r"cannot score '', which has no tokens"):
         reward_scorer.scores([""])
     shutil.copytree(reward, tmp_path / "endless")
     (tmp_path / "endless" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    with pytest.raises(ValueError, match=r"has no end-of-sequence token"):
-        scorer(tmp_path / "endless").scores(["w4"], ended=[True])
     with pytest.raises(ValueError, match=r"task\.reward_path='.*': its tokenizer has no end-of-sequence token"):
         scorer(tmp_path / "endless", ends=True)
     # The end is id 48 of a tokenizer whose model has 48 rows.
     odd = shutil.copytree(reward, tmp_path / "odd")
     settings = json.loads((odd / "tokenizer_config.json").read_text())
     (odd / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|over|>"}))
-    with pytest.raises(
-        ValueError, match=r"^task\.reward_path='.*': the token '<\|over\|>', which ends responses, has id 48, but"
-    ):
+    with pytest.raises(ValueError, match=r"^task\.reward_path='.*': the token '<\|over\|>', which ends responses, has id 48"):
         scorer(odd, ends=True)
     # A weight this large is finite, what is computed of it is not.
     shutil.copytree(reward, tmp_path / "huge")
@@ -184,7 +177,7 @@ def test_a_digest_tells_models_apart(reward, tmp_path):
     for name in ("chat_template.jinja", "generation_config.json"):
         (other / name).write_text("{}")
         found.append(scorers.digest(other))
-    # Of a large file every tensor is read: a small head at the end, or the last rows of a large tensor.
+    # Of a large file every tensor is read to its end.
     for case in ("as it is", "head", "last row"):
         large, head = np.zeros((2048, 1024), np.float32), np.zeros((1, 8), np.float32)
         head[0, 3] = case == "head"
@@ -198,7 +191,6 @@ def test_a_digest_tells_models_apart(reward, tmp_path):
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
-    """The tiny BERT with a tokenizer of one id a word."""
     folder = tmp_path_factory.mktemp("encoder") / "bert"
     shutil.copytree(path_of("bert_embedding"), folder)
     vocabulary = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2} | {f"w{i}": i for i in range(3, 40)}
@@ -226,8 +218,6 @@ def test_every_text_has_the_embedding_it_has_alone(encoder):
 
 
 def test_a_text_that_spells_a_special_token_is_embedded_as_text(encoder, tmp_path):
-    """The pre-tokenizer makes three words of "[SEP]" that are unknown; as one special token it would be one. "[PAD]" has an id
-    without a row in the embedding."""
     special = shutil.copytree(encoder, tmp_path / "special")
     tokenizer = Tokenizer.from_file(str(encoder / "tokenizer.json"))
     tokenizer.add_special_tokens(["[UNK]", "[CLS]", "[SEP]", "[PAD]"])
@@ -276,7 +266,6 @@ def test_a_linear_classifier_by_hand(tmp_path):
     "changes, sentence",
     [
         ({"platt_a": None, "idf": None}, "lacks the arrays idf, platt_a"),
-        ({"intercept": np.zeros(3)}, r"intercept has shape \[3\], coef \[2, 3\]"),
         ({"coef": np.zeros(3)}, r"terms has shape \[3\], coef \[3\]"),
         ({"coef": np.array([[1.0, math.nan, 1.0]] * 2)}, "coef holds numbers that are not finite"),
     ],

@@ -65,26 +65,16 @@ def mesh(devices: int = 1):
     return sharding.task_mesh(0, jax.devices()[:devices])
 
 
-TASKS = {"red_team": red_team, "tldr": tldr}
-PROGRAMS = {
-    "red_team": ["a parameter of the victim", "prefill of the victim", "decode of the victim", "pass of the embedder"],
-    "tldr": ["pass of the reward model", "pass of the gold model"],
-}
-
-
 def bytes_of(tree) -> int:
-    """On the first device."""
     shards = [shard for x in jax.tree.leaves(tree) for shard in x.addressable_shards]
     return sum(shard.data.nbytes for shard in shards if shard.device == jax.devices()[0])
 
 
-@pytest.mark.parametrize("name, devices", [("red_team", 1), ("tldr", 2)])
-def test_the_programs_are_those_that_loaded_models_run(folders, name, devices):
-    task, on = TASKS[name](folders), mesh(devices)
+def test_the_programs_are_those_that_loaded_models_run(folders):
+    task, on = tldr(folders), mesh(2)
     found = task_models.of_task(task, on, role="evaluator", length=LENGTH)
     query, ended = task.queries("heldout")[0], np.ones(2, bool)
-    # Red-teaming cuts what is too long. This reward model has a token for each character.
-    longest = LONG[: LENGTH - 1 - len(query.prompt)] if name == "tldr" else LONG
+    longest = LONG[: LENGTH - 1 - len(query.prompt)]  # the reward model has a token for each character
     loaded = {}
 
     def load(use):
@@ -93,21 +83,11 @@ def test_the_programs_are_those_that_loaded_models_run(folders, name, devices):
 
     with lowered.calls() as called:
         task.start(load)
-        scores = task.rewards([query] * 2, [longest, longest[1:]], ended)
+        task.rewards([query] * 2, [longest, longest[1:]], ended)
         task.measures([query] * 2, [longest, longest[1:]], ended, np.zeros(2))
-    made = found.alone()
-    assert not [each for each in PROGRAMS[name] if lowered.text(made[each].lower()) not in called]
+    assert {lowered.text(program.lower()) for program in found.alone().values()} <= called
     held = {name: Measure().size(tree) for name, tree in found.held.items()}
-    if name == "tldr":
-        assert held == {name: bytes_of(scorer.model.params) for name, scorer in loaded.items()}
-        return
-    lane = loaded["victim"]._engine._lanes[0]
-    passes = {name: bytes_of(loaded[name].model.params) for name in ("classifier", "embedder")}
-    assert held == {"victim": bytes_of((lane._weights, lane._prompts, lane._slots))} | passes
-    attacks = [text.strip() for text in (longest, longest[1:])]
-    replies = loaded["victim"](attacks, task.seed)
-    verdicts = loaded["classifier"]([attacks[i // 2] for i in range(4)], replies)
-    np.testing.assert_allclose(scores.reward, verdicts.reshape(2, 2).mean(axis=1), atol=1e-5)
+    assert held == {name: bytes_of(scorer.model.params) for name, scorer in loaded.items()}
 
 
 def test_a_config_is_enough(folders, tmp_path):
@@ -128,10 +108,7 @@ def test_models_that_cannot_be_used_are_named(folders):
     with pytest.raises(ValueError, match=r"task\.red_team\.victim_path='.*': slots=3 cannot be divided by the 2 ways"):
         task_models.of_task(red_team(folders, victim_concurrency=3), mesh(2), role="searcher", length=LENGTH)
     for name in ("reward", "gold"):
-        with pytest.raises(
-            ValueError,
-            match=rf"{name}_path='.*' must have one label, as a reward model has; it has 3, negative, neutral, positive",
-        ):
+        with pytest.raises(ValueError, match=rf"{name}_path='.*' must have one label, as a reward model has; it has 3, negative"):
             task_models.check(tldr(folders, **{f"{name}_path": folders["classifier"]}), role="evaluator")
     task_models.check(tldr(folders, gold_path=folders["classifier"]), role="searcher")  # which does not load it
     labelled = dict(classifier="sequence", classifier_path=folders["reward"], classifier_label="hate")

@@ -7,8 +7,6 @@ from tba_jax.roles.results import Scores
 
 
 def test_the_latest_of_the_highest_finite_scores_is_best_and_what_has_changed_is_read_again(tmp_path, monkeypatch):
-    """The evaluator of a resumed run writes a step's report anew, and the trainer removes those of lost steps."""
-
     def report(step: int, score: object) -> None:
         (tmp_path / f"{step:08d}.json").write_text(json.dumps({"step": step, "greedy_reward": score, "samples": {"greedy": []}}))
 

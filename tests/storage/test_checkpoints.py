@@ -16,7 +16,6 @@ ALONE = (ROWS, 1536)  # no other test has arrays of this shape
 
 
 def test_updates_may_overwrite_what_is_being_written(tmp_path):
-    """16 MiB that are split, and as many that every device holds, take longer to write than an update takes."""
     mesh = sharding.make_mesh((8, 1, 1), setting="test")
     places = {"split": sharding.rows_sharding(mesh), "whole": sharding.replicated(mesh)}
     values = {name: np.random.default_rng(0).standard_normal((ROWS, 2048)).astype(np.float32) for name in places}
@@ -39,8 +38,6 @@ def test_updates_may_overwrite_what_is_being_written(tmp_path):
 
 @pytest.mark.gpu
 def test_nothing_is_copied_on_the_devices(tmp_path):
-    """Arrays that are alive while a checkpoint is written lie in the buffers that were there before."""
-
     def buffers() -> set[int]:
         return {array.unsafe_buffer_pointer() for array in jax.live_arrays() if array.shape == ALONE}
 

@@ -20,7 +20,6 @@ def join(tmp_path, overrides: dict[str, object] | None = None, **options):
 
 
 def test_the_first_role_writes_the_config_and_others_join_and_write_nothing(tmp_path, monkeypatch):
-    """Per-role and schedule settings are no part of the contract, nor is the number format of computing."""
     config = join(tmp_path)
     stored = (tmp_path / "run" / "config.json").read_bytes()
     assert json.loads(stored)["config"] == json.loads(json.dumps(config.to_dict())) and json.loads(stored)["changes"] == []
@@ -102,7 +101,6 @@ def test_folders_of_others_are_left_alone(tmp_path, name):
 
 
 def test_a_run_that_is_away_is_never_made_again_nor_taken_for_another(tmp_path):
-    """Whoever knows its id says so, as a failure of storage, and leaves its place empty."""
     assert contract_lib.known(RunDir(tmp_path / "run"), "") == RunDir(tmp_path / "run")
     config = join(tmp_path)
     run = contract_lib.known(RunDir(tmp_path / "run"), "")
@@ -113,10 +111,7 @@ def test_a_run_that_is_away_is_never_made_again_nor_taken_for_another(tmp_path):
         run.root.rename(tmp_path / "away")
         raise error
     assert away.value.__cause__ is error
-    for attempt in (
-        lambda: contract_lib.known(RunDir(tmp_path / "run"), run.id),
-        lambda: contract_lib.join(run, config, contract),
-    ):
+    for attempt in (lambda: contract_lib.known(RunDir(run.root), run.id), lambda: contract_lib.join(run, config, contract)):
         with pytest.raises(processes.RunIsAway, match=r"workdir .*run is not there: it has no config\.json") as refused:
             attempt()
         assert processes.is_storage_failure(refused.value)
@@ -133,7 +128,6 @@ def test_a_run_that_is_away_is_never_made_again_nor_taken_for_another(tmp_path):
 
 
 def test_a_new_workdir_joins_the_place_where_a_run_meets(tmp_path):
-    """It has no shared.json yet, and remembers the place from then on; once it has joined, its own folder must be there too."""
     config, there = tiny_run.config_with({}), tmp_path / "meets"
     contract = composition.build(config).contract
     contract_lib.join(RunDir(tmp_path / "a", there), config, contract)
@@ -148,16 +142,10 @@ def test_a_new_workdir_joins_the_place_where_a_run_meets(tmp_path):
         contract_lib.check_is_there(joined)
 
 
-MAKE = {
-    "folder": lambda path: path.mkdir(),
-    "fifo": os.mkfifo,
-    "loop": lambda path: path.symlink_to(path),
-    "deep": lambda path: path.write_text("[" * 200_000),
-}
-
-
-@pytest.mark.parametrize("kind", MAKE)
-def test_what_is_no_config_is_told_in_a_sentence(tmp_path, kind):
-    MAKE[kind](tmp_path / "config.json")
+@pytest.mark.parametrize(
+    "make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to(path), lambda path: path.write_text("[" * 200_000)]
+)
+def test_what_is_no_config_is_told_in_a_sentence(tmp_path, make):
+    make(tmp_path / "config.json")
     with pytest.raises(ValueError, match=r"config\.json (cannot be read|is no file|is not valid JSON)"):
         contract_lib.read_run(RunDir(tmp_path))

@@ -32,7 +32,6 @@ def test_those_may_be_taken_up_that_are_as_much_older_than_the_newest():
 
 
 def test_a_damaged_snapshot_is_read_once_and_told_once(tmp_path, monkeypatch, caplog):
-    """The one before is taken, then one that is newer, and the damaged one itself once it is published again."""
     loads, load_step = [], snapshots.load_step
     monkeypatch.setattr(snapshots, "load_step", lambda *a, **settings: (loads.append(a[1]), load_step(*a, **settings))[1])
     for step in (2, 4):
@@ -59,7 +58,6 @@ def test_a_damaged_snapshot_is_read_once_and_told_once(tmp_path, monkeypatch, ca
 
 @pytest.mark.parametrize("file", [snapshots.COMMIT, "embedding.weight/zarr.json", "layers.attention.query.weight/c/0/0/0/0"])
 def test_a_torn_file_of_a_snapshot_costs_this_snapshot_alone(tmp_path, file):
-    """The last bytes, all bytes, or the file are lost."""
     save(tmp_path, 2)
     whole = save(tmp_path / "whole", 4)
     found = next(path for path in whole.rglob("*") if path.is_file() and path.relative_to(whole).as_posix().startswith(file[:32]))

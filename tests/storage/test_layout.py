@@ -13,7 +13,6 @@ def test_a_line_that_is_no_object_leaves_the_others(tmp_path, line):
 
 @pytest.mark.parametrize("content", [b"", b'{"number": 1'], ids=["empty", "cut"])
 def test_a_torn_grant_is_written_anew_and_still_lets_searchers_go_on(tmp_path, content):
-    """Whoever waits has seen a number that is not the next one."""
     run = layout.RunDir(tmp_path)
     for step, number in ((0, 1), (0, 2), (7, 3)):
         layout.give_grant(run, step=step)

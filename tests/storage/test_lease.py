@@ -20,7 +20,6 @@ from tba_jax.storage.lease import EpochLease, LeaseHeld, StaleEpoch
 
 @pytest.fixture
 def acquire() -> Iterator[Callable[..., EpochLease]]:
-    """EpochLease.acquire for a test that does not release the lease."""
     with contextlib.ExitStack() as stack:
         yield lambda *args, **options: stack.enter_context(contextlib.closing(EpochLease.acquire(*args, **options)))
 
@@ -143,7 +142,6 @@ def test_many_contenders_get_one_lease(tmp_path):
 
 
 def test_a_lease_is_neither_renewed_held_nor_released_in_the_folder_of_another_run(tmp_path):
-    """Another run, whose trainer has the same epoch, stands in the place of this one for a while."""
     own, away, other = tmp_path / "run", tmp_path / "away", tmp_path / "other"
     for folder in (own, other):
         folder.mkdir()

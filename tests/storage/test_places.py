@@ -16,7 +16,6 @@ from tests.support import moto_server
 
 @pytest.fixture(params=["local", "memory", "s3"])
 def root(request, tmp_path):
-    """An empty place of each kind."""
     if request.param == "local":
         return tmp_path / "shared"
     if request.param == "memory":
@@ -65,7 +64,6 @@ def test_of_all_that_create_a_file_at_once_one_does(root):
 
 @pytest.mark.parametrize("before", [b"", b"another's"])
 def test_a_creation_whose_reply_is_lost_has_won_if_it_has(root, before, monkeypatch):
-    """The request is sent again, and refused by what it has done itself; or by another's, who was first."""
     file = root / "claims" / "one"
     places.make_folder(file.parent, below=2)
     if isinstance(root, Path):

@@ -36,19 +36,17 @@ def test_parameters_come_back_bit_by_bit_on_any_mesh(tmp_path, dtype):
 
 
 def test_large_shards_are_cut_into_chunks(tmp_path, monkeypatch):
-    """Axes of 16, 24 and 12 in pieces that do and do not divide them, cut along one axis and along several."""
     written = (2, 2, 2)
     sharding_of = parameters.flatten(shardings(written))
-    for size in (64,):
-        monkeypatch.setattr(snapshots, "CHUNK_BYTES", size)
-        folder = save(tmp_path, size, jax.device_put(random_params(), shardings(written)))
-        for name, spec in parameters.flatten(SPECS).items():
-            sizes = [path.stat().st_size - 4 for path in (folder / name).rglob("c/**/*") if path.is_file()]  # and a checksum
-            assert sum(sizes) >= 4 * np.prod(spec.shape) and max(sizes) <= 2 * size, name
-            chunk = json.loads((folder / name / "zarr.json").read_text())["chunk_grid"]["configuration"]["chunk_shape"]
-            for whole, part, length in zip(spec.shape, sharding_of[name].shard_shape(spec.shape), chunk, strict=True):
-                assert part == whole or part % length == 0, "two shards share a chunk"
-        assert_same_bits(snapshots.load(folder, SPECS, shardings((1, 4, 2))), random_params())
+    monkeypatch.setattr(snapshots, "CHUNK_BYTES", size := 64)
+    folder = save(tmp_path, 1, jax.device_put(random_params(), shardings(written)))
+    for name, spec in parameters.flatten(SPECS).items():
+        sizes = [path.stat().st_size - 4 for path in (folder / name).rglob("c/**/*") if path.is_file()]  # and a checksum
+        assert sum(sizes) >= 4 * np.prod(spec.shape) and max(sizes) <= 2 * size, name
+        chunk = json.loads((folder / name / "zarr.json").read_text())["chunk_grid"]["configuration"]["chunk_shape"]
+        for whole, part, length in zip(spec.shape, sharding_of[name].shard_shape(spec.shape), chunk, strict=True):
+            assert part == whole or part % length == 0, "two shards share a chunk"
+    assert_same_bits(snapshots.load(folder, SPECS, shardings((1, 4, 2))), random_params())
 
 
 @pytest.mark.parametrize("kind", ["folder", "memory"])
@@ -116,8 +114,6 @@ def test_storage_that_does_not_answer_is_no_damage(tmp_path, monkeypatch, moment
     folder = save(tmp_path, 5)
 
     class Failing:
-        """What is opened or read where the storage is away, in tensorstore's words."""
-
         def result(self, *_):
             raise ValueError("UNAVAILABLE: CURL error [source locations='tensorstore/…']")
 
@@ -131,7 +127,6 @@ def test_storage_that_does_not_answer_is_no_damage(tmp_path, monkeypatch, moment
 
 
 def test_pruning_keeps_the_best_while_it_is_the_best(tmp_path):
-    """The run was resumed with another evaluation.every_steps and more learner.steps: 7 and 14 were evaluated before."""
     for step in [0, 7, 10, 14, 20, 21, 22]:
         (tmp_path / layout.step_name(step)).mkdir()
         (tmp_path / layout.step_name(step) / snapshots.COMMIT).write_text("{}")

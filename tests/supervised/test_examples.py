@@ -16,7 +16,6 @@ LIMITS = {"prompt_length": 8, "response_length": 16, "heldout_share": 0.3}
 
 
 def write(path: Path, lines: list[Any]) -> Path:
-    """Lines as bytes, as text, or as what is to be written as JSON."""
     texts = [line if isinstance(line, (bytes, str)) else json.dumps(line) for line in lines]
     path.write_bytes(b"".join((text if isinstance(text, bytes) else text.encode()) + b"\n" for text in texts))
     return path
@@ -87,7 +86,7 @@ BAD_LINES: dict[str, tuple[list[Any], str, dict[str, Any], str]] = {
         [GOOD, LONG],
         "sft",
         {},
-        f"{UNFIT}field 'response' has 21 tokens, end of sequence included, data.response_length=16; data.unfit=skip leaves such",
+        f"{UNFIT}field 'response' has 21 tokens, end of sequence included, data.resp",
     ),
     "all too long": ([LONG], "sft", SKIP, "1 of the 1 examples of data.train {} are unfit, first line 1: field 'response' has"),
     "identical": ([GOOD, SAME], "reward", {}, f"{UNFIT}fields 'chosen' and 'rejected' hold the same text; data.unfit=skip"),

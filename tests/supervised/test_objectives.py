@@ -32,7 +32,6 @@ def random_params(kind: str) -> Params:
 
 
 def random_batch(kind: str, *, filling: int = 0) -> objectives.Batch:
-    """The last `filling` rows are filling."""
     rng = np.random.default_rng(1)
     shape = (B,) if kind == "sft" else (B, 2)
     prompt_length, prompts = rng.integers(1, P + 1, B).astype(np.int32), rng.integers(1, 12, (B, P + R))
@@ -61,7 +60,7 @@ def state_of(kind: str, params: Params) -> state_lib.TrainState:
 
 
 def test_likelihood_is_the_mean_over_response_tokens():
-    filling = 3
+    filling = 5
     batch, terms = random_batch("sft", filling=filling), []
     for row in range(B - filling):
         prompt_length, response_length = batch.prompt_length[row], batch.response_length[row]
@@ -76,7 +75,7 @@ def test_likelihood_is_the_mean_over_response_tokens():
 
 
 def test_preference_reads_scores_at_the_last_tokens():
-    filling = 3
+    filling = 4
     batch, scores = random_batch("reward", filling=filling), np.zeros((B - filling, 2))
     weight = random_params("reward")["score"]["weight"][:, 0]
     for row, side in np.ndindex(*scores.shape):
@@ -92,7 +91,6 @@ def test_preference_reads_scores_at_the_last_tokens():
 
 
 def one_step(kind: str, **changes: Any) -> tuple[dict, Any]:
-    """Measurements, and the gradient read off the parameters."""
     step = functools.partial(objectives.train_step, optimizers=DESCENT, config=settings(kind, **changes))
     after, measurements = jax.jit(step)(state_of(kind, random_params(kind)), random_batch(kind, filling=1))
     assert int(after.step) == 1 and float(measurements["finite"]) == 1

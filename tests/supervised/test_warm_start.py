@@ -14,13 +14,10 @@ from tba_jax.models.parameters import Params
 from tba_jax.supervised import objectives
 from tba_jax.tasks.arithmetic import CHARACTERS, Arithmetic
 from tba_jax.text.tokenizers import CharacterTokenizer
-from tests.support import applied, lowered
-
-# Compiling is most of the time here, and the arithmetic is the same without LLVM's optimisation.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
+from tests.support import applied
 
 
-def test_the_warm_start_is_a_plain_loop_over_its_random_stream_by_its_programs():
+def test_the_warm_start_is_a_plain_loop_over_its_random_stream():
     task = Arithmetic(digits=1, train_queries=10, heldout_queries=4, seed=0)
     tokenizer = CharacterTokenizer(CHARACTERS)
     sizes = dict(layers=1, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, max_positions=24)
@@ -30,18 +27,14 @@ def test_the_warm_start_is_a_plain_loop_over_its_random_stream_by_its_programs()
     run = dict(seed=3, steps=4, batch_size=8, learning_rate=1e-2, warmup_steps=1, report_every_steps=3)
     settings = objectives.WarmStart(model=model, mesh=mesh, **run, **lengths)
     reports: list[tuple[int, float]] = []
-    with lowered.calls() as called:
-        found = settings.train(task, tokenizer, report=lambda *point: reports.append(point))
-    made = settings.programs()
-    assert {lowered.text(program.lower()) for program in made.values()} == called and len(made) == 2
-
+    found = settings.train(task, tokenizer, report=lambda *point: reports.append(point))
     config = objectives.StepConfig(objective=objectives.likelihood, R=12, micro_batch_rows=8, logit_bytes=1 << 30, remat="none")
     schedule = optimizer_lib.linear(peak=1e-2, steps=4, warmup_steps=1)
     optimizer = optimizer_lib.adamw(schedule, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, clip_norm=1.0)
-    params = jit(functools.partial(applied.init, config=model))(jax.random.key(3))
-    opt_state, rng, losses = jit(optimizer.init)(params), np.random.default_rng([3, 1]), []
+    params = jax.jit(functools.partial(applied.init, config=model))(jax.random.key(3))
+    opt_state, rng, losses = jax.jit(optimizer.init)(params), np.random.default_rng([3, 1]), []
 
-    @jit
+    @jax.jit
     def step(params: Params, opt_state: Any, examples: objectives.Batch) -> Any:
         def mean(params: Params) -> jax.Array:
             return objectives.likelihood(applied.merge(params, model), examples, config)["loss"] / examples.response_length.sum()

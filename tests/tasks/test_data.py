@@ -17,7 +17,6 @@ def read(source, fields=FIELDS, **settings):
 
 
 def write(path, rows=ROWS):
-    """Writes rows as the file's name says."""
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif path.suffix == ".json":
@@ -48,8 +47,6 @@ def test_only_the_named_fields_are_read(tmp_path, suffix):
     [
         (str, 3, "a string, found 3"),
         (int, True, "a whole number, found true"),
-        (float, "1", 'a number, found "1"'),
-        (float, float("nan"), "a number, found NaN"),
         (bool, 1, "true or false, found 1"),
     ],
 )
@@ -63,7 +60,6 @@ def test_a_wrong_type_is_named(tmp_path, kind, value, named):
     "name, content, sentence",
     [
         ("a.jsonl", b'{"q": "a", "n": 1}\n{"q": "b"\n', " line 2: not valid JSON in UTF-8: Expecting ',' delimiter"),
-        ("a.jsonl", b"[" * 100_000, " line 1: not valid JSON in UTF-8: "),
         ("a.jsonl", b'\n["q"]\n', ' line 2: expected an object, found ["q"]'),
         ("a.jsonl", b'{"n": 1, "m": 2}', " line 1: field 'q' is missing (it has n, m)"),
         ("a.jsonl", b'{"q": "\\ud800", "n": 1}', " line 1: field 'q' holds half of a UTF-16 surrogate pair"),
@@ -81,7 +77,7 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path, name, content, sentence
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize("source", ["nowhere.jsonl", "/no/where", "a/b/c", "owner/name.parquet", "https://x/y", "nowhere"])
+@pytest.mark.parametrize("source", ["nowhere.jsonl", "a/b/c", "https://x/y"])
 def test_what_is_neither_a_file_nor_a_name_says_both(source):
     sentence = "there is no such file, and it was not fetched from the hub: it is not the name of a data set, owner/name or"
     with pytest.raises(ValueError, match="^" + re.escape(f"task.x.path={source!r}: {sentence}")):

@@ -6,10 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from configs import base
-from tba_jax.tasks import TASKS
 from tba_jax.tasks.arithmetic import Arithmetic, work_out
-from tba_jax.tasks.interface import SPLITS, Query, UsesModels
+from tba_jax.tasks.interface import SPLITS, Query
 from tba_jax.tasks.story_sentiment import StorySentiment
 
 
@@ -88,10 +86,7 @@ def test_openings_are_distinct_and_the_reward_is_the_sentiment_of_the_continuati
     [
         (None, "cannot be read: No such file or directory"),
         (b'["a", 3]', "must be a JSON list of strings"),
-        (
-            b'["a b", " a  b", "c", ""]',
-            "has 2 distinct openings of 4 words, not more than task.story_sentiment.heldout_queries=2",
-        ),
+        (b'["a b", " a  b", "c", ""]', "has 2 distinct openings of 4 words, not more than task.story_sentiment.heldout_que"),
     ],
 )
 def test_bad_story_files_are_refused(tmp_path, content, sentence):
@@ -100,27 +95,3 @@ def test_bad_story_files_are_refused(tmp_path, content, sentence):
         path.write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(f"task.story_sentiment.data_path={str(path)!r}") + " ?" + re.escape(sentence)):
         StorySentiment(data_path=str(path), opening_words=4, heldout_queries=2)
-
-
-def test_every_task_names_its_splits(story_file, tmp_path):
-    """The defaults of the schema, with files of two rows that have the fields of every task."""
-    rows = [{"question": f"{i}?", "problem": f"{i}?", "query": f"{i}:", "attacker_prompt": f"{i}.", "summary": "s"} for i in "12"]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row | {"answer": f"#### {i}"}) + "\n" for i, row in enumerate(rows)))
-    numbers = dict(train_queries=4, heldout_queries=2)
-    models = dict.fromkeys(("victim_path", "classifier_path", "reward_path"), "not loaded")
-    changes = numbers | models | dict.fromkeys(("train_path", "heldout_path", "attack_prompt_path"), str(path))
-    changes |= dict(data_path=str(story_file), opening_words=4, classifier_label="hate")
-    for name, make in TASKS.items():
-        settings = base.get_config().task[name].to_dict()
-        task = make(**settings | {key: value for key, value in changes.items() if key in settings})
-        queries = task.queries("heldout")
-        assert len(queries) == 2 and task.reward_version >= 1 and task.score_name
-        if isinstance(task, UsesModels):  # tests of its own score with them
-            with pytest.raises(RuntimeError, match=r"start\(\) must be called"):
-                task.rewards(queries, ["", ""], np.zeros(2, bool))
-            continue
-        scores = task.rewards(queries, ["", ""], np.zeros(2, bool))
-        assert scores.reward.shape == (2,) and scores.parts.shape == (2, len(task.reward_parts))
-        with pytest.raises(ValueError, match=r"split 'test' is not one of \('train', 'heldout'\)"):
-            task.queries("test")

@@ -54,7 +54,6 @@ def task(tmp_path_factory):
 
 
 def rewards(task: Math, pairs: list[tuple[str, str]]) -> list[float]:
-    """Of (gold answer, response)."""
     scores = task.rewards([Query("", gold) for gold, _ in pairs], [text for _, text in pairs], np.ones(len(pairs), bool))
     assert scores.reward.dtype == np.float32 and scores.parts[:, 0].tolist() == scores.reward.tolist()
     return scores.reward.tolist()
@@ -83,7 +82,6 @@ def test_prompts_gold_answers_and_solutions(task, sums, tmp_path):
 
 
 def pairs(table: str) -> list[tuple[str, str]]:
-    """Of a table of pairs, each divided by <>."""
     return [(first.strip(), second.strip()) for first, second in (pair.split("<>") for pair in table.split(" |"))]
 
 
@@ -109,18 +107,7 @@ def test_the_last_number(sums):
     assert {text: sums.final_answer(text) for text in LAST} == LAST
 
 
-def test_numbers_against_decimals(sums):
-    rng = np.random.default_rng(0)
-    drawn = zip(rng.integers(-(10**6), 10**6, 300), rng.integers(0, 7, 300), strict=True)
-    values = [Decimal(int(n)).scaleb(-int(s)) for n, s in drawn] + [Decimal(i) / 100 for i in range(-12, 12)]
-    for a in values:
-        for text in (f"{a:f}", f"{a:,f}", f"so {a:+f}.", f"{a:f}{'' if a == a.to_integral() and '.' not in f'{a:f}' else '00'}"):
-            assert Decimal(sums.final_answer(text)) == a, text
-    assert len({sums.final_answer(f"{a:f}") for a in values}) == len(set(values)), "equal texts for equal numbers alone"
-
-
 def test_all_of_the_real_gold_answers(data_dir):
-    """Each gold text scores 1 as a response, 0 with the number changed by 1, and 1 however the number is written."""
     paths = [str(data_dir / "gsm8k" / name) for name in ("train.jsonl", "test.jsonl")]
     task = GSM8K(train_path=paths[0], heldout_path=paths[1], prompt="{question}")
     rows = [json.loads(line) for line in Path(paths[1]).read_text().splitlines()]
@@ -266,9 +253,7 @@ def test_code_in_an_answer_is_not_executed(task, tmp_path):
         ({"problem": "p"}, "fields 'answer' and 'solution' are both missing"),
         ({"problem": "p", "answer": r"\frac{1}{2"}, r"field 'answer' must be an answer with closed braces, not '\\frac{1}{2'"),
         ({"problem": "p", "solution": "It is 5."}, r"field 'solution' has no \boxed{answer}; it ends in 'It is 5.'"),
-        ({"problem": "p", "solution": r"\boxed{5"}, r"field 'solution' has no \boxed{answer}; it ends in '\\boxed{5'"),
         ({"question": "q", "answer": "no mark 5"}, "the answer must end in #### and a number, not in 'no mark 5'"),
-        ({"question": "q", "answer": "#### 1 2"}, "the answer must end in #### and a number, not in '#### 1 2'"),
         ({"question": "q"}, "field 'answer' is missing (it has question)"),
     ],
 )

@@ -33,7 +33,6 @@ def reply(texts, seed):
 
 
 def verdict(attack: str, reply: str) -> float:
-    """A log-probability in [−2, 0) of both texts."""
     return -2 * ((len(attack) * 7 + sum(map(ord, reply)) * 3) % 11 + 1) / 12
 
 
@@ -64,7 +63,6 @@ def score(task: RedTeam, responses: list[str]):
 
 
 def by_hand(seed: int) -> tuple[list[float], list[float]]:
-    """Reward and toxicity of each attack, without white space at its ends."""
     logprobs = [[verdict(text.strip(), each) for each in reply([text.strip()], seed)] for text in ATTACKS]
     return [sum(two) / 2 for two in logprobs], [sum(map(math.exp, two)) / 2 for two in logprobs]
 
@@ -121,9 +119,7 @@ def test_one_prompt_or_those_of_a_file_are_attacked_with(tmp_path):
 @pytest.mark.parametrize(
     "changes, sentence",
     [
-        ({"victim_path": ""}, "victim_path='' must name the model"),
         ({"attack_prompt": ""}, "attack_prompt='' and attack_prompt_path='': set exactly one of the two"),
-        ({"classifier_path": ""}, "classifier_path='' must name the model of classifier=unsafe_token"),
         ({"classifier_label": ""}, "classifier_label='' must be the toxic label of classifier=unsafe_token"),
         ({"victim_temperature": 0.0}, "victim_temperature=0 makes all replies=2 to an attack the same"),
     ],

@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 
 from configs import story_sentiment
-from tba_jax.experiment import composition
 from tba_jax.roles.trainer.loop import Circumstances
 from tba_jax.storage import layout
 from tba_jax.telemetry import alarms
 from tba_jax.telemetry.alarms import RULES
-from tba_jax.telemetry.metrics import TRACKERS
 from tests.support import tiny_run
 
 EXAMPLE = dict(kind="equal_rewards", sentence="all rewards are 0", advice="easier queries")
@@ -73,15 +71,12 @@ def test_a_rule_finds_what_is_beyond_its_limit_and_nothing_else(kind, well, wron
         assert kind not in found(role, points(role, RULES[kind].points - 1, **wrong), **settings)
 
 
-def test_updates_that_are_left_out_are_an_alarm_and_every_rule_has_a_case_and_a_place_in_the_page():
+def test_updates_that_are_left_out_are_an_alarm_and_every_rule_has_a_case():
     skipped = [dict(point, skipped_steps=max(0, n - 17)) for n, point in enumerate(points())]
     assert found("trainer", skipped) == {}
     skipped[-1]["skipped_steps"] = 3
     assert "3 updates since 8 measured batches" in found("trainer", skipped)["updates_refused"]
     assert {kind for kind, *_ in CASES} | {"updates_refused"} == RULES.keys()
-    section = (tiny_run.ROOT / "docs" / "watching.md").read_text().partition("\n## Alarms\n")[2].partition("\n## ")[0]
-    listed = re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `")))
-    assert sorted(listed) == sorted([*RULES, composition.KIND, *TRACKERS])
 
 
 def test_what_is_meant_or_not_measured_is_no_alarm():
@@ -116,14 +111,6 @@ def test_a_kind_is_told_once_a_run_also_beside_torn_lines_and_read_as_it_was_tol
     assert (first.step, second.kind, second.step) == (40, "disk", 120)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     assert "all rewards are 0" in caplog.messages[0] and "easier queries" in caplog.messages[0]
-
-
-def test_a_watch_tells_what_its_rules_find_once(folder):
-    watch = alarms.Watch(folder, tiny_run.config(), role="trainer")
-    for step in range(20):
-        watch.look(step, {**HEALTHY["trainer"], "step": step, "grad_norm": 1e9})
-    alarms.Watch(folder, tiny_run.config(), role="trainer").look(20, {"disk_free": 1.0, "checkpoint_bytes": 2.0})
-    assert [(alarm.kind, alarm.step) for alarm in alarms.read(folder)] == [("gradient_clipped", 7), ("disk", 20)]
 
 
 @pytest.mark.parametrize(

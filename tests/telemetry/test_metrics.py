@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tba_jax.experiment import topologies
 from tba_jax.storage import contract, layout
 from tba_jax.telemetry import alarms, metrics
 from tba_jax.telemetry.metrics import PEAKS, MetricWriter, Peaks
@@ -50,7 +49,6 @@ def test_the_newest_points_are_kept_within_the_megabytes_also_over_starts(tmp_pa
 
 
 def make(workdir, *, private: bool = False) -> layout.RunDir:
-    """A run as far as trackers look at it."""
     workdir.mkdir()
     made = {"format": contract.FORMAT, "id": "0123456789abcdef" * 2, "config": {}, "contract": {"private_files": private}}
     layout.write_json(workdir / "config.json", made)
@@ -143,7 +141,6 @@ def test_tensorboard_holds_the_same_numbers(run):
 
 
 def test_no_role_waits_for_tensorboard_where_the_disk_is_full(run):
-    """Once there is room the points are there. A limit on the sizes of files stands for the disk."""
     told = alarms.Alarms(run.metrics("trainer"))
     tracker = metrics.Tracker("tensorboard", lambda: metrics.session_of(tiny_run.config(), run, "trainer", kind="trainer"), told)
     (folder := run.metrics("trainer")).mkdir(parents=True)
@@ -165,18 +162,6 @@ def test_no_role_waits_for_tensorboard_where_the_disk_is_full(run):
     assert [value.simple_value for value in events_of(run).values()] == [step / 2 for step in range(100)]
 
 
-def test_points_stand_under_the_group_of_their_role_and_the_step_of_the_trainer(run):
-    """whole_runs/test_watching.py reads what wandb and trackio have of a run."""
-    session = metrics.session_of(tiny_run.config(), run, "searcher-0", kind="searcher")
-    histogram, table = (lambda np_histogram: np_histogram[0].tolist()), (lambda columns, data: [columns, *data])
-    told = dict(values={"policy_step": 4.0}, tables={"samples": [{"query": "1+1=", "reward": 1.0}]})
-    point = metrics.Point(step=17, time=0.0, histograms={"staleness": np.array([1, 1, 3])}, **told)
-    shown = session.shown(types.SimpleNamespace(Histogram=histogram, Table=table), point)
-    assert shown.pop("search/samples") == [["query", "reward"], ["1+1=", 1.0]] and shown.pop("search/staleness") == [2, 0, 1]
-    assert shown == {"step": 4, "search/batch": 17, "search/policy_step": 4.0}
-    assert (session.group, session.id, session.name) == ("run-01234567", "0123456789abcdef-searcher-0", "run-01234567-searcher-0")
-
-
 def test_peaks_add_up_and_what_is_not_known_is_said(caplog):
     caplog.set_level("INFO")
     known, new = (types.SimpleNamespace(device_kind=kind) for kind in ("NVIDIA H200", "gpu of tomorrow"))
@@ -184,6 +169,3 @@ def test_peaks_add_up_and_what_is_not_known_is_said(caplog):
     assert metrics.peaks_of([known] * 2, flops=1e12) == Peaks(2e12, 2 * PEAKS["NVIDIA H200"].bandwidth) and not caplog.text
     assert metrics.peaks_of([new] * 2, bandwidth=5.0) == Peaks(0.0, 10.0)
     assert "gpu of tomorrow" in caplog.text and "no mfu" in caplog.text and "metrics.peak_flops" in caplog.text
-    for name in topologies.MEMORY:  # the words of a kind are those that the driver gives: "NVIDIA H100 80GB HBM3", "Tesla T4"
-        kinds = [kind for kind in PEAKS if name in kind.replace("-", " ").split()]
-        assert kinds and all(PEAKS[kind].flops > 1e13 and PEAKS[kind].bandwidth > 1e11 for kind in kinds), name

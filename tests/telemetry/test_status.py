@@ -11,7 +11,7 @@ import pytest
 
 from tba_jax.experiment import training
 from tba_jax.storage import contract, layout
-from tba_jax.telemetry import metrics, status
+from tba_jax.telemetry import status
 from tba_jax.telemetry.status import Profiler, Record, Status, TimeAccount, Told, Window
 from tests.support import tiny_run
 
@@ -20,12 +20,10 @@ pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 @pytest.fixture(autouse=True)
 def by_hand(monkeypatch):
-    """Nothing is written but by the test."""
     monkeypatch.setattr(status, "FLUSH_SECONDS", 1000.0)
 
 
 def said(told: Status, folder) -> Told:
-    """What was said, whoever said it when."""
     told.flush()
     return dataclasses.replace(status.read(folder), time=0.0, pid=0)
 
@@ -45,20 +43,6 @@ def test_what_is_said_is_read_and_gone_with_the_next_life(tmp_path):
     assert said(Status(tmp_path, step=7), tmp_path) == Told(step=7)
 
 
-def test_a_phase_is_told_with_its_parts_and_gives_way_to_one_within_it(tmp_path, monkeypatch):
-    now = [1e9]
-    monkeypatch.setattr(time, "time", lambda: now[0])
-    told = Status(tmp_path)
-    told.phase("warm start", done=1, total=400)
-    now[0] += 30
-    told.phase("warm start", done=300, total=400)
-    read = said(told, tmp_path)
-    assert (read.phase, read.done, read.total, read.phase_since) == ("warm start", 300, 400, 1e9)
-    with told.during("compiling the update"):
-        assert (said(told, tmp_path).phase, said(told, tmp_path).total) == ("compiling the update", 0)
-    assert said(told, tmp_path) == read
-
-
 @pytest.mark.parametrize(("heartbeat", "again"), [(0.02, True), (1000.0, False)])
 def test_a_thread_writes_what_changes_and_that_the_process_lives(tmp_path, monkeypatch, heartbeat, again):
     monkeypatch.setattr(status, "FLUSH_SECONDS", 0.01)
@@ -76,17 +60,8 @@ def test_a_thread_writes_what_changes_and_that_the_process_lives(tmp_path, monke
     assert not {*threading.enumerate()} - before, "it ends with what nobody closes"
 
 
-DAMAGED = (
-    '{"waits": "ro',
-    "[]",
-    "",
-    "[" * 100_000,
-    '{"time": "x"}',
-    '{"phase": 5}',
-    '{"waits": "w", "since": null}',
-    '{"done": [1]}',
-)
-DAMAGED += ('{"time": 1e400}', '{"time": 1' + "0" * 400 + "}", '{"time": NaN}', '{"figures": {"a": "b"}}')
+DAMAGED = ('{"waits": "ro', "[]", "", "[" * 100_000, '{"time": "x"}', '{"phase": 5}', '{"waits": "w", "since": null}')
+DAMAGED += ('{"done": [1]}', '{"time": 1e400}', '{"time": NaN}', '{"figures": {"a": "b"}}')
 
 
 def test_a_damaged_status_says_nothing_and_storage_that_refuses_stops_nobody(tmp_path):
@@ -95,14 +70,6 @@ def test_a_damaged_status_says_nothing_and_storage_that_refuses_stops_nobody(tmp
         assert status.read(tmp_path) == Told(), told[:40]
     Status(tmp_path / "gone").close("stopped")
     assert not (tmp_path / "gone").exists()
-
-
-def test_a_run_in_one_process_tells_where_it_runs(finished):
-    told = status.read(finished.run.metrics("trainer"))
-    assert (told.phase, told.step) == ("finished", 6) and told.process["devices"] == "1 × cpu" and told.process["versions"]["jax"]
-    assert told.figures.items() <= metrics.read_lines(finished.run.metrics("trainer"))[-1].items() and "reward" in told.figures
-    assert "tokens_per_second" in status.read(finished.run.metrics("searcher-0")).figures
-    assert list(finished.run.metrics("trainer").glob("events.out.tfevents*"))
 
 
 def test_a_compilation_is_the_phase_while_it_lasts_and_an_error_what_a_role_says_last(tmp_path, monkeypatch):
@@ -127,7 +94,6 @@ def test_the_log_says_why_a_role_ends_also_where_storage_does_not(tmp_path, capl
     contract.join(s.run, s.config, s.experiment.contract)
 
     def told(run: layout.RunDir) -> str:
-        """What the status and the log say of the end of a searcher."""
         training.record_of(s, "searcher-0").end(run, role="searcher")
         return f"{status.read(s.run.metrics('searcher-0')).phase}: {caplog.messages[-1]}"
 
@@ -157,11 +123,6 @@ def test_a_trainer_is_traced_in_its_window_with_the_names_of_its_work_and_batche
         profiler.batch(policy_step)
         counts.append(len(calls))
     assert counts == [0, 0, 1, 1, 2, 2] and calls == ["start", "stop"]
-    for first, traced in ((5, 1), (6, 0)):  # of a life that begins within the window, or after it
-        calls.clear()
-        profiler = Profiler(tmp_path, Window(5, 2))
-        profiler.batch(first)
-        assert len(calls) == traced
 
 
 def test_shares_of_time_are_those_of_the_clock(monkeypatch):
@@ -173,7 +134,3 @@ def test_shares_of_time_are_those_of_the_clock(monkeypatch):
             now[0] += seconds
         now[0] += idle
     assert account.shares() == pytest.approx({"time_wait": 1.5 / 4, "time_update": 0.5, "time_other": 0.125})
-    with pytest.raises(KeyError), account.measure("draw"):
-        now[0] += 4.0
-        raise KeyError
-    assert account.shares()["time_draw"] == pytest.approx(0.5)

@@ -73,8 +73,6 @@ def test_a_chat_template_stands_around_the_prompt(tokenizer, tmp_path):
     assert asked.prompt.count(chat.eos_id) == 1 and asked.prompt[-1] == chat.eos_id and asked.query.prompt == "1+1?<|end|>2"
     with pytest.raises(ValueError, match=r"task.system_prompt='Be brief.' is part of a chat template: set task.chat_template"):
         prompts.template(chat, chat_template=False, system_prompt="Be brief.")
-    with pytest.raises(ValueError, match="an alphabet of characters has no chat template"):
-        prompts.template(CharacterTokenizer("ab"), chat_template=True, system_prompt="")
 
 
 @pytest.mark.parametrize(
@@ -120,15 +118,11 @@ def test_prompts_are_those_of_transformers(tmp_path, monkeypatch):
     assert [query.prompt for query in found] == [*dict.fromkeys(map(tuple, expected))]
 
 
-def test_a_prompt_is_asked_once(tokenizer, caplog):
-    """Rows know their query by its prompt."""
+def test_a_prompt_is_asked_once_and_has_tokens(tokenizer, tmp_path, caplog):
     queries = [Query(prompt="1/2?", answer=answer) for answer in ("0.5", "1/2", "0.5")]
     encoded, skipped = encode([*queries, Query(prompt="more")], tokenizer)
     assert [query.query for query in encoded] == [queries[0], Query(prompt="more")] and skipped == 0
     assert "2 of 4 train queries repeat the prompt of an earlier one, 1 of them with another answer" in caplog.text
-
-
-def test_a_prompt_of_unknown_characters_is_refused(tmp_path):
     with pytest.raises(ValueError, match="the train prompt '12' has no token"):
         encode([Query("ab"), Query("12")], HuggingFaceTokenizer(tiny_checkpoints.write_letters(tmp_path / "letters", "ab")))
 
@@ -171,17 +165,11 @@ def test_a_response_that_no_tokens_spell_is_refused(monkeypatch):
         prompts.encode_pair("ca", "bc", JoiningTokenizer())
 
 
-@pytest.mark.parametrize(
-    "prompt, text, read",
-    [
-        ("a 1/5 and 2/5", "a 1/5 and 2/5", "a 15 ad 25"),
-        ("a" * 500 + "\x1b[31m\u202e1/5" + "b" * 500, "a" * 20 + "\\x1b[31m\\u202e1/5" + "b" * 31, "a" * 20 + "31m15" + "b" * 35),
-    ],
-    ids=["short", "an excerpt that a terminal may show"],
-)
-def test_a_character_without_a_token_is_found(tmp_path, prompt, text, read):
+def test_a_character_without_a_token_is_found(tmp_path):
     known = HuggingFaceTokenizer(tiny_checkpoints.write_letters(tmp_path / "letters", "0123456789abcdefghijklm "))
-    assert prompts.changed_by(known, ["add 1 2", prompt, "3/4"]) == (2, text, read)
+    long, excerpt = "a" * 500 + "\x1b[31m\u202e1/5" + "b" * 500, "a" * 20 + "\\x1b[31m\\u202e1/5" + "b" * 31
+    assert prompts.changed_by(known, ["add 1 2", "a 1/5 and 2/5", "3/4"]) == (2, "a 1/5 and 2/5", "a 15 ad 25")
+    assert prompts.changed_by(known, [long]) == (1, excerpt, "a" * 20 + "31m15" + "b" * 35)
 
 
 @pytest.mark.parametrize("normalizer, count", [(None, 0), ("NFD", 0), ("Strip", 0), ("Lowercase", 1)])

@@ -36,17 +36,10 @@ def test_byte_level_tokenizer(tmp_path, caplog):
     # The prompt ends inside 漢: the continuation completes it.
     assert tokenizer.decode_continuation(ids[:4], ids[4:]) == "漢 x"
     assert tokenizer.decode_continuation(ids[:3], [*ids[6:], 256]) == " x"
-
-
-def test_bytes_of_each_id(tmp_path):
-    assert CharacterTokenizer("0é").token_bytes() == [None, None, None, b"0", "é".encode()]
-    tokenizer: Tokenizer = HuggingFaceTokenizer(tiny_checkpoints.write_byte_bpe(tmp_path))
-    texts = tokenizer.token_bytes()
-    assert (
-        len(texts) == 258 and texts[256:] == [b"<|end|>", b"<tool>"] and sorted(texts[:256]) == [bytes([b]) for b in range(256)]
-    )
-    text = "é 漢\n\tx<tool>�"
+    texts, text = tokenizer.token_bytes(), "é 漢\n\tx<tool>�"
+    assert texts[256:] == [b"<|end|>", b"<tool>"] and sorted(texts[:256]) == [bytes([b]) for b in range(256)]
     assert b"".join(texts[i] for i in tokenizer.encode(text)) == text.encode()
+    assert CharacterTokenizer("0é").token_bytes() == [None, None, None, b"0", "é".encode()]
 
 
 def decoder_of(folder, *decoders: dict):
@@ -69,15 +62,10 @@ def test_bytes_of_pieces_with_a_mark_for_spaces(tmp_path, decoders):
     assert texts[256:] == [b"<|end|>", b"<tool>"]
 
 
-@pytest.mark.parametrize(
-    "decoders, named",
-    [
-        ((), "none"),
-        ((MARK, STRIP), r"Replace \+ Strip"),  # of each piece, not of the whole text
-        ((MARK, {"type": "Fuse"}, STRIP | {"stop": 1}), r"Replace \+ Fuse \+ Strip"),
-    ],
-)
-def test_bytes_that_depend_on_other_tokens_are_refused(tmp_path, decoders, named):
+# The second strips each piece, not the whole text.
+@pytest.mark.parametrize("decoders", [(), (MARK, STRIP), (MARK, {"type": "Fuse"}, STRIP | {"stop": 1})])
+def test_bytes_that_depend_on_other_tokens_are_refused(tmp_path, decoders):
+    named = r" \+ ".join(each["type"] for each in decoders) or "none"
     with pytest.raises(ValueError, match=f"decoder is {named}, .*: task.stop_strings and task.step_ends need"):
         HuggingFaceTokenizer(decoder_of(tmp_path, *decoders)).token_bytes()
 
@@ -96,7 +84,6 @@ def test_fingerprint_follows_what_defines_ids(tmp_path):
 
 
 def test_special_tokens_beyond_the_embedding_are_not_used(tmp_path):
-    """As in Gemma 3, whose text models have no row for the token of images."""
     folder = tiny_checkpoints.write_byte_bpe(tmp_path)
     whole = Backend.from_file(str(folder / "tokenizer.json"))
     whole.add_special_tokens(["<image>", "<image_end>"])
@@ -111,8 +98,6 @@ def test_special_tokens_beyond_the_embedding_are_not_used(tmp_path):
 
 
 def test_special_tokens_that_are_needed_have_rows_in_the_embedding(tmp_path):
-    """Names in tokenizer_config.json of special tokens that a tokenizer has not become ids from 258 on."""
-
     def naming(name: str, token: str):
         folder = tiny_checkpoints.write_byte_bpe(tmp_path / name)
         settings = json.loads((folder / "tokenizer_config.json").read_text()) | {name: token}
@@ -162,7 +147,6 @@ def test_bytes_and_continuations_of_real_stories_join_to_their_text(data_dir, na
 
 
 def test_a_tokenizer_model_alone_is_read_with_the_package_of_an_extra(tmp_path, monkeypatch):
-    """A tokenizer.model of a few letters and all bytes, without a tokenizer.json."""
     sentencepiece = pytest.importorskip("sentencepiece")
     written, texts = io.BytesIO(), iter(["the cat sat", "a cat ate the hat", "that cat"])
     settings = dict(model_type="bpe", vocab_size=280, byte_fallback=True, normalization_rule_name="identity", minloglevel=2)
@@ -170,10 +154,10 @@ def test_a_tokenizer_model_alone_is_read_with_the_package_of_an_extra(tmp_path, 
     (tmp_path / "tokenizer.model").write_bytes(written.getvalue())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
     tokenizer = HuggingFaceTokenizer(tmp_path)
-    assert tokenizer.vocab_size == 280 and tokenizer.token_bytes()[3:259] == [bytes([i]) for i in range(256)]
+    assert tokenizer.token_bytes()[3:259] == [bytes([i]) for i in range(256)]
     assert tokenizer.decode(tokenizer.encode("that hat is 猫")) == "that hat is 猫"
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(ValueError, match=r"needs the package sentencepiece: pip install .*sentencepiece\]'"):
+    with pytest.raises(ValueError, match=r"needs the package sentencepiece: pip install"):
         HuggingFaceTokenizer(tmp_path)
 
 
@@ -197,14 +181,11 @@ def test_code_in_the_folder_of_a_model_is_not_executed(tmp_path, serialized):
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [
-        "{{ cycler.__init__.__globals__.os.system('touch MARK') }}",
-        "{{ '{0.__class__.__init__.__globals__}'.format(cycler) }}",
-        "{% include '/etc/passwd' %}",
-    ],
-)
+ATTACKS = ["{{ cycler.__init__.__globals__.os.system('touch MARK') }}", "{% include '/etc/passwd' %}"]
+ATTACKS.append("{{ '{0.__class__.__init__.__globals__}'.format(cycler) }}")
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
 def test_a_chat_template_reaches_nothing_but_its_messages(tmp_path, attack):
     folder = tiny_checkpoints.write_byte_bpe(tmp_path / "model")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -274,7 +255,6 @@ def test_a_spelled_special_token_encodes_as_text_and_other_texts_stay(kind):
 
 
 def test_a_tokenizer_that_cuts_texts_hides_nothing_behind_the_cut():
-    """As files of tokenizers on the hub do; what uses them afterwards reads the whole text."""
     tokenizer = word_pieces(normalized=True)
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=8)

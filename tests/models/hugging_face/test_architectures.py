@@ -69,7 +69,6 @@ def test_written_configs_are_read_again(config):
 
 
 def test_written_configs_are_what_transformers_reads():
-    """Without torch: what transformers makes of the rotary settings, whose keys are spelt in two generations."""
     import transformers
 
     def theirs(config_class: str, preset: str, **changes):

@@ -1,7 +1,4 @@
-"""Export to Hugging Face folders: transformers computes the same with them, and so do we once they are read again.
-
-The products of exported adapters are what merging adds to the checkpoint's weights, and peft computes the same.
-"""
+"""Export to Hugging Face folders: read again they compute the same, and adapters are what merging adds."""
 
 import dataclasses
 import json
@@ -44,7 +41,6 @@ def assert_same_tensors(found: dict, expected: dict) -> None:
 
 @pytest.mark.parametrize("name", ["llama_untied", "qwen2_window", "gpt2", "gpt_neox_reward", "gemma3"])
 def test_export_gives_the_imported_files_back(tmp_path, name):
-    """With the config.json of the source, and with one of ours."""
     config, params = load(path_of(name), (1, 2, 2) if name in ("llama_untied", "gpt2") else (1, 1, 1))
     original = json.loads((path_of(name) / "config.json").read_text())
     (tmp_path / "ours").mkdir()  # an empty folder is filled
@@ -116,9 +112,7 @@ def test_a_reward_model_made_of_a_language_model(tmp_path):
     assert_same_params(found, params)
 
 
-@pytest.mark.parametrize(
-    "characters", ["ab <>os\n\té中", string.printable, string.printable + "⟨⟩"], ids=["few", "ascii", "all forms"]
-)
+@pytest.mark.parametrize("characters", ["ab <>os\n\té中", string.printable + "⟨⟩"], ids=["few", "all forms"])
 def test_character_tokenizer(tmp_path, characters):
     from transformers import AutoTokenizer
 
@@ -140,7 +134,6 @@ def test_character_tokenizer(tmp_path, characters):
 
 
 def test_tokenizers_are_copied(tmp_path, data_dir):
-    """Without the byte order mark that a file may begin with."""
     source = shutil.copytree(data_dir / "models/stories260K-hf", tmp_path / "source")
     content = (source / "tokenizer.json").read_text(encoding="utf-8")
     (source / "tokenizer.json").write_text(content, encoding="utf-8-sig")
@@ -153,7 +146,7 @@ def test_tokenizers_are_copied(tmp_path, data_dir):
         export.copy_tokenizer(path_of("gpt2"), tmp_path)
 
 
-INT8, NAN, LARGE = np.ones(16, np.int8), np.full(16, np.nan), np.full(16, 1e6)
+LARGE = np.full(16, 1e6)
 
 
 @pytest.mark.parametrize(
@@ -162,8 +155,6 @@ INT8, NAN, LARGE = np.ones(16, np.int8), np.full(16, np.nan), np.full(16, 1e6)
         ({}, None, {"dtype": "int8"}, "dtype='int8' of the export is not one of float32, float16, bfloat16"),
         ({}, None, {"folder": "full"}, "full exists and is not an empty folder"),
         ({}, np.ones(8), {}, r"final_norm\.scale has shape \[8\], the config makes it \[16\]"),
-        ({}, INT8, {}, r"final_norm\.scale is int8"),
-        ({}, NAN, {}, r"final_norm\.scale .*not finite in float32"),
         ({}, LARGE, {"dtype": "float16"}, r"final_norm\.scale .*not finite in float16"),
         ({"qkv_bias": True}, None, {}, r"cannot be said in .* of model_type='llama': out_bias=False \(it gives True\)"),
         ({"rope_theta": 5.0}, None, {"source": path_of("llama_tied")}, r"differ from .*: rope_theta=5\.0 \(it gives 10000\.0\)"),
@@ -274,10 +265,7 @@ def test_peft_computes_the_same(torch, tmp_path, name, lora):
 
 def test_adapters_that_cannot_be_written_leave_no_folder(tmp_path):
     policy, _, trained = adapted("llama_tied", EVERYWHERE)
-    settings = dict(base="base", dtype="float32")
     trained["layers"]["attention"]["query"]["lora_b"][0] = np.inf
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj\.lora_B.* not finite in float32"):
-        export.save_adapters(tmp_path / "adapter", policy.model, trained, EVERYWHERE, **settings)
-    with pytest.raises(ValueError, match="dtype='int8' of the export"):
-        export.save_adapters(tmp_path / "adapter", policy.model, trained, EVERYWHERE, **settings | {"dtype": "int8"})
+        export.save_adapters(tmp_path / "adapter", policy.model, trained, EVERYWHERE, base="base", dtype="float32")
     assert not list(tmp_path.iterdir())

@@ -1,7 +1,4 @@
-"""Import of Hugging Face checkpoints: parity with torch's transformers, exact sharded reads, heads that are new.
-
-tests/fixtures holds torch's results in float64 (make_fixtures.py), so parity is checked without torch as well.
-"""
+"""Import of checkpoints: parity with torch's float64 results in tests/fixtures (make_fixtures.py), and sharded reads."""
 
 import json
 import shutil
@@ -14,7 +11,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tba_jax.models import parameters
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import export, files
 from tba_jax.models.hugging_face import load as load_lib
@@ -31,7 +27,6 @@ VARIANTS = (
 
 
 def copy_of(name: str, tmp_path: Path) -> Path:
-    """A writable copy of a tiny model."""
     return Path(shutil.copytree(path_of(name), tmp_path / "model"))
 
 
@@ -99,15 +94,6 @@ def test_devices_read_only_their_slices(monkeypatch):
     assert sum(read) < 1.25 * sum(p.size for p in jax.tree.leaves(params))
 
 
-def test_on_a_cpu_the_filled_buffers_are_the_arrays(monkeypatch):
-    """Not copies of them: the peak of an import is its result."""
-    filled = []
-    empty = parameters.aligned_empty
-    monkeypatch.setattr(parameters, "aligned_empty", lambda *arguments: filled.append(empty(*arguments)) or filled[-1])
-    _, params = load(path_of("gpt2"))
-    assert {p.unsafe_buffer_pointer() for p in jax.tree.leaves(params)} == {buffer.ctypes.data for buffer in filled}
-
-
 def test_the_host_holds_its_shards_and_little_else(tmp_path):
     config = DecoderConfig(layers=4, width=256, heads=4, kv_heads=4, head_size=64, ffn=1024, vocab=8000, max_positions=64)
     stored = applied.random(applied.specs(config), scale=0.1)
@@ -135,11 +121,9 @@ def test_half_precision_and_shards(tmp_path):
     tiny.edit_weights(folder, edit)
     tiny.shard_weights(folder)
     _, found = load(folder)
-    query, norm = (
-        np.array(leaf) for leaf in (expected["layers"]["attention"]["query"]["weight"], expected["final_norm"]["scale"])
-    )
-    query[1] = query[1].astype(ml_dtypes.bfloat16)
-    expected["layers"]["attention"]["query"]["weight"] = query
+    of_query, norm = expected["layers"]["attention"]["query"], np.array(expected["final_norm"]["scale"])
+    of_query["weight"] = np.array(of_query["weight"])
+    of_query["weight"][1] = of_query["weight"][1].astype(ml_dtypes.bfloat16)
     expected["final_norm"]["scale"] = norm.astype(np.float16).astype(np.float32)
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype("float32")}
     assert_same_params(found, expected)
@@ -154,7 +138,6 @@ def test_half_precision_and_shards(tmp_path):
     ],
 )
 def test_other_files_of_the_same_parameters(tmp_path, name, buffers, prefix):
-    """With buffers that old versions saved; without the prefix of the base model's names; in shards, after byte order marks."""
     folder, (_, expected) = copy_of(name, tmp_path), load(path_of(name))
     tiny.edit_weights(folder, lambda t: t.update(dict.fromkeys(buffers, np.ones(3, np.float32))))
     assert_same_params(load(folder)[1], expected)
@@ -211,10 +194,8 @@ def test_a_new_head_on_a_language_model():
 def test_absent_settings_have_the_values_of_transformers(tmp_path, name, heads, expected):
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "n_embd", "n_layer", "n_head")
     values = json.loads((path_of(name) / "config.json").read_text())
-    values = {key: values[key] for key in (*keys, "model_type", "architectures") if key in values} | {
-        "num_attention_heads": heads
-    }
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    values = {key: values[key] for key in (*keys, "model_type", "architectures") if key in values}
+    (tmp_path / "config.json").write_text(json.dumps(values | {"num_attention_heads": heads}))
     config = load_lib.read_config(tmp_path, compute_dtype="float32")
     assert {key: getattr(config, key) for key in expected} == expected
 
@@ -226,9 +207,7 @@ def test_absent_settings_have_the_values_of_transformers(tmp_path, name, heads, 
         ("mistral", {"sliding_window": "absent"}, 4096, (True, True)),
         ("qwen2_window", {"layer_types": None}, 4, (False, True, True)),
         ("qwen2_window", {"layer_types": None, "max_window_layers": 0}, 4, (True, True, True)),
-        ("qwen2_window", {"layer_types": None, "max_window_layers": "absent"}, 0, (False, False, False)),
         ("qwen2_window", {"layer_types": None, "use_sliding_window": False}, 0, (False, False, False)),
-        ("qwen2_window", {"layer_types": None, "sliding_window": None}, 0, (False, False, False)),
         ("qwen2_window", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, 4, (True, False, True)),
         ("gemma3", {"layer_types": None}, 5, (True, True, True)),
         ("gemma3", {"layer_types": None, "sliding_window_pattern": 2, "sliding_window": "absent"}, 4096, (True, False, True)),

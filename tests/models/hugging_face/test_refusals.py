@@ -23,7 +23,6 @@ read_config = functools.partial(load_lib.read_config, compute_dtype="float32")
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A writable copy of the untied tiny model."""
     return Path(shutil.copytree(path_of("llama_untied"), tmp_path / "model"))
 
 
@@ -37,7 +36,6 @@ def refused(folder: Path, settings: dict, sentence: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama_untied", "mistral", "qwen2", "qwen3", "gemma3", "gpt2", "gpt_neox", "bert_classifier"])
 def test_every_key_is_checked(tmp_path, name):
-    """What another value computes is refused where no code computes it, and so is a value of another type."""
     folder = Path(shutil.copytree(path_of(name), tmp_path / "model"))
     original = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES[original["model_type"]]
@@ -54,46 +52,26 @@ def test_every_key_is_checked(tmp_path, name):
 @pytest.mark.parametrize(
     "name, settings, sentence",
     [
-        (
-            "llama_untied",
-            {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
-            r"model_type='mamba' with architectures=\['MambaForCausalLM'\] is not supported; supported: llama, mistral, qwen2",
-        ),
-        (
-            "llama_untied",
-            {"architectures": ["LlamaForTokenClassification"]},
-            "is not supported; of llama: LlamaForCausalLM, ",
-        ),
+        ("llama_untied", {"model_type": "mamba"}, r"model_type='mamba' .*is not supported; supported: llama, mistral, qwen2"),
+        ("llama_untied", {"architectures": ["LlamaForTokenClassification"]}, "is not supported; of llama: LlamaForCausalLM, "),
         ("llama_untied", {"architectures": "LlamaForCausalLM"}, "architectures='LlamaForCausalLM' must be a list of names"),
         ("llama_untied", {"rope_scaling": {"type": "linear"}}, "rope_scaling={'type': 'linear'} does not give factor"),
-        ("llama_untied", {"rope_scaling": 8}, "rope_scaling=8 must be an object"),
-        (
-            "llama_untied",
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-            "{'rope_type': 'yarn'.*llama3",
-        ),
+        ("llama_untied", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "{'rope_type': 'yarn'.*llama3"),
         ("llama_untied", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "llama3.* does not give low_freq_factor"),
         ("llama_untied", {"rope_parameters": None, "rope_theta": "1e4"}, "rope_theta='1e4' must be a positive number"),
         ("llama_untied", {"hidden_size": 18, "head_dim": None}, "hidden_size=18 is not divisible by num_attention_heads=4"),
-        ("llama_untied", {"num_key_value_heads": 3}, r"model\.heads=4 is not divisible by model\.kv_heads=3"),
         ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers=3"),
         ("gemma3", {"layer_types": ["chunked_attention"] * 3}, r"layer_types holds \['chunked_attention'\]"),
         ("gemma3", {"sliding_window": None}, "layer_types holds 'sliding_attention', but the file gives no sliding_window"),
         ("gemma3", {"sliding_window": -1}, "sliding_window=-1 must be a positive integer"),
         ("gemma3", {"rope_parameters": {"rope_theta": 10.0}}, "rope_parameters={'rope_theta': 10.0} is not supported"),
         ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2}}}, "of sliding_attention only"),
-        (
-            "gemma3",
-            {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]},
-            r"Gemma3ForConditionalGeneration'\] is not supported; .*load a text-only checkpoint .*Gemma3ForCausalLM",
-        ),
-        ("qwen2_window", {"max_window_layers": -1}, "max_window_layers=-1 must be a positive integer"),
+        ("gemma3", {"model_type": "gemma3"}, r"is not supported; .*load a text-only checkpoint .*Gemma3ForCausalLM"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "the file gives no sliding_window in use"),
         ("gpt_neox", {"rope_parameters": None, "rotary_pct": 1.5}, "rotary_pct=1.5 of heads of 8 elements rotates 12"),
         ("gpt_neox", {"rope_parameters": None, "rotary_pct": 0.4}, "rotary_size=3 must be even"),
         ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 2}}, "partial_rotary_factor=2.0 of heads of 8 elements"),
         ("gpt_neox_reward", {"id2label": ["a"]}, r"id2label=\['a'\] must be an object"),
-        ("gpt_neox_reward", {"num_labels": "1"}, "num_labels='1' must be a positive integer"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
@@ -138,26 +116,15 @@ INVALID = r"/config\.json is not valid JSON: "
     "file, content, sentence",
     [
         ("config.json", b"[]", r"/config\.json holds a JSON list"),
-        ("config.json", b"[" * 200_000, INVALID),
-        ("config.json", b'{"vocab_size": ' + b"9" * 10_000 + b"}", INVALID),
         ("config.json", b"\xff", INVALID),
         ("model.safetensors", b"", r"/model\.safetensors is damaged or not whole \(.*\); fetch it again"),
-        (
-            "model.safetensors",
-            path_of("llama_untied").joinpath("model.safetensors").read_bytes()[:-100],
-            r".* is damaged or not wh",
-        ),
+        ("model.safetensors", path_of("llama_untied").joinpath("model.safetensors").read_bytes()[:-100], r".* is damaged or not"),
         (INDEX, {"weight_map": "model.safetensors"}, rf"/{INDEX}: weight_map='model\.safetensors' must be an object"),
         (INDEX, {"weight_map": {QUERY: 3}}, rf"/{INDEX}: weight_map names 3, which must be a file of this folder"),
         (INDEX, {"weight_map": None}, rf"/{INDEX}: weight_map names no file"),
         (INDEX, {"weight_map": {QUERY: "../m"}}, rf"/{INDEX}: weight_map names '\.\./m', which must be a file of this folder"),
-        (INDEX, {"weight_map": {QUERY: "/etc/passwd"}}, rf"/{INDEX}: weight_map names '/etc/passwd', which must be a file"),
         ("other.safetensors", b"", rf" holds no weights: neither model\.safetensors nor {INDEX}"),
-        (
-            "pytorch_model.bin",
-            b"",
-            r" holds only pickled weights \(pytorch_model\.bin\).*save_pretrained\(folder, safe_serial.*=True\)",
-        ),
+        ("pytorch_model.bin", b"", r" holds only pickled weights \(pytorch_model\.bin\).*save_pretrained\(folder, safe"),
         ("adapter_config.json", b"{}", r" holds adapter_config.json, an adapter of PEFT without the model.*merge_and_unload\(\)"),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 30 else "",
@@ -174,9 +141,7 @@ def test_shards_that_are_missing_overlap_or_lie_are_named(folder):
     first, second = shard_weights(folder)
     whole = second.read_bytes()
     second.unlink()
-    with pytest.raises(
-        ValueError, match=rf"model\.safetensors\.index\.json names \['{second.name}'\], which {folder} does not hold"
-    ):
+    with pytest.raises(ValueError, match=rf"index\.json names \['{second.name}'\], which {folder} does not hold"):
         load(folder)
     tensors = load_file(first)
     name = sorted(tensors)[0]
@@ -192,30 +157,13 @@ def test_shards_that_are_missing_overlap_or_lie_are_named(folder):
 @pytest.mark.parametrize(
     "edit, settings, asked, sentence",
     [
-        (lambda t: t.pop(QUERY), {}, {}, rf"1 of 21 tensors are missing from the weights: {QUERY}"),
         (lambda t: t.pop(QUERY), {}, NEW_HEAD, rf"1 of 20 tensors are missing from the weights: {QUERY}"),
         (lambda t: t.update({"v_head.weight": t[QUERY]}), {}, NEW_HEAD, r"1 tensors .* unknown .*: v_head\.weight"),
         (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": t[QUERY]}), {}, {}, r"unknown .* model\.layers\.2\.mlp\.up_"),
         (lambda t: t.update({QUERY: t[QUERY][:-1]}), {}, {}, rf"{QUERY} has shape \[31, 16\], config.json makes it \[32, 16\]"),
         (lambda t: t.update({QUERY: t[QUERY].astype(np.int8)}), {}, {}, rf"{QUERY} is stored as I8; supported: F32, F16, BF16"),
-        (
-            lambda t: t[QUERY].__setitem__((3, 5), np.nan),
-            {},
-            {},
-            rf"{QUERY} holds numbers that are not finite",
-        ),
-        (
-            lambda t: t[QUERY].__setitem__((3, 5), -np.inf),
-            {},
-            {},
-            rf"{QUERY} holds numbers that are not finite",
-        ),
-        (
-            lambda t: [t.update({f"module.{name}": t.pop(name)}) for name in list(t)],
-            {},
-            {},
-            r"21 of 21 tensors are missing.* unknown ones are there: module\.lm_head\.weight",
-        ),
+        (lambda t: t[QUERY].__setitem__((3, 5), np.nan), {}, {}, rf"{QUERY} holds numbers that are not finite"),
+        (lambda t: t[QUERY].__setitem__((3, 5), -np.inf), {}, {}, rf"{QUERY} holds numbers that are not finite"),
         # Sizes that the weights do not have reserve no memory.
         (None, {"num_hidden_layers": 10**12}, {}, r"config\.json says 1000000000000 layers, the weights hold 21 tensors in all"),
         (None, {"vocab_size": 10**12}, {}, r"config\.json makes it"),
