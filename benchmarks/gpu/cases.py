@@ -21,11 +21,11 @@ _XLA = {
 # Kind of a case -> seconds without which it is not begun, and after which it is stopped: programs are compiled in this time.
 _SECONDS = {
     "tests": (30, 150),
-    "decode": (60, 240),
+    "decode": (60, 330),
     "update": (40, 150),
     "torch": (30, 90),
     "wire": (20, 100),
-    "int8": (40, 100),
+    "int8": (60, 150),
     "run": (60, 150),
     "sweep": (30, 90),
 }
