@@ -105,7 +105,7 @@ def alive(pid: int) -> bool:
 
 def test_a_graded_task_of_a_users_file(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"opening": "Once", "words": "cat sun"}\n')
-    mention = custom_task.custom_class("configs/own_task.py:Mention")
+    mention = custom_task.load("configs/own_task.py:Mention")
     task = mention(train_path=str(tmp_path / "rows.jsonl"), heldout_path="")
     queries = list(task.queries("train")) * 3
     scores = task.rewards(queries, ["a cat in the sun", "a cat", ""], np.ones(3, bool))
@@ -116,21 +116,10 @@ def test_a_graded_task_of_a_users_file(tmp_path):
 
 
 def test_what_fails_is_nan_and_told_once(make, caplog):
-    responses = [
-        "0.25",
-        "fail(Odd(1,2))",
-        "-3.0",
-        "sys.exit(3)",
-        "None",
-        "'1'",
-        "float('nan')",
-        "1e39",
-        "True",
-        "os._exit(7)",
-        "4.0",
-    ]
+    responses = ["0.25", "fail(Odd(1, 2))", "-3.0", "sys.exit(3)", "None", "'1'", "float('nan')", "1e39"]
     graders, limited = make(concurrency=2, memory_megabytes=1024), sys.platform == "linux"
-    result = call(graders, [*responses, *["len(bytearray(2**31)) / 1"] * limited, "len(bytearray(2**20)) / 1"])
+    more = ["True", "os._exit(7)", "4.0", *["len(bytearray(2**31)) / 1"] * limited, "len(bytearray(2**20)) / 1"]
+    result = call(graders, [*responses, *more])
     nan = pytest.approx(np.nan, nan_ok=True)
     assert result == [0.25, nan, -3, nan, nan, nan, nan, nan, 1, nan, 4, *[nan] * limited, 2**20] and graders.grades == 5
     (message,) = caplog.messages
