@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -67,6 +68,17 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")  # None in a worker of xdist
     if session.config.option.parity and reporter and exitstatus == 0 and not reporter.stats.get("passed"):
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED  # all were skipped
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A role that ran in the tests' process would take the next test's SIGINT for its own, and end the process without a word."""
+    numbers = signal.SIGINT, signal.SIGTERM
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield
+    signal.set_wakeup_fd(-1)
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -25,15 +25,12 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(restart, "FIRST_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(restart, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(restart, "FINISH_SECONDS", 0.02)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def start(*command, deaths=0, pod=False) -> int:
         given = dict(workdir=str(tmp_path), deaths=deaths)
         return restart.run_in_pod([*command], **given) if pod else restart.run([*command], **given, asked=threading.Event())
 
-    yield start
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    return start
 
 
 def role(folder: Path, *codes: object, kind: str = "trainer") -> list[str]:
