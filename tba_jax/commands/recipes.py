@@ -15,6 +15,7 @@ from absl import flags
 from ml_collections import config_dict, config_flags
 
 from tba_jax.experiment import schema as run_schema
+from tba_jax.run import user_code
 from tba_jax.schemas import Schema, flatten, hint, nearest, offers
 from tba_jax.storage import file_systems
 from tba_jax.supervised import schema as supervised_schema
@@ -119,14 +120,12 @@ def label_of(recipe: str) -> str:
 
 def _made(recipe: str, program: Program) -> config_dict.ConfigDict:
     """What the recipe's get_config returns."""
-    from tba_jax.tasks import custom_task  # a command that takes no recipe imports no task
-
     text, colon, name = recipe.partition(":")
     file, called = _file(text), f"--config={recipe}"
     if not file.is_file():
         there = ", ".join(Path(each).stem for each in listed())
         raise ValueError(f"there is no recipe {text}; it is a file of your own or one of {there}{hint(_like(file))}")
-    get_config = getattr(custom_task.load_module(file, "tba_jax_recipe", called=called), "get_config", None)
+    get_config = getattr(user_code.load(file, "tba_jax_recipe", called=called), "get_config", None)
     if not inspect.isfunction(get_config):
         raise ValueError(f"{called}: {text} has no function get_config")
     arguments = [name] if colon else []
@@ -140,7 +139,7 @@ def _made(recipe: str, program: Program) -> config_dict.ConfigDict:
     except ValueError as error:
         raise ValueError(f"{called}: {error}") from error
     except (Exception, SystemExit) as error:
-        told, key = custom_task.blame(error, file), _NO_KEY.search(str(error))
+        told, key = user_code.told(error, file), _NO_KEY.search(str(error))
         if key and isinstance(error, AttributeError):  # told in short: a locked config lists all that it has
             told = f"the config has no setting {key[1]!r} (line{told.rpartition(' (line')[2]}{hint(key[2] or '')}"
         raise ValueError(f"{called}: {told}") from error

@@ -26,8 +26,7 @@ from typing import cast
 
 import numpy as np
 
-from tba_jax.run import processes
-from tba_jax.tasks import custom_task
+from tba_jax.run import processes, user_code
 from tba_jax.tasks.interface import Query, Scores
 
 log = logging.getLogger(__name__)
@@ -335,5 +334,5 @@ def _find(reference: Reference) -> Grade:
     with contextlib.suppress(ModuleNotFoundError):  # of a file that Python does not find by name
         module = importlib.import_module(name)
     if module is None or str(Path(getattr(module, "__file__", None) or "").resolve()) != file:
-        module = custom_task.load_module(Path(file), f"graded_{Path(file).stem}", called="the grading function")
+        module = user_code.load(Path(file), f"graded_{Path(file).stem}", called="the grading function")
     return cast(Grade, operator.attrgetter(qualified)(module))
