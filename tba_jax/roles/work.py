@@ -1,25 +1,19 @@
-"""How much roles compute, and the shares of what their devices could compute and read at most; requests to object stores."""
+"""How much roles compute, and the shares of what their devices could compute and read at most."""
 
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-import tensorstore as ts
 
 from tba_jax.models import hardware
 from tba_jax.models.config import DecoderConfig
 from tba_jax.packing.row_layout import Plan
-from tba_jax.storage.places import Bucket, Place
 from tba_jax.telemetry.metrics import Peaks, peaks_of
 
 log = logging.getLogger(__name__)
-
-# What tensorstore calls the counters of requests that an object store charges for.
-_COUNTED = tuple(f"/tensorstore/kvstore/{driver}/{kind}" for driver in ("s3", "gcs") for kind in ("read", "write", "list"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,30 +84,6 @@ class WorkRates:
         seconds, done = max(end - begin, 1e-9), after - before
         rates = {"tokens_per_second": done.tokens / seconds, "computed_tokens_per_second": done.computed / seconds}
         return rates | done.shares(seconds, self._peaks)
-
-
-def sent() -> int:
-    """Requests of this process so far, as tensorstore counts them; a listing counts as one, whatever its length."""
-    found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/")
-    return sum(int(each["values"][0]["value"]) for each in found if each["name"] in _COUNTED)
-
-
-class RequestRate:
-    """The rate of requests between two calls of `scalars`."""
-
-    def __init__(self, used: Sequence[Place]):
-        """Args: used: places of the role; where none of them is in an object store, there is no rate."""
-        self._counts = any(isinstance(each, Bucket) for each in used)
-        self._at, self._sent = time.monotonic(), sent() if self._counts else 0
-
-    def scalars(self) -> dict[str, float]:
-        """storage_requests_per_minute since the last call; {} where there is no rate."""
-        if not self._counts:
-            return {}
-        now, count = time.monotonic(), sent()
-        rate = 60 * (count - self._sent) / max(now - self._at, 1e-9)
-        self._at, self._sent = now, count
-        return {"storage_requests_per_minute": rate}
 
 
 class ShapesLog:

@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ _OWN_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "ove
 
 # tensorstore's spec of an array. A missing chunk must be an error and never read as zeros, so a chunk of zeros is written.
 ARRAY = {"driver": "zarr3", "fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
+# What tensorstore calls the counters of requests that an object store charges for.
+_COUNTED = tuple(f"/tensorstore/kvstore/{driver}/{kind}" for driver in ("s3", "gcs") for kind in ("read", "write", "list"))
 
 K = TypeVar("K", bound=Hashable)
 
@@ -364,3 +367,27 @@ def changed(files: Mapping[K, tuple[Place, bytes]]) -> dict[K, bytes | OSError |
 def _version(read: ts.KvStore.ReadResult, version: bytes) -> bytes:
     states = {"value": read.stamp.generation, "missing": b"", "unspecified": version}
     return states[read.state]
+
+
+def sent() -> int:
+    """Requests of this process so far, as tensorstore counts them; a listing counts as one, whatever its length."""
+    found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/")
+    return sum(int(each["values"][0]["value"]) for each in found if each["name"] in _COUNTED)
+
+
+class RequestRate:
+    """The rate of requests between two calls of `scalars`."""
+
+    def __init__(self, used: Sequence[Place]):
+        """Args: used: places of the role; where none of them is in an object store, there is no rate."""
+        self._counts = any(isinstance(each, Bucket) for each in used)
+        self._at, self._sent = time.monotonic(), sent() if self._counts else 0
+
+    def scalars(self) -> dict[str, float]:
+        """storage_requests_per_minute since the last call; {} where there is no rate."""
+        if not self._counts:
+            return {}
+        now, count = time.monotonic(), sent()
+        rate = 60 * (count - self._sent) / max(now - self._at, 1e-9)
+        self._at, self._sent = now, count
+        return {"storage_requests_per_minute": rate}

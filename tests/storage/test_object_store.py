@@ -15,7 +15,6 @@ from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.reader import LogCorruption, LogReader
 from tba_jax.replay.segment import RowsExpired, manifest, remove_segments
 from tba_jax.replay.tail import Tail
-from tba_jax.roles import work as polling
 from tba_jax.roles.trainer.publishing import Publisher
 from tba_jax.storage import layout, places, snapshots
 from tba_jax.storage.damaged_snapshots import DamagedSnapshots
@@ -85,7 +84,7 @@ def test_rows_come_back_across_segments_and_damage_is_named(root):
 
 
 def test_snapshots_are_published_loaded_and_pruned_and_requests_are_counted(root):
-    checked, rate = [], polling.RequestRate([root])
+    checked, rate = [], places.RequestRate([root])
     publisher = Publisher(
         root,
         epoch=1,
@@ -105,11 +104,11 @@ def test_snapshots_are_published_loaded_and_pruned_and_requests_are_counted(root
     assert ["00000000"] in checked and len(checked) == 10 and f"{4:08d}" not in checked[-1]
     assert snapshots.latest_step(root) == 4 and snapshots.latest_step(root, newer_than=4) is None
     if root.root.startswith("s3"):
-        before = polling.sent()
+        before = places.sent()
         places.write_bytes(root / "counted", b"x")
         places.read_bytes(root / "counted")
         places.names_in(root)
-        assert polling.sent() - before == 3 and rate.scalars()["storage_requests_per_minute"] > 0
+        assert places.sent() - before == 3 and rate.scalars()["storage_requests_per_minute"] > 0
     step, params = DamagedSnapshots(root, follows="").load_newest(SPECS, shardings((2, 2, 2)), newer_than=0)
     assert step == 4
     assert_same_bits(params, random_params(4))

@@ -11,7 +11,7 @@ import jax
 
 from tba_jax.roles.searcher.appender import SearchReport, Threads
 from tba_jax.roles.searcher.searcher import Searcher
-from tba_jax.roles.work import RequestRate, Work, policy_peaks
+from tba_jax.roles.work import Work, policy_peaks
 from tba_jax.run.processes import NoRewards
 from tba_jax.storage import contract, layout, places
 from tba_jax.telemetry import metrics
@@ -164,7 +164,7 @@ def run_searcher(
     """Searches until the run has finished or `stop` says so. The batch that is being decoded is completed; batches that wait for
     their rewards have searchers.stop_seconds to get them."""
     status, profiler = account.record.status, account.record.profiler
-    record, requests = SearchRecord(config, run, name, status=status, mesh=searcher.mesh), RequestRate([run.shared])
+    record, requests = SearchRecord(config, run, name, status=status, mesh=searcher.mesh), places.RequestRate([run.shared])
     poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds)
     searcher.refresh()
     status.phase("")

@@ -21,7 +21,6 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.replay.segment import remove_segments
 from tba_jax.replay.selection import Selection, draw_batch, drawable
 from tba_jax.replay.tail import Tail
-from tba_jax.roles.work import RequestRate
 from tba_jax.run import processes
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places
@@ -89,7 +88,7 @@ class ReplayBuffer:
         self._mounted_runs = [layout.open_run_dir(folder) for folder in config.replay.mount]
         per_minute = config.replay.requests_per_minute
         self.reader = LogReader(run.replay, contract.row_shape(), mounts=mounts, requests_per_minute=per_minute)
-        self._requests = RequestRate([run.replay, *mounts])
+        self._requests = places.RequestRate([run.replay, *mounts])
         self._reference_id = reference_of_rows(contract, run)
         self.index = make_index(config, contract, reference_id=self._reference_id)
         # Rows that the window would not keep need not be read.
