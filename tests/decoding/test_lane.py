@@ -110,3 +110,11 @@ def test_prefill_and_decode_loop_are_in_place_on_a_tpu(preset, layers, slots, sa
     rotation = [made["rotation of a ring"]] if "rotation of a ring" in made else []
     for program in (made["prefill"], made["decode"], part, *rotation):
         assert program.lower().compile().memory_analysis().temp_size_in_bytes <= 0.1 * caches, program
+
+
+def test_a_ring_of_a_cache_begins_at_another_entry():
+    own = np.arange(2 * 3 * 8 * 2).reshape(2, 3, 8, 2)
+    for by in (0, 1, 3):
+        (found,) = decode_loop.rotate((own,), by, window=5)
+        np.testing.assert_array_equal(found[:, :, :5], own[:, :, (np.arange(5) + by) % 5])
+        np.testing.assert_array_equal(found[:, :, 5:], own[:, :, 5:])

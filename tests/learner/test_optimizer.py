@@ -102,7 +102,7 @@ def test_moments_begin_anew_and_schedules_go_on():
     params = {"weight": jnp.arange(1.0, 4.0)}
     fresh, state = optimizer.update(params, optimizer.init(params), params)
     for _ in range(2):
-        _, state = optimizer.update(params, state, params)
+        _, state = optimizer.update({"weight": -params["weight"]}, state, params)
     restarted, _ = optimizer.update(params, optimizer_lib.restart_moments(state), params)
     # Adam's first step, at the learning rate of the fourth: 0.7.
     np.testing.assert_allclose(restarted["weight"], 0.7 * fresh["weight"], rtol=1e-5)

@@ -181,6 +181,15 @@ def test_a_row_that_reached_its_draws_is_not_drawn_again():
     assert draw(index, rng, **limited | {"max_draws_per_row": 3}) is not None
 
 
+def test_a_new_query_with_few_rows_is_drawn_once_where_draws_are_limited():
+    index, rng = index_of({1: 2}), np.random.default_rng(8)
+    limited = dict(completions=3, max_draws_per_row=9)
+    slots = draw(index, rng, **limited)
+    assert len(slots) == 3
+    index.mark_drawn(slots)
+    assert draw(index, rng, **limited) is None
+
+
 def test_a_stale_row_is_not_drawn():
     index = index_of({1: 4, 2: 4}, policy_step=3)
     index_of({1: 1, 3: 2}, index=index, policy_step=8)
