@@ -105,7 +105,7 @@ def alive(pid: int) -> bool:
 
 def test_a_graded_task_of_a_users_file(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"opening": "Once", "words": "cat sun"}\n')
-    mention = custom_task.load("configs/own_task.py:Mention")
+    mention = custom_task.custom_class("configs/own_task.py:Mention")
     task = mention(train_path=str(tmp_path / "rows.jsonl"), heldout_path="")
     queries = list(task.queries("train")) * 3
     scores = task.rewards(queries, ["a cat in the sun", "a cat", ""], np.ones(3, bool))
