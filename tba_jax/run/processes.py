@@ -2,7 +2,7 @@
 
 On Linux the kernel kills a child when its parent dies, also a child that is stopped. Everywhere the parent holds the write end of
 a pipe, from which a thread of the child reads. A role's log is an open file to which its children write as well: a large log is
-copied to `<role>.log.1` and cut to nothing. What is written between copy and cut is lost.
+copied to `<role>.log.1` and cut to nothing. Lines written between copy and cut are lost.
 """
 
 import contextlib

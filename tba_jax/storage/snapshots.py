@@ -39,7 +39,7 @@ class Damaged(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class SnapshotInfo:
-    """What is saved with the parameters of a snapshot. step: of the trainer; epoch: of its lease; beside: name -> content of
+    """The facts that a snapshot holds with its parameters. step: of the trainer; epoch: of its lease; beside: name -> content of
     further files, which become visible and are removed with the parameters."""
 
     step: int

@@ -177,7 +177,7 @@ def test_a_digest_tells_models_apart(reward, tmp_path):
     for name in ("chat_template.jinja", "generation_config.json"):
         (other / name).write_text("{}")
         found.append(scorers.digest(other))
-    # Of a large file every tensor is read to its end.
+    # Every tensor of a large file is read to its end.
     for case in ("as it is", "head", "last row"):
         large, head = np.zeros((2048, 1024), np.float32), np.zeros((1, 8), np.float32)
         head[0, 3] = case == "head"

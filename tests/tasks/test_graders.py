@@ -1,4 +1,4 @@
-"""Grading in worker processes: every way to fail, threads, and how workers end."""
+"""Grading in worker processes: a user's file, every way to fail, threads, and how workers end."""
 
 import importlib.util
 import os
@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 
 from tba_jax.tasks import custom_task
-from tba_jax.tasks.graders import Graders
+from tba_jax.tasks.graders import GradedTask, Graders
 from tba_jax.tasks.interface import Query
 
-# A response is the expression whose value is its grade.
+# What a response asks for is what the call does.
 GRADES = """
 import os, sys, time
-
-SLOW = {"jax", "datasets", "pyarrow", "pandas", "sympy", "math_verify", "huggingface_hub", "vaderSentiment"}  # to import
+from pathlib import Path
 
 
 class Odd(Exception):
@@ -29,20 +28,34 @@ class Odd(Exception):
         super().__init__("odd")
 
 
-def fail(error):
-    raise error
-
-
-def sleep(seconds):
-    return time.sleep(seconds) or 1.0
-
-
-def once(path):
-    return 0.5 if os.path.exists(path) else fail(os.mkdir(path) or RuntimeError("not yet"))
-
-
 def grade(query, response):
-    return eval(response)
+    name, _, argument = response.partition(" ")
+    if name == "number":
+        return float(argument)
+    if name == "sleep":
+        return time.sleep(float(argument)) or 1.0
+    if name == "slow":  # to import
+        slow = {"jax", "datasets", "pyarrow", "pandas", "sympy", "math_verify", "huggingface_hub", "vaderSentiment"}
+        return float(len(slow & set(sys.modules)))
+    if name == "pid":
+        return float(os.getpid())
+    if name == "spin":  # in C, where the interpreter's lock is held
+        return 9**9**9**9
+    if name == "raise":
+        raise Odd(1, 2)
+    if name == "exit":
+        raise SystemExit(3)
+    if name == "die":
+        os._exit(7)
+    if name == "return":
+        return {"none": None, "text": "1", "nan": float("nan"), "big": 1e39, "true": True}[argument]
+    if name == "allocate":
+        return float(len(bytearray(int(argument))))
+    if name == "once":
+        if Path(argument).exists():
+            return 0.5
+        Path(argument).touch()
+        raise RuntimeError("not yet")
 
 
 class Holder:
@@ -71,6 +84,7 @@ def grades(tmp_path_factory):
 
 @pytest.fixture
 def make(grades):
+    """Makes graders that are closed at the end."""
     made = []
 
     def graders(function=grades.grade, *, time_limit=30.0, retries=0, concurrency=1, **settings):
@@ -114,12 +128,20 @@ def test_a_graded_task_of_a_users_file(tmp_path):
     with pytest.raises(ValueError, match=r"Mention has no worked examples: set model.path"):
         task.worked_examples(np.random.default_rng(0), 1)
 
+    class Careless(mention):
+        def __init__(self):
+            pass
+
+    with pytest.raises(ValueError, match=r"Careless.__init__ must call super\(\).__init__"):
+        Careless().rewards(queries, [""] * 3, np.ones(3, bool))
+    with pytest.raises(ValueError, match=r"must set grade = staticmethod\(function\)"):
+        GradedTask.__init__(queries[0])
+
 
 def test_what_fails_is_nan_and_told_once(make, caplog):
-    responses = ["0.25", "fail(Odd(1, 2))", "-3.0", "sys.exit(3)", "None", "'1'", "float('nan')", "1e39"]
+    responses = ["number 0.25", "raise", "number -3", "exit", "return none", "return text", "return nan", "return big"]
     graders, limited = make(concurrency=2, memory_megabytes=1024), sys.platform == "linux"
-    more = ["True", "os._exit(7)", "4.0", *["len(bytearray(2**31)) / 1"] * limited, "len(bytearray(2**20)) / 1"]
-    result = call(graders, [*responses, *more])
+    result = call(graders, [*responses, "return true", "die", "number 4", *[f"allocate {2**31}"] * limited, f"allocate {2**20}"])
     nan = pytest.approx(np.nan, nan_ok=True)
     assert result == [0.25, nan, -3, nan, nan, nan, nan, nan, 1, nan, 4, *[nan] * limited, 2**20] and graders.grades == 5
     (message,) = caplog.messages
@@ -128,9 +150,9 @@ def test_what_fails_is_nan_and_told_once(make, caplog):
 
 def test_what_takes_too_long_is_killed(make, caplog):
     graders = make(time_limit=0.5, concurrency=2)
-    call(graders, ["1.0"] * 4)  # workers have started
+    call(graders, ["number 1"] * 4)  # workers have started
     begin = time.monotonic()
-    result = call(graders, ["9**9**9**9", *["2.0"] * 6])
+    result = call(graders, ["spin", *["number 2"] * 6])
     assert time.monotonic() - begin < 8
     assert np.isnan(result[0]) and result[1:] == [2] * 6
     assert caplog.messages[0].endswith("the first of them answers 'query 0': it took more than time_limit=0.5 s")
@@ -138,7 +160,7 @@ def test_what_takes_too_long_is_killed(make, caplog):
 
 def test_a_failure_is_tried_again_after_a_pause(shared, tmp_path):
     begin = time.monotonic()
-    assert call(shared, [f"once('{tmp_path / 'a'}')", "1.0"]) == [0.5, 1]
+    assert call(shared, [f"once {tmp_path / 'a'}", "number 1"]) == [0.5, 1]
     assert time.monotonic() - begin > 0.5
 
 
@@ -146,7 +168,7 @@ def test_threads_get_their_own_results(shared):
     results: dict[int, list[float]] = {}
 
     def work(thread: int) -> None:
-        results[thread] = call(shared, [f"{thread * 1000 + i}.0" for i in range(100)])
+        results[thread] = call(shared, [f"number {thread * 1000 + i}" for i in range(100)])
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(5)]
     for thread in threads:
@@ -154,17 +176,17 @@ def test_threads_get_their_own_results(shared):
     for thread in threads:
         thread.join()
     assert results == {i: [i * 1000 + j for j in range(100)] for i in range(5)}
-    assert call(shared, ["len(SLOW & set(sys.modules)) / 1"]) == [0], "workers import all tasks, and nothing that takes long"
+    assert call(shared, ["slow"]) == [0], "workers import all tasks, and nothing that takes long"
 
 
 def test_close_ends_the_workers_and_a_later_call_starts_others(make, grades):
     graders, before = make(grades.Holder.grade), threading.active_count()
     assert call(graders, []) == [] and threading.active_count() == before, "nothing to do starts nothing"
     graders = make()
-    (pid,) = call(graders, ["os.getpid() / 1"])
+    (pid,) = call(graders, ["pid"])
     assert alive(int(pid))
     waiting: list[float] = []
-    thread = threading.Thread(target=lambda: waiting.extend(call(graders, ["sleep(60)", "1.0"])))
+    thread = threading.Thread(target=lambda: waiting.extend(call(graders, ["sleep 60", "number 1"])))
     thread.start()
     time.sleep(0.2)
     graders.close()
@@ -173,15 +195,22 @@ def test_close_ends_the_workers_and_a_later_call_starts_others(make, grades):
     assert np.isnan(waiting).all() and len(waiting) == 2, "calls that run or wait fail"
     with pytest.raises(ProcessLookupError):  # not even a zombie is left
         os.kill(int(pid), 0)
-    assert call(graders, ["1.0"]) == [1]
+    assert call(graders, ["number 1"]) == [1]
 
 
-def test_a_file_that_workers_cannot_import(tmp_path, make, caplog):
-    ends = "import os, sys\nif 'pytest' not in sys.modules:\n    os._exit(9)\n"
-    module = load(tmp_path / "broken_grades.py", f"{ends}def grade(query, response):\n    return 1.0\n")
+@pytest.mark.parametrize(
+    "line, sentence",
+    [
+        ("import nowhere_at_all", "importing it raised ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("import os; os._exit(9)", "the worker processes ended; their errors are in the output above"),
+    ],
+)
+def test_a_file_that_workers_cannot_import(tmp_path, make, caplog, line, sentence):
+    guarded = f"import sys\nif 'pytest' not in sys.modules:\n    {line}\n"
+    module = load(tmp_path / "broken_grades.py", guarded + "def grade(query, response):\n    return 1.0\n")
     # More than fits into a pipe, so that calls wait in all places.
     assert np.isnan(call(make(module.grade), ["x" * 5000] * 300)).all()
-    assert "300 of 300 responses could not be graded" in caplog.text and "the worker processes ended" in caplog.text
+    assert re.search(rf"300 of 300 responses could not be graded: .*: {re.escape(sentence)}", caplog.text)
     del sys.modules["broken_grades"]
 
 
@@ -220,14 +249,14 @@ def ask(*responses):
 def tell_workers():
     pids = set()
     while len(pids) < 2:
-        pids |= set(ask("sleep(0.2)", "os.getpid() / 1")[1:])
+        pids |= set(ask("sleep 0.2", "pid")[1:])
     print(*map(int, pids), flush=True)
 
 
 tell_workers()
-print(ask("sleep(0.5)", "sleep(0.5)"), stop(), flush=True)
+print(ask("sleep 0.5", "sleep 0.5"), stop(), flush=True)
 tell_workers()
-threading.Thread(target=ask, args=("9**9**9**9",), daemon=True).start()
+threading.Thread(target=ask, args=("spin",), daemon=True).start()
 time.sleep(0.2)
 print("spins", flush=True)
 time.sleep(60)
