@@ -28,6 +28,7 @@ SETTINGS = [
     dict(temperature=2.0, top_k=20, top_p=0.8),
     dict(temperature=1.5, top_k=20, top_p=0.9, min_p=0.05),
     dict(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5),
+    dict(temperature=1.0, top_k=90, top_p=0.8),
 ]
 
 

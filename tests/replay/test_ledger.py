@@ -24,5 +24,8 @@ def test_a_row_that_is_lost_or_counted_twice_is_told():
     assert not dataclasses.replace(account, evicted=account.evicted | {"duplicate": 1}).balances
     assert not dataclasses.replace(account, rejected=account.rejected | {"reward": 2}).balances
     assert not ledger.accounts(index, {"a": 11})["a"].balances, "more was seen than committed"
+    index.lose("a", 8, 10)  # row 8 was evicted
+    account = ledger.accounts(index, {"a": 14})["a"]
+    assert account.balances and account.damaged == 2 == index.totals["damaged"] and account.resident == 2
     index.heads["a"] += 1
     assert not ledger.accounts(index, {"a": 14})["a"].balances

@@ -1,6 +1,6 @@
 """Checkpoints of arrays that are donated to the next update while they are written."""
 
-import shutil
+import resource
 import time
 
 import jax
@@ -53,10 +53,26 @@ def test_nothing_is_copied_on_the_devices(tmp_path):
 
 def test_a_save_that_fails_is_told_once_it_has_ended(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=3)
-    checkpoints.save({"state": {"weight": jnp.ones((4096, 2048))}}, {}, step=1)
-    for draft in tmp_path.glob("*tmp*"):
-        shutil.rmtree(draft, ignore_errors=True)
-    with pytest.raises((OSError, ValueError), match="00000001"):
-        for _ in range(3000):
-            checkpoints.check()
-            time.sleep(0.01)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        checkpoints.save({"state": {"weight": jax.random.normal(jax.random.key(0), (4096, 2048))}}, {}, step=1)
+        with pytest.raises((OSError, ValueError), match="00000001"):
+            for _ in range(3000):
+                checkpoints.check()
+                time.sleep(0.01)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_damage_within_a_chunk_shows_where_arrays_are_read(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    weight = np.random.default_rng(0).standard_normal((256, 64)).astype(np.float32)
+    checkpoints.save({"state": {"weight": jnp.asarray(weight)}}, {}, step=1)
+    checkpoints.wait()
+    assert checkpoints.damage(1, ["state"]) == ""
+    largest = max((path for path in tmp_path.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = largest.read_bytes()
+    largest.write_bytes(b"\0" * 1000 + content[1000:])
+    assert checkpoints.damage(1, ["state"]).startswith("state/manifest.ocdbt: ")
+    checkpoints.close()

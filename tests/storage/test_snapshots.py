@@ -67,6 +67,10 @@ def test_files_beside_the_parameters_come_and_go_with_the_snapshot(tmp_path, kin
     assert_same_bits(snapshots.load(folder, SPECS, shardings()), random_params())
     snapshots.save(folder, random_params(), SnapshotInfo(step=5, epoch=4), dtype="float32")  # written again without it
     assert not places.exists(file)
+    with pytest.raises(ValueError, match="was published under epoch 4, this trainer's is 3"):
+        snapshots.save(folder, random_params(1), info, dtype="float32")
+    snapshots.save(folder, random_params(2), SnapshotInfo(step=5, epoch=4), dtype="float32")
+    assert_same_bits(snapshots.load(folder, SPECS, shardings()), random_params(2))
 
 
 def test_storage_that_refuses_is_no_mistake_of_the_user(tmp_path):
