@@ -47,7 +47,7 @@ def test_the_tests_have_every_extra_that_is_no_accelerators():
         assert set(extras[name]) <= set(extras["dev"]), name
 
 
-@pytest.fixture(scope="module", params=pythons.VERSIONS)
+@pytest.fixture(scope="module", params=[pytest.param(each, marks=pytest.mark.xdist_group(each)) for each in pythons.VERSIONS])
 def python(request, tmp_path_factory) -> str:
     """The interpreter of a new environment with requirements.txt."""
     interpreter = sys.executable if request.param == OWN else pythons.find(request.param)
@@ -119,6 +119,7 @@ def installed(wheel) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("wheel")
 def test_the_wheel_has_every_file_of_package_and_recipes(wheel):
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if not name.startswith("tba_jax-")}
     files = [path for name in ("tba_jax", "configs") for path in (tiny_run.ROOT / name).rglob("*") if path.is_file()]
@@ -126,6 +127,7 @@ def test_the_wheel_has_every_file_of_package_and_recipes(wheel):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("wheel")
 def test_a_wheel_runs_recipes_by_name_and_of_ones_own_from_any_folder(installed, tmp_path):
     shown = call(installed, "-m", "tba_jax.main", "--help", at=tmp_path)
     assert all(recipe in shown.stdout for recipe in recipes.listed()), shown.stdout + shown.stderr
