@@ -31,7 +31,6 @@ ARITHMETIC = (
     "--config.evaluation.queries=512",
     "--config.task.prompt_length=7",
     "--config.task.response_length=24",
-    "--config.warm_start.steps=400",
     "--config.learner.remat=none",
     "--config.learner.schedule=constant",
     "--config.learner.learning_rate=2e-6",
@@ -45,10 +44,9 @@ def arithmetic(workdir: Path, *flags: str) -> list[str]:
     return tiny_run.command(workdir, *ARITHMETIC, *flags, recipe="configs/demo.py", tiny=False)
 
 
-def prepare(warm: Path, workdir: Path) -> Path:
-    """A workdir that begins with the reference policy of another: all runs have one warm start."""
-    shutil.copytree(warm / "reference", workdir / "reference")
-    return workdir
+def begun_from(warm: Path, workdir: Path, *flags: str) -> list[str]:
+    """The command of a run that begins with the policy of step 0 of another: all runs have one warm start."""
+    return arithmetic(workdir, "--config.warm_start.steps=0", f"--init_from={warm}@0", *flags)
 
 
 def accuracy(workdir: Path, step: int) -> float:
@@ -57,9 +55,10 @@ def accuracy(workdir: Path, step: int) -> float:
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory):
-    """A workdir with the reference policy that all runs begin with."""
+    """A run of one step, with whose policy of step 0 all runs begin."""
     warm = tmp_path_factory.mktemp("warm") / "run"
-    made = tiny_run.call([*arithmetic(warm), "--role=reference"], timeout=900)
+    few = ("--config.warm_start.steps=400", "--config.learner.steps=1", "--config.learner.warmup_steps=0")
+    made = tiny_run.call(arithmetic(warm, *few), timeout=900)
     assert made.returncode == 0, made.stderr
     return warm
 
@@ -69,8 +68,8 @@ def undisturbed(warm, tmp_path_factory):
     """The accuracies of three runs that nobody disturbs."""
     accuracies = []
     for seed in (1, 2, 3):
-        workdir = prepare(warm, tmp_path_factory.mktemp("undisturbed") / "run")
-        done = tiny_run.call(arithmetic(workdir, f"--config.seed={seed}", f"--config.learner.steps={STEPS}"), timeout=1800)
+        workdir = tmp_path_factory.mktemp("undisturbed") / "run"
+        done = tiny_run.call(begun_from(warm, workdir, f"--config.seed={seed}", f"--config.learner.steps={STEPS}"), timeout=1800)
         assert done.returncode == 0, done.stderr
         accuracies.append(accuracy(workdir, STEPS))
         shutil.rmtree(workdir)
@@ -136,8 +135,8 @@ def test_ten_minutes_of_chaos_cost_no_row_and_no_accuracy(seed, warm, undisturbe
     """
     rng = random.Random(seed)
     with SmallDisk(tmp_path / "disk", megabytes=DISK_MEGABYTES) as disk:
-        run = layout.RunDir(prepare(warm, disk.folder / "run"))
-        arguments = arithmetic(run.root, f"--config.seed={seed + 3}")
+        run = layout.RunDir(disk.folder / "run")
+        arguments = begun_from(warm, run.root, f"--config.seed={seed + 3}")
         chaos = Chaos(run, arguments, SEARCHERS, tmp_path / "supervisor.log")
         with chaos:
             chaos.start(ENDLESS)
