@@ -80,11 +80,12 @@ COMMANDS = (append, audit, evaluate, export, main, report, rescore, show, superv
 
 
 def refusal(capsys, module, *arguments: str) -> str:
+    """The one sentence that a command refuses its arguments with, on the last line."""
     with pytest.raises(SystemExit) as ended:
         command_line.execute(module, arguments)
-    said = capsys.readouterr()
-    assert ended.value.code == processes.BAD_INPUT and not said.out and said.err.count("\n") == 1, said.err
-    return said.err
+    out, err = capsys.readouterr()
+    assert ended.value.code == processes.BAD_INPUT and not out and err.count("error: ") == 1, err
+    return err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("module", COMMANDS, ids=lambda module: module.__name__)

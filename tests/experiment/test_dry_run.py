@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -179,7 +180,12 @@ def test_the_variant_is_named(tmp_path, one_device, capfd, monkeypatch):
     assert command_line.execute(main, [*flags, "--dry_run=full", "--config.learner.steps=3"]) == 0
     said = capfd.readouterr()
     assert "for this machine: --config=configs/gsm8k_qwen2_5_1_5b.py:cpu\n" in said.err and not (tmp_path / "run").exists()
-    assert '"response_length": 256' in said.out and '"steps": 3' in said.out
+    assert [line.split()[0] for line in said.out.splitlines()[:4]] == [*dry_run.ROLES, "together"]
+    printed = json.loads(said.out[said.out.index("\n{") : said.out.index("\nparameters:")])
+    assert printed["task"]["response_length"] == 256 and printed["learner"]["steps"] == 3
+    assert re.search(r"total +[\d,]+", said.out)
+    for role in dry_run.ROLES:
+        assert re.search(rf"{role} +\d+\.\d{{3}}  \(", said.out), f"no memory estimate of the {role}"
 
 
 def programs(role: str, *, devices: int = 1, **settings) -> dict[str, Program]:
