@@ -92,9 +92,8 @@ def test_what_fits_is_kept_and_the_rest_counted_and_an_interrupted_append_is_not
             append.append(s.run.root, write_rows(tmp_path / "none.jsonl", rows), unfit="skip")
 
 
-@pytest.fixture
-def summaries(tmp_path):
-    """A run on summaries that end with a line, have at least 4 tokens, and are answers in a chat."""
+def test_stop_strings_templates_and_models_of_the_task(tmp_path):
+    """Of a run on summaries that end with a line, have at least 4 tokens, and are answers in a chat."""
     tokens = random_checkpoints.byte_tokenizer(tmp_path / "tokens")
     (tokens / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>")
     for seed, (name, labels) in enumerate([("policy", 0), ("reward", 1)]):
@@ -105,13 +104,8 @@ def summaries(tmp_path):
     sizes = dict(task__prompt_length=110, task__response_length=12, task__min_response_length=4, task__banned_tokens=(7,))
     form = dict(task__force_eos=True, task__stop_strings=("\n",), task__chat_template=True)
     c = tiny_run.config(task__name="tldr", task__tldr__compute_dtype="float32", **paths, **sizes, **form)
-    made = tiny_run.settings(tmp_path / "run", c)
-    assert training.reference(made)() == 0
-    return made
-
-
-def test_stop_strings_templates_and_models_of_the_task(summaries, tmp_path):
-    s = summaries
+    s = tiny_run.settings(tmp_path / "run", c)
+    assert training.reference(s)() == 0
     prompt = queries_of(s)[0]
     banned = s.experiment.tokenizer.decode([7])
     texts = {

@@ -244,13 +244,6 @@ def test_a_damaged_config_is_one_sentence(given, capsys):
         assert words in refused(given, capsys, show)
 
 
-@pytest.fixture
-def run(tmp_path) -> layout.RunDir:
-    made = layout.RunDir(tmp_path, places.place(f"memory://{tmp_path.name}/shared"))
-    made.evaluations.mkdir()
-    return made
-
-
 GONE = "step 20 has the best held-out score, 0.500, of 2 evaluated snapshots; step 10 had 0.750, and its snapshot is gone"
 # Snapshots, held-out scores, the default, the best, and words of the log.
 STEPS = [
@@ -264,8 +257,10 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("steps", "scores", "default", "best", "told"), STEPS)
-def test_the_default_is_the_best_step_or_else_the_newest_and_is_told(run, caplog, steps, scores, default, best, told):
+def test_the_default_is_the_best_step_or_else_the_newest_and_is_told(tmp_path, caplog, steps, scores, default, best, told):
     caplog.set_level(logging.INFO)
+    run = layout.RunDir(tmp_path, places.place(f"memory://{tmp_path.name}/shared"))
+    run.evaluations.mkdir()
     for step in steps:
         places.make_folder(run.policies / layout.step_name(step), below=2)
         layout.write_json(run.policies / layout.step_name(step) / snapshots.COMMIT, {})

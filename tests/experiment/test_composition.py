@@ -82,7 +82,9 @@ def test_a_run_keeps_the_day_on_which_it_was_made(model_folder, tmp_path, monkey
     assert made.contract.chat_template["text"] == "w4 {prompt}" and made.queries["train"][0].prompt[:1] == tuple(w4)
     contract_lib.join(run, c, made.contract)
     clock_at(monkeypatch, 2025, 3, 5)
-    for flags in (["--role=searcher"], [f"--config={tiny_run.ROOT}/configs/story_sentiment.py", *flags_of(c)]):
+    theirs = flatten(story_sentiment.get_config().to_dict())
+    own = [f"--config.{name}={value}" for name, value in flatten(c.to_dict()).items() if value != theirs[name]]
+    for flags in (["--role=searcher"], [f"--config={tiny_run.ROOT}/configs/story_sentiment.py", *own]):
         assert command_line.execute(main, [f"--workdir={run.root}", "--dry_run", *flags]) == 0, capsys.readouterr().err
     stored = contract_lib.read_run(run)
     again = composition.rebuild(stored, stored_run.config_of(stored, called="the run"), called="the run")
@@ -90,12 +92,6 @@ def test_a_run_keeps_the_day_on_which_it_was_made(model_folder, tmp_path, monkey
     assert composition.build(c).contract.chat_template["text"] == "w5 {prompt}"
     mounting = composition.build(story_config(model_folder, task__chat_template=True, replay__mount=(str(run.root),)))
     assert mounting.queries["train"][0] == made.queries["train"][0]
-
-
-def flags_of(config):
-    theirs = flatten(story_sentiment.get_config().to_dict())
-    values = flatten(config.to_dict()).items()
-    return [f"--config.{name}={value}" for name, value in values if value != theirs[name]]
 
 
 def test_rewards_that_are_no_success_rates_are_refused_where_queries_are_chosen_by_them(model_folder, monkeypatch):

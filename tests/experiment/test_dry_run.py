@@ -70,17 +70,6 @@ def gpus(tmp_path, monkeypatch) -> Callable[..., None]:
     return make
 
 
-@pytest.fixture
-def chips(monkeypatch) -> Callable[[int, float], None]:
-    """A host with so many TPU chips of so many GiB, by JAX."""
-
-    def make(count: int, gib: float) -> None:
-        chip = SimpleNamespace(platform="tpu", device_kind="TPU", memory_stats=lambda: {"bytes_limit": int(gib * GIB)})
-        monkeypatch.setattr(jax, "devices", lambda *_: [chip] * count)
-
-    return make
-
-
 def answered(**changes: Any) -> list[str]:
     return dry_run.describe(composition.build(tiny_run.config(**changes), weights=False)).splitlines()
 
@@ -150,8 +139,12 @@ def of_variant(variant: str, size: str) -> composition.Experiment:
         *[("v5p-8", 4, 95.7, "0.5"), ("v5e-8", 8, 15.75, "0.5"), ("v5e-1", 1, 15.75, "0.5")],
     ],
 )
-def test_a_machine_picks_a_variant_that_passes_the_checks_and_fits_by_the_estimate(variant, count, memory, size, gpus, chips):
-    (chips if variant.startswith("v") else gpus)(count, memory)
+def test_a_machine_picks_a_variant_that_passes_and_fits_by_the_estimate(variant, count, memory, size, gpus, monkeypatch):
+    if variant.startswith("v"):  # a host with so many TPU chips of so many GiB
+        chip = SimpleNamespace(platform="tpu", device_kind="TPU", memory_stats=lambda: {"bytes_limit": int(memory * GIB)})
+        monkeypatch.setattr(jax, "devices", lambda *_: [chip] * count)
+    else:
+        gpus(count, memory)
     assert topologies.variant() == variant
     dry_run.check_fits(of_variant(variant, size))
 

@@ -49,14 +49,6 @@ def reward(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def classifier(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("scorer") / "classifier"
-    shutil.copytree(path_of("roberta_classifier"), folder)
-    write_tokenizer(folder, vocab=40, around=True)
-    return folder
-
-
 def scorer(folder, devices: int = 1, *, batch_rows: int = 16, **settings):
     use = ModelUse(name="reward", setting="task.reward_path", path=str(folder), rows=batch_rows, **settings)
     return scorers.SequenceClassifier(use, make_mesh((devices, 1, 1)))
@@ -102,7 +94,9 @@ def test_every_text_has_the_score_it_has_alone(reward, reward_scorer):
     assert not any(name in text for name in ("all-reduce", "all-gather", "all-to-all", "collective-permute"))
 
 
-def test_classifier_texts_have_specials_and_are_cut_at_the_end(classifier, caplog):
+def test_classifier_texts_have_specials_and_are_cut_at_the_end(tmp_path, caplog):
+    classifier = shutil.copytree(path_of("roberta_classifier"), tmp_path / "classifier")
+    write_tokenizer(classifier, vocab=40, around=True)
     made = scorer(classifier)
     config, params = tiny_checkpoints.load(classifier)
     texts = random_texts(40, [5, config.position_limit + 9, 0])
