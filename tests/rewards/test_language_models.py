@@ -129,6 +129,8 @@ def test_replies_depend_on_seed_and_text_alone(generator):
 
 def test_folders_that_cannot_reply_are_refused(tmp_path):
     model = spelled_checkpoints.write(tmp_path / "plain", "llama_untied")
+    with pytest.raises(ValueError, match=r"task.red_team.victim_template='', the chat template: the tokenizer of .* has no chat"):
+        make(model, template="")
     with pytest.raises(ValueError, match="cannot generate text"):
         make(tiny_checkpoints.path_of("gpt_neox_reward"))
     for wrong in (len(IDS), "2"):
