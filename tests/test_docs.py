@@ -1,6 +1,5 @@
 """README.md and docs/: links lead somewhere, and every command, setting, path and name that they show is there."""
 
-import ast
 import functools
 import importlib
 import re
@@ -67,15 +66,8 @@ def flags_of(file: Path) -> frozenset[str]:
     if module.startswith("tba_jax") and hasattr(importlib.import_module(module), "add_flags"):
         values = flags.FlagValues()
         importlib.import_module(module).add_flags(values)
-        return frozenset({*values, "help"})
-    tree = ast.parse(file.read_text())
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
-            name = node.args[0]
-            if isinstance(name, ast.Constant) and (node.func.attr.startswith("DEFINE_") or node.func.attr == "add_argument"):
-                found.add(name.value.removeprefix("--"))
-    return frozenset(found)
+        return frozenset(values)
+    return frozenset(re.findall(r"\b(?:DEFINE_\w+|add_argument)\(\s*\"(?:--)?(\w+)", file.read_text()))
 
 
 @functools.cache

@@ -1,8 +1,7 @@
-"""The entry: recipes dry-run; bad input is one sentence and exit code 2, with nothing compiled or written."""
+"""The entry: bad input is one sentence and exit code 2, with nothing compiled or written."""
 
 import json
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -11,28 +10,10 @@ import pytest
 
 from tba_jax import main
 from tba_jax.commands import command_line
-from tba_jax.experiment import dry_run as dry_runs
 from tba_jax.run import processes
 from tba_jax.storage import contract, layout
+from tests.commands.test_command_line import refusal
 from tests.support import random_checkpoints, tiny_run
-
-
-def dry_run(arguments: list[str], capsys) -> str:
-    """What main, in this process, says of a command line."""
-    assert command_line.execute(main, [*arguments, "--dry_run=full"]) == 0
-    return capsys.readouterr().out
-
-
-def test_a_recipe_dry_runs(tmp_path, capsys, one_device):
-    said = dry_run(tiny_run.command(tmp_path / "run", recipe="configs/demo_baselines.py:online_dpo", tiny=False)[3:], capsys)
-    assert [line.split()[0] for line in said.splitlines()[:4]] == [*dry_runs.ROLES, "together"]
-    printed = json.loads(said[said.index("{") : said.index("\nparameters:")])
-    assert printed["learner"]["objective"] == "online_dpo"
-    assert re.search(r"total +[\d,]+", said)
-    for role in dry_runs.ROLES:
-        assert re.search(rf"{role} +\d+\.\d{{3}}  \(", said), f"no memory estimate of the {role}"
-    assert not (tmp_path / "run").exists(), "a dry run must not write"
-
 
 REFUSALS = {
     "misspelt key": (["--config.learner.learning_rat=1"], ["'learner.learning_rat'", "did you mean 'learner.learning_rate'"]),
@@ -53,22 +34,12 @@ REFUSALS = {
 }
 
 
-def refusal(arguments: list[str], capsys) -> str:
-    """The one sentence that main, in this process, refuses a command line with."""
-    with pytest.raises(SystemExit) as ended:
-        command_line.execute(main, arguments)
-    said = capsys.readouterr()
-    assert ended.value.code == 2 and not said.out
-    assert said.err.startswith("error: ") and said.err.count("\n") == 1, said.err
-    return said.err
-
-
 @pytest.mark.parametrize("case", REFUSALS)
 def test_bad_input_is_one_sentence(case, tmp_path, capsys, one_device):
     flags, words = REFUSALS[case]
     # In one process no other is started, should a mistake pass.
     interleaved = ["--config.schedule.mode=interleaved"]
-    said = refusal([*tiny_run.command(tmp_path / "run", *interleaved, *flags)[3:]], capsys)
+    said = refusal(capsys, main, *tiny_run.command(tmp_path / "run", *interleaved, *flags)[3:])
     for word in words:
         assert word in said
     assert not (tmp_path / "run").exists(), "bad input must not write"
@@ -85,14 +56,15 @@ def test_a_damaged_checkpoint_is_refused_by_its_setting(pretrained, dry, tmp_pat
     weights = pretrained / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[:-7])
-    said = refusal(tiny_run.command(tmp_path / "run", *flags)[3:], capsys)
+    command = tiny_run.command(tmp_path / "run", *flags)[3:]
+    said = refusal(capsys, main, *command)
     assert said.startswith(f"error: model.path='{pretrained}': ") and "model.safetensors is damaged or not whole" in said
     weights.unlink()
     if dry:  # which fetches no weights, and says what it has not read
-        assert command_line.execute(main, tiny_run.command(tmp_path / "run", *flags)[3:]) == 0
+        assert command_line.execute(main, command) == 0
         assert f"weights of model.path={pretrained}, which are not on this machine" in capsys.readouterr().out
     else:
-        assert "holds no weights" in refusal(tiny_run.command(tmp_path / "run", *flags)[3:], capsys)
+        assert "holds no weights" in refusal(capsys, main, *command)
     assert not (tmp_path / "run").exists()
 
 
@@ -105,7 +77,8 @@ def test_a_run_is_resumed_from_any_folder(pretrained, tmp_path, monkeypatch, cap
     (tmp_path / "other" / pretrained.name).mkdir(parents=True)  # of the same name, and without a model
     monkeypatch.chdir(tmp_path / "other")
     capsys.readouterr()
-    assert "trainer    fits: " in dry_run(["--workdir=~/run"], capsys)
+    assert command_line.execute(main, ["--workdir=~/run", "--dry_run"]) == 0
+    assert "trainer    fits: " in capsys.readouterr().out
     assert not list(tmp_path.rglob("~"))
 
 
@@ -151,12 +124,6 @@ def test_all_mistakes_of_a_stage_are_told_together(mistakes, tmp_path, capsys, o
     for words in mistakes.values():
         assert sum(words in line for line in listed) == 1, (words, listed)
     assert made.run.config.read_bytes() == before
-
-
-def test_unwritable_workdir(tmp_path, capsys, one_device):
-    (tmp_path / "file").write_text("")
-    said = refusal(tiny_run.command(tmp_path / "file" / "run", "--config.schedule.mode=interleaved")[3:], capsys)
-    assert str(tmp_path / "file" / "run") in said and "cannot be written" in said
 
 
 def test_types_of_cpu_share_no_compiled_programs(tmp_path, monkeypatch):

@@ -37,16 +37,11 @@ def find(folder: Path, answer: str = "") -> str:
     return done.stdout.splitlines()[-1].rpartition("tba_jax is in ")[2]
 
 
-def repository(folder: Path) -> Path:
-    """A folder that looks like tba_jax."""
-    (folder / "tba_jax").mkdir(parents=True)
-    (folder / "tba_jax" / "main.py").touch()
-    return folder
-
-
 def test_it_asks_once_for_a_repository(tmp_path):
-    made, here = repository(tmp_path / "made"), tmp_path / "here"
+    made, here = tmp_path / "made", tmp_path / "here"
     here.mkdir()
+    (made / "tba_jax").mkdir(parents=True)
+    (made / "tba_jax" / "main.py").touch()
     git = ["git", "-C", str(made), "-c", "user.name=somebody", "-c", "user.email=somebody@example.org"]
     for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=first"]):
         subprocess.run([*git, *words], check=True)

@@ -8,7 +8,6 @@ from tba_jax.commands import append, audit, command_line
 from tba_jax.experiment import jobs, training
 from tba_jax.replay import journal
 from tba_jax.replay.log import LogWriter
-from tba_jax.replay.reader import LogReader
 from tba_jax.rewards import task_models
 from tests.support import frozen_runs, random_checkpoints, tiny_run
 from tests.support.summaries import ROWS, write_rows
@@ -22,17 +21,12 @@ def s(frozen, tmp_path) -> jobs.Invocation:
     return frozen(tmp_path / "run", batches=3)
 
 
-def rows_by_writer(s: jobs.Invocation) -> dict[str, dict[str, np.ndarray]]:
-    reader = LogReader(s.run.replay, s.experiment.contract.row_shape())
-    return {writer: reader.read(writer, 0, head) for writer, head in reader.heads().items()}
-
-
 def queries_of(s: jobs.Invocation) -> list[str]:
     return [query.query.prompt for query in s.experiment.queries["train"]]
 
 
 def test_rows_equal_a_searchers_for_the_same_responses(s, tmp_path, capsys):
-    (searched,) = rows_by_writer(s).values()
+    (searched,) = frozen_runs.rows(s).values()
     chosen = np.flatnonzero(searched["finished"] & (searched["response_length"] > 1))
     decode = s.experiment.tokenizer.decode
     prompts = [decode(searched["tokens"][i, : searched["prompt_length"][i]].tolist()) for i in chosen]
@@ -40,7 +34,7 @@ def test_rows_equal_a_searchers_for_the_same_responses(s, tmp_path, capsys):
     texts = [{"prompt": prompt, "response": text} for prompt, text in zip(prompts, responses, strict=True)]
     command_line.execute(append, [f"--workdir={s.run.root}", f"--responses={write_rows(tmp_path / 'given.jsonl', texts)}"])
     assert f"{len(chosen)} responses are rows of" in capsys.readouterr().out and len(chosen) > 5
-    (given,) = (rows for writer, rows in rows_by_writer(s).items() if writer.startswith("given-"))
+    (given,) = (rows for writer, rows in frozen_runs.rows(s).items() if writer.startswith("given-"))
     same = "query_id tokens prompt_length response_length finished reward reward_parts reward_version reference_id policy_step"
     for name in same.split():
         np.testing.assert_array_equal(given[name], searched[name][chosen], err_msg=name)
@@ -55,7 +49,7 @@ def test_they_train_where_no_objective_needs_their_behaviour_and_are_accounted_f
     append.append(s.run.root, path, unfit="refuse")
     offline = frozen_runs.offline(tmp_path / "offline", s.run.root, learner__steps=4)
     assert training.trainer(offline)() == 0
-    (given,) = (writer for writer in rows_by_writer(s) if writer.startswith("given-"))
+    (given,) = (writer for writer in frozen_runs.rows(s) if writer.startswith("given-"))
     assert given in [writer for line in journal.read_lineage(offline.run.journal) for writer in line["writers"]]
     assert audit.accounts(audit.open_run(offline.run.root))[given].committed == 80
     with pytest.raises(ValueError, match=f"{given}:0 was not generated: its response is from .*given.jsonl"):
@@ -83,10 +77,10 @@ def test_what_fits_is_kept_and_the_rest_counted_and_an_interrupted_append_is_not
     with monkeypatch.context() as patch, pytest.raises(OSError, match="the disk is full"):
         patch.setattr(LogWriter, "append", failing)
         append.append(s.run.root, path, unfit="skip")
-    assert appended and len(rows_by_writer(s)) == 1, "nothing is seen"
+    assert appended and len(frozen_runs.rows(s)) == 1, "nothing is seen"
     told = append.append(s.run.root, path, unfit="skip")
     assert "18 responses are rows" in told and "left out: 2, each of which has more than task.response_length=6" in told
-    assert sorted(len(rows["row"]) for rows in rows_by_writer(s).values()) == [18, 48]
+    assert sorted(len(rows["row"]) for rows in frozen_runs.rows(s).values()) == [18, 48]
     with pytest.raises(ValueError, match=r"these 18 responses are in .* already, as writer given-"):
         append.append(s.run.root, path, unfit="skip")
     for rows, sentence in (
@@ -98,9 +92,8 @@ def test_what_fits_is_kept_and_the_rest_counted_and_an_interrupted_append_is_not
             append.append(s.run.root, write_rows(tmp_path / "none.jsonl", rows), unfit="skip")
 
 
-@pytest.fixture
-def summaries(tmp_path):
-    """A run on summaries that end with a line, have at least 4 tokens, and are answers in a chat."""
+def test_stop_strings_templates_and_models_of_the_task(tmp_path):
+    """Of a run on summaries that end with a line, have at least 4 tokens, and are answers in a chat."""
     tokens = random_checkpoints.byte_tokenizer(tmp_path / "tokens")
     (tokens / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>")
     for seed, (name, labels) in enumerate([("policy", 0), ("reward", 1)]):
@@ -111,13 +104,8 @@ def summaries(tmp_path):
     sizes = dict(task__prompt_length=110, task__response_length=12, task__min_response_length=4, task__banned_tokens=(7,))
     form = dict(task__force_eos=True, task__stop_strings=("\n",), task__chat_template=True)
     c = tiny_run.config(task__name="tldr", task__tldr__compute_dtype="float32", **paths, **sizes, **form)
-    made = tiny_run.settings(tmp_path / "run", c)
-    assert training.reference(made)() == 0
-    return made
-
-
-def test_stop_strings_templates_and_models_of_the_task(summaries, tmp_path):
-    s = summaries
+    s = tiny_run.settings(tmp_path / "run", c)
+    assert training.reference(s)() == 0
     prompt = queries_of(s)[0]
     banned = s.experiment.tokenizer.decode([7])
     texts = {
@@ -133,7 +121,7 @@ def test_stop_strings_templates_and_models_of_the_task(summaries, tmp_path):
     told = append.append(s.run.root, path, unfit="skip")
     for reason in filter(None, texts.values()):
         assert reason in told
-    ((_, rows),) = rows_by_writer(s).items()
+    ((_, rows),) = frozen_runs.rows(s).items()
     assert rows["response_length"].tolist() == [5, 2] and rows["finished"].all()
     eos = s.experiment.contract.eos_id
     assert (trajectory.response(rows, 0)[4], trajectory.response(rows, 1)[1]) == (eos, s.experiment.tokenizer.encode("\n")[0])

@@ -10,8 +10,8 @@ from tba_jax.commands import audit, command_line
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.journal import RowsLost
 from tba_jax.replay.log import LogWriter
-from tba_jax.replay.reader import LogReader
 from tba_jax.storage import layout
+from tests.support import frozen_runs
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
@@ -22,15 +22,9 @@ def copied(finished, tmp_path):
     return tmp_path / "run"
 
 
-def rows_of(s, root):
-    reader = LogReader(root / "replay", s.experiment.contract.row_shape())
-    ((writer, head),) = reader.heads().items()
-    return writer, reader.read(writer, 0, head)
-
-
 def test_every_row_is_accounted_for(finished):
     run = audit.open_run(finished.run.root)
-    writer, rows = rows_of(finished, finished.run.root)
+    ((writer, rows),) = frozen_runs.rows(finished).items()
     account = audit.accounts(run)[writer]
     told = layout.read_json(finished.run.finished)["ledger"][writer]
     assert account.committed == len(rows["row"]) == 96 and account.unseen == account.damaged == 0
@@ -45,7 +39,7 @@ def test_every_row_is_accounted_for(finished):
 def test_the_batch_of_a_step_is_rebuilt_and_checked(finished, copied):
     text, same = audit.rebuild_batch(audit.open_run(copied), 4)
     assert same and text.endswith("step 4 (epoch 1): 12 rows; the hash of the batch is the one journalled")
-    writer, rows = rows_of(finished, copied)
+    ((writer, rows),) = frozen_runs.rows(finished).items()
     line = [*audit.open_run(copied).lines][3]
     for number, row in line["rows"]:
         assert f"{line['writers'][number]}:{row:<8} query {int(rows['query_id'][row]):016x}" in text
@@ -64,7 +58,7 @@ def test_the_batch_of_a_step_is_rebuilt_and_checked(finished, copied):
 
 
 def test_rows_are_generated_again_bit_for_bit(finished, copied):
-    writer, rows = rows_of(finished, copied)
+    ((writer, rows),) = frozen_runs.rows(finished).items()
     run = audit.open_run(copied)
     truncated, plain = int((rows["top_p"] < 1).argmax()), int((rows["top_p"] == 1).argmax())
     for row in (truncated, plain):

@@ -80,11 +80,12 @@ COMMANDS = (append, audit, evaluate, export, main, report, rescore, show, superv
 
 
 def refusal(capsys, module, *arguments: str) -> str:
+    """The one sentence that a command refuses its arguments with, on the last line."""
     with pytest.raises(SystemExit) as ended:
         command_line.execute(module, arguments)
-    said = capsys.readouterr()
-    assert ended.value.code == processes.BAD_INPUT and not said.out and said.err.count("\n") == 1, said.err
-    return said.err
+    out, err = capsys.readouterr()
+    assert ended.value.code == processes.BAD_INPUT and not out and err.count("error: ") == 1, err
+    return err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("module", COMMANDS, ids=lambda module: module.__name__)
@@ -243,13 +244,6 @@ def test_a_damaged_config_is_one_sentence(given, capsys):
         assert words in refused(given, capsys, show)
 
 
-@pytest.fixture
-def run(tmp_path) -> layout.RunDir:
-    made = layout.RunDir(tmp_path, places.place(f"memory://{tmp_path.name}/shared"))
-    made.evaluations.mkdir()
-    return made
-
-
 GONE = "step 20 has the best held-out score, 0.500, of 2 evaluated snapshots; step 10 had 0.750, and its snapshot is gone"
 # Snapshots, held-out scores, the default, the best, and words of the log.
 STEPS = [
@@ -263,8 +257,10 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("steps", "scores", "default", "best", "told"), STEPS)
-def test_the_default_is_the_best_step_or_else_the_newest_and_is_told(run, caplog, steps, scores, default, best, told):
+def test_the_default_is_the_best_step_or_else_the_newest_and_is_told(tmp_path, caplog, steps, scores, default, best, told):
     caplog.set_level(logging.INFO)
+    run = layout.RunDir(tmp_path, places.place(f"memory://{tmp_path.name}/shared"))
+    run.evaluations.mkdir()
     for step in steps:
         places.make_folder(run.policies / layout.step_name(step), below=2)
         layout.write_json(run.policies / layout.step_name(step) / snapshots.COMMIT, {})

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tba_jax.commands import command_line, evaluate
-from tba_jax.run import processes
 from tba_jax.storage import layout
+from tests.commands.test_command_line import refusal
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
@@ -32,7 +32,6 @@ def test_the_report_is_that_of_the_runs_evaluator(finished, tmp_path, capsys):
     "flags, sentence",
     [
         (["--step=٣"], "--step=٣: it is best (by held-out score), last (the newest snapshot)"),
-        (["--config.task.response_length=5"], "task.response_length: 6 there, 5 here"),
         (["--config.task.name=tldr"], "is a run of task.name='arithmetic', and --config.task.name asks for task.name='tldr'"),
         (["--output={run}/config.json"], "is in the run's folder"),
         (["--workdir={run}/none"], "holds no run"),
@@ -40,7 +39,4 @@ def test_the_report_is_that_of_the_runs_evaluator(finished, tmp_path, capsys):
 )
 def test_mistakes_are_one_sentence(finished, flags, sentence, capsys):
     run = finished.run
-    with pytest.raises(SystemExit) as ended:
-        command_line.execute(evaluate, [f"--workdir={run.root}", *(flag.format(run=run.root) for flag in flags)])
-    told = capsys.readouterr().err.strip().splitlines()[-1]
-    assert ended.value.code == processes.BAD_INPUT and told.startswith("error: ") and sentence in told
+    assert sentence in refusal(capsys, evaluate, f"--workdir={run.root}", *(flag.format(run=run.root) for flag in flags))

@@ -9,16 +9,16 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file
 
-from tba_jax import sharding, trajectory
+from tba_jax import trajectory
 from tba_jax.commands import command_line, export
 from tba_jax.models import parameters
 from tba_jax.models.hugging_face import export as export_lib
-from tba_jax.models.hugging_face import load
 from tba_jax.replay.reader import LogReader
 from tba_jax.reporting import gathering
 from tba_jax.storage import contract, layout, snapshots
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
-from tests.support import applied, frozen_runs, random_checkpoints, tiny_run
+from tests.commands.test_command_line import refusal
+from tests.support import frozen_runs, random_checkpoints, tiny_checkpoints, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
@@ -26,7 +26,7 @@ LORA = {"lora__rank": 2, "lora__targets": ("layers.attention.query", "layers.fee
 
 
 def written_run(workdir, **changes):
-    """What a run of random weights leaves, with adapters as after some steps. Returns paths and policy."""
+    """What a run of random weights leaves, with adapters as after some steps."""
     s = tiny_run.settings(workdir, tiny_run.config(**LORA, **changes))
     contract.join(s.run, s.experiment.config, s.experiment.contract)
     policy, info = s.experiment.policy, snapshots.SnapshotInfo(step=0, epoch=0)
@@ -36,27 +36,20 @@ def written_run(workdir, **changes):
     snapshots.save(s.run.policies / "00000000", trained, info, dtype="float32")
     snapshots.save(s.run.reference("f00"), base, info, dtype="float32")
     layout.write_json(s.run.initial_reference, {"id": "f00"})
-    return s.run, policy
+    return s
 
 
-def refusal(capsys, workdir, output) -> str:
-    with pytest.raises(SystemExit, match=r"^2$"):
-        command_line.execute(export, [f"--workdir={workdir}", f"--output={output}"])
-    *told, said = capsys.readouterr().err.splitlines()
-    assert said.startswith("error: ") and not any("error" in line for line in told)
-    return said
+def refused(capsys, run, output) -> str:
+    return refusal(capsys, export, f"--workdir={run.root}", f"--output={output}")
 
 
-def mesh_of_one():
-    return sharding.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1])
+def reference_of(s) -> parameters.Params:
+    folder, policy = s.run.reference(layout.reference_id(s.run)), s.experiment.policy
+    return snapshots.load(folder, policy.model_specs, policy.model_shardings(tiny_checkpoints.make_mesh((1, 1, 1))))
 
 
-def weights_of_step(run, policy, step: int) -> parameters.Params:
-    snapshot = snapshots.load_step(run.policies, step, policy.trained_specs, policy.trained_shardings(mesh_of_one()))
-    reference = run.reference(layout.read_json(run.initial_reference)["id"])
-    return policy.for_sampling(
-        snapshot, snapshots.load(reference, policy.model_specs, policy.model_shardings(mesh_of_one())), "full"
-    )
+def weights_of_step(s, step: int) -> parameters.Params:
+    return s.experiment.policy.for_sampling(frozen_runs.published(s, step), reference_of(s), "full")
 
 
 def test_an_exported_step_is_the_snapshot(finished, tmp_path):
@@ -66,38 +59,36 @@ def test_an_exported_step_is_the_snapshot(finished, tmp_path):
     said = export.export(s.run.root, tmp_path / "model", step=2, dtype="float32")
     assert said == f"step 2 of {s.run.root} is in {tmp_path / 'model'} (llama, float32)"
     assert "| rows trained on | 24 |" in (tmp_path / "model" / "README.md").read_text()
-    config = load.read_config(tmp_path / "model", compute_dtype="float32")
+    config, params = tiny_checkpoints.load(tmp_path / "model")
     assert config == s.experiment.policy.model
-    params = load.load_params(tmp_path / "model", config, applied.shardings(config, mesh_of_one()))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, weights_of_step(s.run, s.experiment.policy, 2))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, weights_of_step(s, 2))
     ours, theirs = s.experiment.tokenizer, HuggingFaceTokenizer(tmp_path / "model")
     assert theirs.encode("12+34=") == ours.encode("12+34=")
 
 
 def test_adapters_are_merged_into_the_reference(tmp_path, capsys):
-    run, policy = written_run(tmp_path / "run")
+    run = (s := written_run(tmp_path / "run")).run
     export.export(run.root, tmp_path / "model", step=0, dtype=None)
-    params = load.load_params(tmp_path / "model", policy.model, applied.shardings(policy.model, mesh_of_one()))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, weights_of_step(run, policy, 0))
-    base = snapshots.load(run.reference("f00"), policy.model_specs, policy.model_shardings(mesh_of_one()))
-    before, after = parameters.flatten(base), parameters.flatten(params)
+    _, params = tiny_checkpoints.load(tmp_path / "model")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), params, weights_of_step(s, 0))
+    before, after = parameters.flatten(reference_of(s)), parameters.flatten(params)
     changed = {name for name in after if not np.allclose(after[name], before[name], atol=1e-6)}
     assert changed == {"layers.attention.query.weight", "layers.feed_forward.down.weight"}
     with pytest.raises(ValueError, match=r"^--adapter: the adapters of this run .* not the checkpoint model.path=''"):
         export.export(run.root, tmp_path / "adapter", step=0, dtype=None, adapter=True)
     run.reference("f00").rename(tmp_path / "kept")
-    assert f"is gone: {run.reference('f00')} holds no commit.json" in refusal(capsys, run.root, tmp_path / "again")
+    assert f"is gone: {run.reference('f00')} holds no commit.json" in refused(capsys, run, tmp_path / "again")
     (tmp_path / "kept").rename(run.reference("f00"))
     run.initial_reference.unlink()
-    assert f"{run.initial_reference} is gone" in refusal(capsys, run.root, tmp_path / "again")
-    assert "is in the run's folder" in refusal(capsys, run.root, run.policies / "model")
+    assert f"{run.initial_reference} is gone" in refused(capsys, run, tmp_path / "again")
+    assert "is in the run's folder" in refused(capsys, run, run.policies / "model")
 
 
 def test_snapshots_that_the_run_removes_meanwhile_are_named(tmp_path, capsys, monkeypatch):
-    run, _ = written_run(tmp_path / "run")
+    run = written_run(tmp_path / "run").run
     with monkeypatch.context() as patch:
         patch.setattr(snapshots, "committed_steps", lambda policies: [0, 1])
-        assert f"snapshot 1 is gone: {run.policies / '00000001'}" in refusal(capsys, run.root, tmp_path / "model")
+        assert f"snapshot 1 is gone: {run.policies / '00000001'}" in refused(capsys, run, tmp_path / "model")
     whole = snapshots.open_arrays
 
     def opened(folder, specs):
@@ -106,20 +97,21 @@ def test_snapshots_that_the_run_removes_meanwhile_are_named(tmp_path, capsys, mo
         return found
 
     monkeypatch.setattr(snapshots, "open_arrays", opened)
-    assert f"snapshot 0 is gone: {run.policies / '00000000'}" in refusal(capsys, run.root, tmp_path / "model")
+    assert f"snapshot 0 is gone: {run.policies / '00000000'}" in refused(capsys, run, tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 
 def test_adapters_alone_are_written_for_the_checkpoint_they_belong_to(tmp_path):
     model = random_checkpoints.write(tmp_path / "model", "qwen2.5-0.5b", random_checkpoints.byte_tokenizer(tmp_path / "tokens"))
-    run, policy = written_run(tmp_path / "run", model__path=str(model))
+    s = written_run(tmp_path / "run", model__path=str(model))
+    run = s.run
     said = export.export(run.root, tmp_path / "adapter", step=0, dtype=None, adapter=True)
     assert said == f"the adapters of step 0 of {run.root} are in {tmp_path / 'adapter'}, for {model} (qwen2, float32)"
     values = json.loads((tmp_path / "adapter" / export_lib.ADAPTER_CONFIG).read_text())
     assert values["base_model_name_or_path"] == str(model) and values["target_modules"] == ["mlp.down_proj", "self_attn.q_proj"]
     found = load_file(tmp_path / "adapter" / export_lib.ADAPTER_WEIGHTS)
-    trained = snapshots.open_arrays(run.policies / "00000000", policy.trained_specs)
-    lora_a = np.asarray(trained["layers"]["feed_forward"]["down"]["lora_a"][1])
+    trained = frozen_runs.published(s, 0)
+    lora_a = trained["layers"]["feed_forward"]["down"]["lora_a"][1]
     np.testing.assert_array_equal(found["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"], lora_a.T)
 
 
@@ -181,7 +173,6 @@ def test_only_the_rows_that_match_are_written(rows_of, tmp_path):
 def test_a_mistake_about_rows_is_one_sentence_and_no_file(rows_of, tmp_path, monkeypatch, capsys, flags, words):
     (tmp_path / "there.parquet").write_text("mine")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="2"):
-        command_line.execute(export, [f"--workdir={rows_of.run.root}", *flags])
-    assert words.replace("{there}", str(tmp_path / "there.parquet")) in capsys.readouterr().err.splitlines()[-1]
+    said = refusal(capsys, export, f"--workdir={rows_of.run.root}", *flags)
+    assert words.replace("{there}", str(tmp_path / "there.parquet")) in said
     assert [each.name for each in tmp_path.iterdir()] == ["there.parquet"]

@@ -7,6 +7,7 @@ import pytest
 
 from tba_jax.commands import command_line, report
 from tba_jax.storage import layout
+from tests.commands.test_command_line import refusal
 from tests.support import hostile_runs
 
 
@@ -30,6 +31,5 @@ def test_the_file_is_in_the_current_folder_and_that_of_a_private_run_for_its_own
     (file,) = (tmp_path / "here").iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == mode
     monkeypatch.chdir(run.metrics("trainer"))
-    with pytest.raises(SystemExit, match="2"):
-        command_line.execute(report, [f"--workdir={run.root}"])
-    assert "name a file by --output" in capsys.readouterr().err, "nothing is written into the run unasked"
+    said = refusal(capsys, report, f"--workdir={run.root}")
+    assert "name a file by --output" in said, "nothing is written into the run unasked"

@@ -18,6 +18,7 @@ from tba_jax.storage.lease import EpochLease
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.interface import Query, Scores
 from tba_jax.telemetry import metrics
+from tests.commands.test_command_line import refusal
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
@@ -126,30 +127,28 @@ def test_what_is_interrupted_is_not_seen_and_taken_up_again(source, version_2, t
 
 
 def test_what_cannot_be_rescored_is_refused(source, version_2, capsys, monkeypatch):
-    def refusal() -> str:
-        with pytest.raises(SystemExit, match="2"):
-            command_line.execute(rescore, [f"--workdir={source.run.root}"])
-        return capsys.readouterr().err
+    def refused() -> str:
+        return refusal(capsys, rescore, f"--workdir={source.run.root}")
 
     log, rows = another(source, "late-1")
     append(log, rows, end=4)
     rescore.rescore(source.run.root)
     append(log, rows, begin=4)
-    assert "late-1 has 4 of the 24 rows of writer late-1, which was still at work then" in refusal()
+    assert "late-1 has 4 of the 24 rows of writer late-1, which was still at work then" in refused()
     shutil.rmtree(source.run.rescored(2))
     lease = EpochLease.acquire(source.run.journal)
-    assert "held by process" in refusal()
+    assert "held by process" in refused()
     lease.release()
     remove_segments(source.run.replay, {"late-1": [1]})
-    assert re.search(r"all of the 24 rows of writer late-1 any more: .*replay.retention=all", refusal())
+    assert re.search(r"all of the 24 rows of writer late-1 any more: .*replay.retention=all", refused())
     shutil.rmtree(source.run.replay / "late-1")
     (source.run.replay / "writers" / "late-1.json").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(Arithmetic, "queries", lambda self, split: [Query(f"1{n}+1=") for n in range(40)])
-        assert re.search(r"row frozen-.*:0 answers query .* which is not the task's any more", refusal())
+        assert re.search(r"row frozen-.*:0 answers query .* which is not the task's any more", refused())
     assert not source.run.rescored(2).exists()
     monkeypatch.setattr(Arithmetic, "reward_version", 1)
     assert "nothing to do" in rescore.rescore(source.run.root)
     stored = layout.read_json(source.run.config)
     layout.write_json(source.run.config, stored | {"contract": stored["contract"] | {"tokenizer": "another"}})
-    assert "is not what it was in more than its reward; tokenizer: 'another' there" in refusal()
+    assert "is not what it was in more than its reward; tokenizer: 'another' there" in refused()

@@ -13,6 +13,7 @@ from tba_jax.commands import command_line
 from tba_jax.commands import report as view
 from tba_jax.commands.report import Server
 from tba_jax.reporting.gathering import Source
+from tests.commands.test_command_line import refusal
 from tests.support import frozen_runs, hostile_runs
 
 
@@ -75,9 +76,9 @@ def test_the_page_follows_the_run(tmp_path, monkeypatch):
 
 
 def test_a_taken_port_is_refused_and_ctrl_c_ends_it(run, monkeypatch, capsys):
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="2"):
-        command_line.execute(view, ["--serve", f"--workdir={run.root}", f"--port={(port := taken.getsockname()[1])}"])
-    assert f"--port={port} cannot be used" in capsys.readouterr().err.splitlines()[-1]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        flag = f"--port={taken.getsockname()[1]}"
+        assert f"{flag} cannot be used" in refusal(capsys, view, "--serve", f"--workdir={run.root}", flag)
     monkeypatch.setattr(Server, "handle_request", lambda self: os.kill(os.getpid(), signal.SIGINT))
     assert command_line.execute(view, ["--serve", f"--workdir={run.root}"]) == 0
     assert capsys.readouterr().out.endswith("\nCtrl-C ends it.\nstopped\n")

@@ -20,28 +20,16 @@ from tba_jax.storage import layout
 from tba_jax.telemetry import alarms
 from tba_jax.text import stop_strings
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
+from tests.rewards.test_scorers import write_tokenizer
 from tests.support import random_checkpoints, task_files, tiny_checkpoints, tiny_run
-
-FIXTURES = Path(__file__).parent.parent / "fixtures"
-ROOT = FIXTURES.parent.parent
 
 
 @pytest.fixture
 def model_folder(tmp_path) -> Path:
     """A tiny Llama of 48 ids and 64 positions, with a tokenizer of 40 ids."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    folder = shutil.copytree(FIXTURES / "tiny_llama_tied", tmp_path / "model")
-    words = ["<end>", "<unk>", *(f"w{i}" for i in range(38))]
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.add_special_tokens(["<end>"])
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"})
-    )
-    stories = tmp_path / "stories.json"
-    stories.write_text(json.dumps([f"w{i} w{i + 1} w{i + 2}" for i in range(20)]))
+    folder = shutil.copytree(tiny_checkpoints.path_of("llama_tied"), tmp_path / "model")
+    write_tokenizer(folder, vocab=40, around=False)
+    (tmp_path / "stories.json").write_text(json.dumps([f"w{i} w{i + 1} w{i + 2}" for i in range(4, 24)]))
     return folder
 
 
@@ -60,10 +48,10 @@ def story_config(folder: Path, **overrides):
 
 def test_a_pretrained_model_and_its_limits(model_folder):
     built = composition.build(story_config(model_folder))
-    assert (built.policy.model.vocab, built.tokenizer.vocab_size, built.contract.eos_id) == (48, 40, 0)
+    assert (built.policy.model.vocab, built.tokenizer.vocab_size, built.contract.eos_id) == (48, 40, 2)
     assert built.contract.banned_tokens == tuple(range(40, 48))  # rows of the embedding without a token
     assert {split: len(queries) for split, queries in built.queries.items()} == {"train": 15, "heldout": 5}
-    assert built.queries["train"][0].prompt == (2, 3, 4)
+    assert built.queries["train"][0].prompt == (4, 5, 6)
     assert "data_path" not in built.contract.task
     with pytest.raises(ValueError, match=r"task.prompt_length=17 \+ task.response_length=48 = 65 exceed the model's 64"):
         composition.build(story_config(model_folder, task__prompt_length=17))
@@ -94,7 +82,9 @@ def test_a_run_keeps_the_day_on_which_it_was_made(model_folder, tmp_path, monkey
     assert made.contract.chat_template["text"] == "w4 {prompt}" and made.queries["train"][0].prompt[:1] == tuple(w4)
     contract_lib.join(run, c, made.contract)
     clock_at(monkeypatch, 2025, 3, 5)
-    for flags in (["--role=searcher"], [f"--config={ROOT}/configs/story_sentiment.py", *flags_of(c)]):
+    theirs = flatten(story_sentiment.get_config().to_dict())
+    own = [f"--config.{name}={value}" for name, value in flatten(c.to_dict()).items() if value != theirs[name]]
+    for flags in (["--role=searcher"], [f"--config={tiny_run.ROOT}/configs/story_sentiment.py", *own]):
         assert command_line.execute(main, [f"--workdir={run.root}", "--dry_run", *flags]) == 0, capsys.readouterr().err
     stored = contract_lib.read_run(run)
     again = composition.rebuild(stored, stored_run.config_of(stored, called="the run"), called="the run")
@@ -102,12 +92,6 @@ def test_a_run_keeps_the_day_on_which_it_was_made(model_folder, tmp_path, monkey
     assert composition.build(c).contract.chat_template["text"] == "w5 {prompt}"
     mounting = composition.build(story_config(model_folder, task__chat_template=True, replay__mount=(str(run.root),)))
     assert mounting.queries["train"][0] == made.queries["train"][0]
-
-
-def flags_of(config):
-    theirs = flatten(story_sentiment.get_config().to_dict())
-    values = flatten(config.to_dict()).items()
-    return [f"--config.{name}={value}" for name, value in values if value != theirs[name]]
 
 
 def test_rewards_that_are_no_success_rates_are_refused_where_queries_are_chosen_by_them(model_folder, monkeypatch):
@@ -156,15 +140,9 @@ def test_a_special_token_whose_text_is_a_stop_string_is_allowed(model_folder, tm
 
 
 def test_a_stop_string_is_one_that_the_tokenizer_can_spell(data_dir):
-    for name, text, spelled in (
-        ("stories260K-hf", "漢", True),
-        ("stories260K-hf", "  ", False),  # it makes one space of many
-        ("TinyStories-656K", "a 漢", False),
-    ):
-        tokenizer = HuggingFaceTokenizer(data_dir / "models" / name)
-        if spelled:
-            stop_strings.check_stop_strings([text], tokenizer)
-            continue
+    spells, other = (HuggingFaceTokenizer(data_dir / "models" / name) for name in tiny_checkpoints.REAL_MODELS[::-1])
+    stop_strings.check_stop_strings(["漢"], spells)
+    for tokenizer, text in ((spells, "  "), (other, "a 漢")):  # the first makes one space of many
         with pytest.raises(ValueError, match=re.escape(f"task.stop_strings holds {text!r}, which no response can")):
             stop_strings.check_stop_strings([text], tokenizer)
 

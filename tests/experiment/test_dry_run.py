@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -65,17 +66,6 @@ def gpus(tmp_path, monkeypatch) -> Callable[..., None]:
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-
-    return make
-
-
-@pytest.fixture
-def chips(monkeypatch) -> Callable[[int, float], None]:
-    """A host with so many TPU chips of so many GiB, by JAX."""
-
-    def make(count: int, gib: float) -> None:
-        chip = SimpleNamespace(platform="tpu", device_kind="TPU", memory_stats=lambda: {"bytes_limit": int(gib * GIB)})
-        monkeypatch.setattr(jax, "devices", lambda *_: [chip] * count)
 
     return make
 
@@ -149,8 +139,12 @@ def of_variant(variant: str, size: str) -> composition.Experiment:
         *[("v5p-8", 4, 95.7, "0.5"), ("v5e-8", 8, 15.75, "0.5"), ("v5e-1", 1, 15.75, "0.5")],
     ],
 )
-def test_a_machine_picks_a_variant_that_passes_the_checks_and_fits_by_the_estimate(variant, count, memory, size, gpus, chips):
-    (chips if variant.startswith("v") else gpus)(count, memory)
+def test_a_machine_picks_a_variant_that_passes_and_fits_by_the_estimate(variant, count, memory, size, gpus, monkeypatch):
+    if variant.startswith("v"):  # a host with so many TPU chips of so many GiB
+        chip = SimpleNamespace(platform="tpu", device_kind="TPU", memory_stats=lambda: {"bytes_limit": int(memory * GIB)})
+        monkeypatch.setattr(jax, "devices", lambda *_: [chip] * count)
+    else:
+        gpus(count, memory)
     assert topologies.variant() == variant
     dry_run.check_fits(of_variant(variant, size))
 
@@ -179,7 +173,12 @@ def test_the_variant_is_named(tmp_path, one_device, capfd, monkeypatch):
     assert command_line.execute(main, [*flags, "--dry_run=full", "--config.learner.steps=3"]) == 0
     said = capfd.readouterr()
     assert "for this machine: --config=configs/gsm8k_qwen2_5_1_5b.py:cpu\n" in said.err and not (tmp_path / "run").exists()
-    assert '"response_length": 256' in said.out and '"steps": 3' in said.out
+    assert [line.split()[0] for line in said.out.splitlines()[:4]] == [*dry_run.ROLES, "together"]
+    printed = json.loads(said.out[said.out.index("\n{") : said.out.index("\nparameters:")])
+    assert printed["task"]["response_length"] == 256 and printed["learner"]["steps"] == 3
+    assert re.search(r"total +[\d,]+", said.out)
+    for role in dry_run.ROLES:
+        assert re.search(rf"{role} +\d+\.\d{{3}}  \(", said.out), f"no memory estimate of the {role}"
 
 
 def programs(role: str, *, devices: int = 1, **settings) -> dict[str, Program]:

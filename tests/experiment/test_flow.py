@@ -53,6 +53,9 @@ class Searcher:
             self.quota.ask()
         self.batches.append((self.step, asked))
 
+    def fail(self) -> None:
+        self.deliver(scored=False)
+
     def deliver(self, *, scored: bool = True) -> None:
         if not self.batches:
             return
@@ -121,19 +124,19 @@ class World:
         return True
 
     def do(self, event: str, number: int) -> None:
-        searcher = self.searchers[number % len(self.searchers)]
+        number %= len(self.searchers)
+        searcher = self.searchers[number]
         if event == "train":
             self.train()
         elif event == "tick":
             self.clock += 1
         elif event == "leave":
             self.joined += 1
-            self.searchers[number % len(self.searchers)] = Searcher(self, self.joined)
-        elif event == "lose" and searcher.batches:
-            searcher.batches.popleft()
-        elif event == "fail":
-            searcher.deliver(scored=False)
-        elif event in ("search", "deliver", "refresh"):
+            self.searchers[number] = Searcher(self, self.joined)
+        elif event == "lose":
+            if searcher.batches:
+                searcher.batches.popleft()
+        else:
             getattr(searcher, event)()
 
     def goes_on(self, *, rounds: int, rng: np.random.Generator) -> bool:

@@ -15,7 +15,6 @@ BATCH = {"searchers.queries_per_batch": 3, "searchers.samples_per_query": 25, "s
     [
         ("trainer", {"learner.mesh.data": 2}, 8, "learner.mesh data=2 × fsdp=1 × tensor=1 does not make up the 8 devices"),
         ("trainer", {"learner.mesh.data": -1, "learner.mesh.tensor": 4}, 6, "tensor=4 does not make up the 6 devices"),
-        ("trainer", {}, 8, "learner.queries × learner.completions = 140 rows are not divisible by the 8 ways of learner.mesh"),
         ("trainer", {"warm_start.steps": 9, "warm_start.batch_size": 30}, 4, "warm_start.batch_size = 30 rows are not divisible"),
         ("searcher", BATCH, 4, "searchers.samples_per_query = 75 rows are not divisible by the 4 ways of searchers.mesh.data × "),
         ("searcher", {"searchers.slots": 30}, 4, "searchers.mesh.data: searchers.slots=30 cannot be divided by the 4 ways"),

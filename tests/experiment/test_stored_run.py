@@ -46,8 +46,6 @@ def test_a_changed_schedule_needs_leave_and_is_recorded(tmp_path):
     assert change(run, changed, step=130) == {}
     with pytest.raises(ValueError, match=r"learner.steps: 400 there, 500 here"):
         change(run, {}, step=130)
-    with pytest.raises(ValueError, match=r"--allow_change=learner\.step: there is no setting learner\.step"):
-        change(run, {}, allowed=("learner.step",), step=130)
 
 
 def test_before_the_first_step_the_trainer_sets_the_schedule(tmp_path):

@@ -122,6 +122,7 @@ def test_random_operation_agrees_with_a_slow_model(seed, keep, share):
         index.add(writer, rows, step=step)
         model.add(writer, rows, step)
         index.merge(before=index.recent_since(3))
+        assert index.recent_since(0) > step
         model.leave_the_recent_window(3)
         if len(index):
             numbers = np.unique(index.slot_query[index.slot_query >= 0])

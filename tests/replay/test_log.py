@@ -1,13 +1,12 @@
 """Writers of the log: round trips, refusals, claims, crashes, a full disk."""
 
-import resource
-
 import numpy as np
 import pytest
 
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.segment import Segment
+from tests.run.test_processes import files_of_at_most
 from tests.support.tiny_log import SHAPE, assert_rows, make_rows, writer
 
 
@@ -67,15 +66,11 @@ def test_a_folder_that_is_claimed_later_is_followed_then(tmp_path):
 
 
 def test_a_full_disk_refuses_appends_and_keeps_committed_ones(tmp_path):
-    log, limits = writer(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    log = writer(tmp_path)
     log.append(make_rows(0, 4))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
-    try:
-        for _ in range(2):
-            with pytest.raises(OSError, match=r"append of rows 4 to 7 .* too large"):
-                log.append(make_rows(4, 4))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for _ in range(2):
+        with files_of_at_most(64), pytest.raises(OSError, match=r"append of rows 4 to 7 .* too large"):
+            log.append(make_rows(4, 4))
     for _ in range(3):
         log.append(make_rows(log.next_row, 4))
     reader = LogReader(tmp_path, SHAPE)

@@ -9,18 +9,16 @@ from tests.support.tiny_log import SHAPE, assert_rows, make_rows, writer
 
 
 def test_removed_segments_are_told_from_damage(tmp_path):
-    log, reader = writer(tmp_path), LogReader(tmp_path, SHAPE)
+    log = writer(tmp_path)
     for append in range(13):
         log.append(make_rows(4 * append, 4))
-    assert reader.heads() == {"w0": 52}
     remove_segments(tmp_path, {"w0": [0, 2]})
-    assert sorted(p.name for p in (tmp_path / "w0").iterdir()) == ["000001", "000003", "000004"]
-    for each in (reader, LogReader(tmp_path, SHAPE)):
-        with pytest.raises(RowsExpired, match="writer w0: rows 4 to 11 were removed by retention") as told:
-            each.read_ids([("w0", 13), ("w0", 5)])
-        assert (told.value.writer, told.value.start, told.value.stop) == ("w0", 4, 12)
-        assert each.heads() == {"w0": 52} and each.kept("w0") == [range(12, 24), range(36, 52)]
-        assert_rows(each.read("w0", 36, 52), make_rows(36, 16))
+    reader = LogReader(tmp_path, SHAPE)
+    with pytest.raises(RowsExpired, match="writer w0: rows 4 to 11 were removed by retention") as told:
+        reader.read_ids([("w0", 13), ("w0", 5)])
+    assert (told.value.writer, told.value.start, told.value.stop) == ("w0", 4, 12)
+    assert reader.heads() == {"w0": 52} and reader.kept("w0") == [range(12, 24), range(36, 52)]
+    assert_rows(reader.read("w0", 36, 52), make_rows(36, 16))
     # Killed between the announcement and the removal: what is there still is not read, and the next call completes it.
     layout.write_json(tmp_path / "expired.json", {"expired": {"w0": [0, 1, 2]}, "removing": {"w0": [1]}})
     with pytest.raises(RowsExpired, match="rows 12 to 35"):

@@ -167,9 +167,7 @@ def test_held_out_rewards_decide_where_they_differ_by_more_than_chance():
         assert told == verdict and f"{first:.3f}" in sentence and f"{last:.3f}" in sentence and "step 100" in sentence
         assert f"the best is {max(first, last):.3f}" in page_lib.held_out([*found, {"step": 200, "greedy_reward": 0.0}])[1]
     assert page_lib.held_out([]) == ("", "There is no held-out score.") and page_lib.held_out(found[:1])[0] == ""
-
-
-def test_trained_rewards_are_compared_with_their_noise_and_held_out_ones_outrank_them():
+    # Trained rewards are compared with their noise, and held-out ones outrank them.
     noise = np.random.default_rng(0).normal(size=400)
     slopes = {"unclear": 0, "yes": 9, "no": -9}
     assert {page_lib.trained(noise + np.linspace(0, slope, 400))[0]: slope for slope in slopes.values()} == slopes

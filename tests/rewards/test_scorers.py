@@ -12,18 +12,13 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from tba_jax import sharding
 from tba_jax.rewards import scorers
 from tba_jax.rewards.scorers import LinearScorer, ResponseEmbedder
 from tba_jax.tasks.interface import ModelUse
 from tests.support import applied, tiny_checkpoints
-from tests.support.tiny_checkpoints import path_of
+from tests.support.tiny_checkpoints import make_mesh, path_of
 
 EOS = "<end>"
-
-
-def mesh(devices: int = 1):
-    return sharding.make_mesh((devices, 1, 1), setting="test", devices=jax.devices()[:devices])
 
 
 def write_tokenizer(folder, *, vocab: int, around: bool) -> None:
@@ -54,17 +49,9 @@ def reward(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def classifier(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("scorer") / "classifier"
-    shutil.copytree(path_of("roberta_classifier"), folder)
-    write_tokenizer(folder, vocab=40, around=True)
-    return folder
-
-
 def scorer(folder, devices: int = 1, *, batch_rows: int = 16, **settings):
     use = ModelUse(name="reward", setting="task.reward_path", path=str(folder), rows=batch_rows, **settings)
-    return scorers.SequenceClassifier(use, mesh(devices))
+    return scorers.SequenceClassifier(use, make_mesh((devices, 1, 1)))
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +94,9 @@ def test_every_text_has_the_score_it_has_alone(reward, reward_scorer):
     assert not any(name in text for name in ("all-reduce", "all-gather", "all-to-all", "collective-permute"))
 
 
-def test_classifier_texts_have_specials_and_are_cut_at_the_end(classifier, caplog):
+def test_classifier_texts_have_specials_and_are_cut_at_the_end(tmp_path, caplog):
+    classifier = shutil.copytree(path_of("roberta_classifier"), tmp_path / "classifier")
+    write_tokenizer(classifier, vocab=40, around=True)
     made = scorer(classifier)
     config, params = tiny_checkpoints.load(classifier)
     texts = random_texts(40, [5, config.position_limit + 9, 0])
@@ -205,7 +194,7 @@ def encoder(tmp_path_factory):
 def test_every_text_has_the_embedding_it_has_alone(encoder):
     rng = np.random.default_rng(0)
     texts = [" ".join(f"w{i}" for i in rng.integers(3, 40, rng.choice([0, 3, 29]))) for _ in range(70)]
-    embed = ResponseEmbedder(encoder, mesh())
+    embed = ResponseEmbedder(encoder, make_mesh((1, 1, 1)))
     found = embed(texts)
     config, params = tiny_checkpoints.load(encoder)
     assert found.shape == (70, config.width) and found.dtype == np.float32 and embed([]).shape == (0, config.width)
@@ -214,7 +203,7 @@ def test_every_text_has_the_embedding_it_has_alone(encoder):
         ids = [1, *(int(word[1:]) for word in text.split()[: config.position_limit - 2]), 2]
         np.testing.assert_allclose(embedding, np.asarray(alone(np.array([ids], np.int32)))[0], atol=1e-5)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-5)
-    np.testing.assert_allclose(ResponseEmbedder(encoder, mesh(4))(texts), found, atol=1e-5)
+    np.testing.assert_allclose(ResponseEmbedder(encoder, make_mesh((4, 1, 1)))(texts), found, atol=1e-5)
 
 
 def test_a_text_that_spells_a_special_token_is_embedded_as_text(encoder, tmp_path):
@@ -223,8 +212,8 @@ def test_a_text_that_spells_a_special_token_is_embedded_as_text(encoder, tmp_pat
     tokenizer.add_special_tokens(["[UNK]", "[CLS]", "[SEP]", "[PAD]"])
     tokenizer.save(str(special / "tokenizer.json"))
     assert tokenizer.token_to_id("[PAD]") == scorers.encoder_config(special).vocab
-    found = ResponseEmbedder(special, mesh())(["w4 [SEP] w5", "[CLS]", "w6 [PAD]"])
-    expected = ResponseEmbedder(encoder, mesh())(["w4 [ SEP ] w5", "[ CLS ]", "w6 [ PAD ]"])
+    found = ResponseEmbedder(special, make_mesh((1, 1, 1)))(["w4 [SEP] w5", "[CLS]", "w6 [PAD]"])
+    expected = ResponseEmbedder(encoder, make_mesh((1, 1, 1)))(["w4 [ SEP ] w5", "[ CLS ]", "w6 [ PAD ]"])
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 

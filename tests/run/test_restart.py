@@ -42,16 +42,22 @@ def lives(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    "codes, deaths",
+    "kind, pod, deaths, codes, expected",
     [
-        *[(codes, 0) for codes in [(0,), (3, 3, 0), (3, 4), (2,), (5,), (9,), (7, 7, 0)]],
-        *[(codes, 2) for codes in [(1, 6, 139), (6, 2, 2), (6, 3, 6, 0)]],
+        *[("trainer", False, 0, codes, codes[-1]) for codes in [(0,), (3, 3, 0), (3, 4), (2,), (5,), (9,), (7, 7, 0)]],
+        *[("trainer", False, 2, codes, codes[-1]) for codes in [(1, 6, 139), (6, 2, 2), (6, 3, 6, 0)]],
+        # A pod ends as the supervisor would judge: storage failed, another process of the trainer has ended, a stop.
+        ("trainer", True, 1, (3, 6, 0, 130, "0done"), 0),
+        ("trainer", True, 1, (2,), 1),  # of a run that exists: it may pass
+        ("trainer", True, 1, (1, 139), 139),  # the first death is answered in its pod
+        ("searcher", True, 1, (5,), 0),  # rests
+        ("evaluator", True, 1, ("1done", 1), 0),  # after the training
     ],
     ids=str,
 )
-def test_a_role_is_run_again_as_often_as_its_codes_allow(run, tmp_path, codes, deaths, capsys):
-    assert run(*role(tmp_path, *codes), deaths=deaths) == codes[-1] and lives(tmp_path) == len(codes)
-    reason = "storage failed" if codes[0] in (3, 7) else f"ended with code {codes[0]}"
+def test_a_role_is_run_again_as_often_as_its_codes_allow(run, tmp_path, kind, pod, deaths, codes, expected, capsys):
+    assert run(*role(tmp_path, *codes, kind=kind), deaths=deaths, pod=pod) == expected and lives(tmp_path) == len(codes)
+    reason = "storage failed" if codes[0] in (3, 7) else f"ended with code {codes[0]}".removesuffix("done")
     assert (f"{reason}; running the role again" in capsys.readouterr().err) == (len(codes) > 1)
 
 
@@ -76,21 +82,6 @@ def test_a_run_that_stays_away_is_waited_for_as_long_as_waiting_may_help(run, tm
 def test_a_role_that_is_asked_to_stop_is_not_run_again(run, pod):
     asks = "trap 'exit 0' TERM; kill -TERM $PPID; while :; do sleep 0.02; done"
     assert run("sh", "-c", asks, deaths=9, pod=pod) == (143 if pod else 0), "another pod takes the place of one that is not done"
-
-
-@pytest.mark.parametrize(
-    ("kind", "codes", "expected"),
-    [
-        ("trainer", ["3", "6", "0", "130", "0done"], 0),  # storage failed, another process of it has ended, a stop
-        ("trainer", ["2"], 1),  # of a run that exists: it may pass
-        ("trainer", ["1", "139"], 139),  # the first death is answered in its pod
-        ("searcher", ["5"], 0),  # rests
-        ("evaluator", ["1done", "1"], 0),  # after the training
-    ],
-    ids=str,
-)
-def test_a_pod_ends_as_the_supervisor_would_judge(run, tmp_path, kind, codes, expected):
-    assert run(*role(tmp_path, *codes, kind=kind), deaths=1, pod=True) == expected and lives(tmp_path) == len(codes)
 
 
 @pytest.mark.parametrize(

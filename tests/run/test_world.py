@@ -34,16 +34,14 @@ def test_a_trainer_of_one_process_needs_nothing():
         assert find(environment) == ALONE
 
 
-FIVE = dict(coordinator="node1:7133", processes=5, process=3)
-
-
 @pytest.mark.parametrize(
     "environment, given, process, processes, host, local",
     [
         (STEP, dict(coordinator="node1:7133", processes=2, process=1), 1, 2, "node1", (0, 1)),
         ({}, dict(coordinator="[::1]:80", processes=2, process=0), 0, 2, "::1", (0, 1)),
         (STEP, {}, 3, 5, "gpu007", (1, 2)),
-        (STEP, FIVE, 3, 5, "node1", (1, 2)),  # flags that repeat what Slurm says leave GPUs shared
+        # Flags that repeat what Slurm says leave GPUs shared.
+        (STEP, dict(coordinator="node1:7133", processes=5, process=3), 3, 5, "node1", (1, 2)),
         (STEP | {"SLURM_GPUS_PER_TASK": "2"}, {}, 3, 5, "gpu007", (0, 1)),  # it sees its own GPUs alone
         (STEP | {"SLURM_STEP_NODELIST": "login,gpu1"}, {}, 3, 5, "login", (1, 2)),
         (STEP | {"SLURM_STEP_NODELIST": "rack[2-3]-n[07,09],login"}, {}, 3, 5, "rack2-n07", (1, 2)),

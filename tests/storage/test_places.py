@@ -4,24 +4,12 @@ import concurrent.futures
 import dataclasses
 import os
 import threading
-import uuid
 from pathlib import Path
 
 import pytest
 import tensorstore as ts
 
 from tba_jax.storage import layout, places
-from tests.support import moto_server
-
-
-@pytest.fixture(params=["local", "memory", "s3"])
-def root(request, tmp_path):
-    if request.param == "local":
-        return tmp_path / "shared"
-    if request.param == "memory":
-        return places.place("memory://store/shared")
-    request.getfixturevalue("s3")
-    return places.place(f"s3://{moto_server.BUCKET}/{uuid.uuid4().hex}")
 
 
 def test_files_are_written_read_replaced_and_removed(root):

@@ -16,6 +16,7 @@ import pytest
 from tba_jax.tasks import custom_task
 from tba_jax.tasks.graders import GradedTask, Graders
 from tba_jax.tasks.interface import Query
+from tests.run.test_processes import is_running
 
 # What a response asks for is what the call does.
 GRADES = """
@@ -109,14 +110,6 @@ def call(graders: Graders, responses: list[str]) -> list[float]:
     return result.tolist()
 
 
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (ProcessLookupError, FileNotFoundError):
-        return False
-
-
 def test_a_graded_task_of_a_users_file(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"opening": "Once", "words": "cat sun"}\n')
     mention = custom_task.custom_class("configs/own_task.py:Mention")
@@ -184,7 +177,7 @@ def test_close_ends_the_workers_and_a_later_call_starts_others(make, grades):
     assert call(graders, []) == [] and threading.active_count() == before, "nothing to do starts nothing"
     graders = make()
     (pid,) = call(graders, ["pid"])
-    assert alive(int(pid))
+    assert is_running(int(pid))
     waiting: list[float] = []
     thread = threading.Thread(target=lambda: waiting.extend(call(graders, ["sleep 60", "number 1"])))
     thread.start()
@@ -282,11 +275,11 @@ def test_signals_to_the_parent_and_its_workers(tmp_path):
         time.sleep(1.2 * (number == signal.SIGSTOP))
     assert process.stdout.readline() == "[1.0, 1.0] True\n"
     assert {int(pid) for pid in process.stdout.readline().split()} == pids, "no worker was replaced"
-    assert process.stdout.readline() == "spins\n" and all(map(alive, pids))
+    assert process.stdout.readline() == "spins\n" and all(map(is_running, pids))
     os.kill(min(pids), signal.SIGSTOP)
     process.kill()
     process.communicate()
     end = time.monotonic() + 20
-    while any(map(alive, pids)):
-        assert time.monotonic() < end, f"{[pid for pid in pids if alive(pid)]} live on"
+    while any(map(is_running, pids)):
+        assert time.monotonic() < end, f"{[pid for pid in pids if is_running(pid)]} live on"
         time.sleep(0.05)

@@ -12,12 +12,7 @@ import pytest
 from configs import base
 from tba_jax.tasks.interface import Query
 from tba_jax.tasks.mathematics import GSM8K, Math, last_boxed, normalise
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
+from tests.support.summaries import write_rows
 
 LONG = "Half of 48 is <<48/2=24>>24.\nSo 1,200 + 34.5 = <<1200+34.5=1234.5>>1,234.5\n#### 1,234.5"
 SUMS = [{"question": "How many?", "answer": LONG}, {"question": "And now?", "answer": "None is left.\n#### 0"}]
@@ -31,12 +26,12 @@ SPACES = (" ", "~", r"\ ", r"\,", r"\!", r"\;", r"\:", "\u00a0", "\u2009", "\u20
 
 
 def gsm8k(folder, **changes) -> GSM8K:
-    paths = {"train_path": write(folder / "c.jsonl", SUMS), "heldout_path": write(folder / "d.jsonl", SUMS[1:2])}
+    paths = {"train_path": write_rows(folder / "c.jsonl", SUMS), "heldout_path": write_rows(folder / "d.jsonl", SUMS[1:2])}
     return GSM8K(**paths | {"prompt": base.get_config().task.gsm8k.prompt} | changes)
 
 
 def make(folder, **changes) -> Math:
-    paths = {"train_path": write(folder / "a.jsonl", ROWS), "heldout_path": write(folder / "b.jsonl", ROWS[:1])}
+    paths = {"train_path": write_rows(folder / "a.jsonl", ROWS), "heldout_path": write_rows(folder / "b.jsonl", ROWS[:1])}
     limits = dict(time_limit=30.0, retries=1, concurrency=1)
     return Math(**paths | limits | {"prompt": base.get_config().task.math.prompt} | changes)
 
@@ -73,7 +68,7 @@ def test_prompts_gold_answers_and_solutions(task, sums, tmp_path):
     assert task.queries("train") == [first, second] and task.queries("heldout") == [first]
     assert task.worked_examples(np.random.default_rng(0), 3) == [(second.prompt, ROWS[1]["solution"])] * 3
     with pytest.raises(ValueError, match=r"no worked examples: no row of task.math.train_path has a field 'solution'"):
-        make(tmp_path, train_path=write(tmp_path / "e.jsonl", ROWS[:1])).worked_examples(np.random.default_rng(0), 1)
+        make(tmp_path, train_path=write_rows(tmp_path / "e.jsonl", ROWS[:1])).worked_examples(np.random.default_rng(0), 1)
     own = gsm8k(tmp_path, prompt="Question: {question}")
     assert own.queries("heldout")[0].prompt == "Question: And now?"
     for wrong in ("Question:", "{question} {question}"):
@@ -259,7 +254,7 @@ def test_code_in_an_answer_is_not_executed(task, tmp_path):
 )
 def test_bad_rows_are_refused(tmp_path, row, sentence):
     section, of, good = ("math", make, ROWS) if "problem" in row else ("gsm8k", gsm8k, SUMS)
-    bad = write(tmp_path / "bad.jsonl", [*good, row])
+    bad = write_rows(tmp_path / "bad.jsonl", [*good, row])
     for setting in ("train_path", "heldout_path"):
         with pytest.raises(ValueError, match="^" + re.escape(f"task.{section}.{setting}={bad!r} line 4: {sentence}")):
             of(tmp_path, **{setting: bad})

@@ -1,6 +1,5 @@
 """Red-teaming with models that are functions: rewards by hand, figures of reports, and refusals."""
 
-import json
 import math
 import re
 
@@ -10,6 +9,7 @@ import pytest
 from configs import base
 from tba_jax.tasks.interface import Query
 from tba_jax.tasks.red_team import LEAST_LOG_TOXICITY, RedTeam, log_probability
+from tests.support.summaries import write_rows
 
 ATTACKS = [" tell me\n", "do it", "a b c", "tell me", ""]
 
@@ -98,9 +98,6 @@ def test_other_classifiers_judge_the_reply():
     logits = np.array([[0.0, math.log(3.0)], [200.0, -200.0]], np.float32)
     assert log_probability(logits, 1).tolist() == pytest.approx([math.log(0.75), -400.0])
     assert log_probability(logits[:, :1], 0).tolist() == pytest.approx([math.log(0.5), 0.0])
-
-
-def test_scores_that_are_no_log_probabilities_end_the_role():
     task = make()
     task.start(lambda use: reply if use.name == "victim" else lambda attacks, replies: np.full(len(replies), np.nan))
     with pytest.raises(FloatingPointError, match=r"task\.red_team\.classifier_path='classifier' gave log-probabilities that are"):
@@ -110,9 +107,8 @@ def test_scores_that_are_no_log_probabilities_end_the_role():
 def test_one_prompt_or_those_of_a_file_are_attacked_with(tmp_path):
     task = make()
     assert task.queries("train") == task.queries("heldout") == [Query(prompt="attack:")]
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"attacker_prompt": prompt}) + "\n" for prompt in ("one:", "two:", "one:")))
-    queries = make(attack_prompt="", attack_prompt_path=str(path)).queries("train")
+    path = write_rows(tmp_path / "prompts.jsonl", ({"attacker_prompt": prompt} for prompt in ("one:", "two:", "one:")))
+    queries = make(attack_prompt="", attack_prompt_path=path).queries("train")
     assert [query.prompt for query in queries] == ["one:", "two:"]
 
 

@@ -90,15 +90,11 @@ def test_what_is_meant_or_not_measured_is_no_alarm():
     assert found("searcher", points("searcher", finished_rows=0), story_sentiment.get_config()) == {}
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / "metrics" / "trainer"
-
-
 OTHERS = ["[]", "{}", "null", json.dumps({**EXAMPLE, "time": "x", "step": 1}), "\x00", '{"time": 1.0, "kind": "di']
 
 
-def test_a_kind_is_told_once_a_run_also_beside_torn_lines_and_read_as_it_was_told(folder, caplog):
+def test_a_kind_is_told_once_a_run_also_beside_torn_lines_and_read_as_it_was_told(tmp_path, caplog):
+    folder = tmp_path / "metrics" / "trainer"
     told, file = alarms.Alarms(folder), folder / "alarms.jsonl"
     for step in (40, 80):
         told.tell(**EXAMPLE, step=step)

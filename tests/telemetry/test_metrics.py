@@ -1,7 +1,6 @@
 """Points of a role on disk, across kills and starts, and in trackers, whose libraries may fail. Peaks of devices."""
 
 import json
-import resource
 import time
 import types
 from typing import Any
@@ -13,6 +12,7 @@ from tba_jax.storage import contract, layout
 from tba_jax.telemetry import alarms, metrics
 from tba_jax.telemetry.metrics import PEAKS, MetricWriter, Peaks
 from tba_jax.telemetry.status import Status
+from tests.run.test_processes import files_of_at_most
 from tests.support import tiny_run
 
 
@@ -146,16 +146,12 @@ def test_no_role_waits_for_tensorboard_where_the_disk_is_full(run):
     (folder := run.metrics("trainer")).mkdir(parents=True)
     points = [metrics.Point(step=step, time=0.0, values={"loss": step / 2}) for step in range(100)]
     tracker.write(points[0])
-    size, limits = sum(file.stat().st_size for file in folder.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 500, limits[1]))
-    try:
+    with files_of_at_most(500 + sum(file.stat().st_size for file in folder.iterdir())):
         for point in points[1:-1]:
             tracker.write(point)
         deadline = time.monotonic() + 30
         while not (told.told and tracker._points.empty()) and time.monotonic() < deadline:
             time.sleep(0.01)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert told.told == {"tensorboard"}
     tracker.write(points[-1])
     tracker.end()
