@@ -110,11 +110,7 @@ def beside(cache: np.ndarray, together: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "reads, n, least_rows, together, itself",
-    [
-        ("both", 3, 1, 1, False),
-        ("own only", 1, 2, 1, True),
-        ("prompt only", 3, 8, 2, True),
-    ],
+    [("both", 3, 1, 1, False), ("own only", 1, 2, 1, True), ("prompt only", 3, 8, 2, True)],
 )
 def test_attention_in_two_parts_equals_one_softmax_in_numpy(reads, n, least_rows, together, itself):
     """Scores of 30 and more: without the common largest one, exp would overflow or lose a whole part."""

@@ -50,11 +50,7 @@ class Chaos:
     def start(self, *flags: str) -> None:
         with self.output.open("ab") as output:
             self.supervisor = subprocess.Popen(
-                [*self.arguments, *flags],
-                cwd=tiny_run.ROOT,
-                env=tiny_run.environment(),
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                [*self.arguments, *flags], cwd=tiny_run.ROOT, env=tiny_run.environment(), stdout=output, stderr=subprocess.STDOUT
             )
 
     def said(self) -> str:

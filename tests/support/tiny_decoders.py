@@ -44,8 +44,7 @@ CONFIGS = {
     "query and key norms": dataclasses.replace(GROUPED, qk_norm=True),
     "local and global layers": dataclasses.replace(GROUPED, layers=3, **GEMMA),
     "scaled rotary": dataclasses.replace(
-        GROUPED,
-        rope_scaling=RopeScaling(factor=4.0, low_frequency=1.0, high_frequency=4.0, original_positions=16),
+        GROUPED, rope_scaling=RopeScaling(factor=4.0, low_frequency=1.0, high_frequency=4.0, original_positions=16)
     ),
 }
 
