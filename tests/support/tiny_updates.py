@@ -91,22 +91,19 @@ def make_step(
     *,
     optimizers: state_lib.Optimizers = DESCENT,
     changes: dict[str, Any] | None = None,
-    train_step: Any = update_lib.train_step,
-    second_pass: float = 1 / 3,
     mesh: jax.sharding.Mesh | None = None,
     **options: Any,
 ) -> Any:
-    """step(state, frozen, batch), jitted. Args: second_pass: see row_layout.plan; mesh: that has rows; options: of jax.jit."""
-    made = functools.partial(train_step, optimizers=optimizers, schedules=schedules(**changes or {}), config=config)
+    """step(state, frozen, batch), jitted. Args: mesh: that has rows; options: of jax.jit."""
+    made = functools.partial(update_lib.train_step, optimizers=optimizers, schedules=schedules(**changes or {}), config=config)
     jitted = jax.jit(made, static_argnames="whole_groups", **options)
 
     def step(state: Any, frozen: Any, batch: Any) -> Any:
-        packed, plan = packed_of(batch, config.limits, second_pass=second_pass)
+        packed, plan = packed_of(batch, config.limits, second_pass=1 / 3)
         if mesh is not None:
             packed = jax.device_put(packed, scoring.packed_shardings(mesh))
         return jitted(state, frozen, batch, packed, whole_groups=plan.whole_groups)
 
-    step.jitted = jitted
     return step
 
 
