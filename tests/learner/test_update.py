@@ -13,12 +13,10 @@ from tba_jax import sharding, trajectory
 from tba_jax.learner import optimizer as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.optimizer import clip_by_norm, linear_then_constant
-from tba_jax.models import parameters
-from tba_jax.models.policy import LoraConfig, Policy
 from tba_jax.objectives.objective import Objective, ObjectiveInputs, PolicyOutputs
 from tests.support import applied
 from tests.support import tiny_updates as tiny
-from tests.support.tiny_updates import BETA, DESCENT, FORMS, MODEL, POLICY, B, K, P, R, random_batch, state_of
+from tests.support.tiny_updates import BETA, FORMS, MODEL, POLICY, B, K, P, R, random_batch, state_of
 
 
 def of_head(head: Any, states: jax.Array) -> jax.Array:
@@ -134,27 +132,6 @@ def test_meshes_give_what_one_device_gives(form, sizes, micro_batch_rows):
         assert shard.size == MODEL.layers * MODEL.width * MODEL.ffn // 4
     batch = sharding.put_rows(mesh, tiny.batch_of(form))
     tiny.assert_same(tiny.measured(sharding.on_mesh(mesh, step), state, batch), tiny.one_pass(form))
-
-
-LORA = Policy(model=MODEL, lora=LoraConfig(rank=2, alpha=4.0, targets=("layers.*",)))
-
-
-def test_adapters_alone_get_the_gradient_of_the_whole_policy():
-    config = dataclasses.replace(tiny.settings(limits=tiny.limits(6)), policy=LORA)
-    adapters = applied.random(LORA.trained_specs, scale=0.3, seed=1)
-    state = state_lib.init_state(LORA, adapters, DESCENT)
-    after, measurements = tiny.make_step(config)(state, tiny.random_params(), random_batch())
-    gradient = jax.tree.map(lambda new, old: old - np.asarray(new), after.params["policy"], adapters)
-    assert set(parameters.flatten(gradient)) == set(parameters.flatten(LORA.trained_specs))
-    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
-    assert abs(float(measurements["loss"]) - tiny.one_pass("trajectory_balance")[0]) > 1e-3  # the adapters change the policy
-    # Merged into the weights, they are a policy whose gradient, taken back through the merge, is theirs.
-    merge = jax.jit(lambda adapters: LORA.for_sampling(adapters, tiny.random_params(), "full"))
-    merged, pull_back = jax.vjp(merge, adapters)
-    whole = state_lib.init_state(POLICY, merged, DESCENT)
-    after, _ = tiny.make_step(tiny.settings())(whole, {}, random_batch())
-    (expected,) = pull_back(jax.tree.map(lambda new, old: jnp.asarray(old - new), after.params["policy"], merged))
-    tiny.assert_same((0.0, gradient, {}), (0.0, expected, {}))
 
 
 def initial(optimizers: state_lib.Optimizers) -> state_lib.TrainState:

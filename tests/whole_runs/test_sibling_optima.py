@@ -3,33 +3,12 @@
 The optimum is computed from the objective's equation for groups of K rows (benchmarks/siblings.py).
 """
 
-import numpy as np
 import pytest
 
 from benchmarks import posterior, siblings
 from benchmarks.siblings import distance, log_ref, optimum, p_star, rewards, train
 
 BOUND = 0.07
-
-
-@pytest.mark.slow
-def test_the_optima_are_different_distributions():
-    log_mu = siblings.uniform_log_probs()
-    assert np.exp(log_mu).sum() == pytest.approx(1)
-    found = {name: siblings.optimum_of(name, 0, 0) for name in siblings.FORMS} | {"p*": p_star(0)[0], "sampler": np.exp(log_mu)}
-    for name, distribution in found.items():
-        assert distribution.sum() == pytest.approx(1, rel=1e-6)
-        others = [distance(distribution, other) for key, other in found.items() if key != name]
-        # AsymRE and TOPR differ by the mean reward in the baseline alone.
-        assert min(others) > (0.05 if name not in ("asymre", "topr") else 1e-3), (name, others)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", siblings.LIMITS)
-def test_more_rows_in_a_group_bring_the_optimum_nearer_to_its_limit(name):
-    form, limit = siblings.FORMS[name], siblings.LIMITS[name](0)[0]
-    more = form.optimum(rewards(0)[0], siblings.uniform_log_probs(), log_ref(0)[0], **form.given | {"K": 80})
-    assert distance(more, limit) < 0.7 * distance(siblings.optimum_of(name, 0, 0), limit)
 
 
 def test_a_reward_below_the_baseline_has_no_such_optimum():

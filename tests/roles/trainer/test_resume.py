@@ -77,19 +77,6 @@ def lines_of(s: jobs.Invocation) -> tuple[Path, list[bytes]]:
     return path, path.read_bytes().splitlines(keepends=True)
 
 
-def test_an_interrupted_run_ends_as_an_undisturbed_one(copied, frozen, tmp_path):
-    """9 steps at once, each drawn ahead = 6 steps and a checkpoint, 2 that are done again, and the last."""
-    once, twice = frozen(tmp_path / "once", **STEPS), copied()
-    with frozen_runs.trainer(once) as trainer:
-        trainer.poll()
-        while not trainer.is_done:
-            assert trainer.step(ahead=True) is not None
-        expected = jax.device_get(trainer.state)
-    initial = frozen_runs.published(once, 0)
-    assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(expected.params["policy"]), strict=True))
-    jax.tree.map(np.testing.assert_array_equal, frozen_runs.train(twice, until=9, abandon=False), expected)
-
-
 def test_steps_are_done_again_under_their_own_schedule(copied):
     """Objective, batch size and rate change after step 8. Without any checkpoint, 8 steps are of the schedule before."""
     changes = {"learner__objective": "tba_prime", "learner__queries": 2, "learner__completions": 3, "learner__learning_rate": 0.1}
