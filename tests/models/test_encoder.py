@@ -118,9 +118,3 @@ def test_rows_longer_than_the_positions_are_refused(name, limit):
     sentence = rf"rows of {limit + 1} tokens are longer than the {limit} positions of the encoder"
     with pytest.raises(ValueError, match=sentence):
         applied.merge(params, config).sentence_embeddings(tokens, tokens > 0)
-
-
-def test_the_parameters_are_as_many_as_the_published_model_has():
-    sizes = dict(layers=6, width=384, heads=12, head_size=32, ffn=1536, vocab=30_522, max_positions=512, token_types=2)
-    assert applied.count(EncoderConfig(architecture="bert", pooler=True, **sizes)) == 22_713_216
-    assert applied.count(EncoderConfig(architecture="bert", **sizes)) == 22_565_376

@@ -5,7 +5,7 @@ import pytest
 
 from tba_jax.commands import append, audit
 from tba_jax.roles import sampler
-from tba_jax.storage import contract, layout
+from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
 from tests.support import frozen_runs, tiny_run
 from tests.support.summaries import write_rows
@@ -43,12 +43,6 @@ def test_a_whole_run_scores_in_evaluations_alone(tmp_path, loads):
 def test_adapters_have_the_frozen_weights_that_they_belong_to(tmp_path, loads):
     frozen_runs.make(tmp_path / "run", batches=0, lora__rank=2, **NONE)
     assert len(loads) == 1
-
-
-def test_searchers_and_trainer_must_agree(tmp_path, frozen):
-    s, other = frozen(tmp_path / "run", batches=3, **NONE), tiny_run.settings(tmp_path / "run", frozen_runs.config())
-    with pytest.raises(ValueError, match=r"learner\.reference\.kind: 'none' there, 'initial' here"):
-        contract.join(s.run, other.config, other.experiment.contract)
 
 
 @pytest.mark.parametrize("here", ["none", "initial"])

@@ -9,13 +9,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 
 from tba_jax.models.config import PRESETS
 from tba_jax.models.hugging_face import export
 from tba_jax.models.parameters import Params
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
-from tests.support import applied
+from tests.support import applied, tiny_checkpoints
 
 END = "<|endoftext|>"
 P_END = 1 / 12
@@ -23,13 +23,9 @@ P_END = 1 / 12
 
 def byte_tokenizer(folder: Path) -> Path:
     """A tokenizer of one id a byte, and END. Returns the folder."""
-    folder.mkdir()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate([END, *alphabet])}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = tiny_checkpoints.byte_level([END, *sorted(pre_tokenizers.ByteLevel.alphabet())])
     tokenizer.add_special_tokens([END])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return tiny_checkpoints.save_tokenizer(folder, tokenizer, eos_token=END)
 
 
 def write(
