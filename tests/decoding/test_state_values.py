@@ -134,7 +134,6 @@ def test_values_are_mean_rewards_of_continuations_decoded_alone(single):
     answer = submitted[0].generation
     (lonely,) = single.generate([dataclasses.replace(submitted[0].request)])
     np.testing.assert_array_equal(answer.tokens, lonely.tokens)
-
     valuing = value_states(engine, most_states=1, states_at_a_time=100)
     valued = valuing.begin(generation)
     list(valuing.decode(valued, generation, keys, QUERIES))

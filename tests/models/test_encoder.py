@@ -65,7 +65,6 @@ def test_random_encoders_equal_torch_before_and_after_export(torch, tmp_path, na
     rows = padded_rows(model, seed=11)
     expected = outputs(model, *rows)
     assert_equals_torch(config, params, expected, *rows)
-
     export.save(tmp_path / "exported", config, params, dtype="float32")
     model_class, pooler = BUILDS[f"tiny_{name}"][0], {"add_pooling_layer": False} if name.endswith("embedding") else {}
     again, report = model_class.from_pretrained(tmp_path / "exported", output_loading_info=True, **pooler)

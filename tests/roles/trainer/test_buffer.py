@@ -107,7 +107,6 @@ def test_what_no_checkpoint_needs_is_removed_and_accounted_for(tmp_path):
     line = next(line for line in audit.open_run(run.root).lines if any(row // 16 in gone for _, row in line["rows"]))
     with pytest.raises(ValueError, match=rf"step {line['step']} cannot be rebuilt: .*{writer}.* removed by retention"):
         audit.rebuild_batch(audit.open_run(run.root), line["step"])
-
     # A kill before the last checkpoint was whole: the one before is restored, and all that its steps drew is still there.
     expected = snapshots.fingerprint(run.policies / "00000006")
     assert layout.steps_in(run.checkpoints) == [5, 6]
