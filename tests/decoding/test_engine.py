@@ -19,7 +19,7 @@ from tba_jax.models import scoring
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import LoraConfig, Policy
 from tba_jax.text import stop_strings as stop_strings_lib
-from tests.support import applied
+from tests.support import applied, tiny_decoders
 from tests.support import tiny_engine as tiny
 from tests.support.tiny_engine import BANNED, EOS, LENGTHS, MODEL, PAD, PARAMS, SIZES, SPACE, TEXTS, P, R
 
@@ -51,17 +51,11 @@ def scores(params: Params, stream: Sequence[Request], found: Generation) -> np.n
     return np.asarray(jit_scores(params, *rows_of(stream, found))[0])
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def all_logits(params: Params, tokens: jax.Array, *, config=MODEL) -> jax.Array:
-    hidden = applied.hidden_states(params, tokens, config=config, remat="none")
-    return applied.logits_of(params, hidden.reshape(-1, config.width), config=config).reshape(*tokens.shape, -1)
-
-
 def teacher_forced_logits(stream, found: Generation, params: Params = PARAMS, config=MODEL) -> np.ndarray:
     """float32[B, R, V]: the logits that every response token was drawn from, in one pass over rows padded on the right."""
     tokens, prompt_length, _ = rows_of(stream, found)
     at = np.minimum(prompt_length[:, None] - 1 + np.arange(R), P + R - 1)
-    return np.take_along_axis(np.asarray(all_logits(params, tokens, config=config)), at[:, :, None], axis=1)
+    return np.take_along_axis(np.asarray(tiny_decoders.logits_of_whole(params, tokens, config)), at[:, :, None], axis=1)
 
 
 def test_a_stream_gives_the_rows_of_requests_decoded_alone(grouped, stream, alone):

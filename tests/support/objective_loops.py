@@ -55,16 +55,11 @@ def random_batch(
     values = np.where(mask, rng.normal(size=(B, R)), rng.uniform(-50, 50, (B, R))).astype(dtype)
     is_first = mask & (np.cumsum(mask, axis=1) == 1)
     state_values = np.where(is_first | (rng.random((B, R)) < 0.5), rng.normal(size=(B, R)), np.nan).astype(dtype)
+    coefficients = dict(beta=beta, ref_temperature=ref_temperature, reward_temperature=reward_temperature)
     inputs = ObjectiveInputs(
-        ref_logprobs=ref,
-        behavior_logprobs=behavior,
-        mask=mask,
-        reward=reward,
-        beta=dtype(beta),
-        ref_temperature=dtype(ref_temperature),
-        reward_temperature=dtype(reward_temperature),
+        **dict(ref_logprobs=ref, behavior_logprobs=behavior, mask=mask, reward=reward, state_values=state_values),
+        **{name: dtype(value) for name, value in coefficients.items()},
         settings=ObjectiveSettings(completions=K, **settings),
-        state_values=state_values,
         prompt_length=rng.integers(1, 2 * R + 1, B).astype(np.int32),
     )
     return PolicyOutputs(logprobs=policy, log_z=log_z, values=values), inputs

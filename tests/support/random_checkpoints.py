@@ -54,32 +54,17 @@ def write(
     read = HuggingFaceTokenizer(own)
     shape = PRESETS[preset]
     groups = 2 if shape.kv_heads < shape.heads else 1
-    model = dataclasses.replace(
-        shape,
-        layers=2,
-        width=32,
-        heads=2,
-        kv_heads=2 // groups,
-        head_size=16,
-        rotary_size=4 if shape.rotary_size else 0,
-        layer_pattern=shape.layer_pattern[-2:],
-        window=min(shape.window, 8),
-        ffn=48,
-        vocab=read.vocab_size,
-        max_positions=2048,
-        **(dict(head="score", labels=labels) if labels else {}),
+    sizes = dict(
+        layers=2, width=32, heads=2, kv_heads=2 // groups, head_size=16, rotary_size=4 if shape.rotary_size else 0, ffn=48
     )
+    sizes |= dict(window=min(shape.window, 8), vocab=read.vocab_size, max_positions=2048)
+    head = dict(head="score", labels=labels) if labels else {}
+    model = dataclasses.replace(shape, layer_pattern=shape.layer_pattern[-2:], **sizes, **head)
     params = jax.jit(functools.partial(applied.init, config=model))(jax.random.key(seed))
     if p_end:
         end_often(params, read.eos_id, temperature * np.log(read.vocab_size * p_end / (1 - p_end)))
-    export.save(
-        folder,
-        model,
-        params,
-        dtype=dtype,
-        token_ids={"eos_token_id": read.eos_id, "pad_token_id": read.pad_id},
-        more=[functools.partial(export.copy_tokenizer, own)],
-    )
+    ids = {"eos_token_id": read.eos_id, "pad_token_id": read.pad_id}
+    export.save(folder, model, params, dtype=dtype, token_ids=ids, more=[functools.partial(export.copy_tokenizer, own)])
     return folder
 
 

@@ -38,15 +38,9 @@ def limits(rows: int = 0, *, shares: bool = True, ways: int = 1) -> row_layout.L
 
 
 def settings(**changes: Any) -> update_lib.LearnerConfig:
-    config = update_lib.LearnerConfig(
-        policy=POLICY,
-        objective=OBJECTIVES["trajectory_balance"],
-        settings=ObjectiveSettings(completions=K),
-        limits=limits(),
-        logit_bytes=1 << 20,
-        space=SPACE,
-        remat="none",
-    )
+    objective = dict(objective=OBJECTIVES["trajectory_balance"], settings=ObjectiveSettings(completions=K))
+    sizes = dict(limits=limits(), logit_bytes=1 << 20, space=SPACE, remat="none")
+    config = update_lib.LearnerConfig(policy=POLICY, **objective, **sizes)
     return dataclasses.replace(config, **changes)
 
 

@@ -106,14 +106,7 @@ def test_three_seeds_of_every_behaviour_in_full(name):
 @pytest.mark.parametrize("completions", [posterior.K, 1])
 def test_learned_log_z_becomes_the_exact_one(completions):
     problem = posterior.make_problem(0, queries=SMALL_QUERIES)
-    state, distance, _ = posterior.train(
-        problem,
-        0,
-        behavior=posterior.BEHAVIORS["uniform"],
-        steps=4000,
-        every=400,
-        objective="learned_log_z",
-        completions=completions,
-    )
+    learned = dict(objective="learned_log_z", completions=completions, steps=4000, every=400)
+    state, distance, _ = posterior.train(problem, 0, behavior=posterior.BEHAVIORS["uniform"], **learned)
     assert distance[-1].mean() <= posterior.BOUND
     np.testing.assert_allclose(posterior.predicted_log_z(state, queries=SMALL_QUERIES), problem.log_z, atol=0.05)

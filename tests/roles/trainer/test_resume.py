@@ -51,11 +51,6 @@ def checkpoint(s: jobs.Invocation, step: int) -> Path:
     return s.run.checkpoints / layout.step_name(step)
 
 
-def damage(s: jobs.Invocation, step: int, file: str = "host/metadata") -> None:
-    path = checkpoint(s, step) / file
-    path.write_bytes(path.read_bytes()[:-7])
-
-
 def assert_resumes_as(s: jobs.Invocation, state: Any) -> None:
     with frozen_runs.trainer(s) as trainer:
         assert trainer.step_number == int(state.step)
@@ -65,10 +60,6 @@ def assert_resumes_as(s: jobs.Invocation, state: Any) -> None:
 def refused(s: jobs.Invocation, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence), frozen_runs.trainer(s):
         pass
-
-
-def told(caplog) -> list[str]:
-    return [record.message for record in caplog.records if "is set aside" in record.message]
 
 
 def lines_of(s: jobs.Invocation) -> tuple[Path, list[bytes]]:
@@ -133,7 +124,7 @@ def test_a_late_checkpoint_of_a_replaced_trainer_is_set_aside(copied, stopped, c
     shutil.rmtree(checkpoint(s, 9))
     shutil.copytree(late, checkpoint(s, 9))
     assert_resumes_as(s, state)
-    due, newest = told(caplog)
+    due, newest = (record.message for record in caplog.records if "is set aside" in record.message)
     assert "replaced wrote it meanwhile" in due
     assert str(checkpoint(s, 9)) in newest and "had been replaced" in newest and "from its checkpoint of step 8" in newest
 
@@ -153,7 +144,7 @@ def test_more_lost_lines_than_one_end_the_trainer(copied, lines, shown):
 def test_the_reference_is_no_way_back_where_rows_have_been_removed(copied):
     s = copied(replay__retention="checkpoints")
     shutil.rmtree(checkpoint(s, 3))
-    damage(s, 6, "state/manifest.ocdbt")
+    os.truncate(manifest := checkpoint(s, 6) / "state" / "manifest.ocdbt", manifest.stat().st_size - 7)
     layout.write_json(s.run.replay / segment.EXPIRED, {"expired": {"frozen": [0]}, "removing": {}})
     for _ in range(2):
         refused(s, r"00000006 cannot be used: it is damaged .*replay.retention=checkpoints has removed rows")
