@@ -28,16 +28,10 @@ def test_one_pass_equals_the_loss_on_whole_rows(form):
     """Each row lies alone here: log-probs, means of prompt states and values come from forward passes of their own."""
     batch, config = tiny.batch_of(form), tiny.settings(**FORMS[form][0])
     mask = trajectory.response_mask(batch.response_length, R)
-    inputs = ObjectiveInputs(
-        ref_logprobs=batch.ref_logprobs if batch.moving_ref_logprobs is None else batch.moving_ref_logprobs,
-        behavior_logprobs=batch.behavior_logprobs,
-        mask=mask,
-        reward=batch.reward,
-        beta=jnp.float32(BETA),
-        ref_temperature=jnp.ones(()),
-        reward_temperature=jnp.ones(()),
-        settings=config.settings,
-    )
+    ref = batch.ref_logprobs if batch.moving_ref_logprobs is None else batch.moving_ref_logprobs
+    rows = dict(ref_logprobs=ref, behavior_logprobs=batch.behavior_logprobs, mask=mask, reward=batch.reward)
+    coefficients = dict(beta=jnp.float32(BETA), ref_temperature=jnp.ones(()), reward_temperature=jnp.ones(()))
+    inputs = ObjectiveInputs(**rows, **coefficients, settings=config.settings)
 
     @jax.jit
     def loss(params: Any) -> Any:

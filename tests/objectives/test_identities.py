@@ -23,24 +23,16 @@ UNIFORM, SKEWED = [0.2] * 5, [0.6, 0.05, 0.05, 0.1, 0.2]
 UNCLIPPED = {"clip_low": 1.0, "clip_high": 1e6}
 
 
-def group_gradient(
-    theta: jax.Array, log_z: jax.Array, group: jax.Array, behavior: jax.Array, form: str, changes: dict[str, float]
-) -> tuple[jax.Array, jax.Array]:
+def group_gradient(theta: jax.Array, log_z: jax.Array, group: jax.Array, behavior: jax.Array, form: str, changes: dict) -> tuple:
     """∇ L of the policy softmax(θ) on one group, int[K], of responses that `behavior` drew: by θ, float64[n], and by log Z."""
     name, settings = FORMS[form]
     K = group.shape[0]
-    inputs = ObjectiveInputs(
-        ref_logprobs=jnp.asarray(REF_LOGPROBS)[group][:, None],
-        behavior_logprobs=jnp.log(behavior)[group][:, None],
-        mask=jnp.ones((K, 1), bool),
-        reward=jnp.asarray(REWARD)[group],
-        beta=jnp.asarray(BETA),
-        ref_temperature=jnp.ones(()),
-        reward_temperature=jnp.ones(()),
-        settings=ObjectiveSettings(completions=K, **settings | UNCLIPPED | changes),
-        state_values=jnp.broadcast_to(log_z, (K, 1)),
-        prompt_length=jnp.full(K, 3),
-    )
+    columns = dict(ref_logprobs=jnp.asarray(REF_LOGPROBS)[group][:, None], behavior_logprobs=jnp.log(behavior)[group][:, None])
+    columns |= dict(mask=jnp.ones((K, 1), bool), reward=jnp.asarray(REWARD)[group], prompt_length=jnp.full(K, 3))
+    columns |= dict(state_values=jnp.broadcast_to(log_z, (K, 1)))
+    coefficients = dict(beta=jnp.asarray(BETA), ref_temperature=jnp.ones(()), reward_temperature=jnp.ones(()))
+    changed = ObjectiveSettings(completions=K, **settings | UNCLIPPED | changes)
+    inputs = ObjectiveInputs(**columns, **coefficients, settings=changed)
 
     def loss(theta: jax.Array, log_z: jax.Array) -> jax.Array:
         logprobs = jax.nn.log_softmax(theta)[group][:, None]
@@ -51,15 +43,7 @@ def group_gradient(
 
 
 @functools.partial(jax.jit, static_argnames=("K", "form", "changes"))
-def expected_gradients(
-    theta: jax.Array,
-    log_z: jax.Array,
-    behavior: jax.Array,
-    *,
-    K: int,
-    form: str = "trajectory_balance",
-    changes: tuple[tuple[str, float], ...] = (),
-) -> tuple[jax.Array, jax.Array]:
+def expected_gradients(theta, log_z, behavior, *, K: int, form: str = "trajectory_balance", changes: tuple = ()) -> tuple:
     """E[∇ L] over all n^K groups that `behavior`, float64[n] probabilities, can draw. changes: of ObjectiveSettings."""
     groups = jnp.asarray(list(itertools.product(range(theta.shape[0]), repeat=K)))
     by_theta, by_log_z = jax.vmap(lambda group: group_gradient(theta, log_z, group, behavior, form, dict(changes)))(groups)
@@ -67,9 +51,7 @@ def expected_gradients(
     return weight @ by_theta, weight @ by_log_z
 
 
-def expected_gradient(
-    theta: jax.Array, behavior: jax.Array, *, K: int, form: str = "trajectory_balance", log_z: float = 0.7, **changes: float
-) -> jax.Array:
+def expected_gradient(theta, behavior, *, K: int, form: str = "trajectory_balance", log_z: float = 0.7, **changes) -> jax.Array:
     """E[∇_θ L], see expected_gradients."""
     return expected_gradients(theta, jnp.asarray(log_z), behavior, K=K, form=form, changes=tuple(changes.items()))[0]
 

@@ -28,17 +28,7 @@ def byte_tokenizer(folder: Path) -> Path:
     return tiny_checkpoints.save_tokenizer(folder, tokenizer, eos_token=END)
 
 
-def write(
-    folder: Path,
-    preset: str,
-    tokenizer: Path,
-    *,
-    labels: int = 0,
-    seed: int = 0,
-    p_end: float = 0.0,
-    temperature: float = 1.0,
-    dtype: str = "float32",
-) -> Path:
+def write(folder: Path, preset: str, tokenizer: Path, *, labels=0, seed=0, p_end=0.0, temperature=1.0, dtype="float32") -> Path:
     """A Hugging Face folder: two layers of the preset's kind, and the tokenizer's files. Returns the folder.
 
     labels: of a sequence classifier, one for a reward model; 0: a language model.
@@ -54,10 +44,8 @@ def write(
     read = HuggingFaceTokenizer(own)
     shape = PRESETS[preset]
     groups = 2 if shape.kv_heads < shape.heads else 1
-    sizes = dict(
-        layers=2, width=32, heads=2, kv_heads=2 // groups, head_size=16, rotary_size=4 if shape.rotary_size else 0, ffn=48
-    )
-    sizes |= dict(window=min(shape.window, 8), vocab=read.vocab_size, max_positions=2048)
+    sizes = dict(layers=2, width=32, heads=2, kv_heads=2 // groups, head_size=16, ffn=48, max_positions=2048)
+    sizes |= dict(window=min(shape.window, 8), rotary_size=4 if shape.rotary_size else 0, vocab=read.vocab_size)
     head = dict(head="score", labels=labels) if labels else {}
     model = dataclasses.replace(shape, layer_pattern=shape.layer_pattern[-2:], **sizes, **head)
     params = jax.jit(functools.partial(applied.init, config=model))(jax.random.key(seed))

@@ -64,14 +64,9 @@ def random_batch(seed: int = 0) -> update_lib.Batch:
     tokens[place >= (prompt_length + response_length)[:, None]] = 0
     mask = trajectory.response_mask(response_length, R)
     ref, behavior = np.where(mask, -rng.exponential(1.0, (2, B, R)), 0.0).astype(np.float32)
-    return update_lib.Batch(
-        tokens=tokens.astype(np.int32),
-        prompt_length=prompt_length,
-        response_length=response_length,
-        ref_logprobs=ref,
-        behavior_logprobs=behavior,
-        reward=rng.normal(size=B).astype(np.float32),
-    )
+    rows = dict(tokens=tokens.astype(np.int32), prompt_length=prompt_length, response_length=response_length)
+    reward = rng.normal(size=B).astype(np.float32)
+    return update_lib.Batch(**rows, ref_logprobs=ref, behavior_logprobs=behavior, reward=reward)
 
 
 def packed_of(batch: update_lib.Batch, limits: row_layout.Limits, **options: Any) -> tuple[row_packing.Packed, row_layout.Plan]:
@@ -81,12 +76,7 @@ def packed_of(batch: update_lib.Batch, limits: row_layout.Limits, **options: Any
 
 
 def make_step(
-    config: update_lib.LearnerConfig,
-    *,
-    optimizers: state_lib.Optimizers = DESCENT,
-    changes: dict[str, Any] | None = None,
-    mesh: jax.sharding.Mesh | None = None,
-    **options: Any,
+    config: update_lib.LearnerConfig, *, optimizers=DESCENT, changes: dict[str, Any] | None = None, mesh=None, **options: Any
 ) -> Any:
     """step(state, frozen, batch), jitted. Args: mesh: that has rows; options: of jax.jit."""
     made = functools.partial(update_lib.train_step, optimizers=optimizers, schedules=schedules(**changes or {}), config=config)

@@ -23,15 +23,8 @@ def run(cases, folder, *, seconds: float = 300.0) -> None:
 
 def make_case(folder, name: str, code: str, *, least: float = 0.0, most: float = 60.0) -> Case:
     answer = folder / f"{name}.json"
-    return Case(
-        name=name,
-        kind="decode",
-        command=("-c", code, str(answer)),
-        answer=answer,
-        read=suite.read_figures,
-        least=least,
-        most=most,
-    )
+    command, limits = ("-c", code, str(answer)), dict(least=least, most=most)
+    return Case(name=name, kind="decode", command=command, answer=answer, read=suite.read_figures, **limits)
 
 
 def test_a_case_that_fails_or_hangs_costs_its_own_row(tmp_path):

@@ -82,10 +82,8 @@ def test_only_what_every_checkpoint_is_past_expires():
 
 def test_what_no_checkpoint_needs_is_removed_and_accounted_for(tmp_path):
     """A segment an append of 16 rows, one a step, and a window of 24 rows; a checkpoint every step, of which two are kept."""
-    changes = dict(
-        schedule__mode="interleaved", evaluation__enabled=False, task__missing_eos_reward=-1.0, checkpoint__every_steps=1
-    )
-    changes |= dict(replay__segment_appends=1, replay__capacity=24, replay__retention="checkpoints")
+    changes = dict(schedule__mode="interleaved", evaluation__enabled=False, task__missing_eos_reward=-1.0)
+    changes |= dict(replay__segment_appends=1, replay__capacity=24, replay__retention="checkpoints", checkpoint__every_steps=1)
     c = tiny_run.config(**changes, learner__steps=6, learner__logprob_gap_every_steps=0)
     s = tiny_run.settings(tmp_path / "run", c)
     run = s.run

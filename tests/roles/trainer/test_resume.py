@@ -144,7 +144,8 @@ def test_more_lost_lines_than_one_end_the_trainer(copied, lines, shown):
 def test_the_reference_is_no_way_back_where_rows_have_been_removed(copied):
     s = copied(replay__retention="checkpoints")
     shutil.rmtree(checkpoint(s, 3))
-    os.truncate(manifest := checkpoint(s, 6) / "state" / "manifest.ocdbt", manifest.stat().st_size - 7)
+    manifest = checkpoint(s, 6) / "state" / "manifest.ocdbt"
+    os.truncate(manifest, manifest.stat().st_size - 7)
     layout.write_json(s.run.replay / segment.EXPIRED, {"expired": {"frozen": [0]}, "removing": {}})
     for _ in range(2):
         refused(s, r"00000006 cannot be used: it is damaged .*replay.retention=checkpoints has removed rows")
