@@ -13,22 +13,11 @@ from tests.support.tiny_engine import numpy_distribution
 SCORING_TEMPERATURE = 0.7
 draw = jax.jit(functools.partial(sampling_lib.draw, scoring_temperature=SCORING_TEMPERATURE), static_argnames="tiled")
 OFF = dict(top_k=0, top_p=1.0, min_p=0.0)
-SETTINGS = [
-    dict(temperature=0.0),
-    dict(temperature=SCORING_TEMPERATURE),
-    dict(temperature=1.0),
-    dict(temperature=1.7),
-    dict(temperature=1.0, top_k=1),
-    dict(temperature=SCORING_TEMPERATURE, top_k=9),
-    dict(temperature=1.0, top_k=1_000_000),
-    dict(temperature=1.0, top_p=0.6),
-    dict(temperature=SCORING_TEMPERATURE, top_p=0.97),
-    dict(temperature=1.0, top_p=1e-6),
-    dict(temperature=1.0, min_p=0.15),
-    dict(temperature=2.0, top_k=20, top_p=0.8),
-    dict(temperature=1.5, top_k=20, top_p=0.9, min_p=0.05),
-    dict(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5),
-]
+SETTINGS = [dict(temperature=temperature) for temperature in (0.0, SCORING_TEMPERATURE, 1.0, 1.7)]
+SETTINGS += [dict(temperature=1.0, top_k=1), dict(temperature=SCORING_TEMPERATURE, top_k=9), dict(temperature=1.0, top_k=10**6)]
+SETTINGS += [dict(temperature=t, top_p=p) for t, p in ((1.0, 0.6), (SCORING_TEMPERATURE, 0.97), (1.0, 1e-6))]
+SETTINGS += [dict(temperature=1.0, min_p=0.15), dict(temperature=2.0, top_k=20, top_p=0.8)]
+SETTINGS += [dict(temperature=1.5, top_k=20, top_p=0.9, min_p=0.05), dict(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5)]
 
 
 def sampling_of(settings: list[dict]) -> sampling_lib.Sampling:

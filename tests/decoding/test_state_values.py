@@ -34,7 +34,6 @@ from tests.support.tiny_checkpoints import path_of
 from tests.support.tiny_engine import EOS, MODEL, PARAMS, TEXTS, R, make_engine, make_request, row_keys
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
-
 S, SAMPLES, MISSING = 4, 3, -3.0
 PROMPTS = ((3, 4, 5), (6,), (7, 3, 8, 5, 10))
 STEP_ENDS = ("a", "cd")

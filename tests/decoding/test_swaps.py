@@ -17,9 +17,7 @@ from tests.support import tiny_engine as tiny
 from tests.support.tiny_engine import BANNED, MODEL, PAD, SIZES, TEMPERATURE, R, numpy_distribution, random_params
 
 jit_prefill = jax.jit(functools.partial(applied.prefill, config=MODEL))
-
 jit_decode_step = jax.jit(functools.partial(applied.decode_step, config=MODEL))
-
 unstacked = functools.lru_cache(lambda step: jax.jit(functools.partial(kv_cache.unstack, config=MODEL))(random_params(step)))
 
 

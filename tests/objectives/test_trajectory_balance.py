@@ -13,7 +13,6 @@ from tests.support.objective_loops import FORMS, UNCOUPLED, evaluate, loop_loss,
 
 SIZES = (3, 4, 7)
 BETA_GAMMA_TAU = [(0.004, 1.0, 1.0), (0.3, 1.7, 0.6), (1.0, 0.8, 2.0)]  # β, γ, τ
-
 forms = pytest.mark.parametrize("form", FORMS)
 
 

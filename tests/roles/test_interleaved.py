@@ -12,8 +12,6 @@ from tba_jax.telemetry import metrics
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
-
-
 LAG, STEPS = 3, 8
 
 

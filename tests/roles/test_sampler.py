@@ -11,7 +11,6 @@ from tests.support import frozen_runs, tiny_run
 from tests.support.summaries import write_rows
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
-
 NONE = {"learner__reference__kind": "none"}
 
 

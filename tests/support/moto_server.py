@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import pytest
 
 BUCKET = "runs"
-
 # moto's own command serves each request in a thread and asks whether an object is there before it writes: of two conditional
 # writes at once both may win, as on no S3. One thread serves one request after the other.
 SERVER = """

@@ -30,8 +30,6 @@ CONFIGS = {
         GROUPED, rope_scaling=RopeScaling(factor=4.0, low_frequency=1.0, high_frequency=4.0, original_positions=16)
     ),
 }
-
-
 EVERYTHING = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
 
 

@@ -13,7 +13,6 @@ from tba_jax.experiment import composition, jobs
 from tba_jax.storage import layout
 
 ROOT = Path(__file__).parent.parent.parent
-
 SETTINGS: dict[str, Any] = {"task.prompt_length": 7, "task.response_length": 6}
 SETTINGS |= {"task.arithmetic.digits": 2, "task.arithmetic.train_queries": 40, "task.arithmetic.heldout_queries": 8}
 SETTINGS |= {"model.layers": 1, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.head_size": 8, "model.ffn": 16}

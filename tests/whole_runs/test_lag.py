@@ -8,7 +8,6 @@ from tba_jax.telemetry.status import TimeAccount
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
-
 LAG, EVERY = 4, 2
 # The fewest snapshots that may be kept; two batches of 16 rows with each, where an update takes 12 rows.
 SETTINGS = dict(searchers__lag=LAG, searchers__max_rows_per_snapshot=32, replay__recent_probability=1.0)

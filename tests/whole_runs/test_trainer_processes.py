@@ -19,7 +19,6 @@ from tests.support import frozen_runs, tiny_run
 from tests.support import trainer_processes as trainers
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
-
 LONG = {"learner__steps": 120, "learner__warmup_steps": 1, "checkpoint__every_steps": 20, "publish__every_steps": 10}
 
 

@@ -37,7 +37,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_device_throughout"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # of orbax, whose read failed
 ]
-
 CHANGES = {"checkpoint__every_steps": 3, "learner__steps": 1000, "replay__capacity": 120}
 # States with all that a checkpoint may hold; the others take their time in the slow tests.
 EMA = {"kind": "ema", "ema_decay": 0.8, "offload": True}
@@ -57,18 +56,9 @@ KINDS = {
 BY_DEFAULT = ("whole policy", "everything")
 # A file of each kind that a loss of power may tear, of which the newest is torn.
 TORN = (
-    "checkpoints/0*/host/metadata",
-    "checkpoints/0*/state/_METADATA",
-    "checkpoints/0*/state/manifest.ocdbt",
-    "checkpoints/0*/state/d/*",
-    "policy/0*/commit.json",
-    "policy/0*/embedding.weight/zarr.json",
-    "policy/0*/embedding.weight/c/0/0",
-    "journal/*.jsonl",
-    "journal/*.lease",
-    "replay/expired.json",
-    "reference/initial.json",
-    "metrics/trainer/status.json",
+    *(f"checkpoints/0*/{file}" for file in ("host/metadata", "state/_METADATA", "state/manifest.ocdbt", "state/d/*")),
+    *(f"policy/0*/{file}" for file in ("commit.json", "embedding.weight/zarr.json", "embedding.weight/c/0/0")),
+    *("journal/*.jsonl", "journal/*.lease", "replay/expired.json", "reference/initial.json", "metrics/trainer/status.json"),
 )
 # Where a kill within a step comes: a function that the step calls, whether before or after the call, and whether the step counts.
 POINTS = (

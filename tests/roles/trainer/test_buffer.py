@@ -14,7 +14,6 @@ from tba_jax.storage import layout, snapshots
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
-
 POSTERIOR = {
     "searchers__prompt_selection": "posterior",
     "replay__success_decay": 0.5,

@@ -14,8 +14,6 @@ from tests.support import frozen_runs, tiny_run
 from tests.support.tiny_log import make_rows
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
-
-
 IDS = [("a", row) for row in range(4)]
 
 

@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_device_throughout"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # of orbax, whose read failed
 ]
-
 STEPS = {"checkpoint__every_steps": 3, "learner__steps": 9, "replay__capacity": 200}
 
 
