@@ -50,8 +50,7 @@ def test_rows_of_another_reference_are_left_out_and_counted(here, tmp_path, capl
     id_of_run = layout.reference_id(s.run)
     theirs = int(id_of_run, 16) if here == "none" else 0
     frozen_runs.append_changed(s, "other-1", reference_id=(slice(None), theirs), tokens=((slice(None), 0), 3))
-    with frozen_runs.trainer(s) as trainer:
-        trainer.poll()
+    with frozen_runs.trainer(s, polls=True) as trainer:
         for _ in range(2):
             assert trainer.step() is not None
         trainer.report_problems()

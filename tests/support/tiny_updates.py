@@ -127,11 +127,8 @@ def measured(step: Any, state: Any, batch: Any) -> Found:
     gradient = jax.tree.map(lambda new, old: np.asarray(old) - np.asarray(new), after.params, state.params)
     policy = gradient.pop("policy")
     (head,) = gradient.values() or ({},)
-    return (
-        float(measurements["loss"]),
-        {"policy": policy, "head": head},
-        {name: float(value) for name, value in measurements.items()},
-    )
+    numbers = {name: float(value) for name, value in measurements.items()}
+    return numbers["loss"], {"policy": policy, "head": head}, numbers
 
 
 @functools.cache

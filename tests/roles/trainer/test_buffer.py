@@ -14,12 +14,8 @@ from tba_jax.storage import layout, snapshots
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
-POSTERIOR = {
-    "searchers__prompt_selection": "posterior",
-    "replay__success_decay": 0.5,
-    "replay__merge_duplicates": False,
-    "task__missing_eos_reward": 0.0,
-}
+POSTERIOR = {"searchers__prompt_selection": "posterior", "replay__success_decay": 0.5}
+POSTERIOR |= {"replay__merge_duplicates": False, "task__missing_eos_reward": 0.0}
 
 
 def by_hand(s) -> dict[int, tuple[float, float]]:

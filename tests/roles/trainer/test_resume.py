@@ -112,8 +112,7 @@ def test_a_checkpoint_that_does_not_fit_is_not_called_damaged(copied):
 def test_a_late_checkpoint_of_a_replaced_trainer_is_set_aside(copied, stopped, caplog):
     """A trainer is stopped while it saves, another one takes over, and the first goes on: before it saves, or after."""
     s, late = copied(), stopped[0] / "checkpoints" / "00000006"  # of the epoch before
-    with frozen_runs.trainer(s) as trainer:
-        trainer.poll()
+    with frozen_runs.trainer(s, polls=True) as trainer:
         shutil.copytree(late, checkpoint(s, 9))
         assert trainer.step() is not None
         trainer.finish()
