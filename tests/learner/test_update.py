@@ -128,10 +128,6 @@ def test_meshes_give_what_one_device_gives(form, sizes, micro_batch_rows):
     tiny.assert_same(tiny.measured(sharding.on_mesh(mesh, step), state, batch), tiny.one_pass(form))
 
 
-def initial(optimizers: state_lib.Optimizers) -> state_lib.TrainState:
-    return jax.jit(lambda params: state_lib.init_state(POLICY, params, optimizers))(tiny.random_params())
-
-
 # A reward of 1e30 is finite, the square of its residual is not.
 NOT_FINITE = [("reward", np.inf), ("reward", np.nan), ("reward", 1e30), ("ref_logprobs", -np.inf), ("behavior_logprobs", np.nan)]
 
@@ -166,7 +162,8 @@ def test_the_row_that_is_not_finite_is_named_and_the_batch_only_counted():
 def test_what_overflows_leaves_the_state_as_it_was(optimizer, scale):
     optimizers = {"policy": optimizer}
     update = tiny.make_step(tiny.settings(), optimizers=optimizers, donate_argnums=0)
-    state, batch = initial(optimizers), random_batch()
+    state = jax.jit(lambda params: state_lib.init_state(POLICY, params, optimizers))(tiny.random_params())
+    batch = random_batch()
     before = jax.device_get(state)
     after, measurements = update(state, {}, dataclasses.replace(batch, reward=batch.reward * np.float32(scale)))
     assert np.isfinite(measurements["loss"]) and measurements["row_finite"].all() and float(measurements["finite"]) == 0

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ REAL_MODELS = ("TinyStories-656K", "stories260K-hf")
 
 def path_of(name: str) -> Path:
     return FIXTURES / f"tiny_{name}"
+
+
+def copy_of(name: str, folder: Path) -> Path:
+    """A copy within the folder, to be edited."""
+    return Path(shutil.copytree(path_of(name), folder / "model"))
 
 
 def make_mesh(sizes: tuple[int, int, int]) -> jax.sharding.Mesh:
