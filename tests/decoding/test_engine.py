@@ -41,14 +41,12 @@ def rows_of(stream: Sequence[Request], found: Generation) -> tuple[np.ndarray, .
     return tuple(columns.values())
 
 
-jit_scores = jax.jit(
-    functools.partial(applied.response_logprobs, R=R, config=MODEL, space=SPACE, logit_bytes=1 << 20, remat="none")
-)
+score = jax.jit(functools.partial(applied.response_logprobs, R=R, config=MODEL, space=SPACE, logit_bytes=2**20, remat="none"))
 
 
 def scores(params: Params, stream: Sequence[Request], found: Generation) -> np.ndarray:
     """float32[B, R]: policy log-probs of whole rows in one pass."""
-    return np.asarray(jit_scores(params, *rows_of(stream, found))[0])
+    return np.asarray(score(params, *rows_of(stream, found))[0])
 
 
 def teacher_forced_logits(stream, found: Generation, params: Params = PARAMS, config=MODEL) -> np.ndarray:

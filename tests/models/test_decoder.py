@@ -142,10 +142,8 @@ def test_presets_have_the_published_sizes():
 
 
 def test_init_of_the_layers_does_not_depend_on_the_head():
-    definitions = [
-        applied.define(dataclasses.replace(GROUPED, **changes)) for changes in ({}, dict(tied_embedding=False, vocab=41))
-    ]
-    tied, untied = (jax.jit(made.init)(jax.random.key(3))["layers"]["feed_forward"] for made in definitions)
+    both = [applied.define(dataclasses.replace(GROUPED, **changes)) for changes in ({}, dict(tied_embedding=False, vocab=41))]
+    tied, untied = (jax.jit(made.init)(jax.random.key(3))["layers"]["feed_forward"] for made in both)
     jax.tree.map(np.testing.assert_array_equal, tied, untied)
     assert not (tied["up"]["weight"] == tied["gate"]["weight"]).any()
     np.testing.assert_allclose(np.std(tied["up"]["weight"]), 0.02, rtol=0.05)

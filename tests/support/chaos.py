@@ -49,9 +49,8 @@ class Chaos:
 
     def start(self, *flags: str) -> None:
         with self.output.open("ab") as output:
-            self.supervisor = subprocess.Popen(
-                [*self.arguments, *flags], cwd=tiny_run.ROOT, env=tiny_run.environment(), stdout=output, stderr=subprocess.STDOUT
-            )
+            told = dict(cwd=tiny_run.ROOT, env=tiny_run.environment(), stdout=output, stderr=subprocess.STDOUT)
+            self.supervisor = subprocess.Popen([*self.arguments, *flags], **told)
 
     def said(self) -> str:
         """By all supervisors so far."""

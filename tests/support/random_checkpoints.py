@@ -38,9 +38,8 @@ def write(folder: Path, preset: str, tokenizer: Path, *, labels=0, seed=0, p_end
     own = folder.parent / f"{folder.name}-tokenizer"
     shutil.copytree(tokenizer, own, ignore=shutil.ignore_patterns("model_config.json"))
     if not (own / "tokenizer_config.json").exists():
-        own.joinpath("tokenizer_config.json").write_text(
-            json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END})
-        )
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+        own.joinpath("tokenizer_config.json").write_text(json.dumps(settings))
     read = HuggingFaceTokenizer(own)
     shape = PRESETS[preset]
     groups = 2 if shape.kv_heads < shape.heads else 1
