@@ -178,15 +178,6 @@ def p_star(seed: int) -> np.ndarray:
     return np.asarray(problem(seed).target, np.float64)
 
 
-def tempered(seed: int) -> np.ndarray:
-    """μ·exp(r/β)/Z of uniform μ: float64[Q, N]."""
-    return special.softmax(uniform_log_probs() + rewards(seed) / posterior.BETA, axis=-1)
-
-
-# What an optimum on uniform rows tends to as K grows, where that is simple.
-LIMITS: dict[str, Callable[[int], np.ndarray]] = {"oapl": tempered, "a_star_po": p_star}
-
-
 def distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Total variation: float64[Q]."""
     return 0.5 * np.abs(a - b).sum(axis=-1)

@@ -15,7 +15,6 @@ def test_a_text_is_embedded_as_the_mean_of_its_words(data_dir, tmp_path):
     word_embedder.write(folder, model)
     texts = ["an ugly old mouse", "mouse an old ugly", "the sun and the sea"]
     found = ResponseEmbedder(folder, sharding.make_mesh((1, 1, 1), setting="mesh", devices=jax.devices()[:1]))(texts)
-
     words = load_file(model / "model.safetensors")["lm_head.weight"].astype(np.float64)
     words -= words.mean(axis=0)
     words -= words.mean(axis=1, keepdims=True)

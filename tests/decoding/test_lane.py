@@ -17,31 +17,21 @@ from tba_jax.experiment import topologies
 from tba_jax.models import decoder, hardware, kv_cache, parameters
 from tba_jax.models.config import PRESETS
 from tba_jax.programs import shaped
-from tests.support.tiny_engine import (
-    BANNED,
-    EOS,
-    PARAMS,
-    SIZES,
-    SPACE,
-    assert_same_rows,
-    decoded_alone,
-    decoded_together,
-    make_engine,
-    make_request,
-)
+from tests.support import tiny_engine as tiny
+from tests.support.tiny_engine import BANNED, EOS, PARAMS, SIZES, SPACE
 
 ENDLESS = dataclasses.replace(SPACE, banned_tokens=(*BANNED, EOS))
 
 
 def test_usage_counts_slots_operations_and_bytes():
     for seed in range(200):  # until no row ends before its limit
-        engine = make_engine(*SIZES)
+        engine = tiny.make_engine(*SIZES)
         engine.set_policy(PARAMS, 5)
         # A row of four tokens: the first comes from prefill, three from as many steps of eight slots.
-        (short,) = engine.generate([make_request([6, 6, 3], 1, seed, limit=np.array([4]))])
+        (short,) = engine.generate([tiny.make_request([6, 6, 3], 1, seed, limit=np.array([4]))])
         usage, c, m = engine.usage, engine.config, engine.config.model
         # The others idle while the longest goes on, for eight steps in two calls.
-        (long,) = engine.generate([make_request([6, 6, 3], 3, seed, limit=np.array([4, 1, 9]))])
+        (long,) = engine.generate([tiny.make_request([6, 6, 3], 3, seed, limit=np.array([4, 1, 9]))])
         if not (short.finished.any() or long.finished.any()):
             break
     assert (usage.slot_steps, usage.useful) == (3 * 8, 3)
@@ -69,18 +59,18 @@ def test_a_stream_reads_as_much_of_its_rings_as_its_samples_need(monkeypatch):
         monkeypatch.setattr(decode_loop, name, functools.wraps(function)(noted))
     windows = {16, 32, 48}
     engines = dict(space=ENDLESS, prompt_length=8, response_length=40)
-    single = make_engine(1, 1, chunk=40, **engines)
+    single = tiny.make_engine(1, 1, chunk=40, **engines)
     monkeypatch.setattr(slots_lib, "are_tiled", lambda mesh: True)
     monkeypatch.setattr(slots_lib, "_TILE_COLUMNS", 16)  # so that rings of 48 entries have windows
     monkeypatch.setattr(kv_cache, "_TILE_COLUMNS", 1)  # so that the heads of a tiny model fill them
-    engine = make_engine(8, 4, chunk=8, **engines)
+    engine = tiny.make_engine(8, 4, chunk=8, **engines)
     limits = [4] * 48 + [40, 5, 40, 3, 4] * 2
-    stream = [make_request([3 + i % 6, 5], 4, i, limit=np.full(4, limit)) for i, limit in enumerate(limits)]
-    found = decoded_together(engine, stream)
+    stream = [tiny.make_request([3 + i % 6, 5], 4, i, limit=np.full(4, limit)) for i, limit in enumerate(limits)]
+    found = tiny.decoded_together(engine, stream)
     assert len(set(traced)) == len(traced), "each program is made once"
     assert traced[:2] == [("decode", max(windows)), ("decode", min(windows))]
     assert ("rotate", min(windows)) in traced and {window for _, window in traced} <= windows
-    assert_same_rows(found, decoded_alone(single, stream))
+    tiny.assert_same_rows(found, tiny.decoded_alone(single, stream))
     np.testing.assert_array_equal(found.length, np.repeat(limits, 4))
 
 

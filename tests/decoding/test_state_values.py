@@ -34,7 +34,6 @@ from tests.support.tiny_checkpoints import path_of
 from tests.support.tiny_engine import EOS, MODEL, PARAMS, TEXTS, R, make_engine, make_request, row_keys
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
-
 S, SAMPLES, MISSING = 4, 3, -3.0
 PROMPTS = ((3, 4, 5), (6,), (7, 3, 8, 5, 10))
 STEP_ENDS = ("a", "cd")
@@ -134,7 +133,6 @@ def test_values_are_mean_rewards_of_continuations_decoded_alone(single):
     answer = submitted[0].generation
     (lonely,) = single.generate([dataclasses.replace(submitted[0].request)])
     np.testing.assert_array_equal(answer.tokens, lonely.tokens)
-
     valuing = value_states(engine, most_states=1, states_at_a_time=100)
     valued = valuing.begin(generation)
     list(valuing.decode(valued, generation, keys, QUERIES))

@@ -13,25 +13,11 @@ from tba_jax.decoding.requests import Generation, Request, Ticket
 from tba_jax.models import kv_cache
 from tba_jax.sharding import PINNED_HOST
 from tests.support import applied
-from tests.support.tiny_engine import (
-    BANNED,
-    MODEL,
-    PAD,
-    SIZES,
-    TEMPERATURE,
-    R,
-    make_engine,
-    make_mesh,
-    make_request,
-    make_stream,
-    numpy_distribution,
-    random_params,
-)
+from tests.support import tiny_engine as tiny
+from tests.support.tiny_engine import BANNED, MODEL, PAD, SIZES, TEMPERATURE, R, numpy_distribution, random_params
 
 jit_prefill = jax.jit(functools.partial(applied.prefill, config=MODEL))
-
 jit_decode_step = jax.jit(functools.partial(applied.decode_step, config=MODEL))
-
 unstacked = functools.lru_cache(lambda step: jax.jit(functools.partial(kv_cache.unstack, config=MODEL))(random_params(step)))
 
 
@@ -67,7 +53,7 @@ def assert_drawn_by_the_weights_of_their_steps(stream: Sequence[Request], found:
 def swapping_stream(engine: Engine) -> tuple[list[Request], list[Generation]]:
     """27 requests, fed one by one; with every ninth, which is more than run at a time, new weights are handed over."""
     every = 9
-    stream = make_stream([1, 24, 3, 17, 9, 2, 20, 11, 6] * 3, counts=(4, 2), limits=False)
+    stream = tiny.make_stream([1, 24, 3, 17, 9, 2, 20, 11, 6] * 3, counts=(4, 2), limits=False)
     prepared = {step: engine.prepare(random_params(step)) for step in range(len(stream) // every + 1)}
     engine.swap(prepared[0], 0)
     tickets: list[Ticket] = []
@@ -91,7 +77,7 @@ def test_weights_swapped_in_flight_draw_the_next_tokens(grouped):
     assert assert_drawn_by_the_weights_of_their_steps(stream, found) > 5
     assert {step for g in found for step in g.policy_step.flatten().tolist()} == set(range(-1, 4)) and grouped.policy_step == 3
     # Taken up in place, they draw the same tokens.
-    for mine, other in zip(swapping_stream(make_engine(*SIZES, swap_memory="in_place"))[1], found, strict=True):
+    for mine, other in zip(swapping_stream(tiny.make_engine(*SIZES, swap_memory="in_place"))[1], found, strict=True):
         np.testing.assert_array_equal(mine.tokens, other.tokens)
         np.testing.assert_array_equal(mine.policy_step, other.policy_step)
 
@@ -99,11 +85,11 @@ def test_weights_swapped_in_flight_draw_the_next_tokens(grouped):
 @pytest.mark.parametrize("memory, sets", [("beside", 2), ("in_place", 1)])
 def test_memory_during_a_swap(memory, sets, monkeypatch):
     """Bytes of all arrays on the devices: one set of weights and a parameter, or two sets and a parameter."""
-    engine = make_engine(*SIZES, swap_memory=memory)
+    engine = tiny.make_engine(*SIZES, swap_memory=memory)
     engine.set_policy(random_params(0), 0)
-    engine.generate([make_request([3, 4, 5], 4)])
+    engine.generate([tiny.make_request([3, 4, 5], 4)])
     held = on_devices()
-    shardings = applied.shardings(MODEL, make_mesh())
+    shardings = applied.shardings(MODEL, tiny.make_mesh())
     if memory == "in_place":
         shardings = jax.tree.map(lambda x: x.with_memory_kind(PINNED_HOST), shardings)
     given = jax.device_put(random_params(1), shardings)
@@ -128,10 +114,10 @@ def on_devices() -> int:
 
 
 def test_new_sequences_alone_take_up_new_weights():
-    draining = make_engine(*SIZES, swap="new_sequences")
+    draining = tiny.make_engine(*SIZES, swap="new_sequences")
     stream, found = swapping_stream(draining)
     assert assert_drawn_by_the_weights_of_their_steps(stream, found) == 0
     first = np.concatenate([generation.policy_step[:, 0] for generation in found])
     assert set(first.tolist()) == {0, 1, 2, 3} and (np.diff(first) >= 0).all()
     # A sequence that is asked for after the last hand-over has the last weights.
-    assert (draining.generate([make_request([3, 4], 4)])[0].policy_step[:, 0] == 3).all() and draining.policy_step == 3
+    assert (draining.generate([tiny.make_request([3, 4], 4)])[0].policy_step[:, 0] == 3).all() and draining.policy_step == 3

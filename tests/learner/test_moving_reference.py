@@ -21,7 +21,6 @@ from tests.support import frozen_runs
 from tests.support.tiny_updates import MODEL, POLICY, limits, packed_of, random_batch, random_params, settings
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
-
 DEVICES = jax.devices()  # of these tests; runs take one
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,32 +12,11 @@ import pytest
 from tba_jax import sharding, trajectory
 from tba_jax.learner import optimizer as state_lib
 from tba_jax.learner import update as update_lib
-from tba_jax.learner.optimizer import adamw, clip_by_norm, linear_then_constant
-from tba_jax.models import parameters
-from tba_jax.models.policy import LoraConfig, Policy
+from tba_jax.learner.optimizer import clip_by_norm, linear_then_constant
 from tba_jax.objectives.objective import Objective, ObjectiveInputs, PolicyOutputs
 from tests.support import applied
-from tests.support.tiny_updates import (
-    BETA,
-    DESCENT,
-    FORMS,
-    MODEL,
-    POLICY,
-    B,
-    K,
-    P,
-    R,
-    assert_same,
-    batch_of,
-    limits,
-    make_step,
-    measured,
-    one_pass,
-    random_batch,
-    random_params,
-    settings,
-    state_of,
-)
+from tests.support import tiny_updates as tiny
+from tests.support.tiny_updates import BETA, FORMS, MODEL, POLICY, B, K, P, R, random_batch, state_of
 
 
 def of_head(head: Any, states: jax.Array) -> jax.Array:
@@ -48,18 +26,12 @@ def of_head(head: Any, states: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("form", FORMS)
 def test_one_pass_equals_the_loss_on_whole_rows(form):
     """Each row lies alone here: log-probs, means of prompt states and values come from forward passes of their own."""
-    batch, config = batch_of(form), settings(**FORMS[form][0])
+    batch, config = tiny.batch_of(form), tiny.settings(**FORMS[form][0])
     mask = trajectory.response_mask(batch.response_length, R)
-    inputs = ObjectiveInputs(
-        ref_logprobs=batch.ref_logprobs if batch.moving_ref_logprobs is None else batch.moving_ref_logprobs,
-        behavior_logprobs=batch.behavior_logprobs,
-        mask=mask,
-        reward=batch.reward,
-        beta=jnp.float32(BETA),
-        ref_temperature=jnp.ones(()),
-        reward_temperature=jnp.ones(()),
-        settings=config.settings,
-    )
+    ref = batch.ref_logprobs if batch.moving_ref_logprobs is None else batch.moving_ref_logprobs
+    rows = dict(ref_logprobs=ref, behavior_logprobs=batch.behavior_logprobs, mask=mask, reward=batch.reward)
+    coefficients = dict(beta=jnp.float32(BETA), ref_temperature=jnp.ones(()), reward_temperature=jnp.ones(()))
+    inputs = ObjectiveInputs(**rows, **coefficients, settings=config.settings)
 
     @jax.jit
     def loss(params: Any) -> Any:
@@ -79,8 +51,8 @@ def test_one_pass_equals_the_loss_on_whole_rows(form):
     (value, (outputs, entropy)), gradient = jax.value_and_grad(loss, has_aux=True)(state_of(form)[0].params)
     policy = gradient.pop("policy")
     (head,) = gradient.values() or ({},)
-    found = one_pass(form)
-    assert_same((*found[:2], {}), (float(value), {"policy": policy, "head": head}, {}))
+    found = tiny.one_pass(form)
+    tiny.assert_same((*found[:2], {}), (float(value), {"policy": policy, "head": head}, {}))
     expected = {
         "beta": BETA,
         "reward": batch.reward.mean(),
@@ -102,8 +74,9 @@ def test_one_pass_equals_the_loss_on_whole_rows(form):
 def test_a_gradient_is_clipped_in_units_of_the_reward(beta=0.01, limit=0.05):
     """β/2 times the gradient of trajectory balance is that of REINFORCE (test_identities.py): in this unit it is clipped."""
     optimizers = {"policy": optax.chain(clip_by_norm(limit), optax.sgd(1.0))}
-    state = state_lib.init_state(POLICY, random_params(), optimizers)
-    step = make_step(settings(), optimizers=optimizers, changes={"beta": linear_then_constant(start=beta, end=beta, steps=0)})
+    state = state_lib.init_state(POLICY, tiny.random_params(), optimizers)
+    small = {"beta": linear_then_constant(start=beta, end=beta, steps=0)}
+    step = tiny.make_step(tiny.settings(), optimizers=optimizers, changes=small)
     after, found = step(state, {}, random_batch())
     moved = float(optax.tree.norm(jax.tree.map(np.subtract, state.params["policy"], after.params["policy"])))
     assert limit < float(found["grad_norm"]) < 100 and moved * beta / 2 == pytest.approx(limit, rel=1e-3)
@@ -117,8 +90,8 @@ def test_coefficients_follow_the_step():
         "reward_temperature": linear_then_constant(start=2.0, end=1.0, steps=5),
     }
     shown = Objective(loss=lambda _, x: x.beta + 10 * x.ref_temperature + 100 * x.reward_temperature)
-    config = settings(objective=shown)
-    update, state, found = make_step(config, changes=given), state_of("trajectory_balance")[0], []
+    config = tiny.settings(objective=shown)
+    update, state, found = tiny.make_step(config, changes=given), state_of("trajectory_balance")[0], []
     for _ in range(6):
         state, measurements = update(state, {}, random_batch())
         found.append(float(measurements["loss"]))
@@ -126,16 +99,16 @@ def test_coefficients_follow_the_step():
 
 
 # At any split, a micro-batch cuts through groups; apart, each row has a prompt of its own, as the splash kernel has them.
-ANY_SPLIT = dict(limits=limits(6), logit_bytes=4 * 3 * K * 12 * 4, remat="full")
+ANY_SPLIT = dict(limits=tiny.limits(6), logit_bytes=4 * 3 * K * 12 * 4, remat="full")
 
 
 @pytest.mark.parametrize(
-    "form, changed", [("learned_log_z", ANY_SPLIT), ("moving reference", dict(limits=limits(shares=False)))], ids=str
+    "form, changed", [("learned_log_z", ANY_SPLIT), ("moving reference", dict(limits=tiny.limits(shares=False)))], ids=str
 )
 def test_micro_batches_and_logit_blocks_change_nothing(form, changed):
     state, optimizers = state_of(form)
-    step = make_step(settings(**FORMS[form][0] | changed), optimizers=optimizers)
-    assert_same(measured(step, state, batch_of(form)), one_pass(form))
+    step = tiny.make_step(tiny.settings(**FORMS[form][0] | changed), optimizers=optimizers)
+    tiny.assert_same(tiny.measured(step, state, tiny.batch_of(form)), tiny.one_pass(form))
 
 
 # data, fsdp, tensor; whole groups, and any split.
@@ -144,53 +117,15 @@ def test_meshes_give_what_one_device_gives(form, sizes, micro_batch_rows):
     mesh = sharding.make_mesh(sizes, setting="learner.mesh")
     on_host, optimizers = state_of(form)
     shardings = jax.tree.map(lambda x: x.sharding, state_lib.state_shapes(POLICY, optimizers, mesh))
-    config = settings(**FORMS[form][0], limits=limits(micro_batch_rows, ways=sharding.row_ways(mesh)))
+    config = tiny.settings(**FORMS[form][0], limits=tiny.limits(micro_batch_rows, ways=sharding.row_ways(mesh)))
     options = dict(out_shardings=(shardings, sharding.replicated(mesh)))
-    step = make_step(config, optimizers=optimizers, mesh=mesh, **options)
+    step = tiny.make_step(config, optimizers=optimizers, mesh=mesh, **options)
     state = jax.device_put(on_host, shardings)
     if sizes == (2, 2, 2):
         shard = state.params["policy"]["layers"]["feed_forward"]["gate"]["weight"].addressable_shards[0].data
         assert shard.size == MODEL.layers * MODEL.width * MODEL.ffn // 4
-    assert_same(measured(sharding.on_mesh(mesh, step), state, sharding.put_rows(mesh, batch_of(form))), one_pass(form))
-
-
-LORA = Policy(model=MODEL, lora=LoraConfig(rank=2, alpha=4.0, targets=("layers.*",)))
-
-
-def test_adapters_alone_get_the_gradient_of_the_whole_policy():
-    config = dataclasses.replace(settings(limits=limits(6)), policy=LORA)
-    adapters = applied.random(LORA.trained_specs, scale=0.3, seed=1)
-    state = state_lib.init_state(LORA, adapters, DESCENT)
-    after, measurements = make_step(config)(state, random_params(), random_batch())
-    gradient = jax.tree.map(lambda new, old: old - np.asarray(new), after.params["policy"], adapters)
-    assert set(parameters.flatten(gradient)) == set(parameters.flatten(LORA.trained_specs))
-    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
-    assert abs(float(measurements["loss"]) - one_pass("trajectory_balance")[0]) > 1e-3  # the adapters change the policy
-    # Merged into the weights, they are a policy whose gradient, taken back through the merge, is theirs.
-    merge = jax.jit(lambda adapters: LORA.for_sampling(adapters, random_params(), "full"))
-    merged, pull_back = jax.vjp(merge, adapters)
-    whole = state_lib.init_state(POLICY, merged, DESCENT)
-    after, _ = make_step(settings())(whole, {}, random_batch())
-    (expected,) = pull_back(jax.tree.map(lambda new, old: jnp.asarray(old - new), after.params["policy"], merged))
-    assert_same((0.0, gradient, {}), (0.0, expected, {}))
-
-
-def initial(optimizers: state_lib.Optimizers) -> state_lib.TrainState:
-    return jax.jit(lambda params: state_lib.init_state(POLICY, params, optimizers))(random_params())
-
-
-def test_the_loss_goes_down_in_one_trace():
-    optimizer = adamw(lambda step: jnp.float32(1e-2), beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0)
-    optimizers, once = {"policy": optimizer}, chex.assert_max_traces(update_lib.train_step, n=1)
-    update = make_step(settings(), optimizers=optimizers, train_step=once, donate_argnums=0)
-    state = initial(optimizers)
-    losses = []
-    for _ in range(20):
-        state, measurements = update(state, {}, random_batch())
-        losses.append(float(measurements["loss"]))
-    assert int(state.step) == 20
-    assert losses[-1] < 0.5 * losses[0], losses
-    update(state, {}, random_batch(seed=1))
+    batch = sharding.put_rows(mesh, tiny.batch_of(form))
+    tiny.assert_same(tiny.measured(sharding.on_mesh(mesh, step), state, batch), tiny.one_pass(form))
 
 
 # A reward of 1e30 is finite, the square of its residual is not.
@@ -201,16 +136,16 @@ def test_the_row_that_is_not_finite_is_named_and_the_batch_only_counted():
     form = "ppo"
     state, optimizers = state_of(form)
     before = jax.device_get(state)
-    update = make_step(settings(**FORMS[form][0]), optimizers=optimizers)
+    update = tiny.make_step(tiny.settings(**FORMS[form][0]), optimizers=optimizers)
     for column, value in NOT_FINITE:  # of row 3
-        batch = batch_of(form)
+        batch = tiny.batch_of(form)
         getattr(batch, column)[3] = value
         after, measurements = update(state, {}, batch)
         assert float(measurements["finite"]) == 0
         assert np.flatnonzero(~measurements["row_finite"]).tolist() == [3]
         assert float(measurements["skipped_steps"]) == 1
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), dataclasses.replace(before, step=1, skipped=1))
-    again, measurements = update(after, {}, batch_of(form))
+    again, measurements = update(after, {}, tiny.batch_of(form))
     assert float(measurements["finite"]) == 1 and (int(again.step), int(again.skipped)) == (2, 1)
 
 
@@ -226,7 +161,9 @@ def test_the_row_that_is_not_finite_is_named_and_the_batch_only_counted():
 )
 def test_what_overflows_leaves_the_state_as_it_was(optimizer, scale):
     optimizers = {"policy": optimizer}
-    update, state, batch = make_step(settings(), optimizers=optimizers, donate_argnums=0), initial(optimizers), random_batch()
+    update = tiny.make_step(tiny.settings(), optimizers=optimizers, donate_argnums=0)
+    state = jax.jit(lambda params: state_lib.init_state(POLICY, params, optimizers))(tiny.random_params())
+    batch = random_batch()
     before = jax.device_get(state)
     after, measurements = update(state, {}, dataclasses.replace(batch, reward=batch.reward * np.float32(scale)))
     assert np.isfinite(measurements["loss"]) and measurements["row_finite"].all() and float(measurements["finite"]) == 0

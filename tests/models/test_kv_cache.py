@@ -1,7 +1,6 @@
 """The cached path against whole sequences: shared prompts, entries in any order, precision; its attention against NumPy."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -63,21 +62,26 @@ def test_weights_lie_head_by_head_where_heads_fill_tiles(monkeypatch):
     "name, form",
     [
         *((name, "plain") for name in ("parallel residual, partial rotary", "learned positions", "query and key norms")),
-        *(("grouped, tied", "tiled"), ("local and global layers", "heads side by side")),
+        *(("grouped, tied", "tiled"), ("local and global layers", "heads side by side"), ("grouped, tied", "large scores")),
     ],
 )
 def test_prefill_and_decode_steps_equal_whole_sequences(name, form):
-    """Three rows share each prompt; entries are written in a shuffled order, prompts lie behind another buffer's."""
+    """Three rows share each prompt; entries are written in a shuffled order, prompts lie behind another buffer's.
+
+    Of scores above 88 exp would overflow, were not the largest of prompt and response subtracted; their rounding is larger, too.
+    """
     config = CONFIGS[name]
     together, tiled = config.kv_heads if form == "heads side by side" else 1, form != "plain"
     prompts, responses = random_rows()
-    plain = random_params(config)
+    plain, rounding = random_params(config), ROUNDING
+    if form == "large scores":
+        plain["layers"]["attention"]["query"]["weight"] *= 100
+        rounding = {"atol": 2e-3}
     expected = whole_logits(plain, config, prompts, responses)
     params = unstack(plain, config=config)
     logits, cache = prefill(params, prompts, PROMPT_LENGTH, config=config)
     assert logits.dtype == jnp.float32 and cache[0][0].shape == (J, config.kv_heads, P, config.head_size)
-    np.testing.assert_allclose(np.repeat(logits, W, axis=0), expected[:, 0], **ROUNDING)
-
+    np.testing.assert_allclose(np.repeat(logits, W, axis=0), expected[:, 0], **rounding)
     shared = jax.tree.map(lambda x: np.concatenate([np.full(x.shape, -50.0, np.float32), x], axis=2), cache)
     own, order = empty_own(config, R + 1, together), np.random.default_rng(1).permutation(R + 1)
     readable = np.concatenate([np.zeros((J, P), bool), np.arange(P) < PROMPT_LENGTH[:, None]], axis=1)
@@ -92,65 +96,13 @@ def test_prefill_and_decode_steps_equal_whole_sequences(name, form):
         entry = np.int32(order[t])
         step = (responses[:, t], position, entry, shared, own, masks, local)
         logits, own = decode_step(params, *step, config=config, tiled=tiled)
-        np.testing.assert_allclose(logits, expected[:, t + 1], **ROUNDING)
-
-
-def numpy_attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """float64[H]: one softmax over all keys [n, H] for one query [H]."""
-    scores = keys @ query / np.sqrt(len(query))
-    weights = np.exp(scores - scores.max())
-    return weights @ values / weights.sum()
-
-
-def beside(cache: np.ndarray, together: int) -> np.ndarray:
-    """[B, G, R, H] -> [B, G/t, R, t·H]: t heads side by side in an entry."""
-    B, G, R, H = cache.shape
-    return cache.reshape(B, G // together, together, R, H).swapaxes(2, 3).reshape(B, G // together, R, together * H)
-
-
-@pytest.mark.parametrize(
-    "reads, n, least_rows, together, itself",
-    [
-        ("both", 3, 1, 1, False),
-        ("own only", 1, 2, 1, True),
-        ("prompt only", 3, 8, 2, True),
-    ],
-)
-def test_attention_in_two_parts_equals_one_softmax_in_numpy(reads, n, least_rows, together, itself):
-    """Scores of 30 and more: without the common largest one, exp would overflow or lose a whole part."""
-    G, H = 2, 8
-    rng = np.random.default_rng(2)
-    query = (10 * rng.standard_normal((B, G * n, H))).astype(np.float32)
-    prompt_keys, prompt_values = rng.standard_normal((2, J, G, P, H)).astype(np.float32)
-    own_keys, own_values = (3 * rng.standard_normal((2, B, G, R, H))).astype(np.float32)
-    prompt_mask, own_mask = rng.random((J, W, P)) < 0.6, rng.random((B, R)) < 0.6
-    prompt_mask[..., 0], own_mask[:, 0] = reads != "own only", reads != "prompt only"
-    if reads == "own only":
-        prompt_mask[:] = False
-    if reads == "prompt only":
-        own_mask[:] = False
-    prompt, own = (prompt_keys, prompt_values), tuple(map(beside, (own_keys, own_values), [together] * 2))
-    new = tuple(x[:, :, -1] for x in (own_keys, own_values)) if itself else None  # the entry R - 1, which the masks leave out
-    before = own_mask & (np.arange(R) < R - 1) if itself else own_mask
-    attend = jax.jit(functools.partial(kv_cache.attend_in_two_parts, least_rows=least_rows))
-    found = attend(query, prompt, own, prompt_mask, before, itself=new)
-    own_mask[:, -1] |= itself
-    for b in range(B):
-        j, w = divmod(b, W)
-        for head in range(G * n):
-            g = head // n
-            keys = np.concatenate([prompt_keys[j, g, prompt_mask[j, w]], own_keys[b, g, own_mask[b]]]).astype(np.float64)
-            values = np.concatenate([prompt_values[j, g, prompt_mask[j, w]], own_values[b, g, own_mask[b]]])
-            np.testing.assert_allclose(found[b, head], numpy_attention(query[b, head], keys, values), atol=1e-5)
-    idle = attend(query, prompt, own, np.zeros_like(prompt_mask), np.zeros_like(before), itself=new)
-    assert np.isfinite(idle).all()
+        np.testing.assert_allclose(logits, expected[:, t + 1], **rounding)
 
 
 def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():
     config = dataclasses.replace(GROUPED, compute_dtype="bfloat16")
     prompts, responses = random_rows()
     params = random_params(config)
-
     unstacked = unstack(params, config=config)
     _, cache = prefill(unstacked, prompts, PROMPT_LENGTH, config=config)
     own = jax.tree.map(lambda x: jnp.zeros((B, *x.shape[1:]), x.dtype), cache)

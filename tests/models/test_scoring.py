@@ -19,7 +19,7 @@ from tba_jax.packing.row_layout import Limits
 from tests.support import applied
 
 B, R, V, EOS = 4, 7, 11, 2
-MODEL = DecoderConfig(layers=1, width=8, heads=2, kv_heads=1, head_size=4, ffn=8, vocab=V, max_positions=16)
+SCORED = DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=V, max_positions=16)
 
 
 def space(**changes) -> scoring.ResponseSpace:
@@ -68,11 +68,6 @@ def test_the_derivative_of_chosen_logprobs_equals_a_numpy_loop():
     assert not found[:, 0].any()
 
 
-@functools.cache
-def random_params():
-    return applied.random(applied.specs(MODEL), scale=0.5, seed=2)
-
-
 def test_the_probabilities_of_all_allowed_responses_sum_to_one(min_length=2):
     """Of up to 3 tokens of 3 symbols; shorter ones than min_length have none."""
     length, symbols = 3, (1, 3, 7)
@@ -82,9 +77,9 @@ def test_the_probabilities_of_all_allowed_responses_sum_to_one(min_length=2):
     lengths = np.array([len(response) for response in responses], np.int32)
     padded = np.array([(4, 6, *response) + (0,) * (length + 1 - len(response)) for response in responses], np.int32)
     in_two_blocks = 4 * len(padded) * V * 2
-    settings = dict(R=length, config=MODEL, space=wanted, logit_bytes=in_two_blocks, remat="none")
+    settings = dict(R=length, config=SCORED, space=wanted, logit_bytes=in_two_blocks, remat="none")
     score = jax.jit(functools.partial(applied.response_logprobs, **settings))
-    logprobs, entropy = score(random_params(), padded, np.full(len(padded), 2, np.int32), lengths)
+    logprobs, entropy = score(params_of(SCORED), padded, np.full(len(padded), 2, np.int32), lengths)
     probabilities = np.exp(np.asarray(logprobs, np.float64).sum(axis=1))
     assert (probabilities[lengths < min_length] == 0).all() and (probabilities[lengths >= min_length] > 0).all()
     np.testing.assert_allclose(probabilities.sum(), 1, rtol=1e-5)
@@ -97,9 +92,6 @@ def test_spaces_are_static_and_checked():
         space(min_length=2, eos_id=-1)
     with pytest.raises(ValueError, match="force_eos=True puts an end of sequence, and eos_id=-1 names none"):
         space(force_eos=True, eos_id=-1)
-
-
-SCORED = DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=V, max_positions=16)
 
 
 def scored_rows(rows: int) -> tuple[np.ndarray, ...]:

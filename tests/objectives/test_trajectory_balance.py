@@ -13,7 +13,6 @@ from tests.support.objective_loops import FORMS, UNCOUPLED, evaluate, loop_loss,
 
 SIZES = (3, 4, 7)
 BETA_GAMMA_TAU = [(0.004, 1.0, 1.0), (0.3, 1.7, 0.6), (1.0, 0.8, 2.0)]  # β, γ, τ
-
 forms = pytest.mark.parametrize("form", FORMS)
 
 
@@ -146,21 +145,9 @@ def test_beta_0_leaves_the_kl_term_out(name):
 
 
 # Setting -> another value, which changes something wherever the setting is read.
-OTHER_VALUES: dict[str, Any] = {
-    "importance_clip": 1.5,
-    "log_ratio_clip": 0.5,
-    "row_divisor": "row_length",
-    "clip_low": 0.9,
-    "clip_high": 3.0,
-    "sequence_clip_low": 0.9,
-    "sequence_clip_high": 3.0,
-    "icepop_low": 0.05,
-    "icepop_high": 1.1,
-    "gae_lambda": 0.3,
-    "value_coefficient": 0.9,
-    "asymre_delta": -0.7,
-    "topr_baseline": 0.3,
-}
+OTHER_VALUES: dict[str, Any] = dict(importance_clip=1.5, log_ratio_clip=0.5, row_divisor="row_length")
+OTHER_VALUES |= dict(clip_low=0.9, clip_high=3.0, sequence_clip_low=0.9, sequence_clip_high=3.0, icepop_low=0.05, icepop_high=1.1)
+OTHER_VALUES |= dict(gae_lambda=0.3, value_coefficient=0.9, asymre_delta=-0.7, topr_baseline=0.3)
 COEFFICIENTS = ("beta", *TEMPERATURES)
 HEADS_RATES = {"log_z_learning_rate", "value_learning_rate"}  # the optimiser reads them
 

@@ -6,7 +6,7 @@ from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
 
 from tba_jax.packing import row_layout
-from tba_jax.packing.row_layout import Lengths, Limits, Plan
+from tba_jax.packing.row_layout import Lengths, Limits
 
 B, P, R = 24, 8, 12
 
@@ -20,10 +20,6 @@ def limits(full_rows: int = 0, **changes) -> Limits:
 def lengths_of(prompt, response, *, group: int = 3) -> Lengths:
     """Rows of which `group` consecutive ones have the prompt of the first."""
     return Lengths(np.repeat(prompt[::group], group), np.array(response), np.repeat(np.arange(len(prompt) // group), group))
-
-
-def sequences_of(plan: Plan):
-    return [laid for part in plan.parts for way in part for laid in way]
 
 
 @strategies.composite
@@ -88,17 +84,12 @@ def check_way(way, lengths, of, lain):
                 assert lengths.query[row] in lengths.query[prompts] and first == lengths.prompt[row]
 
 
-def test_a_prompt_is_computed_once_for_its_rows():
-    """8 queries of 3 rows: prompts of 8 tokens, responses of 12, in sequences of 12."""
-    lengths = lengths_of(np.full(B, P), np.full(B, R))
-    found = row_layout.plan(lengths, limits(ways=1), second_pass=0.0)
-    assert (found.sequences, found.useful_tokens) == (8 * (1 + 3), 8 * (8 + 3 * 12))
-    apart = row_layout.plan(lengths, limits(ways=1, shares=False), second_pass=0.0)
-    assert (apart.sequences, apart.useful_tokens) == (24, 24 * 19)
-    # A query takes 8 tokens, a prompt and three responses of 2 each: three queries fill two sequences.
+def test_short_queries_share_sequences():
+    """A query takes 8 tokens, a prompt and three responses of 2 each: three queries fill two sequences."""
     found = row_layout.plan(lengths_of(np.full(B, 2), np.full(B, 2)), limits(ways=1), second_pass=0.0)
-    assert found.useful_tokens == 8 * 8 and len(sequences_of(found)) == 6
-    assert max(len({piece.row // 3 for piece in laid.pieces}) for laid in sequences_of(found)) > 1
+    sequences = [laid for part in found.parts for way in part for laid in way]
+    assert found.useful_tokens == 8 * 8 and len(sequences) == 6
+    assert max(len({piece.row // 3 for piece in laid.pieces}) for laid in sequences) > 1
 
 
 def test_limits_of_full_rows():

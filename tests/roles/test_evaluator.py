@@ -20,7 +20,7 @@ from tba_jax.storage.snapshots import COMMIT, SnapshotInfo
 from tba_jax.tasks.interface import Scores
 from tba_jax.telemetry import alarms, metrics
 from tba_jax.telemetry.status import TimeAccount
-from tests.support import applied, tiny_run
+from tests.support import tiny_decoders, tiny_run
 
 
 @pytest.fixture
@@ -54,10 +54,8 @@ def test_a_snapshot_is_pending_from_its_commit_to_its_evaluation(run):
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory, one_device_throughout) -> jobs.Invocation:
     """A run whose reference is its snapshot of step 0. Reports hold all responses."""
-    c = tiny_run.config(
-        evaluation__samples_per_query=4, evaluation__batch_size=8, evaluation__samples=32, task__arithmetic__digits=1
-    )
-    c.task.arithmetic.train_queries, c.task.arithmetic.heldout_queries = 20, 8
+    changes = dict(evaluation__samples_per_query=4, evaluation__batch_size=8, evaluation__samples=32)
+    c = tiny_run.config(**changes, task__arithmetic__digits=1, task__arithmetic__train_queries=20)
     s = tiny_run.settings(tmp_path_factory.mktemp("evaluator"), c)
     training.reference(s)()
     policy, mesh = s.experiment.policy, sharding.make_mesh((-1, 1, 1), setting="evaluation.mesh")
@@ -90,9 +88,8 @@ def test_a_report_of_several_samples(prepared):
         assert report[f"pass@{k}"] == pytest.approx(np.mean(solved))
     means = [np.mean([response["reward"] for response in some]) for some in of_queries]
     assert report["sampled_reward_stderr"] == pytest.approx(np.std(means, ddof=1) / np.sqrt(8)), "queries are the units"
-    assert report["unscored"] == 0 and {"pass@4_stderr", "greedy_reward_stderr", "accuracy_stderr", "finished_stderr"} <= set(
-        report
-    )
+    assert report["unscored"] == 0
+    assert {"pass@4_stderr", "greedy_reward_stderr", "accuracy_stderr", "finished_stderr"} <= set(report)
 
 
 def logprobs(params: Any, s: jobs.Invocation, responses: Sequence[dict[str, Any]], *, temperature: float) -> list[float]:
@@ -103,10 +100,9 @@ def logprobs(params: Any, s: jobs.Invocation, responses: Sequence[dict[str, Any]
     for i, response in enumerate(responses):
         row = [*encode(response["query"]), *encode(response["response"])[1:], *[c.eos_id] * response["finished"]]
         tokens[i, : len(row)] = row
-    hidden = applied.hidden_states(params, tokens, config=model)
-    all_logits = np.array(applied.logits_of(params, hidden.reshape(-1, hidden.shape[-1]), config=model), np.float64)
+    all_logits = np.array(tiny_decoders.logits_of_whole(params, tokens, model), np.float64)
     for i, response in enumerate(responses):
-        logits = all_logits.reshape(*tokens.shape, -1)[i] / temperature
+        logits = all_logits[i] / temperature
         logits[:, list(c.banned_tokens)] = -np.inf
         begin = len(encode(response["query"]))
         places = range(begin, begin + response["tokens"])

@@ -5,13 +5,12 @@ import pytest
 
 from tba_jax.commands import append, audit
 from tba_jax.roles import sampler
-from tba_jax.storage import contract, layout
+from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
 from tests.support import frozen_runs, tiny_run
 from tests.support.summaries import write_rows
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
-
 NONE = {"learner__reference__kind": "none"}
 
 
@@ -45,20 +44,13 @@ def test_adapters_have_the_frozen_weights_that_they_belong_to(tmp_path, loads):
     assert len(loads) == 1
 
 
-def test_searchers_and_trainer_must_agree(tmp_path, frozen):
-    s, other = frozen(tmp_path / "run", batches=3, **NONE), tiny_run.settings(tmp_path / "run", frozen_runs.config())
-    with pytest.raises(ValueError, match=r"learner\.reference\.kind: 'none' there, 'initial' here"):
-        contract.join(s.run, other.config, other.experiment.contract)
-
-
 @pytest.mark.parametrize("here", ["none", "initial"])
 def test_rows_of_another_reference_are_left_out_and_counted(here, tmp_path, caplog, frozen):
     s = frozen(tmp_path / "run", batches=3, **(NONE if here == "none" else {}))
     id_of_run = layout.reference_id(s.run)
     theirs = int(id_of_run, 16) if here == "none" else 0
     frozen_runs.append_changed(s, "other-1", reference_id=(slice(None), theirs), tokens=((slice(None), 0), 3))
-    with frozen_runs.trainer(s) as trainer:
-        trainer.poll()
+    with frozen_runs.trainer(s, polls=True) as trainer:
         for _ in range(2):
             assert trainer.step() is not None
         trainer.report_problems()

@@ -82,12 +82,7 @@ UNFIT = "1 of the 2 examples of data.train {} are unfit, first line 2: "
 BAD_LINES: dict[str, tuple[list[Any], str, dict[str, Any], str]] = {
     "missing": ([GOOD, {"prompt": "a", "rejected": "b"}], "reward", {}, MISSING),
     "alphabet": ([GOOD, {**GOOD, "response": "z"}], "sft", {}, "line 2: field 'response': character 'z'"),
-    "long response": (
-        [GOOD, LONG],
-        "sft",
-        {},
-        f"{UNFIT}field 'response' has 21 tokens, end of sequence included, data.resp",
-    ),
+    "long response": ([GOOD, LONG], "sft", {}, f"{UNFIT}field 'response' has 21 tokens, end of sequence included, data.resp"),
     "all too long": ([LONG], "sft", SKIP, "1 of the 1 examples of data.train {} are unfit, first line 1: field 'response' has"),
     "identical": ([GOOD, SAME], "reward", {}, f"{UNFIT}fields 'chosen' and 'rejected' hold the same text; data.unfit=skip"),
     "one prompt": ([GOOD] * 9, "sft", {}, "data.heldout_share=0.3 splits the examples of data.train {} into"),

@@ -49,13 +49,8 @@ class Chaos:
 
     def start(self, *flags: str) -> None:
         with self.output.open("ab") as output:
-            self.supervisor = subprocess.Popen(
-                [*self.arguments, *flags],
-                cwd=tiny_run.ROOT,
-                env=tiny_run.environment(),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            told = dict(cwd=tiny_run.ROOT, env=tiny_run.environment(), stdout=output, stderr=subprocess.STDOUT)
+            self.supervisor = subprocess.Popen([*self.arguments, *flags], **told)
 
     def said(self) -> str:
         """By all supervisors so far."""
@@ -141,21 +136,13 @@ class Chaos:
         """How often a role ended by storage that refused it. The supervisor tells it: the role's own log may have no room."""
         return sum(self.said().count(f"{name} (exit code {code})") for code in (STORAGE_FAILED, STORAGE_FORBIDS))
 
-    def full(self, disk: SmallDisk) -> None:
-        """The disk of the run is full until the trainer has ended by it twice."""
+    def refuse(self, kind: str, state: contextlib.AbstractContextManager[None], again: Callable[[], None] = lambda: None) -> None:
+        """The disk of the run is in a state, in which it is kept by `again`, until the trainer has ended by it twice."""
         before = self._refusals("trainer")
-        with disk.full():
-            self.wait_until(lambda: disk.fill_again() or self._refusals("trainer") >= before + 2, "the trainer to need room")
+        with state:
+            self.wait_until(lambda: again() or self._refusals("trainer") >= before + 2, f"an end by a {kind} disk")
             self._note_epoch()
-        self.refused["full"] += 1
-
-    def read_only(self, disk: SmallDisk) -> None:
-        """The disk of the run is read-only until the trainer has ended by it twice."""
-        before = self._refusals("trainer")
-        with disk.read_only():
-            self.wait_until(lambda: self._refusals("trainer") >= before + 2, "the trainer to end by a read-only disk")
-            self._note_epoch()
-        self.refused["read_only"] += 1
+        self.refused[kind] += 1
 
     def gone(self, disk: SmallDisk, seconds: float) -> None:
         """The disk of the run is unmounted, and mounted again."""

@@ -74,11 +74,16 @@ class SharedProgram(UpdateProgram):
 
 
 @contextlib.contextmanager
-def trainer(s, *, publish_every_steps=2, shared=True):
-    """A trainer where the run stands; it publishes step 0 if that has no snapshot yet. Args: shared: see SharedProgram."""
+def trainer(s, *, publish_every_steps=2, shared=True, polls=False):
+    """A trainer where the run stands; it publishes step 0 if that has no snapshot yet.
+
+    Args: shared: see SharedProgram; polls: whether it has looked at the log.
+    """
     with mock.patch.object(trainer_lib, "UpdateProgram", SharedProgram if shared else UpdateProgram):
         made, lease = training.make_trainer(s, publish_every_steps=publish_every_steps)
     try:
+        if polls:
+            made.poll()
         yield made
         made.close()
     finally:
@@ -87,8 +92,7 @@ def trainer(s, *, publish_every_steps=2, shared=True):
 
 def train(s, *, until, abandon):
     """Steps a trainer to `until`; `abandon` drops it as a kill would: nothing is saved at the end."""
-    with trainer(s) as made:
-        made.poll()
+    with trainer(s, polls=True) as made:
         while made.step_number < until:
             assert made.step() is not None
         state = jax.device_get(made.state)

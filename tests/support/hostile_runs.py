@@ -58,14 +58,9 @@ def make(workdir: Path, shared: places.Place | None = None) -> layout.RunDir:
 def _rewrite_config(run: layout.RunDir) -> None:
     """An alphabet that can spell the strings, and the strings as values of settings."""
     stored = layout.read_json(run.config)
-    stored["contract"] |= {
-        "alphabet": _ALPHABET,
-        "tokenizer": CharacterTokenizer(_ALPHABET).fingerprint,
-        "prompt_length": LENGTH,
-        "response_length": LENGTH,
-        "stop_strings": [STRINGS[1]],
-        "reward_parts": ["correct", STRINGS[3]],
-    }
+    stored["contract"] |= {"alphabet": _ALPHABET, "tokenizer": CharacterTokenizer(_ALPHABET).fingerprint}
+    stored["contract"] |= {"prompt_length": LENGTH, "response_length": LENGTH}
+    stored["contract"] |= {"stop_strings": [STRINGS[1]], "reward_parts": ["correct", STRINGS[3]]}
     stored["config"]["task"]["custom"] = {f"text{i}": text for i, text in enumerate(STRINGS)}
     stored["config"]["task"] |= {"prompt_length": LENGTH, "response_length": LENGTH, "name": STRINGS[1]}
     stored["init_from"], stored["changes"] = STRINGS[2], [{"setting": STRINGS[0], "to": STRINGS[6]}]

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import pytest
 
 BUCKET = "runs"
-
 # moto's own command serves each request in a thread and asks whether an object is there before it writes: of two conditional
 # writes at once both may win, as on no S3. One thread serves one request after the other.
 SERVER = """
@@ -35,12 +34,8 @@ def serving() -> Iterator[dict[str, str]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-c", SERVER, str(port)]
-    environment = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_REGION": "us-east-1",
-    }
+    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
+    environment = keys | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **environment})
     try:
         _make_bucket(port)

@@ -28,23 +28,15 @@ UNCOUPLED = ("learned_log_z", "ppo", "vine_ppo", "topr")
 
 
 def random_batch(
-    Q: int,
-    K: int,
-    R: int,
-    *,
-    seed: int = 0,
-    beta: float = 0.3,
-    ref_temperature: float = 1.0,
-    reward_temperature: float = 1.0,
-    outliers: float = 0.0,
-    dtype: type = np.float64,
-    **settings: Any,
+    Q: int, K: int, R: int, *, seed: int = 0, outliers: float = 0.0, dtype: type = np.float64, **settings: Any
 ) -> tuple[PolicyOutputs, ObjectiveInputs]:
     """Ragged lengths from 0 to R with holes; what is masked holds numbers that must not count.
 
-    outliers: the share of log-probs between −40 and −12, beyond what TBA′ clips; all others are above −9. settings: of
-    ObjectiveSettings.
+    outliers: the share of log-probs between −40 and −12, beyond what TBA′ clips; all others are above −9. settings: β, γ and τ,
+    which are 0.3, 1 and 1 where they are not given, and those of ObjectiveSettings.
     """
+    usual = {"beta": 0.3, "ref_temperature": 1.0, "reward_temperature": 1.0}
+    coefficients = {name: dtype(settings.pop(name, value)) for name, value in usual.items()}
     rng = np.random.default_rng([seed, Q, K, R])
     B = Q * K
     mask = (np.arange(R) < rng.integers(0, R + 1, (B, 1))) & (rng.random((B, R)) > 0.1)
@@ -56,15 +48,9 @@ def random_batch(
     is_first = mask & (np.cumsum(mask, axis=1) == 1)
     state_values = np.where(is_first | (rng.random((B, R)) < 0.5), rng.normal(size=(B, R)), np.nan).astype(dtype)
     inputs = ObjectiveInputs(
-        ref_logprobs=ref,
-        behavior_logprobs=behavior,
-        mask=mask,
-        reward=reward,
-        beta=dtype(beta),
-        ref_temperature=dtype(ref_temperature),
-        reward_temperature=dtype(reward_temperature),
+        **dict(ref_logprobs=ref, behavior_logprobs=behavior, mask=mask, reward=reward, state_values=state_values),
+        **coefficients,
         settings=ObjectiveSettings(completions=K, **settings),
-        state_values=state_values,
         prompt_length=rng.integers(1, 2 * R + 1, B).astype(np.int32),
     )
     return PolicyOutputs(logprobs=policy, log_z=log_z, values=values), inputs

@@ -9,13 +9,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 
 from tba_jax.models.config import PRESETS
 from tba_jax.models.hugging_face import export
 from tba_jax.models.parameters import Params
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
-from tests.support import applied
+from tests.support import applied, tiny_checkpoints
 
 END = "<|endoftext|>"
 P_END = 1 / 12
@@ -23,26 +23,12 @@ P_END = 1 / 12
 
 def byte_tokenizer(folder: Path) -> Path:
     """A tokenizer of one id a byte, and END. Returns the folder."""
-    folder.mkdir()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate([END, *alphabet])}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = tiny_checkpoints.byte_level([END, *sorted(pre_tokenizers.ByteLevel.alphabet())])
     tokenizer.add_special_tokens([END])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return tiny_checkpoints.save_tokenizer(folder, tokenizer, eos_token=END)
 
 
-def write(
-    folder: Path,
-    preset: str,
-    tokenizer: Path,
-    *,
-    labels: int = 0,
-    seed: int = 0,
-    p_end: float = 0.0,
-    temperature: float = 1.0,
-    dtype: str = "float32",
-) -> Path:
+def write(folder: Path, preset: str, tokenizer: Path, *, labels=0, seed=0, p_end=0.0, temperature=1.0, dtype="float32") -> Path:
     """A Hugging Face folder: two layers of the preset's kind, and the tokenizer's files. Returns the folder.
 
     labels: of a sequence classifier, one for a reward model; 0: a language model.
@@ -52,38 +38,20 @@ def write(
     own = folder.parent / f"{folder.name}-tokenizer"
     shutil.copytree(tokenizer, own, ignore=shutil.ignore_patterns("model_config.json"))
     if not (own / "tokenizer_config.json").exists():
-        own.joinpath("tokenizer_config.json").write_text(
-            json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END})
-        )
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+        own.joinpath("tokenizer_config.json").write_text(json.dumps(settings))
     read = HuggingFaceTokenizer(own)
     shape = PRESETS[preset]
     groups = 2 if shape.kv_heads < shape.heads else 1
-    model = dataclasses.replace(
-        shape,
-        layers=2,
-        width=32,
-        heads=2,
-        kv_heads=2 // groups,
-        head_size=16,
-        rotary_size=4 if shape.rotary_size else 0,
-        layer_pattern=shape.layer_pattern[-2:],
-        window=min(shape.window, 8),
-        ffn=48,
-        vocab=read.vocab_size,
-        max_positions=2048,
-        **(dict(head="score", labels=labels) if labels else {}),
-    )
+    sizes = dict(layers=2, width=32, heads=2, kv_heads=2 // groups, head_size=16, ffn=48, max_positions=2048)
+    sizes |= dict(window=min(shape.window, 8), rotary_size=4 if shape.rotary_size else 0, vocab=read.vocab_size)
+    head = dict(head="score", labels=labels) if labels else {}
+    model = dataclasses.replace(shape, layer_pattern=shape.layer_pattern[-2:], **sizes, **head)
     params = jax.jit(functools.partial(applied.init, config=model))(jax.random.key(seed))
     if p_end:
         end_often(params, read.eos_id, temperature * np.log(read.vocab_size * p_end / (1 - p_end)))
-    export.save(
-        folder,
-        model,
-        params,
-        dtype=dtype,
-        token_ids={"eos_token_id": read.eos_id, "pad_token_id": read.pad_id},
-        more=[functools.partial(export.copy_tokenizer, own)],
-    )
+    ids = {"eos_token_id": read.eos_id, "pad_token_id": read.pad_id}
+    export.save(folder, model, params, dtype=dtype, token_ids=ids, more=[functools.partial(export.copy_tokenizer, own)])
     return folder
 
 

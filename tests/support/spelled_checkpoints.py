@@ -1,13 +1,12 @@
 """Copies of the tiny checkpoints with a tokenizer that spells: small letters, and the words "safe" and "unsafe"."""
 
-import json
 import shutil
 import string
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken
 
-from tests.support.tiny_checkpoints import path_of
+from tests.support import tiny_checkpoints
 
 PAD, BEGIN, EOS, OTHER_END = range(4)
 SPECIAL = ("<|pad|>", "<|begin|>", "<|end|>", "<|over|>")
@@ -23,16 +22,12 @@ CHAT = (
 
 def write(folder: Path, fixture: str, *, chat: bool = False) -> Path:
     """The tiny checkpoint of that name with the tokenizer's files. Returns the folder."""
-    shutil.copytree(path_of(fixture), folder)
+    shutil.copytree(tiny_checkpoints.path_of(fixture), folder)
     merges = [("u", "n"), ("s", "a"), ("sa", "f"), ("saf", "e"), ("un", "safe")]
-    tokenizer = Tokenizer(models.BPE(vocab=IDS, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = tiny_checkpoints.byte_level(_PIECES, merges)
     tokenizer.add_special_tokens([AddedToken(piece, special=True) for piece in SPECIAL])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[EOS], "pad_token": SPECIAL[PAD]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | ({"chat_template": CHAT} if chat else {})))
-    return folder
+    settings = {"eos_token": SPECIAL[EOS], "pad_token": SPECIAL[PAD]} | ({"chat_template": CHAT} if chat else {})
+    return tiny_checkpoints.save_tokenizer(folder, tokenizer, **settings)
 
 
 def dated(folder: Path, to: Path) -> Path:

@@ -2,6 +2,8 @@
 
 import functools
 import json
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tba_jax import sharding
 from tba_jax.models import kv_cache
@@ -27,6 +30,11 @@ REAL_MODELS = ("TinyStories-656K", "stories260K-hf")
 
 def path_of(name: str) -> Path:
     return FIXTURES / f"tiny_{name}"
+
+
+def copy_of(name: str, folder: Path) -> Path:
+    """A copy within the folder, to be edited."""
+    return Path(shutil.copytree(path_of(name), folder / "model"))
 
 
 def make_mesh(sizes: tuple[int, int, int]) -> jax.sharding.Mesh:
@@ -119,32 +127,33 @@ def token_logprobs(logits: Any, tokens: np.ndarray, mask: np.ndarray) -> np.ndar
     return logprobs[mask[:, 1:] & mask[:, :-1]]
 
 
-def write_byte_bpe(folder, *, eos: str | None = "<|end|>", pad: str | None = None):
-    """A byte-level tokenizer without merges: one id a byte, then two added tokens (<|end|> special, <tool> not)."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, pre_tokenizers
-
-    backend = Backend(models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    backend.add_special_tokens(["<|end|>"])
-    backend.add_tokens(["<tool>"])
+def save_tokenizer(folder: Path, backend: Tokenizer, **settings: Any) -> Path:
+    """Writes the files of a tokenizer of the `tokenizers` package. settings: of tokenizer_config.json. Returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "pad_token": pad, "model_max_length": 4}
-    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | settings
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def byte_level(pieces: Sequence[str], merges: Sequence[tuple[str, str]] = ()) -> Tokenizer:
+    """A byte-level BPE whose tokens are these pieces, in the order of their ids."""
+    backend = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=list(merges)))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return backend
+
+
+def write_byte_bpe(folder: Path, *, eos: str | None = "<|end|>") -> Path:
+    """A tokenizer without merges: one id a byte, then two added tokens (<|end|> special, <tool> not)."""
+    backend = byte_level(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    backend.add_special_tokens(["<|end|>"])
+    backend.add_tokens(["<tool>"])
+    return save_tokenizer(folder, backend, model_max_length=4, **({"eos_token": eos} if eos else {}))
 
 
 def write_letters(folder: Path, letters: str) -> Path:
     """A tokenizer of one id a letter that drops all other characters, as BPE does where it has no token for them."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models
-
-    backend = Backend(models.BPE(vocab={"<|end|>": 0} | {letter: i for i, letter in enumerate(letters, start=1)}, merges=[]))
+    backend = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(["<|end|>", *letters])}, merges=[]))
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(["<|end|>"])
-    folder.mkdir(parents=True)
-    backend.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+    return save_tokenizer(folder, backend, eos_token="<|end|>")

@@ -11,45 +11,24 @@ from tba_jax.models.parameters import Params
 from tests.support import applied
 
 # What Gemma 3 does otherwise, with a window that is shorter than rows.
-GEMMA = dict(
-    norm="offset_rms",
-    post_norms=True,
-    qk_norm=True,
-    scaled_embedding=True,
-    query_scalar=20,
-    activation="gelu_tanh",
-    layer_pattern="lg",
-    window=3,
-    local_rope_theta=50.0,
-)
+GEMMA = dict(norm="offset_rms", post_norms=True, qk_norm=True, scaled_embedding=True, query_scalar=20)
+GEMMA |= dict(activation="gelu_tanh", layer_pattern="lg", window=3, local_rope_theta=50.0)
+# What GPT-NeoX does otherwise.
+NEOX = dict(kv_heads=4, norm="layer", rotary_size=2, parallel_residual=True, activation="gelu", gated=False)
+NEOX |= dict(qkv_bias=True, out_bias=True, ffn_bias=True)
+# What GPT-2 does otherwise.
+GPT2 = dict(kv_heads=4, norm="layer", positions="learned", activation="gelu_tanh", gated=False, qkv_bias=True)
+SCALING = RopeScaling(factor=4.0, low_frequency=1.0, high_frequency=4.0, original_positions=16)
 GROUPED = DecoderConfig(layers=2, width=32, heads=4, kv_heads=2, head_size=8, ffn=48, vocab=40, max_positions=64)
 CONFIGS = {
     "grouped, tied": GROUPED,
     "multi-head, untied": dataclasses.replace(GROUPED, kv_heads=4, tied_embedding=False, rope_theta=500.0),
-    "parallel residual, partial rotary": dataclasses.replace(
-        GROUPED,
-        kv_heads=4,
-        norm="layer",
-        rotary_size=2,
-        parallel_residual=True,
-        activation="gelu",
-        gated=False,
-        qkv_bias=True,
-        out_bias=True,
-        ffn_bias=True,
-    ),
-    "learned positions": dataclasses.replace(
-        GROUPED, kv_heads=4, norm="layer", positions="learned", activation="gelu_tanh", gated=False, qkv_bias=True
-    ),
+    "parallel residual, partial rotary": dataclasses.replace(GROUPED, **NEOX),
+    "learned positions": dataclasses.replace(GROUPED, **GPT2),
     "query and key norms": dataclasses.replace(GROUPED, qk_norm=True),
     "local and global layers": dataclasses.replace(GROUPED, layers=3, **GEMMA),
-    "scaled rotary": dataclasses.replace(
-        GROUPED,
-        rope_scaling=RopeScaling(factor=4.0, low_frequency=1.0, high_frequency=4.0, original_positions=16),
-    ),
+    "scaled rotary": dataclasses.replace(GROUPED, rope_scaling=SCALING),
 }
-
-
 EVERYTHING = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
 
 

@@ -77,15 +77,11 @@ def make_stream(lengths: Sequence[int], counts: Sequence[int] = COUNTS, *, limit
     stream = []
     for i, (length, end, count) in enumerate(zip(lengths, ends, of_request, strict=True)):
         rows = slice(end - count, end)
-        stream.append(
-            Request(
-                name=f"q{i}",
-                prompt=rng.integers(2, MODEL.vocab, length).tolist(),
-                keys=keys[rows],
-                sampling=jax.tree.map(lambda x, rows=rows: x[rows], sampling),
-                limit=rng.integers(1, R + 1, count) if limits and i % 3 == 0 else None,
-            )
-        )
+        prompt, limit = rng.integers(2, MODEL.vocab, length).tolist(), None
+        if limits and i % 3 == 0:
+            limit = rng.integers(1, R + 1, count)
+        its = jax.tree.map(lambda x, rows=rows: x[rows], sampling)
+        stream.append(Request(name=f"q{i}", prompt=prompt, keys=keys[rows], sampling=its, limit=limit))
     return stream
 
 

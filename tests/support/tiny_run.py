@@ -13,38 +13,15 @@ from tba_jax.experiment import composition, jobs
 from tba_jax.storage import layout
 
 ROOT = Path(__file__).parent.parent.parent
-
-SETTINGS: dict[str, Any] = {
-    "task.prompt_length": 7,
-    "task.response_length": 6,
-    "task.arithmetic.digits": 2,
-    "task.arithmetic.train_queries": 40,
-    "task.arithmetic.heldout_queries": 8,
-    "model.layers": 1,
-    "model.width": 16,
-    "model.heads": 2,
-    "model.kv_heads": 1,
-    "model.head_size": 8,
-    "model.ffn": 16,
-    "searchers.queries_per_batch": 4,
-    "searchers.samples_per_query": 4,
-    "searchers.max_rows_per_snapshot": 64,
-    "replay.segment_appends": 4,
-    "replay.poll_seconds": 0.05,
-    "searchers.poll_seconds": 0.05,
-    "learner.steps": 12,
-    "learner.queries": 3,
-    "learner.completions": 4,
-    "learner.warmup_steps": 1,
-    "learner.learning_rate": 1e-3,
-    "learner.logprob_gap_every_steps": 4,
-    "checkpoint.every_steps": 5,
-    "evaluation.every_steps": 100,
-    "evaluation.queries": 8,
-    "evaluation.batch_size": 4,
-    "evaluation.samples": 2,
-    "metrics.every_steps": 1,
-}
+SETTINGS: dict[str, Any] = {"task.prompt_length": 7, "task.response_length": 6}
+SETTINGS |= {"task.arithmetic.digits": 2, "task.arithmetic.train_queries": 40, "task.arithmetic.heldout_queries": 8}
+SETTINGS |= {"model.layers": 1, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.head_size": 8, "model.ffn": 16}
+SETTINGS |= {"searchers.queries_per_batch": 4, "searchers.samples_per_query": 4, "searchers.max_rows_per_snapshot": 64}
+SETTINGS |= {"replay.segment_appends": 4, "replay.poll_seconds": 0.05, "searchers.poll_seconds": 0.05}
+SETTINGS |= {"learner.steps": 12, "learner.queries": 3, "learner.completions": 4, "learner.warmup_steps": 1}
+SETTINGS |= {"learner.learning_rate": 1e-3, "learner.logprob_gap_every_steps": 4, "checkpoint.every_steps": 5}
+SETTINGS |= {"evaluation.every_steps": 100, "evaluation.queries": 8, "evaluation.batch_size": 4, "evaluation.samples": 2}
+SETTINGS |= {"metrics.every_steps": 1}
 
 
 def config(**changes: Any) -> Any:

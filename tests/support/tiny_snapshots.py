@@ -7,11 +7,10 @@ import numpy as np
 
 from tba_jax import sharding
 from tba_jax.models import parameters
-from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 from tests.support import applied
+from tests.support.tiny_updates import MODEL
 
-MODEL = DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16)
 SPECS = applied.specs(MODEL)
 
 

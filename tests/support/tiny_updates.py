@@ -38,15 +38,9 @@ def limits(rows: int = 0, *, shares: bool = True, ways: int = 1) -> row_layout.L
 
 
 def settings(**changes: Any) -> update_lib.LearnerConfig:
-    config = update_lib.LearnerConfig(
-        policy=POLICY,
-        objective=OBJECTIVES["trajectory_balance"],
-        settings=ObjectiveSettings(completions=K),
-        limits=limits(),
-        logit_bytes=1 << 20,
-        space=SPACE,
-        remat="none",
-    )
+    objective = dict(objective=OBJECTIVES["trajectory_balance"], settings=ObjectiveSettings(completions=K))
+    sizes = dict(limits=limits(), logit_bytes=1 << 20, space=SPACE, remat="none")
+    config = update_lib.LearnerConfig(policy=POLICY, **objective, **sizes)
     return dataclasses.replace(config, **changes)
 
 
@@ -70,14 +64,9 @@ def random_batch(seed: int = 0) -> update_lib.Batch:
     tokens[place >= (prompt_length + response_length)[:, None]] = 0
     mask = trajectory.response_mask(response_length, R)
     ref, behavior = np.where(mask, -rng.exponential(1.0, (2, B, R)), 0.0).astype(np.float32)
-    return update_lib.Batch(
-        tokens=tokens.astype(np.int32),
-        prompt_length=prompt_length,
-        response_length=response_length,
-        ref_logprobs=ref,
-        behavior_logprobs=behavior,
-        reward=rng.normal(size=B).astype(np.float32),
-    )
+    rows = dict(tokens=tokens.astype(np.int32), prompt_length=prompt_length, response_length=response_length)
+    reward = rng.normal(size=B).astype(np.float32)
+    return update_lib.Batch(**rows, ref_logprobs=ref, behavior_logprobs=behavior, reward=reward)
 
 
 def packed_of(batch: update_lib.Batch, limits: row_layout.Limits, **options: Any) -> tuple[row_packing.Packed, row_layout.Plan]:
@@ -87,26 +76,18 @@ def packed_of(batch: update_lib.Batch, limits: row_layout.Limits, **options: Any
 
 
 def make_step(
-    config: update_lib.LearnerConfig,
-    *,
-    optimizers: state_lib.Optimizers = DESCENT,
-    changes: dict[str, Any] | None = None,
-    train_step: Any = update_lib.train_step,
-    second_pass: float = 1 / 3,
-    mesh: jax.sharding.Mesh | None = None,
-    **options: Any,
+    config: update_lib.LearnerConfig, *, optimizers=DESCENT, changes: dict[str, Any] | None = None, mesh=None, **options: Any
 ) -> Any:
-    """step(state, frozen, batch), jitted. Args: second_pass: see row_layout.plan; mesh: that has rows; options: of jax.jit."""
-    made = functools.partial(train_step, optimizers=optimizers, schedules=schedules(**changes or {}), config=config)
+    """step(state, frozen, batch), jitted. Args: mesh: that has rows; options: of jax.jit."""
+    made = functools.partial(update_lib.train_step, optimizers=optimizers, schedules=schedules(**changes or {}), config=config)
     jitted = jax.jit(made, static_argnames="whole_groups", **options)
 
     def step(state: Any, frozen: Any, batch: Any) -> Any:
-        packed, plan = packed_of(batch, config.limits, second_pass=second_pass)
+        packed, plan = packed_of(batch, config.limits, second_pass=1 / 3)
         if mesh is not None:
             packed = jax.device_put(packed, scoring.packed_shardings(mesh))
         return jitted(state, frozen, batch, packed, whole_groups=plan.whole_groups)
 
-    step.jitted = jitted
     return step
 
 
@@ -146,11 +127,8 @@ def measured(step: Any, state: Any, batch: Any) -> Found:
     gradient = jax.tree.map(lambda new, old: np.asarray(old) - np.asarray(new), after.params, state.params)
     policy = gradient.pop("policy")
     (head,) = gradient.values() or ({},)
-    return (
-        float(measurements["loss"]),
-        {"policy": policy, "head": head},
-        {name: float(value) for name, value in measurements.items()},
-    )
+    numbers = {name: float(value) for name, value in measurements.items()}
+    return numbers["loss"], {"policy": policy, "head": head}, numbers
 
 
 @functools.cache

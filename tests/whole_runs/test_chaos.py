@@ -104,8 +104,8 @@ def cause_chaos(chaos: Chaos, rng: random.Random, disk: SmallDisk) -> None:
         "stop": lambda name: chaos.freeze(name, seconds=rng.uniform(5, 60)),
         "damage": lambda _: chaos.damage_snapshot(spared=STEPS),
         "supervisor": lambda _: (chaos.kill_supervisor(), chaos.start(ENDLESS)),
-        "full": lambda _: chaos.full(disk),
-        "read only": lambda _: chaos.read_only(disk),
+        "full": lambda _: chaos.refuse("full", disk.full(), disk.fill_again),
+        "read only": lambda _: chaos.refuse("read_only", disk.read_only()),
         "gone": lambda _: chaos.gone(disk, AWAY_SECONDS),
         "away": lambda _: chaos.move_away(disk.folder / "away", AWAY_SECONDS),
     }

@@ -17,16 +17,6 @@ def problem():
     return jax.tree.map(np.asarray, posterior.make_problem(0))
 
 
-def test_every_response_is_counted_once():
-    assert posterior.N == sum(4**n for n in range(4)) + 4**4 == 341
-    rows = {tuple(row[:length]) for row, length in zip(posterior.RESPONSES.tolist(), posterior.LENGTHS, strict=True)}
-    assert len(rows) == 341
-    for row in rows:
-        assert all(token < posterior.EOS for token in row[:-1])
-        assert row[-1] == posterior.EOS or len(row) == 4
-    np.testing.assert_array_equal(posterior.NUMBER_OF_CODE[posterior.code(posterior.RESPONSES)], np.arange(341))
-
-
 def test_the_target_is_far_from_where_training_starts(problem):
     ref = np.exp(problem.ref_logprobs.astype(np.float64).sum(-1))
     np.testing.assert_allclose(ref.sum(axis=1), 1, rtol=1e-5)
@@ -116,14 +106,7 @@ def test_three_seeds_of_every_behaviour_in_full(name):
 @pytest.mark.parametrize("completions", [posterior.K, 1])
 def test_learned_log_z_becomes_the_exact_one(completions):
     problem = posterior.make_problem(0, queries=SMALL_QUERIES)
-    state, distance, _ = posterior.train(
-        problem,
-        0,
-        behavior=posterior.BEHAVIORS["uniform"],
-        steps=4000,
-        every=400,
-        objective="learned_log_z",
-        completions=completions,
-    )
+    learned = dict(objective="learned_log_z", completions=completions, steps=4000, every=400)
+    state, distance, _ = posterior.train(problem, 0, behavior=posterior.BEHAVIORS["uniform"], **learned)
     assert distance[-1].mean() <= posterior.BOUND
     np.testing.assert_allclose(posterior.predicted_log_z(state, queries=SMALL_QUERIES), problem.log_z, atol=0.05)

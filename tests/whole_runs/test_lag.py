@@ -8,16 +8,10 @@ from tba_jax.telemetry.status import TimeAccount
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
-
 LAG, EVERY = 4, 2
 # The fewest snapshots that may be kept; two batches of 16 rows with each, where an update takes 12 rows.
-SETTINGS = dict(
-    searchers__lag=LAG,
-    publish__every_steps=EVERY,
-    publish__keep=LAG // EVERY + 3,
-    searchers__max_rows_per_snapshot=32,
-    replay__recent_probability=1.0,
-)
+SETTINGS = dict(searchers__lag=LAG, searchers__max_rows_per_snapshot=32, replay__recent_probability=1.0)
+SETTINGS |= dict(publish__every_steps=EVERY, publish__keep=LAG // EVERY + 3)
 
 
 def test_rows_of_fast_searchers_are_of_the_newest_weights_that_are_old_enough(tmp_path):

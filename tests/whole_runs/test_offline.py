@@ -76,8 +76,7 @@ def test_rows_of_another_run_count_as_of_step_0(tmp_path, source):
     s = frozen_runs.offline(tmp_path / "run", source.run.root, learner__steps=7)
     training.reference(s)()
     for until in (6, 7):  # the second begins with the checkpoint of step 5
-        with frozen_runs.trainer(s) as trainer:
-            trainer.poll()
+        with frozen_runs.trainer(s, polls=True) as trainer:
             while trainer.step_number < until:
                 measurements = trainer.step()
             assert set(measurements["staleness"]) == {until - 1}
@@ -88,8 +87,7 @@ def test_a_mounted_run_may_still_be_running(tmp_path, frozen):
     source = frozen(tmp_path / "source", batches=2)
     s = frozen_runs.offline(tmp_path / "run", source.run.root)
     training.reference(s)()
-    with frozen_runs.trainer(s) as trainer:
-        trainer.poll()
+    with frozen_runs.trainer(s, polls=True) as trainer:
         assert trainer.step() is not None and trainer.scalars()["rows_seen"] == 32
         searcher = jobs.make_searcher(source, name="late", account=TimeAccount())
         searcher.refresh()

@@ -53,17 +53,14 @@ def test_roles_need_the_folder_and_trust_and_what_they_write_is_its_owners(tmp_p
     said = capsys.readouterr().err.strip()
     assert str(recipe) in said and "--trust_task" in said and len(said.splitlines()) == 1
     assert contents(tmp_path) == before
-
     assert here("--trust_task") == 0
     assert layout.read_json(run.finished)["step"] == STEPS and layout.steps_in(run.evaluations) == [0, STEPS]
-
     before = contents(shared / "replay")
     capsys.readouterr()
     assert here(f"--config={recipe}", "--role=searcher", "--config.learner.steps=1000") == 0
     said = capsys.readouterr().err
     assert f"has finished its {STEPS} steps" in said
     assert contents(shared / "replay") == before
-
     (tmp_path / "responses.jsonl").write_text(json.dumps({"prompt": f"{8:06b}", "response": "a1"}) + "\n")
     known = [f"--workdir={run.root}", "--trust_task"]
     assert command_line.execute(append, [*known, f"--responses={tmp_path / 'responses.jsonl'}"]) == 0

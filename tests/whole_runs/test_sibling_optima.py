@@ -3,51 +3,12 @@
 The optimum is computed from the objective's equation for groups of K rows (benchmarks/siblings.py).
 """
 
-import numpy as np
 import pytest
-from scipy import special
 
 from benchmarks import posterior, siblings
 from benchmarks.siblings import distance, log_ref, optimum, p_star, rewards, train
 
 BOUND = 0.07
-
-
-def test_the_regression_is_the_minimum_of_its_loss():
-    rng = np.random.default_rng(0)
-    log_mu, aim = special.log_softmax(rng.normal(size=30)), rng.normal(size=30)
-    found = siblings.regression(log_mu, aim)
-    assert found.sum() == pytest.approx(1)
-
-    def loss(z: np.ndarray) -> float:
-        return float(np.exp(log_mu) @ (special.log_softmax(z) - log_mu - aim) ** 2)
-
-    best = np.log(found)
-    for _ in range(200):
-        assert loss(best + 1e-3 * rng.normal(size=30)) > loss(best)
-    exact = special.softmax(log_mu + aim)
-    shifted = aim - special.logsumexp(log_mu + aim)
-    np.testing.assert_allclose(siblings.regression(log_mu, shifted), exact, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_the_optima_are_different_distributions():
-    log_mu = siblings.uniform_log_probs()
-    assert np.exp(log_mu).sum() == pytest.approx(1)
-    found = {name: siblings.optimum_of(name, 0, 0) for name in siblings.FORMS} | {"p*": p_star(0)[0], "sampler": np.exp(log_mu)}
-    for name, distribution in found.items():
-        assert distribution.sum() == pytest.approx(1, rel=1e-6)
-        others = [distance(distribution, other) for key, other in found.items() if key != name]
-        # AsymRE and TOPR differ by the mean reward in the baseline alone.
-        assert min(others) > (0.05 if name not in ("asymre", "topr") else 1e-3), (name, others)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", siblings.LIMITS)
-def test_more_rows_in_a_group_bring_the_optimum_nearer_to_its_limit(name):
-    form, limit = siblings.FORMS[name], siblings.LIMITS[name](0)[0]
-    more = form.optimum(rewards(0)[0], siblings.uniform_log_probs(), log_ref(0)[0], **form.given | {"K": 80})
-    assert distance(more, limit) < 0.7 * distance(siblings.optimum_of(name, 0, 0), limit)
 
 
 def test_a_reward_below_the_baseline_has_no_such_optimum():

@@ -19,7 +19,6 @@ from tests.support import frozen_runs, tiny_run
 from tests.support import trainer_processes as trainers
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
-
 LONG = {"learner__steps": 120, "learner__warmup_steps": 1, "checkpoint__every_steps": 20, "publish__every_steps": 10}
 
 
@@ -187,15 +186,12 @@ def test_a_supervised_trainer_of_two_processes_is_started_again_as_a_whole(tmp_p
         assert len(list((workdir / "profiles" / name).rglob("*.xplane.pb"))) == 1, name
 
 
+RESET = {"kind": "reset", "reset_steps": 4, "offload": True}
 VARIANTS = {
     "adapters": {"lora__rank": 2, "lora__targets": "('layers.attention.*',)"},
     "log Z": {"learner__objective": "learned_log_z"},
     "micro-batches": {"learner__micro_batch_tokens": 26},
-    "reference in host memory": {
-        "learner__reference__kind": "reset",
-        "learner__reference__reset_steps": 4,
-        "learner__reference__offload": True,
-    },
+    "reference in host memory": {f"learner__reference__{name}": value for name, value in RESET.items()},
     "moving average": {"learner__reference__kind": "ema", "learner__reference__ema_decay": 0.5},
     "tensor": {"learner__mesh__tensor": 2, "model__kv_heads": 2},
     "fsdp, every step published": {"learner__mesh__fsdp": 2, "publish__every_steps": 1, "publish__dtype": "bfloat16"},

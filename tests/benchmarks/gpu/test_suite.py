@@ -23,15 +23,8 @@ def run(cases, folder, *, seconds: float = 300.0) -> None:
 
 def make_case(folder, name: str, code: str, *, least: float = 0.0, most: float = 60.0) -> Case:
     answer = folder / f"{name}.json"
-    return Case(
-        name=name,
-        kind="decode",
-        command=("-c", code, str(answer)),
-        answer=answer,
-        read=suite.read_figures,
-        least=least,
-        most=most,
-    )
+    command, limits = ("-c", code, str(answer)), dict(least=least, most=most)
+    return Case(name=name, kind="decode", command=command, answer=answer, read=suite.read_figures, **limits)
 
 
 def test_a_case_that_fails_or_hangs_costs_its_own_row(tmp_path):
@@ -87,8 +80,6 @@ def test_the_cpu_form_measures_every_case(tmp_path):
     found = suite.rows(tmp_path / "gpu", "cpu")
     wanted = cases.of(device.find(), tmp_path / "gpu", model="", data="")
     assert found.keys() == {case.name for case in wanted}
-    failed = [
-        row for rows in found.values() for row in rows if row.figure in ("failed", "left out") or "exit status" in row.beside
-    ]
-    assert not failed
+    bad = [row for rows in found.values() for row in rows if row.figure in ("failed", "left out") or "exit status" in row.beside]
+    assert not bad
     assert "not measured" not in (tmp_path / "gpu" / "results.md").read_text()

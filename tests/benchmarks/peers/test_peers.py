@@ -13,7 +13,7 @@ from tba_jax import sharding
 from tba_jax.models.hugging_face import load
 from tba_jax.storage import layout
 from tba_jax.text import tokenizers
-from tests.support import applied
+from tests.support import applied, tiny_decoders
 
 V, T, P = 400, 24, 12
 
@@ -26,8 +26,7 @@ def probabilities(folder, ends: float) -> np.ndarray:
     params = load.load_params(folder, config, applied.shardings(config, mesh))
     rng = np.random.default_rng(0)
     tokens = np.concatenate([rng.integers(2, V, (6, T)), np.repeat(rng.integers(2, V, (6, 1)), T, axis=1)]).astype(np.int32)
-    hidden = applied.hidden_states(params, tokens, config=config).reshape(tokens.size, -1)
-    return np.asarray(jax.nn.softmax(applied.logits_of(params, hidden, config=config))).reshape(*tokens.shape, V)
+    return np.asarray(jax.nn.softmax(tiny_decoders.logits_of_whole(params, tokens, config)))
 
 
 def test_responses_end_with_the_probability_in_every_context(tmp_path):

@@ -58,10 +58,7 @@ def test_a_data_set_that_was_fetched_before_is_taken(home, caplog):
     "setting, advice",
     [
         ("model.path", "FOLDER (with make: MODEL=FOLDER)"),
-        (
-            "task.gsm8k.train_path",
-            "FILE.jsonl (with make: DATA=FOLDER, with train.jsonl and test.jsonl)",
-        ),
+        ("task.gsm8k.train_path", "FILE.jsonl (with make: DATA=FOLDER, with train.jsonl and test.jsonl)"),
     ],
 )
 def test_without_a_copy_one_sentence_says_so(home, setting, advice):

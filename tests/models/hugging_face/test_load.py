@@ -1,9 +1,7 @@
 """Import of checkpoints: parity with torch's float64 results in tests/fixtures (make_fixtures.py), and sharded reads."""
 
 import json
-import shutil
 import tracemalloc
-from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -16,7 +14,7 @@ from tba_jax.models.hugging_face import export, files
 from tba_jax.models.hugging_face import load as load_lib
 from tests.support import applied
 from tests.support import tiny_checkpoints as tiny
-from tests.support.tiny_checkpoints import LANGUAGE_MODELS, REAL_MODELS, assert_same_params, load, path_of
+from tests.support.tiny_checkpoints import LANGUAGE_MODELS, REAL_MODELS, assert_same_params, copy_of, load, path_of
 
 REAL_GOLDEN = tiny.FIXTURES / "real_models.npz"
 # Those of make_fixtures.MODELS, which cannot be imported without torch.
@@ -24,10 +22,6 @@ VARIANTS = (
     *(*LANGUAGE_MODELS, "qwen2_untied", "qwen3_biased", "gpt2_relu", "gpt_neox_sequential", "llama_linear"),
     *("llama_reward", "qwen3_classifier", "gpt2_classifier", "gpt_neox_reward", "gemma3_reward"),
 )
-
-
-def copy_of(name: str, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(path_of(name), tmp_path / "model"))
 
 
 def assert_same_outputs(config: DecoderConfig, params: dict, tokens: np.ndarray, mask: np.ndarray, expected) -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import shutil
 from pathlib import Path
 
 import jax
@@ -13,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tba_jax.models.hugging_face import load as load_lib
 from tba_jax.models.hugging_face.architectures import ARCHITECTURES
 from tba_jax.models.hugging_face.files import Settings
-from tests.support.tiny_checkpoints import edit_config, edit_weights, load, path_of, shard_weights
+from tests.support.tiny_checkpoints import copy_of, edit_config, edit_weights, load, path_of, shard_weights
 
 INFINITY = float("inf")
 QUERY = "model.layers.1.self_attn.q_proj.weight"
@@ -23,7 +22,7 @@ read_config = functools.partial(load_lib.read_config, compute_dtype="float32")
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    return Path(shutil.copytree(path_of("llama_untied"), tmp_path / "model"))
+    return copy_of("llama_untied", tmp_path)
 
 
 def refused(folder: Path, settings: dict, sentence: str) -> None:
@@ -36,7 +35,7 @@ def refused(folder: Path, settings: dict, sentence: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama_untied", "mistral", "qwen2", "qwen3", "gemma3", "gpt2", "gpt_neox", "bert_classifier"])
 def test_every_key_is_checked(tmp_path, name):
-    folder = Path(shutil.copytree(path_of(name), tmp_path / "model"))
+    folder = copy_of(name, tmp_path)
     original = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES[original["model_type"]]
     wrong = {key: ["other", 0.5, [computed[0]]] for key, computed in architecture.only.items()}
@@ -76,7 +75,7 @@ def test_every_key_is_checked(tmp_path, name):
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
 def test_settings_that_are_not_computed(tmp_path, name, settings, sentence):
-    refused(Path(shutil.copytree(path_of(name), tmp_path / "model")), settings, sentence)
+    refused(copy_of(name, tmp_path), settings, sentence)
 
 
 def test_heads_that_a_checkpoint_does_not_have(folder):

@@ -27,10 +27,6 @@ from tests.support import tiny_run
 from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream, run_searcher
 
 
-def cut_short(folder: Path) -> None:
-    os.truncate(folder / "embedding.weight" / "c" / "0" / "0", 100)
-
-
 def unreadable(folder: Path) -> None:
     (folder / snapshots.COMMIT).unlink()
     (folder / snapshots.COMMIT).mkdir()
@@ -72,7 +68,7 @@ def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(quick, caplog
 
     def look() -> None:
         if committed(s) and not snapshots.is_committed(s.run.policies, 1):
-            publish(s, 1, cut_short)
+            publish(s, 1, lambda folder: os.truncate(folder / "embedding.weight" / "c" / "0" / "0", 100))
         elif (sentence := waits(s)) and not snapshots.is_committed(s.run.policies, 2):
             told.add(sentence)
             if "damaged" in sentence:

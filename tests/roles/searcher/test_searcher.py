@@ -14,6 +14,7 @@ from tba_jax import sharding
 from tba_jax.decoding.engine import Engine, Ticket
 from tba_jax.replay.window import REJECTIONS, validate_rows
 from tba_jax.roles.searcher.searcher import Searcher
+from tba_jax.storage import layout, snapshots
 from tba_jax.tasks.interface import Scores
 from tests.support import applied, tiny_searcher
 from tests.support.tiny_searcher import ROWS, Held, Q, assert_same_rows, committed, publish, rows_of_the_stream, weights
@@ -136,6 +137,9 @@ def test_tokens_are_drawn_by_the_weights_of_their_step(make):
     model, space = s.experiment.policy.model, s.experiment.contract.response_space()
     settings = dict(R=rows["policy_step"].shape[1], config=model, space=space, logit_bytes=1 << 20, remat="none")
     score = jax.jit(functools.partial(applied.response_logprobs, **settings))
+    mesh, folder = sharding.make_mesh((1, 1, 1), setting="test"), s.run.reference(layout.reference_id(s.run))
+    reference = snapshots.load(folder, applied.specs(model), applied.shardings(model, mesh))
+    np.testing.assert_allclose(rows["ref_logprobs"], score(reference, *whole)[0], rtol=0, atol=2e-5)
     for step in range(3):
         difference = np.abs(rows["policy_logprobs"] - score(weights(s, step), *whole)[0]).max(axis=1)
         assert (difference[(first == step) & ~mixed] < 2e-5).all() and (difference[(first != step) & (last != step)] > 0.05).all()

@@ -37,49 +37,28 @@ pytestmark = [
     pytest.mark.usefixtures("one_device_throughout"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # of orbax, whose read failed
 ]
-
 CHANGES = {"checkpoint__every_steps": 3, "learner__steps": 1000, "replay__capacity": 120}
 # States with all that a checkpoint may hold; the others take their time in the slow tests.
-EVERYTHING = {
-    "model__compute_dtype": "bfloat16",
-    "learner__logprob_gap_limit": 0.1,
-    "learner__objective": "tba_prime",
-    "learner__reference__kind": "ema",
-    "learner__reference__ema_decay": 0.8,
-    "learner__reference__offload": True,
-    "learner__non_finite": "skip",
-    "replay__merge_keep": "best",
-    "replay__merge_edit_distance": 0.3,
-    "replay__recent_probability": 0.3,
-}
+EMA = {"kind": "ema", "ema_decay": 0.8, "offload": True}
+EVERYTHING = {"model__compute_dtype": "bfloat16", "learner__logprob_gap_limit": 0.1, "learner__objective": "tba_prime"}
+EVERYTHING |= {f"learner__reference__{name}": value for name, value in EMA.items()} | {"learner__non_finite": "skip"}
+EVERYTHING |= {"replay__merge_keep": "best", "replay__merge_edit_distance": 0.3, "replay__recent_probability": 0.3}
+RESET = {"kind": "reset", "reset_steps": 3, "reset_optimizer": True}
 KINDS = {
     "whole policy": {"replay__merge_duplicates": False},
     "everything": EVERYTHING,
     "adapters in bfloat16": {"lora__rank": 2, "model__compute_dtype": "bfloat16", "learner__logprob_gap_limit": 0.1},
     "learned log Z": {"learner__objective": "learned_log_z", "replay__strategy": "softmax"},
     "value head": {"learner__objective": "ppo"},
-    "reset reference and optimizer": {
-        "learner__objective": "tba_prime",
-        "learner__reference__kind": "reset",
-        "learner__reference__reset_steps": 3,
-        "learner__reference__reset_optimizer": True,
-    },
+    "reset reference and optimizer": {"learner__objective": "tba_prime"}
+    | {f"learner__reference__{name}": value for name, value in RESET.items()},
 }
 BY_DEFAULT = ("whole policy", "everything")
 # A file of each kind that a loss of power may tear, of which the newest is torn.
 TORN = (
-    "checkpoints/0*/host/metadata",
-    "checkpoints/0*/state/_METADATA",
-    "checkpoints/0*/state/manifest.ocdbt",
-    "checkpoints/0*/state/d/*",
-    "policy/0*/commit.json",
-    "policy/0*/embedding.weight/zarr.json",
-    "policy/0*/embedding.weight/c/0/0",
-    "journal/*.jsonl",
-    "journal/*.lease",
-    "replay/expired.json",
-    "reference/initial.json",
-    "metrics/trainer/status.json",
+    *(f"checkpoints/0*/{file}" for file in ("host/metadata", "state/_METADATA", "state/manifest.ocdbt", "state/d/*")),
+    *(f"policy/0*/{file}" for file in ("commit.json", "embedding.weight/zarr.json", "embedding.weight/c/0/0")),
+    *("journal/*.jsonl", "journal/*.lease", "replay/expired.json", "reference/initial.json", "metrics/trainer/status.json"),
 )
 # Where a kill within a step comes: a function that the step calls, whether before or after the call, and whether the step counts.
 POINTS = (

@@ -14,13 +14,8 @@ from tba_jax.storage import layout, snapshots
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
-
-POSTERIOR = {
-    "searchers__prompt_selection": "posterior",
-    "replay__success_decay": 0.5,
-    "replay__merge_duplicates": False,
-    "task__missing_eos_reward": 0.0,
-}
+POSTERIOR = {"searchers__prompt_selection": "posterior", "replay__success_decay": 0.5}
+POSTERIOR |= {"replay__merge_duplicates": False, "task__missing_eos_reward": 0.0}
 
 
 def by_hand(s) -> dict[int, tuple[float, float]]:
@@ -82,17 +77,9 @@ def test_only_what_every_checkpoint_is_past_expires():
 
 def test_what_no_checkpoint_needs_is_removed_and_accounted_for(tmp_path):
     """A segment an append of 16 rows, one a step, and a window of 24 rows; a checkpoint every step, of which two are kept."""
-    c = tiny_run.config(
-        schedule__mode="interleaved",
-        evaluation__enabled=False,
-        task__missing_eos_reward=-1.0,
-        replay__segment_appends=1,
-        replay__capacity=24,
-        replay__retention="checkpoints",
-        checkpoint__every_steps=1,
-        learner__steps=6,
-        learner__logprob_gap_every_steps=0,
-    )
+    changes = dict(schedule__mode="interleaved", evaluation__enabled=False, task__missing_eos_reward=-1.0)
+    changes |= dict(replay__segment_appends=1, replay__capacity=24, replay__retention="checkpoints", checkpoint__every_steps=1)
+    c = tiny_run.config(**changes, learner__steps=6, learner__logprob_gap_every_steps=0)
     s = tiny_run.settings(tmp_path / "run", c)
     run = s.run
     assert jobs.everything(s)() == 0
@@ -107,7 +94,6 @@ def test_what_no_checkpoint_needs_is_removed_and_accounted_for(tmp_path):
     line = next(line for line in audit.open_run(run.root).lines if any(row // 16 in gone for _, row in line["rows"]))
     with pytest.raises(ValueError, match=rf"step {line['step']} cannot be rebuilt: .*{writer}.* removed by retention"):
         audit.rebuild_batch(audit.open_run(run.root), line["step"])
-
     # A kill before the last checkpoint was whole: the one before is restored, and all that its steps drew is still there.
     expected = snapshots.fingerprint(run.policies / "00000006")
     assert layout.steps_in(run.checkpoints) == [5, 6]

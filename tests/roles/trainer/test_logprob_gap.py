@@ -40,8 +40,7 @@ def test_steps_go_on_while_a_snapshot_loads_and_one_that_is_damaged_is_passed_ov
         return load_step(policies, step, *arguments, **settings)
 
     monkeypatch.setattr(snapshots, "load_step", slow)
-    with frozen_runs.trainer(s) as trainer:
-        trainer.poll()
+    with frozen_runs.trainer(s, polls=True) as trainer:
         for _ in range(5):
             measurements = trainer.step(ahead=True)
             assert measurements is not None and "logprob_gap_max" not in measurements
@@ -50,7 +49,6 @@ def test_steps_go_on_while_a_snapshot_loads_and_one_that_is_damaged_is_passed_ov
         trainer._scores._thread.submit(lambda: None).result()
         measurements = trainer.step(ahead=True)
         assert measurements is not None and measurements["logprob_gap_max"] < 1e-3 and not measurements["logprob_gap_alarm"]
-
         os.truncate(s.run.policies / "00000000" / "embedding.weight" / "c" / "0" / "0", 100)
         for _ in range(6):
             measurements = trainer.step()

@@ -65,8 +65,7 @@ def test_a_trainer_that_refuses_every_row_ends_with_the_reason_unless_better_row
     rows = {each: column.copy() for each, column in reader.read(next(iter(reader.heads())), 0, count).items()}
     rows[column][place] = value
     LogWriter(s.run.replay, "bad-1", reader.shape, rows_per_append=count, segment_appends=4, info={}).append(rows)
-    with frozen_runs.trainer(s) as trainer:
-        trainer.poll()
+    with frozen_runs.trainer(s, polls=True) as trainer:
         if name == "all":
             told = (
                 r"^all 12 rows that have come are refused, the first, row 0 of writer bad-1, because it is not valid \(a token, "

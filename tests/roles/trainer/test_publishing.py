@@ -68,8 +68,7 @@ def test_a_trainer_that_has_been_replaced_shows_nothing(tmp_path, kind):
 
 def test_a_replaced_trainer_publishes_nothing_more(tmp_path, frozen, monkeypatch, one_device):
     s, save = frozen(tmp_path / "run", batches=2), snapshots.save
-    with frozen_runs.trainer(s, publish_every_steps=1) as trainer:
-        trainer.poll()
+    with frozen_runs.trainer(s, publish_every_steps=1, polls=True) as trainer:
         assert trainer.step() is not None
         trainer.flush_snapshot()
         later = trainer.lease.epoch + 1

@@ -14,8 +14,6 @@ from tests.support import frozen_runs, tiny_run
 from tests.support.tiny_log import make_rows
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
-
-
 IDS = [("a", row) for row in range(4)]
 
 
@@ -47,8 +45,7 @@ def test_a_run_that_stops_goes_on_when_told_to_skip(tmp_path, frozen, caplog):
         with pytest.raises(FloatingPointError, match=names_it):
             frozen_runs.train(s, until=8, abandon=True)
     skipping = tiny_run.settings(tmp_path / "run", frozen_runs.config(**changes, learner__non_finite="skip"))
-    with frozen_runs.trainer(skipping) as trainer:
-        trainer.poll()
+    with frozen_runs.trainer(skipping, polls=True) as trainer:
         # A journal that ends with a refused step would stop a run again that does not skip.
         while trainer.step_number < 8 or ("planted-1", 2) in journal.line_ids([*journal.read_lineage(s.run.journal)][-1]):
             assert trainer.step() is not None
@@ -62,8 +59,7 @@ def test_a_run_that_stops_goes_on_when_told_to_skip(tmp_path, frozen, caplog):
 
 def test_an_update_that_is_not_finite_stops_the_run_and_the_next_batch_leaves_no_trace(tmp_path, frozen):
     s = frozen(tmp_path / "run", batches=2)
-    with frozen_runs.trainer(s) as trainer:
-        trainer.poll()
+    with frozen_runs.trainer(s, polls=True) as trainer:
         for _ in range(2):
             assert trainer.step(ahead=True) is not None
         before = trainer.state

@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_device_throughout"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # of orbax, whose read failed
 ]
-
 STEPS = {"checkpoint__every_steps": 3, "learner__steps": 9, "replay__capacity": 200}
 
 
@@ -51,11 +50,6 @@ def checkpoint(s: jobs.Invocation, step: int) -> Path:
     return s.run.checkpoints / layout.step_name(step)
 
 
-def damage(s: jobs.Invocation, step: int, file: str = "host/metadata") -> None:
-    path = checkpoint(s, step) / file
-    path.write_bytes(path.read_bytes()[:-7])
-
-
 def assert_resumes_as(s: jobs.Invocation, state: Any) -> None:
     with frozen_runs.trainer(s) as trainer:
         assert trainer.step_number == int(state.step)
@@ -67,27 +61,10 @@ def refused(s: jobs.Invocation, sentence: str) -> None:
         pass
 
 
-def told(caplog) -> list[str]:
-    return [record.message for record in caplog.records if "is set aside" in record.message]
-
-
 def lines_of(s: jobs.Invocation) -> tuple[Path, list[bytes]]:
     """The last file of the journal that has lines, and these."""
     path = max(path for path in s.run.journal.glob("*.jsonl") if path.stat().st_size)
     return path, path.read_bytes().splitlines(keepends=True)
-
-
-def test_an_interrupted_run_ends_as_an_undisturbed_one(copied, frozen, tmp_path):
-    """9 steps at once, each drawn ahead = 6 steps and a checkpoint, 2 that are done again, and the last."""
-    once, twice = frozen(tmp_path / "once", **STEPS), copied()
-    with frozen_runs.trainer(once) as trainer:
-        trainer.poll()
-        while not trainer.is_done:
-            assert trainer.step(ahead=True) is not None
-        expected = jax.device_get(trainer.state)
-    initial = frozen_runs.published(once, 0)
-    assert all(np.any(a != b) for a, b in zip(jax.tree.leaves(initial), jax.tree.leaves(expected.params["policy"]), strict=True))
-    jax.tree.map(np.testing.assert_array_equal, frozen_runs.train(twice, until=9, abandon=False), expected)
 
 
 def test_steps_are_done_again_under_their_own_schedule(copied):
@@ -135,8 +112,7 @@ def test_a_checkpoint_that_does_not_fit_is_not_called_damaged(copied):
 def test_a_late_checkpoint_of_a_replaced_trainer_is_set_aside(copied, stopped, caplog):
     """A trainer is stopped while it saves, another one takes over, and the first goes on: before it saves, or after."""
     s, late = copied(), stopped[0] / "checkpoints" / "00000006"  # of the epoch before
-    with frozen_runs.trainer(s) as trainer:
-        trainer.poll()
+    with frozen_runs.trainer(s, polls=True) as trainer:
         shutil.copytree(late, checkpoint(s, 9))
         assert trainer.step() is not None
         trainer.finish()
@@ -146,7 +122,7 @@ def test_a_late_checkpoint_of_a_replaced_trainer_is_set_aside(copied, stopped, c
     shutil.rmtree(checkpoint(s, 9))
     shutil.copytree(late, checkpoint(s, 9))
     assert_resumes_as(s, state)
-    due, newest = told(caplog)
+    due, newest = (record.message for record in caplog.records if "is set aside" in record.message)
     assert "replaced wrote it meanwhile" in due
     assert str(checkpoint(s, 9)) in newest and "had been replaced" in newest and "from its checkpoint of step 8" in newest
 
@@ -166,7 +142,8 @@ def test_more_lost_lines_than_one_end_the_trainer(copied, lines, shown):
 def test_the_reference_is_no_way_back_where_rows_have_been_removed(copied):
     s = copied(replay__retention="checkpoints")
     shutil.rmtree(checkpoint(s, 3))
-    damage(s, 6, "state/manifest.ocdbt")
+    manifest = checkpoint(s, 6) / "state" / "manifest.ocdbt"
+    os.truncate(manifest, manifest.stat().st_size - 7)
     layout.write_json(s.run.replay / segment.EXPIRED, {"expired": {"frozen": [0]}, "removing": {}})
     for _ in range(2):
         refused(s, r"00000006 cannot be used: it is damaged .*replay.retention=checkpoints has removed rows")

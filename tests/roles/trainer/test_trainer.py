@@ -50,8 +50,7 @@ def test_the_next_batch_is_prepared_while_the_devices_compute(tmp_path, frozen, 
         return take(trainer, *arguments)
 
     monkeypatch.setattr(Trainer, "_take_result", taken_late)
-    with frozen_runs.trainer(s) as trainer:
-        trainer.poll()
+    with frozen_runs.trainer(s, polls=True) as trainer:
         computed.set()
         measurements = trainer.step(ahead=True)
         assert all(isinstance(measurements[name], jax.Array) for name in ("loss", "grad_norm", "finite"))

@@ -11,18 +11,8 @@ from tba_jax.models import scoring
 from tba_jax.roles.trainer.update_program import UpdateProgram
 from tests.support import tiny_run
 
-SIZES = {
-    "task.prompt_length": 10,
-    "task.response_length": 10,
-    "learner.queries": 16,
-    "learner.completions": 2,
-    "model.layers": 1,
-    "model.width": 16,
-    "model.heads": 2,
-    "model.kv_heads": 2,
-    "model.head_size": 8,
-    "model.ffn": 16,
-}
+SIZES = tiny_run.SETTINGS | {"task.prompt_length": 10, "task.response_length": 10}
+SIZES |= {"learner.queries": 16, "learner.completions": 2}
 
 
 def config_of(**changes):
