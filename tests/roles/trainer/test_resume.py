@@ -161,7 +161,7 @@ def test_what_dead_processes_left_is_removed(stopped, tmp_path):
         for folder in (run.policies / "00000007", run.reference(16 * "b")):
             places.make_folder((folder / name).parent, below=5)
             places.write_bytes(folder / name, b"{")
-    shutil.copytree(run.policies / "00000004", run.policies / ".00000006.0123abcd")
+    shutil.copytree(run.policies / "00000000", run.policies / ".00000006.0123abcd")
     shutil.copytree(run.reference(layout.reference_id(run)), run.references / ".draft-0123abcd")
     left = [run.root / ".trainer.key.0123456789abcdef", run.journal / ".epoch-000001.lease.0123abcd"]
     left += [run.replay / REGISTER / ".killed-0123.json.0123abcd", run.references / ".initial.json.0123abcd"]
