@@ -22,7 +22,7 @@ from tba_jax.roles.work import ShapesLog, Work, of_plan
 from tba_jax.run import processes
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, snapshots
-from tba_jax.storage.damaged_snapshots import DamagedSnapshots
+from tba_jax.storage.snapshots import DamagedSnapshots
 from tba_jax.tasks.interface import Task
 from tba_jax.text import stop_strings
 from tba_jax.text.stop_strings import StopStrings
@@ -294,7 +294,7 @@ class Sampler:
     def load_newest(self, *, lag: int) -> bool:
         """Hands the newest whole snapshot to the engine if it is newer than the last one. Returns whether there was one.
 
-        May be called from a thread beside the one that decodes. Args: lag: see damaged_snapshots.lagging.
+        May be called from a thread beside the one that decodes. Args: lag: see snapshots.lagging.
         """
         if not self.engine.swapped:  # the memory holds one snapshot that waits to be taken up, not two
             return False
