@@ -95,7 +95,7 @@ def test_never_reached(folder):
 
 
 def test_few_modules_stand_beside_the_rooms():
-    assert len(list(PACKAGE.glob("*.py"))) <= 8
+    assert len(list(PACKAGE.glob("*.py"))) <= 9
 
 
 def test_no_file_is_long():

@@ -18,7 +18,7 @@ from tba_jax.models import hardware, scoring
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.objective import ObjectiveSettings
-from tba_jax.packing.row_layout import Limits
+from tba_jax.packing import Limits
 from tba_jax.storage import contract as contract_lib
 
 # Values of learner.reference.kind with a reference that the trainer holds, and checkpoints.

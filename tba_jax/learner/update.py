@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tba_jax import sharding, trajectory
+from tba_jax import packing, sharding, trajectory
 from tba_jax.learner import optimizer
 from tba_jax.learner.optimizer import Optimizers, Schedule, TrainState
 from tba_jax.models import parameters, scoring
@@ -29,9 +29,7 @@ from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.objectives.advantages import step_advantages
 from tba_jax.objectives.objective import Objective, ObjectiveInputs, ObjectiveSettings, PolicyOutputs, diagnostics
-from tba_jax.packing import row_packing
-from tba_jax.packing.row_layout import Limits
-from tba_jax.packing.row_packing import Packed, Sequences
+from tba_jax.packing import Limits, Packed, Sequences
 from tba_jax.programs import Program, shaped
 
 # What a forward pass costs beside a forward and a backward pass, by what the backward pass computes again.
@@ -269,7 +267,7 @@ def _whole_groups(
         differentiated = jax.grad(micro_loss, argnums=(0, 1), has_aux=True)
         return differentiated(trained, log_z, micro, packed.of_row == number)
 
-    (grads, cotangent), (logprobs, values, entropy) = row_packing.summed(gradient, packed)
+    (grads, cotangent), (logprobs, values, entropy) = packing.summed(gradient, packed)
     return grads, cotangent, PolicyOutputs(logprobs=logprobs, log_z=log_z, values=values), entropy
 
 
@@ -293,7 +291,7 @@ def _any_split(
         model = state.model(state.params | trained, frozen)
         return scored(model.policy, model.value_head, micro, batch, config=config)
 
-    (policy_logprobs, values), entropy = row_packing.summed(lambda micro, _: outputs_of(trained, micro), packed)
+    (policy_logprobs, values), entropy = packing.summed(lambda micro, _: outputs_of(trained, micro), packed)
     outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z, values=values)
     cotangent = jax.grad(config.objective.loss)(outputs, inputs_of(batch))
 
@@ -301,13 +299,13 @@ def _any_split(
         pull_back = jax.vjp(lambda t: outputs_of(t, micro)[0], trained)[1]
         return pull_back((cotangent.logprobs, cotangent.values))[0]
 
-    return row_packing.summed(gradient, packed), cotangent.log_z, outputs, entropy
+    return packing.summed(gradient, packed), cotangent.log_z, outputs, entropy
 
 
 def ref_logprobs(reference: Params, frozen: Params, batch: Batch, packed: Packed, *, config: LearnerConfig) -> jax.Array:
     """float32[B, R], nats at the scoring temperature, 0 where masked. reference: like what is trained of the policy."""
     policy = config.policy.for_training(reference, frozen)
-    return row_packing.summed(lambda micro, _: scored(policy, None, micro, batch, config=config)[0][0], packed)
+    return packing.summed(lambda micro, _: scored(policy, None, micro, batch, config=config)[0][0], packed)
 
 
 def moved(reference: Params, params: Params, *, decay: float) -> Params:
