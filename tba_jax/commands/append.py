@@ -33,7 +33,7 @@ from tba_jax.text.visible import visible
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.experiment.composition import Experiment
     from tba_jax.tasks.interface import EncodedQuery, Scores
-    from tba_jax.text.stop_strings import StopStrings
+    from tba_jax.text.tokenizers import StopStrings
 
 UNFIT = ("refuse", "skip")
 

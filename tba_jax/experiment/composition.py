@@ -19,8 +19,8 @@ from tba_jax.storage import layout
 from tba_jax.tasks import EXTRAS, TASKS, custom_task
 from tba_jax.tasks.interface import SPLITS, EncodedQuery, Query, Shortens, Task, private_files, reward_range
 from tba_jax.telemetry.alarms import Alarms
-from tba_jax.text import prompts, stop_strings
-from tba_jax.text.tokenizers import Tokenizer
+from tba_jax.text import prompts
+from tba_jax.text.tokenizers import Tokenizer, banned_tokens
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def build(
     stored_run.check_policy(config, policy, tokenizer, found)
     chat = dict(chat_template=config.task.chat_template, system_prompt=config.task.system_prompt)
     template = found.attempt(prompts.template, tokenizer, **chat)
-    banned = found.attempt(stop_strings.banned_tokens, config.task, tokenizer, policy.model.vocab)
+    banned = found.attempt(banned_tokens, config.task, tokenizer, policy.model.vocab)
     queries = found.attempt(encode_queries, config, task, tokenizer)
     if reward_models is None:
         reward_models = found.attempt(task_models.digests, task, fetch=weights)

@@ -28,9 +28,8 @@ from tba_jax.models.hugging_face import load as load_lib
 from tba_jax.programs import Program, with_beside
 from tba_jax.rewards import scorers
 from tba_jax.tasks.interface import Closable, EncodedQuery, ModelUse, Scores, Task, UsesModels
-from tba_jax.text import stop_strings
 from tba_jax.text.prompts import PromptTemplate
-from tba_jax.text.tokenizers import HuggingFaceTokenizer, Tokenizer, has_tokenizer
+from tba_jax.text.tokenizers import HuggingFaceTokenizer, Tokenizer, has_tokenizer, stop_automaton
 
 
 def response_texts(
@@ -134,7 +133,7 @@ def _replies(use: ModelUse, folder: Path, tokenizer: HuggingFaceTokenizer, vocab
     ends = None
     if others:  # stop strings end a reply at the texts of these tokens, however the reply spells them
         texts = scorers.token_bytes(tokenizer, called=f"{use.setting}={use.path!r}")
-        ends = stop_strings.build(texts, sorted({(texts[token] or b"").decode() for token in others}), vocab=vocab)
+        ends = stop_automaton(texts, sorted({(texts[token] or b"").decode() for token in others}), vocab=vocab)
     space = dict(banned_tokens=tuple(sorted(banned)), eos_id=tokenizer.eos_id)
     return dict(space=space, pad_id=tokenizer.pad_id, stop_strings=ends)
 

@@ -23,9 +23,7 @@ from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, snapshots
 from tba_jax.storage.snapshots import DamagedSnapshots
 from tba_jax.tasks.interface import Task
-from tba_jax.text import stop_strings
-from tba_jax.text.stop_strings import StopStrings
-from tba_jax.text.tokenizers import Tokenizer
+from tba_jax.text.tokenizers import StopStrings, Tokenizer, stop_automaton
 
 
 def policy_mesh(config: Any, section: str, *, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -145,7 +143,7 @@ def make_reference(how: Scoring, run: layout.RunDir) -> ReferencePolicy | NoRefe
 
 def automaton(texts: Sequence[str], tokenizer: Tokenizer, *, vocab: int) -> StopStrings | None:
     """Recognises the first of `texts` in a response; None where there are no texts, whatever the tokenizer can tell."""
-    return stop_strings.build(tokenizer.token_bytes(), texts, vocab=vocab) if texts else None
+    return stop_automaton(tokenizer.token_bytes(), texts, vocab=vocab) if texts else None
 
 
 def _engine(
