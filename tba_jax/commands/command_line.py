@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from absl import flags
 
 from tba_jax.commands import recipes
+from tba_jax.outputs import visible
 from tba_jax.run import processes
 from tba_jax.schemas import Refused, hint, nearest
 from tba_jax.storage import file_systems
-from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX or tensorstore is imported late: a mistyped flag is answered at once
     from tba_jax.experiment.composition import Experiment
