@@ -174,7 +174,7 @@ def _unwritten(output: Path, number: int | None, flag: str = "--output") -> Valu
 
 
 def visible(text: str) -> str:
-    """The text with an escape such as \\x1b or \\u202e in place of each control or bidirectional character. Tabs and newlines stay."""
+    """The text with an escape such as \\x1b or \\u202e for each control or bidirectional character, but tabs and newlines."""
     return _HIDDEN.sub(lambda found: _escape(found[0]), text)
 
 

@@ -226,7 +226,7 @@ def config_of(stored: Mapping[str, Any], source: Source, *, called: str) -> Any:
     Raises ValueError where the recipe or a flag is wrong, config.json is damaged, or it names a task file that nobody trusts.
     """
     from tba_jax.experiment import stored_run
-    from tba_jax.tasks.custom_task import is_custom, short_name
+    from tba_jax.tasks.interface import is_custom, short_name
 
     config = stored_run.config_of(stored, called=called)
     theirs = config.task.name

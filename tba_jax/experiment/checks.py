@@ -18,7 +18,7 @@ from tba_jax.objectives.objective import TEMPERATURES, Objective
 from tba_jax.replay.selection import STRATEGIES
 from tba_jax.schemas import Mistakes, flatten
 from tba_jax.tasks import TASKS
-from tba_jax.tasks.custom_task import is_custom
+from tba_jax.tasks.interface import is_custom
 from tba_jax.telemetry import metrics
 
 
