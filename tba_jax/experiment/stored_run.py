@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tba_jax.experiment.schema import SCHEMA
-from tba_jax.learner.settings import HELD_REFERENCES
+from tba_jax.learner.update import HELD_REFERENCES
 from tba_jax.models import attention
 from tba_jax.models.config import FREE_FIELDS, PRESETS, DecoderConfig
 from tba_jax.models.hugging_face import load

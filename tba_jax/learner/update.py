@@ -5,6 +5,8 @@ An objective couples the K rows of a query, but a micro-batch need not hold them
 - whole groups: a micro-batch evaluates the objective on its own groups, and gradients are added;
 - any split: a first pass scores all rows, the objective's gradient with respect to log-probs and values [B, R] is taken on the
   whole batch, and a second pass pulls it back through the model one micro-batch at a time.
+
+The functions `make_…` take the section `learner` of a config.
 """
 
 import dataclasses
@@ -23,17 +25,21 @@ from jax.sharding import Mesh
 from tba_jax import packing, sharding, trajectory
 from tba_jax.learner import optimizer
 from tba_jax.learner.optimizer import Optimizers, Schedule, TrainState
-from tba_jax.models import parameters, scoring
+from tba_jax.models import hardware, parameters, scoring
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
+from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.advantages import step_advantages
 from tba_jax.objectives.objective import Objective, ObjectiveInputs, ObjectiveSettings, PolicyOutputs, diagnostics
 from tba_jax.packing import Limits, Packed, Sequences
 from tba_jax.programs import Program, shaped
+from tba_jax.storage.contract import Contract
 
 # What a forward pass costs beside a forward and a backward pass, by what the backward pass computes again.
 SCORING_SHARE = {"none": 1 / 3, "dots": 1 / 3, "full": 1 / 4}
+# Values of learner.reference.kind with a reference that the trainer holds, and checkpoints.
+HELD_REFERENCES = ("reset", "ema")
 
 
 @flax.struct.dataclass
@@ -368,3 +374,59 @@ class MovingReference:
         elif due:
             self.params = jax.device_put(self._move(jax.device_put(self.params, self._in_use), params), self._at_rest)
         return due
+
+
+def make_schedules(c: Any) -> Schedules:
+    def schedule(name: str) -> Schedule:
+        return optimizer.linear_then_constant(**{part: c[f"{name}_{part}"] for part in ("start", "end", "steps")})
+
+    return Schedules(**{field.name: schedule(field.name) for field in dataclasses.fields(Schedules)})
+
+
+def limits(tokens: int, *, prompt: int, response: int, queries: int, completions: int, ways: int, shares: bool) -> Limits:
+    """What micro-batches hold. Raises ValueError: the mesh does not divide the batch, or `tokens` hold no row for each data way.
+
+    Args: tokens: learner.micro_batch_tokens, 0: the whole batch. prompt, response: P and R. ways: see sharding.row_ways.
+    """
+    batch = queries * completions
+    sharding.check_ways(batch, ways, what="learner.queries × learner.completions", mesh="learner.mesh")
+    row_tokens = prompt + response
+    if tokens and tokens < ways * row_tokens:
+        each = f" for each of the {ways} ways of learner.mesh" if ways > 1 else ""
+        raise ValueError(
+            f"learner.micro_batch_tokens={tokens} does not hold one row{each}: a row has task.prompt_length + "
+            f"task.response_length = {row_tokens} tokens; at least {ways * row_tokens}, or 0 for the whole batch"
+        )
+    sizes = dict(rows=batch, group=completions, prompt=prompt, response=response)
+    return Limits(**sizes, shares=shares, tokens=tokens // ways, ways=ways)
+
+
+def make_learner_config(c: Any, contract: Contract, policy: Policy, mesh: Mesh) -> LearnerConfig:
+    return LearnerConfig(
+        policy=policy,
+        objective=OBJECTIVES[c.objective],
+        settings=ObjectiveSettings(**{field.name: c[field.name] for field in dataclasses.fields(ObjectiveSettings)}),
+        limits=limits(
+            c.micro_batch_tokens,
+            prompt=contract.prompt_length,
+            response=contract.response_length,
+            queries=c.queries,
+            completions=c.completions,
+            ways=sharding.row_ways(mesh),
+            shares=scoring.shares_prompts(policy.model, mesh),
+        ),
+        logit_bytes=(c.logit_megabytes << 20) * mesh.size,
+        space=contract.response_space(),
+        remat=hardware.value("learner.remat", c.remat, mesh.devices.flat[0].platform),
+        has_reference=contract.has_reference,
+    )
+
+
+def make_moving_reference(c: Any, learner_config: LearnerConfig, mesh: Mesh) -> MovingReference | None:
+    """The reference that moves with the policy; None if the reference does not move, or is not stored."""
+    r = c.reference
+    moves = {"reset": (r.reset_steps, 0.0), "ema": (1, r.ema_decay)}
+    if r.kind not in moves:
+        return None
+    every_steps, decay = moves[r.kind]
+    return MovingReference(learner_config, mesh, every_steps=every_steps, decay=decay, offload=r.offload)

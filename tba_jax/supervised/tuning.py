@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from tba_jax import sharding, trajectory
 from tba_jax.learner import optimizer as optimizer_lib
-from tba_jax.learner import settings
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import export as export_lib
 from tba_jax.models.hugging_face import load as load_lib
@@ -140,8 +139,8 @@ class Tuning:
 
     def __init__(self, plan: Plan):
         self._plan, t = plan, plan.config.training
-        self._schedule = settings.make_schedule(t, peak=t.learning_rate, steps=plan.steps)
-        optimizers = {"policy": settings.make_adamw(t, self._schedule, weight_decay=t.weight_decay)}
+        self._schedule = optimizer_lib.make_schedule(t, peak=t.learning_rate, steps=plan.steps)
+        optimizers = {"policy": optimizer_lib.make_adamw(t, self._schedule, weight_decay=t.weight_decay)}
         config = objectives.StepConfig(
             objective=objectives.OBJECTIVES[plan.config.kind],
             R=plan.config.data.response_length,

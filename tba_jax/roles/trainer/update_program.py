@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from tba_jax import packing, sharding, trajectory
-from tba_jax.learner import optimizer, settings
+from tba_jax.learner import optimizer
 from tba_jax.learner import update as update_lib
 from tba_jax.models import hardware, scoring
 from tba_jax.models.parameters import Params
@@ -121,19 +121,19 @@ class UpdateProgram:
         self._policy = policy
         self._resets_optimizer = c.reference.reset_optimizer
         self.rows, self.work = c.queries * c.completions, Work()
-        held = c.reference.kind in settings.HELD_REFERENCES
+        held = c.reference.kind in update_lib.HELD_REFERENCES
         self._passes = hardware.passes(adapters=policy.lora is not None, held_reference=held)
         self.mesh = sharding.make_mesh(tuple(c.mesh.values()), setting="learner.mesh", devices=devices)
-        self.config = settings.make_learner_config(c, contract, policy, self.mesh)
+        self.config = update_lib.make_learner_config(c, contract, policy, self.mesh)
         self.frozen: Params = {}
         self._shapes_log = {True: ShapesLog("update"), False: ShapesLog("update in two passes")}
-        self._optimizers = settings.make_optimizers(c)
+        self._optimizers = optimizer.make_optimizers(c)
         self._shapes = optimizer.state_shapes(policy, self._optimizers, self.mesh)
         self._shardings = jax.tree.map(lambda x: x.sharding, self._shapes)
         update = functools.partial(
             update_lib.train_step,
             optimizers=self._optimizers,
-            schedules=settings.make_schedules(c),
+            schedules=update_lib.make_schedules(c),
             config=self.config,
         )
         options: dict[str, Any] = dict(donate_argnums=0 if donates else (), static_argnames="whole_groups")
@@ -143,7 +143,7 @@ class UpdateProgram:
         self._begin = jax.jit(initial, out_shardings=self._shardings, donate_argnums=0)
         of_policy = self._shardings.opt_state["policy"]
         self._restart_moments = jax.jit(optimizer.restart_moments, donate_argnums=0, out_shardings=of_policy)
-        self._moving_reference = settings.make_moving_reference(c, self.config, self.mesh)
+        self._moving_reference = update_lib.make_moving_reference(c, self.config, self.mesh)
 
     @property
     def policy_params(self) -> Params:
