@@ -6,7 +6,6 @@ The same command resumes a run that was stopped or killed. The examples of a ste
 """
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -123,7 +122,7 @@ def _join(run: layout.RunDir, config: Any, fingerprint: str) -> None:
     """Writes the workdir's config.json, or compares config and examples with the existing one."""
     from tba_jax.storage import contract as contract_lib
 
-    plain = json.loads(json.dumps(config.to_dict()))
+    plain = contract_lib.plain(config.to_dict())
     if not places.exists(run.config):
         layout.check_can_be_made(run)
         contract = {"supervised": config.kind, "examples": fingerprint}
