@@ -22,6 +22,7 @@ import numpy as np
 import optax
 
 from benchmarks import summary
+from tba_jax import packing
 from tba_jax.decoding import sampling
 from tba_jax.learner import optimizer as state_lib
 from tba_jax.learner import update
@@ -30,8 +31,7 @@ from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.objective import ObjectiveSettings
-from tba_jax.packing import row_packing
-from tba_jax.packing.row_layout import Limits
+from tba_jax.packing import Limits
 
 # Tokens: symbols, end, padding, and for each query the token that is its prompt.
 SYMBOLS, EOS, PAD, QUERIES = 4, 4, 5, 8
@@ -228,7 +228,7 @@ def as_batch(rows: Drawn, problem: Problem) -> update.Batch:
 MEASURED = ("loss", "grad_norm", "finite", "ratio_max")
 
 
-def alone(tokens: jax.Array, prompt_length: jax.Array, response_length: jax.Array, *, R: int) -> row_packing.Packed:
+def alone(tokens: jax.Array, prompt_length: jax.Array, response_length: jax.Array, *, R: int) -> packing.Packed:
     """The rows, tokens int32[B, T] and lengths int32[B], as one micro-batch of a sequence each, made where the rows are."""
     B, places = len(tokens), jnp.arange(R)
     states = jnp.minimum(prompt_length[:, None] - 1 + places, tokens.shape[1] - 2)
@@ -238,7 +238,7 @@ def alone(tokens: jax.Array, prompt_length: jax.Array, response_length: jax.Arra
     made: dict[str, Any] = dict.fromkeys(("segments", "positions", "prefix", "parents"))
     arrays = dict(tokens=tokens[:, :-1], states=states, targets=targets, numbers=numbers)
     made |= {name: leaf[None, None] for name, leaf in arrays.items()}
-    return row_packing.Packed(micro_batches=row_packing.Sequences(**made), count=jnp.int32(1), of_row=jnp.zeros(B, jnp.int32))
+    return packing.Packed(micro_batches=packing.Sequences(**made), count=jnp.int32(1), of_row=jnp.zeros(B, jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnames=("objective", "completions", "beta", "settings", "steps", "every"))

@@ -29,8 +29,7 @@ from tba_jax.rewards.scorers import SequenceClassifier
 from tba_jax.storage import layout
 from tba_jax.tasks.interface import ModelUse
 from tba_jax.telemetry import metrics
-from tba_jax.text import stop_strings
-from tba_jax.text.tokenizers import HuggingFaceTokenizer
+from tba_jax.text.tokenizers import HuggingFaceTokenizer, stop_automaton
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 24, 64  # tokens; stories beyond them are left out
 STOP_STRINGS = ("\n",)  # a response ends where its paragraph does
@@ -119,7 +118,7 @@ def continuations(prompts: Sequence[str], model: Path) -> list[list[str]]:
         prompt_length=PROMPT_LENGTH,
         response_length=RESPONSE_LENGTH,
         pad_id=tokenizer.pad_id,
-        stop_strings=stop_strings.build(tokenizer.token_bytes(), STOP_STRINGS, vocab=config.vocab),
+        stop_strings=stop_automaton(tokenizer.token_bytes(), STOP_STRINGS, vocab=config.vocab),
     )
     engine.set_policy(load.load_params(folder, config, decoder.define(config).shardings(mesh), dtype="float32"), 0)
     rows = np.arange(len(prompts) * _CONTINUATIONS, dtype=np.uint32)

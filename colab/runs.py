@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tba_jax.outputs import visible, visible_line
 from tba_jax.roles import results
 from tba_jax.run import processes
 from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
-from tba_jax.text.visible import visible, visible_line
 
 _ROOT = Path(__file__).parents[1]
 _STOP_SECONDS = 60.0

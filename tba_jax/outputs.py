@@ -1,12 +1,14 @@
-"""Where a command writes what --output names: checked before any work is done, and written under another name until it is whole.
+"""What commands give out: files and folders that --output names, and text that others wrote, made safe to print.
 
-A link stays a link: its target is written. A folder that is there already, such as a mount point or the current folder, stays the
-same folder: the files move into it from a folder inside of it.
+An output is checked before any work is done, and written under another name until it is whole. A link stays a link: its target
+is written. A folder that is there already, such as a mount point or the current folder, stays the same folder: the files move
+into it from a folder inside of it. In texts a terminal obeys control characters, and bidirectional ones reorder a line.
 """
 
 import contextlib
 import errno
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
@@ -16,6 +18,9 @@ from typing import BinaryIO
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TRIAL_BYTES = 1 << 16
+# C0 but tab and newline, DEL, C1; marks, embeddings, overrides and isolates of bidirectional text; the separators of lines and
+# paragraphs; lone surrogates, which no encoding can write. An ANSI sequence begins with ESC, or with a character of C1.
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def check_folder(output: Path, *, outside: Sequence[object] = ()) -> None:
@@ -166,3 +171,23 @@ def _refusals(output: Path, flag: str = "--output") -> Iterator[None]:
 
 def _unwritten(output: Path, number: int | None, flag: str = "--output") -> ValueError:
     return ValueError(f"{flag}={output} cannot be written: {os.strerror(number or errno.EIO)}")
+
+
+def visible(text: str) -> str:
+    """The text with an escape such as \\x1b or \\u202e for each control or bidirectional character, but tabs and newlines."""
+    return _HIDDEN.sub(lambda found: _escape(found[0]), text)
+
+
+def visible_line(text: str) -> str:
+    """The text with tabs and newlines escaped too: for names, which could otherwise pass for further lines."""
+    return visible(text).replace("\t", _escape("\t")).replace("\n", _escape("\n"))
+
+
+def visible_json(document: str) -> str:
+    """A JSON document with the same characters as escapes of JSON: whoever parses it finds the same values."""
+    return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", document)
+
+
+def _escape(character: str) -> str:
+    number = ord(character)
+    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"

@@ -14,7 +14,7 @@ from absl import flags
 
 from configs import base, supervised
 from tba_jax import __main__ as command_list
-from tba_jax.tasks import custom_task
+from tba_jax.tasks import interface
 
 ROOT = Path(__file__).parent.parent
 FIRST = [ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md", ROOT / "benchmarks" / "RESULTS.md"]
@@ -170,7 +170,7 @@ def test_the_task_of_the_readme_grades(tmp_path):
     (tmp_path / "double.py").write_text(code)
     config: dict[str, Any] = {"__file__": str(tmp_path / "double.py")}
     exec(compile(code, "double.py", "exec"), config)
-    task = custom_task.make_custom(custom_task.custom_class(config["get_config"]().task.name), {})
+    task = interface.make_custom(interface.custom_class(config["get_config"]().task.name), {})
     try:
         heldout, train = task.queries("heldout"), task.queries("train")
         assert len(heldout) == 100 and len(train) == 900

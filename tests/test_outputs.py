@@ -1,10 +1,14 @@
-"""What --output may name: links, the current folder, mount points; and disks that are full or read-only."""
+"""What --output may name: links, the current folder, mount points; and disks that are full or read-only. Characters that printed
+text may not hold: escaped for people and for JSON, and nothing else is touched."""
 
+import json
+import unicodedata
 from pathlib import Path
 
 import pytest
 
 from tba_jax import outputs
+from tba_jax.outputs import visible, visible_json, visible_line
 from tba_jax.run import processes
 from tba_jax.storage import file_systems
 from tests.support.small_disk import SmallDisk
@@ -104,3 +108,22 @@ def test_a_full_disk_is_named_and_keeps_no_part(tmp_path):
         with disk.read_only(), pytest.raises(ValueError, match="no writable folder") as refused:
             outputs.check_folder(output)
         assert not processes.is_storage_failure(refused.value)
+
+
+def test_no_control_or_bidirectional_character_is_left():
+    everything = map(chr, range(0x110000))
+    controls = {c for c in everything if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")} - {"\n", "\t"}
+    directed = {c for c in map(chr, range(0x3000)) if unicodedata.bidirectional(c) in ("LRE", "RLE", "LRO", "RLO", "PDF")}
+    isolates = {c for c in map(chr, range(0x3000)) if unicodedata.bidirectional(c) in ("LRI", "RLI", "FSI", "PDI")}
+    for character in controls | directed | isolates:
+        assert visible(character).isascii() and visible(character) != character
+    given = "x".join(sorted(controls | directed | isolates))
+    document = visible_json(json.dumps([given], ensure_ascii=False))
+    assert visible(document) == document and json.loads(document) == [given]
+    assert visible("\x1b[2J\u202e\ud800") == r"\x1b[2J\u202e\ud800"
+
+
+def test_other_text_stays():
+    text = "x = \\frac{1}{2}\n\té 日本 🙂 שלום \u200d \xa0 \\x1b"
+    assert visible(text) == text == visible_json(text)
+    assert visible_line("a\n\tb") == r"a\x0a\x09b"

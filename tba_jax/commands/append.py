@@ -22,18 +22,18 @@ from absl import flags
 
 from tba_jax import trajectory
 from tba_jax.commands import command_line, recipes
+from tba_jax.outputs import visible
 from tba_jax.replay.log import GIVEN, LogWriter, registration
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import file_systems, layout, places
 from tba_jax.tasks import data
 from tba_jax.text.prompts import encode_pair
 from tba_jax.text.prompts import texts as prompt_texts
-from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.experiment.composition import Experiment
     from tba_jax.tasks.interface import EncodedQuery, Scores
-    from tba_jax.text.stop_strings import StopStrings
+    from tba_jax.text.tokenizers import StopStrings
 
 UNFIT = ("refuse", "skip")
 

@@ -16,6 +16,7 @@ from ml_collections import config_dict
 
 from tba_jax import trajectory
 from tba_jax.commands import command_line
+from tba_jax.outputs import visible, visible_line
 from tba_jax.replay import journal, ledger
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.journal import Again, RowsLost
@@ -25,7 +26,6 @@ from tba_jax.replay.segment import expired_segments
 from tba_jax.roles.trainer.buffer import make_index, reference_of_rows
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout as layout_lib
-from tba_jax.text.visible import visible, visible_line
 
 _ATTEMPTS = 5  # to read the index of a run whose trainer removes rows meanwhile
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from absl import flags
 
 from tba_jax.commands import recipes
+from tba_jax.outputs import visible
 from tba_jax.run import processes
 from tba_jax.schemas import Refused, hint, nearest
 from tba_jax.storage import file_systems
-from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX or tensorstore is imported late: a mistyped flag is answered at once
     from tba_jax.experiment.composition import Experiment
@@ -226,7 +226,7 @@ def config_of(stored: Mapping[str, Any], source: Source, *, called: str) -> Any:
     Raises ValueError where the recipe or a flag is wrong, config.json is damaged, or it names a task file that nobody trusts.
     """
     from tba_jax.experiment import stored_run
-    from tba_jax.tasks.custom_task import is_custom, short_name
+    from tba_jax.tasks.interface import is_custom, short_name
 
     config = stored_run.config_of(stored, called=called)
     theirs = config.task.name

@@ -15,8 +15,8 @@ from absl import flags
 
 from tba_jax import outputs
 from tba_jax.commands import command_line, recipes
+from tba_jax.outputs import visible_json, visible_line
 from tba_jax.storage import contract, layout, places
-from tba_jax.text.visible import visible_json, visible_line
 
 
 def evaluate(

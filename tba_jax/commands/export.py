@@ -22,13 +22,13 @@ from absl import flags
 
 from tba_jax import outputs
 from tba_jax.commands import command_line
+from tba_jax.outputs import visible
 from tba_jax.replay.reader import LogCorruption, LogReader
 from tba_jax.replay.segment import RowsExpired
 from tba_jax.reporting.gathering import blocks, damage_of, steps_of_rows, tokenizer_of
 from tba_jax.schemas import require
 from tba_jax.storage import contract, layout, places
 from tba_jax.text.tokenizers import Tokenizer
-from tba_jax.text.visible import visible
 from tba_jax.trajectory import Rows, RowShape, response
 
 _GROUP_BYTES, _KEPT_QUERIES = 32 << 20, 4096  # of rows in a group of the Parquet file; queries whose texts are kept meanwhile

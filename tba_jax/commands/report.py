@@ -27,8 +27,8 @@ from absl import flags
 
 from tba_jax import outputs
 from tba_jax.commands import command_line
+from tba_jax.outputs import visible_line
 from tba_jax.storage import contract
-from tba_jax.text.visible import visible_line
 
 if TYPE_CHECKING:  # what is slow to import is imported late: a mistyped flag is answered at once
     from tba_jax.reporting.gathering import Source

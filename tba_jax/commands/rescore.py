@@ -17,13 +17,13 @@ from absl import flags
 from tba_jax import trajectory
 from tba_jax.commands import command_line, recipes
 from tba_jax.commands.append import score, write_whole
+from tba_jax.outputs import visible
 from tba_jax.replay.log import registration
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.window import REJECTIONS, validate_rows
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places
 from tba_jax.storage.lease import EpochLease
-from tba_jax.text.visible import visible
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.experiment.composition import Experiment

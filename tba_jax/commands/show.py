@@ -15,11 +15,11 @@ from absl import flags
 
 from tba_jax import trajectory
 from tba_jax.commands import command_line
+from tba_jax.outputs import visible
 from tba_jax.replay.reader import LogReader
 from tba_jax.reporting.gathering import blocks
 from tba_jax.roles import results
 from tba_jax.storage import layout
-from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
 

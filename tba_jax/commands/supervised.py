@@ -6,7 +6,6 @@ The same command resumes a run that was stopped or killed. The examples of a ste
 """
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -37,12 +36,12 @@ def check(config: Any) -> None:
     """Checks every rule that the config can break by itself. Raises ValueError: sentences with value, limit and setting."""
     from tba_jax.learner.optimizer import DECAYS, SCHEDULES
     from tba_jax.models import layers
-    from tba_jax.supervised import objectives
+    from tba_jax.supervised import tuning
     from tba_jax.telemetry import metrics
 
     d, t, found = config.data, config.training, Mistakes()
     registries: dict[str, Collection[str]] = dict(schedules=SCHEDULES, decays=DECAYS, remat=layers.REMAT)
-    registries |= dict(kinds=objectives.OBJECTIVES, sinks=metrics.TRACKERS)
+    registries |= dict(kinds=tuning.OBJECTIVES, sinks=metrics.TRACKERS)
     found.add(SCHEMA.refusals(config, registries).values())
     found.add(metrics.refused_names(config.metrics))
     fields = (d.prompt_field, d.response_field) if config.kind == "sft" else (d.prompt_field, d.chosen_field, d.rejected_field)
@@ -123,7 +122,7 @@ def _join(run: layout.RunDir, config: Any, fingerprint: str) -> None:
     """Writes the workdir's config.json, or compares config and examples with the existing one."""
     from tba_jax.storage import contract as contract_lib
 
-    plain = json.loads(json.dumps(config.to_dict()))
+    plain = contract_lib.plain(config.to_dict())
     if not places.exists(run.config):
         layout.check_can_be_made(run)
         contract = {"supervised": config.kind, "examples": fingerprint}

@@ -16,11 +16,11 @@ from typing import Any
 from absl import flags
 
 from tba_jax.commands import command_line
+from tba_jax.outputs import visible
 from tba_jax.roles import gpus
 from tba_jax.run import processes
 from tba_jax.schemas import flatten
 from tba_jax.telemetry import status
-from tba_jax.text.visible import visible
 
 _PREFIXES = ("JAX_", "XLA_", "TPU_", "LIBTPU_", "NCCL_", "CUDA_", "NVIDIA_", "TF_CPP_")
 _NAMES = ("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "GLIBC_TUNABLES")

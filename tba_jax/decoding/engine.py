@@ -21,7 +21,7 @@ from tba_jax.models import hardware, kv_cache
 from tba_jax.models.config import DecoderConfig, ResponseSpace
 from tba_jax.models.parameters import Params
 from tba_jax.programs import Program
-from tba_jax.text.stop_strings import StopStrings
+from tba_jax.text.tokenizers import StopStrings
 
 
 class Engine:

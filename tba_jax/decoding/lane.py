@@ -20,7 +20,7 @@ from tba_jax.decoding.slots import Arrivals, Ring, Samples, SlotsConfig, Tokens
 from tba_jax.models import kv_cache
 from tba_jax.models.parameters import Params
 from tba_jax.programs import Program, shaped
-from tba_jax.text.stop_strings import StopStrings
+from tba_jax.text.tokenizers import StopStrings
 
 
 class Lane:

@@ -16,7 +16,7 @@ from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Generation, Request, Ticket, concatenate
 from tba_jax.decoding.sampling import Sampling
 from tba_jax.tasks.interface import EncodedQuery, Scores
-from tba_jax.text.stop_strings import StopStrings
+from tba_jax.text.tokenizers import StopStrings
 
 
 def between_steps(tokens: np.ndarray, length: np.ndarray, step_ends: StopStrings) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 from tba_jax.experiment import meshes
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.learner.optimizer import DECAYS, SCHEDULES
-from tba_jax.learner.settings import HELD_REFERENCES
+from tba_jax.learner.update import HELD_REFERENCES
 from tba_jax.models import hardware, layers
 from tba_jax.models.config import PRESETS
 from tba_jax.objectives import OBJECTIVES
@@ -18,7 +18,7 @@ from tba_jax.objectives.objective import TEMPERATURES, Objective
 from tba_jax.replay.selection import STRATEGIES
 from tba_jax.schemas import Mistakes, flatten
 from tba_jax.tasks import TASKS
-from tba_jax.tasks.custom_task import is_custom
+from tba_jax.tasks.interface import is_custom
 from tba_jax.telemetry import metrics
 
 

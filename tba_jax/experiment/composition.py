@@ -16,11 +16,11 @@ from tba_jax.roles import evaluator
 from tba_jax.schemas import NO_CHARACTER, Mistakes, holds_surrogate, require
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
-from tba_jax.tasks import EXTRAS, TASKS, custom_task
+from tba_jax.tasks import EXTRAS, TASKS, interface
 from tba_jax.tasks.interface import SPLITS, EncodedQuery, Query, Shortens, Task, private_files, reward_range
 from tba_jax.telemetry.alarms import Alarms
-from tba_jax.text import prompts, stop_strings
-from tba_jax.text.tokenizers import Tokenizer
+from tba_jax.text import prompts
+from tba_jax.text.tokenizers import Tokenizer, banned_tokens
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def build(
     stored_run.check_policy(config, policy, tokenizer, found)
     chat = dict(chat_template=config.task.chat_template, system_prompt=config.task.system_prompt)
     template = found.attempt(prompts.template, tokenizer, **chat)
-    banned = found.attempt(stop_strings.banned_tokens, config.task, tokenizer, policy.model.vocab)
+    banned = found.attempt(banned_tokens, config.task, tokenizer, policy.model.vocab)
     queries = found.attempt(encode_queries, config, task, tokenizer)
     if reward_models is None:
         reward_models = found.attempt(task_models.digests, task, fetch=weights)
@@ -91,7 +91,7 @@ def build(
         stop_strings=tuple(sorted(set(c.stop_strings))),
         step_ends=tuple(sorted(set(c.step_ends))),
         scoring_temperature=config.sampling.scoring_temperature,
-        task_name=custom_task.short_name(c.name),
+        task_name=interface.short_name(c.name),
         task={name: value for name, value in settings.items() if not name.endswith(_OF_A_PLACE)},
         reward_parts=task.reward_parts,
         reward_version=task.reward_version,
@@ -145,8 +145,8 @@ def task_class(name: str) -> Callable[..., Task]:
 
     Raises ValueError: the task's package is an extra that is not installed, or the file has no such class.
     """
-    if custom_task.is_custom(name):
-        return custom_task.custom_class(name)
+    if interface.is_custom(name):
+        return interface.custom_class(name)
     if name in EXTRAS:
         package, extra = EXTRAS[name]
         if importlib.util.find_spec(package) is None:
@@ -164,7 +164,7 @@ def alphabet_of(name: str) -> str:
 
 def keeps_private(name: str) -> bool:
     """Whether files of runs of a task are for their owner alone to read. Raises ValueError where its file has no such task."""
-    return private_files(custom_task.custom_class(name) if custom_task.is_custom(name) else TASKS.get(name))
+    return private_files(interface.custom_class(name) if interface.is_custom(name) else TASKS.get(name))
 
 
 def make_task(config: Any) -> tuple[Task, dict[str, Any]]:
@@ -173,13 +173,13 @@ def make_task(config: Any) -> tuple[Task, dict[str, Any]]:
     Raises ValueError: the task refuses its settings, or it does not go with the rest of the config.
     """
     section, name, custom = config.task, config.task.name, config.task.custom.to_dict()
-    if custom and not custom_task.is_custom(name):
+    if custom and not interface.is_custom(name):
         of_custom = f"task.custom.{min(custom)} is a setting of a custom task"
         raise ValueError(f"{of_custom}, FILE.py:CLASS, but task.name={name!r} is not one")
-    if custom_task.is_custom(name):
+    if interface.is_custom(name):
         settings = custom
-        with custom_task.named_errors(name, "its constructor"):
-            task = custom_task.make_custom(task_class(name), settings)
+        with interface.named_errors(name, "its constructor"):
+            task = interface.make_custom(task_class(name), settings)
     else:
         settings = section[name].to_dict() if name in section else {}
         task = task_class(name)(**settings)
@@ -222,7 +222,7 @@ def encode_queries(config: Any, task: Task, tokenizer: Tokenizer) -> tuple[dict[
 
 def _queries(name: str, task: Task, split: str) -> Sequence[Query]:
     """What the task gives for a split. Raises ValueError where that is nothing, or anything but queries."""
-    with custom_task.named_errors(name, f"queries({split!r})") if custom_task.is_custom(name) else contextlib.nullcontext():
+    with interface.named_errors(name, f"queries({split!r})") if interface.is_custom(name) else contextlib.nullcontext():
         queries = list(task.queries(split))
     if not queries:
         raise ValueError(f"task.name={name!r}: queries({split!r}) gave none")

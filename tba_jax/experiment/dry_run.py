@@ -12,13 +12,13 @@ from tba_jax.experiment import composition, estimate, initial_policy, meshes, to
 from tba_jax.experiment.topologies import Devices
 from tba_jax.experiment.training import Invocation, check_dry_run, mistakes_end_the_role
 from tba_jax.models.hugging_face import load
+from tba_jax.outputs import visible
 from tba_jax.programs import UNITS, Fit, Measure, Program, in_words, unit_of
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus
 from tba_jax.run import processes
 from tba_jax.schemas import Mistakes, flatten, require
 from tba_jax.storage import layout, places
-from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from tba_jax.decoding.slots import lane_sizes
 from tba_jax.experiment import meshes
 from tba_jax.experiment.composition import Experiment
-from tba_jax.learner.settings import HELD_REFERENCES
+from tba_jax.learner.update import HELD_REFERENCES
 from tba_jax.models import hardware, kv_cache, parameters
 from tba_jax.programs import in_words
 from tba_jax.rewards import task_models

@@ -28,7 +28,7 @@ from tba_jax.roles.trainer.update_program import behavior_reader
 from tba_jax.schemas import Mistakes, require
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import file_systems, layout, places, snapshots
-from tba_jax.supervised.objectives import WarmStart, encode_examples
+from tba_jax.supervised.tuning import WarmStart, encode_examples
 from tba_jax.telemetry.status import Status
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from tba_jax import sharding
 from tba_jax.decoding.slots import lane_sizes
-from tba_jax.learner import settings as learner_settings
+from tba_jax.learner import update
 from tba_jax.models import parameters
 from tba_jax.models.policy import Policy
 from tba_jax.programs import device_memory
@@ -123,10 +123,10 @@ def _divides(fsdp: int, tensor: int, policy: Policy) -> bool:
 
 
 def micro_batch_rows(config: Any, *, ways: int) -> int:
-    """The rows of a micro-batch on the learner's mesh. Raises ValueError, see learner_settings.limits."""
+    """The rows of a micro-batch on the learner's mesh. Raises ValueError, see update.limits."""
     learner, lengths = config.learner, dict(prompt=config.task.prompt_length, response=config.task.response_length)
     rows = dict(queries=learner.queries, completions=learner.completions)
-    return learner_settings.limits(learner.micro_batch_tokens, **lengths, **rows, ways=ways, shares=False).full_rows
+    return update.limits(learner.micro_batch_tokens, **lengths, **rows, ways=ways, shares=False).full_rows
 
 
 def slots_of(config: Any) -> int:

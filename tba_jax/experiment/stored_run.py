@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tba_jax.experiment.schema import SCHEMA
-from tba_jax.learner.settings import HELD_REFERENCES
+from tba_jax.learner.update import HELD_REFERENCES
 from tba_jax.models import attention
 from tba_jax.models.config import FREE_FIELDS, PRESETS, DecoderConfig
 from tba_jax.models.hugging_face import load
@@ -25,8 +25,7 @@ from tba_jax.schemas import Mistakes, flatten, hint, nearest, require
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places
 from tba_jax.storage.places import Place
-from tba_jax.text import stop_strings
-from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer
+from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer, check_stop_strings
 
 log = logging.getLogger(__name__)
 
@@ -145,8 +144,8 @@ def check_policy(config: Any, policy: Policy, tokenizer: Tokenizer, found: Mista
         )
         heads = f"model.attention=cudnn takes heads of a multiple of 8 up to 128, the model's are {model.head_size}"
         found.require(attention.cudnn_takes(model.head_size), heads)
-    found.attempt(stop_strings.check_stop_strings, task.stop_strings, tokenizer)
-    found.attempt(stop_strings.check_stop_strings, task.step_ends, tokenizer, setting="task.step_ends", special=False)
+    found.attempt(check_stop_strings, task.stop_strings, tokenizer)
+    found.attempt(check_stop_strings, task.step_ends, tokenizer, setting="task.step_ends", special=False)
     total = task.prompt_length + task.response_length
     lengths = f"task.prompt_length={task.prompt_length} + task.response_length={task.response_length}"
     found.require(total <= model.max_positions, f"{lengths} = {total} exceed the model's {model.max_positions} positions")

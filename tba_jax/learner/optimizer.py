@@ -1,4 +1,8 @@
-"""The train state, the optimiser and its schedules (learning rates; β, γ, τ), and one step for any loss."""
+"""The train state, the optimiser and its schedules (learning rates; β, γ, τ), and one step for any loss.
+
+The functions `make_…` take the section `learner` of a config; `make_schedule` and `make_adamw` also the section `training` of
+supervised training, whose settings have the same names.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,6 +12,7 @@ import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -16,6 +21,7 @@ from tba_jax import sharding as sharding_lib
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Definition, Params
 from tba_jax.models.policy import Policy, PolicyWithHeads
+from tba_jax.objectives import OBJECTIVES
 
 Schedule = Callable[[jax.Array], jax.Array]
 # Parts of what is trained (PolicyWithHeads) -> the optimiser of each: "policy", and the heads that an RL objective has.
@@ -148,6 +154,37 @@ def adamw(
 
     clip = [clip_by_norm(clip_norm)] if clip_norm else []
     return optax.chain(*clip, optax.adamw(schedule, b1=beta1, b2=beta2, eps=epsilon, weight_decay=weight_decay, mask=decayed))
+
+
+def policy_rates(c: Any) -> np.ndarray:
+    """float32[learner.steps]: the policy's learning rate by the number of updates done before. Args: c: the section learner."""
+    schedule = make_schedule(c, peak=c.learning_rate, steps=c.schedule_steps or c.steps)
+    return np.asarray(jax.vmap(lambda count: jnp.asarray(schedule(count), jnp.float32))(jnp.arange(c.steps)))
+
+
+def make_schedule(c: Any, *, peak: float, steps: int) -> Schedule:
+    """The schedule of a learning rate that ends at `steps`."""
+    parts = dict(warmup_steps=c.warmup_steps, decay_steps=c.decay_steps, decay=c.decay)
+    return SCHEDULES[c.schedule](peak=peak, steps=steps, **parts)
+
+
+def make_adamw(c: Any, schedule: Schedule, *, weight_decay: float) -> optax.GradientTransformation:
+    betas = dict(beta1=c.adam_beta1, beta2=c.adam_beta2)
+    return adamw(schedule, **betas, epsilon=c.adam_epsilon, weight_decay=weight_decay, clip_norm=c.clip_norm)
+
+
+def make_optimizers(c: Any) -> Optimizers:
+    objective = OBJECTIVES[c.objective]
+    rates = {"policy": c.learning_rate}
+    if objective.log_z_head:
+        rates["log_z_head"] = c.log_z_learning_rate
+    if objective.value_head:
+        rates["value_head"] = c.value_learning_rate
+    steps = c.schedule_steps or c.steps
+    return {
+        part: make_adamw(c, make_schedule(c, peak=peak, steps=steps), weight_decay=c.weight_decay if part == "policy" else 0.0)
+        for part, peak in rates.items()
+    }
 
 
 def restart_moments(opt_state: optax.OptState) -> optax.OptState:

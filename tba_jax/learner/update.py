@@ -5,6 +5,8 @@ An objective couples the K rows of a query, but a micro-batch need not hold them
 - whole groups: a micro-batch evaluates the objective on its own groups, and gradients are added;
 - any split: a first pass scores all rows, the objective's gradient with respect to log-probs and values [B, R] is taken on the
   whole batch, and a second pass pulls it back through the model one micro-batch at a time.
+
+The functions `make_…` take the section `learner` of a config.
 """
 
 import dataclasses
@@ -20,22 +22,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tba_jax import sharding, trajectory
+from tba_jax import packing, sharding, trajectory
 from tba_jax.learner import optimizer
 from tba_jax.learner.optimizer import Optimizers, Schedule, TrainState
-from tba_jax.models import parameters, scoring
+from tba_jax.models import hardware, parameters, scoring
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
+from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.advantages import step_advantages
 from tba_jax.objectives.objective import Objective, ObjectiveInputs, ObjectiveSettings, PolicyOutputs, diagnostics
-from tba_jax.packing import row_packing
-from tba_jax.packing.row_layout import Limits
-from tba_jax.packing.row_packing import Packed, Sequences
+from tba_jax.packing import Limits, Packed, Sequences
 from tba_jax.programs import Program, shaped
+from tba_jax.storage.contract import Contract
 
 # What a forward pass costs beside a forward and a backward pass, by what the backward pass computes again.
 SCORING_SHARE = {"none": 1 / 3, "dots": 1 / 3, "full": 1 / 4}
+# Values of learner.reference.kind with a reference that the trainer holds, and checkpoints.
+HELD_REFERENCES = ("reset", "ema")
 
 
 @flax.struct.dataclass
@@ -269,7 +273,7 @@ def _whole_groups(
         differentiated = jax.grad(micro_loss, argnums=(0, 1), has_aux=True)
         return differentiated(trained, log_z, micro, packed.of_row == number)
 
-    (grads, cotangent), (logprobs, values, entropy) = row_packing.summed(gradient, packed)
+    (grads, cotangent), (logprobs, values, entropy) = packing.summed(gradient, packed)
     return grads, cotangent, PolicyOutputs(logprobs=logprobs, log_z=log_z, values=values), entropy
 
 
@@ -293,7 +297,7 @@ def _any_split(
         model = state.model(state.params | trained, frozen)
         return scored(model.policy, model.value_head, micro, batch, config=config)
 
-    (policy_logprobs, values), entropy = row_packing.summed(lambda micro, _: outputs_of(trained, micro), packed)
+    (policy_logprobs, values), entropy = packing.summed(lambda micro, _: outputs_of(trained, micro), packed)
     outputs = PolicyOutputs(logprobs=policy_logprobs, log_z=log_z, values=values)
     cotangent = jax.grad(config.objective.loss)(outputs, inputs_of(batch))
 
@@ -301,13 +305,13 @@ def _any_split(
         pull_back = jax.vjp(lambda t: outputs_of(t, micro)[0], trained)[1]
         return pull_back((cotangent.logprobs, cotangent.values))[0]
 
-    return row_packing.summed(gradient, packed), cotangent.log_z, outputs, entropy
+    return packing.summed(gradient, packed), cotangent.log_z, outputs, entropy
 
 
 def ref_logprobs(reference: Params, frozen: Params, batch: Batch, packed: Packed, *, config: LearnerConfig) -> jax.Array:
     """float32[B, R], nats at the scoring temperature, 0 where masked. reference: like what is trained of the policy."""
     policy = config.policy.for_training(reference, frozen)
-    return row_packing.summed(lambda micro, _: scored(policy, None, micro, batch, config=config)[0][0], packed)
+    return packing.summed(lambda micro, _: scored(policy, None, micro, batch, config=config)[0][0], packed)
 
 
 def moved(reference: Params, params: Params, *, decay: float) -> Params:
@@ -370,3 +374,59 @@ class MovingReference:
         elif due:
             self.params = jax.device_put(self._move(jax.device_put(self.params, self._in_use), params), self._at_rest)
         return due
+
+
+def make_schedules(c: Any) -> Schedules:
+    def schedule(name: str) -> Schedule:
+        return optimizer.linear_then_constant(**{part: c[f"{name}_{part}"] for part in ("start", "end", "steps")})
+
+    return Schedules(**{field.name: schedule(field.name) for field in dataclasses.fields(Schedules)})
+
+
+def limits(tokens: int, *, prompt: int, response: int, queries: int, completions: int, ways: int, shares: bool) -> Limits:
+    """What micro-batches hold. Raises ValueError: the mesh does not divide the batch, or `tokens` hold no row for each data way.
+
+    Args: tokens: learner.micro_batch_tokens, 0: the whole batch. prompt, response: P and R. ways: see sharding.row_ways.
+    """
+    batch = queries * completions
+    sharding.check_ways(batch, ways, what="learner.queries × learner.completions", mesh="learner.mesh")
+    row_tokens = prompt + response
+    if tokens and tokens < ways * row_tokens:
+        each = f" for each of the {ways} ways of learner.mesh" if ways > 1 else ""
+        raise ValueError(
+            f"learner.micro_batch_tokens={tokens} does not hold one row{each}: a row has task.prompt_length + "
+            f"task.response_length = {row_tokens} tokens; at least {ways * row_tokens}, or 0 for the whole batch"
+        )
+    sizes = dict(rows=batch, group=completions, prompt=prompt, response=response)
+    return Limits(**sizes, shares=shares, tokens=tokens // ways, ways=ways)
+
+
+def make_learner_config(c: Any, contract: Contract, policy: Policy, mesh: Mesh) -> LearnerConfig:
+    return LearnerConfig(
+        policy=policy,
+        objective=OBJECTIVES[c.objective],
+        settings=ObjectiveSettings(**{field.name: c[field.name] for field in dataclasses.fields(ObjectiveSettings)}),
+        limits=limits(
+            c.micro_batch_tokens,
+            prompt=contract.prompt_length,
+            response=contract.response_length,
+            queries=c.queries,
+            completions=c.completions,
+            ways=sharding.row_ways(mesh),
+            shares=scoring.shares_prompts(policy.model, mesh),
+        ),
+        logit_bytes=(c.logit_megabytes << 20) * mesh.size,
+        space=contract.response_space(),
+        remat=hardware.value("learner.remat", c.remat, mesh.devices.flat[0].platform),
+        has_reference=contract.has_reference,
+    )
+
+
+def make_moving_reference(c: Any, learner_config: LearnerConfig, mesh: Mesh) -> MovingReference | None:
+    """The reference that moves with the policy; None if the reference does not move, or is not stored."""
+    r = c.reference
+    moves = {"reset": (r.reset_steps, 0.0), "ema": (1, r.ema_decay)}
+    if r.kind not in moves:
+        return None
+    every_steps, decay = moves[r.kind]
+    return MovingReference(learner_config, mesh, every_steps=every_steps, decay=decay, offload=r.offload)

@@ -17,7 +17,7 @@ from tba_jax.models.config import DecoderConfig, ResponseSpace
 from tba_jax.models.decoder import Decoder
 from tba_jax.models.layers import full_precision
 from tba_jax.models.parameters import Params
-from tba_jax.packing.row_packing import Packed, Sequences, summed
+from tba_jax.packing import Packed, Sequences, summed
 
 
 @jax.named_scope("score")
@@ -85,7 +85,7 @@ def by_row(values: jax.Array, numbers: jax.Array, *, B: int, R: int) -> jax.Arra
 
 
 def packed_shardings(mesh: Mesh) -> Any:
-    """The shardings of row_packing.Packed, a prefix of its tree: every micro-batch is split over the mesh as rows are."""
+    """The shardings of packing.Packed, a prefix of its tree: every micro-batch is split over the mesh as rows are."""
     sequences: Any = sharding.sequences_sharding(mesh)
     whole = sharding.replicated(mesh)
     return Packed(micro_batches=sequences, count=whole, of_row=whole)

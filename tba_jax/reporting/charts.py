@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from tba_jax.outputs import visible, visible_line
 from tba_jax.reporting.gathering import Gathered, Role, steps_of_rows
 from tba_jax.roles.results import STDERR
 from tba_jax.storage import places
 from tba_jax.text.tokenizers import Tokenizer
-from tba_jax.text.visible import visible, visible_line
 from tba_jax.trajectory import Rows, response
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.

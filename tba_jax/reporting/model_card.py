@@ -15,6 +15,7 @@ from typing import Any
 import huggingface_hub
 import jinja2
 
+from tba_jax.outputs import visible_line
 from tba_jax.replay import journal
 from tba_jax.reporting.gathering import is_number
 from tba_jax.roles import results
@@ -23,7 +24,6 @@ from tba_jax.schemas import flatten
 from tba_jax.storage import layout
 from tba_jax.telemetry import metrics, status
 from tba_jax.telemetry.metrics import without_secrets
-from tba_jax.text.visible import visible_line
 
 CARD = "README.md"
 # A folder of the hub's cache, which names the model and the commit.

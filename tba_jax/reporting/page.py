@@ -19,6 +19,7 @@ from markupsafe import Markup
 from plotly import offline
 
 from tba_jax.experiment.schema import SCHEMA
+from tba_jax.outputs import visible
 from tba_jax.reporting import charts
 from tba_jax.reporting.gathering import Gathered, is_number, part
 from tba_jax.roles.results import STDERR, with_stderr
@@ -26,7 +27,6 @@ from tba_jax.schemas import flatten
 from tba_jax.storage import contract as contract_lib
 from tba_jax.telemetry.metrics import without_secrets
 from tba_jax.telemetry.status import Told
-from tba_jax.text.visible import visible
 
 TEMPLATES = Path(__file__).parent / "templates"
 _QUIET_SECONDS = 60.0  # a run that wrote nothing for so long is not called live

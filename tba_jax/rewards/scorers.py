@@ -217,20 +217,16 @@ class SequenceClassifier:
         escaped = self._escaped(texts)
         with self._lock:  # a call of a transformers tokenizer sets the truncation of concurrent calls
             given: list[list[Any]] = self._tokenizer(escaped, verbose=False)["input_ids"]
-            if isinstance(self._config, EncoderConfig) and max(map(len, given)) > self._limit:
-                self._warn()
+            too_long = max(map(len, given)) > self._limit
+            if too_long and isinstance(self._config, EncoderConfig):
                 given = self._tokenizer(escaped, truncation=True, max_length=self._limit, verbose=False)["input_ids"]
         encoded = [ids + [self._eos_id] * bool(end) for ids, end in zip(given, ended, strict=True)]
         if empty := [text for text, ids in zip(texts, encoded, strict=True) if not ids]:
             raise ValueError(f"{self._called} cannot score {empty[0]!r}, which has no tokens")
-        if max(map(len, encoded)) > self._limit:
-            self._warn()
-        return [ids[-self._limit :] for ids in encoded]
-
-    def _warn(self) -> None:
-        if not self._warned:
+        if not self._warned and (too_long or max(map(len, encoded)) > self._limit):
+            self._warned = True
             log.warning("texts for %s exceed its %d positions and are cut", self._called, self._limit)
-        self._warned = True
+        return [ids[-self._limit :] for ids in encoded]
 
 
 def language_model(

@@ -28,9 +28,8 @@ from tba_jax.models.hugging_face import load as load_lib
 from tba_jax.programs import Program, with_beside
 from tba_jax.rewards import scorers
 from tba_jax.tasks.interface import Closable, EncodedQuery, ModelUse, Scores, Task, UsesModels
-from tba_jax.text import stop_strings
 from tba_jax.text.prompts import PromptTemplate
-from tba_jax.text.tokenizers import HuggingFaceTokenizer, Tokenizer, has_tokenizer
+from tba_jax.text.tokenizers import HuggingFaceTokenizer, Tokenizer, has_tokenizer, stop_automaton
 
 
 def response_texts(
@@ -134,7 +133,7 @@ def _replies(use: ModelUse, folder: Path, tokenizer: HuggingFaceTokenizer, vocab
     ends = None
     if others:  # stop strings end a reply at the texts of these tokens, however the reply spells them
         texts = scorers.token_bytes(tokenizer, called=f"{use.setting}={use.path!r}")
-        ends = stop_strings.build(texts, sorted({(texts[token] or b"").decode() for token in others}), vocab=vocab)
+        ends = stop_automaton(texts, sorted({(texts[token] or b"").decode() for token in others}), vocab=vocab)
     space = dict(banned_tokens=tuple(sorted(banned)), eos_id=tokenizer.eos_id)
     return dict(space=space, pad_id=tokenizer.pad_id, stop_strings=ends)
 
@@ -336,16 +335,14 @@ def _of_pass(name: str, program: Program) -> Models:
 def _pass(use: ModelUse, mesh: Mesh, length: int) -> Program:
     """The pass of a model, over texts of `length` tokens."""
     config, rows = read_config(use), use.rows * mesh.size
+    limit = length if use.kind == "unsafe_token" else scorers.most_tokens(config)
     if use.kind == "embedder":
-        rows, length = scorers.encoder_rows(mesh), scorers.padded_length(length, config.position_limit)
-        return scorers.Pass(config, scorers.embed, mesh).program(rows=rows, length=length)
-    config = scorers.on_device(config, mesh, setting=use.setting)
-    if use.kind == "sequence":
-        length = scorers.padded_length(length, scorers.most_tokens(config))
-        return scorers.Pass(config, scorers.score, mesh).program(rows=rows, length=length)
-    # Which token is the verdict makes no difference to memory, and needs a tokenizer.
-    verdict = functools.partial(scorers.verdict_logprobs, token=0)
-    return scorers.Pass(config, verdict, mesh).program(rows=rows, length=scorers.padded_length(length, length))
+        forward, rows = scorers.Pass(config, scorers.embed, mesh), scorers.encoder_rows(mesh)
+    else:
+        # Which token is the verdict makes no difference to memory, and needs a tokenizer.
+        score = scorers.score if use.kind == "sequence" else functools.partial(scorers.verdict_logprobs, token=0)
+        forward = scorers.Pass(scorers.on_device(config, mesh, setting=use.setting), score, mesh)
+    return forward.program(rows=rows, length=scorers.padded_length(length, limit))
 
 
 def _generator(use: ModelUse, mesh: Mesh) -> Models:

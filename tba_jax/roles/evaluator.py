@@ -22,7 +22,7 @@ from tba_jax.roles.sampler import ReferencePolicy, Sampler, Scoring, policy_mesh
 from tba_jax.roles.work import policy_peaks
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places, snapshots
-from tba_jax.storage.damaged_snapshots import DamagedSnapshots
+from tba_jax.storage.snapshots import DamagedSnapshots
 from tba_jax.tasks.interface import EncodedQuery, HasFinalAnswer, HasMeasures, Task
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Watch

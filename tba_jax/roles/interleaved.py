@@ -16,7 +16,7 @@ from tba_jax.roles.trainer.loop import Recorder, end
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.run import processes
 from tba_jax.storage import layout, snapshots
-from tba_jax.storage.damaged_snapshots import DamagedSnapshots
+from tba_jax.storage.snapshots import DamagedSnapshots
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Watch
 from tba_jax.telemetry.status import Status

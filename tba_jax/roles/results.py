@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from tba_jax.outputs import visible_line
 from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
-from tba_jax.text.visible import visible_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

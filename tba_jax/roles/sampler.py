@@ -9,12 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from tba_jax import sharding, trajectory
+from tba_jax import packing, sharding, trajectory
 from tba_jax.decoding.engine import Engine
 from tba_jax.models import kv_cache, parameters, scoring
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
-from tba_jax.packing import row_layout, row_packing
 from tba_jax.programs import Program, again, shaped, with_beside
 from tba_jax.rewards import task_models as rewards
 from tba_jax.rewards.task_models import Models
@@ -22,11 +21,9 @@ from tba_jax.roles.work import ShapesLog, Work, of_plan
 from tba_jax.run import processes
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, snapshots
-from tba_jax.storage.damaged_snapshots import DamagedSnapshots
+from tba_jax.storage.snapshots import DamagedSnapshots
 from tba_jax.tasks.interface import Task
-from tba_jax.text import stop_strings
-from tba_jax.text.stop_strings import StopStrings
-from tba_jax.text.tokenizers import Tokenizer
+from tba_jax.text.tokenizers import StopStrings, Tokenizer, stop_automaton
 
 
 def policy_mesh(config: Any, section: str, *, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -50,7 +47,7 @@ def text_columns(
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scoring:
     """How the reference scores rows on a mesh. samples: consecutive rows of one prompt. Each device scores sequences of
-    score_tokens at a time (row_layout.Limits.tokens), whose logits take at most logit_megabytes."""
+    score_tokens at a time (packing.Limits.tokens), whose logits take at most logit_megabytes."""
 
     contract: contract_lib.Contract
     policy: Policy
@@ -65,9 +62,9 @@ class Scoring:
         settings: dict[str, Any] = dict(graphdef=self.policy.base.graphdef, R=self.contract.response_length, space=space)
         return scoring.program(self.mesh, **settings, logit_megabytes=self.logit_megabytes)
 
-    def limits(self, rows: int) -> row_layout.Limits:
+    def limits(self, rows: int) -> packing.Limits:
         """Args: rows: of one call."""
-        return row_layout.Limits(
+        return packing.Limits(
             rows=rows,
             group=math.gcd(rows, self.samples),
             prompt=self.contract.prompt_length,
@@ -79,7 +76,7 @@ class Scoring:
 
     def programs(self, params: Params, rows: int) -> dict[str, Program]:
         """Name -> the program of `ReferencePolicy.logprobs`. Args: params: shapes of the reference; rows: of one call."""
-        largest = row_packing.empty(self.limits(rows), self.limits(rows).sequences)
+        largest = packing.empty(self.limits(rows), self.limits(rows).sequences)
         arguments = params, shaped(largest, scoring.packed_shardings(self.mesh))
         return {
             "scoring by the reference": Program(function=self.program(self.contract.scoring_temperature), arguments=arguments)
@@ -109,7 +106,7 @@ class ReferencePolicy:
         Args: rows: the columns of `text_columns`, others are ignored; temperature: None: the scoring temperature.
         """
         tokens, *lengths = (rows[name] for name in ("tokens", "prompt_length", "response_length"))
-        packed, plan = row_packing.of_rows(tokens, *lengths, limits=self._how.limits(len(tokens)))
+        packed, plan = packing.of_rows(tokens, *lengths, limits=self._how.limits(len(tokens)))
         self._shapes_log.note(plan)
         responses = int(rows["response_length"].sum())
         self.work += of_plan(plan, self._how.policy.model, responses=responses, passes=1)
@@ -146,7 +143,7 @@ def make_reference(how: Scoring, run: layout.RunDir) -> ReferencePolicy | NoRefe
 
 def automaton(texts: Sequence[str], tokenizer: Tokenizer, *, vocab: int) -> StopStrings | None:
     """Recognises the first of `texts` in a response; None where there are no texts, whatever the tokenizer can tell."""
-    return stop_strings.build(tokenizer.token_bytes(), texts, vocab=vocab) if texts else None
+    return stop_automaton(tokenizer.token_bytes(), texts, vocab=vocab) if texts else None
 
 
 def _engine(
@@ -294,7 +291,7 @@ class Sampler:
     def load_newest(self, *, lag: int) -> bool:
         """Hands the newest whole snapshot to the engine if it is newer than the last one. Returns whether there was one.
 
-        May be called from a thread beside the one that decodes. Args: lag: see damaged_snapshots.lagging.
+        May be called from a thread beside the one that decodes. Args: lag: see snapshots.lagging.
         """
         if not self.engine.swapped:  # the memory holds one snapshot that waits to be taken up, not two
             return False

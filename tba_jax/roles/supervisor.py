@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from tba_jax.outputs import visible
 from tba_jax.roles.gpus import Placement, split
 from tba_jax.run import processes
 from tba_jax.run.restart import Lives, Verdict
 from tba_jax.storage import contract, layout, places
 from tba_jax.telemetry import status
-from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
 

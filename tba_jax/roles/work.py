@@ -10,7 +10,7 @@ import numpy as np
 
 from tba_jax.models import hardware
 from tba_jax.models.config import DecoderConfig
-from tba_jax.packing.row_layout import Plan
+from tba_jax.packing import Plan
 from tba_jax.telemetry.metrics import Peaks, peaks_of
 
 log = logging.getLogger(__name__)

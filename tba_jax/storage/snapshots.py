@@ -2,20 +2,22 @@
 
 A snapshot is a folder of tensorstore arrays, one per parameter; a writer's shard is made of whole chunks. `commit.json`, written
 last, makes it visible; a local folder also appears as a whole, by being renamed. A reader restores straight into its own
-sharding, whatever mesh wrote it.
+sharding, whatever mesh wrote it. One that is damaged is told of once, and not read again until it is published again.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +30,15 @@ from tba_jax.run import processes
 from tba_jax.storage import file_systems, layout, places
 from tba_jax.storage.places import Place
 
+log = logging.getLogger(__name__)
+
 COMMIT = "commit.json"
 # Chunks are read and checked side by side, and a reader of another mesh reads no more of them than it must.
 _READ_AHEAD_BYTES, CHUNK_BYTES = 1 << 28, 1 << 22
+# Storage that damages everything must not fill the memory with sentences.
+_MOST_SENTENCES = 64
+
+T = TypeVar("T")
 
 
 class Damaged(ValueError):
@@ -382,3 +390,89 @@ def adopt(draft: Path, folder: Place) -> None:
     else:
         places.copy_tree(draft, folder, last=COMMIT)
         shutil.rmtree(draft)
+
+
+def lagging(steps: Sequence[int], *, lag: int) -> list[int]:
+    """The steps, of published ones in ascending order, that are at least `lag` older than the newest; step 0 where none is."""
+    return [step for step in steps if step <= max(0, steps[-1] - lag)]
+
+
+class DamagedSnapshots:
+    """What one role knows of the damaged snapshots of a run."""
+
+    def __init__(self, policies: Place, *, follows: str):
+        """Args: follows: what the role does without a damaged snapshot, in part of a sentence."""
+        self._policies, self._follows = policies, follows
+        # The newest published step, −1 before the first; only kept by `load_newest` under a lag.
+        self.newest = -1
+        # Step -> the version of its commit.json as it was read. One that is forgotten would be read again and again.
+        self._found: dict[int, bytes] = {}
+        # Step -> the sentence about it, of the newest steps.
+        self._sentences: dict[int, str] = {}
+
+    def above(self, step: int) -> str:
+        """A sentence about the newest snapshot that was found damaged, "" where there is none above this step."""
+        sentences = dict(self._sentences)  # another thread may read snapshots meanwhile
+        newest = max(sentences, default=step)
+        return sentences[newest] if newest > step else ""
+
+    def without(self, steps: Iterable[int]) -> list[int]:
+        """The steps whose snapshots are not known to be damaged, or have been published again since. Keeps their order."""
+        asked = list(steps)
+        known = {step: (self._commit(step), self._found[step]) for step in asked if step in self._found}
+        for step, version in places.changed(known).items():
+            if not isinstance(version, OSError):  # of a storage that does not answer, which says nothing
+                del self._found[step]
+                self._sentences.pop(step, None)
+        return [step for step in asked if step not in self._found]
+
+    def attempt(self, step: int, read: Callable[[], T]) -> T | None:
+        """What `read` returns, which reads the snapshot of a step; None where that is damaged, which is said once.
+
+        Raises: as `read`, but for Damaged.
+        """
+        version = places.changed({step: (self._commit(step), b"")}).get(step)
+        if isinstance(version, OSError):
+            raise version
+        try:
+            return read()
+        except Damaged as error:
+            self._note(step, version or b"", error)
+            return None
+
+    def load_newest(
+        self, specs: Specs, shardings: Params, *, newer_than: int, lag: int = 0, dtype: str = "float32"
+    ) -> tuple[int, Params] | None:
+        """The newest whole snapshot above the step `newer_than`, None where there is none. Args: lag: see `lagging`.
+
+        Where one is damaged, the one before is taken; where one vanishes while it is read, this looks again.
+        """
+        damaged: set[int] = set()
+        while True:
+            above = layout.steps_in(self._policies, newer_than=newer_than)
+            while lag and above and not is_committed(self._policies, above[-1]):
+                above.pop()  # it is being written
+            self.newest = above[-1] if lag and above else self.newest
+            asked = self.without(step for step in reversed(lagging(above, lag=lag)) if step not in damaged)
+            step = next((step for step in asked if is_committed(self._policies, step)), None)
+            if step is None:
+                return None
+            load = functools.partial(load_step, self._policies, step, specs, shardings, dtype=dtype)
+            with contextlib.suppress(FileNotFoundError):
+                if (loaded := self.attempt(step, load)) is not None:
+                    return step, loaded
+                damaged.add(step)
+
+    def _commit(self, step: int) -> Place:
+        return self._policies / layout.step_name(step) / COMMIT
+
+    def _note(self, step: int, version: bytes, error: Damaged) -> None:
+        folder = self._policies / layout.step_name(step)
+        sentence = (
+            f"the snapshot of step {step} is damaged: {error}. {self._follows}; a trainer that resumes at this step publishes it "
+            f"again, and to be rid of it, remove {folder}"
+        )
+        log.warning("%s", sentence)
+        self._found[step], self._sentences[step] = version, sentence
+        for oldest in sorted(self._sentences)[:-_MOST_SENTENCES]:
+            del self._sentences[oldest]

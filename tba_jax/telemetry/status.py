@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tba_jax.outputs import visible
 from tba_jax.storage import contract, layout, places
-from tba_jax.text.visible import visible
 
 log = logging.getLogger(__name__)
 

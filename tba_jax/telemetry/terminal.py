@@ -19,10 +19,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tba_jax.outputs import visible_line
 from tba_jax.storage import layout
 from tba_jax.telemetry import alarms, status
 from tba_jax.telemetry.status import Told
-from tba_jax.text.visible import visible_line
 
 LIVE_SECONDS, PLAIN_SECONDS, _JOIN_SECONDS = 1.0, 10.0, 5.0
 MOST_ROLES, _MOST_NAMED = 200, 6  # roles that are looked at, those that wrote last; idle roles that are named

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from tba_jax.outputs import visible_line
 from tba_jax.tasks.interface import EncodedQuery, Query
 from tba_jax.text.tokenizers import HuggingFaceTokenizer, Tokenizer
-from tba_jax.text.visible import visible_line
 
 log = logging.getLogger(__name__)
 

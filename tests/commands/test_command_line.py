@@ -17,10 +17,10 @@ import pytest
 from tba_jax import main
 from tba_jax.commands import append, audit, command_line, evaluate, export, report, rescore, show, supervised
 from tba_jax.experiment import jobs
+from tba_jax.outputs import visible
 from tba_jax.run import processes
 from tba_jax.storage import layout, places, snapshots
 from tba_jax.storage.lease import LeaseHeld
-from tba_jax.text.visible import visible
 from tests.support import frozen_runs, task_files, tiny_run
 from tests.support.summaries import write_rows
 

@@ -20,7 +20,7 @@ from tba_jax.models.hugging_face import export, load
 from tba_jax.models.parameters import Params
 from tba_jax.run import processes
 from tba_jax.storage import contract, layout
-from tba_jax.supervised import objectives, tuning
+from tba_jax.supervised import tuning
 from tba_jax.telemetry import metrics
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 from tests.support import applied
@@ -96,7 +96,7 @@ def test_sft_lowers_the_loss_and_its_folder_computes_the_same(folder, tmp_path, 
     params = load.load_params(tmp_path / "sft", model, applied.shardings(model, plan.mesh))
     jax.tree.map(np.testing.assert_array_equal, params, tuned.state.params["policy"])
     assert model == plan.model and HuggingFaceTokenizer(tmp_path / "sft").fingerprint == plan.tokenizer.fingerprint
-    rows = objectives.make_batch(plan.data.heldout, rows=64, prompt_length=8, response_length=16, pad_id=0)
+    rows = tuning.make_batch(plan.data.heldout, rows=64, prompt_length=8, response_length=16, pad_id=0)
     space = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
     settings: dict[str, Any] = dict(R=16, config=model, space=space, logit_bytes=1 << 20, remat="none")
     score = jax.jit(functools.partial(applied.response_logprobs, **settings))
@@ -126,11 +126,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(folder, tmp_path, mo
     c = config(folder, train, kind="reward", data__heldout=heldout, training__steps=0, training__epochs=2.5)
     plan = supervised.prepare(c, layout.RunDir(tmp_path / "whole"), tmp_path / "whole-model")
     assert plan.steps == 4  # 30 examples, 8 a step
-    seen, make_batch = [], objectives.make_batch
+    seen, make_batch = [], tuning.make_batch
     with monkeypatch.context() as patch:
-        patch.setattr(
-            objectives, "make_batch", lambda batch, **sizes: (seen.extend(map(id, batch)), make_batch(batch, **sizes))[1]
-        )
+        patch.setattr(tuning, "make_batch", lambda batch, **sizes: (seen.extend(map(id, batch)), make_batch(batch, **sizes))[1])
         assert supervised.execute(plan, never) == 0
     taken = [row for row in seen if row in {id(row) for row in plan.data.train}]
     assert len(taken) == 32 and sorted(taken[:12]) == sorted(taken[12:24]) and len(set(taken[:12])) == 12

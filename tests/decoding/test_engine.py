@@ -18,7 +18,7 @@ from tba_jax.decoding.requests import Generation, Request, Ticket
 from tba_jax.models import scoring
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import LoraConfig, Policy
-from tba_jax.text import stop_strings as stop_strings_lib
+from tba_jax.text.tokenizers import stop_automaton
 from tests.support import applied, tiny_decoders
 from tests.support import tiny_engine as tiny
 from tests.support.tiny_engine import BANNED, EOS, LENGTHS, MODEL, PAD, PARAMS, SIZES, SPACE, TEXTS, P, R
@@ -171,7 +171,7 @@ STOPS, MIN_LENGTH = ("aba", "cd"), 3
 def test_rows_end_by_stop_strings_and_by_ends_in_time():
     """Against the joined text: a row ends with the first token that completes a stop string, or by an end from the third on."""
     token_bytes = [TEXTS[i].encode() if i in TEXTS else None for i in range(MODEL.vocab)]
-    stop_strings = stop_strings_lib.build(token_bytes, STOPS, vocab=MODEL.vocab)
+    stop_strings = stop_automaton(token_bytes, STOPS, vocab=MODEL.vocab)
     space = dataclasses.replace(SPACE, min_length=MIN_LENGTH)
     stopping = tiny.make_engine(8, 4, space=space, stop_strings=stop_strings, prompt_length=16)
     stopping.set_policy(PARAMS, 5)

@@ -13,12 +13,23 @@ from tests.support.tiny_engine import numpy_distribution
 SCORING_TEMPERATURE = 0.7
 draw = jax.jit(functools.partial(sampling_lib.draw, scoring_temperature=SCORING_TEMPERATURE), static_argnames="tiled")
 OFF = dict(top_k=0, top_p=1.0, min_p=0.0)
-SETTINGS = [dict(temperature=temperature) for temperature in (0.0, SCORING_TEMPERATURE, 1.0, 1.7)]
-SETTINGS += [dict(temperature=1.0, top_k=1), dict(temperature=SCORING_TEMPERATURE, top_k=9), dict(temperature=1.0, top_k=10**6)]
-SETTINGS += [dict(temperature=t, top_p=p) for t, p in ((1.0, 0.6), (SCORING_TEMPERATURE, 0.97), (1.0, 1e-6))]
-SETTINGS += [dict(temperature=1.0, min_p=0.15), dict(temperature=2.0, top_k=20, top_p=0.8)]
-SETTINGS += [dict(temperature=1.5, top_k=20, top_p=0.9, min_p=0.05), dict(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5)]
-SETTINGS += [dict(temperature=1.0, top_k=90, top_p=0.8)]
+SETTINGS = [
+    dict(temperature=0.0),
+    dict(temperature=SCORING_TEMPERATURE),
+    dict(temperature=1.0),
+    dict(temperature=1.7),
+    dict(temperature=1.0, top_k=1),
+    dict(temperature=SCORING_TEMPERATURE, top_k=9),
+    dict(temperature=1.0, top_k=1_000_000),
+    dict(temperature=1.0, top_p=0.6),
+    dict(temperature=SCORING_TEMPERATURE, top_p=0.97),
+    dict(temperature=1.0, top_p=1e-6),
+    dict(temperature=1.0, min_p=0.15),
+    dict(temperature=2.0, top_k=20, top_p=0.8),
+    dict(temperature=1.5, top_k=20, top_p=0.9, min_p=0.05),
+    dict(temperature=0.0, top_k=3, top_p=0.5, min_p=0.5),
+    dict(temperature=1.0, top_k=90, top_p=0.8),
+]
 
 
 def sampling_of(settings: list[dict]) -> sampling_lib.Sampling:
@@ -115,6 +126,28 @@ def test_frequencies_are_those_of_the_distribution(settings, V=300, draws=10_000
     counts, expected = counts[expected > 0], expected[expected > 0]
     statistic = np.sum((counts - draws * expected) ** 2 / (draws * expected))
     assert statistic < stats.chi2.ppf(0.9999, max(len(expected) - 1, 1))
+
+
+def test_the_edges_of_the_inverse_cdf_draw_no_impossible_token(V=300):
+    """Uniforms at and around every step of the distribution, at 0 and at the largest float32 below 1."""
+    rng = np.random.default_rng(5)
+    for where in (rng.permutation(V)[: max(1, V // 8)], np.arange(0, V, max(1, min(128, V // 4)))):
+        probs = np.zeros(V)
+        probs[where] = np.exp(2 * rng.standard_normal(len(where))) * (rng.random(len(where)) < 0.5)
+        probs[where[0]] += 0.01
+        probs /= probs.sum()
+        with np.errstate(divide="ignore"):
+            log_probs = np.log(probs).astype(np.float32)
+        steps = np.cumsum(probs)[probs > 0]
+        near = np.concatenate([steps + k * 2.0**-25 for k in range(-2, 3)] + [[0.0, 1 - 2.0**-24]]).astype(np.float32)
+        near = np.unique(near[(near >= 0) & (near < 1)])
+        assert len(near) <= 256
+        uniform = np.resize(near, 256)
+        tokens = np.asarray(draw(np.tile(log_probs, (256, 1)), uniform, sampling_lib.constant(256, temperature=1.0)).token)
+        assert (probs[tokens] > 0).all()
+        # Each token owns its stretch of [0, 1), up to rounding.
+        upper = np.cumsum(probs)[tokens]
+        assert (uniform < upper + 1e-5).all() and (uniform > upper - probs[tokens] - 1e-5).all()
 
 
 def test_rounded_cumulative_masses_draw_no_impossible_token():

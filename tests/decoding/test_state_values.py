@@ -27,7 +27,7 @@ from tba_jax.storage import layout
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.interface import EncodedQuery, Query, Scores
 from tba_jax.telemetry import metrics
-from tba_jax.text import stop_strings
+from tba_jax.text.tokenizers import stop_automaton
 from tba_jax.trajectory import RowShape, response, response_mask
 from tests.support import tiny_run
 from tests.support.tiny_checkpoints import path_of
@@ -64,7 +64,7 @@ def ask(engine):
 
 
 def value_states(engine, **settings):
-    step_ends = stop_strings.build([TEXTS.get(i, "|").encode() for i in range(MODEL.vocab)], STEP_ENDS, vocab=MODEL.vocab)
+    step_ends = stop_automaton([TEXTS.get(i, "|").encode() for i in range(MODEL.vocab)], STEP_ENDS, vocab=MODEL.vocab)
     sampling = sampling_lib.constant(SAMPLES, temperature=1.3)
     defaults = dict(most_states=0, samples_per_query=S, states_at_a_time=2)
     return StateValues(engine, step_ends=step_ends, sampling=sampling, reward=reward, **defaults | settings)
@@ -199,7 +199,7 @@ def test_states_between_steps_are_those_after_a_whole_step_end(ends):
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, len(PIECES) + 2, (400, LENGTH)).astype(np.int32)
     length = rng.integers(1, LENGTH + 1, 400).astype(np.int32)
-    automaton = stop_strings.build([*PIECES, None], ends, vocab=len(PIECES) + 2)
+    automaton = stop_automaton([*PIECES, None], ends, vocab=len(PIECES) + 2)
     found = state_values.between_steps(tokens, length, automaton)
     assert found.shape == (400, LENGTH) and found.dtype == bool
     expected = np.zeros((400, LENGTH), bool)

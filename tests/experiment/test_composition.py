@@ -18,8 +18,7 @@ from tba_jax.schemas import flatten
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
 from tba_jax.telemetry import alarms
-from tba_jax.text import stop_strings
-from tba_jax.text.tokenizers import HuggingFaceTokenizer
+from tba_jax.text.tokenizers import HuggingFaceTokenizer, banned_tokens, check_stop_strings
 from tests.rewards.test_scorers import write_tokenizer
 from tests.support import random_checkpoints, task_files, tiny_checkpoints, tiny_run
 
@@ -128,23 +127,23 @@ def test_a_special_token_whose_text_is_a_stop_string_is_allowed(model_folder, tm
 
     def banned(*stops: str) -> tuple[int, ...]:
         task = tiny_run.config_with({"task.stop_strings": stops}).task
-        stop_strings.check_stop_strings(task.stop_strings, tokenizer)
-        return stop_strings.banned_tokens(task, tokenizer, 262)
+        check_stop_strings(task.stop_strings, tokenizer)
+        return banned_tokens(task, tokenizer, 262)
 
     for text in ("<|turn|>", "<|end|>"):
         with pytest.raises(ValueError, match=re.escape(f"task.step_ends holds {text!r}, which no response can")):
-            stop_strings.check_stop_strings([text], tokenizer, setting="task.step_ends", special=False)
-    stop_strings.check_stop_strings(["turn"], tokenizer, setting="task.step_ends", special=False)
+            check_stop_strings([text], tokenizer, setting="task.step_ends", special=False)
+    check_stop_strings(["turn"], tokenizer, setting="task.step_ends", special=False)
     assert banned() == banned("turn") == (258, 259, 260, 261)
     assert banned("<|turn|>") == (259, 260, 261)
 
 
 def test_a_stop_string_is_one_that_the_tokenizer_can_spell(data_dir):
     spells, other = (HuggingFaceTokenizer(data_dir / "models" / name) for name in tiny_checkpoints.REAL_MODELS[::-1])
-    stop_strings.check_stop_strings(["漢"], spells)
+    check_stop_strings(["漢"], spells)
     for tokenizer, text in ((spells, "  "), (other, "a 漢")):  # the first makes one space of many
         with pytest.raises(ValueError, match=re.escape(f"task.stop_strings holds {text!r}, which no response can")):
-            stop_strings.check_stop_strings([text], tokenizer)
+            check_stop_strings([text], tokenizer)
 
 
 @pytest.mark.usefixtures("one_device")

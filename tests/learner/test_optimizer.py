@@ -12,7 +12,7 @@ from tba_jax.learner import optimizer as optimizer_lib
 from tba_jax.learner.optimizer import SCHEDULES, adamw, linear_then_constant
 from tba_jax.models import parameters
 from tba_jax.models.config import DecoderConfig
-from tests.support import applied
+from tests.support import applied, tiny_run
 
 
 def rate_of_update(n: int, name: str, *, steps: int, warmup_steps: int, decay_steps: int, decay: str) -> float:
@@ -106,3 +106,23 @@ def test_moments_begin_anew_and_schedules_go_on():
     restarted, _ = optimizer.update(params, optimizer_lib.restart_moments(state), params)
     # Adam's first step, at the learning rate of the fourth: 0.7.
     np.testing.assert_allclose(restarted["weight"], 0.7 * fresh["weight"], rtol=1e-5)
+
+
+def test_the_schedule_of_the_learning_rate_may_be_longer_than_the_run():
+    """The run of 4 updates ends in the middle of a decay of 4, which begins after update 2."""
+    changes = dict(schedule="wsd", decay="cosine", steps=4, warmup_steps=0, decay_steps=4, learning_rate=1.0)
+    for schedule_steps, expected in ((6, [1, 1, 1, 0.853553]), (0, [1, 0.853553, 0.5, 0.146447])):
+        flags = {f"learner__{name}": value for name, value in (changes | {"schedule_steps": schedule_steps}).items()}
+        np.testing.assert_allclose(optimizer_lib.policy_rates(tiny_run.config(**flags).learner), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["learned_log_z", "ppo", "grpo"])
+def test_heads_that_are_learned_have_optimizers_of_their_own(name):
+    rates = {"learner__log_z_learning_rate": 0.25, "learner__value_learning_rate": 0.125}
+    optimizers = optimizer_lib.make_optimizers(tiny_run.config(learner__objective=name, learner__warmup_steps=0, **rates).learner)
+    assert ("log_z_head" in optimizers) == (name == "learned_log_z")
+    assert ("value_head" in optimizers) == (name == "ppo")
+    for part, optimizer in optimizers.items():
+        params = {"weight": jnp.ones(3)}
+        updates, _ = optimizer.update({"weight": jnp.ones(3)}, optimizer.init(params), params)
+        np.testing.assert_allclose(updates["weight"], -{"policy": 1e-3, "log_z_head": 0.25, "value_head": 0.125}[part], rtol=1e-4)

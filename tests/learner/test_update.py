@@ -1,6 +1,8 @@
-"""One update against the objective's loss on whole rows, on meshes and in micro-batches; updates that are not finite."""
+"""One update against the objective's loss on whole rows, on meshes and in micro-batches; updates that are not finite; what a
+config makes of the learner; and references that move: what they become, where they rest, and what a run with one measures."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -9,14 +11,41 @@ import numpy as np
 import optax
 import pytest
 
+from configs import base
 from tba_jax import sharding, trajectory
+from tba_jax.experiment import composition, training
 from tba_jax.learner import optimizer as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.optimizer import clip_by_norm, linear_then_constant
-from tba_jax.objectives.objective import Objective, ObjectiveInputs, PolicyOutputs
-from tests.support import applied
+from tba_jax.learner.update import MovingReference
+from tba_jax.models import parameters, scoring
+from tba_jax.models.config import DecoderConfig
+from tba_jax.models.policy import Policy
+from tba_jax.objectives import OBJECTIVES
+from tba_jax.objectives.objective import Objective, ObjectiveInputs, ObjectiveSettings, PolicyOutputs
+from tba_jax.programs import shaped
+from tba_jax.storage import snapshots
+from tba_jax.storage.checkpoints import Checkpoints
+from tba_jax.storage.contract import Contract
+from tba_jax.telemetry import metrics
+from tests.support import applied, frozen_runs, tiny_run
 from tests.support import tiny_updates as tiny
-from tests.support.tiny_updates import BETA, FORMS, MODEL, POLICY, B, K, P, R, random_batch, state_of
+from tests.support.tiny_updates import (
+    BETA,
+    FORMS,
+    MODEL,
+    POLICY,
+    B,
+    K,
+    P,
+    R,
+    limits,
+    packed_of,
+    random_batch,
+    random_params,
+    settings,
+    state_of,
+)
 
 
 def of_head(head: Any, states: jax.Array) -> jax.Array:
@@ -168,3 +197,129 @@ def test_what_overflows_leaves_the_state_as_it_was(optimizer, scale):
     after, measurements = update(state, {}, dataclasses.replace(batch, reward=batch.reward * np.float32(scale)))
     assert np.isfinite(measurements["loss"]) and measurements["row_finite"].all() and float(measurements["finite"]) == 0
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after), dataclasses.replace(before, step=1, skipped=1))
+
+
+SMALL = Policy(model=DecoderConfig(layers=1, width=16, heads=2, kv_heads=1, head_size=8, ffn=16, vocab=16, max_positions=16))
+
+
+@functools.cache
+def contract() -> Contract:
+    values: dict[str, Any] = dict(scoring_temperature=0.7, banned_tokens=[3], eos_id=2, min_response_length=5, force_eos=True)
+    return dataclasses.replace(composition.build(tiny_run.config()).contract, **values)
+
+
+def mesh_of(devices: int) -> jax.sharding.Mesh:
+    return sharding.make_mesh((devices, 1, 1), setting="learner.mesh", devices=jax.devices()[:devices])
+
+
+def test_static_settings_of_an_update():
+    made = update_lib.make_learner_config(base.get_config().learner, contract(), SMALL, mesh_of(1))
+    assert made.settings == ObjectiveSettings(completions=20), "the defaults of objectives are those of the base config"
+    others = {
+        field.name: "row_length" if field.name == "row_divisor" else 4 if field.name == "completions" else field.default + 0.25
+        for field in dataclasses.fields(ObjectiveSettings)
+    }
+    changes = {"objective": "tba_prime", **others, "micro_batch_tokens": 6 * 13, "logit_megabytes": 2}
+    c = tiny_run.config(**{f"learner__{name}": value for name, value in changes.items()}).learner
+    made = update_lib.make_learner_config(c, contract(), SMALL, mesh_of(3))
+    assert made.objective is OBJECTIVES["tba_prime"] and made.settings == ObjectiveSettings(**others)
+    assert (made.limits.full_rows, made.limits.ways, made.logit_bytes) == (6, 3, 3 * (2 << 20))
+    assert made.space == scoring.ResponseSpace(temperature=0.7, banned_tokens=(3,), eos_id=2, min_length=5, force_eos=True)
+
+
+@pytest.mark.parametrize("kind, moves_at", [("initial", None), ("reset", [3, 6]), ("ema", [1, 2, 3, 4, 5, 6])])
+def test_which_references_are_held_and_when_they_move(kind, moves_at):
+    changes = {"kind": kind, "reset_steps": 3, "ema_decay": 0.5}
+    c = tiny_run.config(**{f"learner__reference__{name}": value for name, value in changes.items()}).learner
+    mesh = mesh_of(1)
+    reference = update_lib.make_moving_reference(c, update_lib.make_learner_config(c, contract(), SMALL, mesh), mesh)
+    if moves_at is None:
+        assert reference is None
+        return
+    params = jax.device_put(applied.init(jax.random.key(0), SMALL.model), SMALL.trained_shardings(mesh))
+    reference.start(params)
+    assert [step for step in range(1, 7) if reference.advance(params, step)] == moves_at
+    # From θ to 3 θ: half of the way for the average, all of it for a reset.
+    reference.advance(jax.tree.map(lambda x: 3 * x, params), 9)
+    expected = 2 if kind == "ema" else 3
+    np.testing.assert_allclose(reference.params["embedding"]["weight"], expected * params["embedding"]["weight"], rtol=1e-5)
+
+
+SIZES = dict(prompt=4, response=6, queries=7, completions=20)
+
+
+@pytest.mark.parametrize(
+    "tokens, ways, sentence",
+    [
+        (9, 1, "learner.micro_batch_tokens=9 does not hold one row: .* = 10 tokens; at least 10, or 0"),
+        (39, 4, "learner.micro_batch_tokens=39 does not hold one row for each of the 4 ways of learner.mesh: .*; at least 40"),
+        (0, 8, "learner.queries × learner.completions = 140 rows are not divisible by the 8 ways"),
+    ],
+)
+def test_micro_batches_that_do_not_fit_are_refused(tokens, ways, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        update_lib.limits(tokens, **SIZES, ways=ways, shares=True)
+
+
+def reference_on(sizes: tuple[int, int, int], **changes) -> tuple[MovingReference, jax.sharding.Mesh]:
+    mesh = sharding.make_mesh(sizes, setting="learner.mesh", devices=jax.devices()[: np.prod(sizes)])
+    reference = MovingReference(settings(limits=limits(8)), mesh, **dict(every_steps=1, decay=0.9, offload=False) | changes)
+    return reference, mesh
+
+
+def rescored(reference: MovingReference, mesh: jax.sharding.Mesh) -> update_lib.Batch:
+    packed, _ = packed_of(random_batch(), limits(8))
+    return reference.rescore({}, *sharding.put_rows(mesh, (random_batch(),)), packed)
+
+
+def shifted(params, by: float):
+    return jax.tree.map(lambda x: x + np.float32(by), params)
+
+
+@pytest.mark.parametrize("offload, sizes", [(False, (1, 1, 1)), (True, (2, 2, 2))], ids=str)
+def test_rows_are_scored_by_the_reference_of_the_step(offload, sizes):
+    reference, mesh = reference_on(sizes, offload=offload)
+    params = jax.device_put(random_params(), POLICY.trained_shardings(mesh))
+    reference.start(params)
+    reference.advance(shifted(params, 0.1), 1)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(reference.params)}
+    assert (kinds == {sharding.PINNED_HOST}) == offload and len(kinds) == 1
+    assert jax.tree.map(lambda x: x.sharding, reference.params) == jax.tree.map(lambda x: x.sharding, reference.shapes)
+    batch = rescored(reference, mesh)
+    average = shifted(random_params(), 0.1 * 0.1)  # 0.9 θ + 0.1 (θ + 0.1)
+    expected, _ = update_lib.score(POLICY.for_training(average, {}), random_batch(), config=settings())
+    np.testing.assert_allclose(batch.moving_ref_logprobs, expected, rtol=1e-4, atol=2e-5)
+    np.testing.assert_array_equal(batch.ref_logprobs, random_batch().ref_logprobs)
+
+
+def test_a_reset_reference_rests_in_the_compute_dtype_and_scores_the_same():
+    policy = Policy(model=dataclasses.replace(MODEL, compute_dtype="bfloat16"))
+    mesh = sharding.make_mesh((2, 2, 2), setting="learner.mesh")
+    config = settings(policy=policy, limits=limits(8))
+    params = shifted(jax.device_put(random_params(), policy.trained_shardings(mesh)), 0.01)
+    reset = MovingReference(config, mesh, every_steps=3, decay=0.0, offload=False)
+    average = MovingReference(config, mesh, every_steps=3, decay=0.5, offload=False)
+    for reference, dtype in ((reset, "bfloat16"), (average, "float32")):
+        reference.start(params)
+        assert {x.dtype.name for x in jax.tree.leaves((reference.params, reference.shapes))} == {dtype}
+    first, second = (rescored(reference, mesh).moving_ref_logprobs for reference in (reset, average))
+    np.testing.assert_array_equal(first, second)
+    assert np.any(first)
+
+
+def test_the_average_is_that_of_the_published_policies(finished, tmp_path, one_device):
+    changes = dict(learner__steps=2, learner__learning_rate=3e-3, learner__warmup_steps=0, publish__every_steps=1)
+    changes |= dict(learner__reference__kind="ema", learner__reference__ema_decay=0.5)
+    s = frozen_runs.offline(tmp_path, finished.run.root, **changes)
+    assert training.trainer(s)() == 0
+    lines = metrics.read_lines(s.run.metrics("trainer"))
+    assert abs(lines[0]["kl_to_ref"]) < 1e-6 < abs(lines[-1]["kl_to_ref"])
+    policy, mesh = s.experiment.policy, sharding.make_mesh((1, 1, 1), setting="learner.mesh", devices=jax.devices()[:1])
+    shardings = policy.trained_shardings(mesh)
+    shapes = shaped(parameters.shapes(policy.trained_specs), shardings)
+    checkpoints = Checkpoints(s.run.checkpoints, keep=0, read_only=True)
+    reference = checkpoints.restore(checkpoints.latest_step(), {"reference": shapes})[0]["reference"]
+    published = [snapshots.load_step(s.run.policies, step, policy.trained_specs, shardings) for step in range(3)]
+    expected = jax.tree.map(lambda a, b, c: 0.25 * a + 0.25 * b + 0.5 * c, *published)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), reference, expected)
+    assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(reference), jax.tree.leaves(published[-1]), strict=True))

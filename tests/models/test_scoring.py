@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax import sharding
+from tba_jax import packing, sharding
 from tba_jax.models import parameters, scoring
 from tba_jax.models.config import DecoderConfig
-from tba_jax.packing import row_packing
-from tba_jax.packing.row_layout import Limits
+from tba_jax.packing import Limits
 from tests.support import applied
 
 B, R, V, EOS = 4, 7, 11, 2
@@ -116,7 +115,7 @@ def scored(
     mesh = sharding.make_mesh(sizes, setting="test", devices=jax.devices()[: math.prod(sizes)])
     definition = applied.define(model)
     score = scoring.program(mesh, graphdef=definition.graphdef, R=R, space=space(), logit_megabytes=1)
-    packed, _ = row_packing.of_rows(*rows, limits=limits(len(rows[0]), ways=sharding.row_ways(mesh), **limited))
+    packed, _ = packing.of_rows(*rows, limits=limits(len(rows[0]), ways=sharding.row_ways(mesh), **limited))
     packed = jax.device_put(packed, scoring.packed_shardings(mesh))
     return np.asarray(score(jax.device_put(params_of(model), definition.shardings(mesh)), packed))
 
@@ -154,7 +153,7 @@ def test_memory_of_scoring_is_that_of_a_micro_batch():
     def temporaries(score_tokens: int, *, rows: int) -> int:
         score: Any = scoring.program(one, graphdef=definition.graphdef, R=R, space=space(), logit_megabytes=1)
         of = limits(rows, tokens=score_tokens)
-        packed = row_packing.empty(of, of.sequences)
+        packed = packing.empty(of, of.sequences)
         return score.lower(parameters.shapes(definition.specs), packed).compile().memory_analysis().temp_size_in_bytes
 
     in_micro_batches, whole = temporaries(16 * 12, rows=512), temporaries(0, rows=512)

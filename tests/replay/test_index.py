@@ -5,7 +5,7 @@ import pytest
 
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.trajectory import RowShape
-from tests.replay.test_near_duplicates import edit_distance
+from tests.replay.test_window import edit_distance
 
 SHAPE = RowShape(prompt_length=2, response_length=3, reward_parts=("a",))
 

@@ -1,4 +1,7 @@
-"""Scores of texts: against torch's values and the models one text at a time, in batches, on a mesh; models that are refused."""
+"""Scores of texts: against torch's values and the models one text at a time, in batches, on a mesh; models that are refused.
+
+Verdicts of language models against logits of whole rows.
+"""
 
 import concurrent.futures
 import json
@@ -13,9 +16,10 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from tba_jax.rewards import scorers
-from tba_jax.rewards.scorers import LinearScorer, ResponseEmbedder
-from tba_jax.tasks.interface import ModelUse
-from tests.support import applied, tiny_checkpoints
+from tba_jax.rewards.scorers import LinearScorer, ResponseEmbedder, UnsafeTokenScorer
+from tba_jax.tasks.interface import ModelUse, UnsafeTokenSettings
+from tests.support import applied, spelled_checkpoints, tiny_checkpoints
+from tests.support.spelled_checkpoints import BEGIN, UNSAFE, spelled
 from tests.support.tiny_checkpoints import make_mesh, path_of
 
 EOS = "<end>"
@@ -264,3 +268,75 @@ def test_files_of_other_arrays_are_refused(tmp_path, changes, sentence):
     np.savez(path, **{name: value for name, value in (LINEAR | changes).items() if value is not None})
     with pytest.raises(ValueError, match=rf"task.red_team.classifier_path='.*wrong.npz'.*{sentence}"):
         LinearScorer(path, setting="task.red_team.classifier_path")
+
+
+EXCHANGE = 48  # tokens of an exchange and its verdict
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory):
+    return spelled_checkpoints.write(tmp_path_factory.mktemp("models") / "guard", "gpt2", chat=True)
+
+
+def judge(folder, devices: int = 1, *, date: str = "", load: bool = True, **changes) -> UnsafeTokenScorer:
+    settings = dict(token="unsafe", template="asked {attack} told {reply}:", ending="\n", length=EXCHANGE) | changes
+    verdict, setting = UnsafeTokenSettings(**settings), "task.red_team.classifier_path"
+    use = ModelUse(name="classifier", setting=setting, path=str(folder), rows=4, kind="unsafe_token", judge=verdict)
+    return UnsafeTokenScorer(use, tiny_checkpoints.make_mesh((devices, 1, 1)), date=date, load=load)
+
+
+@pytest.fixture(scope="module")
+def judging(guard) -> UnsafeTokenScorer:
+    return judge(guard)
+
+
+def log_verdicts(folder, prompts: list[list[int]]) -> np.ndarray:
+    """float32[n]: log π(unsafe | prompt)."""
+    logits = tiny_checkpoints.last_logits(folder, prompts).astype(np.float64)
+    return logits[:, UNSAFE] - np.logaddexp.reduce(logits, axis=1)
+
+
+def test_an_exchange_has_the_logprob_of_its_verdict(guard, judging):
+    rng, letters = np.random.default_rng(0), "abcdeghijklmnopqrtvwxyz "
+    texts = ["".join(rng.choice(list(letters), rng.integers(0, 14))) for _ in range(74)]
+    attacks, replies = texts[:37], texts[37:]
+    prompts = [spelled(f"asked {attack} told {reply}:\n") for attack, reply in zip(attacks, replies, strict=True)]
+    found = judging(attacks, replies)
+    assert found.dtype == np.float32 and found.shape == (37,) and found.max() < 0 and found.std() > 0.01
+    np.testing.assert_allclose(found, log_verdicts(guard, prompts), atol=2e-5)
+    np.testing.assert_allclose(judge(guard, devices=4)(attacks, replies), found, atol=2e-5)
+    assert judging([], []).shape == (0,)
+
+
+def test_prompts_of_a_judge(guard, judging, tmp_path, caplog):
+    exchange = "user:do it\nassistant:no\n\n"
+    dated = spelled_checkpoints.dated(guard, tmp_path / "dated")
+    cases = [
+        (judge(guard, load=False, template=""), "do it", "no", [BEGIN, *spelled(exchange)]),
+        (judge(dated, load=False, template="", date="2025-05-09"), "do it", "no", [*spelled("may"), BEGIN, *spelled(exchange)]),
+        # Braces are no characters of this tokenizer: what is left of them is their text.
+        (judge(guard, load=False), "{reply}", "{attack}", spelled("asked reply told attack:\n")),
+    ]
+    for made, attack, reply, prompt in cases:
+        made.model = judging.model
+        np.testing.assert_allclose(made([attack], [reply]), log_verdicts(guard, [prompt]), atol=2e-5)
+    room = EXCHANGE - len("asked do it told :\n")
+    found = judging(["do it", "do it"], ["x" * 99, "no"])
+    assert f"1 of 2 prompts exceed task.red_team.classifier_length={EXCHANGE} tokens" in caplog.text
+    np.testing.assert_allclose(found, judging(["do it", "do it"], ["x" * room, "no"]), atol=1e-6)
+    # An attack that leaves no room for any reply loses its own end, too.
+    room = EXCHANGE - len("asked  told :\n")
+    np.testing.assert_allclose(judging(["a" * 60], ["no"]), judging(["a" * room], [""]), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"token": "unsafely"}, r"label='unsafely' must be the text of one token of .* 0 tokens have"),
+        ({"template": "{attack}"}, r"template='\{attack\}' must hold \{reply\} once"),
+        ({"length": 14}, r"length=14 leaves no room for any text: .* 14 tokens"),
+    ],
+)
+def test_settings_that_do_not_go_with_a_judge_are_refused(guard, changes, sentence):
+    with pytest.raises(ValueError, match=rf"task\.red_team\.classifier_{sentence}"):
+        judge(guard, load=False, **changes)

@@ -1,13 +1,14 @@
 """The statistics of evaluations against loops, subsets and formulas by hand; and what a person sees of a run at its end."""
 
 import itertools
+import json
 import math
 
 import numpy as np
 import pytest
 
 from tba_jax.roles import results
-from tba_jax.roles.results import majority, mean, pass_at, with_stderr
+from tba_jax.roles.results import Scores, majority, mean, pass_at, with_stderr
 from tba_jax.storage import layout
 from tests.support import role_files
 
@@ -116,3 +117,21 @@ def test_the_best_step_is_named_and_a_name_of_a_score_is_text(tmp_path, capsys, 
     results.tell(run, label="demo", score_name="accuracy", outcome="in 3 s")
     told = capsys.readouterr().out
     assert "step 30, the best" in told and "step 20" not in told and "accuracy 0.12 -> 0.88 in 3 s" in told
+
+
+def test_the_latest_of_the_highest_finite_scores_is_best_and_what_has_changed_is_read_again(tmp_path, monkeypatch):
+    def report(step: int, score: object) -> None:
+        (tmp_path / f"{step:08d}.json").write_text(json.dumps({"step": step, "greedy_reward": score, "samples": {"greedy": []}}))
+
+    for step, score in ((0, 0.25), (10, 0.75), (20, 0.5), (30, 0.75), (40, None), (50, "0.9"), (60, True)):
+        report(step, score)
+    (tmp_path / "00000070.json").write_text('{"greedy_reward": 1.0')
+    (tmp_path / "00000080.json").write_text("[1.0]")
+    scores, read = Scores(tmp_path), []
+    monkeypatch.setattr(results, "_score", lambda file, found=results._score: (read.append(file.stem), found(file))[1])
+    assert scores.best() == (30, 0.75) == scores.best() and len(read) == 9
+    report(30, 0.125)
+    assert scores.best() == (10, 0.75) and read[9:] == ["00000030"]
+    (tmp_path / "00000010.json").unlink()
+    assert scores() == {0: 0.25, 20: 0.5, 30: 0.125} and len(read) == 10
+    assert Scores(tmp_path / "none").best() is None

@@ -5,8 +5,8 @@ import time
 import numpy as np
 import pytest
 
+from tba_jax import packing
 from tba_jax.models import hardware
-from tba_jax.packing import row_layout
 from tba_jax.roles import work
 from tba_jax.roles.work import Work, WorkRates
 from tba_jax.telemetry.metrics import Peaks
@@ -18,9 +18,9 @@ MODEL = tiny_decoders.CONFIGS["grouped, tied"]
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_operations_of_whole_rows(shares):
-    limits = row_layout.Limits(rows=Q * K, group=K, prompt=P, response=R, shares=shares)
+    limits = packing.Limits(rows=Q * K, group=K, prompt=P, response=R, shares=shares)
     whole = np.full(Q * K, P), np.full(Q * K, R)
-    plan = row_layout.plan(row_layout.Lengths(*whole, np.arange(Q * K) // K), limits, second_pass=0.0)
+    plan = packing.plan(packing.Lengths(*whole, np.arange(Q * K) // K), limits, second_pass=0.0)
     counted = work.of_plan(plan, MODEL, responses=Q * K * R, passes=3)
     # Rows that share a prompt compute their last token too.
     prompt = hardware.forward_flops(MODEL, positions=P, logits=0)

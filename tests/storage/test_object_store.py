@@ -16,7 +16,7 @@ from tba_jax.replay.segment import RowsExpired, manifest, remove_segments
 from tba_jax.replay.tail import Tail
 from tba_jax.roles.trainer.publishing import Publisher
 from tba_jax.storage import layout, places, snapshots
-from tba_jax.storage.damaged_snapshots import DamagedSnapshots
+from tba_jax.storage.snapshots import DamagedSnapshots
 from tests.commands.test_command_line import refusal
 from tests.support import moto_server, tiny_run
 from tests.support.tiny_log import SHAPE, assert_rows, make_rows, writer

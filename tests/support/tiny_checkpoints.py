@@ -157,3 +157,15 @@ def write_letters(folder: Path, letters: str) -> Path:
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(["<|end|>"])
     return save_tokenizer(folder, backend, eos_token="<|end|>")
+
+
+_loaded = functools.cache(load)
+
+
+def last_logits(folder, prompts: list[list[int]]) -> np.ndarray:
+    """float32[n, V]: the logits after each prompt, each in a row of its own."""
+    config, params = _loaded(folder)
+    length = np.array([len(prompt) for prompt in prompts])
+    padded = np.array([prompt + [0] * (64 - len(prompt)) for prompt in prompts], np.int32)
+    found = logits(params, padded, np.arange(64) < length[:, None], config)
+    return np.array(found)[np.arange(len(prompts)), length - 1]

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from tba_jax import trajectory
+from tba_jax import packing, trajectory
 from tba_jax.learner import optimizer as state_lib
 from tba_jax.learner import update as update_lib
 from tba_jax.learner.optimizer import linear_then_constant
@@ -18,7 +18,6 @@ from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.objective import ObjectiveSettings
-from tba_jax.packing import row_layout, row_packing
 from tests.support import applied
 
 MODEL = DecoderConfig(layers=2, width=16, heads=4, kv_heads=2, head_size=4, ffn=24, vocab=12, max_positions=16)
@@ -32,9 +31,9 @@ SPACE = scoring.ResponseSpace(temperature=0.8, banned_tokens=(0,), eos_id=EOS)
 DESCENT: state_lib.Optimizers = {"policy": optax.sgd(1.0)}
 
 
-def limits(rows: int = 0, *, shares: bool = True, ways: int = 1) -> row_layout.Limits:
+def limits(rows: int = 0, *, shares: bool = True, ways: int = 1) -> packing.Limits:
     """Micro-batches of at most so many full rows; 0: of all."""
-    return row_layout.Limits(rows=B, group=K, prompt=P, response=R, shares=shares, tokens=rows * (P + R) // ways, ways=ways)
+    return packing.Limits(rows=B, group=K, prompt=P, response=R, shares=shares, tokens=rows * (P + R) // ways, ways=ways)
 
 
 def settings(**changes: Any) -> update_lib.LearnerConfig:
@@ -69,10 +68,10 @@ def random_batch(seed: int = 0) -> update_lib.Batch:
     return update_lib.Batch(**rows, ref_logprobs=ref, behavior_logprobs=behavior, reward=reward)
 
 
-def packed_of(batch: update_lib.Batch, limits: row_layout.Limits, **options: Any) -> tuple[row_packing.Packed, row_layout.Plan]:
-    """See row_packing.of_rows."""
+def packed_of(batch: update_lib.Batch, limits: packing.Limits, **options: Any) -> tuple[packing.Packed, packing.Plan]:
+    """See packing.of_rows."""
     columns = (np.asarray(column) for column in (batch.tokens, batch.prompt_length, batch.response_length))
-    return row_packing.of_rows(*columns, limits=limits, **options)
+    return packing.of_rows(*columns, limits=limits, **options)
 
 
 def make_step(

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tba_jax.tasks import custom_task
+from tba_jax.tasks import interface
 from tba_jax.tasks.graders import GradedTask, Graders
 from tba_jax.tasks.interface import Query
 from tests.run.test_processes import is_running
@@ -112,7 +112,7 @@ def call(graders: Graders, responses: list[str]) -> list[float]:
 
 def test_a_graded_task_of_a_users_file(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"opening": "Once", "words": "cat sun"}\n')
-    mention = custom_task.custom_class("configs/own_task.py:Mention")
+    mention = interface.custom_class("configs/own_task.py:Mention")
     task = mention(train_path=str(tmp_path / "rows.jsonl"), heldout_path="")
     queries = list(task.queries("train")) * 3
     scores = task.rewards(queries, ["a cat in the sun", "a cat", ""], np.ones(3, bool))

@@ -1,4 +1,4 @@
-"""The tasks: splits, rewards on responses written by hand, worked examples, and every bad input."""
+"""Custom tasks: loading a class of a file, its settings, and every mistake."""
 
 import json
 import re
@@ -6,92 +6,112 @@ import re
 import numpy as np
 import pytest
 
-from tba_jax.tasks.arithmetic import Arithmetic, work_out
-from tba_jax.tasks.interface import SPLITS, Query
-from tba_jax.tasks.story_sentiment import StorySentiment
-
-
-def arithmetic(**changes) -> Arithmetic:
-    return Arithmetic(**dict(digits=3, train_queries=300, heldout_queries=50, seed=0) | changes)
-
-
-def test_sums_are_distinct_right_and_in_one_split():
-    task = arithmetic()
-    queries = {split: task.queries(split) for split in SPLITS}
-    assert {split: len(set(queries[split])) for split in SPLITS} == {"train": 300, "heldout": 50}
-    assert not set(queries["train"]) & set(queries["heldout"])
-    for query in (*queries["train"], *queries["heldout"]):
-        a, b = (int(number) for number in query.prompt.removesuffix("=").split("+"))
-        assert query.prompt == f"{a}+{b}=" and min(a, b) >= 100 and max(a, b) <= 999
-        assert query.answer == str(a + b)
-    assert arithmetic().queries("train") == queries["train"]
-    assert arithmetic(seed=1).queries("train") != queries["train"]
-    # As many as are allowed: half of the 81 sums of one digit.
-    assert len(set(arithmetic(digits=1, train_queries=30, heldout_queries=10).queries("train"))) == 30
-
-
-RIGHT = ["#1341", "4+7+0=11,8+5+1=14,3+9+1=13#1341", "4+7=0#1341", "#17#1341"]  # how it gets there is its own business
-WRONG = ["", "#1341#1340", "#13410", "#134"]
-
-
-def test_the_reward_is_for_exactly_the_sum_after_the_last_sign():
-    responses = [*RIGHT, *WRONG, RIGHT[0]]
-    finished = np.arange(9) < 8
-    scores = arithmetic().rewards([Query(prompt="384+957=", answer="1341")] * 9, responses, finished)
-    assert scores.reward.tolist() == [1] * 4 + [0] * 5 == scores.parts[:, 0].tolist()
-    assert scores.reward.dtype == scores.parts.dtype == np.float32
-
-
-def test_worked_examples_are_right_and_not_held_out():
-    task = arithmetic(digits=2, train_queries=100, heldout_queries=1000)
-    examples = task.worked_examples(np.random.default_rng(0), 4000)
-    heldout = {query.prompt for query in task.queries("heldout")}
-    assert len(examples) == 4000 and not heldout & {prompt for prompt, _ in examples}
-    queries, responses = [], []
-    for prompt, response in examples:
-        a, b = (int(number) for number in prompt.removesuffix("=").split("+"))
-        queries.append(Query(prompt=prompt, answer=str(a + b)))
-        responses.append(response)
-        assert response in (f"#{a + b}", work_out(a, b))
-    assert task.rewards(queries, responses, np.ones(4000, bool)).reward.all()
-    skipped = {small: [r[0] == "#" for (p, r) in examples if (int(p[:2]) < 64) == small] for small in (True, False)}
-    assert np.mean(skipped[True]) == pytest.approx(0.8, abs=0.03) and np.mean(skipped[False]) == pytest.approx(0.1, abs=0.03)
-
-
-STORIES = ["One day a cat", "The sun was so warm", "One day a cat sat", "A boy had a red ball", "", "  Mia  ran to\nher mum"]
+from configs import base
+from tba_jax.commands import command_line, recipes, rescore
+from tba_jax.experiment import composition, training
+from tba_jax.rewards.task_models import reward_texts
+from tba_jax.tasks import interface
+from tba_jax.tasks.interface import EncodedQuery, Query, Scores
+from tests.support import task_files, tiny_run
 
 
 @pytest.fixture
-def story_file(tmp_path):
-    path = tmp_path / "stories.json"
-    path.write_text(json.dumps(STORIES))
+def file(tmp_path):
+    path = task_files.write(tmp_path)
+    path.write_text(f'{path.read_text()}\nclass Half:\n    score_name = "half"\n')
     return path
 
 
-def test_openings_are_distinct_and_the_reward_is_the_sentiment_of_the_continuation(story_file):
-    task = StorySentiment(data_path=str(story_file), opening_words=4, heldout_queries=2)
-    assert [query.prompt for query in task.queries("train")] == ["One day a cat", "The sun was so"]
-    assert [query.prompt for query in task.queries("heldout")] == ["A boy had a", "Mia ran to her"]
-    responses = [" They were happy and loved the wonderful party!", " He was sad, hurt and afraid of the bad storm.", " the"]
-    scores = task.rewards([Query("It was a terrible, horrible day.")] * 3, responses, np.array([True, False, True]))
-    good, bad, neutral = scores.reward.tolist()
-    assert 0.5 < good <= 1 and -1 <= bad < -0.5 and neutral == 0
-    assert scores.reward.dtype == np.float32 and scores.parts.tolist() == scores.reward[:, None].tolist()
-    with pytest.raises(ValueError, match=r"no worked examples: set model.path"):
-        task.worked_examples(np.random.default_rng(0), 1)
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        ("nowhere.py:Ones", "task.name='{name}': there is no file {folder}/nowhere.py"),
+        ("my_task.py:One", "task.name='{name}': {folder}/my_task.py has no class 'One'; it has Half, Ones"),
+        ("my_task.py:Half", "Half lacks reward_parts, reward_version, queries, rewards, worked_examples"),
+        ("failing.py:Ones", "ModuleNotFoundError: No module named 'no_such_module' (line 3 of {folder}/failing.py)"),
+        ("graded.py:Ones", "task.name='{name}': Ones lacks queries (tba_jax/tasks/interface.py, Task)"),
+    ],
+)
+def test_a_name_that_names_no_task_is_refused(file, name, sentence):
+    (file.parent / "failing.py").write_text("x = 1\n\nimport no_such_module\n")
+    graded = "from tba_jax.tasks.graders import GradedTask\n\nclass Ones(GradedTask):\n    grade = len\n"
+    (file.parent / "graded.py").write_text(graded)
+    name = f"{file.parent}/{name}"
+    with pytest.raises(ValueError, match=re.escape(sentence.format(name=name, folder=file.parent))):
+        interface.custom_class(name)
+
+
+def test_settings_that_the_class_does_not_take_are_refused(file):
+    sentence = "task.custom: the task's constructor takes (count: int = 40): got an unexpected keyword argument 'cout'"
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        interface.make_custom(interface.custom_class(f"{file}:Ones"), {"count": 3, "cout": 4})
 
 
 @pytest.mark.parametrize(
-    "content, sentence",
+    "code, sentence",
     [
-        (None, "cannot be read: No such file or directory"),
-        (b'["a", 3]', "must be a JSON list of strings"),
-        (b'["a b", " a  b", "c", ""]', "has 2 distinct openings of 4 words, not more than task.story_sentiment.heldout_que"),
+        ("queries(self, split): return 3 / 0", "ZeroDivisionError: division by zero (line {line} of {file})"),
+        ("queries(self, split): return []", "queries('train') gave none"),
+        ("queries(self, split): return ['a']", "must give Query(prompt, answer), texts, the first not empty; it gave 'a'"),
+        (r"queries(self, split): return [Query('b', '\ud800')]", r"queries('train') gave Query(prompt='b', answer='\ud800')"),
+        ("__init__(self): raise KeyError('oops')", "its constructor raised KeyError: 'oops' (line {line} of {file})"),
     ],
+    ids=lambda text: text[:50],
 )
-def test_bad_story_files_are_refused(tmp_path, content, sentence):
-    path = tmp_path / "stories.json"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(f"task.story_sentiment.data_path={str(path)!r}") + " ?" + re.escape(sentence)):
-        StorySentiment(data_path=str(path), opening_words=4, heldout_queries=2)
+def test_what_a_class_does_wrong_is_one_sentence(file, code, sentence):
+    file.write_text(content := f"{file.read_text()}class Wrong(Ones):\n    def {code}\n")
+    c = base.get_config()
+    c.task.name = f"{file}:Wrong"
+    with pytest.raises(ValueError, match=re.escape(sentence.format(file=file, line=content.count("\n")))) as raised:
+        composition.build(c)
+    assert str(raised.value).startswith(f"task.name='{file}:Wrong': ")
+
+
+@pytest.mark.parametrize(
+    "rewards, error, sentence",
+    [
+        ([0.5] * 3, TypeError, "must return Scores, not list"),
+        (Scores(np.zeros(4), np.zeros((4, 1))), ValueError, "a reward of shape (4,) and parts of shape (4, 1); for 3 responses"),
+        (SystemExit(3), RuntimeError, "raised SystemExit: 3"),
+    ],
+    ids=str,
+)
+def test_rewards_that_are_none_are_refused_by_the_tasks_name(rewards, error, sentence):
+    class Given:
+        reward_parts = ("share",)
+
+        def rewards(self, queries, responses, finished):
+            if isinstance(rewards, SystemExit):
+                raise rewards
+            return rewards
+
+    queries = [EncodedQuery(query=Query(prompt="a"), prompt=(1,))] * 3
+    with pytest.raises(error, match=rf"rewards\(\) of task Given .*{re.escape(sentence)}"):
+        reward_texts(["x"] * 3, np.ones(3, bool), queries, task=Given(), missing_eos_reward=None)
+
+
+def test_settings_of_ones_own_go_with_a_task_of_ones_own():
+    c = base.get_config()
+    c.task.custom.count = 3
+    with pytest.raises(ValueError, match=r"^task.custom.count is a setting of a custom task, FILE.py:CLASS, but task.name="):
+        composition.build(c)
+
+
+def test_the_run_is_one_wherever_the_file_lies(file, tmp_path, monkeypatch):
+    c = tiny_run.config()
+    c.task.custom.count = 24
+    monkeypatch.chdir(tmp_path)
+    c = recipes.override(c, [f"--config.task.name={file.name}:Ones"])
+    s = tiny_run.settings(tmp_path / "run", c)
+    assert s.experiment.contract.task_name == "my_task.py:Ones" and s.experiment.contract.task == {"count": 24}
+    training.join(s, may_change_schedule=True)
+    monkeypatch.chdir("/")
+    assert json.loads((tmp_path / "run/config.json").read_text())["config"]["task"]["name"] == str(file) + ":Ones"
+    assert "reward version 1" in rescore.rescore(tmp_path / "run", command_line.Source(trust_task=True))
+    moved = tmp_path / "elsewhere" / "my_task.py"
+    moved.parent.mkdir()
+    file.rename(moved)
+    c.task.name = f"{moved}:Ones"
+    assert composition.build(c).contract == s.experiment.contract
+    with pytest.raises(ValueError, match="there is no file"):
+        rescore.rescore(tmp_path / "run", command_line.Source(trust_task=True))

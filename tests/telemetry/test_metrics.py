@@ -10,7 +10,7 @@ import pytest
 
 from tba_jax.storage import contract, layout
 from tba_jax.telemetry import alarms, metrics
-from tba_jax.telemetry.metrics import PEAKS, MetricWriter, Peaks
+from tba_jax.telemetry.metrics import PEAKS, MetricWriter, Peaks, without_secrets
 from tba_jax.telemetry.status import Status
 from tests.run.test_processes import files_of_at_most
 from tests.support import tiny_run
@@ -165,3 +165,15 @@ def test_peaks_add_up_and_what_is_not_known_is_said(caplog):
     assert metrics.peaks_of([known] * 2, flops=1e12) == Peaks(2e12, 2 * PEAKS["NVIDIA H200"].bandwidth) and not caplog.text
     assert metrics.peaks_of([new] * 2, bandwidth=5.0) == Peaks(0.0, 10.0)
     assert "gpu of tomorrow" in caplog.text and "no mfu" in caplog.text and "metrics.peak_flops" in caplog.text
+
+
+def test_secrets_are_hidden_wherever_they_stand():
+    servers, keys = ("https://me:jkl@host/path", "http://plain/a@b"), ["abc", "def"]
+    config = {"api_keys": keys, "tokens": {"hub": "ghi"}, "servers": servers, "banned_tokens": (1, 2), "reward_token": ""}
+    assert without_secrets(config) == {
+        "api_keys": ["(not told)", "(not told)"],
+        "tokens": {"hub": "(not told)"},
+        "servers": ["https://(not told)@host/path", "http://plain/a@b"],
+        "banned_tokens": [1, 2],
+        "reward_token": "",
+    }

@@ -32,8 +32,7 @@ from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
 from tba_jax.tasks.interface import EncodedQuery, Task
 from tba_jax.telemetry.status import TimeAccount
-from tba_jax.text.stop_strings import StopStrings
-from tba_jax.text.tokenizers import Tokenizer
+from tba_jax.text.tokenizers import StopStrings, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

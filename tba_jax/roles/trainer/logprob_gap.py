@@ -22,8 +22,8 @@ from tba_jax.programs import Program
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.roles.process_group import Group
 from tba_jax.storage import snapshots
-from tba_jax.storage.damaged_snapshots import DamagedSnapshots
 from tba_jax.storage.places import Place
+from tba_jax.storage.snapshots import DamagedSnapshots
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from tba_jax import sharding
-from tba_jax.learner import settings
+from tba_jax.learner import optimizer
 from tba_jax.models.policy import Policy
 from tba_jax.roles.process_group import Member
 from tba_jax.roles.trainer import logprob_gap, publishing
@@ -83,7 +83,7 @@ class Recorder:
         self._begin, self._rates = time.monotonic(), WorkRates(policy_peaks(trainer.program.mesh, trainer.config))
         self._taken: dict[str, Any] | None = None
         # A table on the host: to ask the schedule itself would wait for the update that the devices are at.
-        self._policy_rates = settings.policy_rates(trainer.config.learner)
+        self._policy_rates = optimizer.policy_rates(trainer.config.learner)
 
     def take(self, measurements: dict[str, Any]) -> None:
         """Takes the measurements of the step that was just done, on the devices; `flush` fetches and writes them."""

@@ -10,14 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from tba_jax import sharding, trajectory
-from tba_jax.learner import optimizer, settings
+from tba_jax import packing, sharding, trajectory
+from tba_jax.learner import optimizer
 from tba_jax.learner import update as update_lib
 from tba_jax.models import hardware, scoring
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.packing import row_layout, row_packing
 from tba_jax.programs import Program, again, shaped, with_beside
 from tba_jax.replay.log import GIVEN
 from tba_jax.roles.trainer.logprob_gap import SnapshotScores
@@ -89,8 +88,8 @@ class Placed:
     """B rows on the learner's mesh, in micro-batches of sequences, as `plan` laid them out. work: of an update on them."""
 
     batch: update_lib.Batch
-    packed: row_packing.Packed
-    plan: row_layout.Plan
+    packed: packing.Packed
+    plan: packing.Plan
     work: Work
 
 
@@ -122,19 +121,19 @@ class UpdateProgram:
         self._policy = policy
         self._resets_optimizer = c.reference.reset_optimizer
         self.rows, self.work = c.queries * c.completions, Work()
-        held = c.reference.kind in settings.HELD_REFERENCES
+        held = c.reference.kind in update_lib.HELD_REFERENCES
         self._passes = hardware.passes(adapters=policy.lora is not None, held_reference=held)
         self.mesh = sharding.make_mesh(tuple(c.mesh.values()), setting="learner.mesh", devices=devices)
-        self.config = settings.make_learner_config(c, contract, policy, self.mesh)
+        self.config = update_lib.make_learner_config(c, contract, policy, self.mesh)
         self.frozen: Params = {}
         self._shapes_log = {True: ShapesLog("update"), False: ShapesLog("update in two passes")}
-        self._optimizers = settings.make_optimizers(c)
+        self._optimizers = optimizer.make_optimizers(c)
         self._shapes = optimizer.state_shapes(policy, self._optimizers, self.mesh)
         self._shardings = jax.tree.map(lambda x: x.sharding, self._shapes)
         update = functools.partial(
             update_lib.train_step,
             optimizers=self._optimizers,
-            schedules=settings.make_schedules(c),
+            schedules=update_lib.make_schedules(c),
             config=self.config,
         )
         options: dict[str, Any] = dict(donate_argnums=0 if donates else (), static_argnames="whole_groups")
@@ -144,7 +143,7 @@ class UpdateProgram:
         self._begin = jax.jit(initial, out_shardings=self._shardings, donate_argnums=0)
         of_policy = self._shardings.opt_state["policy"]
         self._restart_moments = jax.jit(optimizer.restart_moments, donate_argnums=0, out_shardings=of_policy)
-        self._moving_reference = settings.make_moving_reference(c, self.config, self.mesh)
+        self._moving_reference = update_lib.make_moving_reference(c, self.config, self.mesh)
 
     @property
     def policy_params(self) -> Params:
@@ -211,7 +210,7 @@ class UpdateProgram:
         batch = shaped(on_host, sharding.rows_sharding(self.mesh))
         limits, shardings = self.config.limits, scoring.packed_shardings(self.mesh)
         most = limits.shapes[-1]
-        packed = shaped(row_packing.empty(limits, most), shardings)
+        packed = shaped(packing.empty(limits, most), shardings)
         state, frozen = self._shapes, self._frozen_shapes
         begun_from = self._policy.model_shapes(self.mesh, dtype=self.reference_dtype) if self._policy.lora is None else {}
         found = {"init": Program(function=self._begin, arguments=(begun_from,))}
@@ -221,7 +220,7 @@ class UpdateProgram:
         whole = Program(function=self._update, arguments=(state, frozen, batch, packed), options={"whole_groups": True})
         found["update"] = whole
         if limits.micro_batches(most) == 1 and len(limits.shapes) > 1:
-            parts = shaped(row_packing.empty(limits, limits.shapes[-2]), shardings)
+            parts = shaped(packing.empty(limits, limits.shapes[-2]), shardings)
             in_parts = dataclasses.replace(whole, arguments=(state, frozen, batch, parts))
             found["update in micro-batches"] = in_parts
         if limits.micro_batches(most) > 1:
@@ -235,7 +234,7 @@ class UpdateProgram:
         on_host = update_lib.batch_from_rows(rows)
         columns = on_host.tokens, on_host.prompt_length, on_host.response_length
         second_pass = update_lib.SCORING_SHARE[self.config.remat]
-        packed, plan = row_packing.of_rows(*columns, limits=self.config.limits, second_pass=second_pass)
+        packed, plan = packing.of_rows(*columns, limits=self.config.limits, second_pass=second_pass)
         packed = sharding.put(packed, scoring.packed_shardings(self.mesh))
         responses = int(on_host.response_length.sum())
         work = of_plan(plan, self._policy.model, responses=responses, passes=self._passes)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, strategies
 from hypothesis import settings as hypothesis_settings
 
-from tba_jax.packing import row_layout
-from tba_jax.packing.row_layout import Lengths, Limits
+from tba_jax import packing
+from tba_jax.packing import Lengths, Limits
 
 B, P, R = 24, 8, 12
 
@@ -42,7 +42,7 @@ def test_every_token_lies_in_one_place_within_the_limits(settings, second_pass):
     of, lengths = settings
     if of.rows % of.ways:
         return  # refused where a run begins
-    found = row_layout.plan(lengths, of, second_pass=second_pass)
+    found = packing.plan(lengths, of, second_pass=second_pass)
     assert len(found.parts) <= of.micro_batches(found.sequences)
     assert found.sequences in of.shapes and found.sequences % of.ways == 0 and len(of.shapes) <= 8
     lain = np.zeros((of.rows, of.prompt + of.response), int)
@@ -61,16 +61,16 @@ def test_every_token_lies_in_one_place_within_the_limits(settings, second_pass):
         assert (lain[row, taken] == 1).all() and lain[row, prompt + response :].sum() == 0
     computed = len(found.parts) * found.sequences * of.length
     assert found.computed_tokens == computed and found.useful_tokens == lain.sum() <= computed
-    assert row_layout.plan(lengths, of, second_pass=second_pass) == found, "it follows from the lengths alone"
+    assert packing.plan(lengths, of, second_pass=second_pass) == found, "it follows from the lengths alone"
 
 
 def test_rows_that_do_not_fit_are_refused():
     for prompt, response, sentence in ((9, 1, "a prompt of 9 tokens is longer than the 8"), (1, 13, "a response of 13 .* 12")):
         with pytest.raises(ValueError, match=sentence):
-            row_layout.plan(lengths_of(np.full(B, prompt), np.full(B, response)), limits(), second_pass=0.0)
+            packing.plan(lengths_of(np.full(B, prompt), np.full(B, response)), limits(), second_pass=0.0)
     lengths = Lengths(np.full(8, 512), np.full(8, 64), np.arange(8))
     with pytest.raises(ValueError, match="some of 8 consecutive rows have other prompts: 8 rows do not fit"):
-        row_layout.plan(lengths, Limits(rows=8, group=8, prompt=512, response=64, shares=True), second_pass=0.0)
+        packing.plan(lengths, Limits(rows=8, group=8, prompt=512, response=64, shares=True), second_pass=0.0)
 
 
 def check_way(way, lengths, of, lain):
@@ -86,7 +86,7 @@ def check_way(way, lengths, of, lain):
 
 def test_short_queries_share_sequences():
     """A query takes 8 tokens, a prompt and three responses of 2 each: three queries fill two sequences."""
-    found = row_layout.plan(lengths_of(np.full(B, 2), np.full(B, 2)), limits(ways=1), second_pass=0.0)
+    found = packing.plan(lengths_of(np.full(B, 2), np.full(B, 2)), limits(ways=1), second_pass=0.0)
     sequences = [laid for part in found.parts for way in part for laid in way]
     assert found.useful_tokens == 8 * 8 and len(sequences) == 6
     assert max(len({piece.row // 3 for piece in laid.pieces}) for laid in sequences) > 1
@@ -103,7 +103,7 @@ def test_limits_of_full_rows():
     ):
         of = limits(**changes)
         full = lengths_of(np.full(B, of.prompt), np.full(B, of.response))
-        found = row_layout.plan(full, of, second_pass=0.0)
+        found = packing.plan(full, of, second_pass=0.0)
         assert (of.sequences, found.sequences, len(found.parts)) == (sequences, sequences, count), changes
     assert [limits(rows).full_rows for rows in (0, 2, 7, 8, 100)] == [24, 2, 6, 8, 24]
     assert limits(tokens=1, ways=3).full_rows == 3
@@ -120,5 +120,5 @@ def test_short_rows_leave_little_padding(queries, completions, rows, shares):
     for _ in range(3):
         prompt, response = np.minimum(rng.lognormal([[4.2], [4.5]], 0.5, (2, count)).astype(int), 512)
         lengths = lengths_of(prompt, response, group=completions)
-        found.append(row_layout.plan(lengths, Limits(**sizes), second_pass=1 / 3))
+        found.append(packing.plan(lengths, Limits(**sizes), second_pass=1 / 3))
     assert sum(plan.useful_tokens for plan in found) > 0.8 * sum(plan.computed_tokens for plan in found)
