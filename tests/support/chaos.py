@@ -23,7 +23,8 @@ from tests.support import tiny_run
 from tests.support.small_disk import SmallDisk
 from tests.support.tiny_run import everything_gone, processes
 
-ENDLESS = "--config.learner.steps=1000000"
+# More than a run does meanwhile, and few enough that the snapshots of its evaluations fit on the small disk.
+ENDLESS = "--config.learner.steps=10000"
 PATIENCE_SECONDS = 240  # for anything: only a hang takes that long
 
 
