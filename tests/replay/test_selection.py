@@ -64,10 +64,12 @@ def test_first_and_second_draws_follow_the_strategy(strategy, inverse_temperatur
     assert_frequencies(np.bincount(drawn[:, 0] % n, minlength=n), p)
 
 
-def test_a_whole_draw_follows_the_softmax():
+@pytest.mark.parametrize(("recent_probability", "inverse_temperature"), [(0.0, 1.5), (1.0, 0.0)])
+def test_a_whole_draw_follows_the_softmax_and_of_recent_rows_all_alike(recent_probability, inverse_temperature):
     index, rng = index_of({5: 3}), np.random.default_rng(1)
-    rewards = [index.reward[draw(index, rng, strategy="softmax", inverse_temperature=1.5)[0]] for _ in range(4000)]
-    weights = np.exp(1.5 * np.arange(3))
+    settings = dict(strategy="softmax", inverse_temperature=1.5, recent_probability=recent_probability)
+    rewards = [index.reward[draw(index, rng, **settings)[0]] for _ in range(4000)]
+    weights = np.exp(inverse_temperature * np.arange(3))
     assert_frequencies(np.bincount(np.array(rewards, int), minlength=3), weights / weights.sum())
 
 
