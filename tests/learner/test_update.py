@@ -161,8 +161,8 @@ def test_meshes_give_what_one_device_gives(form, sizes, micro_batch_rows):
 NOT_FINITE = [("reward", np.inf), ("reward", np.nan), ("reward", 1e30), ("ref_logprobs", -np.inf), ("behavior_logprobs", np.nan)]
 
 
-def test_the_row_that_is_not_finite_is_named_and_the_batch_only_counted():
-    form = "ppo"
+@pytest.mark.parametrize("form", ["ppo", "trajectory_balance"])  # which reads no log-probs of the behaviour
+def test_the_row_that_is_not_finite_is_named_and_the_batch_only_counted(form):
     state, optimizers = state_of(form)
     before = jax.device_get(state)
     update = tiny.make_step(tiny.settings(**FORMS[form][0]), optimizers=optimizers)

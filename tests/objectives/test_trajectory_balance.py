@@ -30,6 +30,7 @@ def test_the_loss_equals_a_loop(form):
         for seed, (beta, gamma, tau) in enumerate(BETA_GAMMA_TAU):
             settings = dict(seed=seed, beta=beta, ref_temperature=gamma, reward_temperature=tau, outliers=0.1)
             outputs, inputs = batch_of(form, sizes, **settings, dtype=dtype)
+            inputs.reward[: sizes[1]], inputs.reward[-sizes[1] :] = 0.0, 1.0  # as of queries that nobody solves, and all
             found = evaluate(name, outputs, inputs)[0]
             np.testing.assert_allclose(found, loop_loss(name, outputs, inputs), rtol=rtol, atol=1e-12)
 
