@@ -42,14 +42,20 @@ class Run:
 
 
 def open_run(workdir: Path | str) -> Run:
-    """The run in `workdir`. Raises ValueError if there is none."""
+    """The run in `workdir`. Raises ValueError if there is none, or if its journal is lost."""
     layout = layout_lib.open_run_dir(workdir)
     stored = contract_lib.read_run(layout)
     contract = contract_lib.of(stored, called=str(workdir))
     config = config_dict.ConfigDict(stored["config"])
     mounts = contract_lib.mounted_logs(config.replay.mount, reward_version=contract.reward_version)
     reader = LogReader(layout.replay, contract.row_shape(), mounts=mounts, patience_seconds=1.0)
+    checkpointed = max(layout_lib.steps_in(layout.checkpoints), default=0)  # before the lines, of which a trainer writes more
     lines = journal.read_lineage(layout.journal)
+    if checkpointed > lines.last:
+        raise ValueError(
+            f"{layout.journal} has lost lines: it ends at step {lines.last}, and there is a checkpoint of step {checkpointed}; "
+            "restore it from a copy"
+        )
     return Run(layout=layout, config=config, contract=contract, reader=reader, lines=lines)
 
 

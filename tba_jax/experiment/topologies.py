@@ -98,7 +98,7 @@ def here(experiment: Experiment) -> tuple[dict[str, Devices], dict[str, str]]:
             return by_placement(experiment, visible), {}
         except ValueError as error:
             return {}, {"all roles": str(error)}
-    found, refused, there = dict[str, Devices](), dict[str, str](), of_jax(jax.devices())
+    found, refused, there = dict[str, Devices](), dict[str, str](), of_jax(gpus_lib.jax_devices())
     there = dataclasses.replace(there, where="the CPU" if there.on_host else "alone on this host")
     for role in meshes.roles_of(experiment.config):
         own = max(experiment.config.searchers.cpu_devices, there.count) if there.on_host and role == "searcher" else there.count

@@ -135,7 +135,8 @@ class LogReader(Writers):
                 register = (root.place / REGISTER / f"{writer}.json" for root in self._roots.values())
                 if writer not in self._followed and any(each in self._refused for each in register):
                     raise LogCorruption(writer, start, stop, self.problems[writer])
-                reason = self.problems.get(writer, f"rows 0 to {self._committed(writer) - 1} are committed")
+                there = self._committed(writer)
+                reason = self.problems.get(writer, f"rows 0 to {there - 1} are committed" if there else "its log is not there")
                 raise ValueError(f"rows {start} to {stop - 1} of writer {writer} cannot be read: {reason}")
             if not self._may_come(writer, self._followed[writer].segment, error):
                 raise LogCorruption(writer, first, stop, self.problems[writer]) from error

@@ -71,6 +71,16 @@ class CharacterTokenizer:
         return [*(None for _ in self.special_ids), *(character.encode() for character in self.characters)]
 
 
+@contextlib.contextmanager
+def _told(*texts: str) -> Iterator[None]:
+    """Raises ValueError where the backend, which has no class of its own for it, cannot encode a text."""
+    try:
+        yield
+    except Exception as error:
+        shown = repr(texts[0] if len(texts) == 1 else [text[:60] for text in texts[:3]])
+        raise ValueError(f"the tokenizer cannot encode {shown[:200]}: {error}") from error
+
+
 class HuggingFaceTokenizer:
     """The tokenizer of a Hugging Face folder.
 
@@ -117,14 +127,16 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt: with a beginning-of-sequence id if the tokenizer adds one, without an end-of-sequence id."""
-        return self._tokenizer.encode(broken_up(self._unused, text), verbose=False)
+        with _told(text):
+            return self._tokenizer.encode(broken_up(self._unused, text), verbose=False)
 
     def encode_all(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
         """Token ids of many prompts. begin: whether special ids are added, as encode does, or the texts spell them themselves."""
         if not texts:
             return []
         texts = [broken_up(self._unused, text) for text in texts]
-        return self._tokenizer(texts, add_special_tokens=begin, verbose=False)["input_ids"]
+        with _told(*texts):
+            return self._tokenizer(texts, add_special_tokens=begin, verbose=False)["input_ids"]
 
     def escaped(self, texts: Sequence[str]) -> list[str]:
         """The texts, with spaces in the special tokens that they spell, so that they encode as text."""

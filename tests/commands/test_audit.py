@@ -53,8 +53,11 @@ def test_the_batch_of_a_step_is_rebuilt_and_checked(finished, copied):
     with pytest.raises(ValueError, match="--step=7 is not a journalled step"):
         audit.rebuild_batch(audit.open_run(copied), 7)
     shutil.rmtree(copied / "replay" / writer)
-    with pytest.raises(ValueError, match=r"the batch of step 4 cannot be rebuilt: rows .* of writer"):
+    with pytest.raises(ValueError, match=r"the batch of step 4 cannot be rebuilt: rows .* of writer .*: its log is not there"):
         audit.rebuild_batch(audit.open_run(copied), 4)
+    shutil.rmtree(copied / "journal")
+    with pytest.raises(ValueError, match=r"journal has lost lines: it ends at step 0, and there is a checkpoint of step 6"):
+        audit.open_run(copied)
 
 
 def test_rows_are_generated_again_bit_for_bit(finished, copied):

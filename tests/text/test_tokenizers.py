@@ -133,6 +133,12 @@ def test_folders_without_a_usable_tokenizer_are_refused(tmp_path):
     (broken / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=rf"the tokenizer of {broken} cannot be loaded: [^\n]+$"):
         HuggingFaceTokenizer(broken)
+    words = Backend(models.WordLevel({"a": 0, "<end>": 1}))
+    words.add_special_tokens(["<end>"])
+    without_unknown = HuggingFaceTokenizer(tiny_checkpoints.save_tokenizer(tmp_path / "words", words, eos_token="<end>"))
+    for encode in (lambda: without_unknown.encode("zebra"), lambda: without_unknown.encode_all(["a", "zebra"], begin=True)):
+        with pytest.raises(ValueError, match=r"the tokenizer cannot encode .*zebra.*: .*UNK"):
+            encode()
 
 
 @pytest.mark.parametrize("name", ["TinyStories-656K", "stories260K-hf"])
