@@ -54,7 +54,7 @@ fi
 [[ $CONTAINER == none || -n $CONTAINER_IMAGE ]] || refuse "CONTAINER=$CONTAINER needs CONTAINER_IMAGE"
 [[ $CONTAINER != none || -x $PYTHON || $PYTHON != */* ]] ||
   refuse "PYTHON=$PYTHON is no program: make venv makes it, or name another"
-printf '%s\n' "${flags[@]}" | grep -q '^--config=' || [[ -e $WORKDIR/config.json || -e $WORKDIR/shared.json ]] ||
+[[ " ${flags[*]}" == *' --config='* ]] || [[ -e $WORKDIR/config.json || -e $WORKDIR/shared.json ]] ||
   refuse "$WORKDIR holds no run yet: --config=RECIPE says what a new one is"
 
 # submit NAME SCRIPT OPTIONS…
