@@ -1,26 +1,30 @@
-"""The replay log: append-only, one folder a writer, readable while it is written.
+"""The replay log: one immutable object an append, put once, readable while the log is written.
 
-    replay/writers/<writer>.json          schema and who writes; making this file claims the id
-    replay/<writer>/<segment:06d>/        one database a segment, see `segment.py`
-    replay/expired.json                   segments that retention has removed, see `segment.py`
+    replay/<minute>/<writer>.<first>-<stop>    rows [first, stop) of a writer; minute: YYYYmmddTHHMM, UTC, of its clock
+    replay/writers/<writer>.json               who writes; making this file claims the id
 
-A writer id belongs to one process for ever, so rows are numbered without coordination and a row is named by
-(writer, row). Row r is in segment r // segment_rows, append (r % segment_rows) // rows_per_append.
+An object describes itself: 4 bytes, the length n of the header (little-endian); n bytes, the header (JSON); the columns one after
+the other in the header's order, in C order and little-endian, compressed (zlib); 4 bytes, the CRC-32 of all before.
+
+A writer id belongs to one process for ever, so rows are numbered without coordination, a row is named by (writer, row), and an
+append needs no lock. A writer puts an append once the one before is there: below its newest append every row is committed.
 """
 
+import contextlib
+import dataclasses
+import json
 import math
-import os
 import re
 import time
 import uuid
 import weakref
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tba_jax.replay.segment import LogSchema, Segment, segment_name
 from tba_jax.storage import file_systems, layout, places
 from tba_jax.storage.places import STORAGE_ERRORS, Place
 from tba_jax.trajectory import Rows, RowShape, check_rows
@@ -31,73 +35,136 @@ GIVEN = "given-"
 # A name of a searcher, which its writer ids begin with.
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,89}")
 WRITER_NAME = re.compile(rf"(?!{REGISTER}$)[a-z0-9][a-z0-9-]{{0,99}}")
-# An object store charges for each request. A writer without news for QUIET_SECONDS (most have ended) is asked every
-# QUIET_POLL_SECONDS at first, then ever less often.
-QUIET_SECONDS = 60.0
-QUIET_POLL_SECONDS = 5.0
-LONGEST_POLL_SECONDS = 1800.0
-# A folder that changed so recently may change again without another time of change; and now and then one is listed anyway.
-_SETTLED_SECONDS = 5.0
-_RELIST_SECONDS = 60.0
-_LIST_SECONDS = 10.0  # of an object store
-BURST_SECONDS = 10.0
-# Keys in one reply of an object store.
-_PAGE = 1000
+LAYOUT = "append-1"
+_REMOVED_AT_ONCE = 64
+_MINUTE = re.compile(r"\d{8}T\d{4}")
+_APPEND = re.compile(r"([a-z0-9][a-z0-9-]{0,99})\.(\d{1,18})-(\d{1,18})")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Append:
+    """The name of the object with rows [first, stop) of a writer. minute: when it was put, by the writer's clock."""
+
+    writer: str
+    first: int
+    stop: int
+    minute: str
+
+    @property
+    def key(self) -> str:
+        """Its path below the replay folder."""
+        return f"{self.minute}/{self.writer}.{self.first}-{self.stop}"
+
+    @staticmethod
+    def of(minute: str, name: str) -> "Append | None":
+        """The append of this name in a minute's folder; None where it is another file."""
+        if (match := _APPEND.fullmatch(name)) is None or int(match[2]) >= int(match[3]):
+            return None
+        return Append(match[1], int(match[2]), int(match[3]), minute)
+
+
+def minute_of(seconds: float) -> str:
+    """The name of a minute. Args: seconds: time.time()."""
+    return time.strftime("%Y%m%dT%H%M", time.gmtime(seconds))
+
+
+def is_minute(name: str) -> bool:
+    return bool(_MINUTE.fullmatch(name))
 
 
 def registration(root: Place, writer: str) -> Place:
-    """The file that claims a writer id under a replay folder: {"schema", "info", "claim"}. claim: a random id."""
+    """The file that claims a writer id under a replay folder: {"info", "claim"}. claim: a random id."""
     return root / REGISTER / f"{writer}.json"
+
+
+def encode(writer: str, rows: Rows, shape: RowShape) -> bytes:
+    """The object of an append. Raises ValueError where the rows are not of the shape."""
+    check_rows(rows, shape)
+    columns = {name: np.ascontiguousarray(rows[name], np.dtype(dtype).newbyteorder("<")) for name, (dtype, _) in shape.columns().items()}
+    header = {
+        "layout": LAYOUT,
+        "writer": writer,
+        "first": int(rows["row"][0]),
+        "rows": len(rows["row"]),
+        "reward_parts": list(shape.reward_parts),
+        "columns": [[name, column.dtype.str, list(column.shape[1:])] for name, column in columns.items()],
+    }
+    described = json.dumps(header, separators=(",", ":")).encode()
+    body = zlib.compress(b"".join(column.tobytes() for column in columns.values()), 1)
+    content = len(described).to_bytes(4, "little") + described + body
+    return content + zlib.crc32(content).to_bytes(4, "little")
+
+
+def decode(content: bytes, append: Append, shape: RowShape) -> dict[str, np.ndarray]:
+    """The rows of an append: the columns of `shape`, read-only, [stop − first, *row]. Columns that it does not name are left out.
+
+    Raises ValueError: half a sentence: the object is damaged, of another append or layout, or lacks columns of the shape.
+    """
+    if len(content) < 8 or zlib.crc32(content[:-4]) != int.from_bytes(content[-4:], "little"):
+        raise ValueError(f"its checksum does not fit its {len(content)} bytes")
+    size = int.from_bytes(content[:4], "little")
+    try:
+        header = json.loads(content[4 : 4 + size])
+        if header["layout"] != LAYOUT:
+            raise ValueError(f"it is stored in layout {header['layout']!r}, and this version reads {LAYOUT!r}")
+        if (told := (header["writer"], header["first"], header["rows"])) != (append.writer, append.first, append.stop - append.first):
+            raise ValueError(f"it says that it holds {told[2]} rows of writer {told[0]} from {told[1]} on")
+        columns = {name: (np.dtype(dtype), tuple(row)) for name, dtype, row in header["columns"]}
+        parts = tuple(header["reward_parts"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"its header lacks {error}") from error
+    if different := difference(columns, parts, shape):
+        raise ValueError(f"its rows have another schema: {different}")
+    body, wanted, rows, at = zlib.decompress(content[4 + size : -4]), shape.columns(), {}, 0
+    for name, (dtype, row) in columns.items():
+        count = header["rows"] * math.prod(row)
+        if name in wanted:
+            column = np.frombuffer(body, dtype, count, at).reshape(header["rows"], *row)
+            rows[name] = column.astype(dtype.newbyteorder("="), copy=False)
+        at += count * dtype.itemsize
+    if not np.array_equal(rows["row"], np.arange(append.first, append.stop)):
+        raise ValueError(f"its column row says {rows['row'].tolist()[:4]}…")
+    return rows
+
+
+def difference(columns: Mapping[str, tuple[np.dtype, tuple[int, ...]]], parts: tuple[str, ...], shape: RowShape) -> str:
+    """Which columns rows of `shape` need and an append has not or has otherwise; empty where it can be read."""
+    differing = []
+    for name, (dtype, row) in shape.columns().items():
+        if name not in columns:
+            differing.append(f"{name} is absent, expected {dtype}{list(row)}")
+        elif columns[name] != (np.dtype(dtype).newbyteorder("<"), row):
+            differing.append(f"{name} is {columns[name][0].name}{list(columns[name][1])}, expected {dtype}{list(row)}")
+    if not differing and parts != shape.reward_parts:
+        differing = [f"reward_parts are {list(parts)}, expected {list(shape.reward_parts)}"]
+    return "; ".join(differing)
 
 
 class LogWriter:
     """Appends rows to one writer's log."""
 
-    def __init__(
-        self,
-        root: Place,
-        writer: str,
-        shape: RowShape,
-        *,
-        rows_per_append: int,
-        segment_appends: int,
-        info: Mapping[str, Any],
-        claim: bool = True,
-    ):
+    def __init__(self, root: Place, writer: str, shape: RowShape, *, info: Mapping[str, Any], claim: bool = True):
         """Claims the writer id. Raises ValueError: it is malformed or used. OSError: the folder cannot be written.
 
-        Args: root: `RunDir.replay`. rows_per_append: of every append, the storage's chunk. segment_appends: of a segment, the
-        unit of retention. info: who writes, stored as it is. claim: False: no reader sees the log until `claim` is called.
+        Args: root: `RunDir.replay`. info: who writes, stored as it is. claim: False: `claim` is called later; readers leave out
+          rows of `given-` writers until then.
         """
         if not WRITER_NAME.fullmatch(writer):
-            raise ValueError(f"writer id {writer!r} must match {WRITER_NAME.pattern}: it is a folder name under {root}")
+            raise ValueError(f"writer id {writer!r} must match {WRITER_NAME.pattern}: it names files under {root}")
         self.writer = writer
-        self._root, self._folder = root, root / writer
-        self._shape, self._info = shape, dict(info)
-        self._schema = LogSchema(
-            rows_per_append=rows_per_append,
-            segment_appends=segment_appends,
-            columns=shape.columns(),
-            reward_parts=shape.reward_parts,
-        )
+        self._root, self._shape, self._info = root, shape, dict(info)
         self._next_row = 0
-        self._segment: Segment | None = None
-        self._segment_number = -1
         self._held: Path | None = None
-        if places.names_in(self._folder):
-            raise ValueError(self._used())
+        # The append that may have landed although its put failed, and its content.
+        self._unsure: tuple[Append, bytes] | None = None
         if claim:
             self.claim()
 
-    def _used(self) -> str:
-        return f"writer id {self.writer!r} has a log under {self._root} already; a writer id is never reused"
-
     def claim(self) -> None:
-        """Takes the writer id, and shows the log to readers. Raises ValueError where another process has it."""
+        """Takes the writer id. Raises ValueError where another process has it."""
         places.make_folder(self._root / REGISTER, below=2)
-        described = {"schema": self._schema.to_json(), "info": self._info, "claim": uuid.uuid4().hex}
-        if not layout.create_json(registration(self._root, self.writer), described):
-            raise ValueError(self._used())
+        if not layout.create_json(registration(self._root, self.writer), {"info": self._info, "claim": uuid.uuid4().hex}):
+            raise ValueError(f"writer id {self.writer!r} has a log under {self._root} already; a writer id is never reused")
 
     @property
     def next_row(self) -> int:
@@ -105,128 +172,58 @@ class LogWriter:
         return self._next_row
 
     def append(self, rows: Rows) -> range:
-        """Commits rows_per_append rows that continue at `next_row`; returns their numbers once they are durable and visible.
+        """Commits rows that continue at `next_row`; returns their numbers once they are durable and visible.
 
-        Raises ValueError: wrong columns, dtypes, shapes, count or row numbers. OSError: the storage refused; the same rows may be
+        Raises ValueError: wrong columns, dtypes, shapes or row numbers. OSError: the storage refused; the same rows may be
         appended again.
         """
-        size = self._schema.rows_per_append
-        count = check_rows(rows, self._shape)
-        if count != size:
-            raise ValueError(f"an append has {count} rows, the log of writer {self.writer} takes {size} (rows_per_append)")
-        numbers = range(self._next_row, self._next_row + size)
-        if not np.array_equal(rows["row"], np.arange(numbers.start, numbers.stop)):
-            raise ValueError(
-                f"column row is {rows['row'][0]} to {rows['row'][-1]}, writer {self.writer} continues at "
-                f"{numbers.start} to {numbers.stop - 1}"
-            )
+        numbers = range(self._next_row, self._next_row + check_rows(rows, self._shape))
+        if not numbers or not np.array_equal(rows["row"], np.arange(numbers.start, numbers.stop)):
+            there = f"{rows['row'][0]} to {rows['row'][-1]}" if numbers else "empty"
+            raise ValueError(f"column row is {there}, writer {self.writer} continues at {numbers.start}, {len(numbers)} rows of it")
+        content = encode(self.writer, rows, self._shape)
+        append = Append(self.writer, numbers.start, numbers.stop, minute_of(time.time()))
+        if self._unsure is not None:
+            append, there = self._unsure  # under the same name, so that the rows are there once
+            if there != content:
+                raise OSError(f"rows {numbers.start} on of writer {self.writer} may have been committed: append the same rows again")
+        self._unsure = append, content
         try:
-            self._append(numbers, rows)
+            self._put(append, content)
         except STORAGE_ERRORS as error:
-            # Whether the commit landed is unknown: the next attempt opens the segment afresh and looks.
-            self._segment = None
             raise OSError(
-                f"append of rows {numbers.start} to {numbers.stop - 1} to {self._folder} failed: {error}. "
+                f"append of rows {numbers.start} to {numbers.stop - 1} to {self._root} failed: {error}. "
                 "The rows are not acknowledged; the same rows may be appended again"
             ) from error
-        self._next_row = numbers.stop
+        self._next_row, self._unsure = numbers.stop, None
         return numbers
 
-    def _append(self, numbers: range, rows: Rows) -> None:
-        size = self._schema.rows_per_append
-        number, offset = divmod(numbers.start, self._schema.segment_rows)
-        position = offset // size
-        if self._segment is None or number != self._segment_number:
-            self._segment = Segment(self._hold() / segment_name(number), self._schema, create=True)
-            self._segment_number = number
-            if isinstance(self._folder, Path):
-                for folder in (self._folder, self._folder.parent):
-                    places.sync_folder(folder)
-            head = self._segment.finish_head(self._segment.start_head())
-            if head is not None and head["rows"] >= numbers.stop:
-                stored = self._segment.finish_read(self._segment.start_read(position))
-                if any(stored[name].tobytes() != np.ascontiguousarray(rows[name]).tobytes() for name in rows):
-                    raise OSError("a failed append was committed after all and other rows follow it; append the first rows again")
-                return
-        self._segment.append(position, rows, {"appends": numbers.stop // size, "rows": numbers.stop})
+    def _put(self, append: Append, content: bytes) -> None:
+        root = self._hold()
+        if isinstance(root, Path) and not (root / append.minute).exists():
+            places.make_folder(root / append.minute)
+            places.sync_folder(root)
+        store = places.open_store(root)
+        if not places.put(store, append.key, content) and store.read(append.key).result().value != content:
+            raise ValueError(f"ALREADY_EXISTS: {root / append.key} has other rows: another process writes as {self.writer}")
 
     def _hold(self) -> Place:
-        """The writer's folder. tensorstore would make a workdir anew that was moved away meanwhile, so a local folder is held."""
-        if self._held is None and isinstance(self._folder, Path):
-            places.make_folder(self._folder, below=2)
-            self._held = file_systems.hold(self._folder)
+        """The replay folder. tensorstore would make a workdir anew that was moved away meanwhile, so a local folder is held."""
+        if self._held is None and isinstance(self._root, Path):
+            places.make_folder(self._root)
+            self._held = file_systems.hold(self._root)
             weakref.finalize(self, file_systems.let_go, self._held)
-        return self._held or self._folder
+        return self._held or self._root
 
 
-def pause_seconds(quiet: float) -> float:
-    """Until a writer is asked again that has had no news for `quiet` seconds: a twelfth of that, 0 after news of late."""
-    return 0.0 if quiet < QUIET_SECONDS else min(max(quiet / 12, QUIET_POLL_SECONDS), LONGEST_POLL_SECONDS)
-
-
-class Allowance:
-    """Requests to object stores that look for news: so many a minute, of which a burst may take those of BURST_SECONDS."""
-
-    def __init__(self, per_minute: float):
-        self._per_minute, self._left, self._at = per_minute, per_minute * BURST_SECONDS / 60, time.monotonic()
-
-    def left(self) -> int:
-        """How many may be sent now."""
-        now = time.monotonic()
-        saved = self._left + (now - self._at) * self._per_minute / 60
-        self._left, self._at = min(saved, self._per_minute * BURST_SECONDS / 60), now
-        return max(int(self._left), 0)
-
-    def spend(self, count: int) -> None:
-        self._left -= count
-
-
-class WatchedFolder:
-    """A folder whose names are asked for again and again. pages: requests of an object store that a listing takes."""
-
-    def __init__(self, folder: Place, allowance: Allowance):
-        self._folder, self._allowance = folder, allowance
-        self._stamp: tuple[int, int] | None = None
-        self._changed = self._listed = -math.inf
-        self.pages = 1
-
-    def names(self, *, always: bool) -> list[str] | None:
-        """The names in the folder; None where they are those of the last call, as far as a cheap look tells.
-
-        A local folder is listed when its time of change is another. One of an object store is listed every ten seconds, and as
-        much less often as its names take more replies.
-        """
-        now = time.monotonic()
-        if isinstance(self._folder, Path):
-            stamp = _time_of_change(self._folder)
-            if stamp != self._stamp:
-                self._stamp, self._changed = stamp, now
-            settled = now - self._changed > _SETTLED_SECONDS and now - self._listed < _RELIST_SECONDS
-            if settled and not always:
-                return None
-            self._listed = now
-            return places.names_in(self._folder)
-        early = now - self._listed < self.pages * _LIST_SECONDS
-        if not always and (early or not self._allowance.left()):
-            return None
-        names = places.names_in(self._folder)
-        self._listed, self.pages = now, 1 + len(names) // _PAGE
-        self._allowance.spend(self.pages)
-        return names
-
-    def list_again(self) -> None:
-        """The next call of `names` lists the folder."""
-        self._changed, self._listed = time.monotonic(), -math.inf
-
-
-def _time_of_change(folder: Path) -> tuple[int, int] | None:
-    """When a local folder changed, and its inode; None where it cannot be opened. Opening makes NFS ask its server."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        found = os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
-    return found.st_mtime_ns, found.st_ino
+def remove(root: Place, appends: Iterable[Append]) -> None:
+    """Removes appends for good, and the folders of minutes that are empty then. Only the run's trainer may call it."""
+    gone = list(appends)
+    store = places.open_store(root)
+    for begin in range(0, len(gone), _REMOVED_AT_ONCE):
+        for removal in [store.write(append.key, None) for append in gone[begin : begin + _REMOVED_AT_ONCE]]:
+            removal.result()
+    if isinstance(root, Path):
+        for minute in {append.minute for append in gone}:
+            with contextlib.suppress(OSError):  # it holds other appends, or a writer puts one now and makes it again
+                (root / minute).rmdir()

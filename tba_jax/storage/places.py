@@ -164,6 +164,24 @@ def context(folder: Place) -> ts.Context:
     return ts.Context() if isinstance(folder, Path) else folder.context
 
 
+# Each file has one writer, so none needs a lock; some file systems (Lustre mounted without flock, say) have none.
+_NO_LOCKS = ts.Context({"file_io_locking": {"mode": "none"}})
+# How tensorstore names the generation of an object that is not there.
+_MISSING = b"\x02"
+
+
+def open_store(folder: Place) -> ts.KvStore:
+    """The keys below a place, to be read and `put`. In a local folder no key may have two writers."""
+    if isinstance(folder, Path):
+        return ts.KvStore.open(kvstore(folder), context=_NO_LOCKS).result()
+    return folder.folder
+
+
+def put(store: ts.KvStore, key: str, content: bytes) -> bool:
+    """Writes a key unless it is there, durably. Returns whether this call wrote it; after a lost reply, False although it did."""
+    return bool(store.write(key, content, if_equal=_MISSING).result().generation)
+
+
 def reading_context(folder: Place) -> ts.Context:
     """A context for large files that nobody changes. On this machine's own disks it maps them into memory, which saves a copy."""
     if isinstance(folder, Path) and file_systems.mount(folder)[1] in _OWN_FILE_SYSTEMS:
