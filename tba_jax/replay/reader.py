@@ -1,95 +1,309 @@
-"""Reads the rows of replay logs: of all writers under a replay folder, and of those of other runs that are mounted."""
+"""Reads the rows of replay logs: of all writers under a replay folder, and of those of other runs that are mounted.
 
+A look lists what was put in the last minutes, and what comes later: its cost grows with the news, not with the log. A sweep lists
+all, and so finds what a look passes by: an append whose writer's clock is behind, or that storage shows late.
+"""
+
+import bisect
+import calendar
+import collections
+import dataclasses
 import itertools
-import math
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorstore as ts
 
-from tba_jax.replay.log import REGISTER
-from tba_jax.replay.segment import LogSchema, RowsExpired, segment_name
-from tba_jax.replay.writers import REQUESTS_PER_MINUTE, Writers
+from tba_jax.replay.log import GIVEN, Append, decode, is_minute, minute_of, registration
 from tba_jax.run import processes
-from tba_jax.storage import places
+from tba_jax.storage import layout, places
 from tba_jax.storage.places import STORAGE_ERRORS, Place
 from tba_jax.trajectory import Rows, RowShape
 
-# Below a committed head this error means damage, unless the file is empty, as one is that is not there yet. Any other error may
-# mean that storage lags.
-_DAMAGED = re.compile(r"DATA_LOSS:(?!.*Input size of 0 is less than digest size)", re.DOTALL)
-# These mean that storage does not answer: nothing is known of the rows.
-_AWAY = re.compile(r"(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAUTHENTICATED):")
-# A segment that nothing was missing from for so long has a new deadline.
-_OVER_SECONDS = 60.0
-_SEGMENTS_REMEMBERED = 10_000
+# A look begins so long before the last one: clocks differ, and storage may show an append late.
+_SKEW_SECONDS = 120
+# A writer whose clock is further behind is looked for at its own time, until it has been silent for so long.
+_LATE_SECONDS = 600
+_MOST_LATE_MINUTES = 32
 _READ_AHEAD_APPENDS = 16
 # Appends whose reading may have started before anyone asked for their rows.
 PREFETCHED_APPENDS = 64
+_DEBRIS = ".__lock"  # the end of the names of files that tensorstore is writing
+_MOST_SENTENCES = 64
 
 
-class LogCorruption(ValueError):
-    """Committed rows [start, stop) of a writer cannot be read back whole."""
+class Unreadable(Exception):
+    """Committed rows [start, stop) of a writer cannot be read."""
+
+    told = "cannot be read"
 
     def __init__(self, writer: str, start: int, stop: int, reason: str):
-        super().__init__(f"replay log of writer {writer}: rows {start} to {stop - 1} cannot be read: {reason}")
+        super().__init__(f"replay log of writer {writer}: rows {start} to {stop - 1} {self.told}: {reason}")
         self.writer, self.start, self.stop, self.reason = writer, start, stop, reason
 
 
-class RowsPending(OSError):
-    """Committed rows [start, stop) of a writer cannot be read yet: storage lags, or does not answer."""
-
-    def __init__(self, writer: str, start: int, stop: int, reason: str):
-        super().__init__(f"replay log of writer {writer}: rows {start} to {stop - 1} cannot be read yet: {reason}")
-        self.writer, self.start, self.stop, self.reason = writer, start, stop, reason
+class LogCorruption(Unreadable, ValueError):
+    """An append is there, and is not what its writer put, or not what this version reads."""
 
 
-class LogReader(Writers):
-    """Follows all logs as Writers does, and reads their rows."""
+class RowsGone(Unreadable, ValueError):
+    """A sweep does not find the append: retention has removed it, or storage does not show it."""
 
-    def __init__(
-        self,
-        root: Place,
-        shape: RowShape,
-        *,
-        mounts: Sequence[Place] = (),
-        patience_seconds: float = 30.0,
-        requests_per_minute: float = REQUESTS_PER_MINUTE,
-    ):
-        """Args: root, mounts, requests_per_minute: see Writers. patience_seconds: how long committed chunks of a segment may stay
-        "not found" on slow storage before they count as lost."""
-        super().__init__(root, shape, mounts=mounts, requests_per_minute=requests_per_minute)
-        self._patience_seconds = patience_seconds
-        # (writer, segment) -> when chunks of it began to be missing, and when one was last: the deadline is of the segment.
-        self._missing_since: dict[tuple[str, int], tuple[float, float]] = {}
-        # (writer, append number) -> its read, started by `prefetch`.
-        self._prefetched: dict[tuple[str, int], Any] = {}
+    told = "are not in the log"
+
+
+class RowsPending(Unreadable, OSError):
+    """Storage does not answer, or does not show the append yet."""
+
+    told = "cannot be read yet"
+
+
+class _Log:
+    """The appends of a writer that have been seen, by their first rows."""
+
+    def __init__(self, root: "_Root"):
+        self.root = root
+        self.firsts: list[int] = []
+        self.appends: list[Append] = []
+
+    @property
+    def head(self) -> int:
+        """Rows that are committed: a writer puts an append once the one before is there."""
+        return self.appends[-1].stop if self.appends else 0
+
+    def add(self, append: Append) -> bool:
+        """Takes an append up. Returns whether it has no row of another."""
+        at = bisect.bisect(self.firsts, append.first)
+        before, after = self.appends[at - 1 : at] if at else [], self.appends[at : at + 1]
+        if any(each.stop > append.first for each in before) or any(append.stop > each.first for each in after):
+            return False
+        self.firsts.insert(at, append.first)
+        self.appends.insert(at, append)
+        return True
+
+    def drop(self, append: Append) -> None:
+        at = bisect.bisect_left(self.firsts, append.first)
+        if self.appends[at : at + 1] == [append]:
+            del self.firsts[at], self.appends[at]
+
+    def at(self, row: int) -> Append | None:
+        """The append that has a row."""
+        place = bisect.bisect(self.firsts, row) - 1
+        found = self.appends[place] if place >= 0 else None
+        return found if found is not None and row < found.stop else None
+
+    def after(self, row: int) -> int:
+        """The first row of the next append beyond a row that none has; the head where there is none."""
+        place = bisect.bisect(self.firsts, row)
+        return self.firsts[place] if place < len(self.firsts) else self.head
+
+
+class _Root:
+    """A replay folder that is followed.
+
+    seen: minute -> names in it; changed: local minute -> its time of change when it was listed whole; looked: time.time();
+    late: writer -> time.monotonic() of its last news, for those whose clocks are behind.
+    """
+
+    def __init__(self, place: Place):
+        self.place = place
+        self.store: ts.KvStore = places.open_store(place)
+        self.seen: dict[str, set[str]] = {}
+        self.changed: dict[str, int] = {}
+        self.looked = 0.0
+        self.late: dict[str, float] = {}
+        self.told: dict[str, str] = {}
+
+    def listed(self, minutes: Sequence[str], since: str) -> dict[str, list[str]]:
+        """Minute -> all names in it, of these minutes and of those from `since` on; "": of all.
+        On a local folder, of all leaves out the minutes that have not changed. Raises places.STORAGE_ERRORS."""
+        if isinstance(self.place, Path):
+            there = sorted(name for name in os.listdir(self.place) if is_minute(name) and (name >= since or name in minutes))
+            if not since:
+                there = [minute for minute in there if self._has_changed(self.place / minute)]
+            return {minute: places.names_in(self.place / minute) for minute in there}
+        ranges = [ts.KvStore.KeyRange(f"{each}/", f"{each}0") for each in minutes if each < since]
+        lists = [self.store.list(each) for each in [*ranges, ts.KvStore.KeyRange(since, ":")]]  # ":" follows "9"
+        found: dict[str, list[str]] = collections.defaultdict(list)
+        for key in itertools.chain.from_iterable(each.result() for each in lists):
+            minute, _, name = key.decode().partition("/")
+            found[minute].append(name)
+        return found
+
+    def _has_changed(self, folder: Path) -> bool:
+        try:
+            stamp = folder.stat().st_mtime_ns
+        except FileNotFoundError:
+            return True
+        settled = time.time_ns() - stamp > _SKEW_SECONDS * 10**9  # else it may change again at the same time of change
+        is_new = self.changed.get(folder.name) != stamp
+        if settled:
+            self.changed[folder.name] = stamp
+        return is_new or not settled
+
+
+class LogReader:
+    """Follows all logs under a replay folder, and under those of other runs that are mounted, and reads their rows.
+
+    Not thread-safe, but for `is_own` and `problems`.
+
+    Attributes: shape: the schema that rows must have. root: the replay folder.
+    """
+
+    def __init__(self, root: Place, shape: RowShape, *, mounts: Sequence[Place] = (), patience_seconds: float = 30.0):
+        """Args: root: `RunDir.replay`. mounts: replay folders of other runs, which are only read. patience_seconds: how long
+        `read` waits for committed rows that storage does not show."""
+        self.shape, self.root, self.patience_seconds = shape, root, patience_seconds
+        self._roots = [_Root(each) for each in dict.fromkeys((root, *mounts))]
+        self._logs: dict[str, _Log] = {}
+        # Writers whose rows appear when they are registered, and are not.
+        self._hidden: set[str] = set()
+        self._moved: set[str] = set()
+        self._prefetched: dict[Append, Any] = {}
+
+    def look(self, *, sweep: bool = False) -> set[str]:
+        """Takes up appends that were put since the last look; by a sweep all, and forgets those that were removed.
+
+        Returns the writers that have more of them than when this was asked last.
+        """
+        for root in self._roots:
+            try:
+                self._look(root, sweep=sweep or not root.looked)
+                root.told.pop("", None)
+            except STORAGE_ERRORS as error:
+                root.told[""] = f"{root.place} cannot be listed: {error}"
+        for writer in [each for each in self._hidden if self._is_registered(each)]:
+            self._hidden.discard(writer)
+            self._moved.add(writer)
+        moved, self._moved = self._moved - self._hidden, self._moved & self._hidden
+        return moved
+
+    def _look(self, root: _Root, *, sweep: bool) -> None:
+        now = time.time()
+        since = "" if sweep else minute_of(min(now, root.looked) - _SKEW_SECONDS)
+        if not sweep and root.seen:  # this clock may be ahead of all writers'
+            since = min(since, max(root.seen))
+        listed = root.listed(self._late_minutes(root), since)
+        for minute, names in listed.items():
+            seen = root.seen.setdefault(minute, set())
+            for name in set(names) - seen:
+                self._take(root, minute, name, is_late=sweep and root.looked > 0 and minute < minute_of(root.looked - _SKEW_SECONDS))
+            if sweep:
+                self._forget(root, minute, seen - set(names))
+            seen.update(names)
+        if sweep:
+            there = set(places.names_in(root.place)) if isinstance(root.place, Path) else listed.keys()
+            for minute in root.seen.keys() - there:
+                self._forget(root, minute, root.seen.pop(minute))
+                root.changed.pop(minute, None)
+        root.looked = now
+
+    def _late_minutes(self, root: _Root) -> list[str]:
+        """The minutes in which writers are now whose clocks are behind."""
+        now = time.monotonic()
+        root.late = {writer: at for writer, at in root.late.items() if now - at < _LATE_SECONDS}
+        minutes: dict[str, None] = {}
+        for writer in sorted(root.late, key=lambda each: -root.late[each]):
+            newest = calendar.timegm(time.strptime(self._logs[writer].appends[-1].minute, "%Y%m%dT%H%M"))
+            minutes |= dict.fromkeys(minute_of(newest + 60 * ahead) for ahead in range(3 + _LATE_SECONDS // 300))
+        return list(minutes)[:_MOST_LATE_MINUTES]
+
+    def _take(self, root: _Root, minute: str, name: str, *, is_late: bool) -> None:
+        append = Append.of(minute, name) if is_minute(minute) else None
+        if append is None:
+            if not name.endswith(_DEBRIS) and len(root.told) < _MOST_SENTENCES:
+                root.told[name] = f"{root.place / minute / name} is ignored: it is no append"
+            return
+        writer = append.writer
+        if writer not in self._logs:
+            self._logs[writer] = _Log(root)
+            if writer.startswith(GIVEN) and not self._is_registered(writer):
+                self._hidden.add(writer)
+        log = self._logs[writer]
+        if log.root is not root:
+            root.told[writer] = f"the rows of writer {writer} in {root.place} are ignored: those in {log.root.place} are read"
+        elif not log.add(append):
+            root.told[writer] = f"{root.place / append.key} is ignored: another append of writer {writer} has some of its rows"
+        else:
+            self._moved.add(writer)
+            if is_late or writer in root.late:
+                root.late[writer] = time.monotonic()
+                root.told[f"clock of {writer}"] = (
+                    f"the clock of writer {writer} is behind: it says {append.minute} (UTC) when it is {minute_of(time.time())} here"
+                )
+
+    def _forget(self, root: _Root, minute: str, names: set[str]) -> None:
+        for name in names:
+            root.seen.get(minute, set()).discard(name)
+            append = Append.of(minute, name)
+            if append is not None and (log := self._logs.get(append.writer)) is not None and log.root is root:
+                log.drop(append)
+
+    def _is_registered(self, writer: str) -> bool:
+        return places.exists(registration(self._logs[writer].root.place, writer))
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """Name of a writer or file -> why it is not followed, or what is wrong with it. One sentence each."""
+        return {name or str(root.place): told for root in self._roots for name, told in tuple(root.told.items())}
+
+    def heads(self) -> dict[str, int]:
+        """Committed rows of every writer; sweeps."""
+        self.look(sweep=True)
+        return {writer: log.head for writer, log in self._logs.items() if log.appends and writer not in self._hidden}
+
+    def head(self, writer: str) -> int:
+        """Committed rows of a writer, as of the last look."""
+        return self._logs[writer].head if writer in self._logs and writer not in self._hidden else 0
+
+    def appends(self, writer: str, start: int = 0, stop: int | None = None) -> list[Append]:
+        """The appends of a writer that have been seen and have rows of [start, stop), ascending."""
+        if (log := self._logs.get(writer)) is None:
+            return []
+        begin = max(bisect.bisect(log.firsts, start) - 1, 0)
+        end = len(log.firsts) if stop is None else bisect.bisect_left(log.firsts, stop)
+        return [each for each in log.appends[begin:end] if each.stop > start]
+
+    def kept(self, writer: str) -> list[range]:
+        """Rows of a writer that are in its log, ascending; no two ranges touch."""
+        found: list[range] = []
+        for append in self.appends(writer):
+            follows = found and found[-1].stop == append.first
+            found[-1:] = [range(found[-1].start, append.stop)] if follows else [*found[-1:], range(append.first, append.stop)]
+        return found
+
+    def is_own(self, writer: str) -> bool:
+        """Whether a writer's rows are of this run; policy_step counts the steps of the run that a row is of."""
+        return writer not in self._logs or self._logs[writer].root is self._roots[0]
+
+    def root_of(self, writer: str) -> Place:
+        """The replay folder that has a writer's log."""
+        return self._logs[writer].root.place if writer in self._logs else self.root
+
+    def info(self, writer: str) -> dict[str, Any]:
+        """What the process that writes a log says of itself. Raises FileNotFoundError, ValueError."""
+        return layout.read_json(registration(self.root_of(writer), writer))["info"]
 
     def prefetch(self, ranges: Mapping[str, tuple[int, int]]) -> None:
         """Starts reading committed rows [start, stop) of several writers at once, a bounded number; `read` then waits less.
 
         What an earlier call started and nobody read is given up.
         """
-        self._prefetched.clear()
-        for writer, (start, stop) in ranges.items():
-            schema = self.schema(writer)
-            for append in range(start // schema.rows_per_append, -(-stop // schema.rows_per_append)):
-                if len(self._prefetched) == PREFETCHED_APPENDS:
-                    return
-                self._prefetched[writer, append] = self._start(writer, schema, append)
+        wanted = (append for writer, (start, stop) in ranges.items() for append in self.appends(writer, start, stop))
+        self._prefetched = {append: self._start(append) for append in itertools.islice(wanted, PREFETCHED_APPENDS)}
 
     def read(self, writer: str, start: int, stop: int, *, wait: bool = True) -> Rows:
         """Rows [start, stop) of a writer, all columns.
 
         Args: wait: for storage that lags or does not answer, at most patience_seconds; else RowsPending comes at once.
 
-        Raises:
-          ValueError: the rows are not committed, or the writer is not followed (with the problem that was found).
-          RowsExpired: retention has removed some of them; its range ends with the gap, which may be behind `stop`.
-          LogCorruption: rows are damaged, missing beyond patience, or not where they should be.
-          RowsPending: storage does not answer, or may have the rows later.
+        Raises: ValueError: the rows are not committed. RowsGone, LogCorruption, RowsPending: with the rows of one append, which
+        may begin before `start` or end behind `stop`.
         """
         rows = self._empty(stop - start)
         self._fill(rows, writer, np.arange(start, stop), np.arange(stop - start), wait=wait)
@@ -102,130 +316,101 @@ class LogReader(Writers):
         for target, (writer, _) in enumerate(ids):
             targets.setdefault(writer, []).append(target)
         for writer, of_writer in targets.items():
-            self._fill(rows, writer, np.array([ids[target][1] for target in of_writer], np.int64), np.array(of_writer))
+            self._fill(rows, writer, np.array([ids[target][1] for target in of_writer], np.int64), np.array(of_writer), wait=True)
         return rows
 
     def _empty(self, count: int) -> dict[str, np.ndarray]:
         return {name: np.zeros((count, *shape), dtype) for name, (dtype, shape) in self.shape.columns().items()}
 
-    def _fill(self, rows: Rows, writer: str, wanted: np.ndarray, targets: np.ndarray, *, wait: bool = True) -> None:
+    def _fill(self, rows: Rows, writer: str, wanted: np.ndarray, targets: np.ndarray, *, wait: bool) -> None:
         """rows[targets] = the rows `wanted` (int64 row numbers) of the writer."""
         if not len(wanted):
             return
-        self._check_committed(writer, int(wanted.min()), int(wanted.max()) + 1, wait=wait)
-        size = self.schema(writer).rows_per_append
         order = np.argsort(wanted, kind="stable")
-        appends, starts = np.unique(wanted[order] // size, return_index=True)
-        blocks = np.split(order, starts[1:])
-        for block, (append, content) in zip(blocks, self._read_appends(writer, appends.tolist(), wait), strict=True):
+        ascending = wanted[order]
+        if ascending[-1] >= self.head(writer) or ascending[0] < 0:
+            self.look(sweep=True)
+        if ascending[-1] >= (head := self.head(writer)) or ascending[0] < 0:
+            reason = f"rows 0 to {head - 1} are committed" if head else "its log is not there"
+            raise ValueError(f"rows {ascending[0]} to {ascending[-1]} of writer {writer} cannot be read: {reason}")
+        for append, content in self._contents(self._covering(writer, ascending, wait=wait), wait=wait):
+            begin, end = np.searchsorted(ascending, [append.first, append.stop])
             # Rows side by side, as the trainer reads them, are copied at once.
-            source, target = _as_slice(wanted[block] - append * size), _as_slice(targets[block])
+            source, target = _as_slice(ascending[begin:end] - append.first), _as_slice(targets[order[begin:end]])
             for name, column in content.items():
                 rows[name][target] = column[source]
 
-    def _check_committed(self, writer: str, start: int, stop: int, *, wait: bool) -> None:
-        """Raises what `read` raises where rows up to `stop` are not known to be committed."""
-        deadline = time.monotonic() + self._patience_seconds
-        while stop > self._committed(writer):
-            self.heads()
-            if stop <= self._committed(writer):
-                return
-            first, error = max(start, self._committed(writer)), self._head_errors.get(writer)
-            if error is None or start < 0:
-                register = (root.place / REGISTER / f"{writer}.json" for root in self._roots.values())
-                if writer not in self._followed and any(each in self._refused for each in register):
-                    raise LogCorruption(writer, start, stop, self.problems[writer])
-                there = self._committed(writer)
-                reason = self.problems.get(writer, f"rows 0 to {there - 1} are committed" if there else "its log is not there")
-                raise ValueError(f"rows {start} to {stop - 1} of writer {writer} cannot be read: {reason}")
-            if not self._may_come(writer, self._followed[writer].segment, error):
-                raise LogCorruption(writer, first, stop, self.problems[writer]) from error
-            if not wait or time.monotonic() > deadline:
-                raise RowsPending(writer, first, stop, self.problems[writer]) from error
-            time.sleep(0.2)
-        if start < 0:
-            raise ValueError(f"rows {start} to {stop - 1} of writer {writer} cannot be read: rows begin with 0")
+    def _covering(self, writer: str, ascending: np.ndarray, *, wait: bool) -> list[Append]:
+        """The appends that have these rows."""
+        log, found, at = self._logs[writer], [], 0
+        deadline, has_swept = time.monotonic() + self.patience_seconds, False
+        while at < len(ascending):
+            row = int(ascending[at])
+            if (append := log.at(row)) is not None:
+                found.append(append)
+                at = int(np.searchsorted(ascending, append.stop))
+                continue
+            first, stop = row, log.after(row)
+            if wait and (not has_swept or not self.is_there(writer)) and time.monotonic() < deadline:
+                time.sleep(0.2 * has_swept)
+                has_swept = True
+                self.look(sweep=True)
+                continue
+            if not self.is_there(writer):
+                raise RowsPending(writer, first, stop, f"{log.root.place} is not there")
+            raise RowsGone(writer, first, stop, "retention has removed them, or storage does not show them")
+        return found
 
-    def _committed(self, writer: str) -> int:
-        return self._followed[writer].rows if writer in self._followed else 0
-
-    def _read_appends(self, writer: str, appends: Sequence[int], wait: bool) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Yields (append number, its rows) in order, with bounded read-ahead."""
-        schema = self.schema(writer)
+    def _contents(self, appends: Sequence[Append], *, wait: bool) -> Iterator[tuple[Append, dict[str, np.ndarray]]]:
+        """Yields (append, its rows) in order, with bounded read-ahead."""
         for first in range(0, len(appends), _READ_AHEAD_APPENDS):
             block = appends[first : first + _READ_AHEAD_APPENDS]
-            started = {append: self._start(writer, schema, append) for append in block}
+            started = {append: self._prefetched.pop(append, None) or self._start(append) for append in block}
             for append in block:
-                yield append, self._finish(writer, schema, append, started.pop(append), wait)
+                yield append, self._finish(append, started.pop(append), wait=wait)
 
-    def _start(self, writer: str, schema: LogSchema, append: int) -> Any:
-        if (writer, append) in self._prefetched:
-            return self._prefetched.pop((writer, append))
-        try:
-            self._refuse_expired(writer, append)
-            return self._segment(writer, append // schema.segment_appends).start_read(append % schema.segment_appends)
-        except STORAGE_ERRORS as error:
-            return error
+    def _start(self, append: Append) -> Any:
+        return self._logs[append.writer].root.store.read(append.key)
 
-    def _refuse_expired(self, writer: str, append: int) -> None:
-        """Raises RowsExpired from this append to the next that is kept: a late reader is told once of a whole gap."""
-        schema, gone = self.schema(writer), self._gone(writer)
-        segment = append // schema.segment_appends
-        kept = next(number for number in itertools.count(segment) if number not in gone)
-        if kept != segment:
-            raise RowsExpired(writer, append * schema.rows_per_append, kept * schema.segment_rows)
-
-    def _finish(self, writer: str, schema: LogSchema, append: int, started: Any, wait: bool) -> dict[str, np.ndarray]:
-        start, stop = append * schema.rows_per_append, (append + 1) * schema.rows_per_append
-        segment = append // schema.segment_appends
-        deadline, pause = math.inf, 0.01
+    def _finish(self, append: Append, started: Any, *, wait: bool) -> dict[str, np.ndarray]:
+        rows, root = (append.writer, append.first, append.stop), self._logs[append.writer].root
+        deadline, pause = time.monotonic() + self.patience_seconds, 0.01
         while True:
             try:
-                if isinstance(started, Exception):
-                    raise started
-                rows = self._segment(writer, segment).finish_read(started)
-                break
-            except RowsExpired:
-                raise
+                found = started.result()
+                if found.state == "value":
+                    return decode(found.value, append, self.shape)
+                reason: Exception = FileNotFoundError(f"{root.place / append.key} is not there")
+                is_over = self.is_there(append.writer) and not wait
             except STORAGE_ERRORS as error:
-                self._refresh_expired()  # it may have gone just now
-                self._refuse_expired(writer, append)
-                reason = f"{self.folder(writer) / segment_name(segment)}: {error}"
-                if not self._may_come(writer, segment, error):
-                    raise LogCorruption(writer, start, stop, reason) from error
-                # From the first failure on, so that what is missing has had its time before.
-                deadline = min(deadline, time.monotonic() + self._patience_seconds)
-                if not wait or time.monotonic() > deadline:
-                    raise RowsPending(writer, start, stop, reason) from error
+                if not _is_of_storage(error):
+                    raise LogCorruption(*rows, f"{root.place / append.key}: {error}") from error
+                reason, is_over = error, False
+            if not wait or time.monotonic() > deadline:
+                if is_over or isinstance(reason, FileNotFoundError) and self.is_there(append.writer):
+                    raise RowsGone(*rows, str(reason)) from reason
+                raise RowsPending(*rows, f"{root.place / append.key}: {reason}") from reason
             time.sleep(pause)
             pause = min(1.0, 2 * pause)
-            self._segments.pop((writer, segment), None)
-            started = self._start(writer, schema, append)
-        if not np.array_equal(rows["row"], np.arange(start, stop)):
-            raise LogCorruption(writer, start, stop, f"the column row says {rows['row'].tolist()[:4]}…")
-        return rows
+            started = self._start(append)
 
-    def _may_come(self, writer: str, segment: int, error: Exception) -> bool:
-        """Whether rows of a segment that cannot be read may be readable later."""
-        if _AWAY.match(str(error)) or processes.is_storage_failure(OSError(str(error))):
-            return True
-        if _DAMAGED.match(str(error)):
-            return False
-        now, patience = time.monotonic(), self._patience_seconds
-        since, last = self._missing_since.get((writer, segment), (now, now))
-        if now - last > max(patience, _OVER_SECONDS):
-            since = now
-        if len(self._missing_since) > _SEGMENTS_REMEMBERED:
-            self._missing_since.clear()
-        self._missing_since[writer, segment] = since, now
-        return now - since < patience or not self._is_there(writer)
-
-    def _is_there(self, writer: str) -> bool:
-        """Whether a writer's registration is there. Else the log is away: a folder that was moved, or a mount that is lost."""
+    def is_there(self, writer: str) -> bool:
+        """Whether the replay folder of a writer answers. Else the log is away: a folder that was moved, a mount that is lost."""
+        place = self.root_of(writer)
         try:
-            return places.exists(self._registration(writer))
+            return place.is_dir() if isinstance(place, Path) else bool(places.exists(registration(place, writer)))
         except OSError:
             return False
+
+
+_AWAY = re.compile(
+    r"(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAUTHENTICATED|NOT_FOUND|INTERNAL|UNKNOWN|CANCELLED)"
+)
+
+
+def _is_of_storage(error: Exception) -> bool:
+    """Whether an error means that storage does not answer: nothing is known of the object."""
+    return bool(_AWAY.match(str(error))) or processes.is_storage_failure(OSError(str(error)))
 
 
 def _as_slice(numbers: np.ndarray) -> slice | np.ndarray:
