@@ -84,6 +84,8 @@ class ReplayIndex(Window):
         super().__init__(shape, self.rules.capacity)
         self.shape, self.vocab_size, self.reference_id = shape, vocab_size, reference_id
         self.heads: dict[str, int] = {}
+        # Writer -> rows [start, stop) below its head that have not come.
+        self.pending: dict[str, list[tuple[int, int]]] = {}
         self.arrivals = 0  # how many valid rows have come, resident or not
         self.success_counts = SuccessCounts(decay=success_decay)
         self._responses, self._merged = MergedResponses(self.rules.near(shape)), 0  # rows that came before have been
@@ -95,25 +97,28 @@ class ReplayIndex(Window):
         # (writer, reason) -> the first row that was rejected since this object was made: for reports, not part of the state.
         self.rejected_first: dict[tuple[str, str], int] = {}
 
-    def add(self, writer: str, rows: Rows, *, step: int, own: bool = True, rows_per_append: int = 1) -> None:
-        """Integrates rows of one writer's log, in order, as visible from trainer step `step` on.
+    def add(self, writer: str, rows: Rows, *, step: int, own: bool = True, append: int | None = None) -> None:
+        """Integrates rows of one writer's log, in order or such as were pending, as visible from trainer step `step` on.
 
-        own: whether they are of this run; weights of other runs count as those of step 0. rows_per_append: see SuccessCounts.
+        own: whether they are of this run; weights of other runs count as those of step 0. append: the first row of the append
+        that they are of; None: that of `rows`.
 
         Invalid rows are counted and left out. The older of identical responses leaves, unless rows are merged late. A full query
         loses its oldest row, then a full window. How rows are split over calls makes no difference.
 
-        Raises ValueError: rows of another schema, row numbers that are not consecutive, or rows below the writer's head.
+        Raises ValueError: rows of another schema, row numbers that are not consecutive, or rows below the writer's head that are
+        not pending.
         """
         count = check_rows(rows, self.shape)
         if not count:
             return
         first, head = int(rows["row"][0]), self.heads.get(writer, 0)
-        if first < head or not np.array_equal(rows["row"], np.arange(first, first + count)):
+        is_late = self.take_pending(writer, first, first + count)
+        if first < head and not is_late or not np.array_equal(rows["row"], np.arange(first, first + count)):
             told = f"rows {first} to {rows['row'][-1]} ({count}) of writer {writer}"
             raise ValueError(f"{told} must be consecutive and not below row {head}")
         self._open_writer(writer)
-        self.heads[writer] = first + count
+        self.heads[writer] = max(head, first + count)
         number = self._writer_number[writer]
         counts = self._counts[number]
         counts["seen"] += count
@@ -127,7 +132,7 @@ class ReplayIndex(Window):
         query_ids = rows["query_id"].tolist()
         if own and not writer.startswith(GIVEN):  # sampled by the policy of this run
             sampled = (rows[name][valid].tolist() for name in ("row", "query_id", "reward"))
-            self.success_counts.add(writer, *sampled, rows_per_append=rows_per_append)
+            self.success_counts.add(writer, *sampled, append=first if append is None else append)
         # The row that was put into a slot last; what a free slot holds does not matter.
         row_in: dict[int, int] = {}
         for arrival, row in zip(arrivals, valid.tolist(), strict=True):
@@ -175,11 +180,25 @@ class ReplayIndex(Window):
         return np.flatnonzero(reasons == 0)
 
     def skip(self, writer: str, start: int, stop: int, *, kind: str) -> None:
-        """Counts committed rows [start, stop) of a writer that do not come. kind: one of ledger.KINDS."""
+        """Counts committed rows [start, stop) of a writer that do not come now. kind: one of ledger.KINDS."""
         self._open_writer(writer)
         self._counts[self._writer_number[writer]][kind] += stop - start
         self.totals["damaged"] += (stop - start) * (kind == "damaged")
+        if kind == "pending":
+            self.pending.setdefault(writer, []).append((start, stop))
         self.heads[writer] = max(self.heads[writer], stop)
+
+    def take_pending(self, writer: str, start: int, stop: int) -> bool:
+        """Takes rows [start, stop) out of those that are pending. Returns whether all of them were."""
+        there = next((each for each in self.pending.get(writer, ()) if each[0] <= start and stop <= each[1]), None)
+        if there is None:
+            return False
+        kept = [each for each in self.pending.pop(writer) if each != there]
+        kept += [each for each in ((there[0], start), (stop, there[1])) if each[0] < each[1]]
+        if kept:
+            self.pending[writer] = sorted(kept)
+        self._counts[self._writer_number[writer]]["pending"] -= stop - start
+        return True
 
     def lose(self, writer: str, start: int, stop: int) -> None:
         """Takes the resident rows among [start, stop) of a writer out of the window; they count as damaged, and not as seen."""
@@ -290,6 +309,7 @@ class ReplayIndex(Window):
             "vocab_size": self.vocab_size,
             "writers": self.writers.copy(),
             "heads": self.heads.copy(),
+            "pending": {writer: [list(each) for each in ranges] for writer, ranges in self.pending.items()},
             "counts": [{name: int(count) for name, count in counts.items()} for counts in self._counts],
             "next_arrival": self.arrivals,
             "merged": self._merged,
@@ -321,6 +341,7 @@ class ReplayIndex(Window):
         """
         index = cls(shape=reader.shape, vocab_size=state["vocab_size"], reference_id=reference_id, **state["rules"])
         index.writers, index.heads = list(state["writers"]), dict(state["heads"])
+        index.pending = {writer: [(start, stop) for start, stop in ranges] for writer, ranges in state["pending"].items()}
         index._writer_number = {writer: number for number, writer in enumerate(index.writers)}
         index._counts = [collections.Counter(counts) for counts in state["counts"]]
         index.arrivals, index._round, index._merged = state["next_arrival"], state["round"], state["merged"]

@@ -19,7 +19,7 @@ import numpy as np
 
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.ledger import Gap, KnownGaps, Losses
-from tba_jax.replay.reader import LogReader, RowsPending
+from tba_jax.replay.reader import LogReader, Unreadable
 from tba_jax.replay.tail import read_part, take_part
 from tba_jax.storage import places
 from tba_jax.trajectory import Rows
@@ -320,8 +320,21 @@ class Again:
             part = read_part(self._reader, writer, begin, head, known, wait=True)
             take_part(self._index, self._reader, writer, part, step=step)
             self.lost += [gap for gap in part.gaps if gap not in known]
+        if "late" in record:
+            self._integrate_late(*record["late"], step=step)
         if "merged_before" in record:
             self._index.merge(before=record["merged_before"])
+
+    def _integrate_late(self, writer: str, start: int, stop: int, *, step: int) -> None:
+        """Rows that were pending. A checkpoint may have them already."""
+        if not any(begin <= start and stop <= end for begin, end in self._index.pending.get(writer, ())):
+            return
+        known = self._lost_before.within(writer, start, stop)
+        part = read_part(self._reader, writer, start, stop, known, wait=True)
+        for gap in part.gaps:
+            self._index.take_pending(writer, gap.start, gap.stop)
+        take_part(self._index, self._reader, writer, part, step=step)
+        self.lost += [gap for gap in part.gaps if gap not in known]
 
 
 def _not_resident(reader: LogReader, line: Mapping[str, Any], slots: np.ndarray) -> ValueError:
@@ -329,7 +342,7 @@ def _not_resident(reader: LogReader, line: Mapping[str, Any], slots: np.ndarray)
     writer, row = line_ids(line)[int((slots < 0).argmax())]
     try:
         reader.read_ids([(writer, row)])
-    except (ValueError, RowsPending) as error:
+    except (ValueError, Unreadable) as error:
         return RowsLost(
             f"step {line['step']} drew row {writer}:{row}, which cannot be read any more: {error}. Restore it, or begin a new "
             "run from a snapshot (--init_from=RUN@STEP)"

@@ -1,7 +1,7 @@
-"""What became of every row: committed = resident + evicted + rejected + damaged + expired + passed over + unseen, by writer.
+"""What became of every row: committed = resident + evicted + rejected + damaged + passed over + pending + unseen, by writer.
 
-Gaps are committed rows that a trainer never gives to its index. A journal line records each integration of its step: the heads
-after it, and the gaps below them. The first line after a resume records the rows that it could not read any more, and its step.
+Gaps are committed rows that a trainer does not give to its index with the rows around them. A journal line records each
+integration of its step: the heads after it, the gaps below them, and the rows that were pending and came late. The first line after a resume records the rows that it could not read any more, and its step.
 """
 
 import bisect
@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-# damaged: could not be read. expired: removed by retention. passed_over: the trainer was too far behind to need them.
-KINDS = ("damaged", "expired", "passed_over")
+# damaged: were read, and cannot be read again. passed_over: the trainer was too far behind to need them. pending: cannot be read
+# yet; they come once they can.
+KINDS = ("damaged", "passed_over", "pending")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +28,9 @@ class Gap:
         rows = f"replay log of writer {self.writer}: rows {self.start} to {self.stop - 1}"
         match self.kind:
             case "damaged":
-                return f"{rows} cannot be read, and are left out for good, counted as damaged: {self.reason}"
-            case "expired":
-                return f"{rows} were removed by retention before they were read"
+                return f"{rows} cannot be read any more, and count as damaged: {self.reason}"
+            case "pending":
+                return f"{rows} cannot be read, and come once they can: {self.reason}"
             case _:
                 return f"{rows} are passed over: {self.reason}"
 
@@ -52,6 +53,11 @@ def merged(gaps: Iterable[Gap]) -> list[Gap]:
 def integration(heads: Mapping[str, int], gaps: Iterable[Gap] = ()) -> dict[str, Any]:
     """The record of one integration. JSON. Args: heads: writer -> rows, after it; gaps: below them."""
     return {"heads": dict(heads), "skipped": _ranges(gaps)}
+
+
+def late(writer: str, start: int, stop: int) -> dict[str, Any]:
+    """The record of rows [start, stop) that were pending and have come. JSON."""
+    return {"heads": {}, "skipped": {}, "late": [writer, start, stop]}
 
 
 def merging(before: int) -> dict[str, Any]:
@@ -107,8 +113,8 @@ class Account:
     """One writer's rows.
 
     evicted: by rule (index.EVICTIONS); rejected: by reason (window.REJECTIONS); evicted_untrained: evicted by a
-    capacity before any draw, a part of evicted; expired: removed by retention before they were read; passed_over: left out by
-    a trainer that was far behind; unseen: not read yet.
+    capacity before any draw, a part of evicted; passed_over: left out by a trainer that was far behind; pending: could not be
+    read yet; unseen: not read yet.
     """
 
     committed: int
@@ -117,23 +123,24 @@ class Account:
     rejected: dict[str, int]
     evicted_untrained: int
     damaged: int
-    expired: int
     passed_over: int
+    pending: int
     unseen: int
 
     @property
     def balances(self) -> bool:
-        kept_out = sum(self.evicted.values()) + sum(self.rejected.values()) + self.damaged + self.expired + self.passed_over
+        kept_out = sum(self.evicted.values()) + sum(self.rejected.values()) + self.damaged + self.passed_over + self.pending
         return self.committed == self.resident + kept_out + self.unseen and self.unseen >= 0
 
 
 def accounts(index: Any, committed: Mapping[str, int]) -> dict[str, Account]:
-    """Writer -> its account. Args: index: a ReplayIndex; committed: rows in each writer's log."""
+    """Writer -> its account. Args: index: a ReplayIndex; committed: rows in each writer's log. Retention may have removed
+    the whole log of a writer that has ended."""
     ledger = index.ledger()
     nothing = {"resident": 0, "evicted": {}, "rejected": {}, "evicted_untrained": 0, **dict.fromkeys(KINDS, 0)}
     found = {}
     for writer in sorted(set(committed) | set(ledger)):
-        total, entry = committed.get(writer, 0), ledger.get(writer, nothing)
+        total, entry = max(committed.get(writer, 0), index.heads.get(writer, 0)), ledger.get(writer, nothing)
         counts: dict[str, Any] = {name: value for name, value in entry.items() if name != "seen"}
         found[writer] = Account(committed=total, unseen=total - index.heads.get(writer, 0), **counts)
     return found

@@ -80,7 +80,9 @@ def registration(root: Place, writer: str) -> Place:
 def encode(writer: str, rows: Rows, shape: RowShape) -> bytes:
     """The object of an append. Raises ValueError where the rows are not of the shape."""
     check_rows(rows, shape)
-    columns = {name: np.ascontiguousarray(rows[name], np.dtype(dtype).newbyteorder("<")) for name, (dtype, _) in shape.columns().items()}
+    columns = {
+        name: np.ascontiguousarray(rows[name], np.dtype(dtype).newbyteorder("<")) for name, (dtype, _) in shape.columns().items()
+    }
     header = {
         "layout": LAYOUT,
         "writer": writer,
@@ -107,7 +109,11 @@ def decode(content: bytes, append: Append, shape: RowShape) -> dict[str, np.ndar
         header = json.loads(content[4 : 4 + size])
         if header["layout"] != LAYOUT:
             raise ValueError(f"it is stored in layout {header['layout']!r}, and this version reads {LAYOUT!r}")
-        if (told := (header["writer"], header["first"], header["rows"])) != (append.writer, append.first, append.stop - append.first):
+        if (told := (header["writer"], header["first"], header["rows"])) != (
+            append.writer,
+            append.first,
+            append.stop - append.first,
+        ):
             raise ValueError(f"it says that it holds {told[2]} rows of writer {told[0]} from {told[1]} on")
         columns = {name: (np.dtype(dtype), tuple(row)) for name, dtype, row in header["columns"]}
         parts = tuple(header["reward_parts"])
@@ -180,13 +186,17 @@ class LogWriter:
         numbers = range(self._next_row, self._next_row + check_rows(rows, self._shape))
         if not numbers or not np.array_equal(rows["row"], np.arange(numbers.start, numbers.stop)):
             there = f"{rows['row'][0]} to {rows['row'][-1]}" if numbers else "empty"
-            raise ValueError(f"column row is {there}, writer {self.writer} continues at {numbers.start}, {len(numbers)} rows of it")
+            raise ValueError(
+                f"column row is {there}, writer {self.writer} continues at {numbers.start}, {len(numbers)} rows of it"
+            )
         content = encode(self.writer, rows, self._shape)
         append = Append(self.writer, numbers.start, numbers.stop, minute_of(time.time()))
         if self._unsure is not None:
             append, there = self._unsure  # under the same name, so that the rows are there once
             if there != content:
-                raise OSError(f"rows {numbers.start} on of writer {self.writer} may have been committed: append the same rows again")
+                raise OSError(
+                    f"rows {numbers.start} on of writer {self.writer} may have been committed: append the same rows again"
+                )
         self._unsure = append, content
         try:
             self._put(append, content)

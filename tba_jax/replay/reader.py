@@ -192,7 +192,9 @@ class LogReader:
         for minute, names in listed.items():
             seen = root.seen.setdefault(minute, set())
             for name in set(names) - seen:
-                self._take(root, minute, name, is_late=sweep and root.looked > 0 and minute < minute_of(root.looked - _SKEW_SECONDS))
+                self._take(
+                    root, minute, name, is_late=sweep and root.looked > 0 and minute < minute_of(root.looked - _SKEW_SECONDS)
+                )
             if sweep:
                 self._forget(root, minute, seen - set(names))
             seen.update(names)

@@ -97,20 +97,21 @@ class SuccessCounts:
         self._decay, self._most_queries = decay, most_queries
         # Query id -> successes, trials, and both of its last visit alone; in the order of the last visits.
         self._counts: collections.OrderedDict[int, _Entry] = collections.OrderedDict()
-        # Writer -> the visit of its last row: query id, and number of the append.
+        # Writer -> the visit of its last row: query id, and first row of the append.
         self._last: dict[str, tuple[int, int]] = {}
         self.outside: tuple[str, float] | None = None
 
-    def add(
-        self, writer: str, rows: Sequence[int], query_ids: Sequence[int], rewards: Sequence[float], *, rows_per_append: int
-    ) -> None:
-        """Counts the next valid rows of a writer, in order. Args: one number, query id and finite reward of each row."""
+    def add(self, writer: str, rows: Sequence[int], query_ids: Sequence[int], rewards: Sequence[float], *, append: int) -> None:
+        """Counts the next valid rows of one append of a writer, in order.
+
+        Args: one number, query id and finite reward of each row; append: the first row of their append.
+        """
         last = self._last.get(writer)
         for row, query_id, reward in zip(rows, query_ids, rewards, strict=True):
             if not 0 <= reward <= 1:
                 self.outside = self.outside or (f"{writer}:{row}", reward)
                 continue
-            visit = query_id, row // rows_per_append
+            visit = query_id, append
             if visit != last or query_id not in self._counts:
                 self._visit(query_id)
                 last = self._last[writer] = visit

@@ -9,15 +9,15 @@ import dataclasses
 import math
 import threading
 import time
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tba_jax.replay import ledger
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.ledger import Gap
-from tba_jax.replay.reader import LogCorruption, LogReader, RowsPending
-from tba_jax.replay.segment import RowsExpired
-from tba_jax.trajectory import Rows, concatenate
+from tba_jax.replay.reader import LogReader, RowsPending, Unreadable
+from tba_jax.trajectory import Rows
 
 _ROWS_PER_READ = 4096
 _BYTES_PER_READ = 1 << 23
@@ -28,70 +28,66 @@ _PARTS = 4
 _ROUNDS = 16
 # Rows that cannot be read yet are asked for again after pauses up to this.
 _LONGEST_PAUSE = 5.0
+# Between tries of rows that were passed by, which grow to this.
+_LONGEST_PENDING_PAUSE = 300.0
+# Between looks at the whole log. An object store charges for them, by the thousand of appends.
+SWEEP_SECONDS, SWEEP_SECONDS_OF_STORE = 30.0, 300.0
 _NAMED_AT_MOST = 1000
 
 
 @dataclasses.dataclass
 class Part:
-    """Rows of one writer up to `head`, without those in gaps."""
+    """Rows of one writer up to `head`, without those in gaps.
+
+    runs: the first row of each append, and its rows. error: why it ends at `head`, where more was asked for.
+    """
 
     head: int
-    runs: list[Rows]
+    runs: list[tuple[int, Rows]]
     gaps: list[Gap]
+    error: Unreadable | None = None
 
     @property
     def bytes(self) -> int:
-        return sum(column.nbytes for run in self.runs for column in run.values())
+        return sum(column.nbytes for _, run in self.runs for column in run.values())
 
 
 @dataclasses.dataclass
 class _Round:
-    """Writer -> its part. is_last: whether no writer had more rows that could be read."""
+    """Writer -> its part. is_last: whether no writer had more rows that could be read. late: these rows were pending."""
 
     parts: dict[str, Part]
     is_last: bool
+    late: Gap | None = None
 
     @property
     def bytes(self) -> int:
         return sum(part.bytes for part in self.parts.values())
 
 
-def _read_before(reader: LogReader, writer: str, begin: int, stop: int, *, wait: bool) -> tuple[Rows | None, Any]:
-    """Rows from `begin` on, up to what cannot be read before `stop`; and the error that tells of that, None without one."""
-    error = None
-    while begin < stop:
-        try:
-            return reader.read(writer, begin, stop, wait=wait), error
-        except (LogCorruption, RowsExpired, RowsPending) as found:
-            error, stop = found, found.start
-    return None, error
-
-
 def read_part(reader: LogReader, writer: str, begin: int, end: int, known: Sequence[Gap] = (), *, wait: bool) -> Part:
-    """Rows [begin, end) of a writer without the known gaps and those that are found.
+    """Rows [begin, end) of a writer without the known gaps.
 
-    Args: known: ascending, within the rows. wait: for rows that cannot be read yet; else the part ends before the first of them.
+    Args: known: ascending, within the rows. wait: for rows that cannot be read yet, and then rows that cannot be read count as
+      damaged; else the part ends before the first of them, and tells its error.
 
     Raises: RowsPending where `wait` was in vain.
     """
     part, bounds = Part(begin, [], []), [*known, Gap(writer, end, end, "")]
     for gap in bounds:
         while part.head < gap.start:
-            stop = min(part.head + _ROWS_PER_READ, gap.start)
-            rows, error = _read_before(reader, writer, part.head, stop, wait=wait)
-            if rows is not None:
-                part.runs.append(rows)
-                part.head += len(rows["row"])
-            if isinstance(error, RowsPending):
-                if wait:
-                    raise error
-                return part
-            if error is not None:
-                # A gap may end beyond these rows: the call that reads the rows after them counts the rest of it.
-                kind = "expired" if isinstance(error, RowsExpired) else "damaged"
-                found = Gap(writer, part.head, min(error.stop, gap.start), kind, getattr(error, "reason", ""))
-                part.gaps.append(found)
-                part.head = found.stop
+            try:
+                _read_into(part, reader, writer, min(part.head + _ROWS_PER_READ, gap.start), wait=wait)
+            except Unreadable as error:
+                if error.start > part.head:
+                    _read_into(part, reader, writer, error.start, wait=wait)
+                if not wait:
+                    part.error = error
+                    return part
+                if isinstance(error, RowsPending):
+                    raise
+                part.gaps.append(Gap(writer, part.head, min(error.stop, gap.start), "damaged", error.reason))
+                part.head = part.gaps[-1].stop
         if gap.stop > part.head:
             part.gaps.append(gap.within(part.head, gap.stop))
             part.head = gap.stop
@@ -99,21 +95,31 @@ def read_part(reader: LogReader, writer: str, begin: int, end: int, known: Seque
     return part
 
 
-def _merge(runs: Iterable[Rows]) -> list[Rows]:
-    """Joins runs whose row numbers follow one another: however a writer was polled, the index is given the same."""
-    groups: list[list[Rows]] = []
-    for run in runs:
-        follows = groups and groups[-1][-1]["row"][-1] + 1 == run["row"][0]
-        groups[-1].append(run) if follows else groups.append([run])
-    return [concatenate(group) if len(group) > 1 else group[0] for group in groups]
+def _read_into(part: Part, reader: LogReader, writer: str, stop: int, *, wait: bool) -> None:
+    """Adds the rows up to `stop` to a part, one run an append."""
+    begin = part.head
+    rows = reader.read(writer, begin, stop, wait=wait)
+    for append in reader.appends(writer, begin, stop):
+        there = slice(max(append.first - begin, 0), append.stop - begin)
+        part.runs.append((append.first, {name: column[there] for name, column in rows.items()}))
+    part.head = stop
 
 
 def take_part(index: ReplayIndex, reader: LogReader, writer: str, part: Part, *, step: int) -> None:
     """Gives the index the next rows of a writer, and the number of those that it does not get."""
-    for rows in _merge(part.runs):
-        index.add(writer, rows, step=step, own=reader.is_own(writer), rows_per_append=reader.schema(writer).rows_per_append)
+    for append, rows in part.runs:
+        index.add(writer, rows, step=step, own=reader.is_own(writer), append=append)
     for gap in part.gaps:
         index.skip(writer, gap.start, gap.stop, kind=gap.kind)
+
+
+@dataclasses.dataclass
+class _Pending:
+    """Rows that were passed by. due: when they are tried again, time.monotonic()."""
+
+    gap: Gap
+    due: float
+    pause: float = _LONGEST_PAUSE
 
 
 @dataclasses.dataclass
@@ -125,6 +131,7 @@ class _Behind:
     gap: Gap | None = None
     not_before: float = 0.0
     pause: float = 0.05
+    unreadable_since: float = math.inf
 
     @property
     def rows(self) -> int:
@@ -138,13 +145,14 @@ class Tail:
         self,
         reader: LogReader,
         heads: Mapping[str, int],
+        pending: Mapping[str, Sequence[tuple[int, int]]] = types.MappingProxyType({}),
         *,
         poll_seconds: float,
         most_behind: int = 0,
         arrival_bytes: int = ARRIVAL_BYTES,
     ):
         """Args: reader: no other thread may use it from `start` on, but for what is thread-safe. heads: rows of each writer
-        that the index has seen. most_behind: rows; who is further behind passes over the oldest, of the writers that have
+        that the index has seen. pending: writer -> rows [start, stop) below them that may come. most_behind: rows; who is further behind passes over the oldest, of the writers that have
         most; 0: no row is passed over. arrival_bytes: of rows that wait for `integrate`, beyond which no more are read.
         """
         self._reader = reader
@@ -162,19 +170,24 @@ class Tail:
         # Gaps that messages name: a writer that is passed over again and again is named once.
         self._named: dict[tuple[str, ...], Gap] = {}
         # Writer -> why its next rows cannot be read yet.
-        self._pending: dict[str, str] = {}
+        self._waiting: dict[str, str] = {}
+        self._pending = [
+            _Pending(Gap(writer, start, stop, "pending", "they could not be read before"), 0.0)
+            for writer, ranges in pending.items()
+            for start, stop in ranges
+        ]
+        self._next_sweep = 0.0
 
     def start(self) -> None:
         """Polls in the background from now on."""
         self._thread.start()
 
-    def poll(self, *, spare_quiet: bool = False) -> None:
-        """Looks for rows that were committed since the last poll. `integrate` reads them, unless the thread does.
-
-        Args: spare_quiet: as of LogReader.news.
-        """
-        for writer, head in self._reader.news(spare_quiet=spare_quiet).items():
-            begin = self._read_to.get(writer, 0)
+    def poll(self) -> None:
+        """Looks for rows that were committed since the last poll. `integrate` reads them, unless the thread does."""
+        if is_due := time.monotonic() >= self._next_sweep:
+            self._next_sweep = time.monotonic() + self._sweep_seconds
+        for writer in sorted(self._reader.look(sweep=is_due)):
+            begin, head = self._read_to.get(writer, 0), self._reader.head(writer)
             if begin < head:
                 self._behind.setdefault(writer, _Behind(begin, head)).head = head
         self._pass_over()
@@ -186,8 +199,8 @@ class Tail:
             return
         most = _level([each.rows for each in self._behind.values()], self._most_behind)
         for writer, behind in self._behind.items():
-            size = self._reader.schema(writer).rows_per_append
-            first = (behind.head - most) // size * size
+            kept = self._reader.appends(writer, behind.head - most)
+            first = kept[0].first if kept else behind.head
             if first > behind.begin:
                 reason = f"the trainer is {total} rows behind, and reads the newest {self._most_behind} (twice replay.capacity)"
                 begin = behind.gap.start if behind.gap else behind.begin
@@ -195,42 +208,70 @@ class Tail:
 
     def _read_round(self) -> _Round | None:
         """The next round; None where no row can be read now."""
+        if (late := self._read_late()) is not None:
+            return late
         now = time.monotonic()
         ready = {writer: each for writer, each in self._behind.items() if each.not_before <= now}
         if not ready:
             return None
-        sizes = {writer: self._rows_per_round(writer, of=len(ready)) for writer in ready}
+        size = self._rows_per_round(of=len(ready))
         furthest = max(each.rows for each in ready.values())
         asked: dict[str, tuple[int, int]] = {}
         room = self._arrival_bytes // _PARTS
         for writer in sorted(ready, key=lambda name: -ready[name].rows):
             each = ready[writer]
-            if asked and (room <= 0 or each.rows <= furthest - sizes[writer]):
+            if asked and (room <= 0 or each.rows <= furthest - size):
                 continue
-            asked[writer] = each.begin, min(each.begin + sizes[writer], each.head)
+            asked[writer] = each.begin, self._end(writer, each.begin, min(each.begin + size, each.head))
             room -= (asked[writer][1] - each.begin) * self._reader.shape.row_bytes
         self._reader.prefetch(asked)
         parts = {writer: part for writer in asked if (part := self._read_writer(writer, *asked[writer])) is not None}
         is_last = not any(each.not_before <= now for each in self._behind.values())
         return _Round(parts, is_last)
 
-    def _rows_per_round(self, writer: str, *, of: int) -> int:
-        """Whole appends, at least one: what many rounds are made of mixes the writers. Args: of: writers with rows to read."""
-        size = self._reader.schema(writer).rows_per_append
+    def _read_late(self) -> _Round | None:
+        """Rows that were passed by and can be read now."""
+        now = time.monotonic()
+        for each in [each for each in self._pending if each.due <= now]:
+            gap = each.gap
+            part = read_part(self._reader, gap.writer, gap.start, gap.stop, wait=False)
+            if part.error is None:
+                self._pending.remove(each)
+                return _Round({gap.writer: part}, is_last=False, late=gap)
+            each.pause = min(2 * each.pause, _LONGEST_PENDING_PAUSE)
+            each.due = now + each.pause
+        return None
+
+    def _rows_per_round(self, *, of: int) -> int:
+        """About how many rows: what many rounds are made of mixes the writers. Args: of: writers with rows to read."""
         rows = min(_ROWS_PER_READ, min(_BYTES_PER_READ, self._arrival_bytes // _PARTS) // self._reader.shape.row_bytes)
         if self._most_behind:
             rows = min(rows, self._most_behind // _ROUNDS // of)
-        return max(math.ceil(rows / size), 1) * size
+        return max(rows, 1)
+
+    def _end(self, writer: str, begin: int, end: int) -> int:
+        """Where rows end that are read together: where an append ends, `end` or behind it."""
+        last = self._reader.appends(writer, max(end - 1, begin), end)
+        return max(last[-1].stop, end) if last else end
 
     def _read_writer(self, writer: str, begin: int, end: int) -> Part | None:
         behind = self._behind[writer]
         part = read_part(self._reader, writer, begin, end, wait=False)
-        if part.head < end:
-            behind.not_before, behind.pause = time.monotonic() + behind.pause, min(2 * behind.pause, _LONGEST_PAUSE)
-            self._pending[writer] = f"replay log of writer {writer}: rows from {part.head} on cannot be read yet"
-        else:
-            behind.pause = 0.05
-            self._pending.pop(writer, None)
+        if (error := part.error) is not None:
+            now = time.monotonic()
+            behind.not_before, behind.pause = now + behind.pause, min(2 * behind.pause, _LONGEST_PAUSE)
+            # While the whole log is away, all of it may come.
+            is_new = part.head > begin or behind.unreadable_since == math.inf or not self._reader.is_there(writer)
+            behind.unreadable_since = now if is_new else behind.unreadable_since
+            self._waiting[writer] = f"{error}; the rows behind them come in {self._reader.patience_seconds:g} s all the same"
+            if now - behind.unreadable_since >= self._reader.patience_seconds and self._reader.is_there(writer):
+                gap = Gap(writer, part.head, min(error.stop, behind.head), "pending", error.reason)
+                part.gaps.append(gap)
+                part.head, behind.unreadable_since, behind.not_before = gap.stop, math.inf, 0.0
+                self._pending.append(_Pending(gap, now + _LONGEST_PAUSE))
+        if part.error is None or part.gaps:
+            behind.pause, behind.unreadable_since = 0.05, math.inf
+            self._waiting.pop(writer, None)
         if behind.gap is not None:
             part.gaps.insert(0, behind.gap)
             behind.gap = None
@@ -246,7 +287,7 @@ class Tail:
     def _follow(self) -> None:
         try:
             while not self._stop.is_set():
-                self.poll(spare_quiet=True)
+                self.poll()
                 next_poll = time.monotonic() + self._poll_seconds
                 while time.monotonic() < next_poll and not self._stop.is_set():
                     self._room.clear()
@@ -273,13 +314,17 @@ class Tail:
         records = []
         while groups := self._grouped(self._arrived()):
             for group in groups:
-                for writer in sorted(group):
-                    take_part(index, self._reader, writer, group[writer], step=step)
-                    self._taken_bytes += group[writer].bytes
-                    group[writer].runs.clear()
+                for writer in sorted(group.parts):
+                    part = group.parts[writer]
+                    self._taken_bytes += part.bytes
+                    take_part(index, self._reader, writer, part, step=step)
+                    part.runs.clear()
                 self._room.set()
-                heads = {writer: part.head for writer, part in group.items()}
-                records.append(ledger.integration(heads, [gap for part in group.values() for gap in part.gaps]))
+                if group.late is not None:
+                    records.append(ledger.late(group.late.writer, group.late.start, group.late.stop))
+                    continue
+                heads = {writer: part.head for writer, part in group.parts.items()}
+                records.append(ledger.integration(heads, [gap for part in group.parts.values() for gap in part.gaps]))
             if self._thread.is_alive():
                 break
         return records
@@ -293,18 +338,17 @@ class Tail:
                 return [found]
         return []
 
-    def _grouped(self, arrived: Iterable[_Round]) -> list[dict[str, Part]]:
-        """Writer -> part of rounds that follow one another. Rounds of a trainer that catches up stay apart, in their order."""
-        groups: list[dict[str, Part]] = []
-        was_last = False
+    def _grouped(self, arrived: Iterable[_Round]) -> list[_Round]:
+        """Rounds that follow one another become one. Those of a trainer that catches up stay apart, and late rows."""
+        groups: list[_Round] = []
         for each in arrived:
-            if not (was_last and each.is_last):
-                groups.append({})
+            if not (groups and groups[-1].is_last and each.is_last):
+                groups.append(each)
+                continue
             for writer, part in each.parts.items():
-                there = groups[-1].setdefault(writer, part)
+                there = groups[-1].parts.setdefault(writer, part)
                 if there is not part:
                     there.head, there.runs, there.gaps = part.head, there.runs + part.runs, there.gaps + part.gaps
-            was_last = each.is_last
         return groups
 
     def wait(self, seconds: float) -> None:
@@ -313,7 +357,12 @@ class Tail:
 
     def problems(self) -> list[str]:
         """Sentences about folders and rows that are left out."""
-        return [*self._reader.problems.values(), *map(str, tuple(self._named.values())), *tuple(self._pending.values())]
+        return [
+            *self._reader.problems.values(),
+            *map(str, tuple(self._named.values())),
+            *tuple(self._waiting.values()),
+            *(str(each.gap) for each in tuple(self._pending)),
+        ]
 
     def close(self) -> None:
         self._stop.set()

@@ -12,8 +12,7 @@ from rapidfuzz.distance import Levenshtein
 
 from tba_jax.replay import ledger
 from tba_jax.replay.ledger import Gap, KnownGaps
-from tba_jax.replay.reader import LogCorruption, LogReader
-from tba_jax.replay.segment import RowsExpired
+from tba_jax.replay.reader import LogCorruption, LogReader, RowsGone
 from tba_jax.trajectory import Rows, RowShape, response
 
 _ROWS_PER_READ = 4096
@@ -163,8 +162,8 @@ class Lost:
                 return True
         return False
 
-    def note(self, error: LogCorruption | RowsExpired) -> None:
-        gap = Gap(error.writer, error.start, error.stop, "damaged", getattr(error, "reason", str(error)))
+    def note(self, error: LogCorruption | RowsGone) -> None:
+        gap = Gap(error.writer, error.start, error.stop, "damaged", error.reason)
         self._unreadable.setdefault(error.writer, []).append(gap)
 
     @property
@@ -199,7 +198,7 @@ def read_back(state: Mapping[str, Any], reader: LogReader, lost: Lost) -> Iterat
 def _attempt(reader: LogReader, ids: Sequence[tuple[str, int]], lost: Lost) -> Rows | None:
     try:
         return reader.read_ids(ids)
-    except (LogCorruption, RowsExpired) as error:
+    except (LogCorruption, RowsGone) as error:
         lost.note(error)
         return None
 
