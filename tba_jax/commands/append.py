@@ -13,7 +13,7 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +23,8 @@ from absl import flags
 from tba_jax import trajectory
 from tba_jax.commands import command_line, recipes
 from tba_jax.outputs import visible
-from tba_jax.replay.log import GIVEN, LogWriter, registration
+from tba_jax.replay.log import GIVEN, LogWriter, registration, remove
+from tba_jax.replay.reader import LogReader
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import file_systems, layout, places
 from tba_jax.tasks import data
@@ -63,12 +64,10 @@ def append(workdir: Path, source: str, *, unfit: str, settings: command_line.Sou
     if places.exists(registration(run.replay, writer)):
         raise ValueError(f"--responses={source!r}: these {len(given)} responses are in {workdir} already, as writer {writer}")
     rows = _rows(run, experiment, given)
-    most = min(len(given), _rows_at_a_time(experiment))
-    size = next(size for size in range(most, 0, -1) if len(given) % size == 0)  # all appends of a log have as many rows
-    sizes = dict(rows_per_append=size, segment_appends=experiment.config.replay.segment_appends)
+    size = _rows_at_a_time(experiment)
     info = {"host": platform.node(), "pid": os.getpid(), "started": time.time(), "responses": source}
     parts = ({name: column[at : at + size] for name, column in rows.items()} for at in range(0, len(given), size))
-    write_whole(run.replay, writer, experiment.contract.row_shape(), parts, info=info, **sizes)
+    write_whole(run.replay, writer, experiment.contract.row_shape(), parts, info=info)
     scored = rows["reward"][~np.isnan(rows["reward"])]
     mean = f"{len(scored)} of them have a reward" + (f", {scored.mean():.4g} on average" if len(scored) else "")
     told = "".join(f"; left out: {count}, each of which {reason}" for reason, count in sorted(left_out.items()))
@@ -76,11 +75,14 @@ def append(workdir: Path, source: str, *, unfit: str, settings: command_line.Sou
 
 
 def write_whole(
-    root: places.Place, writer: str, shape: trajectory.RowShape, appends: Iterable[trajectory.Rows], **told: Any
+    root: places.Place, writer: str, shape: trajectory.RowShape, appends: Iterable[trajectory.Rows], *, info: Mapping[str, Any]
 ) -> None:
-    """Writes a log that readers see once it is whole. Args: told: see LogWriter."""
-    places.remove_tree(root / writer)  # of an attempt that was interrupted
-    log = LogWriter(root, writer, shape, claim=False, **told)
+    """Writes a log that counts once it is whole, and registered. Args: info: see LogWriter."""
+    places.make_folder(root)
+    before = LogReader(root, shape)
+    before.look()
+    remove(root, before.appends(writer))  # of an attempt that was interrupted
+    log = LogWriter(root, writer, shape, claim=False, info=info)
     for rows in appends:
         log.append(rows)
     log.claim()

@@ -22,7 +22,6 @@ from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.journal import Again, RowsLost
 from tba_jax.replay.ledger import KnownGaps, Losses
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.segment import expired_segments
 from tba_jax.roles.trainer.buffer import make_index, reference_of_rows
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout as layout_lib
@@ -80,14 +79,15 @@ def rebuild_index(run: Run) -> ReplayIndex:
     )
 
 
-def _removed(run: Run) -> tuple[Mapping[str, frozenset[int]], list[int]]:
-    """The segments that retention has removed, and the checkpoints that are there."""
-    return expired_segments(run.layout.replay), layout_lib.steps_in(run.layout.checkpoints)
+def _removed(run: Run) -> tuple[dict[str, int], list[int]]:
+    """Writer -> how many of its rows are not in the log any more; and the checkpoints that are there."""
+    missing = {writer: head - sum(map(len, run.reader.kept(writer))) for writer, head in run.reader.heads().items()}
+    return {writer: count for writer, count in missing.items() if count}, layout_lib.steps_in(run.layout.checkpoints)
 
 
 def _read_index(run: Run) -> ReplayIndex:
     losses = Losses(journal.read_lineage(run.layout.journal))
-    if not any(expired_segments(run.layout.replay).get(writer) for writer in run.reader.heads()):
+    if not _removed(run)[0]:
         index = make_index(run.config, run.contract, reference_id=reference_of_rows(run.contract, run.layout))
         try:
             return _replayed(run, index, losses, start=0)
@@ -136,11 +136,11 @@ def trained_rows(run: Run) -> collections.Counter[str]:
 def describe_ledger(run: Run) -> tuple[str, bool]:
     """The table that is printed, and whether every writer's account balances."""
     found, trained = accounts(run), trained_rows(run)
-    names = ("committed", "resident", "evicted", "rejected", "damaged", "expired", "passed over", "unseen", "trained")
+    names = ("committed", "resident", "evicted", "rejected", "damaged", "passed over", "pending", "unseen", "trained")
     lines = [f"{'writer':32}" + "".join(f" {name:>11}" for name in names)]
     for writer, a in found.items():
         gone = sum(a.evicted.values()), sum(a.rejected.values())
-        counts = (a.committed, a.resident, *gone, a.damaged, a.expired, a.passed_over, a.unseen, trained[writer])
+        counts = (a.committed, a.resident, *gone, a.damaged, a.passed_over, a.pending, a.unseen, trained[writer])
         lines.append(f"{writer:32}" + "".join(f" {n:11}" for n in counts) + ("" if a.balances else "   DOES NOT BALANCE"))
     for what in ("evicted", "rejected"):
         total = collections.Counter[str]()
@@ -148,10 +148,7 @@ def describe_ledger(run: Run) -> tuple[str, bool]:
             total.update(getattr(account, what))
         lines.append(f"{what}: " + (", ".join(f"{rule} {count}" for rule, count in total.items() if count) or "none"))
     lines.append(f"evicted by a capacity without ever being trained on: {sum(a.evicted_untrained for a in found.values())}")
-    expired = expired_segments(run.layout.replay)
-    for writer in (writer for writer in found if expired.get(writer)):
-        count, last = len(expired[writer]), max(expired[writer])
-        lines.append(f"removed by retention: {count} segments of {writer}, the last of them {last:06d}")
+    lines += [f"not in the log any more: {count} rows of {writer}" for writer, count in _removed(run)[0].items()]
     epochs = run.lines.epochs
     by = f"trainer epoch{'' if len(epochs) == 1 else 's'} {', '.join(map(str, epochs))}"
     lines.append(f"{len(run.lines)} journalled steps, each once, by {by}" if epochs else "no journalled steps")
@@ -199,7 +196,7 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     rows = run.reader.read_ids([(writer, int(number))])
     row = {column: value[0] for column, value in rows.items()}
     if not run.reader.is_own(writer):  # its weights are those of the run that it is mounted from
-        mounts, folder = map(open_run, run.config.replay.mount), str(run.reader.folder(writer))
+        mounts, folder = map(open_run, run.config.replay.mount), str(run.reader.root_of(writer))
         return regenerate(next(mount for mount in mounts if folder.startswith(f"{mount.layout.shared}/")), name)
     if source := run.reader.info(writer).get("responses"):
         raise ValueError(f"{name} was not generated: its response is from {source}")

@@ -23,8 +23,7 @@ from absl import flags
 from tba_jax import outputs
 from tba_jax.commands import command_line
 from tba_jax.outputs import visible
-from tba_jax.replay.reader import LogCorruption, LogReader
-from tba_jax.replay.segment import RowsExpired
+from tba_jax.replay.reader import LogCorruption, LogReader, RowsGone
 from tba_jax.reporting.gathering import blocks, damage_of, steps_of_rows, tokenizer_of
 from tba_jax.schemas import require
 from tba_jax.storage import contract, layout, places
@@ -166,7 +165,7 @@ def write_rows(output: Path, reader: LogReader, tokenizer: Tokenizer, chosen: Fi
     heads = reader.heads()
     if unknown := sorted(set(chosen.writer) - set(heads)):
         raise ValueError(f"--writer={unknown[0]} has written no rows of this run; there are {', '.join(sorted(heads)) or 'none'}")
-    lost: list[RowsExpired | LogCorruption] = []
+    lost: list[RowsGone | LogCorruption] = []
     schema = _schema(reader.shape).with_metadata({"tba_jax.run": of_run})
     count = 0
     with outputs.file(output, flag="--rows") as file, pyarrow.parquet.ParquetWriter(file, schema, compression="zstd") as written:

@@ -97,13 +97,13 @@ def _rescore_writer(
     run: layout.RunDir, experiment: "Experiment", reader: LogReader, queries: Queries, *, writer: str, head: int
 ) -> None:
     """Writes one writer's rows; the writer is registered once all are there, so that nobody reads them before."""
-    contract, schema = experiment.contract, reader.schema(writer)
-    folder, size = run.rescored(contract.reward_version), schema.rows_per_append
+    contract = experiment.contract
+    folder = run.rescored(contract.reward_version)
     places.make_folder(folder.parent)
-    old = (reader.read(writer, start, start + size) for start in range(0, head, size))
+    old = (reader.read(writer, append.first, append.stop) for append in reader.appends(writer, 0, head))
     appends = (_scored_again(rows, experiment, queries, writer) for rows in old)
-    told = dict(info={**reader.info(writer), "rescored": contract.reward_version}, segment_appends=schema.segment_appends)
-    write_whole(folder, writer, contract.row_shape(), appends, rows_per_append=size, **told)
+    info = {**reader.info(writer), "rescored": contract.reward_version}
+    write_whole(folder, writer, contract.row_shape(), appends, info=info)
 
 
 def _scored_again(rows: trajectory.Rows, experiment: "Experiment", queries: Queries, writer: str) -> dict[str, np.ndarray]:

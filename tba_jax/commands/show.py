@@ -16,6 +16,7 @@ from absl import flags
 from tba_jax import trajectory
 from tba_jax.commands import command_line
 from tba_jax.outputs import visible
+from tba_jax.replay.log import Append
 from tba_jax.replay.reader import LogReader
 from tba_jax.reporting.gathering import blocks
 from tba_jax.roles import results
@@ -68,13 +69,12 @@ def _best(run: layout.RunDir) -> str:
     return "" if best is None else f"\nbest held-out score of a snapshot: {best.score:.3f} at step {best.step}"
 
 
-def _newest(ranges: Sequence[range], count: int, rows_per_append: int) -> list[range]:
-    """The last whole appends of a writer that hold at least `count` rows. A later append never has older weights."""
+def _newest(appends: Sequence[Append], count: int) -> list[range]:
+    """The last appends of a writer that hold at least `count` rows. A later append never has older weights."""
     found: list[range] = []
-    for each in reversed(ranges):
+    for each in reversed(appends):
         if count > 0:
-            start = max(each.start, (each.stop - count) // rows_per_append * rows_per_append)
-            found.insert(0, range(start, each.stop))
+            found.insert(0, range(each.first, each.stop))
             count -= len(found[0])
     return found
 
@@ -83,7 +83,7 @@ def _first(reader: LogReader, kept: Mapping[str, Sequence[range]], order: str, c
     """The first `count` rows and their writers, in the order of storage. Memory holds few rows more than these."""
     writers, rows, spans = list[str](), dict[str, np.ndarray](), list[tuple[str, range]]()
     for writer, ranges in kept.items():
-        some = _newest(ranges, count, reader.schema(writer).rows_per_append) if order == "newest" else ranges
+        some = _newest(reader.appends(writer), count) if order == "newest" else ranges
         spans += [(writer, span) for span in some]
     for writer, span in spans:
         for read in blocks(reader, writer, span, lost=lambda error: log.warning("%s", error)):

@@ -217,14 +217,11 @@ c.replay.success_decay = setting(0.5, at_least=0, at_most=1, fixed=True)
 c.replay.max_draws_per_row = setting(0, at_least=0)  # 0: no limit
 c.replay.max_staleness = setting(0, at_least=0)  # trainer steps; 0: no limit
 c.replay.min_rows = setting(0, at_least=0)  # good rows that must have come before the first step; 0: as many as it needs
-c.replay.segment_appends = setting(256, at_least=1, free=True)
-# checkpoints: segments that no kept checkpoint needs are removed, and the audit names them.
+# checkpoints: appends that no kept checkpoint needs are removed, and the audit counts their rows.
 c.replay.retention = setting("all", one_of=("all", "checkpoints"))
 c.replay.poll_seconds = setting(0.2, above=0, free=True)  # as searchers.poll_seconds
 # The most memory of rows that the trainer has read and not taken up, however far behind it is.
 c.replay.arrival_megabytes = setting(64, at_least=1, free=True)
-# The most requests to an object store by which a trainer looks for new rows; reading them comes beside.
-c.replay.requests_per_minute = setting(1200, at_least=60, free=True)
 # Workdirs of other runs, finished or not, whose rows are trained on beside this run's own. Other runs are only read. Contract and
 # reference policy must be those of this run. The staleness of their rows is counted from step 0 of this run.
 c.replay.mount = setting((), path="always")

@@ -114,7 +114,7 @@ class ReplayIndex(Window):
             return
         first, head = int(rows["row"][0]), self.heads.get(writer, 0)
         is_late = self.take_pending(writer, first, first + count)
-        if first < head and not is_late or not np.array_equal(rows["row"], np.arange(first, first + count)):
+        if (first < head and not is_late) or not np.array_equal(rows["row"], np.arange(first, first + count)):
             told = f"rows {first} to {rows['row'][-1]} ({count}) of writer {writer}"
             raise ValueError(f"{told} must be consecutive and not below row {head}")
         self._open_writer(writer)
@@ -185,7 +185,9 @@ class ReplayIndex(Window):
         self._counts[self._writer_number[writer]][kind] += stop - start
         self.totals["damaged"] += (stop - start) * (kind == "damaged")
         if kind == "pending":
-            self.pending.setdefault(writer, []).append((start, stop))
+            ranges = self.pending.setdefault(writer, [])
+            touches = ranges and ranges[-1][1] == start
+            ranges[-1:] = [(ranges[-1][0], stop)] if touches else [*ranges[-1:], (start, stop)]
         self.heads[writer] = max(self.heads[writer], stop)
 
     def take_pending(self, writer: str, start: int, stop: int) -> bool:

@@ -1,7 +1,8 @@
 """What became of every row: committed = resident + evicted + rejected + damaged + passed over + pending + unseen, by writer.
 
 Gaps are committed rows that a trainer does not give to its index with the rows around them. A journal line records each
-integration of its step: the heads after it, the gaps below them, and the rows that were pending and came late. The first line after a resume records the rows that it could not read any more, and its step.
+integration of its step: the heads after it, the gaps below them, and the rows that were pending and came late. The first line
+after a resume records the rows that it could not read any more, and its step.
 """
 
 import bisect

@@ -7,7 +7,6 @@ all, and so finds what a look passes by: an append whose writer's clock is behin
 import bisect
 import calendar
 import collections
-import dataclasses
 import itertools
 import os
 import re
@@ -150,7 +149,7 @@ class _Root:
 class LogReader:
     """Follows all logs under a replay folder, and under those of other runs that are mounted, and reads their rows.
 
-    Not thread-safe, but for `is_own` and `problems`.
+    Not thread-safe, but for `appends`, `is_own` and `problems`.
 
     Attributes: shape: the schema that rows must have. root: the replay folder.
     """
@@ -235,9 +234,8 @@ class LogReader:
             self._moved.add(writer)
             if is_late or writer in root.late:
                 root.late[writer] = time.monotonic()
-                root.told[f"clock of {writer}"] = (
-                    f"the clock of writer {writer} is behind: it says {append.minute} (UTC) when it is {minute_of(time.time())} here"
-                )
+                says = f"it says {append.minute} (UTC) when it is {minute_of(time.time())} here"
+                root.told[f"clock of {writer}"] = f"the clock of writer {writer} is behind: {says}"
 
     def _forget(self, root: _Root, minute: str, names: set[str]) -> None:
         for name in names:
@@ -269,7 +267,7 @@ class LogReader:
             return []
         begin = max(bisect.bisect(log.firsts, start) - 1, 0)
         end = len(log.firsts) if stop is None else bisect.bisect_left(log.firsts, stop)
-        return [each for each in log.appends[begin:end] if each.stop > start]
+        return [each for each in log.appends[begin:end] if each.stop > start and (stop is None or each.first < stop)]
 
     def kept(self, writer: str) -> list[range]:
         """Rows of a writer that are in its log, ascending; no two ranges touch."""
@@ -382,16 +380,14 @@ class LogReader:
                 found = started.result()
                 if found.state == "value":
                     return decode(found.value, append, self.shape)
-                reason: Exception = FileNotFoundError(f"{root.place / append.key} is not there")
-                is_over = self.is_there(append.writer) and not wait
+                reason = "is not there"
             except STORAGE_ERRORS as error:
                 if not _is_of_storage(error):
                     raise LogCorruption(*rows, f"{root.place / append.key}: {error}") from error
-                reason, is_over = error, False
+                reason = str(error)
             if not wait or time.monotonic() > deadline:
-                if is_over or isinstance(reason, FileNotFoundError) and self.is_there(append.writer):
-                    raise RowsGone(*rows, str(reason)) from reason
-                raise RowsPending(*rows, f"{root.place / append.key}: {reason}") from reason
+                is_gone = reason == "is not there" and self.is_there(append.writer)
+                raise (RowsGone if is_gone else RowsPending)(*rows, f"{root.place / append.key} {reason}")
             time.sleep(pause)
             pause = min(1.0, 2 * pause)
             started = self._start(append)

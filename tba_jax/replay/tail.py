@@ -16,7 +16,8 @@ from typing import Any
 from tba_jax.replay import ledger
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.ledger import Gap
-from tba_jax.replay.reader import LogReader, RowsPending, Unreadable
+from tba_jax.replay.reader import LogReader, RowsGone, RowsPending, Unreadable
+from tba_jax.storage import places
 from tba_jax.trajectory import Rows
 
 _ROWS_PER_READ = 4096
@@ -152,8 +153,9 @@ class Tail:
         arrival_bytes: int = ARRIVAL_BYTES,
     ):
         """Args: reader: no other thread may use it from `start` on, but for what is thread-safe. heads: rows of each writer
-        that the index has seen. pending: writer -> rows [start, stop) below them that may come. most_behind: rows; who is further behind passes over the oldest, of the writers that have
-        most; 0: no row is passed over. arrival_bytes: of rows that wait for `integrate`, beyond which no more are read.
+        that the index has seen. pending: writer -> rows [start, stop) below them that may come. most_behind: rows; who is further
+        behind passes over the oldest, of the writers that have most; 0: no row is passed over. arrival_bytes: of rows that wait
+        for `integrate`, beyond which no more are read.
         """
         self._reader = reader
         self._read_to = dict(heads)
@@ -167,8 +169,8 @@ class Tail:
         self._room = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._follow, name="replay-tail", daemon=True)
-        # Gaps that messages name: a writer that is passed over again and again is named once.
-        self._named: dict[tuple[str, ...], Gap] = {}
+        # Writer -> its first rows that were passed over.
+        self._named: dict[str, Gap] = {}
         # Writer -> why its next rows cannot be read yet.
         self._waiting: dict[str, str] = {}
         self._pending = [
@@ -176,6 +178,7 @@ class Tail:
             for writer, ranges in pending.items()
             for start, stop in ranges
         ]
+        self._sweep_seconds = SWEEP_SECONDS_OF_STORE if isinstance(reader.root, places.Bucket) else SWEEP_SECONDS
         self._next_sweep = 0.0
 
     def start(self) -> None:
@@ -235,9 +238,11 @@ class Tail:
         for each in [each for each in self._pending if each.due <= now]:
             gap = each.gap
             part = read_part(self._reader, gap.writer, gap.start, gap.stop, wait=False)
-            if part.error is None:
+            if part.head > gap.start:
                 self._pending.remove(each)
-                return _Round({gap.writer: part}, is_last=False, late=gap)
+                if part.head < gap.stop:
+                    self._pending.append(_Pending(gap.within(part.head, gap.stop), now + _LONGEST_PAUSE))
+                return _Round({gap.writer: part}, is_last=False, late=gap.within(gap.start, part.head))
             each.pause = min(2 * each.pause, _LONGEST_PENDING_PAUSE)
             each.due = now + each.pause
         return None
@@ -259,12 +264,16 @@ class Tail:
         part = read_part(self._reader, writer, begin, end, wait=False)
         if (error := part.error) is not None:
             now = time.monotonic()
+            if isinstance(error, RowsGone):  # a look has passed it by, perhaps
+                self._next_sweep = min(self._next_sweep, now + self._reader.patience_seconds / 4)
             behind.not_before, behind.pause = now + behind.pause, min(2 * behind.pause, _LONGEST_PAUSE)
             # While the whole log is away, all of it may come.
             is_new = part.head > begin or behind.unreadable_since == math.inf or not self._reader.is_there(writer)
             behind.unreadable_since = now if is_new else behind.unreadable_since
             self._waiting[writer] = f"{error}; the rows behind them come in {self._reader.patience_seconds:g} s all the same"
-            if now - behind.unreadable_since >= self._reader.patience_seconds and self._reader.is_there(writer):
+            # Retention of another run removes rows as it likes.
+            patience = 0.0 if isinstance(error, RowsGone) and not self._reader.is_own(writer) else self._reader.patience_seconds
+            if now - behind.unreadable_since >= patience and self._reader.is_there(writer):
                 gap = Gap(writer, part.head, min(error.stop, behind.head), "pending", error.reason)
                 part.gaps.append(gap)
                 part.head, behind.unreadable_since, behind.not_before = gap.stop, math.inf, 0.0
@@ -278,7 +287,8 @@ class Tail:
         elif part.head == begin:
             return None
         for gap in part.gaps if len(self._named) < _NAMED_AT_MOST else ():
-            self._named.setdefault((writer, gap.kind, *([str(gap.start)] * (gap.kind == "damaged"))), gap)
+            if gap.kind == "passed_over":
+                self._named.setdefault(writer, gap)
         self._read_to[writer] = behind.begin = part.head
         if behind.begin == behind.head:
             del self._behind[writer]
@@ -357,12 +367,8 @@ class Tail:
 
     def problems(self) -> list[str]:
         """Sentences about folders and rows that are left out."""
-        return [
-            *self._reader.problems.values(),
-            *map(str, tuple(self._named.values())),
-            *tuple(self._waiting.values()),
-            *(str(each.gap) for each in tuple(self._pending)),
-        ]
+        gaps = [*self._named.values(), *(each.gap for each in tuple(self._pending))]
+        return [*self._reader.problems.values(), *dict.fromkeys(map(str, gaps)), *tuple(self._waiting.values())]
 
     def close(self) -> None:
         self._stop.set()

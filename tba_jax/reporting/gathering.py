@@ -13,8 +13,7 @@ import numpy as np
 
 from tba_jax.experiment.schema import SCHEMA
 from tba_jax.replay import journal
-from tba_jax.replay.reader import LogCorruption, LogReader, RowsPending
-from tba_jax.replay.segment import RowsExpired
+from tba_jax.replay.reader import LogCorruption, LogReader, RowsGone, RowsPending
 from tba_jax.schemas import flatten
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places
@@ -37,21 +36,22 @@ FIGURES = np.dtype([
 
 
 def blocks(
-    reader: LogReader, writer: str, rows: range, *, lost: Callable[[RowsExpired | LogCorruption], None], wait: bool = True
+    reader: LogReader, writer: str, rows: range, *, lost: Callable[[RowsGone | LogCorruption], None], wait: bool = True
 ) -> Iterator[Rows]:
     """Reads rows of a writer in whole appends of about 8 MB, and goes around those that are damaged or removed.
 
     Args: lost: is told of such rows. wait: for storage that lags, see LogReader.read. Raises RowsPending, ValueError: as there.
     """
-    size = reader.schema(writer).rows_per_append
-    size *= max(1, _BLOCK_BYTES // (reader.shape.row_bytes * size))
+    size = max(1, _BLOCK_BYTES // reader.shape.row_bytes)
     start = end = rows.start
     while start < rows.stop:
-        end = end if end > start else min(rows.stop, (start // size + 1) * size)
+        if end <= start:
+            together = reader.appends(writer, start, min(start + size, rows.stop))
+            end = min(together[-1].stop if together else start + size, rows.stop)
         try:
             yield reader.read(writer, start, end, wait=wait)
             start = end
-        except (RowsExpired, LogCorruption, RowsPending) as error:
+        except (RowsGone, LogCorruption, RowsPending) as error:
             if error.start > start:
                 end = error.start
             elif isinstance(error, RowsPending):
@@ -61,7 +61,7 @@ def blocks(
                 start = max(error.stop, start + 1)
 
 
-def damage_of(lost: Sequence[RowsExpired | LogCorruption]) -> list[str]:
+def damage_of(lost: Sequence[RowsGone | LogCorruption]) -> list[str]:
     """A sentence about the rows that are damaged, if any. Args: lost: what `blocks` told."""
     damaged = [error for error in lost if isinstance(error, LogCorruption)]
     count = sum(error.stop - error.start for error in damaged)
@@ -130,7 +130,7 @@ class RowTable:
         if there > _MANY_ROWS:
             log.info("reading the newest %d of %d rows", min(there, most), there)
         found = [self.rows]
-        lost: list[RowsExpired | LogCorruption] = []
+        lost: list[RowsGone | LogCorruption] = []
         for writer, ranges in kept.items():
             number, own, mine = self._number(writer), self.reader.is_own(writer), sum(map(len, ranges))
             # Of more rows than are kept, each writer's newest, in proportion.

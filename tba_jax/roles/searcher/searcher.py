@@ -86,8 +86,6 @@ class Searcher:
             run.replay,
             writer,
             contract.row_shape(),
-            rows_per_append=_rows_per_batch(config),
-            segment_appends=config.replay.segment_appends,
             info=dict(host=platform.node(), pid=os.getpid(), started=time.time(), devices=str(self.mesh.devices.size)),
         )
         self.appender = Appender(

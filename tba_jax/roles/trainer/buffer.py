@@ -1,6 +1,6 @@
 """The replay buffer of a trainer: the one reader of the log, the index of resident rows, the draw of a batch, and retention.
 
-A resume from a checkpoint reads its resident rows and everything above its heads: other segments of the log may go.
+A resume from a checkpoint reads its resident rows and everything above its heads: other appends may go.
 """
 
 import collections
@@ -17,8 +17,8 @@ from tba_jax.replay import journal, ledger, success_counts
 from tba_jax.replay.index import ReplayIndex, Rules
 from tba_jax.replay.journal import Again
 from tba_jax.replay.ledger import Gap, KnownGaps, Losses
+from tba_jax.replay.log import Append, remove
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.segment import remove_segments
 from tba_jax.replay.selection import Selection, draw_batch, drawable
 from tba_jax.replay.tail import Tail
 from tba_jax.run import processes
@@ -75,7 +75,7 @@ class ReplayBuffer:
     """The rows that a trainer may draw, kept up with the log.
 
     From `follow` on the tail reads with the reader; other threads only ask for what it knows of writers (`LogReader.is_own`,
-    `segment_rows`, `problems`).
+    `problems`).
     """
 
     def __init__(self, config: Any, contract: contract_lib.Contract, run: layout.RunDir, *, recent_window: int):
@@ -86,8 +86,7 @@ class ReplayBuffer:
         self._has_mounts = bool(mounts)
         self._searchers, self._counts_matter = config.searchers.count, config.searchers.prompt_selection == "posterior"
         self._mounted_runs = [layout.open_run_dir(folder) for folder in config.replay.mount]
-        per_minute = config.replay.requests_per_minute
-        self.reader = LogReader(run.replay, contract.row_shape(), mounts=mounts, requests_per_minute=per_minute)
+        self.reader = LogReader(run.replay, contract.row_shape(), mounts=mounts)
         self._requests = places.RequestRate([run.replay, *mounts])
         self._reference_id = reference_of_rows(contract, run)
         self.index = make_index(config, contract, reference_id=self._reference_id)
@@ -145,7 +144,7 @@ class ReplayBuffer:
 
     def follow(self) -> None:
         """From now on the tail reads what is beyond the heads of the index; see `start` and `poll`."""
-        self._tail = Tail(self.reader, self.index.heads, **self._tail_settings)
+        self._tail = Tail(self.reader, self.index.heads, self.index.pending, **self._tail_settings)
 
     @property
     def tail(self) -> Tail:
@@ -235,6 +234,11 @@ class ReplayBuffer:
         apart = {"reward_own": rewards[~mounted], "reward_mounted": rewards[mounted]}
         return found | {"mounted_share": mounted.mean()} | {name: of.mean() for name, of in apart.items() if of.size}
 
+    def lacks_rows(self) -> bool:
+        """Whether retention has removed rows of this run."""
+        heads = self.reader.heads()
+        return any(head > sum(map(len, self.reader.kept(each))) for each, head in heads.items() if self.reader.is_own(each))
+
     def sampled_here(self) -> np.ndarray:
         """int64[n]: slots of resident rows whose tokens snapshots of this run drew."""
         resident = np.flatnonzero(self.index.slot_query >= 0)
@@ -279,42 +283,34 @@ class ReplayBuffer:
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What a resume from a checkpoint reads of one writer: `segments`, and every segment from `last_segment` on."""
+    """What a resume from a checkpoint reads of one writer: every row from `head` on, and `rows`, int64[n] ascending: those that
+    are resident or pending."""
 
-    last_segment: int
-    segments: frozenset[int]
+    head: int
+    rows: np.ndarray
+
+    def needs(self, append: Append) -> bool:
+        return append.stop > self.head or int(np.searchsorted(self.rows, append.first)) < int(
+            np.searchsorted(self.rows, append.stop)
+        )
 
 
-def needs(index: ReplayIndex, segment_rows: Mapping[str, int]) -> dict[str, Need]:
-    """Writer -> need of a checkpoint that holds this index. segment_rows: of every writer's log."""
+def needs(index: ReplayIndex) -> dict[str, Need]:
+    """Writer -> need of a checkpoint that holds this index."""
     resident = np.flatnonzero(index.slot_query >= 0)
-    sizes = np.array([segment_rows[writer] for writer in index.writers], np.int64)
-    writers = index.slot_writer[resident]
-    segments: dict[int, set[int]] = {}
-    for number, segment in np.unique(np.stack([writers, index.slot_row[resident] // sizes[writers]]), axis=1).T.tolist():
-        segments.setdefault(number, set()).add(segment)
-    # The segment of the last row stays even if it is full: it tells where the log ends.
-    return {
-        writer: Need((index.heads[writer] - 1) // segment_rows[writer], frozenset(segments.get(number, ())))
-        for number, writer in enumerate(index.writers)
-    }
-
-
-def expired(kept: Mapping[int, Mapping[str, Need]]) -> dict[str, list[int]]:
-    """Writer -> segments that none of the kept checkpoints (step -> needs) reads."""
-    if not kept:
-        return {}
-    oldest = kept[min(kept)]
+    writers, rows = index.slot_writer[resident], index.slot_row[resident]
+    order = np.lexsort((rows, writers))
+    bounds = np.searchsorted(writers[order], np.arange(len(index.writers) + 1))
     found = {}
-    for writer, need in oldest.items():
-        needed = frozenset().union(*(each[writer].segments for each in kept.values() if writer in each))
-        if gone := [segment for segment in range(need.last_segment) if segment not in needed]:
-            found[writer] = gone
+    for number, writer in enumerate(index.writers):
+        kept = rows[order[bounds[number] : bounds[number + 1]]]
+        pending = [row for start, stop in index.pending.get(writer, ()) for row in range(start, stop)]
+        found[writer] = Need(index.heads[writer], np.union1d(kept, np.array(pending, np.int64)))
     return found
 
 
-class SegmentExpiry:
-    """Removes the segments that no resume from a kept checkpoint reads, in a thread."""
+class Retention:
+    """Removes the appends that no resume from a kept checkpoint reads, in a thread."""
 
     def __init__(self, replay: Place, buffer: ReplayBuffer):
         self._replay, self._buffer = replay, buffer
@@ -324,25 +320,27 @@ class SegmentExpiry:
         self._removal: concurrent.futures.Future[None] | None = None
 
     def note(self, step: int) -> None:
-        """Notes what a resume from a checkpoint of the buffer as it is now reads. Where a writer is not followed that is unknown,
-        and nothing is removed as long as this checkpoint is kept."""
-        index, reader = self._buffer.index, self._buffer.reader
-        sizes = {writer: reader.segment_rows(writer) for writer in index.writers}
-        known = {writer: size for writer, size in sizes.items() if size is not None}
-        if len(known) == len(sizes):
-            self._needs[step] = needs(index, known)
+        """Notes what a resume from a checkpoint of the buffer as it is now reads."""
+        self._needs[step] = needs(self._buffer.index)
 
     def remove_unneeded(self, kept: Sequence[int]) -> None:
-        """Starts to remove the segments that no resume from the kept checkpoints reads. Raises what the last removal raised."""
+        """Starts to remove the appends that no resume from the kept checkpoints reads. Raises what the last removal raised."""
         if self._removal is not None:
             self._removal.result()
-        # A checkpoint of an earlier process may need any segment, until it is replaced.
+        # A checkpoint of an earlier process may need any append, until it is replaced.
         if not self._needs.keys() >= set(kept):
             return
         self._needs = {step: self._needs[step] for step in kept}
-        unneeded = expired(self._needs)
-        own = {writer: segments for writer, segments in unneeded.items() if self._buffer.reader.is_own(writer)}
-        self._removal = self._thread.submit(remove_segments, self._replay, own)
+        if kept:
+            self._removal = self._thread.submit(self._remove, list(self._needs.values()))
+
+    def _remove(self, kept: Sequence[Mapping[str, Need]]) -> None:
+        """Args: kept: of each checkpoint, the oldest first: of a writer that it does not know it needs all rows."""
+        reader = self._buffer.reader
+        for writer in filter(reader.is_own, kept[0]):
+            # The last append stays: it tells where the log ends.
+            removable = reader.appends(writer)[:-1]
+            remove(self._replay, [each for each in removable if not any(need[writer].needs(each) for need in kept)])
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -13,7 +13,7 @@ from tba_jax import sharding
 from tba_jax.models.parameters import Params
 from tba_jax.roles import results
 from tba_jax.roles.process_group import Group, Member
-from tba_jax.roles.trainer.buffer import ReplayBuffer, SegmentExpiry
+from tba_jax.roles.trainer.buffer import ReplayBuffer, Retention
 from tba_jax.storage import layout, snapshots
 from tba_jax.storage.checkpoints import Checkpoints
 from tba_jax.storage.lease import EpochLease
@@ -227,7 +227,7 @@ class Checkpointing:
         self._lease, self._buffer = lease, buffer
         self._every_steps, self._final_step = config.checkpoint.every_steps, config.learner.steps
         self.stored = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
-        self._expiry = SegmentExpiry(run.replay, buffer) if config.replay.retention == "checkpoints" else None
+        self._expiry = Retention(run.replay, buffer) if config.replay.retention == "checkpoints" else None
         # The step of the newest checkpoint that this process wrote or restored.
         self._newest_step = -1
 

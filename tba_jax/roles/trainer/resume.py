@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
-from tba_jax.replay import journal, segment
+from tba_jax.replay import journal
 from tba_jax.replay.log import REGISTER
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.roles.trainer.update_program import UpdateProgram
@@ -37,7 +37,6 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     run = trainer.run
     trainer.lease.check()  # 1
     sweep(run, keep=trainer.config.checkpoint.keep)
-    segment.mend_expired(run.replay)
     checkpoint = trainer.checkpoints.stored.latest_step()
     lineage = journal.read_lineage(run.journal, after=checkpoint or 0, must_exist=True)
     if checkpoint is None and not lineage.last:
@@ -153,7 +152,7 @@ def _leave_out(trainer: Trainer, step: int, reason: str) -> NoReturn:
     """
     run, older = trainer.run, trainer.checkpoints.stored.steps()[:-1]
     removes = trainer.config.replay.retention == "checkpoints"
-    if not older and removes and any(segment.expired_segments(run.replay).values()):
+    if not older and removes and trainer.buffer.lacks_rows():
         raise ValueError(
             f"checkpoint {run.checkpoints / layout.step_name(step)} cannot be used: {reason}. The run cannot go on without it: "
             "replay.retention=checkpoints has removed rows that its first steps need; restore the folder, or begin a new run "
