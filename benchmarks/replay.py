@@ -54,7 +54,7 @@ def make_rows(shape: RowShape, first: int, count: int, rng: np.random.Generator)
 
 
 def open_log(root: Path, name: str, shape: RowShape) -> LogWriter:
-    return LogWriter(root, name, shape, rows_per_append=ROWS, segment_appends=SEGMENT_APPENDS, info={})
+    return LogWriter(root, name, shape, info={})
 
 
 def _appender(root: Path, name: str, shape: RowShape, barrier: Any, times: Any) -> None:

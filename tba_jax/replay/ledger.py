@@ -141,7 +141,7 @@ def accounts(index: Any, committed: Mapping[str, int]) -> dict[str, Account]:
     nothing = {"resident": 0, "evicted": {}, "rejected": {}, "evicted_untrained": 0, **dict.fromkeys(KINDS, 0)}
     found = {}
     for writer in sorted(set(committed) | set(ledger)):
-        total, entry = max(committed.get(writer, 0), index.heads.get(writer, 0)), ledger.get(writer, nothing)
+        total, entry = committed.get(writer, index.heads.get(writer, 0)), ledger.get(writer, nothing)
         counts: dict[str, Any] = {name: value for name, value in entry.items() if name != "seen"}
         found[writer] = Account(committed=total, unseen=total - index.heads.get(writer, 0), **counts)
     return found

@@ -186,17 +186,14 @@ class LogWriter:
         numbers = range(self._next_row, self._next_row + check_rows(rows, self._shape))
         if not numbers or not np.array_equal(rows["row"], np.arange(numbers.start, numbers.stop)):
             there = f"{rows['row'][0]} to {rows['row'][-1]}" if numbers else "empty"
-            raise ValueError(
-                f"column row is {there}, writer {self.writer} continues at {numbers.start}, {len(numbers)} rows of it"
-            )
+            raise ValueError(f"column row is {there}, writer {self.writer} continues at {numbers.start} to {numbers.stop - 1}")
         content = encode(self.writer, rows, self._shape)
         append = Append(self.writer, numbers.start, numbers.stop, minute_of(time.time()))
         if self._unsure is not None:
-            append, there = self._unsure  # under the same name, so that the rows are there once
-            if there != content:
-                raise OSError(
-                    f"rows {numbers.start} on of writer {self.writer} may have been committed: append the same rows again"
-                )
+            append, before = self._unsure  # under the same name, so that the rows are there once
+            if before != content:
+                told = f"rows from {numbers.start} on of writer {self.writer}"
+                raise OSError(f"{told} may have been committed after all: append the same rows again")
         self._unsure = append, content
         try:
             self._put(append, content)

@@ -174,6 +174,8 @@ class LogReader:
             try:
                 self._look(root, sweep=sweep or not root.looked)
                 root.told.pop("", None)
+            except FileNotFoundError:  # nobody has written yet, or the folder is away
+                continue
             except STORAGE_ERRORS as error:
                 root.told[""] = f"{root.place} cannot be listed: {error}"
         for writer in [each for each in self._hidden if self._is_registered(each)]:

@@ -73,7 +73,7 @@ def test_rows_are_generated_again_bit_for_bit(finished, copied):
     long = int((rows["response_length"][:4] > 1).argmax())
     changed["policy_step"][long, 1] += 1
     shape = finished.experiment.contract.row_shape()
-    log = LogWriter(copied / "replay", "forged-1", shape, rows_per_append=4, segment_appends=4, info={})
+    log = LogWriter(copied / "replay", "forged-1", shape, info={})
     log.append(changed | {"row": np.arange(4)})
     run = audit.open_run(copied)
     if long != 0:
@@ -96,7 +96,7 @@ def test_a_run_whose_trainer_prunes_meanwhile_is_read_again(copied, monkeypatch)
     def pruned(run: audit.Run) -> ReplayIndex:
         index = read(run)
         if (count := next(removed)) < times:
-            monkeypatch.setattr(audit, "expired_segments", lambda root: {"another": frozenset({count})})
+            monkeypatch.setattr(audit, "_removed", lambda run: ({"another": count}, []))
         if count == 0:
             raise RowsLost("a row was pruned meanwhile")
         return index
@@ -115,8 +115,8 @@ def test_rows_that_were_trained_on_and_are_lost_are_accounted_for_as_damaged(cop
     whole = audit.accounts(run)
     line = next(iter(run.lines))
     writer, row = line["writers"][line["rows"][0][0]], line["rows"][0][1]
-    segment = row // run.reader.schema(writer).segment_rows
-    shutil.rmtree(copied / "replay" / writer / f"{segment:06d}" / "d")
+    (append,) = run.reader.appends(writer, row, row + 1)
+    (copied / "replay" / append.key).unlink()
     found = audit.accounts(audit.open_run(copied))
     assert all(account.balances for account in found.values())
     assert found[writer].damaged == whole[writer].resident - found[writer].resident

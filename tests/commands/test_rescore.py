@@ -12,7 +12,6 @@ from tba_jax.experiment import training
 from tba_jax.replay import journal
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.segment import remove_segments
 from tba_jax.storage import layout
 from tba_jax.storage.lease import EpochLease
 from tba_jax.tasks.arithmetic import Arithmetic
@@ -20,6 +19,7 @@ from tba_jax.tasks.interface import Query, Scores
 from tba_jax.telemetry import metrics
 from tests.commands.test_command_line import refusal
 from tests.support import frozen_runs, tiny_run
+from tests.support.tiny_log import objects
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
@@ -92,7 +92,7 @@ def test_a_new_run_trains_on_them_and_its_batches_can_be_audited(source, version
 def another(source, name: str) -> tuple[LogWriter, dict[str, np.ndarray]]:
     shape = source.experiment.contract.row_shape()
     rows = {column: values[:24].copy() for column, values in rows_in(source.run.replay, shape)[1].items()}
-    return LogWriter(source.run.replay, name, shape, rows_per_append=4, segment_appends=2, info={}), rows
+    return LogWriter(source.run.replay, name, shape, info={}), rows
 
 
 def append(log: LogWriter, rows: dict[str, np.ndarray], begin: int = 0, end: int = 24) -> None:
@@ -139,9 +139,10 @@ def test_what_cannot_be_rescored_is_refused(source, version_2, capsys, monkeypat
     lease = EpochLease.acquire(source.run.journal)
     assert "held by process" in refused()
     lease.release()
-    remove_segments(source.run.replay, {"late-1": [1]})
+    objects(source.run.replay, "late-1")[2].unlink()
     assert re.search(r"all of the 24 rows of writer late-1 any more: .*replay.retention=all", refused())
-    shutil.rmtree(source.run.replay / "late-1")
+    for path in objects(source.run.replay, "late-1"):
+        path.unlink()
     (source.run.replay / "writers" / "late-1.json").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(Arithmetic, "queries", lambda self, split: [Query(f"1{n}+1=") for n in range(40)])

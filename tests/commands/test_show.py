@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from tba_jax.commands import show
-from tba_jax.replay.log import LogWriter
+from tba_jax.replay.log import LogWriter, remove
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.segment import remove_segments
 from tba_jax.reporting import gathering
 from tba_jax.storage import layout
 
@@ -19,18 +18,20 @@ WRITERS, APPENDS = ("w0", "w1", "w2"), 9
 
 @pytest.fixture(scope="module")
 def run(frozen, tmp_path_factory) -> tuple[layout.RunDir, LogReader]:
-    """A log that has three more writers of 9 appends of 4 rows, two appends a segment, of which three are removed."""
+    """A log that has three more writers of 9 appends of 4 rows, of which six are removed."""
     s = frozen(tmp_path_factory.mktemp("shown") / "run", batches=3)
     reader, shape = LogReader(s.run.replay, s.experiment.contract.row_shape()), s.experiment.contract.row_shape()
     rows, rng = dict(reader.read(next(iter(reader.heads())), 0, 4)), np.random.default_rng(0)
     for number, name in enumerate(WRITERS):
-        log = LogWriter(s.run.replay, name, shape, rows_per_append=4, segment_appends=2, info={})
+        log = LogWriter(s.run.replay, name, shape, info={})
         for append in range(APPENDS):
             rows["row"][:] = np.arange(4 * append, 4 * append + 4)
             rows["policy_step"][:] = 1 + append // 2 * (number + 1) + rng.integers(0, 2, (4, 1)) * (append % 2)
             rows["reward"][:] = rng.integers(0, 9, 4)
             log.append(rows)
-    remove_segments(s.run.replay, {"w1": [0, 1], "w2": [2]})
+    reader = LogReader(s.run.replay, shape)
+    reader.look()
+    remove(s.run.replay, [*reader.appends("w1")[:4], *reader.appends("w2")[4:6]])
     return s.run, LogReader(s.run.replay, shape)
 
 

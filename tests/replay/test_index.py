@@ -167,14 +167,14 @@ def test_successes_are_counted_of_the_run_s_own_valid_rows_that_its_policy_sampl
     index = index_of(success_decay=0.5)
     rows = make_rows(0, [1, 1, 1, 2], [(0,), (1,), (2,), (0,)])
     rows["reward"][:] = 1.0, np.nan, 0.25, 0.0
-    index.add("a", rows, step=1, rows_per_append=4)
+    index.add("a", rows, step=1)
     for writer, own in (("given-0", True), ("b", False)):
         index.add(writer, make_rows(0, [1, 2], [(3,), (3,)]), step=1, own=own)  # rewards of 0 and 1
     published = index.success_counts.published()
     assert published.query_id.tolist() == [1, 2]
     assert published.successes.tolist() == [1.25, 0] and published.trials.tolist() == [2, 1]
     # Identical responses are merged in the window, and count all the same.
-    index.add("a", make_rows(4, [1], [(0,)]) | {"reward": np.float32([1])}, step=2, rows_per_append=4)
+    index.add("a", make_rows(4, [1], [(0,)]) | {"reward": np.float32([1])}, step=2)
     assert index.success_counts.published().trials.tolist() == [0.5 * 2 + 1, 1]
 
 

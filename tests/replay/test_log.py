@@ -1,13 +1,19 @@
-"""Writers of the log: round trips, refusals, claims, crashes, a full disk."""
+"""Writers of the log: round trips, refusals, claims, lost replies, a full disk; and an append as a stranger reads it."""
+
+import json
+import re
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tba_jax.replay import log as log_lib
 from tba_jax.replay.log import LogWriter
-from tba_jax.replay.reader import LogReader
-from tba_jax.replay.segment import Segment
+from tba_jax.replay.reader import LogCorruption, LogReader
+from tba_jax.storage import places
 from tests.run.test_processes import files_of_at_most
-from tests.support.tiny_log import SHAPE, assert_rows, make_rows, writer
+from tests.support.tiny_log import SHAPE, assert_rows, make_rows, objects, writer
 
 
 def test_a_writer_id_is_used_once_and_well_formed(tmp_path):
@@ -21,11 +27,11 @@ def test_a_writer_id_is_used_once_and_well_formed(tmp_path):
     writer(tmp_path, "writers-2")
 
 
-def test_wrong_rows_are_refused_and_the_log_goes_on(tmp_path):
+def test_wrong_rows_are_refused_and_the_log_goes_on_with_any_number_of_rows(tmp_path):
     log = writer(tmp_path)
     good = make_rows(0, 4)
     for bad, words in [
-        (make_rows(0, 3), "rows_per_append"),
+        (make_rows(0, 0), "empty"),
         (make_rows(4, 4), "continues at 0"),
         (good | {"reward": good["reward"].astype(np.float64)}, "reward is float64"),
         (good | {"key": good["key"][:, :1]}, "column key"),
@@ -33,34 +39,34 @@ def test_wrong_rows_are_refused_and_the_log_goes_on(tmp_path):
     ]:
         with pytest.raises(ValueError, match=words):
             log.append(bad)
-    log.append(good)
-    assert_rows(LogReader(tmp_path, SHAPE).read("w0", 0, 4), good)
+    for count in (4, 1, 7):
+        log.append(make_rows(log.next_row, count))
+    assert_rows(LogReader(tmp_path, SHAPE).read("w0", 0, 12), make_rows(0, 12))
 
 
 def test_what_a_crash_leaves_lying_around_is_ignored(tmp_path):
     log = writer(tmp_path)
     for append in range(4):
         log.append(make_rows(4 * append, 4))
-    (tmp_path / "w0" / "000000" / "d" / "garbage").write_bytes(b"\x00" * 100)
-    (tmp_path / "w0" / "000000" / "manifest.ocdbt.__lock").write_bytes(b"")
-    (tmp_path / "w0" / "junk").write_text("x")
-    (tmp_path / "w0" / "000777.tmp").mkdir()
+    minute = objects(tmp_path)[0].parent
+    (minute / "w0.16-20_0123456789abcdef.__lock").write_bytes(b"")
+    (tmp_path / "junk").write_text("x")
+    (tmp_path / "20260101T0000").mkdir()
     reader = LogReader(tmp_path, SHAPE)
     assert reader.heads() == {"w0": 16} and reader.problems == {}
     assert_rows(reader.read("w0", 0, 16), make_rows(0, 16))
 
 
-def test_a_folder_that_is_claimed_later_is_followed_then(tmp_path):
-    log = LogWriter(tmp_path, "late", SHAPE, rows_per_append=4, segment_appends=3, info={"n": 7}, claim=False)
+def test_given_rows_appear_together_when_they_are_registered(tmp_path):
+    log = LogWriter(tmp_path, "given-1", SHAPE, info={"n": 7}, claim=False)
+    (tmp_path / "writers").mkdir()
     for append in range(4):
         log.append(make_rows(4 * append, 4))
     reader = LogReader(tmp_path, SHAPE)
-    assert reader.heads() == {} and reader.problems == {}
-    with pytest.raises(ValueError, match="never reused"):
-        writer(tmp_path, "late")
+    assert reader.heads() == {} and reader.problems == {} and not reader.look()
     log.claim()
-    assert reader.heads() == {"late": 16} and reader.problems == {} and reader.info("late") == {"n": 7}
-    assert_rows(reader.read("late", 0, 16), make_rows(0, 16))
+    assert reader.look() == {"given-1"} and reader.heads() == {"given-1": 16} and reader.info("given-1") == {"n": 7}
+    assert_rows(reader.read("given-1", 0, 16), make_rows(0, 16))
     with pytest.raises(ValueError, match="never reused"):
         log.claim()
 
@@ -81,19 +87,59 @@ def test_a_full_disk_refuses_appends_and_keeps_committed_ones(tmp_path):
 def test_an_append_that_landed_unnoticed_is_acknowledged_once(tmp_path, monkeypatch):
     log = writer(tmp_path)
     log.append(make_rows(0, 4))
-    commit = Segment.append
+    put = places.put
 
-    def commit_then_fail(*arguments):
-        commit(*arguments)
+    def put_then_fail(*arguments):
+        put(*arguments)
         raise ValueError("UNAVAILABLE: the reply was lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Segment, "append", commit_then_fail)
+        patch.setattr(places, "put", put_then_fail)
         with pytest.raises(OSError, match="may be appended again"):
             log.append(make_rows(4, 4))
     assert log.next_row == 4
     with pytest.raises(OSError, match="committed after all"):
         log.append(make_rows(4, 4) | {"reward": np.full(4, 99, np.float32)})
+    monkeypatch.setattr(log_lib, "minute_of", lambda seconds: "20300101T0000")  # a retry keeps the name of the first try
     log.append(make_rows(4, 4))
     log.append(make_rows(8, 4))
+    assert len(objects(tmp_path)) == 3
     assert_rows(LogReader(tmp_path, SHAPE).read("w0", 0, 12), make_rows(0, 12))
+
+
+def test_two_processes_of_one_name_never_mix(tmp_path):
+    one, two = (LogWriter(tmp_path, "w0", SHAPE, info={}, claim=False) for _ in range(2))
+    one.append(make_rows(0, 4))
+    with pytest.raises(OSError, match="another process writes as w0"):
+        two.append(make_rows(0, 4) | {"reward": np.full(4, 99, np.float32)})
+    assert_rows(LogReader(tmp_path, SHAPE).read("w0", 0, 4), make_rows(0, 4))
+
+
+def test_a_later_column_is_left_out_and_another_layout_is_named(tmp_path):
+    log = writer(tmp_path)
+    log.append(make_rows(0, 4))
+    file = objects(tmp_path)[0]
+
+    def rewrite(change) -> None:
+        content = file.read_bytes()
+        size = int.from_bytes(content[:4], "little")
+        header, body = change(json.loads(content[4 : 4 + size]), zlib.decompress(content[4 + size : -4]))
+        described = json.dumps(header).encode()
+        new = len(described).to_bytes(4, "little") + described + zlib.compress(body)
+        file.write_bytes(new + zlib.crc32(new).to_bytes(4, "little"))
+
+    rewrite(lambda h, b: (h | {"columns": [*h["columns"], ["later", "<f4", [2]]]}, b + bytes(4 * 8)))
+    assert_rows(LogReader(tmp_path, SHAPE).read("w0", 0, 4), make_rows(0, 4))
+    rewrite(lambda h, b: (h | {"layout": "append-9"}, b))
+    with pytest.raises(LogCorruption, match="layout 'append-9', and this version reads 'append-1'"):
+        LogReader(tmp_path, SHAPE).read("w0", 0, 4)
+
+
+def test_the_lines_of_the_docs_read_an_append_with_tensorstore_alone(tmp_path):
+    writer(tmp_path).append(make_rows(0, 4))
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    (code,) = re.findall(r"```python\n(import json.*?)```", page, re.DOTALL)
+    assert len(code.strip().splitlines()) <= 12 and "tba_jax" not in code
+    found: dict = {}
+    exec(code.replace("/runs/a/replay", str(tmp_path)), found)
+    assert_rows(found["rows"], make_rows(0, 4))

@@ -1,32 +1,89 @@
-"""Reading logs beside foreign content."""
+"""Reading logs beside foreign content, by clocks that are hours off, and after retention."""
 
-import json
+import os
+import time
 
 import pytest
 
-from tba_jax.replay.reader import LogReader
+from tba_jax.replay import log as log_lib
+from tba_jax.replay import reader as reader_lib
+from tba_jax.replay.log import minute_of, remove
+from tba_jax.replay.reader import LogCorruption, LogReader, RowsGone
 from tba_jax.trajectory import RowShape
-from tests.support.tiny_log import SHAPE, make_rows, writer
+from tests.support.tiny_log import SHAPE, assert_rows, make_rows, objects, writer
 
 
-def test_foreign_content_and_other_schemas_are_problems(tmp_path):
-    (tmp_path / "foreign").mkdir()
+def test_foreign_content_and_other_schemas_are_named(tmp_path):
     writer(tmp_path, "good").append(make_rows(0, 4))
-    register = tmp_path / "writers"
-    (register / "notes.txt").write_text("hello")
-    (register / ".w9.json.tmp").write_text("")
-    (register / "list.json").write_text("[]")
-    (register / "bare.json").write_text(json.dumps({"schema": {"layout": "packed-columns-1", "rows_per_append": 4}}))
-    described = json.loads((register / "good.json").read_text())
-    (register / "old.json").write_text(json.dumps({"schema": described["schema"] | {"layout": "named-columns-0"}}))
-    writer(tmp_path, "longer", RowShape(prompt_length=4, response_length=9, reward_parts=("a", "b")))
-    writer(tmp_path, "parts", RowShape(prompt_length=4, response_length=6, reward_parts=("a", "c")))
+    (objects(tmp_path, "good")[0].parent / "notes.txt").write_text("hello")
+    longer = RowShape(prompt_length=4, response_length=9, reward_parts=("a", "b"))
+    parts = RowShape(prompt_length=4, response_length=6, reward_parts=("a", "c"))
+    writer(tmp_path, "longer", longer).append(make_rows(0, 4, longer))
+    writer(tmp_path, "parts", parts).append(make_rows(0, 4, parts))
     reader = LogReader(tmp_path, SHAPE)
-    for _ in range(2):  # what is told does not depend on when one looks
-        assert reader.heads() == {"good": 4}
-        assert set(reader.problems) == {"notes.txt", "list", "bare", "old", "longer", "parts"}
-        assert "layout 'named-columns-0', this version reads 'packed-columns-1'" in reader.problems["old"]
-        assert "segment_appends" in reader.problems["bare"] and "['a', 'c']" in reader.problems["parts"]
-        assert "policy_step" in reader.problems["longer"] and "prompt_length" not in reader.problems["longer"]
-    with pytest.raises(ValueError, match="policy_step"):
-        reader.read("longer", 0, 4)
+    assert reader.heads() == {"good": 4, "longer": 4, "parts": 4} and [*reader.problems] == ["notes.txt"]
+    assert_rows(reader.read("good", 0, 4), make_rows(0, 4))
+    for name, words in (("longer", r"policy_step is int32\[9\], expected int32\[6\]"), ("parts", r"\['a', 'c'\]")):
+        with pytest.raises(LogCorruption, match=words):
+            reader.read(name, 0, 4)
+    with pytest.raises(ValueError, match="rows 0 to 3 are committed"):
+        reader.read("good", 2, 5)
+    with pytest.raises(ValueError, match="its log is not there"):
+        reader.read("nobody", 0, 1)
+
+
+@pytest.mark.parametrize("hours", [-30, -3, 3, 30])
+def test_rows_of_a_clock_that_is_hours_off_are_followed(tmp_path, monkeypatch, hours):
+    """Found by the sweep, then by each look; also where the reader's own clock is off."""
+    right, off, reader = writer(tmp_path, "right"), writer(tmp_path, "off"), LogReader(tmp_path, SHAPE)
+    right.append(make_rows(0, 4))
+    assert reader.look() == {"right"}
+    monkeypatch.setattr(log_lib, "minute_of", lambda seconds: minute_of(seconds + 3600 * hours))
+    off.append(make_rows(0, 4))
+    reader.look()
+    reader.look(sweep=True)
+    for head in (8, 12):
+        off.append(make_rows(head - 4, 4))
+        assert reader.look() == {"off"} and reader.head("off") == head
+    assert any("clock of writer off is behind" in each for each in reader.problems.values()) == (hours < 0)
+    assert_rows(reader.read("off", 0, 12), make_rows(0, 12))
+
+
+def test_a_look_costs_what_is_new_and_a_sweep_lists_what_has_changed(tmp_path, monkeypatch):
+    log, listed = writer(tmp_path), []
+    for _ in range(40):
+        log.append(make_rows(log.next_row, 4))
+    for number, path in enumerate(objects(tmp_path)):
+        minute = tmp_path / minute_of(time.time() - 3600 - 60 * number)
+        minute.mkdir()
+        path.rename(minute / path.name)
+        os.utime(minute, (1e9, 1e9))
+    names_in = reader_lib.places.names_in
+    monkeypatch.setattr(
+        reader_lib.places, "names_in", lambda folder, **more: (listed.append(folder), names_in(folder, **more))[1]
+    )
+    reader = LogReader(tmp_path, SHAPE)
+    assert reader.heads() == {"w0": 160} and len(listed) > 40
+    listed.clear()
+    log.append(make_rows(160, 4))
+    assert reader.look() == {"w0"} and len(listed) <= 6
+    listed.clear()
+    assert reader.heads() == {"w0": 164} and len(listed) <= 6
+
+
+def test_rows_that_retention_has_removed_are_told_from_damage(tmp_path):
+    log = writer(tmp_path)
+    for append in range(13):
+        log.append(make_rows(4 * append, 4))
+    follows = LogReader(tmp_path, SHAPE, patience_seconds=0)
+    follows.look()
+    appends = follows.appends("w0")
+    remove(tmp_path, [*appends[:3], *appends[6:9]])
+    remove(tmp_path, appends[:1])  # what is gone costs nothing
+    fresh = LogReader(tmp_path, SHAPE, patience_seconds=0)
+    for reader in (fresh, follows):
+        assert reader.heads() == {"w0": 52} and reader.kept("w0") == [range(12, 24), range(36, 52)]
+        with pytest.raises(RowsGone, match="rows 25 to 35 are not in the log: retention") as told:
+            reader.read_ids([("w0", 13), ("w0", 25)])
+        assert (told.value.writer, told.value.start, told.value.stop) == ("w0", 25, 36)
+        assert_rows(reader.read("w0", 36, 52), make_rows(36, 16))

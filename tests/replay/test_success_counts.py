@@ -26,7 +26,7 @@ def counted(given: list[tuple[str, int, np.ndarray]], *, decay: float, parts: in
     for writer, query, rewards in given:
         for part in np.array_split(rewards, parts):
             head = heads.get(writer, 0)
-            counts.add(writer, range(head, head + len(part)), [query] * len(part), part.tolist(), rows_per_append=K)
+            counts.add(writer, range(head, head + len(part)), [query] * len(part), part.tolist(), append=head // K * K)
             heads[writer] = head + len(part)
     return counts
 
@@ -51,7 +51,7 @@ def test_splits_and_restores_change_nothing():
     half = SuccessCounts.restore(json.loads(json.dumps(counted(given[:23], decay=0.7).state())))
     heads = {writer: K * sum(each == writer for each, *_ in given[:23]) for writer in "ab"}
     for writer, query, rewards in given[23:]:
-        half.add(writer, range(heads[writer], heads[writer] + K), [query] * K, rewards.tolist(), rows_per_append=K)
+        half.add(writer, range(heads[writer], heads[writer] + K), [query] * K, rewards.tolist(), append=heads[writer])
         heads[writer] += K
     assert half.state() == whole.state()
 
@@ -60,7 +60,7 @@ def test_shares_are_of_each_query_s_last_visit():
     """Query 1 fails now, query 2 is solved now, query 3 had one success of four, query 4 half a success."""
     counts = SuccessCounts(decay=0.5)
     for query, rewards in [(1, (1, 1)), (2, (0, 0)), (3, (0, 0, 1, 0)), (1, (0, 0)), (2, (1, 1)), (4, (0.5,))]:
-        counts.add("w", range(len(rewards)), [query] * len(rewards), rewards, rows_per_append=4)
+        counts.add("w", range(len(rewards)), [query] * len(rewards), rewards, append=0)
     rates = [1 / 3, 2 / 3, 1 / 4, 1 / 2]
     scalars, of_queries = counts.measure()
     assert sorted(of_queries) == pytest.approx(sorted(rates))
@@ -71,8 +71,8 @@ def test_shares_are_of_each_query_s_last_visit():
 
 def test_a_reward_that_is_no_success_rate_is_not_counted():
     reward, counts = 1.5, SuccessCounts(decay=1.0)
-    counts.add("w", [0, 1, 2], [7, 7, 7], [1.0, reward, 1.0], rows_per_append=3)
-    counts.add("w", [3], [8], [1.0], rows_per_append=3)
+    counts.add("w", [0, 1, 2], [7, 7, 7], [1.0, reward, 1.0], append=0)
+    counts.add("w", [3], [8], [1.0], append=0)
     assert counts.outside == ("w:1", reward) and counts.published().trials.tolist() == [2.0, 1.0]
     scalars, of_queries = counts.measure()
     assert scalars == {} and not of_queries.size

@@ -19,7 +19,6 @@ from tba_jax.replay.journal import Again
 from tba_jax.replay.ledger import Losses
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.segment import remove_segments
 from tba_jax.replay.tail import Tail
 from tba_jax.trajectory import RowShape
 from tests.support.tiny_log import integrate_again
@@ -37,9 +36,8 @@ def make_rows(first: int) -> dict[str, np.ndarray]:
     return rows
 
 
-def write(root, appends: dict[str, int], segment_appends: int = 8) -> dict[str, LogWriter]:
-    made = {"rows_per_append": APPEND, "segment_appends": segment_appends, "info": {}}
-    logs = {name: LogWriter(root, name, SHAPE, **made) for name in appends}
+def write(root, appends: dict[str, int]) -> dict[str, LogWriter]:
+    logs = {name: LogWriter(root, name, SHAPE, info={}) for name in appends}
     for name, count in appends.items():
         for _ in range(count):
             logs[name].append(make_rows(logs[name].next_row))
@@ -63,9 +61,12 @@ def follow(root, index: ReplayIndex, heads: dict[str, int], *, tail: Tail | None
     return told
 
 
-def hide(folder):
-    (folder / "d").rename(folder / ".away")
-    return lambda: (folder / ".away").rename(folder / "d")
+def hide(root, append: int, writer: str = "a"):
+    """Takes an append away. Returns what brings it back."""
+    (path,) = root.glob(f"*/{writer}.{append * APPEND}-*")
+    away = root / path.name
+    path.rename(away)
+    return lambda: away.rename(path)
 
 
 class FollowedLog(RuleBasedStateMachine):
@@ -77,7 +78,7 @@ class FollowedLog(RuleBasedStateMachine):
     def begin(self, most_behind: int, patience: float, starts: bool, best: bool) -> None:
         self.folder, self.away, self.lines, self.lost, self.starts = Path(tempfile.mkdtemp()), {}, [], [], starts
         self.rules = {"merge_keep": "best", "merge_edit_distance": 0.3} if best else {}
-        self.logs = write(self.folder, dict.fromkeys("abc", 0), segment_appends=2)
+        self.logs = write(self.folder, dict.fromkeys("abc", 0))
         self.patience, self.most_behind, self.live = patience, most_behind * APPEND, index_of(12 * APPEND, **self.rules)
         self.follow()
 
@@ -107,16 +108,19 @@ class FollowedLog(RuleBasedStateMachine):
         told = {"visible": records, "ids": self.live.ids(drawn), "rows": self.live.gather(drawn)}
         self.lines.append(journal.journal_line(step=len(self.lines) + 1, **told, reward_version=1, key=0))
 
-    def segment(self, writer: str, number: int) -> Path | None:
-        """Its folder if the segment is there, and is not the last, of which a reader waits for the head."""
-        folder = self.folder / writer / f"{number:06d}"
-        there = number < (self.logs[writer].next_row - 1) // (2 * APPEND) and (folder / "d").exists()
-        return folder if there else None
-
-    @rule(writer=st.sampled_from("abc"), number=st.integers(0, 6))
+    @rule(writer=st.sampled_from("abc"), number=st.integers(0, 12))
     def lose(self, writer: str, number: int) -> None:
-        if folder := self.segment(writer, number):
-            self.away[folder] = hide(folder)
+        """An append is away for a while; not the last, which tells that the ones before are committed."""
+        if (writer, number) not in self.away and (number + 1) * APPEND < self.logs[writer].next_row:
+            self.away[writer, number] = hide(self.folder, number, writer)
+
+    @rule(writer=st.sampled_from("abc"), number=st.integers(0, 12), damaged=st.binary(max_size=9))
+    def damage(self, writer: str, number: int, damaged: bytes) -> None:
+        if (writer, number) not in self.away and (number + 1) * APPEND <= self.logs[writer].next_row:
+            (path,) = self.folder.glob(f"*/{writer}.{number * APPEND}-*")
+            whole = path.read_bytes()
+            path.write_bytes(damaged)
+            self.away[writer, number] = lambda: path.write_bytes(whole)
 
     @precondition(lambda self: self.away)
     @rule()
@@ -124,14 +128,6 @@ class FollowedLog(RuleBasedStateMachine):
         for bring_back in self.away.values():
             bring_back()
         self.away = {}
-
-    @precondition(lambda self: not self.starts)
-    @rule(writer=st.sampled_from("abc"), ahead=st.integers(1, 3))
-    def expire(self, writer: str, ahead: int) -> None:
-        """Retention removes what this reader has not read yet."""
-        number = self.live.heads.get(writer, 0) // (2 * APPEND) + ahead
-        if self.segment(writer, number):
-            remove_segments(self.folder, {writer: [number]})
 
     @rule()
     def resume(self) -> None:
@@ -195,7 +191,9 @@ def test_a_tail_that_nobody_hands_rows_to_holds_no_more_than_its_share(tmp_path)
 def test_the_oldest_rows_of_a_long_absence_are_never_read(tmp_path, monkeypatch):
     write(tmp_path, {"long": 100, "short": 3, "dead": 40})
     read, original = [], LogReader._start
-    monkeypatch.setattr(LogReader, "_start", lambda self, *each: (read.append((each[0], each[2])), original(self, *each))[1])
+    monkeypatch.setattr(
+        LogReader, "_start", lambda self, each: (read.append((each.writer, each.first // APPEND)), original(self, each))[1]
+    )
     tail = Tail(LogReader(tmp_path, SHAPE), {}, poll_seconds=1.0, most_behind=20 * APPEND)
     index = index_of(10 * APPEND)
     tail.poll()
@@ -214,42 +212,59 @@ def test_the_oldest_rows_of_a_long_absence_are_never_read(tmp_path, monkeypatch)
     assert again.state() == index.state()
 
 
-def test_a_segment_has_one_deadline_and_holds_nobody_up(tmp_path):
-    """Eight appends of a segment are missing: all of them together may take the patience that one may."""
-    patience = 0.4
-    logs = write(tmp_path, {"a": 16})
-    hide(tmp_path / "a" / "000000")
+def test_rows_that_cannot_be_read_hold_nobody_up_and_come_late(tmp_path):
+    """Two appends are away and one is damaged: after the patience the others go on, and what comes back is taken up once."""
+    patience, logs = 0.3, write(tmp_path, {"a": 16})
+    bring_back = [hide(tmp_path, number) for number in (3, 4)]
+    (damaged,) = tmp_path.glob(f"*/a.{9 * APPEND}-*")
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-9] + bytes(9))
     logs |= write(tmp_path, {"b": 2})
-    index, begin, others = index_of(), time.monotonic(), None
-    tail = Tail(LogReader(tmp_path, SHAPE, patience_seconds=patience), {}, poll_seconds=0.05)
+    index, begin, others, told = index_of(), time.monotonic(), None, []
+    tail = Tail(LogReader(tmp_path, SHAPE, patience_seconds=patience), {}, poll_seconds=0.02)
     tail.start()
     while index.heads.get("a", 0) < 16 * APPEND:
-        assert time.monotonic() < begin + 5 * patience, "one deadline for the segment"
+        assert time.monotonic() < begin + 20, (index.heads, tail.problems())
         tail.wait(0.05)
-        tail.integrate(index, step=1)
+        told += tail.integrate(index, step=1)
         if others is None and index.heads.get("b") == 2 * APPEND:
             others = time.monotonic() - begin
-            logs["b"].append(make_rows(logs["b"].next_row))
+    assert others is not None and others < patience
+    assert index.pending == {"a": [(3 * APPEND, 5 * APPEND), (9 * APPEND, 10 * APPEND)]}
+    assert index.ledger()["a"]["pending"] == 3 * APPEND and index.ledger()["a"]["seen"] == 13 * APPEND
+    assert any("rows 144 to 159 cannot be read" in each and "checksum" in each for each in tail.problems())
     tail.close()
-    assert others is not None and others < patience and index.heads["b"] == 3 * APPEND
-    assert index.ledger()["a"]["damaged"] == 8 * APPEND and index.ledger()["a"]["seen"] == 8 * APPEND
+    for each in bring_back:
+        each()
+    damaged.write_bytes(whole)
+    tail = Tail(LogReader(tmp_path, SHAPE), index.heads, index.pending, poll_seconds=0.02)
+    told += tail.integrate(index, step=1)
+    tail.poll()
+    told += tail.integrate(index, step=1)
+    assert not index.pending and index.ledger()["a"]["seen"] == 16 * APPEND and not tail.problems()
+    again = index_of()
+    assert not integrate_again(again, LogReader(tmp_path, SHAPE), *told, step=1)
+    assert again.state() == index.state()
 
 
-@pytest.mark.parametrize("away", ["segment", "log"])
-def test_what_comes_back_in_time_is_not_damaged(tmp_path, away):
-    """A segment has the reader's patience, and a log whose whole place is away has all time."""
+@pytest.mark.parametrize("away", ["append", "log"])
+def test_what_comes_back_in_time_stays_in_its_place(tmp_path, away):
+    """An append has the reader's patience, and a log whose whole place is away has all time."""
     root = tmp_path / "log"
     root.mkdir()
     write(root, {"a": 8})
-    index, reader = index_of(), LogReader(root, SHAPE, patience_seconds=30 if away == "segment" else 0.02)
+    index, reader = index_of(), LogReader(root, SHAPE, patience_seconds=30 if away == "append" else 0.02)
     tail = Tail(reader, {}, poll_seconds=0.05)
     tail.poll()
-    gone = root / "a" / "000000" / "d" if away == "segment" else root
-    gone.rename(tmp_path / "away")
+    if away == "log":
+        root.rename(tmp_path / "away")
+        bring_back = lambda: (tmp_path / "away").rename(root)  # noqa: E731
+    else:
+        bring_back = hide(root, 0)
     end = time.monotonic() + 0.15
     while time.monotonic() < end:
         assert tail.integrate(index, step=1) == []
-    assert any("rows from 0 on cannot be read yet" in each for each in tail.problems())
-    (tmp_path / "away").rename(gone)
+    assert any("replay log of writer a: rows 0 to" in each for each in tail.problems())
+    bring_back()
     follow(root, index, {"a": 8 * APPEND}, tail=tail)
-    assert index.totals["seen"] == 8 * APPEND and index.ledger()["a"]["damaged"] == 0 and not tail.problems()
+    assert index.totals["seen"] == 8 * APPEND and not index.pending and not tail.problems()

@@ -7,11 +7,10 @@ import pytest
 
 from tba_jax.replay import journal
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.segment import remove_segments
 from tba_jax.reporting import gathering
 from tba_jax.reporting.gathering import MOST_POINTS, RowTable, Source, read_lines
 from tests.support import frozen_runs, hostile_runs
-from tests.support.tiny_log import SHAPE, damage, make_rows, writer
+from tests.support.tiny_log import SHAPE, damage, make_rows, objects, writer
 
 WRITERS = ("w0", "w1", "w2")
 
@@ -34,7 +33,7 @@ def test_damage_is_named_the_rest_is_read_and_a_run_is_only_read(tmp_path):
     for file, named in (
         ("finished.json", "finished.json"),
         ("config.json", "the tokenizer"),
-        ("replay/w0/000000/manifest.ocdbt", "w0"),
+        (objects(run.replay)[0].relative_to(run.root), "w0"),
     ):
         path = run.root / file
         path.write_bytes(path.read_bytes().replace(b'"path": ""', b'"path": "/gone"') if file == "config.json" else b"[1, {}")
@@ -74,17 +73,18 @@ def test_the_figures_are_those_of_the_log(tmp_path):
         np.testing.assert_array_equal(found.rows[name], rows[name])
 
 
-def test_damaged_expired_and_lagging_rows_are_left_out_and_damage_is_named(tmp_path):
+def test_damaged_removed_and_lagging_rows_are_left_out_and_damage_is_named(tmp_path):
     damage(tmp_path / "log", 1)
     append(tmp_path / "log", "w1", 28)
-    remove_segments(tmp_path / "log", {"w1": [0]})
+    for path in objects(tmp_path / "log", "w1")[:3]:
+        path.unlink()
     found, problems = table(tmp_path / "log")
     assert identities(found) == sorted(named("w0", range(4), range(8, 16)) + named("w1", range(12, 28)))
     assert any("4 rows are damaged" in told and "w0: rows 4 to 7" in told for told in problems)
-    append(tmp_path / "lags", "w2", 12, segment_appends=1)
-    (tmp_path / "lags" / "w2" / "000001" / "d").rename(tmp_path / "away")
-    found, (told, *_) = table(tmp_path / "lags", patience=60.0)
-    assert identities(found) == named("w2", range(4)) and "the rows of writer w2 cannot be read" in told
+    append(tmp_path / "lags", "w2", 12)
+    objects(tmp_path / "lags", "w2")[1].rename(tmp_path / "away")
+    found, told = table(tmp_path / "lags", patience=60.0)
+    assert identities(found) == named("w2", range(4), range(8, 12)) and not told
 
 
 def test_of_more_rows_than_are_kept_those_are_read_that_each_writer_wrote_last(tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ from tba_jax import main
 from tba_jax.commands import audit, command_line, show
 from tba_jax.experiment import jobs, training
 from tba_jax.replay.index import ReplayIndex
-from tba_jax.replay.reader import LogCorruption, LogReader
-from tba_jax.replay.segment import RowsExpired, manifest, remove_segments
+from tba_jax.replay.log import remove
+from tba_jax.replay.reader import LogCorruption, LogReader, RowsGone
 from tba_jax.replay.tail import Tail
 from tba_jax.roles.trainer.publishing import Publisher
 from tba_jax.storage import layout, places, snapshots
@@ -23,9 +23,8 @@ from tests.support.tiny_log import SHAPE, assert_rows, make_rows, writer
 from tests.support.tiny_snapshots import SPECS, assert_same_bits, random_params, shardings
 
 
-def test_rows_come_back_across_segments_and_damage_is_named(root):
+def test_rows_come_back_and_damage_is_named(root):
     log, reader = writer(root), LogReader(root, SHAPE)
-    assert reader.heads() == {"w0": 0}
     with pytest.raises(ValueError, match="never reused"):
         writer(root)
     objects, rows, rng = [], make_rows(0, 32), np.random.default_rng(0)
@@ -33,10 +32,8 @@ def test_rows_come_back_across_segments_and_damage_is_named(root):
     tail = Tail(LogReader(root, SHAPE), {}, poll_seconds=0.2)
     index = ReplayIndex(shape=SHAPE, capacity=500, capacity_per_query=99, vocab_size=100, merge_duplicates=False)
     for append in range(8):
-        before = set(places.files_in(root / "w0"))
         log.append({name: column[4 * append : 4 * append + 4] for name, column in rows.items()})
-        new = [root / "w0" / name for name in set(places.files_in(root / "w0")) - before]
-        objects.append(max(new, key=lambda place: len(places.read_bytes(place))))
+        objects += [root / name for name in places.files_in(root) if f"w0.{4 * append}-" in name]
         tail.poll()
         tail.integrate(index, step=append)
         assert index.heads == {"w0": log.next_row} == reader.heads()
@@ -55,18 +52,13 @@ def test_rows_come_back_across_segments_and_damage_is_named(root):
         except LogCorruption as corruption:
             found.append((corruption.start, corruption.stop))
     assert found and set(found) == {(0, 4)}
-    contents = manifest(root / "w0", 2)
-    whole = places.read_bytes(contents)
-    places.write_bytes(contents, whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
-    for each, head in ((reader, 32), (LogReader(root, SHAPE), 24)):
-        assert each.heads()["w0"] == head and "head of writer w0 cannot be read" in each.problems["w0"]
-    places.write_bytes(contents, whole)
-    remove_segments(root, {"w0": [0, 1]})
-    for each in (reader, LogReader(root, SHAPE)):
-        with pytest.raises(RowsExpired, match="rows 4 to 23 were removed by retention"):
+    places.write_bytes(objects[0], content)
+    remove(root, reader.appends("w0")[1:6])
+    for each in (reader, LogReader(root, SHAPE, patience_seconds=0)):
+        assert each.heads() == {"w0": 32} and each.kept("w0") == [range(4), range(24, 32)]
+        with pytest.raises(RowsGone, match="rows 4 to 23 are not in the log"):
             each.read("w0", 4, 8)
-        assert each.heads() == {"w0": 32} and each.kept("w0") == [range(24, 32)]
-    assert not [name for name in places.files_in(root / "w0") if name < "000002"]
+    assert len(places.files_in(root)) == 4, "three appends and a registration"
 
 
 def test_snapshots_are_published_loaded_and_pruned_and_requests_are_counted(root):

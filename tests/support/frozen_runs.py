@@ -127,7 +127,7 @@ def append_changed(s, writer, **changes):
     rows = {name: column.copy() for name, column in reader.read(source, 0, 4).items()}
     for name, (place, value) in changes.items():
         rows[name][place] = value
-    LogWriter(s.run.replay, writer, reader.shape, rows_per_append=4, segment_appends=4, info={}).append(rows)
+    LogWriter(s.run.replay, writer, reader.shape, info={}).append(rows)
 
 
 def offline(workdir: Path, source: Path, **changes):

@@ -40,7 +40,7 @@ def make(workdir: Path, shared: places.Place | None = None) -> layout.RunDir:
     _rewrite_config(run)
     shape = contract.of(contract.read_run(run), called="the test").row_shape()
     info = {"host": STRINGS[0], "devices": STRINGS[2], "pid": 1, "started": 1_000.0}
-    log = LogWriter(run.replay, "w0", shape, rows_per_append=4, segment_appends=4, info=info)
+    log = LogWriter(run.replay, "w0", shape, info=info)
     rows = _rows(shape)
     for start in range(0, ROWS, 4):
         log.append({name: column[start : start + 4] for name, column in rows.items()})
@@ -109,4 +109,4 @@ def more_rows(run: layout.RunDir, writer: str, **columns: object) -> None:
     rows = {name: np.zeros((4, *size), dtype) for name, (dtype, size) in shape.columns().items()}
     for name, values in ({"row": np.arange(4)} | columns).items():
         rows[name][:] = values
-    LogWriter(run.replay, writer, shape, rows_per_append=4, segment_appends=4, info={"started": 1e300}).append(rows)
+    LogWriter(run.replay, writer, shape, info={"started": 1e300}).append(rows)

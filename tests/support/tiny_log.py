@@ -29,18 +29,21 @@ def make_rows(start: int, count: int, shape: RowShape = SHAPE) -> dict[str, np.n
     return rows
 
 
-def writer(root: Path, name: str = "w0", shape: RowShape = SHAPE, segment_appends: int = 3) -> LogWriter:
-    return LogWriter(root, name, shape, rows_per_append=4, segment_appends=segment_appends, info={"pid": os.getpid()})
+def writer(root: Path, name: str = "w0", shape: RowShape = SHAPE) -> LogWriter:
+    return LogWriter(root, name, shape, info={"pid": os.getpid()})
+
+
+def objects(root: Path, name: str = "w0") -> list[Path]:
+    """The appends of a writer in a folder, in their order."""
+    return sorted(root.glob(f"*/{name}.*-*"), key=lambda path: int(path.name.split(".")[1].split("-")[0]))
 
 
 def damage(root: Path, append: int) -> None:
-    """Cuts the data file of one of the four appends of w0 which its commit has written."""
-    log, rng = writer(root, segment_appends=8), np.random.default_rng(0)
+    """Cuts the object of one of the four appends of w0, of four rows each."""
+    log = writer(root)
     for number in range(4):
-        before = set((root / "w0").rglob("d/*"))
-        log.append(make_rows(4 * number, 4) | {"ref_logprobs": rng.normal(size=(4, 6)).astype(np.float32)})
-        if number == append:
-            file = max(set((root / "w0").rglob("d/*")) - before, key=lambda path: path.stat().st_size)
+        log.append(make_rows(4 * number, 4))
+    file = objects(root)[append]
     file.write_bytes(file.read_bytes()[:40])
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from tba_jax.commands import audit
-from tba_jax.replay import journal, ledger, segment
+from tba_jax.replay import journal, ledger
 from tba_jax.replay.reader import LogReader
 from tba_jax.roles.trainer import buffer
 from tba_jax.roles.trainer.buffer import ReplayBuffer
@@ -58,7 +58,7 @@ BY_DEFAULT = ("whole policy", "everything")
 TORN = (
     *(f"checkpoints/0*/{file}" for file in ("host/metadata", "state/_METADATA", "state/manifest.ocdbt", "state/d/*")),
     *(f"policy/0*/{file}" for file in ("commit.json", "embedding.weight/zarr.json", "embedding.weight/c/0/0")),
-    *("journal/*.jsonl", "journal/*.lease", "replay/expired.json", "reference/initial.json", "metrics/trainer/status.json"),
+    *("journal/*.jsonl", "journal/*.lease", "reference/initial.json", "metrics/trainer/status.json"),
 )
 # Where a kill within a step comes: a function that the step calls, whether before or after the call, and whether the step counts.
 POINTS = (
@@ -107,7 +107,6 @@ class KilledRun(RuleBasedStateMachine):
         self.lost: Path | None = None
         self.trainer: Any = None
         self.stack = contextlib.ExitStack()
-        layout.write_json(self.folder / "run" / "replay" / segment.EXPIRED, {"expired": {}, "removing": {}})
         self.resume(window=0)
 
     def compare(self) -> None:

@@ -1,4 +1,4 @@
-"""The replay buffer: the counts beside snapshots, and segments of the log that no checkpoint needs."""
+"""The replay buffer: the counts beside snapshots, and appends of the log that no checkpoint needs."""
 
 import shutil
 
@@ -8,7 +8,7 @@ import pytest
 from tba_jax.commands import audit
 from tba_jax.experiment import jobs
 from tba_jax.replay import success_counts
-from tba_jax.roles.trainer import buffer
+from tba_jax.replay.log import Append
 from tba_jax.roles.trainer.buffer import Need
 from tba_jax.storage import layout, snapshots
 from tests.support import frozen_runs, tiny_run
@@ -65,34 +65,32 @@ def test_counts_lie_beside_every_snapshot_and_a_resume_comes_to_the_same(tmp_pat
     assert caplog.text.count("has the reward ") == 1
 
 
-def test_only_what_every_checkpoint_is_past_expires():
-    kept = {
-        10: {"a": Need(5, frozenset({1, 4})), "b": Need(2, frozenset())},
-        20: {"a": Need(9, frozenset({4, 8})), "b": Need(2, frozenset({0})), "c": Need(3, frozenset())},
-    }
-    assert buffer.expired(kept) == {"a": [0, 2, 3], "b": [1]}
-    assert buffer.expired({20: kept[20]}) == {"a": [0, 1, 2, 3, 5, 6, 7], "b": [1], "c": [0, 1, 2]}
-    assert buffer.expired({}) == {}
+@pytest.mark.parametrize(
+    ("first", "stop", "needed"), [(0, 4, True), (4, 8, False), (8, 12, True), (12, 16, False), (16, 24, True)]
+)
+def test_an_append_is_needed_for_its_resident_rows_and_beyond_the_head(first, stop, needed):
+    need = Need(20, np.array([0, 9, 11]))
+    assert need.needs(Append("a", first, stop, "20260101T0000")) == needed
 
 
 def test_what_no_checkpoint_needs_is_removed_and_accounted_for(tmp_path):
-    """A segment an append of 16 rows, one a step, and a window of 24 rows; a checkpoint every step, of which two are kept."""
+    """An append of 16 rows a step, and a window of 24 rows; a checkpoint every step, of which two are kept."""
     changes = dict(schedule__mode="interleaved", evaluation__enabled=False, task__missing_eos_reward=-1.0)
-    changes |= dict(replay__segment_appends=1, replay__capacity=24, replay__retention="checkpoints", checkpoint__every_steps=1)
+    changes |= dict(replay__capacity=24, replay__retention="checkpoints", checkpoint__every_steps=1)
     c = tiny_run.config(**changes, learner__steps=6, learner__logprob_gap_every_steps=0)
     s = tiny_run.settings(tmp_path / "run", c)
     run = s.run
     assert jobs.everything(s)() == 0
     (writer,) = audit.open_run(run.root).reader.heads()
-    gone = sorted(set(range(6)) - {int(path.name) for path in (run.replay / writer).iterdir()})
+    gone = sorted(set(range(6)) - {append.first // 16 for append in audit.open_run(run.root).reader.appends(writer)})
     assert gone and max(gone) < 4
     account = audit.accounts(audit.open_run(run.root))[writer]
     told = layout.read_json(run.finished)
     assert account.balances and account.committed == 96 and account.resident == 24 and told["balanced"]
     text, balanced = audit.describe_ledger(audit.open_run(run.root))
-    assert balanced and f"removed by retention: {len(gone)} segments of {writer}, the last of them {gone[-1]:06d}" in text
+    assert balanced and f"not in the log any more: {16 * len(gone)} rows of {writer}" in text
     line = next(line for line in audit.open_run(run.root).lines if any(row // 16 in gone for _, row in line["rows"]))
-    with pytest.raises(ValueError, match=rf"step {line['step']} cannot be rebuilt: .*{writer}.* removed by retention"):
+    with pytest.raises(ValueError, match=rf"step {line['step']} cannot be rebuilt: .*{writer}.* are not in the log"):
         audit.rebuild_batch(audit.open_run(run.root), line["step"])
     # A kill before the last checkpoint was whole: the one before is restored, and all that its steps drew is still there.
     expected = snapshots.fingerprint(run.policies / "00000006")

@@ -64,7 +64,7 @@ def test_a_trainer_that_refuses_every_row_ends_with_the_reason_unless_better_row
     reader = LogReader(source.run.replay, source.experiment.contract.row_shape())
     rows = {each: column.copy() for each, column in reader.read(next(iter(reader.heads())), 0, count).items()}
     rows[column][place] = value
-    LogWriter(s.run.replay, "bad-1", reader.shape, rows_per_append=count, segment_appends=4, info={}).append(rows)
+    LogWriter(s.run.replay, "bad-1", reader.shape, info={}).append(rows)
     with frozen_runs.trainer(s, polls=True) as trainer:
         if name == "all":
             told = (
