@@ -78,7 +78,6 @@ def write_whole(
     root: places.Place, writer: str, shape: trajectory.RowShape, appends: Iterable[trajectory.Rows], *, info: Mapping[str, Any]
 ) -> None:
     """Writes a log that counts once it is whole, and registered. Args: info: see LogWriter."""
-    places.make_folder(root)
     before = LogReader(root, shape)
     before.look()
     remove(root, before.appends(writer))  # of an attempt that was interrupted

@@ -87,12 +87,12 @@ def _removed(run: Run) -> tuple[dict[str, int], list[int]]:
 
 def _read_index(run: Run) -> ReplayIndex:
     losses = Losses(journal.read_lineage(run.layout.journal))
-    if not _removed(run)[0]:
+    if not (removed := _removed(run))[0] or not removed[1]:
         index = make_index(run.config, run.contract, reference_id=reference_of_rows(run.contract, run.layout))
         try:
             return _replayed(run, index, losses, start=0)
         except RowsLost:
-            if not layout_lib.steps_in(run.layout.checkpoints):
+            if not removed[1]:
                 raise
     index, start = _checkpointed_index(run, losses)
     return _replayed(run, index, losses, start=start)

@@ -87,8 +87,8 @@ def _is_done(run: layout.RunDir, experiment: "Experiment", writer: str, head: in
     done = LogReader(folder, experiment.contract.row_shape()).heads().get(writer, 0)
     if done != head:
         raise ValueError(
-            f"{folder / writer} has {done} of the {head} rows of writer {writer}, which was still at work then; "
-            f"remove it and {registration(folder, writer)} to score them all, where no run mounts them"
+            f"{folder}/{writer} has {done} of the {head} rows of writer {writer}, which was still at work then; "
+            f"remove {registration(folder, writer)} to score them all, where no run mounts them"
         )
     return True
 

@@ -74,8 +74,9 @@ def _newest(appends: Sequence[Append], count: int) -> list[range]:
     found: list[range] = []
     for each in reversed(appends):
         if count > 0:
-            found.insert(0, range(each.first, each.stop))
-            count -= len(found[0])
+            follows = found and found[0].start == each.stop
+            found[:1] = [range(each.first, found[0].stop)] if follows else [range(each.first, each.stop), *found[:1]]
+            count -= each.stop - each.first
     return found
 
 

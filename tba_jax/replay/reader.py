@@ -170,6 +170,11 @@ class LogReader:
 
         Returns the writers that have more of them than when this was asked last.
         """
+        self._update(sweep=sweep)
+        moved, self._moved = self._moved - self._hidden, self._moved & self._hidden
+        return moved
+
+    def _update(self, *, sweep: bool) -> None:
         for root in self._roots:
             try:
                 self._look(root, sweep=sweep or not root.looked)
@@ -181,8 +186,6 @@ class LogReader:
         for writer in [each for each in self._hidden if self._is_registered(each)]:
             self._hidden.discard(writer)
             self._moved.add(writer)
-        moved, self._moved = self._moved - self._hidden, self._moved & self._hidden
-        return moved
 
     def _look(self, root: _Root, *, sweep: bool) -> None:
         now = time.time()
@@ -256,7 +259,7 @@ class LogReader:
 
     def heads(self) -> dict[str, int]:
         """Committed rows of every writer; sweeps."""
-        self.look(sweep=True)
+        self._update(sweep=True)
         return {writer: log.head for writer, log in self._logs.items() if log.appends and writer not in self._hidden}
 
     def head(self, writer: str) -> int:
@@ -331,7 +334,7 @@ class LogReader:
         order = np.argsort(wanted, kind="stable")
         ascending = wanted[order]
         if ascending[-1] >= self.head(writer) or ascending[0] < 0:
-            self.look(sweep=True)
+            self._update(sweep=True)
         if ascending[-1] >= (head := self.head(writer)) or ascending[0] < 0:
             reason = f"rows 0 to {head - 1} are committed" if head else "its log is not there"
             raise ValueError(f"rows {ascending[0]} to {ascending[-1]} of writer {writer} cannot be read: {reason}")
@@ -356,7 +359,7 @@ class LogReader:
             if wait and (not has_swept or not self.is_there(writer)) and time.monotonic() < deadline:
                 time.sleep(0.2 * has_swept)
                 has_swept = True
-                self.look(sweep=True)
+                self._update(sweep=True)
                 continue
             if not self.is_there(writer):
                 raise RowsPending(writer, first, stop, f"{log.root.place} is not there")

@@ -23,6 +23,7 @@ from tba_jax.storage import layout, places, snapshots
 from tba_jax.storage.lease import LeaseHeld
 from tests.support import frozen_runs, task_files, tiny_run
 from tests.support.summaries import write_rows
+from tests.support.tiny_log import objects
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
@@ -179,7 +180,7 @@ def given(theirs, tmp_path) -> Given:
 
 def test_readers_execute_nothing_and_print_no_control_character(given, tmp_path, capsys):
     (writer,) = (path.stem for path in (given.root / "replay" / "writers").glob("*.json"))
-    (given.root / "replay" / "writers" / "a\x1b[2J\nthe ledger balances.json").write_text("{}")
+    (objects(given.root / "replay", writer)[0].parent / "a\x1b[2J\nthe ledger balances.json").write_text("{}")
     before = frozen_runs.contents(given.root)
     readers = [(show, ["--count=40"]), (audit, []), (audit, ["--step=2"]), (audit, [f"--regenerate={writer}:3"])]
     told = []

@@ -81,8 +81,9 @@ def test_what_no_checkpoint_needs_is_removed_and_accounted_for(tmp_path):
     s = tiny_run.settings(tmp_path / "run", c)
     run = s.run
     assert jobs.everything(s)() == 0
-    (writer,) = audit.open_run(run.root).reader.heads()
-    gone = sorted(set(range(6)) - {append.first // 16 for append in audit.open_run(run.root).reader.appends(writer)})
+    reader = audit.open_run(run.root).reader
+    (writer,) = reader.heads()
+    gone = sorted(set(range(6)) - {append.first // 16 for append in reader.appends(writer)})
     assert gone and max(gone) < 4
     account = audit.accounts(audit.open_run(run.root))[writer]
     told = layout.read_json(run.finished)
