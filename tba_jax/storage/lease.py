@@ -30,8 +30,8 @@ class LeaseHeld(RuntimeError):
 class EpochLease:
     """A held lease; a thread renews it until `release` or `close`.
 
-    Attributes: epoch. journal: {"epoch", "step", "workdir", "host"}, of the newest journal of the run: the epoch of its last file,
-    a step that it holds, and where it is; {} before the first.
+    Attributes: epoch. journal: {"epoch", "step", "workdir", "host"}, of the newest journal of the run: the epoch of its last
+    file, a step that it holds, and where it is; {} before the first.
     """
 
     def __init__(self, place: Place, version: Version, ttl_seconds: float):

@@ -165,7 +165,7 @@ def kvstore(folder: Place) -> dict[str, Any]:
 
 
 def context(folder: Place) -> ts.Context:
-    """A context for files of which each has one writer: they need no locks, which some file systems lack (Lustre without flock)."""
+    """A context for files that have one writer each: they need no locks, which some file systems lack (Lustre without flock)."""
     return ts.Context({"file_io_locking": {"mode": "none"}}) if isinstance(folder, Path) else folder.context
 
 
@@ -263,7 +263,7 @@ def read_version(file: Bucket, last: bytes) -> tuple[bytes | None, bytes]:
 
 
 def write_if(file: Bucket, content: bytes, generation: bytes) -> bytes:
-    """Writes an object whose generation is still this one, see `read_version`. Returns the new generation, b"" where it is not."""
+    """Writes an object whose generation is still this one, see `read_version`. Returns the new one, b"" where it is not."""
     with _failures(file):
         return file.store.write(file.path, content, if_equal=generation).result().generation or b""
 

@@ -1,7 +1,7 @@
 """The pointer to the snapshots that the trainer keeps, `policy/kept`: how readers find them, and how the trainer moves it.
 
-It is a fenced value, the names of the folders. A folder is whole before the pointer names it; the pointer lets go of it first, and
-the folder is removed publish.keep_seconds later. Nobody lists the folders but a trainer that starts.
+It is a fenced value: the names of the folders. A folder is whole before the pointer names it; the pointer lets go of it first,
+and the folder is removed publish.keep_seconds later. Only a trainer that starts lists the folders.
 """
 
 import logging
@@ -80,8 +80,8 @@ class Published:
             if self.kept().get(step) != folder:
                 raise FileNotFoundError(f"snapshot {folder} was removed while it was read") from error
             self._damaged[folder] = (
-                f"the snapshot of step {step} is damaged: {error}. This process goes on without it; a trainer that resumes at this "
-                "step publishes it again"
+                f"the snapshot of step {step} is damaged: {error}. This process goes on without it; a trainer that resumes at "
+                "this step publishes it again"
             )
             log.warning("%s", self._damaged[folder])
             raise
@@ -113,7 +113,8 @@ class Published:
     def _lost(self, error: FileNotFoundError) -> None:
         if not self._told:
             log.warning(
-                "%s: this process goes on with a newer one. publish.keep_seconds should be longer than the time to read one", error
+                "%s: this process goes on with a newer one. publish.keep_seconds should be longer than the time to read one",
+                error,
             )
         self._told = True
         self._pauses_until = self._clock() + self._pause
@@ -123,8 +124,8 @@ class Published:
 def retained(
     steps: Sequence[int], *, keep: int, keep_every: int, final_step: int, scores: Callable[[], Mapping[int, float]] = dict
 ) -> list[int]:
-    """The steps, of ascending ones, whose snapshots stay: the newest `keep` (0: all), step 0, multiples of keep_every, final_step,
-    and the best. Args: scores: gives step -> held-out score, of which the best has a snapshot (see results.best)."""
+    """The steps, of ascending ones, whose snapshots stay: the newest `keep` (0: all), step 0, multiples of keep_every,
+    final_step, and the best. Args: scores: gives step -> held-out score; the best is of `steps` (see results.best)."""
     going = [step for step in steps[:-keep] if step % keep_every and step != final_step] if keep else []
     scored = scores() if going else {}
     if not scored.keys().isdisjoint(going):
@@ -148,7 +149,7 @@ class Pointer:
         # When a folder that the pointer has let go of is removed.
         self._removals: dict[Place, float] = {}
         places.make_folder(policies)
-        names = {name: found for name in places.names_in(policies) if (found := snapshots.step_and_epoch(name))}
+        names = {name: of for name in places.names_in(policies) if (of := snapshots.step_and_epoch(name))}
         found = fenced.read(self._place)
         fenced.refuse_stale(self._place, found, epoch)
         self.kept = {step: folder.name for step, folder in _folders(policies, found).items() if folder.name in names}
