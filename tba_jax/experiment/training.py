@@ -289,9 +289,9 @@ def _begin_trainer(
     try:
         if (of := lease.journal) and of["epoch"] not in journals:
             raise ValueError(
-                f"the run that meets in {s.run.shared} went on in {of['workdir']} on host {of['host']}, where its journal and its "
-                f"checkpoints are; {s.run.journal} lacks the file of epoch {of['epoch']}: start it there, restore the folders from "
-                f"a copy of that workdir, or begin a new run by --init_from={s.run.shared}@STEP"
+                f"the run that meets in {s.run.shared} went on in {of['workdir']} on host {of['host']}, where its journal and "
+                f"checkpoints are; {s.run.journal} lacks the file of epoch {of['epoch']}: start it there, restore the folders "
+                f"from a copy of that workdir, or begin a new run by --init_from={s.run.shared}@STEP"
             )
         _make_reference(s, group, record)
         group.call("begin trainer", settings=settings)

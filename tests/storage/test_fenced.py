@@ -127,9 +127,7 @@ def test_a_store_that_ignores_conditions_is_refused_before_a_run_begins(s3, tmp_
 
 def test_a_folder_without_exclusive_creation_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", lambda source, target: shutil.copy(source, target))
-    with pytest.raises(
-        ValueError, match=rf"{tmp_path} cannot hold a run: its file system lets several processes create one file"
-    ):
+    with pytest.raises(ValueError, match=rf"{tmp_path} cannot hold a run: its file system lets several"):
         fenced.probe(tmp_path)
     assert not list(tmp_path.iterdir())
 
