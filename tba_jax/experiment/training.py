@@ -293,6 +293,7 @@ def _begin_trainer(
                 f"checkpoints are; {s.run.journal} lacks the file of epoch {of['epoch']}: start it there, restore the folders "
                 f"from a copy of that workdir, or begin a new run by --init_from={s.run.shared}@STEP"
             )
+        places.make_folder(s.run.journal)
         _make_reference(s, group, record)
         group.call("begin trainer", settings=settings)
         record.status.phase("loading")

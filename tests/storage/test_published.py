@@ -183,7 +183,7 @@ def test_a_snapshot_that_is_published_again_meanwhile_is_not_mixed(tmp_path, mon
 
 
 class Turns:
-    """Lets threads go on one at a time, from one call of storage to the next, in an order that a seed draws. A thread may so stand
+    """Lets threads go on one at a time, from one call of storage to the next, in an order that a seed draws: a thread may stand
     still at any call, for as long as others go on."""
 
     def __init__(self, seed: int):

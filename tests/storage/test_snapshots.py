@@ -130,7 +130,8 @@ WITHOUT_LOCKS = """
 #include <stdarg.h>
 int flock(int file, int operation) { errno = ENOSYS; return -1; }
 static int passed(const char *name, int file, int command, void *argument) {
-  if (command == F_SETLK || command == F_SETLKW || command == F_OFD_SETLK || command == F_OFD_SETLKW) { errno = ENOSYS; return -1; }
+  if (command == F_SETLK || command == F_SETLKW || command == F_OFD_SETLK || command == F_OFD_SETLKW)
+    return errno = ENOSYS, -1;
   int (*real)(int, int, ...) = dlsym(RTLD_NEXT, name);
   return real(file, command, argument);
 }

@@ -19,7 +19,7 @@ from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.roles.searcher.loop import RewardWatch, SearchRecord
 from tba_jax.roles.work import Work
 from tba_jax.run.processes import NoRewards
-from tba_jax.storage import contract, layout, snapshots
+from tba_jax.storage import contract, layout, published
 from tba_jax.storage.layout import RunDir
 from tba_jax.tasks.interface import Scores
 from tba_jax.telemetry import alarms, metrics, status
@@ -28,8 +28,9 @@ from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, ro
 
 
 def unreadable(folder: Path) -> None:
-    (folder / snapshots.COMMIT).unlink()
-    (folder / snapshots.COMMIT).mkdir()
+    file = folder / "embedding.weight" / "zarr.json"
+    file.unlink()
+    file.mkdir()
 
 
 def finish(s: jobs.Invocation) -> None:
@@ -48,7 +49,7 @@ def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(quick):
         step = committed(s) // (2 * ROWS)
         if step == 3:
             finish(s)
-        elif not snapshots.is_committed(s.run.policies, step):
+        elif step not in published.kept(s.run.policies):
             publish(s, step)
 
     run_searcher(s, made, look)
@@ -67,9 +68,9 @@ def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(quick, caplog
     told = set()
 
     def look() -> None:
-        if committed(s) and not snapshots.is_committed(s.run.policies, 1):
+        if committed(s) and 1 not in published.kept(s.run.policies):
             publish(s, 1, lambda folder: os.truncate(folder / "embedding.weight" / "c" / "0" / "0", 100))
-        elif (sentence := waits(s)) and not snapshots.is_committed(s.run.policies, 2):
+        elif (sentence := waits(s)) and 2 not in published.kept(s.run.policies):
             told.add(sentence)
             if "damaged" in sentence:
                 time.sleep(0.05)  # many polls long
@@ -125,7 +126,7 @@ def test_a_reward_that_hangs_keeps_nobody_from_the_end(quick, broken, monkeypatc
     s, made = quick(**held, searchers__reward_batches=2, searchers__stop_seconds=0.1)
 
     def look() -> None:
-        if committed(s) == ROWS and not s.run.finished.exists() and not snapshots.is_committed(s.run.policies, 1):
+        if committed(s) == ROWS and not s.run.finished.exists() and 1 not in published.kept(s.run.policies):
             publish(s, 1, unreadable) if broken else finish(s)
 
     begin = time.monotonic()

@@ -57,8 +57,15 @@ BY_DEFAULT = ("whole policy", "everything")
 # A file of each kind that a loss of power may tear, of which the newest is torn.
 TORN = (
     *(f"checkpoints/0*/{file}" for file in ("host/metadata", "state/_METADATA", "state/manifest.ocdbt", "state/d/*")),
-    *(f"policy/0*/{file}" for file in ("commit.json", "embedding.weight/zarr.json", "embedding.weight/c/0/0")),
-    *("journal/*.jsonl", "journal/*.lease", "replay/expired.json", "reference/initial.json", "metrics/trainer/status.json"),
+    *(f"policy/0*-*/{file}" for file in ("embedding.weight/zarr.json", "embedding.weight/c/0/0")),
+    *(
+        "journal/*.jsonl",
+        "lease/*",
+        "policy/kept/*",
+        "replay/expired.json",
+        "reference/initial.json",
+        "metrics/trainer/status.json",
+    ),
 )
 # Where a kill within a step comes: a function that the step calls, whether before or after the call, and whether the step counts.
 POINTS = (
@@ -205,8 +212,6 @@ class KilledRun(RuleBasedStateMachine):
             return
         path = max(files, key=lambda path: (path.stat().st_mtime_ns, path))
         os.truncate(path, 0 if emptied and not kind.endswith("jsonl") else max(path.stat().st_size - 7, 0))
-        if kind.endswith("lease"):  # of a power cut a while ago; else a trainer waits for a holder that may be alive
-            os.utime(path, (1e9, 1e9))
         self.torn.add(kind)
 
     @precondition(lambda self: self.trainer is None)

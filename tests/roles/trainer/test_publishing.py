@@ -6,8 +6,9 @@ import jax
 import pytest
 
 from tba_jax.roles.trainer.publishing import Publisher
-from tba_jax.storage import places, published, snapshots
+from tba_jax.storage import fenced, places, published, snapshots
 from tba_jax.storage.fenced import StaleEpoch
+from tba_jax.storage.published import Pointer
 from tests.support import frozen_runs
 from tests.support.tiny_snapshots import SPECS, assert_same_bits, random_params, shardings
 
@@ -79,7 +80,7 @@ def test_a_trainer_that_stalls_before_the_pointer_moves_shows_nothing_more(tmp_p
 
     first.pointer.add = stalled
     publish(first, 2)
-    with pytest.raises(StaleEpoch, match="holds epoch 1 .*epoch 2 has been taken"):
+    with pytest.raises(StaleEpoch, match=r"holds epoch 1 .*epoch 2 has been taken"):
         first.wait()
     assert [*published.kept(policies)] == [1, 3]
     assert len([name for name in places.names_in(policies) if snapshots.step_and_epoch(name)]) == 2
@@ -93,7 +94,8 @@ def test_a_replaced_trainer_publishes_nothing_more(tmp_path, frozen, monkeypatch
         later = trainer.lease.epoch + 1
 
         def replaced_meanwhile(*arguments, **settings):
-            (s.run.journal / f"epoch-{later:06d}.lease").write_text(json.dumps({"epoch": later, "released": True}))
+            fenced.write(s.run.lease, {"released": True}, epoch=later)
+            Pointer(s.run.policies, epoch=later, keep=0, keep_every=1, final_step=1)
             write(*arguments, **settings)
 
         monkeypatch.setattr(snapshots, "write", replaced_meanwhile)
