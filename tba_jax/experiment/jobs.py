@@ -132,7 +132,10 @@ def _awaits_evaluation(s: Invocation) -> bool:
 def _is_complete(s: Invocation) -> bool:
     """Whether the run has done all its steps and evaluated what it would: then its result is told once more."""
     steps = s.config.learner.steps
-    if not contract_lib.is_finished(s.run) or steps not in published.kept(s.run.policies) or _awaits_evaluation(s):
+    if not contract_lib.is_finished(s.run):
+        return False
+    last = published.kept(s.run.policies).get(steps)
+    if last is None or not places.names_in(last) or _awaits_evaluation(s):  # a trainer publishes one again that was lost
         return False
     results.tell(s.run, label=f"{s.label}: already finished", score_name=s.experiment.task.score_name, outcome="")
     more = "--config.learner.steps=N --allow_change=learner.steps"

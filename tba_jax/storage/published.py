@@ -149,11 +149,17 @@ class Pointer:
         # When a folder that the pointer has let go of is removed.
         self._removals: dict[Place, float] = {}
         places.make_folder(policies)
+        made = None
+        while made is None:
+            found = fenced.read(self._place)
+            fenced.refuse_stale(self._place, found, epoch)
+            there = {step: folder.name for step, folder in _folders(policies, found).items()}
+            made = fenced.replace(self._place, found, list(there.values()), epoch=epoch)
+        # From here on no earlier epoch moves the pointer, or removes what it names.
         names = {name: of for name in places.names_in(policies) if (of := snapshots.step_and_epoch(name))}
-        found = fenced.read(self._place)
-        fenced.refuse_stale(self._place, found, epoch)
-        self.kept = {step: folder.name for step, folder in _folders(policies, found).items() if folder.name in names}
-        self._write(self.kept)
+        self.kept = {step: name for step, name in there.items() if name in names}
+        if self.kept != there:
+            self._write(self.kept)
         for name in [name for name, (_, of) in names.items() if of < epoch and name not in self.kept.values()]:
             places.remove_tree(policies / name)
 
@@ -170,8 +176,9 @@ class Pointer:
         return dropped
 
     def close(self) -> None:
-        """Removes what the pointer has let go of."""
-        self._remove(list(self._removals))
+        """Removes what the pointer has let go of, unless a later trainer has taken it."""
+        if self._removals and fenced.read(self._place).epoch == self._epoch:
+            self._remove(list(self._removals))
 
     def _move(self, there: dict[int, str]) -> None:
         self._write(there)

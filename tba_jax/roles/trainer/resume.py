@@ -42,8 +42,6 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     segment.mend_expired(run.replay)
     checkpoint = trainer.checkpoints.stored.latest_step()
     lineage = journal.read_lineage(run.journal, after=checkpoint or 0, must_exist=True)
-    if checkpoint is None and not lineage.last:
-        _check_is_new(trainer)
     trainer.buffer.expect(lineage)
     status = trainer.record.status
     status.phase("loading the policy of step 0" if checkpoint is None else f"restoring the checkpoint of step {checkpoint}")
@@ -62,16 +60,6 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     if checkpoint is not None or lineage.last:
         rows, epoch = len(trainer.index), trainer.lease.epoch
         log.info("resumed at step %d with %d resident rows (epoch %d)", trainer.step_number, rows, epoch)
-
-
-def _check_is_new(trainer: Trainer) -> None:
-    """Raises ValueError where snapshots show that the run had begun: then its state is lost."""
-    run = trainer.run
-    if there := max(trainer.publishing.pointer.kept, default=0):
-        raise ValueError(
-            f"{run.policies} holds the policy of step {there} of a trainer whose checkpoints and journal are not in "
-            f"{run.root}: restore them, or begin a new run in another workdir (--init_from={run.shared}@{there})"
-        )
 
 
 def _replay(trainer: Trainer, lineage: journal.Lineage, *, until: int | None) -> None:
@@ -121,12 +109,14 @@ def restore(trainer: Trainer, checkpoint: int | None, *, end: int, recorded_by: 
 def _check_journal(trainer: Trainer, checkpoint: int, *, end: int) -> None:
     """Raises ValueError where a checkpoint, a snapshot or the lease shows that storage has lost more of the journal than a crash
     tears, or that this workdir is an older copy of the one where the run went on."""
-    run, kept, told = trainer.run, trainer.publishing.pointer.kept, trainer.lease.journal
-    newest = max([checkpoint, told.get("step", 0), *kept])
+    run, told = trainer.run, trainer.lease.journal
+    shown = {step: f"{run.policies / name}" for step, name in trainer.publishing.pointer.kept.items()}
+    shown |= {checkpoint: f"{run.checkpoints / layout.step_name(checkpoint)}"}
+    if told.get("step", 0) > max(shown) + 1:
+        shown[told["step"]] = f"step {told['step']} of the journal in {told['workdir']} on host {told['host']}"
+    newest, there = max(shown.items())
     # Lines become durable one after the other, and a checkpoint or a snapshot comes after its line: a crash tears one line.
     if newest > end + 1:
-        there = run.policies / kept[newest] if newest in kept else f"that journal in {told.get('workdir')} on {told.get('host')}"
-        there = run.checkpoints / layout.step_name(newest) if newest == checkpoint else f"step {newest} of {there}"
         raise ValueError(
             f"storage has lost lines of the journal in {run.journal}: it ends at step {end}, and {there} is there. Restore its "
             f"files; or remove the checkpoints and snapshots after step {end}, and these steps are done anew, with other rows; "

@@ -31,7 +31,7 @@ def by_hand(s) -> dict[int, tuple[float, float]]:
 
 
 def beside(s, step: int) -> dict[int, tuple[float, float]]:
-    counts = success_counts.read(s.run.policies, step)
+    counts = success_counts.read(published.kept(s.run.policies)[step])
     columns = (column.tolist() for column in (counts.query_id, counts.successes, counts.trials))
     return {query: (successes, trials) for query, successes, trials in zip(*columns, strict=True)}
 
