@@ -112,7 +112,7 @@ def _check_journal(trainer: Trainer, checkpoint: int, *, end: int) -> None:
     run, told = trainer.run, trainer.lease.journal
     shown = {step: f"{run.policies / name}" for step, name in trainer.publishing.pointer.kept.items()}
     shown |= {checkpoint: f"{run.checkpoints / layout.step_name(checkpoint)}"}
-    if told.get("step", 0) > max(shown) + 1:
+    if told.get("step", 0) > end + 1 >= max(shown):
         shown[told["step"]] = f"step {told['step']} of the journal in {told['workdir']} on host {told['host']}"
     newest, there = max(shown.items())
     # Lines become durable one after the other, and a checkpoint or a snapshot comes after its line: a crash tears one line.
