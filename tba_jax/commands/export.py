@@ -93,9 +93,10 @@ def _still_there(run: layout.RunDir, step: int, folder: places.Place) -> Iterato
     except (FileNotFoundError, ValueError) as error:
         if published.kept(run.policies).get(step) != folder:
             raise ValueError(f"snapshot {step} is gone: the run does not keep {folder} any more") from error
-        base = run.reference(layout.reference_id(run))
-        if not places.exists(base / snapshots.COMMIT):
-            raise ValueError(f"the reference policy is gone: {base} holds no {snapshots.COMMIT}") from error
+        if places.exists(run.initial_reference):
+            base = run.reference(layout.reference_id(run))
+            if not places.exists(base / snapshots.COMMIT):
+                raise ValueError(f"the reference policy is gone: {base} holds no {snapshots.COMMIT}") from error
         raise
 
 

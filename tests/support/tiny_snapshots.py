@@ -1,6 +1,8 @@
 """Parameters of a small decoder, with the values that lossy writes lose, and their places on meshes."""
 
 import functools
+import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,6 +62,16 @@ def withdraw(policies: Place, step: int) -> None:
     folder = there.pop(step)
     point(policies, there)
     places.remove_tree(folder)
+
+
+def tear(fenced_value: Any) -> None:
+    """A power cut tears the newest version of a fenced value in a folder; of a lease, nobody holds the one before."""
+    newest = max(fenced_value.iterdir())
+    os.truncate(newest, 0)
+    for file in {*fenced_value.iterdir()} - {newest}:
+        facts = json.loads(file.read_bytes() or b"[]")
+        if isinstance(facts, dict):
+            file.write_text(json.dumps(facts | {"pid_start": "1"}))
 
 
 def point(policies: Place, there: Mapping[int, Any], *, epoch: int = 1) -> None:

@@ -32,6 +32,7 @@ from tba_jax.roles.trainer.update_program import Refusals, UpdateProgram
 from tba_jax.storage import layout
 from tba_jax.storage.lease import EpochLease
 from tests.support import frozen_runs, tiny_run
+from tests.support.tiny_snapshots import tear
 
 pytestmark = [
     pytest.mark.usefixtures("one_device_throughout"),
@@ -54,6 +55,7 @@ KINDS = {
     | {f"learner__reference__{name}": value for name, value in RESET.items()},
 }
 BY_DEFAULT = ("whole policy", "everything")
+FENCED = ("lease/*", "policy/kept/*")
 # A file of each kind that a loss of power may tear, of which the newest is torn.
 TORN = (
     *(f"checkpoints/0*/{file}" for file in ("host/metadata", "state/_METADATA", "state/manifest.ocdbt", "state/d/*")),
@@ -211,7 +213,10 @@ class KilledRun(RuleBasedStateMachine):
         if kind in self.torn or not files or (kind.endswith("jsonl") and not self.last):
             return
         path = max(files, key=lambda path: (path.stat().st_mtime_ns, path))
-        os.truncate(path, 0 if emptied and not kind.endswith("jsonl") else max(path.stat().st_size - 7, 0))
+        if kind in FENCED:
+            tear(path.parent)
+        else:
+            os.truncate(path, 0 if emptied and not kind.endswith("jsonl") else max(path.stat().st_size - 7, 0))
         self.torn.add(kind)
 
     @precondition(lambda self: self.trainer is None)
