@@ -60,14 +60,8 @@ FENCED = ("lease/*", "policy/kept/*")
 TORN = (
     *(f"checkpoints/0*/{file}" for file in ("host/metadata", "state/_METADATA", "state/manifest.ocdbt", "state/d/*")),
     *(f"policy/0*-*/{file}" for file in ("embedding.weight/zarr.json", "embedding.weight/c/0/0")),
-    *(
-        "journal/*.jsonl",
-        "lease/*",
-        "policy/kept/*",
-        "replay/expired.json",
-        "reference/initial.json",
-        "metrics/trainer/status.json",
-    ),
+    *FENCED,
+    *("journal/*.jsonl", "replay/expired.json", "reference/initial.json", "metrics/trainer/status.json"),
 )
 # Where a kill within a step comes: a function that the step calls, whether before or after the call, and whether the step counts.
 POINTS = (
