@@ -1,23 +1,20 @@
-"""Policy snapshots on shared storage: the wire from the trainer to searchers and evaluators, and the reference store.
+"""Snapshots: weights as folders of tensorstore arrays, one per parameter: the wire from the trainer to searchers and evaluators,
+and the reference store.
 
-A snapshot is a folder of tensorstore arrays, one per parameter; a writer's shard is made of whole chunks. `commit.json`, written
-last, makes it visible; a local folder also appears as a whole, by being renamed. A reader restores straight into its own
-sharding, whatever mesh wrote it. One that is damaged is told of once, and not read again until it is published again.
+A folder is written once, under a name of its own, and never changed: it is whole before anything points at it (published.py; of a
+reference policy, `commit.json`, written last). A writer's shard is made of whole chunks. A reader restores straight into its own
+sharding, whatever mesh wrote it.
 """
 
-import contextlib
-import dataclasses
 import functools
 import hashlib
-import json
-import logging
 import math
-import os
+import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,29 +27,25 @@ from tba_jax.run import processes
 from tba_jax.storage import file_systems, layout, places
 from tba_jax.storage.places import Place
 
-log = logging.getLogger(__name__)
-
 COMMIT = "commit.json"
 # Chunks are read and checked side by side, and a reader of another mesh reads no more of them than it must.
 _READ_AHEAD_BYTES, CHUNK_BYTES = 1 << 28, 1 << 22
-# Storage that damages everything must not fill the memory with sentences.
-_MOST_SENTENCES = 64
-
-T = TypeVar("T")
+_NAME = re.compile(r"(\d{8,})-(\d{6,})-[0-9a-f]{8}")
 
 
 class Damaged(ValueError):
-    """A snapshot is visible and cannot be read, although the storage answers: a part of it is missing or not what was written."""
+    """A snapshot cannot be read, although the storage answers: a part of it is missing or not what was written."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SnapshotInfo:
-    """The facts that a snapshot holds with its parameters. step: of the trainer; epoch: of its lease; beside: name -> content of
-    further files, which become visible and are removed with the parameters."""
+def new_name(step: int, epoch: int) -> str:
+    """A name for the folder of a snapshot, which no other has. Args: step, epoch: of the trainer that writes it."""
+    return f"{layout.step_name(step)}-{epoch:06d}-{uuid.uuid4().hex[:8]}"
 
-    step: int
-    epoch: int
-    beside: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+def step_and_epoch(name: str) -> tuple[int, int] | None:
+    """What `new_name` was given; None where the name is no snapshot's."""
+    match = _NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def _spec(folder: Place, name: str) -> dict[str, Any]:
@@ -69,73 +62,50 @@ class Others(Protocol):
         """Returns once all of them have written. Raises OSError where one of them could not."""
 
 
-def save(
+def write(
     folder: Place,
     params: Params,
-    info: SnapshotInfo,
     *,
     dtype: str,
+    step: int = 0,
     durable: bool = True,
-    check: Callable[[], object] = lambda: None,
+    beside: Mapping[str, bytes] | None = None,
     others: Others | None = None,
 ) -> None:
-    """Writes one snapshot; it becomes visible as a whole at the end.
+    """Writes one snapshot, and returns once all processes have written their shards.
 
     Args:
-      folder: the final place. A snapshot that a trainer of the same or an earlier epoch left there is replaced.
-      params: arrays on device or host. dtype: on disk.
+      folder: a new one, below at most one that is not there. It is removed where the write fails.
+      params: arrays on device or host. dtype: on disk. step: of the weights, for `others`.
       durable: whether to wait until a local device has the bytes. If not, a loss of power may damage the snapshot.
-      check: called right before the snapshot becomes visible; where it raises, nothing is.
+      beside: name -> content of further files.
       others: the other processes that hold shards of `params`; None: this one holds all of them.
 
-    Raises OSError: the storage refused. ValueError: a trainer of a later epoch has written this step. Nothing is visible then.
+    Raises OSError: the storage refused.
     """
-    _refuse_later_epoch(folder, info)
-    draft = folder
-    if isinstance(folder, Path):
-        draft = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}"
-        places.make_folder(draft, below=2)
-    else:
-        _remove(folder)
     try:
-        try:
-            _write(draft, params, info, dtype=dtype, durable=durable, others=others)
-        except places.STORAGE_ERRORS as error:  # tensorstore mostly raises ValueError, which here would mean a user's mistake
-            raise OSError(f"snapshot {folder} could not be written: {error}") from error
-        check()
-        _refuse_later_epoch(folder, info)
-        layout.write_json(draft / COMMIT, {"step": info.step, "epoch": info.epoch, "dtype": dtype})
-        if isinstance(draft, Path) and isinstance(folder, Path):
-            if folder.exists():
-                _remove(folder)
-            draft.rename(folder)
+        places.make_folder(folder, below=2)
+        for name, content in (beside or {}).items():
+            places.write_bytes(folder / name, content)
+        with file_systems.holding(folder) as held:
+            stores = _make_arrays(held, params, dtype=dtype, durable=durable)
+            if others is not None:
+                others.start(folder, step, durable=durable)
+            _write_shards(stores, params)
+        if others is not None:
+            others.wait(step)
+        if durable and isinstance(folder, Path):
             places.sync_folder(folder.parent)
-    except BaseException:
-        if isinstance(draft, Path):  # an object store has no draft: its place may be another trainer's by now
-            shutil.rmtree(draft, ignore_errors=True)
+    except BaseException as error:
+        places.remove_tree(folder)
+        if isinstance(error, places.STORAGE_ERRORS):  # tensorstore mostly raises ValueError, which here would mean a mistake
+            raise OSError(f"snapshot {folder} could not be written: {error}") from error
         raise
 
 
-def _write(folder: Place, params: Params, info: SnapshotInfo, *, dtype: str, durable: bool, others: Others | None) -> None:
-    """Makes the files and arrays of a snapshot, and returns once all processes have written their shards."""
-    for name, content in info.beside.items():
-        places.write_bytes(folder / name, content)
-    with file_systems.holding(folder) as held:
-        stores = _make_arrays(held, params, dtype=dtype, durable=durable)
-        if others is not None:
-            others.start(folder, info.step, durable=durable)
-        _write_shards(stores, params)
-    if others is not None:
-        others.wait(info.step)
-
-
-def _refuse_later_epoch(folder: Place, info: SnapshotInfo) -> None:
-    try:
-        there = layout.read_json(folder / COMMIT)["epoch"]
-    except (FileNotFoundError, ValueError, KeyError):
-        return
-    if there > info.epoch:
-        raise ValueError(f"{folder} was published under epoch {there}, this trainer's is {info.epoch}: it has been replaced")
+def commit(folder: Place) -> None:
+    """Makes the folder of a reference policy count, once it is written."""
+    layout.write_json(folder / COMMIT, {})
 
 
 def write_shards(folder: Place, params: Params, *, dtype: str, durable: bool) -> None:
@@ -205,17 +175,12 @@ def _host_shards(array: Any) -> list[tuple[Any, np.ndarray]]:
     return [((slice(None),) * array.ndim, np.asarray(array))]
 
 
-def open_arrays(folder: Place, specs: Specs, *, commit: bytes = b"") -> Params:
+def open_arrays(folder: Place, specs: Specs) -> Params:
     """The parameters of a snapshot as tensorstore arrays, which read only the slices that a caller asks for.
 
-    Args: commit: what commit.json said before; b"": it is read now.
-
-    Raises:
-      FileNotFoundError: there is no committed snapshot in `folder` (it may have been pruned).
-      Damaged: a parameter is not there or unreadable, names it; or commit.json is no JSON.
-      ValueError: a parameter has another shape than the model; names it. OSError: the storage failed.
+    Raises Damaged: a parameter is not there or unreadable, names it; the whole snapshot may have been removed. ValueError: a
+    parameter has another shape than the model; names it. OSError: the storage failed.
     """
-    commit = commit or _commit(folder)
     context = places.reading_context(folder)
     opened = {name: ts.open(_spec(folder, name), open=True, context=context) for name in parameters.flatten(specs)}
 
@@ -223,7 +188,7 @@ def open_arrays(folder: Place, specs: Specs, *, commit: bytes = b"") -> Params:
         try:
             store = opened[name].result()
         except places.STORAGE_ERRORS as error:
-            raise _refusal(folder, f"parameter {name} is missing or unreadable", error, commit) from error
+            raise _refusal(folder, f"parameter {name} is missing or unreadable", error) from error
         if store.shape != spec.shape:
             raise ValueError(f"{folder}: parameter {name} has shape {store.shape}, the model needs {spec.shape}")
         return store
@@ -231,34 +196,10 @@ def open_arrays(folder: Place, specs: Specs, *, commit: bytes = b"") -> Params:
     return parameters.map_specs(open_one, specs)
 
 
-def _commit(folder: Place) -> bytes:
-    """The content of commit.json. Raises FileNotFoundError without one, Damaged where it is no JSON."""
-    content = layout.read_file(folder / COMMIT)
-    try:
-        json.loads(content)
-    except ValueError as error:
-        raise Damaged(f"{folder / COMMIT} is not valid JSON: {error}") from error
-    return content
-
-
-def _refusal(folder: Place, sentence: str, error: Exception, commit: bytes) -> Exception:
-    """The error for a snapshot that cannot be read: Damaged if it is, else one after which a retry may succeed.
-
-    Args: commit: what commit.json said before.
-    """
+def _refusal(folder: Place, sentence: str, error: Exception) -> Exception:
+    """The error for a snapshot that cannot be read: Damaged, or an OSError after which a retry may succeed."""
     said = OSError(f"{folder}: {sentence}: {error}")
-    if processes.is_storage_failure(said):
-        return said
-    _check_is_there(folder, commit)
-    return Damaged(str(said))
-
-
-def _check_is_there(folder: Place, commit: bytes) -> None:
-    """Raises FileNotFoundError where a snapshot is not the one any more that had this commit.json."""
-    if not places.exists(folder / COMMIT):
-        raise FileNotFoundError(f"snapshot {folder} was removed while it was read")
-    if places.read_bytes(folder / COMMIT) != commit:
-        raise FileNotFoundError(f"snapshot {folder} was written again while it was read")
+    return said if processes.is_storage_failure(said) else Damaged(str(said))
 
 
 def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
@@ -266,17 +207,9 @@ def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float3
 
     Args: specs: of the snapshot. shardings: a tree of the same structure. dtype: of the result, whatever the dtype on disk.
 
-    Raises as `open_arrays`; FileNotFoundError also where the snapshot was pruned or published again meanwhile, Damaged where the
-    bytes of a parameter are damaged.
+    Raises as `open_arrays`; Damaged also where the bytes of a parameter are damaged.
     """
-    commit = _commit(folder)
-    loaded = _load(folder, specs, shardings, dtype=dtype, commit=commit)
-    _check_is_there(folder, commit)  # else some arrays may be of one snapshot, and some of another
-    return loaded
-
-
-def _load(folder: Place, specs: Specs, shardings: Params, *, dtype: str, commit: bytes) -> Params:
-    arrays = open_arrays(folder, specs, commit=commit)
+    arrays = open_arrays(folder, specs)
     stores = {name: ts.cast(store, dtype) for name, store in parameters.flatten(arrays).items()}
     sharding_of, flat = parameters.flatten(shardings), parameters.flatten(specs)
     # Reads run ahead of the parameter that is being put on the devices, by _READ_AHEAD_BYTES at most.
@@ -307,70 +240,11 @@ def _load(folder: Place, specs: Specs, shardings: Params, *, dtype: str, commit:
         try:
             loaded = jax.make_array_from_callback(spec.shape, sharding_of[name], functools.partial(finish_read, name))
         except places.STORAGE_ERRORS as error:
-            raise _refusal(folder, f"parameter {name} is damaged", error, commit) from error
+            raise _refusal(folder, f"parameter {name} is damaged", error) from error
         del reads[name]
         return loaded
 
     return parameters.map_specs(read, specs)
-
-
-def committed_steps(policies: Place) -> list[int]:
-    """Steps with a visible snapshot, ascending."""
-    return layout.as_steps(places.folders_with(policies, COMMIT))
-
-
-def is_committed(policies: Place, step: int) -> bool:
-    """Whether a step's snapshot is visible."""
-    return places.exists(policies / layout.step_name(step) / COMMIT)
-
-
-def latest_step(policies: Place, *, newer_than: int = -1) -> int | None:
-    """The newest step above `newer_than` with a visible snapshot; looks at no more folders than it must."""
-    steps = layout.steps_in(policies, newer_than=newer_than)
-    return next((step for step in reversed(steps) if is_committed(policies, step)), None)
-
-
-def load_step(policies: Place, step: int, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
-    return load(policies / layout.step_name(step), specs, shardings, dtype=dtype)
-
-
-def prune(
-    policies: Place, *, keep: int, keep_every: int, final_step: int, scores: Callable[[], Mapping[int, float]] = dict
-) -> list[int]:
-    """Removes old snapshots: all but the newest `keep` (0: keeps all), step 0, multiples of keep_every, final_step, and the best.
-
-    Args: scores: gives step -> held-out score. The best is of the steps that have a snapshot (see results.best).
-    """
-    if not keep:
-        return []
-    there = committed_steps(policies)
-    removed = [step for step in there[:-keep] if step % keep_every and step != final_step]
-    scored = scores() if removed else {}
-    if not scored.keys().isdisjoint(removed):
-        best = max((step for step in there if step in scored), key=lambda step: (scored[step], step))
-        removed = [step for step in removed if step != best]
-    for step in removed:
-        remove(policies, step)
-    return removed
-
-
-def remove(policies: Place, step: int) -> None:
-    """Removes the snapshot of a step. Only the trainer may call it."""
-    _remove(policies / layout.step_name(step))
-
-
-def _remove(folder: Place) -> None:
-    places.remove(folder / COMMIT)  # first the commit: no reader takes up a half-removed snapshot
-    places.remove_tree(folder)
-
-
-def sweep(policies: Place) -> None:
-    """Removes the drafts and uncommitted folders that killed processes left. Only the trainer may call it."""
-    names, committed = places.names_in(policies), set(places.folders_with(policies, COMMIT))
-    for folder in (policies / name for name in names if name not in committed or name[0] == "."):
-        # While a local folder is away, its snapshots look uncommitted: this listing raises then.
-        if not (isinstance(folder, Path) and folder.is_dir() and COMMIT in os.listdir(folder)) or folder.name[0] == ".":
-            places.remove_tree(folder)
 
 
 def fingerprint(folder: Place) -> str:
@@ -390,89 +264,3 @@ def adopt(draft: Path, folder: Place) -> None:
     else:
         places.copy_tree(draft, folder, last=COMMIT)
         shutil.rmtree(draft)
-
-
-def lagging(steps: Sequence[int], *, lag: int) -> list[int]:
-    """The steps, of published ones in ascending order, that are at least `lag` older than the newest; step 0 where none is."""
-    return [step for step in steps if step <= max(0, steps[-1] - lag)]
-
-
-class DamagedSnapshots:
-    """What one role knows of the damaged snapshots of a run."""
-
-    def __init__(self, policies: Place, *, follows: str):
-        """Args: follows: what the role does without a damaged snapshot, in part of a sentence."""
-        self._policies, self._follows = policies, follows
-        # The newest published step, −1 before the first; only kept by `load_newest` under a lag.
-        self.newest = -1
-        # Step -> the version of its commit.json as it was read. One that is forgotten would be read again and again.
-        self._found: dict[int, bytes] = {}
-        # Step -> the sentence about it, of the newest steps.
-        self._sentences: dict[int, str] = {}
-
-    def above(self, step: int) -> str:
-        """A sentence about the newest snapshot that was found damaged, "" where there is none above this step."""
-        sentences = dict(self._sentences)  # another thread may read snapshots meanwhile
-        newest = max(sentences, default=step)
-        return sentences[newest] if newest > step else ""
-
-    def without(self, steps: Iterable[int]) -> list[int]:
-        """The steps whose snapshots are not known to be damaged, or have been published again since. Keeps their order."""
-        asked = list(steps)
-        known = {step: (self._commit(step), self._found[step]) for step in asked if step in self._found}
-        for step, version in places.changed(known).items():
-            if not isinstance(version, OSError):  # of a storage that does not answer, which says nothing
-                del self._found[step]
-                self._sentences.pop(step, None)
-        return [step for step in asked if step not in self._found]
-
-    def attempt(self, step: int, read: Callable[[], T]) -> T | None:
-        """What `read` returns, which reads the snapshot of a step; None where that is damaged, which is said once.
-
-        Raises: as `read`, but for Damaged.
-        """
-        version = places.changed({step: (self._commit(step), b"")}).get(step)
-        if isinstance(version, OSError):
-            raise version
-        try:
-            return read()
-        except Damaged as error:
-            self._note(step, version or b"", error)
-            return None
-
-    def load_newest(
-        self, specs: Specs, shardings: Params, *, newer_than: int, lag: int = 0, dtype: str = "float32"
-    ) -> tuple[int, Params] | None:
-        """The newest whole snapshot above the step `newer_than`, None where there is none. Args: lag: see `lagging`.
-
-        Where one is damaged, the one before is taken; where one vanishes while it is read, this looks again.
-        """
-        damaged: set[int] = set()
-        while True:
-            above = layout.steps_in(self._policies, newer_than=newer_than)
-            while lag and above and not is_committed(self._policies, above[-1]):
-                above.pop()  # it is being written
-            self.newest = above[-1] if lag and above else self.newest
-            asked = self.without(step for step in reversed(lagging(above, lag=lag)) if step not in damaged)
-            step = next((step for step in asked if is_committed(self._policies, step)), None)
-            if step is None:
-                return None
-            load = functools.partial(load_step, self._policies, step, specs, shardings, dtype=dtype)
-            with contextlib.suppress(FileNotFoundError):
-                if (loaded := self.attempt(step, load)) is not None:
-                    return step, loaded
-                damaged.add(step)
-
-    def _commit(self, step: int) -> Place:
-        return self._policies / layout.step_name(step) / COMMIT
-
-    def _note(self, step: int, version: bytes, error: Damaged) -> None:
-        folder = self._policies / layout.step_name(step)
-        sentence = (
-            f"the snapshot of step {step} is damaged: {error}. {self._follows}; a trainer that resumes at this step publishes it "
-            f"again, and to be rid of it, remove {folder}"
-        )
-        log.warning("%s", sentence)
-        self._found[step], self._sentences[step] = version, sentence
-        for oldest in sorted(self._sentences)[:-_MOST_SENTENCES]:
-            del self._sentences[oldest]

@@ -1,7 +1,6 @@
 """What a trainer shows and keeps while it holds its lease: snapshots of the policy, and checkpoints of state and replay index."""
 
 import concurrent.futures
-import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +13,12 @@ from tba_jax.models.parameters import Params
 from tba_jax.roles import results
 from tba_jax.roles.process_group import Group, Member
 from tba_jax.roles.trainer.buffer import ReplayBuffer, Retention
-from tba_jax.storage import layout, snapshots
+from tba_jax.storage import layout, places, snapshots
 from tba_jax.storage.checkpoints import Checkpoints
+from tba_jax.storage.fenced import StaleEpoch
 from tba_jax.storage.lease import EpochLease
 from tba_jax.storage.places import Place
-from tba_jax.storage.snapshots import SnapshotInfo
+from tba_jax.storage.published import Pointer
 
 log = logging.getLogger(__name__)
 
@@ -104,27 +104,30 @@ class Publisher:
         keep: int,
         keep_every: int,
         final_step: int,
+        keep_seconds: float = 0.0,
         scores: Callable[[], Mapping[int, float]] = dict,
         all_durable: bool = False,
         check: Callable[[], object] = lambda: None,
         group: Group | None = None,
     ):
-        """Args: epoch: of the trainer. keep, keep_every, final_step, scores: see snapshots.prune. all_durable: whether a reader
-        may need a snapshot again after a loss of power. check: raises where the trainer must show nothing more.
-        group: of the processes that hold the weights; None: this process alone."""
+        """Takes the pointer to the snapshots.
+
+        Args: epoch: of the trainer. keep, keep_every, final_step, keep_seconds, scores: see published.Pointer. all_durable:
+        whether a reader may need a snapshot again after a loss of power. check: raises where the trainer must show nothing more.
+        group: of the processes that hold the weights; None: this process alone. Raises as published.Pointer.
+        """
         self._group = group or Group()
         self._others = FollowersShards(self._group, "policy") if self._group.processes > 1 else None
         self._policies, self._check, self._all_durable = policies, check, all_durable
         self._dtype, self._epoch, self._every_steps = dtype, epoch, every_steps
         self.copy = sharding.copy_program(dtype)
         self._keep_every, self._final_step = keep_every, final_step
-        self._prune = functools.partial(
-            snapshots.prune, policies, keep=keep, keep_every=keep_every, final_step=final_step, scores=scores
-        )
+        rule: dict[str, Any] = dict(keep=keep, keep_every=keep_every, final_step=final_step, scores=scores)
+        self.pointer = Pointer(policies, epoch=epoch, keep_seconds=keep_seconds, **rule)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._lock = threading.Lock()
         # Snapshots that are not being written yet; only the last may be dropped for a newer one. Guarded by the lock.
-        self._waiting: list[tuple[Params, SnapshotInfo]] = []
+        self._waiting: list[tuple[Params, int, Mapping[str, bytes]]] = []
         self._current: int | None = None  # the step that is being written. Guarded by the lock.
         self._writing: concurrent.futures.Future[None] | None = None
         self._published_step = -1  # the last one of this process
@@ -135,7 +138,7 @@ class Publisher:
 
     def is_there(self, step: int, *, by_this_process: bool) -> bool:
         """Whether the step has a snapshot. Args: by_this_process: another process may have left one that is damaged."""
-        return step == self._published_step if by_this_process else step in snapshots.committed_steps(self._policies)
+        return step == self._published_step if by_this_process else step in self.pointer.kept
 
     def publish(self, params: Params, step: int, beside: Mapping[str, bytes] | None = None) -> None:
         """Hands the weights of a step, and files beside them, to the thread.
@@ -144,18 +147,17 @@ class Publisher:
         """
         self._check()
         self._published_step = step
-        info = SnapshotInfo(step=step, epoch=self._epoch, beside=beside or {})
         if self._writing is not None and (self._writing.done() or len(self._waiting) > 2):
             self.wait()
         with self._lock:
-            if self._waiting and not self._stays(self._waiting[-1][1].step):
+            if self._waiting and not self._stays(self._waiting[-1][1]):
                 self._waiting.pop()
-            held = [step for step in (self._current, *(waiting.step for _, waiting in self._waiting)) if step is not None]
+            held = [step for step in (self._current, *(waiting for _, waiting, _ in self._waiting)) if step is not None]
         self._group.call("publish", step=step, held=held)
         # A copy on the device, in the published dtype: the caller donates its buffers to the next update meanwhile.
         snapshot = jax.block_until_ready(self.copy(params))
         with self._lock:
-            self._waiting.append((snapshot, info))
+            self._waiting.append((snapshot, step, beside or {}))
             if self._writing is None:
                 self._writing = self._thread.submit(self._write_waiting)
 
@@ -170,18 +172,16 @@ class Publisher:
                 if not self._waiting:
                     self._writing = None
                     return
-                params, info = self._waiting.pop(0)
-                self._current = info.step
-            snapshots.save(
-                self._policies / layout.step_name(info.step),
-                params,
-                info,
-                dtype=self._dtype,
-                durable=self._all_durable or self._stays(info.step),
-                check=self._check,
-                others=self._others,
-            )
-            self._prune()
+                params, self._current, beside = self._waiting.pop(0)
+                step = self._current
+            name, durable = snapshots.new_name(step, self._epoch), self._all_durable or self._stays(step)
+            settings: dict[str, Any] = dict(dtype=self._dtype, durable=durable, beside=beside, others=self._others)
+            snapshots.write(self._policies / name, params, step=step, **settings)
+            try:
+                self.pointer.add(step, name)
+            except StaleEpoch:
+                places.remove_tree(self._policies / name)
+                raise
 
     def wait(self) -> None:
         """Returns when every snapshot handed over is visible. If a write failed, raises its error and drops the waiting ones."""
@@ -198,6 +198,7 @@ class Publisher:
     def close(self) -> None:
         self.wait()
         self._thread.shutdown()
+        self.pointer.close()
 
 
 def publisher(config: Any, run: layout.RunDir, lease: EpochLease, group: Group, *, every_steps: int) -> Publisher:
@@ -208,6 +209,7 @@ def publisher(config: Any, run: layout.RunDir, lease: EpochLease, group: Group, 
         dtype=config.publish.dtype,
         every_steps=every_steps,
         keep=config.publish.keep,
+        keep_seconds=config.publish.keep_seconds,
         keep_every=config.evaluation.every_steps,
         final_step=config.learner.steps,
         # A resumed run may have other steps that are evaluated, and another last one.
