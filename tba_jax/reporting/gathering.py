@@ -134,7 +134,7 @@ class RowTable:
         for writer, ranges in kept.items():
             number, own, mine = self._number(writer), self.reader.is_own(writer), sum(map(len, ranges))
             # Of more rows than are kept, each writer's newest, in proportion.
-            begin = heads[writer] - (mine if there <= most else mine * most // there)
+            begin = heads[writer] - mine * most // there if there > most else 0
             with part(problems, f"a part of the rows of writer {writer}"):
                 for each in ranges:
                     span = range(max(begin, each.start), each.stop)
