@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -147,15 +148,10 @@ class SearchRecord:
 
 
 def _awaited(searcher: Searcher, config: Any) -> str:
-    """What a searcher waits for that may not ask the newest snapshot any more."""
-    sampler, publish = searcher.sampler, config.publish
-    told = (
-        f"a snapshot newer than step {sampler.published}: the rows of searchers.max_rows_per_snapshot="
-        f"{config.searchers.max_rows_per_snapshot} are asked; the trainer publishes every "
-        f"publish.every_steps={publish.every_steps} steps, or lets it go on after waiting "
-        f"publish.at_most_seconds={publish.at_most_seconds:g} for rows"
-    )
-    return "; ".join(filter(None, (told if sampler.published >= 0 else "the first snapshot", sampler.damage)))
+    """What a searcher waits for that may not search."""
+    sampler, most = searcher.sampler, config.searchers.max_updates_ahead
+    told = f"the trainer, which has the rows of searchers.max_updates_ahead={most} updates before it, or soon will"
+    return "; ".join(filter(None, (told if sampler.step >= 0 else "the first snapshot", sampler.damage)))
 
 
 def run_searcher(
@@ -174,7 +170,7 @@ def run_searcher(
     def refresh() -> None:
         while not stopping.is_set():
             searcher.refresh()
-            stopping.wait(poll_seconds)
+            stopping.wait(poll_seconds * random.uniform(0.8, 1.2))  # many searchers do not look at the same moment
 
     refreshing = thread.submit(refresh)  # loads snapshots while the searcher decodes
 
@@ -196,6 +192,7 @@ def run_searcher(
                 record.write(number, report, account.shares() | requests.scalars())
 
     waits_since: float | None = None
+    has_waited = False
     try:
         while goes_on():
             may_search = record.rewards.may_search
@@ -208,8 +205,10 @@ def run_searcher(
                 with account.measure("wait_policy" if may_search else "wait_rewards"):
                     time.sleep(poll_seconds)
                 if not searcher.may_search:
-                    searcher.look_for_grant(layout.grants_given(run))
-                    waits_since = waits_since or time.monotonic()
+                    if waits_since is None:
+                        waits_since = time.monotonic()
+                        log.log(logging.DEBUG if has_waited else logging.INFO, "waits for %s", _awaited(searcher, config))
+                        has_waited = True
                     status.waits(_awaited(searcher, config), seconds=time.monotonic() - waits_since)
             take_reports()
         take_reports(config.searchers.stop_seconds)

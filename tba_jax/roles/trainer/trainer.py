@@ -17,6 +17,7 @@ from tba_jax.learner.optimizer import TrainState
 from tba_jax.models.policy import Policy
 from tba_jax.replay import journal, ledger
 from tba_jax.replay.index import ReplayIndex
+from tba_jax.roles.backpressure import DemandWriter
 from tba_jax.roles.process_group import Group
 from tba_jax.roles.trainer import logprob_gap
 from tba_jax.roles.trainer.buffer import ReplayBuffer
@@ -142,6 +143,7 @@ class Trainer:
         # The batch of the last update that was dispatched.
         self._last: _Drawn | None = None
         self._known_problems: set[str] = set()
+        self._demand: DemandWriter | None = None  # where there is backpressure
 
     @property
     def record(self) -> Record:
@@ -163,6 +165,8 @@ class Trainer:
         """Opens the journal of the lease's epoch and follows the log from the heads of the index on: the end of a resume."""
         self._journal = journal.Journal(self.run.journal, self.lease.epoch)
         self.buffer.follow()
+        if self.config.searchers.max_updates_ahead and self.config.schedule.mode == "asynchronous":
+            self._demand = DemandWriter(self.run.demand, seconds=self.config.searchers.poll_seconds)
         places.remove(self.run.finished)
 
     def start(self) -> None:
@@ -227,6 +231,8 @@ class Trainer:
             self.buffer.integrate(step=step)
         with self.account.measure("draw"):
             slots = self.buffer.draw(step=step)
+            if self._demand is not None:
+                self._demand.tell(self.buffer.demand(step=step, waits=slots is None))
             if slots is None:
                 self.buffer.check_not_all_refused()
                 return None
@@ -331,11 +337,6 @@ class Trainer:
         """What the next step needs, and what there is."""
         return self.buffer.shortage(step=self.step_number)
 
-    def grant(self) -> None:
-        """Lets searchers go on that wait for a newer snapshot."""
-        self.lease.check()
-        layout.give_grant(self.run, step=self.step_number)
-
     def flush_snapshot(self) -> None:
         """Returns when the last published snapshot is visible: a one-process run reads it next."""
         self.publishing.wait()
@@ -386,6 +387,8 @@ class Trainer:
         """Stops the threads; what was handed to them is written first."""
         self.publishing.wait()  # the others write their shards until then
         self.group.call("close")
+        if self._demand is not None:
+            self._demand.close()
         self.buffer.close()
         self._scores.close()
         self.publishing.close()
