@@ -47,7 +47,8 @@ def get_config(variant: str = ""):
     c.searchers.slots = 96  # 16 GiB of caches at these lengths, over all devices
     c.searchers.mesh.tensor = 4
     c.evaluation.mesh.tensor = 4
-    # Each row is trained on once, the newest first. Searchers wait while the rows of two updates, which are two batches, have not been drawn.
+    # Each row is trained on once, the newest first. Searchers wait while two batches, which are the rows of two
+    # updates, have not been drawn.
     level = _LEVELS.get(variant, 10)
     c.searchers.lag = level
     c.searchers.max_updates_ahead = 2

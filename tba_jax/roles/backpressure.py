@@ -37,7 +37,7 @@ def demand(
     share: rows that each searcher may have asked beyond its head. heads: writer -> its rows that the trainer has taken up.
 
     Args: updates_ahead: searchers.max_updates_ahead, at least 1. min_rows: replay.min_rows. is_own: whether a writer's log is of
-    this run. waits: whether no batch can be drawn: there is then room for the rows of an update at least, whatever rows are there.
+    this run. waits: whether no batch can be drawn: there is then room for the rows of an update at least.
     """
     searched = np.array([is_own(writer) and not writer.startswith(GIVEN) for writer in index.writers], bool)
     per_update = selection.queries * selection.completions
@@ -47,7 +47,7 @@ def demand(
         room = max(room, per_update, min_rows - index.arrivals)
     # A searcher that died is among the newest rows only until others have written as many as may be ahead.
     newest = index.slot_writer[index.arrival >= max(index.arrivals - most, 0)]
-    live = np.count_nonzero(searched[np.unique(newest)])
+    live = int(np.count_nonzero(searched[np.unique(newest)]))
     heads = {writer: index.heads[writer] for writer, own in zip(index.writers, searched.tolist(), strict=True) if own}
     return {"share": math.ceil(room / max(live, 1)), "heads": heads}
 
@@ -112,8 +112,8 @@ class Room:
         self._told = int(told["share"]), int(heads[self._writer]) if self._writer in heads else None
 
     def allows(self, asked: int) -> bool:
-        """Whether a searcher may begin a batch that has asked so many rows. Its first batch may begin at once: the trainer divides
-        the room among those whose rows it has seen."""
+        """Whether a searcher may begin a batch that has asked so many rows. Its first batch may begin at once: the
+        trainer divides the room among those whose rows it has seen."""
         if self._told is None:
             return True
         share, head = self._told

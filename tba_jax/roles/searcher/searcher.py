@@ -120,7 +120,7 @@ class Searcher:
 
     def refresh(self) -> bool:
         """Takes up the newest snapshot of those that searchers.lag allows, if it is newer than the last, and what the trainer
-        tells of its demand. Returns whether there was such a snapshot. May be called from a thread beside the one that searches."""
+        tells of its demand. Returns whether there was one. May be called from a thread beside the one that searches."""
         if self._room is not None:
             self._room.look()
         if found := self.sampler.load_newest(lag=self._config.searchers.lag):
