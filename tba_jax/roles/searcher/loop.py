@@ -192,7 +192,7 @@ def run_searcher(
                 record.write(number, report, account.shares() | requests.scalars())
 
     waits_since: float | None = None
-    has_waited = False
+    said: set[str] = set()
     try:
         while goes_on():
             may_search = record.rewards.may_search
@@ -204,12 +204,13 @@ def run_searcher(
             else:
                 with account.measure("wait_policy" if may_search else "wait_rewards"):
                     time.sleep(poll_seconds)
+                searcher.look()  # a refresh may be loading a snapshot for long
                 if not searcher.may_search:
-                    if waits_since is None:
-                        waits_since = time.monotonic()
-                        log.log(logging.DEBUG if has_waited else logging.INFO, "waits for %s", _awaited(searcher, config))
-                        has_waited = True
-                    status.waits(_awaited(searcher, config), seconds=time.monotonic() - waits_since)
+                    waits_since, awaited = waits_since or time.monotonic(), _awaited(searcher, config)
+                    status.waits(awaited, seconds=time.monotonic() - waits_since)
+                    if awaited not in said:
+                        log.info("waits for %s", awaited)
+                        said.add(awaited)
             take_reports()
         take_reports(config.searchers.stop_seconds)
     finally:

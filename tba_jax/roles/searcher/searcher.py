@@ -121,11 +121,15 @@ class Searcher:
     def refresh(self) -> bool:
         """Takes up the newest snapshot of those that searchers.lag allows, if it is newer than the last, and what the trainer
         tells of its demand. Returns whether there was one. May be called from a thread beside the one that searches."""
-        if self._room is not None:
-            self._room.look()
+        self.look()
         if found := self.sampler.load_newest(lag=self._config.searchers.lag):
             self._note_load()
         return found
+
+    def look(self) -> None:
+        """Reads what the trainer tells of its demand. May be called from several threads."""
+        if self._room is not None:
+            self._room.look()
 
     def _note_load(self) -> None:
         self._stream.look(self.sampler.step)
