@@ -53,12 +53,15 @@ def demand(
 
 
 class DemandWriter:
-    """Writes the trainer's demand in a thread: the newest one, when it is another one, at most every `seconds`."""
+    """Writes the trainer's demand in a thread: the newest one, where it is another one, at most every `seconds`.
+
+    Attributes: told: the newest one.
+    """
 
     def __init__(self, file: Place, *, seconds: float):
         """Args: file: RunDir.demand; seconds: searchers.poll_seconds, as often as searchers look."""
         self._file, self._seconds = file, places.poll_seconds([file], seconds)
-        self._told: dict[str, Any] = {}
+        self.told: dict[str, Any] = {}
         self._failure: BaseException | None = None
         self._news, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._write, name="demand", daemon=True)
@@ -68,8 +71,8 @@ class DemandWriter:
         """Args: told: see `demand`. Raises OSError: the last one could not be written."""
         if self._failure is not None:
             raise self._failure
-        if told != self._told:
-            self._told = told
+        if told != self.told:
+            self.told = told
             self._news.set()
 
     def _write(self) -> None:
@@ -77,8 +80,8 @@ class DemandWriter:
             while not self._stop.is_set():
                 self._news.wait(RETELL_SECONDS)
                 self._news.clear()
-                if self._told:
-                    layout.write_json(self._file, self._told)
+                if self.told:
+                    layout.write_json(self._file, self.told)
                 self._stop.wait(self._seconds)
         except BaseException as error:  # raised where the next demand is told
             self._failure = error

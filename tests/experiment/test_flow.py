@@ -1,7 +1,7 @@
 """Trainer and searchers never wait for ever: not under settings that pass the checks, and none are refused that could go on.
 
-Without models: the real index, draw, publishing, relief, backpressure and stream of queries, with a counter as clock, and events in any
-order. A row is a query, a response and the step of its weights.
+Without models: the real index, draw, publishing, relief, backpressure and stream of queries, with a counter as clock, and events
+in any order. A row is a query, a response and the step of its weights.
 """
 
 from collections import deque

@@ -126,6 +126,7 @@ class Trainer:
         self.reference_id = layout.reference_id(run)
         self.step_number = 0
         self.resumed_from = 0  # the step of the checkpoint that this trainer began with
+        self.demand: DemandWriter | None = None  # where there is backpressure
         self.account = TrainerAccount(record)
         self.program = UpdateProgram(config, contract, policy)
         self.buffer = ReplayBuffer(config, contract, run, recent_window=publish_every_steps)
@@ -143,7 +144,6 @@ class Trainer:
         # The batch of the last update that was dispatched.
         self._last: _Drawn | None = None
         self._known_problems: set[str] = set()
-        self._demand: DemandWriter | None = None  # where there is backpressure
 
     @property
     def record(self) -> Record:
@@ -166,7 +166,8 @@ class Trainer:
         self._journal = journal.Journal(self.run.journal, self.lease.epoch)
         self.buffer.follow()
         if self.config.searchers.max_updates_ahead and self.config.schedule.mode == "asynchronous":
-            self._demand = DemandWriter(self.run.demand, seconds=self.config.searchers.poll_seconds)
+            self.demand = DemandWriter(self.run.demand, seconds=self.config.searchers.poll_seconds)
+            self.demand.tell(self.buffer.demand(step=self.step_number, waits=False))
         places.remove(self.run.finished)
 
     def start(self) -> None:
@@ -231,8 +232,8 @@ class Trainer:
             self.buffer.integrate(step=step)
         with self.account.measure("draw"):
             slots = self.buffer.draw(step=step)
-            if self._demand is not None:
-                self._demand.tell(self.buffer.demand(step=step, waits=slots is None))
+            if self.demand is not None:
+                self.demand.tell(self.buffer.demand(step=step, waits=slots is None))
             if slots is None:
                 self.buffer.check_not_all_refused()
                 return None
@@ -387,8 +388,8 @@ class Trainer:
         """Stops the threads; what was handed to them is written first."""
         self.publishing.wait()  # the others write their shards until then
         self.group.call("close")
-        if self._demand is not None:
-            self._demand.close()
+        if self.demand is not None:
+            self.demand.close()
         self.buffer.close()
         self._scores.close()
         self.publishing.close()
