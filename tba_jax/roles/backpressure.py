@@ -115,9 +115,9 @@ class Room:
         self._told = int(told["share"]), int(heads[self._writer]) if self._writer in heads else None
 
     def allows(self, asked: int) -> bool:
-        """Whether a searcher may begin a batch that has asked so many rows. Its first batch may begin at once: the
-        trainer divides the room among those whose rows it has seen."""
+        """Whether a searcher may begin a batch that has asked so many rows. One batch may begin before the trainer has seen rows
+        of the searcher: it divides the room among those whose rows it has seen."""
         if self._told is None:
             return True
         share, head = self._told
-        return asked - (head or 0) < share or (head is None and not asked)
+        return asked == 0 if head is None else asked - head < share

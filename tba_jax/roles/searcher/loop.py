@@ -204,7 +204,7 @@ def run_searcher(
             else:
                 with account.measure("wait_policy" if may_search else "wait_rewards"):
                     time.sleep(poll_seconds)
-                searcher.look()  # a refresh may be loading a snapshot for long
+                searcher.idle()
                 if not searcher.may_search:
                     waits_since, awaited = waits_since or time.monotonic(), _awaited(searcher, config)
                     status.waits(awaited, seconds=time.monotonic() - waits_since)

@@ -121,13 +121,18 @@ class Searcher:
     def refresh(self) -> bool:
         """Takes up the newest snapshot of those that searchers.lag allows, if it is newer than the last, and what the trainer
         tells of its demand. Returns whether there was one. May be called from a thread beside the one that searches."""
-        self.look()
+        if self._room is not None:
+            self._room.look()
         if found := self.sampler.load_newest(lag=self._config.searchers.lag):
             self._note_load()
         return found
 
-    def look(self) -> None:
-        """Reads what the trainer tells of its demand. May be called from several threads."""
+    def idle(self) -> None:
+        """Called now and then while the searcher waits: takes up weights that have come, so that the next can be loaded, and what
+        the trainer tells of its demand, which `refresh` does not look at while it loads a snapshot."""
+        if self.sampler.step >= 0:
+            for _ in self._engine.decode([]):
+                pass
         if self._room is not None:
             self._room.look()
 

@@ -57,7 +57,7 @@ def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(quick, caplog):
             layout.write_json(s.run.demand, {"share": 2 * ROWS, "heads": {made.writer: 2 * ROWS * step}})
         told.add(waits(s))
 
-    layout.write_json(s.run.demand, {"share": 2 * ROWS, "heads": {}})
+    layout.write_json(s.run.demand, {"share": 2 * ROWS, "heads": {made.writer: 0}})
     run_searcher(s, made, look)
     assert told == {"", "the trainer, which has the rows of searchers.max_updates_ahead=1 updates before it, or soon will"}
     assert [record.message for record in caplog.records if "waits for the trainer" in record.message] == [
@@ -75,7 +75,7 @@ def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(quick, caplog):
 def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(quick, caplog):
     """Published behind a whole one: the searcher goes on with that, and names it where it waits for the trainer."""
     s, made = quick(searchers__max_updates_ahead=1)
-    layout.write_json(s.run.demand, {"share": 2 * ROWS, "heads": {}})
+    layout.write_json(s.run.demand, {"share": 2 * ROWS, "heads": {made.writer: 0}})
     told = set()
 
     def look() -> None:
