@@ -209,6 +209,8 @@ def flows(draw: Any) -> Any:
 @given(c=flows(), seed=st.integers(0, 2**32 - 1))
 # A row that may not be drawn any more stays where its reward is the best, and others like it come all the same.
 @example(config(searchers__max_updates_ahead=1, replay__max_draws_per_row=1, publish__every_steps=5), 0)
+# More rows are needed before the first step than may be ahead.
+@example(config(searchers__max_updates_ahead=1, replay__min_rows=30), 0)
 @example(config(replay__merge_keep="best", replay__max_staleness=1, replay__recent_window=3), 0)
 @example(config(replay__max_staleness=5, publish__every_steps=2, searchers__lag=4), 0)
 @hypothesis_settings(max_examples=25, deadline=None, derandomize=True)

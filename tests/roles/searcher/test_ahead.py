@@ -29,6 +29,7 @@ def search_on(s: jobs.Invocation, searchers: list[Searcher]) -> None:
     """In turn, as long as any may search, and not for ever."""
     for _ in range(40):
         for made in searchers:
+            made.refresh()
             made.idle()
             if made.may_search:
                 made.search()
