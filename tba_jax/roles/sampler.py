@@ -283,11 +283,6 @@ class Sampler:
         self._damaged = DamagedSnapshots(run.policies, follows=follows)
         self.step = -1
 
-    @property
-    def published(self) -> int:
-        """The newest published step that `load_newest` has seen, −1 before the first."""
-        return max(self.step, self._damaged.newest)
-
     def load_newest(self, *, lag: int) -> bool:
         """Hands the newest whole snapshot to the engine if it is newer than the last one. Returns whether there was one.
 
