@@ -72,7 +72,7 @@ def job(root: Path, objective: str, lag: int, seed: int) -> side_by_side.Job:
         "evaluation.batch_size": 64,
     }
     if _ASYNCHRONOUS.value:
-        unbounded = {"searchers.count": 2, "searchers.max_rows_per_snapshot": 0}
+        unbounded = {"searchers.count": 2, "searchers.max_updates_ahead": 0}
         at_once = {"schedule.mode": "asynchronous", "schedule.lag": 0, "searchers.lag": lag}
         settings |= at_once | {"publish.every_steps": 1, "metrics.every_steps": 1} | unbounded
     if objective in SIBLINGS:

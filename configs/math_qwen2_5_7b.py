@@ -47,11 +47,11 @@ def get_config(variant: str = ""):
     c.searchers.slots = 96  # 16 GiB of caches at these lengths, over all devices
     c.searchers.mesh.tensor = 4
     c.evaluation.mesh.tensor = 4
-    # Each row is trained on once, the newest first. With each snapshot a searcher samples up to two batches; an update takes one;
-    # with more searchers, divide max_rows_per_snapshot by their number. What fast searchers sample beyond that is left out.
+    # Each row is trained on once, the newest first. Searchers wait while two batches, which are the rows of two
+    # updates, have not been drawn.
     level = _LEVELS.get(variant, 10)
     c.searchers.lag = level
-    c.searchers.max_rows_per_snapshot = 2 * 512
+    c.searchers.max_updates_ahead = 2
     c.replay.recent_probability = 1.0
     c.replay.max_staleness = level + 2
     c.replay.max_draws_per_row = 1

@@ -25,7 +25,7 @@ _SIZES: dict[str, Any] = {
     "searchers.queries_per_batch": 2,
     "searchers.samples_per_query": 4,
     "searchers.slots": 8,
-    "searchers.max_rows_per_snapshot": 16,
+    "searchers.max_updates_ahead": 2,
     "replay.min_rows": 0,
     "evaluation.queries": 4,
     "evaluation.batch_size": 4,

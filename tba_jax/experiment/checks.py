@@ -276,12 +276,6 @@ def _of_searchers(config: Any) -> Iterator[str]:
         if evaluation.enabled and evaluation.task_devices != searchers.task_devices:
             devices = f"evaluation.task_devices={evaluation.task_devices} must be searchers.task_devices={searchers.task_devices}"
             yield f"{devices} with schedule.mode=interleaved, where both use one process' models"
-    elif (rows := searchers.max_rows_per_snapshot) and not config.replay.mount:
-        batch = searchers.queries_per_batch * searchers.samples_per_query
-        asked = searchers.count * -(-rows // batch) * searchers.queries_per_batch  # whole batches are asked
-        if asked < config.learner.queries:
-            lets = f"lets searchers.count={searchers.count} searchers ask {asked} queries before the first update"
-            yield f"searchers.max_rows_per_snapshot={rows} {lets}, which needs learner.queries={config.learner.queries}"
 
 
 def _of_snapshots(config: Any) -> Iterator[str]:
@@ -300,7 +294,7 @@ def _of_snapshots(config: Any) -> Iterator[str]:
 def waits_for_ever(config: Any) -> Iterator[str]:
     """Limits on the age of rows under which a step would have no rows, whatever comes.
 
-    All else goes on after publish.at_most_seconds: the trainer publishes what it has, or lets searchers go on.
+    All else goes on: a trainer without a batch has room for rows, and publishes what it has after publish.at_most_seconds.
     """
     limit, steps, lag = config.replay.max_staleness, config.learner.steps, config.searchers.lag
     if not limit or steps <= limit + 1:

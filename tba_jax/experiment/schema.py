@@ -179,7 +179,9 @@ c.searchers.prompt_candidates = setting(8, at_least=1)  # random candidates for 
 c.searchers.reward_batches = setting(32, at_least=1)  # batches that may wait for their rewards while the next are decoded
 c.searchers.cpu_devices = setting(1, at_least=1)  # data-parallel decoders of a searcher process on CPUs, at best one per core
 c.searchers.task_devices = setting(0, at_least=0)  # last devices of a searcher, for the task's models alone; 0: they share all
-c.searchers.max_rows_per_snapshot = setting(0, at_least=0)  # backpressure: rows before it waits for a newer snapshot; 0: off
+# asynchronous: backpressure. Searchers wait while they have made the rows of so many updates (learner.queries * completions each)
+# that have not been drawn yet, and a batch each. From 2 on the next update finds its rows. 0: off.
+c.searchers.max_updates_ahead = setting(0, at_least=0)
 # asynchronous: searchers take up the newest snapshot that is at least so many steps older than the newest published one, step 0
 # until there is one: no row is of newer weights. A multiple of publish.every_steps. 0: the newest snapshot.
 c.searchers.lag = setting(0, at_least=0)

@@ -93,6 +93,25 @@ def drawable(index: ReplayIndex, selection: Selection, *, step: int) -> int:
     return len(_live(index, selection, _spent(index, step, selection.max_draws_per_row, selection.max_staleness)))
 
 
+def undrawn(index: ReplayIndex, selection: Selection, *, step: int, of_writers: np.ndarray) -> int:
+    """How many rows of some writers wait to be drawn for the first time in the batch of step + 1 or a later one.
+
+    Rows that no batch will want do not count: those that are too stale, those that are left over of a query that was drawn since
+    they came (fewer than K), and without max_draws_per_row those that are recent no more.
+
+    Args: of_writers: bool, for each of `index.writers`.
+    """
+    spent = _spent(index, step, selection.max_draws_per_row, selection.max_staleness)
+    waits = (index.slot_query >= 0) & (index.row_draws == 0) & of_writers[index.slot_writer]
+    if spent is not None:
+        waits &= ~spent
+    if not selection.max_draws_per_row:
+        waits &= index.visible_step >= index.recent_since(selection.recent_window)
+    rows = np.bincount(index.slot_query[waits], minlength=len(index.query_rows))
+    rows -= rows % selection.completions * (index.recent_draws > 0)
+    return int(rows[_live(index, selection, spent)].sum())
+
+
 def _live(index: ReplayIndex, selection: Selection, spent: np.ndarray | None) -> np.ndarray:
     """int64[·]: the queries that may be drawn. Args: spent: see `_spent`."""
     eligible = index.query_rows

@@ -282,11 +282,6 @@ class Sampler:
         self._for_sampling = _for_sampling(policy, reference.mesh, weights)
         self.step = -1
 
-    @property
-    def published(self) -> int:
-        """The newest published step that `load_newest` has seen, −1 before the first."""
-        return max(self.step, self.snapshots.newest)
-
     def load_newest(self, *, lag: int) -> bool:
         """Hands the newest whole snapshot to the engine if it is newer than the last one. Returns whether there was one.
 

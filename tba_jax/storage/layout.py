@@ -94,9 +94,9 @@ class RunDir:
         return self.shared / "finished.json"
 
     @property
-    def grant(self) -> Place:
-        """{"number", "step"}: how many grants the run has had, and the trainer's step at the last, see `give_grant`."""
-        return self.shared / "grant.json"
+    def demand(self) -> Place:
+        """What the trainer tells searchers that would run ahead of it: roles/backpressure.py."""
+        return self.shared / "demand.json"
 
     @property
     def initial_reference(self) -> Place:
@@ -187,26 +187,6 @@ def is_finished(run: RunDir, steps: int) -> bool:
         return False
     except (KeyError, TypeError) as error:
         raise ValueError(f"{run.finished} does not say at which step the run was finished") from error
-
-
-def grants_given(run: RunDir) -> int:
-    """How many grants the run has had; -1 where the file is torn, which is another number than whoever waits has seen.
-
-    Raises: OSError where the storage refuses, ValueError where the file holds something else.
-    """
-    try:
-        return int(json.loads(read_file(run.grant))["number"])
-    except FileNotFoundError:
-        return 0
-    except (UnicodeDecodeError, json.JSONDecodeError):
-        return -1
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{run.grant} holds no number of grants") from error
-
-
-def give_grant(run: RunDir, *, step: int) -> None:
-    """Lets searchers go on that wait for a newer snapshot. Only the trainer that holds the lease calls this."""
-    write_json(run.grant, {"number": grants_given(run) + 1, "step": step})
 
 
 def reference_id(run: RunDir) -> str:

@@ -72,10 +72,6 @@ TOGETHER: list[tuple[dict[str, Any], str]] = [
     ({"replay.mount": ("a", 3)}, "replay.mount=('a', 3) must hold folders of runs, such as '(\"runs/first\","),
     ({"searchers.swap_memory": "in_place", "lora.rank": 2}, "searchers.swap_memory=in_place takes up snapshots as they are"),
     ({"searchers.count": 0, "replay.mount": ("a",), **INTERLEAVED}, "searchers.count=0 needs replay.mount, whose rows"),
-    (
-        {"searchers.count": 1, "searchers.queries_per_batch": 2, "searchers.max_rows_per_snapshot": 144},
-        "searchers.max_rows_per_snapshot=144 lets searchers.count=1 searchers ask 6 queries before the first update",
-    ),
     (STALE | {"publish.every_steps": 2, "searchers.lag": 4}, "replay.max_staleness=2 lets rows be drawn in 3 steps, and"),
     (STALE | {"searchers.count": 0, "replay.mount": ("a",)}, "searchers.count=0 leaves only rows of replay.mount, which count"),
     (STALE | INTERLEAVED | {"schedule.lag": 3}, "schedule.lag=3 makes every row 3 steps old, more than replay.max_staleness=2"),

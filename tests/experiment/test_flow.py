@@ -1,10 +1,11 @@
 """Trainer and searchers never wait for ever: not under settings that pass the checks, and none are refused that could go on.
 
-Without models: the real index, draw, publishing, relief, quota and stream of queries, with a counter as clock, and events in any
-order. A row is a query, a response and the step of its weights.
+Without models: the real index, draw, publishing, relief, backpressure and stream of queries, with a counter as clock, and events
+in any order. A row is a query, a response and the step of its weights.
 """
 
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from configs import base
 from tba_jax.experiment import checks
 from tba_jax.replay.index import ReplayIndex
-from tba_jax.roles.searcher.stream import QueryStream, Quota
+from tba_jax.roles import backpressure
+from tba_jax.roles.searcher.stream import QueryStream
 from tba_jax.roles.trainer.buffer import draw, make_selection
 from tba_jax.roles.trainer.loop import Relief
 from tba_jax.tasks.interface import EncodedQuery, Query
@@ -28,11 +30,9 @@ SECONDS = 3.0
 
 class Searcher:
     def __init__(self, world: "World", number: int):
-        s = world.config.searchers
-        sizes = dict(queries_per_batch=s.queries_per_batch, samples_per_query=s.samples_per_query)
         self.world, self.name, self.rows = world, f"searcher-{number}", 0
         self.stream = QueryStream(QUERIES, seed=0, writer=number)
-        self.quota = Quota(max_rows=s.max_rows_per_snapshot, **sizes)
+        self.room = backpressure.Room(Path(), self.name)
         self.step = self.newest = -1
         self.batches: deque[tuple[int, list[int]]] = deque()  # decoded, not delivered: step of the weights, queries
 
@@ -40,17 +40,15 @@ class Searcher:
         published = self.world.published
         if published[-1] > self.newest:
             self.newest = published[-1]
-            self.quota.renew()
             self.step = max(step for step in published if step <= max(0, self.newest - self.world.config.searchers.lag))
-        if not self.quota.is_left and not self.batches:
-            self.quota.wait(self.world.grants)
+        if self.world.told is not None:
+            self.room.take(self.world.told)
 
     def search(self) -> None:
-        if self.step < 0 or not self.quota.is_left or len(self.batches) > 2:
+        s = self.world.config.searchers
+        if self.step < 0 or not self.room.allows(self.stream.taken * s.samples_per_query) or len(self.batches) > 2:
             return
-        asked = [next(self.stream).prompt[0] for _ in range(self.world.config.searchers.queries_per_batch)]
-        for _ in asked:
-            self.quota.ask()
+        asked = [next(self.stream).prompt[0] for _ in range(s.queries_per_batch)]
         self.batches.append((self.step, asked))
 
     def fail(self) -> None:
@@ -81,10 +79,9 @@ class World:
         self.config, self.in_turn, replay = config, config.schedule.mode == "interleaved", config.replay
         limits = dict(capacity=replay.capacity, capacity_per_query=replay.capacity_per_query)
         self.index = ReplayIndex(shape=SHAPE, vocab_size=2**30, **limits, merge_duplicates=True, merge_keep=replay.merge_keep)
-        self.step, self.published, self.grants, self.clock, self.kinds, self.responses = 0, [0], 0, 0.0, kinds, 0
+        self.step, self.published, self.told, self.clock, self.kinds, self.responses = 0, [0], None, 0.0, kinds, 0
         self.arrived: list[tuple[str, dict[str, np.ndarray]]] = []
-        ways = dict(publish=self.publish, grant=self.grant, clock=lambda: self.clock)
-        self.relief = Relief(seconds=config.publish.at_most_seconds, **ways)
+        self.relief = Relief(seconds=config.publish.at_most_seconds, publish=self.publish, clock=lambda: self.clock)
         self.searchers = [Searcher(self, number) for number in range(config.searchers.count)]
         self.joined = len(self.searchers)
 
@@ -92,13 +89,8 @@ class World:
         self.responses += 1
         return 1 + (self.responses % self.kinds if self.kinds else self.responses)
 
-    def publish(self) -> bool:
-        missing = self.published[-1] < self.step
-        self.published += [self.step] * missing
-        return missing
-
-    def grant(self) -> None:
-        self.grants += 1
+    def publish(self) -> None:
+        self.published += [self.step] * (self.published[-1] < self.step)
 
     @property
     def is_done(self) -> bool:
@@ -113,6 +105,9 @@ class World:
         selection = make_selection(c, recent_window=1 if self.in_turn else c.publish.every_steps)
         self.index.merge(before=self.index.recent_since(selection.recent_window))
         slots = draw(self.index, selection, min_rows=c.replay.min_rows, seed=0, step=self.step)
+        if c.searchers.max_updates_ahead and not self.in_turn:
+            limits = dict(updates_ahead=c.searchers.max_updates_ahead, min_rows=c.replay.min_rows, is_own=lambda writer: True)
+            self.told = backpressure.demand(self.index, selection, **limits, step=self.step, waits=slots is None)
         if slots is None:
             self.relief.waits()
             return False
@@ -133,9 +128,6 @@ class World:
         elif event == "leave":
             self.joined += 1
             self.searchers[number] = Searcher(self, self.joined)
-        elif event == "lose":
-            if searcher.batches:
-                searcher.batches.popleft()
         else:
             getattr(searcher, event)()
 
@@ -158,7 +150,6 @@ class World:
                 return True
             if lacks_rows or self.step % updates == 0:
                 searcher.step = max(0, self.step - self.config.schedule.lag)
-                searcher.quota.renew()
                 searcher.search()
                 searcher.deliver()
             lacks_rows = not self.train()
@@ -179,7 +170,7 @@ def goes_on(c: Any, kinds: int, rng: np.random.Generator) -> bool:
     world, rounds = World(c, kinds=kinds), int(c.learner.steps * (16 * SECONDS + 12))
     if world.in_turn:
         return world.goes_on_in_turn(rounds=rounds)
-    events = ("search", "deliver", "lose", "fail", "refresh", "leave", "train", "tick")
+    events = ("search", "deliver", "fail", "refresh", "leave", "train", "tick")
     for event, number in zip(rng.choice(events, 60), rng.integers(0, 2, 60), strict=True):
         if not world.is_done and c.publish.at_most_seconds == SECONDS:
             world.do(event, int(number))
@@ -196,7 +187,7 @@ def flows(draw: Any) -> Any:
         "replay.max_staleness": (0, 6),
         "publish.every_steps": (1, 8),
         "evaluation.every_steps": (1, 12),
-        "searchers.max_rows_per_snapshot": (0, 40),
+        "searchers.max_updates_ahead": (0, 3),
         "replay.min_rows": (0, 30),
         "replay.recent_window": (0, 4),
         "learner.steps": (1, 9),
@@ -217,7 +208,9 @@ def flows(draw: Any) -> Any:
 
 @given(c=flows(), seed=st.integers(0, 2**32 - 1))
 # A row that may not be drawn any more stays where its reward is the best, and others like it come all the same.
-@example(config(searchers__max_rows_per_snapshot=2, replay__max_draws_per_row=1, publish__every_steps=5), 0)
+@example(config(searchers__max_updates_ahead=1, replay__max_draws_per_row=1, publish__every_steps=5), 0)
+# More rows are needed before the first step than may be ahead.
+@example(config(searchers__max_updates_ahead=1, replay__min_rows=30), 0)
 @example(config(replay__merge_keep="best", replay__max_staleness=1, replay__recent_window=3), 0)
 @example(config(replay__max_staleness=5, publish__every_steps=2, searchers__lag=4), 0)
 @hypothesis_settings(max_examples=25, deadline=None, derandomize=True)

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 
 from tba_jax.replay.index import ReplayIndex
-from tba_jax.replay.selection import STRATEGIES, Selection, draw_batch, draw_within_groups, least_drawn, newest_rows, recent_pool
+from tba_jax.replay.selection import (
+    STRATEGIES,
+    Selection,
+    draw_batch,
+    draw_within_groups,
+    least_drawn,
+    newest_rows,
+    recent_pool,
+    undrawn,
+)
 from tba_jax.trajectory import RowShape
 
 SHAPE = RowShape(prompt_length=1, response_length=2, reward_parts=())
@@ -218,3 +227,22 @@ def test_large_groups_give_what_sorting_gives(monkeypatch, large):
             finite = own[np.isfinite(log_weights[own])]
             by_key = finite[np.argsort(-keys[finite])]
             assert drawn[q].tolist() == [by_key[i % len(by_key)] for i in range(K)]
+
+
+def test_undrawn_rows_are_those_that_a_batch_will_want():
+    settings = dict(
+        queries=1, completions=2, recent_probability=1.0, recent_window=1, strategy="uniform", inverse_temperature=1.0
+    )
+    index, yes, no = index_of({1: 5, 2: 3, 3: 1}, policy_step=3), np.array([True]), np.array([False])
+
+    def count(of_writers=yes, step=3, **changes) -> int:
+        return undrawn(index, Selection(**settings | changes), step=step, of_writers=of_writers)
+
+    assert (count(), count(no), count(recent_fill="wait")) == (9, 0, 8)  # query 3 may not be drawn before it has two rows
+    index.mark_drawn(index.slots_of([("w", 0), ("w", 1)]))
+    assert count() == 6, "of query 1 one group of two is left"
+    index.mark_drawn(index.slots_of([("w", 2), ("w", 3), ("w", 5), ("w", 6)]))
+    assert count() == 1, "what is left over of queries 1 and 2 waits for nothing"
+    assert (count(step=5, max_staleness=2), count(step=6, max_staleness=2)) == (1, 0)
+    index_of({4: 2}, step=2, index=index, policy_step=3)
+    assert (count(), count(max_draws_per_row=1)) == (2, 3), "that of query 3 is recent no more, and wanted where no row repeats"

@@ -29,7 +29,7 @@ Q, S, R = 3, 4, 12  # queries of a batch, samples of a query, response tokens
 ROWS = Q * S
 # Ten queries, so that a batch holds queries of two passes; four slots, so that a batch does not fit at once.
 STREAM = dict(task__arithmetic__train_queries=10, task__response_length=R, sampling__explore_temperature_probability=0.5)
-BATCHES = dict(searchers__queries_per_batch=Q, searchers__samples_per_query=S, searchers__max_rows_per_snapshot=0)
+BATCHES = dict(searchers__queries_per_batch=Q, searchers__samples_per_query=S, searchers__max_updates_ahead=0)
 DECODER = dict(searchers__slots=4, searchers__decode_chunk=2, searchers__poll_seconds=0.01)
 
 

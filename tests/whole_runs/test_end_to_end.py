@@ -16,15 +16,14 @@ from tests.support import tiny_run
 from tests.support.chaos import PATIENCE_SECONDS, Chaos, check_what_is_left
 
 STEPS = 16
-# The trainer waits for fresh rows, so that processes which start beside it have the machine. It does not wait for ever: a
-# searcher samples 4 queries of each snapshot, and the update until the next one takes 3, none of whose rows is merged.
+# The trainer waits for fresh rows, so that processes which start beside it have the machine.
 SETTINGS = (
     f"--config.learner.steps={STEPS}",
     "--config.searchers.count=1",
     "--config.publish.every_steps=1",
     "--config.replay.max_draws_per_row=1",
     "--config.replay.merge_duplicates=False",
-    "--config.searchers.max_rows_per_snapshot=16",
+    "--config.searchers.max_updates_ahead=1",
     # Rewards that differ between the rows of a query: a policy that never ends in time would get updates of zero.
     "--config.task.missing_eos_reward=-1.0",
     "--config.replay.poll_seconds=0.2",

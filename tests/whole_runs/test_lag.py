@@ -9,8 +9,8 @@ from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 LAG, EVERY = 4, 2
-# The fewest snapshots that may be kept; two batches of 16 rows with each, where an update takes 12 rows.
-SETTINGS = dict(searchers__lag=LAG, searchers__max_rows_per_snapshot=32, replay__recent_probability=1.0)
+# The fewest snapshots that may be kept; a batch of a searcher has 16 rows, an update takes 12.
+SETTINGS = dict(searchers__lag=LAG, searchers__max_updates_ahead=2, replay__recent_probability=1.0)
 SETTINGS |= dict(publish__every_steps=EVERY, publish__keep=LAG // EVERY + 3)
 
 
@@ -28,16 +28,15 @@ def test_rows_of_fast_searchers_are_of_the_newest_weights_that_are_old_enough(tm
             newest = trainer.step_number // EVERY * EVERY
             for made in searchers.values():
                 made.refresh()
-                batches = 0
+                made.idle()  # what came last is taken up, and the newest one is loaded
+                made.refresh()
                 while made.may_search:
                     made.search()
                     expected.setdefault(made.writer, []).append(max(0, newest - LAG))
-                    batches += 1
-                came = trainer.step_number % EVERY == 0 or len(expected[made.writer]) == batches
-                assert batches == 2 * came, "two batches with every published snapshot, whether or not it is taken up yet"
             trainer.poll()
             before = trainer.step_number
-            assert trainer.step()["staleness"].min() >= min(before, LAG)
+            if (measurements := trainer.step()) is not None:  # the demand may not be written yet
+                assert measurements["staleness"].min() >= min(before, LAG)
             trainer.flush_snapshot()
     found = frozen_runs.rows(s)
     assert found.keys() == expected.keys() and len(expected) == 3
@@ -46,4 +45,5 @@ def test_rows_of_fast_searchers_are_of_the_newest_weights_that_are_old_enough(tm
         assert len(rows["row"]) == 16 * len(steps)
         for row, (taken, length) in enumerate(zip(rows["policy_step"], rows["response_length"], strict=True)):
             assert set(taken[:length].tolist()) <= {steps[row // 16]}, (writer, row)
-    assert max(np.concatenate(list(expected.values()))) == 10 - LAG
+    assert sum(map(len, expected.values())) * 16 <= 12 * (12 + 2) + 3 * 16 * 2, "rows of two updates and a batch each ahead"
+    assert max(np.concatenate(list(expected.values()))) >= 8 - LAG

@@ -21,14 +21,14 @@ def test_searcher_trainer_and_evaluator_go_on_after_a_power_cut(tmp_path, finish
     """The newest snapshot and checkpoint, the last journal line, the last metrics, the lease and the small files are torn."""
     shutil.copytree(finished.run.root, tmp_path / "run")
     run, last = layout.RunDir(tmp_path / "run"), finished.config.learner.steps
-    layout.give_grant(run, step=last)
+    layout.write_json(run.demand, {"share": 0, "heads": {}})
     torn = [
         run.checkpoints / layout.step_name(last) / "state" / "manifest.ocdbt",
         max(run.journal.glob("*.jsonl")),
         run.metrics("trainer") / "metrics.jsonl",
         run.metrics("searcher-0") / "metrics.jsonl",
         run.finished,
-        run.grant,
+        run.demand,
         run.initial_reference,
     ]
     for path in torn:

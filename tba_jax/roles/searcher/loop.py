@@ -148,15 +148,10 @@ class SearchRecord:
 
 
 def _awaited(searcher: Searcher, config: Any) -> str:
-    """What a searcher waits for that may not ask the newest snapshot any more."""
-    sampler, publish = searcher.sampler, config.publish
-    told = (
-        f"a snapshot newer than step {sampler.published}: the rows of searchers.max_rows_per_snapshot="
-        f"{config.searchers.max_rows_per_snapshot} are asked; the trainer publishes every "
-        f"publish.every_steps={publish.every_steps} steps, or lets it go on after waiting "
-        f"publish.at_most_seconds={publish.at_most_seconds:g} for rows"
-    )
-    return "; ".join(filter(None, (told if sampler.published >= 0 else "the first snapshot", sampler.damage)))
+    """What a searcher waits for that may not search."""
+    sampler, most = searcher.sampler, config.searchers.max_updates_ahead
+    told = f"the trainer, which has the rows of searchers.max_updates_ahead={most} updates before it, or soon will"
+    return "; ".join(filter(None, (told if sampler.step >= 0 else "the first snapshot", sampler.damage)))
 
 
 def run_searcher(
@@ -197,6 +192,7 @@ def run_searcher(
                 record.write(number, report, account.shares() | requests.scalars())
 
     waits_since: float | None = None
+    said: set[str] = set()
     try:
         while goes_on():
             may_search = record.rewards.may_search
@@ -208,10 +204,13 @@ def run_searcher(
             else:
                 with account.measure("wait_policy" if may_search else "wait_rewards"):
                     time.sleep(poll_seconds)
+                searcher.idle()
                 if not searcher.may_search:
-                    searcher.look_for_grant(layout.grants_given(run))
-                    waits_since = waits_since or time.monotonic()
-                    status.waits(_awaited(searcher, config), seconds=time.monotonic() - waits_since)
+                    waits_since, awaited = waits_since or time.monotonic(), _awaited(searcher, config)
+                    status.waits(awaited, seconds=time.monotonic() - waits_since)
+                    if awaited not in said:
+                        log.info("waits for %s", awaited)
+                        said.add(awaited)
             take_reports()
         take_reports(config.searchers.stop_seconds)
     finally:

@@ -24,10 +24,10 @@ from tba_jax.replay.log import LogWriter
 from tba_jax.rewards import task_models as rewards
 from tba_jax.rewards.scorers import ResponseEmbedder
 from tba_jax.roles import sampler
+from tba_jax.roles.backpressure import Room
 from tba_jax.roles.sampler import Sampler, Scoring, automaton, check_finite, make_reference, policy_mesh, text_columns
 from tba_jax.roles.searcher import stream
 from tba_jax.roles.searcher.appender import Appender, DecodedBatch, SearchReport
-from tba_jax.roles.searcher.stream import Quota
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
 from tba_jax.tasks.interface import EncodedQuery, Task
@@ -100,10 +100,7 @@ class Searcher:
         self._jit_keys = jax.jit(row_keys)
         # Queries that the engine was asked and whose rows are not decoded yet, in the order of the stream.
         self._asked: deque[_Asked] = deque()
-        s = config.searchers
-        self._quota = Quota(
-            max_rows=s.max_rows_per_snapshot, queries_per_batch=s.queries_per_batch, samples_per_query=s.samples_per_query
-        )
+        self._room = Room(run.demand, writer) if config.searchers.max_updates_ahead else None
 
     def _make_state_values(self, step_ends: StopStrings | None) -> StateValues | None:
         s = self._config.searchers
@@ -120,14 +117,22 @@ class Searcher:
         )
 
     def refresh(self) -> bool:
-        """Takes up the newest snapshot of those that searchers.lag allows, if it is newer than the last. Returns whether it was.
-        May be called from a thread beside the one that searches."""
-        published = self.sampler.published
+        """Takes up the newest snapshot of those that searchers.lag allows, if it is newer than the last, and what the trainer
+        tells of its demand. Returns whether there was one. May be called from a thread beside the one that searches."""
+        if self._room is not None:
+            self._room.look()
         if found := self.sampler.load_newest(lag=self._config.searchers.lag):
             self._note_load()
-        if self.sampler.published > published:  # though it may not be taken up yet: the trainer needs rows to go on
-            self._quota.renew()
         return found
+
+    def idle(self) -> None:
+        """Called now and then while the searcher waits: takes up weights that have come, so that the next can be loaded, and what
+        the trainer tells of its demand, which `refresh` does not look at while it loads a snapshot."""
+        if self.sampler.step >= 0:
+            for _ in self._engine.decode([]):
+                pass
+        if self._room is not None:
+            self._room.look()
 
     def _note_load(self) -> None:
         self._stream.look(self.sampler.step)
@@ -139,17 +144,17 @@ class Searcher:
         if step != self.sampler.step:
             self.sampler.load_step(step)
             self._note_load()
-            self._quota.renew()
 
     @property
     def may_search(self) -> bool:
         """Whether there are weights, and a query that is being answered or may be asked."""
-        return self.sampler.step >= 0 and (len(self._asked) > 0 or self._quota.is_left)
+        return self.sampler.step >= 0 and (len(self._asked) > 0 or self._may_ask)
 
-    def look_for_grant(self, grants: int) -> None:
-        """Called while the searcher may not search: it goes on by a grant, once all it has decoded is in the log."""
-        if self.sampler.step >= 0 and not self.appender.waiting:
-            self._quota.wait(grants)
+    @property
+    def _may_ask(self) -> bool:
+        """Whether another query may be asked: one that completes a batch, or begins one that the trainer has room for."""
+        asked, s = self._stream.taken, self._config.searchers
+        return self._room is None or asked % s.queries_per_batch > 0 or self._room.allows(asked * s.samples_per_query)
 
     def _ask(self) -> None:
         samples = self._config.searchers.samples_per_query
@@ -159,14 +164,13 @@ class Searcher:
         sampling = self._sampling()
         request = Request(name=query.name, prompt=query.prompt, keys=keys, sampling=sampling)
         self._asked.append(_Asked(query, self._engine.submit(request), keys, sampling))
-        self._quota.ask()
 
     def _ask_ahead(self, room: int, ahead: Callable[[], bool]) -> None:
         """Asks queries of the next batches. Args: room: prompts that the decoder has room for; ahead: see `advance`."""
         # The other lanes do not run ahead of a slow one without end.
         most = self._config.searchers.queries_per_batch + self._engine.prompts
         for _ in range(room):
-            if len(self._asked) >= most or not (self._quota.is_left and ahead()):
+            if len(self._asked) >= most or not (self._may_ask and ahead()):
                 break
             self._ask()
 

@@ -21,6 +21,7 @@ from tba_jax.replay.log import Append, remove
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.selection import Selection, draw_batch, drawable
 from tba_jax.replay.tail import Tail
+from tba_jax.roles import backpressure
 from tba_jax.run import processes
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places
@@ -81,6 +82,7 @@ class ReplayBuffer:
     def __init__(self, config: Any, contract: contract_lib.Contract, run: layout.RunDir, *, recent_window: int):
         """Args: recent_window: what stands for replay.recent_window where that is 0."""
         self._seed, self._min_rows = config.seed, config.replay.min_rows
+        self._updates_ahead = config.searchers.max_updates_ahead
         self._selection = make_selection(config, recent_window=recent_window)
         mounts = contract_lib.mounted_logs(config.replay.mount, reward_version=contract.reward_version)
         self._has_mounts = bool(mounts)
@@ -172,6 +174,11 @@ class ReplayBuffer:
     def draw(self, *, step: int) -> np.ndarray | None:
         """The slots of the batch of step + 1, see `draw`."""
         return draw(self.index, self._selection, min_rows=self._min_rows, seed=self._seed, step=step)
+
+    def demand(self, *, step: int, waits: bool) -> dict[str, Any]:
+        """What searchers are told before the draw of the batch of step + 1, or where there is none. See backpressure.demand."""
+        limits = dict(updates_ahead=self._updates_ahead, min_rows=self._min_rows)
+        return backpressure.demand(self.index, self._selection, **limits, is_own=self.reader.is_own, step=step, waits=waits)
 
     def shortage(self, *, step: int) -> str:
         """What the batch of step + 1 needs, and what there is, in one part of a sentence."""

@@ -39,10 +39,9 @@ Clock = Callable[[], float]
 class Relief:
     """Counts how long a trainer has waited, and brings relief each time another `seconds` have passed without a step."""
 
-    def __init__(self, *, seconds: float, publish: Callable[[], bool], grant: Callable[[], None], clock: Clock = time.monotonic):
-        """Args: seconds: publish.at_most_seconds; publish: publishes the weights unless they are there, returns whether it did;
-        grant: lets waiting searchers go on."""
-        self._seconds, self._publish, self._grant, self._clock = seconds, publish, grant, clock
+    def __init__(self, *, seconds: float, publish: Callable[[], object], clock: Clock = time.monotonic):
+        """Args: seconds: publish.at_most_seconds; publish: publishes the weights unless they are there."""
+        self._seconds, self._publish, self._clock = seconds, publish, clock
         self._since: float | None = None
         self._next = 0.0
 
@@ -67,8 +66,7 @@ class Relief:
         if now < self._next:
             return False
         self._next = now + self._seconds
-        if not self._publish():
-            self._grant()
+        self._publish()
         return True
 
 
@@ -176,9 +174,7 @@ class _Wait:
 
     def __init__(self, trainer: Trainer, status: Status):
         self._trainer, self._status = trainer, status
-        self._relief = Relief(
-            seconds=trainer.config.publish.at_most_seconds, publish=trainer.publish_what_is_new, grant=trainer.grant
-        )
+        self._relief = Relief(seconds=trainer.config.publish.at_most_seconds, publish=trainer.publish_what_is_new)
         self._say = 0.0
 
     def goes_on(self) -> None:
@@ -192,8 +188,8 @@ class _Wait:
                 "and the runs of replay.mount have finished. Resume with searchers, or with other limits (--allow_change)"
             )
         told = (
-            f"rows: {trainer.shortage()}; in {relief.due_in:.0f} s it publishes step {trainer.step_number} unless that is there, "
-            f"or lets waiting searchers go on (publish.at_most_seconds={seconds:g})"
+            f"rows: {trainer.shortage()}; in {relief.due_in:.0f} s it publishes step {trainer.step_number} unless that is there "
+            f"(publish.at_most_seconds={seconds:g})"
         )
         self._status.waits(told, seconds=relief.waited)
         if relief.waited > self._say + SAY_SECONDS:

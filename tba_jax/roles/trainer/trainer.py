@@ -17,6 +17,7 @@ from tba_jax.learner.optimizer import TrainState
 from tba_jax.models.policy import Policy
 from tba_jax.replay import journal, ledger
 from tba_jax.replay.index import ReplayIndex
+from tba_jax.roles.backpressure import DemandWriter
 from tba_jax.roles.process_group import Group
 from tba_jax.roles.trainer import logprob_gap
 from tba_jax.roles.trainer.buffer import ReplayBuffer
@@ -125,6 +126,7 @@ class Trainer:
         self.reference_id = layout.reference_id(run)
         self.step_number = 0
         self.resumed_from = 0  # the step of the checkpoint that this trainer began with
+        self.demand: DemandWriter | None = None  # where there is backpressure
         self.account = TrainerAccount(record)
         self.program = UpdateProgram(config, contract, policy)
         self.buffer = ReplayBuffer(config, contract, run, recent_window=publish_every_steps)
@@ -164,6 +166,9 @@ class Trainer:
         self._journal = journal.Journal(self.run.journal, self.lease.epoch)
         self.lease.journals(self.step_number, workdir=self.run.root)  # before the first line
         self.buffer.follow()
+        if self.config.searchers.max_updates_ahead and self.config.schedule.mode == "asynchronous":
+            self.demand = DemandWriter(self.run.demand, seconds=self.config.searchers.poll_seconds)
+            self.demand.tell(self.buffer.demand(step=self.step_number, waits=False))
         places.remove(self.run.finished)
 
     def start(self) -> None:
@@ -229,6 +234,8 @@ class Trainer:
             self.buffer.integrate(step=step)
         with self.account.measure("draw"):
             slots = self.buffer.draw(step=step)
+            if self.demand is not None:
+                self.demand.tell(self.buffer.demand(step=step, waits=slots is None))
             if slots is None:
                 self.buffer.check_not_all_refused()
                 return None
@@ -333,11 +340,6 @@ class Trainer:
         """What the next step needs, and what there is."""
         return self.buffer.shortage(step=self.step_number)
 
-    def grant(self) -> None:
-        """Lets searchers go on that wait for a newer snapshot."""
-        self.lease.check()
-        layout.give_grant(self.run, step=self.step_number)
-
     def flush_snapshot(self) -> None:
         """Returns when the last published snapshot is visible: a one-process run reads it next."""
         self.publishing.wait()
@@ -388,6 +390,8 @@ class Trainer:
         """Stops the threads; what was handed to them is written first."""
         self.publishing.wait()  # the others write their shards until then
         self.group.call("close")
+        if self.demand is not None:
+            self.demand.close()
         self.buffer.close()
         self._scores.close()
         self.publishing.close()

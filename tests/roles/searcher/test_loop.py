@@ -39,18 +39,29 @@ def waits(s: jobs.Invocation) -> str:
     return status.read(s.run.metrics("tested")).waits
 
 
-def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(quick):
-    s, made = quick(searchers__max_rows_per_snapshot=2 * ROWS, learner__steps=1)
+def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(quick, caplog):
+    caplog.set_level("INFO", logger="tba_jax")
+    s, made = quick(searchers__max_updates_ahead=1, learner__steps=1)
+    told = set()
 
     def look() -> None:
-        """The next snapshot is published when all rows of the one before are there, and the end of the run after three."""
+        """After each two batches the trainer has room for two more once the searcher has the next snapshot, and ends the run
+        after three."""
         step = committed(s) // (2 * ROWS)
         if step == 3:
             finish(s)
         elif step not in published.kept(s.run.policies):
             publish(s, step)
+        elif made.sampler.step == step:
+            layout.write_json(s.run.demand, {"share": 2 * ROWS, "heads": {made.writer: 2 * ROWS * step}})
+        told.add(waits(s))
 
+    layout.write_json(s.run.demand, {"share": 2 * ROWS, "heads": {made.writer: 0}})
     run_searcher(s, made, look)
+    assert told == {"", "the trainer, which has the rows of searchers.max_updates_ahead=1 updates before it, or soon will"}
+    assert [record.message for record in caplog.records if "waits for the trainer" in record.message] == [
+        "waits for the trainer, which has the rows of searchers.max_updates_ahead=1 updates before it, or soon will"
+    ]
     rows = rows_of_the_stream(s, made, 6 * Q)
     assert rows["policy_step"].max(axis=1).tolist() == [step for step in range(3) for _ in range(2 * ROWS)]
     tokens = rows["response_length"].reshape(6, ROWS).sum(axis=1).tolist()
@@ -61,8 +72,9 @@ def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(quick):
 
 
 def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(quick, caplog):
-    """Published behind a whole one: the searcher goes on with that, waits when its rows are asked, and says for what."""
-    s, made = quick(searchers__max_rows_per_snapshot=2 * ROWS)
+    """Published behind a whole one: the searcher goes on with that, and names it where it waits for the trainer."""
+    s, made = quick(searchers__max_updates_ahead=1)
+    layout.write_json(s.run.demand, {"share": 2 * ROWS, "heads": {made.writer: 0}})
     told = set()
 
     def look() -> None:
@@ -73,6 +85,8 @@ def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(quick, caplog
             if "damaged" in sentence:
                 time.sleep(0.05)  # many polls long
                 publish(s, 2)
+        elif made.sampler.step == 2 and committed(s) < 4 * ROWS:
+            layout.write_json(s.run.demand, {"share": 2 * ROWS, "heads": {made.writer: 2 * ROWS}})
         elif committed(s) >= 4 * ROWS:
             finish(s)
 
@@ -80,24 +94,7 @@ def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(quick, caplog
     assert set(rows_of_the_stream(s, made, committed(s) // S)["policy_step"].max(axis=1)) == {0, 2}
     (damaged,) = [record.message for record in caplog.records if "00000001" in record.message]
     assert "step 1 is damaged" in damaged and "embedding.weight" in damaged and f"{s.run.policies}/00000001-" in damaged
-    assert any(each.startswith("a snapshot newer than step 0") and damaged in each for each in told)
-
-
-def test_a_grant_lets_a_searcher_go_on_that_waits(quick):
-    s, made = quick(searchers__max_rows_per_snapshot=ROWS)
-    layout.give_grant(s.run, step=0)
-    told = []
-
-    def look() -> None:
-        if (sentence := waits(s)) and committed(s) < 3 * ROWS:
-            told.append(sentence)
-            layout.give_grant(s.run, step=0)  # again and again, as a trainer does: the first may come before all rows are there
-        elif committed(s) == 3 * ROWS:
-            finish(s)
-
-    run_searcher(s, made, look)
-    assert committed(s) == 3 * ROWS and rows_of_the_stream(s, made, 3 * Q)["policy_step"].max() == 0
-    assert told[0].startswith(f"a snapshot newer than step 0: the rows of searchers.max_rows_per_snapshot={ROWS} are asked")
+    assert any(each.startswith("the trainer, which has") and damaged in each for each in told)
 
 
 def test_weights_and_tasks_that_fail_stop_the_searcher_and_its_refresher(quick):

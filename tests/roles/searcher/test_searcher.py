@@ -87,29 +87,32 @@ def search_on(made: Searcher, ahead: Callable[[], bool] = always) -> int:
     return batches
 
 
-def test_every_snapshot_is_asked_as_many_whole_batches(quick):
-    """A snapshot that comes while a batch is decoded is asked as many besides, and its batches are made whole."""
-    s, made = quick(searchers__max_rows_per_snapshot=ROWS + 1)
+def test_batches_are_begun_while_the_trainer_has_room_and_made_whole(quick):
+    """The trainer names a head of this searcher once it has taken up rows of it."""
+    s, made = quick(searchers__max_updates_ahead=1)
+    layout.write_json(s.run.demand, {"share": 0, "heads": {"another": 7}})
     made.refresh()
-    assert search_on(made) == 2 and committed(s) == 2 * ROWS
-    assert not made.refresh() and not made.may_search
+    assert search_on(made) == 1 and committed(s) == ROWS, "the first batch of a searcher that the trainer has not seen"
+    for share, head, batches in ((0, ROWS, 1), (1, ROWS - 1, 1), (2, ROWS - 1, 2), (ROWS + 1, 2 * ROWS, 4), (ROWS, 3 * ROWS, 4)):
+        layout.write_json(s.run.demand, {"share": share, "heads": {made.writer: head}})
+        assert not made.refresh()
+        search_on(made)
+        assert committed(s) == batches * ROWS, (share, head)
     publish(s, 1)
-    assert not made.may_search and made.refresh() and made.may_search
-    asked = Q - 1
+    assert made.refresh() and not made.may_search
+    rows_of_the_stream(s, made, 4 * Q)
 
-    def ahead() -> bool:
-        """Called first when a batch has been asked, then for each query more."""
-        nonlocal asked
-        asked += 1
-        if asked == Q + 1:
-            publish(s, 2)
-            assert made.refresh()
-        return True
 
-    assert search_on(made, ahead) == 4
-    steps = rows_of_the_stream(s, made, 6 * Q)["policy_step"].max(axis=1)
-    # Had more been asked than was answered, the rows of the second snapshot would begin further on in the stream.
-    assert (steps[: 2 * ROWS] == 0).all() and steps[2 * ROWS] == 1 and (steps[-ROWS:] == 2).all()
+@pytest.mark.parametrize("content", [None, b"", b'{"share": 0, "hea', b"[]", b'{"share": 0}', b'{"share": "x", "heads": {}}'])
+def test_a_demand_that_is_missing_or_torn_limits_nobody(quick, content):
+    s, made = quick(searchers__max_updates_ahead=1)
+    layout.write_json(s.run.demand, {"share": 0, "heads": {}})
+    made.refresh()
+    made.search()
+    assert not made.may_search
+    s.run.demand.unlink() if content is None else s.run.demand.write_bytes(content)
+    made.refresh()
+    assert search_on(made) == 20
 
 
 def test_tokens_are_drawn_by_the_weights_of_their_step(make):

@@ -11,7 +11,6 @@ from tba_jax import trajectory
 from tba_jax.replay import success_counts
 from tba_jax.replay.success_counts import QueryCounts
 from tba_jax.roles.searcher import stream
-from tba_jax.roles.searcher.stream import Quota
 from tba_jax.run import processes
 from tba_jax.storage import published as published_lib
 from tba_jax.tasks.interface import Scores
@@ -153,22 +152,3 @@ def test_a_reward_that_is_no_success_rate_is_refused_and_not_written(quick):
     made.refresh()
     made.search()
     assert committed(s) == Q * S and frozen_runs.rows(s)[made.writer]["reward"].max() == 2.5
-
-
-def taken_by(quota: Quota) -> int:
-    count = 0
-    while quota.is_left and count < 100:
-        quota.ask()
-        count += 1
-    return count
-
-
-def test_a_quota_is_of_whole_batches_and_a_snapshot_or_a_later_grant_renews_it():
-    for rows, queries in ((1, 2), (8, 2), (9, 4), (0, 100)):
-        assert taken_by(Quota(max_rows=rows, queries_per_batch=2, samples_per_query=4)) == queries
-    quota = Quota(max_rows=8, queries_per_batch=2, samples_per_query=4)
-    assert taken_by(quota) == 2
-    assert not quota.wait(5) and not quota.wait(5), "grants that came before it waited are not its own"
-    assert quota.wait(6) and taken_by(quota) == 2 and not quota.wait(6)
-    quota.renew()
-    assert taken_by(quota) == 2 and not quota.wait(9) and quota.wait(10)

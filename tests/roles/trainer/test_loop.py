@@ -17,25 +17,29 @@ from tests.support import frozen_runs, tiny_run
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
-def test_a_trainer_that_waits_publishes_what_it_has_and_then_gives_grants(tmp_path, frozen, monkeypatch):
+def test_a_trainer_that_waits_publishes_what_it_has_and_has_room_for_rows(tmp_path, frozen, monkeypatch):
     """A row is drawn once, and rows come for some steps only: the next regular snapshot would be that of step 100."""
     monkeypatch.setattr(status, "FLUSH_SECONDS", 0.02)
     limits = {"replay__max_draws_per_row": 1, "publish__every_steps": 100, "publish__at_most_seconds": 0.3}
-    s = frozen(tmp_path / "run", batches=2, **limits, searchers__max_rows_per_snapshot=0)
+    s = frozen(tmp_path / "run", batches=2, **limits, searchers__max_updates_ahead=1)
     end, seen = time.monotonic() + 60, []
+
+    def room() -> int:
+        return layout.read_json(s.run.demand)["share"]
 
     def stop() -> bool:
         told = status.read(s.run.metrics("trainer"))
         if told.waits and not seen:
             seen.append(told.waits)
-        return layout.grants_given(s.run) >= 2 or time.monotonic() > end
+        return (told.waits and max(published.kept(s.run.policies)) > 0 and room() == 12) or time.monotonic() > end
 
     with frozen_runs.trainer(s, publish_every_steps=100) as trainer:
         assert not loop.run_trainer(trainer, s.run, stop=stop)
         step = trainer.step_number
         monkeypatch.setattr(trainer, "close", lambda: None)  # it is closed
     assert 0 < step < 100 and [*published.kept(s.run.policies)] == [0, step]
-    assert layout.grants_given(s.run) == 2 and layout.read_json(s.run.grant)["step"] == step
+    (head,) = layout.read_json(s.run.demand)["heads"].values()
+    assert room() == 12 and head == 32
     assert layout.steps_in(s.run.checkpoints) == [step]
     assert seen[0].startswith("rows: rows of learner.queries=3 queries, ")
     assert "have some that may be drawn under replay.max_draws_per_row=1; " in seen[0]
