@@ -116,7 +116,9 @@ def _checkpointed_index(run: Run, losses: Losses) -> tuple[ReplayIndex, int]:
         # The newest: a trainer at work removes the oldest, and each of them holds the whole history of counts.
         state, known = checkpoints.restore_host(steps[-1])["index"], KnownGaps(losses.until(steps[-1]))
         reference_id = reference_of_rows(run.contract, run.layout)
-        return ReplayIndex.restore(state, run.reader, reference_id=reference_id, known=known)[0], steps[-1]
+        return ReplayIndex.restore(state, run.reader, closed=run.layout.closed, reference_id=reference_id, known=known)[0], steps[
+            -1
+        ]
 
 
 def accounts(run: Run) -> dict[str, ledger.Account]:

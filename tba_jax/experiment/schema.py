@@ -221,6 +221,9 @@ c.replay.max_staleness = setting(0, at_least=0)  # trainer steps; 0: no limit
 c.replay.min_rows = setting(0, at_least=0)  # good rows that must have come before the first step; 0: as many as it needs
 # checkpoints: appends that no kept checkpoint needs are removed, and the audit counts their rows.
 c.replay.retention = setting("all", one_of=("all", "checkpoints"))
+# A writer that is silent for so long, and of which no row is left to draw, is closed and leaves the checkpoints; when it comes
+# again, it goes on where it was.
+c.replay.close_seconds = setting(3600.0, above=0, free=True)
 c.replay.poll_seconds = setting(0.2, above=0, free=True)  # as searchers.poll_seconds
 # The most memory of rows that the trainer has read and not taken up, however far behind it is.
 c.replay.arrival_megabytes = setting(64, at_least=1, free=True)

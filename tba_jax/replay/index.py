@@ -8,11 +8,13 @@ import array
 import collections
 import dataclasses
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tba_jax.replay.closed import ClosedWriters
 from tba_jax.replay.ledger import KINDS, Gap, KnownGaps
 from tba_jax.replay.log import GIVEN
 from tba_jax.replay.reader import LogReader
@@ -84,6 +86,9 @@ class ReplayIndex(Window):
         super().__init__(shape, self.rules.capacity)
         self.shape, self.vocab_size, self.reference_id = shape, vocab_size, reference_id
         self.heads: dict[str, int] = {}
+        self.closed = ClosedWriters()
+        # Writers that came again after they were closed -> their rows until then, which the account of these has.
+        self.reopened: dict[str, int] = {}
         # Writer -> rows [start, stop) below its head that have not come.
         self.pending: dict[str, list[tuple[int, int]]] = {}
         self.arrivals = 0  # how many valid rows have come, resident or not
@@ -112,7 +117,7 @@ class ReplayIndex(Window):
         count = check_rows(rows, self.shape)
         if not count:
             return
-        first, head = int(rows["row"][0]), self.heads.get(writer, 0)
+        first, head = int(rows["row"][0]), self.head(writer)
         is_late = self.take_pending(writer, first, first + count)
         if (first < head and not is_late) or not np.array_equal(rows["row"], np.arange(first, first + count)):
             told = f"rows {first} to {rows['row'][-1]} ({count}) of writer {writer}"
@@ -211,12 +216,41 @@ class ReplayIndex(Window):
             counts["damaged"] += 1
             self.totals.update(seen=-1, damaged=1)
 
+    def head(self, writer: str) -> int:
+        """The rows of a writer that have been taken up or left out: the next row."""
+        return self.heads.get(writer, self.closed.heads.get(writer, 0))
+
+    def closable(self, writers: Sequence[str]) -> list[str]:
+        """Those of these writers that have neither a resident nor a pending row."""
+        resident = np.bincount(self.slot_writer[self.slot_query >= 0], minlength=len(self.writers))
+        there = [writer for writer in writers if writer in self.heads and writer not in self.pending]
+        return [writer for writer in there if not resident[self._writer_number[writer]]]
+
+    def close(self, writers: Sequence[str]) -> None:
+        """Moves the accounts of writers that are silent into one. A writer that comes again goes on where it was.
+
+        Args: writers: see `closable`; those that are closed already are left out.
+        """
+        leaving = {writer for writer in writers if writer in self.heads}
+        kept = [number for number, writer in enumerate(self.writers) if writer not in leaving]
+        for writer in sorted(leaving):
+            counts, base = self._counts[self._writer_number[writer]], self.reopened.pop(writer, 0)
+            self.closed.close(writer, self.heads.pop(writer), base=base, counts=counts)
+            self.success_counts.forget(writer)
+        numbers = np.zeros(len(self.writers) + 1, self._slot_writer.dtype)
+        numbers[kept] = np.arange(len(kept))
+        self._slot_writer[:] = numbers[self._slot_writer]
+        self.writers, self._counts = [self.writers[each] for each in kept], [self._counts[each] for each in kept]
+        self._writer_number = {writer: number for number, writer in enumerate(self.writers)}
+
     def _open_writer(self, writer: str) -> None:
         if writer not in self.heads:
+            if head := self.closed.reopen(writer):
+                self.reopened[writer] = head
             self._writer_number[writer] = len(self.writers)
             self.writers.append(writer)
             self._counts.append(collections.Counter())
-            self.heads[writer] = 0
+            self.heads[writer] = head
 
     def _insert(self, slot: int, rows: Rows, i: int, query_id: int, counts: collections.Counter[str]) -> None:
         number = self._query_number.get(query_id)
@@ -290,17 +324,12 @@ class ReplayIndex(Window):
         seen = resident + evicted + rejected holds for every writer.
         """
         resident = np.bincount(self.slot_writer[self.slot_query >= 0], minlength=len(self.writers))
-        return {
-            writer: {
-                "seen": counts["seen"],
-                "resident": int(resident[number]),
-                "evicted": {rule: counts[f"evicted/{rule}"] for rule in EVICTIONS},
-                "rejected": {reason: counts[f"rejected/{reason}"] for reason in REJECTIONS[1:]},
-                "evicted_untrained": int(counts["evicted_untrained"]),
-                **{kind: counts[kind] for kind in KINDS},
-            }
-            for number, (writer, counts) in enumerate(zip(self.writers, self._counts, strict=True))
-        }
+        of_writers = zip(self.writers, self._counts, resident.tolist(), strict=True)
+        return {writer: _entry(counts, resident=there) for writer, counts, there in of_writers}
+
+    def closed_ledger(self) -> dict[str, Any]:
+        """The same of all closed writers together."""
+        return _entry(self.closed.counts, resident=0)
 
     def state(self) -> dict[str, Any]:
         """All that `restore` needs, of ints, strings, lists and dicts (JSON)."""
@@ -311,6 +340,8 @@ class ReplayIndex(Window):
             "vocab_size": self.vocab_size,
             "writers": self.writers.copy(),
             "heads": self.heads.copy(),
+            "closed": self.closed.state(),
+            "reopened": self.reopened.copy(),
             "pending": {writer: [list(each) for each in ranges] for writer, ranges in self.pending.items()},
             "counts": [{name: int(count) for name, count in counts.items()} for counts in self._counts],
             "next_arrival": self.arrivals,
@@ -332,17 +363,25 @@ class ReplayIndex(Window):
 
     @classmethod
     def restore(
-        cls, state: Mapping[str, Any], reader: LogReader, *, reference_id: int | None = None, known: KnownGaps | None = None
+        cls,
+        state: Mapping[str, Any],
+        reader: LogReader,
+        *,
+        closed: Path,
+        reference_id: int | None = None,
+        known: KnownGaps | None = None,
     ) -> tuple["ReplayIndex", list[Gap]]:
         """The index whose `state` this is; reads the resident rows from the log.
 
-        Args: known: gaps of the journal. Rows in them are no longer resident, and count as damaged.
+        Args: closed: RunDir.closed. known: gaps of the journal. Rows in them are no longer resident, and count as damaged.
 
         Returns the index, and new gaps: rows that were resident and cannot be read back. They are left out like the known ones.
         Raises RowsPending: storage does not answer. ValueError: a writer of resident rows is gone.
         """
         index = cls(shape=reader.shape, vocab_size=state["vocab_size"], reference_id=reference_id, **state["rules"])
         index.writers, index.heads = list(state["writers"]), dict(state["heads"])
+        index.closed = ClosedWriters.restore(state["closed"], closed, is_open=index.heads)
+        index.reopened = dict(state["reopened"])
         index.pending = {writer: [(start, stop) for start, stop in ranges] for writer, ranges in state["pending"].items()}
         index._writer_number = {writer: number for number, writer in enumerate(index.writers)}
         index._counts = [collections.Counter(counts) for counts in state["counts"]]
@@ -363,7 +402,7 @@ class ReplayIndex(Window):
         index._free_slots = np.delete(np.arange(index.rules.capacity + 1), slots).tolist()
         index._free_queries = np.delete(np.arange(index.rules.capacity + 1), queries).tolist()
         index._slot_top = max(slots, default=-1) + 1
-        for counts in index._counts:
+        for counts in (*index._counts, index.closed.counts):
             rejected = sum(counts[f"rejected/{reason}"] for reason in REJECTIONS[1:])
             index.totals.update(seen=counts["seen"], damaged=counts["damaged"], rejected=rejected)
         return index, lost.new
@@ -385,6 +424,18 @@ class ReplayIndex(Window):
             self._enter(slot, query_ids[i], self._counts[there["writer"][i]])
             if self.rules.merge_duplicates and (not self.rules.merges_late or there["arrival"][i] < self._merged):
                 self._responses.put(slot, query_ids[i], rows, i)
+
+
+def _entry(counts: Mapping[str, int], *, resident: int) -> dict[str, Any]:
+    """A writer's part of ReplayIndex.ledger."""
+    return {
+        "seen": counts["seen"],
+        "resident": resident,
+        "evicted": {rule: counts[f"evicted/{rule}"] for rule in EVICTIONS},
+        "rejected": {reason: counts[f"rejected/{reason}"] for reason in REJECTIONS[1:]},
+        "evicted_untrained": int(counts["evicted_untrained"]),
+        **{kind: counts[kind] for kind in KINDS},
+    }
 
 
 def _row_steps(rows: Rows) -> np.ndarray:

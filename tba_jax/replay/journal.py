@@ -314,12 +314,14 @@ class Again:
         """What ReplayBuffer.integrate did when it made the record."""
         own = KnownGaps([record])
         for writer, head in sorted(record["heads"].items()):
-            if (begin := self._index.heads.get(writer, 0)) >= head:
+            if (begin := self._index.head(writer)) >= head:
                 continue
             known = own.within(writer, begin, head) or self._lost_before.within(writer, begin, head)
             part = read_part(self._reader, writer, begin, head, known, wait=True)
             take_part(self._index, self._reader, writer, part, step=step)
             self.lost += [gap for gap in part.gaps if gap not in known]
+        if "closed" in record:
+            self._index.close([writer for writer, head in record["closed"].items() if self._index.heads.get(writer) == head])
         if "late" in record:
             self._integrate_late(*record["late"], step=step)
         if "merged_before" in record:

@@ -61,6 +61,11 @@ def late(writer: str, start: int, stop: int) -> dict[str, Any]:
     return {"heads": {}, "skipped": {}, "late": [writer, start, stop]}
 
 
+def closing(heads: Mapping[str, int]) -> dict[str, Any]:
+    """The record of writers that were closed, JSON. Args: heads: writer -> its rows."""
+    return {"heads": {}, "skipped": {}, "closed": dict(heads)}
+
+
 def merging(before: int) -> dict[str, Any]:
     """The record of a move of the recent window, JSON. Args: before: see ReplayIndex.merge."""
     return {"heads": {}, "skipped": {}, "merged_before": before}
@@ -135,13 +140,22 @@ class Account:
 
 
 def accounts(index: Any, committed: Mapping[str, int]) -> dict[str, Account]:
-    """Writer -> its account. Args: index: a ReplayIndex; committed: rows in each writer's log. Retention may have removed
-    the whole log of a writer that has ended."""
+    """Writer -> its account, and that of all closed writers together. One that has come again has an account of its rows since.
+
+    Args: index: a ReplayIndex; committed: rows in each writer's log.
+    """
     ledger = index.ledger()
     nothing = {"resident": 0, "evicted": {}, "rejected": {}, "evicted_untrained": 0, **dict.fromkeys(KINDS, 0)}
     found = {}
     for writer in sorted(set(committed) | set(ledger)):
-        total, entry = committed.get(writer, index.heads.get(writer, 0)), ledger.get(writer, nothing)
-        counts: dict[str, Any] = {name: value for name, value in entry.items() if name != "seen"}
-        found[writer] = Account(committed=total, unseen=total - index.heads.get(writer, 0), **counts)
+        head = index.head(writer)
+        total = committed.get(writer, head)
+        if writer not in ledger and head == total:  # closed
+            continue
+        counts: dict[str, Any] = {name: value for name, value in ledger.get(writer, nothing).items() if name != "seen"}
+        base = index.reopened.get(writer, 0) if writer in ledger else head
+        found[writer] = Account(committed=total - base, unseen=total - head, **counts)
+    if rows := index.closed.counts["rows"]:
+        entry = {name: value for name, value in index.closed_ledger().items() if name != "seen"}
+        found[f"({index.closed.counts['writers']} closed writers)"] = Account(committed=rows, unseen=0, **entry)
     return found

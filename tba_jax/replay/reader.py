@@ -149,7 +149,7 @@ class _Root:
 class LogReader:
     """Follows all logs under a replay folder, and under those of other runs that are mounted, and reads their rows.
 
-    Not thread-safe, but for `appends`, `is_own` and `problems`.
+    Not thread-safe, but for `appends`, `head`, `is_own` and `problems`.
 
     Attributes: shape: the schema that rows must have. root: the replay folder.
     """
@@ -207,6 +207,7 @@ class LogReader:
             for minute in root.seen.keys() - there:
                 self._forget(root, minute, root.seen.pop(minute))
                 root.changed.pop(minute, None)
+            self._logs = {writer: log for writer, log in self._logs.items() if log.appends}
         root.looked = now
 
     def _late_minutes(self, root: _Root) -> list[str]:

@@ -125,6 +125,10 @@ class SuccessCounts:
         if len(self._counts) > self._most_queries:
             self._counts.popitem(last=False)
 
+    def forget(self, writer: str) -> None:
+        """A writer has ended: its next row would begin a visit."""
+        self._last.pop(writer, None)
+
     def published(self) -> QueryCounts:
         """The counts by query id."""
         ids, columns = self._columns()

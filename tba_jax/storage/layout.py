@@ -80,6 +80,11 @@ class RunDir:
         return self.root / "journal"
 
     @property
+    def closed(self) -> Path:
+        """Which writers the trainer has closed, see replay/closed.py."""
+        return self.root / "closed"
+
+    @property
     def compilation_cache(self) -> Path:
         """Compiled programs, those of each type of CPU (processes.cpu_type) in a folder of their own."""
         return self.root / "compilation_cache"

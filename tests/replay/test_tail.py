@@ -85,7 +85,7 @@ class FollowedLog(RuleBasedStateMachine):
     def follow(self) -> None:
         reader, room = LogReader(self.folder, SHAPE, patience_seconds=self.patience), 8 * APPEND * SHAPE.row_bytes
         options = {"poll_seconds": 0.01, "most_behind": self.most_behind, "arrival_bytes": room}
-        self.tail = Tail(reader, self.live.heads, **options)
+        self.tail = Tail(reader, {**self.live.closed.heads, **self.live.heads}, self.live.pending, **options)
         if self.starts:
             self.tail.start()
 
@@ -122,6 +122,13 @@ class FollowedLog(RuleBasedStateMachine):
             path.write_bytes(damaged)
             self.away[writer, number] = lambda: path.write_bytes(whole)
 
+    @rule(writer=st.sampled_from("abc"))
+    def close(self, writer: str) -> None:
+        """A writer that has nothing left to draw is closed; it may come again."""
+        if writers := self.live.closable([writer]):
+            self.lost.append(ledger.closing({each: self.live.heads[each] for each in writers}))
+            self.live.close(writers)
+
     @precondition(lambda self: self.away)
     @rule()
     def find(self) -> None:
@@ -133,8 +140,11 @@ class FollowedLog(RuleBasedStateMachine):
     def resume(self) -> None:
         """From a checkpoint of this moment. Rows that were resident and cannot be read are lost for good."""
         self.tail.close()
+        self.live.closed.seal(self.folder / "closed")
         state = json.loads(json.dumps(self.live.state()))
-        self.live, lost = ReplayIndex.restore(state, LogReader(self.folder, SHAPE, patience_seconds=0))
+        self.live, lost = ReplayIndex.restore(
+            state, LogReader(self.folder, SHAPE, patience_seconds=0), closed=self.folder / "closed"
+        )
         if lost:
             self.lost.append(ledger.loss(lost, since=len(self.lines)))
         self.follow()
@@ -142,7 +152,10 @@ class FollowedLog(RuleBasedStateMachine):
     @invariant()
     def every_row_is_accounted_for(self) -> None:
         if hasattr(self, "live"):
-            assert all(account.balances for account in ledger.accounts(self.live, self.live.heads).values())
+            heads = {writer: self.live.head(writer) for writer in "abc"}
+            found = ledger.accounts(self.live, heads)
+            assert all(account.balances for account in found.values())
+            assert sum(account.committed for account in found.values()) == sum(heads.values())
 
     def teardown(self) -> None:
         if not hasattr(self, "live"):
@@ -150,7 +163,7 @@ class FollowedLog(RuleBasedStateMachine):
         try:
             heads = {name: log.next_row for name, log in self.logs.items() if log.next_row}
             end = time.monotonic() + 20
-            while self.lost or self.live.heads != heads:
+            while self.lost or {name: self.live.head(name) for name in heads} != heads:
                 assert time.monotonic() < end, (self.live.heads, heads)
                 self.integrate()
             self.find()

@@ -17,7 +17,7 @@ from tba_jax.replay import journal, ledger, success_counts
 from tba_jax.replay.index import ReplayIndex, Rules
 from tba_jax.replay.journal import Again
 from tba_jax.replay.ledger import Gap, KnownGaps, Losses
-from tba_jax.replay.log import Append, remove
+from tba_jax.replay.log import Append, registration, remove
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.selection import Selection, draw_batch, drawable
 from tba_jax.replay.tail import Tail
@@ -108,10 +108,14 @@ class ReplayBuffer:
         # What this process could not read again.
         self._lost: list[Gap] = []
         self._tail: Tail | None = None
+        self._closed_folder, self._close_seconds = run.closed, config.replay.close_seconds
+        # Writer -> when its rows came last, time.monotonic().
+        self._heard: dict[str, float] = {}
         self._rows_came = time.monotonic()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds, JSON."""
+        """What a checkpoint holds, JSON. Raises OSError: see ClosedWriters.seal."""
+        self.index.closed.seal(self._closed_folder)
         # A copy: the checkpoint is written while rows go on coming.
         return {"index": self.index.state(), "visible": list(self._visible)}
 
@@ -124,7 +128,9 @@ class ReplayBuffer:
         """Goes on from `state` of the checkpoint of a step; reads the resident rows again, and leaves out what cannot be read."""
         self.reader.heads()
         known = KnownGaps(self._losses.until(step))
-        self.index, self._lost = ReplayIndex.restore(state["index"], self.reader, reference_id=self._reference_id, known=known)
+        self.index, self._lost = ReplayIndex.restore(
+            state["index"], self.reader, closed=self._closed_folder, reference_id=self._reference_id, known=known
+        )
         self._again = Again(self.index, self.reader, self._losses, step=step)
         self._visible = state["visible"]
 
@@ -146,7 +152,7 @@ class ReplayBuffer:
 
     def follow(self) -> None:
         """From now on the tail reads what is beyond the heads of the index; see `start` and `poll`."""
-        self._tail = Tail(self.reader, self.index.heads, self.index.pending, **self._tail_settings)
+        self._tail = Tail(self.reader, {**self.index.closed.heads, **self.index.heads}, self.index.pending, **self._tail_settings)
 
     @property
     def tail(self) -> Tail:
@@ -158,9 +164,25 @@ class ReplayBuffer:
         if visible := self.tail.integrate(self.index, step=step):
             self._visible += visible
             self._rows_came = time.monotonic()
+            self._heard |= dict.fromkeys((writer for record in visible for writer in record["heads"]), self._rows_came)
             # The journal tells of it: a resume may have another window.
             if self.index.merge(before=(oldest := self.index.recent_since(self._selection.recent_window))):
                 self._visible.append(ledger.merging(oldest))
+
+    def close_silent(self) -> None:
+        """Closes the writers that have been silent for replay.close_seconds and of which nothing is left to draw or to read.
+        Called before a checkpoint, which they would make larger for ever."""
+        if self._tail is None:  # steps of the journal are done again
+            return
+        now, index = time.monotonic(), self.index
+        silent = [writer for writer in index.writers if now - self._heard.setdefault(writer, now) >= self._close_seconds]
+        closable = index.closable(silent) if silent else []
+        heads = {writer: index.heads[writer] for writer in closable if self.reader.head(writer) <= index.heads[writer]}
+        if heads:
+            index.close([*heads])
+            self._visible.append(ledger.closing(heads))
+            for writer in heads:
+                del self._heard[writer]
 
     def beside_policy(self) -> dict[str, bytes]:
         """Files that go beside a snapshot: what searchers choose queries by, if they do."""
@@ -337,17 +359,23 @@ class Retention:
         # A checkpoint of an earlier process may need any append, until it is replaced.
         if not self._needs.keys() >= set(kept):
             return
-        self._needs = {step: self._needs[step] for step in kept}
+        before, self._needs = self._needs, {step: self._needs[step] for step in kept}
         if kept:
-            self._removal = self._thread.submit(self._remove, list(self._needs.values()))
+            known = set().union(*self._needs.values())
+            closed = sorted(set().union(*before.values()) - known)
+            self._removal = self._thread.submit(self._remove, list(self._needs.values()), closed)
 
-    def _remove(self, kept: Sequence[Mapping[str, Need]]) -> None:
-        """Args: kept: of each checkpoint, the oldest first: of a writer that it does not know it needs all rows."""
+    def _remove(self, kept: Sequence[Mapping[str, Need]], closed: Sequence[str]) -> None:
+        """Args: kept: of each checkpoint, the oldest first. closed: writers that no kept checkpoint knows any more."""
         reader = self._buffer.reader
+        for writer in filter(reader.is_own, closed):
+            remove(self._replay, reader.appends(writer))
+            places.remove(registration(self._replay, writer))
         for writer in filter(reader.is_own, kept[0]):
-            # The last append stays: it tells where the log ends.
+            needs = [each[writer] for each in kept if writer in each]
+            # The last append stays until the writer is closed: it tells where the log ends.
             removable = reader.appends(writer)[:-1]
-            remove(self._replay, [each for each in removable if not any(need[writer].needs(each) for need in kept)])
+            remove(self._replay, [append for append in removable if not any(need.needs(append) for need in needs)])
 
     def close(self) -> None:
         self._thread.shutdown()

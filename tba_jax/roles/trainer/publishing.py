@@ -244,6 +244,7 @@ class Checkpointing:
         self._newest_step = step
         if self.stored.folder_of(step).exists():
             self.set_aside(step, "a trainer that had been replaced wrote it meanwhile")
+        self._buffer.close_silent()
         if self._expiry is not None:
             self.stored.wait()
             self._expiry.remove_unneeded(self.stored.steps())

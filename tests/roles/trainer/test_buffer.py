@@ -8,7 +8,7 @@ import pytest
 from tba_jax.commands import audit
 from tba_jax.experiment import jobs
 from tba_jax.replay import success_counts
-from tba_jax.replay.log import Append
+from tba_jax.replay.log import Append, LogWriter, registration
 from tba_jax.roles.trainer.buffer import Need
 from tba_jax.storage import layout, published, snapshots
 from tests.support import frozen_runs, tiny_run
@@ -110,3 +110,23 @@ def test_a_checkpoint_has_the_rows_of_its_moment(tmp_path, frozen):
         trainer.poll()
         trainer.buffer.integrate(step=0)
         assert before["visible"] == [] and trainer.buffer.state()["visible"]
+
+
+def test_a_silent_writer_is_closed_and_goes_on_where_it_was(tmp_path, frozen):
+    changes = dict(replay__capacity=24, replay__retention="checkpoints", checkpoint__every_steps=1, replay__close_seconds=1e-6)
+    s = frozen(tmp_path / "run", batches=2, **changes)
+    frozen_runs.append_changed(s, "dead-1")
+    frozen_runs.train(s, until=2, abandon=True)
+    for number in range(8):
+        frozen_runs.append_changed(s, f"more-{number}")
+    frozen_runs.train(s, until=6, abandon=True)
+    text, balanced = audit.describe_ledger(audit.open_run(s.run.root))
+    assert balanced and "closed writers)" in text and "dead-1" not in text, text
+    assert "dead-1" not in audit.open_run(s.run.root).reader.heads() and not registration(s.run.replay, "dead-1").exists()
+    again = LogWriter(s.run.replay, "dead-1", (reader := audit.open_run(s.run.root).reader).shape, info={})
+    again._next_row = 4
+    rows = dict(reader.read("more-7", 0, 4))
+    again.append(rows | {"row": np.arange(4, 8)})
+    frozen_runs.train(s, until=7, abandon=True)
+    account = audit.accounts(audit.open_run(s.run.root))["dead-1"]
+    assert account.balances and account.committed == account.resident == 4
