@@ -87,7 +87,8 @@ def _removed(run: Run) -> tuple[dict[str, int], list[int]]:
 
 def _read_index(run: Run) -> ReplayIndex:
     losses = Losses(journal.read_lineage(run.layout.journal))
-    if not (removed := _removed(run))[0] or not removed[1]:
+    removed, may_lack = _removed(run), run.config.replay.retention == "checkpoints"
+    if not removed[1] or not (may_lack or removed[0]):
         index = make_index(run.config, run.contract, reference_id=reference_of_rows(run.contract, run.layout))
         try:
             return _replayed(run, index, losses, start=0)
