@@ -29,7 +29,6 @@ def search_on(s: jobs.Invocation, searchers: list[Searcher]) -> None:
     """In turn, as long as any may search, and not for ever."""
     for _ in range(40):
         for made in searchers:
-            made.refresh()
             made.idle()
             if made.may_search:
                 made.search()
@@ -45,10 +44,10 @@ def test_rows_ahead_are_bounded_and_no_update_lacks_rows(quick, level, count):
     for steps in (5, 12):
         with frozen_runs.trainer(s) as trainer:
             trainer.poll()
-            for each in searchers:
-                each.refresh()
+            for each in searchers:  # the trainer may be writing snapshot 0 anew
+                until(lambda each=each: each.refresh() or each.sampler.step >= 0)
             while trainer.step_number < steps:
-                until(lambda told=trainer.demand.told: layout.read_json(s.run.demand) == told)
+                until(lambda told=trainer.demand.told: s.run.demand.exists() and layout.read_json(s.run.demand) == told)
                 search_on(s, searchers)
                 ahead = committed(s) - ROWS * trainer.step_number
                 assert ahead <= most, trainer.step_number
