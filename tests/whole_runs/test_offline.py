@@ -12,6 +12,7 @@ from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.status import TimeAccount
 from tests.support import frozen_runs, tiny_run
+from tests.support.tiny_log import objects
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
@@ -26,7 +27,7 @@ def test_a_trainer_learns_from_a_log_and_leaves_it_as_it_was(tmp_path, frozen):
     assert layout.read_json(s.run.initial_reference) == layout.read_json(source.run.initial_reference)
     lines = [*journal.read_lineage(s.run.journal)]
     (writer,) = {writer for line in lines for writer in line["writers"]}
-    assert (source.run.replay / writer).is_dir()
+    assert objects(source.run.replay, writer)
     points = metrics.read_lines(s.run.metrics("trainer"))
     assert [point["mounted_share"] for point in points] == [1.0] * 12
     assert all(point["reward_mounted"] == pytest.approx(point["reward"]) and "reward_own" not in point for point in points)
