@@ -38,7 +38,7 @@ def journal_line(
     key: int,
     rows: Rows,
 ) -> dict[str, Any]:
-    """One step's line; the journal adds the epoch.
+    """One step's line; the journal adds the epoch, and the digest of the code.
 
     Args: step: from 1. visible: what this step integrated, in order, each a ledger.integration. ids: (writer, row) of the batch,
     in order. key: what the step's random key was folded with. rows: the batch, whose hash the line holds.
@@ -74,10 +74,11 @@ def batch_hash(rows: Rows) -> str:
 class Journal:
     """Appends lines to the journal file of one epoch."""
 
-    def __init__(self, folder: Path, epoch: int):
-        """Args: folder: `RunDir.journal`; epoch: of the lease. Raises FileExistsError: the epoch has a journal already."""
+    def __init__(self, folder: Path, epoch: int, *, code: str = ""):
+        """Args: folder: `RunDir.journal`; epoch: of the lease; code: digest of what computes the steps.
+        Raises FileExistsError: the epoch has a journal already."""
         places.make_folder(folder)
-        self.epoch = epoch
+        self.epoch, self._code = epoch, code
         self.path = folder / f"epoch-{epoch:06d}.jsonl"
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         self._length = 0
@@ -85,7 +86,7 @@ class Journal:
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Returns once the line is on the device. Raises OSError; the trainer must stop then, and a torn line is ignored."""
-        content = (json.dumps({**line, "epoch": self.epoch}, separators=(",", ":")) + "\n").encode()
+        content = (json.dumps({**line, "epoch": self.epoch, "code": self._code}, separators=(",", ":")) + "\n").encode()
         try:
             written = 0
             while written < len(content):

@@ -6,6 +6,8 @@ evaluation, of the weights that step START begins with, or newer ones. `version`
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
 import importlib.metadata
 import json
 import logging
@@ -158,6 +160,10 @@ def beginning(devices: Sequence[Any]) -> dict[str, Any]:
     return {**here, "versions": versions(), "code": code()}
 
 
+# What the numbers of a step come from.
+_OF_A_STEP = ("learner", "models", "objectives", "replay", "roles/trainer", "packing.py", "sharding.py", "trajectory.py")
+
+
 def versions() -> dict[str, str]:
     """The versions of Python and of the packages that decide what a run computes. Imports none."""
     found = {"python": platform.python_version()}
@@ -165,6 +171,16 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found
+
+
+@functools.cache
+def code_digest() -> str:
+    """16 hex digits of all that decides what a trainer's step computes: sources of this package, and `versions`."""
+    package, digest = _CHECKOUT / "tba_jax", hashlib.sha256(repr(sorted(versions().items())).encode())
+    rooms = [package / room for room in _OF_A_STEP]
+    for path in sorted(path for room in rooms for path in ([room] if room.suffix else room.rglob("*.py"))):
+        digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def code() -> dict[str, str]:

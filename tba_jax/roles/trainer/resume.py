@@ -25,6 +25,7 @@ from tba_jax.roles.trainer.update_program import UpdateProgram
 from tba_jax.storage import layout, places, snapshots
 from tba_jax.storage.checkpoints import ASIDE, UNFINISHED
 from tba_jax.storage.published import POINTER
+from tba_jax.telemetry.status import code_digest
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +65,16 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
 def _replay(trainer: Trainer, lineage: journal.Lineage, *, until: int | None) -> None:
     """Does journalled steps again, to the step `until` at most. The run never went past the last step of the whole journal."""
     first, last = trainer.step_number, lineage.last if until is None else min(until, lineage.last)
+    here, other = code_digest(), 0
     for line in itertools.islice(lineage, None if until is None else until - lineage.after):
         trainer.record.status.phase("doing steps of the journal again", done=trainer.step_number - first, total=last - first)
+        if line.get("code", here) != here and not other:
+            other = line["step"]
+            log.warning(
+                "steps from %d on were made by other code or other versions (digest %s; these are %s), and are done again by "
+                "these: the same rows, but the weights may differ. To have the same weights, resume with what made them",
+                *(other, line["code"], here),
+            )
         slots, rows = trainer.buffer.replay(line)
         trainer.update(slots, rows, was_passed=line["step"] < lineage.last)
         if trainer.publishing.is_due(trainer.step_number):

@@ -27,7 +27,7 @@ from tba_jax.roles.trainer.update_program import BehaviorCheck, Placed, Refusals
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places
 from tba_jax.storage.lease import EpochLease
-from tba_jax.telemetry.status import Record, TimeAccount
+from tba_jax.telemetry.status import Record, TimeAccount, code_digest
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class Trainer:
 
     def go_live(self) -> None:
         """Opens the journal of the lease's epoch and follows the log from the heads of the index on: the end of a resume."""
-        self._journal = journal.Journal(self.run.journal, self.lease.epoch)
+        self._journal = journal.Journal(self.run.journal, self.lease.epoch, code=code_digest())
         self.lease.journals(self.step_number, workdir=self.run.root)  # before the first line
         self.buffer.follow()
         if self.config.searchers.max_updates_ahead and self.config.schedule.mode == "asynchronous":

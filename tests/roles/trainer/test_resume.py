@@ -19,6 +19,7 @@ from tba_jax.replay.log import REGISTER
 from tba_jax.roles.trainer import resume
 from tba_jax.storage import layout, places, published
 from tba_jax.storage.checkpoints import Checkpoints
+from tba_jax.telemetry.status import code_digest
 from tests.support import frozen_runs, tiny_run
 from tests.support.tiny_log import objects
 from tests.support.tiny_snapshots import withdraw
@@ -86,6 +87,17 @@ def test_steps_are_done_again_under_their_own_schedule(copied):
     assert [(line["step"], len(line["rows"])) for line in lines[-2:]] == [(8, 12), (9, 6)]
     shutil.rmtree(changed.run.checkpoints)
     assert_resumes_as(changed, state)
+
+
+def test_steps_that_other_code_made_are_told(copied, caplog):
+    s = copied()
+    path, content = lines_of(s)
+    lines = [json.loads(line) for line in content]
+    assert {line["code"] for line in lines} == {code_digest()} and len(code_digest()) == 16
+    shutil.rmtree(checkpoint(s, 6))
+    path.write_bytes(b"".join(json.dumps(line | {"code": "0" * 16}).encode() + b"\n" for line in lines))
+    with frozen_runs.trainer(s):
+        assert f"steps from 4 on were made by other code or other versions (digest {'0' * 16}" in caplog.text
 
 
 def test_a_changed_row_stops_the_replay(copied):
