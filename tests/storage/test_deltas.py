@@ -1,0 +1,55 @@
+"""Differences of arrays: every bit pattern comes back, small moves are small numbers, and a sum tells another array."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from tba_jax.storage import deltas
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float32"])
+def test_every_bit_pattern_comes_back_from_every_other(dtype):
+    """Among them −0.0, infinities, subnormals and every NaN of 16 bits; each against patterns that are drawn."""
+    rng, unsigned = np.random.default_rng(0), deltas.data_type(dtype)
+    most = np.iinfo(unsigned).max
+    patterns = np.arange(1 << 16, dtype=np.uint64) % (most + 1) if most <= 0xFFFF else rng.integers(0, most + 1, 1 << 16)
+    ends = np.array([0, 1, most // 2, most // 2 + 1, most - 1, most], np.uint64)
+    block = np.concatenate([patterns, np.repeat(ends, 6)]).astype(unsigned).view(jnp.dtype(dtype))
+    drawn = rng.integers(0, most + 1, len(patterns), np.uint64)
+    base = np.concatenate([drawn, np.tile(ends, 6)]).astype(unsigned).view(jnp.dtype(dtype))
+    found = deltas.restore(base, deltas.difference(block, base))
+    assert found.dtype == block.dtype
+    np.testing.assert_array_equal(found.view(unsigned), block.view(unsigned))
+    assert not deltas.difference(block, block).any()
+
+
+def test_a_value_that_moved_to_its_neighbour_is_a_number_of_two_bits():
+    base = np.random.default_rng(0).standard_normal(1000).astype(jnp.bfloat16)
+    for steps, expected in ((1, 2), (-1, 1), (2, 4)):
+        moved = (base.view(np.uint16) + np.uint16(steps % (1 << 16))).view(jnp.bfloat16)
+        assert (deltas.difference(moved, base) == expected).all()
+
+
+def test_few_changes_take_few_bytes(tmp_path):
+    rng = np.random.default_rng(0)
+    base = (0.02 * rng.standard_normal((512, 1024))).astype(np.float32)
+    block = (base + rng.normal(scale=1e-6, size=base.shape)).astype(jnp.bfloat16)
+    metadata = {"shape": base.shape, "data_type": deltas.data_type("bfloat16"), "codecs": deltas.codecs("bfloat16")}
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/"}, "metadata": metadata}
+    store = ts.open(spec, create=True).result()
+    store.write(deltas.difference(block, base.astype(jnp.bfloat16))).result()
+    size = sum(path.stat().st_size for path in tmp_path.rglob("c/**/*") if path.is_file())
+    assert 0.001 < size / block.nbytes < 0.06
+    found = deltas.restore(base.astype(jnp.bfloat16), store.read().result())
+    np.testing.assert_array_equal(found.view(np.uint16), block.view(np.uint16))
+
+
+def test_sums_name_the_chunk_that_differs_and_join_over_blocks():
+    array = np.arange(7 * 6, dtype=np.float32).reshape(7, 6).astype(jnp.bfloat16)
+    written = deltas.sums(array, (2, 3), begin=(0, 0))
+    assert sorted(written) == [f"{i}/{j}" for i in range(4) for j in range(2)]
+    joined = deltas.sums(array[:4], (2, 3), begin=(0, 0)) | deltas.sums(array[4:], (2, 3), begin=(4, 0))
+    assert joined == written and not deltas.differing(joined, written)
+    array[5, 4] = -array[5, 4]
+    assert deltas.differing(deltas.sums(array[4:], (2, 3), begin=(4, 0)), written) == "2/1"
