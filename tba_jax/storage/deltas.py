@@ -6,13 +6,16 @@ by 1 or −1, and every pattern comes back, that of −0.0 and of each NaN too. 
 them. Of a policy at a learning rate of 1e-6 that leaves 1 to 8 % of the bytes (benchmarks/RESULTS.md, "Deltas").
 """
 
+import dataclasses
 import itertools
+import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import tensorstore as ts
 
 # Values that are subtracted at a time: they and what comes of them fit into a core's cache.
 _PIECE = 1 << 16
@@ -69,23 +72,96 @@ def restore(base: np.ndarray, difference: np.ndarray) -> np.ndarray:
     return result.view(base.dtype)
 
 
+def checksum(block: np.ndarray) -> int:
+    """CRC-32 of the values in C order."""
+    return zlib.crc32(_bits(block).data)
+
+
 def sums(block: np.ndarray, chunk: Sequence[int], *, begin: Sequence[int]) -> dict[str, int]:
-    """Chunk -> CRC-32 of its values in C order, of every chunk of a block. A chunk is named by its place in the grid, "1/0".
+    """Chunk -> checksum of every chunk of a block. A chunk is named by where it begins in the array, "128,0".
 
     Args: block: made of whole chunks, where the array does not end before; chunk: shape of a chunk; begin: of the block in its
     array.
     """
-    axes = list(zip(begin, chunk, block.shape, strict=True))
-    places = [range(start // size, -(-(start + length) // size)) for start, size, length in axes]
-
-    def part(place: Sequence[int]) -> np.ndarray:
-        return block[
-            tuple(slice(p * size - start, (p + 1) * size - start) for p, (start, size, _) in zip(place, axes, strict=True))
-        ]
-
-    return {"/".join(map(str, place)): zlib.crc32(_bits(part(place))) for place in itertools.product(*places)}
+    axes = [range(0, length, size) for length, size in zip(block.shape, chunk, strict=True)]
+    parts = {at: tuple(slice(a, a + size) for a, size in zip(at, chunk, strict=True)) for at in itertools.product(*axes)}
+    return {_name([a + b for a, b in zip(at, begin, strict=True)]): checksum(block[part]) for at, part in parts.items()}
 
 
-def differing(found: Mapping[str, int], written: Mapping[str, int]) -> str:
-    """The first chunk whose sum is not the one that was written, "" where there is none."""
-    return next((place for place, crc in found.items() if written.get(place) != crc), "")
+def _name(begin: Sequence[int]) -> str:
+    return ",".join(map(str, begin))
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """What this process wrote of a full snapshot. step: its step; name: of its folder; blocks: parameter -> its blocks on the
+    host, which take as many bytes as the snapshot does on disk."""
+
+    step: int
+    name: str
+    blocks: Mapping[str, Sequence[np.ndarray]]
+
+
+class Held:
+    """The values of one full snapshot on the host of a reader, as far as they were read: a later delta is then read alone.
+
+    Nothing is held before the first delta is read; from then on, as many bytes as this process reads of a snapshot.
+    """
+
+    def __init__(self) -> None:
+        self._snapshot = ""
+        # Parameter -> its values, and the chunks that are there. Pages of other chunks are never touched, and take no memory.
+        self._arrays: dict[str, tuple[np.ndarray, set[str]]] = {}
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self._snapshot)
+
+    def take(self, snapshot: str) -> None:
+        """Forgets every other snapshot. Args: snapshot: the name of the one that is read next."""
+        if snapshot != self._snapshot:
+            self._snapshot, self._arrays = snapshot, {}
+
+    def reader(self, name: str, store: Callable[[], ts.TensorStore], shape: tuple[int, ...], dtype: str) -> "_Read":
+        """Reads chunks of a parameter of the snapshot, each of them once. Args: store: opens its array."""
+        array, there = self._arrays.setdefault(name, (np.empty(shape, jnp.dtype(dtype)), set()))
+
+        def read(domain: ts.IndexDomain) -> np.ndarray:
+            part = array[domain.index_exp]
+            if (chunk := _name(domain.inclusive_min)) not in there:
+                part[...] = store()[domain].read().result()
+                there.add(chunk)
+            return part
+
+        return read
+
+
+_Read = Callable[[ts.IndexDomain], np.ndarray]
+
+
+def rebuilt(delta: ts.TensorStore, base: _Read, written: Mapping[str, int], dtype: str) -> ts.TensorStore:
+    """An array of `dtype`, of which each chunk is made of `delta` and the base as it is read.
+
+    Args: base: values of the base; written: chunk -> its checksum. Reads raise ValueError where a checksum is another.
+    """
+
+    def read(domain: ts.IndexDomain) -> np.ndarray:
+        values = restore(base(domain), delta[domain].read().result())
+        if written.get(chunk := _name(domain.inclusive_min)) != checksum(values):
+            raise ValueError(f"the chunk at {chunk} is not what was written, the base is another or damaged")
+        return values
+
+    return computed(read, like=delta, dtype=dtype)
+
+
+def computed(read: _Read, *, like: ts.TensorStore, dtype: str) -> ts.TensorStore:
+    """An array of `dtype` with the shape and the chunks of `like`, whose chunks `read` returns."""
+
+    def fill(domain: ts.IndexDomain, out: np.ndarray, _: Any) -> None:
+        out[...] = read(domain)
+
+    chunk = like.chunk_layout.read_chunk.shape
+    layout = ts.ChunkLayout(read_chunk_shape=chunk, write_chunk_shape=chunk)
+    # The threads that compute chunks wait for those that read: were they the same, all of them might wait.
+    context = ts.Context({"data_copy_concurrency": {"limit": os.cpu_count() or 1}})
+    return ts.virtual_chunked(fill, dtype=ts.dtype(dtype), shape=like.shape, chunk_layout=layout, context=context)

@@ -3,6 +3,9 @@
 A snapshot is a folder of tensorstore arrays, one per parameter; a writer's shard is made of whole chunks. `commit.json`, written
 last, makes it visible; a local folder also appears as a whole, by being renamed. A reader restores straight into its own
 sharding, whatever mesh wrote it. One that is damaged is told of once, and not read again until it is published again.
+
+A snapshot is full, or the lossless difference from one full snapshot before it, its base (deltas.py): `commit.json` names the
+base, `sums.json` has a checksum of every chunk that a reader must come to. A delta is never the base of another.
 """
 
 import contextlib
@@ -17,7 +20,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,18 +30,20 @@ import tensorstore as ts
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Params, Specs
 from tba_jax.run import processes
-from tba_jax.storage import file_systems, layout, places
+from tba_jax.storage import deltas, file_systems, layout, places
 from tba_jax.storage.places import Place
 
 log = logging.getLogger(__name__)
 
-COMMIT = "commit.json"
+COMMIT, SUMS = "commit.json", "sums.json"
 # Chunks are read and checked side by side, and a reader of another mesh reads no more of them than it must.
 _READ_AHEAD_BYTES, CHUNK_BYTES = 1 << 28, 1 << 22
 # Storage that damages everything must not fill the memory with sentences.
 _MOST_SENTENCES = 64
 
 T = TypeVar("T")
+# Parameter -> chunk -> checksum.
+Sums = dict[str, dict[str, int]]
 
 
 class Damaged(ValueError):
@@ -62,11 +67,12 @@ def _spec(folder: Place, name: str) -> dict[str, Any]:
 class Others(Protocol):
     """The other processes of a trainer, each of which writes its own shards of a snapshot."""
 
-    def start(self, folder: Place, step: int, *, durable: bool) -> None:
-        """Lets them write their shards of the weights of a step into `folder`, where the arrays are made."""
+    def start(self, folder: Place, step: int, *, durable: bool, base: int | None) -> None:
+        """Lets them write their shards of the weights of a step into `folder`, where the arrays are made.
+        Args: base: the step of the snapshot from which the differences are; None: this one is full."""
 
-    def wait(self, step: int) -> None:
-        """Returns once all of them have written. Raises OSError where one of them could not."""
+    def wait(self, step: int) -> Sequence[Sums]:
+        """Returns what `write_shards` returned to each of them. Raises OSError where one of them could not."""
 
 
 def save(
@@ -78,6 +84,7 @@ def save(
     durable: bool = True,
     check: Callable[[], object] = lambda: None,
     others: Others | None = None,
+    base: deltas.Base | None = None,
 ) -> None:
     """Writes one snapshot; it becomes visible as a whole at the end.
 
@@ -87,6 +94,8 @@ def save(
       durable: whether to wait until a local device has the bytes. If not, a loss of power may damage the snapshot.
       check: called right before the snapshot becomes visible; where it raises, nothing is.
       others: the other processes that hold shards of `params`; None: this one holds all of them.
+      base: the full snapshot of this trainer from which the difference is written, of `params` with the same shardings that
+        have `dtype` already; None: this snapshot is full.
 
     Raises OSError: the storage refused. ValueError: a trainer of a later epoch has written this step. Nothing is visible then.
     """
@@ -99,12 +108,15 @@ def save(
         _remove(folder)
     try:
         try:
-            _write(draft, params, info, dtype=dtype, durable=durable, others=others)
+            sums = _write(draft, params, info, dtype=dtype, durable=durable, others=others, base=base)
         except places.STORAGE_ERRORS as error:  # tensorstore mostly raises ValueError, which here would mean a user's mistake
             raise OSError(f"snapshot {folder} could not be written: {error}") from error
         check()
         _refuse_later_epoch(folder, info)
-        layout.write_json(draft / COMMIT, {"step": info.step, "epoch": info.epoch, "dtype": dtype})
+        if base is not None:
+            layout.write_json(draft / SUMS, sums)
+        of_base = {} if base is None else {"base": base.name}
+        layout.write_json(draft / COMMIT, {"step": info.step, "epoch": info.epoch, "dtype": dtype, **of_base})
         if isinstance(draft, Path) and isinstance(folder, Path):
             if folder.exists():
                 _remove(folder)
@@ -116,17 +128,27 @@ def save(
         raise
 
 
-def _write(folder: Place, params: Params, info: SnapshotInfo, *, dtype: str, durable: bool, others: Others | None) -> None:
-    """Makes the files and arrays of a snapshot, and returns once all processes have written their shards."""
+def _write(
+    folder: Place,
+    params: Params,
+    info: SnapshotInfo,
+    *,
+    dtype: str,
+    durable: bool,
+    others: Others | None,
+    base: deltas.Base | None,
+) -> Sums:
+    """Makes the files and arrays of a snapshot, and returns the checksums once all processes have written their shards."""
     for name, content in info.beside.items():
         places.write_bytes(folder / name, content)
     with file_systems.holding(folder) as held:
-        stores = _make_arrays(held, params, dtype=dtype, durable=durable)
+        stores = _make_arrays(held, params, dtype=dtype, durable=durable, base=base)
         if others is not None:
-            others.start(folder, info.step, durable=durable)
-        _write_shards(stores, params)
-    if others is not None:
-        others.wait(info.step)
+            others.start(folder, info.step, durable=durable, base=None if base is None else base.step)
+        sums = _write_shards(stores, params, base)
+    for more in others.wait(info.step) if others is not None else ():
+        sums = {name: chunks | more.get(name, {}) for name, chunks in sums.items()}
+    return sums
 
 
 def _refuse_later_epoch(folder: Place, info: SnapshotInfo) -> None:
@@ -138,27 +160,35 @@ def _refuse_later_epoch(folder: Place, info: SnapshotInfo) -> None:
         raise ValueError(f"{folder} was published under epoch {there}, this trainer's is {info.epoch}: it has been replaced")
 
 
-def write_shards(folder: Place, params: Params, *, dtype: str, durable: bool) -> None:
-    """Writes what this process holds of a snapshot whose arrays process 0 has made in `folder`. Args, Raises: as `save`."""
+def write_shards(folder: Place, params: Params, *, dtype: str, durable: bool, base: deltas.Base | None = None) -> Sums:
+    """Writes what this process holds of a snapshot whose arrays process 0 has made in `folder`, and returns the checksums of its
+    chunks, none of a full one. Args, Raises: as `save`."""
     try:
         with file_systems.holding(folder) as held:
-            _write_shards(_make_arrays(held, params, dtype=dtype, durable=durable, there=True), params)
+            stores = _make_arrays(held, params, dtype=dtype, durable=durable, base=base, there=True)
+            return _write_shards(stores, params, base)
     except places.STORAGE_ERRORS as error:
         raise OSError(f"snapshot {folder} could not be written: {error}") from error
 
 
-def _make_arrays(folder: Place, params: Params, *, dtype: str, durable: bool, there: bool = False) -> dict[str, ts.TensorStore]:
+def _make_arrays(
+    folder: Place, params: Params, *, dtype: str, durable: bool, base: deltas.Base | None, there: bool = False
+) -> dict[str, ts.TensorStore]:
     """Parameter -> its array on disk. Args: there: another process has made the arrays."""
     context = places.context(folder)
+    codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+    data_type = dtype
+    if base is not None:
+        codecs, data_type = deltas.codecs(dtype), deltas.data_type(dtype)
     opened: dict[str, Any] = {}
     for name, array in parameters.flatten(params).items():
         shard = array.sharding.shard_shape(array.shape) if isinstance(array, jax.Array) else array.shape
         spec = _spec(folder, name) | {
             "metadata": {
                 "shape": list(array.shape),
-                "data_type": dtype,
+                "data_type": data_type,
                 "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": _chunk(array.shape, shard, dtype)}},
-                "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+                "codecs": codecs,
             },
         }
         if isinstance(folder, Path):
@@ -171,19 +201,34 @@ def _make_arrays(folder: Place, params: Params, *, dtype: str, durable: bool, th
     return {name: future.result() for name, future in opened.items()}
 
 
-def _write_shards(stores: Mapping[str, ts.TensorStore], params: Params) -> None:
+def _write_shards(stores: Mapping[str, ts.TensorStore], params: Params, base: deltas.Base | None) -> Sums:
+    """Returns the checksums of what was written as a difference."""
     started: list[Any] = []
+    sums: Sums = {}
     try:
         for name, array in parameters.flatten(params).items():
-            for index, block in _host_shards(array):
-                part = ts.cast(stores[name], block.dtype)[index]
-                started.append(part.write(block, can_reference_source_data_indefinitely=True))
+            sums[name] = {}
+            for number, (index, block) in enumerate(_host_shards(array)):
+                part = stores[name][index]
+                if base is not None:
+                    begin = [axis.start or 0 for axis in index]
+                    chunk = cast(tuple[int, ...], stores[name].chunk_layout.read_chunk.shape)
+                    sums[name] |= deltas.sums(block, chunk, begin=begin)
+                    block = deltas.difference(block, base.blocks[name][number])
+                started.append(ts.cast(part, block.dtype).write(block, can_reference_source_data_indefinitely=True))
     finally:
         # Every write that has begun must end before a failed draft can be removed.
         for future in started:
             future.exception()
     for future in started:
         future.result()
+    return sums
+
+
+def base_of(params: Params, *, step: int, name: str) -> deltas.Base:
+    """What this process keeps of a full snapshot of `params`, to write differences from it. Args: as deltas.Base."""
+    flat = parameters.flatten(params)
+    return deltas.Base(step, name, {each: [block for _, block in _host_shards(array)] for each, array in flat.items()})
 
 
 def _chunk(whole: tuple[int, ...], shard: tuple[int, ...], dtype: str) -> list[int]:
@@ -205,10 +250,10 @@ def _host_shards(array: Any) -> list[tuple[Any, np.ndarray]]:
     return [((slice(None),) * array.ndim, np.asarray(array))]
 
 
-def open_arrays(folder: Place, specs: Specs, *, commit: bytes = b"") -> Params:
+def open_arrays(folder: Place, specs: Specs, *, commit: bytes = b"", held: deltas.Held | None = None) -> Params:
     """The parameters of a snapshot as tensorstore arrays, which read only the slices that a caller asks for.
 
-    Args: commit: what commit.json said before; b"": it is read now.
+    Args: commit: what commit.json said before; b"": it is read now. held: see `load`.
 
     Raises:
       FileNotFoundError: there is no committed snapshot in `folder` (it may have been pruned).
@@ -216,8 +261,13 @@ def open_arrays(folder: Place, specs: Specs, *, commit: bytes = b"") -> Params:
       ValueError: a parameter has another shape than the model; names it. OSError: the storage failed.
     """
     commit = commit or _commit(folder)
+    said = json.loads(commit)
     context = places.reading_context(folder)
     opened = {name: ts.open(_spec(folder, name), open=True, context=context) for name in parameters.flatten(specs)}
+    base, sums = said.get("base", ""), _sums(folder, commit) if "base" in said else {}
+    held = held or deltas.Held()
+    if base or held.is_used:
+        held.take(base or folder.name)
 
     def open_one(name: str, spec: parameters.ParamSpec) -> ts.TensorStore:
         try:
@@ -226,9 +276,24 @@ def open_arrays(folder: Place, specs: Specs, *, commit: bytes = b"") -> Params:
             raise _refusal(folder, f"parameter {name} is missing or unreadable", error, commit) from error
         if store.shape != spec.shape:
             raise ValueError(f"{folder}: parameter {name} has shape {store.shape}, the model needs {spec.shape}")
+        if base:
+            of_base = functools.cache(lambda: ts.open(_spec(folder.parent / base, name), open=True, context=context).result())
+            read = held.reader(name, of_base, spec.shape, said["dtype"])
+            return deltas.rebuilt(store, read, sums.get(name, {}), said["dtype"])
+        if held.is_used:
+            read = held.reader(name, lambda: store, spec.shape, said["dtype"])
+            return deltas.computed(read, like=store, dtype=said["dtype"])
         return store
 
     return parameters.map_specs(open_one, specs)
+
+
+def _sums(folder: Place, commit: bytes) -> Sums:
+    """The checksums of a delta. Raises: as `open_arrays`."""
+    try:
+        return layout.read_json(folder / SUMS)
+    except (FileNotFoundError, ValueError) as error:
+        raise _refusal(folder, f"{SUMS} is missing or unreadable", error, commit) from error
 
 
 def _commit(folder: Place) -> bytes:
@@ -261,22 +326,23 @@ def _check_is_there(folder: Place, commit: bytes) -> None:
         raise FileNotFoundError(f"snapshot {folder} was written again while it was read")
 
 
-def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
+def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float32", held: deltas.Held | None = None) -> Params:
     """Restores a snapshot in `shardings`; every device reads its own shard only.
 
     Args: specs: of the snapshot. shardings: a tree of the same structure. dtype: of the result, whatever the dtype on disk.
+    held: where the caller keeps a full snapshot for the deltas that it reads next; None: a delta is read with its base.
 
     Raises as `open_arrays`; FileNotFoundError also where the snapshot was pruned or published again meanwhile, Damaged where the
     bytes of a parameter are damaged.
     """
     commit = _commit(folder)
-    loaded = _load(folder, specs, shardings, dtype=dtype, commit=commit)
+    loaded = _load(folder, specs, shardings, dtype=dtype, commit=commit, held=held)
     _check_is_there(folder, commit)  # else some arrays may be of one snapshot, and some of another
     return loaded
 
 
-def _load(folder: Place, specs: Specs, shardings: Params, *, dtype: str, commit: bytes) -> Params:
-    arrays = open_arrays(folder, specs, commit=commit)
+def _load(folder: Place, specs: Specs, shardings: Params, *, dtype: str, commit: bytes, held: deltas.Held | None) -> Params:
+    arrays = open_arrays(folder, specs, commit=commit, held=held)
     stores = {name: ts.cast(store, dtype) for name, store in parameters.flatten(arrays).items()}
     sharding_of, flat = parameters.flatten(shardings), parameters.flatten(specs)
     # Reads run ahead of the parameter that is being put on the devices, by _READ_AHEAD_BYTES at most.
@@ -330,8 +396,9 @@ def latest_step(policies: Place, *, newer_than: int = -1) -> int | None:
     return next((step for step in reversed(steps) if is_committed(policies, step)), None)
 
 
-def load_step(policies: Place, step: int, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
-    return load(policies / layout.step_name(step), specs, shardings, dtype=dtype)
+def load_step(policies: Place, step: int, specs: Specs, shardings: Params, **how: Any) -> Params:
+    """The snapshot of a step. Args, Raises: see `load`."""
+    return load(policies / layout.step_name(step), specs, shardings, **how)
 
 
 def prune(

@@ -1,11 +1,14 @@
 """Differences of arrays: every bit pattern comes back, small moves are small numbers, and a sum tells another array."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore as ts
 
-from tba_jax.storage import deltas
+from tba_jax.storage import deltas, layout, places, snapshots
+from tba_jax.storage.snapshots import SnapshotInfo
+from tests.support.tiny_snapshots import SPECS, assert_same_bits, random_params, shardings
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float32"])
@@ -45,11 +48,53 @@ def test_few_changes_take_few_bytes(tmp_path):
     np.testing.assert_array_equal(found.view(np.uint16), block.view(np.uint16))
 
 
-def test_sums_name_the_chunk_that_differs_and_join_over_blocks():
+def test_sums_tell_the_chunk_that_differs_and_join_over_blocks():
     array = np.arange(7 * 6, dtype=np.float32).reshape(7, 6).astype(jnp.bfloat16)
     written = deltas.sums(array, (2, 3), begin=(0, 0))
-    assert sorted(written) == [f"{i}/{j}" for i in range(4) for j in range(2)]
+    assert sorted(written) == [f"{i},{j}" for i in (0, 2, 4, 6) for j in (0, 3)]
     joined = deltas.sums(array[:4], (2, 3), begin=(0, 0)) | deltas.sums(array[4:], (2, 3), begin=(4, 0))
-    assert joined == written and not deltas.differing(joined, written)
+    assert joined == written
     array[5, 4] = -array[5, 4]
-    assert deltas.differing(deltas.sums(array[4:], (2, 3), begin=(4, 0)), written) == "2/1"
+    now = deltas.sums(array, (2, 3), begin=(0, 0))
+    assert [chunk for chunk in now if now[chunk] != written[chunk]] == ["4,3"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "memory"])
+@pytest.mark.parametrize("lost", ["base", "delta", "base at rest"])
+def test_a_delta_comes_back_on_any_mesh_and_names_what_is_damaged(tmp_path, kind, lost):
+    policies = tmp_path if kind == "folder" else places.place(f"memory://deltas-{lost}/policy")
+    first = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(1))
+    second = jax.tree.map(lambda x: np.where(np.arange(x.size).reshape(x.shape) % 5, x, -x).astype(x.dtype), first)
+    first, second = (jax.device_put(each, shardings((2, 2, 2))) for each in (first, second))
+    full, delta = (policies / layout.step_name(step) for step in (4, 6))
+    snapshots.save(full, first, SnapshotInfo(step=4, epoch=1), dtype="bfloat16")
+    base = snapshots.base_of(first, step=4, name=full.name)
+    snapshots.save(delta, second, SnapshotInfo(step=6, epoch=1), dtype="bfloat16", base=base)
+    as_float = jax.tree.map(lambda x: np.asarray(x).astype(np.float32), second)
+    held = deltas.Held()
+    for mesh in ((8, 1, 1), (1, 4, 2), (2, 2, 2)):
+        assert_same_bits(snapshots.load(delta, SPECS, shardings(mesh)), as_float)  # a reader that is behind: base and delta
+        assert_same_bits(snapshots.load(delta, SPECS, shardings(mesh), held=held), as_float)
+    folder = delta if lost == "delta" else full
+    chunk = next(name for name in places.files_in(folder) if name.startswith("embedding.weight/c/"))
+    if lost == "base":
+        places.remove_tree(folder)
+    else:
+        content = bytearray(places.read_bytes(folder / chunk))
+        content[len(content) // 2] ^= 1
+        places.write_bytes(folder / chunk, bytes(content))
+    if lost != "delta":  # one who holds the base reads the delta alone
+        assert_same_bits(snapshots.load(delta, SPECS, shardings(), held=held), as_float)
+    names = full.name if lost == "base at rest" and kind == "folder" else delta.name
+    with pytest.raises(snapshots.Damaged, match=names):
+        snapshots.load(delta, SPECS, shardings())
+
+
+def test_another_base_under_the_same_name_is_damage_of_a_named_parameter(tmp_path):
+    first, other = (jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(seed)) for seed in (1, 2))
+    full, delta = (tmp_path / layout.step_name(step) for step in (4, 6))
+    snapshots.save(full, other, SnapshotInfo(step=4, epoch=1), dtype="bfloat16")
+    base = snapshots.base_of(first, step=4, name=full.name)
+    snapshots.save(delta, first, SnapshotInfo(step=6, epoch=1), dtype="bfloat16", base=base)
+    with pytest.raises(snapshots.Damaged, match=r"parameter .* is damaged: .*the base is another or damaged"):
+        snapshots.load(delta, SPECS, shardings())
