@@ -14,7 +14,7 @@ from tba_jax.models.parameters import Params
 from tba_jax.roles import results
 from tba_jax.roles.process_group import Group, Member
 from tba_jax.roles.trainer.buffer import ReplayBuffer, SegmentExpiry
-from tba_jax.storage import layout, snapshots
+from tba_jax.storage import deltas, layout, snapshots
 from tba_jax.storage.checkpoints import Checkpoints
 from tba_jax.storage.lease import EpochLease
 from tba_jax.storage.places import Place
@@ -29,13 +29,15 @@ class FollowersShards:
     def __init__(self, group: Group, name: str):
         self._group, self._name = group, name
 
-    def start(self, folder: Place, step: int, *, durable: bool) -> None:
-        self._group.aside(f"write {self._name}", folder=folder.name, step=step, durable=durable)
+    def start(self, folder: Place, step: int, *, durable: bool, base: int | None) -> None:
+        self._group.aside(f"write {self._name}", folder=folder.name, step=step, durable=durable, base=base)
 
-    def wait(self, step: int) -> None:
-        for report in self._group.reports(f"written {self._name}"):
+    def wait(self, step: int) -> list[snapshots.Sums]:
+        reports = self._group.reports(f"written {self._name}")
+        for report in reports:
             if report["error"]:
                 raise OSError(report["error"])
+        return [report["sums"] for report in reports]
 
 
 class ShardWriter:
@@ -49,6 +51,7 @@ class ShardWriter:
         # Step -> weights that process 0 may ask for. Guarded by the condition.
         self._offered: dict[int, Params] = {}
         self._writes = 0
+        self._base: deltas.Base | None = None  # the last full snapshot that was written, in the dtype of deltas
         member.on_aside(f"write {name}", self._start)
 
     def offer(self, params: Params, step: int, *, held: Sequence[int] = ()) -> None:
@@ -62,21 +65,26 @@ class ShardWriter:
         with self._changed:
             self._changed.wait_for(lambda: not self._offered and not self._writes)
 
-    def _start(self, folder: str, step: int, durable: bool) -> None:
-        self._thread.submit(self._write, folder, step, durable)
+    def _start(self, folder: str, step: int, durable: bool, base: int | None) -> None:
+        self._thread.submit(self._write, folder, step, durable, base)
 
-    def _write(self, folder: str, step: int, durable: bool) -> None:
+    def _write(self, folder: str, step: int, durable: bool, base: int | None) -> None:
         with self._changed:
             self._changed.wait_for(lambda: step in self._offered)
             params = self._offered.pop(step)
             self._writes += 1
-        error = ""
+        error, sums = "", {}
         try:
-            snapshots.write_shards(self._folder / folder, params, dtype=self._dtype, durable=durable)
+            if base is not None and (self._base is None or self._base.step != base):
+                raise ValueError(f"this process holds no snapshot of step {base} to write the difference of step {step} from")
+            against = None if base is None else self._base
+            sums = snapshots.write_shards(self._folder / folder, params, dtype=self._dtype, durable=durable, base=against)
+            if base is None and self._dtype != "float32":
+                self._base = snapshots.base_of(params, step=step, name=folder)
         except Exception as failure:  # process 0 raises it
             error = f"process {self._member.process}: {failure}"
         del params
-        self._member.report(f"written {self._name}", error=error)
+        self._member.report(f"written {self._name}", error=error, sums=sums)
         with self._changed:
             self._writes -= 1
             self._changed.notify_all()
