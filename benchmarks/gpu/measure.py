@@ -192,7 +192,7 @@ def wire() -> list[dict[str, str]]:
         def publish() -> None:
             nonlocal last
             last = Path(folder) / str(next(number))
-            snapshots.save(last, made, snapshots.SnapshotInfo(step=0, epoch=0), dtype="bfloat16", durable=False)
+            snapshots.write(last, made, dtype="bfloat16", durable=False)
 
         def load() -> Any:
             return snapshots.load(last, policy.trained_specs, policy.trained_shardings(mesh), dtype=model.compute_dtype)

@@ -226,12 +226,12 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
     from tba_jax.decoding.sampling import Sampling
     from tba_jax.experiment import stored_run
     from tba_jax.roles.sampler import Sampler, Scoring, make_reference
-    from tba_jax.storage import snapshots
+    from tba_jax.storage import published
 
     stored = stored_run.read(run.layout, called=str(run.layout.shared))
     policy = stored.policy.on_device(jax.devices()[0])
     gone = f"the snapshot of its policy step {step} has been removed"
-    if step not in snapshots.committed_steps(run.layout.policies):
+    if step not in published.kept(run.layout.policies):
         raise ValueError(f"{name} cannot be generated again: {gone}")
     one = sharding.make_mesh((1, 1, 1), setting="audit", devices=jax.devices()[:1])
     scoring = Scoring(contract=run.contract, policy=policy, mesh=one, logit_megabytes=1, score_tokens=0)

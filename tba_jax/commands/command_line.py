@@ -281,9 +281,9 @@ def chosen_step(run: "layout.RunDir", asked: AskedStep, *, called: str) -> int:
     Args: called: what messages call the run. Raises ValueError where the step has no snapshot.
     """
     from tba_jax.roles import results
-    from tba_jax.storage import layout, snapshots
+    from tba_jax.storage import layout, published
 
-    steps = snapshots.committed_steps(run.policies)
+    steps = [*published.kept(run.policies)]
     if not steps:
         raise ValueError(f"{run.policies} holds no snapshot yet")
     newest = steps[-1]

@@ -11,7 +11,7 @@ The run may go on meanwhile.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,12 @@ def export(workdir: Path, output: Path, *, step: command_line.AskedStep, dtype: 
     use, or adapters belong to no published checkpoint.
     """
     from tba_jax.experiment import stored_run
+    from tba_jax.models import parameters
     from tba_jax.models.hugging_face import export as export_lib
     from tba_jax.models.hugging_face import load
     from tba_jax.models.policy import merge_lazily
     from tba_jax.reporting import model_card
-    from tba_jax.storage import snapshots
+    from tba_jax.storage import published, snapshots
 
     run = layout.open_run_dir(workdir)
     stored = stored_run.read(run, called=str(workdir))
@@ -58,11 +59,10 @@ def export(workdir: Path, output: Path, *, step: command_line.AskedStep, dtype: 
     source = load.resolve_folder(config.model.path) if config.model.path else None
     base = _adapted_checkpoint(run, config) if adapter else ""
     write_tokenizer, token_ids = _tokenizer_files(tokenizer, source)
-    folder = run.policies / layout.step_name(step)
-    read = {folder: f"snapshot {step}"}
-    with _still_there(read):
+    folder = published.kept(run.policies)[step]
+    with _still_there(run, step, folder):
         params = snapshots.open_arrays(folder, policy.trained_specs)
-        dtype = dtype or str(layout.read_json(folder / snapshots.COMMIT)["dtype"])
+        dtype = dtype or next(iter(parameters.flatten(params).values())).dtype.name
         exported = model_card.Exported(name=output.resolve().name, step=step, dtype=dtype, adapter=adapter)
 
         def write_more(made: Path) -> None:
@@ -78,23 +78,25 @@ def export(workdir: Path, output: Path, *, step: command_line.AskedStep, dtype: 
             names = run.initial_reference
             require(places.exists(names), f"{names} is gone: it names the reference policy, which the adapters belong to")
             reference = run.reference(layout.reference_id(run))
-            read[reference] = "the reference policy, which the adapters belong to,"
             params = merge_lazily(snapshots.open_arrays(reference, policy.model_specs), params, policy.lora)
         export_lib.save(output, policy.model, params, dtype=dtype, source=source, token_ids=token_ids, more=[write_more])
     return f"step {step} of {workdir} is in {output} ({policy.model.architecture}, {dtype})"
 
 
 @contextlib.contextmanager
-def _still_there(read: Mapping[places.Place, str]) -> Iterator[None]:
-    """Raises ValueError where a run removes a snapshot that is read inside. Args: read: folder -> what it holds."""
-    from tba_jax.storage import snapshots
+def _still_there(run: layout.RunDir, step: int, folder: places.Place) -> Iterator[None]:
+    """Raises ValueError where the run removes a snapshot that is read inside, or the reference policy is gone."""
+    from tba_jax.storage import published, snapshots
 
     try:
         yield
     except (FileNotFoundError, ValueError) as error:
-        for folder, what in read.items():
-            if not places.exists(folder / snapshots.COMMIT):
-                raise ValueError(f"{what} is gone: {folder} holds no {snapshots.COMMIT}") from error
+        if published.kept(run.policies).get(step) != folder:
+            raise ValueError(f"snapshot {step} is gone: the run does not keep {folder} any more") from error
+        if places.exists(run.initial_reference):
+            base = run.reference(layout.reference_id(run))
+            if not places.exists(base / snapshots.COMMIT):
+                raise ValueError(f"the reference policy is gone: {base} holds no {snapshots.COMMIT}") from error
         raise
 
 

@@ -58,7 +58,7 @@ def rescore(workdir: Path, settings: command_line.Source = command_line.AS_IT_IS
         why = f"which are mean rewards of version {theirs.reward_version} of responses that were not kept"
         told = f"the rows of {workdir} hold values of states (task.step_ends={tuple(theirs.step_ends)}), {why}"
         raise ValueError(f"{told}: they cannot be scored again")
-    EpochLease.refuse_if_held(run.journal)
+    EpochLease.refuse_if_held(run.lease)
     reader = LogReader(run.replay, theirs.row_shape())
     heads = {writer: head for writer, head in sorted(reader.heads().items()) if head}
     queries = {trajectory.query_id(query.prompt): query for split in experiment.queries.values() for query in split}

@@ -61,9 +61,9 @@ def show(workdir: Path, order: str, count: int) -> str:
 
 def _best(run: layout.RunDir) -> str:
     """A line about the snapshot with the best held-out score, "" where there is none."""
-    from tba_jax.storage import snapshots
+    from tba_jax.storage import published
 
-    steps = {*snapshots.committed_steps(run.policies)}
+    steps = {*published.kept(run.policies)}
     best = results.best(each for each in results.Scores(run.evaluations)().items() if each[0] in steps)
     return "" if best is None else f"\nbest held-out score of a snapshot: {best.score:.3f} at step {best.step}"
 

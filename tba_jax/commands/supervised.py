@@ -174,9 +174,9 @@ def run(given: command_line.Given) -> command_line.Job:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.compilation_cache / processes.cpu_type()))
     from tba_jax.storage.lease import EpochLease
 
-    EpochLease.refuse_if_held(folder.journal)
+    EpochLease.refuse_if_held(folder.lease)
     plan = prepare(config, folder, given.output)
-    lease = EpochLease.acquire(folder.journal)
+    lease = EpochLease.acquire(folder.lease)
 
     def job() -> int:
         try:

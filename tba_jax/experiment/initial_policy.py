@@ -27,7 +27,7 @@ from tba_jax.roles.trainer import publishing
 from tba_jax.roles.trainer.update_program import behavior_reader
 from tba_jax.schemas import Mistakes, require
 from tba_jax.storage import contract as contract_lib
-from tba_jax.storage import file_systems, layout, places, snapshots
+from tba_jax.storage import file_systems, layout, places, published, snapshots
 from tba_jax.supervised.tuning import WarmStart, encode_examples
 from tba_jax.telemetry.status import Status
 
@@ -125,7 +125,8 @@ def _write(
     made = _make(experiment, init_from, report)
     others = publishing.FollowersShards(group, _SHARDS) if group.processes > 1 else None
     status.phase("writing the reference policy")
-    snapshots.save(draft, made, snapshots.SnapshotInfo(step=0, epoch=0), dtype="float32", others=others)
+    snapshots.write(draft, made, dtype="float32", others=others)
+    snapshots.commit(draft)
 
 
 def follow(experiment: Experiment, run: layout.RunDir, member: Member, *, init_from: str) -> None:
@@ -316,7 +317,7 @@ def check_init_from(run: layout.RunDir, config: Any, contract: contract_lib.Cont
     mine, theirs = contract.to_json(), stored["contract"]
     if different := contract_lib.differences({k: theirs[k] for k in _OF_WEIGHTS}, {k: mine[k] for k in _OF_WEIGHTS}):
         raise ValueError(f"--init_from={init_from} is of another model or tokenizer; " + contract_lib.in_words(different))
-    steps = snapshots.committed_steps(other.policies)
+    steps = [*published.kept(other.policies)]
     if step not in steps:
         there = f"there are {layout.listed(steps)}" if steps else "it holds none"
         raise ValueError(f"--init_from={init_from}: step {step} is not a snapshot of {other.shared}; {there}")
@@ -329,7 +330,7 @@ def load_policy(init_from: str, policy: Policy, mesh: Mesh) -> Params:
     other, stored, step = _open_init_from(init_from)
     lora = stored["contract"]["lora"]
     theirs = Policy(model=policy.model, lora=LoraConfig(**(lora | {"targets": tuple(lora["targets"])})) if lora else None)
-    trained = snapshots.load_step(other.policies, step, theirs.trained_specs, theirs.trained_shardings(mesh))
+    trained = published.Published(other.policies).load(step, theirs.trained_specs, theirs.trained_shardings(mesh))
     if theirs.lora is None:
         return trained
     reference, shardings = _reference_id(other), policy.model_shardings(mesh)

@@ -19,7 +19,7 @@ from tba_jax.roles.searcher.stream import writer_id
 from tba_jax.run import processes as processes_lib
 from tba_jax.schemas import Mistakes, require
 from tba_jax.storage import contract as contract_lib
-from tba_jax.storage import layout, places, snapshots
+from tba_jax.storage import layout, places, published
 from tba_jax.storage.lease import EpochLease
 from tba_jax.telemetry import status
 from tba_jax.telemetry.status import Record, TimeAccount
@@ -132,7 +132,10 @@ def _awaits_evaluation(s: Invocation) -> bool:
 def _is_complete(s: Invocation) -> bool:
     """Whether the run has done all its steps and evaluated what it would: then its result is told once more."""
     steps = s.config.learner.steps
-    if not contract_lib.is_finished(s.run) or not snapshots.is_committed(s.run.policies, steps) or _awaits_evaluation(s):
+    if not contract_lib.is_finished(s.run):
+        return False
+    last = published.kept(s.run.policies).get(steps)
+    if last is None or not places.names_in(last) or _awaits_evaluation(s):  # a trainer publishes one again that was lost
         return False
     results.tell(s.run, label=f"{s.label}: already finished", score_name=s.experiment.task.score_name, outcome="")
     more = "--config.learner.steps=N --allow_change=learner.steps"
@@ -167,7 +170,7 @@ def everything(s: Invocation) -> Job:
 def _in_turn(s: Invocation) -> Job:
     from tba_jax.roles.interleaved import run_interleaved
 
-    EpochLease.refuse_if_held(s.run.journal)
+    EpochLease.refuse_if_held(s.run.lease)
     join(s, may_change_schedule=True, check=lambda: training.check_devices(s.experiment, *meshes.roles_of(s.config)))
 
     def job() -> int:
@@ -227,7 +230,7 @@ def _as_processes(s: Invocation) -> Job:
             if verdict.fits is False:
                 log.warning("by an estimate from shapes, %s", verdict)
 
-    EpochLease.refuse_if_held(s.run.journal)
+    EpochLease.refuse_if_held(s.run.lease)
     join(s, may_change_schedule=True, check=check)
 
     def arguments(role: str, name: str) -> tuple[str, ...]:

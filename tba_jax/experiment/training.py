@@ -184,7 +184,7 @@ def reference(s: Invocation) -> Job:
                 layout.reference_id(s.run)
             except (FileNotFoundError, ValueError):  # there is none yet, or its name is damaged
                 try:  # a trainer that begins meanwhile would make another policy
-                    lease = EpochLease.acquire(s.run.journal)
+                    lease = EpochLease.acquire(s.run.lease)
                 except LeaseHeld as error:
                     raise processes_lib.BadInput(f"{error}; it makes the policy itself") from error
                 try:
@@ -281,12 +281,19 @@ def _begin_trainer(
     from tba_jax.roles.trainer.resume import CheckpointLeftOut, resume
     from tba_jax.roles.trainer.trainer import Trainer
 
-    layout.claim_shared(s.run)
     s = _on_mesh(s)
     # What learner.mesh.fsdp=0 means follows from the memory of a device, and must be the same in all processes.
     settings = {**settings, "learner.mesh.fsdp": s.config.learner.mesh.fsdp}
-    lease = EpochLease.acquire(s.run.journal)
+    journals = journal.epoch_files(s.run.journal)
+    lease = EpochLease.acquire(s.run.lease, after=max(journals, default=0))
     try:
+        if (of := lease.journal) and of["epoch"] not in journals:
+            raise ValueError(
+                f"the run that meets in {s.run.shared} went on in {of['workdir']} on host {of['host']}, where its journal and "
+                f"checkpoints are; {s.run.journal} lacks the file of epoch {of['epoch']}: start it there, restore the folders "
+                f"from a copy of that workdir, or begin a new run by --init_from={s.run.shared}@STEP"
+            )
+        places.make_folder(s.run.journal)
         _make_reference(s, group, record)
         group.call("begin trainer", settings=settings)
         record.status.phase("loading")
@@ -313,7 +320,7 @@ def trainer(s: Invocation) -> Job:
     if isinstance(group, Member):
         return lambda: _follow(s, group)
     with group.guard(ValueError, LeaseHeld):
-        EpochLease.refuse_if_held(s.run.journal)
+        EpochLease.refuse_if_held(s.run.lease)
         join(s, may_change_schedule=True, check=lambda: check_devices(s.experiment, "trainer"))
         here = computed_on(s, "trainer")
         record = record_of(s, "trainer")

@@ -59,12 +59,12 @@ def from_bytes(content: bytes) -> QueryCounts:
         raise ValueError(f"{FILE} is damaged: {error}") from error
 
 
-def read(policies: Place, step: int) -> QueryCounts:
-    """The counts beside the snapshot of a step.
+def read(snapshot: Place) -> QueryCounts:
+    """The counts beside a snapshot. Args: snapshot: its folder.
 
     Raises FileNotFoundError: there are none, or the snapshot is gone. ValueError: they are damaged. OSError: the storage failed.
     """
-    return from_bytes(layout.read_file(policies / layout.step_name(step) / FILE))
+    return from_bytes(layout.read_file(snapshot / FILE))
 
 
 def told_outside(row: str, reward: float) -> str:

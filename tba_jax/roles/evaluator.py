@@ -1,6 +1,5 @@
 """The evaluator: decodes held-out queries with chosen snapshots, and writes one JSON report for each."""
 
-import functools
 import logging
 import math
 import time
@@ -21,8 +20,9 @@ from tba_jax.roles.results import STDERR, majority, mean, pass_at, perplexity, w
 from tba_jax.roles.sampler import ReferencePolicy, Sampler, Scoring, policy_mesh, text_columns
 from tba_jax.roles.work import policy_peaks
 from tba_jax.storage import contract as contract_lib
-from tba_jax.storage import layout, places, snapshots
-from tba_jax.storage.snapshots import DamagedSnapshots
+from tba_jax.storage import layout, places
+from tba_jax.storage.published import Published
+from tba_jax.storage.snapshots import Damaged
 from tba_jax.tasks.interface import EncodedQuery, HasFinalAnswer, HasMeasures, Task
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Watch
@@ -43,8 +43,6 @@ REPORTED = (
     *(*_MEANS, *(name + STDERR for name in _MEANS), "ref_nll_per_token"),
     *("greedy_ref_perplexity_per_response_token", "sampled_ref_perplexity_per_response_token"),
 )
-# What an evaluator does about a damaged snapshot, see DamagedSnapshots.
-NOT_EVALUATED = "It is not evaluated"
 
 
 class Evaluator:
@@ -74,6 +72,7 @@ class Evaluator:
         self._initial = ReferencePolicy(_scoring(config, contract, policy, mesh), run)
         settings = _sampling_settings(config, queries)
         self._sampler = Sampler(contract, run, policy=policy, tokenizer=tokenizer, reference=self._initial, **settings)
+        self.snapshots = self._sampler.snapshots
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """Evaluates the snapshot of `step`, writes `evaluations/<step>.json` and returns its content. Raises as `report`."""
@@ -272,27 +271,17 @@ def tell(report: Mapping[str, Any], config: Any, *, writer: MetricWriter, watch:
 
 
 class PendingSteps:
-    """Finds published snapshots that are due for evaluation and have none: the first, multiples of every_steps, the last.
+    """Finds published snapshots that are due for evaluation and have none: the first, multiples of every_steps, the last."""
 
-    Each call looks at newer snapshots alone: an object store lists every file of every snapshot.
-    """
-
-    def __init__(self, run: layout.RunDir, *, every_steps: int, final_step: int):
+    def __init__(self, run: layout.RunDir, *, every_steps: int, final_step: int, snapshots: Published | None = None):
+        """Args: snapshots: those of the run that a reader has not found damaged; None: all of them."""
         self._run, self._every_steps, self._final_step = run, every_steps, final_step
-        self._published: set[int] = set()
-        self._looked_to = -1
+        self._snapshots = snapshots or Published(run.policies)
 
     def __call__(self) -> list[int]:
         """The steps, ascending."""
-        complete = True
-        for step in layout.steps_in(self._run.policies, newer_than=self._looked_to):
-            if step % self._every_steps == 0 or step == self._final_step:
-                if step in self._published or snapshots.is_committed(self._run.policies, step):
-                    self._published.add(step)
-                else:  # it is being written, or a killed trainer left it and the next one writes it again
-                    complete = False
-            self._looked_to = step if complete else self._looked_to
-        return sorted(self._published.difference(layout.steps_in(self._run.evaluations)))
+        due = {step for step in self._snapshots.whole() if step % self._every_steps == 0 or step == self._final_step}
+        return sorted(due.difference(layout.steps_in(self._run.evaluations)) if due else due)
 
 
 def run_evaluator(
@@ -303,17 +292,16 @@ def run_evaluator(
     record = account.record
     writer = metrics.open_writer(config, run, "evaluator", role="evaluator", status=record.status)
     record.status.phase("")
-    damaged, scores = DamagedSnapshots(run.policies, follows=NOT_EVALUATED), results.Scores(run.evaluations)
+    scores = results.Scores(run.evaluations)
     watch = Watch(run.metrics("evaluator"), config, role="evaluator")
 
-    def afresh() -> PendingSteps:  # a trainer that resumes may have changed the last step
-        return PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=contract_lib.steps_of(run))
+    def pending_steps() -> list[int]:  # a trainer that resumes may have changed the last step
+        final = contract_lib.steps_of(run)
+        return PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=final, snapshots=evaluator.snapshots)()
 
-    pending_steps = afresh()
     while not stop():
         finished = contract_lib.is_finished(run)  # read before the snapshots: the last one is published before it
-        # At the end all snapshots are looked at once more: a resumed trainer may have published steps that were not there.
-        pending = damaged.without(afresh()() if finished else pending_steps())
+        pending = pending_steps()
         if not pending and finished:
             break
         if not pending:
@@ -326,13 +314,12 @@ def run_evaluator(
             step = pending[-1] if finished else pending[0]
             record.profiler.batch(step, most=1)
             with account.measure("evaluate"):
-                report = damaged.attempt(step, functools.partial(evaluator.evaluate, step))
-        except FileNotFoundError:  # the snapshot was pruned meanwhile
-            pending_steps, report = afresh(), None
-        if report is not None:
-            record.status.step, best = step, scores.best()
-            more = results.best_figures(best) | evaluator.rates | account.shares()
-            tell(report, config, writer=writer, watch=watch, more=more)
-            figures = f"greedy reward {with_stderr(report, 'greedy_reward')}, sampled {with_stderr(report, 'sampled_reward')}"
-            log.info("; ".join(filter(None, (f"step {step}: {figures}", results.best_in_words(best, apart_from=step)))))
+                report = evaluator.evaluate(step)
+        except (FileNotFoundError, Damaged):  # it was removed meanwhile, or is not evaluated
+            continue
+        record.status.step, best = step, scores.best()
+        more = results.best_figures(best) | evaluator.rates | account.shares()
+        tell(report, config, writer=writer, watch=watch, more=more)
+        figures = f"greedy reward {with_stderr(report, 'greedy_reward')}, sampled {with_stderr(report, 'sampled_reward')}"
+        log.info("; ".join(filter(None, (f"step {step}: {figures}", results.best_in_words(best, apart_from=step)))))
     writer.close()

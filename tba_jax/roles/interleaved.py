@@ -3,20 +3,20 @@
 Searcher, trainer, replay log and snapshots are those of the asynchronous run; only nobody works at the same time.
 """
 
-import functools
+import contextlib
 import time
 from collections.abc import Callable
 
 from tba_jax.roles import results
-from tba_jax.roles.evaluator import NOT_EVALUATED, Evaluator, PendingSteps, tell
+from tba_jax.roles.evaluator import Evaluator, PendingSteps, tell
 from tba_jax.roles.searcher.appender import LOOK_SECONDS, SearchReport
 from tba_jax.roles.searcher.loop import SearchRecord
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.trainer.loop import Recorder, end
 from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.run import processes
-from tba_jax.storage import layout, snapshots
-from tba_jax.storage.snapshots import DamagedSnapshots
+from tba_jax.storage import layout
+from tba_jax.storage.snapshots import Damaged
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Watch
 from tba_jax.telemetry.status import Status
@@ -88,7 +88,7 @@ def _search(trainer: Trainer, searcher: Searcher, record: SearchRecord, goes_on:
     step = max(0, trainer.step_number - trainer.config.schedule.lag)
     try:
         searcher.load_step(step)
-    except snapshots.Damaged as error:
+    except Damaged as error:
         raise processes.BadInput(
             f"{error}. schedule.lag needs this snapshot; remove the checkpoints from step {step} on, and it is made again"
         ) from error
@@ -109,16 +109,16 @@ class _Evaluations:
     def __init__(self, evaluator: Evaluator, run: layout.RunDir, trainer: Trainer):
         self._config = config = trainer.config
         self._watch = Watch(run.metrics("evaluator"), config, role="evaluator")
-        self._damaged = DamagedSnapshots(run.policies, follows=NOT_EVALUATED)
         self._evaluator, self._scores = evaluator, results.Scores(run.evaluations)
         self._status = Status(run.metrics("evaluator"))
         self._writer = metrics.open_writer(config, run, "evaluator", role="evaluator", status=self._status)
-        self._pending = PendingSteps(run, every_steps=config.evaluation.every_steps, final_step=config.learner.steps)
+        due = dict(every_steps=config.evaluation.every_steps, final_step=config.learner.steps)
+        self._pending = PendingSteps(run, **due, snapshots=evaluator.snapshots)
 
     def catch_up(self) -> None:
-        for step in self._damaged.without(self._pending()):
-            report = self._damaged.attempt(step, functools.partial(self._evaluator.evaluate, step))
-            if report is not None:
+        for step in self._pending():
+            with contextlib.suppress(Damaged):
+                report = self._evaluator.evaluate(step)
                 more = results.best_figures(self._scores.best()) | self._evaluator.rates
                 tell(report, self._config, writer=self._writer, watch=self._watch, more=more)
                 self._status.step = step

@@ -21,7 +21,7 @@ from tba_jax.roles.work import ShapesLog, Work, of_plan
 from tba_jax.run import processes
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, snapshots
-from tba_jax.storage.snapshots import DamagedSnapshots
+from tba_jax.storage.published import Published
 from tba_jax.tasks.interface import Task
 from tba_jax.text.tokenizers import StopStrings, Tokenizer, stop_automaton
 
@@ -253,7 +253,8 @@ def models_beside(config: Any, task: Task, *, role: str, section: str, devices: 
 class Sampler:
     """A decoding engine that takes its weights from the snapshots of a run, beside the reference policy on the same mesh.
 
-    Attributes: engine; reference; step: of the snapshot that the engine was handed last, −1 before the first.
+    Attributes: engine; reference; snapshots: of the run; step: of the snapshot that the engine was handed last, −1 before
+    the first.
     """
 
     def __init__(
@@ -272,30 +273,28 @@ class Sampler:
         swap_memory: see Engine; in_place loads snapshots into host memory, and is not for adapters or rounded weights. engine:
         further arguments of Engine.
         """
-        self._policies, self.reference = run.policies, reference
+        self.snapshots, self.reference = Published(run.policies), reference
         self._in_place, shardings = swap_memory == "in_place", policy.trained_shardings(reference.mesh)
         if self._in_place:
             shardings = jax.tree.map(lambda x: x.with_memory_kind(sharding.PINNED_HOST), shardings)
         self.engine = _engine(contract, reference.mesh, policy, tokenizer, weights=weights, swap_memory=swap_memory, **engine)
         self._snapshot: dict[str, Any] = dict(specs=policy.trained_specs, shardings=shardings, dtype=policy.snapshot_dtype)
         self._for_sampling = _for_sampling(policy, reference.mesh, weights)
-        follows = "Until then this process samples with the newest whole snapshot, or waits for one"
-        self._damaged = DamagedSnapshots(run.policies, follows=follows)
         self.step = -1
 
     @property
     def published(self) -> int:
         """The newest published step that `load_newest` has seen, −1 before the first."""
-        return max(self.step, self._damaged.newest)
+        return max(self.step, self.snapshots.newest)
 
     def load_newest(self, *, lag: int) -> bool:
         """Hands the newest whole snapshot to the engine if it is newer than the last one. Returns whether there was one.
 
-        May be called from a thread beside the one that decodes. Args: lag: see snapshots.lagging.
+        May be called from a thread beside the one that decodes. Args: lag: see published.lagging.
         """
         if not self.engine.swapped:  # the memory holds one snapshot that waits to be taken up, not two
             return False
-        newest = self._damaged.load_newest(**self._snapshot, newer_than=self.step, lag=lag)
+        newest = self.snapshots.load_newest(**self._snapshot, newer_than=self.step, lag=lag)
         if newest is not None:
             self._hand_over(*newest)
         return newest is not None
@@ -315,12 +314,12 @@ class Sampler:
     @property
     def damage(self) -> str:
         """A sentence about a damaged snapshot that is newer than the last one, "" where there is none."""
-        return self._damaged.above(self.step)
+        return self.snapshots.damage_above(self.step)
 
     def load_step(self, step: int) -> None:
         """Hands the snapshot of exactly this trainer step to the engine. Raises FileNotFoundError where it was pruned, and
         snapshots.Damaged where it is damaged."""
-        self._hand_over(step, snapshots.load_step(self._policies, step, **self._snapshot))
+        self._hand_over(step, self.snapshots.load(step, **self._snapshot))
 
     def _hand_over(self, step: int, snapshot: Params) -> None:
         weights = snapshot if self._in_place else self._for_sampling(snapshot, self.reference.params)

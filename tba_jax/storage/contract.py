@@ -16,11 +16,11 @@ from tba_jax import trajectory
 from tba_jax.models.config import ResponseSpace
 from tba_jax.run import processes
 from tba_jax.schemas import flatten
-from tba_jax.storage import layout, places
+from tba_jax.storage import fenced, layout, places
 from tba_jax.storage.places import Place
 
 # The format of a run's folder. Raise it with every change after which config.json, rows or weights mean something else.
-FORMAT = 6
+FORMAT = 7
 # The reference_id of rows without a reference policy, as 16 hex digits. No hash of weights is 0.
 NO_REFERENCE = 16 * "0"
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -246,6 +246,7 @@ def _make(run: layout.RunDir, mine: Mapping[str, Any]) -> None:
         run.root.mkdir(parents=True, exist_ok=True)
         if isinstance(run.shared, Path):
             run.shared.mkdir(parents=True, exist_ok=True)
+        fenced.probe(run.shared)
         layout.create_json(run.config, mine)  # where another role was first, its file stays
         layout.note_shared(run)
     except OSError as error:

@@ -21,6 +21,11 @@ import tensorstore as ts
 _PIECE = 1 << 16
 
 
+def are_written(publish: Any) -> bool:
+    """Args: publish: settings. An update leaves most values of bfloat16 as they were, and hardly one of float32."""
+    return publish.full_every > 1 and publish.dtype != "float32"
+
+
 def data_type(dtype: str) -> str:
     """The dtype of a difference of arrays of `dtype`: unsigned integers of the same size."""
     return f"uint{8 * jnp.dtype(dtype).itemsize}"
@@ -29,8 +34,7 @@ def data_type(dtype: str) -> str:
 def codecs(dtype: str) -> list[dict[str, Any]]:
     """Zarr 3 codecs of differences of arrays of `dtype`, with a checksum of the bytes on disk.
 
-    Where a tenth of the values moved, bit planes with zstd 1 take fewer bytes than byte planes, no planes, or lz4, in about the
-    same time; zstd 3 takes twice as long for as many bytes.
+    Bit planes with zstd 1 take fewer bytes than byte planes, none, or lz4, in about the same time; zstd 3 takes twice as long.
     """
     planes = {"cname": "zstd", "clevel": 1, "shuffle": "bitshuffle", "typesize": jnp.dtype(dtype).itemsize, "blocksize": 0}
     return [
@@ -40,10 +44,9 @@ def codecs(dtype: str) -> list[dict[str, Any]]:
     ]
 
 
-def _pieces(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+def _pieces(*arrays: np.ndarray) -> Iterator[list[np.ndarray]]:
     flat = [array.reshape(-1) for array in arrays]
-    for begin in range(0, flat[0].size, _PIECE):
-        yield tuple(each[begin : begin + _PIECE] for each in flat)
+    return ([each[begin : begin + _PIECE] for each in flat] for begin in range(0, flat[0].size, _PIECE))
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
@@ -73,20 +76,18 @@ def restore(base: np.ndarray, difference: np.ndarray) -> np.ndarray:
     return result.view(base.dtype)
 
 
-def checksum(block: np.ndarray) -> int:
-    """CRC-32 of the values in C order."""
-    return zlib.crc32(_bits(block).data)
-
-
 def sums(block: np.ndarray, chunk: Sequence[int], *, begin: Sequence[int]) -> dict[str, int]:
-    """Chunk -> checksum of every chunk of a block. A chunk is named by where it begins in the array, "128,0".
+    """Chunk -> CRC-32 of its values in C order, of every chunk of a block. A chunk is named by where it begins, "128,0".
 
-    Args: block: made of whole chunks, where the array does not end before; chunk: shape of a chunk; begin: of the block in its
-    array.
+    Args: block: made of whole chunks; chunk: shape of a chunk; begin: of the block in its array.
     """
     axes = [range(0, length, size) for length, size in zip(block.shape, chunk, strict=True)]
     parts = {at: tuple(slice(a, a + size) for a, size in zip(at, chunk, strict=True)) for at in itertools.product(*axes)}
-    return {_name([a + b for a, b in zip(at, begin, strict=True)]): checksum(block[part]) for at, part in parts.items()}
+    return {_name([a + b for a, b in zip(at, begin, strict=True)]): _checksum(block[part]) for at, part in parts.items()}
+
+
+def _checksum(block: np.ndarray) -> int:
+    return zlib.crc32(_bits(block).data)
 
 
 def _name(begin: Sequence[int]) -> str:
@@ -95,10 +96,9 @@ def _name(begin: Sequence[int]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """What this process wrote of a full snapshot. step: its step; name: of its folder; blocks: parameter -> its blocks on the
-    host, which take as many bytes as the snapshot does on disk."""
+    """What this process wrote of a full snapshot. name: of its folder; blocks: parameter -> its blocks on the host, which take as
+    many bytes as on disk."""
 
-    step: int
     name: str
     blocks: Mapping[str, Sequence[np.ndarray]]
 
@@ -148,7 +148,7 @@ def rebuilt(delta: ts.TensorStore, base: _Read, written: Mapping[str, int], dtyp
 
     def read(domain: ts.IndexDomain) -> np.ndarray:
         values = restore(base(domain), delta[domain].read().result())
-        if written.get(chunk := _name(domain.inclusive_min)) != checksum(values):
+        if written.get(chunk := _name(domain.inclusive_min)) != _checksum(values):
             raise ValueError(f"the chunk at {chunk} is not what was written, the base is another or damaged")
         return values
 

@@ -6,7 +6,6 @@ A folder counts as committed once it holds the marker file that its owner writes
 import dataclasses
 import json
 import os
-import platform
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,8 +17,7 @@ from tba_jax.storage.places import Place
 
 _STEP = re.compile(r"\d{8}")
 _SHARED = "shared.json"
-_TRAINER = "trainer.json"
-_OWN_FOLDERS = ("policy", "reference", "replay", "checkpoints", "journal")
+_OWN_FOLDERS = ("lease", "policy", "reference", "replay", "checkpoints", "journal")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +53,11 @@ class RunDir:
     @property
     def policies(self) -> Place:
         return self.shared / "policy"
+
+    @property
+    def lease(self) -> Place:
+        """The trainer's lease, a fenced value, see lease.py."""
+        return self.shared / "lease"
 
     @property
     def replay(self) -> Place:
@@ -171,22 +174,6 @@ def note_shared(run: RunDir) -> None:
     """Writes into the workdir where the run's roles meet."""
     if run.elsewhere is not None:
         create_json(run.shared_name, {"shared": str(run.elsewhere)})
-
-
-def claim_shared(run: RunDir) -> None:
-    """Binds the place of --shared to the trainer of this workdir, where its lease, journal and checkpoints are.
-    Raises ValueError: the place belongs to the trainer of another workdir, which the sentence names."""
-    if run.elsewhere is None:
-        return
-    create_json(run.root / _TRAINER, {"id": uuid.uuid4().hex, "host": platform.node(), "workdir": str(run.root)})
-    mine = read_json(run.root / _TRAINER)
-    create_json(run.shared / _TRAINER, mine)
-    there = read_json(run.shared / _TRAINER)
-    if there["id"] != mine["id"]:
-        raise ValueError(
-            f"--shared={run.shared} has a trainer, whose journal and checkpoints are in {there['workdir']} on host "
-            f"{there['host']}: {run.root} cannot go on with it; start it there, or a new run by --init_from={run.shared}@STEP"
-        )
 
 
 def is_finished(run: RunDir, steps: int) -> bool:

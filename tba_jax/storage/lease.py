@@ -1,84 +1,82 @@
-"""The epoch lease: exactly one trainer in a workdir.
+"""The lease: one trainer at a time for the place where a run's roles meet, under epochs that only grow.
 
-`epoch-000001.lease` is created exclusively by the trainer that takes epoch 1; a trainer whose epoch is no longer the highest must
-stop. The kernel tells whether a holder on this machine lives, and a holder on another machine shows it by its heartbeat. Clocks
-differ: a heartbeat of the last hour has half of `ttl_seconds` to be renewed, however old it looks.
+It is a fenced value in the shared place, so a copied workdir meets the same lease. Its holder writes the next version now and
+then. Another trainer takes it over where no version has come for the time to live on that trainer's own clock; the kernel tells
+at once whether a holder on this machine lives.
 """
 
 import logging
 import os
-import re
 import socket
 import threading
 import time
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tba_jax.run import processes
-from tba_jax.storage import layout, places
+from tba_jax.storage import fenced
+from tba_jax.storage.fenced import StaleEpoch, Version
+from tba_jax.storage.places import Place
 
 log = logging.getLogger(__name__)
 
-_LEASE_NAME = re.compile(r"epoch-(\d{6})\.lease")
-# The clock of a working host is never further behind than this.
-_LARGEST_CLOCK_DIFFERENCE = 3600.0
-
 
 class LeaseHeld(RuntimeError):
-    """Another trainer holds the workdir."""
-
-
-class StaleEpoch(RuntimeError):
-    """A later trainer has taken over."""
+    """Another trainer holds the lease."""
 
 
 class EpochLease:
-    """A held lease; a thread renews its heartbeat until `release` or `close`."""
+    """A held lease; a thread renews it until `release` or `close`.
 
-    def __init__(self, folder: Path, epoch: int, holder: dict[str, Any], ttl_seconds: float):
+    Attributes: epoch. journal: {"epoch", "step", "workdir", "host"}, of the newest journal of the run: the epoch of its last
+    file, a step that it holds, and where it is; {} before the first.
+    """
+
+    def __init__(self, place: Place, version: Version, ttl_seconds: float):
         """Use `acquire`."""
-        self.epoch = epoch
-        self._folder = folder
-        self._holder = holder
-        self._ttl_seconds = ttl_seconds
+        self.epoch, self.journal = version.epoch, dict(version.value["journal"])
+        self._place, self._facts = place, version.value
+        self._ttl_seconds, self._confirmed = ttl_seconds, time.monotonic()
+        self._lock = threading.Lock()  # one version follows the other
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="epoch-lease", daemon=True)
         self._thread.start()
 
     @staticmethod
-    def refuse_if_held(folder: Path, *, ttl_seconds: float = 30.0) -> None:
+    def refuse_if_held(place: Place, *, ttl_seconds: float = 30.0) -> None:
         """Waits and raises LeaseHeld as `acquire` would, without taking anything."""
-        if current := _highest_epoch(folder) if folder.is_dir() else 0:
-            _wait_or_refuse(folder, current, ttl_seconds)
+        _wait_or_refuse(place, ttl_seconds)
 
     @classmethod
-    def acquire(cls, folder: Path, *, ttl_seconds: float = 30.0) -> "EpochLease":
-        """Takes the next epoch. Raises LeaseHeld where the holder is alive on this host, or renews its heartbeat on another.
+    def acquire(cls, place: Place, *, after: int = 0, ttl_seconds: float = 30.0) -> "EpochLease":
+        """Takes the next epoch. Raises LeaseHeld where the holder is alive on this host, or renews the lease elsewhere.
 
-        Args: folder: `RunDir.journal`. ttl_seconds: a holder on another host counts as gone once its heartbeat is older than this
-          and has not been renewed for half that time; the call waits for so long.
+        Args: place: `RunDir.lease`. after: an epoch that was taken, should the lease be lost. ttl_seconds: a holder elsewhere
+          counts as gone where it has not renewed the lease for so long; the call waits for it.
         """
-        places.make_folder(folder)
         while True:
-            current = _highest_epoch(folder)
-            if current:
-                _wait_or_refuse(folder, current, ttl_seconds)
-            holder = {**_this_process(), "epoch": current + 1, "heartbeat": time.time(), "released": False}
-            # Created with its content or not at all: a file without it, as a full disk leaves, would be waited for.
-            # If another trainer took this epoch in the meantime, its lease is looked at.
-            if layout.create_json(_path(folder, current + 1), holder):
-                return cls(folder, current + 1, holder, ttl_seconds)
+            before = _wait_or_refuse(place, ttl_seconds)
+            facts = {"id": uuid.uuid4().hex, **_this_process(), "released": False, "journal": _facts(before).get("journal", {})}
+            made = fenced.replace(place, before, facts, epoch=max(before.epoch, after) + 1)
+            if made is not None:  # else another trainer took this epoch in the meantime, and its lease is looked at
+                return cls(place, made, ttl_seconds)
 
     def check(self) -> None:
-        """Raises StaleEpoch if a later trainer has taken over."""
-        highest = _highest_epoch(self._folder)
-        if highest > self.epoch:
-            raise StaleEpoch(
-                f"this trainer holds epoch {self.epoch} of {self._folder.parent}, but epoch {highest} has been taken: "
-                "another trainer took over while this one could not renew its lease; it must stop"
-            )
-        if not self._is_ours():
-            raise processes.RunIsAway(f"{self._folder.parent} is not there, or holds another run: the lease in it is of others")
+        """Raises StaleEpoch if a later trainer has taken over. Looks at storage only where the last renewal is a while ago: what
+        a trainer shows is fenced by itself."""
+        if self._stop.is_set() or time.monotonic() - self._confirmed > self._ttl_seconds / 2:
+            self._look()
+
+    def journals(self, step: int, *, workdir: Path) -> None:
+        """The journal in `workdir` has a file of this epoch, and goes on after `step`. Returns once the lease tells so."""
+        self.journal = {"epoch": self.epoch, "step": step, "workdir": str(workdir), "host": self._facts["host"]}
+        self._write()
+
+    def reached(self, step: int) -> None:
+        """The journal holds this step; the next version tells so."""
+        self.journal = {**self.journal, "step": step}
 
     def close(self) -> None:
         """Ends the thread. The next trainer finds the lease as after a kill, unless it was released."""
@@ -86,73 +84,64 @@ class EpochLease:
         self._thread.join()
 
     def release(self) -> None:
-        """Ends the lease so that the next trainer need not wait. Writes nothing where another run is in the place of this one."""
+        """Ends the lease so that the next trainer need not wait. Writes nothing where another trainer or run is in its place."""
         self.close()
-        if self._is_ours():
-            layout.write_json(_path(self._folder, self.epoch), {**self._holder, "heartbeat": time.time(), "released": True})
+        try:
+            self._write(released=True)
+        except (StaleEpoch, processes.RunIsAway):
+            return
 
-    def _is_ours(self) -> bool:
-        """Whether the file of the epoch is what this process wrote: another run may have come in the place of this one."""
-        path = _path(self._folder, self.epoch)
-        there = _read_holder(path) if path.exists() else {}
-        return all(there.get(name) == self._holder[name] for name in ("host", "boot_id", "pid", "pid_start"))
+    def _look(self) -> Version:
+        """The lease, which is this one's. Raises StaleEpoch, or RunIsAway where it is of another run."""
+        found = fenced.read(self._place)
+        fenced.refuse_stale(self._place, found, self.epoch)
+        if _facts(found).get("id") != self._facts["id"]:
+            self._confirmed = 0.0
+            raise processes.RunIsAway(f"{self._place.parent} is not there, or holds another run: the lease in it is of others")
+        self._confirmed = time.monotonic()
+        return found
+
+    def _write(self, *, released: bool = False) -> None:
+        with self._lock:
+            facts = self._facts | {"released": released, "journal": self.journal}
+            if fenced.replace(self._place, self._look(), facts, epoch=self.epoch) is None:
+                self._look()
 
     def _renew(self) -> None:
         while not self._stop.wait(self._ttl_seconds / 3):
             try:
-                if self._is_ours():
-                    layout.write_json(_path(self._folder, self.epoch), {**self._holder, "heartbeat": time.time()})
-            except OSError:
-                # The next beat tries again; a lease lost meanwhile shows in `check`.
-                continue
+                self._write()
+            except (OSError, StaleEpoch):
+                # The next beat tries again; a lease that was lost meanwhile shows in `check`.
+                self._confirmed = 0.0
 
 
-def _path(folder: Path, epoch: int) -> Path:
-    return folder / f"epoch-{epoch:06d}.lease"
+def _facts(version: Version) -> Mapping[str, Any]:
+    """What the holder says; {} where nobody has held the lease, or it is damaged."""
+    return version.value if isinstance(version.value, dict) else {}
 
 
-def _highest_epoch(folder: Path) -> int:
-    matches = (_LEASE_NAME.fullmatch(name) for name in os.listdir(folder))
-    return max((int(match[1]) for match in matches if match), default=0)
-
-
-def _read_holder(path: Path) -> dict[str, Any]:
-    try:
-        return layout.read_json(path)
-    except ValueError:
-        # The file was damaged since: its time stands for the heartbeat.
-        return {"host": "unknown", "pid": "unknown", "heartbeat": path.stat().st_mtime}
-
-
-def _wait_or_refuse(folder: Path, epoch: int, ttl_seconds: float) -> None:
-    """Returns once nobody holds the epoch. Raises LeaseHeld if its holder is alive."""
-    path = _path(folder, epoch)
-    first = _read_holder(path)
-    # The waiting is measured by our own clock too: the other host's may be hours off. Renewals come every third of ttl_seconds.
-    begin = time.monotonic()
-    here, told = _this_process(), False
-    while True:
-        holder = _read_holder(path)
-        who = f"process {holder.get('pid')} on host {holder.get('host')} (epoch {epoch})"
-        if holder.get("released"):
-            return
+def _wait_or_refuse(place: Place, ttl_seconds: float) -> Version:
+    """The lease, once nobody holds it. Raises LeaseHeld if its holder is alive."""
+    first = found = fenced.read(place)
+    begin, here, told = time.monotonic(), _this_process(), False
+    while found.epoch and not _facts(found).get("released"):
+        holder = _facts(found)
+        who = f"process {holder.get('pid')} on host {holder.get('host')} (epoch {found.epoch})"
         if all(holder.get(name) == here[name] for name in ("host", "boot_id", "pid_namespace")):
             if _is_alive(holder["pid"], holder["pid_start"]):
-                raise LeaseHeld(f"workdir {folder.parent} is held by {who}, which is running; stop it first")
-            return
-        if first["host"] == "unknown":
-            first = holder
-        if holder["heartbeat"] != first["heartbeat"]:
-            raise LeaseHeld(f"workdir {folder.parent} is held by {who}, which renews its lease; stop it first")
-        age, waited = time.time() - holder["heartbeat"], time.monotonic() - begin
-        patience = ttl_seconds / 2 if age < _LARGEST_CLOCK_DIFFERENCE else 0.0
-        wait = max(patience - waited, min(ttl_seconds - age, ttl_seconds - waited))
-        if wait <= 0:
-            return
+                raise LeaseHeld(f"workdir {place.parent} is held by {who}, which is running; stop it first")
+            break
+        if found.number != first.number:
+            raise LeaseHeld(f"workdir {place.parent} is held by {who}, which renews its lease; stop it first")
+        if (wait := begin + ttl_seconds - time.monotonic()) <= 0:
+            break
         if not told:
-            log.info("workdir %s is held by %s; unless renewed, its lease runs out in %.0f s", folder.parent, who, wait)
+            log.info("workdir %s is held by %s; unless renewed, its lease runs out in %.0f s", place.parent, who, wait)
             told = True
         time.sleep(min(wait, ttl_seconds / 30))
+        found = fenced.read(place, found)
+    return found
 
 
 def _this_process() -> dict[str, Any]:

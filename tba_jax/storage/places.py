@@ -9,6 +9,7 @@ store shows an object whole or not at all and lists it at once, but it cannot re
 import concurrent.futures
 import contextlib
 import dataclasses
+import errno
 import math
 import os
 import shutil
@@ -37,6 +38,9 @@ _OWN_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "ove
 ARRAY = {"driver": "zarr3", "fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
 # What tensorstore calls the counters of requests that an object store charges for.
 _COUNTED = tuple(f"/tensorstore/kvstore/{driver}/{kind}" for driver in ("s3", "gcs") for kind in ("read", "write", "list"))
+
+# What os.link says on a file system without hard links.
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 K = TypeVar("K", bound=Hashable)
 
@@ -161,7 +165,8 @@ def kvstore(folder: Place) -> dict[str, Any]:
 
 
 def context(folder: Place) -> ts.Context:
-    return ts.Context() if isinstance(folder, Path) else folder.context
+    """A context for files that have one writer each: they need no locks, which some file systems lack (Lustre without flock)."""
+    return ts.Context({"file_io_locking": {"mode": "none"}}) if isinstance(folder, Path) else folder.context
 
 
 def reading_context(folder: Place) -> ts.Context:
@@ -248,6 +253,27 @@ def create(file: Place, content: bytes) -> bool:
         if found.state != "value":  # a bucket that is not there answers as a lost race does
             raise OSError("the store refuses to create it, although it is not there: is there such a bucket?")
         return found.value == content
+
+
+def read_version(file: Bucket, last: bytes) -> tuple[bytes | None, bytes]:
+    """The content and the generation of an object; None where it does not exist, or its generation is still `last`."""
+    with _failures(file):
+        found = file.store.read(file.path, if_not_equal=last or None).result()
+    return (found.value if found.state == "value" else None), (last if found.state == "unspecified" else found.stamp.generation)
+
+
+def write_if(file: Bucket, content: bytes, generation: bytes) -> bytes:
+    """Writes an object whose generation is still this one, see `read_version`. Returns the new one, b"" where it is not."""
+    with _failures(file):
+        return file.store.write(file.path, content, if_equal=generation).result().generation or b""
+
+
+def swap(file: Bucket, content: bytes, generation: bytes) -> bytes:
+    """`write_if`; where the reply to a request was lost and the request sent again, the content tells that the write was done."""
+    if made := write_if(file, content, generation):
+        return made
+    found, now = read_version(file, b"")
+    return now if found == content else b""
 
 
 @contextlib.contextmanager

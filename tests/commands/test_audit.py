@@ -11,7 +11,7 @@ from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.journal import RowsLost
 from tba_jax.replay.log import LogWriter
 from tba_jax.storage import layout
-from tests.support import frozen_runs
+from tests.support import frozen_runs, tiny_snapshots
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
@@ -82,7 +82,7 @@ def test_rows_are_generated_again_bit_for_bit(finished, copied):
     with pytest.raises(ValueError, match=rf"forged-1:{long} cannot be generated again: its weights were swapped midway"):
         audit.regenerate(run, f"forged-1:{long}")
     step = int(rows["policy_step"][plain].max())
-    shutil.rmtree(copied / "policy" / layout.step_name(step))
+    tiny_snapshots.withdraw(copied / "policy", step)
     with pytest.raises(ValueError, match=f"the snapshot of its policy step {step} has been removed"):
         audit.regenerate(run, f"{writer}:{plain}")
     for name, sentence in (("nobody:0", f"no writer 'nobody'; it has forged-1, {writer}"), ("12", "must be WRITER:ROW")):

@@ -19,9 +19,9 @@ from tba_jax.commands import append, audit, command_line, evaluate, export, repo
 from tba_jax.experiment import jobs
 from tba_jax.outputs import visible
 from tba_jax.run import processes
-from tba_jax.storage import layout, places, snapshots
+from tba_jax.storage import layout, places, published, snapshots
 from tba_jax.storage.lease import LeaseHeld
-from tests.support import frozen_runs, task_files, tiny_run
+from tests.support import frozen_runs, task_files, tiny_run, tiny_snapshots
 from tests.support.summaries import write_rows
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
@@ -262,8 +262,8 @@ def test_the_default_is_the_best_step_or_else_the_newest_and_is_told(tmp_path, c
     run = layout.RunDir(tmp_path, places.place(f"memory://{tmp_path.name}/shared"))
     run.evaluations.mkdir()
     for step in steps:
-        places.make_folder(run.policies / layout.step_name(step), below=2)
-        layout.write_json(run.policies / layout.step_name(step) / snapshots.COMMIT, {})
+        there = {**published.kept(run.policies), step: run.policies / snapshots.new_name(step, 1)}
+        tiny_snapshots.point(run.policies, there)
     for step, reward in scores.items():
         layout.write_json(run.evaluations / f"{layout.step_name(step)}.json", {"step": step, "greedy_reward": reward})
     choose = functools.partial(command_line.chosen_step, run, called="RUN")

@@ -1,7 +1,6 @@
 """Exports of runs: the folder holds the snapshot's weights, and the rows are the log's."""
 
 import json
-import shutil
 
 import jax
 import numpy as np
@@ -15,10 +14,10 @@ from tba_jax.models import parameters
 from tba_jax.models.hugging_face import export as export_lib
 from tba_jax.replay.reader import LogReader
 from tba_jax.reporting import gathering
-from tba_jax.storage import contract, layout, snapshots
+from tba_jax.storage import contract, layout, published, snapshots
 from tba_jax.text.tokenizers import HuggingFaceTokenizer
 from tests.commands.test_command_line import refusal
-from tests.support import frozen_runs, random_checkpoints, tiny_checkpoints, tiny_run
+from tests.support import frozen_runs, random_checkpoints, tiny_checkpoints, tiny_run, tiny_snapshots
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
@@ -29,12 +28,13 @@ def written_run(workdir, **changes):
     """What a run of random weights leaves, with adapters as after some steps."""
     s = tiny_run.settings(workdir, tiny_run.config(**LORA, **changes))
     contract.join(s.run, s.experiment.config, s.experiment.contract)
-    policy, info = s.experiment.policy, snapshots.SnapshotInfo(step=0, epoch=0)
+    policy = s.experiment.policy
     base = policy.base.init(jax.random.key(0))
     trained = policy.initial(base, jax.random.key(1))
     trained = jax.tree.map(lambda leaf: 0.1 * jax.random.normal(jax.random.key(2), leaf.shape, leaf.dtype), trained)
-    snapshots.save(s.run.policies / "00000000", trained, info, dtype="float32")
-    snapshots.save(s.run.reference("f00"), base, info, dtype="float32")
+    tiny_snapshots.publish(s.run.policies, 0, trained)
+    snapshots.write(s.run.reference("f00"), base, dtype="float32")
+    snapshots.commit(s.run.reference("f00"))
     layout.write_json(s.run.initial_reference, {"id": "f00"})
     return s
 
@@ -86,18 +86,16 @@ def test_adapters_are_merged_into_the_reference(tmp_path, capsys):
 
 def test_snapshots_that_the_run_removes_meanwhile_are_named(tmp_path, capsys, monkeypatch):
     run = written_run(tmp_path / "run").run
-    with monkeypatch.context() as patch:
-        patch.setattr(snapshots, "committed_steps", lambda policies: [0, 1])
-        assert f"snapshot 1 is gone: {run.policies / '00000001'}" in refused(capsys, run, tmp_path / "model")
-    whole = snapshots.open_arrays
+    whole, folder = snapshots.open_arrays, published.kept(run.policies)[0]
 
-    def opened(folder, specs):
-        found = whole(folder, specs)
-        shutil.rmtree(run.policies / "00000000", ignore_errors=True)
+    def opened(*arguments):
+        found = whole(*arguments)
+        if published.kept(run.policies):
+            tiny_snapshots.withdraw(run.policies, 0)
         return found
 
     monkeypatch.setattr(snapshots, "open_arrays", opened)
-    assert f"snapshot 0 is gone: {run.policies / '00000000'}" in refused(capsys, run, tmp_path / "model")
+    assert f"snapshot 0 is gone: the run does not keep {folder}" in refused(capsys, run, tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 

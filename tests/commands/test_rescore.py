@@ -136,7 +136,7 @@ def test_what_cannot_be_rescored_is_refused(source, version_2, capsys, monkeypat
     append(log, rows, begin=4)
     assert "late-1 has 4 of the 24 rows of writer late-1, which was still at work then" in refused()
     shutil.rmtree(source.run.rescored(2))
-    lease = EpochLease.acquire(source.run.journal)
+    lease = EpochLease.acquire(source.run.lease)
     assert "held by process" in refused()
     lease.release()
     remove_segments(source.run.replay, {"late-1": [1]})

@@ -10,7 +10,7 @@ import pytest
 from tba_jax.experiment import initial_policy, jobs, training
 from tba_jax.models import parameters
 from tba_jax.run import processes
-from tba_jax.storage import contract, layout, snapshots
+from tba_jax.storage import contract, layout, published, snapshots
 from tba_jax.storage.lease import EpochLease
 from tests.support import frozen_runs, tiny_run
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_device_throughout")
 def test_the_reference_role_leaves_it_to_a_trainer_that_has_begun(tmp_path):
     s = tiny_run.settings(tmp_path / "run", tiny_run.config())
     make = training.reference(s)
-    lease = EpochLease.acquire(s.run.journal)
+    lease = EpochLease.acquire(s.run.lease)
     with pytest.raises(processes.BadInput, match=r"is held by process \d+ .*it makes the policy itself"):
         make()
     assert not s.run.initial_reference.exists()
@@ -69,7 +69,7 @@ def test_adapters_of_the_other_run_are_merged(tmp_path):
     assert jobs.everything(other)() == 0
     policy = other.experiment.policy
     base = stored(reference_of(other), policy.model_specs)
-    adapters = stored(other.run.policies / layout.step_name(2), policy.trained_specs)
+    adapters = stored(published.kept(other.run.policies)[2], policy.trained_specs)
     a, b = (adapters[f"layers.attention.query.lora_{name}"].astype(np.float64) for name in "ab")
     weight = base["layers.attention.query.weight"].astype(np.float64)
     update = np.zeros_like(weight)
@@ -83,7 +83,7 @@ def test_adapters_of_the_other_run_are_merged(tmp_path):
     del base["layers.attention.query.weight"]
     jax.tree.map(np.testing.assert_array_equal, got, base)
     with frozen_runs.trainer(s):
-        fresh = stored(s.run.policies / layout.step_name(0), policy.trained_specs)
+        fresh = stored(published.kept(s.run.policies)[0], policy.trained_specs)
     assert not fresh["layers.attention.query.lora_b"].any()
 
 
@@ -93,7 +93,7 @@ def test_the_reference_is_the_policy_of_that_step_and_the_other_run_is_needed_on
     before = {path: path.stat().st_mtime_ns for path in other.root.rglob("*") if path.is_file()}
     s = begin(tmp_path / "run", f"{other.root}@3")
     reference, specs = reference_of(s), s.experiment.policy.model_specs
-    first, third = (stored(finished.run.policies / layout.step_name(step), specs) for step in (0, 3))
+    first, third = (stored(published.kept(finished.run.policies)[step], specs) for step in (0, 3))
     jax.tree.map(np.testing.assert_array_equal, stored(reference, specs), third)
     assert any((first[name] != third[name]).any() for name in first)
     assert contract.read(s.run)["init_from"] == f"{other.root}@3"

@@ -24,9 +24,9 @@ from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.objective import Objective, ObjectiveInputs, ObjectiveSettings, PolicyOutputs
 from tba_jax.programs import shaped
-from tba_jax.storage import snapshots
 from tba_jax.storage.checkpoints import Checkpoints
 from tba_jax.storage.contract import Contract
+from tba_jax.storage.published import Published
 from tba_jax.telemetry import metrics
 from tests.support import applied, frozen_runs, tiny_run
 from tests.support import tiny_updates as tiny
@@ -319,7 +319,7 @@ def test_the_average_is_that_of_the_published_policies(finished, tmp_path, one_d
     shapes = shaped(parameters.shapes(policy.trained_specs), shardings)
     checkpoints = Checkpoints(s.run.checkpoints, keep=0, read_only=True)
     reference = checkpoints.restore(checkpoints.latest_step(), {"reference": shapes})[0]["reference"]
-    published = [snapshots.load_step(s.run.policies, step, policy.trained_specs, shardings) for step in range(3)]
+    published = [Published(s.run.policies).load(step, policy.trained_specs, shardings) for step in range(3)]
     expected = jax.tree.map(lambda a, b, c: 0.25 * a + 0.25 * b + 0.5 * c, *published)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), reference, expected)
     assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(reference), jax.tree.leaves(published[-1]), strict=True))

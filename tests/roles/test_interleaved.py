@@ -7,7 +7,7 @@ import pytest
 
 from tba_jax.roles import results as best_step
 from tba_jax.storage import layout as layout_lib
-from tba_jax.storage import snapshots
+from tba_jax.storage import published
 from tba_jax.telemetry import metrics
 from tests.support import frozen_runs, tiny_run
 
@@ -54,7 +54,7 @@ def test_a_run_leaves_what_the_readme_promises(lagging):
     evaluated, scores = metrics.read_lines(layout.metrics("evaluator")), best_step.Scores(layout.evaluations)
     assert (evaluated[-1]["best_step"], evaluated[-1]["best_greedy_reward"]) == scores.best()
     assert report["score_name"] == "accuracy" and report["accuracy"] == report["greedy_reward"] == scores()[8]
-    assert snapshots.committed_steps(layout.policies) == list(range(STEPS + 1))
+    assert [*published.kept(layout.policies)] == list(range(STEPS + 1))
     assert (layout.root / "progress.png").read_bytes()[:4] == b"\x89PNG"
     line = metrics.read_lines(layout.metrics("trainer"))[-1]
     names = "loss reward kl_to_ref entropy log_z grad_norm draws_per_row buffer_rows ratio_mean ratio_max ratio_clipped"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from tba_jax.storage import deltas, layout, places, snapshots
-from tba_jax.storage.snapshots import SnapshotInfo
+from tba_jax.models.parameters import Params
+from tba_jax.storage import deltas, places, snapshots
 from tests.support.tiny_snapshots import SPECS, assert_same_bits, random_params, shardings
 
 
@@ -59,42 +59,48 @@ def test_sums_tell_the_chunk_that_differs_and_join_over_blocks():
     assert [chunk for chunk in now if now[chunk] != written[chunk]] == ["4,3"]
 
 
+def written(policies: places.Place, first: Params, second: Params) -> tuple[places.Place, places.Place]:
+    """The folders of a full snapshot and of a delta of it."""
+    full = policies / snapshots.new_name(4, 1)
+    delta = policies / snapshots.new_name(6, 1, base=full.name)
+    snapshots.write(full, first, dtype="bfloat16")
+    snapshots.write(delta, second, dtype="bfloat16", base=snapshots.as_base(full.name, first))
+    return full, delta
+
+
 @pytest.mark.parametrize("kind", ["folder", "memory"])
-@pytest.mark.parametrize("lost", ["base", "delta", "base at rest"])
+@pytest.mark.parametrize("lost", ["base", "delta", "base at rest", "delta.json"])
 def test_a_delta_comes_back_on_any_mesh_and_names_what_is_damaged(tmp_path, kind, lost):
     policies = tmp_path if kind == "folder" else places.place(f"memory://deltas-{lost}/policy")
     first = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(1))
     second = jax.tree.map(lambda x: np.where(np.arange(x.size).reshape(x.shape) % 5, x, -x).astype(x.dtype), first)
-    first, second = (jax.device_put(each, shardings((2, 2, 2))) for each in (first, second))
-    full, delta = (policies / layout.step_name(step) for step in (4, 6))
-    snapshots.save(full, first, SnapshotInfo(step=4, epoch=1), dtype="bfloat16")
-    base = snapshots.base_of(first, step=4, name=full.name)
-    snapshots.save(delta, second, SnapshotInfo(step=6, epoch=1), dtype="bfloat16", base=base)
+    full, delta = written(policies, *(jax.device_put(each, shardings((2, 2, 2))) for each in (first, second)))
     as_float = jax.tree.map(lambda x: np.asarray(x).astype(np.float32), second)
     held = deltas.Held()
     for mesh in ((8, 1, 1), (1, 4, 2), (2, 2, 2)):
         assert_same_bits(snapshots.load(delta, SPECS, shardings(mesh)), as_float)  # a reader that is behind: base and delta
         assert_same_bits(snapshots.load(delta, SPECS, shardings(mesh), held=held), as_float)
-    folder = delta if lost == "delta" else full
+    folder = full if lost.startswith("base") else delta
     chunk = next(name for name in places.files_in(folder) if name.startswith("embedding.weight/c/"))
     if lost == "base":
         places.remove_tree(folder)
+    elif lost == "delta.json":
+        places.remove(folder / lost)
     else:
         content = bytearray(places.read_bytes(folder / chunk))
         content[len(content) // 2] ^= 1
         places.write_bytes(folder / chunk, bytes(content))
-    if lost != "delta":  # one who holds the base reads the delta alone
+    if folder == full:  # one who holds the base reads the delta alone
         assert_same_bits(snapshots.load(delta, SPECS, shardings(), held=held), as_float)
-    names = full.name if lost == "base at rest" and kind == "folder" else delta.name
+    names = full.name if lost == "base at rest" and kind == "folder" else lost if lost == "delta.json" else delta.name
     with pytest.raises(snapshots.Damaged, match=names):
         snapshots.load(delta, SPECS, shardings())
 
 
 def test_another_base_under_the_same_name_is_damage_of_a_named_parameter(tmp_path):
     first, other = (jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(seed)) for seed in (1, 2))
-    full, delta = (tmp_path / layout.step_name(step) for step in (4, 6))
-    snapshots.save(full, other, SnapshotInfo(step=4, epoch=1), dtype="bfloat16")
-    base = snapshots.base_of(first, step=4, name=full.name)
-    snapshots.save(delta, first, SnapshotInfo(step=6, epoch=1), dtype="bfloat16", base=base)
+    full, delta = written(tmp_path, first, first)
+    places.remove_tree(full)
+    snapshots.write(full, other, dtype="bfloat16")
     with pytest.raises(snapshots.Damaged, match=r"parameter .* is damaged: .*the base is another or damaged"):
         snapshots.load(delta, SPECS, shardings())

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import json
 import os
 import resource
 import subprocess
@@ -14,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from tba_jax.run import processes
-from tba_jax.storage import layout
-from tba_jax.storage.lease import EpochLease, LeaseHeld, StaleEpoch
+from tba_jax.storage import fenced, places
+from tba_jax.storage.fenced import StaleEpoch
+from tba_jax.storage.lease import EpochLease, LeaseHeld
+from tba_jax.storage.places import Place
 
 
 @pytest.fixture
@@ -24,43 +25,41 @@ def acquire() -> Iterator[Callable[..., EpochLease]]:
         yield lambda *args, **options: stack.enter_context(contextlib.closing(EpochLease.acquire(*args, **options)))
 
 
-def lease_path(folder: Path, epoch: int = 1) -> Path:
-    return folder / f"epoch-{epoch:06d}.lease"
+def edit(place: Place, **changes) -> None:
+    """The next version of the lease, by its holder."""
+    found = fenced.read(place)
+    assert fenced.replace(place, found, found.value | changes, epoch=found.epoch) is not None
 
 
-def edit(path: Path, **changes):
-    layout.write_json(path, layout.read_json(path) | changes)
-
-
-def held(folder: Path, *, since: float = 0.0, **changes) -> Path:
-    """The lease of epoch 1 of another holder, whose heartbeat was so many seconds ago."""
-    EpochLease.acquire(folder).release()
-    edit(lease_path(folder), **{"released": False, "heartbeat": time.time() - since} | changes)
-    return lease_path(folder)
+def held(place: Place, **changes) -> None:
+    """The lease of epoch 1 of another holder."""
+    EpochLease.acquire(place).release()
+    edit(place, **{"released": False} | changes)
 
 
 def test_a_run_is_held_until_its_trainer_is_killed(tmp_path, acquire):
+    lease = tmp_path / "lease"
     holder = subprocess.Popen(["sleep", "60"])
     started = Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()[19]
-    held(tmp_path, pid=holder.pid, pid_start=started)
+    held(lease, pid=holder.pid, pid_start=started)
     try:
-        with pytest.raises(LeaseHeld, match=rf"{tmp_path.parent} is held .*process {holder.pid} on host .*epoch 1"):
-            EpochLease.acquire(tmp_path)
+        with pytest.raises(LeaseHeld, match=rf"{tmp_path} is held .*process {holder.pid} on host .*epoch 1"):
+            EpochLease.acquire(lease)
     finally:
         holder.kill()
     # Not waited for yet: a zombie holds nothing.
     os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
-    assert acquire(tmp_path).epoch == 2
+    assert acquire(lease).epoch == 2
     holder.wait()
     with pytest.raises(LeaseHeld, match=str(os.getpid())):
-        EpochLease.acquire(tmp_path)
+        EpochLease.acquire(lease)
 
 
 def test_a_released_lease_is_free_at_once_and_a_stale_one_is_told(tmp_path):
-    first = EpochLease.acquire(tmp_path)
+    first = EpochLease.acquire(tmp_path / "lease")
     first.check()
     first.release()
-    second = EpochLease.acquire(tmp_path)
+    second = EpochLease.acquire(tmp_path / "lease")
     assert (first.epoch, second.epoch) == (1, 2)
     second.check()
     with pytest.raises(StaleEpoch, match=r"holds epoch 1 .*epoch 2 has been taken"):
@@ -68,62 +67,78 @@ def test_a_released_lease_is_free_at_once_and_a_stale_one_is_told(tmp_path):
     second.release()
 
 
-# Of the holder of epoch 1: seconds since its heartbeat, and what else it says; the time to live; seconds that it is waited for.
+# Of the holder of epoch 1: what else it says, and whether it is known to be dead.
 HOLDERS = {
-    "a process id that was used again": (0, {"pid_start": "1"}, 60, (0, 20)),
-    "an old heartbeat of another host": (3601, {"host": "other"}, 60, (0, 20)),
-    "before a restart of the host": (0.05, {"boot_id": "other"}, 0.2, (0.1, 20)),
-    "another container": (0.05, {"pid_namespace": "other"}, 0.2, (0.1, 20)),
-    "a slow clock has half the time to live": (1800, {"host": "other"}, 0.8, (0.3, 0.78)),
-    "a fast clock": (-7200, {"host": "other"}, 0.2, (0.1, 20)),
-    "nobody has written it": (0, None, 0.2, (0.1, 20)),
+    "a process id that was used again": ({"pid_start": "1"}, True),
+    "another host, whatever its clock": ({"host": "other", "heartbeat": 0.0}, False),
+    "before a restart of the host": ({"boot_id": "other"}, False),
+    "another container": ({"pid_namespace": "other"}, False),
 }
 
 
 @pytest.mark.parametrize("name", HOLDERS)
-def test_a_holder_that_may_live_elsewhere_is_waited_for(tmp_path, acquire, name):
-    since, changes, ttl_seconds, (least, most) = HOLDERS[name]
-    if changes is None:
-        lease_path(tmp_path).write_text("")
-    else:
-        held(tmp_path, since=since, **changes)
+def test_a_holder_that_may_live_elsewhere_has_its_time_to_live_on_our_clock(root, acquire, name):
+    changes, dead = HOLDERS[name]
+    if root.__class__ is not places.Bucket:
+        root.mkdir()
+    held(root / "lease", **changes)
     begin = time.monotonic()
-    assert acquire(tmp_path, ttl_seconds=ttl_seconds).epoch == 2
-    assert least < time.monotonic() - begin < most
+    assert acquire(root / "lease", ttl_seconds=60 if dead else 0.4).epoch == 2
+    assert (0.0 if dead else 0.39) < time.monotonic() - begin < 20
 
 
-@pytest.mark.parametrize(("take", "since"), [(EpochLease.acquire, 1800), (EpochLease.refuse_if_held, 0)])
-def test_a_holder_elsewhere_that_renews_is_not_disturbed(tmp_path, take, since):
-    path = held(tmp_path, since=since, host="other")
-    renewal = threading.Timer(0.3, lambda: edit(path, heartbeat=time.time() - since))
+@pytest.mark.parametrize("take", [EpochLease.acquire, EpochLease.refuse_if_held])
+def test_a_living_holder_elsewhere_is_not_disturbed_however_old_its_clock(tmp_path, take):
+    """Its renewals count, and no time that it tells."""
+    held(tmp_path / "lease", host="other", heartbeat=time.time() - 7200)
+    renewal = threading.Timer(0.3, lambda: edit(tmp_path / "lease", host="other"))
     renewal.start()
     with pytest.raises(LeaseHeld, match=r"on host other \(epoch 1\), which renews its lease; stop it first"):
-        take(tmp_path, ttl_seconds=3)
+        take(tmp_path / "lease", ttl_seconds=3)
     renewal.join()
 
 
-def test_the_heartbeat_is_renewed(tmp_path):
-    lease = EpochLease.acquire(tmp_path, ttl_seconds=0.1)
-    first, deadline = layout.read_json(lease_path(tmp_path)), time.monotonic() + 5
-    while (later := layout.read_json(lease_path(tmp_path)))["heartbeat"] <= first["heartbeat"]:
+def test_the_lease_is_renewed(tmp_path):
+    place = tmp_path / "lease"
+    lease = EpochLease.acquire(place, ttl_seconds=0.1)
+    first, deadline = fenced.read(place), time.monotonic() + 5
+    while (later := fenced.read(place)).number <= (1, 12):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert later["pid"] == os.getpid() and not later["released"]
+    assert later.value == first.value and later.value["pid"] == os.getpid() and not later.value["released"]
+    assert len(list(place.iterdir())) <= 4
     lease.release()
-    assert layout.read_json(lease_path(tmp_path))["released"]
+    assert fenced.read(place).value["released"]
 
 
-def test_a_lease_that_a_full_disk_refused_or_that_was_damaged_is_not_waited_for(tmp_path, acquire):
+def test_a_lease_that_a_full_disk_refused_is_not_there_and_a_damaged_one_is_waited_for(tmp_path, acquire):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
         with pytest.raises(OSError, match="large"):
-            EpochLease.acquire(tmp_path)
+            EpochLease.acquire(tmp_path / "lease")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not list(tmp_path.iterdir())
-    lease_path(tmp_path).write_text(json.dumps({"released": True}))
-    assert acquire(tmp_path).epoch == 2
+    assert not list((tmp_path / "lease").iterdir())
+    held(tmp_path / "lease")
+    for file in (tmp_path / "lease").iterdir():
+        file.write_text("")
+    begin = time.monotonic()
+    assert acquire(tmp_path / "lease", ttl_seconds=0.3).epoch == 2 and time.monotonic() - begin > 0.29
+
+
+def test_a_lease_that_was_lost_goes_on_above_the_epochs_of_the_journal(tmp_path, acquire):
+    assert acquire(tmp_path / "lease", after=7).epoch == 8
+
+
+def test_the_lease_tells_its_successor_of_the_journal(tmp_path, acquire):
+    first = EpochLease.acquire(tmp_path / "lease")
+    assert first.journal == {}
+    first.journals(3, workdir=tmp_path)
+    first.reached(5)
+    first.release()
+    second = acquire(tmp_path / "lease")
+    assert second.journal == {"epoch": 1, "step": 5, "workdir": str(tmp_path), "host": second.journal["host"]}
 
 
 def test_many_contenders_get_one_lease(tmp_path):
@@ -132,7 +147,7 @@ def test_many_contenders_get_one_lease(tmp_path):
     def contend(_) -> EpochLease | None:
         start.wait()
         with contextlib.suppress(LeaseHeld):
-            return EpochLease.acquire(tmp_path)
+            return EpochLease.acquire(tmp_path / "lease")
         return None
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -145,10 +160,9 @@ def test_a_lease_is_neither_renewed_held_nor_released_in_the_folder_of_another_r
     own, away, other = tmp_path / "run", tmp_path / "away", tmp_path / "other"
     for folder in (own, other):
         folder.mkdir()
-    lease, others = (EpochLease.acquire(folder / "journal", ttl_seconds=0.15) for folder in (own, other))
+    lease, others = (EpochLease.acquire(folder / "lease", ttl_seconds=0.15) for folder in (own, other))
     others.release()
-    edit(lease_path(other / "journal"), pid=1)
-    theirs = lease_path(other / "journal").read_bytes()
+    theirs = fenced.read(other / "lease")
     own.rename(away)
     other.rename(own)
     time.sleep(0.2)
@@ -160,4 +174,4 @@ def test_a_lease_is_neither_renewed_held_nor_released_in_the_folder_of_another_r
     own.rename(away)
     other.rename(own)
     lease.release()
-    assert lease_path(own / "journal").read_bytes() == theirs
+    assert fenced.read(own / "lease") == theirs

@@ -15,8 +15,7 @@ from tba_jax.replay.reader import LogCorruption, LogReader
 from tba_jax.replay.segment import RowsExpired, manifest, remove_segments
 from tba_jax.replay.tail import Tail
 from tba_jax.roles.trainer.publishing import Publisher
-from tba_jax.storage import layout, places, snapshots
-from tba_jax.storage.snapshots import DamagedSnapshots
+from tba_jax.storage import layout, places, published, snapshots
 from tests.commands.test_command_line import refusal
 from tests.support import moto_server, tiny_run
 from tests.support.tiny_log import SHAPE, assert_rows, make_rows, writer
@@ -70,39 +69,28 @@ def test_rows_come_back_across_segments_and_damage_is_named(root):
 
 
 def test_snapshots_are_published_loaded_and_pruned_and_requests_are_counted(root):
-    checked, rate = [], places.RequestRate([root])
-    publisher = Publisher(
-        root,
-        epoch=1,
-        dtype="float32",
-        every_steps=1,
-        keep=2,
-        keep_every=10,
-        final_step=99,
-        scores=lambda: {0: 0.25, 1: 0.75},
-        check=lambda: checked.append(places.folders_with(root, "commit.json")),
-    )
+    rate = places.RequestRate([root])
+    settings = dict(dtype="float32", every_steps=1, keep=2, keep_every=10, final_step=99, scores=lambda: {0: 0.25, 1: 0.75})
+    publisher = Publisher(root, epoch=1, **settings)
     for step in range(5):
         publisher.publish(jax.device_put(random_params(step), shardings()), step)
         publisher.wait()
     publisher.close()
-    assert snapshots.committed_steps(root) == [0, 1, 3, 4], "the best stays"
-    assert ["00000000"] in checked and len(checked) == 10 and f"{4:08d}" not in checked[-1]
-    assert snapshots.latest_step(root) == 4 and snapshots.latest_step(root, newer_than=4) is None
+    assert [*published.kept(root)] == [0, 1, 3, 4], "the best stays"
+    assert [*map(snapshots.step_and_epoch, places.names_in(root)[:-1])] == [(0, 1), (1, 1), (3, 1), (4, 1)]
     if root.root.startswith("s3"):
         before = places.sent()
         places.write_bytes(root / "counted", b"x")
         places.read_bytes(root / "counted")
         places.names_in(root)
         assert places.sent() - before == 3 and rate.scalars()["storage_requests_per_minute"] > 0
-    step, params = DamagedSnapshots(root, follows="").load_newest(SPECS, shardings((2, 2, 2)), newer_than=0)
+        poll, before = published.Published(root), places.sent()
+        poll.kept()
+        poll.kept()
+        assert places.sent() - before == 2, "a poll is one request, however many files the snapshots have"
+    step, params = published.Published(root).load_newest(SPECS, shardings((2, 2, 2)), newer_than=0)
     assert step == 4
     assert_same_bits(params, random_params(4))
-    # A leftover of a killed write is not seen, and swept; what is committed stays.
-    places.make_folder(root / "00000007" / "embedding.weight", below=2)
-    places.write_bytes(root / "00000007" / "embedding.weight" / "zarr.json", b"{")
-    snapshots.sweep(root)
-    assert layout.steps_in(root) == [0, 1, 3, 4]
 
 
 def refused(capsys, workdir, *flags: str) -> str:
@@ -117,9 +105,9 @@ def test_a_run_on_s3_is_resumed_mounted_and_audited(s3, tmp_path, one_device, ca
     assert command_line.execute(main, tiny_run.command(a, f"--shared={shared}", *plain, "--config.learner.steps=2")[3:]) == 0
     run = layout.open_run_dir(a)
     assert not {"config.json", "replay", "policy", "reference", "finished.json"} & set(places.names_in(a))
-    assert {"checkpoints", "journal", "metrics", "shared.json", "trainer.json"} <= set(places.names_in(a))
-    assert places.names_in(run.shared) == ["config.json", "finished.json", "policy", "reference", "replay", "trainer.json"]
-    assert str(run.shared) == shared and snapshots.committed_steps(run.policies)[-1] == 2
+    assert {"checkpoints", "journal", "metrics", "shared.json"} <= set(places.names_in(a))
+    assert places.names_in(run.shared) == ["config.json", "finished.json", "lease", "policy", "reference", "replay"]
+    assert str(run.shared) == shared and [*published.kept(run.policies)][-1] == 2
     assert f"meet in {shared}" in refused(capsys, a, f"--shared={shared}-other", *plain)
 
     # The same workdir, without being told where, goes on. Another one has neither its journal nor its checkpoints.
@@ -130,9 +118,9 @@ def test_a_run_on_s3_is_resumed_mounted_and_audited(s3, tmp_path, one_device, ca
     other = dataclasses.replace(
         tiny_run.settings(tmp_path / "b", c), run=layout.RunDir(tmp_path / "b", run.shared), allow_change=("learner.steps",)
     )
-    with pytest.raises(ValueError, match=rf"journal and checkpoints are in {a} on host .*{tmp_path / 'b'} cannot go on"):
+    with pytest.raises(ValueError, match=rf"went on in {a} on host .*{tmp_path / 'b' / 'journal'} lacks the file of epoch 2"):
         jobs.everything(other)()
-    assert layout.read_json(run.finished)["step"] == 3 and not (tmp_path / "b" / "journal").exists()
+    assert layout.read_json(run.finished)["step"] == 3 and not list((tmp_path / "b").glob("journal/*"))
 
     assert command_line.execute(audit, [f"--workdir={a}"]) == 0
     assert "the ledger balances" in capsys.readouterr().out and audit.rebuild_batch(audit.open_run(a), 2)[1]

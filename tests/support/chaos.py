@@ -18,7 +18,7 @@ from tba_jax.commands import audit, command_line
 from tba_jax.replay import journal
 from tba_jax.replay.log import REGISTER
 from tba_jax.run.processes import STORAGE_FAILED, STORAGE_FORBIDS
-from tba_jax.storage import layout
+from tba_jax.storage import layout, published
 from tests.support import tiny_run
 from tests.support.small_disk import SmallDisk
 from tests.support.tiny_run import everything_gone, processes
@@ -181,8 +181,7 @@ class Chaos:
 
         Returns: False where the newest is that of step `spared`, or has just been pruned.
         """
-        newest = layout.steps_in(self.run.policies)[-1]
-        folder = self.run.root / "policy" / layout.step_name(newest)
+        newest, folder = max(published.kept(self.run.policies).items())
         if newest == spared:
             return False
         try:

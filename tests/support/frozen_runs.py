@@ -17,7 +17,7 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.roles.trainer import trainer as trainer_lib
 from tba_jax.roles.trainer.update_program import UpdateProgram
 from tba_jax.roles.work import Work
-from tba_jax.storage import snapshots
+from tba_jax.storage.published import Published
 from tba_jax.telemetry.status import TimeAccount
 from tests.support import tiny_run
 
@@ -111,7 +111,7 @@ def assert_resumes_as(s, state):
 def published(s, step):
     """The trained weights of a snapshot."""
     policy, mesh = s.experiment.policy, sharding.make_mesh((1, 1, 1), setting="test", devices=jax.devices()[:1])
-    return jax.device_get(snapshots.load_step(s.run.policies, step, policy.trained_specs, policy.trained_shardings(mesh)))
+    return jax.device_get(Published(s.run.policies).load(step, policy.trained_specs, policy.trained_shardings(mesh)))
 
 
 def rows(s) -> dict[str, dict[str, np.ndarray]]:

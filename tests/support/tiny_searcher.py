@@ -20,10 +20,10 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.roles.searcher import loop
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.searcher.stream import query_order, writer_number
-from tba_jax.storage import layout, snapshots
+from tba_jax.storage import published, snapshots
 from tba_jax.tasks.interface import Query, Scores, Task
 from tba_jax.telemetry.status import Record, TimeAccount
-from tests.support import applied, tiny_run
+from tests.support import applied, tiny_run, tiny_snapshots
 
 Q, S, R = 3, 4, 12  # queries of a batch, samples of a query, response tokens
 ROWS = Q * S
@@ -76,11 +76,10 @@ def weights(s: jobs.Invocation, step: int) -> dict[str, Any]:
 
 def publish(s: jobs.Invocation, step: int, damage: Callable[[Path], None] = lambda folder: None, scale: float = 1.0) -> None:
     """A snapshot, which appears as a whole, damage included."""
-    draft = s.run.root / "draft" / layout.step_name(step)
-    params = jax.tree.map(lambda leaf: scale * leaf, weights(s, step))
-    snapshots.save(draft, params, snapshots.SnapshotInfo(step=step, epoch=1), dtype="float32")
-    damage(draft)
-    draft.rename(s.run.root / "policy" / draft.name)
+    folder = s.run.root / "policy" / snapshots.new_name(step, 1)
+    snapshots.write(folder, jax.tree.map(lambda leaf: scale * leaf, weights(s, step)), dtype="float32")
+    damage(folder)
+    tiny_snapshots.point(s.run.policies, {**published.kept(s.run.policies), step: folder})
 
 
 def committed(s: jobs.Invocation) -> int:

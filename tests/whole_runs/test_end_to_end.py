@@ -10,7 +10,7 @@ import pytest
 from tba_jax import main
 from tba_jax.commands import command_line, show
 from tba_jax.run import processes
-from tba_jax.storage import layout, snapshots
+from tba_jax.storage import layout, published, snapshots
 from tba_jax.telemetry import metrics
 from tests.support import tiny_run
 from tests.support.chaos import PATIENCE_SECONDS, Chaos, check_what_is_left
@@ -57,14 +57,14 @@ def check_snapshots_can_be_derived_again(run: layout.RunDir, workdir: Path) -> N
     shutil.copytree(run.root, workdir, ignore=shutil.ignore_patterns("checkpoints", "policy"))
     derived = layout.RunDir(workdir)
     assert command_line.execute(main, [*tiny_run.command(workdir, *SETTINGS)[3:], "--role=trainer"]) == 0
-    again, steps = (snapshots.committed_steps(each.policies) for each in (derived, run))
+    again, steps = ([*published.kept(each.policies)] for each in (derived, run))
     assert again == list(range(STEPS + 1))
     # Live, a snapshot that waited for the disk gave way to the next.
     assert len(steps) > 6 and steps[0] == 0 and steps[-1] == STEPS
-    hashes = {step: snapshots.fingerprint(run.policies / layout.step_name(step)) for step in steps}
+    hashes = {step: snapshots.fingerprint(published.kept(run.policies)[step]) for step in steps}
     assert len(set(hashes.values())) == len(steps), "every step changed the weights"
     for step, expected in hashes.items():
-        assert snapshots.fingerprint(derived.policies / layout.step_name(step)) == expected, f"step {step}"
+        assert snapshots.fingerprint(published.kept(derived.policies)[step]) == expected, f"step {step}"
 
 
 def check_metrics(run: layout.RunDir) -> None:

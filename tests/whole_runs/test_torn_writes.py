@@ -7,8 +7,9 @@ import pytest
 
 from tba_jax.commands import audit
 from tba_jax.experiment import jobs
-from tba_jax.storage import layout
+from tba_jax.storage import layout, published
 from tests.support import tiny_run
+from tests.support.tiny_snapshots import tear
 
 pytestmark = [
     pytest.mark.usefixtures("one_device"),
@@ -32,10 +33,9 @@ def test_searcher_trainer_and_evaluator_go_on_after_a_power_cut(tmp_path, finish
     ]
     for path in torn:
         os.truncate(path, path.stat().st_size - 5)
-    os.truncate(run.policies / layout.step_name(last) / "embedding.weight" / "c" / "0" / "0", 0)
-    lease = max(run.journal.glob("*.lease"))
-    os.truncate(lease, 0)
-    os.utime(lease, (1e9, 1e9))
+    os.truncate(published.kept(run.policies)[last] / "embedding.weight" / "c" / "0" / "0", 0)
+    for fenced in (run.lease, run.policies / published.POINTER):
+        tear(fenced)
     s = tiny_run.settings(run.root, finished.config)
     assert jobs.everything(s)() == 0
     assert layout.read_json(run.finished)["step"] == last and layout.steps_in(run.evaluations) == [0, last]

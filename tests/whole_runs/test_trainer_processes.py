@@ -13,7 +13,7 @@ from tba_jax import main
 from tba_jax.commands import audit, command_line
 from tba_jax.replay import journal
 from tba_jax.run import processes
-from tba_jax.storage import layout
+from tba_jax.storage import layout, published
 from tba_jax.telemetry import metrics, status
 from tests.support import frozen_runs, tiny_run
 from tests.support import trainer_processes as trainers
@@ -29,9 +29,10 @@ def source(tmp_path_factory) -> Path:
 
 
 def policies(workdir: Path) -> dict[str, bytes]:
-    """The bytes of all snapshots, without what names the trainer that wrote them."""
-    files = frozen_runs.contents(workdir / "policy")
-    return {name: content for name, content in files.items() if not name.endswith("commit.json")}
+    """The bytes of all snapshots that are kept, by step and file."""
+    kept = published.kept(workdir / "policy").items()
+    files = {layout.step_name(step): frozen_runs.contents(folder) for step, folder in kept}
+    return {f"{step}/{name}": content for step, each in files.items() for name, content in each.items()}
 
 
 def assert_same_run(workdir: Path, other: Path) -> None:

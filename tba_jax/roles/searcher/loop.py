@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -174,7 +175,7 @@ def run_searcher(
     def refresh() -> None:
         while not stopping.is_set():
             searcher.refresh()
-            stopping.wait(poll_seconds)
+            stopping.wait(poll_seconds * random.uniform(0.5, 1.5))  # many searchers do not ask in step
 
     refreshing = thread.submit(refresh)  # loads snapshots while the searcher decodes
 

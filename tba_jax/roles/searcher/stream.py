@@ -14,6 +14,7 @@ import numpy as np
 
 from tba_jax import trajectory
 from tba_jax.replay import success_counts
+from tba_jax.storage import published
 from tba_jax.storage.places import Place
 from tba_jax.tasks.interface import EncodedQuery
 
@@ -108,8 +109,8 @@ class SelectedQueries(QueryStream):
     def look(self, step: int) -> None:
         """Takes up the counts beside the policy of a step. Without them, or where they are damaged, the last ones stay."""
         try:
-            self._counts = success_counts.read(self._policies, step).of(self._ids)
-        except (FileNotFoundError, ValueError) as error:  # the snapshot may also have been removed meanwhile
+            self._counts = success_counts.read(published.kept(self._policies)[step]).of(self._ids)
+        except (FileNotFoundError, KeyError, ValueError) as error:  # the snapshot may also have been removed meanwhile
             there_is = (
                 f"cannot be read: {error}" if isinstance(error, ValueError) else "are not there: the trainer publishes them"
             )

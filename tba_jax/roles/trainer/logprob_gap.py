@@ -21,9 +21,9 @@ from tba_jax.models.parameters import Params
 from tba_jax.programs import Program
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.roles.process_group import Group
-from tba_jax.storage import snapshots
 from tba_jax.storage.places import Place
-from tba_jax.storage.snapshots import DamagedSnapshots
+from tba_jax.storage.published import Published
+from tba_jax.storage.snapshots import Damaged
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +60,12 @@ class SnapshotScores:
 
     def __init__(self, config: update.LearnerConfig, mesh: jax.sharding.Mesh, policies: Place, *, sampler_weights: str):
         """Args: policies: the folder of snapshots. sampler_weights: searchers.weights."""
-        self._config, self._mesh, self._policies = config, mesh, policies
+        self._config, self._mesh, self._snapshots = config, mesh, Published(policies)
         score = functools.partial(score_snapshot, config=config, sampler_weights=sampler_weights)
         self._score = sharding.on_mesh(mesh, jax.jit(score, out_shardings=sharding.replicated(mesh)))
         self._on_devices = config.policy.trained_shardings(mesh)
         self._in_host_memory = jax.tree.map(lambda x: x.with_memory_kind(sharding.PINNED_HOST), self._on_devices)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="logprob-gap")
-        self._damaged = DamagedSnapshots(policies, follows="Log-probs are not compared under its weights")
         self._loading: concurrent.futures.Future[tuple[int, Params] | None] | None = None
 
     def programs(self, frozen: Params, batch: update.Batch) -> dict[str, Program]:
@@ -84,11 +83,9 @@ class SnapshotScores:
         """The step and its weights, in host memory: the devices' is the update's meanwhile."""
         policy = self._config.policy
         arrays = policy.trained_specs, self._in_host_memory
-        for step in self._damaged.without(steps):
-            load = functools.partial(snapshots.load_step, self._policies, step, *arrays, dtype=policy.snapshot_dtype)
-            with contextlib.suppress(FileNotFoundError):
-                if (loaded := self._damaged.attempt(step, load)) is not None:
-                    return step, loaded
+        for step in steps:
+            with contextlib.suppress(FileNotFoundError, Damaged):
+                return step, self._snapshots.load(step, *arrays, dtype=policy.snapshot_dtype)
         return None
 
     @property

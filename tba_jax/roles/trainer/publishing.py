@@ -1,7 +1,6 @@
 """What a trainer shows and keeps while it holds its lease: snapshots of the policy, and checkpoints of state and replay index."""
 
 import concurrent.futures
-import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +13,12 @@ from tba_jax.models.parameters import Params
 from tba_jax.roles import results
 from tba_jax.roles.process_group import Group, Member
 from tba_jax.roles.trainer.buffer import ReplayBuffer, SegmentExpiry
-from tba_jax.storage import deltas, layout, snapshots
+from tba_jax.storage import deltas, layout, places, snapshots
 from tba_jax.storage.checkpoints import Checkpoints
+from tba_jax.storage.fenced import StaleEpoch
 from tba_jax.storage.lease import EpochLease
 from tba_jax.storage.places import Place
-from tba_jax.storage.snapshots import SnapshotInfo
+from tba_jax.storage.published import Pointer
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ class FollowersShards:
     def __init__(self, group: Group, name: str):
         self._group, self._name = group, name
 
-    def start(self, folder: Place, step: int, *, durable: bool, base: int | None) -> None:
-        self._group.aside(f"write {self._name}", folder=folder.name, step=step, durable=durable, base=base)
+    def start(self, folder: Place, step: int, *, durable: bool) -> None:
+        self._group.aside(f"write {self._name}", folder=folder.name, step=step, durable=durable)
 
     def wait(self, step: int) -> list[snapshots.Sums]:
         reports = self._group.reports(f"written {self._name}")
@@ -43,15 +43,16 @@ class FollowersShards:
 class ShardWriter:
     """Writes the shards of a process that follows, in a thread, when process 0 asks for them."""
 
-    def __init__(self, member: Member, name: str, folder: Place, *, dtype: str):
-        """Args: folder: where the snapshots are; dtype: on disk."""
+    def __init__(self, member: Member, name: str, folder: Place, *, dtype: str, keeps_base: bool = False):
+        """Args: folder: where the snapshots are; dtype: on disk; keeps_base: whether deltas are written of full ones."""
         self._member, self._name, self._folder, self._dtype = member, name, folder, dtype
+        self._base: deltas.Base | None = None  # the last full snapshot that was written
+        self._keeps_base = keeps_base
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"shards of {name}")
         self._changed = threading.Condition()
         # Step -> weights that process 0 may ask for. Guarded by the condition.
         self._offered: dict[int, Params] = {}
         self._writes = 0
-        self._base: deltas.Base | None = None  # the last full snapshot that was written, in the dtype of deltas
         member.on_aside(f"write {name}", self._start)
 
     def offer(self, params: Params, step: int, *, held: Sequence[int] = ()) -> None:
@@ -65,22 +66,22 @@ class ShardWriter:
         with self._changed:
             self._changed.wait_for(lambda: not self._offered and not self._writes)
 
-    def _start(self, folder: str, step: int, durable: bool, base: int | None) -> None:
-        self._thread.submit(self._write, folder, step, durable, base)
+    def _start(self, folder: str, step: int, durable: bool) -> None:
+        self._thread.submit(self._write, folder, step, durable)
 
-    def _write(self, folder: str, step: int, durable: bool, base: int | None) -> None:
+    def _write(self, folder: str, step: int, durable: bool) -> None:
         with self._changed:
             self._changed.wait_for(lambda: step in self._offered)
             params = self._offered.pop(step)
             self._writes += 1
-        error, sums = "", {}
+        error, sums, base = "", {}, snapshots.base_of(folder)
         try:
-            if base is not None and (self._base is None or self._base.step != base):
-                raise ValueError(f"this process holds no snapshot of step {base} to write the difference of step {step} from")
-            against = None if base is None else self._base
+            against = self._base if base else None
+            if base and (against is None or against.name != base):
+                raise ValueError(f"it does not hold snapshot {base}, of which {folder} is a delta")
             sums = snapshots.write_shards(self._folder / folder, params, dtype=self._dtype, durable=durable, base=against)
-            if base is None and self._dtype != "float32":
-                self._base = snapshots.base_of(params, step=step, name=folder)
+            if self._keeps_base and not base:
+                self._base = snapshots.as_base(folder, params)
         except Exception as failure:  # process 0 raises it
             error = f"process {self._member.process}: {failure}"
         del params
@@ -99,7 +100,8 @@ class Publisher:
     """Publishes snapshots from a background thread; the trainer waits only for a copy on the device.
 
     If storage is slower than the trainer, a waiting snapshot is dropped for the next one, unless retention keeps it for good.
-    Those are written durably; the others are soon superseded, so writing does not wait for the disk to have their bytes.
+    Those are full and written durably; the others are soon superseded, so writing does not wait for the disk to have their bytes,
+    and all but every n-th are deltas of the last full one.
     """
 
     def __init__(
@@ -112,27 +114,35 @@ class Publisher:
         keep: int,
         keep_every: int,
         final_step: int,
+        full_every: int = 1,
+        keep_seconds: float = 0.0,
         scores: Callable[[], Mapping[int, float]] = dict,
         all_durable: bool = False,
         check: Callable[[], object] = lambda: None,
         group: Group | None = None,
     ):
-        """Args: epoch: of the trainer. keep, keep_every, final_step, scores: see snapshots.prune. all_durable: whether a reader
-        may need a snapshot again after a loss of power. check: raises where the trainer must show nothing more.
-        group: of the processes that hold the weights; None: this process alone."""
+        """Takes the pointer to the snapshots.
+
+        Args: epoch: of the trainer. full_every: n; 1: all are full. keep, keep_every, final_step, keep_seconds, scores: see
+        published.Pointer. all_durable: whether a reader may need a snapshot again after a loss of power. check: raises where the
+        trainer must show nothing more. group: of the processes that hold the weights; None: this process alone. Raises as
+        published.Pointer.
+        """
         self._group = group or Group()
         self._others = FollowersShards(self._group, "policy") if self._group.processes > 1 else None
         self._policies, self._check, self._all_durable = policies, check, all_durable
         self._dtype, self._epoch, self._every_steps = dtype, epoch, every_steps
         self.copy = sharding.copy_program(dtype)
         self._keep_every, self._final_step = keep_every, final_step
-        self._prune = functools.partial(
-            snapshots.prune, policies, keep=keep, keep_every=keep_every, final_step=final_step, scores=scores
-        )
+        # The last full snapshot that the pointer has, and the deltas of it so far. Of the thread.
+        self._base: deltas.Base | None = None
+        self._deltas, self._full_every = 0, full_every
+        rule: dict[str, Any] = dict(keep=keep, keep_every=keep_every, final_step=final_step, scores=scores)
+        self.pointer = Pointer(policies, epoch=epoch, keep_seconds=keep_seconds, **rule)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._lock = threading.Lock()
         # Snapshots that are not being written yet; only the last may be dropped for a newer one. Guarded by the lock.
-        self._waiting: list[tuple[Params, SnapshotInfo]] = []
+        self._waiting: list[tuple[Params, int, Mapping[str, bytes]]] = []
         self._current: int | None = None  # the step that is being written. Guarded by the lock.
         self._writing: concurrent.futures.Future[None] | None = None
         self._published_step = -1  # the last one of this process
@@ -143,7 +153,7 @@ class Publisher:
 
     def is_there(self, step: int, *, by_this_process: bool) -> bool:
         """Whether the step has a snapshot. Args: by_this_process: another process may have left one that is damaged."""
-        return step == self._published_step if by_this_process else step in snapshots.committed_steps(self._policies)
+        return step == self._published_step if by_this_process else step in self.pointer.kept
 
     def publish(self, params: Params, step: int, beside: Mapping[str, bytes] | None = None) -> None:
         """Hands the weights of a step, and files beside them, to the thread.
@@ -152,18 +162,17 @@ class Publisher:
         """
         self._check()
         self._published_step = step
-        info = SnapshotInfo(step=step, epoch=self._epoch, beside=beside or {})
         if self._writing is not None and (self._writing.done() or len(self._waiting) > 2):
             self.wait()
         with self._lock:
-            if self._waiting and not self._stays(self._waiting[-1][1].step):
+            if self._waiting and not self._stays(self._waiting[-1][1]):
                 self._waiting.pop()
-            held = [step for step in (self._current, *(waiting.step for _, waiting in self._waiting)) if step is not None]
+            held = [step for step in (self._current, *(waiting for _, waiting, _ in self._waiting)) if step is not None]
         self._group.call("publish", step=step, held=held)
         # A copy on the device, in the published dtype: the caller donates its buffers to the next update meanwhile.
         snapshot = jax.block_until_ready(self.copy(params))
         with self._lock:
-            self._waiting.append((snapshot, info))
+            self._waiting.append((snapshot, step, beside or {}))
             if self._writing is None:
                 self._writing = self._thread.submit(self._write_waiting)
 
@@ -178,18 +187,21 @@ class Publisher:
                 if not self._waiting:
                     self._writing = None
                     return
-                params, info = self._waiting.pop(0)
-                self._current = info.step
-            snapshots.save(
-                self._policies / layout.step_name(info.step),
-                params,
-                info,
-                dtype=self._dtype,
-                durable=self._all_durable or self._stays(info.step),
-                check=self._check,
-                others=self._others,
-            )
-            self._prune()
+                params, self._current, beside = self._waiting.pop(0)
+                step = self._current
+            stays = self._stays(step)
+            base = None if stays or self._deltas + 1 >= self._full_every else self._base
+            name = snapshots.new_name(step, self._epoch, base=base.name if base is not None else "")
+            settings: dict[str, Any] = dict(dtype=self._dtype, durable=self._all_durable or stays, beside=beside)
+            snapshots.write(self._policies / name, params, step=step, base=base, others=self._others, **settings)
+            try:
+                self.pointer.add(step, name)
+            except StaleEpoch:
+                places.remove_tree(self._policies / name)
+                raise
+            self._deltas = 0 if base is None else self._deltas + 1
+            if base is None and self._full_every > 1:
+                self._base = snapshots.as_base(name, params)
 
     def wait(self) -> None:
         """Returns when every snapshot handed over is visible. If a write failed, raises its error and drops the waiting ones."""
@@ -206,6 +218,7 @@ class Publisher:
     def close(self) -> None:
         self.wait()
         self._thread.shutdown()
+        self.pointer.close()
 
 
 def publisher(config: Any, run: layout.RunDir, lease: EpochLease, group: Group, *, every_steps: int) -> Publisher:
@@ -215,7 +228,9 @@ def publisher(config: Any, run: layout.RunDir, lease: EpochLease, group: Group, 
         epoch=lease.epoch,
         dtype=config.publish.dtype,
         every_steps=every_steps,
+        full_every=config.publish.full_every if deltas.are_written(config.publish) else 1,
         keep=config.publish.keep,
+        keep_seconds=config.publish.keep_seconds,
         keep_every=config.evaluation.every_steps,
         final_step=config.learner.steps,
         # A resumed run may have other steps that are evaluated, and another last one.

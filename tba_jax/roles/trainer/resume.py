@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ from tba_jax.roles.trainer.trainer import Trainer
 from tba_jax.roles.trainer.update_program import UpdateProgram
 from tba_jax.storage import layout, places, snapshots
 from tba_jax.storage.checkpoints import ASIDE, UNFINISHED
+from tba_jax.storage.published import POINTER
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +42,12 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     segment.mend_expired(run.replay)
     checkpoint = trainer.checkpoints.stored.latest_step()
     lineage = journal.read_lineage(run.journal, after=checkpoint or 0, must_exist=True)
-    if checkpoint is None and not lineage.last:
-        _check_is_new(run)
     trainer.buffer.expect(lineage)
     status = trainer.record.status
     status.phase("loading the policy of step 0" if checkpoint is None else f"restoring the checkpoint of step {checkpoint}")
     restore(trainer, checkpoint, end=lineage.last, recorded_by=lineage.epoch)  # 2
     status.phase("")
-    remove_snapshots_of_lost_steps(run, end=lineage.last)
+    remove_snapshots_of_lost_steps(trainer, end=lineage.last)
     if lineage:
         trainer.publish_unless_there()
         _replay(trainer, lineage, until=until)  # 3
@@ -60,15 +60,6 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
     if checkpoint is not None or lineage.last:
         rows, epoch = len(trainer.index), trainer.lease.epoch
         log.info("resumed at step %d with %d resident rows (epoch %d)", trainer.step_number, rows, epoch)
-
-
-def _check_is_new(run: layout.RunDir) -> None:
-    """Raises ValueError where snapshots show that the run had begun: then its state is lost."""
-    if (there := snapshots.latest_step(run.policies, newer_than=0)) is not None:
-        raise ValueError(
-            f"{run.policies} holds the policy of step {there} of a trainer whose checkpoints and journal are not in "
-            f"{run.root}: restore them, or begin a new run in another workdir (--init_from={run.shared}@{there})"
-        )
 
 
 def _replay(trainer: Trainer, lineage: journal.Lineage, *, until: int | None) -> None:
@@ -97,7 +88,7 @@ def restore(trainer: Trainer, checkpoint: int | None, *, end: int, recorded_by: 
 
     Raises CheckpointLeftOut, or ValueError where the run cannot go on: lost lines, or a checkpoint that does not fit.
     """
-    _check_journal(trainer.run, checkpoint or 0, end=end)
+    _check_journal(trainer, checkpoint or 0, end=end)
     program, group, reference = trainer.program, trainer.group, trainer.reference_id
     if checkpoint is None:
         group.call("begin", reference=reference)
@@ -115,12 +106,17 @@ def restore(trainer: Trainer, checkpoint: int | None, *, end: int, recorded_by: 
     trainer.step_number = trainer.resumed_from = checkpoint
 
 
-def _check_journal(run: layout.RunDir, checkpoint: int, *, end: int) -> None:
-    """Raises ValueError where a checkpoint or a snapshot shows that storage has lost more of the journal than a crash tears."""
-    newest = layout.step_name(max([checkpoint, *layout.steps_in(run.policies, newer_than=end)]))
+def _check_journal(trainer: Trainer, checkpoint: int, *, end: int) -> None:
+    """Raises ValueError where a checkpoint, a snapshot or the lease shows that storage has lost more of the journal than a crash
+    tears, or that this workdir is an older copy of the one where the run went on."""
+    run, told = trainer.run, trainer.lease.journal
+    shown = {step: f"{run.policies / name}" for step, name in trainer.publishing.pointer.kept.items()}
+    shown |= {checkpoint: f"{run.checkpoints / layout.step_name(checkpoint)}"}
+    if told.get("step", 0) > end + 1 >= max(shown):
+        shown[told["step"]] = f"step {told['step']} of the journal in {told['workdir']} on host {told['host']}"
+    newest, there = max(shown.items())
     # Lines become durable one after the other, and a checkpoint or a snapshot comes after its line: a crash tears one line.
-    if int(newest) > end + 1:
-        there = run.checkpoints / newest if int(newest) == checkpoint else run.policies / newest
+    if newest > end + 1:
         raise ValueError(
             f"storage has lost lines of the journal in {run.journal}: it ends at step {end}, and {there} is there. Restore its "
             f"files; or remove the checkpoints and snapshots after step {end}, and these steps are done anew, with other rows; "
@@ -185,13 +181,13 @@ def sweep(run: layout.RunDir, *, keep: int) -> None:
 
     Args: keep: checkpoint.keep: a checkpoint that was set aside goes once so many newer ones are there.
     """
-    snapshots.sweep(run.policies)
     _sweep_checkpoints(run.checkpoints, keep=keep)
     _sweep_references(run)
     folders = [run.root, run.shared, run.journal, run.evaluations, run.references, run.replay, run.replay / REGISTER]
+    folders += [run.lease, run.policies / POINTER]
     for folder in dict.fromkeys(folders):
         if isinstance(folder, Path):
-            _sweep_temporary_files(folder, journal=run.journal)
+            _sweep_temporary_files(folder)
 
 
 def _sweep_checkpoints(folder: Path, *, keep: int) -> None:
@@ -214,14 +210,15 @@ def _sweep_references(run: layout.RunDir) -> None:
             places.remove_tree(run.reference(name))
 
 
-def _sweep_temporary_files(folder: Path, *, journal: Path) -> None:
-    """Removes the files that were being written when their process died. Args: journal: with this trainer's lease."""
-    # The storage's own clock: this host's may be hours off. The lease was written a moment ago.
-    now = max((lease.stat().st_mtime for lease in journal.glob("*.lease")), default=0.0)
-    for name in places.names_in(folder):
-        file = folder / name
-        if not (_TEMPORARY.fullmatch(name) and file.is_file() and not file.is_symlink()):
-            continue
+def _sweep_temporary_files(folder: Path) -> None:
+    """Removes the files that were being written when their process died."""
+    files = [folder / name for name in places.names_in(folder) if _TEMPORARY.fullmatch(name)]
+    files = [file for file in files if file.is_file() and not file.is_symlink()]
+    if not files:
+        return
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".") as new:
+        now = os.stat(new.name).st_mtime  # by the storage's own clock: this host's may be hours off
+    for file in files:
         try:
             if now - file.stat().st_mtime > _OLD_SECONDS:
                 os.unlink(file)
@@ -229,15 +226,15 @@ def _sweep_temporary_files(folder: Path, *, journal: Path) -> None:
             continue
 
 
-def remove_snapshots_of_lost_steps(run: layout.RunDir, *, end: int) -> None:
+def remove_snapshots_of_lost_steps(trainer: Trainer, *, end: int) -> None:
     """Removes the snapshots and evaluations of steps after `end`, the last one of the journal, whose rest storage has lost: these
     steps are done anew, with other rows."""
-    for step in layout.steps_in(run.policies, newer_than=end):
+    run = trainer.run
+    for step in trainer.publishing.pointer.drop_after(end):
         log.warning(
-            "snapshot %s is removed: storage has lost the end of the journal, which ends at step %d, and goes on from there",
-            *(run.policies / layout.step_name(step), end),
+            "the snapshot of step %d is removed: storage has lost the end of the journal, and the run goes on from step %d",
+            *(step, end),
         )
-        snapshots.remove(run.policies, step)
     # After the snapshots, which an evaluator would evaluate again.
     for step in layout.steps_in(run.evaluations, newer_than=end):
         places.remove(run.evaluations / f"{layout.step_name(step)}.json")

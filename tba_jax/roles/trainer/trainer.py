@@ -162,6 +162,7 @@ class Trainer:
     def go_live(self) -> None:
         """Opens the journal of the lease's epoch and follows the log from the heads of the index on: the end of a resume."""
         self._journal = journal.Journal(self.run.journal, self.lease.epoch)
+        self.lease.journals(self.step_number, workdir=self.run.root)  # before the first line
         self.buffer.follow()
         places.remove(self.run.finished)
 
@@ -214,6 +215,7 @@ class Trainer:
         finally:
             with self.account.measure("journal"):
                 durable.result()
+                self.lease.reached(step)
         self._next = prepared
         self._follow_up(beside_policy, settle=not ahead)  # 5
         return measurements | drawn.provenance | self._last_gap

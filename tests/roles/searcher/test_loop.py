@@ -6,7 +6,6 @@ import os
 import threading
 import time
 import types
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,7 +18,7 @@ from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.roles.searcher.loop import RewardWatch, SearchRecord
 from tba_jax.roles.work import Work
 from tba_jax.run.processes import NoRewards
-from tba_jax.storage import contract, layout, snapshots
+from tba_jax.storage import contract, layout, published
 from tba_jax.storage.layout import RunDir
 from tba_jax.tasks.interface import Scores
 from tba_jax.telemetry import alarms, metrics, status
@@ -27,9 +26,9 @@ from tests.support import tiny_run
 from tests.support.tiny_searcher import ROWS, Held, Q, S, committed, publish, rows_of_the_stream, run_searcher
 
 
-def unreadable(folder: Path) -> None:
-    (folder / snapshots.COMMIT).unlink()
-    (folder / snapshots.COMMIT).mkdir()
+def break_pointer(s: jobs.Invocation) -> None:
+    """Storage refuses to read the newest version."""
+    (s.run.root / "policy" / published.POINTER / "000009-0000000001").mkdir()
 
 
 def finish(s: jobs.Invocation) -> None:
@@ -48,7 +47,7 @@ def test_a_searcher_takes_up_snapshots_until_the_run_is_finished(quick):
         step = committed(s) // (2 * ROWS)
         if step == 3:
             finish(s)
-        elif not snapshots.is_committed(s.run.policies, step):
+        elif step not in published.kept(s.run.policies):
             publish(s, step)
 
     run_searcher(s, made, look)
@@ -67,9 +66,9 @@ def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(quick, caplog
     told = set()
 
     def look() -> None:
-        if committed(s) and not snapshots.is_committed(s.run.policies, 1):
+        if committed(s) and 1 not in published.kept(s.run.policies):
             publish(s, 1, lambda folder: os.truncate(folder / "embedding.weight" / "c" / "0" / "0", 100))
-        elif (sentence := waits(s)) and not snapshots.is_committed(s.run.policies, 2):
+        elif (sentence := waits(s)) and 2 not in published.kept(s.run.policies):
             told.add(sentence)
             if "damaged" in sentence:
                 time.sleep(0.05)  # many polls long
@@ -80,7 +79,7 @@ def test_a_damaged_snapshot_is_told_once_and_the_next_one_is_taken(quick, caplog
     run_searcher(s, made, look)
     assert set(rows_of_the_stream(s, made, committed(s) // S)["policy_step"].max(axis=1)) == {0, 2}
     (damaged,) = [record.message for record in caplog.records if "00000001" in record.message]
-    assert "step 1 is damaged" in damaged and "embedding.weight" in damaged and f"remove {s.run.policies}/00000001" in damaged
+    assert "step 1 is damaged" in damaged and "embedding.weight" in damaged and f"{s.run.policies}/00000001-" in damaged
     assert any(each.startswith("a snapshot newer than step 0") and damaged in each for each in told)
 
 
@@ -125,11 +124,11 @@ def test_a_reward_that_hangs_keeps_nobody_from_the_end(quick, broken, monkeypatc
     s, made = quick(**held, searchers__reward_batches=2, searchers__stop_seconds=0.1)
 
     def look() -> None:
-        if committed(s) == ROWS and not s.run.finished.exists() and not snapshots.is_committed(s.run.policies, 1):
-            publish(s, 1, unreadable) if broken else finish(s)
+        if committed(s) == ROWS and not ended:
+            ended.append(break_pointer(s) if broken else finish(s))
 
-    begin = time.monotonic()
-    with pytest.raises(OSError, match="00000001") if broken else contextlib.nullcontext():
+    begin, ended = time.monotonic(), []
+    with pytest.raises(OSError, match="000009-0000000001") if broken else contextlib.nullcontext():
         run_searcher(s, made, look)
     assert time.monotonic() - begin < 30 and committed(s) == ROWS
     hanging.set()

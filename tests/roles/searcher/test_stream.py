@@ -13,9 +13,9 @@ from tba_jax.replay.success_counts import QueryCounts
 from tba_jax.roles.searcher import stream
 from tba_jax.roles.searcher.stream import Quota
 from tba_jax.run import processes
-from tba_jax.storage import layout, snapshots
+from tba_jax.storage import published as published_lib
 from tba_jax.tasks.interface import Scores
-from tests.support import frozen_runs
+from tests.support import frozen_runs, tiny_snapshots
 from tests.support.tiny_searcher import Held, Q, S, committed, publish, weights
 
 POSTERIOR = dict(searchers__prompt_selection="posterior", searchers__prompt_candidates=2)
@@ -89,8 +89,7 @@ def test_certain_rates_are_taken_by_their_distance_and_few_queries_again_and_aga
 def published(s, step: int, counts: QueryCounts | None) -> None:
     """A snapshot with counts beside it."""
     beside = {} if counts is None else {success_counts.FILE: counts.to_bytes()}
-    info = snapshots.SnapshotInfo(step=step, epoch=1, beside=beside)
-    snapshots.save(s.run.policies / layout.step_name(step), weights(s, step), info, dtype="float32")
+    tiny_snapshots.publish(s.run.policies, step, weights(s, step), beside=beside)
 
 
 def counts_of(s, easy: int) -> QueryCounts:
@@ -115,7 +114,7 @@ def test_a_searcher_that_joins_late_chooses_by_the_newest_counts(quick):
         made.search()
     assert [sorted(asked(s, made)[i : i + Q]) for i in (0, 3, 6)] == [[7, 8, 9]] * 3
     # Snapshots that retention removes take their counts with them, and the last ones stay in use.
-    snapshots.remove(s.run.policies, 4)
+    tiny_snapshots.withdraw(s.run.policies, 4)
     published(s, 6, None)
     assert made.refresh()
     made.search()
@@ -129,7 +128,7 @@ def test_a_searcher_that_joins_late_chooses_by_the_newest_counts(quick):
 def test_with_damaged_counts_every_query_is_as_likely(quick, caplog):
     s, made = quick(**POSTERIOR)
     published(s, 1, counts_of(s, 4))
-    (s.run.root / "policy" / layout.step_name(1) / success_counts.FILE).write_bytes(b"PK\x03\x04 and no more")
+    (published_lib.kept(s.run.policies)[1] / success_counts.FILE).write_bytes(b"PK\x03\x04 and no more")
     for step in (1, 2):
         made.refresh()
         made.search()

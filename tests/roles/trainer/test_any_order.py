@@ -32,6 +32,7 @@ from tba_jax.roles.trainer.update_program import Refusals, UpdateProgram
 from tba_jax.storage import layout
 from tba_jax.storage.lease import EpochLease
 from tests.support import frozen_runs, tiny_run
+from tests.support.tiny_snapshots import tear
 
 pytestmark = [
     pytest.mark.usefixtures("one_device_throughout"),
@@ -54,11 +55,13 @@ KINDS = {
     | {f"learner__reference__{name}": value for name, value in RESET.items()},
 }
 BY_DEFAULT = ("whole policy", "everything")
+FENCED = ("lease/*", "policy/kept/*")
 # A file of each kind that a loss of power may tear, of which the newest is torn.
 TORN = (
     *(f"checkpoints/0*/{file}" for file in ("host/metadata", "state/_METADATA", "state/manifest.ocdbt", "state/d/*")),
-    *(f"policy/0*/{file}" for file in ("commit.json", "embedding.weight/zarr.json", "embedding.weight/c/0/0")),
-    *("journal/*.jsonl", "journal/*.lease", "replay/expired.json", "reference/initial.json", "metrics/trainer/status.json"),
+    *(f"policy/0*-*/{file}" for file in ("embedding.weight/zarr.json", "embedding.weight/c/0/0")),
+    *FENCED,
+    *("journal/*.jsonl", "replay/expired.json", "reference/initial.json", "metrics/trainer/status.json"),
 )
 # Where a kill within a step comes: a function that the step calls, whether before or after the call, and whether the step counts.
 POINTS = (
@@ -204,9 +207,10 @@ class KilledRun(RuleBasedStateMachine):
         if kind in self.torn or not files or (kind.endswith("jsonl") and not self.last):
             return
         path = max(files, key=lambda path: (path.stat().st_mtime_ns, path))
-        os.truncate(path, 0 if emptied and not kind.endswith("jsonl") else max(path.stat().st_size - 7, 0))
-        if kind.endswith("lease"):  # of a power cut a while ago; else a trainer waits for a holder that may be alive
-            os.utime(path, (1e9, 1e9))
+        if kind in FENCED:
+            tear(path.parent)
+        else:
+            os.truncate(path, 0 if emptied and not kind.endswith("jsonl") else max(path.stat().st_size - 7, 0))
         self.torn.add(kind)
 
     @precondition(lambda self: self.trainer is None)

@@ -10,7 +10,7 @@ from tba_jax.experiment import jobs
 from tba_jax.replay import success_counts
 from tba_jax.roles.trainer import buffer
 from tba_jax.roles.trainer.buffer import Need
-from tba_jax.storage import layout, snapshots
+from tba_jax.storage import layout, published, snapshots
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
@@ -31,7 +31,7 @@ def by_hand(s) -> dict[int, tuple[float, float]]:
 
 
 def beside(s, step: int) -> dict[int, tuple[float, float]]:
-    counts = success_counts.read(s.run.policies, step)
+    counts = success_counts.read(published.kept(s.run.policies)[step])
     columns = (column.tolist() for column in (counts.query_id, counts.successes, counts.trials))
     return {query: (successes, trials) for query, successes, trials in zip(*columns, strict=True)}
 
@@ -95,12 +95,12 @@ def test_what_no_checkpoint_needs_is_removed_and_accounted_for(tmp_path):
     with pytest.raises(ValueError, match=rf"step {line['step']} cannot be rebuilt: .*{writer}.* removed by retention"):
         audit.rebuild_batch(audit.open_run(run.root), line["step"])
     # A kill before the last checkpoint was whole: the one before is restored, and all that its steps drew is still there.
-    expected = snapshots.fingerprint(run.policies / "00000006")
+    expected = snapshots.fingerprint(published.kept(run.policies)[6])
     assert layout.steps_in(run.checkpoints) == [5, 6]
-    for folder in (run.policies / "00000006", run.checkpoints / "00000006"):
+    for folder in (published.kept(run.policies)[6], run.checkpoints / "00000006"):
         shutil.rmtree(folder)
     assert jobs.everything(s)() == 0
-    assert snapshots.fingerprint(run.policies / "00000006") == expected
+    assert snapshots.fingerprint(published.kept(run.policies)[6]) == expected
     assert layout.read_json(run.finished)["epoch"] == 2 and layout.read_json(run.finished)["balanced"]
 
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from tba_jax.models.layers import Einsum
-from tba_jax.storage import snapshots
+from tba_jax.storage import published, snapshots
 from tba_jax.telemetry import alarms, metrics
 from tests.support import frozen_runs
 
@@ -32,14 +32,15 @@ def test_the_alarm_sees_adapters_that_searchers_merge_otherwise(tmp_path, monkey
 def test_steps_go_on_while_a_snapshot_loads_and_one_that_is_damaged_is_passed_over(tmp_path, monkeypatch, frozen, caplog):
     """One comparison at a time; its result is in the measurements of the step after which it is found."""
     s = frozen(tmp_path / "run", batches=2, learner__logprob_gap_every_steps=2)
-    goes_on, loads, load_step = threading.Event(), [], snapshots.load_step
+    goes_on, loads, load = threading.Event(), [], snapshots.load
 
-    def slow(policies, step, *arguments, **settings):
-        loads.append(step)
-        assert goes_on.wait(60)
-        return load_step(policies, step, *arguments, **settings)
+    def slow(folder, *arguments, **settings):
+        if folder.parent == s.run.policies:
+            loads.append(folder)
+            assert goes_on.wait(60)
+        return load(folder, *arguments, **settings)
 
-    monkeypatch.setattr(snapshots, "load_step", slow)
+    monkeypatch.setattr(snapshots, "load", slow)
     with frozen_runs.trainer(s, polls=True) as trainer:
         for _ in range(5):
             measurements = trainer.step(ahead=True)
@@ -49,7 +50,7 @@ def test_steps_go_on_while_a_snapshot_loads_and_one_that_is_damaged_is_passed_ov
         trainer._scores._thread.submit(lambda: None).result()
         measurements = trainer.step(ahead=True)
         assert measurements is not None and measurements["logprob_gap_max"] < 1e-3 and not measurements["logprob_gap_alarm"]
-        os.truncate(s.run.policies / "00000000" / "embedding.weight" / "c" / "0" / "0", 100)
+        os.truncate(published.kept(s.run.policies)[0] / "embedding.weight" / "c" / "0" / "0", 100)
         for _ in range(6):
             measurements = trainer.step()
         assert measurements is not None and "logprob_gap_max" not in measurements

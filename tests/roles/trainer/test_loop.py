@@ -10,7 +10,7 @@ from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.roles.trainer import loop
 from tba_jax.run.processes import BadInput
-from tba_jax.storage import layout, snapshots
+from tba_jax.storage import layout, published
 from tba_jax.telemetry import status
 from tests.support import frozen_runs, tiny_run
 
@@ -34,7 +34,7 @@ def test_a_trainer_that_waits_publishes_what_it_has_and_then_gives_grants(tmp_pa
         assert not loop.run_trainer(trainer, s.run, stop=stop)
         step = trainer.step_number
         monkeypatch.setattr(trainer, "close", lambda: None)  # it is closed
-    assert 0 < step < 100 and snapshots.committed_steps(s.run.policies) == [0, step]
+    assert 0 < step < 100 and [*published.kept(s.run.policies)] == [0, step]
     assert layout.grants_given(s.run) == 2 and layout.read_json(s.run.grant)["step"] == step
     assert layout.steps_in(s.run.checkpoints) == [step]
     assert seen[0].startswith("rows: rows of learner.queries=3 queries, ")

@@ -1,15 +1,14 @@
 """The publishing thread, and what a trainer that has been replaced shows no more."""
 
-import json
 import threading
 
 import jax
 import pytest
 
 from tba_jax.roles.trainer.publishing import Publisher
-from tba_jax.storage import layout, places, snapshots
-from tba_jax.storage.lease import StaleEpoch
-from tba_jax.storage.snapshots import SnapshotInfo
+from tba_jax.storage import fenced, places, published, snapshots
+from tba_jax.storage.fenced import StaleEpoch
+from tba_jax.storage.published import Pointer
 from tests.support import frozen_runs
 from tests.support.tiny_snapshots import SPECS, assert_same_bits, random_params, shardings
 
@@ -24,62 +23,85 @@ def publish(publisher: Publisher, step: int) -> None:
 
 
 def test_what_waits_for_slow_storage_gives_way_to_what_is_newer(tmp_path, monkeypatch):
-    began, goes_on, save = threading.Event(), threading.Event(), snapshots.save
-    monkeypatch.setattr(snapshots, "save", lambda *a, **settings: (began.set(), goes_on.wait(30), save(*a, **settings)))
+    began, goes_on, write = threading.Event(), threading.Event(), snapshots.write
+    monkeypatch.setattr(snapshots, "write", lambda *a, **settings: (began.set(), goes_on.wait(30), write(*a, **settings)))
     publisher = make_publisher(tmp_path)
     for step in (1, 2, 3, 10, 11, 12):
         publish(publisher, step)
         assert began.wait(30)
     goes_on.set()
     publisher.wait()
-    assert snapshots.committed_steps(tmp_path) == [1, 10, 12]
+    assert [*published.kept(tmp_path)] == [1, 10, 12]
     publish(publisher, 13)
     publisher.close()
-    assert_same_bits(snapshots.load_step(tmp_path, 13, SPECS, shardings()), random_params(13))
+    assert_same_bits(published.Published(tmp_path).load(13, SPECS, shardings()), random_params(13))
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
-def test_a_trainer_that_has_been_replaced_shows_nothing(tmp_path, kind):
-    policies, replaced = tmp_path / "policy" if kind == "local" else places.place("memory://store/policy"), []
+def test_a_trainer_that_stalls_while_it_writes_does_no_harm_to_its_successor(tmp_path, monkeypatch, kind):
+    """It comes to within its shard writer, another one publishes the same step, and then it goes on."""
+    policies = tmp_path / "policy" if kind == "local" else places.place(f"memory://{tmp_path.name}/policy")
+    stalls, goes_on, write_shards = threading.Event(), threading.Event(), snapshots._write_shards
 
-    def check() -> None:
-        replaced.append(1)
-        if len(replaced) == 4:  # while step 2 is written
-            raise StaleEpoch
+    def stalling(*arguments):
+        if not stalls.is_set():
+            stalls.set()
+            assert goes_on.wait(30)
+        write_shards(*arguments)
 
-    publisher = make_publisher(policies, check=check)
-    publish(publisher, 1)
-    publisher.wait()
-    publish(publisher, 2)
-    with pytest.raises(StaleEpoch):
-        publisher.wait()
-    assert snapshots.committed_steps(policies) == [1]
-    # The one that replaced it has written step 3; even without the lease the old one leaves that as it is.
-    folder = policies / layout.step_name(3)
-    for epoch in (1, 2):  # what an earlier one left is replaced
-        snapshots.save(folder, random_params(6 + epoch), SnapshotInfo(step=3, epoch=epoch), dtype="float32")
-    publish(publisher, 3)
-    with pytest.raises(ValueError, match="published under epoch 2, this trainer's is 1: it has been replaced"):
-        publisher.wait()
-    assert_same_bits(snapshots.load_step(policies, 3, SPECS, shardings()), random_params(8))
-    if kind == "local":
-        assert layout.steps_in(policies) == [1, 3] and not list(policies.glob(".*"))
+    first = make_publisher(policies)
+    monkeypatch.setattr(snapshots, "_write_shards", stalling)
+    publish(first, 3)
+    assert stalls.wait(30)
+    second = make_publisher(policies, epoch=2)
+    second.publish(jax.device_put(random_params(8), shardings()), 3)
+    second.wait()
+    goes_on.set()
+    with pytest.raises((StaleEpoch, OSError)):  # the folder that it was writing has been swept
+        first.wait()
+    (folder,) = published.kept(policies).values()
+    assert snapshots.step_and_epoch(folder.name) == (3, 2)
+    assert_same_bits(snapshots.load(folder, SPECS, shardings()), random_params(8))
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_a_trainer_that_stalls_before_the_pointer_moves_shows_nothing_more(tmp_path, kind):
+    policies = tmp_path / "policy" if kind == "local" else places.place(f"memory://{tmp_path.name}/policy")
+    first = make_publisher(policies)
+    publish(first, 1)
+    first.wait()
+    add, second = first.pointer.add, []
+
+    def stalled(*arguments):
+        second.append(make_publisher(policies, epoch=2))
+        publish(second[0], 3)
+        second[0].wait()
+        add(*arguments)
+
+    first.pointer.add = stalled
+    publish(first, 2)
+    with pytest.raises(StaleEpoch, match=r"holds epoch 1 .*epoch 2 has been taken"):
+        first.wait()
+    assert [*published.kept(policies)] == [1, 3]
+    assert len([name for name in places.names_in(policies) if snapshots.step_and_epoch(name)]) == 2
 
 
 def test_a_replaced_trainer_publishes_nothing_more(tmp_path, frozen, monkeypatch, one_device):
-    s, save = frozen(tmp_path / "run", batches=2), snapshots.save
+    s, write = frozen(tmp_path / "run", batches=2), snapshots.write
     with frozen_runs.trainer(s, publish_every_steps=1, polls=True) as trainer:
         assert trainer.step() is not None
         trainer.flush_snapshot()
         later = trainer.lease.epoch + 1
 
         def replaced_meanwhile(*arguments, **settings):
-            (s.run.journal / f"epoch-{later:06d}.lease").write_text(json.dumps({"epoch": later, "released": True}))
-            save(*arguments, **settings)
+            fenced.write(s.run.lease, {"released": True}, epoch=later)
+            Pointer(s.run.policies, epoch=later, keep=0, keep_every=1, final_step=1)
+            write(*arguments, **settings)
 
-        monkeypatch.setattr(snapshots, "save", replaced_meanwhile)
+        monkeypatch.setattr(snapshots, "write", replaced_meanwhile)
         assert trainer.step() is not None
-        for look in (trainer.flush_snapshot, trainer.publish_unless_there, trainer.step):
-            with pytest.raises(StaleEpoch, match=f"epoch {later} has been taken"):
-                look()
-        assert snapshots.committed_steps(s.run.policies) == [0, 1]
+        with pytest.raises(StaleEpoch, match=f"epoch {later} has been taken"):
+            trainer.flush_snapshot()
+        with pytest.raises(StaleEpoch, match=f"epoch {later} has been taken"):
+            trainer.lease.journals(2, workdir=s.run.root)
+        assert [*published.kept(s.run.policies)] == [0, 1]

@@ -9,7 +9,7 @@ import pytest
 from tba_jax.replay import journal
 from tba_jax.roles.trainer.update_program import BehaviorCheck, Refusals
 from tba_jax.run import processes
-from tba_jax.storage import snapshots
+from tba_jax.storage import published
 from tests.support import frozen_runs, tiny_run
 from tests.support.tiny_log import make_rows
 
@@ -71,7 +71,7 @@ def test_an_update_that_is_not_finite_stops_the_run_and_the_next_batch_leaves_no
         assert drawn == [3 * trainer.program.rows] == [int(trainer.index.row_draws.sum())]
         assert [line["step"] for line in journal.read_lineage(s.run.journal)] == [1, 2, 3]
         trainer.flush_snapshot()
-        assert snapshots.committed_steps(s.run.policies) == [0, 2]
+        assert [*published.kept(s.run.policies)] == [0, 2]
 
 
 @pytest.mark.parametrize("name, value", [("top_p", 0.5), ("top_k", 3), ("min_p", 0.25), ("temperature", 2.0)])

@@ -17,9 +17,10 @@ from tba_jax.experiment import jobs
 from tba_jax.replay import journal, segment
 from tba_jax.replay.log import REGISTER
 from tba_jax.roles.trainer import resume
-from tba_jax.storage import layout, places, snapshots
+from tba_jax.storage import layout, places, published
 from tba_jax.storage.checkpoints import Checkpoints
 from tests.support import frozen_runs, tiny_run
+from tests.support.tiny_snapshots import withdraw
 
 pytestmark = [
     pytest.mark.usefixtures("one_device_throughout"),
@@ -100,7 +101,7 @@ def test_a_trainer_without_its_state_does_not_begin_again(copied):
     shutil.rmtree(s.run.checkpoints)
     for path in s.run.journal.glob("*.jsonl"):
         path.unlink()
-    refused(s, r"holds the policy of step 8 of a trainer whose checkpoints and journal are not in")
+    refused(s, r"lacks the file of epoch \d")
 
 
 def test_a_checkpoint_that_does_not_fit_is_not_called_damaged(copied):
@@ -127,16 +128,16 @@ def test_a_late_checkpoint_of_a_replaced_trainer_is_set_aside(copied, stopped, c
     assert str(checkpoint(s, 9)) in newest and "had been replaced" in newest and "from its checkpoint of step 8" in newest
 
 
-@pytest.mark.parametrize("lines, shown", [(0, "policy/00000008"), (4, "checkpoints/00000006")])
+@pytest.mark.parametrize("lines, shown", [(0, r"policy/00000008-00000\d-\S+"), (4, "checkpoints/00000006")])
 def test_more_lost_lines_than_one_end_the_trainer(copied, lines, shown):
     s = copied()
     for step in (6, 8) if lines else ():
-        snapshots.remove(s.run.policies, step)
+        withdraw(s.run.policies, step)
     path, content = lines_of(s)
     path.write_bytes(b"".join(content[:lines]))
-    there = layout.steps_in(s.run.policies)
+    there = published.kept(s.run.policies)
     refused(s, rf"lost lines of the journal in {s.run.journal}: it ends at step {lines}, and .*{shown} is there. Restore its")
-    assert layout.steps_in(s.run.checkpoints) == [3, 6] and layout.steps_in(s.run.policies) == there
+    assert layout.steps_in(s.run.checkpoints) == [3, 6] and published.kept(s.run.policies) == there
 
 
 def test_the_reference_is_no_way_back_where_rows_have_been_removed(copied):
@@ -158,18 +159,16 @@ def test_what_dead_processes_left_is_removed(stopped, tmp_path):
     before = {name for name in places.files_in(run.root) if "set-aside-00000002" not in name}
     shutil.copytree(run.checkpoints / "00000006", run.checkpoints / "00000007.orbax-checkpoint-tmp-1")
     for name in ("embedding.weight/zarr.json", "embedding.weight/c/0/0"):
-        for folder in (run.policies / "00000007", run.reference(16 * "b")):
+        for folder in (run.reference(16 * "b"),):
             places.make_folder((folder / name).parent, below=5)
             places.write_bytes(folder / name, b"{")
-    shutil.copytree(run.policies / "00000000", run.policies / ".00000006.0123abcd")
     shutil.copytree(run.reference(layout.reference_id(run)), run.references / ".draft-0123abcd")
-    left = [run.root / ".trainer.key.0123456789abcdef", run.journal / ".epoch-000001.lease.0123abcd"]
+    left = [run.root / ".trainer.key.0123456789abcdef", run.lease / ".000001-0000000002.0123abcd"]
     left += [run.replay / REGISTER / ".killed-0123.json.0123abcd", run.references / ".initial.json.0123abcd"]
     for path in left:
         path.write_text("{")
         os.utime(path, (time.time() - 7200,) * 2)
     young = run.replay / REGISTER / ".living-0123.json.0123abcd"
     young.write_text("{")
-    os.utime(max(run.journal.glob("*.lease")))  # the storage's clock
     resume.sweep(run, keep=2)
     assert {*places.files_in(run.root)} == before | {str(young.relative_to(run.root))}

@@ -1,6 +1,8 @@
 """One step after another: compiled once, prepared beside the update before it, shown once it is durable, by one trainer."""
 
 import contextlib
+import dataclasses
+import shutil
 import threading
 import time
 
@@ -10,6 +12,7 @@ import pytest
 from tba_jax.experiment import training
 from tba_jax.roles.trainer.trainer import Trainer, TrainerAccount
 from tba_jax.roles.trainer.update_program import UpdateProgram
+from tba_jax.storage import layout
 from tba_jax.storage.lease import LeaseHeld
 from tests.support import frozen_runs
 
@@ -89,3 +92,28 @@ def test_devices_wait_from_the_end_of_an_update_to_the_next_dispatch_but_not_for
     dispatch(9)
     passes(0.5)
     assert account.shares()["devices_wait_for_host"] == pytest.approx((0.5 + 1) / 16)
+
+
+def test_a_copied_workdir_cannot_go_on_with_what_its_original_shares(tmp_path, frozen):
+    s = frozen(tmp_path / "run", batches=2)
+    original = dataclasses.replace(s, run=layout.RunDir(s.run.root, tmp_path / "shared"))
+    original.run.shared.mkdir()
+    for name in ("config.json", "lease", "policy", "reference", "replay"):
+        (s.run.root / name).rename(original.run.shared / name)
+    layout.note_shared(original.run)
+    copy = dataclasses.replace(original, run=layout.RunDir(tmp_path / "copy", original.run.shared))
+    with frozen_runs.trainer(original, polls=True) as trainer:
+        assert trainer.step() is not None
+        shutil.copytree(s.run.root, copy.run.root)
+        with pytest.raises(LeaseHeld, match="held by process"):
+            training.make_trainer(copy, publish_every_steps=2)
+        assert trainer.step() is not None and trainer.step() is not None
+        epoch = trainer.lease.epoch
+    told = rf"journal in {copy.run.journal}: it ends at step 1, and .*step 3 of the journal in {s.run.root} on host"
+    with pytest.raises(ValueError, match=told):
+        training.make_trainer(copy, publish_every_steps=2)
+    with frozen_runs.trainer(original) as trainer:
+        assert trainer.step_number == 3 and trainer.lease.epoch == epoch + 2
+    told = rf"went on in {s.run.root} on host .*{copy.run.journal} lacks the file of epoch {epoch + 2}"
+    with pytest.raises(ValueError, match=told):
+        training.make_trainer(copy, publish_every_steps=2)
