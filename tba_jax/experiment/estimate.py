@@ -15,9 +15,10 @@ from tba_jax.learner.update import HELD_REFERENCES
 from tba_jax.models import hardware, kv_cache, parameters
 from tba_jax.programs import in_words
 from tba_jax.rewards import task_models
-from tba_jax.storage import file_systems, layout
+from tba_jax.storage import deltas, file_systems, layout
 
 _GIB = 1 << 30
+_BASE = "base of deltas (host)"
 
 
 def describe(experiment: Experiment) -> str:
@@ -113,6 +114,8 @@ class _Memory:
             "frozen weights": self._compute * self._params // parts if self._adapters else 0,
             # One snapshot is being written while the next one waits.
             "snapshots to be written": 2 * jnp.dtype(self._config.publish.dtype).itemsize * self._trained // parts,
+            # A full one, and the difference from it that is being written.
+            _BASE: 2 * self._base() // parts,
             # An offloaded one is on the device only while it is used.
             "moving reference": of_reference if held and not offloaded else 0,
             "moving reference (host)": of_reference if offloaded else 0,
@@ -150,6 +153,8 @@ class _Memory:
             "KV cache": 2 * model.layers * entries * model.kv_heads * model.head_size * self._compute // tensor,
             "logits": 3 * drawn * model.vocab * 4 // tensor,
             "scoring": scoring_bytes if scores else 0,
+            # Evaluated snapshots are full.
+            _BASE: self._base() // parts if section == "searchers" else 0,
         }
 
     def with_task_models(self, role: str, section: str, parts: dict[str, int]) -> dict[str, dict[str, int]]:
@@ -166,6 +171,11 @@ class _Memory:
         # Adapters and weights that are to be rounded lie beside the policy that is made of them.
         taken = not self._adapters and sampled == self._compute * self._params
         return 2 * sampled + (0 if taken else (4 * self._trained if self._adapters else self._compute * self._params))
+
+    def _base(self) -> int:
+        """Of the full snapshot of which deltas are made."""
+        publish = self._config.publish
+        return jnp.dtype(publish.dtype).itemsize * self._trained if deltas.are_written(publish) else 0
 
     def _on_device(self, section: str, rows: int) -> tuple[int, int, int]:
         """Parts that parameters are divided into, rows of one device, parts that heads and vocabulary are divided into."""
@@ -204,21 +214,30 @@ def _demands(folder: Path, files: Sequence[Files]) -> list[Demand]:
 
 
 def snapshot_count(config: Any) -> int:
-    """The snapshots that are there at the end of the run, and one that is being written."""
+    """The snapshots that are there at the end of the run, one that is being written, and the base of the oldest delta."""
     steps, keep, evaluated_every = config.learner.steps, config.publish.keep, config.evaluation.every_steps
-    every = 1 if config.schedule.mode == "interleaved" else config.publish.every_steps
-    # Step 0, multiples, and the last step.
-    evaluated = steps // evaluated_every + 1 + (steps % evaluated_every > 0)
+    every, evaluated = 1 if config.schedule.mode == "interleaved" else config.publish.every_steps, _evaluated(config)
     both = steps // math.lcm(every, evaluated_every)
     published = steps // every + steps // evaluated_every - both + 1 + (steps % every > 0 and steps % evaluated_every > 0)
-    return min(published, evaluated + keep + 1) if keep else published
+    return min(published, evaluated + keep + 1 + deltas.are_written(config.publish)) if keep else published
+
+
+def _evaluated(config: Any) -> int:
+    """Step 0, multiples, and the last step."""
+    steps, every = config.learner.steps, config.evaluation.every_steps
+    return steps // every + 1 + (steps % every > 0)
 
 
 def _snapshots(experiment: Experiment) -> Files:
+    """A delta counts as half a snapshot, which is more than most take."""
     c, count = experiment.config, snapshot_count(experiment.config)
     size = jnp.dtype(c.publish.dtype).itemsize * parameters.count(experiment.policy.trained_specs)
+    differences = max(0, count - _evaluated(c)) * (c.publish.full_every - 1) // c.publish.full_every
+    differences *= deltas.are_written(c.publish)
     kept = f"publish.keep={c.publish.keep}{'' if c.publish.keep else ', all'}, evaluation.every_steps={c.evaluation.every_steps}"
-    return Files(f"{count:,} snapshots of {in_words(size)} ({kept}, publish.dtype={c.publish.dtype})", count * size)
+    told = f", of {differences:,} at most half for publish.full_every={c.publish.full_every}" if differences else ""
+    what = f"{count:,} snapshots of {in_words(size)} ({kept}, publish.dtype={c.publish.dtype}{told})"
+    return Files(what, (2 * count - differences) * size // 2)
 
 
 def _checkpoints(settings: Any, *, trained: int, steps: int, moving_reference: bool = False) -> Files:

@@ -317,6 +317,8 @@ c.publish.keep = setting(0, at_least=3, or_zero=True, free=True)  # newest snaps
 # A snapshot that is not kept any more is removed this much later: readers have so long to read it.
 c.publish.keep_seconds = setting(60.0, at_least=0, free=True)
 c.publish.dtype = setting("float32", one_of=("float32", "bfloat16"))
+# Of snapshots in bfloat16 every n-th, and each that stays for good, is full; the others are lossless differences from it.
+c.publish.full_every = setting(8, at_least=1, free=True)  # 1: all are full
 
 c.checkpoint = ConfigDict()
 c.checkpoint.every_steps = setting(100, at_least=1)

@@ -1,7 +1,8 @@
 """The pointer to the snapshots that the trainer keeps, `policy/kept`: how readers find them, and how the trainer moves it.
 
 It is a fenced value: the names of the folders. A folder is whole before the pointer names it; the pointer lets go of it first,
-and the folder is removed publish.keep_seconds later. Only a trainer that starts lists the folders.
+and the folder is removed publish.keep_seconds later. Only a trainer that starts lists the folders. The pointer has the base of
+each delta that it has.
 """
 
 import logging
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tba_jax.models.parameters import Params, Specs
-from tba_jax.storage import fenced, places, snapshots
+from tba_jax.storage import deltas, fenced, places, snapshots
 from tba_jax.storage.fenced import NOTHING, Version
 from tba_jax.storage.places import Place
 from tba_jax.storage.snapshots import Damaged
@@ -42,11 +43,13 @@ def lagging(steps: Sequence[int], *, lag: int) -> list[int]:
 
 
 class Published:
-    """The snapshots of a run for one reader, which reads none twice that it found damaged."""
+    """The snapshots of a run for one reader, which reads none twice that it found damaged, and of a delta whose base it has read
+    the delta alone."""
 
     def __init__(self, policies: Place, *, clock: Callable[[], float] = time.monotonic):
         self._policies, self._clock = policies, clock
         self._last: Version = NOTHING
+        self._held = deltas.Held()
         # The newest published step, −1 before the first; only kept by `load_newest` under a lag.
         self.newest = -1
         # Folder -> the sentence about its damage.
@@ -75,7 +78,7 @@ class Published:
         if folder in self._damaged:
             raise Damaged(self._damaged[folder])
         try:
-            return snapshots.load(folder, specs, shardings, dtype=dtype)
+            return snapshots.load(folder, specs, shardings, dtype=dtype, held=self._held)
         except Damaged as error:
             if self.kept().get(step) != folder:
                 raise FileNotFoundError(f"snapshot {folder} was removed while it was read") from error
@@ -134,6 +137,11 @@ def retained(
     return [step for step in steps if step not in going]
 
 
+def _readable(there: dict[int, str]) -> dict[int, str]:
+    """Step -> name of the folder, without deltas whose base is not among them: another snapshot may have taken its step."""
+    return {step: name for step, name in there.items() if snapshots.base_of(name) in ("", *there.values())}
+
+
 class Pointer:
     """The pointer in the hand of the trainer that holds the lease. Attributes: kept: step -> name of the folder, ascending."""
 
@@ -157,16 +165,21 @@ class Pointer:
             made = fenced.replace(self._place, found, list(there.values()), epoch=epoch)
         # From here on no earlier epoch moves the pointer, or removes what it names.
         names = {name: of for name in places.names_in(policies) if (of := snapshots.step_and_epoch(name))}
-        self.kept = {step: name for step, name in there.items() if name in names}
+        self.kept = _readable({step: name for step, name in there.items() if name in names})
         if self.kept != there:
             self._write(self.kept)
-        for name in [name for name, (_, of) in names.items() if of < epoch and name not in self.kept.values()]:
-            places.remove_tree(policies / name)
+        # Deltas are removed before their bases, which are older.
+        for name in sorted(names, reverse=True):
+            if names[name][1] < epoch and name not in self.kept.values():
+                places.remove_tree(policies / name)
 
     def add(self, step: int, name: str) -> None:
-        """Shows a whole snapshot, and lets go of those that need not stay. Raises StaleEpoch, OSError."""
-        there = dict(sorted({**self.kept, step: name}.items()))
-        self._move({each: there[each] for each in retained([*there], **self._rule)})
+        """Shows a whole snapshot, and lets go of those that need not stay, nor are the base of one that does. Raises StaleEpoch,
+        OSError."""
+        there = _readable(dict(sorted({**self.kept, step: name}.items())))
+        stay = {there[each] for each in retained([*there], **self._rule)}
+        stay |= {snapshots.base_of(each) for each in stay}
+        self._move({each: name for each, name in there.items() if name in stay})
 
     def drop_after(self, end: int) -> list[int]:
         """Lets go of the snapshots of the steps above `end`, and returns these."""
@@ -183,7 +196,7 @@ class Pointer:
     def _move(self, there: dict[int, str]) -> None:
         self._write(there)
         now = self._clock()
-        gone = [self._policies / name for name in self.kept.values() if name not in there.values()]
+        gone = [self._policies / name for name in reversed(self.kept.values()) if name not in there.values()]
         self.kept = there
         self._removals |= dict.fromkeys(gone, now + self._keep_seconds)
         self._remove([folder for folder, due in self._removals.items() if due <= now])

@@ -4,17 +4,21 @@ and the reference store.
 A folder is written once, under a name of its own, and never changed: it is whole before anything points at it (published.py; of a
 reference policy, `commit.json`, written last). A writer's shard is made of whole chunks. A reader restores straight into its own
 sharding, whatever mesh wrote it.
+
+A snapshot is full, or a delta: the lossless difference from one full snapshot (deltas.py), its base, which the name of its
+folder holds, so that a reader of a full one asks for nothing more. `delta.json` has checksums of what a reader must come to.
 """
 
 import functools
 import hashlib
+import json
 import math
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,28 +28,38 @@ import tensorstore as ts
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Params, Specs
 from tba_jax.run import processes
-from tba_jax.storage import file_systems, layout, places
+from tba_jax.storage import deltas, file_systems, layout, places
 from tba_jax.storage.places import Place
 
-COMMIT = "commit.json"
+COMMIT, DELTA = "commit.json", "delta.json"
 # Chunks are read and checked side by side, and a reader of another mesh reads no more of them than it must.
 _READ_AHEAD_BYTES, CHUNK_BYTES = 1 << 28, 1 << 22
-_NAME = re.compile(r"(\d{8,})-(\d{6,})-[0-9a-f]{8}")
+_NAME = re.compile(r"(\d{8,})-(\d{6,})-[0-9a-f]{8}(?:\.from\.(\d{8,}-\d{6,}-[0-9a-f]{8}))?")
+
+# Parameter -> chunk -> checksum, see deltas.sums.
+Sums = dict[str, dict[str, int]]
 
 
 class Damaged(ValueError):
     """A snapshot cannot be read, although the storage answers: a part of it is missing or not what was written."""
 
 
-def new_name(step: int, epoch: int) -> str:
-    """A name for the folder of a snapshot, which no other has. Args: step, epoch: of the trainer that writes it."""
-    return f"{layout.step_name(step)}-{epoch:06d}-{uuid.uuid4().hex[:8]}"
+def new_name(step: int, epoch: int, *, base: str = "") -> str:
+    """A name for the folder of a snapshot, which no other has. Args: step, epoch: of the trainer that writes it; base: the name
+    of the full snapshot from which this one is the difference, "" for a full one."""
+    return f"{layout.step_name(step)}-{epoch:06d}-{uuid.uuid4().hex[:8]}" + (f".from.{base}" if base else "")
 
 
 def step_and_epoch(name: str) -> tuple[int, int] | None:
     """What `new_name` was given; None where the name is no snapshot's."""
     match = _NAME.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def base_of(name: str) -> str:
+    """The name of the full snapshot without which a snapshot cannot be read, "" where it is full itself."""
+    match = _NAME.fullmatch(name)
+    return match[3] or "" if match else ""
 
 
 def _spec(folder: Place, name: str) -> dict[str, Any]:
@@ -58,8 +72,8 @@ class Others(Protocol):
     def start(self, folder: Place, step: int, *, durable: bool) -> None:
         """Lets them write their shards of the weights of a step into `folder`, where the arrays are made."""
 
-    def wait(self, step: int) -> None:
-        """Returns once all of them have written. Raises OSError where one of them could not."""
+    def wait(self, step: int) -> Sequence[Sums]:
+        """Returns what `write_shards` returned to each, once all of them have written. Raises OSError where one could not."""
 
 
 def write(
@@ -71,15 +85,18 @@ def write(
     durable: bool = True,
     beside: Mapping[str, bytes] | None = None,
     others: Others | None = None,
+    base: deltas.Base | None = None,
 ) -> None:
     """Writes one snapshot, and returns once all processes have written their shards.
 
     Args:
-      folder: a new one, below at most one that is not there. It is removed where the write fails.
+      folder: a new one, below at most one that is not there. It is removed where the write fails. The name of a delta's names
+      the base.
       params: arrays on device or host. dtype: on disk. step: of the weights, for `others`.
       durable: whether to wait until a local device has the bytes. If not, a loss of power may damage the snapshot.
       beside: name -> content of further files.
       others: the other processes that hold shards of `params`; None: this one holds all of them.
+      base: for a delta: the base as this process wrote it, of the shardings and, where they are on disk, the dtype of `params`.
 
     Raises OSError: the storage refused.
     """
@@ -88,12 +105,15 @@ def write(
         for name, content in (beside or {}).items():
             places.write_bytes(folder / name, content)
         with file_systems.holding(folder) as held:
-            stores = _make_arrays(held, params, dtype=dtype, durable=durable)
+            stores = _make_arrays(held, params, dtype=dtype, durable=durable, base=base)
             if others is not None:
                 others.start(folder, step, durable=durable)
-            _write_shards(stores, params)
+            written = [_write_shards(stores, params, base)]
         if others is not None:
-            others.wait(step)
+            written += others.wait(step)
+        if base is not None:
+            sums = {name: {chunk: crc for each in written for chunk, crc in each[name].items()} for name in written[0]}
+            places.write_bytes(folder / DELTA, json.dumps({"dtype": dtype, "sums": sums}).encode())
         if durable and isinstance(folder, Path):
             places.sync_folder(folder.parent)
     except BaseException as error:
@@ -108,27 +128,32 @@ def commit(folder: Place) -> None:
     layout.write_json(folder / COMMIT, {})
 
 
-def write_shards(folder: Place, params: Params, *, dtype: str, durable: bool) -> None:
-    """Writes what this process holds of a snapshot whose arrays process 0 has made in `folder`. Args, Raises: as `save`."""
+def write_shards(folder: Place, params: Params, *, dtype: str, durable: bool, base: deltas.Base | None = None) -> Sums:
+    """Writes what this process holds of a snapshot whose arrays process 0 has made in `folder`. Returns the checksums of what was
+    written as a difference. Args, Raises: as `write`."""
     try:
         with file_systems.holding(folder) as held:
-            _write_shards(_make_arrays(held, params, dtype=dtype, durable=durable, there=True), params)
+            stores = _make_arrays(held, params, dtype=dtype, durable=durable, base=base, there=True)
+            return _write_shards(stores, params, base)
     except places.STORAGE_ERRORS as error:
         raise OSError(f"snapshot {folder} could not be written: {error}") from error
 
 
-def _make_arrays(folder: Place, params: Params, *, dtype: str, durable: bool, there: bool = False) -> dict[str, ts.TensorStore]:
+def _make_arrays(
+    folder: Place, params: Params, *, dtype: str, durable: bool, base: deltas.Base | None, there: bool = False
+) -> dict[str, ts.TensorStore]:
     """Parameter -> its array on disk. Args: there: another process has made the arrays."""
     context = places.context(folder)
     opened: dict[str, Any] = {}
+    plain: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
     for name, array in parameters.flatten(params).items():
         shard = array.sharding.shard_shape(array.shape) if isinstance(array, jax.Array) else array.shape
         spec = _spec(folder, name) | {
             "metadata": {
                 "shape": list(array.shape),
-                "data_type": dtype,
+                "data_type": dtype if base is None else deltas.data_type(dtype),
                 "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": _chunk(array.shape, shard, dtype)}},
-                "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+                "codecs": plain if base is None else deltas.codecs(dtype),
             },
         }
         if isinstance(folder, Path):
@@ -141,11 +166,18 @@ def _make_arrays(folder: Place, params: Params, *, dtype: str, durable: bool, th
     return {name: future.result() for name, future in opened.items()}
 
 
-def _write_shards(stores: Mapping[str, ts.TensorStore], params: Params) -> None:
+def _write_shards(stores: Mapping[str, ts.TensorStore], params: Params, base: deltas.Base | None) -> Sums:
     started: list[Any] = []
+    sums: Sums = {}
     try:
         for name, array in parameters.flatten(params).items():
-            for index, block in _host_shards(array):
+            sums[name] = {}
+            for number, (index, block) in enumerate(_host_shards(array)):
+                if base is not None:
+                    begin = [axis.start or 0 for axis in index]
+                    chunk = cast(tuple[int, ...], stores[name].chunk_layout.read_chunk.shape)
+                    sums[name] |= deltas.sums(block, chunk, begin=begin)
+                    block = deltas.difference(block, base.blocks[name][number])
                 part = ts.cast(stores[name], block.dtype)[index]
                 started.append(part.write(block, can_reference_source_data_indefinitely=True))
     finally:
@@ -154,6 +186,14 @@ def _write_shards(stores: Mapping[str, ts.TensorStore], params: Params) -> None:
             future.exception()
     for future in started:
         future.result()
+    return sums
+
+
+def as_base(name: str, params: Params) -> deltas.Base:
+    """What this process keeps of a full snapshot, to write deltas of it. Args: name: of its folder; params: as they were
+    written, in the dtype on disk."""
+    flat = parameters.flatten(params)
+    return deltas.Base(name, {each: [block for _, block in _host_shards(array)] for each, array in flat.items()})
 
 
 def _chunk(whole: tuple[int, ...], shard: tuple[int, ...], dtype: str) -> list[int]:
@@ -175,14 +215,20 @@ def _host_shards(array: Any) -> list[tuple[Any, np.ndarray]]:
     return [((slice(None),) * array.ndim, np.asarray(array))]
 
 
-def open_arrays(folder: Place, specs: Specs) -> Params:
+def open_arrays(folder: Place, specs: Specs, *, held: deltas.Held | None = None) -> Params:
     """The parameters of a snapshot as tensorstore arrays, which read only the slices that a caller asks for.
+
+    Args: held: see `load`.
 
     Raises Damaged: a parameter is not there or unreadable, names it; the whole snapshot may have been removed. ValueError: a
     parameter has another shape than the model; names it. OSError: the storage failed.
     """
-    context = places.reading_context(folder)
+    context, held = places.reading_context(folder), held or deltas.Held()
     opened = {name: ts.open(_spec(folder, name), open=True, context=context) for name in parameters.flatten(specs)}
+    base = base_of(folder.name)
+    delta = _read_delta(folder) if base else {}
+    if base or held.is_used:
+        held.take(base or folder.name)
 
     def open_one(name: str, spec: parameters.ParamSpec) -> ts.TensorStore:
         try:
@@ -191,9 +237,25 @@ def open_arrays(folder: Place, specs: Specs) -> Params:
             raise _refusal(folder, f"parameter {name} is missing or unreadable", error) from error
         if store.shape != spec.shape:
             raise ValueError(f"{folder}: parameter {name} has shape {store.shape}, the model needs {spec.shape}")
+        if base:
+            of_base = functools.cache(lambda: ts.open(_spec(folder.parent / base, name), open=True, context=context).result())
+            values = held.reader(name, of_base, spec.shape, delta["dtype"])
+            return deltas.rebuilt(store, values, delta["sums"].get(name, {}), delta["dtype"])
+        if held.is_used:
+            dtype = store.dtype.name
+            return deltas.computed(held.reader(name, lambda: store, spec.shape, dtype), like=store, dtype=dtype)
         return store
 
     return parameters.map_specs(open_one, specs)
+
+
+def _read_delta(folder: Place) -> dict[str, Any]:
+    """The content of delta.json. Raises Damaged, OSError."""
+    try:
+        delta = json.loads(places.read_bytes(folder / DELTA))
+        return {"dtype": jnp.dtype(delta["dtype"]).name, "sums": dict(delta["sums"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _refusal(folder, f"{DELTA} is missing or unreadable", error) from error
 
 
 def _refusal(folder: Place, sentence: str, error: Exception) -> Exception:
@@ -202,14 +264,15 @@ def _refusal(folder: Place, sentence: str, error: Exception) -> Exception:
     return said if processes.is_storage_failure(said) else Damaged(str(said))
 
 
-def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
+def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float32", held: deltas.Held | None = None) -> Params:
     """Restores a snapshot in `shardings`; every device reads its own shard only.
 
     Args: specs: of the snapshot. shardings: a tree of the same structure. dtype: of the result, whatever the dtype on disk.
+    held: where the caller keeps a full snapshot for the deltas that it reads next; None: a delta is read with its base.
 
     Raises as `open_arrays`; Damaged also where the bytes of a parameter are damaged.
     """
-    arrays = open_arrays(folder, specs)
+    arrays = open_arrays(folder, specs, held=held)
     stores = {name: ts.cast(store, dtype) for name, store in parameters.flatten(arrays).items()}
     sharding_of, flat = parameters.flatten(shardings), parameters.flatten(specs)
     # Reads run ahead of the parameter that is being put on the devices, by _READ_AHEAD_BYTES at most.

@@ -30,6 +30,10 @@ def test_weights_are_counted_as_they_are_held():
     for kind, size in (("reset", 2), ("ema", 4)):
         found = memory(learner__reference__kind=kind, model__compute_dtype="bfloat16")
         assert found["trainer"]["moving reference"] == size * params
+    for full_every, copies in ((1, 0), (8, 1)):
+        found = memory(publish__dtype="bfloat16", publish__full_every=full_every)
+        held = [found[role].get("base of deltas (host)", 0) for role in ("trainer", "searcher", "evaluator")]
+        assert held == [2 * copies * 2 * params, copies * 2 * params, 0]
 
 
 def test_without_a_reference_only_evaluators_and_adapters_need_the_weights_of_step_0():
@@ -79,13 +83,16 @@ def test_snapshots_are_counted(steps, every, evaluated, keep):
 
 
 def test_what_is_published_and_kept(tmp_path):
-    """13 snapshots in bfloat16, the reference policy in float32, two checkpoints of three or four float32 of each weight."""
+    """13 snapshots in bfloat16, of which 9 count as halves, the reference policy in float32, two checkpoints of three or four
+    float32 of each weight."""
     run, weights = layout.RunDir(tmp_path / "run"), parameters.count(experiment().policy.model_specs)
     steps = dict(learner__steps=12, publish__every_steps=1, publish__dtype="bfloat16", checkpoint__every_steps=12)
     for kind, moments in (("initial", 3), ("ema", 4)):
         (demand,) = estimate.demands(experiment(**steps, learner__reference__kind=kind), run)
-        assert demand.size == (13 * 2 + 4 + 2 * 4 * moments) * weights
+        assert demand.size == (13 * 2 - 9 + 4 + 2 * 4 * moments) * weights
     (searchers,) = estimate.demands(experiment(**steps), run, trains=False)
+    assert searchers.size == (13 * 2 - 9 + 4) * weights
+    (searchers,) = estimate.demands(experiment(**steps, publish__full_every=1), run, trains=False)
     assert searchers.size == (13 * 2 + 4) * weights
 
 

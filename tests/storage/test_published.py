@@ -19,9 +19,9 @@ from tests.support.tiny_snapshots import SPECS, assert_same_bits, publish, rando
 RULE: dict[str, Any] = dict(keep=2, keep_every=10, final_step=99)
 
 
-def empty(policies: places.Place, step: int, epoch: int = 1) -> str:
+def empty(policies: places.Place, step: int, epoch: int = 1, *, base: str = "") -> str:
     """The name of a new folder that holds one small file."""
-    name = snapshots.new_name(step, epoch)
+    name = snapshots.new_name(step, epoch, base=base)
     places.make_folder(policies / name, below=2)
     places.write_bytes(policies / name / "file", b"x")
     return name
@@ -85,6 +85,31 @@ def test_a_trainer_that_starts_takes_the_pointer_and_sweeps_what_nothing_points_
         Pointer(policies, epoch=1, **RULE)
     second.add(1, empty(policies, 1, epoch=2))
     assert second.drop_after(0) == [1] and [*published.kept(policies)] == [0] and second.drop_after(0) == []
+
+
+def test_a_base_stays_as_long_as_its_deltas_and_goes_after_them(root, monkeypatch):
+    policies, removed, remove = root / "policy", [], places.remove_tree
+    if root.__class__ is not places.Bucket:
+        root.mkdir()
+    monkeypatch.setattr(places, "remove_tree", lambda folder: (removed.append(folder.name), remove(folder)))
+    pointer, names = Pointer(policies, epoch=1, **RULE), {}
+
+    def add(step: int, base: int | None = None) -> None:
+        pointer.add(step, names.setdefault(step, empty(policies, step, base=names[base] if base else "")))
+
+    add(1)
+    for step in (2, 3, 4):
+        add(step, 1)
+    assert [*published.kept(policies)] == [1, 3, 4] and removed == [names[2]]
+    add(5)
+    assert [*published.kept(policies)] == [1, 4, 5] and removed == [names[2], names[3]]
+    add(6, 5)
+    assert [*published.kept(policies)] == [5, 6] and removed[2:] == [names[4], names[1]]
+    second = Pointer(policies, epoch=2, **RULE)
+    assert [*second.kept.values()] == [names[5], names[6]]
+    removed.clear()
+    second.add(5, again := empty(policies, 5, epoch=2))
+    assert [*second.kept.values()] == [again] and removed == [names[6], names[5]], "a delta cannot do without its own base"
 
 
 def test_a_damaged_pointer_is_named_and_nothing_is_removed(tmp_path):

@@ -11,9 +11,11 @@ import pytest
 
 from tba_jax import main
 from tba_jax.commands import audit, command_line
+from tba_jax.experiment import composition
+from tba_jax.models import parameters
 from tba_jax.replay import journal
 from tba_jax.run import processes
-from tba_jax.storage import layout, published
+from tba_jax.storage import layout, published, snapshots
 from tba_jax.telemetry import metrics, status
 from tests.support import frozen_runs, tiny_run
 from tests.support import trainer_processes as trainers
@@ -29,14 +31,16 @@ def source(tmp_path_factory) -> Path:
 
 
 def policies(workdir: Path) -> dict[str, bytes]:
-    """The bytes of all snapshots that are kept, by step and file."""
-    kept = published.kept(workdir / "policy").items()
-    files = {layout.step_name(step): frozen_runs.contents(folder) for step, folder in kept}
-    return {f"{step}/{name}": content for step, each in files.items() for name, content in each.items()}
+    """The weights of all snapshots that are kept, by step and parameter."""
+    specs, weights = composition.build(audit.open_run(workdir).config).policy.trained_specs, {}
+    for step, folder in published.kept(workdir / "policy").items():
+        for name, store in parameters.flatten(snapshots.open_arrays(folder, specs)).items():
+            weights[f"{layout.step_name(step)}/{name}"] = store.read().result().tobytes()
+    return weights
 
 
 def assert_same_run(workdir: Path, other: Path) -> None:
-    """The same batches, and the same bytes in all snapshots that both have.
+    """The same batches, and the same weights in all snapshots that both have.
 
     A snapshot that waits for slow storage may give way to a newer one, but for those of the first and the last step; and a resume
     publishes where it begins, too.
@@ -92,8 +96,10 @@ def run_alone(workdir: Path, flags: list[str]) -> None:
 
 
 def test_two_processes_that_are_asked_to_stop_are_resumed_by_one_as_if_it_had_been_alone(tmp_path, source):
-    """A signal to any process ends all after a step, with a checkpoint; one process of as many devices goes on, bit for bit."""
-    flags = trainers.offline_flags(source, learner__steps=24, publish__every_steps=4, learner__logprob_gap_every_steps=0)
+    """A signal to any process ends all after a step, with a checkpoint; one process of as many devices goes on, bit for bit. Both
+    write their shards of deltas."""
+    published_as = dict(publish__every_steps=1, publish__dtype="bfloat16", publish__full_every=6, learner__mesh__fsdp=2)
+    flags = trainers.offline_flags(source, **published_as, learner__steps=24, learner__logprob_gap_every_steps=0)
     started = trainers.start(tmp_path / "two", *flags, "--config.replay.poll_seconds=0.05", processes=2)
     with trainers.ended_at_last(started):
         wait_for_steps(tmp_path / "two", 2, started)
@@ -101,6 +107,7 @@ def test_two_processes_that_are_asked_to_stop_are_resumed_by_one_as_if_it_had_be
         ended = trainers.wait(started)
     assert [each.code for each in ended] == [processes.STOPPED] * 2, [each.text for each in ended]
     assert all(f"process {number} of 2" in each.text for number, each in enumerate(ended))
+    assert any(snapshots.base_of(folder.name) for folder in published.kept(tmp_path / "two" / "policy").values())
     newest = layout.steps_in(tmp_path / "two" / "checkpoints")[-1]
     assert newest == len(journal.read_lineage(tmp_path / "two" / "journal")) < 24
     for name in ("two", "one"):

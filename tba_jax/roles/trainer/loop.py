@@ -23,7 +23,7 @@ from tba_jax.roles.trainer.update_program import Placed, UpdateProgram
 from tba_jax.roles.work import WorkRates, policy_peaks
 from tba_jax.run import processes
 from tba_jax.storage import contract as contract_lib
-from tba_jax.storage import layout
+from tba_jax.storage import deltas, layout
 from tba_jax.storage.checkpoints import Checkpoints
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Watch
@@ -271,7 +271,8 @@ class Follower:
             self._program.config, self._program.mesh, run.policies, sampler_weights=config.searchers.weights
         )
         self._copy = sharding.copy_program(config.publish.dtype)
-        self._shards = publishing.ShardWriter(member, "policy", run.policies, dtype=config.publish.dtype)
+        keeps_base = deltas.are_written(config.publish)
+        self._shards = publishing.ShardWriter(member, "policy", run.policies, dtype=config.publish.dtype, keeps_base=keeps_base)
         # The trees of a checkpoint that is read, until process 0 says that all processes have read it.
         self._restored: dict[str, Any] = {}
         # Batches that are placed, and not updated on yet; the measurements of the last update.

@@ -13,7 +13,7 @@ from tba_jax.models.parameters import Params
 from tba_jax.roles import results
 from tba_jax.roles.process_group import Group, Member
 from tba_jax.roles.trainer.buffer import ReplayBuffer, Retention
-from tba_jax.storage import layout, places, snapshots
+from tba_jax.storage import deltas, layout, places, snapshots
 from tba_jax.storage.checkpoints import Checkpoints
 from tba_jax.storage.fenced import StaleEpoch
 from tba_jax.storage.lease import EpochLease
@@ -32,18 +32,22 @@ class FollowersShards:
     def start(self, folder: Place, step: int, *, durable: bool) -> None:
         self._group.aside(f"write {self._name}", folder=folder.name, step=step, durable=durable)
 
-    def wait(self, step: int) -> None:
-        for report in self._group.reports(f"written {self._name}"):
+    def wait(self, step: int) -> list[snapshots.Sums]:
+        reports = self._group.reports(f"written {self._name}")
+        for report in reports:
             if report["error"]:
                 raise OSError(report["error"])
+        return [report["sums"] for report in reports]
 
 
 class ShardWriter:
     """Writes the shards of a process that follows, in a thread, when process 0 asks for them."""
 
-    def __init__(self, member: Member, name: str, folder: Place, *, dtype: str):
-        """Args: folder: where the snapshots are; dtype: on disk."""
+    def __init__(self, member: Member, name: str, folder: Place, *, dtype: str, keeps_base: bool = False):
+        """Args: folder: where the snapshots are; dtype: on disk; keeps_base: whether deltas are written of full ones."""
         self._member, self._name, self._folder, self._dtype = member, name, folder, dtype
+        self._base: deltas.Base | None = None  # the last full snapshot that was written
+        self._keeps_base = keeps_base
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"shards of {name}")
         self._changed = threading.Condition()
         # Step -> weights that process 0 may ask for. Guarded by the condition.
@@ -70,13 +74,18 @@ class ShardWriter:
             self._changed.wait_for(lambda: step in self._offered)
             params = self._offered.pop(step)
             self._writes += 1
-        error = ""
+        error, sums, base = "", {}, snapshots.base_of(folder)
         try:
-            snapshots.write_shards(self._folder / folder, params, dtype=self._dtype, durable=durable)
+            against = self._base if base else None
+            if base and (against is None or against.name != base):
+                raise ValueError(f"it does not hold snapshot {base}, of which {folder} is a delta")
+            sums = snapshots.write_shards(self._folder / folder, params, dtype=self._dtype, durable=durable, base=against)
+            if self._keeps_base and not base:
+                self._base = snapshots.as_base(folder, params)
         except Exception as failure:  # process 0 raises it
             error = f"process {self._member.process}: {failure}"
         del params
-        self._member.report(f"written {self._name}", error=error)
+        self._member.report(f"written {self._name}", error=error, sums=sums)
         with self._changed:
             self._writes -= 1
             self._changed.notify_all()
@@ -91,7 +100,8 @@ class Publisher:
     """Publishes snapshots from a background thread; the trainer waits only for a copy on the device.
 
     If storage is slower than the trainer, a waiting snapshot is dropped for the next one, unless retention keeps it for good.
-    Those are written durably; the others are soon superseded, so writing does not wait for the disk to have their bytes.
+    Those are full and written durably; the others are soon superseded, so writing does not wait for the disk to have their bytes,
+    and all but every n-th are deltas of the last full one.
     """
 
     def __init__(
@@ -104,6 +114,7 @@ class Publisher:
         keep: int,
         keep_every: int,
         final_step: int,
+        full_every: int = 1,
         keep_seconds: float = 0.0,
         scores: Callable[[], Mapping[int, float]] = dict,
         all_durable: bool = False,
@@ -112,9 +123,10 @@ class Publisher:
     ):
         """Takes the pointer to the snapshots.
 
-        Args: epoch: of the trainer. keep, keep_every, final_step, keep_seconds, scores: see published.Pointer. all_durable:
-        whether a reader may need a snapshot again after a loss of power. check: raises where the trainer must show nothing more.
-        group: of the processes that hold the weights; None: this process alone. Raises as published.Pointer.
+        Args: epoch: of the trainer. full_every: n; 1: all are full. keep, keep_every, final_step, keep_seconds, scores: see
+        published.Pointer. all_durable: whether a reader may need a snapshot again after a loss of power. check: raises where the
+        trainer must show nothing more. group: of the processes that hold the weights; None: this process alone. Raises as
+        published.Pointer.
         """
         self._group = group or Group()
         self._others = FollowersShards(self._group, "policy") if self._group.processes > 1 else None
@@ -122,6 +134,9 @@ class Publisher:
         self._dtype, self._epoch, self._every_steps = dtype, epoch, every_steps
         self.copy = sharding.copy_program(dtype)
         self._keep_every, self._final_step = keep_every, final_step
+        # The last full snapshot that the pointer has, and the deltas of it so far. Of the thread.
+        self._base: deltas.Base | None = None
+        self._deltas, self._full_every = 0, full_every
         rule: dict[str, Any] = dict(keep=keep, keep_every=keep_every, final_step=final_step, scores=scores)
         self.pointer = Pointer(policies, epoch=epoch, keep_seconds=keep_seconds, **rule)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="publisher")
@@ -174,14 +189,19 @@ class Publisher:
                     return
                 params, self._current, beside = self._waiting.pop(0)
                 step = self._current
-            name, durable = snapshots.new_name(step, self._epoch), self._all_durable or self._stays(step)
-            settings: dict[str, Any] = dict(dtype=self._dtype, durable=durable, beside=beside, others=self._others)
-            snapshots.write(self._policies / name, params, step=step, **settings)
+            stays = self._stays(step)
+            base = None if stays or self._deltas + 1 >= self._full_every else self._base
+            name = snapshots.new_name(step, self._epoch, base=base.name if base is not None else "")
+            settings: dict[str, Any] = dict(dtype=self._dtype, durable=self._all_durable or stays, beside=beside)
+            snapshots.write(self._policies / name, params, step=step, base=base, others=self._others, **settings)
             try:
                 self.pointer.add(step, name)
             except StaleEpoch:
                 places.remove_tree(self._policies / name)
                 raise
+            self._deltas = 0 if base is None else self._deltas + 1
+            if base is None and self._full_every > 1:
+                self._base = snapshots.as_base(name, params)
 
     def wait(self) -> None:
         """Returns when every snapshot handed over is visible. If a write failed, raises its error and drops the waiting ones."""
@@ -208,6 +228,7 @@ def publisher(config: Any, run: layout.RunDir, lease: EpochLease, group: Group, 
         epoch=lease.epoch,
         dtype=config.publish.dtype,
         every_steps=every_steps,
+        full_every=config.publish.full_every if deltas.are_written(config.publish) else 1,
         keep=config.publish.keep,
         keep_seconds=config.publish.keep_seconds,
         keep_every=config.evaluation.every_steps,

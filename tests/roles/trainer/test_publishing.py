@@ -1,10 +1,15 @@
 """The publishing thread, and what a trainer that has been replaced shows no more."""
 
+import random
 import threading
+from collections.abc import Iterable
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from tba_jax.models.parameters import Params
 from tba_jax.roles.trainer.publishing import Publisher
 from tba_jax.storage import fenced, places, published, snapshots
 from tba_jax.storage.fenced import StaleEpoch
@@ -35,6 +40,55 @@ def test_what_waits_for_slow_storage_gives_way_to_what_is_newer(tmp_path, monkey
     publish(publisher, 13)
     publisher.close()
     assert_same_bits(published.Published(tmp_path).load(13, SPECS, shardings()), random_params(13))
+
+
+def drifted(step: int) -> Params:
+    """Weights of which each step moves some."""
+    return jax.tree.map(lambda x: (x * (1 - 0.002 * step)).astype(np.float32), random_params())
+
+
+def as_published(step: int) -> Params:
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(np.float32), drifted(step))
+
+
+def publish_all(publisher: Publisher, steps: Iterable[int]) -> None:
+    for step in steps:
+        publisher.publish(jax.device_put(drifted(step), shardings()), step)
+        publisher.wait()
+
+
+def bases(policies: places.Place) -> dict[int, int]:
+    """Step -> step of the base, of the deltas that are kept."""
+    of = {step: snapshots.step_and_epoch(snapshots.base_of(folder.name)) for step, folder in published.kept(policies).items()}
+    return {step: base[0] for step, base in of.items() if base is not None}
+
+
+def test_every_fourth_is_full_and_all_are_read_in_any_order(tmp_path):
+    publisher = make_publisher(tmp_path, dtype="bfloat16", full_every=4)
+    publish_all(publisher, range(1, 11))
+    assert bases(tmp_path) == {2: 1, 3: 1, 4: 1, 6: 5, 7: 5, 8: 5}, "10 stays for good"
+    publisher.close()
+    one_reader, steps = published.Published(tmp_path), [*range(1, 11)] * 2
+    random.Random(0).shuffle(steps)
+    for step in steps:
+        assert_same_bits(one_reader.load(step, SPECS, shardings()), as_published(step))
+    one_reader.load(6, SPECS, shardings())
+    places.remove_tree(published.kept(tmp_path)[5])
+    assert_same_bits(one_reader.load(8, SPECS, shardings()), as_published(8))  # of which it holds the base
+    with pytest.raises(snapshots.Damaged, match=published.kept(tmp_path)[8].name):
+        published.Published(tmp_path).load(8, SPECS, shardings())
+
+
+def test_a_resumed_trainer_begins_full_and_leaves_what_there_is_whole(tmp_path):
+    first = make_publisher(tmp_path, dtype="bfloat16", full_every=8, keep=3)
+    publish_all(first, (1, 2, 3))
+    second = make_publisher(tmp_path, dtype="bfloat16", full_every=8, keep=3, epoch=2)
+    publish_all(second, (3, 4))
+    assert bases(tmp_path) == {2: 1, 4: 3}
+    for step in (4, 3, 2, 1):
+        assert_same_bits(published.Published(tmp_path).load(step, SPECS, shardings()), as_published(step))
+    publish_all(second, (5, 6))
+    assert bases(tmp_path) == {4: 3, 5: 3, 6: 3} and [*published.kept(tmp_path)] == [3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("kind", ["local", "memory"])
