@@ -4,6 +4,7 @@ It is a fenced value: the names of the folders. A folder is whole before the poi
 and the folder is removed publish.keep_seconds later. Only a trainer that starts lists the folders.
 """
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,8 @@ from typing import Any
 from tba_jax.models.parameters import Params, Specs
 from tba_jax.storage import fenced, places, snapshots
 from tba_jax.storage.fenced import NOTHING, Version
-from tba_jax.storage.places import Place
+from tba_jax.storage.host_copies import HostCopies
+from tba_jax.storage.places import Bucket, Place
 from tba_jax.storage.snapshots import Damaged
 
 log = logging.getLogger(__name__)
@@ -44,8 +46,10 @@ def lagging(steps: Sequence[int], *, lag: int) -> list[int]:
 class Published:
     """The snapshots of a run for one reader, which reads none twice that it found damaged."""
 
-    def __init__(self, policies: Place, *, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, policies: Place, *, shares: bool = False, clock: Callable[[], float] = time.monotonic):
+        """Args: shares: whether this reader and others of its host download a snapshot from a bucket once, see host_copies.py."""
         self._policies, self._clock = policies, clock
+        self._copies = HostCopies(policies, kept=lambda: self._last.value) if shares and isinstance(policies, Bucket) else None
         self._last: Version = NOTHING
         # The newest published step, −1 before the first; only kept by `load_newest` under a lag.
         self.newest = -1
@@ -75,7 +79,8 @@ class Published:
         if folder in self._damaged:
             raise Damaged(self._damaged[folder])
         try:
-            return snapshots.load(folder, specs, shardings, dtype=dtype)
+            load = functools.partial(snapshots.load, folder, specs, shardings, dtype=dtype)
+            return load() if self._copies is None else self._copies.read(lambda nearby: load(nearby=nearby))
         except Damaged as error:
             if self.kept().get(step) != folder:
                 raise FileNotFoundError(f"snapshot {folder} was removed while it was read") from error

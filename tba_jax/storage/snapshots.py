@@ -12,7 +12,7 @@ import math
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -175,14 +175,21 @@ def _host_shards(array: Any) -> list[tuple[Any, np.ndarray]]:
     return [((slice(None),) * array.ndim, np.asarray(array))]
 
 
-def open_arrays(folder: Place, specs: Specs) -> Params:
+def _where_it_is(folder: Place) -> Place:
+    return folder
+
+
+def open_arrays(folder: Place, specs: Specs, *, nearby: Callable[[Place], Place] = _where_it_is) -> Params:
     """The parameters of a snapshot as tensorstore arrays, which read only the slices that a caller asks for.
+
+    Args: nearby: gives for the folder of a snapshot the place at which to open it, see host_copies.py.
 
     Raises Damaged: a parameter is not there or unreadable, names it; the whole snapshot may have been removed. ValueError: a
     parameter has another shape than the model; names it. OSError: the storage failed.
     """
-    context = places.reading_context(folder)
-    opened = {name: ts.open(_spec(folder, name), open=True, context=context) for name in parameters.flatten(specs)}
+    here = nearby(folder)
+    context = places.reading_context(here)
+    opened = {name: ts.open(_spec(here, name), open=True, context=context) for name in parameters.flatten(specs)}
 
     def open_one(name: str, spec: parameters.ParamSpec) -> ts.TensorStore:
         try:
@@ -202,14 +209,22 @@ def _refusal(folder: Place, sentence: str, error: Exception) -> Exception:
     return said if processes.is_storage_failure(said) else Damaged(str(said))
 
 
-def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float32") -> Params:
+def load(
+    folder: Place,
+    specs: Specs,
+    shardings: Params,
+    *,
+    dtype: str = "float32",
+    nearby: Callable[[Place], Place] = _where_it_is,
+) -> Params:
     """Restores a snapshot in `shardings`; every device reads its own shard only.
 
     Args: specs: of the snapshot. shardings: a tree of the same structure. dtype: of the result, whatever the dtype on disk.
+    nearby: as of `open_arrays`.
 
     Raises as `open_arrays`; Damaged also where the bytes of a parameter are damaged.
     """
-    arrays = open_arrays(folder, specs)
+    arrays = open_arrays(folder, specs, nearby=nearby)
     stores = {name: ts.cast(store, dtype) for name, store in parameters.flatten(arrays).items()}
     sharding_of, flat = parameters.flatten(shardings), parameters.flatten(specs)
     # Reads run ahead of the parameter that is being put on the devices, by _READ_AHEAD_BYTES at most.
