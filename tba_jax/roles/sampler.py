@@ -273,7 +273,7 @@ class Sampler:
         swap_memory: see Engine; in_place loads snapshots into host memory, and is not for adapters or rounded weights. engine:
         further arguments of Engine.
         """
-        self.snapshots, self.reference = Published(run.policies), reference
+        self.snapshots, self.reference = Published(run.policies, shares=True), reference
         self._in_place, shardings = swap_memory == "in_place", policy.trained_shardings(reference.mesh)
         if self._in_place:
             shardings = jax.tree.map(lambda x: x.with_memory_kind(sharding.PINNED_HOST), shardings)

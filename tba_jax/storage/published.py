@@ -5,6 +5,7 @@ and the folder is removed publish.keep_seconds later. Only a trainer that starts
 each delta that it has.
 """
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,8 @@ from typing import Any
 from tba_jax.models.parameters import Params, Specs
 from tba_jax.storage import deltas, fenced, places, snapshots
 from tba_jax.storage.fenced import NOTHING, Version
-from tba_jax.storage.places import Place
+from tba_jax.storage.host_copies import HostCopies
+from tba_jax.storage.places import Bucket, Place
 from tba_jax.storage.snapshots import Damaged
 
 log = logging.getLogger(__name__)
@@ -46,8 +48,10 @@ class Published:
     """The snapshots of a run for one reader, which reads none twice that it found damaged, and of a delta whose base it has read
     the delta alone."""
 
-    def __init__(self, policies: Place, *, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, policies: Place, *, shares: bool = False, clock: Callable[[], float] = time.monotonic):
+        """Args: shares: whether this reader and others of its host download a snapshot from a bucket once, see host_copies.py."""
         self._policies, self._clock = policies, clock
+        self._copies = HostCopies(policies, kept=lambda: self._last.value) if shares and isinstance(policies, Bucket) else None
         self._last: Version = NOTHING
         self._held = deltas.Held()
         # The newest published step, −1 before the first; only kept by `load_newest` under a lag.
@@ -78,7 +82,8 @@ class Published:
         if folder in self._damaged:
             raise Damaged(self._damaged[folder])
         try:
-            return snapshots.load(folder, specs, shardings, dtype=dtype, held=self._held)
+            load = functools.partial(snapshots.load, folder, specs, shardings, dtype=dtype, held=self._held)
+            return load() if self._copies is None else self._copies.read(lambda nearby: load(nearby=nearby))
         except Damaged as error:
             if self.kept().get(step) != folder:
                 raise FileNotFoundError(f"snapshot {folder} was removed while it was read") from error

@@ -16,7 +16,7 @@ import math
 import re
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -215,18 +215,33 @@ def _host_shards(array: Any) -> list[tuple[Any, np.ndarray]]:
     return [((slice(None),) * array.ndim, np.asarray(array))]
 
 
-def open_arrays(folder: Place, specs: Specs, *, held: deltas.Held | None = None) -> Params:
+def _where_it_is(folder: Place) -> Place:
+    return folder
+
+
+def _open_base(folder: Place, name: str) -> ts.TensorStore:
+    return ts.open(_spec(folder, name), open=True, context=places.reading_context(folder)).result()
+
+
+def open_arrays(
+    folder: Place,
+    specs: Specs,
+    *,
+    held: deltas.Held | None = None,
+    nearby: Callable[[Place], Place] = _where_it_is,
+) -> Params:
     """The parameters of a snapshot as tensorstore arrays, which read only the slices that a caller asks for.
 
-    Args: held: see `load`.
+    Args: held: see `load`. nearby: gives for the folder of a snapshot the place at which to open it, see host_copies.py.
 
     Raises Damaged: a parameter is not there or unreadable, names it; the whole snapshot may have been removed. ValueError: a
     parameter has another shape than the model; names it. OSError: the storage failed.
     """
-    context, held = places.reading_context(folder), held or deltas.Held()
-    opened = {name: ts.open(_spec(folder, name), open=True, context=context) for name in parameters.flatten(specs)}
+    here, held = nearby(folder), held or deltas.Held()
+    context = places.reading_context(here)
+    opened = {name: ts.open(_spec(here, name), open=True, context=context) for name in parameters.flatten(specs)}
     base = base_of(folder.name)
-    delta = _read_delta(folder) if base else {}
+    delta = _read_delta(here) if base else {}
     if base or held.is_used:
         held.take(base or folder.name)
 
@@ -238,7 +253,7 @@ def open_arrays(folder: Place, specs: Specs, *, held: deltas.Held | None = None)
         if store.shape != spec.shape:
             raise ValueError(f"{folder}: parameter {name} has shape {store.shape}, the model needs {spec.shape}")
         if base:
-            of_base = functools.cache(lambda: ts.open(_spec(folder.parent / base, name), open=True, context=context).result())
+            of_base = functools.cache(lambda: _open_base(nearby(folder.parent / base), name))
             values = held.reader(name, of_base, spec.shape, delta["dtype"])
             return deltas.rebuilt(store, values, delta["sums"].get(name, {}), delta["dtype"])
         if held.is_used:
@@ -264,15 +279,24 @@ def _refusal(folder: Place, sentence: str, error: Exception) -> Exception:
     return said if processes.is_storage_failure(said) else Damaged(str(said))
 
 
-def load(folder: Place, specs: Specs, shardings: Params, *, dtype: str = "float32", held: deltas.Held | None = None) -> Params:
+def load(
+    folder: Place,
+    specs: Specs,
+    shardings: Params,
+    *,
+    dtype: str = "float32",
+    held: deltas.Held | None = None,
+    nearby: Callable[[Place], Place] = _where_it_is,
+) -> Params:
     """Restores a snapshot in `shardings`; every device reads its own shard only.
 
     Args: specs: of the snapshot. shardings: a tree of the same structure. dtype: of the result, whatever the dtype on disk.
     held: where the caller keeps a full snapshot for the deltas that it reads next; None: a delta is read with its base.
+    nearby: as of `open_arrays`.
 
     Raises as `open_arrays`; Damaged also where the bytes of a parameter are damaged.
     """
-    arrays = open_arrays(folder, specs, held=held)
+    arrays = open_arrays(folder, specs, held=held, nearby=nearby)
     stores = {name: ts.cast(store, dtype) for name, store in parameters.flatten(arrays).items()}
     sharding_of, flat = parameters.flatten(shardings), parameters.flatten(specs)
     # Reads run ahead of the parameter that is being put on the devices, by _READ_AHEAD_BYTES at most.
