@@ -1,7 +1,7 @@
 """What a run costs at up to 1,024 searchers, with the project's own code on both sides of the storage and no model at all.
 
-    python -m benchmarks.scale --part=load [--writers=1,16,64,256,1024] [--rates=1,20] [--place=folder|slow|no-locks|s3] [--seconds=40]
-    python -m benchmarks.scale --part=equal|dead|rows|faults [--place=…] [--dead=20000,86000] [--folder=<on the disk to measure>]
+    python -m benchmarks.scale --part=load [--writers=1,16,64,256,1024] [--rates=1,20] [--seconds=40]
+    python -m benchmarks.scale --part=equal|dead|rows|faults [--place=folder|slow|no-locks|s3] [--dead=20000,86000]
 
 A few processes play the searchers: each has its LogWriter, polls the pointer and the demand, asks whether the run has finished,
 and writes its status; by seed it stalls, leaves, or dies and comes back under a new id. The trainer has its lease, log reader,
@@ -10,20 +10,18 @@ longer, polled as an object store. no-locks: a folder of a file system without l
 faults: one of the generators is killed, and S3 throttles for a quarter of the time and is away for three seconds.
 """
 
+import bisect
 import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import heapq
 import json
 import multiprocessing
 import os
-import random
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,15 +30,12 @@ from typing import Any
 import numpy as np
 from absl import app, flags, logging
 
-from benchmarks.replay import make_rows
-from benchmarks.s3_proxy import Proxy, slow_down
+from benchmarks.random_rows import VOCAB, make_rows
+from benchmarks.s3_proxy import Proxy
+from benchmarks.scale_roles import Load, generate, train
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
-from tba_jax.roles.backpressure import DemandWriter, Room
-from tba_jax.storage import contract as contract_lib
-from tba_jax.storage import fenced, layout, places, published, snapshots
-from tba_jax.telemetry.status import Status
-from tba_jax.trajectory import RowShape
+from tba_jax.storage import contract, layout, places
 
 _PART = flags.DEFINE_enum("part", "load", ["load", "equal", "dead", "rows", "faults"], "What is measured.")
 _PLACE = flags.DEFINE_enum("place", "folder", ["folder", "slow", "no-locks", "s3"], "Where the run's roles meet.")
@@ -52,317 +47,249 @@ _FOLDER = flags.DEFINE_string("folder", "", "Where to write; default: the system
 
 # S3 Standard, us-east-1, public list price of 2026-11, dollars a request. Requests within the region cost no transfer.
 PRICES = {"PUT": 0.005 / 1000, "POST": 0.005 / 1000, "LIST": 0.005 / 1000, "GET": 0.0004 / 1000, "HEAD": 0.0004 / 1000}
-SLOW_SECONDS, VOCAB, GENERATORS, THREADS, POOL = 0.02, 50_000, 3, 24, 16
-_DRAIN_SECONDS = 120.0
+GENERATORS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Load:
-    """root: the workdir. shared: where the roles meet, "": there. rate: rows a second of each writer. rows: of an append.
-    stalls, dies, leaves: probabilities of each before an append. step_seconds: of the trainer, in which a model would compute."""
-
-    root: str
-    shared: str = ""
-    is_slow: bool = False
-    writers: int = 16
-    rate: float = 20.0
-    rows: int = 192
-    seconds: float = 40.0
-    lengths: tuple[int, int] = (16, 16)
-    capacity: int = 100_000
-    stalls: float = 0.02
-    dies: float = 0.01
-    leaves: float = 0.005
-    step_seconds: float = 0.25
-    poll_seconds: float = 0.2
-    seed: int = 0
-
-    @property
-    def run(self) -> layout.RunDir:
-        return layout.RunDir(Path(self.root), places.place(self.shared) if self.shared else None)
-
-    @property
-    def shape(self) -> RowShape:
-        return RowShape(prompt_length=self.lengths[0], response_length=self.lengths[1], reward_parts=("task",))
-
-
-class Searcher:
-    """One searcher's requests. It is called by one thread at a time. Its events: (seconds until it is next due, what is next)."""
-
-    def __init__(self, load: Load, name: str, tell: Callable[[str], None], counts: collections.Counter[str]):
-        self._load, self._name, self._tell, self._counts = load, name, tell, counts
-        self._rng, self._lives = random.Random(f"{load.seed} {name}"), 0
-        self._published, self._status = published.Published(load.run.policies), Status(None)
-        self._log: LogWriter | None = None
-        self.pause = load.rows / load.rate
-
-    def live(self) -> None:
-        """Joins, under a new writer id, as a searcher does that was started again."""
-        self._lives += 1
-        writer = f"{self._name}-{self._lives}-{os.getpid()}"
-        self._log = LogWriter(self._load.run.replay, writer, self._load.shape, info={})
-        self._room = Room(self._load.run.demand, writer)
-        if self._lives == 1:
-            (folder := self._load.run.metrics(self._name)).mkdir(parents=True)
-            self._status = Status(folder, process={"name": self._name})
-
-    def poll(self) -> float:
-        """What the refreshing thread of a searcher does. Returns the seconds until the next time."""
-        self._room.look()
-        self._published.kept()
-        seconds = places.poll_seconds([self._load.run.shared], self._load.poll_seconds)
-        return seconds * self._rng.uniform(0.5, 1.5)
-
-    def append(self, rows: dict[str, np.ndarray]) -> float:
-        """What becomes of one batch. Returns the seconds until the next; below 0: it has died, and lives again after so long."""
-        assert self._log is not None
-        contract_lib.is_finished(self._load.run)
-        first = self._log.next_row
-        self._counts["held"] += not self._room.allows(first)  # a searcher would wait; a load is to be as large as it is asked
-        rows["row"] = np.arange(first, first + self._load.rows)
-        try:
-            self._log.append(rows)
-        except OSError:  # its process would end, and be started again
-            self._counts["refused appends"] += 1
-            return -1.0
-        self._tell(f"{self._log.writer} {first + self._load.rows} {time.monotonic()}\n")
-        self._counts["appends"] += 1
-        self._status.point({"rows": float(first), "time": time.monotonic()})
-        fate = self._rng.random()
-        if fate < self._load.dies:
-            self._counts["died"] += 1
-            return -self._rng.uniform(0.1, 2.0)
-        if fate < self._load.dies + self._load.leaves:  # another one joins later
-            self._counts["left"] += 1
-            return -self._rng.uniform(2.0, 10.0)
-        stalls = fate > 1 - self._load.stalls
-        self._counts["stalled"] += stalls
-        return self.pause * (3 if stalls else 1)
-
-
-def generate(load: Load, number: int, of: int, ready: Any, stop: Any, told: str) -> None:
-    """A process that plays every `of`-th searcher until `stop` is set. told: a file that gets each acknowledged append, and last
-    the counts."""
-    if load.is_slow:
-        slow_down(SLOW_SECONDS)
-    rng, counts = np.random.default_rng([load.seed, number]), collections.Counter[str]()
-    pool = [make_rows(load.shape, 192 * each, load.rows, rng) for each in range(POOL)]
-    acks, writing = open(told, "w", buffering=1), threading.Lock()
-
-    def tell(line: str) -> None:
-        with writing:
-            acks.write(line)
-
-    searchers = [Searcher(load, f"s{index}-g{number}", tell, counts) for index in range(number % of, load.writers, of)]
-    events: list[tuple[float, int, str]] = []
-    changed = threading.Condition()
-
-    def put(due: float, index: int, kind: str) -> None:
-        with changed:
-            heapq.heappush(events, (due, index, kind))
-            changed.notify()
-
-    def do(due: float, index: int, kind: str) -> None:
-        searcher, late = searchers[index], time.monotonic() - due
-        try:
-            if kind == "poll":
-                put(time.monotonic() + searcher.poll(), index, kind)
-                return
-            if kind == "live":
-                searcher.live()
-                put(due + random.uniform(0, searcher.pause), index, "append")
-                return
-            counts["late"] += late > 1.0
-            counts["late seconds"] += max(late, 0.0)  # type: ignore[assignment]
-            with writing:
-                serial = counts["serial"] = counts["serial"] + 1
-            rows = dict(pool[serial % POOL])
-            tokens = rows["tokens"] = rows["tokens"].copy()
-            tokens[:, load.lengths[0]] = (serial * 7919 + number * 104729) % VOCAB  # no response is there twice
-            tokens[:, load.lengths[0] + 1] = np.arange(load.rows) % VOCAB
-            seconds = searcher.append(rows)
-            put(max(due, time.monotonic() - 1.0) + abs(seconds), index, "live" if seconds < 0 else "append")
-        except OSError:
-            counts["refused requests"] += 1
-            put(time.monotonic() + 1.0, index, kind)
-
-    with concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
-        for each in [threads.submit(searcher.live) for searcher in searchers]:
-            each.result()
-        ready.release()
-        now = time.monotonic()
-        for index, searcher in enumerate(searchers):
-            put(now + random.uniform(0, searcher.pause), index, "append")
-            put(now + random.uniform(0, load.poll_seconds), index, "poll")
-        while not stop.is_set():
-            with changed:
-                wait = events[0][0] - time.monotonic() if events else 0.1
-                if wait > 0:
-                    changed.wait(min(wait, 0.1))
-                    continue
-                event = heapq.heappop(events)
-            threads.submit(do, *event)
-        stop_at = time.monotonic()
-    counts["drained seconds"] = round(time.monotonic() - stop_at)
-    tell(json.dumps(counts) + "\n")
-
-
-def settings(load: Load) -> tuple[Any, Any]:
-    """Config and contract of a run whose rows these are."""
-    from configs import base
-    from tba_jax.experiment import composition
-
-    c = base.get_config()
-    c.update_from_flattened_dict(
-        {"task.prompt_length": 16, "task.response_length": 16, "replay.capacity": load.capacity, "learner.queries": 16}
-        | {"learner.completions": 8, "searchers.max_updates_ahead": 4, "replay.retention": "checkpoints", "publish.keep": 3}
-        | {"checkpoint.every_steps": 40, "learner.steps": 10**6, "replay.min_rows": 1, "replay.poll_seconds": 0.2}
-    )
-    contract = composition.build(c).contract
-    model = {**contract.model, "vocab": VOCAB}
-    P, R = load.lengths
-    return c, dataclasses.replace(contract, model=model, prompt_length=P, response_length=R, reward_parts=("task",))
-
-
-class Seen:
-    """When the rows of each writer were in the index, and in the journal: (writer, head, index, journal), time.monotonic()."""
-
-    def __init__(self) -> None:
-        self.records: list[tuple[str, int, float, float]] = []
-
-    def note(self, visible: Sequence[Mapping[str, Any]], moment: float, durable: concurrent.futures.Future[None]) -> None:
-        heads = [each for record in visible for each in record.get("heads", {}).items()]
-        durable.add_done_callback(
-            lambda _: self.records.extend((writer, head, moment, time.monotonic()) for writer, head in heads)
-        )
-
-
-def train(load: Load, ready: Any, window: Any, goals: Any, reports: Any) -> None:
-    """A trainer without a model, until it has all rows of the heads that `goals` gives: its report, and when it saw each row."""
-    os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    import jax
-
-    from tba_jax.replay import journal
-    from tba_jax.roles.process_group import Group
-    from tba_jax.roles.trainer.buffer import ReplayBuffer
-    from tba_jax.roles.trainer.publishing import Checkpointing
-    from tba_jax.storage.lease import EpochLease
-
-    if load.is_slow:
-        slow_down(SLOW_SECONDS)
-    (config, contract), run = settings(load), load.run
-    trees = {"state": {"x": jax.numpy.zeros(4)}}
-    reader = LogReader(run.replay, load.shape)
-    began = time.monotonic()
-    reader.heads()
-    first_look = time.monotonic() - began
-    del reader
-    began = time.monotonic()
-    lease = EpochLease.acquire(run.lease)
-    buffer = ReplayBuffer(config, contract, run, recent_window=4)
-    checkpoints = Checkpointing(config, run, lease, buffer, Group())
-    step = checkpoints.stored.latest_step() or 0
-    lineage = journal.read_lineage(run.journal, after=step)
-    buffer.expect(lineage)
-    if step:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trees)
-        checkpoints.take(step, checkpoints.stored.restore(step, shapes)[1])
-    for line in lineage:
-        buffer.index.mark_drawn(buffer.replay(line)[0])
-        step += 1
-    buffer.note_losses(since=0)
-    pointer = published.Pointer(run.policies, epoch=lease.epoch, keep=3, keep_every=10**6, final_step=-1)
-    lines = journal.Journal(run.journal, lease.epoch)
-    lease.journals(step, workdir=run.root)
-    buffer.follow()
-    resumed = time.monotonic() - began
-    demand = DemandWriter(run.demand, seconds=load.poll_seconds)
-    buffer.tail.start()
-    ready.release()
-    window.wait()
-    tail = next(each for each in threading.enumerate() if each.name == "replay-tail")
-    tail_clock = time.pthread_getcpuclockid(tail.ident or 0)
-    before = time.clock_gettime(tail_clock), time.process_time(), buffer.index.totals["seen"], places.sent(), time.monotonic()
-    seen, taking, waiting, host_bytes, steps, durable = Seen(), 0.0, 0.0, 0, 0, None
-    goal: dict[str, int] | None = None
-    while True:
-        wall, cpu = time.monotonic(), time.thread_time()
-        buffer.integrate(step=step)
-        taking += (spent := time.thread_time() - cpu)
-        waiting += max(time.monotonic() - wall - spent, 0.0)
-        moment, slots = time.monotonic(), buffer.draw(step=step)
-        demand.tell(buffer.demand(step=step, waits=slots is None))
-        if goal is None and not goals.empty():
-            goal, deadline = goals.get(), time.monotonic() + _DRAIN_SECONDS
-        if slots is not None:
-            rows, ids, visible = buffer.index.gather(slots), buffer.index.ids(slots), buffer.take_visible()
-            facts = dict(step=step + 1, visible=visible, ids=ids, reward_version=0, key=step, rows=rows)
-            durable = lines.submit(lambda facts=facts: journal.journal_line(**facts))
-            seen.note(visible, moment, durable)
-            buffer.index.mark_drawn(slots)
-            step, steps = step + 1, steps + 1
-            if step % 20 == 0:  # searchers find a small snapshot: only its pointer is polled
-                name = snapshots.new_name(step, lease.epoch)
-                snapshots.write(run.policies / name, trees["state"], dtype="float32", step=step, durable=False)
-                pointer.add(step, name)
-            if checkpoints.is_due(step):
-                checkpoints.save(trees, step)
-            durable.result()
-        if goal is not None and (
-            all(buffer.index.heads.get(writer, 0) >= head for writer, head in goal.items()) or time.monotonic() > deadline
-        ):
-            break
-        time.sleep(max(load.step_seconds - (time.monotonic() - wall), 0.0))
-    rows = buffer.index.totals["seen"] - before[2]
-    cpu = time.clock_gettime(tail_clock) - before[0]
-    host_bytes = len(json.dumps(buffer.state()))
-    counted = collections.Counter[str]()
-    for told in buffer.index.ledger().values():
-        counted.update({kind: told[kind] for kind in ("seen", "damaged", "passed_over", "pending")})
-    report = dict(
-        counted, rows=rows, steps=steps, tail_seconds=cpu, integrate_seconds=taking, integrate_waits=waiting,
-        process_seconds=time.process_time() - before[1], seconds=time.monotonic() - before[4], requests=places.sent() - before[3],
-        first_look=first_look, resume=resumed, host_bytes=host_bytes, problems=buffer.tail.problems()[:3],
-    )  # fmt: skip
-    checkpoints.save(trees, step)
-    checkpoints.stored.wait()
-    report["gigabytes"] = _peak_bytes() / 1e9
-    buffer.close()
-    demand.close()
-    checkpoints.close()
-    lines.close()
-    pointer.close()
-    lease.release()
-    reports.put((report, seen.records))
-
-
-def _peak_bytes() -> int:
-    """The most memory that this process has had."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-
-@dataclasses.dataclass
 class Result:
-    """report: of the trainer. acks: writer -> acknowledged appends (head, time). counts: of the generators. requests: kind -> of the
-    window, where they are counted. committed: writer -> its rows in the log."""
+    """report: of the trainer. visibility: seconds from an acknowledged append until its rows are in the index and the journal.
+    counts: of the generators. requests: kind -> of the window, where they are counted. committed: rows in the log. lost:
+    acknowledged rows that are not. files: files and folders of the run at the end."""
 
     report: dict[str, Any]
     visibility: np.ndarray
-    journalled: np.ndarray
     counts: collections.Counter[str]
     requests: dict[str, int]
-    committed: dict[str, int]
+    committed: int
     lost: int
     files: int
 
     @property
     def balances(self) -> bool:
-        """Whether each committed row is in the ledger of the trainer, and each acknowledged one committed."""
+        """Whether each acknowledged row is committed, and each of those seen or passed over."""
         told = self.report
-        there = told["seen"] + told["damaged"] + told["passed_over"] + told["pending"]
-        return not self.lost and there == sum(self.committed.values()) and not told["pending"] + told["damaged"]
+        return not self.lost and told["seen"] + told["passed_over"] == self.committed
 
 
-def measure(load: Load, *, proxy: Proxy | None = None, during: Callable[[list[Any], Callable[[], None]], None] | None = None) -> Result:
-    """Runs the load once. Args: during: called in the window with the generators and a call that starts another one."""
+def measure(load: Load, *, proxy: Proxy | None = None, faults: bool = False) -> Result:
+    """Runs a load in new processes. Args: faults: see the module."""
+    context, told = multiprocessing.get_context("spawn"), Path(load.root) / "told"
+    told.mkdir(parents=True, exist_ok=True)
+    if isinstance(load.run.shared, Path):
+        load.run.shared.mkdir(exist_ok=True)
+        places.make_folder(load.run.replay)
+    layout.create_json(load.run.config, {"config": {"learner": {"steps": 10**6}}})
+    places.make_folder(load.run.references)
+    layout.create_json(load.run.initial_reference, {"id": contract.NO_REFERENCE})
+    ready, window, stop, goals, reports = context.Semaphore(0), context.Event(), context.Event(), context.Queue(), context.Queue()
+    trainer = context.Process(target=train, args=(load, ready, window, goals, reports))
+    trainer.start()
+    processes = min(GENERATORS, load.writers) if load.rate else 0
+
+    def start(number: int) -> Any:
+        rest = (load, number, processes, ready, stop, str(told / f"{time.time_ns()}-{number}"))
+        generator = context.Process(target=generate, args=rest)
+        generator.start()
+        return generator
+
+    generators = [start(number) for number in range(processes)]
+    for _ in range(1 + len(generators)):
+        while not ready.acquire(timeout=1.0):
+            assert all(each.exitcode is None for each in (trainer, *generators)), "a process has ended"
+    before = collections.Counter(proxy.counts) if proxy else collections.Counter[str]()
+    window.set()
+    if generators:
+        time.sleep(load.seconds / 2)
+        if faults:
+            generators[0].kill()
+            generators.append(start(processes))  # other searchers take the place of its
+            if proxy:
+                proxy.throttles = True
+                time.sleep(load.seconds / 4)
+                proxy.throttles, proxy.is_out = False, True
+                time.sleep(3.0)
+                proxy.is_out = False
+        time.sleep(load.seconds / (4 if faults and proxy else 2))
+    requests = dict(collections.Counter(proxy.counts) - before) if proxy else {}
+    stop.set()
+    for generator in generators:
+        generator.join()
+    heads = LogReader(load.run.replay, load.shape).heads()
+    goals.put(heads)
+    while reports.empty() and trainer.is_alive():
+        time.sleep(0.1)
+    report, seen = reports.get(timeout=10)
+    trainer.join()
+    return _result(load, told, report, seen, requests, heads)
+
+
+def _result(load: Load, told: Path, report: Any, seen: Any, requests: dict[str, int], heads: dict[str, int]) -> Result:
+    saw: dict[str, list[tuple[int, float]]] = collections.defaultdict(list)
+    for writer, head, moment in seen:
+        saw[writer].append((head, moment))
+    counts, waits, lost = collections.Counter[str](), [], 0
+    for file in told.iterdir():
+        for line in file.read_text().splitlines():
+            if line.startswith("{"):
+                counts.update(json.loads(line))
+                continue
+            writer, head, moment = line.split()
+            lost += int(head) > heads.get(writer, 0)
+            at = bisect.bisect_left(saw[writer], (int(head), 0.0))
+            if at < len(saw[writer]):
+                waits.append(max(saw[writer][at][1] - float(moment), 0.0))
+    files = sum(len(names) + len(folders) for _, folders, names in os.walk(load.root))
+    return Result(
+        report=report, visibility=np.array(waits or [np.nan]), counts=counts, requests=requests, committed=sum(heads.values()),
+        lost=lost, files=files,
+    )  # fmt: skip
+
+
+def dollars(requests: Mapping[str, float], seconds: float) -> float:
+    """What a day of such requests costs. Args: seconds: in which they were counted."""
+    return 86400 / seconds * sum(count * PRICES.get(kind, 0.0) for kind, count in requests.items())
+
+
+def computed(writers: int, rate: float, *, rows: int = 192, polls: float = 2.0) -> dict[str, float]:
+    """Requests a second by kind, from what one append, one poll and one look of the trainer are counted to be on S3.
+
+    A poll is a GET of the pointer and one of the demand. An append is a PUT, a GET by the trainer, and one of finished.json by
+    its searcher. A look lists the appends of the last three minutes, 1,000 a request; the trainer tells the demand and renews
+    its lease now and then. Args: polls: seconds between polls of a searcher.
+    """
+    appends = writers * rate / rows
+    return {
+        "PUT": appends + 0.5 + 0.1,
+        "GET": 2 * appends + 2 * writers / polls + 0.5,
+        "LIST": np.ceil(180 * appends / 1000) / places.OBJECT_STORE_POLL_SECONDS,
+    }
+
+
+HEADER = (
+    "| place | writers | rows/s each | rows/s in all | visible: median | p99 | trainer's CPU a row | waits in all | requests a "
+    "minute | $ a day | files | memory | checkpoint | balances |\n" + "|---" * 14 + "|"
+)
+
+
+def told(name: str, load: Load, found: Result) -> str:
+    """A row of the table."""
+    report, p = found.report, np.percentile(found.visibility, [50, 99])
+    rows, seconds = max(report["rows"], 1), report["seconds"]
+    asked = {kind: found.requests[kind] for kind in sorted(found.requests) if kind != "all"}
+    rates = " ".join(f"{kind} {60 * count / load.seconds:.0f}" for kind, count in asked.items()) or "–"
+    cpu = 1e6 * (report["tail_seconds"] + report["integrate_seconds"]) / rows
+    cells = [
+        name, load.writers, f"{load.rate:g}", f"{rows / seconds:.0f}", f"{p[0]:.2f} s", f"{p[1]:.2f} s", f"{cpu:.0f} µs",
+        f"{report['integrate_waits']:.1f} s", rates, f"{dollars(asked, load.seconds):.2f}" if asked else "–", found.files,
+        f"{report['gigabytes']:.2f} GB", f"{report['host_bytes'] / 1e6:.1f} MB", "yes" if found.balances else "NO",
+    ]  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+@contextlib.contextmanager
+def placed(place: str, folder: Path, **settings: Any) -> Iterator[tuple[Load, Proxy | None]]:
+    """A load whose roles meet at a place of a kind, see --place, and the proxy before it."""
+    root = Path(tempfile.mkdtemp(dir=folder))
+    try:
+        if place != "s3":
+            yield Load(root=str(root), is_slow=place == "slow", **settings), None
+            return
+        from tests.support import moto_server
+
+        with moto_server.serving() as environment:
+            proxy = Proxy(environment["AWS_ENDPOINT_URL"])
+            os.environ["AWS_ENDPOINT_URL"] = proxy.url
+            yield Load(root=str(root), shared=f"s3://{moto_server.BUCKET}/run", **settings), proxy
+            proxy.shutdown()
+    finally:
+        shutil.rmtree(root)
+
+
+def load(folder: Path) -> None:
+    print(HEADER)
+    for rate in map(float, _RATES.value):
+        for writers in map(int, _WRITERS.value):
+            # Of a folder, many searchers ask less often than they do by default: see docs/scale.md.
+            polls = max(0.2, 0.002 * writers)
+            fixed: dict[str, Any] = dict(writers=writers, rate=rate, seconds=_SECONDS.value, poll_seconds=polls)
+            with placed(_PLACE.value, folder, **fixed) as (asked, proxy):
+                print(told(_PLACE.value, asked, measure(asked, proxy=proxy)), flush=True)
+    print("\ncomputed, for S3:\n\n| writers | rows/s each | PUT, GET, LIST a minute | $ a day |\n|---|---|---|---|")
+    for rate in (1.0, 20.0):
+        for writers in (64, 256, 1024, 10_000):
+            asked = computed(writers, rate)
+            rates = ", ".join(f"{60 * count:.0f}" for count in asked.values())
+            print(f"| {writers} | {rate:g} | {rates} | {dollars(asked, 1.0):.2f} |")
+
+
+def equal(folder: Path) -> None:
+    """The trainer's CPU a row where one writer, and where 1,024 write as many rows in all."""
+    print(HEADER)
+    for writers in 2 * (1, 1024):
+        # One writer is slower than 1,024 are, so it puts larger appends in no case.
+        fixed: dict[str, Any] = dict(writers=writers, rate=4096 / writers, seconds=_SECONDS.value, poll_seconds=2.0)
+        with placed(_PLACE.value, folder, stalls=0.0, dies=0.0, leaves=0.0, **fixed) as (asked, proxy):
+            print(told(_PLACE.value, asked, measure(asked, proxy=proxy)), flush=True)
+
+
+def _bury(root: str, numbers: range) -> None:
+    load = Load(root=root)
+    rows = make_rows(load.shape, 0, 16, np.random.default_rng(numbers.start))
+    for number in numbers:
+        rows["tokens"][:, 16] = number % VOCAB
+        LogWriter(load.run.replay, f"d{number}", load.shape, info={}).append(rows)
+
+
+def dead(folder: Path) -> None:
+    """What writers cost that put one append of 16 rows and are gone, and the resume from a checkpoint that knows them."""
+    print("| dead writers | first look | resume | memory | checkpoint | files | balances |\n" + "|---" * 7 + "|")
+    for count in map(int, _DEAD.value):
+        with placed("folder", folder, writers=0, rate=0.0, capacity=2 * 16 * count) as (asked, _):
+            places.make_folder(asked.run.replay)
+            parts = [range(begin, count, 2) for begin in range(2)]
+            with concurrent.futures.ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+                list(pool.map(_bury, 2 * [asked.root], parts))
+            for what in ("first", "resumed"):
+                found = measure(asked)
+                report = found.report
+                print(
+                    f"| {count} ({what}) | {report['first_look']:.2f} s | {report['resume']:.2f} s | {report['gigabytes']:.2f} "
+                    f"GB | {report['host_bytes'] / 1e6:.1f} MB | {found.files} | {'yes' if found.balances else 'NO'} |",
+                    flush=True,
+                )
+
+
+def rows(folder: Path) -> None:
+    """Ten million small rows in all."""
+    print(HEADER)
+    fixed: dict[str, Any] = dict(writers=16, rate=2500.0, rows=10_000, lengths=(4, 4), seconds=250.0, capacity=500_000)
+    with placed("folder", folder, stalls=0.0, dies=0.0, leaves=0.0, **fixed) as (asked, _):
+        print(told("folder", asked, measure(asked)))
+        print(told("folder, resumed", asked, measure(dataclasses.replace(asked, rate=0.0))))
+
+
+def faults(folder: Path) -> None:
+    """A generator is killed; S3 throttles, and is away."""
+    print(HEADER)
+    with placed(_PLACE.value, folder, writers=16, rate=20.0, rows=64, seconds=_SECONDS.value) as (asked, proxy):
+        print(told(_PLACE.value, asked, found := measure(asked, proxy=proxy, faults=True)), dict(found.counts))
+
+
+PARTS: dict[str, Callable[[Path], None]] = {"load": load, "equal": equal, "dead": dead, "rows": rows, "faults": faults}
+
+
+def main(argv: Sequence[str]) -> None:
+    del argv
+    logging.set_verbosity(logging.WARNING)
+    if _PLACE.value == "no-locks" and "LD_PRELOAD" not in os.environ:
+        from tests.support import without_locks
+
+        with tempfile.TemporaryDirectory() as name:
+            environment = {**os.environ, "LD_PRELOAD": str(without_locks.built(Path(name)))}
+            sys.exit(subprocess.call([sys.executable, "-m", "benchmarks.scale", *sys.argv[1:]], env=environment))
+    with tempfile.TemporaryDirectory(dir=_FOLDER.value or None) as name:
+        PARTS[_PART.value](Path(name).absolute())
+
+
+if __name__ == "__main__":
+    app.run(main)
