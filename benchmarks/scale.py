@@ -35,6 +35,7 @@ from benchmarks.s3_proxy import Proxy
 from benchmarks.scale_roles import Load, generate, train
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
+from tba_jax.roles.searcher.loop import POLL_SECONDS_OF_STORE
 from tba_jax.storage import contract, layout, places
 
 _PART = flags.DEFINE_enum("part", "load", ["load", "equal", "dead", "rows", "faults"], "What is measured.")
@@ -150,7 +151,7 @@ def dollars(requests: Mapping[str, float], seconds: float) -> float:
     return 86400 / seconds * sum(count * PRICES.get(kind, 0.0) for kind, count in requests.items())
 
 
-def computed(writers: int, rate: float, *, rows: int = 192, polls: float = 2.0) -> dict[str, float]:
+def computed(writers: int, rate: float, *, rows: int = 192, polls: float = POLL_SECONDS_OF_STORE) -> dict[str, float]:
     """Requests a second by kind, from what one append, one poll and one look of the trainer are counted to be on S3.
 
     A poll is a GET of the pointer and one of the demand. An append is a PUT, a GET by the trainer, and one of finished.json by
@@ -159,7 +160,7 @@ def computed(writers: int, rate: float, *, rows: int = 192, polls: float = 2.0) 
     """
     appends = writers * rate / rows
     return {
-        "PUT": appends + 0.5 + 0.1,
+        "PUT": appends + 1.0,
         "GET": 2 * appends + 2 * writers / polls + 0.5,
         "LIST": np.ceil(180 * appends / 1000) / places.OBJECT_STORE_POLL_SECONDS,
     }

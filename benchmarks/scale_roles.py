@@ -24,6 +24,7 @@ from benchmarks.s3_proxy import slow_down
 from tba_jax.replay.log import LogWriter
 from tba_jax.replay.reader import LogReader
 from tba_jax.roles.backpressure import DemandWriter, Room
+from tba_jax.roles.searcher.loop import POLL_SECONDS_OF_STORE
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places, published
 from tba_jax.telemetry.status import Status
@@ -87,7 +88,7 @@ class Searcher:
         """What the refreshing thread of a searcher does. Returns the seconds until the next time."""
         self._room.look()
         self._published.kept()
-        seconds = places.poll_seconds([self._load.run.shared], self._load.poll_seconds)
+        seconds = places.poll_seconds([self._load.run.shared], self._load.poll_seconds, of_store=POLL_SECONDS_OF_STORE)
         return seconds * self._rng.uniform(0.5, 1.5)
 
     def append(self, rows: dict[str, np.ndarray]) -> float:
