@@ -72,7 +72,7 @@ class Result:
         return not self.lost and told["seen"] + told["passed_over"] == self.committed
 
 
-def measure(load: Load, *, proxy: Proxy | None = None, faults: bool = False) -> Result:
+def measure(load: Load, *, proxy: Proxy | None = None, faults: bool = False, outage_seconds: float = 3.0) -> Result:
     """Runs a load in new processes. Args: faults: see the module."""
     context, told = multiprocessing.get_context("spawn"), Path(load.root) / "told"
     told.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def measure(load: Load, *, proxy: Proxy | None = None, faults: bool = False) -> 
                 proxy.throttles = True
                 time.sleep(load.seconds / 4)
                 proxy.throttles, proxy.is_out = False, True
-                time.sleep(3.0)
+                time.sleep(outage_seconds)
                 proxy.is_out = False
         time.sleep(load.seconds / (4 if faults and proxy else 2))
     requests = dict(collections.Counter(proxy.counts) - before) if proxy else {}
@@ -121,10 +121,10 @@ def measure(load: Load, *, proxy: Proxy | None = None, faults: bool = False) -> 
         time.sleep(0.1)
     report, seen = reports.get(timeout=10)
     trainer.join()
-    return _result(load, told, report, seen, requests, heads)
+    return result(load, told, report, seen, requests, heads)
 
 
-def _result(load: Load, told: Path, report: Any, seen: Any, requests: dict[str, int], heads: dict[str, int]) -> Result:
+def result(load: Load, told: Path, report: Any, seen: Any, requests: dict[str, int], heads: dict[str, int]) -> Result:
     saw: dict[str, list[tuple[int, float]]] = collections.defaultdict(list)
     for writer, head, moment in seen:
         saw[writer].append((head, moment))
