@@ -283,10 +283,11 @@ def train(load: Load, ready: Any, window: Any, goals: Any, reports: Any) -> None
     rows = buffer.index.totals["seen"] - before[2]
     cpu = time.clock_gettime(tail_clock) - before[0]
     host_bytes = len(json.dumps(buffer.state()))
-    counted = collections.Counter[str]()
+    counted = dict.fromkeys(("seen", "damaged", "passed_over", "pending"), 0)
     for told in buffer.index.ledger().values():
-        counted.update({kind: told[kind] for kind in ("seen", "damaged", "passed_over", "pending")})
-    report = dict(
+        for kind in counted:
+            counted[kind] += told[kind]
+    report: dict[str, Any] = dict(
         counted, rows=rows, steps=steps, tail_seconds=cpu, integrate_seconds=taking, integrate_waits=waiting,
         process_seconds=time.process_time() - before[1], seconds=time.monotonic() - before[4], requests=places.sent() - before[3],
         first_look=first_look, resume=resumed, host_bytes=host_bytes, problems=buffer.tail.problems()[:3],
