@@ -107,7 +107,7 @@ def slow_down(seconds: float) -> None:
     for name in ("names_in", "read_bytes", "write_bytes", "create", "exists", "remove"):
         setattr(places, name, _slower(getattr(places, name), seconds))
     opens, asked = places.open_store, places.poll_seconds
-    places.open_store = lambda folder: _SlowStore(opens(folder), seconds)
+    setattr(places, "open_store", lambda folder: _SlowStore(opens(folder), seconds))  # noqa: B010
     a_bucket = places.place("memory://slow")
     places.poll_seconds = lambda used, seconds, **settings: asked([a_bucket], seconds, **settings)
 

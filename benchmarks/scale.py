@@ -167,8 +167,8 @@ def computed(writers: int, rate: float, *, rows: int = 192, polls: float = POLL_
 
 
 HEADER = (
-    "| place | writers | rows/s each | rows/s in all | visible: median | p99 | trainer's CPU a row | waits in all | requests a "
-    "minute | $ a day | files | memory | checkpoint | balances |\n" + "|---" * 14 + "|"
+    "| place | writers | rows/s each | rows/s in all | late appends | visible: median | p99 | trainer's CPU a row | waits in all | requests a "
+    "minute | $ a day | files | memory | checkpoint | balances |\n" + "|---" * 15 + "|"
 )
 
 
@@ -180,7 +180,8 @@ def told(name: str, load: Load, found: Result) -> str:
     rates = " ".join(f"{kind} {60 * count / load.seconds:.0f}" for kind, count in asked.items()) or "–"
     cpu = 1e6 * (report["tail_seconds"] + report["integrate_seconds"]) / rows
     cells = [
-        name, load.writers, f"{load.rate:g}", f"{rows / seconds:.0f}", f"{p[0]:.2f} s", f"{p[1]:.2f} s", f"{cpu:.0f} µs",
+        name, load.writers, f"{load.rate:g}", f"{rows / seconds:.0f}",
+        f"{found.counts['late']} of {found.counts['appends']}", f"{p[0]:.2f} s", f"{p[1]:.2f} s", f"{cpu:.0f} µs",
         f"{report['integrate_waits']:.1f} s", rates, f"{dollars(asked, load.seconds):.2f}" if asked else "–", found.files,
         f"{report['gigabytes']:.2f} GB", f"{report['host_bytes'] / 1e6:.1f} MB", "yes" if found.balances else "NO",
     ]  # fmt: skip
@@ -218,9 +219,9 @@ def load(folder: Path) -> None:
     print("\ncomputed, for S3:\n\n| writers | rows/s each | PUT, GET, LIST a minute | $ a day |\n|---|---|---|---|")
     for rate in (1.0, 20.0):
         for writers in (64, 256, 1024, 10_000):
-            asked = computed(writers, rate)
-            rates = ", ".join(f"{60 * count:.0f}" for count in asked.values())
-            print(f"| {writers} | {rate:g} | {rates} | {dollars(asked, 1.0):.2f} |")
+            a_second = computed(writers, rate)
+            rates = ", ".join(f"{60 * count:.0f}" for count in a_second.values())
+            print(f"| {writers} | {rate:g} | {rates} | {dollars(a_second, 1.0):.2f} |")
 
 
 def equal(folder: Path) -> None:

@@ -264,7 +264,7 @@ def train(load: Load, ready: Any, window: Any, goals: Any, reports: Any) -> None
             goal, deadline = goals.get(), time.monotonic() + _DRAIN_SECONDS
         if slots is not None:
             rows, ids, visible = buffer.index.gather(slots), buffer.index.ids(slots), buffer.take_visible()
-            facts = dict(step=step + 1, visible=visible, ids=ids, reward_version=0, key=step, rows=rows)
+            facts: dict[str, Any] = dict(step=step + 1, visible=visible, ids=ids, reward_version=0, key=step, rows=rows)
             durable = lines.submit(functools.partial(journal.journal_line, **facts))
             buffer.index.mark_drawn(slots)
             step, steps = step + 1, steps + 1
@@ -280,7 +280,7 @@ def train(load: Load, ready: Any, window: Any, goals: Any, reports: Any) -> None
         ):
             break
         time.sleep(max(load.step_seconds - (time.monotonic() - wall), 0.0))
-    rows = buffer.index.totals["seen"] - before[2]
+    came = buffer.index.totals["seen"] - before[2]
     cpu = time.clock_gettime(tail_clock) - before[0]
     host_bytes = len(json.dumps(buffer.state()))
     counted = dict.fromkeys(("seen", "damaged", "passed_over", "pending"), 0)
@@ -288,7 +288,7 @@ def train(load: Load, ready: Any, window: Any, goals: Any, reports: Any) -> None
         for kind in counted:
             counted[kind] += told[kind]
     report: dict[str, Any] = dict(
-        counted, rows=rows, steps=steps, tail_seconds=cpu, integrate_seconds=taking, integrate_waits=waiting,
+        counted, rows=came, steps=steps, tail_seconds=cpu, integrate_seconds=taking, integrate_waits=waiting,
         process_seconds=time.process_time() - before[1], seconds=time.monotonic() - before[4], requests=places.sent() - before[3],
         first_look=first_look, resume=resumed, host_bytes=host_bytes, problems=buffer.tail.problems()[:3],
     )  # fmt: skip
