@@ -166,10 +166,11 @@ def computed(writers: int, rate: float, *, rows: int = 192, polls: float = POLL_
     }
 
 
-HEADER = (
-    "| place | writers | rows/s each | rows/s in all | late appends | visible: median | p99 | trainer's CPU a row | waits in all | requests a "
-    "minute | $ a day | files | memory | checkpoint | balances |\n" + "|---" * 15 + "|"
-)
+_COLUMNS = (
+    "place", "writers", "rows/s each", "rows/s in all", "late appends", "visible: median", "p99", "trainer's CPU a row",
+    "waits in all", "requests a minute", "$ a day", "files", "memory", "checkpoint", "balances",
+)  # fmt: skip
+HEADER = f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|"
 
 
 def told(name: str, load: Load, found: Result) -> str:
