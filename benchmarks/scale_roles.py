@@ -158,6 +158,7 @@ def generate(load: Load, number: int, of: int, ready: Any, stop: Any, told: str)
             tokens = rows["tokens"] = rows["tokens"].copy()
             tokens[:, load.lengths[0]] = (serial * 7919 + number * 104729) % VOCAB  # no response is there twice
             tokens[:, load.lengths[0] + 1] = np.arange(load.rows) % VOCAB
+            rows["query_id"] = rows["query_id"] + np.uint64(12 * (serial * of + number) % 100_000)
             seconds = searcher.append(rows)
             put(max(due, time.monotonic() - 1.0) + abs(seconds), index, "live" if seconds < 0 else "append")
         except OSError:
@@ -192,7 +193,7 @@ def settings(load: Load) -> tuple[Any, Any]:
 
     c = base.get_config()
     c.update_from_flattened_dict(
-        {"task.prompt_length": 16, "task.response_length": 16, "replay.capacity": load.capacity, "learner.queries": 16}
+        {"task.prompt_length": 16, "task.response_length": 16, "replay.capacity": load.capacity, "learner.queries": 8}
         | {"learner.completions": 8, "searchers.max_updates_ahead": 4, "replay.retention": "checkpoints", "publish.keep": 3}
         | {"checkpoint.every_steps": 40, "learner.steps": 10**6, "replay.min_rows": 1, "replay.poll_seconds": 0.2}
     )
