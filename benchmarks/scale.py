@@ -168,7 +168,7 @@ def computed(writers: int, rate: float, *, rows: int = 192, polls: float = POLL_
 
 _COLUMNS = (
     "place", "writers", "rows/s each", "rows/s in all", "late appends", "visible: median", "p99", "trainer's CPU a row",
-    "waits in all", "requests a minute", "$ a day", "files", "memory", "checkpoint", "balances",
+    "waits in all", "slowest of a step", "requests a minute", "$ a day", "files", "memory", "checkpoint", "balances",
 )  # fmt: skip
 HEADER = f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|"
 
@@ -183,7 +183,7 @@ def told(name: str, load: Load, found: Result) -> str:
     cells = [
         name, load.writers, f"{load.rate:g}", f"{rows / seconds:.0f}",
         f"{found.counts['late']} of {found.counts['appends']}", f"{p[0]:.2f} s", f"{p[1]:.2f} s", f"{cpu:.0f} µs",
-        f"{report['integrate_waits']:.1f} s", rates, f"{dollars(asked, load.seconds):.2f}" if asked else "–", found.files,
+        f"{report['integrate_waits']:.1f} s", ", ".join(f"{what} {long} s" for what, long in report["slowest"].items()), rates, f"{dollars(asked, load.seconds):.2f}" if asked else "–", found.files,
         f"{report['gigabytes']:.2f} GB", f"{report['host_bytes'] / 1e6:.1f} MB", "yes" if found.balances else "NO",
     ]  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"

@@ -203,6 +203,13 @@ def settings(load: Load) -> tuple[Any, Any]:
     return c, dataclasses.replace(contract, model=model, prompt_length=P, response_length=R, reward_parts=("task",))
 
 
+class Slowest(dict[str, float]):
+    """What a trainer's step waits for -> the longest time, seconds."""
+
+    def note(self, what: str, began: float) -> None:
+        self[what] = max(self.get(what, 0.0), round(time.monotonic() - began, 2))
+
+
 def train(load: Load, ready: Any, window: Any, goals: Any, reports: Any) -> None:
     """A trainer without a model, until it has all rows of the heads that `goals` gives: its report, and when it saw each row."""
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
@@ -252,6 +259,7 @@ def train(load: Load, ready: Any, window: Any, goals: Any, reports: Any) -> None
     before = time.clock_gettime(tail_clock), time.process_time(), buffer.index.totals["seen"], places.sent(), time.monotonic()
     seen: list[tuple[str, int, float]] = []
     taking = waiting = deadline = 0.0
+    slowest = Slowest()
     steps = 0
     goal: dict[str, int] | None = None
     while True:
@@ -259,6 +267,7 @@ def train(load: Load, ready: Any, window: Any, goals: Any, reports: Any) -> None
         buffer.integrate(step=step)
         taking += (spent := time.thread_time() - cpu)
         waiting += max(time.monotonic() - wall - spent, 0.0)
+        slowest.note("integrate", wall)
         slots = buffer.draw(step=step)
         demand.tell(buffer.demand(step=step, waits=slots is None))
         if goal is None and not goals.empty():
@@ -270,10 +279,16 @@ def train(load: Load, ready: Any, window: Any, goals: Any, reports: Any) -> None
             buffer.index.mark_drawn(slots)
             step, steps = step + 1, steps + 1
             if publisher.is_due(step):  # a small snapshot: searchers only find it
+                began = time.monotonic()
                 publisher.publish(trees["state"], step)
+                slowest.note("publish", began)
             if checkpoints.is_due(step):
+                began = time.monotonic()
                 checkpoints.save(trees, step)
+                slowest.note("checkpoint", began)
+            began = time.monotonic()
             durable.result()
+            slowest.note("journal", began)
             now = time.monotonic()
             seen += [(writer, head, now) for record in visible for writer, head in record.get("heads", {}).items()]
         if goal is not None and (
@@ -291,7 +306,7 @@ def train(load: Load, ready: Any, window: Any, goals: Any, reports: Any) -> None
     report: dict[str, Any] = dict(
         counted, rows=came, steps=steps, tail_seconds=cpu, integrate_seconds=taking, integrate_waits=waiting,
         process_seconds=time.process_time() - before[1], seconds=time.monotonic() - before[4], requests=places.sent() - before[3],
-        first_look=first_look, resume=resumed, host_bytes=host_bytes, problems=buffer.tail.problems()[:3],
+        first_look=first_look, resume=resumed, host_bytes=host_bytes, problems=buffer.tail.problems()[:3], slowest=dict(slowest),
     )  # fmt: skip
     checkpoints.save(trees, step)
     checkpoints.stored.wait()
