@@ -1,4 +1,4 @@
-"""What the replay log costs: appends and their bytes, polls, and drawing a batch.
+"""What appends to the replay log and their bytes cost, and drawing a batch. `benchmarks.scale` has many writers and the tail.
 
 python -m benchmarks.replay [--only=append] [--only=…] [--folder=<on the disk to measure>]
 
@@ -17,40 +17,20 @@ from typing import Any
 import numpy as np
 from absl import app, flags, logging
 
+from benchmarks.random_rows import VOCAB, make_rows
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import LogWriter
-from tba_jax.replay.reader import LogReader
 from tba_jax.replay.selection import STRATEGIES, Selection, draw_batch
-from tba_jax.replay.tail import Tail
-from tba_jax.trajectory import RowShape, response_mask
+from tba_jax.trajectory import RowShape
 
-_NAMES = ["append", "sampling", "tail"]
+_NAMES = ["append", "sampling"]
 _ONLY = flags.DEFINE_multi_enum("only", _NAMES, _NAMES, "Which parts to run; may be given several times.")
 _FOLDER = flags.DEFINE_string("folder", "", "Where to write; default: the system's temporary folder.")
 
 SHAPES = {f"P={P} R={R}": RowShape(prompt_length=P, response_length=R, reward_parts=("task",)) for P, R in ((16, 32), (512, 512))}
-ROWS, SEGMENT_APPENDS, VOCAB = 64, 256, 50_000
+ROWS = 64
 # Appends of every writer, repeats of each time, and resident rows for sampling.
 APPENDS, REPEATS, WINDOW = 32, 5, 1_000_000
-
-
-def make_rows(shape: RowShape, first: int, count: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Valid rows `first` to `first + count - 1`, 16 of each query, with values as random as those of a run."""
-    rows = {name: np.zeros((count, *row), dtype) for name, (dtype, row) in shape.columns().items()}
-    rows["row"] = np.arange(first, first + count)
-    rows["query_id"] = (rows["row"] // 16).astype(np.uint64)
-    rows["reward"] = rng.normal(size=count).astype(np.float32)
-    rows["key"] = rng.integers(0, 1 << 32, rows["key"].shape, np.uint32)
-    R = shape.response_length
-    rows["prompt_length"][:] = shape.prompt_length
-    rows["response_length"] = rng.integers(R // 2, R + 1, count, np.int32)
-    mask = response_mask(rows["response_length"], R)
-    rows["tokens"] = rng.integers(0, VOCAB, rows["tokens"].shape, np.int32)
-    rows["tokens"][:, shape.prompt_length :][~mask] = 0
-    for name in ("ref_logprobs", "policy_logprobs", "behavior_logprobs"):
-        rows[name] = np.where(mask, -rng.exponential(size=mask.shape), 0).astype(np.float32)
-    rows["policy_step"] = np.where(mask, 7, -1).astype(np.int32)
-    return rows
 
 
 def open_log(root: Path, name: str, shape: RowShape) -> LogWriter:
@@ -60,7 +40,7 @@ def open_log(root: Path, name: str, shape: RowShape) -> LogWriter:
 def _appender(root: Path, name: str, shape: RowShape, barrier: Any, times: Any) -> None:
     """A writer process: puts [(began, returned), …] in seconds of the system-wide monotonic clock."""
     log, rows = open_log(root, name, shape), make_rows(shape, 0, ROWS, np.random.default_rng())
-    log.append(rows)  # opens the segment; not counted
+    log.append(rows)  # makes the folders; not counted
     barrier.wait()
     spans = []
     for _ in range(APPENDS):
@@ -141,25 +121,7 @@ def sampling(folder: Path) -> None:
             print(f"  draw {draw:5.2f} ms   mark {mark:5.2f} ms   gather {gather:5.2f} ms   {each}")
 
 
-def tail(folder: Path) -> None:
-    shape, root = SHAPES["P=16 R=32"], folder / "tail"
-    logs = [open_log(root, f"w{number}", shape) for number in range(64)]
-    for log in logs:
-        log.append(make_rows(shape, 0, ROWS, np.random.default_rng(0)))
-    follower = Tail(LogReader(root, shape), LogReader(root, shape).heads(), poll_seconds=1.0)
-    print("a poll of 64 writers, medians")
-    for writing in (0, 1, 8, 64):
-        times = []
-        for number in range(2 * REPEATS + 1):
-            for log in logs[:writing]:
-                log.append(make_rows(shape, log.next_row, ROWS, np.random.default_rng(number)))
-            begin = time.perf_counter()
-            follower.poll()
-            times.append(time.perf_counter() - begin)
-        print(f"  {writing:2} writers with {ROWS} new rows each   {1e3 * np.median(times[1:]):6.2f} ms")
-
-
-PARTS: dict[str, Callable[[Path], None]] = {"append": append, "sampling": sampling, "tail": tail}
+PARTS: dict[str, Callable[[Path], None]] = {"append": append, "sampling": sampling}
 
 
 def main(argv: Sequence[str]) -> None:

@@ -186,7 +186,7 @@ c.searchers.max_updates_ahead = setting(0, at_least=0)
 # until there is one: no row is of newer weights. A multiple of publish.every_steps. 0: the newest snapshot.
 c.searchers.lag = setting(0, at_least=0)
 c.searchers.give_up_seconds = setting(300.0, above=0)  # a searcher whose rows have had no reward for so long ends
-c.searchers.poll_seconds = setting(0.2, above=0)  # between looks at a local folder; an object store is asked every 2 s at most
+c.searchers.poll_seconds = setting(0.2, above=0)  # between looks at a local folder; an object store is asked every 5 s at most
 c.searchers.stop_seconds = setting(10.0, at_least=0)  # for the batch in flight after SIGTERM; then it is abandoned
 c.searchers.weights = setting("full", one_of=("full", "int8"))  # int8: weight-only, per output channel, of the sampled policy
 c.searchers.logit_megabytes = setting(128, at_least=1)  # most memory of logits on a device while the reference scores
@@ -224,7 +224,8 @@ c.replay.retention = setting("all", one_of=("all", "checkpoints"))
 # A writer that is silent for so long, and of which no row is left to draw, is closed and leaves the checkpoints; when it comes
 # again, it goes on where it was.
 c.replay.close_seconds = setting(3600.0, above=0, free=True)
-c.replay.poll_seconds = setting(0.2, above=0, free=True)  # as searchers.poll_seconds
+# Between looks at a local folder; an object store is asked every 2 s at most.
+c.replay.poll_seconds = setting(0.2, above=0, free=True)
 # The most memory of rows that the trainer has read and not taken up, however far behind it is.
 c.replay.arrival_megabytes = setting(64, at_least=1, free=True)
 # Workdirs of other runs, finished or not, whose rows are trained on beside this run's own. Other runs are only read. Contract and

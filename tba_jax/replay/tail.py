@@ -16,7 +16,7 @@ from typing import Any
 from tba_jax.replay import ledger
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.ledger import Gap
-from tba_jax.replay.reader import LogReader, RowsGone, RowsPending, Unreadable
+from tba_jax.replay.reader import PREFETCHED_APPENDS, LogReader, RowsGone, RowsPending, Unreadable
 from tba_jax.storage import places
 from tba_jax.trajectory import Rows
 
@@ -220,13 +220,15 @@ class Tail:
         size = self._rows_per_round(of=len(ready))
         furthest = max(each.rows for each in ready.values())
         asked: dict[str, tuple[int, int]] = {}
-        room = self._arrival_bytes // _PARTS
+        # No more appends than are read at once: one after the other they would cost a request's latency each.
+        room, most = self._arrival_bytes // _PARTS, PREFETCHED_APPENDS
         for writer in sorted(ready, key=lambda name: -ready[name].rows):
             each = ready[writer]
-            if asked and (room <= 0 or each.rows <= furthest - size):
+            if asked and (room <= 0 or most <= 0 or each.rows <= furthest - size):
                 continue
             asked[writer] = each.begin, self._end(writer, each.begin, min(each.begin + size, each.head))
             room -= (asked[writer][1] - each.begin) * self._reader.shape.row_bytes
+            most -= len(self._reader.appends(writer, *asked[writer]))
         self._reader.prefetch(asked)
         parts = {writer: part for writer in asked if (part := self._read_writer(writer, *asked[writer])) is not None}
         is_last = not any(each.not_before <= now for each in self._behind.values())

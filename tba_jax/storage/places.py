@@ -152,9 +152,10 @@ def absolute(text: str) -> str:
     return str(place(text)).rstrip("/") or "/"
 
 
-def poll_seconds(places: Sequence[Place], seconds: float) -> float:
-    """How often to look for news at all of these places, where `seconds` is right for a local folder."""
-    return max(seconds, OBJECT_STORE_POLL_SECONDS) if any(isinstance(each, Bucket) for each in places) else seconds
+def poll_seconds(places: Sequence[Place], seconds: float, *, of_store: float = OBJECT_STORE_POLL_SECONDS) -> float:
+    """How often to look for news at all of these places, where `seconds` is right for a local folder.
+    Args: of_store: seconds between looks, at least, where one of them is in an object store."""
+    return max(seconds, of_store) if any(isinstance(each, Bucket) for each in places) else seconds
 
 
 def kvstore(folder: Place) -> dict[str, Any]:

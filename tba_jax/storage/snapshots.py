@@ -242,6 +242,7 @@ def open_arrays(
     opened = {name: ts.open(_spec(here, name), open=True, context=context) for name in parameters.flatten(specs)}
     base = base_of(folder.name)
     delta = _read_delta(here) if base else {}
+    place_of_base = functools.cache(lambda: nearby(folder.parent / base))
     if base or held.is_used:
         held.take(base or folder.name)
 
@@ -253,7 +254,7 @@ def open_arrays(
         if store.shape != spec.shape:
             raise ValueError(f"{folder}: parameter {name} has shape {store.shape}, the model needs {spec.shape}")
         if base:
-            of_base = functools.cache(lambda: _open_base(nearby(folder.parent / base), name))
+            of_base = functools.cache(lambda: _open_base(place_of_base(), name))
             values = held.reader(name, of_base, spec.shape, delta["dtype"])
             return deltas.rebuilt(store, values, delta["sums"].get(name, {}), delta["dtype"])
         if held.is_used:

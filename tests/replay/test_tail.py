@@ -18,7 +18,7 @@ from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.journal import Again
 from tba_jax.replay.ledger import Losses
 from tba_jax.replay.log import LogWriter
-from tba_jax.replay.reader import LogReader
+from tba_jax.replay.reader import PREFETCHED_APPENDS, LogReader
 from tba_jax.replay.tail import Tail
 from tba_jax.trajectory import RowShape
 from tests.support.tiny_log import integrate_again
@@ -199,6 +199,15 @@ def test_a_tail_that_nobody_hands_rows_to_holds_no_more_than_its_share(tmp_path)
     follow(tmp_path, index, {"a": 65 * APPEND, "b": 65 * APPEND}, tail=tail, poll=False)
     tail.close()
     assert index.totals["seen"] == 130 * APPEND
+
+
+def test_the_appends_of_many_writers_are_never_read_one_after_the_other(tmp_path, monkeypatch):
+    writers = {f"w{number:03}": 1 for number in range(2 * PREFETCHED_APPENDS)}
+    write(tmp_path, writers)
+    asked = []
+    monkeypatch.setattr(LogReader, "prefetch", lambda _, ranges: asked.append(len(ranges)))
+    follow(tmp_path, index_of(), dict.fromkeys(writers, APPEND))
+    assert sum(asked) == len(writers) and max(asked) == PREFETCHED_APPENDS
 
 
 def test_the_oldest_rows_of_a_long_absence_are_never_read(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from tba_jax.models import parameters
 from tba_jax.models.parameters import Params
 from tba_jax.run import processes
 from tba_jax.storage import places, published, snapshots
-from tests.support import applied
+from tests.support import applied, without_locks
 from tests.support.tiny_snapshots import MODEL, SPECS, assert_same_bits, random_params, shardings
 
 
@@ -121,26 +120,6 @@ def test_the_fingerprint_is_that_of_the_weights(tmp_path):
     assert first == same != other and len(first) == 16 and int(first, 16) < 2**64
 
 
-# Locks of files fail, as on Lustre that is mounted without flock.
-WITHOUT_LOCKS = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
-#include <fcntl.h>
-#include <stdarg.h>
-int flock(int file, int operation) { errno = ENOSYS; return -1; }
-static int passed(const char *name, int file, int command, void *argument) {
-  if (command == F_SETLK || command == F_SETLKW || command == F_OFD_SETLK || command == F_OFD_SETLKW)
-    return errno = ENOSYS, -1;
-  int (*real)(int, int, ...) = dlsym(RTLD_NEXT, name);
-  return real(file, command, argument);
-}
-#define PASS(name) int name(int file, int command, ...) { \\
-  va_list rest; va_start(rest, command); void *argument = va_arg(rest, void *); va_end(rest); \\
-  return passed(#name, file, command, argument); }
-PASS(fcntl)
-PASS(fcntl64)
-"""
 WRITES = """
 import fcntl, sys
 from pathlib import Path
@@ -158,13 +137,8 @@ snapshots.load(folder, SPECS, shardings((1, 1, 1)))
 
 
 def test_a_file_system_without_locks_holds_snapshots(tmp_path):
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
-    (tmp_path / "shim.c").write_text(WITHOUT_LOCKS)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "shim.so", tmp_path / "shim.c", "-ldl"], check=True)
     (tmp_path / "writes.py").write_text(WRITES)
-    environment = {**os.environ, "LD_PRELOAD": str(tmp_path / "shim.so"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "LD_PRELOAD": str(without_locks.built(tmp_path)), "PYTHONPATH": str(Path(__file__).parents[2])}
     environment |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=1", "JAX_COMPILATION_CACHE_DIR": ""}
     command = [sys.executable, tmp_path / "writes.py", tmp_path / "policy"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)

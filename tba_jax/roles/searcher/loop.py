@@ -21,6 +21,8 @@ from tba_jax.telemetry.status import Status, TimeAccount
 
 log = logging.getLogger(__name__)
 
+# Of an object store, a thousand searchers ask so often that their polls cost more than their rows (docs/scale.md).
+POLL_SECONDS_OF_STORE = 5.0
 # The searcher pauses after this many batches in a row in which no row has a reward.
 _BATCHES = 3
 # Seconds of the first pause, after which one batch is tried; each further pause is twice as long, up to the longest.
@@ -161,7 +163,7 @@ def run_searcher(
     their rewards have searchers.stop_seconds to get them."""
     status, profiler = account.record.status, account.record.profiler
     record, requests = SearchRecord(config, run, name, status=status, mesh=searcher.mesh), places.RequestRate([run.shared])
-    poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds)
+    poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds, of_store=POLL_SECONDS_OF_STORE)
     searcher.refresh()
     status.phase("")
     log.info("%s writes replay/%s", name, searcher.writer)
