@@ -16,6 +16,7 @@ import pytest
 from tba_jax.storage import file_systems, host_copies, places
 from tba_jax.storage.published import Published
 from tests.support import moto_server
+from tests.support.small_disk import SmallDisk
 from tests.support.tiny_snapshots import SPECS, assert_same_bits, publish, random_params, shardings, withdraw
 
 # A reader whose download stops after three objects.
@@ -124,6 +125,23 @@ def test_without_copies_the_bucket_is_read_and_that_is_told_once(policies, tmp_p
     told = [record.message for record in caplog.records]
     assert len(told) == (1 if case == "no room" else 2) and copies(tmp_path) == []
     assert all("TMPDIR" in each and ("No space left" in each or "mode 700" in each) for each in told)
+
+
+def test_a_disk_that_fills_meanwhile_costs_the_copy_alone(policies, tmp_path, monkeypatch, caplog):
+    with SmallDisk(tmp_path / "small" / "temporary", megabytes=1) as disk:
+        if disk.missing:
+            pytest.skip(disk.missing)
+        monkeypatch.setattr(tempfile, "tempdir", str(disk.folder))
+        monkeypatch.setattr(file_systems, "free", lambda folder: None)
+        several = readers(policies, 2)
+        publish(policies, 1)
+        with disk.full():
+            load(several[0], 1)
+        assert "No space left" in caplog.text and copies(tmp_path / "small") == []
+        load(several[1], 1)
+        assert len(copies(tmp_path / "small")) == 1
+        several.clear()
+        gc.collect()
 
 
 @pytest.mark.parametrize("left", [-3, 0, None])
