@@ -180,10 +180,12 @@ def told(name: str, load: Load, found: Result) -> str:
     asked = {kind: found.requests[kind] for kind in sorted(found.requests) if kind != "all"}
     rates = " ".join(f"{kind} {60 * count / load.seconds:.0f}" for kind, count in asked.items()) or "–"
     cpu = 1e6 * (report["tail_seconds"] + report["integrate_seconds"]) / rows
+    slowest = ", ".join(f"{what} {longest} s" for what, longest in report["slowest"].items())
     cells = [
         name, load.writers, f"{load.rate:g}", f"{rows / seconds:.0f}",
         f"{found.counts['late']} of {found.counts['appends']}", f"{p[0]:.2f} s", f"{p[1]:.2f} s", f"{cpu:.0f} µs",
-        f"{report['integrate_waits']:.1f} s", ", ".join(f"{what} {long} s" for what, long in report["slowest"].items()), rates, f"{dollars(asked, load.seconds):.2f}" if asked else "–", found.files,
+        f"{report['integrate_waits']:.1f} s", slowest, rates,
+        f"{dollars(asked, load.seconds):.2f}" if asked else "–", found.files,
         f"{report['gigabytes']:.2f} GB", f"{report['host_bytes'] / 1e6:.1f} MB", "yes" if found.balances else "NO",
     ]  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"

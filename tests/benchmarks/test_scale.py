@@ -11,16 +11,15 @@ from benchmarks import scale
 
 @pytest.mark.parametrize("place", ["folder", "s3"])
 def test_no_acknowledged_row_is_lost_although_a_generator_is_killed_and_storage_throttles(tmp_path, monkeypatch, place):
-    monkeypatch.setattr(scale, "GENERATORS", 2)
-    load = dict(writers=4, rate=64.0, rows=16, seconds=3.0, stalls=0.1, dies=0.1, leaves=0.05, poll_seconds=0.1)
+    monkeypatch.setattr(scale, "GENERATORS", 1)
+    load = dict(writers=3, rate=32.0, rows=16, seconds=2.0, stalls=0.1, dies=0.1, leaves=0.05, poll_seconds=0.2)
     with scale.placed(place, tmp_path, **load) as (asked, proxy):
-        found = scale.measure(asked, proxy=proxy, faults=True, outage_seconds=0.5)
+        found = scale.measure(asked, proxy=proxy, faults=True, outage_seconds=0.3)
     assert found.balances, found.report
-    # The killed generator and the one in its place are both among those that were acknowledged.
     assert found.committed >= 16 * len(found.visibility) > 0
     assert found.report["rows"] > 0 and found.report["passed_over"] == 0 and found.counts["appends"] > 0
     if proxy is not None:
-        assert proxy.counts["503"] > 0 and found.requests["PUT"] >= found.counts["appends"]
+        assert proxy.counts["503"] > 0 and proxy.counts["PUT"] > found.counts["appends"]
         assert scale.dollars(found.requests, asked.seconds) > 0
 
 
