@@ -276,7 +276,7 @@ def rows(folder: Path) -> None:
 def faults(folder: Path) -> None:
     """A generator is killed; S3 throttles, and is away."""
     print(HEADER)
-    with placed(_PLACE.value, folder, writers=16, rate=20.0, rows=64, seconds=_SECONDS.value) as (asked, proxy):
+    with placed(_PLACE.value, folder, writers=16, rate=40.0, rows=128, seconds=_SECONDS.value) as (asked, proxy):
         print(told(_PLACE.value, asked, found := measure(asked, proxy=proxy, faults=True)), dict(found.counts))
 
 
