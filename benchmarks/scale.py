@@ -110,6 +110,8 @@ def measure(load: Load, *, proxy: Proxy | None = None, faults: bool = False, out
                 proxy.throttles, proxy.is_out = False, True
                 time.sleep(outage_seconds)
                 proxy.is_out = False
+        if faults:
+            ready.acquire()
         time.sleep(load.seconds / (4 if faults and proxy else 2))
     requests = dict(collections.Counter(proxy.counts) - before) if proxy else {}
     stop.set()
