@@ -7,7 +7,7 @@ A few processes play the searchers: each has its LogWriter, polls the pointer an
 and writes its status; by seed it stalls, leaves, or dies and comes back under a new id. The trainer has its lease, log reader,
 tail, index, journal, checkpoints, retention, pointer and demand; its step is a draw. slow: a folder whose requests take 20 ms
 longer, polled as an object store. no-locks: a folder of a file system without locks. s3: moto, through a proxy that counts.
-faults: one of the generators is killed, and S3 throttles for a quarter of the time and is away for three seconds.
+faults: one of the generators is killed, S3 throttles while another one takes its place, and is away for three seconds.
 """
 
 import bisect
@@ -103,16 +103,16 @@ def measure(load: Load, *, proxy: Proxy | None = None, faults: bool = False, out
         time.sleep(load.seconds / 2)
         if faults:
             generators[0].kill()
-            generators.append(start(processes))  # other searchers take the place of its
             if proxy:
                 proxy.throttles = True
-                time.sleep(load.seconds / 4)
+            generators.append(start(processes))  # other searchers take the place of its
+            ready.acquire()
+            time.sleep(load.seconds / 4)
+            if proxy:
                 proxy.throttles, proxy.is_out = False, True
                 time.sleep(outage_seconds)
                 proxy.is_out = False
-        if faults:
-            ready.acquire()
-        time.sleep(load.seconds / (4 if faults and proxy else 2))
+        time.sleep(load.seconds / (4 if faults else 2))
     requests = dict(collections.Counter(proxy.counts) - before) if proxy else {}
     stop.set()
     for generator in generators:
