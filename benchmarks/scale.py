@@ -12,7 +12,6 @@ faults: one of the generators is killed, S3 throttles while another one takes it
 
 import bisect
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -244,7 +243,7 @@ def _bury(root: str, numbers: range) -> None:
     load = Load(root=root)
     rows = make_rows(load.shape, 0, 16, np.random.default_rng(numbers.start))
     for number in numbers:
-        rows["tokens"][:, 16] = number % VOCAB
+        rows["query_id"][:], rows["tokens"][:, 16] = number, number % VOCAB
         LogWriter(load.run.replay, f"d{number}", load.shape, info={}).append(rows)
 
 
@@ -254,9 +253,12 @@ def dead(folder: Path) -> None:
     for count in map(int, _DEAD.value):
         with placed("folder", folder, writers=0, rate=0.0, capacity=2 * 16 * count) as (asked, _):
             places.make_folder(asked.run.replay)
-            parts = [range(begin, count, 2) for begin in range(2)]
-            with concurrent.futures.ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-                list(pool.map(_bury, 2 * [asked.root], parts))
+            context = multiprocessing.get_context("spawn")
+            buries = [context.Process(target=_bury, args=(asked.root, range(begin, count, 2))) for begin in range(2)]
+            for each in buries:
+                each.start()
+            for each in buries:
+                each.join()
             for what in ("first", "resumed"):
                 found = measure(asked)
                 report = found.report
