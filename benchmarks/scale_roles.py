@@ -53,6 +53,7 @@ class Load:
     leaves: float = 0.005
     step_seconds: float = 0.25
     poll_seconds: float = 0.2
+    checkpoints: bool = True
     seed: int = 0
 
     @property
@@ -282,7 +283,7 @@ def train(load: Load, ready: Any, window: Any, goals: Any, reports: Any) -> None
                 began = time.monotonic()
                 publisher.publish(trees["state"], step)
                 slowest.note("publish", began)
-            if checkpoints.is_due(step):
+            if load.checkpoints and checkpoints.is_due(step):
                 began = time.monotonic()
                 checkpoints.save(trees, step)
                 slowest.note("checkpoint", began)
@@ -308,8 +309,9 @@ def train(load: Load, ready: Any, window: Any, goals: Any, reports: Any) -> None
         process_seconds=time.process_time() - before[1], seconds=time.monotonic() - before[4], requests=places.sent() - before[3],
         first_look=first_look, resume=resumed, host_bytes=host_bytes, problems=buffer.tail.problems()[:3], slowest=dict(slowest),
     )  # fmt: skip
-    checkpoints.save(trees, step)
-    checkpoints.stored.wait()
+    if load.checkpoints:
+        checkpoints.save(trees, step)
+        checkpoints.stored.wait()
     report["gigabytes"] = _peak_bytes() / 1e9
     buffer.close()
     demand.close()
