@@ -227,7 +227,7 @@ def open_arrays(folder: Place, specs: Specs, *, held: deltas.Held | None = None)
     opened = {name: ts.open(_spec(folder, name), open=True, context=context) for name in parameters.flatten(specs)}
     base = base_of(folder.name)
     delta = _read_delta(folder) if base else {}
-    if base or held.is_used:
+    if base or held.snapshot:
         held.take(base or folder.name)
 
     def open_one(name: str, spec: parameters.ParamSpec) -> ts.TensorStore:
@@ -241,7 +241,7 @@ def open_arrays(folder: Place, specs: Specs, *, held: deltas.Held | None = None)
             of_base = functools.cache(lambda: ts.open(_spec(folder.parent / base, name), open=True, context=context).result())
             values = held.reader(name, of_base, spec.shape, delta["dtype"])
             return deltas.rebuilt(store, values, delta["sums"].get(name, {}), delta["dtype"])
-        if held.is_used:
+        if held.snapshot:
             dtype = store.dtype.name
             return deltas.computed(held.reader(name, lambda: store, spec.shape, dtype), like=store, dtype=dtype)
         return store
