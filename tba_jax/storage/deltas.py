@@ -2,8 +2,7 @@
 
 The bit patterns are taken as unsigned integers and subtracted, modulo their range: a value that moved to its neighbour differs
 by 1 or −1, and every pattern comes back, that of −0.0 and of each NaN too. The differences 0, −1, 1, −2, … become 0, 1, 2, 3, …
-("zigzag"), so that nearly all of their bits are 0, and their bits lie side by side on disk, plane by plane, where zstd finds
-them.
+("zigzag"), so that nearly all of their bits are 0, and their bits lie side by side on disk, plane by plane.
 """
 
 import dataclasses
@@ -19,6 +18,7 @@ import tensorstore as ts
 
 # Values that are subtracted at a time: they and what comes of them fit into a core's cache.
 _PIECE = 1 << 16
+_Read = Callable[[ts.IndexDomain], np.ndarray]
 
 
 def are_written(publish: Any) -> bool:
@@ -37,11 +37,8 @@ def codecs(dtype: str) -> list[dict[str, Any]]:
     Bit planes with zstd 1 take fewer bytes than byte planes, none, or lz4, in about the same time; zstd 3 takes twice as long.
     """
     planes = {"cname": "zstd", "clevel": 1, "shuffle": "bitshuffle", "typesize": jnp.dtype(dtype).itemsize, "blocksize": 0}
-    return [
-        {"name": "bytes", "configuration": {"endian": "little"}},
-        {"name": "blosc", "configuration": planes},
-        {"name": "crc32c"},
-    ]
+    little = {"name": "bytes", "configuration": {"endian": "little"}}
+    return [little, {"name": "blosc", "configuration": planes}, {"name": "crc32c"}]
 
 
 def _pieces(*arrays: np.ndarray) -> Iterator[list[np.ndarray]]:
@@ -55,21 +52,18 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 def difference(block: np.ndarray, base: np.ndarray) -> np.ndarray:
     """uint[…], 0 where a value is that of `base`. Args: block, base: of one shape and dtype."""
-    new, old = _bits(block), _bits(base)
-    result = np.empty_like(new)
-    sign = 8 * new.itemsize - 1
-    for there, ours, out in _pieces(old, new, result):
+    result = np.empty_like(_bits(block))
+    for there, ours, out in _pieces(_bits(base), _bits(block), result):
         moved = ours - there
-        np.negative(moved >> sign, out=out)
+        np.negative(moved >> (8 * moved.itemsize - 1), out=out)
         np.bitwise_xor(moved << 1, out, out=out)
     return result
 
 
 def restore(base: np.ndarray, difference: np.ndarray) -> np.ndarray:
     """The block that `difference` was made of, bit by bit. Args: as it was made of and returned."""
-    old = _bits(base)
-    result = np.empty_like(old)
-    for there, zigzag, out in _pieces(old, np.ascontiguousarray(difference), result):
+    result = np.empty_like(_bits(base))
+    for there, zigzag, out in _pieces(_bits(base), np.ascontiguousarray(difference), result):
         np.negative(zigzag & 1, out=out)
         np.bitwise_xor(zigzag >> 1, out, out=out)
         np.add(there, out, out=out)
@@ -83,21 +77,16 @@ def sums(block: np.ndarray, chunk: Sequence[int], *, begin: Sequence[int]) -> di
     """
     axes = [range(0, length, size) for length, size in zip(block.shape, chunk, strict=True)]
     parts = {at: tuple(slice(a, a + size) for a, size in zip(at, chunk, strict=True)) for at in itertools.product(*axes)}
-    return {_name([a + b for a, b in zip(at, begin, strict=True)]): _checksum(block[part]) for at, part in parts.items()}
+    return {",".join(str(a + b) for a, b in zip(at, begin, strict=True)): _checksum(block[part]) for at, part in parts.items()}
 
 
 def _checksum(block: np.ndarray) -> int:
     return zlib.crc32(_bits(block).data)
 
 
-def _name(begin: Sequence[int]) -> str:
-    return ",".join(map(str, begin))
-
-
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """What this process wrote of a full snapshot. name: of its folder; blocks: parameter -> its blocks on the host, which take as
-    many bytes as on disk."""
+    """What this process wrote of a full snapshot. name: of its folder; blocks: parameter -> its blocks on the host."""
 
     name: str
     blocks: Mapping[str, Sequence[np.ndarray]]
@@ -106,38 +95,31 @@ class Base:
 class Held:
     """The values of one full snapshot on the host of a reader, as far as they were read: a later delta is then read alone.
 
-    Nothing is held before the first delta is read; from then on, as many bytes as this process reads of a snapshot.
+    snapshot: its name, "" before the first delta is read. From then on it takes as many bytes as this process reads of it.
     """
 
     def __init__(self) -> None:
-        self._snapshot = ""
+        self.snapshot = ""
         # Parameter -> its values, and the chunks that are there. Pages of other chunks are never touched, and take no memory.
         self._arrays: dict[str, tuple[np.ndarray, set[str]]] = {}
 
-    @property
-    def is_used(self) -> bool:
-        return bool(self._snapshot)
-
     def take(self, snapshot: str) -> None:
         """Forgets every other snapshot. Args: snapshot: the name of the one that is read next."""
-        if snapshot != self._snapshot:
-            self._snapshot, self._arrays = snapshot, {}
+        if snapshot != self.snapshot:
+            self.snapshot, self._arrays = snapshot, {}
 
-    def reader(self, name: str, store: Callable[[], ts.TensorStore], shape: tuple[int, ...], dtype: str) -> "_Read":
+    def reader(self, name: str, store: Callable[[], ts.TensorStore], shape: tuple[int, ...], dtype: str) -> _Read:
         """Reads chunks of a parameter of the snapshot, each of them once. Args: store: opens its array."""
         array, there = self._arrays.setdefault(name, (np.empty(shape, jnp.dtype(dtype)), set()))
 
         def read(domain: ts.IndexDomain) -> np.ndarray:
             part = array[domain.index_exp]
-            if (chunk := _name(domain.inclusive_min)) not in there:
+            if (chunk := ",".join(map(str, domain.inclusive_min))) not in there:
                 part[...] = store()[domain].read().result()
                 there.add(chunk)
             return part
 
         return read
-
-
-_Read = Callable[[ts.IndexDomain], np.ndarray]
 
 
 def rebuilt(delta: ts.TensorStore, base: _Read, written: Mapping[str, int], dtype: str) -> ts.TensorStore:
@@ -148,7 +130,7 @@ def rebuilt(delta: ts.TensorStore, base: _Read, written: Mapping[str, int], dtyp
 
     def read(domain: ts.IndexDomain) -> np.ndarray:
         values = restore(base(domain), delta[domain].read().result())
-        if written.get(chunk := _name(domain.inclusive_min)) != _checksum(values):
+        if written.get(chunk := ",".join(map(str, domain.inclusive_min))) != _checksum(values):
             raise ValueError(f"the chunk at {chunk} is not what was written, the base is another or damaged")
         return values
 

@@ -243,7 +243,7 @@ def open_arrays(
     base = base_of(folder.name)
     delta = _read_delta(here) if base else {}
     place_of_base = functools.cache(lambda: nearby(folder.parent / base))
-    if base or held.is_used:
+    if base or held.snapshot:
         held.take(base or folder.name)
 
     def open_one(name: str, spec: parameters.ParamSpec) -> ts.TensorStore:
@@ -257,7 +257,7 @@ def open_arrays(
             of_base = functools.cache(lambda: _open_base(place_of_base(), name))
             values = held.reader(name, of_base, spec.shape, delta["dtype"])
             return deltas.rebuilt(store, values, delta["sums"].get(name, {}), delta["dtype"])
-        if held.is_used:
+        if held.snapshot:
             dtype = store.dtype.name
             return deltas.computed(held.reader(name, lambda: store, spec.shape, dtype), like=store, dtype=dtype)
         return store
