@@ -319,7 +319,9 @@ c.publish.keep = setting(0, at_least=3, or_zero=True, free=True)  # newest snaps
 c.publish.keep_seconds = setting(60.0, at_least=0, free=True)
 c.publish.dtype = setting("float32", one_of=("float32", "bfloat16"))
 # Of snapshots in bfloat16 every n-th, and each that stays for good, is full; the others are lossless differences from it.
-c.publish.full_every = setting(8, at_least=1, free=True)  # 1: all are full
+# Of snapshots that are not float32, every n-th is full and the others are lossless deltas: few bytes, and more work on both sides
+# than a local disk takes to read and write a full one. 1: all are full.
+c.publish.full_every = setting(1, at_least=1, free=True)
 
 c.checkpoint = ConfigDict()
 c.checkpoint.every_steps = setting(100, at_least=1)

@@ -7,6 +7,7 @@ all, and so finds what a look passes by: an append whose writer's clock is behin
 import bisect
 import calendar
 import collections
+import contextlib
 import itertools
 import os
 import re
@@ -123,9 +124,7 @@ class _Root:
         On a local folder, of all leaves out the minutes that have not changed. Raises places.STORAGE_ERRORS."""
         if isinstance(self.place, Path):
             there = sorted(name for name in os.listdir(self.place) if is_minute(name) and (name >= since or name in minutes))
-            if not since:
-                there = [minute for minute in there if self._has_changed(self.place / minute)]
-            return {minute: places.names_in(self.place / minute) for minute in there}
+            return {minute: names for minute in there if (names := self._names(minute, always=bool(since))) is not None}
         ranges = [ts.KvStore.KeyRange(f"{each}/", f"{each}0") for each in minutes if each < since]
         lists = [self.store.list(each) for each in [*ranges, ts.KvStore.KeyRange(since, ":")]]  # ":" follows "9"
         found: dict[str, list[str]] = collections.defaultdict(list)
@@ -134,16 +133,20 @@ class _Root:
             found[minute].append(name)
         return found
 
-    def _has_changed(self, folder: Path) -> bool:
+    def _names(self, minute: str, *, always: bool) -> list[str] | None:
+        """The names in a minute of a local folder; None where it has not changed since it was listed whole, unless `always`."""
+        folder = self.place / minute
+        assert isinstance(folder, Path)
         try:
             stamp = folder.stat().st_mtime_ns
         except FileNotFoundError:
-            return True
-        settled = time.time_ns() - stamp > _SKEW_SECONDS * 10**9  # else it may change again at the same time of change
-        is_new = self.changed.get(folder.name) != stamp
-        if settled:
-            self.changed[folder.name] = stamp
-        return is_new or not settled
+            return []
+        if not always and self.changed.get(minute) == stamp:
+            return None
+        names = places.names_in(folder)
+        if time.time_ns() - stamp > _SKEW_SECONDS * 10**9:  # else it may change again at the same time of change
+            self.changed[minute] = stamp
+        return names
 
 
 class LogReader:
@@ -183,9 +186,11 @@ class LogReader:
                 continue
             except STORAGE_ERRORS as error:
                 root.told[""] = f"{root.place} cannot be listed: {error}"
-        for writer in [each for each in self._hidden if self._is_registered(each)]:
-            self._hidden.discard(writer)
-            self._moved.add(writer)
+        for writer in sorted(self._hidden & self._logs.keys()):
+            with contextlib.suppress(OSError):  # storage does not answer: they stay hidden
+                if places.exists(registration(self.root_of(writer), writer)):
+                    self._hidden.discard(writer)
+                    self._moved.add(writer)
 
     def _look(self, root: _Root, *, sweep: bool) -> None:
         now = time.time()
@@ -213,7 +218,8 @@ class LogReader:
     def _late_minutes(self, root: _Root) -> list[str]:
         """The minutes in which writers are now whose clocks are behind."""
         now = time.monotonic()
-        root.late = {writer: at for writer, at in root.late.items() if now - at < _LATE_SECONDS}
+        there = ((writer, at) for writer, at in root.late.items() if self.appends(writer))
+        root.late = {writer: at for writer, at in there if now - at < _LATE_SECONDS}
         minutes: dict[str, None] = {}
         for writer in sorted(root.late, key=lambda each: -root.late[each]):
             newest = calendar.timegm(time.strptime(self._logs[writer].appends[-1].minute, "%Y%m%dT%H%M"))
@@ -229,7 +235,7 @@ class LogReader:
         writer = append.writer
         if writer not in self._logs:
             self._logs[writer] = _Log(root)
-            if writer.startswith(GIVEN) and not self._is_registered(writer):
+            if writer.startswith(GIVEN):
                 self._hidden.add(writer)
         log = self._logs[writer]
         if log.root is not root:
@@ -249,9 +255,6 @@ class LogReader:
             append = Append.of(minute, name)
             if append is not None and (log := self._logs.get(append.writer)) is not None and log.root is root:
                 log.drop(append)
-
-    def _is_registered(self, writer: str) -> bool:
-        return places.exists(registration(self._logs[writer].root.place, writer))
 
     @property
     def problems(self) -> dict[str, str]:
@@ -402,7 +405,10 @@ class LogReader:
         """Whether the replay folder of a writer answers. Else the log is away: a folder that was moved, a mount that is lost."""
         place = self.root_of(writer)
         try:
-            return place.is_dir() if isinstance(place, Path) else bool(places.exists(registration(place, writer)))
+            if isinstance(place, Path):
+                return place.is_dir()
+            places.exists(registration(place, writer))
+            return True
         except OSError:
             return False
 

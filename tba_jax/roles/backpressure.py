@@ -99,25 +99,25 @@ class Room:
     def __init__(self, file: Place, writer: str):
         """Args: file: RunDir.demand. writer: the id of the searcher's log."""
         self._file, self._writer = file, writer
-        # The share, and the head of this writer where it has one; None: nothing is told.
-        self._told: tuple[int, int | None] | None = None
+        self._share: int | None = None  # None: nothing is told
+        # The last that was told: a writer that is closed (replay.close_seconds) is named no more.
+        self._head: int | None = None
 
     def look(self) -> None:
         """Reads what the trainer tells. Raises OSError where the storage refuses."""
         try:
             self.take(layout.read_json(self._file))
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            self._told = None
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+            self._share = None
 
     def take(self, told: Any) -> None:
         """Args: told: see `demand`. Raises ValueError, KeyError, TypeError: it is something else."""
-        heads = told["heads"]
-        self._told = int(told["share"]), int(heads[self._writer]) if self._writer in heads else None
+        share, head = int(told["share"]), told["heads"].get(self._writer, self._head)
+        self._share, self._head = share, None if head is None else int(head)
 
     def allows(self, asked: int) -> bool:
         """Whether a searcher may begin a batch that has asked so many rows. One batch may begin before the trainer has seen rows
         of the searcher: it divides the room among those whose rows it has seen."""
-        if self._told is None:
+        if self._share is None:
             return True
-        share, head = self._told
-        return asked == 0 if head is None else asked - head < share
+        return asked == 0 if self._head is None else asked - self._head < self._share

@@ -87,3 +87,47 @@ def test_rows_that_retention_has_removed_are_told_from_damage(tmp_path):
             reader.read_ids([("w0", 13), ("w0", 25)])
         assert (told.value.writer, told.value.start, told.value.stop) == ("w0", 25, 36)
         assert_rows(reader.read("w0", 36, 52), make_rows(36, 16))
+
+
+def test_a_late_writer_whose_appends_retention_has_removed_is_followed_no_more(tmp_path, monkeypatch):
+    writer(tmp_path, "right").append(make_rows(0, 4))
+    reader = LogReader(tmp_path, SHAPE)
+    reader.look()
+    monkeypatch.setattr(log_lib, "minute_of", lambda seconds: minute_of(seconds - 7200))
+    writer(tmp_path, "late").append(make_rows(0, 4))
+    assert reader.look(sweep=True) == {"late"}
+    remove(tmp_path, reader.appends("late"))
+    reader.look(sweep=True)
+    assert reader.look() == set() and reader.head("late") == 0
+
+
+def test_a_minute_that_could_not_be_listed_is_listed_again(tmp_path, monkeypatch):
+    writer(tmp_path).append(make_rows(0, 4))
+    (path,) = objects(tmp_path)
+    (old := tmp_path / "20260101T0000").mkdir()
+    path.rename(old / path.name)
+    os.utime(old, (1e9, 1e9))
+    reader, names_in = LogReader(tmp_path, SHAPE), reader_lib.places.names_in
+
+    def refuses(folder, **more):
+        if folder == old:
+            raise OSError("Input/output error")
+        return names_in(folder, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reader_lib.places, "names_in", refuses)
+        assert reader.heads() == {} and "cannot be listed" in reader.problems[str(tmp_path)]
+    assert reader.heads() == {"w0": 4} and not reader.problems
+
+
+def test_given_rows_stay_hidden_while_nobody_knows_whether_they_are_registered(tmp_path, monkeypatch):
+    writer(tmp_path, "given-1").append(make_rows(0, 4))
+    reader, exists = LogReader(tmp_path, SHAPE), reader_lib.places.exists
+
+    def refuses(file):
+        raise OSError("Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reader_lib.places, "exists", refuses)
+        assert reader.heads() == {} and not reader.look()
+    assert exists is reader_lib.places.exists and reader.look() == {"given-1"} and not reader.problems

@@ -362,15 +362,19 @@ class Retention:
         before, self._needs = self._needs, {step: self._needs[step] for step in kept}
         if kept:
             known = set().union(*self._needs.values())
-            closed = sorted(set().union(*before.values()) - known)
+            heads = self._buffer.index.closed.heads
+            closed = {writer: heads[writer] for writer in set().union(*before.values()) - known if writer in heads}
             self._removal = self._thread.submit(self._remove, list(self._needs.values()), closed)
 
-    def _remove(self, kept: Sequence[Mapping[str, Need]], closed: Sequence[str]) -> None:
-        """Args: kept: of each checkpoint, the oldest first. closed: writers that no kept checkpoint knows any more."""
+    def _remove(self, kept: Sequence[Mapping[str, Need]], closed: Mapping[str, int]) -> None:
+        """Args: kept: of each checkpoint, the oldest first. closed: writer -> its rows that
+        were taken up, of those that no kept checkpoint knows any more. Appends behind them have come since."""
         reader = self._buffer.reader
         for writer in filter(reader.is_own, closed):
-            remove(self._replay, reader.appends(writer))
-            places.remove(registration(self._replay, writer))
+            appends = reader.appends(writer)
+            remove(self._replay, [each for each in appends if each.stop <= closed[writer]])
+            if not appends or appends[-1].stop <= closed[writer]:
+                places.remove(registration(self._replay, writer))
         for writer in filter(reader.is_own, kept[0]):
             needs = [each[writer] for each in kept if writer in each]
             # The last append stays until the writer is closed: it tells where the log ends.

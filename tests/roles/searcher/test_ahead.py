@@ -6,7 +6,7 @@ import pytest
 
 from tba_jax.experiment import jobs
 from tba_jax.replay.reader import LogReader
-from tba_jax.roles.backpressure import RETELL_SECONDS, DemandWriter
+from tba_jax.roles.backpressure import RETELL_SECONDS, DemandWriter, Room
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.storage import layout
 from tba_jax.telemetry.status import TimeAccount
@@ -82,3 +82,17 @@ def test_the_newest_demand_is_written_and_written_anew(tmp_path, monkeypatch):
             refused.tell({"share": share, "heads": {}})
             time.sleep(0.005)
     refused.close()
+
+
+def test_a_searcher_that_was_silent_until_it_was_closed_goes_on(tmp_path):
+    """The trainer names it no more; all its rows were taken up."""
+    room = Room(tmp_path / "demand.json", "w")
+    room.take({"share": 8, "heads": {"other": 4}})
+    assert room.allows(0) and not room.allows(8)
+    room.take({"share": 8, "heads": {"w": 16}})
+    assert room.allows(23) and not room.allows(24)
+    room.take({"share": 8, "heads": {}})
+    assert room.allows(16) and not room.allows(24)
+    layout.write_json(tmp_path / "demand.json", {"share": 8, "heads": []})
+    room.look()
+    assert room.allows(10**9), "what cannot be read limits nobody"

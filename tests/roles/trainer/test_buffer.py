@@ -1,6 +1,7 @@
 """The replay buffer: the counts beside snapshots, and appends of the log that no checkpoint needs."""
 
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ from tba_jax.commands import audit
 from tba_jax.experiment import jobs
 from tba_jax.replay import success_counts
 from tba_jax.replay.log import Append, LogWriter, registration
-from tba_jax.roles.trainer.buffer import Need
+from tba_jax.replay.reader import LogReader
+from tba_jax.roles.trainer.buffer import Need, Retention
 from tba_jax.storage import layout, published, snapshots
 from tests.support import frozen_runs, tiny_run
+from tests.support.tiny_log import SHAPE, make_rows, objects, writer
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 POSTERIOR = {"searchers__prompt_selection": "posterior", "replay__success_decay": 0.5}
@@ -130,3 +133,18 @@ def test_a_silent_writer_is_closed_and_goes_on_where_it_was(tmp_path, frozen):
     frozen_runs.train(s, until=7, abandon=True)
     account = audit.accounts(audit.open_run(s.run.root))["dead-1"]
     assert account.balances and account.committed == 4 and account.resident >= 1
+
+
+def test_what_came_after_a_writer_was_closed_is_not_removed(tmp_path):
+    log = writer(tmp_path)
+    for first in (0, 4):
+        log.append(make_rows(first, 4))
+    reader = LogReader(tmp_path, SHAPE)
+    reader.look()
+    index = SimpleNamespace(closed=SimpleNamespace(heads={"w0": 4}))
+    retention = Retention(tmp_path, SimpleNamespace(index=index, reader=reader))
+    retention._needs = {1: {"w0": Need(4, np.zeros(0, np.int64))}, 2: {}}
+    retention.remove_unneeded([2])
+    retention.close()
+    assert LogReader(tmp_path, SHAPE).heads() == {"w0": 8} and len(objects(tmp_path)) == 1
+    assert registration(tmp_path, "w0").exists()
