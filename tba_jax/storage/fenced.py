@@ -51,19 +51,19 @@ NOTHING = Version()
 def read(place: Place, last: Version = NOTHING) -> Version:
     """The newest version: one conditional GET, or one listing of a small folder and the file if it is not `last`.
 
-    Of a folder, a file that is damaged does not count where the one before is whole. Raises ValueError: an object is no fenced
-    value. OSError: the storage failed.
+    In a folder the number of a damaged file is taken all the same; the value is that of the newest whole file.
+    Raises ValueError: an object is no fenced value. OSError: the storage failed.
     """
     if isinstance(place, Bucket):
         return _read_object(place, last)
     while True:
         numbers = _numbers(place)
+        if numbers and numbers[-1] == last.number:
+            return last
         try:
             for number in reversed(numbers):
-                if number == last.number:
-                    return last
                 with contextlib.suppress(ValueError):
-                    return Version(*number, json.loads(places.read_bytes(place / _name(number))))
+                    return Version(*numbers[-1], json.loads(places.read_bytes(place / _name(number))))
         except FileNotFoundError:  # a newer one has come
             continue
         return Version(*numbers[-1]) if numbers else NOTHING

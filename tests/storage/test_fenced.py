@@ -144,3 +144,15 @@ def test_an_object_that_is_no_fenced_value_is_named():
     places.write_bytes(place, json.dumps([1]).encode())
     with pytest.raises(ValueError, match=str(place)):
         fenced.read(place)
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_a_version_that_a_crash_has_damaged_holds_nobody_up(tmp_path, epoch):
+    """Its number is taken; the next one follows it, of its epoch or of a later one."""
+    for value in ("a", "b"):
+        fenced.write(tmp_path / "v", value, epoch=1)
+    max((tmp_path / "v").iterdir()).write_bytes(b'"b')
+    assert fenced.read(tmp_path / "v").value == "a"
+    fenced.write(tmp_path / "v", "c", epoch=epoch)
+    found = fenced.read(tmp_path / "v")
+    assert (found.value, found.number) == ("c", (1, 3) if epoch == 1 else (2, 1))
