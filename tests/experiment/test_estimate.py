@@ -87,12 +87,13 @@ def test_what_is_published_and_kept(tmp_path):
     float32 of each weight."""
     run, weights = layout.RunDir(tmp_path / "run"), parameters.count(experiment().policy.model_specs)
     steps = dict(learner__steps=12, publish__every_steps=1, publish__dtype="bfloat16", checkpoint__every_steps=12)
+    steps |= dict(publish__full_every=8)
     for kind, moments in (("initial", 3), ("ema", 4)):
         (demand,) = estimate.demands(experiment(**steps, learner__reference__kind=kind), run)
         assert demand.size == (13 * 2 - 9 + 4 + 2 * 4 * moments) * weights
     (searchers,) = estimate.demands(experiment(**steps), run, trains=False)
     assert searchers.size == (13 * 2 - 9 + 4) * weights
-    (searchers,) = estimate.demands(experiment(**steps, publish__full_every=1), run, trains=False)
+    (searchers,) = estimate.demands(experiment(**(steps | dict(publish__full_every=1))), run, trains=False)
     assert searchers.size == (13 * 2 + 4) * weights
 
 
