@@ -59,7 +59,7 @@ def job(rate: str, steps: int) -> side_by_side.Job:
 def weights_of(workdir: Path, step: int) -> np.ndarray:
     """float32[N], all weights of a snapshot."""
     folder = published.kept(workdir / "policy")[step]
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    names = places.folders_with(folder, "zarr.json")
     stores = [ts.open(places.ARRAY | {"kvstore": places.kvstore(folder / name)}, open=True).result() for name in names]
     return np.concatenate([store.read().result().ravel() for store in stores])
 
