@@ -248,25 +248,30 @@ def _bury(root: str, numbers: range) -> None:
 
 
 def dead(folder: Path) -> None:
-    """What writers cost that put one append of 16 rows and are gone, and the resume from a checkpoint that knows them."""
-    print("| dead writers | first look | resume | memory | checkpoint | files | balances |\n" + "|---" * 7 + "|")
+    """What writers cost that put one append of 16 rows and are gone, and the resume from a checkpoint that knows them: where all
+    of their rows are resident, and where a window of 100,000 rows has few of them and silent writers are closed."""
+    print("| dead writers | first look | resume | open, closed | memory | checkpoint | files | balances |\n" + "|---" * 8 + "|")
     for count in map(int, _DEAD.value):
-        with placed("folder", folder, writers=0, rate=0.0, capacity=2 * 16 * count) as (asked, _):
-            places.make_folder(asked.run.replay)
-            context = multiprocessing.get_context("spawn")
-            buries = [context.Process(target=_bury, args=(asked.root, range(begin, count, 2))) for begin in range(2)]
-            for each in buries:
-                each.start()
-            for each in buries:
-                each.join()
-            for what in ("first", "resumed"):
-                found = measure(asked)
-                report = found.report
-                print(
-                    f"| {count} ({what}) | {report['first_look']:.2f} s | {report['resume']:.2f} s | {report['gigabytes']:.2f} "
-                    f"GB | {report['host_bytes'] / 1e6:.1f} MB | {found.files} | {'yes' if found.balances else 'NO'} |",
-                    flush=True,
-                )
+        resident = dict(capacity=2 * 16 * count)
+        closing: dict[str, Any] = dict(capacity=100_000, close_seconds=1.0, step_seconds=0.05, more_steps=160)
+        for rows, settings in (("resident", resident), ("closed", closing)):
+            with placed("folder", folder, writers=0, rate=0.0, **settings) as (asked, _):
+                places.make_folder(asked.run.replay)
+                context = multiprocessing.get_context("spawn")
+                buries = [context.Process(target=_bury, args=(asked.root, range(begin, count, 2))) for begin in range(2)]
+                for each in buries:
+                    each.start()
+                for each in buries:
+                    each.join()
+                for what in ("first", "resumed"):
+                    found = measure(asked)
+                    report = found.report
+                    cells = [
+                        f"{count} ({rows}, {what})", f"{report['first_look']:.2f} s", f"{report['resume']:.2f} s",
+                        f"{report['open']}, {report['closed']}", f"{report['gigabytes']:.2f} GB",
+                        f"{report['host_bytes'] / 1e6:.2f} MB", found.files, "yes" if found.balances else "NO",
+                    ]  # fmt: skip
+                    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
 def rows(folder: Path) -> None:

@@ -37,7 +37,8 @@ _DRAIN_SECONDS = 120.0
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
     """root: the workdir. shared: where the roles meet, "": there. rate: rows a second of each writer. rows: of an append.
-    stalls, dies, leaves: probabilities of each before an append. step_seconds: of the trainer, in which a model would compute."""
+    stalls, dies, leaves: probabilities of each before an append. step_seconds: of the trainer, in which a model would compute.
+    close_seconds: after which it closes silent writers. more_steps: that it does when it has all rows."""
 
     root: str
     shared: str = ""
@@ -54,6 +55,8 @@ class Load:
     step_seconds: float = 0.25
     poll_seconds: float = 0.2
     checkpoints: bool = True
+    close_seconds: float = 3600.0
+    more_steps: int = 0
     seed: int = 0
 
     @property
@@ -197,6 +200,7 @@ def settings(load: Load) -> tuple[Any, Any]:
         {"task.prompt_length": 16, "task.response_length": 16, "replay.capacity": load.capacity, "learner.queries": 8}
         | {"learner.completions": 8, "searchers.max_updates_ahead": 4, "replay.retention": "checkpoints", "publish.keep": 3}
         | {"checkpoint.every_steps": 40, "learner.steps": 10**6, "replay.min_rows": 1, "replay.poll_seconds": 0.2}
+        | {"replay.close_seconds": load.close_seconds}
     )
     contract = composition.build(c).contract
     model = {**contract.model, "vocab": VOCAB}
@@ -261,7 +265,7 @@ def train(load: Load, ready: Any, window: Any, goals: Any, reports: Any) -> None
     seen: list[tuple[str, int, float]] = []
     taking = waiting = deadline = 0.0
     slowest = Slowest()
-    steps = 0
+    steps = has_all = 0
     goal: dict[str, int] | None = None
     while True:
         wall, cpu = time.monotonic(), time.thread_time()
@@ -292,21 +296,24 @@ def train(load: Load, ready: Any, window: Any, goals: Any, reports: Any) -> None
             slowest.note("journal", began)
             now = time.monotonic()
             seen += [(writer, head, now) for record in visible for writer, head in record.get("heads", {}).items()]
-        if goal is not None and (
-            all(buffer.index.heads.get(writer, 0) >= head for writer, head in goal.items()) or time.monotonic() > deadline
-        ):
-            break
+        if goal is not None:
+            heads = {**buffer.index.closed.heads, **buffer.index.heads}
+            if not has_all and all(heads.get(writer, 0) >= head for writer, head in goal.items()):
+                has_all = steps + 1
+            if (has_all and steps + 1 >= has_all + load.more_steps) or time.monotonic() > deadline:
+                break
         time.sleep(max(load.step_seconds - (time.monotonic() - wall), 0.0))
     came = buffer.index.totals["seen"] - before[2]
     cpu = time.clock_gettime(tail_clock) - before[0]
     host_bytes = len(json.dumps(buffer.state()))
     counted = dict.fromkeys(("seen", "damaged", "passed_over", "pending"), 0)
-    for told in buffer.index.ledger().values():
+    for told in (*buffer.index.ledger().values(), buffer.index.closed_ledger()):
         for kind in counted:
             counted[kind] += told[kind]
     report: dict[str, Any] = dict(
         counted, rows=came, steps=steps, tail_seconds=cpu, integrate_seconds=taking, integrate_waits=waiting,
         process_seconds=time.process_time() - before[1], seconds=time.monotonic() - before[4], requests=places.sent() - before[3],
+        open=len(buffer.index.heads), closed=len(buffer.index.closed.heads),
         first_look=first_look, resume=resumed, host_bytes=host_bytes, problems=buffer.tail.problems()[:3], slowest=dict(slowest),
     )  # fmt: skip
     if load.checkpoints:
