@@ -221,7 +221,7 @@ def train(load: Load, ready: Any, window: Any, goals: Any, reports: Any) -> None
     import jax
 
     from tba_jax.replay import journal
-    from tba_jax.roles.process_group import Group
+    from tba_jax.roles.plan import Plan
     from tba_jax.roles.trainer.buffer import ReplayBuffer
     from tba_jax.roles.trainer.publishing import Checkpointing, Publisher
     from tba_jax.storage.lease import EpochLease
@@ -238,7 +238,7 @@ def train(load: Load, ready: Any, window: Any, goals: Any, reports: Any) -> None
     began = time.monotonic()
     lease = EpochLease.acquire(run.lease)
     buffer = ReplayBuffer(config, contract, run, recent_window=4)
-    checkpoints = Checkpointing(config, run, lease, buffer, Group())
+    checkpoints = Checkpointing(config, run, lease, buffer, Plan())
     step = checkpoints.stored.latest_step() or 0
     lineage = journal.read_lineage(run.journal, after=step)
     buffer.expect(lineage)

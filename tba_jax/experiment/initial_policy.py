@@ -22,8 +22,7 @@ from tba_jax.models.policy import LoraConfig, Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.programs import Program
 from tba_jax.replay.log import GIVEN, REGISTER, registration
-from tba_jax.roles.process_group import Group, Member
-from tba_jax.roles.trainer import publishing
+from tba_jax.roles.plan import Plan
 from tba_jax.roles.trainer.update_program import behavior_reader
 from tba_jax.schemas import Mistakes, require
 from tba_jax.storage import contract as contract_lib
@@ -34,7 +33,6 @@ from tba_jax.telemetry.status import Status
 log = logging.getLogger(__name__)
 
 _CHECKED_EXAMPLES = 256
-_SHARDS = "reference"  # what processes of a trainer call the shards of the reference policy
 
 
 def check(experiment: Experiment, run: layout.RunDir, *, init_from: str = "", fetch: bool = True) -> None:
@@ -72,30 +70,48 @@ def programs(experiment: Experiment, run: layout.RunDir, *, devices: Sequence[ja
     return _warm_start(experiment, devices).programs()
 
 
-def ensure(
+def make(
     experiment: Experiment,
     run: layout.RunDir,
     *,
     report: Callable[[int, float], None],
     status: Status | None = None,
-    group: Group | None = None,
+    plan: Plan | None = None,
 ) -> str:
-    """Makes the policy that step 0 starts from, if the run has none yet, and returns its id.
+    """Makes the policy that step 0 starts from, and returns its id.
 
     The policy is the reference policy of the mounted runs. Without mounts it is the snapshot that --init_from named. Without
     either it is imported, warm-started or random, as the config says.
 
-    Args: experiment: with the mesh of the trainer. report: see WarmStart.train. group: of the trainer's processes, of which the
-    others are called to `follow`; None: this process alone.
+    Args: experiment: with the mesh of the trainer. report: see WarmStart.train. plan: of the trainer's processes, all of which
+    call this; None: this process alone.
 
     Returns:
       16 hex digits, a hash of the weights; `run.reference(id)` holds them.
     """
-    if places.exists(run.initial_reference):
-        return layout.reference_id(run)
-    group, draft = group or Group(), run.draft
-    places.make_folder(draft.parent)
-    _write(draft, experiment, contract_lib.read(run)["init_from"], report=report, status=status or Status(None), group=group)
+    config, plan, status = experiment.config, plan or Plan(), status or Status(None)
+    name, init_from = plan.share(lambda: [run.draft.name, contract_lib.read(run)["init_from"]])
+    draft = run.draft.parent / name
+    if not config.replay.mount:
+        begins = "warm start" if config.warm_start.steps else "making a random policy"
+        status.phase(f"loading {source}" if (source := init_from or config.model.path) else begins)
+        if plan.leads:
+            places.make_folder(draft.parent)
+        made = _make(experiment, init_from, report)
+        status.phase("writing the reference policy")
+        plan.gather(None)  # the folder above the draft is there
+        snapshots.write(draft, made, dtype="float32", together=plan if plan.processes > 1 else None)
+    return plan.share(lambda: _adopt(draft, experiment, run, status))
+
+
+def _adopt(draft: Path, experiment: Experiment, run: layout.RunDir, status: Status) -> str:
+    """Makes the draft of the reference policy the run's, in process 0. Returns its id."""
+    if mounts := experiment.config.replay.mount:
+        status.phase(f"copying the reference policy of {mounts[0]}")
+        places.make_folder(draft.parent)
+        _copy_reference(mounts[0], draft)
+    else:
+        snapshots.commit(draft)
     reference_id = snapshots.fingerprint(draft)
     if places.exists(run.reference(reference_id) / snapshots.COMMIT):  # a process that ended too soon has made the same
         shutil.rmtree(draft)
@@ -107,34 +123,6 @@ def ensure(
     layout.create_json(run.initial_reference, {"id": reference_id})
     log.info("reference policy %s: %d parameters", reference_id, parameters.count(experiment.policy.model_specs))
     return layout.reference_id(run)  # another one, where the storage was away when this process looked: it stays the run's
-
-
-def _write(
-    draft: Path, experiment: Experiment, init_from: str, *, report: Callable[[int, float], None], status: Status, group: Group
-) -> None:
-    config = experiment.config
-    if config.replay.mount:
-        status.phase(f"copying the reference policy of {config.replay.mount[0]}")
-        _copy_reference(config.replay.mount[0], draft)
-        return
-    if source := init_from or config.model.path:
-        status.phase(f"loading {source}")
-    else:
-        status.phase("warm start" if config.warm_start.steps else "making a random policy")
-    group.call("make reference", settings={"learner.mesh.fsdp": config.learner.mesh.fsdp}, init_from=init_from)
-    made = _make(experiment, init_from, report)
-    others = publishing.FollowersShards(group, _SHARDS) if group.processes > 1 else None
-    status.phase("writing the reference policy")
-    snapshots.write(draft, made, dtype="float32", others=others)
-    snapshots.commit(draft)
-
-
-def follow(experiment: Experiment, run: layout.RunDir, member: Member, *, init_from: str) -> None:
-    """What `ensure` calls the other processes of a trainer for: makes the policy, and writes this process' shards of it."""
-    shards = publishing.ShardWriter(member, _SHARDS, run.draft.parent, dtype="float32")
-    shards.offer(_make(experiment, init_from, lambda step, loss: None), 0)
-    shards.drain()
-    shards.close()
 
 
 def _make(experiment: Experiment, init_from: str, report: Callable[[int, float], None]) -> Params:

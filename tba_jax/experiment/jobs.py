@@ -186,15 +186,15 @@ def _in_turn(s: Invocation) -> Job:
         here = training.computed_on(s, *meshes.roles_of(s.config))
         record = record_of(here, "trainer")
         with record.told_failures(), mistakes_end_the_role():
-            made, lease = training.make_trainer(here, publish_every_steps=1, record=record)
+            made = training.make_trainer(here, publish_every_steps=1, record=record)
         # From here on a signal waits for the end of a step. Before, it ends the process at once: a warm start may take minutes.
         stop = processes_lib.StopSignal()
-        with record.told_failures(), contextlib.closing(lease), contextlib.ExitStack() as stack:
+        with record.told_failures(), contextlib.closing(made.lease), contextlib.ExitStack() as stack:
             _start_task(here, s.config.searchers.task_devices, stack)
             search = make_searcher(here, name="searcher-0", account=made.account)
             evaluate = make_evaluator(here.experiment, s.run, record) if s.config.evaluation.enabled else None
             finished = run_interleaved(made, search, evaluate, s.run, stop=stop)
-            lease.release()
+            made.lease.release()
         return finished
 
     return job

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import logging
-import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -12,8 +11,9 @@ from tba_jax.experiment import composition, estimate, initial_policy, meshes, st
 from tba_jax.models import hardware
 from tba_jax.replay import journal
 from tba_jax.rewards import task_models
-from tba_jax.roles import gpus, rendezvous
-from tba_jax.roles.process_group import Group, Member
+from tba_jax.roles import gpus
+from tba_jax.roles import plan as plan_lib
+from tba_jax.roles.plan import Plan
 from tba_jax.run import processes as processes_lib
 from tba_jax.run.world import ALONE, World
 from tba_jax.schemas import Mistakes, flatten
@@ -170,54 +170,74 @@ def mistakes_end_the_role() -> Iterator[None]:
 
 def reference(s: Invocation) -> Job:
     """Makes the policy that step 0 starts from, and nothing else."""
-    group = _group(s)
-    if isinstance(group, Member):
-        return lambda: _follow(s, group)
-    with group.guard(ValueError):
-        join(s, may_change_schedule=False, check=lambda: check_devices(s.experiment, "trainer"))
+    plan = _plan(s)
+    with plan.guard(ValueError):
+        joined = _join_together(s, plan, may_change_schedule=False)
 
     def job() -> int:
-        here, record = computed_on(s, "trainer", name="reference"), record_of(s, "reference")
-        with record.told_failures(), group.guard(ValueError), mistakes_end_the_role():
-            group.call("join", run=contract_lib.read(s.run)["id"])
+        here, record = computed_on(joined, "trainer", name="reference"), record_of(joined, _named("reference", plan))
+        with record.told_failures(), plan.guard(ValueError), mistakes_end_the_role():
+            lease = _lease_for_reference(joined) if plan.leads else None
             try:
-                layout.reference_id(s.run)
-            except (FileNotFoundError, ValueError):  # there is none yet, or its name is damaged
-                try:  # a trainer that begins meanwhile would make another policy
-                    lease = EpochLease.acquire(s.run.lease)
-                except LeaseHeld as error:
-                    raise processes_lib.BadInput(f"{error}; it makes the policy itself") from error
-                try:
-                    _make_reference(here, group, record)
-                finally:
+                _make_reference(here, plan, record)
+            finally:
+                if lease is not None:
                     lease.release()
         record.close("finished")
-        group.end(0)
+        plan.end()
         return 0
 
     return job
 
 
-def _group(s: Invocation) -> Group | Member:
-    """Meets the other processes of the trainer, if there are any. Returns the group to lead, or the membership to follow."""
+def _lease_for_reference(s: Invocation) -> EpochLease | None:
+    """None where the run has its reference policy already."""
+    try:
+        layout.reference_id(s.run)
+        return None
+    except (FileNotFoundError, ValueError):  # there is none yet, or its name is damaged
+        try:  # a trainer that begins meanwhile would make another policy
+            return EpochLease.acquire(s.run.lease)
+        except LeaseHeld as error:
+            raise processes_lib.BadInput(f"{error}; it makes the policy itself") from error
+
+
+def _named(role: str, plan: Plan) -> str:
+    """The name of the records of this process."""
+    return role if plan.leads else f"trainer-process-{plan.process}"
+
+
+def _join_together(s: Invocation, plan: Plan, *, may_change_schedule: bool) -> Invocation:
+    """Process 0 makes or joins the run, which the others then find. Returns the invocation in that run."""
+    if plan.leads:
+        join(s, may_change_schedule=may_change_schedule, check=lambda: check_devices(s.experiment, "trainer"))
+    run_id = plan.share(lambda: contract_lib.read(s.run)["id"])
+    return s if plan.leads else dataclasses.replace(s, run=contract_lib.wait_for(s.run, run_id))
+
+
+def _plan(s: Invocation) -> Plan:
+    """Meets the other processes of the trainer, if there are any."""
     if s.world.processes == 1:
-        return Group()
+        return Plan()
     if s.config.schedule.mode == "interleaved":
         raise ValueError(f"--processes={s.world.processes} and schedule.mode=interleaved exclude each other: it is one process")
     told = {f"config.{name}": value for name, value in flatten(contract_lib.plain(s.config.to_dict())).items()}
     told |= {f"contract.{name}": value for name, value in s.experiment.contract.to_json().items()}
     told |= {"--init_from": s.init_from, "--allow_change": list(s.allow_change), "--shared": str(s.run.elsewhere or "")}
-    limits = rendezvous.Limits(**{name: s.config.trainer[name] for name in ("connect_seconds", "heartbeat_seconds")})
-    return rendezvous.meet(s.world, workdir=s.run.root, settings=told, visible_gpus=len(gpus.visible()), limits=limits)
+    limits = {name: s.config.trainer[name] for name in ("connect_seconds", "heartbeat_seconds")}
+    devices = s.world.local_devices(len(gpus.visible()))
+    return plan_lib.start(s.world, workdir=s.run.root, settings=told, devices=devices, **limits)
 
 
-def _make_reference(s: Invocation, group: Group, record: Record) -> None:
-    """Makes the policy that step 0 starts from, unless the run has one. The caller holds the lease."""
-    # First: nobody is to wait for a warm start in vain.
-    composition.tell_changed_prompts(s.experiment, Alarms(s.run.metrics("trainer")))
-    if places.exists(s.run.initial_reference):
-        if initial_policy.mend(s.run):  # until now nobody knew whose rows go with it
-            initial_policy.check_mounts(s.run, s.config, s.experiment.contract, init_from=s.init_from)
+def _make_reference(s: Invocation, plan: Plan, record: Record) -> None:
+    """Makes the policy that step 0 starts from, unless the run has one. The caller holds the lease, in process 0."""
+    if plan.share(lambda: _has_reference(s)):
+        return
+    # What learner.mesh.fsdp=0 means follows from the memory of a device, and must be the same in all processes.
+    fsdp = plan.share(lambda: _on_mesh(s).config.learner.mesh.fsdp)
+    experiment = _with_settings(s, {"learner.mesh.fsdp": fsdp}).experiment
+    if not plan.leads:
+        initial_policy.make(experiment, s.run, report=lambda step, loss: None, plan=plan)
         return
     writer = metrics.open_writer(s.config, s.run, "reference", role="reference", status=record.status)
 
@@ -226,35 +246,47 @@ def _make_reference(s: Invocation, group: Group, record: Record) -> None:
         writer.write(step, {"loss": loss})
         record.status.phase("warm start", done=step, total=s.config.warm_start.steps)
 
-    initial_policy.ensure(_on_mesh(s).experiment, s.run, report=report, status=record.status, group=group)
+    initial_policy.make(experiment, s.run, report=report, status=record.status, plan=plan)
     record.status.phase("")
     writer.close()
 
 
-def make_trainer(
-    s: Invocation, *, publish_every_steps: int, group: Group | None = None, record: Record | None = None
-) -> tuple[Any, EpochLease]:
-    """The trainer, resumed, and its lease.
+def _has_reference(s: Invocation) -> bool:
+    # First: nobody is to wait for a warm start in vain.
+    composition.tell_changed_prompts(s.experiment, Alarms(s.run.metrics("trainer")))
+    if not places.exists(s.run.initial_reference):
+        return False
+    if initial_policy.mend(s.run):  # until now nobody knew whose rows go with it
+        initial_policy.check_mounts(s.run, s.config, s.experiment.contract, init_from=s.init_from)
+    return True
+
+
+def make_trainer(s: Invocation, *, publish_every_steps: int, plan: Plan | None = None, record: Record | None = None) -> Any:
+    """The trainer, resumed. Process 0 holds its lease.
 
     Journalled steps after the checkpoint are done again under the schedule that they were done with: for each past schedule a
     trainer of its config resumes, up to the last step of that schedule, and leaves a checkpoint.
 
-    Args: group: of the processes of the trainer, of which this one is the first; None: it is alone.
+    Args: plan: of the processes of the trainer, all of which call this; None: this one is alone.
     """
     from tba_jax.roles.trainer.resume import CheckpointLeftOut
 
-    group, record = group or Group(), record or record_of(s, "trainer")
+    plan, record = plan or Plan(), record or record_of(s, "trainer")
+
+    def past_schedules() -> list[Any]:
+        return [*stored_run.past_schedules(s.run, after=max(layout.steps_in(s.run.checkpoints), default=0))]
+
     while True:
         # Where the newest checkpoint did not count and is gone, the schedules of the steps after the one before are asked again.
         with contextlib.suppress(CheckpointLeftOut):
-            newest = max(layout.steps_in(s.run.checkpoints), default=0)
-            for step, values in stored_run.past_schedules(s.run, after=newest):
+            for step, values in plan.share(past_schedules):
                 past = _with_settings(s, values)
                 every_steps = 1 if past.config.schedule.mode == "interleaved" else past.config.publish.every_steps
-                trainer, lease = _begin_trainer(past, group, values, record=record, publish_every_steps=every_steps, until=step)
+                trainer = _begin_trainer(past, plan, record=record, publish_every_steps=every_steps, until=step)
                 trainer.close()
-                lease.release()
-            return _begin_trainer(s, group, {}, record=record, publish_every_steps=publish_every_steps)
+                if plan.leads:
+                    trainer.lease.release()
+            return _begin_trainer(s, plan, record=record, publish_every_steps=publish_every_steps)
 
 
 def _on_mesh(s: Invocation) -> Invocation:
@@ -268,22 +300,31 @@ def _with_settings(s: Invocation, values: Mapping[str, Any]) -> Invocation:
     return dataclasses.replace(s, experiment=dataclasses.replace(s.experiment, config=config))
 
 
-def _begin_trainer(
-    s: Invocation,
-    group: Group,
-    settings: Mapping[str, Any],
-    *,
-    record: Record,
-    publish_every_steps: int,
-    until: int | None = None,
-) -> tuple[Any, EpochLease]:
-    """Args: settings: in which `s` differs from the invocation of the other processes."""
+def _begin_trainer(s: Invocation, plan: Plan, *, record: Record, publish_every_steps: int, until: int | None = None) -> Any:
     from tba_jax.roles.trainer.resume import CheckpointLeftOut, resume
     from tba_jax.roles.trainer.trainer import Trainer
 
-    s = _on_mesh(s)
-    # What learner.mesh.fsdp=0 means follows from the memory of a device, and must be the same in all processes.
-    settings = {**settings, "learner.mesh.fsdp": s.config.learner.mesh.fsdp}
+    s = _with_settings(s, {"learner.mesh.fsdp": plan.share(lambda: _on_mesh(s).config.learner.mesh.fsdp)})
+    lease = _acquire(s) if plan.leads else None
+    try:
+        _make_reference(s, plan, record)
+        record.status.phase("loading")
+        world: dict[str, Any] = dict(policy=s.experiment.policy, lease=lease, plan=plan, record=record)
+        trainer = Trainer(s.config, s.experiment.contract, s.run, **world, publish_every_steps=publish_every_steps)
+        try:
+            resume(trainer, until=until)
+        except CheckpointLeftOut:
+            trainer.close()
+            raise
+    except BaseException:
+        if lease is not None:
+            lease.release()
+        raise
+    return trainer
+
+
+def _acquire(s: Invocation) -> EpochLease:
+    """The lease of the run, whose journal is in this workdir."""
     journals = journal.epoch_files(s.run.journal)
     lease = EpochLease.acquire(s.run.lease, after=max(journals, default=0))
     try:
@@ -294,91 +335,37 @@ def _begin_trainer(
                 f"from a copy of that workdir, or begin a new run by --init_from={s.run.shared}@STEP"
             )
         places.make_folder(s.run.journal)
-        _make_reference(s, group, record)
-        group.call("begin trainer", settings=settings)
-        record.status.phase("loading")
-        world: dict[str, Any] = dict(policy=s.experiment.policy, lease=lease, group=group, record=record)
-        trainer = Trainer(s.config, s.experiment.contract, s.run, **world, publish_every_steps=publish_every_steps)
-        # Where a trainer of a past schedule was before this one, the others have let go of it, and take no snapshot for its.
-        group.reports("begun")
-        try:
-            resume(trainer, until=until)
-        except CheckpointLeftOut:
-            trainer.close()
-            raise
     except BaseException:
         lease.release()
         raise
-    return trainer, lease
+    return lease
 
 
 def trainer(s: Invocation) -> Job:
-    """One process of a trainer: the first one runs it, and the others follow."""
+    """One process of a trainer."""
     from tba_jax.roles.trainer.loop import run_trainer
 
-    group = _group(s)
-    if isinstance(group, Member):
-        return lambda: _follow(s, group)
-    with group.guard(ValueError, LeaseHeld):
-        EpochLease.refuse_if_held(s.run.lease)
-        join(s, may_change_schedule=True, check=lambda: check_devices(s.experiment, "trainer"))
-        here = computed_on(s, "trainer")
-        record = record_of(s, "trainer")
-        group.call("join", run=contract_lib.read(s.run)["id"])
+    plan = _plan(s)
+    with plan.guard(ValueError, LeaseHeld):
+        if plan.leads:
+            EpochLease.refuse_if_held(s.run.lease)
+        here = computed_on(_join_together(s, plan, may_change_schedule=True), "trainer")
+        record = record_of(here, _named("trainer", plan))
         with record.told_failures():
-            made, lease = make_trainer(here, publish_every_steps=s.config.publish.every_steps, group=group, record=record)
-        group.call("go live")
+            made = make_trainer(here, publish_every_steps=s.config.publish.every_steps, plan=plan, record=record)
     stop = processes_lib.StopSignal()
+    plan.on_stop(stop)
 
     def job() -> int:
         sys.setswitchinterval(_SWITCH_SECONDS)
-        with group.guard(), record.told_failures(), contextlib.closing(lease):
-            finished = run_trainer(made, s.run, stop=lambda: stop() or group.is_asked_to_stop())
-            lease.release()
+        held = contextlib.closing(made.lease) if plan.leads else contextlib.nullcontext()
+        with plan.guard(), record.told_failures(), held:
+            finished = run_trainer(made, here.run, stop=stop)
+            if plan.leads:
+                made.lease.release()
         how = "all of them are done" if finished else "stopped; the same command goes on from here"
         log.info("step %d of %d: %s", made.step_number, made.config.learner.steps, how)
-        code = 0 if finished else processes_lib.STOPPED
-        group.end(code)
-        return code
+        plan.end()
+        return 0 if finished else processes_lib.STOPPED
 
     return job
-
-
-def _follow(s: Invocation, member: Member) -> int:
-    """Does what process 0 calls for, until it ends the group. Returns the exit code of process 0."""
-    from tba_jax.roles.trainer.loop import Follower
-
-    member.tell_signals(processes_lib.StopSignal())
-    follower: Follower | None = None
-    record = Record()
-    is_live = False
-    log.info("process %d of the trainer, pid %d, follows process 0", s.world.process, os.getpid())
-    for name, content, arrays in member.calls():
-        mistakes = contextlib.nullcontext() if is_live else mistakes_end_the_role()
-        with record.told_failures(), member.guard(), mistakes:
-            match name:
-                case "join":
-                    s = dataclasses.replace(s, run=contract_lib.wait_for(s.run, content["run"]))
-                    s = computed_on(s, "trainer")
-                    record = record_of(s, f"trainer-process-{s.world.process}")
-                case "make reference":
-                    e = _with_settings(s, content["settings"]).experiment
-                    initial_policy.follow(e, s.run, member, init_from=content["init_from"])
-                case "begin trainer":
-                    e = _with_settings(s, content["settings"]).experiment
-                    follower = Follower(e.config, e.contract, s.run, policy=e.policy, member=member, record=record)
-                    member.report("begun")
-                case "go live":
-                    is_live = True
-                    sys.setswitchinterval(_SWITCH_SECONDS)
-                case "close":
-                    assert follower is not None, "nothing has begun"
-                    follower.close()
-                    follower = None
-                case _:
-                    assert follower is not None, "nothing has begun"
-                    follower.do(name, content, arrays)
-        del arrays
-    record.close("finished" if member.code == 0 else "stopped")
-    member.end()
-    return member.code

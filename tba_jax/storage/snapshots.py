@@ -44,10 +44,10 @@ class Damaged(ValueError):
     """A snapshot cannot be read, although the storage answers: a part of it is missing or not what was written."""
 
 
-def new_name(step: int, epoch: int, *, base: str = "") -> str:
+def new_name(step: int, epoch: int, *, base: str = "", unique: str = "") -> str:
     """A name for the folder of a snapshot, which no other has. Args: step, epoch: of the trainer that writes it; base: the name
-    of the full snapshot from which this one is the difference, "" for a full one."""
-    return f"{layout.step_name(step)}-{epoch:06d}-{uuid.uuid4().hex[:8]}" + (f".from.{base}" if base else "")
+    of the full snapshot from which this one is the difference, "" for a full one; unique: 8 hex digits, "": new ones."""
+    return f"{layout.step_name(step)}-{epoch:06d}-{unique or uuid.uuid4().hex[:8]}" + (f".from.{base}" if base else "")
 
 
 def step_and_epoch(name: str) -> tuple[int, int] | None:
@@ -66,14 +66,28 @@ def _spec(folder: Place, name: str) -> dict[str, Any]:
     return places.ARRAY | {"kvstore": places.kvstore(folder / name)}
 
 
-class Others(Protocol):
-    """The other processes of a trainer, each of which writes its own shards of a snapshot."""
+class Together(Protocol):
+    """The processes of a trainer, each of which writes its own shards of a snapshot. leads: whether this is process 0, which
+    returns once all have written."""
 
-    def start(self, folder: Place, step: int, *, durable: bool) -> None:
-        """Lets them write their shards of the weights of a step into `folder`, where the arrays are made."""
+    @property
+    def leads(self) -> bool: ...
 
-    def wait(self, step: int) -> Sequence[Sums]:
-        """Returns what `write_shards` returned to each, once all of them have written. Raises OSError where one could not."""
+    def tell(self, name: str, content: Sums) -> None:
+        """Tells process 0 that this process has written its part of `name`."""
+
+    def told(self, name: str) -> Sequence[Sums]:
+        """What the others have told, once all of them have."""
+
+
+class _Alone:
+    leads = True
+
+    def tell(self, name: str, content: Sums) -> None:
+        pass
+
+    def told(self, name: str) -> Sequence[Sums]:
+        return []
 
 
 def write(
@@ -81,43 +95,44 @@ def write(
     params: Params,
     *,
     dtype: str,
-    step: int = 0,
     durable: bool = True,
     beside: Mapping[str, bytes] | None = None,
-    others: Others | None = None,
+    together: Together | None = None,
     base: deltas.Base | None = None,
 ) -> None:
-    """Writes one snapshot, and returns once all processes have written their shards.
+    """Writes what this process holds of one snapshot, and returns in process 0 once all processes have written their shards.
 
     Args:
       folder: a new one, below at most one that is not there. It is removed where the write fails. The name of a delta's names
       the base.
-      params: arrays on device or host. dtype: on disk. step: of the weights, for `others`.
+      params: arrays on device or host. dtype: on disk.
       durable: whether to wait until a local device has the bytes. If not, a loss of power may damage the snapshot.
       beside: name -> content of further files.
-      others: the other processes that hold shards of `params`; None: this one holds all of them.
+      together: the processes that hold shards of `params`, all of which call this; None: this one holds all of them.
       base: for a delta: the base as this process wrote it, of the shardings and, where they are on disk, the dtype of `params`.
 
     Raises OSError: the storage refused.
     """
+    several, together = together is not None, together or _Alone()
     try:
         places.make_folder(folder, below=2)
-        for name, content in (beside or {}).items():
+        for name, content in (beside or {}).items() if together.leads else ():
             places.write_bytes(folder / name, content)
         with file_systems.holding(folder) as held:
-            stores = _make_arrays(held, params, dtype=dtype, durable=durable, base=base)
-            if others is not None:
-                others.start(folder, step, durable=durable)
+            stores = _make_arrays(held, params, dtype=dtype, durable=durable, base=base, several=several)
             written = [_write_shards(stores, params, base)]
-        if others is not None:
-            written += others.wait(step)
+        if not together.leads:
+            together.tell(folder.name, written[0])
+            return
+        written += together.told(folder.name)
         if base is not None:
             sums = {name: {chunk: crc for each in written for chunk, crc in each[name].items()} for name in written[0]}
             places.write_bytes(folder / DELTA, json.dumps({"dtype": dtype, "sums": sums}).encode())
         if durable and isinstance(folder, Path):
             places.sync_folder(folder.parent)
     except BaseException as error:
-        places.remove_tree(folder)
+        if together.leads:
+            places.remove_tree(folder)
         if isinstance(error, places.STORAGE_ERRORS):  # tensorstore mostly raises ValueError, which here would mean a mistake
             raise OSError(f"snapshot {folder} could not be written: {error}") from error
         raise
@@ -128,21 +143,10 @@ def commit(folder: Place) -> None:
     layout.write_json(folder / COMMIT, {})
 
 
-def write_shards(folder: Place, params: Params, *, dtype: str, durable: bool, base: deltas.Base | None = None) -> Sums:
-    """Writes what this process holds of a snapshot whose arrays process 0 has made in `folder`. Returns the checksums of what was
-    written as a difference. Args, Raises: as `write`."""
-    try:
-        with file_systems.holding(folder) as held:
-            stores = _make_arrays(held, params, dtype=dtype, durable=durable, base=base, there=True)
-            return _write_shards(stores, params, base)
-    except places.STORAGE_ERRORS as error:
-        raise OSError(f"snapshot {folder} could not be written: {error}") from error
-
-
 def _make_arrays(
-    folder: Place, params: Params, *, dtype: str, durable: bool, base: deltas.Base | None, there: bool = False
+    folder: Place, params: Params, *, dtype: str, durable: bool, base: deltas.Base | None, several: bool
 ) -> dict[str, ts.TensorStore]:
-    """Parameter -> its array on disk. Args: there: another process has made the arrays."""
+    """Parameter -> its array on disk. Args: several: other processes make the same arrays."""
     context = places.context(folder)
     opened: dict[str, Any] = {}
     plain: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
@@ -159,8 +163,8 @@ def _make_arrays(
         if isinstance(folder, Path):
             spec["context"] = {"file_io_sync": durable}
         # Where the reply to a request is lost, an object store meets the second request with the array of the first.
-        is_there = there or not isinstance(folder, Path)
-        opened[name] = ts.open(spec, create=not there, open=is_there, context=context)
+        may_be_there = several or not isinstance(folder, Path)
+        opened[name] = ts.open(spec, create=True, open=may_be_there, context=context)
     for future in opened.values():
         future.exception()  # all of them end before a failed draft can be removed
     return {name: future.result() for name, future in opened.items()}

@@ -194,7 +194,7 @@ def made(tmp_path_factory, one_device_throughout):
     """A real trainer that has begun, with its lease, and a real searcher with weights."""
     s = tiny_run.settings(tmp_path_factory.mktemp("made") / "run", tiny_run.config())
     join(s, may_change_schedule=True)
-    trainer, lease = training.make_trainer(s, publish_every_steps=1)
+    trainer = training.make_trainer(s, publish_every_steps=1)
     trainer.publish_unless_there()
     trainer.flush_snapshot()
     searcher = make_searcher(s, name="searcher", account=TimeAccount())
@@ -203,7 +203,7 @@ def made(tmp_path_factory, one_device_throughout):
     yield trainer, searcher
     searcher.close()
     trainer.close()
-    lease.release()
+    trainer.lease.release()
 
 
 def test_what_roles_hold_is_what_a_dry_run_compiles_for(made):

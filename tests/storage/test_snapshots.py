@@ -58,15 +58,14 @@ def test_files_beside_the_parameters_are_there_with_them_or_not_at_all(tmp_path,
     assert places.read_bytes(folder / "counts") == b"\0 and more"
     assert_same_bits(snapshots.load(folder, SPECS, shardings()), random_params())
 
-    class Others:
-        def start(self, *_, **__) -> None:
-            pass
+    class Together:
+        leads = True
 
-        def wait(self, step: int) -> None:
+        def told(self, name: str) -> None:
             raise OSError("no more")
 
     with pytest.raises(OSError, match="no more"):
-        snapshots.write(folder.parent / "other", random_params(), dtype="float32", beside={"counts": b""}, others=Others())
+        snapshots.write(folder.parent / "other", random_params(), dtype="float32", beside={"counts": b""}, together=Together())
     assert places.files_in(folder.parent / "other") == []
 
 

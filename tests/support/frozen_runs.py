@@ -80,14 +80,14 @@ def trainer(s, *, publish_every_steps=2, shared=True, polls=False):
     Args: shared: see SharedProgram; polls: whether it has looked at the log.
     """
     with mock.patch.object(trainer_lib, "UpdateProgram", SharedProgram if shared else UpdateProgram):
-        made, lease = training.make_trainer(s, publish_every_steps=publish_every_steps)
+        made = training.make_trainer(s, publish_every_steps=publish_every_steps)
     try:
         if polls:
             made.poll()
         yield made
         made.close()
     finally:
-        lease.release()
+        made.lease.release()
 
 
 def train(s, *, until, abandon):

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from tba_jax.models import kv_cache, parameters
 from tba_jax.models.parameters import Params
 from tba_jax.programs import Program
 from tba_jax.replay.index import ReplayIndex
-from tba_jax.roles.process_group import Group
+from tba_jax.roles.plan import Plan
 from tba_jax.storage.places import Place
 from tba_jax.storage.published import Published
 from tba_jax.storage.snapshots import Damaged
@@ -119,27 +119,34 @@ class SnapshotScores:
 class LogprobGap:
     """Compares stored log-probs with the learner's, on rows that the newest possible snapshot alone produced."""
 
-    def __init__(self, scores: SnapshotScores, config: update.LearnerConfig, group: Group, *, limit: float):
-        """Args: scores: of this process; `group` calls the others to score as well. limit: nats per token, see `limit`."""
-        self._scores, self._config, self._group, self._limit = scores, config, group, limit
+    def __init__(self, scores: SnapshotScores, config: update.LearnerConfig, plan: Plan, *, limit: float):
+        """Args: scores: of this process; plan: of all that score together. limit: nats per token, see `limit`."""
+        self._scores, self._config, self._plan, self._limit = scores, config, plan, limit
         # Step -> rows that the snapshot of that step alone produced, while it is being loaded.
         self._compared: dict[int, trajectory.Rows] | None = None
 
-    def begin(self, index: ReplayIndex, usable: np.ndarray) -> None:
-        """Picks rows to compare, and loads their snapshot in a thread. Does nothing while the last comparison is under way.
+    def pick(self, index: ReplayIndex, usable: np.ndarray) -> dict[str, Any]:
+        """What `begin` compares: step, as text -> rows that its snapshot alone produced. {} while a comparison is under way.
 
         Args: usable: int64[n], slots of resident rows that name snapshots of this run.
         """
         if self._compared is not None:
-            return
+            return {}
         steps = np.unique(index.row_step[usable])[::-1].tolist()
         # The index changes while the thread loads, so the rows of every step that may be tried are copied now.
         having = ((step, rows) for step in steps[:_STEPS_TRIED] if (rows := self._rows_of(step, index, usable)) is not None)
-        found = dict(itertools.islice(having, _STEPS_LOADED))
-        if steps:
-            self._compared = found
-            self._group.call("load snapshot", steps=list(found))
-            self._scores.load(list(found))
+        return {str(step): rows for step, rows in itertools.islice(having, _STEPS_LOADED)} | ({"none": True} if steps else {})
+
+    def begin(self, picked: Mapping[str, Any]) -> None:
+        """Loads the snapshot of what was picked in a thread, unless that is {}."""
+        if picked:
+            self._compared = {int(step): rows for step, rows in picked.items() if step != "none"}
+            self._scores.load(list(self._compared))
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether a comparison is under way whose snapshot is loaded."""
+        return self._compared is not None and not self._scores.is_loading
 
     def _rows_of(self, step: int, index: ReplayIndex, usable: np.ndarray) -> trajectory.Rows | None:
         """A micro-batch of rows that the snapshot of a step produced from the first token to the last, None where there is none:
@@ -150,24 +157,18 @@ class LogprobGap:
         whole = (np.where(mask, rows["policy_step"], step) == step).all(axis=1)
         return index.gather(np.resize(slots[whole], self._config.limits.full_rows)) if whole.any() else None
 
-    def take(self, frozen: Params, *, wait: bool) -> dict[str, float] | None:
-        """The largest and the mean gap in nats per token, and whether it is an alarm; {} where there is nothing to compare; None
-        where no snapshot is loaded. Raises what loading it raised.
-
-        Args: wait: for the snapshot that is being loaded, if there is one.
-        """
-        if self._compared is None or (self._scores.is_loading and not wait):
+    def take(self, frozen: Params) -> dict[str, float] | None:
+        """Waits for the snapshot. The largest and the mean gap in nats per token, and whether it is an alarm; {} where there is
+        nothing to compare; None where no comparison is under way. Raises what loading raised."""
+        if self._compared is None:
             return None
         compared, self._compared = self._compared, None
         step = self._scores.loaded_step()
-        self._group.call("tell loaded step")
-        others = [report["step"] for report in self._group.reports("loaded step")]
-        if step is None or any(other != step for other in others):  # a snapshot may be pruned before all have read it
+        everywhere = set(self._plan.gather(step))
+        if step is None or everywhere != {step}:  # a snapshot may be pruned before all have read it
             log.warning("no resident row was made by one snapshot alone that is still there: log-probs are not compared")
-            self._group.call("drop snapshot")
             self._scores.drop()
             return {}
-        self._group.call("score rows", compared[step])
         return self._gap(compared[step], self._scores.score(frozen, compared[step]))
 
     def _gap(self, rows: trajectory.Rows, logprobs: np.ndarray) -> dict[str, float]:

@@ -1,6 +1,5 @@
-"""The loop of a trainer: steps as long as there are rows, and the points of its metrics; and what its other processes do."""
+"""The loop of a trainer: steps as long as there are rows, and the points of its metrics."""
 
-import concurrent.futures
 import logging
 import math
 import os
@@ -12,22 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from tba_jax import sharding
 from tba_jax.learner import optimizer
-from tba_jax.models.policy import Policy
-from tba_jax.roles.process_group import Member
-from tba_jax.roles.trainer import logprob_gap, publishing
-from tba_jax.roles.trainer.resume import load_frozen, load_reference
+from tba_jax.roles.trainer import logprob_gap
 from tba_jax.roles.trainer.trainer import Trainer
-from tba_jax.roles.trainer.update_program import Placed, UpdateProgram
 from tba_jax.roles.work import WorkRates, policy_peaks
 from tba_jax.run import processes
-from tba_jax.storage import contract as contract_lib
-from tba_jax.storage import deltas, layout
-from tba_jax.storage.checkpoints import Checkpoints
+from tba_jax.storage import layout
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Watch
-from tba_jax.telemetry.status import Record, Status
+from tba_jax.telemetry.status import Status
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +195,12 @@ class _Wait:
 
 
 def run_trainer(trainer: Trainer, run: layout.RunDir, *, stop: Callable[[], bool]) -> bool:
-    """Trains until learner.steps are done or `stop` says so. Returns whether the run is finished."""
+    """Trains until learner.steps are done or `stop` says so, in any process. Returns whether the run is finished.
+
+    Process 0 alone waits for rows and writes metrics; the others wait for what it shares.
+    """
+    if not trainer.plan.leads:
+        return _follow(trainer)
     log.info("trainer on %s, pid %d, %d resident rows", platform.node(), os.getpid(), len(trainer.index))
     recorder = Recorder(trainer, run)
     wait = _Wait(trainer, trainer.record.status)
@@ -220,13 +217,16 @@ def run_trainer(trainer: Trainer, run: layout.RunDir, *, stop: Callable[[], bool
     profiler = trainer.record.profiler
     profiler.step(trainer.step_number + 1)
     trainer.start()
-    while not trainer.is_done and not stop():
-        measurements = trainer.step(ahead=True, beside=beside)
-        if measurements is None:
+    while not trainer.is_done and not trainer.is_stopped:
+        is_asked = stop() or trainer.plan.is_asked_to_stop()
+        if is_asked:
+            trainer.stop()
+        measurements = None if trainer.is_stopped else trainer.step(ahead=not is_asked, beside=beside)
+        if measurements is not None:
+            recorder.take(measurements)
+        elif not trainer.is_stopped:
             record()
             wait.goes_on()
-        else:
-            recorder.take(measurements)
         del measurements  # let go of while the devices compute, which would wait for it here
         profiler.step(trainer.step_number + 1)
     record()
@@ -234,132 +234,26 @@ def run_trainer(trainer: Trainer, run: layout.RunDir, *, stop: Callable[[], bool
     return end(trainer, recorder)
 
 
-def end(trainer: Trainer, recorder: Recorder) -> bool:
+def _follow(trainer: Trainer) -> bool:
+    """The same steps in another process than the first."""
+    log.info("process %d of the trainer, pid %d, follows process 0", trainer.plan.process, os.getpid())
+    trainer.record.status.phase("")
+    trainer.start()
+    while not trainer.is_done and not trainer.is_stopped:
+        trainer.step(ahead=True)
+        trainer.record.profiler.step(trainer.step_number + 1)
+    return end(trainer)
+
+
+def end(trainer: Trainer, recorder: Recorder | None = None) -> bool:
     """Marks the run finished if it is, or saves where it stands, and closes the trainer. Returns whether it is finished."""
     finished = trainer.is_done
     if finished:
         trainer.finish()
     else:
         trainer.save_checkpoint()
-    recorder.close()
+    if recorder is not None:
+        recorder.close()
     trainer.close()
     trainer.record.close("finished" if finished else "stopped")
     return finished
-
-
-class Follower:
-    """What a process holds of a trainer whose process 0 is elsewhere: its shards of the state, and the same programs. It draws,
-    journals and decides nothing."""
-
-    def __init__(
-        self,
-        config: Any,
-        contract: contract_lib.Contract,
-        run: layout.RunDir,
-        *,
-        policy: Policy,
-        member: Member,
-        record: Record | None = None,
-    ):
-        """Args: record: of this process; None: nothing is recorded."""
-        self._record = record or Record()
-        self._contract, self._run, self._policy, self._member = contract, run, policy, member
-        self._program = UpdateProgram(config, contract, policy)
-        self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
-        self._checkpointing = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._scores = logprob_gap.SnapshotScores(
-            self._program.config, self._program.mesh, run.policies, sampler_weights=config.searchers.weights
-        )
-        self._copy = sharding.copy_program(config.publish.dtype)
-        keeps_base = deltas.are_written(config.publish)
-        self._shards = publishing.ShardWriter(member, "policy", run.policies, dtype=config.publish.dtype, keeps_base=keeps_base)
-        # The trees of a checkpoint that is read, until process 0 says that all processes have read it.
-        self._restored: dict[str, Any] = {}
-        # Batches that are placed, and not updated on yet; the measurements of the last update.
-        self._placed: list[Placed] = []
-        self._measurements: dict[str, Any] = {}
-        self._actions: dict[str, Callable[..., None]] = {
-            "begin": self._begin,
-            "restore": self._restore,
-            "take restored": self._take_restored,
-            "compile": self._compile,
-            "place": self._place,
-            "update": self._update,
-            "settle": self._settle,
-            "publish": self._publish,
-            "checkpoint": self._checkpoint,
-            "load snapshot": self._load_snapshot,
-            "tell loaded step": self._tell_loaded_step,
-            "drop snapshot": self._scores.drop,
-            "score rows": self._score_rows,
-        }
-
-    def do(self, name: str, content: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        """Does what process 0 calls `name`. Args: arrays: rows, where there are any."""
-        action = self._actions[name]
-        if arrays:
-            action(arrays)
-        else:
-            action(**content)
-
-    def _begin(self, reference: str) -> None:
-        self._program.begin(load_reference(self._policy, self._program, self._run, reference))
-
-    def _restore(self, step: int) -> None:
-        error = ""
-        try:
-            self._restored, _ = self._checkpoints.restore(step, self._program.checkpointed_shapes(step))
-        except ValueError as failure:  # process 0 says what follows
-            error = f"process {self._member.process}: {failure}"
-        self._member.report("restored", error=error)
-
-    def _take_restored(self, reference: str) -> None:
-        restored, self._restored = self._restored, {}
-        self._program.restore(restored, load_frozen(self._policy, self._program, self._run, reference))
-
-    def _compile(self) -> None:
-        self._program.compile(self._contract.row_shape())
-
-    def _place(self, rows: dict[str, np.ndarray]) -> None:
-        placed = self._program.place(rows)
-        self._program.compile_where_new(placed)
-        self._placed.append(placed)
-
-    def _update(self) -> None:
-        self._measurements = self._program.dispatch(self._placed.pop(0))
-
-    def _settle(self, step: int) -> None:
-        jax.block_until_ready(self._measurements)
-        self._program.move_reference(step)
-        self._record.status.step = step
-        self._record.profiler.step(step + 1)
-
-    def _publish(self, step: int, held: list[int]) -> None:
-        self._shards.offer(self._copy(self._program.policy_params), step, held=held)
-
-    def _checkpoint(self, step: int) -> None:
-        self._checkpoints.save(self._program.trees(), {}, step=step)
-        # Process 0 would wait for this process' part for long; nothing else asks orbax soon whether it is written.
-        self._checkpointing.submit(self._await_checkpoint)
-
-    def _await_checkpoint(self) -> None:
-        try:
-            self._checkpoints.wait()
-        except Exception as error:  # orbax raises what its storage does
-            self._member.fail(error)
-
-    def _load_snapshot(self, steps: list[int]) -> None:
-        self._scores.load(steps)
-
-    def _tell_loaded_step(self) -> None:
-        self._member.report("loaded step", step=self._scores.loaded_step())
-
-    def _score_rows(self, rows: dict[str, np.ndarray]) -> None:
-        self._scores.score(self._program.frozen, rows)
-
-    def close(self) -> None:
-        """Stops the threads; what was handed to them is written first."""
-        self._checkpointing.shutdown()
-        self._scores.close()
-        self._shards.close()
-        self._checkpoints.close()

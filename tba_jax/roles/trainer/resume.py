@@ -13,8 +13,11 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+import numpy as np
 
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
@@ -37,33 +40,62 @@ def resume(trainer: Trainer, *, until: int | None = None) -> None:
 
     Raises CheckpointLeftOut, see restore, or ValueError naming the file where checkpoint, journal and log do not go together.
     """
-    run = trainer.run
-    trainer.lease.check()  # 1
-    sweep(run, keep=trainer.config.checkpoint.keep)
-    checkpoint = trainer.checkpoints.stored.latest_step()
-    lineage = journal.read_lineage(run.journal, after=checkpoint or 0, must_exist=True)
-    trainer.buffer.expect(lineage)
-    status = trainer.record.status
+    plan, status = trainer.plan, trainer.record.status
+    lineage = _survey(trainer) if plan.leads else None  # 1
+    checkpoint, lines = plan.share(lambda: _begins(trainer, lineage))
     status.phase("loading the policy of step 0" if checkpoint is None else f"restoring the checkpoint of step {checkpoint}")
-    restore(trainer, checkpoint, end=lineage.last, recorded_by=lineage.epoch)  # 2
+    restore(trainer, checkpoint, lineage)  # 2
     status.phase("")
-    remove_snapshots_of_lost_steps(trainer, end=lineage.last)
-    if lineage:
+    if lineage is not None:
+        remove_snapshots_of_lost_steps(trainer, end=lineage.last)
+    if lines:
         trainer.publish_unless_there()
         _replay(trainer, lineage, until=until)  # 3
-    trainer.buffer.note_losses(since=checkpoint or 0)
-    if lineage:
+    if lineage is not None:
+        trainer.buffer.note_losses(since=checkpoint or 0)
+    if lines:
         # A trainer that is killed again and again must get further than before.
         trainer.save_checkpoint()
     trainer.publish_unless_there(by_this_process=True)  # 4
+    if lineage is None:
+        return
     trainer.go_live()
     if checkpoint is not None or lineage.last:
         rows, epoch = len(trainer.index), trainer.lease.epoch
         log.info("resumed at step %d with %d resident rows (epoch %d)", trainer.step_number, rows, epoch)
 
 
-def _replay(trainer: Trainer, lineage: journal.Lineage, *, until: int | None) -> None:
-    """Does journalled steps again, to the step `until` at most. The run never went past the last step of the whole journal."""
+def _survey(trainer: Trainer) -> journal.Lineage:
+    """The journalled steps after the newest checkpoint, in process 0. Sweeps what dead processes left."""
+    trainer.lease.check()
+    sweep(trainer.run, keep=trainer.config.checkpoint.keep)
+    checkpoint = trainer.checkpoints.stored.latest_step()
+    lineage = journal.read_lineage(trainer.run.journal, after=checkpoint or 0, must_exist=True)
+    trainer.buffer.expect(lineage)
+    return lineage
+
+
+def _begins(trainer: Trainer, lineage: journal.Lineage | None) -> list[int | None]:
+    """The step of the checkpoint that the trainer begins with, None without one, and how many journalled steps come after it."""
+    assert lineage is not None, "process 0 has it"
+    checkpoint = trainer.checkpoints.stored.latest_step()
+    _check_journal(trainer, checkpoint or 0, end=lineage.last)
+    return [checkpoint, len(lineage) if lineage else 0]
+
+
+def _replay(trainer: Trainer, lineage: journal.Lineage | None, *, until: int | None) -> None:
+    """Does journalled steps again, to the step `until` at most. Args: lineage: of process 0, which shares its batches."""
+    again: Iterator[dict[str, Any]] = iter(()) if lineage is None else _again(trainer, lineage, until=until)
+    while (told := trainer.plan.share(lambda: next(again, dict[str, Any](do="end"))))["do"] == "update":
+        slots = np.array(told["slots"]) if trainer.plan.leads else None
+        trainer.update(told["rows"], slots=slots, was_passed=told["was_passed"])
+        if trainer.publishing.is_due(trainer.step_number):
+            trainer.publish_unless_there()
+            trainer.flush_snapshot()  # so that every step that may have been published is there again
+
+
+def _again(trainer: Trainer, lineage: journal.Lineage, *, until: int | None) -> Iterator[dict[str, Any]]:
+    """What each journalled step does again. The run never went past the last step of the whole journal."""
     first, last = trainer.step_number, lineage.last if until is None else min(until, lineage.last)
     here, other = code_digest(), 0
     for line in itertools.islice(lineage, None if until is None else until - lineage.after):
@@ -76,42 +108,63 @@ def _replay(trainer: Trainer, lineage: journal.Lineage, *, until: int | None) ->
                 *(other, line["code"], here),
             )
         slots, rows = trainer.buffer.replay(line)
-        trainer.update(slots, rows, was_passed=line["step"] < lineage.last)
-        if trainer.publishing.is_due(trainer.step_number):
-            trainer.publish_unless_there()
-            trainer.flush_snapshot()  # so that every step that may have been published is there again
+        yield {"do": "update", "rows": rows, "slots": slots.tolist(), "was_passed": line["step"] < lineage.last}
 
 
 class CheckpointLeftOut(Exception):
     """The newest checkpoint does not count, and has been set aside: a trainer that is built anew begins from the one before."""
 
 
-def restore(trainer: Trainer, checkpoint: int | None, *, end: int, recorded_by: int) -> None:
+def restore(trainer: Trainer, checkpoint: int | None, lineage: journal.Lineage | None) -> None:
     """Brings a trainer to its newest checkpoint, or to step 0 where it has none.
 
     A checkpoint counts where it can be read, the journal reaches its step, and the trainer that wrote it held the lease of that
     step. Another one is set aside where the run can go on without it.
 
-    Args: checkpoint: its step; end: the last step of the journal; recorded_by: the epoch whose journal has the checkpoint's step.
+    Args: checkpoint: its step; lineage: of process 0: what the journal has after it.
 
     Raises CheckpointLeftOut, or ValueError where the run cannot go on: lost lines, or a checkpoint that does not fit.
     """
-    _check_journal(trainer, checkpoint or 0, end=end)
-    program, group, reference = trainer.program, trainer.group, trainer.reference_id
+    program, reference = trainer.program, trainer.reference_id
     if checkpoint is None:
-        group.call("begin", reference=reference)
         program.begin(load_reference(trainer.policy, program, trainer.run, reference))
         return
-    if checkpoint > end:
-        _leave_out(trainer, checkpoint, f"the journal in {trainer.run.journal} ends before it, at step {end}")
-    trees, host = _read(trainer, checkpoint)
-    if host["epoch"] < recorded_by:
-        late = f"a trainer of epoch {host['epoch']} wrote it, and had been replaced: its step belongs to epoch {recorded_by}"
-        _leave_out(trainer, checkpoint, late)
-    group.call("take restored", reference=reference)
+    found, error = None, ""
+    try:
+        found = trainer.checkpoints.stored.restore(checkpoint, program.checkpointed_shapes(checkpoint))
+    except ValueError as failure:
+        error = str(failure)
+    errors = [each for each in trainer.plan.gather(error) if each]
+    if trainer.plan.share(lambda: _set_aside(trainer, checkpoint, lineage, found[1] if found else {}, errors)):
+        raise CheckpointLeftOut
+    assert found is not None, "a checkpoint that cannot be read is left out, or ends the trainer"
+    trees, host = found
     program.restore(trees, load_frozen(trainer.policy, program, trainer.run, reference))
     trainer.checkpoints.take(checkpoint, host)
     trainer.step_number = trainer.resumed_from = checkpoint
+
+
+def _set_aside(
+    trainer: Trainer, checkpoint: int, lineage: journal.Lineage | None, host: Mapping[str, Any], errors: Sequence[str]
+) -> bool:
+    """Sets a checkpoint aside where it does not count, in process 0; returns whether it did.
+
+    Args: host: its replay buffer. errors: why processes cannot read it. Raises ValueError where the run cannot go on without it.
+    """
+    assert lineage is not None
+    if checkpoint > lineage.last:
+        _leave_out(trainer, checkpoint, f"the journal in {trainer.run.journal} ends before it, at step {lineage.last}")
+    elif errors:
+        damage = trainer.checkpoints.stored.damage(checkpoint, trainer.program.checkpointed_shapes(checkpoint))
+        if not damage:
+            raise ValueError(errors[0])
+        _leave_out(trainer, checkpoint, f"it is damaged ({damage})")
+    elif host["epoch"] < lineage.epoch:
+        late = f"a trainer of epoch {host['epoch']} wrote it, and had been replaced: its step belongs to epoch {lineage.epoch}"
+        _leave_out(trainer, checkpoint, late)
+    else:
+        return False
+    return True
 
 
 def _check_journal(trainer: Trainer, checkpoint: int, *, end: int) -> None:
@@ -132,26 +185,8 @@ def _check_journal(trainer: Trainer, checkpoint: int, *, end: int) -> None:
         )
 
 
-def _read(trainer: Trainer, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The trees of the checkpoint, which the other processes have read then as well, and its replay buffer."""
-    shapes = trainer.program.checkpointed_shapes(step)
-    trainer.group.call("restore", step=step)
-    read, errors = None, []
-    try:
-        read = trainer.checkpoints.stored.restore(step, shapes)
-    except ValueError as error:
-        errors.append(error)
-    errors += [ValueError(report["error"]) for report in trainer.group.reports("restored") if report["error"]]
-    if read is not None and not errors:
-        return read
-    del read
-    if damage := trainer.checkpoints.stored.damage(step, shapes):
-        _leave_out(trainer, step, f"it is damaged ({damage})")
-    raise errors[0]
-
-
-def _leave_out(trainer: Trainer, step: int, reason: str) -> NoReturn:
-    """Sets the newest checkpoint aside. Raises ValueError where the run cannot go on without it, else CheckpointLeftOut.
+def _leave_out(trainer: Trainer, step: int, reason: str) -> None:
+    """Sets the newest checkpoint aside. Raises ValueError where the run cannot go on without it.
 
     Args: reason: why it does not count.
     """
@@ -165,7 +200,6 @@ def _leave_out(trainer: Trainer, step: int, reason: str) -> NoReturn:
         )
     there = f"its checkpoint of step {older[-1]}" if older else "its reference policy"
     trainer.checkpoints.set_aside(step, f"{reason}; the run goes on from {there} and its journal")
-    raise CheckpointLeftOut(reason)
 
 
 def load_reference(policy: Policy, program: UpdateProgram, run: layout.RunDir, reference_id: str) -> Params:

@@ -18,7 +18,7 @@ from tba_jax.models.policy import Policy
 from tba_jax.replay import journal, ledger
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.roles.backpressure import DemandWriter
-from tba_jax.roles.process_group import Group
+from tba_jax.roles.plan import Plan
 from tba_jax.roles.trainer import logprob_gap
 from tba_jax.roles.trainer.buffer import ReplayBuffer
 from tba_jax.roles.trainer.logprob_gap import LogprobGap, SnapshotScores
@@ -37,13 +37,21 @@ _LEFT_OUT = ("wait_rows", "compile", "publish", "checkpoint", "logprob_gap")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Drawn:
-    """A batch that was drawn. slots: int64[B]. ids: (writer, row) of its rows. provenance: see ReplayBuffer.provenance."""
+    """A batch that was drawn. takes_gap: whether the comparison of log-probs that is under way ends with this step.
 
-    slots: np.ndarray
-    ids: Sequence[tuple[str, int]]
+    Of process 0: slots: int64[B]. ids: (writer, row) of its rows. provenance: see ReplayBuffer.provenance.
+    """
+
     rows: trajectory.Rows
     placed: Placed
-    provenance: dict[str, Any]
+    takes_gap: bool = False
+    slots: np.ndarray | None = None
+    ids: Sequence[tuple[str, int]] = ()
+    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _of_others() -> dict[str, Any]:
+    raise AssertionError("process 0 decides")
 
 
 class TrainerAccount(TimeAccount):
@@ -103,8 +111,12 @@ class TrainerAccount(TimeAccount):
 
 
 class Trainer:
-    """One trainer over one mesh, run by the first of its processes: built, brought to where the run stands by `resume`, then
-    stepped. step_number: updates done, refused ones included."""
+    """One trainer over one mesh, the same in each of its processes: built, brought to where the run stands by `resume`, then
+    stepped. Process 0 alone has lease, buffer, index and journal: it draws, and the plan tells the others. step_number: updates
+    done, refused ones included. is_stopped: whether the plan has ended the loop."""
+
+    lease: EpochLease
+    buffer: ReplayBuffer
 
     def __init__(
         self,
@@ -113,30 +125,32 @@ class Trainer:
         run: layout.RunDir,
         *,
         policy: Policy,
-        lease: EpochLease,
+        lease: EpochLease | None,
         publish_every_steps: int,
-        group: Group | None = None,
+        plan: Plan | None = None,
         record: Record | None = None,
     ):
-        """Args: group: of the processes of this trainer, of which the others have a Follower each; None: this process alone.
-        record: of this process; None: nothing is recorded."""
-        self.config, self.run, self.policy, self.lease = config, run, policy, lease
-        self.group: Group = Group() if group is None else group
+        """Args: lease: of process 0. plan: of the processes of this trainer; None: this process alone. record: of this process;
+        None: nothing is recorded."""
+        self.config, self.run, self.policy = config, run, policy
+        self.plan = plan or Plan()
         self._contract = contract
         self.reference_id = layout.reference_id(run)
-        self.step_number = 0
+        self.step_number, self.is_stopped = 0, False
         self.resumed_from = 0  # the step of the checkpoint that this trainer began with
         self.demand: DemandWriter | None = None  # where there is backpressure
         self.account = TrainerAccount(record)
         self.program = UpdateProgram(config, contract, policy)
-        self.buffer = ReplayBuffer(config, contract, run, recent_window=publish_every_steps)
-        self.publishing = publisher(config, run, lease, self.group, every_steps=publish_every_steps)
-        self.checkpoints = Checkpointing(config, run, lease, self.buffer, self.group)
+        if lease is not None:
+            self.lease, self.buffer = lease, ReplayBuffer(config, contract, run, recent_window=publish_every_steps)
+        epoch = self.plan.share(lambda: self.lease.epoch)
+        self.publishing = publisher(config, run, lease, self.plan, epoch=epoch, every_steps=publish_every_steps)
+        self.checkpoints = Checkpointing(config, run, lease, self.buffer if self.plan.leads else None, self.plan)
         self._check_behavior = BehaviorCheck(config.learner)
         self._refusals = Refusals(skips=config.learner.non_finite == "skip", journal=run.journal)
         learner, sampler_weights = self.program.config, config.searchers.weights
         self._scores = SnapshotScores(learner, self.program.mesh, run.policies, sampler_weights=sampler_weights)
-        self._gap = LogprobGap(self._scores, learner, self.group, limit=logprob_gap.limit(config))
+        self._gap = LogprobGap(self._scores, learner, self.plan, limit=logprob_gap.limit(config))
         self._last_gap: dict[str, float] = {}
         self._journal: journal.Journal | None = None
         # The batch of the next step, where it was prepared beside the last update.
@@ -162,7 +176,8 @@ class Trainer:
         return self.step_number >= self.config.learner.steps
 
     def go_live(self) -> None:
-        """Opens the journal of the lease's epoch and follows the log from the heads of the index on: the end of a resume."""
+        """Opens the journal of the lease's epoch and follows the log from the heads of the index on: the end of a resume, in
+        process 0."""
         self._journal = journal.Journal(self.run.journal, self.lease.epoch, code=code_digest())
         self.lease.journals(self.step_number, workdir=self.run.root)  # before the first line
         self.buffer.follow()
@@ -173,10 +188,10 @@ class Trainer:
 
     def start(self) -> None:
         """Starts to follow the log in the background, and compiles the update while the first rows are on their way."""
-        self.buffer.tail.start()
+        if self.plan.leads:
+            self.buffer.tail.start()
         if not self.is_done:
             with self.account.measure("compile"), self.record.status.during("compiling the update"):
-                self.group.call("compile")
                 self.program.compile(self._contract.row_shape())
 
     def poll(self) -> None:
@@ -184,10 +199,11 @@ class Trainer:
         self.buffer.tail.poll()
 
     def step(self, *, ahead: bool = False, beside: Callable[[], object] = lambda: None) -> dict[str, Any] | None:
-        """One update. Returns its measurements, on the devices; None where there are not enough rows, and nothing has changed.
+        """One update. Returns its measurements, on the devices; None where there are not enough rows, and nothing has changed, or
+        where the plan has something else to do.
 
         Order of a step:
-          1. the batch: prepared beside the last update, or drawn and transferred now
+          1. the batch: prepared beside the last update, or drawn, shared and transferred now
           2. the update is dispatched, its rows count as drawn, and its line goes to the journal's thread
           3. while the devices compute: `beside`, and the next batch is prepared; not before a checkpoint or the end of the run,
              which show the replay index as it is after this step
@@ -206,30 +222,52 @@ class Trainer:
         ahead &= step < self.config.learner.steps
         with self.account.measure("update"):
             measurements = self._dispatch(drawn)  # 2
-        with self.account.measure("journal"):
-            self.lease.check()
-            # The line becomes durable while the devices compute: nothing shows the update's result before it is.
-            durable = self._submit_line(drawn)
-            # These counts are of the rows that the journal names up to this step, so a resume publishes the same ones.
-            beside_policy = self.buffer.beside_policy() if self.publishing.is_due(step) else {}
+        durable, beside_policy = None, {}
+        if self.plan.leads:
+            with self.account.measure("journal"):
+                self.lease.check()
+                # The line becomes durable while the devices compute: nothing shows the update's result before it is.
+                durable = self._submit_line(drawn)
+                # These counts are of the rows that the journal names up to this step, so a resume publishes the same ones.
+                beside_policy = self.buffer.beside_policy() if self.publishing.is_due(step) else {}
         try:
             beside()  # 3
             prepared = self._draw(step) if ahead and not self.checkpoints.is_due(step) else None
             with self.account.measure("update"):
                 measurements = self._take_result(drawn, measurements)  # 4
         finally:
-            with self.account.measure("journal"):
-                durable.result()
-                self.lease.reached(step)
+            if durable is not None:
+                with self.account.measure("journal"):
+                    durable.result()
+                    self.lease.reached(step)
         self._next = prepared
-        self._follow_up(beside_policy, settle=not ahead)  # 5
-        return measurements | drawn.provenance | self._last_gap
+        self._follow_up(beside_policy, takes_gap=drawn.takes_gap, settle=not ahead)  # 5
+        return {**measurements, **drawn.provenance, **self._last_gap}
 
     def _draw(self, step: int) -> _Drawn | None:
-        """Draws the batch of the update after `step` updates and starts its transfer; None where there are not enough rows.
+        """The batch of the update after `step` updates, whose transfer has begun; None where there is none, or where process 0
+        tells of something else to do, which is done."""
+        if self.plan.leads:
+            return self._draw_here(step)
+        told = self.plan.share(_of_others)
+        if told["do"] == "update":
+            return self._place(told["rows"], takes_gap=told["takes_gap"])
+        if told["do"] == "publish":
+            self.publish_unless_there()
+        else:
+            self.is_stopped = True
+        return None
 
-        Rows that have come are integrated in any case: the next journal line tells of them. The draw itself leaves no trace.
-        """
+    def stop(self) -> None:
+        """Ends the loop of all processes, in process 0. A batch that they have been told of comes first."""
+        if self._next is None or self.plan.processes == 1:
+            self._next = None
+            self.plan.share(lambda: {"do": "stop"})
+            self.is_stopped = True
+
+    def _draw_here(self, step: int) -> _Drawn | None:
+        """Draws the batch, and shares it. Rows that have come are integrated in any case: the next journal line tells of them.
+        The draw itself leaves no trace."""
         with self.account.measure("integrate"):
             self.buffer.integrate(step=step)
         with self.account.measure("draw"):
@@ -241,19 +279,22 @@ class Trainer:
                 return None
             rows, ids = self.index.gather(slots), self.index.ids(slots)
             self._check_behavior(rows, ids)
-        return self._place(slots, rows, ids, step=step)
+            takes_gap = self._gap.is_loaded
+            self.plan.share(lambda: {"do": "update", "rows": rows, "takes_gap": takes_gap})
+        return self._place(rows, takes_gap=takes_gap, **self._facts(slots, rows, ids, step=step))
 
-    def _place(self, slots: np.ndarray, rows: trajectory.Rows, ids: Sequence[tuple[str, int]], *, step: int) -> _Drawn:
+    def _facts(self, slots: np.ndarray, rows: trajectory.Rows, ids: Sequence[tuple[str, int]], *, step: int) -> dict[str, Any]:
+        """Fields of _Drawn. A slot may hold another row once more rows are integrated, so all that is told is read now."""
+        return dict(slots=slots, ids=ids, provenance=self.buffer.provenance(slots, rows["reward"], step=step + 1))
+
+    def _place(self, rows: trajectory.Rows, **facts: Any) -> _Drawn:
         with self.account.measure("draw"):
-            # A slot may hold another row once more rows are integrated, so all that is told of the rows is read now.
-            provenance = self.buffer.provenance(slots, rows["reward"], step=step + 1)
-            self.group.call("place", rows)
             placed = self.program.place(rows)
         new = self.program.is_new(placed)
         telling = self.record.status.during("compiling the update") if new else contextlib.nullcontext()
         with self.account.measure("compile"), telling:
             self.program.compile_where_new(placed)
-        return _Drawn(slots=slots, ids=ids, rows=rows, provenance=provenance, placed=placed)
+        return _Drawn(rows=rows, placed=placed, **facts)
 
     def _submit_line(self, drawn: _Drawn) -> Future[None]:
         """Hands the journal line of the next step to the journal's thread, which also computes the hash of the batch."""
@@ -269,24 +310,25 @@ class Trainer:
         )
         return self._journal.submit(make_line)
 
-    def update(self, slots: np.ndarray, rows: trajectory.Rows, *, was_passed: bool = False) -> dict[str, Any]:
+    def update(self, rows: trajectory.Rows, *, slots: np.ndarray | None = None, was_passed: bool = False) -> dict[str, Any]:
         """One update on a journalled batch: its measurements, on the devices. Raises FloatingPointError where it is not finite.
 
-        Args: slots: int64[B]; rows: their content. was_passed: whether the journal shows that the run went on after this step.
+        Args: slots: int64[B], of the rows, in process 0. was_passed: whether the journal shows that the run went on after it.
         """
-        drawn = self._place(slots, rows, self.index.ids(slots), step=self.step_number)
+        facts = {} if slots is None else self._facts(slots, rows, self.index.ids(slots), step=self.step_number)
+        drawn = self._place(rows, **facts)
         return self._take_result(drawn, self._dispatch(drawn), was_passed=was_passed)
 
     def _dispatch(self, drawn: _Drawn) -> dict[str, Any]:
         """Starts the update on a batch. Returns its measurements, on the devices: they come when it is done."""
         # To let go of many arrays takes time, for which the devices would wait before they have the next update.
         consumed = self.program.state, self._last
-        self.group.call("update")
         measurements = self.program.dispatch(drawn.placed)
         self.account.is_dispatched(measurements["finite"].is_ready)
         self._last = drawn
         del consumed
-        self.index.mark_drawn(drawn.slots)
+        if drawn.slots is not None:
+            self.index.mark_drawn(drawn.slots)
         return measurements
 
     def _take_result(self, drawn: _Drawn, measurements: dict[str, Any], *, was_passed: bool = False) -> dict[str, Any]:
@@ -302,13 +344,12 @@ class Trainer:
         except FloatingPointError:
             self.checkpoints.stored.wait()  # the process may end now, and a checkpoint that is being written should not be torn
             raise
-        self.group.call("settle", step=self.step_number)
         self.program.move_reference(self.step_number)
         return measurements
 
-    def _follow_up(self, beside_policy: Mapping[str, bytes], *, settle: bool) -> None:
-        """Does what is due after a step. Args: beside_policy: files of a snapshot, see ReplayBuffer.beside_policy.
-        settle: whether the measurements of this step wait for the comparison of log-probs."""
+    def _follow_up(self, beside_policy: Mapping[str, bytes], *, takes_gap: bool, settle: bool) -> None:
+        """Does what is due after a step. Args: beside_policy: files of a snapshot, see ReplayBuffer.beside_policy. takes_gap: see
+        _Drawn. settle: whether the measurements of this step wait for the comparison of log-probs."""
         step, every = self.step_number, self.config.learner.logprob_gap_every_steps
         if self.publishing.is_due(step):
             with self.account.measure("publish"):
@@ -319,8 +360,8 @@ class Trainer:
                 self.save_checkpoint()
         with self.account.measure("logprob_gap"):
             if every and step % every == 0:
-                self._gap.begin(self.index, self.buffer.sampled_here())
-            if (gap := self._gap.take(self.program.frozen, wait=settle)) is not None:
+                self._gap.begin(self.plan.share(lambda: self._gap.pick(self.index, self.buffer.sampled_here())))
+            if (takes_gap or settle) and (gap := self._gap.take(self.program.frozen)) is not None:
                 self._last_gap = gap
 
     def publish_unless_there(self, *, by_this_process: bool = False) -> bool:
@@ -328,12 +369,14 @@ class Trainer:
         first away from whoever reads it. Returns whether it was published now."""
         missing = not self.publishing.is_there(self.step_number, by_this_process=by_this_process)
         if missing:
-            self.publishing.publish(self.program.policy_params, self.step_number, self.buffer.beside_policy())
+            beside = self.buffer.beside_policy() if self.plan.leads else {}
+            self.publishing.publish(self.program.policy_params, self.step_number, beside)
         return missing
 
     def publish_what_is_new(self) -> bool:
-        """Calls `publish_unless_there` once what is being published is there."""
+        """Calls `publish_unless_there` once what is being published is there, in all processes: of process 0."""
         self.publishing.wait()
+        self.plan.share(lambda: {"do": "publish"})
         return self.publish_unless_there()
 
     def shortage(self) -> str:
@@ -368,9 +411,11 @@ class Trainer:
         return {**sizes, "draws_per_row": draws / max(sizes["rows_seen"], 1), **self.account.shares()}
 
     def finish(self) -> None:
-        """Makes everything durable, checks that every row and every step is accounted for, and marks the run finished."""
+        """Makes everything durable; process 0 checks that every row and step is accounted for, and marks the run finished."""
         self.publishing.wait()
         self.checkpoints.stored.wait()
+        if not self.plan.leads:
+            return
         accounts = ledger.accounts(self.index, self.index.heads)
         unbalanced = {writer: account for writer, account in accounts.items() if not account.balances}
         try:
@@ -388,11 +433,10 @@ class Trainer:
 
     def close(self) -> None:
         """Stops the threads; what was handed to them is written first."""
-        self.publishing.wait()  # the others write their shards until then
-        self.group.call("close")
         if self.demand is not None:
             self.demand.close()
-        self.buffer.close()
+        if self.plan.leads:
+            self.buffer.close()
         self._scores.close()
         self.publishing.close()
         self.checkpoints.close()
