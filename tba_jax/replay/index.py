@@ -391,6 +391,7 @@ class ReplayIndex(Window):
         index._query_draws[numbers] = state["query_draws"]
         index._recent_draws[numbers] = state["recent_draws"]
         lost = Lost(known if known is not None else KnownGaps())
+        reader.expect(index.heads)
         for there, rows in read_back(state, reader, lost):
             index._put_back(there, rows, own=np.array([reader.is_own(index.writers[n]) for n in there["writer"].tolist()], bool))
         for gap in lost.all:

@@ -314,6 +314,7 @@ class Again:
     def _integrate(self, record: Mapping[str, Any], *, step: int) -> None:
         """What ReplayBuffer.integrate did when it made the record."""
         own = KnownGaps([record])
+        self._reader.expect(record["heads"])
         for writer, head in sorted(record["heads"].items()):
             if (begin := self._index.head(writer)) >= head:
                 continue

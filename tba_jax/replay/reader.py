@@ -159,8 +159,10 @@ class LogReader:
 
     def __init__(self, root: Place, shape: RowShape, *, mounts: Sequence[Place] = (), patience_seconds: float = 30.0):
         """Args: root: `RunDir.replay`. mounts: replay folders of other runs, which are only read. patience_seconds: how long
-        `read` waits for committed rows that storage does not show."""
+        `read` waits for committed rows that storage does not show; for those that it does not list, so long in all."""
         self.shape, self.root, self.patience_seconds = shape, root, patience_seconds
+        self._expected: dict[str, int] = {}
+        self._unlisted_seconds = 0.0  # that `read` has waited for rows that are not listed
         self._roots = [_Root(each) for each in dict.fromkeys((root, *mounts))]
         self._logs: dict[str, _Log] = {}
         # Writers whose rows appear when they are registered, and are not.
@@ -266,6 +268,10 @@ class LogReader:
         self._update(sweep=True)
         return {writer: log.head for writer, log in self._logs.items() if log.appends and writer not in self._hidden}
 
+    def expect(self, heads: Mapping[str, int]) -> None:
+        """Notes rows that were committed once, so that `read` waits for those of them that are not listed."""
+        self._expected |= heads
+
     def head(self, writer: str) -> int:
         """Committed rows of a writer, as of the last look."""
         return self._logs[writer].head if writer in self._logs and writer not in self._hidden else 0
@@ -337,11 +343,6 @@ class LogReader:
             return
         order = np.argsort(wanted, kind="stable")
         ascending = wanted[order]
-        if ascending[-1] >= self.head(writer) or ascending[0] < 0:
-            self._update(sweep=True)
-        if ascending[-1] >= (head := self.head(writer)) or ascending[0] < 0:
-            reason = f"rows 0 to {head - 1} are committed" if head else "its log is not there"
-            raise ValueError(f"rows {ascending[0]} to {ascending[-1]} of writer {writer} cannot be read: {reason}")
         for append, content in self._contents(self._covering(writer, ascending, wait=wait), wait=wait):
             begin, end = np.searchsorted(ascending, [append.first, append.stop])
             # Rows side by side, as the trainer reads them, are copied at once.
@@ -351,23 +352,31 @@ class LogReader:
 
     def _covering(self, writer: str, ascending: np.ndarray, *, wait: bool) -> list[Append]:
         """The appends that have these rows."""
-        log, found, at = self._logs[writer], [], 0
-        deadline, has_swept = time.monotonic() + self.patience_seconds, False
+        found: list[Append] = []
+        at, begin, has_swept, waited = 0, time.monotonic(), False, self._unlisted_seconds
         while at < len(ascending):
-            row = int(ascending[at])
-            if (append := log.at(row)) is not None:
+            row, log = int(ascending[at]), self._logs.get(writer)
+            append = log.at(row) if log is not None and writer not in self._hidden else None
+            if append is not None:
                 found.append(append)
                 at = int(np.searchsorted(ascending, append.stop))
                 continue
-            first, stop = row, log.after(row)
-            if wait and (not has_swept or not self.is_there(writer)) and time.monotonic() < deadline:
+            known = max(self.head(writer), self._expected.get(writer, 0))
+            patience = (self.patience_seconds - (waited if self.is_there(writer) else 0.0)) * (wait and row < known)
+            if row >= 0 and (not has_swept or time.monotonic() - begin < patience):
                 time.sleep(0.2 * has_swept)
                 has_swept = True
                 self._update(sweep=True)
+                self._unlisted_seconds = waited + time.monotonic() - begin
                 continue
             if not self.is_there(writer):
-                raise RowsPending(writer, first, stop, f"{log.root.place} is not there")
-            raise RowsGone(writer, first, stop, "retention has removed them, or storage does not show them")
+                raise RowsPending(writer, row, int(ascending[-1]) + 1, f"{self.root_of(writer)} is not there")
+            head = self.head(writer)
+            if not 0 <= row < known or not head:
+                reason = f"rows 0 to {head - 1} are committed" if head else "its log is not there"
+                raise ValueError(f"rows {row} to {ascending[-1]} of writer {writer} cannot be read: {reason}")
+            stop = self._logs[writer].after(row) if row < head else known
+            raise RowsGone(writer, row, stop, "retention has removed them, or storage does not show them")
         return found
 
     def _contents(self, appends: Sequence[Append], *, wait: bool) -> Iterator[tuple[Append, dict[str, np.ndarray]]]:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import tempfile
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -267,6 +268,30 @@ def test_rows_that_cannot_be_read_hold_nobody_up_and_come_late(tmp_path):
     again = index_of()
     assert not integrate_again(again, LogReader(tmp_path, SHAPE), *told, step=1)
     assert again.state() == index.state()
+
+
+@pytest.mark.parametrize("away", ["an append", "the last append", "all appends of a minute"])
+def test_a_resume_waits_for_rows_that_storage_does_not_list_yet(tmp_path, away):
+    """At a listing that lags, resident rows are not lost; those that do not come cost the reader's patience once."""
+    root = tmp_path / "log"
+    root.mkdir()
+    write(root, {"a": 4, "b": 4})
+    index = index_of()
+    follow(root, index, {"a": 4 * APPEND, "b": 4 * APPEND})
+    state = json.loads(json.dumps(index.state()))
+    hidden = {"an append": [1], "the last append": [3], "all appends of a minute": [0, 1, 2, 3]}[away]
+    timer = threading.Timer(0.5, lambda: [bring_back() for bring_back in back])
+    back = [hide(root, number) for number in hidden]
+    timer.start()
+    restored, lost = ReplayIndex.restore(state, LogReader(root, SHAPE), closed=tmp_path / "closed")
+    timer.join()
+    assert not lost and restored.state() == index.state()
+    hide(root, 1)
+    hide(root, 2, "b")
+    begin = time.monotonic()
+    _, lost = ReplayIndex.restore(state, LogReader(root, SHAPE, patience_seconds=1.0), closed=tmp_path / "closed")
+    assert {(gap.writer, gap.start, gap.stop) for gap in lost} == {("a", 16, 32), ("b", 32, 48)}, lost
+    assert 1.0 < time.monotonic() - begin < 1.9
 
 
 @pytest.mark.parametrize("away", ["append", "log"])
