@@ -311,8 +311,8 @@ class LogReader:
 
         Args: wait: for storage that lags or does not answer, at most patience_seconds; else RowsPending comes at once.
 
-        Raises: ValueError: the rows are not committed. RowsGone, LogCorruption, RowsPending: with the rows of one append, which
-        may begin before `start` or end behind `stop`.
+        Raises: RowsGone: rows are not committed, or not in the log any more. LogCorruption, RowsPending: with the rows of one
+        append, which may begin before `start` or end behind `stop`.
         """
         rows = self._empty(stop - start)
         self._fill(rows, writer, np.arange(start, stop), np.arange(stop - start), wait=wait)
@@ -339,9 +339,12 @@ class LogReader:
         ascending = wanted[order]
         if ascending[-1] >= self.head(writer) or ascending[0] < 0:
             self._update(sweep=True)
-        if ascending[-1] >= (head := self.head(writer)) or ascending[0] < 0:
+        if ascending[0] < 0:
+            raise ValueError(f"row {ascending[0]} of writer {writer} cannot be read: rows begin with 0")
+        if ascending[-1] >= (head := self.head(writer)):
             reason = f"rows 0 to {head - 1} are committed" if head else "its log is not there"
-            raise ValueError(f"rows {ascending[0]} to {ascending[-1]} of writer {writer} cannot be read: {reason}")
+            kind = RowsGone if self.is_there(writer) else RowsPending
+            raise kind(writer, max(int(ascending[0]), head), int(ascending[-1]) + 1, reason)
         for append, content in self._contents(self._covering(writer, ascending, wait=wait), wait=wait):
             begin, end = np.searchsorted(ascending, [append.first, append.stop])
             # Rows side by side, as the trainer reads them, are copied at once.
