@@ -266,6 +266,7 @@ class Checkpointing:
         self._lease.check()
         self._newest_step = step
         if self.stored.folder_of(step).exists():
+            self._lease.check(anew=True)  # else its successor wrote it
             self.set_aside(step, "a trainer that had been replaced wrote it meanwhile")
         self._buffer.close_silent()
         if self._expiry is not None:
