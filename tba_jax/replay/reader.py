@@ -246,8 +246,9 @@ class LogReader:
             self._moved.add(writer)
             if is_late or writer in root.late:
                 root.late[writer] = time.monotonic()
-                says = f"it says {append.minute} (UTC) when it is {minute_of(time.time())} here"
-                root.told[f"clock of {writer}"] = f"the clock of writer {writer} is behind: {says}"
+                says = f"it said {append.minute} (UTC) when it was {minute_of(time.time())} here"
+                # Once, for whoever logs the sentences: each append would say it in other words.
+                root.told.setdefault(f"clock of {writer}", f"the clock of writer {writer} is behind: {says}")
 
     def _forget(self, root: _Root, minute: str, names: set[str]) -> None:
         for name in names:

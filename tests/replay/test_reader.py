@@ -42,10 +42,13 @@ def test_rows_of_a_clock_that_is_hours_off_are_followed(tmp_path, monkeypatch, h
     off.append(make_rows(0, 4))
     reader.look()
     reader.look(sweep=True)
+    told = [*reader.problems.values()]
     for head in (8, 12):
+        monkeypatch.setattr(log_lib, "minute_of", lambda seconds, head=head: minute_of(seconds + 3600 * hours + 15 * head))
         off.append(make_rows(head - 4, 4))
         assert reader.look() == {"off"} and reader.head("off") == head
-    assert any("clock of writer off is behind" in each for each in reader.problems.values()) == (hours < 0)
+    assert [*reader.problems.values()] == told, "each sentence is said once"
+    assert any("clock of writer off is behind" in each for each in told) == (hours < 0)
     assert_rows(reader.read("off", 0, 12), make_rows(0, 12))
 
 
