@@ -65,7 +65,7 @@ class EpochLease:
 
     def check(self, *, anew: bool = False) -> None:
         """Raises StaleEpoch if a later trainer has taken over. Looks at storage only where the last renewal is a while ago: what
-        a trainer shows is fenced by itself. Args: anew: looks in any case: a host that was suspended has stood still its clock."""
+        a trainer shows is fenced by itself. Args: anew: looks in any case: while a host is suspended, its clock stands still."""
         if anew or self._stop.is_set() or time.monotonic() - self._confirmed > self._ttl_seconds / 2:
             self._look()
 
