@@ -328,6 +328,24 @@ def test_a_newest_append_that_is_lost_counts_as_damaged_when_a_resume_looks_for_
         assert account.balances and account.damaged == 16
 
 
+def test_what_a_resume_lost_stays_lost_beside_rows_that_were_passed_over(tmp_path):
+    """The lines after that resume were drawn without these rows, so the next resume leaves them out although they are back."""
+    write(tmp_path, {"a": 4})
+    taken_up = ledger.integration({"a": 64}, [ledger.Gap("a", 0, 16, "passed_over")])
+    lines = [{"step": 1, "visible": [taken_up], "writers": [], "rows": []}]
+    bring_back, first, second = hide(tmp_path, 2), index_of(), index_of()
+    reader = LogReader(tmp_path, SHAPE, patience_seconds=0.05)
+    once = Again(first, reader, Losses(), step=0)
+    once.do(lines[0])
+    lines.append({"step": 2, "visible": [ledger.loss(once.lost, since=0)], "writers": [], "rows": []})
+    bring_back()
+    reader.heads()
+    again = Again(second, reader, Losses(lines), step=0)
+    again.do(lines[0])
+    assert again.lost == []
+    assert sorted(first.slot_row[first.slot_query >= 0]) == sorted(second.slot_row[second.slot_query >= 0])
+
+
 @pytest.mark.parametrize("away", ["append", "log"])
 def test_what_comes_back_in_time_stays_in_its_place(tmp_path, away):
     """An append has the reader's patience, and a log whose whole place is away has all time."""
