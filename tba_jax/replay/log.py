@@ -224,12 +224,16 @@ class LogWriter:
 
 
 def remove(root: Place, appends: Iterable[Append]) -> None:
-    """Removes appends for good, and the folders of minutes that are empty then. Only the run's trainer may call it."""
+    """Removes appends for good, and the folders of minutes that are empty then. Only the run's trainer may call it.
+    Raises OSError: the storage refused."""
     gone = list(appends)
     store = places.open_store(root)
-    for begin in range(0, len(gone), _REMOVED_AT_ONCE):
-        for removal in [store.write(append.key, None) for append in gone[begin : begin + _REMOVED_AT_ONCE]]:
-            removal.result()
+    try:
+        for begin in range(0, len(gone), _REMOVED_AT_ONCE):
+            for removal in [store.write(append.key, None) for append in gone[begin : begin + _REMOVED_AT_ONCE]]:
+                removal.result()
+    except STORAGE_ERRORS as error:
+        raise OSError(f"appends in {root} could not be removed: {error}") from error
     if isinstance(root, Path):
         for minute in {append.minute for append in gone}:
             with contextlib.suppress(OSError):  # it holds other appends, or a writer puts one now and makes it again

@@ -9,6 +9,7 @@ from tba_jax.replay import log as log_lib
 from tba_jax.replay import reader as reader_lib
 from tba_jax.replay.log import minute_of, remove
 from tba_jax.replay.reader import LogCorruption, LogReader, RowsGone
+from tba_jax.run import processes, restart
 from tba_jax.trajectory import RowShape
 from tests.support.tiny_log import SHAPE, assert_rows, make_rows, objects, writer
 
@@ -90,6 +91,23 @@ def test_rows_that_retention_has_removed_are_told_from_damage(tmp_path):
             reader.read_ids([("w0", 13), ("w0", 25)])
         assert (told.value.writer, told.value.start, told.value.stop) == ("w0", 25, 36)
         assert_rows(reader.read("w0", 36, 52), make_rows(36, 16))
+
+
+def test_a_removal_that_storage_refuses_is_a_failure_of_storage(tmp_path, monkeypatch):
+    writer(tmp_path).append(make_rows(0, 4))
+    (reader := LogReader(tmp_path, SHAPE)).look()
+
+    class Refusing:
+        def write(self, *_):
+            return self
+
+        def result(self):
+            raise ValueError("UNAVAILABLE: try again later")
+
+    monkeypatch.setattr(log_lib.places, "open_store", lambda _: Refusing())
+    with pytest.raises(OSError, match="UNAVAILABLE") as told:
+        remove(tmp_path, reader.appends("w0"))
+    assert processes.exit_code(told.value) == restart.STORAGE_FAILED
 
 
 def test_a_late_writer_whose_appends_retention_has_removed_is_followed_no_more(tmp_path, monkeypatch):
