@@ -269,7 +269,8 @@ class LogReader:
 
     def head(self, writer: str) -> int:
         """Committed rows of a writer, as of the last look."""
-        return self._logs[writer].head if writer in self._logs and writer not in self._hidden else 0
+        log = self._logs.get(writer)
+        return 0 if log is None or writer in self._hidden else log.head
 
     def appends(self, writer: str, start: int = 0, stop: int | None = None) -> list[Append]:
         """The appends of a writer that have been seen and have rows of [start, stop), ascending."""
@@ -289,7 +290,7 @@ class LogReader:
 
     def is_own(self, writer: str) -> bool:
         """Whether a writer's rows are of this run; policy_step counts the steps of the run that a row is of."""
-        return writer not in self._logs or self._logs[writer].root is self._roots[0]
+        return (log := self._logs.get(writer)) is None or log.root is self._roots[0]
 
     def root_of(self, writer: str) -> Place:
         """The replay folder that has a writer's log."""
