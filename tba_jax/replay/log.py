@@ -121,7 +121,11 @@ def decode(content: bytes, append: Append, shape: RowShape) -> dict[str, np.ndar
         raise ValueError(f"its header lacks {error}") from error
     if different := difference(columns, parts, shape):
         raise ValueError(f"its rows have another schema: {different}")
-    body, wanted, rows, at = zlib.decompress(content[4 + size : -4]), shape.columns(), {}, 0
+    try:
+        body = zlib.decompress(content[4 + size : -4])
+    except zlib.error as error:
+        raise ValueError(f"its columns cannot be decompressed: {error}") from error
+    wanted, rows, at = shape.columns(), {}, 0
     for name, (dtype, row) in columns.items():
         count = header["rows"] * math.prod(row)
         if name in wanted:

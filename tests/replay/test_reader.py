@@ -2,6 +2,7 @@
 
 import os
 import time
+import zlib
 
 import pytest
 
@@ -31,6 +32,16 @@ def test_foreign_content_and_other_schemas_are_named(tmp_path):
         reader.read("good", 2, 5)
     with pytest.raises(ValueError, match="its log is not there"):
         reader.read("nobody", 0, 1)
+
+
+def test_columns_that_another_tool_compressed_are_damage(tmp_path):
+    writer(tmp_path).append(make_rows(0, 4))
+    (path,) = objects(tmp_path)
+    size = 4 + int.from_bytes((content := path.read_bytes())[:4], "little")
+    content = content[:size] + b"not by zlib"
+    path.write_bytes(content + zlib.crc32(content).to_bytes(4, "little"))
+    with pytest.raises(LogCorruption, match="cannot be decompressed"):
+        LogReader(tmp_path, SHAPE).read("w0", 0, 4)
 
 
 @pytest.mark.parametrize("hours", [-30, -3, 3, 30])
