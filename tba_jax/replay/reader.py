@@ -200,13 +200,11 @@ class LogReader:
         listed = root.listed(self._late_minutes(root), since)
         for minute, names in listed.items():
             seen = root.seen.setdefault(minute, set())
-            for name in set(names) - seen:
-                self._take(
-                    root, minute, name, is_late=sweep and root.looked > 0 and minute < minute_of(root.looked - _SKEW_SECONDS)
-                )
+            is_late = sweep and root.looked > 0 and minute < minute_of(root.looked - _SKEW_SECONDS)
+            taken = {name for name in set(names) - seen if self._take(root, minute, name, is_late=is_late)}
             if sweep:
                 self._forget(root, minute, seen - set(names))
-            seen.update(names)
+            seen.update(taken)
         if sweep:
             there = set(places.names_in(root.place)) if isinstance(root.place, Path) else listed.keys()
             for minute in root.seen.keys() - there:
@@ -226,12 +224,13 @@ class LogReader:
             minutes |= dict.fromkeys(minute_of(newest + 60 * ahead) for ahead in range(3 + _LATE_SECONDS // 300))
         return list(minutes)[:_MOST_LATE_MINUTES]
 
-    def _take(self, root: _Root, minute: str, name: str, *, is_late: bool) -> None:
+    def _take(self, root: _Root, minute: str, name: str, *, is_late: bool) -> bool:
+        """Takes an append up, or says why not. Returns whether that stays so."""
         append = Append.of(minute, name) if is_minute(minute) else None
         if append is None:
             if not name.endswith(_DEBRIS) and len(root.told) < _MOST_SENTENCES:
                 root.told[name] = f"{root.place / minute / name} is ignored: it is no append"
-            return
+            return True
         writer = append.writer
         if writer not in self._logs:
             self._logs[writer] = _Log(root)
@@ -242,13 +241,16 @@ class LogReader:
             root.told[writer] = f"the rows of writer {writer} in {root.place} are ignored: those in {log.root.place} are read"
         elif not log.add(append):
             root.told[writer] = f"{root.place / append.key} is ignored: another append of writer {writer} has some of its rows"
+            return False  # the other one may be of an attempt that was interrupted, and go
         else:
+            root.told.pop(writer, None)
             self._moved.add(writer)
             if is_late or writer in root.late:
                 root.late[writer] = time.monotonic()
                 says = f"it said {append.minute} (UTC) when it was {minute_of(time.time())} here"
                 # Once, for whoever logs the sentences: each append would say it in other words.
                 root.told.setdefault(f"clock of {writer}", f"the clock of writer {writer} is behind: {says}")
+        return True
 
     def _forget(self, root: _Root, minute: str, names: set[str]) -> None:
         for name in names:
