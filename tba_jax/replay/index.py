@@ -376,7 +376,7 @@ class ReplayIndex(Window):
         Args: closed: RunDir.closed. known: gaps of the journal. Rows in them are no longer resident, and count as damaged.
 
         Returns the index, and new gaps: rows that were resident and cannot be read back. They are left out like the known ones.
-        Raises RowsPending: storage does not answer. ValueError: a writer of resident rows is gone.
+        Raises RowsPending: storage does not answer.
         """
         index = cls(shape=reader.shape, vocab_size=state["vocab_size"], reference_id=reference_id, **state["rules"])
         index.writers, index.heads = list(state["writers"]), dict(state["heads"])

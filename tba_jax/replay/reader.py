@@ -202,13 +202,11 @@ class LogReader:
         listed = root.listed(self._late_minutes(root), since)
         for minute, names in listed.items():
             seen = root.seen.setdefault(minute, set())
-            for name in set(names) - seen:
-                self._take(
-                    root, minute, name, is_late=sweep and root.looked > 0 and minute < minute_of(root.looked - _SKEW_SECONDS)
-                )
+            is_late = sweep and root.looked > 0 and minute < minute_of(root.looked - _SKEW_SECONDS)
+            taken = {name for name in set(names) - seen if self._take(root, minute, name, is_late=is_late)}
             if sweep:
                 self._forget(root, minute, seen - set(names))
-            seen.update(names)
+            seen.update(taken)
         if sweep:
             there = set(places.names_in(root.place)) if isinstance(root.place, Path) else listed.keys()
             for minute in root.seen.keys() - there:
@@ -228,12 +226,13 @@ class LogReader:
             minutes |= dict.fromkeys(minute_of(newest + 60 * ahead) for ahead in range(3 + _LATE_SECONDS // 300))
         return list(minutes)[:_MOST_LATE_MINUTES]
 
-    def _take(self, root: _Root, minute: str, name: str, *, is_late: bool) -> None:
+    def _take(self, root: _Root, minute: str, name: str, *, is_late: bool) -> bool:
+        """Takes an append up, or says why not. Returns whether that stays so."""
         append = Append.of(minute, name) if is_minute(minute) else None
         if append is None:
             if not name.endswith(_DEBRIS) and len(root.told) < _MOST_SENTENCES:
                 root.told[name] = f"{root.place / minute / name} is ignored: it is no append"
-            return
+            return True
         writer = append.writer
         if writer not in self._logs:
             self._logs[writer] = _Log(root)
@@ -244,12 +243,16 @@ class LogReader:
             root.told[writer] = f"the rows of writer {writer} in {root.place} are ignored: those in {log.root.place} are read"
         elif not log.add(append):
             root.told[writer] = f"{root.place / append.key} is ignored: another append of writer {writer} has some of its rows"
+            return False  # the other one may be of an attempt that was interrupted, and go
         else:
+            root.told.pop(writer, None)
             self._moved.add(writer)
             if is_late or writer in root.late:
                 root.late[writer] = time.monotonic()
-                says = f"it says {append.minute} (UTC) when it is {minute_of(time.time())} here"
-                root.told[f"clock of {writer}"] = f"the clock of writer {writer} is behind: {says}"
+                says = f"it said {append.minute} (UTC) when it was {minute_of(time.time())} here"
+                # Once, for whoever logs the sentences: each append would say it in other words.
+                root.told.setdefault(f"clock of {writer}", f"the clock of writer {writer} is behind: {says}")
+        return True
 
     def _forget(self, root: _Root, minute: str, names: set[str]) -> None:
         for name in names:
@@ -274,7 +277,8 @@ class LogReader:
 
     def head(self, writer: str) -> int:
         """Committed rows of a writer, as of the last look."""
-        return self._logs[writer].head if writer in self._logs and writer not in self._hidden else 0
+        log = self._logs.get(writer)
+        return 0 if log is None or writer in self._hidden else log.head
 
     def appends(self, writer: str, start: int = 0, stop: int | None = None) -> list[Append]:
         """The appends of a writer that have been seen and have rows of [start, stop), ascending."""
@@ -294,7 +298,7 @@ class LogReader:
 
     def is_own(self, writer: str) -> bool:
         """Whether a writer's rows are of this run; policy_step counts the steps of the run that a row is of."""
-        return writer not in self._logs or self._logs[writer].root is self._roots[0]
+        return (log := self._logs.get(writer)) is None or log.root is self._roots[0]
 
     def root_of(self, writer: str) -> Place:
         """The replay folder that has a writer's log."""
@@ -317,8 +321,8 @@ class LogReader:
 
         Args: wait: for storage that lags or does not answer, at most patience_seconds; else RowsPending comes at once.
 
-        Raises: ValueError: the rows are not committed. RowsGone, LogCorruption, RowsPending: with the rows of one append, which
-        may begin before `start` or end behind `stop`.
+        Raises: RowsGone: rows are not committed, or not in the log any more. LogCorruption, RowsPending: with the rows of one
+        append, which may begin before `start` or end behind `stop`.
         """
         rows = self._empty(stop - start)
         self._fill(rows, writer, np.arange(start, stop), np.arange(stop - start), wait=wait)
@@ -361,22 +365,23 @@ class LogReader:
                 found.append(append)
                 at = int(np.searchsorted(ascending, append.stop))
                 continue
-            known = max(self.head(writer), self._expected.get(writer, 0))
-            patience = (self.patience_seconds - (waited if self.is_there(writer) else 0.0)) * (wait and row < known)
+            expected, is_there = self._expected.get(writer, 0), self.is_there(writer)
+            patience = self.patience_seconds - waited * is_there if wait and (row < expected or not is_there) else 0.0
             if row >= 0 and (not has_swept or time.monotonic() - begin < patience):
                 time.sleep(0.2 * has_swept)
                 has_swept = True
                 self._update(sweep=True)
                 self._unlisted_seconds = waited + time.monotonic() - begin
                 continue
-            if not self.is_there(writer):
-                raise RowsPending(writer, row, int(ascending[-1]) + 1, f"{self.root_of(writer)} is not there")
+            if row < 0:
+                raise ValueError(f"row {row} of writer {writer} cannot be read: rows begin with 0")
             head = self.head(writer)
-            if not 0 <= row < known or not head:
-                reason = f"rows 0 to {head - 1} are committed" if head else "its log is not there"
-                raise ValueError(f"rows {row} to {ascending[-1]} of writer {writer} cannot be read: {reason}")
-            stop = self._logs[writer].after(row) if row < head else known
-            raise RowsGone(writer, row, stop, "retention has removed them, or storage does not show them")
+            stop = self._logs[writer].after(row) if row < head else max(expected, int(ascending[-1]) + 1)
+            if not is_there:
+                raise RowsPending(writer, row, stop, f"{self.root_of(writer)} is not there")
+            if row < max(head, expected) and head:
+                raise RowsGone(writer, row, stop, "retention has removed them, or storage does not show them")
+            raise RowsGone(writer, row, stop, f"rows 0 to {head - 1} are committed" if head else "its log is not there")
         return found
 
     def _contents(self, appends: Sequence[Append], *, wait: bool) -> Iterator[tuple[Append, dict[str, np.ndarray]]]:

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tba_jax.commands.append import write_whole
 from tba_jax.replay import log as log_lib
-from tba_jax.replay.log import LogWriter
+from tba_jax.replay.log import LogWriter, minute_of
 from tba_jax.replay.reader import LogCorruption, LogReader
 from tba_jax.storage import places
 from tests.run.test_processes import files_of_at_most
@@ -73,6 +74,20 @@ def test_given_rows_appear_together_when_they_are_registered(tmp_path):
     assert_rows(reader.read("given-1", 0, 16), make_rows(0, 16))
     with pytest.raises(ValueError, match="never reused"):
         log.claim()
+
+
+def test_given_rows_are_all_read_by_who_saw_an_attempt_that_was_interrupted(tmp_path, monkeypatch):
+    first = LogWriter(tmp_path, "given-1", SHAPE, claim=False, info={})
+    first.append(make_rows(0, 4))
+    reader = LogReader(tmp_path, SHAPE)
+    reader.look()
+    monkeypatch.setattr(log_lib, "minute_of", lambda seconds: minute_of(seconds + 60))
+    write_whole(tmp_path, "given-1", SHAPE, [make_rows(0, 4), make_rows(4, 4)], info={})
+    reader.look()
+    for _ in range(2):
+        reader.look(sweep=True)
+    assert reader.kept("given-1") == [range(8)] and not reader.problems
+    assert_rows(reader.read("given-1", 0, 8), make_rows(0, 8))
 
 
 def test_a_full_disk_refuses_appends_and_keeps_committed_ones(tmp_path):
