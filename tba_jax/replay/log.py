@@ -37,7 +37,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,89}")
 WRITER_NAME = re.compile(rf"(?!{REGISTER}$)[a-z0-9][a-z0-9-]{{0,99}}")
 LAYOUT = "append-1"
 _REMOVED_AT_ONCE = 64
-_MINUTE = re.compile(r"\d{8}T\d{4}")
+_MINUTE = re.compile(r"[1-9]\d{3}(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])T([01]\d|2[0-3])[0-5]\d")
 _APPEND = re.compile(r"([a-z0-9][a-z0-9-]{0,99})\.(\d{1,18})-(\d{1,18})")
 
 

@@ -119,6 +119,11 @@ class _Root:
         self.late: dict[str, float] = {}
         self.told: dict[str, str] = {}
 
+    def tell(self, name: str, sentence: str) -> None:
+        """Keeps a sentence about a file or writer; of very many, the first."""
+        if name in self.told or len(self.told) < _MOST_SENTENCES:
+            self.told[name] = sentence
+
     def listed(self, minutes: Sequence[str], since: str) -> dict[str, list[str]]:
         """Minute -> all names in it, of these minutes and of those from `since` on; "": of all.
         On a local folder, of all leaves out the minutes that have not changed. Raises places.STORAGE_ERRORS."""
@@ -230,8 +235,8 @@ class LogReader:
         """Takes an append up, or says why not. Returns whether that stays so."""
         append = Append.of(minute, name) if is_minute(minute) else None
         if append is None:
-            if not name.endswith(_DEBRIS) and len(root.told) < _MOST_SENTENCES:
-                root.told[name] = f"{root.place / minute / name} is ignored: it is no append"
+            if not name.endswith(_DEBRIS):
+                root.tell(name, f"{root.place / minute / name} is ignored: it is no append")
             return True
         writer = append.writer
         if writer not in self._logs:
@@ -240,9 +245,9 @@ class LogReader:
                 self._hidden.add(writer)
         log = self._logs[writer]
         if log.root is not root:
-            root.told[writer] = f"the rows of writer {writer} in {root.place} are ignored: those in {log.root.place} are read"
+            root.tell(writer, f"the rows of writer {writer} in {root.place} are ignored: those in {log.root.place} are read")
         elif not log.add(append):
-            root.told[writer] = f"{root.place / append.key} is ignored: another append of writer {writer} has some of its rows"
+            root.tell(writer, f"{root.place / append.key} is ignored: another append of writer {writer} has some of its rows")
             return False  # the other one may be of an attempt that was interrupted, and go
         else:
             root.told.pop(writer, None)
@@ -251,7 +256,8 @@ class LogReader:
                 root.late[writer] = time.monotonic()
                 says = f"it said {append.minute} (UTC) when it was {minute_of(time.time())} here"
                 # Once, for whoever logs the sentences: each append would say it in other words.
-                root.told.setdefault(f"clock of {writer}", f"the clock of writer {writer} is behind: {says}")
+                if (clock := f"clock of {writer}") not in root.told:
+                    root.tell(clock, f"the clock of writer {writer} is behind: {says}")
         return True
 
     def _forget(self, root: _Root, minute: str, names: set[str]) -> None:
