@@ -312,15 +312,14 @@ c.learner.mesh.tensor = setting(1, free=True)
 
 c.publish = ConfigDict()
 c.publish.every_steps = setting(2, at_least=1)  # k
-# A trainer that has waited for rows so long publishes what it has, or lets searchers go on that wait for a newer snapshot.
+# A trainer that has waited for rows so long publishes what it has.
 c.publish.at_most_seconds = setting(30.0, above=0, free=True)
 c.publish.keep = setting(0, at_least=3, or_zero=True, free=True)  # newest snapshots that are kept, besides evaluated ones; 0: all
 # A snapshot that is not kept any more is removed this much later: readers have so long to read it.
 c.publish.keep_seconds = setting(60.0, at_least=0, free=True)
 c.publish.dtype = setting("float32", one_of=("float32", "bfloat16"))
-# Of snapshots in bfloat16 every n-th, and each that stays for good, is full; the others are lossless differences from it.
-# Of snapshots that are not float32, every n-th is full and the others are lossless deltas: few bytes, and more work on both sides
-# than a local disk takes to read and write a full one. 1: all are full.
+# Of snapshots that are not float32, every n-th and each that stays for good is full, and the others are lossless deltas: few
+# bytes, and more work on both sides than a local disk takes to read and write a full one. 1: all are full.
 c.publish.full_every = setting(1, at_least=1, free=True)
 
 c.checkpoint = ConfigDict()

@@ -376,7 +376,7 @@ class ReplayIndex(Window):
         Args: closed: RunDir.closed. known: gaps of the journal. Rows in them are no longer resident, and count as damaged.
 
         Returns the index, and new gaps: rows that were resident and cannot be read back. They are left out like the known ones.
-        Raises RowsPending: storage does not answer. ValueError: a writer of resident rows is gone.
+        Raises RowsPending: storage does not answer.
         """
         index = cls(shape=reader.shape, vocab_size=state["vocab_size"], reference_id=reference_id, **state["rules"])
         index.writers, index.heads = list(state["writers"]), dict(state["heads"])
@@ -391,6 +391,7 @@ class ReplayIndex(Window):
         index._query_draws[numbers] = state["query_draws"]
         index._recent_draws[numbers] = state["recent_draws"]
         lost = Lost(known if known is not None else KnownGaps())
+        reader.expect(index.heads)
         for there, rows in read_back(state, reader, lost):
             index._put_back(there, rows, own=np.array([reader.is_own(index.writers[n]) for n in there["writer"].tolist()], bool))
         for gap in lost.all:

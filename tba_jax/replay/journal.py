@@ -314,10 +314,12 @@ class Again:
     def _integrate(self, record: Mapping[str, Any], *, step: int) -> None:
         """What ReplayBuffer.integrate did when it made the record."""
         own = KnownGaps([record])
+        self._reader.expect(record["heads"])
         for writer, head in sorted(record["heads"].items()):
             if (begin := self._index.head(writer)) >= head:
                 continue
-            known = own.within(writer, begin, head) or self._lost_before.within(writer, begin, head)
+            known = [*own.within(writer, begin, head), *self._lost_before.within(writer, begin, head)]
+            known.sort(key=lambda gap: gap.start)
             part = read_part(self._reader, writer, begin, head, known, wait=True)
             take_part(self._index, self._reader, writer, part, step=step)
             self.lost += [gap for gap in part.gaps if gap not in known]

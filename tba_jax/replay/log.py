@@ -37,7 +37,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,89}")
 WRITER_NAME = re.compile(rf"(?!{REGISTER}$)[a-z0-9][a-z0-9-]{{0,99}}")
 LAYOUT = "append-1"
 _REMOVED_AT_ONCE = 64
-_MINUTE = re.compile(r"\d{8}T\d{4}")
+_MINUTE = re.compile(r"[1-9]\d{3}(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])T([01]\d|2[0-3])[0-5]\d")
 _APPEND = re.compile(r"([a-z0-9][a-z0-9-]{0,99})\.(\d{1,18})-(\d{1,18})")
 
 
@@ -121,7 +121,11 @@ def decode(content: bytes, append: Append, shape: RowShape) -> dict[str, np.ndar
         raise ValueError(f"its header lacks {error}") from error
     if different := difference(columns, parts, shape):
         raise ValueError(f"its rows have another schema: {different}")
-    body, wanted, rows, at = zlib.decompress(content[4 + size : -4]), shape.columns(), {}, 0
+    try:
+        body = zlib.decompress(content[4 + size : -4])
+    except zlib.error as error:
+        raise ValueError(f"its columns cannot be decompressed: {error}") from error
+    wanted, rows, at = shape.columns(), {}, 0
     for name, (dtype, row) in columns.items():
         count = header["rows"] * math.prod(row)
         if name in wanted:
@@ -224,12 +228,16 @@ class LogWriter:
 
 
 def remove(root: Place, appends: Iterable[Append]) -> None:
-    """Removes appends for good, and the folders of minutes that are empty then. Only the run's trainer may call it."""
+    """Removes appends for good, and the folders of minutes that are empty then. Only the run's trainer may call it.
+    Raises OSError: the storage refused."""
     gone = list(appends)
     store = places.open_store(root)
-    for begin in range(0, len(gone), _REMOVED_AT_ONCE):
-        for removal in [store.write(append.key, None) for append in gone[begin : begin + _REMOVED_AT_ONCE]]:
-            removal.result()
+    try:
+        for begin in range(0, len(gone), _REMOVED_AT_ONCE):
+            for removal in [store.write(append.key, None) for append in gone[begin : begin + _REMOVED_AT_ONCE]]:
+                removal.result()
+    except STORAGE_ERRORS as error:
+        raise OSError(f"appends in {root} could not be removed: {error}") from error
     if isinstance(root, Path):
         for minute in {append.minute for append in gone}:
             with contextlib.suppress(OSError):  # it holds other appends, or a writer puts one now and makes it again

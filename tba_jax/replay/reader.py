@@ -119,6 +119,11 @@ class _Root:
         self.late: dict[str, float] = {}
         self.told: dict[str, str] = {}
 
+    def tell(self, name: str, sentence: str) -> None:
+        """Keeps a sentence about a file or writer; of very many, the first."""
+        if name in self.told or len(self.told) < _MOST_SENTENCES:
+            self.told[name] = sentence
+
     def listed(self, minutes: Sequence[str], since: str) -> dict[str, list[str]]:
         """Minute -> all names in it, of these minutes and of those from `since` on; "": of all.
         On a local folder, of all leaves out the minutes that have not changed. Raises places.STORAGE_ERRORS."""
@@ -159,8 +164,10 @@ class LogReader:
 
     def __init__(self, root: Place, shape: RowShape, *, mounts: Sequence[Place] = (), patience_seconds: float = 30.0):
         """Args: root: `RunDir.replay`. mounts: replay folders of other runs, which are only read. patience_seconds: how long
-        `read` waits for committed rows that storage does not show."""
+        `read` waits for committed rows that storage does not show; for those that it does not list, so long in all."""
         self.shape, self.root, self.patience_seconds = shape, root, patience_seconds
+        self._expected: dict[str, int] = {}
+        self._unlisted_seconds = 0.0  # that `read` has waited for rows that are not listed
         self._roots = [_Root(each) for each in dict.fromkeys((root, *mounts))]
         self._logs: dict[str, _Log] = {}
         # Writers whose rows appear when they are registered, and are not.
@@ -200,13 +207,11 @@ class LogReader:
         listed = root.listed(self._late_minutes(root), since)
         for minute, names in listed.items():
             seen = root.seen.setdefault(minute, set())
-            for name in set(names) - seen:
-                self._take(
-                    root, minute, name, is_late=sweep and root.looked > 0 and minute < minute_of(root.looked - _SKEW_SECONDS)
-                )
+            is_late = sweep and root.looked > 0 and minute < minute_of(root.looked - _SKEW_SECONDS)
+            taken = {name for name in set(names) - seen if self._take(root, minute, name, is_late=is_late)}
             if sweep:
                 self._forget(root, minute, seen - set(names))
-            seen.update(names)
+            seen.update(taken)
         if sweep:
             there = set(places.names_in(root.place)) if isinstance(root.place, Path) else listed.keys()
             for minute in root.seen.keys() - there:
@@ -226,12 +231,13 @@ class LogReader:
             minutes |= dict.fromkeys(minute_of(newest + 60 * ahead) for ahead in range(3 + _LATE_SECONDS // 300))
         return list(minutes)[:_MOST_LATE_MINUTES]
 
-    def _take(self, root: _Root, minute: str, name: str, *, is_late: bool) -> None:
+    def _take(self, root: _Root, minute: str, name: str, *, is_late: bool) -> bool:
+        """Takes an append up, or says why not. Returns whether that stays so."""
         append = Append.of(minute, name) if is_minute(minute) else None
         if append is None:
-            if not name.endswith(_DEBRIS) and len(root.told) < _MOST_SENTENCES:
-                root.told[name] = f"{root.place / minute / name} is ignored: it is no append"
-            return
+            if not name.endswith(_DEBRIS):
+                root.tell(name, f"{root.place / minute / name} is ignored: it is no append")
+            return True
         writer = append.writer
         if writer not in self._logs:
             self._logs[writer] = _Log(root)
@@ -239,15 +245,20 @@ class LogReader:
                 self._hidden.add(writer)
         log = self._logs[writer]
         if log.root is not root:
-            root.told[writer] = f"the rows of writer {writer} in {root.place} are ignored: those in {log.root.place} are read"
+            root.tell(writer, f"the rows of writer {writer} in {root.place} are ignored: those in {log.root.place} are read")
         elif not log.add(append):
-            root.told[writer] = f"{root.place / append.key} is ignored: another append of writer {writer} has some of its rows"
+            root.tell(writer, f"{root.place / append.key} is ignored: another append of writer {writer} has some of its rows")
+            return False  # the other one may be of an attempt that was interrupted, and go
         else:
+            root.told.pop(writer, None)
             self._moved.add(writer)
             if is_late or writer in root.late:
                 root.late[writer] = time.monotonic()
-                says = f"it says {append.minute} (UTC) when it is {minute_of(time.time())} here"
-                root.told[f"clock of {writer}"] = f"the clock of writer {writer} is behind: {says}"
+                says = f"it said {append.minute} (UTC) when it was {minute_of(time.time())} here"
+                # Once, for whoever logs the sentences: each append would say it in other words.
+                if (clock := f"clock of {writer}") not in root.told:
+                    root.tell(clock, f"the clock of writer {writer} is behind: {says}")
+        return True
 
     def _forget(self, root: _Root, minute: str, names: set[str]) -> None:
         for name in names:
@@ -266,9 +277,14 @@ class LogReader:
         self._update(sweep=True)
         return {writer: log.head for writer, log in self._logs.items() if log.appends and writer not in self._hidden}
 
+    def expect(self, heads: Mapping[str, int]) -> None:
+        """Notes rows that were committed once, so that `read` waits for those of them that are not listed."""
+        self._expected |= heads
+
     def head(self, writer: str) -> int:
         """Committed rows of a writer, as of the last look."""
-        return self._logs[writer].head if writer in self._logs and writer not in self._hidden else 0
+        log = self._logs.get(writer)
+        return 0 if log is None or writer in self._hidden else log.head
 
     def appends(self, writer: str, start: int = 0, stop: int | None = None) -> list[Append]:
         """The appends of a writer that have been seen and have rows of [start, stop), ascending."""
@@ -288,7 +304,7 @@ class LogReader:
 
     def is_own(self, writer: str) -> bool:
         """Whether a writer's rows are of this run; policy_step counts the steps of the run that a row is of."""
-        return writer not in self._logs or self._logs[writer].root is self._roots[0]
+        return (log := self._logs.get(writer)) is None or log.root is self._roots[0]
 
     def root_of(self, writer: str) -> Place:
         """The replay folder that has a writer's log."""
@@ -311,8 +327,8 @@ class LogReader:
 
         Args: wait: for storage that lags or does not answer, at most patience_seconds; else RowsPending comes at once.
 
-        Raises: ValueError: the rows are not committed. RowsGone, LogCorruption, RowsPending: with the rows of one append, which
-        may begin before `start` or end behind `stop`.
+        Raises: RowsGone: rows are not committed, or not in the log any more. LogCorruption, RowsPending: with the rows of one
+        append, which may begin before `start` or end behind `stop`.
         """
         rows = self._empty(stop - start)
         self._fill(rows, writer, np.arange(start, stop), np.arange(stop - start), wait=wait)
@@ -337,11 +353,6 @@ class LogReader:
             return
         order = np.argsort(wanted, kind="stable")
         ascending = wanted[order]
-        if ascending[-1] >= self.head(writer) or ascending[0] < 0:
-            self._update(sweep=True)
-        if ascending[-1] >= (head := self.head(writer)) or ascending[0] < 0:
-            reason = f"rows 0 to {head - 1} are committed" if head else "its log is not there"
-            raise ValueError(f"rows {ascending[0]} to {ascending[-1]} of writer {writer} cannot be read: {reason}")
         for append, content in self._contents(self._covering(writer, ascending, wait=wait), wait=wait):
             begin, end = np.searchsorted(ascending, [append.first, append.stop])
             # Rows side by side, as the trainer reads them, are copied at once.
@@ -351,23 +362,32 @@ class LogReader:
 
     def _covering(self, writer: str, ascending: np.ndarray, *, wait: bool) -> list[Append]:
         """The appends that have these rows."""
-        log, found, at = self._logs[writer], [], 0
-        deadline, has_swept = time.monotonic() + self.patience_seconds, False
+        found: list[Append] = []
+        at, begin, has_swept, waited = 0, time.monotonic(), False, self._unlisted_seconds
         while at < len(ascending):
-            row = int(ascending[at])
-            if (append := log.at(row)) is not None:
+            row, log = int(ascending[at]), self._logs.get(writer)
+            append = log.at(row) if log is not None and writer not in self._hidden else None
+            if append is not None:
                 found.append(append)
                 at = int(np.searchsorted(ascending, append.stop))
                 continue
-            first, stop = row, log.after(row)
-            if wait and (not has_swept or not self.is_there(writer)) and time.monotonic() < deadline:
+            expected, is_there = self._expected.get(writer, 0), self.is_there(writer)
+            patience = self.patience_seconds - waited * is_there if wait and (row < expected or not is_there) else 0.0
+            if row >= 0 and (not has_swept or time.monotonic() - begin < patience):
                 time.sleep(0.2 * has_swept)
                 has_swept = True
                 self._update(sweep=True)
+                self._unlisted_seconds = waited + time.monotonic() - begin
                 continue
-            if not self.is_there(writer):
-                raise RowsPending(writer, first, stop, f"{log.root.place} is not there")
-            raise RowsGone(writer, first, stop, "retention has removed them, or storage does not show them")
+            if row < 0:
+                raise ValueError(f"row {row} of writer {writer} cannot be read: rows begin with 0")
+            head = self.head(writer)
+            stop = self._logs[writer].after(row) if row < head else max(expected, int(ascending[-1]) + 1)
+            if not is_there:
+                raise RowsPending(writer, row, stop, f"{self.root_of(writer)} is not there")
+            if row < max(head, expected) and head:
+                raise RowsGone(writer, row, stop, "retention has removed them, or storage does not show them")
+            raise RowsGone(writer, row, stop, f"rows 0 to {head - 1} are committed" if head else "its log is not there")
         return found
 
     def _contents(self, appends: Sequence[Append], *, wait: bool) -> Iterator[tuple[Append, dict[str, np.ndarray]]]:

@@ -77,16 +77,13 @@ def read_part(reader: LogReader, writer: str, begin: int, end: int, known: Seque
     part, bounds = Part(begin, [], []), [*known, Gap(writer, end, end, "")]
     for gap in bounds:
         while part.head < gap.start:
-            try:
-                _read_into(part, reader, writer, min(part.head + _ROWS_PER_READ, gap.start), wait=wait)
-            except Unreadable as error:
-                if error.start > part.head:
-                    _read_into(part, reader, writer, error.start, wait=wait)
-                if not wait:
-                    part.error = error
-                    return part
-                if isinstance(error, RowsPending):
-                    raise
+            error = _read_into(part, reader, writer, min(part.head + _ROWS_PER_READ, gap.start), wait=wait)
+            if error is not None and not wait:
+                part.error = error
+                return part
+            if isinstance(error, RowsPending):
+                raise error
+            if error is not None:
                 part.gaps.append(Gap(writer, part.head, min(error.stop, gap.start), "damaged", error.reason))
                 part.head = part.gaps[-1].stop
         if gap.stop > part.head:
@@ -96,14 +93,20 @@ def read_part(reader: LogReader, writer: str, begin: int, end: int, known: Seque
     return part
 
 
-def _read_into(part: Part, reader: LogReader, writer: str, stop: int, *, wait: bool) -> None:
-    """Adds the rows up to `stop` to a part, one run an append."""
-    begin = part.head
-    rows = reader.read(writer, begin, stop, wait=wait)
-    for append in reader.appends(writer, begin, stop):
-        there = slice(max(append.first - begin, 0), append.stop - begin)
-        part.runs.append((append.first, {name: column[there] for name, column in rows.items()}))
-    part.head = stop
+def _read_into(part: Part, reader: LogReader, writer: str, stop: int, *, wait: bool) -> Unreadable | None:
+    """Adds the rows up to `stop` to a part, one run an append, or those up to the first that cannot be read. Returns why not."""
+    error: Unreadable | None = None
+    while (begin := part.head) < stop:
+        try:
+            rows = reader.read(writer, begin, stop, wait=wait)
+        except Unreadable as found:  # the rows before it may have a trouble of their own
+            error, stop = found, max(found.start, begin)
+            continue
+        for append in reader.appends(writer, begin, stop):
+            there = slice(max(append.first - begin, 0), append.stop - begin)
+            part.runs.append((append.first, {name: column[there] for name, column in rows.items()}))
+        part.head = stop
+    return error
 
 
 def take_part(index: ReplayIndex, reader: LogReader, writer: str, part: Part, *, step: int) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import re
 import threading
+import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,9 @@ from tba_jax.storage.places import Bucket, Place
 _NAME = re.compile(r"(\d{6,})-(\d{10,})")
 # The first file of an epoch stays for so many epochs: who is late by less to take the same epoch finds that it is taken.
 _EPOCHS_REMEMBERED = 8
-_CONTENDERS = 4
+# So many versions stay, because a loss of power may damage the last ones.
+_WHOLE = 3
+_CONTENDERS, _AGAIN_SECONDS = 4, 0.01
 
 
 class StaleEpoch(RuntimeError):
@@ -65,6 +68,7 @@ def read(place: Place, last: Version = NOTHING) -> Version:
                 with contextlib.suppress(ValueError):
                     return Version(*numbers[-1], json.loads(places.read_bytes(place / _name(number))))
         except FileNotFoundError:  # a newer one has come
+            time.sleep(_AGAIN_SECONDS)
             continue
         return Version(*numbers[-1]) if numbers else NOTHING
 
@@ -85,9 +89,14 @@ def replace(place: Place, before: Version, value: Any, *, epoch: int) -> Version
     numbers = _numbers(place)
     if not numbers or numbers[-1] != number:
         return None
-    for each in numbers[:-1]:
+    if before.number < numbers[-2:][0] < number:  # an older epoch wrote between the look and this write: its value goes on
+        with contextlib.suppress(ValueError):
+            late = json.loads(places.read_bytes(place / _name(numbers[-2])))
+            replace(place, Version(*number), late, epoch=epoch)
+        return None
+    for each in numbers[:-_WHOLE]:
         first_of_late_epoch = each[1] == 1 and each[0] > epoch - _EPOCHS_REMEMBERED
-        if each != before.number and not first_of_late_epoch:  # the one before is read where a crash damages the newest
+        if not first_of_late_epoch:
             places.remove(place / _name(each))
     return Version(*number, value)
 

@@ -63,10 +63,10 @@ class EpochLease:
             if made is not None:  # else another trainer took this epoch in the meantime, and its lease is looked at
                 return cls(place, made, ttl_seconds)
 
-    def check(self) -> None:
+    def check(self, *, anew: bool = False) -> None:
         """Raises StaleEpoch if a later trainer has taken over. Looks at storage only where the last renewal is a while ago: what
-        a trainer shows is fenced by itself."""
-        if self._stop.is_set() or time.monotonic() - self._confirmed > self._ttl_seconds / 2:
+        a trainer shows is fenced by itself. Args: anew: looks in any case: while a host is suspended, its clock stands still."""
+        if anew or self._stop.is_set() or time.monotonic() - self._confirmed > self._ttl_seconds / 2:
             self._look()
 
     def journals(self, step: int, *, workdir: Path) -> None:

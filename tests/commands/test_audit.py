@@ -55,7 +55,7 @@ def test_the_batch_of_a_step_is_rebuilt_and_checked(finished, copied):
         audit.rebuild_batch(audit.open_run(copied), 7)
     for path in objects(copied / "replay", writer):
         path.unlink()
-    with pytest.raises(ValueError, match=r"the batch of step 4 cannot be rebuilt: rows .* of writer .*: its log is not there"):
+    with pytest.raises(ValueError, match=r"the batch of step 4 cannot be rebuilt: replay log of writer .*: its log is not there"):
         audit.rebuild_batch(audit.open_run(copied), 4)
     shutil.rmtree(copied / "journal")
     with pytest.raises(ValueError, match=r"journal has lost lines: it ends at step 0, and there is a checkpoint of step 6"):

@@ -1,18 +1,23 @@
 """Writers of the log: round trips, refusals, claims, lost replies, a full disk; and an append as a stranger reads it."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tba_jax.commands.append import write_whole
 from tba_jax.replay import log as log_lib
-from tba_jax.replay.log import LogWriter
+from tba_jax.replay.log import LogWriter, minute_of
 from tba_jax.replay.reader import LogCorruption, LogReader
 from tba_jax.storage import places
 from tests.run.test_processes import files_of_at_most
+from tests.support import without_locks
 from tests.support.tiny_log import SHAPE, assert_rows, make_rows, objects, writer
 
 
@@ -71,6 +76,20 @@ def test_given_rows_appear_together_when_they_are_registered(tmp_path):
         log.claim()
 
 
+def test_given_rows_are_all_read_by_who_saw_an_attempt_that_was_interrupted(tmp_path, monkeypatch):
+    first = LogWriter(tmp_path, "given-1", SHAPE, claim=False, info={})
+    first.append(make_rows(0, 4))
+    reader = LogReader(tmp_path, SHAPE)
+    reader.look()
+    monkeypatch.setattr(log_lib, "minute_of", lambda seconds: minute_of(seconds + 60))
+    write_whole(tmp_path, "given-1", SHAPE, [make_rows(0, 4), make_rows(4, 4)], info={})
+    reader.look()
+    for _ in range(2):
+        reader.look(sweep=True)
+    assert reader.kept("given-1") == [range(8)] and not reader.problems
+    assert_rows(reader.read("given-1", 0, 8), make_rows(0, 8))
+
+
 def test_a_full_disk_refuses_appends_and_keeps_committed_ones(tmp_path):
     log = writer(tmp_path)
     log.append(make_rows(0, 4))
@@ -82,6 +101,41 @@ def test_a_full_disk_refuses_appends_and_keeps_committed_ones(tmp_path):
     reader = LogReader(tmp_path, SHAPE)
     assert reader.heads() == {"w0": 16}
     assert_rows(reader.read("w0", 0, 16), make_rows(0, 16))
+
+
+APPENDS = """
+import fcntl, sys
+from pathlib import Path
+try:
+    fcntl.flock(open(__file__), fcntl.LOCK_EX)
+except OSError:
+    pass
+else:
+    sys.exit("this process can lock files")
+from tba_jax.replay.log import remove
+from tba_jax.replay.reader import LogReader
+from tests.support.tiny_log import SHAPE, assert_rows, make_rows, writer
+root = Path(sys.argv[1])
+log = writer(root)
+for append in range(3):
+    log.append(make_rows(4 * append, 4))
+reader = LogReader(root, SHAPE)
+assert reader.heads() == {"w0": 12}
+assert_rows(reader.read("w0", 0, 12), make_rows(0, 12))
+remove(root, reader.appends("w0")[:1])
+"""
+
+
+def test_a_file_system_without_locks_holds_rows(tmp_path):
+    (tmp_path / "appends.py").write_text(APPENDS)
+    (tmp_path / "log").mkdir()
+    environment = {**os.environ, "LD_PRELOAD": str(without_locks.built(tmp_path)), "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(
+        [sys.executable, tmp_path / "appends.py", tmp_path / "log"], env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert_rows(LogReader(tmp_path / "log", SHAPE).read("w0", 4, 12), make_rows(4, 8))
+    assert len(objects(tmp_path / "log")) == 2
 
 
 def test_an_append_that_landed_unnoticed_is_acknowledged_once(tmp_path, monkeypatch):

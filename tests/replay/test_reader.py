@@ -2,6 +2,7 @@
 
 import os
 import time
+import zlib
 
 import pytest
 
@@ -9,6 +10,7 @@ from tba_jax.replay import log as log_lib
 from tba_jax.replay import reader as reader_lib
 from tba_jax.replay.log import minute_of, remove
 from tba_jax.replay.reader import LogCorruption, LogReader, RowsGone
+from tba_jax.run import processes, restart
 from tba_jax.trajectory import RowShape
 from tests.support.tiny_log import SHAPE, assert_rows, make_rows, objects, writer
 
@@ -32,6 +34,16 @@ def test_foreign_content_and_other_schemas_are_named(tmp_path):
         reader.read("nobody", 0, 1)
 
 
+def test_columns_that_another_tool_compressed_are_damage(tmp_path):
+    writer(tmp_path).append(make_rows(0, 4))
+    (path,) = objects(tmp_path)
+    size = 4 + int.from_bytes((content := path.read_bytes())[:4], "little")
+    content = content[:size] + b"not by zlib"
+    path.write_bytes(content + zlib.crc32(content).to_bytes(4, "little"))
+    with pytest.raises(LogCorruption, match="cannot be decompressed"):
+        LogReader(tmp_path, SHAPE).read("w0", 0, 4)
+
+
 @pytest.mark.parametrize("hours", [-30, -3, 3, 30])
 def test_rows_of_a_clock_that_is_hours_off_are_followed(tmp_path, monkeypatch, hours):
     """Found by the sweep, then by each look; also where the reader's own clock is off."""
@@ -42,10 +54,13 @@ def test_rows_of_a_clock_that_is_hours_off_are_followed(tmp_path, monkeypatch, h
     off.append(make_rows(0, 4))
     reader.look()
     reader.look(sweep=True)
+    told = [*reader.problems.values()]
     for head in (8, 12):
+        monkeypatch.setattr(log_lib, "minute_of", lambda seconds, head=head: minute_of(seconds + 3600 * hours + 15 * head))
         off.append(make_rows(head - 4, 4))
         assert reader.look() == {"off"} and reader.head("off") == head
-    assert any("clock of writer off is behind" in each for each in reader.problems.values()) == (hours < 0)
+    assert [*reader.problems.values()] == told, "each sentence is said once"
+    assert any("clock of writer off is behind" in each for each in told) == (hours < 0)
     assert_rows(reader.read("off", 0, 12), make_rows(0, 12))
 
 
@@ -87,6 +102,23 @@ def test_rows_that_retention_has_removed_are_told_from_damage(tmp_path):
             reader.read_ids([("w0", 13), ("w0", 25)])
         assert (told.value.writer, told.value.start, told.value.stop) == ("w0", 25, 36)
         assert_rows(reader.read("w0", 36, 52), make_rows(36, 16))
+
+
+def test_a_removal_that_storage_refuses_is_a_failure_of_storage(tmp_path, monkeypatch):
+    writer(tmp_path).append(make_rows(0, 4))
+    (reader := LogReader(tmp_path, SHAPE)).look()
+
+    class Refusing:
+        def write(self, *_):
+            return self
+
+        def result(self):
+            raise ValueError("UNAVAILABLE: try again later")
+
+    monkeypatch.setattr(log_lib.places, "open_store", lambda _: Refusing())
+    with pytest.raises(OSError, match="UNAVAILABLE") as told:
+        remove(tmp_path, reader.appends("w0"))
+    assert processes.exit_code(told.value) == restart.STORAGE_FAILED
 
 
 def test_a_late_writer_whose_appends_retention_has_removed_is_followed_no_more(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import shutil
 import tempfile
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -267,6 +268,107 @@ def test_rows_that_cannot_be_read_hold_nobody_up_and_come_late(tmp_path):
     again = index_of()
     assert not integrate_again(again, LogReader(tmp_path, SHAPE), *told, step=1)
     assert again.state() == index.state()
+
+
+@pytest.mark.parametrize("away", ["an append", "the last append", "all appends of a minute"])
+def test_a_resume_waits_for_rows_that_storage_does_not_list_yet(tmp_path, away):
+    """At a listing that lags, resident rows are not lost; those that do not come cost the reader's patience once."""
+    root = tmp_path / "log"
+    root.mkdir()
+    write(root, {"a": 4, "b": 4})
+    index = index_of(merge_duplicates=False)
+    follow(root, index, {"a": 4 * APPEND, "b": 4 * APPEND})
+    state = json.loads(json.dumps(index.state()))
+    hidden = {"an append": [1], "the last append": [3], "all appends of a minute": [0, 1, 2, 3]}[away]
+    timer = threading.Timer(0.5, lambda: [bring_back() for bring_back in back])
+    back = [hide(root, number) for number in hidden]
+    timer.start()
+    restored, lost = ReplayIndex.restore(state, LogReader(root, SHAPE), closed=tmp_path / "closed")
+    timer.join()
+    assert not lost and restored.state() == index.state()
+    hide(root, 1)
+    hide(root, 2, "b")
+    begin = time.monotonic()
+    _, lost = ReplayIndex.restore(state, LogReader(root, SHAPE, patience_seconds=1.0), closed=tmp_path / "closed")
+    assert {(gap.writer, gap.start, gap.stop) for gap in lost} == {("a", 16, 32), ("b", 32, 48)}, lost
+    assert 1.0 < time.monotonic() - begin < 1.9
+
+
+def test_rows_before_a_hole_that_are_damaged_wait_as_well(tmp_path):
+    write(tmp_path, {"a": 4})
+    (damaged,) = tmp_path.glob("*/a.0-*")
+    whole = damaged.read_bytes()
+    damaged.write_bytes(b"torn")
+    bring_back, index = hide(tmp_path, 1), index_of()
+    tail = Tail(LogReader(tmp_path, SHAPE, patience_seconds=0.05), {}, poll_seconds=0.01)
+    follow(tmp_path, index, {"a": 64}, tail=tail)
+    assert index.pending == {"a": [(0, 32)]} and len(index) == 32
+    bring_back()
+    damaged.write_bytes(whole)
+    tail = Tail(LogReader(tmp_path, SHAPE), index.heads, index.pending, poll_seconds=0.01)
+    while index.pending:
+        tail.poll()
+        tail.integrate(index, step=2)
+    assert len(index) == 64
+
+
+@pytest.mark.parametrize("appends", [1, 3])
+def test_a_newest_append_that_goes_after_it_was_seen_ends_nobody(tmp_path, appends):
+    """An operator removes the damaged file, say, and nothing of its writer comes behind it."""
+    head, index, records = appends * APPEND, index_of(), []
+    write(tmp_path, {"a": appends})
+    (newest,) = tmp_path.glob(f"*/a.{head - APPEND}-*")
+    whole = newest.read_bytes()
+    newest.write_bytes(b"torn")
+    tail = Tail(LogReader(tmp_path, SHAPE, patience_seconds=0.05), {}, poll_seconds=0.01)
+    follow(tmp_path, index, {"a": head}, tail=tail)
+    newest.unlink()
+    tail = Tail(LogReader(tmp_path, SHAPE), index.heads, index.pending, poll_seconds=0.01)  # of a trainer that was started again
+    for _ in range(2):
+        tail.poll()
+        assert tail.integrate(index, step=2) == []
+    assert index.pending == {"a": [(head - APPEND, head)]} and len(index) == head - APPEND
+    newest.parent.mkdir(exist_ok=True)
+    newest.write_bytes(whole)
+    tail = Tail(LogReader(tmp_path, SHAPE), index.heads, index.pending, poll_seconds=0.01)
+    while index.pending:
+        tail.poll()
+        records += tail.integrate(index, step=3)
+    assert len(index) == head and records == [ledger.late("a", head - APPEND, head)]
+
+
+def test_a_newest_append_that_is_lost_counts_as_damaged_when_a_resume_looks_for_it(tmp_path):
+    write(tmp_path, {"a": 3})
+    index, again = index_of(), index_of()
+    records = follow(tmp_path, index, {"a": 48})
+    (newest,) = tmp_path.glob("*/a.32-*")
+    newest.unlink()
+    reader = LogReader(tmp_path, SHAPE, patience_seconds=0.05)
+    done = Again(again, reader, Losses(), step=0)
+    done.do({"step": 1, "visible": records, "writers": [], "rows": []})
+    restored, lost = ReplayIndex.restore(index.state(), reader, closed=tmp_path)
+    for gaps, there in ((done.lost, again), (lost, restored)):
+        assert [(gap.start, gap.stop, gap.kind) for gap in gaps] == [(32, 48, "damaged")] and len(there) == 32
+        account = ledger.accounts(there, there.heads)["a"]
+        assert account.balances and account.damaged == 16
+
+
+def test_what_a_resume_lost_stays_lost_beside_rows_that_were_passed_over(tmp_path):
+    """The lines after that resume were drawn without these rows, so the next resume leaves them out although they are back."""
+    write(tmp_path, {"a": 4})
+    taken_up = ledger.integration({"a": 64}, [ledger.Gap("a", 0, 16, "passed_over")])
+    lines = [{"step": 1, "visible": [taken_up], "writers": [], "rows": []}]
+    bring_back, first, second = hide(tmp_path, 2), index_of(), index_of()
+    reader = LogReader(tmp_path, SHAPE, patience_seconds=0.05)
+    once = Again(first, reader, Losses(), step=0)
+    once.do(lines[0])
+    lines.append({"step": 2, "visible": [ledger.loss(once.lost, since=0)], "writers": [], "rows": []})
+    bring_back()
+    reader.heads()
+    again = Again(second, reader, Losses(lines), step=0)
+    again.do(lines[0])
+    assert again.lost == []
+    assert sorted(first.slot_row[first.slot_query >= 0]) == sorted(second.slot_row[second.slot_query >= 0])
 
 
 @pytest.mark.parametrize("away", ["append", "log"])

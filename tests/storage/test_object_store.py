@@ -2,6 +2,8 @@
 
 import dataclasses
 import socket
+import time
+import uuid
 
 import jax
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from tba_jax import main
 from tba_jax.commands import audit, command_line, show
 from tba_jax.experiment import jobs, training
+from tba_jax.replay import tail as tail_lib
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import remove
 from tba_jax.replay.reader import LogCorruption, LogReader, RowsGone
@@ -18,7 +21,7 @@ from tba_jax.roles.trainer.publishing import Publisher
 from tba_jax.storage import layout, places, published, snapshots
 from tests.commands.test_command_line import refusal
 from tests.support import moto_server, tiny_run
-from tests.support.tiny_log import SHAPE, assert_rows, make_rows, writer
+from tests.support.tiny_log import SHAPE, assert_rows, integrate_again, make_rows, writer
 from tests.support.tiny_snapshots import SPECS, assert_same_bits, random_params, shardings
 
 
@@ -58,6 +61,56 @@ def test_rows_come_back_and_damage_is_named(root):
         with pytest.raises(RowsGone, match="rows 4 to 23 are not in the log"):
             each.read("w0", 4, 8)
     assert len(places.files_in(root)) == 4, "three appends and a registration"
+
+
+class NotFound:
+    """A read that tensorstore fails."""
+
+    def result(self):
+        raise ValueError("NOT_FOUND: it may be shown later")
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+@pytest.mark.parametrize("how", ["it is not listed", "it is gone once it was listed", "reads of it fail"])
+def test_rows_that_storage_does_not_show_for_longer_than_the_patience_come_late(tmp_path, monkeypatch, kind, how):
+    root = tmp_path if kind == "local" else places.place(f"memory://late/{uuid.uuid4().hex}")
+    monkeypatch.setattr(tail_lib, "_LONGEST_PAUSE", 0.05)
+    log, make = writer(root), lambda: ReplayIndex(shape=SHAPE, capacity=500, capacity_per_query=99, vocab_size=100)
+    tail, index, told, start = (
+        Tail(LogReader(root, SHAPE, patience_seconds=0.3), {}, poll_seconds=0.1),
+        make(),
+        [],
+        LogReader._start,
+    )
+    for append in range(4):
+        log.append(make_rows(4 * append, 4))
+    (away,) = (root / name for name in places.files_in(root) if "w0.4-" in name)
+    content = places.read_bytes(away)
+    if how == "it is gone once it was listed":
+        tail.poll()
+    if how == "reads of it fail":
+        monkeypatch.setattr(LogReader, "_start", lambda self, each: NotFound() if each.first == 4 else start(self, each))
+    else:
+        places.remove(away)
+
+    def follow(done, end: float) -> None:
+        while not done():
+            assert time.monotonic() < end, (index.heads, index.pending, tail.problems())
+            time.sleep(0.02)
+            tail.poll()
+            told.extend(tail.integrate(index, step=1))
+
+    begin = time.monotonic()
+    follow(lambda: index.heads.get("w0") == 16, begin + 30)
+    assert time.monotonic() - begin > 0.3 and index.pending == {"w0": [(4, 8)]} and index.ledger()["w0"]["pending"] == 4
+    monkeypatch.setattr(LogReader, "_start", start)
+    if how != "reads of it fail":
+        places.write_bytes(away, content)
+    follow(lambda: not index.pending, time.monotonic() + 30)
+    found = index.ledger()["w0"]
+    assert found["seen"] == 16 and found["damaged"] == 0 and not tail.problems()
+    again = make()
+    assert not integrate_again(again, LogReader(root, SHAPE), *told, step=1) and again.state() == index.state()
 
 
 def test_snapshots_are_published_loaded_and_pruned_and_requests_are_counted(root):

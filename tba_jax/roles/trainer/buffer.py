@@ -17,7 +17,7 @@ from tba_jax.replay import journal, ledger, success_counts
 from tba_jax.replay.index import ReplayIndex, Rules
 from tba_jax.replay.journal import Again
 from tba_jax.replay.ledger import Gap, KnownGaps, Losses
-from tba_jax.replay.log import Append, registration, remove
+from tba_jax.replay.log import GIVEN, Append, registration, remove
 from tba_jax.replay.reader import LogReader
 from tba_jax.replay.selection import Selection, draw_batch, drawable
 from tba_jax.replay.tail import Tail
@@ -343,14 +343,15 @@ class Retention:
 
     def __init__(self, replay: Place, buffer: ReplayBuffer):
         self._replay, self._buffer = replay, buffer
-        # Checkpointed step -> what a resume from there reads of each writer.
-        self._needs: dict[int, dict[str, Need]] = {}
+        # Checkpointed step -> what a resume from there reads of each writer, and the writers that are closed there.
+        self._needs: dict[int, tuple[dict[str, Need], dict[str, int]]] = {}
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="retention")
         self._removal: concurrent.futures.Future[None] | None = None
 
     def note(self, step: int) -> None:
         """Notes what a resume from a checkpoint of the buffer as it is now reads."""
-        self._needs[step] = needs(self._buffer.index)
+        index = self._buffer.index
+        self._needs[step] = needs(index), index.closed.heads.copy()
 
     def remove_unneeded(self, kept: Sequence[int]) -> None:
         """Starts to remove the appends that no resume from the kept checkpoints reads. Raises what the last removal raised."""
@@ -359,22 +360,22 @@ class Retention:
         # A checkpoint of an earlier process may need any append, until it is replaced.
         if not self._needs.keys() >= set(kept):
             return
-        before, self._needs = self._needs, {step: self._needs[step] for step in kept}
+        self._needs = {step: self._needs[step] for step in kept}
         if kept:
-            known = set().union(*self._needs.values())
-            heads = self._buffer.index.closed.heads
-            closed = {writer: heads[writer] for writer in set().union(*before.values()) - known if writer in heads}
-            self._removal = self._thread.submit(self._remove, list(self._needs.values()), closed)
+            closed = self._needs[kept[0]][1]
+            self._removal = self._thread.submit(self._remove, [of_writers for of_writers, _ in self._needs.values()], closed)
 
     def _remove(self, kept: Sequence[Mapping[str, Need]], closed: Mapping[str, int]) -> None:
-        """Args: kept: of each checkpoint, the oldest first. closed: writer -> its rows that
-        were taken up, of those that no kept checkpoint knows any more. Appends behind them have come since."""
+        """Args: kept: of each checkpoint, the oldest first. closed: writer -> its rows that were taken up, of those that are
+        closed in the oldest. Appends behind them have come since."""
         reader = self._buffer.reader
         for writer in filter(reader.is_own, closed):
-            appends = reader.appends(writer)
-            remove(self._replay, [each for each in appends if each.stop <= closed[writer]])
-            if not appends or appends[-1].stop <= closed[writer]:
+            if not (appends := reader.appends(writer)):
+                continue
+            # The file of a `given-` writer stays: by it the command append knows responses that it has appended before.
+            if appends[-1].stop <= closed[writer] and not writer.startswith(GIVEN):
                 places.remove(registration(self._replay, writer))
+            remove(self._replay, [each for each in appends if each.stop <= closed[writer]])
         for writer in filter(reader.is_own, kept[0]):
             needs = [each[writer] for each in kept if writer in each]
             # The last append stays until the writer is closed: it tells where the log ends.

@@ -13,7 +13,7 @@ from tba_jax.models.parameters import Params
 from tba_jax.roles import results
 from tba_jax.roles.plan import Plan
 from tba_jax.roles.trainer.buffer import ReplayBuffer, Retention
-from tba_jax.storage import deltas, layout, places, snapshots
+from tba_jax.storage import deltas, layout, places, published, snapshots
 from tba_jax.storage.checkpoints import Checkpoints
 from tba_jax.storage.fenced import StaleEpoch
 from tba_jax.storage.lease import EpochLease
@@ -132,7 +132,9 @@ class Publisher:
             try:
                 self.pointer.add(step, name)
             except StaleEpoch:
-                places.remove_tree(self._policies / name)
+                # The pointer may have moved all the same, before the successor took it with what it names.
+                if (folder := self._policies / name) not in published.kept(self._policies).values():
+                    places.remove_tree(folder)
                 raise
         self._deltas = 0 if base is None else self._deltas + 1
         if base is None and self._full_every > 1:
@@ -207,6 +209,7 @@ class Checkpointing:
         assert self._lease is not None and self._buffer is not None
         self._lease.check()
         if self.stored.folder_of(step).exists():
+            self._lease.check(anew=True)  # else its successor wrote it
             self.set_aside(step, "a trainer that had been replaced wrote it meanwhile")
         self._buffer.close_silent()
         if self._expiry is not None:

@@ -9,6 +9,7 @@ import pytest
 from tba_jax.commands import audit
 from tba_jax.experiment import jobs
 from tba_jax.replay import success_counts
+from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.log import Append, LogWriter, registration
 from tba_jax.replay.reader import LogReader
 from tba_jax.roles.trainer.buffer import Need, Retention
@@ -141,10 +142,31 @@ def test_what_came_after_a_writer_was_closed_is_not_removed(tmp_path):
         log.append(make_rows(first, 4))
     reader = LogReader(tmp_path, SHAPE)
     reader.look()
-    index = SimpleNamespace(closed=SimpleNamespace(heads={"w0": 4}))
-    retention = Retention(tmp_path, SimpleNamespace(index=index, reader=reader))
-    retention._needs = {1: {"w0": Need(4, np.zeros(0, np.int64))}, 2: {}}
+    retention = Retention(tmp_path, SimpleNamespace(index=None, reader=reader))
+    retention._needs = {2: ({}, {"w0": 4})}
     retention.remove_unneeded([2])
     retention.close()
     assert LogReader(tmp_path, SHAPE).heads() == {"w0": 8} and len(objects(tmp_path)) == 1
     assert registration(tmp_path, "w0").exists()
+
+
+@pytest.mark.parametrize("name", ["w0", "given-0"])
+def test_a_writer_that_comes_and_is_closed_between_two_checkpoints_is_removed(tmp_path, name):
+    """Once no checkpoint from before it is kept, also by a trainer that was started again. What was given is still known."""
+    writer(tmp_path, name).append(make_rows(0, 4))
+    (reader := LogReader(tmp_path, SHAPE)).look()
+    index = ReplayIndex(shape=SHAPE, capacity=9, capacity_per_query=9, vocab_size=9)
+    retention = Retention(tmp_path, SimpleNamespace(index=index, reader=reader))
+    retention.note(1)
+    index.skip(name, 0, 4, kind="damaged")
+    index.close([name])
+    retention.note(2)
+    retention.remove_unneeded([1, 2])
+    retention.close()
+    assert len(objects(tmp_path, name)) == 1
+    retention = Retention(tmp_path, SimpleNamespace(index=index, reader=reader))
+    retention.note(2)
+    retention.note(3)
+    retention.remove_unneeded([2, 3])
+    retention.close()
+    assert not objects(tmp_path, name) and registration(tmp_path, name).exists() == (name == "given-0")

@@ -140,6 +140,29 @@ def test_a_trainer_that_stalls_before_the_pointer_moves_shows_nothing_more(tmp_p
     assert len([name for name in places.names_in(policies) if snapshots.step_and_epoch(name)]) == 2
 
 
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_a_snapshot_that_the_successor_took_over_stays(tmp_path, monkeypatch, kind):
+    """The first trainer moves the pointer, and does not hear of it before another one has taken it."""
+    policies = tmp_path / "policy" if kind == "local" else places.place(f"memory://{tmp_path.name}/policy")
+    first, second, began, call = make_publisher(policies), [], [], "create" if kind == "local" else "write_if"
+    write = getattr(places, call)
+
+    def replaced_behind_it(file, *arguments):
+        made = write(file, *arguments)
+        if not began and published.POINTER in str(file):
+            began.append(True)
+            second.append(make_publisher(policies, epoch=2))
+            return made if kind == "local" else b""  # the reply is lost, and the request that is sent again is refused
+        return made
+
+    monkeypatch.setattr(places, call, replaced_behind_it)
+    publish(first, 10)
+    with pytest.raises(StaleEpoch):
+        first.wait()
+    assert [*second[0].pointer.kept] == [10] and second[0].is_there(10, by_this_process=False)
+    assert_same_bits(published.Published(policies).load(10, SPECS, shardings()), random_params(10))
+
+
 def test_a_replaced_trainer_publishes_nothing_more(tmp_path, frozen, monkeypatch, one_device):
     s, write = frozen(tmp_path / "run", batches=2), snapshots.write
     with frozen_runs.trainer(s, publish_every_steps=1, polls=True) as trainer:

@@ -17,8 +17,9 @@ from tba_jax.experiment import jobs
 from tba_jax.replay import journal
 from tba_jax.replay.log import REGISTER
 from tba_jax.roles.trainer import resume
-from tba_jax.storage import layout, places, published
+from tba_jax.storage import fenced, layout, places, published
 from tba_jax.storage.checkpoints import Checkpoints
+from tba_jax.storage.fenced import StaleEpoch
 from tba_jax.telemetry.status import code_digest
 from tests.support import frozen_runs, tiny_run
 from tests.support.tiny_log import objects
@@ -139,6 +140,18 @@ def test_a_late_checkpoint_of_a_replaced_trainer_is_set_aside(copied, stopped, c
     due, newest = (record.message for record in caplog.records if "is set aside" in record.message)
     assert "replaced wrote it meanwhile" in due
     assert str(checkpoint(s, 9)) in newest and "had been replaced" in newest and "from its checkpoint of step 8" in newest
+
+
+def test_a_replaced_trainer_leaves_the_checkpoint_of_its_successor(copied):
+    """Its host was suspended, so the last renewal of its lease seems to be of a moment ago."""
+    s = copied()
+    with frozen_runs.trainer(s, polls=True) as trainer:
+        fenced.write(s.run.lease, {"released": True}, epoch=trainer.lease.epoch + 1)
+        shutil.copytree(checkpoint(s, 6), checkpoint(s, 9))
+        before = places.files_in(checkpoint(s, 9))
+        with pytest.raises(StaleEpoch, match="another trainer took over"):
+            trainer.step()
+    assert places.files_in(checkpoint(s, 9)) == before and not list(s.run.checkpoints.glob("set-aside-*"))
 
 
 @pytest.mark.parametrize("lines, shown", [(0, r"policy/00000008-00000\d-\S+"), (4, "checkpoints/00000006")])

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import shutil
+import socket
 import threading
 import time
 
@@ -13,7 +15,7 @@ from tba_jax.experiment import training
 from tba_jax.roles.trainer.trainer import Trainer, TrainerAccount
 from tba_jax.roles.trainer.update_program import UpdateProgram
 from tba_jax.storage import layout
-from tba_jax.storage.lease import LeaseHeld
+from tba_jax.storage.lease import EpochLease, LeaseHeld
 from tests.support import frozen_runs
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
@@ -94,13 +96,39 @@ def test_devices_wait_from_the_end_of_an_update_to_the_next_dispatch_but_not_for
     assert account.shares()["devices_wait_for_host"] == pytest.approx((0.5 + 1) / 16)
 
 
+def sharing(s, shared):
+    """A run of which the roles meet in the folder `shared` from now on."""
+    made = dataclasses.replace(s, run=layout.RunDir(s.run.root, shared))
+    shared.mkdir()
+    for name in ("config.json", "lease", "policy", "reference", "replay"):
+        (s.run.root / name).rename(shared / name)
+    layout.note_shared(made.run)
+    return made
+
+
+@pytest.mark.parametrize("where", ["on this host", "on another host"])
+def test_of_a_workdir_and_its_copy_that_begin_alike_one_goes_on(tmp_path, frozen, monkeypatch, where):
+    """The copy is made while nobody holds the lease; each could be the one that goes on."""
+    original = sharing(frozen(tmp_path / "run", batches=2), tmp_path / "shared")
+    copy = dataclasses.replace(original, run=layout.RunDir(tmp_path / "copy", original.run.shared))
+    shutil.copytree(original.run.root, copy.run.root)
+    monkeypatch.setattr(EpochLease, "acquire", functools.partial(EpochLease.acquire, ttl_seconds=6.0))
+    with frozen_runs.trainer(copy, polls=True) as trainer:
+        with monkeypatch.context() as patch:
+            if where == "on another host":
+                patch.setattr(socket, "gethostname", lambda: "another")
+            told = "which is running" if where == "on this host" else "which renews its lease"
+            with pytest.raises(LeaseHeld, match=rf"{original.run.shared} is held by process .*{told}"):
+                training.make_trainer(original, publish_every_steps=2)
+        assert trainer.step() is not None
+        trainer.lease.check()
+    with pytest.raises(ValueError, match=rf"went on in {copy.run.root} on host .*{original.run.journal} lacks the file of epoch"):
+        training.make_trainer(original, publish_every_steps=2)
+
+
 def test_a_copied_workdir_cannot_go_on_with_what_its_original_shares(tmp_path, frozen):
     s = frozen(tmp_path / "run", batches=2)
-    original = dataclasses.replace(s, run=layout.RunDir(s.run.root, tmp_path / "shared"))
-    original.run.shared.mkdir()
-    for name in ("config.json", "lease", "policy", "reference", "replay"):
-        (s.run.root / name).rename(original.run.shared / name)
-    layout.note_shared(original.run)
+    original = sharing(s, tmp_path / "shared")
     copy = dataclasses.replace(original, run=layout.RunDir(tmp_path / "copy", original.run.shared))
     with frozen_runs.trainer(original, polls=True) as trainer:
         assert trainer.step() is not None
