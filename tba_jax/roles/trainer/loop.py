@@ -217,11 +217,9 @@ def run_trainer(trainer: Trainer, run: layout.RunDir, *, stop: Callable[[], bool
     profiler = trainer.record.profiler
     profiler.step(trainer.step_number + 1)
     trainer.start()
-    while not trainer.is_done and not trainer.is_stopped:
-        is_asked = stop() or trainer.plan.is_asked_to_stop()
-        if is_asked:
-            trainer.stop()
-        measurements = None if trainer.is_stopped else trainer.step(ahead=not is_asked, beside=beside)
+    trainer.stops, is_alone = lambda: stop() or trainer.plan.is_asked_to_stop(), trainer.plan.processes == 1
+    while not (trainer.is_done or trainer.is_stopped or (is_alone and stop())):  # a batch that is shared is trained on
+        measurements = trainer.step(ahead=True, beside=beside)
         if measurements is not None:
             recorder.take(measurements)
         elif not trainer.is_stopped:
@@ -239,7 +237,7 @@ def _follow(trainer: Trainer) -> bool:
     log.info("process %d of the trainer, pid %d, follows process 0", trainer.plan.process, os.getpid())
     trainer.record.status.phase("")
     trainer.start()
-    while not trainer.is_done and not trainer.is_stopped:
+    while not (trainer.is_done or trainer.is_stopped):
         trainer.step(ahead=True)
         trainer.record.profiler.step(trainer.step_number + 1)
     return end(trainer)

@@ -139,6 +139,7 @@ class Trainer:
         self.step_number, self.is_stopped = 0, False
         self.resumed_from = 0  # the step of the checkpoint that this trainer began with
         self.demand: DemandWriter | None = None  # where there is backpressure
+        self.stops: Callable[[], bool] = lambda: False  # whether a signal asks for the end of the loop, in process 0
         self.account = TrainerAccount(record)
         self.program = UpdateProgram(config, contract, policy)
         if lease is not None:
@@ -232,7 +233,7 @@ class Trainer:
                 beside_policy = self.buffer.beside_policy() if self.publishing.is_due(step) else {}
         try:
             beside()  # 3
-            prepared = self._draw(step) if ahead and not self.checkpoints.is_due(step) else None
+            prepared = self._draw(step, ahead=True) if ahead and not self.checkpoints.is_due(step) else None
             with self.account.measure("update"):
                 measurements = self._take_result(drawn, measurements)  # 4
         finally:
@@ -244,30 +245,26 @@ class Trainer:
         self._follow_up(beside_policy, takes_gap=drawn.takes_gap, settle=not ahead)  # 5
         return {**measurements, **drawn.provenance, **self._last_gap}
 
-    def _draw(self, step: int) -> _Drawn | None:
+    def _draw(self, step: int, *, ahead: bool = False) -> _Drawn | None:
         """The batch of the update after `step` updates, whose transfer has begun; None where there is none, or where process 0
-        tells of something else to do, which is done."""
+        tells of something else to do, which is done. Args: ahead: whether the last update is still under way."""
         if self.plan.leads:
-            return self._draw_here(step)
+            return self._draw_here(step, ahead=ahead)
         told = self.plan.share(_of_others)
         if told["do"] == "update":
             return self._place(told["rows"], takes_gap=told["takes_gap"])
         if told["do"] == "publish":
             self.publish_unless_there()
-        else:
-            self.is_stopped = True
+        self.is_stopped = told["do"] == "stop"
         return None
 
-    def stop(self) -> None:
-        """Ends the loop of all processes, in process 0. A batch that they have been told of comes first."""
-        if self._next is None or self.plan.processes == 1:
-            self._next = None
-            self.plan.share(lambda: {"do": "stop"})
-            self.is_stopped = True
-
-    def _draw_here(self, step: int) -> _Drawn | None:
+    def _draw_here(self, step: int, *, ahead: bool) -> _Drawn | None:
         """Draws the batch, and shares it. Rows that have come are integrated in any case: the next journal line tells of them.
         The draw itself leaves no trace."""
+        if self.stops():
+            self.is_stopped = True
+            self.plan.share(lambda: {"do": "stop"})
+            return None
         with self.account.measure("integrate"):
             self.buffer.integrate(step=step)
         with self.account.measure("draw"):
@@ -276,6 +273,8 @@ class Trainer:
                 self.demand.tell(self.buffer.demand(step=step, waits=slots is None))
             if slots is None:
                 self.buffer.check_not_all_refused()
+                if ahead:  # the others ask for a batch before they take the result of the last update
+                    self.plan.share(lambda: {"do": "wait"})
                 return None
             rows, ids = self.index.gather(slots), self.index.ids(slots)
             self._check_behavior(rows, ids)
