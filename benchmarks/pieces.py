@@ -16,7 +16,9 @@ them, and everything else uses the first. The persistent compilation cache is of
 import dataclasses
 import gc
 import itertools
+import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,11 +30,19 @@ import numpy as np
 
 import tba_jax
 from benchmarks import decode, json_worker, trainer_update
+from benchmarks.random_rows import VOCAB, make_rows
 from configs import base
 from tba_jax.models import decoder, parameters, scoring
+from tba_jax.replay.index import ReplayIndex
+from tba_jax.replay.log import LogWriter
+from tba_jax.replay.reader import LogReader
+from tba_jax.roles.trainer.publishing import Publisher
+from tba_jax.trajectory import RowShape
 
 _MIB = 1 << 20
 _MEMORY, _SECONDS = "temporary memory, MiB", "seconds"
+# Folders of pieces, which go with the process.
+held: list[tempfile.TemporaryDirectory[str]] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +157,52 @@ def logprobs_piece(*, B: int, R: int, D: int, V: int, timed_R: int) -> Piece:
     return Piece(run, memory)
 
 
+def publish_piece(*, values: int) -> Piece:
+    """Seconds of publishing a policy in bfloat16, until readers can find it."""
+    folder = tempfile.TemporaryDirectory(prefix="publish-")
+    keeps: dict[str, Any] = dict(keep=2, keep_every=10**6, final_step=-1)
+    publisher = Publisher(Path(folder.name), epoch=1, dtype="bfloat16", every_steps=1, **keeps)
+    width, steps = 1024, itertools.count(1)
+    params = {str(n): jnp.full((width, width), n, jnp.float32) for n in range(values // width**2)}
+
+    def run() -> dict[str, float]:
+        begin = time.perf_counter()
+        publisher.publish(params, next(steps))
+        publisher.wait()
+        return {_SECONDS: time.perf_counter() - begin}
+
+    run()
+    held.append(folder)
+    return Piece(run)
+
+
+def restore_piece(*, appends: int, writers: int, rows: int = 64) -> Piece:
+    """Seconds in which a trainer that resumes reads all resident rows again."""
+    shape = RowShape(prompt_length=64, response_length=64, reward_parts=())
+    folder = tempfile.TemporaryDirectory(prefix="restore-")
+    root, rng = Path(folder.name) / "replay", np.random.default_rng(0)
+    root.mkdir()
+    index = ReplayIndex(shape=shape, capacity=10**6, capacity_per_query=10**6, vocab_size=VOCAB)
+    for writer in range(writers):
+        log = LogWriter(root, f"w{writer}", shape, info={})
+        for append in range(appends // writers):
+            made = make_rows(shape, append * rows, rows, rng)
+            log.append(made)
+            index.add(f"w{writer}", made, step=1)
+    state = json.loads(json.dumps(index.state()))
+    del index
+
+    def run() -> dict[str, float]:
+        begin = time.perf_counter()
+        restored, lost = ReplayIndex.restore(state, LogReader(root, shape), closed=root.parent / "closed")
+        assert not lost and len(restored) == appends * rows
+        return {_SECONDS: time.perf_counter() - begin}
+
+    run()
+    held.append(folder)
+    return Piece(run)
+
+
 # Sizes are meant for nine pairs of all pieces in ten minutes on two quiet cores. What takes a fraction of a second is repeated
 # within a measurement: what disturbs it only adds to its time, so that the least time is measured.
 PIECES: dict[str, Callable[[], Piece]] = {
@@ -156,6 +212,8 @@ PIECES: dict[str, Callable[[], Piece]] = {
     "decode_v4096": lambda: decode_piece(np.full(64, 64, np.int32)),
     "decode_samples": lambda: decode_piece(np.full(64, 64, np.int32), samples=16, prompt=512),
     "decode_tail": lambda: decode_piece(decode.tail_lengths(256)),
+    "publish": lambda: publish_piece(values=32 << 20),
+    "restore": lambda: restore_piece(appends=512, writers=4),
     "compile_update": lambda: compile_piece({}, 4096),
     # The budget takes 41 steps at a time: the seconds are those of two whole blocks.
     "logprobs_v50000": lambda: logprobs_piece(B=16, R=1024, D=256, V=50_000, timed_R=82),

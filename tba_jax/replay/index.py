@@ -393,7 +393,8 @@ class ReplayIndex(Window):
         lost = Lost(known if known is not None else KnownGaps())
         reader.expect(index.heads)
         for there, rows in read_back(state, reader, lost):
-            index._put_back(there, rows, own=np.array([reader.is_own(index.writers[n]) for n in there["writer"].tolist()], bool))
+            numbers, of_row = np.unique(there["writer"], return_inverse=True)
+            index._put_back(there, rows, own=np.array([reader.is_own(index.writers[n]) for n in numbers], bool)[of_row])
         for gap in lost.all:
             counts = index._counts[index._writer_number[gap.writer]]
             counts["seen"] -= gap.stop - gap.start
@@ -416,15 +417,17 @@ class ReplayIndex(Window):
         self._slot_writer[slots], self._arrival[slots] = there["writer"], there["arrival"]
         self._visible_step[slots], self._row_draws[slots] = there["visible_step"], there["row_draws"]
         self._row_step[slots] = np.where(own, _row_steps(rows), 0)
-        query_ids = rows["query_id"].tolist()
-        for i, (slot, number) in enumerate(zip(slots.tolist(), there["query"].tolist(), strict=True)):
-            if query_ids[i] not in self._query_number:
+        merged = there["arrival"] < (self._merged if self.rules.merges_late else np.inf)
+        merged &= self.rules.merge_duplicates
+        of_rows = (rows["query_id"], *(there[name] for name in ("slot", "query", "writer")), merged)
+        for i, (query_id, slot, number, writer, is_merged) in enumerate(zip(*(x.tolist() for x in of_rows), strict=True)):
+            if query_id not in self._query_number:
                 draws = self._query_draws[number], self._recent_draws[number]
-                self._open_query(number, query_ids[i])
+                self._open_query(number, query_id)
                 self._query_draws[number], self._recent_draws[number] = draws
-            self._enter(slot, query_ids[i], self._counts[there["writer"][i]])
-            if self.rules.merge_duplicates and (not self.rules.merges_late or there["arrival"][i] < self._merged):
-                self._responses.put(slot, query_ids[i], rows, i)
+            self._enter(slot, query_id, self._counts[writer])
+            if is_merged:
+                self._responses.put(slot, query_id, rows, i)
 
 
 def _entry(counts: Mapping[str, int], *, resident: int) -> dict[str, Any]:

@@ -93,6 +93,9 @@ class KnownGaps:
                 found.setdefault(writer, []).extend(Gap(writer, *each) for each in ranges)
         self._gaps = {writer: merged(gaps) for writer, gaps in found.items()}
 
+    def __bool__(self) -> bool:
+        return bool(self._gaps)
+
     def within(self, writer: str, start: int, stop: int) -> Sequence[Gap]:
         """The gaps in rows [start, stop) of a writer, ascending, cut to them."""
         gaps = self._gaps.get(writer, [])

@@ -4,7 +4,8 @@
     replay/writers/<writer>.json               who writes; making this file claims the id
 
 An object describes itself: 4 bytes, the length n of the header (little-endian); n bytes, the header (JSON); the columns one after
-the other in the header's order, in C order and little-endian, compressed (zlib); 4 bytes, the CRC-32 of all before.
+the other in the header's order, in C order and little-endian, each of the length in the header's "bytes", compressed (zlib) where
+that is not its own length; 4 bytes, the CRC-32 of all before.
 
 A writer id belongs to one process for ever, so rows are numbered without coordination, a row is named by (writer, row), and an
 append needs no lock. A writer puts an append once the one before is there: below its newest append every row is committed.
@@ -12,6 +13,7 @@ append needs no lock. A writer puts an append once the one before is there: belo
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -35,7 +37,8 @@ GIVEN = "given-"
 # A name of a searcher, which its writer ids begin with.
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,89}")
 WRITER_NAME = re.compile(rf"(?!{REGISTER}$)[a-z0-9][a-z0-9-]{{0,99}}")
-LAYOUT = "append-1"
+LAYOUT = "append-2"
+_WORTH = 2 / 3  # of its own length, above which a column is not compressed
 _REMOVED_AT_ONCE = 64
 _MINUTE = re.compile(r"[1-9]\d{3}(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])T([01]\d|2[0-3])[0-5]\d")
 _APPEND = re.compile(r"([a-z0-9][a-z0-9-]{0,99})\.(\d{1,18})-(\d{1,18})")
@@ -83,6 +86,7 @@ def encode(writer: str, rows: Rows, shape: RowShape) -> bytes:
     columns = {
         name: np.ascontiguousarray(rows[name], np.dtype(dtype).newbyteorder("<")) for name, (dtype, _) in shape.columns().items()
     }
+    parts = [_packed(column) for column in columns.values()]
     header = {
         "layout": LAYOUT,
         "writer": writer,
@@ -90,11 +94,26 @@ def encode(writer: str, rows: Rows, shape: RowShape) -> bytes:
         "rows": len(rows["row"]),
         "reward_parts": list(shape.reward_parts),
         "columns": [[name, column.dtype.str, list(column.shape[1:])] for name, column in columns.items()],
+        "bytes": [len(part) for part in parts],
     }
     described = json.dumps(header, separators=(",", ":")).encode()
-    body = zlib.compress(b"".join(column.tobytes() for column in columns.values()), 1)
-    content = len(described).to_bytes(4, "little") + described + body
+    content = b"".join((len(described).to_bytes(4, "little"), described, *parts))
     return content + zlib.crc32(content).to_bytes(4, "little")
+
+
+@functools.lru_cache
+def _schema(told: str, parts: tuple[str, ...], shape: RowShape) -> tuple[dict[str, tuple[np.dtype, tuple[int, ...]]], str]:
+    """The columns of a header, which is the same in all appends of a run, and how they differ from `shape`, see `difference`.
+    Args: told: JSON. Raises ValueError, TypeError."""
+    columns = {name: (np.dtype(dtype), tuple(row)) for name, dtype, row in json.loads(told)}
+    return columns, difference(columns, parts, shape)
+
+
+def _packed(column: np.ndarray) -> bytes:
+    """The bytes of a column, compressed where that saves a third: whoever reads the logs of all writers decompresses."""
+    raw = column.tobytes()
+    packed = zlib.compress(raw, 1)
+    return packed if len(packed) < _WORTH * len(raw) else raw
 
 
 def decode(content: bytes, append: Append, shape: RowShape) -> dict[str, np.ndarray]:
@@ -115,23 +134,23 @@ def decode(content: bytes, append: Append, shape: RowShape) -> dict[str, np.ndar
             append.stop - append.first,
         ):
             raise ValueError(f"it says that it holds {told[2]} rows of writer {told[0]} from {told[1]} on")
-        columns = {name: (np.dtype(dtype), tuple(row)) for name, dtype, row in header["columns"]}
-        parts = tuple(header["reward_parts"])
+        sizes = [int(each) for each in header["bytes"]]
+        columns, different = _schema(json.dumps(header["columns"]), tuple(header["reward_parts"]), shape)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"its header lacks {error}") from error
-    if different := difference(columns, parts, shape):
+    if different:
         raise ValueError(f"its rows have another schema: {different}")
-    try:
-        body = zlib.decompress(content[4 + size : -4])
-    except zlib.error as error:
-        raise ValueError(f"its columns cannot be decompressed: {error}") from error
-    wanted, rows, at = shape.columns(), {}, 0
-    for name, (dtype, row) in columns.items():
-        count = header["rows"] * math.prod(row)
+    wanted, rows, at = shape.columns(), {}, 4 + size
+    for (name, (dtype, row)), length in zip(columns.items(), sizes, strict=True):
         if name in wanted:
-            column = np.frombuffer(body, dtype, count, at).reshape(header["rows"], *row)
-            rows[name] = column.astype(dtype.newbyteorder("="), copy=False)
-        at += count * dtype.itemsize
+            part, whole = content[at : at + length], header["rows"] * math.prod(row) * dtype.itemsize
+            try:
+                column = np.frombuffer(part if length == whole else zlib.decompress(part), dtype)
+            except zlib.error as error:
+                raise ValueError(f"its column {name} cannot be decompressed: {error}") from error
+            column = column.reshape(header["rows"], *row)
+            rows[name] = column if dtype.isnative else column.astype(dtype.newbyteorder("="))
+        at += length
     if not np.array_equal(rows["row"], np.arange(append.first, append.stop)):
         raise ValueError(f"its column row says {rows['row'].tolist()[:4]}…")
     return rows

@@ -392,11 +392,12 @@ class LogReader:
 
     def _contents(self, appends: Sequence[Append], *, wait: bool) -> Iterator[tuple[Append, dict[str, np.ndarray]]]:
         """Yields (append, its rows) in order, with bounded read-ahead."""
-        for first in range(0, len(appends), _READ_AHEAD_APPENDS):
-            block = appends[first : first + _READ_AHEAD_APPENDS]
-            started = {append: self._prefetched.pop(append, None) or self._start(append) for append in block}
-            for append in block:
-                yield append, self._finish(append, started.pop(append), wait=wait)
+        started: collections.deque[Any] = collections.deque()
+        ahead = iter(appends)
+        for append in appends:
+            for each in itertools.islice(ahead, _READ_AHEAD_APPENDS - len(started)):
+                started.append(self._prefetched.pop(each, None) or self._start(each))
+            yield append, self._finish(append, started.popleft(), wait=wait)
 
     def _start(self, append: Append) -> Any:
         return self._logs[append.writer].root.store.read(append.key)

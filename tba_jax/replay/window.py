@@ -151,6 +151,10 @@ class Lost:
         self._new_rows: list[Gap] = []
         self._unreadable: dict[str, list[Gap]] = {}
 
+    @property
+    def has_any(self) -> bool:
+        return bool(self._unreadable or self.known)
+
     def holds(self, writer: str, row: int) -> bool:
         """Whether a row is lost; it is counted then."""
         if self.known.within(writer, row, row + 1):
@@ -188,10 +192,13 @@ def read_back(state: Mapping[str, Any], reader: LogReader, lost: Lost) -> Iterat
         there = {name: np.array(state[name][begin : begin + _ROWS_PER_READ], np.int64) for name in _OF_ROWS}
         rows: Rows | None = None
         while rows is None:
-            ids = [(state["writers"][w], row) for w, row in zip(there["writer"].tolist(), there["row"].tolist(), strict=True)]
-            kept = [not lost.holds(writer, row) for writer, row in ids]
-            there = {name: column[kept] for name, column in there.items()}
-            rows = _attempt(reader, [each for each, stays in zip(ids, kept, strict=True) if stays], lost)
+            writers = map(state["writers"].__getitem__, there["writer"].tolist())
+            ids = [*zip(writers, there["row"].tolist(), strict=True)]
+            if lost.has_any:
+                kept = [not lost.holds(writer, row) for writer, row in ids]
+                there = {name: column[kept] for name, column in there.items()}
+                ids = [each for each, stays in zip(ids, kept, strict=True) if stays]
+            rows = _attempt(reader, ids, lost)
         yield there, rows
 
 

@@ -1,5 +1,6 @@
 """Reading logs beside foreign content, by clocks that are hours off, and after retention."""
 
+import json
 import os
 import time
 import zlib
@@ -38,7 +39,10 @@ def test_columns_that_another_tool_compressed_are_damage(tmp_path):
     writer(tmp_path).append(make_rows(0, 4))
     (path,) = objects(tmp_path)
     size = 4 + int.from_bytes((content := path.read_bytes())[:4], "little")
-    content = content[:size] + b"not by zlib"
+    header = json.loads(content[4:size])
+    (number,) = (n for n, (name, _, _) in enumerate(header["columns"]) if name == "tokens")
+    begin = size + sum(header["bytes"][:number])
+    content = content[:begin] + b"not" + content[begin + 3 : -4]
     path.write_bytes(content + zlib.crc32(content).to_bytes(4, "little"))
     with pytest.raises(LogCorruption, match="cannot be decompressed"):
         LogReader(tmp_path, SHAPE).read("w0", 0, 4)
