@@ -289,6 +289,11 @@ def start(
     import jax
 
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM; the plan tells of signals
+    log.info(
+        "process %d of %d of the trainer meets the others at --coordinator=%s; where they do not come within "
+        "trainer.connect_seconds=%g, or two have one number, JAX aborts it",
+        *(world.process, world.processes, world.coordinator, connect_seconds),
+    )
     try:
         jax.distributed.initialize(
             coordinator_address=world.coordinator,

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -105,9 +106,11 @@ class RoleProcesses:
                     for process in self._started:
                         process.kill()
             return None
-        own = [number for number, code in enumerate(codes) if code not in (0, processes.PEER_LOST)]
-        lost = [number for number, code in enumerate(codes) if code == processes.PEER_LOST]
-        self._spoke = (own or lost or [0])[0]
+        # JAX aborts a process whose peer has ended.
+        lost = {processes.PEER_LOST} | ({-signal.SIGABRT} if len(codes) > 1 else set())
+        own = [number for number, code in enumerate(codes) if code not in {0, *lost}]
+        ended_with = [number for number, code in enumerate(codes) if code]
+        self._spoke = (own or ended_with or [0])[0]
         return codes[self._spoke]
 
     def last_words(self, code: int) -> str:
