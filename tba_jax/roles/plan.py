@@ -16,6 +16,7 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import sys
@@ -43,6 +44,9 @@ _REASON_SECONDS = 2.0
 _VISIBLE_SECONDS = 60.0
 _LOOK_FOR_STOP_SECONDS = 0.5
 _SHOWN = 5  # differences that a sentence lists
+_AGAIN = "started again together, all of them resume where the journal ends"
+# What JAX says where a collective has lost a process.
+_COLLECTIVE = re.compile(r"Gloo|NCCL|nccl|coordination service|Connection (reset|closed|refused)")
 
 T = TypeVar("T")
 
@@ -162,7 +166,7 @@ class SharedPlan(Plan):
         except BaseException as error:
             is_mistake = isinstance(error, mistakes) and not processes.is_storage_failure(error)
             code = processes.BAD_INPUT if is_mistake else processes.exit_code(error)
-            reason = self._reason() if code == 1 else None
+            reason = self._reason(error) if code == 1 else None
             if reason is None and not isinstance(error, (processes.PeerLost, _Told)):
                 told = " ".join(str(error).split()) or type(error).__name__
                 sentence = f"process {self.process} ({socket.gethostname()}) of this trainer failed: {told}"
@@ -176,8 +180,8 @@ class SharedPlan(Plan):
                 raise reason from error
             raise
 
-    def _reason(self) -> BaseException | None:
-        """The failure of another process, which may be the cause of one of this process that has no known one."""
+    def _reason(self, error: BaseException) -> BaseException | None:
+        """The failure of another process, which may be the cause of an error of this process that has no known one."""
         deadline = time.monotonic() + _REASON_SECONDS
         while time.monotonic() < deadline:
             try:
@@ -185,6 +189,9 @@ class SharedPlan(Plan):
             except Exception as reason:
                 return reason
             time.sleep(_LONGEST_POLL_SECONDS)
+        if _COLLECTIVE.search(str(error)):
+            told = f"a process of this trainer has ended, and a collective of process {self.process} failed"
+            return processes.PeerLost(f"{told} ({_first_line(error)}); {_AGAIN}")
         return None
 
     def tell(self, name: str, content: Mapping[str, Any]) -> None:
@@ -228,8 +235,7 @@ def _error(sentence: str, code: int) -> BaseException:
         return _ToldNotFinite(sentence)
     if code in (processes.STORAGE_FAILED, processes.STORAGE_FORBIDS):
         return _ToldStorage(errno.EACCES if code == processes.STORAGE_FORBIDS else errno.EIO, sentence)
-    again = "started again together, all of them resume where the journal ends"
-    return processes.PeerLost(f"{sentence}; this one ends as well: {again}")
+    return processes.PeerLost(f"{sentence}; this one ends as well: {_AGAIN}")
 
 
 def _exit_at_once(code: int) -> None:
@@ -358,5 +364,5 @@ def _check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], *, who: str,
             raise ValueError(f"{who} has other {part} than process 0 ({first}), and all processes need the same: {listed}{more}")
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

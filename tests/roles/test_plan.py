@@ -83,7 +83,7 @@ def test_a_collective_that_fails_is_told_by_its_cause(tmp_path, monkeypatch):
     leader, other, _ = plans(tmp_path)
     told = json.dumps({"code": processes.NOT_FINITE, "sentence": "process 1 (b) of this trainer failed: step 3 is not finite"})
     threading.Timer(0.2, lambda: other._write("failed-1", told.encode())).start()
-    with pytest.raises(FloatingPointError, match="process 1 .*step 3 is not finite"), leader.guard():
+    with pytest.raises(FloatingPointError, match=r"process 1 .*step 3 is not finite"), leader.guard():
         raise RuntimeError("Gloo all-reduce failed: connection closed by peer")
 
 
@@ -104,7 +104,8 @@ def test_settings_and_versions_that_differ_are_named():
     ours = {"versions": {"jax": "1"}, "settings": {"config.learner.steps": 3, "config.seed": 1}}
     plan_lib._check_same(ours, ours, who="process 1 (b)", first="a")
     theirs = {"versions": {"jax": "1"}, "settings": {"config.learner.steps": 4}}
-    with pytest.raises(ValueError, match=r"process 1 \(b\) has other settings than process 0 \(a\).*learner.steps: 4 there, 3 here"):
+    named = r"process 1 \(b\) has other settings than process 0 \(a\).*learner.steps: 4 there, 3 here"
+    with pytest.raises(ValueError, match=named):
         plan_lib._check_same(ours, theirs, who="process 1 (b)", first="a")
     with pytest.raises(ValueError, match=r"other versions .*jax: '2' there, '1' here"):
         plan_lib._check_same(ours, {**ours, "versions": {"jax": "2"}}, who="process 1 (b)", first="a")
