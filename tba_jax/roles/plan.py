@@ -283,7 +283,7 @@ def start(
     devices: Sequence[int],
     connect_seconds: float,
     heartbeat_seconds: float,
-) -> SharedPlan:
+) -> Plan:
     """Returns once all processes of the trainer are there, and JAX knows the devices of all of them.
 
     Args: settings: what must be the same in all processes, name -> JSON. devices: local GPUs of this process, by number.
@@ -296,16 +296,17 @@ def start(
 
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM; the plan tells of signals
     log.info(
-        "process %d of %d of the trainer meets the others at --coordinator=%s; where they do not come within "
-        "trainer.connect_seconds=%g, or two have one number, JAX aborts it",
-        *(world.process, world.processes, world.coordinator, connect_seconds),
+        "process%s of the trainer (told by %s) meets the others%s; where they do not come within trainer.connect_seconds=%g, or "
+        "two have one number, JAX aborts it",
+        "" if world.process is None else f" {world.process} of {world.processes}",
+        *(world.source, f" at --coordinator={world.coordinator}" if world.coordinator else "", connect_seconds),
     )
     try:
         jax.distributed.initialize(
-            coordinator_address=world.coordinator,
+            coordinator_address=world.coordinator or None,
             num_processes=world.processes,
             process_id=world.process,
-            local_device_ids=devices,
+            local_device_ids=devices or None,
             initialization_timeout=max(1, int(connect_seconds)),
             heartbeat_timeout_seconds=max(2, int(heartbeat_seconds)),
         )
@@ -314,20 +315,23 @@ def start(
             f"process {world.process} of --processes={world.processes} has not met the others at "
             f"--coordinator={world.coordinator} within trainer.connect_seconds={connect_seconds:g}: {_first_line(error)}"
         ) from error
+    if jax.process_count() == 1:
+        return Plan()
+    process, processes = jax.process_index(), jax.process_count()
     if devices and jax.local_device_count() != len(devices):
         raise ValueError(
-            f"process {world.process} of the trainer has {len(devices)} GPUs, and JAX finds {jax.local_device_count()} × "
+            f"process {process} of the trainer has {len(devices)} GPUs, and JAX finds {jax.local_device_count()} × "
             f"{jax.local_devices()[0].device_kind}: install JAX' support for them, or ask for the CPU by JAX_PLATFORMS=cpu"
         )
     log.info(
-        "process %d of %d of the trainer (found by %s) with %d of %d devices, coordinator %s",
-        *(world.process, world.processes, world.source, jax.local_device_count(), jax.device_count(), world.coordinator),
+        "process %d of %d of the trainer with %d of %d devices",
+        *(process, processes, jax.local_device_count(), jax.device_count()),
     )
-    plan = SharedPlan(workdir, process=world.process, processes=world.processes)
+    plan = SharedPlan(workdir, process=process, processes=processes)
     told = plan.gather({"host": socket.gethostname(), "workdir": str(workdir), "id": uuid.uuid4().hex[:16]})
     everyone = plan.gather({"versions": {"tba_jax": code_digest(), **versions()}, "settings": dict(settings)})
-    for process, each in enumerate(everyone):
-        _check_same(everyone[0], each, who=f"process {process} ({told[process]['host']})", first=told[0]["host"])
+    for there, each in zip(told, everyone, strict=True):
+        _check_same(everyone[0], each, who=f"process {everyone.index(each)} ({there['host']})", first=told[0]["host"])
     plan._folder = workdir / _FOLDER / told[0]["id"]
     if plan.leads:
         shutil.rmtree(workdir / _FOLDER, ignore_errors=True)
@@ -335,9 +339,9 @@ def start(
     plan.gather(None)  # it is there from here on
     sees = plan.gather(_appears(plan._folder))
     if False in sees:
-        blind = told[process := sees.index(False)]
+        blind = told[number := sees.index(False)]
         raise ValueError(
-            f"process {process} ({blind['host']}) does not see in --workdir={blind['workdir']} what process 0 "
+            f"process {number} ({blind['host']}) does not see in --workdir={blind['workdir']} what process 0 "
             f"({told[0]['host']}) has written into --workdir={told[0]['workdir']}: all processes of a trainer need one workdir, "
             "on storage that they share"
         )
