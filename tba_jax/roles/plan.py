@@ -330,8 +330,8 @@ def start(
     plan = SharedPlan(workdir, process=process, processes=processes)
     told = plan.gather({"host": socket.gethostname(), "workdir": str(workdir), "id": uuid.uuid4().hex[:16]})
     everyone = plan.gather({"versions": {"tba_jax": code_digest(), **versions()}, "settings": dict(settings)})
-    for there, each in zip(told, everyone, strict=True):
-        _check_same(everyone[0], each, who=f"process {everyone.index(each)} ({there['host']})", first=told[0]["host"])
+    for number, each in enumerate(everyone):
+        _check_same(everyone[0], each, who=f"process {number} ({told[number]['host']})", first=told[0]["host"])
     plan._folder = workdir / _FOLDER / told[0]["id"]
     if plan.leads:
         shutil.rmtree(workdir / _FOLDER, ignore_errors=True)
