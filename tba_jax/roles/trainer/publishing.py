@@ -142,8 +142,8 @@ class Publisher:
 
     def wait(self) -> None:
         """Returns when every snapshot handed over is visible. If a write failed, raises its error and drops the waiting ones."""
-        for each in self._unwritten:
-            concurrent.futures.wait([each])
+        while self._unwritten:
+            concurrent.futures.wait(self._unwritten[:1])
             self._let_go()
 
     def close(self) -> None:
