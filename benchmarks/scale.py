@@ -252,26 +252,32 @@ def dead(folder: Path) -> None:
     of their rows are resident, and where a window of 100,000 rows has few of them and silent writers are closed."""
     print("| dead writers | first look | resume | open, closed | memory | checkpoint | files | balances |\n" + "|---" * 8 + "|")
     for count in map(int, _DEAD.value):
-        resident = dict(capacity=2 * 16 * count)
         closing: dict[str, Any] = dict(capacity=100_000, close_seconds=1.0, step_seconds=0.05, more_steps=160)
-        for rows, settings in (("resident", resident), ("closed", closing)):
-            with placed("folder", folder, writers=0, rate=0.0, **settings) as (asked, _):
-                places.make_folder(asked.run.replay)
-                context = multiprocessing.get_context("spawn")
-                buries = [context.Process(target=_bury, args=(asked.root, range(begin, count, 2))) for begin in range(2)]
-                for each in buries:
-                    each.start()
-                for each in buries:
-                    each.join()
+        settings = dict(writers=0, rate=0.0)
+        with (
+            placed("folder", folder, capacity=2 * 16 * count, **settings) as (resident, _),
+            placed("folder", folder, **settings, **closing) as (closed, _),
+        ):
+            places.make_folder(resident.run.replay)
+            context = multiprocessing.get_context("spawn")
+            buries = [context.Process(target=_bury, args=(resident.root, range(begin, count, 2))) for begin in range(2)]
+            for each in buries:
+                each.start()
+            for each in buries:
+                each.join()
+            for rows, asked in (("resident", resident), ("closed", closed)):
                 for what in ("first", "resumed"):
                     found = measure(asked)
                     report = found.report
+                    is_whole = report["seen"] + report["passed_over"] == 16 * count  # retention removes what is closed
                     cells = [
                         f"{count} ({rows}, {what})", f"{report['first_look']:.2f} s", f"{report['resume']:.2f} s",
                         f"{report['open']}, {report['closed']}", f"{report['gigabytes']:.2f} GB",
-                        f"{report['host_bytes'] / 1e6:.2f} MB", found.files, "yes" if found.balances else "NO",
+                        f"{report['host_bytes'] / 1e6:.2f} MB", found.files, "yes" if is_whole else "NO",
                     ]  # fmt: skip
                     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+                if rows == "resident":
+                    os.rename(Path(resident.root) / "replay", Path(closed.root) / "replay")
 
 
 def rows(folder: Path) -> None:

@@ -31,7 +31,7 @@ from tba_jax.telemetry.status import Status
 from tba_jax.trajectory import RowShape
 
 SLOW_SECONDS, THREADS, POOL = 0.02, 24, 16
-_DRAIN_SECONDS = 120.0
+_DRAIN_SECONDS = 1200.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

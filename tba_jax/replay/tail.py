@@ -6,6 +6,7 @@ a round has the next rows of each writer that is furthest behind, so that the ne
 
 import collections
 import dataclasses
+import heapq
 import math
 import threading
 import time
@@ -221,14 +222,15 @@ class Tail:
         if not ready:
             return None
         size = self._rows_per_round(of=len(ready))
-        furthest = max(each.rows for each in ready.values())
         asked: dict[str, tuple[int, int]] = {}
         # No more appends than are read at once: one after the other they would cost a request's latency each.
         room, most = self._arrival_bytes // _PARTS, PREFETCHED_APPENDS
-        for writer in sorted(ready, key=lambda name: -ready[name].rows):
+        first = heapq.nlargest(most, ready, key=lambda name: ready[name].rows)
+        furthest = ready[first[0]].rows
+        for writer in first:
             each = ready[writer]
             if asked and (room <= 0 or most <= 0 or each.rows <= furthest - size):
-                continue
+                break
             asked[writer] = each.begin, self._end(writer, each.begin, min(each.begin + size, each.head))
             room -= (asked[writer][1] - each.begin) * self._reader.shape.row_bytes
             most -= len(self._reader.appends(writer, *asked[writer]))
