@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tba_jax.run import processes
+from tba_jax.run import processes as processes_lib
 from tba_jax.run.world import World
 from tba_jax.telemetry.status import code_digest, versions
 
@@ -164,10 +164,10 @@ class SharedPlan(Plan):
         try:
             yield
         except BaseException as error:
-            is_mistake = isinstance(error, mistakes) and not processes.is_storage_failure(error)
-            code = processes.BAD_INPUT if is_mistake else processes.exit_code(error)
+            is_mistake = isinstance(error, mistakes) and not processes_lib.is_storage_failure(error)
+            code = processes_lib.BAD_INPUT if is_mistake else processes_lib.exit_code(error)
             reason = self._reason(error) if code == 1 else None
-            if reason is None and not isinstance(error, (processes.PeerLost, _Told)):
+            if reason is None and not isinstance(error, (processes_lib.PeerLost, _Told)):
                 told = " ".join(str(error).split()) or type(error).__name__
                 sentence = f"process {self.process} ({socket.gethostname()}) of this trainer failed: {told}"
                 with contextlib.suppress(OSError):
@@ -175,7 +175,7 @@ class SharedPlan(Plan):
                 if self.leads:  # JAX' coordinator ends with this process, and aborts those that have not read it by then
                     time.sleep(_REASON_SECONDS)
             # JAX would wait at the exit of the interpreter for processes that are gone.
-            atexit.register(_exit_at_once, processes.exit_code(reason) if reason else code)
+            atexit.register(_exit_at_once, processes_lib.exit_code(reason) if reason else code)
             if reason is not None:
                 raise reason from error
             raise
@@ -191,7 +191,7 @@ class SharedPlan(Plan):
             time.sleep(_LONGEST_POLL_SECONDS)
         if _COLLECTIVE.search(str(error)):
             told = f"a process of this trainer has ended, and a collective of process {self.process} failed"
-            return processes.PeerLost(f"{told} ({_first_line(error)}); {_AGAIN}")
+            return processes_lib.PeerLost(f"{told} ({_first_line(error)}); {_AGAIN}")
         return None
 
     def tell(self, name: str, content: Mapping[str, Any]) -> None:
@@ -215,7 +215,7 @@ class _Told(Exception):
     """A failure that another process has told."""
 
 
-class _ToldMistake(processes.BadInput, _Told):
+class _ToldMistake(processes_lib.BadInput, _Told):
     """A mistake of the user, or what else would end this process in the same way."""
 
 
@@ -229,13 +229,13 @@ class _ToldStorage(OSError, _Told):
 
 def _error(sentence: str, code: int) -> BaseException:
     """The error by which this process ends with the code of another one, which told the sentence."""
-    if code == processes.BAD_INPUT:
+    if code == processes_lib.BAD_INPUT:
         return _ToldMistake(sentence)
-    if code == processes.NOT_FINITE:
+    if code == processes_lib.NOT_FINITE:
         return _ToldNotFinite(sentence)
-    if code in (processes.STORAGE_FAILED, processes.STORAGE_FORBIDS):
-        return _ToldStorage(errno.EACCES if code == processes.STORAGE_FORBIDS else errno.EIO, sentence)
-    return processes.PeerLost(f"{sentence}; this one ends as well: {_AGAIN}")
+    if code in (processes_lib.STORAGE_FAILED, processes_lib.STORAGE_FORBIDS):
+        return _ToldStorage(errno.EACCES if code == processes_lib.STORAGE_FORBIDS else errno.EIO, sentence)
+    return processes_lib.PeerLost(f"{sentence}; this one ends as well: {_AGAIN}")
 
 
 def _exit_at_once(code: int) -> None:
@@ -289,8 +289,8 @@ def start(
     Args: settings: what must be the same in all processes, name -> JSON. devices: local GPUs of this process, by number.
     connect_seconds, heartbeat_seconds: see trainer.connect_seconds and trainer.heartbeat_seconds.
 
-    Raises ValueError, by the same sentence in every process that is there: the processes do not come together, do not see the
-    same workdir, or would not compute the same.
+    Raises ValueError, by the same sentence in every process: they do not see the same workdir, or would not compute the same.
+    PeerLost: they have not come together.
     """
     import jax
 
@@ -311,7 +311,7 @@ def start(
             heartbeat_timeout_seconds=max(2, int(heartbeat_seconds)),
         )
     except Exception as error:  # jax raises RuntimeErrors of its own kinds
-        raise ValueError(
+        raise processes_lib.PeerLost(
             f"process {world.process} of --processes={world.processes} has not met the others at "
             f"--coordinator={world.coordinator} within trainer.connect_seconds={connect_seconds:g}: {_first_line(error)}"
         ) from error
