@@ -22,22 +22,21 @@ for flag in "$@"; do case $flag in --role=trainer) trainer=1 ;; --workdir=*) wor
 # A lost mount leaves an empty folder, in which the roles would begin another run.
 until [[ -d $workdir/logs ]]; do echo "$workdir/logs is not there; waiting for it" >&2; sleep 30; done
 
-python=${PYTHON:-.venv/bin/python} given_up=$workdir/logs/given-up-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0} code=0
+python=${PYTHON:-.venv/bin/python} end=$workdir/logs/end-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0} code=0
 read -r -a wrap <<<"${WRAP:-}"
 # The wrapper of each process decides whether it starts again. Where one of a trainer has ended for good, srun ends the others.
 srun --mpi=none --kill-on-bad-exit=$trainer --cpus-per-task="$SLURM_CPUS_PER_TASK" "${wrap[@]}" "$python" -m tba_jax.run.restart \
-  --workdir="$workdir" --deaths=20 --given_up="$given_up" "$python" -m tba_jax.main "$@" || code=$?
-if [[ -e $given_up ]]; then
-  echo "a role has ended for good: $(head -n 1 "$given_up")" >&2
+  --workdir="$workdir" --deaths=20 --end="$end" "$python" -m tba_jax.main "$@" || code=$?
+ends=$(cat "$end".* 2>/dev/null || true)
+if [[ $ends == *code* ]]; then
+  echo "a role has ended for good: ${ends//$'\n'/, }" >&2
   # Without a trainer the run's other jobs would hold their nodes, and queue again, for ever.
   ((!trainer)) || squeue --noheader --user="$USER" --format="%A %o " | grep -F -- " --workdir=$workdir " |
     awk -v own="$SLURM_JOB_ID" '$1 != own {print $1}' | xargs -r scancel
   exit 1
 fi
-# 0 is also the end of a searcher that was asked to stop. Where roles meet elsewhere (--shared), no file here tells the two apart.
-if [[ $code == 0 && (-e $workdir/finished.json || -e $workdir/shared.json) ]]; then exit 0; fi
-# Asked to stop, or killed from outside; other codes are no end of a role. An element of an array has a name of its own.
-case $code in
-  0 | 130 | 137 | 143) scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}" ;;
-esac
+# A wrapper that is killed from outside leaves no file. An element of an array has a name of its own.
+if [[ $ends || $code == 137 || $code == 143 ]]; then
+  scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+fi
 exit "$code"

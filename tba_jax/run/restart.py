@@ -1,6 +1,6 @@
 """Runs a role again after it ended too early: one rule for the local supervisor, Slurm, Kubernetes, SkyPilot and a terminal.
 
-    python -m tba_jax.run.restart --workdir=DIR [--deaths=N] [--pod] [--given_up=FILE] COMMAND …
+    python -m tba_jax.run.restart --workdir=DIR [--deaths=N] [--pod] [--end=FILE] COMMAND …
 
 runs COMMAND, a role of the run in DIR, again until `Lives` says that another life would not help, or it was asked to stop, and
 ends with its exit code. After storage failed it waits until the run is in DIR: a role whose mount is lost would begin a new run.
@@ -217,16 +217,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--workdir", required=True, help="folder of the run")
     parser.add_argument("--deaths", type=int, default=0, help="how many deaths in a row are survived")
     parser.add_argument("--pod", action="store_true", help="end with a code for the Job of a pod")
-    parser.add_argument("--given_up", default="", help="a file that is made if the role has ended for good before it was done")
+    parser.add_argument("--end", default="", help="what files begin with that say how a role ended that was not done")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command of a role")
     given = parser.parse_args(arguments)
     if given.deaths < 0 or not given.command:
         parser.error(f"--deaths={given.deaths} must be at least 0, and the command of a role must follow")
     asked = threading.Event()
     code = run(given.command, workdir=given.workdir, deaths=given.deaths, asked=asked)
-    if given.given_up and code not in (0, STOPPED) and not asked.is_set():
-        with open(given.given_up, "a", encoding="utf-8") as file:
-            print(f"code {code}", file=file)
+    if given.end and (code or asked.is_set()):
+        # For a launcher that sees one code for all processes, and that would kill the others where a stop is no 0.
+        is_stop = asked.is_set() or code == STOPPED
+        with open(f"{given.end}.{os.uname().nodename}-{os.getpid()}", "w", encoding="utf-8") as file:
+            print("stopped" if is_stop else f"code {code}", file=file)
+        code = 0 if code == STOPPED else code
     if not given.pod:
         return code
     _say(f"ended with code {code}{', as it was asked to stop' if asked.is_set() else ''}")

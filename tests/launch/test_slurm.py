@@ -14,13 +14,12 @@ SCRIPT = tiny_run.ROOT / "launch" / "slurm.sh"
 
 @pytest.fixture
 def job(tmp_path):
-    """job(code, *flags, given_up, files, queue) -> exit code, errors and calls of Slurm's commands; srun ends with `code`."""
+    """job(code, *flags, ends, queue) -> exit code, errors and calls of Slurm's commands; srun ends with `code`."""
     (tmp_path / "run" / "logs").mkdir(parents=True)
 
-    def run(code: int, *flags: str, given_up: str = "", files: tuple[str, ...] = (), queue: str = "", **variables: str):
-        for file in files:
-            (tmp_path / "run" / file).write_text("{}")
-        bodies = {"srun": f"for word; do case $word in --given_up=*) {given_up or ':'} ;; esac; done; exit {code}"}
+    def run(code: int, *flags: str, ends: tuple[str, ...] = (), queue: str = "", **variables: str):
+        told = "".join(f"echo {end} > ${{word#*=}}.{number}; " for number, end in enumerate(ends))
+        bodies = {"srun": f"for word; do case $word in --end=*) {told}:;; esac; done; exit {code}"}
         bodies["squeue"] = f"printf '{queue}'"
         for name in ("srun", "scontrol", "scancel", "squeue"):
             body = bodies.get(name, ":")
@@ -38,19 +37,18 @@ ELEMENT = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
 
 
 @pytest.mark.parametrize(
-    ("code", "files", "variables", "requeued"),
+    ("code", "ends", "variables", "requeued"),
     [
-        (0, ("finished.json",), {}, ""),
-        (0, ("shared.json",), {}, ""),
-        (0, (), ELEMENT, "5_3"),  # a searcher was asked to stop
-        (130, (), {}, "7"),
-        (137, ("shared.json",), {}, "7"),
+        (0, (), {}, ""),
+        (0, ("stopped",), ELEMENT, "5_3"),
+        (0, ("stopped", "stopped"), {}, "7"),
+        (137, (), {}, "7"),
         (1, (), {}, ""),  # the wrapper did not begin
     ],
     ids=str,
 )
-def test_a_job_queues_again_unless_its_run_is_done(job, code, files, variables, requeued):
-    ended, _, called = job(code, "--role=searcher", files=files, **variables)
+def test_a_job_queues_again_unless_its_role_is_done(job, code, ends, variables, requeued):
+    ended, _, called = job(code, "--role=searcher", ends=ends, **variables)
     assert ended == code and called[1:] == [f"scontrol requeue {requeued}"] * bool(requeued)
 
 
@@ -60,8 +58,8 @@ def test_a_trainer_that_has_ended_for_good_cancels_the_jobs_of_its_run(job, tmp_
     lines = ["7 slurm.sh --role=trainer --workdir={}", "8 slurm.sh --role=searcher --workdir={}"]
     lines += ["9 slurm.sh --workdir={} --role=evaluator", "10 slurm.sh --role=searcher --workdir={}2"]
     queue = "".join(line.format(run) + r" \n" for line in lines)
-    ended, said, called = job(137, f"--role={role}", given_up='echo code 4 >> "${word#*=}"', queue=queue)
-    assert ended == 1 and "ended for good: code 4" in said
+    ended, said, called = job(137, f"--role={role}", ends=("stopped", "code 4"), queue=queue)
+    assert ended == 1 and "ended for good: stopped, code 4" in said
     assert [line for line in called if line.startswith("scancel")] == cancelled and not any("requeue" in line for line in called)
 
 
@@ -69,7 +67,7 @@ def test_a_trainer_that_has_ended_for_good_cancels_the_jobs_of_its_run(job, tmp_
 def test_a_step_runs_the_wrapper_in_the_container(job, tmp_path, role, kill):
     """The processes of a trainer end together; the searchers of a node do not."""
     _, _, called = job(0, f"--role={role}", "--config.seed=3", WRAP="apptainer exec --nv x.sif", PYTHON=sys.executable)
-    own = rf"--workdir={tmp_path}/run --deaths=20 --given_up=\S+/given-up-7-0"
+    own = rf"--workdir={tmp_path}/run --deaths=20 --end=\S+/end-7-0"
     words = rf"srun .*--kill-on-bad-exit={kill} .*apptainer exec --nv x.sif {sys.executable} -m tba_jax.run.restart {own} "
     words += rf"{sys.executable} -m tba_jax.main --role={role} --config.seed=3 --workdir={tmp_path}/run"
     assert re.fullmatch(words, called[0])
@@ -80,5 +78,5 @@ def test_a_job_waits_for_the_folder_of_its_run(job, tmp_path):
     (tmp_path / "sleep").write_text(f"#!/bin/sh\nmkdir -p {tmp_path}/run/logs\n")
     (tmp_path / "sleep").chmod(0o755)
     (tmp_path / "run" / "logs").rmdir()
-    ended, said, called = job(0, files=("finished.json",))
+    ended, said, called = job(0)
     assert ended == 0 and "waiting for it" in said and len(called) == 1

@@ -26,7 +26,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(restart, "LOOK_SECONDS", 0.01)
 
     def start(*command, deaths=0, pod=False) -> int:
-        given = [f"--workdir={tmp_path}", f"--deaths={deaths}", f"--given_up={tmp_path / 'given_up'}", *["--pod"] * pod]
+        given = [f"--workdir={tmp_path}", f"--deaths={deaths}", f"--end={tmp_path / 'end'}", *["--pod"] * pod]
         return restart.main([*given, *command])
 
     return start
@@ -38,6 +38,11 @@ def role(folder: Path, *codes: object, kind: str = "trainer") -> list[str]:
 
 def lives(folder: Path) -> int:
     return len((folder / "lives").read_text())
+
+
+def ends(folder: Path) -> list[str]:
+    """What the wrapper said to a launcher that sees one code for several processes."""
+    return [path.read_text().strip() for path in folder.glob("end.*")]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +61,7 @@ def test_a_role_is_run_again_as_often_as_its_codes_allow(run, tmp_path, kind, po
     assert run(*role(tmp_path, *codes, kind=kind), deaths=deaths, pod=pod) == expected and lives(tmp_path) == len(codes)
     reason = "storage failed" if codes[0] in (3, 7) else f"ended with code {codes[0]}".removesuffix("done")
     assert (f"{reason}; running the role again" in capsys.readouterr().err) == (len(codes) > 1)
-    assert (tmp_path / "given_up").exists() == (codes[-1] not in (0, "0done"))
+    assert ends(tmp_path) == [f"code {codes[-1]}"] * bool(codes[-1])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +122,10 @@ def test_a_run_that_stays_away_is_waited_for_as_long_as_waiting_may_help(run, tm
 def test_a_role_that_is_asked_to_stop_is_not_run_again(run, tmp_path, pod):
     asks = "trap 'exit 0' TERM; kill -TERM $PPID; while :; do sleep 0.02; done"
     assert run("sh", "-c", asks, deaths=9, pod=pod) == (143 if pod else 0), "another pod takes the place of one that is not done"
-    assert run("sh", "-c", asks.replace("exit 0", "exit 4")) == 4 and not (tmp_path / "given_up").exists()
+    assert (
+        ends(tmp_path) == ["stopped"] and run("sh", "-c", asks.replace("exit 0", "exit 4")) == 4 and ends(tmp_path) == ["stopped"]
+    )
+    assert run("sh", "-c", "exit 130", pod=pod) == 0 and ends(tmp_path) == ["stopped"], "asked by another process of its trainer"
 
 
 @pytest.mark.parametrize(
