@@ -61,6 +61,7 @@ _RUN = "TBA_JAX_RUN"
 _PR_SET_PDEATHSIG = 1
 
 LOOK_SECONDS = 10.0  # between two looks at the size of a log
+SAME_REQUEST_SECONDS = 2.0  # for which further signals ask for nothing new
 # The end of a log in which the last words of a role are looked for.
 TAIL_BYTES = 1 << 20
 
@@ -203,11 +204,12 @@ def stop_at_once() -> None:
 
 
 class StopSignal:
-    """Turns SIGTERM and SIGINT into a question that loops ask between batches; a second signal ends the process."""
+    """Turns SIGTERM and SIGINT into a question that loops ask between batches. A later signal ends the process; one that comes at
+    once is the same request, which a launcher sent to a role and to its wrapper."""
 
     def __init__(self, *, patience_seconds: float | None = None, code: int = 0) -> None:
         """Args: patience_seconds: time from the first signal until the process ends with `code`; None: no limit."""
-        self._asked, self._signals = False, 0
+        self._asked, self._first = False, 0.0
         signal.signal(signal.SIGTERM, self._ask)
         signal.signal(signal.SIGINT, self._ask)
         if patience_seconds is not None:
@@ -226,8 +228,8 @@ class StopSignal:
         os._exit(code)
 
     def _ask(self, number: int, frame: object) -> None:
-        self._signals += 1
-        if self._signals > 1:
+        self._first = self._first or time.monotonic()
+        if time.monotonic() - self._first > SAME_REQUEST_SECONDS:
             os._exit(128 + number)
         self._asked = True
 

@@ -1,10 +1,10 @@
-"""Runs a role again after it ended too early: one rule for the local supervisor, Slurm, Kubernetes and a terminal.
+"""Runs a role again after it ended too early: one rule for the local supervisor, Slurm, Kubernetes, SkyPilot and a terminal.
 
-    python3 -m tba_jax.run.restart --workdir=DIR [--deaths=N] [--pod] COMMAND …
+    python -m tba_jax.run.restart --workdir=DIR [--deaths=N] [--pod] [--end=FILE] COMMAND …
 
 runs COMMAND, a role of the run in DIR, again until `Lives` says that another life would not help, or it was asked to stop, and
 ends with its exit code. After storage failed it waits until the run is in DIR: a role whose mount is lost would begin a new run.
---pod: in a pod of Kubernetes, see `run_in_pod`. Any Python from 3.7 on runs this module.
+Each process of a trainer has a wrapper of its own. JAX ends the other processes when one has ended, and all come back together.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ import enum
 import errno
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+
+from tba_jax.run import world
 
 # Exit codes of a role.
 BAD_INPUT = 2
@@ -32,8 +36,7 @@ FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT)
 
 # The pause before a role is started again, doubled with each failure in a row, and its limit.
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 60.0
-# How often a folder is looked into whose run is away, and how long for the end of a run, which a network file system shows late.
-LOOK_SECONDS, FINISH_SECONDS = 5.0, 60.0
+LOOK_SECONDS = 5.0  # how often a folder is looked into whose run is away
 # After a life this long earlier failures are forgotten: only a role that does not get anywhere is given up.
 HEALTHY_SECONDS = 600.0
 # So long a role is started again whose storage does not answer, or forbids.
@@ -99,6 +102,37 @@ def _say(sentence: str) -> None:
     print(f"restart: {sentence}", file=sys.stderr, flush=True)
 
 
+def _flags(command: list[str]) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in command if word.startswith("--") and "=" in word)
+
+
+def _process_of_several(command: list[str]) -> int | None:
+    """The number of this process of a trainer of several, by the flags of its command or by its launcher; None for all else."""
+    flags = _flags(command)
+    if flags.get("--role") != "trainer":
+        return None
+    try:
+        processes, process = (int(flags[name]) if name in flags else None for name in ("--processes", "--process"))
+        found = world.find(coordinator=flags.get("--coordinator", ""), processes=processes, process=process)
+    except ValueError:  # the role will say what is wrong with its flags
+        return None
+    return found.process if found.processes > 1 else None
+
+
+def _environment() -> dict[str, str]:
+    """What a role is started with. By default JAX keeps compiled programs, which roles execute, in a folder of this host and of
+    this user alone, and keeps none where another user made that folder."""
+    folder = os.path.join(tempfile.gettempdir(), f"tba_jax-{os.getuid()}-programs")
+    try:
+        if not os.path.lexists(folder):
+            os.mkdir(folder, 0o700)
+        there = os.lstat(folder)
+        is_private = stat.S_ISDIR(there.st_mode) and there.st_uid == os.getuid() and not there.st_mode & 0o077
+    except OSError:  # no room, or read-only: the role compiles
+        is_private = False
+    return {"JAX_COMPILATION_CACHE_DIR": folder if is_private else "", **os.environ}
+
+
 def run(command: list[str], *, workdir: str, deaths: int, asked: threading.Event) -> int:
     """Runs a role until it is done, stopped or given up. Returns its exit code.
 
@@ -113,15 +147,21 @@ def run(command: list[str], *, workdir: str, deaths: int, asked: threading.Event
 
     signal.signal(signal.SIGTERM, pass_on)
     signal.signal(signal.SIGINT, pass_on)
-    lives = Lives("", max_restarts=deaths)
+    lives, process, environment = Lives("", max_restarts=deaths), _process_of_several(command), _environment()
     while True:
         begin = time.monotonic()
         # In a session of its own: a Ctrl-C of the terminal reaches this process alone, and a second signal would drop a batch.
-        child = subprocess.Popen(command, start_new_session=True)
+        child = subprocess.Popen(command, start_new_session=True, env=environment)
         if asked.is_set():  # it came before the child was known
             child.send_signal(signal.SIGTERM)
         code = child.wait()
         code = 128 - code if code < 0 else code
+        if code == 128 + signal.SIGABRT and process is not None:
+            code = PEER_LOST
+            _say(
+                f"process {process} of this trainer was ended by JAX because another process had ended or was silent for trainer."
+                "heartbeat_seconds: see the other processes' logs; started again together, all resume where the journal ends"
+            )
         if asked.is_set() or code in (0, STOPPED):
             return code
         if lives.end(code, began=begin, now=time.monotonic()) is not Verdict.AGAIN:
@@ -129,7 +169,7 @@ def run(command: list[str], *, workdir: str, deaths: int, asked: threading.Event
         asked.wait(lives.pause)
         storage_failed = code in PATIENCE_SECONDS
         patience = PATIENCE_SECONDS[code] - lives.seconds if storage_failed else 0.0
-        if storage_failed and not _shows(workdir, "config.json", "shared.json", asked=asked, seconds=patience, tells=True):
+        if storage_failed and not _comes_back(workdir, asked=asked, seconds=patience):
             return code
         if asked.is_set():
             return code
@@ -137,10 +177,15 @@ def run(command: list[str], *, workdir: str, deaths: int, asked: threading.Event
         _say(f"{reason}; running the role again")
 
 
-def _shows(workdir: str, *names: str, asked: threading.Event, seconds: float = 0.0, tells: bool = False) -> bool:
-    """Waits until a file of one of these names is in the folder. False where a stop, or the end of the time, comes first."""
-    deadline = time.monotonic() + seconds
-    while not any(os.path.exists(os.path.join(workdir, name)) for name in names):
+def _holds(workdir: str, *names: str) -> bool:
+    """Whether a file of one of these names is in the folder."""
+    return any(os.path.exists(os.path.join(workdir, name)) for name in names)
+
+
+def _comes_back(workdir: str, *, asked: threading.Event, seconds: float) -> bool:
+    """Waits until the folder holds a run. False where a stop, or the end of the time, comes first."""
+    deadline, tells = time.monotonic() + seconds, True
+    while not _holds(workdir, "config.json", "shared.json"):
         if asked.is_set() or time.monotonic() >= deadline:
             return False
         if tells:
@@ -150,49 +195,47 @@ def _shows(workdir: str, *names: str, asked: threading.Event, seconds: float = 0
     return True
 
 
-def run_in_pod(command: list[str], *, workdir: str, deaths: int) -> int:
-    """As `run`, in a container, and again after the end of another process of its trainer, or a request to stop that went to
-    another process of it. Returns the exit code of the pod, which the podFailurePolicy of its Job reads."""
-    asked, flags = threading.Event(), dict(word.split("=", 1) for word in command if word.startswith("--") and "=" in word)
-    while True:
-        code = run(command, workdir=workdir, deaths=deaths, asked=asked)
-        if code == 0 and _shows(workdir, "finished.json", asked=asked, seconds=FINISH_SECONDS):
-            return 0
-        _say(f"ended with code {code} before the run was done{', as it was asked to' if asked.is_set() else ''}")
-        if code not in (0, STOPPED, PEER_LOST) or asked.wait(FIRST_PAUSE_SECONDS):
-            is_first = flags.get("--process", "0") == "0" and not _shows(workdir, "config.json", "shared.json", asked=asked)
-            is_finished = _shows(workdir, "finished.json", asked=asked)
-            return pod_code(flags.get("--role", ""), code, asked=asked.is_set(), is_first=is_first, is_finished=is_finished)
-
-
-def pod_code(kind: str, code: int, *, asked: bool, is_first: bool, is_finished: bool) -> int:
-    """What a pod ends with whose role has ended with a code.
+def pod_code(code: int, *, role: str, asked: bool, is_new: bool, is_finished: bool) -> int:
+    """What a pod of Kubernetes ends with whose role has ended with a code. The podFailurePolicy of its Job reads it.
 
     | 0          | the run has finished for this role, or a searcher rests because no row has had a reward    |
     | 2, 4, 7    | bad input, not finite, storage forbids: would end the role in the same way again           |
+    | 6, 130     | the end began in another process of the trainer, and is counted there                      |
     | 143, other | a request to stop, or a death: another pod takes the place of this one                     |
 
-    is_first: this is process 0, and there is no run yet. is_finished: the training is done; then a dead evaluator is let go.
+    is_new: there is no run yet. is_finished: the training is done; then a dead evaluator is let go.
     """
     if asked and code in (0, STOPPED, BAD_INPUT):
         return 128 + signal.SIGTERM
-    if (code == NO_REWARDS and kind == "searcher") or (kind == "evaluator" and is_finished and not asked):
+    if (code == NO_REWARDS and role == "searcher") or (role == "evaluator" and is_finished and not asked):
         return 0
-    return 1 if code == BAD_INPUT and not is_first else code
+    return 1 if code == BAD_INPUT and not is_new else code
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="restart", usage=argparse.SUPPRESS)
     parser.add_argument("--workdir", required=True, help="folder of the run")
     parser.add_argument("--deaths", type=int, default=0, help="how many deaths in a row are survived")
-    parser.add_argument("--pod", action="store_true", help="in a pod of Kubernetes, whose exit codes its Job reads")
+    parser.add_argument("--pod", action="store_true", help="end with a code for the Job of a pod")
+    parser.add_argument("--end", default="", help="what files begin with that say how a role ended that was not done")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command of a role")
     given = parser.parse_args(arguments)
     if given.deaths < 0 or not given.command:
         parser.error(f"--deaths={given.deaths} must be at least 0, and the command of a role must follow")
-    if given.pod:
-        return run_in_pod(given.command, workdir=given.workdir, deaths=given.deaths)
-    return run(given.command, workdir=given.workdir, deaths=given.deaths, asked=threading.Event())
+    asked = threading.Event()
+    code = run(given.command, workdir=given.workdir, deaths=given.deaths, asked=asked)
+    if given.end and (code or asked.is_set()):
+        # For a launcher that sees one code for all processes, and that would kill the others where a stop is no 0.
+        is_stop = asked.is_set() or code == STOPPED
+        with open(f"{given.end}.{os.uname().nodename}-{os.getpid()}", "w", encoding="utf-8") as file:
+            print("stopped" if is_stop else f"code {code}", file=file)
+        code = 0 if code == STOPPED else code
+    if not given.pod:
+        return code
+    _say(f"ended with code {code}{', as it was asked to stop' if asked.is_set() else ''}")
+    is_new = not _holds(given.workdir, "config.json", "shared.json")
+    role, is_finished = _flags(given.command).get("--role", ""), _holds(given.workdir, "finished.json")
+    return pod_code(code, role=role, asked=asked.is_set(), is_new=is_new, is_finished=is_finished)
 
 
 if __name__ == "__main__":

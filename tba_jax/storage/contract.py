@@ -246,8 +246,9 @@ def _make(run: layout.RunDir, mine: Mapping[str, Any]) -> None:
         run.root.mkdir(parents=True, exist_ok=True)
         if isinstance(run.shared, Path):
             run.shared.mkdir(parents=True, exist_ok=True)
-        fenced.probe(run.shared)
-        layout.create_json(run.config, mine)  # where another role was first, its file stays
+        if not places.exists(run.config):  # a workdir that joins needs no right to write there
+            fenced.probe(run.shared)
+            layout.create_json(run.config, mine)  # where another role was first, its file stays
         layout.note_shared(run)
     except OSError as error:
         raise ValueError(f"workdir {str(run.shared)!r} cannot be written: {error.strerror or error}") from error

@@ -51,13 +51,19 @@ def test_a_signal_lets_a_call_end_for_so_long_as_its_patience_lasts(asked, itera
     assert process.communicate(timeout=60)[0] == said and process.returncode == code
 
 
-def test_a_second_signal_ends_the_process():
-    program = "import time\nfrom tba_jax.run import processes\nstop = processes.StopSignal(patience_seconds=60.0)\n"
-    program += "print('ready', flush=True)\nwhile not stop(): time.sleep(0.01)\nprint('asked', flush=True)\ntime.sleep(60)"
+def test_a_later_signal_ends_the_process_and_one_that_comes_at_once_does_not():
+    """Slurm signals all processes of a task: a role has its request from there and from its wrapper."""
+    program = "import time\nfrom tba_jax.run import processes\nprocesses.SAME_REQUEST_SECONDS = 0.5\n"
+    program += "stop = processes.StopSignal()\nprint('ready', flush=True)\nwhile not stop(): time.sleep(0.01)\n"
+    program += "time.sleep(0.2)\nprint('asked', flush=True)\ntime.sleep(60)"
     process = start(program)
-    for said in ("ready\n", "asked\n"):
-        assert process.stdout.readline() == said
-        process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "ready\n"
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+    assert process.stdout.readline() == "asked\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
     process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGINT
 

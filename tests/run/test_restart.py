@@ -20,15 +20,14 @@ ROLE += '[[ $code != *done ]] || touch "$folder/finished.json"; exit "${code%don
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """run(*command, deaths=N) runs a role in this process, whose handlers of signals come back. The folder holds a run."""
+    """run(*command, deaths=N, pod=True) runs a role in this process. The folder holds a run."""
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(restart, "FIRST_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(restart, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(restart, "FINISH_SECONDS", 0.02)
 
     def start(*command, deaths=0, pod=False) -> int:
-        given = dict(workdir=str(tmp_path), deaths=deaths)
-        return restart.run_in_pod([*command], **given) if pod else restart.run([*command], **given, asked=threading.Event())
+        given = [f"--workdir={tmp_path}", f"--deaths={deaths}", f"--end={tmp_path / 'end'}", *["--pod"] * pod]
+        return restart.main([*given, *command])
 
     return start
 
@@ -41,16 +40,19 @@ def lives(folder: Path) -> int:
     return len((folder / "lives").read_text())
 
 
+def ends(folder: Path) -> list[str]:
+    """What the wrapper said to a launcher that sees one code for several processes."""
+    return [path.read_text().strip() for path in folder.glob("end.*")]
+
+
 @pytest.mark.parametrize(
     "kind, pod, deaths, codes, expected",
     [
         *[("trainer", False, 0, codes, codes[-1]) for codes in [(0,), (3, 3, 0), (3, 4), (2,), (5,), (9,), (7, 7, 0)]],
         *[("trainer", False, 2, codes, codes[-1]) for codes in [(1, 6, 139), (6, 2, 2), (6, 3, 6, 0)]],
-        # A pod ends as the supervisor would judge: storage failed, another process of the trainer has ended, a stop.
-        ("trainer", True, 1, (3, 6, 0, 130, "0done"), 0),
-        ("trainer", True, 1, (2,), 1),  # of a run that exists: it may pass
-        ("trainer", True, 1, (1, 139), 139),  # the first death is answered in its pod
-        ("searcher", True, 1, (5,), 0),  # rests
+        ("trainer", True, 0, (3, 6), 6),  # another pod takes the place of this one
+        ("trainer", True, 0, (2,), 1),  # of a run that exists: it may pass
+        ("searcher", True, 0, (5,), 0),  # rests
         ("evaluator", True, 1, ("1done", 1), 0),  # after the training
     ],
     ids=str,
@@ -59,6 +61,44 @@ def test_a_role_is_run_again_as_often_as_its_codes_allow(run, tmp_path, kind, po
     assert run(*role(tmp_path, *codes, kind=kind), deaths=deaths, pod=pod) == expected and lives(tmp_path) == len(codes)
     reason = "storage failed" if codes[0] in (3, 7) else f"ended with code {codes[0]}".removesuffix("done")
     assert (f"{reason}; running the role again" in capsys.readouterr().err) == (len(codes) > 1)
+    assert ends(tmp_path) == [f"code {codes[-1]}"] * bool(codes[-1])
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "process"),
+    [
+        (["--role=trainer", "--coordinator=a:1", "--processes=2", "--process=1"], {}, 1),
+        (["--role=trainer"], {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, None),  # nobody says where
+        (["--role=trainer", "--coordinator=a:1"], {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, 3),
+        (["--role=trainer", "--processes=1"], {}, None),
+        (["--role=searcher", "--processes=2"], {}, None),
+    ],
+    ids=str,
+)
+def test_a_process_that_jax_ended_is_run_again_with_one_sentence(run, tmp_path, monkeypatch, capsys, flags, variables, process):
+    """A trainer of one process that aborts has died by itself."""
+    sizes = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    for name, value in (variables | (sizes if variables else {})).items():
+        monkeypatch.setenv(name, value)
+    assert run("bash", "-c", "kill -ABRT $$", "role", *flags) == (134 if process is None else restart.PEER_LOST)
+    said = capsys.readouterr().err
+    assert (f"process {process} of this trainer was ended by JAX" in said) == (process is not None)
+
+
+@pytest.mark.parametrize("mode, kept", [(None, True), (0o700, True), (0o777, False)], ids=str)
+def test_compiled_programs_lie_in_a_folder_of_this_user_alone(run, tmp_path, monkeypatch, mode, kept):
+    """Roles execute them."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    folder = tmp_path / f"tba_jax-{os.getuid()}-programs"
+    if mode is not None:
+        folder.mkdir()
+        folder.chmod(mode)
+    say = ["bash", "-c", f'echo "$JAX_COMPILATION_CACHE_DIR" > {tmp_path}/told']
+    assert run(*say) == 0 and (tmp_path / "told").read_text() == (f"{folder}\n" if kept else "\n")
+    assert folder.stat().st_mode & 0o777 == (mode or 0o700)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
+    assert run(*say) == 0 and (tmp_path / "told").read_text() == "/elsewhere\n"
 
 
 @pytest.mark.parametrize("code", [1, 3])
@@ -79,27 +119,31 @@ def test_a_run_that_stays_away_is_waited_for_as_long_as_waiting_may_help(run, tm
 
 
 @pytest.mark.parametrize("pod", [False, True])
-def test_a_role_that_is_asked_to_stop_is_not_run_again(run, pod):
+def test_a_role_that_is_asked_to_stop_is_not_run_again(run, tmp_path, pod):
     asks = "trap 'exit 0' TERM; kill -TERM $PPID; while :; do sleep 0.02; done"
     assert run("sh", "-c", asks, deaths=9, pod=pod) == (143 if pod else 0), "another pod takes the place of one that is not done"
+    assert (
+        ends(tmp_path) == ["stopped"] and run("sh", "-c", asks.replace("exit 0", "exit 4")) == 4 and ends(tmp_path) == ["stopped"]
+    )
+    assert run("sh", "-c", "exit 130", pod=pod) == 0 and ends(tmp_path) == ["stopped"], "asked by another process of its trainer"
 
 
 @pytest.mark.parametrize(
-    ("kind", "code", "state", "expected"),
+    ("role", "code", "state", "expected"),
     [
-        ("trainer", 2, {"is_first": True}, 2),
-        ("trainer", 2, {}, 1),  # another process than 0 may have heard of no more than its end
+        ("trainer", 2, {"is_new": True}, 2),
+        ("trainer", 2, {}, 1),
         *[("trainer", code, {"asked": True}, 143) for code in (0, 130, 2)],
         *[("trainer", code, {"asked": True}, code) for code in (3, 4, 6)],
-        *[("trainer", code, {}, code) for code in (4, 7)],
+        *[("trainer", code, {}, code) for code in (0, 4, 6, 7, 130)],
         ("searcher", 7, {}, 7),
         ("evaluator", 9, {"is_finished": True}, 0),
         ("evaluator", 9, {"is_finished": True, "asked": True}, 9),
     ],
 )
-def test_what_a_pod_ends_with(kind, code, state, expected):
-    nothing = {"asked": False, "is_first": False, "is_finished": False}
-    assert restart.pod_code(kind, code, **nothing | state) == expected
+def test_what_a_pod_ends_with(role, code, state, expected):
+    nothing = {"asked": False, "is_new": False, "is_finished": False}
+    assert restart.pod_code(code, role=role, **nothing | state) == expected
 
 
 @pytest.mark.parametrize(

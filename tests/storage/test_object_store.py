@@ -1,9 +1,15 @@
 """The two wires on an object store: the log, the snapshots, and a run whose roles meet on an S3 server."""
 
 import dataclasses
+import http.server
+import os
+import signal
 import socket
+import threading
 import time
+import urllib.parse
 import uuid
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -20,6 +26,7 @@ from tba_jax.replay.tail import Tail
 from tba_jax.roles.trainer.publishing import Publisher
 from tba_jax.storage import layout, places, published, snapshots
 from tests.commands.test_command_line import refusal
+from tests.storage.test_fenced import Forgetful
 from tests.support import moto_server, tiny_run
 from tests.support.tiny_log import SHAPE, assert_rows, integrate_again, make_rows, writer
 from tests.support.tiny_snapshots import SPECS, assert_same_bits, random_params, shardings
@@ -177,6 +184,49 @@ def test_a_run_on_s3_is_resumed_mounted_and_audited(s3, tmp_path, one_device, ca
     assert training.trainer(other)() == 0
     assert layout.read_json(other.run.initial_reference) == layout.read_json(run.initial_reference)
     assert audit.rebuild_batch(audit.open_run(tmp_path / "c"), 1)[1]
+
+
+class Confined(Forgetful):
+    """Lets a searcher read everything, and put new objects below replay."""
+
+    written: ClassVar[list[str]] = []
+    refused: ClassVar[list[str]] = []
+
+    def answer(self) -> None:
+        reads, is_new = self.command in ("GET", "HEAD"), self.command == "PUT" and self.headers.get("If-None-Match") == "*"
+        if reads or (is_new and self.path.startswith(f"/{moto_server.BUCKET}/run/replay/")):
+            self.written.extend([self.path] * is_new)
+            self._pass()
+        else:
+            self.refused.append(f"{self.command} {self.path}")
+            self.send_error(403)
+
+
+def test_a_searcher_needs_no_more_rights_than_new_objects_below_replay(s3, tmp_path, one_device, monkeypatch):
+    """docs/security.md gives it these alone."""
+    shared, plain = f"s3://{moto_server.BUCKET}/run", ("--config.evaluation.enabled=False", "--config.learner.steps=2")
+    begun = tiny_run.command(tmp_path / "a", f"--shared={shared}", *plain, "--config.schedule.mode=interleaved")
+    assert command_line.execute(main, begun[3:]) == 0
+    run = layout.open_run_dir(tmp_path / "a")
+    places.remove(run.finished)
+    Confined.behind = urllib.parse.urlparse(os.environ["AWS_ENDPOINT_URL"]).netloc
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Confined)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    searcher = tiny_run.start(
+        tiny_run.command(tmp_path / "b", f"--shared={shared}", *plain, "--role=searcher", "--config.schedule.mode=interleaved")
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while len(Confined.written) < 2 and searcher.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        searcher.send_signal(signal.SIGTERM)
+        said, _ = searcher.communicate(timeout=60)
+        assert searcher.returncode == 0 and len(Confined.written) >= 2 and not Confined.refused, (Confined.refused, said)
+    finally:
+        searcher.kill()
+        server.shutdown()
+        server.server_close()
 
 
 def test_a_store_that_is_not_there_is_named(s3, tmp_path, monkeypatch, capsys):
