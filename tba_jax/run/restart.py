@@ -116,7 +116,7 @@ def _process_of_several(command: list[str]) -> int | None:
         found = world.find(coordinator=flags.get("--coordinator", ""), processes=processes, process=process)
     except ValueError:  # the role will say what is wrong with its flags
         return None
-    return found.process if found.processes > 1 else None
+    return None if found.processes == 1 else found.process or 0
 
 
 def _environment() -> dict[str, str]:

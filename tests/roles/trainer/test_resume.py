@@ -189,7 +189,7 @@ def test_what_dead_processes_left_is_removed(stopped, tmp_path):
             places.make_folder((folder / name).parent, below=5)
             places.write_bytes(folder / name, b"{")
     shutil.copytree(run.reference(layout.reference_id(run)), run.references / ".draft-0123abcd")
-    left = [run.root / ".trainer.key.0123456789abcdef", run.lease / ".000001-0000000002.0123abcd"]
+    left = [run.root / ".finished.json.0123456789abcdef", run.lease / ".000001-0000000002.0123abcd"]
     left += [run.replay / REGISTER / ".killed-0123.json.0123abcd", run.references / ".initial.json.0123abcd"]
     for path in left:
         path.write_text("{")
