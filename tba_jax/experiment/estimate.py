@@ -273,5 +273,5 @@ def check_disk(asked: Iterable[Demand]) -> None:
         if demand.size > demand.free:
             raise ValueError(
                 f"this run would fill its disk, {demand.numbers}; keep fewer of them by these settings, store or train less "
-                "(publish.dtype=bfloat16, lora.rank), free some disk, or name another --workdir"
+                "(publish.dtype=bfloat16, lora.rank), free some disk, or name another --workdir or --shared"
             )

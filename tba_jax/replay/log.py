@@ -221,10 +221,9 @@ class LogWriter:
         try:
             self._put(append, content)
         except STORAGE_ERRORS as error:
-            raise OSError(
-                f"append of rows {numbers.start} to {numbers.stop - 1} to {self._root} failed: {error}. "
-                "The rows are not acknowledged; the same rows may be appended again"
-            ) from error
+            told = f"append of rows {numbers.start} to {numbers.stop - 1} to {self._root} failed: {error}. "
+            told += "The rows are not acknowledged; the same rows may be appended again"
+            raise places.failure(self._root, told) from error
         self._next_row, self._unsure = numbers.stop, None
         return numbers
 

@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import logging
 import re
 import threading
 import time
@@ -19,6 +20,8 @@ from typing import Any
 
 from tba_jax.storage import places
 from tba_jax.storage.places import Bucket, Place
+
+log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(\d{6,})-(\d{10,})")
 # The first file of an epoch stays for so many epochs: who is late by less to take the same epoch finds that it is taken.
@@ -65,8 +68,10 @@ def read(place: Place, last: Version = NOTHING) -> Version:
             return last
         try:
             for number in reversed(numbers):
-                with contextlib.suppress(ValueError):
+                try:
                     return Version(*numbers[-1], json.loads(places.read_bytes(place / _name(number))))
+                except ValueError:
+                    log.warning("%s is damaged; the one before it is taken, if there is one", place / _name(number))
         except FileNotFoundError:  # a newer one has come
             time.sleep(_AGAIN_SECONDS)
             continue

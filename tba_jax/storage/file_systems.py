@@ -14,6 +14,14 @@ _ADVICE = "free some, take another place, or keep less of the run (publish.keep,
 P = TypeVar("P")  # a places.Place
 
 
+class Refusal(OSError):
+    """A local folder refuses what is written below it."""
+
+    def __init__(self, sentence: str, folder: Path):
+        super().__init__(sentence)
+        self.folder = folder
+
+
 def mount(folder: Path) -> tuple[Path, str]:
     """Where the file system that holds a local folder is mounted, and its type; (Path(), "") where /proc does not tell."""
     try:
@@ -86,7 +94,9 @@ def no_room(error: BaseException, folder: Path | None) -> str:
     full = [each for each in causes if any(os.strerror(number) in str(each) for number in _FULL)]
     if not full:
         return ""
-    named = next((Path(os.fsdecode(each.filename)) for each in full if isinstance(each, OSError) and each.filename), folder)
+    refusals = [each.folder for each in causes if isinstance(each, Refusal)]
+    files = [Path(os.fsdecode(each.filename)) for each in full if isinstance(each, OSError) and each.filename]
+    named = next(iter((*refusals, *files)), folder)
     if named is None:
         return _ADVICE
     there = existing(named)
@@ -96,9 +106,9 @@ def no_room(error: BaseException, folder: Path | None) -> str:
     except OSError:
         return f"the file system of {there}: {_ADVICE}"
     free, total = (room.f_frsize * blocks / 2**30 for blocks in (room.f_bavail, room.f_blocks))
-    files = "" if room.f_favail or not room.f_files else " and no more files"
+    no_files = "" if room.f_favail or not room.f_files else " and no more files"
     where = f" ({kind} at {point})" if kind else ""
-    return f"the file system of {there}{where} has {free:.2f} of {total:.2f} GiB left{files}: {_ADVICE}"
+    return f"the file system of {there}{where} has {free:.2f} of {total:.2f} GiB left{no_files}: {_ADVICE}"
 
 
 def hold(folder: Path, *, number: int = -1) -> Path:

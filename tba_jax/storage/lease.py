@@ -127,7 +127,8 @@ def _wait_or_refuse(place: Place, ttl_seconds: float) -> Version:
     begin, here, told = time.monotonic(), _this_process(), False
     while found.epoch and not _facts(found).get("released"):
         holder = _facts(found)
-        who = f"process {holder.get('pid')} on host {holder.get('host')} (epoch {found.epoch})"
+        who = f"process {holder.get('pid')} on host {holder.get('host')}" if holder else "a process that the damaged lease lacks"
+        who += f" (epoch {found.epoch})"
         if all(holder.get(name) == here[name] for name in ("host", "boot_id", "pid_namespace")):
             if _is_alive(holder["pid"], holder["pid_start"]):
                 raise LeaseHeld(f"workdir {place.parent} is held by {who}, which is running; stop it first")

@@ -199,6 +199,11 @@ def _failures(where: Bucket) -> Iterator[None]:
         raise OSError(f"{where}: {error}") from error
 
 
+def failure(place: Place, sentence: str) -> OSError:
+    """The error of a place that refuses, which names it to whoever looks how full it is, see file_systems.no_room."""
+    return file_systems.Refusal(sentence, place) if isinstance(place, Path) else OSError(sentence)
+
+
 def read_bytes(file: Place) -> bytes:
     """The content of a file. Raises FileNotFoundError if it does not exist, OSError if the storage refuses."""
     if isinstance(file, Path):

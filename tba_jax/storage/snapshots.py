@@ -134,7 +134,7 @@ def write(
         if together.leads:
             places.remove_tree(folder)
         if isinstance(error, places.STORAGE_ERRORS):  # tensorstore mostly raises ValueError, which here would mean a mistake
-            raise OSError(f"snapshot {folder} could not be written: {error}") from error
+            raise places.failure(folder, f"snapshot {folder} could not be written: {error}") from error
         raise
 
 

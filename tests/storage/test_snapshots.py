@@ -15,7 +15,7 @@ import pytest
 from tba_jax.models import parameters
 from tba_jax.models.parameters import Params
 from tba_jax.run import processes
-from tba_jax.storage import places, published, snapshots
+from tba_jax.storage import file_systems, places, published, snapshots
 from tests.support import applied, without_locks
 from tests.support.tiny_snapshots import MODEL, SPECS, assert_same_bits, random_params, shardings
 
@@ -143,3 +143,9 @@ def test_a_file_system_without_locks_holds_snapshots(tmp_path):
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert_same_bits(published.Published(tmp_path / "policy").load(3, SPECS, shardings()), random_params(3))
+
+
+def test_a_refusal_names_its_place_to_whoever_looks_how_full_it_is(tmp_path):
+    told = places.failure(tmp_path, "snapshot 3 could not be written: No space left on device")
+    assert file_systems.no_room(told, Path("/proc")).startswith(f"the file system of {tmp_path}")
+    assert str(told) == "snapshot 3 could not be written: No space left on device"
