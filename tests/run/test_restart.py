@@ -68,7 +68,7 @@ def test_a_role_is_run_again_as_often_as_its_codes_allow(run, tmp_path, kind, po
     ("flags", "variables", "process"),
     [
         (["--role=trainer", "--coordinator=a:1", "--processes=2", "--process=1"], {}, 1),
-        (["--role=trainer"], {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, None),  # nobody says where
+        (["--role=trainer"], {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, 3),
         (["--role=trainer", "--coordinator=a:1"], {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, 3),
         (["--role=trainer", "--processes=1"], {}, None),
         (["--role=searcher", "--processes=2"], {}, None),
