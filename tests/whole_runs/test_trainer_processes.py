@@ -1,6 +1,7 @@
 """A trainer of several processes: it computes what one process computes, and all of its processes end and resume together."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -240,3 +241,22 @@ def test_two_processes_make_the_policy_that_one_makes(tmp_path, source, kind):
             assert each.code == 0, each.text
         made.append(layout.read_json(tmp_path / str(count) / "reference" / "initial.json"))
     assert made[0] == made[1], "the id is a hash of the weights"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["settings", "workdir"])
+def test_processes_that_do_not_belong_together_end_by_one_sentence(tmp_path, source, kind):
+    flags, port = trainers.offline_flags(source), trainers.free_port()
+    started = []
+    for process in range(2):
+        workdir = tmp_path / ("run" if kind == "settings" else f"run-{process}")
+        own = [f"--coordinator=127.0.0.1:{port}", "--processes=2", f"--process={process}"]
+        own += ["--config.learner.steps=77"] * (kind == "settings" and process == 1)
+        started.append(tiny_run.start(tiny_run.command(workdir, "--role=trainer", *own, *flags), devices=1))
+    ended = trainers.wait(started)
+    told = {
+        "settings": "error: process 1 .* has other settings than process 0 .*config.learner.steps: 77 there, 12 here",
+        "workdir": "error: process 1 .* does not see in --workdir=.*run-1 what process 0 .* has written into --workdir=.*run-0",
+    }[kind]
+    assert [each.code for each in ended] == [processes.BAD_INPUT] * 2, [each.text for each in ended]
+    assert all(re.search(told, each.text) for each in ended), [each.text for each in ended]
