@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"(\d{6,})-(\d{10,})")
 # The first file of an epoch stays for so many epochs: who is late by less to take the same epoch finds that it is taken.
 _EPOCHS_REMEMBERED = 8
-# So many versions stay, because a loss of power may damage the last ones.
+# How many versions stay: a loss of power may damage the last ones.
 _WHOLE = 3
 _CONTENDERS, _AGAIN_SECONDS = 4, 0.01
 
