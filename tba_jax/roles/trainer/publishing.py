@@ -27,8 +27,8 @@ class Publisher:
     """Publishes snapshots from a background thread; the trainer waits only for a copy on the device.
 
     If storage is slower than the trainer, a step is left out while two snapshots are unwritten, unless retention keeps it for
-    good. Snapshots that stay are full and written durably; the others are soon superseded, so writing does not wait for the disk to
-    have their bytes, and all but every n-th are deltas of the last full one.
+    good. Snapshots that stay are full and written durably. The others are soon superseded, so writing does not wait for the disk
+    to have their bytes, and all but every n-th are deltas of the last full one.
     """
 
     def __init__(
