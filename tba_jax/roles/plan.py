@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 
 _FOLDER, _FAILED, _STOP = "plan", "failed", "stop"
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.005, 0.1
-# Decisions that stay: nobody is further behind, because a step ends together.
-_KEPT = 8
 # A failure is looked for so long where a collective has failed, which a process that ends lets happen before it can say why.
 _REASON_SECONDS = 2.0
 # A folder that another host has made shows after so long: network file systems keep what they have listed.
@@ -65,6 +63,10 @@ class Plan:
         """What process 0 decides: JSON, or a dict whose values may be dicts of arrays. `decide` is called in process 0 alone; the
         others wait for what it returns. An error of it ends all of them."""
         return decide()
+
+    def is_updated(self) -> None:
+        """Tells that an update has its result, for which each process has read what was shared before the update before it had
+        its own: these decisions are removed."""
 
     def gather(self, content: T) -> list[T]:
         """What each process gives, JSON, by process. All must call it, and it waits for what the devices compute."""
@@ -98,6 +100,7 @@ class SharedPlan(Plan):
     def __init__(self, folder: Path, *, process: int, processes: int):
         self.process, self.processes = process, processes
         self._folder, self._next = folder, 0
+        self._oldest, self._shared_before = 0, 0  # of the decisions that are there; and before the last update's result
         self._stop: Callable[[], bool] = lambda: False
         self._has_told = False
         self._looked = 0.0
@@ -109,9 +112,13 @@ class SharedPlan(Plan):
             return _decoded(self._await(name))
         decided = decide()
         self._write(name, _encoded(decided))
-        with contextlib.suppress(FileNotFoundError):
-            (self._folder / f"{self._next - 1 - _KEPT:08d}").unlink()
         return decided
+
+    def is_updated(self) -> None:
+        if self.leads:
+            for number in range(self._oldest, self._shared_before):
+                (self._folder / f"{number:08d}").unlink(missing_ok=True)
+        self._oldest, self._shared_before = self._shared_before, self._next
 
     def _write(self, name: str, content: bytes) -> None:
         draft = self._folder / f".{name}.{self.process}"

@@ -335,6 +335,7 @@ class Trainer:
         self.account.look()
         jax.block_until_ready(measurements)
         self.account.is_done_now()
+        self.plan.is_updated()
         self.step_number += 1
         self.record.status.step = self.step_number
         row_finite = measurements.pop("row_finite")
