@@ -43,22 +43,19 @@ def test_decisions_come_to_all_in_their_order(tmp_path):
 
 def test_a_decision_stays_until_an_update_tells_that_all_have_read_it(tmp_path):
     leader, slow, _ = plans(tmp_path)
-    shared = 0
 
-    def share(count: int) -> None:
-        nonlocal shared
-        for _ in range(count):
-            shared += 1
-            leader.share(lambda: shared)
+    def share(*decisions: str) -> None:
+        for decided in decisions:
+            leader.share(lambda decided=decided: decided)
 
-    share(20)  # the start
+    share(*"the many of the start")
     for _ in range(3):
-        read = shared  # an update needs what was shared before the last one had its result
-        share(2)  # the next batch, and another decision, while it computes
-        while slow._next < read:
-            assert slow.share(never) == slow._next
+        shared = leader._next  # an update needs what was shared before the last one had its result
+        share("the next batch", "something else")  # while it computes
+        while slow._next < shared:
+            slow.share(never)
         leader.is_updated()
-    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [*range(shared - 2, shared)]
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [leader._next - 2, leader._next - 1]
 
 
 def test_what_each_has_written_is_told_to_process_0(tmp_path):
