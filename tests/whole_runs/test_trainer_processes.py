@@ -301,19 +301,38 @@ def test_two_processes_make_the_policy_that_one_makes(tmp_path, source, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["settings", "workdir"])
+@pytest.mark.parametrize("kind", ["settings", "workdir", "processes"])
 def test_processes_that_do_not_belong_together_end_by_one_sentence(tmp_path, source, kind):
     flags, port = trainers.offline_flags(source), trainers.free_port()
     started = []
     for process in range(2):
         workdir = tmp_path / ("run" if kind == "settings" else f"run-{process}")
-        own = [f"--coordinator=127.0.0.1:{port}", "--processes=2", f"--process={process}"]
+        count = 3 if kind == "processes" and process == 1 else 2
+        own = [f"--coordinator=127.0.0.1:{port}", f"--processes={count}", f"--process={process}"]
         own += ["--config.learner.steps=77"] * (kind == "settings" and process == 1)
         started.append(tiny_run.start(tiny_run.command(workdir, "--role=trainer", *own, *flags), devices=1))
     ended = trainers.wait(started)
     told = {
         "settings": "error: process 1 .* has other settings than process 0 .*config.learner.steps: 77 there, 12 here",
+        "processes": "error: process 1 .* has other settings than process 0 .*--processes: 3 there, 2 here",
         "workdir": "error: process 1 .* does not see in --workdir=.*run-1 what process 0 .* has written into --workdir=.*run-0",
     }[kind]
     assert [each.code for each in ended] == [processes.BAD_INPUT] * 2, [each.text for each in ended]
     assert all(re.search(told, each.text) for each in ended), [each.text for each in ended]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numbers", [["0/2", "1/2", "1/2"], ["0/2", "0/2"], ["0/3", "1/2"], ["0/2"], ["1/2"]], ids=" ".join)
+def test_processes_that_do_not_meet_end_after_connect_seconds(tmp_path, source, numbers):
+    """Two of one number, one that does not come, or a coordinator that does not answer: JAX ends all, and the wrapper says so."""
+    flags, port = trainers.offline_flags(source, trainer__connect_seconds=5.0, trainer__heartbeat_seconds=4.0), trainers.free_port()
+    started, begin = [], time.monotonic()
+    for process, count in (each.split("/") for each in numbers):
+        own = [f"--coordinator=127.0.0.1:{port}", f"--processes={count}", f"--process={process}"]
+        command = tiny_run.command(tmp_path / "run", "--role=trainer", *own, *flags)
+        started.append(tiny_run.start([*command[:2], "tba_jax.run.restart", f"--workdir={tmp_path / 'run'}", *command]))
+    ended = trainers.wait(started)
+    seconds = time.monotonic() - begin
+    assert [each.code for each in ended] == [processes.PEER_LOST] * len(numbers), [each.text for each in ended]
+    assert all("of this trainer was ended by JAX because" in each.text for each in ended), [each.text for each in ended]
+    assert seconds < 60.0, f"ended after {seconds:.1f} s"
