@@ -27,7 +27,8 @@ def check(config: Any, *, weights: bool = True, new: bool = False) -> None:
     """Checks every setting by itself, and where all hold, settings against each other.
 
     Args: weights: False: for a dry run, where model.preset may say the shape in place of the weights of model.path. new: for a
-    new run and for a dry run: a setting that the run would not use, or that holds a secret, is a mistake too. A run that is there goes on.
+    new run and for a dry run: a setting that the run would not use, or that holds a secret, is a mistake too. A run that is there
+    goes on.
 
     Raises ValueError: a sentence about each rule that is broken.
     """
@@ -75,8 +76,8 @@ def _secrets(config: Any) -> Iterator[str]:
     hidden = flatten(metrics.without_secrets(settings))
     for name in [name for name, value in flatten(settings).items() if value != hidden[name]]:
         yield (
-            f"{name} holds a secret, by its name or as the user of an address, and whoever reads the run's config.json would find "
-            "it: have the task read a secret from the environment, or call a setting otherwise that holds none"
+            f"{name} holds a secret, by name or as user of an address, which all who read the run would find in config.json: "
+            "have the task read a secret from the environment, or call a setting otherwise that holds none"
         )
 
 

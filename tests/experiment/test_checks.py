@@ -58,7 +58,8 @@ def test_a_text_that_is_no_utf_8_is_refused():
 
 
 def test_a_secret_of_a_new_config_is_refused_and_not_told():
-    secrets = {"task.custom.api_key": "canary", "task.custom.judge_Password": "canary", "task.custom.server": "http://me:canary@host"}
+    secrets = {f"task.custom.{name}": "canary" for name in ("api_key", "judge_Password")}
+    secrets["task.custom.server"] = "http://me:canary@host"
     harmless = {"task.custom.end_tokens": 7, "task.custom.url": "http://host/a@b", "task.banned_tokens": (1,)}
     config = tiny_run.config(**secrets, **harmless)
     checks.check(config)

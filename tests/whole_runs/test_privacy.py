@@ -33,7 +33,9 @@ def open_to_others(folder: Path) -> list[str]:
     return [str(path) for path in (folder, *folder.rglob("*")) if stat.S_IMODE(path.lstat().st_mode) & 0o077]
 
 
-def test_roles_need_the_folder_and_trust_and_what_they_write_is_its_owners(tmp_path, one_device, readable_by_all, capsys, monkeypatch):
+def test_roles_need_the_folder_and_trust_and_what_they_write_is_its_owners(
+    tmp_path, one_device, readable_by_all, capsys, monkeypatch
+):
     """In a workdir and a place of --shared that a launcher has made for everybody. No file and no output holds what a variable
     of the environment says."""
     for name in SECRETS:

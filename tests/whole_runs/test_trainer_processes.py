@@ -325,7 +325,8 @@ def test_processes_that_do_not_belong_together_end_by_one_sentence(tmp_path, sou
 @pytest.mark.parametrize("numbers", [["0/2", "1/2", "1/2"], ["0/2", "0/2"], ["0/3", "1/2"], ["0/2"], ["1/2"]], ids=" ".join)
 def test_processes_that_do_not_meet_end_after_connect_seconds(tmp_path, source, numbers):
     """Two of one number, one that does not come, or a coordinator that does not answer: JAX ends all, and the wrapper says so."""
-    flags, port = trainers.offline_flags(source, trainer__connect_seconds=5.0, trainer__heartbeat_seconds=4.0), trainers.free_port()
+    flags = trainers.offline_flags(source, trainer__connect_seconds=5.0, trainer__heartbeat_seconds=4.0)
+    port = trainers.free_port()
     started, begin = [], time.monotonic()
     for process, count in (each.split("/") for each in numbers):
         own = [f"--coordinator=127.0.0.1:{port}", f"--processes={count}", f"--process={process}"]
