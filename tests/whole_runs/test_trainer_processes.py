@@ -130,14 +130,16 @@ def test_two_processes_that_are_asked_to_stop_are_resumed_by_one_as_if_it_had_be
 @pytest.mark.slow
 def test_two_processes_of_which_one_is_killed_ten_times_compute_what_one_process_computes(tmp_path, source):
     """The other ends with it each time, and both resume bit for bit."""
-    flags = trainers.offline_flags(source, learner__steps=120, checkpoint__every_steps=16, learner__logprob_gap_every_steps=0)
+    flags = trainers.offline_flags(source, learner__steps=80, checkpoint__every_steps=6, learner__logprob_gap_every_steps=0)
+    seconds = []
     for kill in range(10):
         at = journalled(tmp_path / "two") + 1 + kill % 4
-        seconds = kill_one(tmp_path / "two", flags, killed=kill % 2, at=at)
-        assert seconds < 10.0, f"the other ended {seconds:.1f} s after kill {kill}"
+        seconds.append(kill_one(tmp_path / "two", flags, killed=kill % 2, at=at))
+    (tmp_path / "seconds").write_text(str(seconds))
+    assert max(seconds) < 15.0, f"JAX ends the other within trainer.heartbeat_seconds=10: {seconds}"
     trainers.run(tmp_path / "two", *flags, processes=2)
     run_alone(tmp_path / "one", flags)
-    assert_resumed_as(tmp_path / "two", tmp_path / "one", steps=120)
+    assert_resumed_as(tmp_path / "two", tmp_path / "one", steps=80)
 
 
 def assert_resumed_as(workdir: Path, whole: Path, *, steps: int) -> None:
@@ -183,7 +185,8 @@ def test_a_silent_process_is_waited_for_until_the_heartbeat_and_then_all_end_and
         started[silent].send_signal(signal.SIGCONT)
         ended = trainers.wait(started)
     assert [each.code for each in ended] == [-signal.SIGABRT] * 2, [each.text for each in ended]
-    assert "heartbeat" in ended[1 - silent].text and 1.0 < seconds < 20.0, f"JAX ended it after {seconds:.1f} s"
+    assert "JAX distributed service" in ended[1 - silent].text, ended[1 - silent].text
+    assert 1.0 < seconds < 20.0, f"JAX ended it after {seconds:.1f} s"
     trainers.run(tmp_path / "run", *flags, processes=2)
     assert_ledger_balances(tmp_path / "run", steps=LONG["learner__steps"])
 
