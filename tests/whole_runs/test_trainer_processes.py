@@ -130,7 +130,7 @@ def test_two_processes_that_are_asked_to_stop_are_resumed_by_one_as_if_it_had_be
 @pytest.mark.slow
 def test_two_processes_of_which_one_is_killed_ten_times_compute_what_one_process_computes(tmp_path, source):
     """The other ends with it each time, and both resume bit for bit."""
-    flags = trainers.offline_flags(source, learner__steps=80, checkpoint__every_steps=6, learner__logprob_gap_every_steps=0)
+    flags = trainers.offline_flags(source, learner__steps=48, checkpoint__every_steps=6, learner__logprob_gap_every_steps=0)
     seconds = []
     for kill in range(10):
         at = journalled(tmp_path / "two") + 1 + kill % 4
@@ -139,7 +139,7 @@ def test_two_processes_of_which_one_is_killed_ten_times_compute_what_one_process
     assert max(seconds) < 15.0, f"JAX ends the other within trainer.heartbeat_seconds=10: {seconds}"
     trainers.run(tmp_path / "two", *flags, processes=2)
     run_alone(tmp_path / "one", flags)
-    assert_resumed_as(tmp_path / "two", tmp_path / "one", steps=80)
+    assert_resumed_as(tmp_path / "two", tmp_path / "one", steps=48)
 
 
 def assert_resumed_as(workdir: Path, whole: Path, *, steps: int) -> None:
