@@ -17,6 +17,7 @@ from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.objective import TEMPERATURES, Objective
 from tba_jax.replay.selection import STRATEGIES
 from tba_jax.schemas import Mistakes, flatten
+from tba_jax.storage import contract
 from tba_jax.tasks import TASKS
 from tba_jax.tasks.interface import is_custom
 from tba_jax.telemetry import metrics
@@ -26,7 +27,8 @@ def check(config: Any, *, weights: bool = True, new: bool = False) -> None:
     """Checks every setting by itself, and where all hold, settings against each other.
 
     Args: weights: False: for a dry run, where model.preset may say the shape in place of the weights of model.path. new: for a
-    new run and for a dry run: a setting that the run would not use is a mistake too. A run that is there goes on.
+    new run and for a dry run: a setting that the run would not use, or that holds a secret, is a mistake too. A run that is there
+    goes on.
 
     Raises ValueError: a sentence about each rule that is broken.
     """
@@ -41,6 +43,7 @@ def check(config: Any, *, weights: bool = True, new: bool = False) -> None:
     found.attempt(meshes.micro_batch_rows, config, ways=max(mesh.data, 1) * max(mesh.fsdp, 1))
     if new:
         found.add(_unused(config))
+        found.add(_secrets(config))
     found.end()
 
 
@@ -65,6 +68,17 @@ def _each(config: Any) -> Iterator[str]:
             also = {-1: ", or -1 for all devices that are left", 0: ", or 0 for as many as the state needs"}.get(other, "")
             if size < 1 and size != other:
                 yield f"{section}.mesh.{axis}={size} must be at least 1{also}"
+
+
+def _secrets(config: Any) -> Iterator[str]:
+    """Texts that metrics.without_secrets hides."""
+    settings = contract.plain(config.to_dict())
+    hidden = flatten(metrics.without_secrets(settings))
+    for name in [name for name, value in flatten(settings).items() if value != hidden[name]]:
+        yield (
+            f"{name} holds a secret, by name or as user of an address, which all who read the run would find in config.json: "
+            "have the task read a secret from the environment, or call a setting otherwise that holds none"
+        )
 
 
 def _registries(task: str) -> dict[str, Collection[str]]:

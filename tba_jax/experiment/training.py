@@ -224,6 +224,7 @@ def _plan(s: Invocation) -> Plan:
     told = {f"config.{name}": value for name, value in flatten(contract_lib.plain(s.config.to_dict())).items()}
     told |= {f"contract.{name}": value for name, value in s.experiment.contract.to_json().items()}
     told |= {"--init_from": s.init_from, "--allow_change": list(s.allow_change), "--shared": str(s.run.elsewhere or "")}
+    told |= {"--processes": s.world.processes}  # JAX goes by what process 0 says
     limits = {name: s.config.trainer[name] for name in ("connect_seconds", "heartbeat_seconds")}
     devices = s.world.local_devices(len(gpus.visible()))
     return plan_lib.start(s.world, workdir=s.run.root, settings=told, devices=devices, **limits)

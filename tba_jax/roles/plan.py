@@ -102,7 +102,7 @@ class SharedPlan(Plan):
         self._folder, self._next = folder, 0
         self._oldest, self._shared_before = 0, 0  # of the decisions that are there; and before the last update's result
         self._stop: Callable[[], bool] = lambda: False
-        self._has_told = False
+        self._has_told = self._has_failed = False
         self._looked = 0.0
         self._asked = False
 
@@ -133,6 +133,8 @@ class SharedPlan(Plan):
             if set(names) <= set(there):
                 return (self._folder / names[-1]).read_bytes()
             self._raise_failure(there)
+            if self._has_failed:  # a thread that writes a snapshot would keep the process until JAX aborts it
+                raise processes_lib.PeerLost(f"process {self.process} of this trainer has failed")
             self._tell_stop()
             time.sleep(pause)
             pause = min(1.1 * pause, _LONGEST_POLL_SECONDS)
@@ -171,6 +173,7 @@ class SharedPlan(Plan):
         try:
             yield
         except BaseException as error:
+            self._has_failed = True
             is_mistake = isinstance(error, mistakes) and not processes_lib.is_storage_failure(error)
             code = processes_lib.BAD_INPUT if is_mistake else processes_lib.exit_code(error)
             reason = self._reason(error) if code == 1 else None

@@ -159,8 +159,9 @@ def run(command: list[str], *, workdir: str, deaths: int, asked: threading.Event
         if code == 128 + signal.SIGABRT and process is not None:
             code = PEER_LOST
             _say(
-                f"process {process} of this trainer was ended by JAX because another process had ended or was silent for trainer."
-                "heartbeat_seconds: see the other processes' logs; started again together, all resume where the journal ends"
+                f"process {process} of this trainer was ended by JAX because another process had ended, was silent for trainer."
+                "heartbeat_seconds, did not come within trainer.connect_seconds or has the same number: see the other processes' "
+                "logs; started again together, all resume where the journal ends"
             )
         if asked.is_set() or code in (0, STOPPED):
             return code

@@ -57,6 +57,19 @@ def test_a_text_that_is_no_utf_8_is_refused():
         assert sentence.startswith(f"{name}={value!r} holds half of a UTF-16 surrogate pair"), sentence
 
 
+def test_a_secret_of_a_new_config_is_refused_and_not_told():
+    secrets = {f"task.custom.{name}": "canary" for name in ("api_key", "judge_Password")}
+    secrets["task.custom.server"] = "http://me:canary@host"
+    harmless = {"task.custom.end_tokens": 7, "task.custom.url": "http://host/a@b", "task.banned_tokens": (1,)}
+    config = tiny_run.config(**secrets, **harmless)
+    checks.check(config)
+    with pytest.raises(Refused) as refused:
+        checks.check(config, new=True)
+    assert "canary" not in str(refused.value)
+    assert {sentence.split()[0] for sentence in refused.value.sentences} >= set(secrets)
+    assert not [sentence for sentence in refused.value.sentences if sentence.startswith(tuple(harmless))]
+
+
 INTERLEAVED = {"schedule.mode": "interleaved"}
 STALE = {"learner.steps": 7, "replay.max_staleness": 2}
 # Settings that do not go together, and how the sentence about them begins.

@@ -82,6 +82,8 @@ def test_an_error_of_one_process_ends_the_others_by_its_sentence(tmp_path, monke
     leader, other, _ = plans(tmp_path)
     with pytest.raises(type(error)), other.guard():
         raise error
+    with pytest.raises(processes.PeerLost):  # what a thread of it waits for
+        other.told("00000010")
     with pytest.raises(kind) as told, leader.guard():
         leader.told("00000010")
     assert "process 1 (" in str(told.value) and str(error).split("] ")[-1] in str(told.value)

@@ -9,12 +9,15 @@ import pytest
 
 from tba_jax import main
 from tba_jax.commands import append, command_line, evaluate
+from tba_jax.commands import report as report_command
 from tba_jax.storage import layout
 from tba_jax.tasks.red_team import RedTeam
 from tests.support import task_files
 from tests.support.frozen_runs import contents
 
 STEPS = 4
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY")
+CANARY = "canary-29c1f0"
 
 
 @pytest.fixture
@@ -30,8 +33,13 @@ def open_to_others(folder: Path) -> list[str]:
     return [str(path) for path in (folder, *folder.rglob("*")) if stat.S_IMODE(path.lstat().st_mode) & 0o077]
 
 
-def test_roles_need_the_folder_and_trust_and_what_they_write_is_its_owners(tmp_path, one_device, readable_by_all, capsys):
-    """In a workdir and a place of --shared that a launcher has made for everybody."""
+def test_roles_need_the_folder_and_trust_and_what_they_write_is_its_owners(
+    tmp_path, one_device, readable_by_all, capsys, monkeypatch
+):
+    """In a workdir and a place of --shared that a launcher has made for everybody. No file and no output holds what a variable
+    of the environment says."""
+    for name in SECRETS:
+        monkeypatch.setenv(name, CANARY)
     assert RedTeam.private_files
     recipe, shared, report = task_files.write(tmp_path), tmp_path / "shared", tmp_path / "report.json"
     recipe.write_text(recipe.read_text().replace("class Ones:\n", "class Ones:\n    private_files = True\n"))
@@ -65,6 +73,12 @@ def test_roles_need_the_folder_and_trust_and_what_they_write_is_its_owners(tmp_p
     known = [f"--workdir={run.root}", "--trust_task"]
     assert command_line.execute(append, [*known, f"--responses={tmp_path / 'responses.jsonl'}"]) == 0
     assert command_line.execute(evaluate, [*known, f"--output={report}"]) == 0
+    dry = [f"--config={recipe}", f"--workdir={tmp_path / 'new'}", "--dry_run=full"]
+    assert command_line.execute(main, dry) == 0
+    assert command_line.execute(report_command, [f"--workdir={run.root}", f"--output={tmp_path / 'report.html'}"]) == 0
+    said = capsys.readouterr()
+    assert '"task": {' in said.out and CANARY not in said.out + said.err
+    assert not [name for name, content in contents(tmp_path).items() if CANARY.encode() in content]
     for made in (run.root, shared, report):
         assert open_to_others(made) == []
     assert {"metrics", "journal", "checkpoints", "evaluations"} <= {path.name for path in run.root.iterdir()}
