@@ -2,8 +2,8 @@
 
     python -m benchmarks.hosts --workdir=DIR [--other=CHECKOUT] [--pairs=5] [--only=steps,share]
 
-steps: trainers of two processes with a device and a core each, and of one process with both, learn in turn from the same finished
-log of the demo. With --other those of another checkout take turns with them, on a log of its own. share: real processes share
+steps: trainers of two processes with a device and a core each, and of one process with both, learn from the finished log of a run
+of the demo. They take turns of a few seconds, paused meanwhile; with --other so do those of another checkout, on a log of its own. share: real processes share
 batches of 512 rows of 1024 + 3072 by a folder, as a trainer does one step ahead of the update.
 """
 
@@ -11,13 +11,14 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
+import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +31,31 @@ from tba_jax.trajectory import RowShape
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for runs.", required=True)
 _OTHER = flags.DEFINE_string("other", "", "Folder of another checkout, whose steps are measured as well.")
-_PAIRS = flags.DEFINE_integer("pairs", 5, "Runs of each trainer; shares of a batch are four times as many.", lower_bound=2)
+_PAIRS = flags.DEFINE_integer("pairs", 5, "Turns of each trainer; a batch is shared four times as often.", lower_bound=2)
 _ONLY = flags.DEFINE_list("only", ["steps", "share"], "What is measured.")
 
-RECIPE, STEPS, SETTLED = "configs/demo.py", 60, 10  # steps before are not told: they compile
-WARM: dict[str, Any] = {"warm_start.steps": 150}
-OFFLINE = {"searchers.count": 0, "evaluation.enabled": False, "learner.steps": STEPS, "learner.logprob_gap_every_steps": 0}
-OFFLINE |= {"publish.every_steps": 1000, "checkpoint.every_steps": 1000, "metrics.every_steps": 1}
+RECIPE, SETTLED, SECONDS = "configs/demo.py", 10, 8.0  # steps before the first pause; seconds between two pauses
+WARM: dict[str, Any] = {"warm_start.steps": 10}  # times do not depend on what it has learned
+OFFLINE: dict[str, Any] = {"searchers.count": 0, "evaluation.enabled": False, "learner.steps": 100_000, "metrics.every_steps": 1}
+OFFLINE |= {"publish.every_steps": 100_000, "checkpoint.every_steps": 100_000, "learner.logprob_gap_every_steps": 0}
+OFFLINE |= {"trainer.heartbeat_seconds": 3600.0}
 SHAPE, ROWS = RowShape(prompt_length=1024, response_length=3072, reward_parts=()), 512
 
 
 def make_source(root: Path, checkout: Path) -> Path:
     """The workdir of a finished run, whose log is of the checkout's layout."""
     side_by_side.ensure_warm_start(root, WARM, recipe=RECIPE, checkout=checkout)
-    settings = WARM | side_by_side.in_turn(8, 0)
+    settings = WARM | side_by_side.in_turn(2, 0) | {"learner.warmup_steps": 0, "evaluation.enabled": False}
     job = side_by_side.Job(root=root, name="source", recipe=RECIPE, settings=settings, warm=True, checkout=checkout)
     side_by_side.run_all([job])
     return job.workdir
 
 
-def step_seconds(root: Path, checkout: Path, name: str, processes: int) -> float:
-    """Seconds of a step, the median of a run. Raises RuntimeError: the run failed."""
-    workdir, cores = root / name, sorted(os.sched_getaffinity(0))
+@contextlib.contextmanager
+def trainer(root: Path, checkout: Path, processes: int) -> Iterator[tuple[list[subprocess.Popen[bytes]], Path]]:
+    """A trainer that has compiled, paused, and the file of its metrics. Raises RuntimeError: it has ended."""
+    workdir, cores = root / f"{processes}-processes", sorted(os.sched_getaffinity(0))
+    shutil.rmtree(workdir, ignore_errors=True)
     side_by_side.begin(root / "warm", workdir)
     settings = WARM | OFFLINE | {"replay.mount": f"('{root / 'source'}',)"}
     command = [sys.executable, "-m", "tba_jax.main", f"--config={RECIPE}", f"--workdir={workdir}", "--role=trainer"]
@@ -60,18 +64,34 @@ def step_seconds(root: Path, checkout: Path, name: str, processes: int) -> float
         port = server.getsockname()[1]
     world = [f"--coordinator=127.0.0.1:{port}", f"--processes={processes}"] if processes > 1 else []
     seen = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // processes}"}
-    with contextlib.ExitStack() as stack:
-        started = []
+    metrics, output, started = workdir / "metrics" / "trainer" / "metrics.jsonl", Path(f"{workdir}.out"), []
+    try:
         for process in range(processes):
             own = ["taskset", "--cpu-list", ",".join(map(str, cores[process:2:processes])), *command, *world]
             own += [f"--process={process}"] if world else []
-            output = stack.enter_context(open(f"{workdir}.{process}.out", "w"))
-            started.append(subprocess.Popen(own, cwd=checkout, env=seen, stdout=output, stderr=subprocess.STDOUT))
-            stack.callback(started[-1].kill)
-        if any(each.wait() for each in started):
-            raise RuntimeError(f"a trainer failed; see {workdir}.0.out")
-    points = [json.loads(line)["time"] for line in (workdir / "metrics" / "trainer" / "metrics.jsonl").open()]
-    return statistics.median(np.diff(points[SETTLED:]))
+            with open(output, "a") as file:
+                started.append(subprocess.Popen(own, cwd=checkout, env=seen, stdout=file, stderr=subprocess.STDOUT))
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < SETTLED:
+            if any(each.poll() is not None for each in started):
+                raise RuntimeError(f"a trainer has ended; see {output}")
+            time.sleep(0.1)
+        send(started, signal.SIGSTOP)
+        yield started, metrics
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+
+
+def send(started: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for each in started:
+        each.send_signal(number)
+
+
+def step_seconds(metrics: Path, window: tuple[float, float]) -> float:
+    """Seconds of a step in a window of time: the median."""
+    times = np.array([json.loads(line)["time"] for line in metrics.read_text().splitlines()])
+    return float(np.median(np.diff(times[(times > window[0]) & (times < window[1])])))
 
 
 def quartiles(found: Sequence[float], spec: str = ".2f") -> str:
@@ -84,12 +104,17 @@ def compare_steps(root: Path) -> None:
     for name, checkout in checkouts.items():
         make_source(root / name, checkout.resolve())
     cases = [(name, processes) for name in checkouts for processes in (2, 1)]
-    seconds: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
-    for pair in range(_PAIRS.value):
-        for name, processes in cases if pair % 2 == 0 else cases[::-1]:
-            run = f"{processes}-{pair}"
-            seconds[name, processes].append(step_seconds(root / name, checkouts[name].resolve(), run, processes))
-            print(f"{name} {run}: {seconds[name, processes][-1]:.3f} s", file=sys.stderr, flush=True)
+    windows: dict[tuple[str, int], list[tuple[float, float]]] = {case: [] for case in cases}
+    with contextlib.ExitStack() as stack:
+        trainers = {case: stack.enter_context(trainer(root / case[0], checkouts[case[0]].resolve(), case[1])) for case in cases}
+        for pair in range(_PAIRS.value):
+            for case in cases if pair % 2 == 0 else cases[::-1]:
+                begin = time.time()
+                send(trainers[case][0], signal.SIGCONT)
+                time.sleep(SECONDS)
+                send(trainers[case][0], signal.SIGSTOP)
+                windows[case].append((begin, time.time()))
+        seconds = {case: [step_seconds(trainers[case][1], each) for each in windows[case]] for case in cases}
     summary.table("a step of the demo's update", "ms or ratio, median (quartiles)")
     for (name, processes), found in seconds.items():
         summary.row(f"{name}, {processes} processes", quartiles(np.multiply(found, 1e3), ".0f"))
