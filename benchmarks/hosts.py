@@ -3,7 +3,7 @@
     python -m benchmarks.hosts --workdir=DIR [--other=CHECKOUT] [--pairs=5] [--only=steps,share]
 
 steps: trainers of two processes with a device and a core each, and of one process with both, learn from the finished log of a run
-of the demo. They take turns of a few seconds, paused meanwhile. With --other those of another checkout do so, on its own log.
+of the demo. They take turns of a few steps, paused meanwhile. With --other those of another checkout do so, on its own log.
 share: real processes share batches of 512 rows of 1024 + 3072 by a folder, as a trainer does one step ahead of the update.
 """
 
@@ -34,7 +34,7 @@ _OTHER = flags.DEFINE_string("other", "", "Folder of another checkout, whose ste
 _PAIRS = flags.DEFINE_integer("pairs", 5, "Turns of each trainer; a batch is shared four times as often.", lower_bound=2)
 _ONLY = flags.DEFINE_list("only", ["steps", "share"], "What is measured.")
 
-RECIPE, SETTLED, SECONDS = "configs/demo.py", 10, 6.0  # steps before the first pause; seconds between two pauses
+RECIPE, SETTLED, STEPS = "configs/demo.py", 10, 9  # steps before the first pause, and of a turn
 WARM: dict[str, Any] = {"warm_start.steps": 10}  # times do not depend on what it has learned
 SOURCE = WARM | side_by_side.in_turn(2, 0) | {"learner.warmup_steps": 0, "evaluation.enabled": False}
 OFFLINE = WARM | {
@@ -60,18 +60,14 @@ def paused(root: Path, checkout: Path, processes: int) -> Iterator[tuple[list[su
         world = [f"--coordinator=127.0.0.1:{server.getsockname()[1]}", f"--processes={processes}"]
     seen = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // processes}"}
     started: list[subprocess.Popen[bytes]] = []
-    metrics, output = workdir / "metrics" / "trainer" / "metrics.jsonl", Path(f"{workdir}.out")
+    metrics = workdir / "metrics" / "trainer" / "metrics.jsonl"
     try:
         for process in range(processes):
             words = ["taskset", "--cpu-list", ",".join(map(str, cores[process:2:processes])), *command]
             words += [*world, f"--process={process}"] if processes > 1 else []
-            with open(output, "a") as file:
+            with open(f"{workdir}.out", "a") as file:
                 started.append(subprocess.Popen(words, cwd=checkout, env=seen, stdout=file, stderr=subprocess.STDOUT))
-        while not metrics.exists() or metrics.read_bytes().count(b"\n") < SETTLED:
-            if any(each.poll() is not None for each in started):
-                raise RuntimeError(f"a trainer has ended; see {output}")
-            time.sleep(0.1)
-        send(started, signal.SIGSTOP)
+        turn(started, metrics, SETTLED)
         yield started, metrics
     finally:
         for each in started:
@@ -79,18 +75,25 @@ def paused(root: Path, checkout: Path, processes: int) -> Iterator[tuple[list[su
             each.wait()
 
 
-def send(started: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+def turn(started: Sequence[subprocess.Popen[bytes]], metrics: Path, steps: int) -> float:
+    """Lets a trainer make so many steps. Returns the milliseconds of one, the median: a step may compile. Raises as `paused`."""
+
+    def done() -> list[float]:
+        return [json.loads(line)["time"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+    before = len(done())
     for each in started:
-        each.send_signal(number)
+        each.send_signal(signal.SIGCONT)
+    while len(done()) < before + steps:
+        if any(each.poll() is not None for each in started):
+            raise RuntimeError(f"a trainer has ended; see {metrics.parents[2]}.out")
+        time.sleep(0.1)
+    for each in started:
+        each.send_signal(signal.SIGSTOP)
+    return 1e3 * float(np.median(np.diff(done()[before:])))
 
 
-def step_ms(metrics: Path, begin: float, end: float) -> float:
-    """Milliseconds of a step between two moments: the median."""
-    times = np.array([json.loads(line)["time"] for line in metrics.read_text().splitlines()])
-    return 1e3 * float(np.median(np.diff(times[(times > begin) & (times < end)])))
-
-
-def quartiles(found: Sequence[float], spec: str = ".2f") -> str:
+def quartiles(found: Any, spec: str = ".2f") -> str:
     lower, median, upper = np.percentile(found, [25, 50, 75])
     return f"{median:{spec}} ({lower:{spec}} to {upper:{spec}})"
 
@@ -107,15 +110,11 @@ def compare_steps(root: Path) -> None:
             trainers[name, processes] = stack.enter_context(paused(root / name, checkouts[name], processes))
         for pair in range(_PAIRS.value):
             for case in cases if pair % 2 == 0 else cases[::-1]:
-                (started, metrics), begin = trainers[case], time.time()
-                send(started, signal.SIGCONT)
-                time.sleep(SECONDS)
-                send(started, signal.SIGSTOP)
-                found.setdefault(case, []).append(step_ms(metrics, begin, time.time()))
+                found.setdefault(case, []).append(turn(*trainers[case], STEPS))
     summary.table("processes", "a step, ms", *([] if len(checkouts) == 1 else ["of --other", "this / other"]))
     for processes in (2, 1):
         told = [found[name, processes] for name in checkouts]
-        ratio = [quartiles(np.divide(*told))] if len(told) > 1 else []
+        ratio = [quartiles(np.divide(told[0], told[1]))] if len(told) > 1 else []
         summary.row(str(processes), *(quartiles(each, ".0f") for each in told), *ratio)
     summary.row("2 / 1", *(quartiles(np.divide(found[name, 2], found[name, 1])) for name in checkouts))
 

@@ -61,7 +61,7 @@ class Plan:
 
     def share(self, decide: Callable[[], T]) -> T:
         """What process 0 decides: JSON, or a dict whose values may be dicts of arrays. `decide` is called in process 0 alone; the
-        others wait for what it returns. An error of it ends all of them."""
+        others wait for what it returns, with arrays that are read-only. An error of it ends all of them."""
         return decide()
 
     def is_updated(self) -> None:
@@ -120,7 +120,7 @@ class SharedPlan(Plan):
                 (self._folder / f"{number:08d}").unlink(missing_ok=True)
         self._oldest, self._shared_before = self._shared_before, self._next
 
-    def _write(self, name: str, *parts: bytes | np.ndarray) -> None:
+    def _write(self, name: str, *parts: bytes | memoryview) -> None:
         draft = self._folder / f".{name}.{self.process}"
         with open(draft, "wb") as file:
             file.writelines(parts)
@@ -252,7 +252,7 @@ def _exit_at_once(code: int) -> None:
     os._exit(code)
 
 
-def _encoded(decided: Any) -> list[bytes | np.ndarray]:
+def _encoded(decided: Any) -> list[bytes | memoryview]:
     """The parts of a decision's file: a line of JSON, which names the arrays, and the arrays as they lie in memory."""
     of_arrays: dict[str, dict[str, np.ndarray]] = {}
     if isinstance(decided, dict):
@@ -260,7 +260,7 @@ def _encoded(decided: Any) -> list[bytes | np.ndarray]:
         decided = {name: each for name, each in decided.items() if name not in of_arrays}
     arrays = [(of, name, np.asarray(array, order="C")) for of, each in of_arrays.items() for name, array in each.items()]
     told = [decided, [(of, name, array.dtype.str, array.shape) for of, name, array in arrays]]
-    return [json.dumps(told).encode() + b"\n", *(array for _, _, array in arrays)]
+    return [json.dumps(told).encode() + b"\n", *(array.data for _, _, array in arrays)]
 
 
 def _are_arrays(found: dict[str, Any]) -> bool:
