@@ -79,7 +79,8 @@ def turn(started: Sequence[subprocess.Popen[bytes]], metrics: Path, steps: int) 
     """Lets a trainer make so many steps. Returns the milliseconds of one, the median: a step may compile. Raises as `paused`."""
 
     def done() -> list[float]:
-        return [json.loads(line)["time"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        whole = metrics.read_text().rpartition("\n")[0] if metrics.exists() else ""
+        return [json.loads(line)["time"] for line in whole.splitlines()]
 
     before = len(done())
     for each in started:
