@@ -120,7 +120,7 @@ def run(job: Job, *, cores: Sequence[int]) -> None:
     shutil.rmtree(job.workdir, ignore_errors=True)
     job.workdir.parent.mkdir(parents=True, exist_ok=True)
     if job.warm:
-        _begin(job.root / "warm", job.workdir)
+        begin(job.root / "warm", job.workdir)
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(job.root / "compilation_cache")}
     words, output = ["tba_jax.main", f"--config={job.recipe}", f"--workdir={job.workdir}"], Path(f"{job.workdir}.out")
     if call(words, job.settings, output, cores=cores, fine=processes.NOT_FINITE, env=environment, cwd=job.checkout):
@@ -137,7 +137,7 @@ def ensure_warm_start(root: Path, settings: Mapping[str, Any], *, recipe: str, c
     call(words, settings, root / "warm.out", cores=sorted(os.sched_getaffinity(0)), cwd=checkout)
 
 
-def _begin(warm: Path, workdir: Path) -> None:
+def begin(warm: Path, workdir: Path) -> None:
     """Makes a workdir that holds the warm start and nothing else."""
     shutil.copytree(warm / "reference", workdir / "reference")
     # A workdir with folders of a run needs its config.json. At step 0 every setting of the schedule may change.

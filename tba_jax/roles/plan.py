@@ -12,9 +12,9 @@ trainer.heartbeat_seconds, it ends the others, all are started again, and all re
 import atexit
 import contextlib
 import errno
-import io
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -61,7 +61,7 @@ class Plan:
 
     def share(self, decide: Callable[[], T]) -> T:
         """What process 0 decides: JSON, or a dict whose values may be dicts of arrays. `decide` is called in process 0 alone; the
-        others wait for what it returns. An error of it ends all of them."""
+        others wait for what it returns, with arrays that are read-only. An error of it ends all of them."""
         return decide()
 
     def is_updated(self) -> None:
@@ -111,7 +111,7 @@ class SharedPlan(Plan):
         if not self.leads:
             return _decoded(self._await(name))
         decided = decide()
-        self._write(name, _encoded(decided))
+        self._write(name, *_encoded(decided))
         return decided
 
     def is_updated(self) -> None:
@@ -120,9 +120,10 @@ class SharedPlan(Plan):
                 (self._folder / f"{number:08d}").unlink(missing_ok=True)
         self._oldest, self._shared_before = self._shared_before, self._next
 
-    def _write(self, name: str, content: bytes) -> None:
+    def _write(self, name: str, *parts: bytes | memoryview) -> None:
         draft = self._folder / f".{name}.{self.process}"
-        draft.write_bytes(content)
+        with open(draft, "wb") as file:
+            file.writelines(parts)
         draft.rename(self._folder / name)
 
     def _await(self, *names: str) -> bytes:
@@ -254,18 +255,15 @@ def _exit_at_once(code: int) -> None:
     os._exit(code)
 
 
-_JSON = "json"
-
-
-def _encoded(decided: Any) -> bytes:
-    arrays: dict[str, np.ndarray] = {}
+def _encoded(decided: Any) -> list[bytes | memoryview]:
+    """The parts of a decision's file: a line of JSON, which names the arrays, and the arrays as they lie in memory."""
+    of_arrays: dict[str, dict[str, np.ndarray]] = {}
     if isinstance(decided, dict):
         of_arrays = {name: each for name, each in decided.items() if isinstance(each, dict) and _are_arrays(each)}
-        arrays = {f"{name}/{column}": array for name, each in of_arrays.items() for column, array in each.items()}
         decided = {name: each for name, each in decided.items() if name not in of_arrays}
-    buffer = io.BytesIO()
-    np.savez(buffer, **{_JSON: np.frombuffer(json.dumps(decided).encode(), np.uint8)}, **arrays)  # type: ignore[arg-type]
-    return buffer.getvalue()
+    arrays = [(of, name, np.asarray(array, order="C")) for of, each in of_arrays.items() for name, array in each.items()]
+    told = [decided, [(of, name, array.dtype.str, array.shape) for of, name, array in arrays]]
+    return [json.dumps(told).encode() + b"\n", *(array.data for _, _, array in arrays)]
 
 
 def _are_arrays(found: dict[str, Any]) -> bool:
@@ -273,12 +271,12 @@ def _are_arrays(found: dict[str, Any]) -> bool:
 
 
 def _decoded(content: bytes) -> Any:
-    with np.load(io.BytesIO(content)) as found:
-        decided = json.loads(found[_JSON].tobytes())
-        for name in found.files:
-            if name != _JSON:
-                of, _, column = name.partition("/")
-                decided.setdefault(of, {})[column] = found[name]
+    at = content.index(b"\n") + 1
+    decided, arrays = json.loads(content[:at])
+    for of, name, dtype, shape in arrays:
+        array = np.frombuffer(content, dtype, math.prod(shape), at).reshape(shape)
+        decided.setdefault(of, {})[name] = array
+        at += array.nbytes
     return decided
 
 
