@@ -120,11 +120,13 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """int[B] each: tokens of each row's prompt and response, and a number that rows of equal prompts have in common."""
+    """int[B] each: tokens of each row's prompt and response, and a number that rows of equal prompts have in common. trained:
+    bool[B, R], the response tokens that are listed, None: all."""
 
     prompt: np.ndarray
     response: np.ndarray
     query: np.ndarray
+    trained: np.ndarray | None = None
 
 
 class Piece(NamedTuple):
@@ -399,10 +401,11 @@ def of_rows(
     response_length: np.ndarray,
     *,
     limits: Limits,
+    trained: np.ndarray | None = None,
     second_pass: float = 0.0,
 ) -> tuple[Packed, Plan]:
-    """The rows in micro-batches, and where they lie there. See plan."""
-    lengths = lengths_of(tokens, prompt_length, response_length)
+    """The rows in micro-batches, and where they lie there. See plan. Args: trained: see Lengths."""
+    lengths = dataclasses.replace(lengths_of(tokens, prompt_length, response_length), trained=trained)
     made = plan(lengths, limits, second_pass=second_pass)
     return pack(tokens, lengths, plan=made, limits=limits), made
 
@@ -479,6 +482,8 @@ def _list_responses(made: Any, listed: np.ndarray, tokens: np.ndarray, lengths: 
     sizes = lengths.response[listed[0]]
     row, first, second = np.repeat(listed, sizes, axis=1)
     t = np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    if lengths.trained is not None:
+        row, first, second, t = (x[lengths.trained[row, t]] for x in (row, first, second, t))
     # Evenly over the sequences: what comes after the longest list is not computed.
     where = np.divmod(np.arange(len(row)), max(1, -(-len(row) // len(made.tokens))))
     made.states[where] = np.where(t == 0, first, second + t - 1)

@@ -16,6 +16,9 @@ positions there, and E is the width of an encoder's pooled token.
 Layout of a row, on disk and on every device: `tokens[T]` holds the prompt, then the response, then padding, from index 0 on.
 Token t of the response stands at index `prompt_length + t`; an array [R] has its entry at index t. A row's positions follow from
 the row alone: nothing depends on P, and causal attention keeps padding from all that is real.
+
+Where an environment answers, the response holds its tokens between those of the policy, in the order in which both came, and R
+counts all of them. Only the policy's are trained on, see `trained`: no log-prob, ratio, entropy or length counts others.
 """
 
 import dataclasses
@@ -30,8 +33,9 @@ _SCALAR_COLUMNS: dict[str, tuple[str, str]] = {
     "row": ("int64", "sequence number within the writer; (writer, row) is the row's identity"),
     "query_id": ("uint64", "hash of the prompt tokens, see `query_id`"),
     "prompt_length": ("int32", "tokens of the prompt"),
-    "response_length": ("int32", "tokens of the response, end-of-sequence included"),
-    "finished": ("bool", "whether the response ended by itself: by a stop string, or an end of sequence that was drawn"),
+    "response_length": ("int32", "tokens of the response, end-of-sequence and those of an environment included"),
+    "finished": ("bool", "whether the response ended by itself: by a stop string, an end of sequence that was drawn, or the end of "
+                 "its environment"),
     "reward": ("float32", "the reward the objective sees"),
     "reward_version": ("int32", "version of the reward that scored the row"),
     "reference_id": ("uint64", "which reference policy ref_logprobs come from, 0: none"),
@@ -42,16 +46,22 @@ _SCALAR_COLUMNS: dict[str, tuple[str, str]] = {
 }
 
 
+# What an environment tells of a row, in the order of the column `environment`: calls of tools, messages of the policy that it
+# could not read, and the seconds for which it was waited for.
+ENVIRONMENT = ("tool_calls", "errors", "seconds")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowShape:
     """Sizes that fix the schema of a run's rows: P, R, the names of the M reward parts, E (0: no embedding), and whether rows
-    hold values of states."""
+    hold values of states, or tokens of an environment."""
 
     prompt_length: int
     response_length: int
     reward_parts: tuple[str, ...]
     embedding_size: int = 0
     state_values: bool = False
+    environment: bool = False
 
     def columns(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Column name -> (dtype, shape of one row)."""
@@ -70,6 +80,8 @@ class RowShape:
             columns["embedding"] = ("float32", (self.embedding_size,))
         if self.state_values:
             columns["state_values"] = ("float32", (R,))
+        if self.environment:
+            columns["environment"] = ("float32", (len(ENVIRONMENT),))
         return columns
 
     @property
@@ -85,10 +97,12 @@ class RowShape:
 #   ref_logprobs: float32[B, R]         nats, scoring temperature, 0 where masked
 #   policy_logprobs: float32[B, R]      nats, scoring temperature, the sampler's weights, 0 where masked
 #   behavior_logprobs: float32[B, R]    nats, the distribution that was sampled, 0 where masked
-#   policy_step: int32[B, R]            trainer step of the weights that produced each token, -1 where masked
+#   policy_step: int32[B, R]            trainer step of the weights that produced each token, -1 where masked: on padding, and on
+#                                       tokens of an environment, which this alone tells apart
 #   embedding: float32[B, E]            of the response's text, of length 1; only where E > 0
 #   state_values: float32[B, R]         mean reward of the samples from the state before each token; NaN where the state has no
 #                                       estimate, the first state always has one; only where RowShape.state_values
+#   environment: float32[B, 3]          see ENVIRONMENT; only where RowShape.environment
 Rows = Mapping[str, np.ndarray]
 
 
@@ -158,3 +172,14 @@ def response_tokens(rows: Rows) -> np.ndarray:
 def response_mask(response_length: np.ndarray, R: int) -> np.ndarray:
     """bool[B, R], true on the real response tokens; the end-of-sequence token is one of them."""
     return np.arange(R)[None, :] < np.asarray(response_length)[:, None]
+
+
+def trained(rows: Rows) -> np.ndarray:
+    """bool[B, R], true on the tokens that the policy drew: those of the response, without those of an environment."""
+    real = response_mask(rows["response_length"], rows["policy_step"].shape[1])
+    return real & (rows["policy_step"] >= 0) if "environment" in rows else real
+
+
+def turns(trained: np.ndarray) -> np.ndarray:
+    """bool[B, R], true on the first token of each turn of the policy. Args: trained: bool[B, R], see `trained`."""
+    return trained & ~np.pad(trained, ((0, 0), (1, 0)))[:, :-1]

@@ -48,6 +48,7 @@ class Batch:
 
     ref_logprobs: log-probs under the run's initial reference. moving_ref_logprobs: log-probs under the reference of the step;
     None where the reference does not move. state_values: see ObjectiveInputs; None where rows have no column of that name.
+    trained: bool[B, R], see trajectory.trained; None where no environment answers, and all tokens of responses are trained on.
     """
 
     tokens: chex.Array
@@ -58,6 +59,7 @@ class Batch:
     reward: chex.Array
     moving_ref_logprobs: chex.Array | None = None
     state_values: chex.Array | None = None
+    trained: chex.Array | None = None
 
     @property
     def R(self) -> int:
@@ -66,10 +68,11 @@ class Batch:
 
 def batch_from_rows(rows: trajectory.Rows) -> Batch:
     """The columns that an update needs, still on the host."""
-    columns = {field.name for field in dataclasses.fields(Batch)} - {"moving_ref_logprobs"}
+    columns = {field.name for field in dataclasses.fields(Batch)} - {"moving_ref_logprobs", "trained"}
     if "state_values" not in rows:
         columns.remove("state_values")
-    return Batch(**{name: np.asarray(rows[name]) for name in columns})
+    trained = trajectory.trained(rows) if "environment" in rows else None
+    return Batch(**{name: np.asarray(rows[name]) for name in columns}, trained=trained)
 
 
 InputsOf = Callable[[Batch], ObjectiveInputs]
@@ -184,7 +187,7 @@ def _gradient(
         **diagnostics(outputs.logprobs, entropy, inputs, has_reference=config.has_reference),
     }
     if batch.moving_ref_logprobs is not None:
-        measurements["kl_to_initial"] = jnp.mean(jnp.sum(outputs.logprobs - batch.ref_logprobs, axis=1))
+        measurements["kl_to_initial"] = jnp.mean(inputs.token_sum(outputs.logprobs - batch.ref_logprobs))
     if "log_z_head" in state.params:
         measurements["learned_log_z"] = jnp.mean(log_z)
     if outputs.values is not None:
@@ -217,10 +220,11 @@ def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfi
 
 
 def _inputs(batch: Batch, *, step: jax.Array, schedules: Schedules, config: LearnerConfig) -> ObjectiveInputs:
+    real = jnp.arange(batch.R)[None, :] < batch.response_length[:, None]
     return ObjectiveInputs(
         ref_logprobs=batch.ref_logprobs if batch.moving_ref_logprobs is None else batch.moving_ref_logprobs,
         behavior_logprobs=batch.behavior_logprobs,
-        mask=jnp.arange(batch.R)[None, :] < batch.response_length[:, None],
+        mask=real if batch.trained is None else real & batch.trained,
         reward=batch.reward,
         beta=jnp.asarray(schedules.beta(step), jnp.float32),
         ref_temperature=jnp.asarray(schedules.ref_temperature(step), jnp.float32),
@@ -235,8 +239,8 @@ def _row_finite(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """bool[B]: whether a row's log-probs, log Z, values and reward, and the squares of differences, are finite."""
     ref_and_reward = inputs.token_sum(inputs.ref_logprobs) + inputs.reward
     target = jnp.where(inputs.beta > 0, inputs.log_target(), ref_and_reward)  # β = 0 has no p̃
-    difference = target - jnp.sum(outputs.logprobs, axis=1) - outputs.log_z
-    finite = jnp.isfinite(difference**2) & jnp.isfinite(jnp.sum(inputs.behavior_logprobs, axis=1))
+    difference = target - inputs.token_sum(outputs.logprobs) - outputs.log_z
+    finite = jnp.isfinite(difference**2) & jnp.isfinite(inputs.token_sum(inputs.behavior_logprobs))
     if outputs.values is not None:
         finite &= jnp.isfinite(jnp.sum((outputs.values - inputs.reward[:, None]) ** 2, axis=1))
     if inputs.state_values is not None:

@@ -29,7 +29,7 @@ from tba_jax.replay.window import (
     read_back,
     validate_rows,
 )
-from tba_jax.trajectory import Rows, RowShape, check_rows, response_mask
+from tba_jax.trajectory import Rows, RowShape, check_rows, trained
 
 # Why a resident row left: it was merged with an identical (or near) response, its query was full, the window was full.
 EVICTIONS = ("duplicate", "query_capacity", "capacity")
@@ -443,7 +443,7 @@ def _entry(counts: Mapping[str, int], *, resident: int) -> dict[str, Any]:
 
 
 def _row_steps(rows: Rows) -> np.ndarray:
-    """int64[B], the oldest policy_step of a real response token; −1 for an empty response."""
-    mask = response_mask(rows["response_length"], rows["policy_step"].shape[1])
+    """int64[B], the oldest policy_step of a token that the policy drew; −1 where there is none."""
+    mask = trained(rows)
     oldest = np.where(mask, rows["policy_step"].astype(np.int64), np.iinfo(np.int64).max).min(axis=1)
     return np.where(mask.any(axis=1), oldest, -1)

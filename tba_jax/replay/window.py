@@ -377,5 +377,8 @@ class MergedResponses:
 
 
 def _key(query_id: int, rows: Rows, i: int) -> tuple[int, bytes]:
-    """128 bits stand for a response's tokens: equal digests are taken as equal responses."""
-    return query_id, hashlib.blake2b(response(rows, i).tobytes(), digest_size=16).digest()
+    """128 bits stand for a response's tokens, and for which of them the policy drew: equal digests are equal responses."""
+    digest = hashlib.blake2b(response(rows, i).tobytes(), digest_size=16)
+    if "environment" in rows:
+        digest.update((rows["policy_step"][i] >= 0).tobytes())
+    return query_id, digest.digest()

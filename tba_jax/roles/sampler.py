@@ -103,10 +103,12 @@ class ReferencePolicy:
     def logprobs(self, rows: Mapping[str, np.ndarray], *, temperature: float | None = None) -> np.ndarray:
         """float32[B, R], nats, 0 where masked. A program is compiled for each temperature, B and number of sequences (at most 8).
 
-        Args: rows: the columns of `text_columns`, others are ignored; temperature: None: the scoring temperature.
+        Args: rows: the columns of `text_columns`, and policy_step where an environment answers, others are ignored; temperature:
+          None: the scoring temperature.
         """
         tokens, *lengths = (rows[name] for name in ("tokens", "prompt_length", "response_length"))
-        packed, plan = packing.of_rows(tokens, *lengths, limits=self._how.limits(len(tokens)))
+        trained = trajectory.trained(rows) if "environment" in rows else None
+        packed, plan = packing.of_rows(tokens, *lengths, limits=self._how.limits(len(tokens)), trained=trained)
         self._shapes_log.note(plan)
         responses = int(rows["response_length"].sum())
         self.work += of_plan(plan, self._how.policy.model, responses=responses, passes=1)

@@ -153,7 +153,7 @@ class LogprobGap:
         tokens after a swap attended to keys and values of the weights before it, which scoring does not reproduce."""
         slots = usable[index.row_step[usable] == step][:_ROWS_OF_A_STEP]
         rows = index.gather(slots)
-        mask = trajectory.response_mask(rows["response_length"], rows["policy_step"].shape[1])
+        mask = trajectory.trained(rows)
         whole = (np.where(mask, rows["policy_step"], step) == step).all(axis=1)
         return index.gather(np.resize(slots[whole], self._config.limits.full_rows)) if whole.any() else None
 
@@ -173,7 +173,7 @@ class LogprobGap:
 
     def _gap(self, rows: trajectory.Rows, logprobs: np.ndarray) -> dict[str, float]:
         """Args: logprobs: float32[B, R], nats, of the learner."""
-        mask = trajectory.response_mask(rows["response_length"], rows["policy_step"].shape[1])
+        mask = trajectory.trained(rows)
         gap = np.abs(logprobs - rows["policy_logprobs"])[mask]
         if not gap.size:
             return {}

@@ -234,7 +234,8 @@ class UpdateProgram:
         on_host = update_lib.batch_from_rows(rows)
         columns = on_host.tokens, on_host.prompt_length, on_host.response_length
         second_pass = update_lib.SCORING_SHARE[self.config.remat]
-        packed, plan = packing.of_rows(*columns, limits=self.config.limits, second_pass=second_pass)
+        settings: dict[str, Any] = dict(limits=self.config.limits, second_pass=second_pass, trained=on_host.trained)
+        packed, plan = packing.of_rows(*columns, **settings)
         packed = sharding.put(packed, scoring.packed_shardings(self.mesh))
         responses = int(on_host.response_length.sum())
         work = of_plan(plan, self._policy.model, responses=responses, passes=self._passes)
