@@ -158,7 +158,7 @@ class Engine:
                 f"query {request.name}: {prompt} tokens of prompt and {given} of the response are not within 1 to "
                 f"{self._longest_prompt} and 0 to {min(c.prompt_length - prompt, c.response_length - 1)}"
             )
-        if self._stop_strings is not None and self._stop_strings.run(request.beginning) == self._stop_strings.accept:
+        if self._stop_strings is not None and self._stop_strings.run(request.begun) == self._stop_strings.accept:
             raise ValueError(f"query {request.name}: the given response tokens hold a stop string, which ends a response")
         ticket = Ticket(request, response_length=c.response_length, pad_id=self._pad_id)
         for first in range(0, request.samples, c.places):

@@ -280,7 +280,7 @@ class Lane:
             made.group[i], made.buffer[i], made.valid[i] = *buffer, True
             made.tokens[i, : len(context)], made.length[i], made.given[i] = context, len(context), part.given
             if self._stop_strings is not None:
-                made.stop_state[i] = self._stop_strings.run(request.beginning)
+                made.stop_state[i] = self._stop_strings.run(request.begun)
             made.samples.key[i, : part.count] = request.keys[part.rows]
             made.samples.limit[i, : part.count] = part.ticket.limit[part.rows]
             for name, given in vars(request.sampling).items():

@@ -20,7 +20,8 @@ class Request:
     name: how messages call the query. prompt: its token ids, at least one.
     keys: uint32[S, 2], see slots.row_keys. Token t of a response is drawn with fold_in(its key, t), whatever shares the slots.
     sampling: leaves [S].
-    beginning: given response tokens that all samples continue (Monte-Carlo values of a state in a response).
+    beginning: given response tokens that all samples continue (Monte-Carlo values of a state in a response, earlier turns).
+    turn: how many of the given tokens are of earlier turns, whose stop strings have ended them.
     limit: int32[S], the most response tokens of each sample, given tokens and end of sequence included; None: response_length.
     """
 
@@ -29,11 +30,17 @@ class Request:
     keys: np.ndarray
     sampling: Sampling
     beginning: Sequence[int] = ()
+    turn: int = 0
     limit: np.ndarray | None = None
 
     @property
     def samples(self) -> int:
         return len(self.keys)
+
+    @property
+    def begun(self) -> Sequence[int]:
+        """The given tokens of the turn that is to be generated."""
+        return self.beginning[self.turn :]
 
     @property
     def context(self) -> list[int]:

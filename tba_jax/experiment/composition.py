@@ -17,18 +17,22 @@ from tba_jax.schemas import NO_CHARACTER, Mistakes, holds_surrogate, require
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
 from tba_jax.tasks import EXTRAS, TASKS, interface
+from tba_jax.tasks.environments import HasEnvironment
 from tba_jax.tasks.interface import SPLITS, EncodedQuery, Query, Shortens, Task, private_files, reward_range
 from tba_jax.telemetry.alarms import Alarms
 from tba_jax.text import prompts
 from tba_jax.text.tokenizers import Tokenizer, banned_tokens
+from tba_jax.text.turns import Between
 
 log = logging.getLogger(__name__)
 
 # Settings task.* that are fields of the contract.
 _IN_CONTRACT = ("prompt_length", "response_length", "min_response_length", "force_eos", "missing_eos_reward")
+# What an environment says between two turns, to see whether the chat template has a place for it.
+_ANOTHER = {"role": "user", "content": ""}
 # How names of task settings end that say where data is and how rewards are computed here. Such settings do not change what a
 # reward is, and the roles of a run need not agree on them.
-_OF_A_PLACE = ("path", "time_limit", "retries", "concurrency", "batch_rows")
+_OF_A_PLACE = ("path", "time_limit", "retries", "concurrency", "batch_rows", "latency")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,15 +76,17 @@ def build(
     assert named is not None and made is not None and alphabet is not None and embedding is not None
     (policy, tokenizer), (task, settings) = named, made
     stored_run.check_policy(config, policy, tokenizer, found)
-    chat = dict(chat_template=config.task.chat_template, system_prompt=config.task.system_prompt)
+    c = config.task
+    chat = dict(chat_template=c.chat_template, system_prompt=c.system_prompt)
     template = found.attempt(prompts.template, tokenizer, **chat)
+    if isinstance(task, HasEnvironment):
+        found.attempt(Between(tokenizer, chat_template=c.chat_template).encode, [_ANOTHER], after=tokenizer.eos_id)
     banned = found.attempt(banned_tokens, config.task, tokenizer, policy.model.vocab)
     queries = found.attempt(encode_queries, config, task, tokenizer)
     if reward_models is None:
         reward_models = found.attempt(task_models.digests, task, fetch=weights)
     found.end()
     assert template is not None and banned is not None and queries is not None and reward_models is not None
-    c = config.task
     contract = contract_lib.Contract(
         model={name: value for name, value in dataclasses.asdict(policy.model).items() if name not in FREE_FIELDS},
         lora={} if policy.lora is None else dataclasses.asdict(policy.lora),
@@ -91,6 +97,7 @@ def build(
         stop_strings=tuple(sorted(set(c.stop_strings))),
         step_ends=tuple(sorted(set(c.step_ends))),
         scoring_temperature=config.sampling.scoring_temperature,
+        turns=task.most_turns if isinstance(task, HasEnvironment) else 0,
         task_name=interface.short_name(c.name),
         task={name: value for name, value in settings.items() if not name.endswith(_OF_A_PLACE)},
         reward_parts=task.reward_parts,
@@ -192,6 +199,11 @@ def make_task(config: Any) -> tuple[Task, dict[str, Any]]:
             f"task.name={config.task.name!r} are within [{given[0]:g}, {given[1]:g}]: scale them, or set "
             "searchers.prompt_selection=uniform"
         )
+    has_environment = isinstance(task, HasEnvironment)
+    values = f"task.step_ends={tuple(section.step_ends)}, by which states get values, does not go with an environment"
+    require(not (has_environment and section.step_ends), f"{values}, which task.name={name!r} has")
+    conversations = f"searchers.conversations={config.searchers.conversations} would not be used"
+    require(has_environment or not config.searchers.conversations, f"{conversations}: task.name={name!r} has no environment")
     for section in ("searchers", "evaluation"):
         devices, why = config[section].task_devices, f"task.name={config.task.name!r} scores without models"
         require(not devices or task_models.uses(task), f"{section}.task_devices={devices} would not be used: {why}")

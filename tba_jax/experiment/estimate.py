@@ -70,12 +70,13 @@ def memory(experiment: Experiment, devices: Mapping[str, int] | None = None) -> 
     config, bytes_of = experiment.config, _Memory(experiment, devices or {})
     s, samples = config.searchers, config.evaluation.batch_size
     batch = s.queries_per_batch * s.samples_per_query
-    # Prompts of continuations from a state hold part of a response.
-    given = experiment.contract.response_length - 1 if experiment.contract.step_ends else 0
-    searcher = bytes_of.decoding(
-        "searchers", slots=meshes.slots_of(config), samples=s.samples_per_query, batch=batch, weights=s.weights, given=given
-    )
-    evaluator = bytes_of.decoding("evaluation", slots=samples, samples=1, batch=samples, weights="full", given=0)
+    # Prompts of continuations from a state, and of later turns, hold part of a response.
+    contract = experiment.contract
+    turns = contract.response_length - 1 if contract.turns else 0
+    given, together = contract.response_length - 1 if contract.step_ends else turns, 1 if turns else s.samples_per_query
+    slots = meshes.slots_of(config)
+    searcher = bytes_of.decoding("searchers", slots=slots, samples=together, batch=batch, weights=s.weights, given=given)
+    evaluator = bytes_of.decoding("evaluation", slots=samples, samples=1, batch=samples, weights="full", given=turns)
     return {
         "trainer": bytes_of.trainer(),
         **bytes_of.with_task_models("searcher", "searchers", searcher),

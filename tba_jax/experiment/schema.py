@@ -54,6 +54,15 @@ c.task.countdown.largest_target = setting(99, at_least=1)
 c.task.countdown.train_queries = setting(1500, at_least=1)
 c.task.countdown.heldout_queries = setting(256, at_least=1)
 c.task.countdown.seed = setting(0, at_least=0)
+c.task.guess = ConfigDict()
+c.task.guess.numbers = setting(15, at_least=2, at_most=26)  # letters, one of which is the secret
+c.task.guess.turns = setting(4, at_least=1)
+c.task.guess.train_queries = setting(4000, at_least=1)
+c.task.guess.heldout_queries = setting(256, at_least=1)
+c.task.guess.seed = setting(0, at_least=0)
+c.task.guess.latency = setting(0.0, at_least=0)  # seconds after which the environment answers, as a slow tool would
+c.task.guess.time_limit = 60.0  # seconds of an answer, after which its response fails
+c.task.guess.concurrency = 1  # processes in which environments live, in each role that plays
 c.task.story_sentiment = ConfigDict()
 c.task.story_sentiment.data_path = setting("", path="always")  # a JSON list of stories
 c.task.story_sentiment.opening_words = setting(12, at_least=1)
@@ -163,6 +172,8 @@ c.searchers.value_samples = setting(9, at_least=1)  # continuations from each st
 c.searchers.value_states = setting(0, at_least=0)  # most states of a response that get a value, evenly spaced; 0: all
 # Sequences decoded side by side; 0: queries_per_batch * samples_per_query.
 c.searchers.slots = setting(0, at_least=0)
+# Responses that are under way at a time in a task with an environment, those that wait for it included; 0: four for each slot.
+c.searchers.conversations = setting(0, at_least=0)
 # Decode steps before new weights and new queries can be taken up; 0: by the kind of device (models/hardware.py).
 c.searchers.decode_chunk = setting(0, at_least=0)
 # How a new snapshot is taken up. at_once: all sequences continue with it, between two decode steps. new_sequences: sequences

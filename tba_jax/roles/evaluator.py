@@ -16,6 +16,7 @@ from tba_jax.models.policy import Policy
 from tba_jax.programs import Program
 from tba_jax.rewards.task_models import response_texts, reward_texts
 from tba_jax.roles import results, sampler
+from tba_jax.roles.conversations import Conversation, Conversations
 from tba_jax.roles.results import STDERR, majority, mean, pass_at, perplexity, with_stderr
 from tba_jax.roles.sampler import ReferencePolicy, Sampler, Scoring, policy_mesh, text_columns
 from tba_jax.roles.work import policy_peaks
@@ -23,6 +24,7 @@ from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places
 from tba_jax.storage.published import Published
 from tba_jax.storage.snapshots import Damaged
+from tba_jax.tasks.environments import HasEnvironment
 from tba_jax.tasks.interface import EncodedQuery, HasFinalAnswer, HasMeasures, Task
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Watch
@@ -70,8 +72,12 @@ class Evaluator:
         # tokens_per_second, computed_tokens_per_second and shares of the devices' peaks, of the last evaluation.
         self.rates: dict[str, float] = {}
         self._initial = ReferencePolicy(_scoring(config, contract, policy, mesh), run)
-        settings = _sampling_settings(config, queries)
+        settings = _sampling_settings(config, contract, queries)
         self._sampler = Sampler(contract, run, policy=policy, tokenizer=tokenizer, reference=self._initial, **settings)
+        self._conversations: Conversations | None = None
+        if isinstance(task, HasEnvironment):
+            of = self._sampler.engine, task.environments, tokenizer, contract
+            self._conversations = Conversations(*of, most=len(self._queries))
         self.snapshots = self._sampler.snapshots
 
     def evaluate(self, step: int) -> dict[str, Any]:
@@ -172,28 +178,42 @@ class Evaluator:
         queries = self._queries * samples
         keys = np.asarray(row_keys(np.uint32(self._config.seed), 0, np.arange(len(queries), dtype=np.uint32)))
         sampling = sampling_lib.constant(1, temperature=temperature)
-        requests = [
-            Request(name=repr(query.query.prompt[:60]), prompt=query.prompt, keys=key[None], sampling=sampling)
-            for query, key in zip(queries, keys, strict=True)
-        ]
-        generations, size = self._sampler.engine.generate(requests), self._config.evaluation.batch_size
+        answers: Sequence[Generation | Conversation]
+        if self._conversations is None:
+            requests = [
+                Request(name=repr(query.query.prompt[:60]), prompt=query.prompt, keys=key[None], sampling=sampling)
+                for query, key in zip(queries, keys, strict=True)
+            ]
+            answers = self._sampler.engine.generate(requests)
+        else:
+            answers = self._conversations.have(queries, keys, sampling)
+        size = self._config.evaluation.batch_size
         begins = range(0, len(queries), size)
-        batches = [self._scored(queries[begin : begin + size], generations[begin : begin + size]) for begin in begins]
+        batches = [self._scored(queries[begin : begin + size], answers[begin : begin + size]) for begin in begins]
         return [response for batch in batches for response in batch]
 
-    def _scored(self, batch: Sequence[EncodedQuery], made: Sequence[Generation]) -> list[dict[str, Any]]:
-        """Rewards, reference log-probs and texts of at most batch_size responses. Args: made: one response a query."""
+    def _scored(self, batch: Sequence[EncodedQuery], answers: Sequence[Generation | Conversation]) -> list[dict[str, Any]]:
+        """Rewards, reference log-probs and texts of at most batch_size responses. Args: answers: one a query."""
+        conversations = [each for each in answers if isinstance(each, Conversation)]
+        made = [each.generation if isinstance(each, Conversation) else each for each in answers]
         # The last batch is filled up: all batches have as many rows.
         missing = self._config.evaluation.batch_size - len(batch)
         prompts = [query.prompt for query in (*batch, *[batch[0]] * missing)]
         filled, generation = concatenate([*made, *[made[0]] * missing]), concatenate(made)
         rows = text_columns(prompts, filled.responses, self._contract)
+        if conversations:
+            told = [each.environment for each in (*conversations, *[conversations[0]] * missing)]
+            rows |= {"policy_step": filled.policy_step, "environment": np.array(told, np.float32)}
         ref_logprobs = at_temperature_1 = self._initial.logprobs(rows)
         if self._contract.scoring_temperature != 1:
             at_temperature_1 = self._initial.logprobs(rows, temperature=1.0)
         texts = response_texts(generation.responses, batch, self._tokenizer)
-        missing_eos = self._contract.missing_eos_reward
-        scores = reward_texts(texts, generation.finished, batch, task=self._task, missing_eos_reward=missing_eos)
+        if self._conversations is None:
+            missing_eos = self._contract.missing_eos_reward
+            scores = reward_texts(texts, generation.finished, batch, task=self._task, missing_eos_reward=missing_eos)
+        else:
+            scores = self._conversations.scores(conversations)
+        drawn = (generation.policy_step >= 0).sum(axis=1)
         return [
             {
                 "query": query.query.prompt,
@@ -201,7 +221,7 @@ class Evaluator:
                 "response": texts[i],
                 "reward": float(scores.reward[i]),
                 "finished": bool(generation.finished[i]),
-                "tokens": int(generation.length[i]),
+                "tokens": int(drawn[i]),
                 "policy_logprob_sum": float(generation.policy_logprobs[i].sum()),
                 "ref_logprob_sum": float(ref_logprobs[i].sum()),
                 # Prompt and response are one sequence here, in which the prompt costs nothing.
@@ -213,10 +233,11 @@ class Evaluator:
         ]
 
 
-def _sampling_settings(config: Any, queries: Sequence[EncodedQuery]) -> dict[str, Any]:
-    longest = max(len(query.prompt) for query in queries)
+def _sampling_settings(config: Any, contract: contract_lib.Contract, queries: Sequence[EncodedQuery]) -> dict[str, Any]:
+    given = contract.response_length - 1 if contract.turns else 0  # earlier turns
+    lengths = dict(prompt_length=max(len(query.prompt) for query in queries) + given, given_length=given)
     e = config.evaluation
-    return dict(weights="full", slots=e.batch_size, samples=1, prompt_length=longest, swap_memory=e.swap_memory)
+    return dict(weights="full", slots=e.batch_size, samples=1, swap_memory=e.swap_memory, **lengths)
 
 
 def programs(
@@ -238,7 +259,7 @@ def programs(
         scores=True,
         section="evaluation",
         slots_setting="evaluation.batch_size",
-        **_sampling_settings(config, queries),
+        **_sampling_settings(config, contract, queries),
     )
 
 

@@ -20,7 +20,7 @@ from tba_jax.storage import fenced, layout, places
 from tba_jax.storage.places import Place
 
 # The format of a run's folder. Raise it with every change after which config.json, rows or weights mean something else.
-FORMAT = 7
+FORMAT = 8
 # The reference_id of rows without a reference policy, as 16 hex digits. No hash of weights is 0.
 NO_REFERENCE = 16 * "0"
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -39,7 +39,8 @@ class Contract:
     the end of sequence. stop_strings: texts that end a response, sorted.
     step_ends: texts that end a step of a response, sorted; () if rows hold no values of states. chat_template: the text around a
     prompt, and a digest of the template's source; {} without one. date: YYYY-MM-DD, the day on which the run was made, which is
-    today for the chat templates of the policy and of models that compute rewards. reward_models: setting -> digest of the reward
+    today for the chat templates of the policy and of models that compute rewards. turns: the most turns of the policy in a
+    response that an environment answers; 0: there is none. reward_models: setting -> digest of the reward
     model that it names. reference: the policy that ref_logprobs in rows come from, "initial" (that of step 0), or "none": then
     they are 0. private_files: whether the files of the run are for their owner alone to read, see `is_private`.
     """
@@ -67,6 +68,7 @@ class Contract:
     step_ends: tuple[str, ...]
     chat_template: dict[str, str]
     date: str
+    turns: int
     reward_models: dict[str, str]
     reference: str
     private_files: bool
@@ -102,6 +104,7 @@ class Contract:
             reward_parts=tuple(self.reward_parts),
             embedding_size=self.embedding.get("width", 0),
             state_values=bool(self.step_ends),
+            environment=bool(self.turns),
         )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.countdown import Countdown
+from tba_jax.tasks.guess import Guess
 from tba_jax.tasks.interface import Task
 from tba_jax.tasks.mathematics import GSM8K, Math
 from tba_jax.tasks.red_team import RedTeam
@@ -13,6 +14,7 @@ from tba_jax.tasks.tldr import TLDR
 TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": Arithmetic,
     "countdown": Countdown,
+    "guess": Guess,
     "story_sentiment": StorySentiment,
     "gsm8k": GSM8K,
     "math": Math,

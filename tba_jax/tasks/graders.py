@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -81,7 +81,7 @@ class Graders:
         if concurrency < 1:
             raise ValueError(f"{prefix}concurrency={concurrency} must be at least 1 process")
         self._limit_setting, self._retries, self._over_limit = f"{prefix}time_limit={time_limit:g} s", retries, over_limit
-        self._start = functools.partial(_Worker, _refer(function), time_limit, memory_megabytes)
+        self._start = functools.partial(_Worker, refer(function), time_limit, memory_megabytes)
         self._concurrency, self._lock = concurrency, threading.Lock()
         self._pool: _Pool | None = None
         self.grades = 0
@@ -296,7 +296,7 @@ def work(calls: Connection, reference: Reference, lifeline: int, parent: int, me
     if memory_megabytes and sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_DATA, (memory_megabytes * 2**20,) * 2)
     with contextlib.suppress(BaseException):  # each call raises this error again, and the parent reports it
-        _find(reference)  # the import does not count against a call's time limit
+        find(reference)  # the import does not count against a call's time limit
     calls.send(True)
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
         while True:
@@ -307,7 +307,7 @@ def work(calls: Connection, reference: Reference, lifeline: int, parent: int, me
 def _call(reference: Reference, query: Query, response: str) -> float | str:
     """Runs one call in a worker. Returns its result, or an error as text, since the parent may not know the exception's class."""
     try:
-        value = _find(reference)(query, response)
+        value = find(reference)(query, response)
         if not isinstance(value, int | float | np.number | np.bool_) or not abs(value) <= _FLOAT32_MAX:
             return f"{reference[2]} returned {repr(value)[:60]}, not a finite number"
         return float(value)
@@ -315,24 +315,24 @@ def _call(reference: Reference, query: Query, response: str) -> float | str:
         return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def _refer(function: Grade) -> Reference:
+def refer(function: Callable[..., Any], *, called: str = "the grading function") -> Reference:
     """Where workers find a function. Raises ValueError if they could not import it."""
     name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", ""))
     file = getattr(module, "__file__", None)
     if not name or "<" in name or module is None or file is None:
         raise ValueError(
-            f"the grading function {name or str(function)!r} must stand at the top level of a file: worker processes import it"
+            f"{called} {name or str(function)!r} must stand at the top level of a file: worker processes import it"
         )
     return module.__name__, str(Path(file).resolve()), name
 
 
 @functools.cache
-def _find(reference: Reference) -> Grade:
-    """Imports a function: its module by name if that is the same file, else from the file."""
+def find(reference: Reference) -> Any:
+    """Imports a function or a class: its module by name if that is the same file, else from the file."""
     name, file, qualified = reference
     module = None
     with contextlib.suppress(ModuleNotFoundError):  # of a file that Python does not find by name
         module = importlib.import_module(name)
     if module is None or str(Path(getattr(module, "__file__", None) or "").resolve()) != file:
         module = user_code.load(Path(file), f"graded_{Path(file).stem}", called="the grading function")
-    return cast(Grade, operator.attrgetter(qualified)(module))
+    return operator.attrgetter(qualified)(module)

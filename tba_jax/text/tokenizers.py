@@ -56,6 +56,7 @@ class CharacterTokenizer:
         return list(texts)  # a special id has no character
 
     chat_template = ""
+    eos_text = ""
 
     def chat(self, prompts: Sequence[str], system: str) -> list[str]:
         raise ValueError("task.chat_template=True needs a pretrained model: an alphabet of characters has no chat template")
@@ -141,6 +142,11 @@ class HuggingFaceTokenizer:
     def escaped(self, texts: Sequence[str]) -> list[str]:
         """The texts, with spaces in the special tokens that they spell, so that they encode as text."""
         return self._escaper(texts)
+
+    @property
+    def eos_text(self) -> str:
+        """The spelling of the end of sequence, "" where it has none."""
+        return str(self._tokenizer.convert_ids_to_tokens(self.eos_id) or "")
 
     @property
     def chat_template(self) -> str:

@@ -10,10 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from tba_jax import trajectory
 from tba_jax.decoding.requests import Generation
 from tba_jax.decoding.state_values import ValuedStates
 from tba_jax.replay import success_counts
@@ -25,6 +26,8 @@ from tba_jax.tasks.interface import CountsGrades, EncodedQuery, Scores, Task
 from tba_jax.text.tokenizers import Tokenizer
 
 # What waits for a thread: a future and the call that gives it; None ends a thread.
+T = TypeVar("T")
+
 _Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 # A batch that waits for room looks this often whether it is still to wait.
@@ -86,7 +89,7 @@ class SearchReport:
     failure: why the first unscored row could not be scored, "" if the task does not say.
     equal_reward_groups: share of the queries whose rows all have the same reward.
     policy_step: of the weights in use when it was decoded. slot_idle: share of all slot-steps so far that gave no token.
-    useful_token_share, work: of the sampler so far.
+    useful_token_share, work: of the sampler so far. environment: name -> mean over rows of `turns` and trajectory.ENVIRONMENT.
     """
 
     time: float
@@ -103,6 +106,7 @@ class SearchReport:
     equal_reward_groups: float = float("nan")
     work: Work = dataclasses.field(default_factory=Work)
     samples: Samples = dataclasses.field(default_factory=Samples)
+    environment: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Threads:
@@ -133,6 +137,13 @@ class Threads:
             del call, future, function  # they may hold large arrays
 
 
+def done(result: T) -> Future[T]:
+    """A future that has its result."""
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
+
+
 class Appender:
     """Asks the task for rewards in threads, and appends each batch in another one once it has them, after the batch before."""
 
@@ -156,9 +167,12 @@ class Appender:
 
     def reward(self, generation: Generation, queries: Sequence[EncodedQuery]) -> tuple[list[str], Future[Scores]]:
         """The B texts of the responses, and a future of their scores."""
-        texts = response_texts(generation.responses, queries, self._tokenizer)
+        texts = self.texts(generation, queries)
         given: dict[str, Any] = dict(task=self._task, missing_eos_reward=self._missing_eos_reward)
         return texts, self._calls.submit(functools.partial(reward_texts, texts, generation.finished, queries, **given))
+
+    def texts(self, generation: Generation, queries: Sequence[EncodedQuery]) -> list[str]:
+        return response_texts(generation.responses, queries, self._tokenizer)
 
     def put(self, batch: DecodedBatch, *, waits: Callable[[], bool] = lambda: True) -> None:
         """Has the batch appended once its rewards are there. While most_waiting batches wait, waits for the first of them.
@@ -230,7 +244,7 @@ class Appender:
         return SearchReport(
             time=time.monotonic(),
             rows=count,
-            tokens=int(rows["response_length"].sum()),
+            tokens=int(trajectory.trained(rows).sum()),
             reward=float(scores.reward[scored].mean()) if scored.any() else float("nan"),
             unscored=int(count - scored.sum()),
             finished=float(rows["finished"].mean()),
@@ -239,7 +253,15 @@ class Appender:
             failure=scores.failure,
             equal_reward_groups=_equal_reward_groups(rows["query_id"], scores.reward),
             samples=Samples(batch.texts, batch.queries, rows),
+            environment=_of_environment(rows),
         )
+
+
+def _of_environment(rows: trajectory.Rows) -> dict[str, float]:
+    if "environment" not in rows:
+        return {}
+    told = dict(zip(trajectory.ENVIRONMENT, rows["environment"].mean(axis=0).tolist(), strict=True))
+    return {"turns": float(trajectory.turns(trajectory.trained(rows)).sum(axis=1).mean()), **told}
 
 
 def _equal_reward_groups(query_id: np.ndarray, reward: np.ndarray) -> float:

@@ -142,6 +142,7 @@ class SearchRecord:
             **({"value_tokens_per_second": self._value_tokens / seconds} if self._value_tokens else {}),
             **{name: getattr(report, name) for name in _REPORTED},
             "unscored": self._unscored,
+            **{f"environment_{name}": value for name, value in report.environment.items()},
         }
         self._writer.write(step, scalars | more)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import platform
 import time
@@ -25,11 +26,13 @@ from tba_jax.rewards import task_models as rewards
 from tba_jax.rewards.scorers import ResponseEmbedder
 from tba_jax.roles import sampler
 from tba_jax.roles.backpressure import Room
+from tba_jax.roles.conversations import Conversation, Conversations
 from tba_jax.roles.sampler import Sampler, Scoring, automaton, check_finite, make_reference, policy_mesh, text_columns
 from tba_jax.roles.searcher import stream
-from tba_jax.roles.searcher.appender import Appender, DecodedBatch, SearchReport
+from tba_jax.roles.searcher.appender import Appender, DecodedBatch, SearchReport, done
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
+from tba_jax.tasks.environments import HasEnvironment
 from tba_jax.tasks.interface import EncodedQuery, Task
 from tba_jax.telemetry.status import TimeAccount
 from tba_jax.text.tokenizers import StopStrings, Tokenizer
@@ -37,10 +40,11 @@ from tba_jax.text.tokenizers import StopStrings, Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """A query that is being answered: the decoder's ticket, and the keys and settings by which its rows are drawn."""
+    """A query that is being answered: by the decoder, or in a conversation for each of its rows; and the keys and settings by
+    which its rows are drawn."""
 
     query: EncodedQuery
-    ticket: Ticket
+    answers: Sequence[Ticket | Conversation]
     keys: np.ndarray
     sampling: sampling_lib.Sampling
 
@@ -78,6 +82,10 @@ class Searcher:
             **_sampling_settings(config, contract, queries, self.mesh),
         )
         self._engine, self._reference = self.sampler.engine, self.sampler.reference
+        self._conversations: Conversations | None = None
+        if isinstance(task, HasEnvironment):
+            most = config.searchers.conversations or 4 * _slots(config)
+            self._conversations = Conversations(self._engine, task.environments, tokenizer, contract, most=most)
         self._embedder = ResponseEmbedder(config.task.embedding_path, self.mesh) if contract.embedding else None
         self.writer, self._writer_number = writer, stream.writer_number(writer)
         self._stream = stream.make(config, queries, run.policies, writer=self._writer_number)
@@ -129,7 +137,7 @@ class Searcher:
         """Called now and then while the searcher waits: takes up weights that have come, so that the next can be loaded, and what
         the trainer tells of its demand, which `refresh` does not look at while it loads a snapshot."""
         if self.sampler.step >= 0:
-            for _ in self._engine.decode([]):
+            for _ in (self._conversations or self._engine).decode([]):
                 pass
         if self._room is not None:
             self._room.look()
@@ -162,13 +170,20 @@ class Searcher:
         query = next(self._stream)
         keys = np.asarray(self._jit_keys(np.uint32(self._config.seed), np.uint32(self._writer_number), rows))
         sampling = self._sampling()
-        request = Request(name=query.name, prompt=query.prompt, keys=keys, sampling=sampling)
-        self._asked.append(_Asked(query, self._engine.submit(request), keys, sampling))
+        answers: list[Ticket | Conversation] = []
+        if self._conversations is None:
+            answers += [self._engine.submit(Request(name=query.name, prompt=query.prompt, keys=keys, sampling=sampling))]
+        else:
+            alone = [(keys[i : i + 1], jax.tree.map(lambda x, i=i: x[i : i + 1], sampling)) for i in range(samples)]
+            answers += [self._conversations.begin(query, *each) for each in alone]
+        self._asked.append(_Asked(query, answers, keys, sampling))
 
     def _ask_ahead(self, room: int, ahead: Callable[[], bool]) -> None:
         """Asks queries of the next batches. Args: room: prompts that the decoder has room for; ahead: see `advance`."""
-        # The other lanes do not run ahead of a slow one without end.
-        most = self._config.searchers.queries_per_batch + self._engine.prompts
+        # The other lanes do not run ahead of a slow one without end. Conversations are bounded by themselves.
+        most: float = self._config.searchers.queries_per_batch + self._engine.prompts
+        if self._conversations is not None:
+            room, most = room // self._config.searchers.samples_per_query, math.inf
         for _ in range(room):
             if len(self._asked) >= most or not (self._may_ask and ahead()):
                 break
@@ -188,12 +203,16 @@ class Searcher:
         finite; names the query. Others: see `appended`.
         """
         batch, generation = self._decode(ahead)
-        queries = [asked.query for asked in batch for _ in range(asked.ticket.request.samples)]
+        queries = [asked.query for asked in batch for _ in asked.keys]
         rows = self._rows(batch, queries, generation)
         with self._account.measure("reference"):
             rows["ref_logprobs"] = self._reference.logprobs(rows)
             check_finite(rows["ref_logprobs"], [query.name for query in queries])
-        texts, scores = self.appender.reward(generation, queries)
+        if self._conversations is None:
+            texts, scores = self.appender.reward(generation, queries)
+        else:
+            ended = [each for asked in batch for each in asked.answers if isinstance(each, Conversation)]
+            texts, scores = self.appender.texts(generation, queries), done(self._conversations.scores(ended))
         if self._embedder is not None:
             with self._account.measure("embedding"):
                 rows["embedding"] = self._embedder(texts)
@@ -237,17 +256,20 @@ class Searcher:
             while len(self._asked) < size:
                 self._ask()
             batch = [self._asked[i] for i in range(size)]
-            for room in self._engine.decode([asked.ticket for asked in batch]):
+            decoder: Any = self._conversations or self._engine
+            for room in decoder.decode([each for asked in batch for each in asked.answers]):
                 self._ask_ahead(room, ahead)
             for _ in batch:
                 self._asked.popleft()
-        generation = concatenate([asked.ticket.generation for asked in batch])
+        generation = concatenate([each.generation for asked in batch for each in asked.answers])
         return batch, generation
 
     def _rows(self, batch: Sequence[_Asked], queries: Sequence[EncodedQuery], generation: Generation) -> dict[str, np.ndarray]:
         """The columns that decoding gives. Args: queries: one a row."""
         sampling = jax.tree.map(lambda *rows: np.concatenate(rows), *[asked.sampling for asked in batch])
+        told = [each.environment for asked in batch for each in asked.answers if isinstance(each, Conversation)]
         return {
+            **({"environment": np.array(told, np.float32)} if told else {}),
             "query_id": np.array([trajectory.query_id(query.prompt) for query in queries], np.uint64),
             **text_columns([query.prompt for query in queries], generation.responses, self._contract),
             "finished": generation.finished,
@@ -284,18 +306,18 @@ def _sampling_settings(
     config: Any, contract: contract_lib.Contract, queries: Sequence[EncodedQuery], mesh: jax.sharding.Mesh
 ) -> dict[str, Any]:
     s = config.searchers
-    # A state may lie before the last token of a response: all other tokens are then given.
-    given_length = contract.response_length - 1 if contract.step_ends else 0
+    # A state, or a turn, may lie before the last token of a response: all other tokens are then given.
+    given_length = contract.response_length - 1 if contract.step_ends or contract.turns else 0
     return dict(
         weights=s.weights,
         slots=_slots(config),
-        samples=s.samples_per_query,
+        samples=1 if contract.turns else s.samples_per_query,
         prompt_length=max(len(query.prompt) for query in queries) + given_length,
         given_length=given_length,
         swap=s.swap,
         swap_memory=s.swap_memory,
         chunk=s.decode_chunk,
-        lockstep=config.schedule.mode == "interleaved",
+        lockstep=config.schedule.mode == "interleaved" and not contract.turns,
     )
 
 

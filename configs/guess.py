@@ -1,0 +1,26 @@
+"""Guess the number: four turns to find one of 15 letters by the environment's hints, from a random player to TBA, two searchers.
+
+Command:   python -m tba_jax.main --config=configs/guess.py --workdir=runs/guess
+Hardware:  2 CPU cores.
+"""
+
+from configs import base, small
+
+
+def get_config(variant: str = ""):
+    c = base.get_config()
+    c.task.name = "guess"
+    c.task.prompt_length = 7
+    c.task.response_length = 16
+    c.task.stop_strings = ("\n",)
+    c.warm_start.steps = 300
+    c.warm_start.batch_size = 64
+    c.warm_start.learning_rate = 3e-3
+    c.searchers.slots = 96
+    c.searchers.decode_chunk = 4
+    c.replay.merge_duplicates = False
+    c.learner.learning_rate = 1e-4
+    c.learner.schedule = "linear"
+    c.learner.steps = 200
+    c.publish.keep = 5
+    return small.shrink(c, {}) if small.is_the(variant) else c
