@@ -1,0 +1,91 @@
+"""Responses of several turns: their tokens, their log-probs, what ends them, and that a slow environment stops no other."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tba_jax import trajectory
+from tba_jax.experiment import jobs
+from tba_jax.models import parameters, scoring
+from tba_jax.roles.searcher import stream
+from tba_jax.tasks.guess import hint
+from tba_jax.telemetry.status import TimeAccount
+from tests.support import frozen_runs, tiny_run
+
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
+GAME = {"task__name": "guess", "task__prompt_length": 7, "task__response_length": 16, "task__stop_strings": ("\n",)}
+GAME |= {"task__guess__train_queries": 40, "task__guess__heldout_queries": 8, "task__guess__numbers": 3}
+# Random weights seldom write a letter and a new line: nothing else can be drawn.
+GAME |= {"task__banned_tokens": (*range(3, 13), *range(16, 44)), "task__guess__turns": 3}
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory, one_device_throughout):
+    """A run, and the rows of two batches."""
+    s = frozen_runs.make(tmp_path_factory.mktemp("game") / "run", 2, **GAME)
+    (rows,) = frozen_runs.rows(s).values()
+    return s, rows
+
+
+def test_turns_of_the_policy_and_of_the_game_follow_each_other(played):
+    s, rows = played
+    tokenizer, trained = s.experiment.tokenizer, trajectory.trained(rows)
+    secrets = {trajectory.query_id(query.prompt): query.query.answer for query in s.experiment.queries["train"]}
+    seen = set()
+    for i, query in enumerate(rows["query_id"].tolist()):
+        secret, tokens = secrets[query], trajectory.response(rows, i)
+        drawn = trained[i, : len(tokens)]
+        edges = np.flatnonzero(np.diff(drawn)) + 1
+        parts = [tokenizer.decode(each.tolist()) for each in np.split(tokens, edges)]
+        turns, answers = parts[::2], parts[1::2]
+        assert drawn[0] and drawn[-1], "the policy has the first word and the last"
+        assert (rows["policy_step"][i] >= 0).sum() == drawn.sum() and len(turns) == trajectory.turns(trained[i : i + 1]).sum() <= 3
+        guesses = [turn.removesuffix("\n") for turn in turns]
+        assert answers == [hint(guess, secret) if guess in "abc" and len(guess) == 1 else "?\n" for guess in guesses[:-1]]
+        solved = guesses[-1] == secret
+        assert rows["reward"][i] == (solved if rows["finished"][i] else -1.0) and secret not in guesses[:-1]
+        ended = turns[-1].endswith("\n") or tokens[-1] == tokenizer.eos_id
+        assert rows["finished"][i] == (ended and (solved or len(turns) == 3)) and (ended or len(tokens) == 16)
+        errors = sum(not (len(guess) == 1 and guess in "abc") for guess in guesses[: len(guesses) if ended else -1])
+        calls, counted, seconds = rows["environment"][i]
+        assert (calls, counted) == (0, errors) and 0 < seconds < 60
+        seen.add((bool(rows["finished"][i]), solved, len(turns)))
+    assert len(seen) > 3, seen
+
+
+def test_log_probs_are_those_of_the_policy_on_the_whole_row(played):
+    s, rows = played
+    trained, policy = trajectory.trained(rows), s.experiment.policy
+    params = frozen_runs.published(s, 0)
+    model = parameters.module(policy.base.graphdef, params)
+    lengths = rows["prompt_length"], rows["response_length"]
+    space = s.experiment.contract.response_space()
+    expected, _ = scoring.response_logprobs(model, rows["tokens"], *lengths, R=16, space=space, logit_bytes=1 << 30, remat="none")
+    for name in ("policy_logprobs", "ref_logprobs"):
+        np.testing.assert_allclose(rows[name][trained], np.asarray(expected)[trained], atol=2e-5, err_msg=name)
+        assert not rows[name][~trained].any()
+
+
+def test_a_row_does_not_depend_on_who_shares_the_decoder(played, monkeypatch):
+    s, _ = played
+    monkeypatch.setattr(stream, "writer_number", lambda _: 7)
+    found = []
+    for slots in (0, 3):
+        experiment = tiny_run.settings(s.run.root, frozen_runs.config(**GAME, searchers__slots=slots)).experiment
+        searcher = jobs.make_searcher(dataclasses.replace(s, experiment=experiment), name="other", account=TimeAccount())
+        searcher.refresh()
+        searcher.search()
+        searcher.close()
+        found.append(frozen_runs.rows(s)[searcher.writer])
+    for name in ("tokens", "policy_step", "finished", "reward"):
+        np.testing.assert_array_equal(found[0][name], found[1][name], err_msg=name)
+
+
+def test_training_and_evaluation_know_turns(played):
+    s, _ = played
+    with frozen_runs.trainer(s, polls=True) as trainer:
+        measured = [trainer.step() for _ in range(3)]
+    assert all(np.isfinite(each["loss"]) for each in measured)
+    report = jobs.make_evaluator(s.experiment, s.run).report(0)
+    assert report["success"] >= -1 and -1 < report["sampled_reward"] < 1 and report["unscored"] == 0

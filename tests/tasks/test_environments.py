@@ -1,0 +1,178 @@
+"""Environments in worker processes: answers, every way to fail, and that one which waits or hangs stops no other."""
+
+import importlib.util
+import re
+import sys
+import time
+
+import pytest
+
+from tba_jax.tasks.environments import Environments
+from tba_jax.tasks.interface import Query
+
+# What a message asks for is what the step does.
+PLAYED = """
+import os, time
+from tba_jax.tasks.environments import EnvironmentTask
+
+
+class Echo:
+    def __init__(self, greeting="hello"):
+        self.greeting, self.tool_calls, self.errors = greeting, 0, 0
+
+    def start(self, query):
+        if query.answer == "no start":
+            raise RuntimeError("not today")
+        self.heard = []
+        return [{"role": "system", "content": self.greeting}, f"you are {query.answer}"]
+
+    def step(self, message):
+        name, _, argument = message.partition(" ")
+        self.heard.append(message)
+        if name == "sleep":
+            time.sleep(float(argument))
+        if name == "hang":
+            while True:
+                time.sleep(1)
+        if name == "raise":
+            raise KeyError("lost")
+        if name == "die":
+            os._exit(9)
+        if name == "tool":
+            self.tool_calls += 1
+        if name == "return":
+            return {"number": 3, "messages": (5, 1.0), "role": ([{"role": "user"}], 1.0), "nan": ("", float("nan"))}[argument]
+        return (None if name == "end" else "|".join(self.heard)), 0.5
+
+
+class Task(EnvironmentTask):
+    environment = Echo
+    alphabet = "abc"
+
+    def episodes(self, split):
+        from tba_jax.tasks.interface import Query
+        return [Query("", "a"), Query("given", "b"), Query("", "no start" if split == "heldout" else "c")]
+
+
+class Bare(EnvironmentTask):
+    def episodes(self, split):
+        return []
+"""
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory):
+    """The module PLAYED, from a file that is not on sys.path."""
+    path = tmp_path_factory.mktemp("user") / "user_environments.py"
+    path.write_text(PLAYED)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[path.stem]
+
+
+@pytest.fixture(scope="module")
+def environments(user):
+    made = Environments(user.Echo, {"greeting": "hi"}, time_limit=20.0, concurrency=1)
+    yield made
+    made.close()
+
+
+def start(environments, name="x"):
+    session, answer = environments.start(Query("q", name))
+    assert not answer.result(60).failure, answer.result()
+    return session
+
+
+def step(session, message):
+    return session.step(message).result(60)
+
+
+def test_each_response_has_an_environment_of_its_own(environments):
+    session, answer = environments.start(Query("q", "first"))
+    assert answer.result(60).messages == [
+        {"role": "system", "content": "hi"},
+        {"role": "user", "content": "you are first"},
+    ]
+    other = start(environments, "second")
+    assert step(session, "one").messages == [{"role": "user", "content": "one"}]
+    assert step(other, "other").messages == [{"role": "user", "content": "other"}]
+    told = step(session, "tool two")
+    assert (told.messages[0]["content"], told.reward, told.done, told.tool_calls) == ("one|tool two", 0.5, False, 1)
+    assert step(session, "end").done
+
+
+def test_many_that_wait_stop_no_other(environments):
+    sessions = [start(environments) for _ in range(24)]
+    begin = time.monotonic()
+    waiting = [session.step("sleep 1") for session in sessions]
+    assert step(start(environments), "now").messages and time.monotonic() - begin < 0.9
+    assert all(not each.result(60).failure for each in waiting)
+    assert time.monotonic() - begin < 6, "24 seconds one after the other"
+
+
+@pytest.mark.parametrize(
+    ("message", "failure"),
+    [
+        ("raise", "KeyError: 'lost'"),
+        ("return number", r"step\(\) returned 3, not \(what the policy reads next or None, reward\)"),
+        ("return messages", r"step\(\) returned 5, not a text, messages"),
+        ("return role", r"step\(\) returned .*role.*, not a text, messages"),
+        ("return nan", "the reward nan, not a finite number"),
+    ],
+)
+def test_what_fails_is_told_and_the_others_go_on(environments, message, failure):
+    session, other = start(environments), start(environments)
+    assert re.search(failure, step(session, message).failure)
+    assert step(other, "still").messages[0]["content"] == "still"
+
+
+def test_one_that_hangs_fails_alone_and_its_worker_is_replaced(user):
+    environments = Environments(user.Echo, {}, time_limit=2.0, concurrency=1)
+    hanging, beside = start(environments), start(environments)
+    worker = hanging._worker
+    assert "it took more than 2 s (time_limit)" in step(hanging, "hang").failure
+    hanging.close()
+    assert step(beside, "still").messages[0]["content"] == "still", "it lives on in the worker of the one that hangs"
+    after = start(environments)
+    assert after._worker is not worker and worker._process.poll() is None
+    beside.close()
+    worker._process.wait(20)
+    assert step(after, "new").messages
+    environments.close()
+
+
+def test_a_worker_that_dies_fails_its_environments_and_is_replaced(user):
+    environments = Environments(user.Echo, {}, time_limit=20.0, concurrency=1)
+    dying, beside = start(environments), start(environments)
+    waiting = beside.step("sleep 30")
+    assert step(dying, "die").failure == waiting.result(60).failure == "its worker process died with code 9"
+    assert step(beside, "more").failure
+    assert step(start(environments), "new").messages
+    environments.close()
+
+
+def test_a_task_has_its_prompts_from_start(user):
+    task = user.Task(settings={"greeting": "welcome"})
+    assert task.queries("train") == [Query("welcome\n\nyou are a", "a"), Query("given", "b"), Query("welcome\n\nyou are c", "c")]
+    with pytest.raises(ValueError, match="the environment of Task does not start with .*no start.*RuntimeError: not today"):
+        task.queries("heldout")
+    task.close()
+
+
+@pytest.mark.parametrize("settings", [{"time_limit": 0.0}, {"time_limit": float("inf")}, {"concurrency": 0}], ids=str)
+def test_bad_settings_are_refused(user, settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        user.Task(**settings)
+    with pytest.raises(ValueError, match="Bare must set environment to a class"):
+        user.Bare()
+
+
+def test_an_environment_must_stand_at_the_top_of_a_file():
+    class Local:
+        pass
+
+    with pytest.raises(ValueError, match="the environment .*Local.* must stand at the top level of a file"):
+        Environments(Local, {}, time_limit=1.0, concurrency=1)
