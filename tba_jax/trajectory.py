@@ -34,8 +34,11 @@ _SCALAR_COLUMNS: dict[str, tuple[str, str]] = {
     "query_id": ("uint64", "hash of the prompt tokens, see `query_id`"),
     "prompt_length": ("int32", "tokens of the prompt"),
     "response_length": ("int32", "tokens of the response, end-of-sequence and those of an environment included"),
-    "finished": ("bool", "whether the response ended by itself: by a stop string, an end of sequence that was drawn, or the end of "
-                 "its environment"),
+    "finished": (
+        "bool",
+        "whether the response ended by itself: by a stop string, an end of sequence that was drawn, or the end of "
+        "its environment",
+    ),
     "reward": ("float32", "the reward the objective sees"),
     "reward_version": ("int32", "version of the reward that scored the row"),
     "reference_id": ("uint64", "which reference policy ref_logprobs come from, 0: none"),

@@ -92,7 +92,7 @@ class Conversations:
         return begun
 
     def have(self, queries: Sequence[EncodedQuery], keys: np.ndarray, sampling: Sampling) -> list[Conversation]:
-        """A conversation about each query, once all have ended. Args: keys: uint32[n, 2]; sampling: of all of them, leaves [1]."""
+        """A conversation about each query, once all have ended. Args: keys: uint32[n, 2]; sampling: of all, leaves [1]."""
         had: list[Conversation] = []
         while len(had) < len(queries):
             for _ in range(min(self.room, len(queries) - len(had))):
@@ -156,7 +156,9 @@ class Conversations:
             said = self._between.encode(answer.messages, after=int(made.tokens[0, length - 1]))
             if length + len(said) >= self._contract.response_length:
                 if not self._is_told:
-                    told = "a response of query %s is cut: %d tokens of its environment do not fit task.response_length=%d after %d"
+                    told = (
+                        "a response of query %s is cut: %d tokens of its environment do not fit task.response_length=%d after %d"
+                    )
                     log.warning(told, its.query.name, len(said), self._contract.response_length, length)
                 self._is_told = True
                 return False

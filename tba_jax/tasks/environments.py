@@ -90,7 +90,9 @@ class Session:
 class Environments:
     """Environments of one class. Several threads may call it at once; the first call starts the workers."""
 
-    def __init__(self, environment: Callable[..., Environment], settings: Mapping[str, Any], *, time_limit: float, concurrency: int):
+    def __init__(
+        self, environment: Callable[..., Environment], settings: Mapping[str, Any], *, time_limit: float, concurrency: int
+    ):
         """Args: settings: arguments of the class; time_limit: seconds of a call; concurrency: worker processes.
 
         Raises ValueError: a limit is out of range, or workers could not import the class.
@@ -262,8 +264,8 @@ def _call(environment: Any, kind: str, argument: Any) -> Answer:
     messages, reward = _messages(found[0], of="step()"), found[1]
     if not isinstance(reward, int | float | np.number | np.bool_) or not math.isfinite(reward):
         raise ValueError(f"step() returned the reward {repr(reward)[:60]}, not a finite number")
-    counts = {name: int(getattr(environment, name, 0)) for name in ("tool_calls", "errors")}
-    return Answer(messages=messages or [], done=messages is None, reward=float(reward), **counts)
+    calls, errors = (int(getattr(environment, name, 0)) for name in ("tool_calls", "errors"))
+    return Answer(messages=messages or [], done=messages is None, reward=float(reward), tool_calls=calls, errors=errors)
 
 
 def _messages(found: Any, *, of: str) -> list[Message] | None:

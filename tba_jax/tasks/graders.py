@@ -307,7 +307,7 @@ def work(calls: Connection, reference: Reference, lifeline: int, parent: int, me
 def _call(reference: Reference, query: Query, response: str) -> float | str:
     """Runs one call in a worker. Returns its result, or an error as text, since the parent may not know the exception's class."""
     try:
-        value = find(reference)(query, response)
+        value: float = find(reference)(query, response)
         if not isinstance(value, int | float | np.number | np.bool_) or not abs(value) <= _FLOAT32_MAX:
             return f"{reference[2]} returned {repr(value)[:60]}, not a finite number"
         return float(value)
@@ -320,9 +320,7 @@ def refer(function: Callable[..., Any], *, called: str = "the grading function")
     name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", ""))
     file = getattr(module, "__file__", None)
     if not name or "<" in name or module is None or file is None:
-        raise ValueError(
-            f"{called} {name or str(function)!r} must stand at the top level of a file: worker processes import it"
-        )
+        raise ValueError(f"{called} {name or str(function)!r} must stand at the top level of a file: worker processes import it")
     return module.__name__, str(Path(file).resolve()), name
 
 

@@ -1,9 +1,9 @@
 """Guess the number: a game of several turns, whose success needs what the environment answers.
 
-A prompt is `#0391:`, and stands for a secret letter of the first `numbers` of the alphabet. In each turn the policy writes a letter
-and a new line; the environment answers `<` if the secret comes before it in the alphabet, `>` if it comes after, `?` to anything
-else. The reward is 1 if the secret was guessed within `turns`. The teacher of the worked examples guesses at random. Whoever halves
-what is left succeeds always if turns are at least log₂(numbers + 1), and the first guess alone succeeds once in `numbers`.
+A prompt is `#0391:`, and stands for a secret letter of the first `numbers` of the alphabet. In each turn the policy writes a
+letter and a new line; the environment answers `<` if the secret comes before it in the alphabet, `>` if it comes after, `?` to
+anything else. The reward is 1 if the secret was guessed within `turns`. The teacher of the worked examples guesses at random, and
+succeeds in `turns` of `numbers` cases. Whoever halves what is left succeeds always where turns are at least log₂(numbers + 1).
 """
 
 import string

@@ -59,7 +59,10 @@ class CharacterTokenizer:
     eos_text = ""
 
     def chat(self, prompts: Sequence[str], system: str) -> list[str]:
-        raise ValueError("task.chat_template=True needs a pretrained model: an alphabet of characters has no chat template")
+        return self.conversations([], setting="task.chat_template=True")
+
+    def conversations(self, asked: Sequence[Sequence[Mapping[str, str]]], *, setting: str) -> list[str]:
+        raise ValueError(f"{setting} needs a pretrained model: an alphabet of characters has no chat template")
 
     def decode(self, ids: Sequence[int]) -> str:
         first = len(self.special_ids)

@@ -14,8 +14,8 @@ _ANCHORS = ("\n", ".")
 
 
 class Between:
-    """What follows a turn. Args: chat_template: whether messages stand in the tokenizer's chat template, or their texts as they are,
-    one after the other."""
+    """What follows a turn. Args: chat_template: whether messages stand in the tokenizer's chat template; else their texts follow
+    one another as they are."""
 
     def __init__(self, tokenizer: Tokenizer, *, chat_template: bool):
         self._tokenizer, self._chat_template = tokenizer, chat_template

@@ -1,6 +1,6 @@
-"""Trajectory balance where an environment answers, on a space that is enumerated: a token of the policy, one of the environment, a
-token of the policy. Its optimum is the soft optimum of that tree whoever drew the rows, if the environment's token follows from the
-prompt and the policy's; where it is random, that holds on the policy's own rows alone."""
+"""Trajectory balance where an environment answers, on an enumerated space: a token of the policy, one of the environment, and
+another one of the policy. Whoever drew the rows, it leads to the soft optimum of that tree if the environment's token follows
+from the prompt and the policy's; where it is random, the policy's own rows alone do."""
 
 import functools
 
@@ -89,6 +89,8 @@ def test_where_answers_follow_from_the_tokens_any_rows_lead_to_the_optimum(kind,
 
 def test_where_answers_are_random_only_the_policys_own_rows_do():
     answers = ANSWERS["random"]
-    own, uniform, skewed = (float(distance(answers, each, kind=kind)) for each, kind in ((UNIFORM, "own"), (UNIFORM, "fixed"), (SKEWED, "fixed")))
+    own, uniform, skewed = (
+        float(distance(answers, each, kind=kind)) for each, kind in ((UNIFORM, "own"), (UNIFORM, "fixed"), (SKEWED, "fixed"))
+    )
     print(f"random answers: own rows {own:.3f}, uniform rows {uniform:.3f}, skewed rows {skewed:.3f}")
     assert own <= 0.05 < min(uniform, skewed), (own, uniform, skewed)

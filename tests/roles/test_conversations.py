@@ -40,7 +40,9 @@ def test_turns_of_the_policy_and_of_the_game_follow_each_other(played):
         parts = [tokenizer.decode(each.tolist()) for each in np.split(tokens, edges)]
         turns, answers = parts[::2], parts[1::2]
         assert drawn[0] and drawn[-1], "the policy has the first word and the last"
-        assert (rows["policy_step"][i] >= 0).sum() == drawn.sum() and len(turns) == trajectory.turns(trained[i : i + 1]).sum() <= 3
+        assert (rows["policy_step"][i] >= 0).sum() == drawn.sum() and len(turns) == trajectory.turns(
+            trained[i : i + 1]
+        ).sum() <= 3
         guesses = [turn.removesuffix("\n") for turn in turns]
         assert answers == [hint(guess, secret) if guess in "abc" and len(guess) == 1 else "?\n" for guess in guesses[:-1]]
         solved = guesses[-1] == secret

@@ -157,7 +157,7 @@ def test_a_worker_that_dies_fails_its_environments_and_is_replaced(user):
 def test_a_task_has_its_prompts_from_start(user):
     task = user.Task(settings={"greeting": "welcome"})
     assert task.queries("train") == [Query("welcome\n\nyou are a", "a"), Query("given", "b"), Query("welcome\n\nyou are c", "c")]
-    with pytest.raises(ValueError, match="the environment of Task does not start with .*no start.*RuntimeError: not today"):
+    with pytest.raises(ValueError, match=r"the environment of Task does not start with .*no start.*RuntimeError: not today"):
         task.queries("heldout")
     task.close()
 
@@ -174,5 +174,5 @@ def test_an_environment_must_stand_at_the_top_of_a_file():
     class Local:
         pass
 
-    with pytest.raises(ValueError, match="the environment .*Local.* must stand at the top level of a file"):
+    with pytest.raises(ValueError, match=r"the environment .*Local.* must stand at the top level of a file"):
         Environments(Local, {}, time_limit=1.0, concurrency=1)
