@@ -19,6 +19,7 @@ from tba_jax.storage import layout
 from tba_jax.tasks import EXTRAS, TASKS, interface
 from tba_jax.tasks.environments import HasEnvironment
 from tba_jax.tasks.interface import SPLITS, EncodedQuery, Query, Shortens, Task, private_files, reward_range
+from tba_jax.tasks.tools import ToolTask
 from tba_jax.telemetry.alarms import Alarms
 from tba_jax.text import prompts
 from tba_jax.text.tokenizers import Tokenizer, banned_tokens
@@ -28,8 +29,6 @@ log = logging.getLogger(__name__)
 
 # Settings task.* that are fields of the contract.
 _IN_CONTRACT = ("prompt_length", "response_length", "min_response_length", "force_eos", "missing_eos_reward")
-# What an environment says between two turns, to see whether the chat template has a place for it.
-_ANOTHER = {"role": "user", "content": ""}
 # How names of task settings end that say where data is and how rewards are computed here. Such settings do not change what a
 # reward is, and the roles of a run need not agree on them.
 _OF_A_PLACE = ("path", "time_limit", "retries", "concurrency", "batch_rows", "latency")
@@ -78,11 +77,12 @@ def build(
     stored_run.check_policy(config, policy, tokenizer, found)
     c = config.task
     chat = dict(chat_template=c.chat_template, system_prompt=c.system_prompt)
-    template = found.attempt(prompts.template, tokenizer, **chat)
+    tools = task.schemas if isinstance(task, ToolTask) else []
+    template = found.attempt(prompts.template, tokenizer, **chat, tools=tools)
     if isinstance(task, HasEnvironment):
-        found.attempt(Between(tokenizer, chat_template=c.chat_template).encode, [_ANOTHER], after=tokenizer.eos_id)
+        found.attempt(_between_turns, task, tokenizer, chat_template=c.chat_template, tools=tools)
     banned = found.attempt(banned_tokens, config.task, tokenizer, policy.model.vocab)
-    queries = found.attempt(encode_queries, config, task, tokenizer)
+    queries = found.attempt(encode_queries, config, task, tokenizer, tools=tools)
     if reward_models is None:
         reward_models = found.attempt(task_models.digests, task, fetch=weights)
     found.end()
@@ -210,8 +210,22 @@ def make_task(config: Any) -> tuple[Task, dict[str, Any]]:
     return task, settings
 
 
-def encode_queries(config: Any, task: Task, tokenizer: Tokenizer) -> tuple[dict[str, prompts.EncodedQueries], dict[str, int]]:
+def _between_turns(task: HasEnvironment, tokenizer: Tokenizer, *, chat_template: bool, tools: Sequence[Any]) -> None:
+    """Raises ValueError: the chat template has no place for what an environment says, or for the task's tools."""
+    between = Between(tokenizer, chat_template=chat_template)
+    if isinstance(task, ToolTask):
+        require(chat_template, "a task with tools needs task.chat_template=True: the chat template tells the policy of them")
+        task.use(between.tool_format(tools))
+    role = "tool" if tools else "user"
+    between.encode([{"role": role, "content": ""}], after=tokenizer.eos_id)
+
+
+def encode_queries(
+    config: Any, task: Task, tokenizer: Tokenizer, *, tools: Sequence[Any] = ()
+) -> tuple[dict[str, prompts.EncodedQueries], dict[str, int]]:
     """The queries that fit task.prompt_length, and the number of queries that were left out as too long, both by split.
+
+    Args: tools: JSON schemas of the tools of which a chat template tells.
 
     Raises ValueError: the task gives no queries or something else, prompts are too long, or an update needs more queries.
     """
@@ -225,6 +239,7 @@ def encode_queries(config: Any, task: Task, tokenizer: Tokenizer) -> tuple[dict[
             limit=config.task.prompt_length,
             long_prompts=config.task.long_prompts,
             split=split,
+            tools=tools,
             shorten=task.shortened if isinstance(task, Shortens) else None,
         )
     wanted, there = config.learner.queries, len(queries["train"])

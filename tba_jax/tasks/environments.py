@@ -88,12 +88,15 @@ class Session:
 
 
 class Environments:
-    """Environments of one class. Several threads may call it at once; the first call starts the workers."""
+    """Environments of one class. Several threads may call it at once; the first call starts the workers.
+
+    Attributes: settings: arguments of the class.
+    """
 
     def __init__(
         self, environment: Callable[..., Environment], settings: Mapping[str, Any], *, time_limit: float, concurrency: int
     ):
-        """Args: settings: arguments of the class; time_limit: seconds of a call; concurrency: worker processes.
+        """Args: time_limit: seconds of a call; concurrency: worker processes.
 
         Raises ValueError: a limit is out of range, or workers could not import the class.
         """
@@ -102,7 +105,7 @@ class Environments:
         if concurrency < 1:
             raise ValueError(f"concurrency={concurrency} must be at least 1 process")
         self._reference = graders.refer(environment, called="the environment")
-        self._settings, self._time_limit = dict(settings), time_limit
+        self.settings, self._time_limit = dict(settings), time_limit
         self._workers: list[_Worker | None] = [None] * concurrency
         self._numbers, self._lock, self._lifeline = itertools.count(), threading.Lock(), processes.Lifeline()
 
@@ -113,7 +116,7 @@ class Environments:
             place = number % len(self._workers)
             worker = self._workers[place]
             if worker is None or worker.is_retired:
-                worker = _Worker(self._reference, self._settings, self._time_limit, self._lifeline)
+                worker = _Worker(self._reference, self.settings, self._time_limit, self._lifeline)
                 self._workers[place] = worker
         return Session(worker, number), worker.call(number, "start", query)
 

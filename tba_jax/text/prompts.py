@@ -35,8 +35,10 @@ class EncodedQueries(Sequence[EncodedQuery]):
         return EncodedQuery(query=self._queries[i], prompt=tuple(prompt))
 
 
-def template(tokenizer: Tokenizer, *, chat_template: bool, system_prompt: str) -> dict[str, str]:
+def template(tokenizer: Tokenizer, *, chat_template: bool, system_prompt: str, tools: Sequence[Any] = ()) -> dict[str, str]:
     """The contract's entry of a chat template: its text around a prompt, and a digest of its source; {} if it is not used.
+
+    Args: tools: JSON schemas of the tools that it tells of.
 
     Raises ValueError if there is no chat template, or it refuses these messages or leaves the prompt out.
     """
@@ -44,15 +46,17 @@ def template(tokenizer: Tokenizer, *, chat_template: bool, system_prompt: str) -
         if system_prompt:
             raise ValueError(f"task.system_prompt={system_prompt[:60]!r} is part of a chat template: set task.chat_template=True")
         return {}
-    text, other = tokenizer.chat(["{prompt}", "{another prompt}"], system_prompt)
+    text, other = tokenizer.chat(["{prompt}", "{another prompt}"], system_prompt, tools=tools)
     if text == other:
         raise ValueError("task.chat_template: the tokenizer's template leaves the prompt out")
     return {"text": text, "source": hashlib.blake2b(tokenizer.chat_template.encode(), digest_size=8).hexdigest()}
 
 
-def texts(prompts: Sequence[str], tokenizer: Tokenizer, *, chat_template: bool, system_prompt: str) -> list[str]:
+def texts(
+    prompts: Sequence[str], tokenizer: Tokenizer, *, chat_template: bool, system_prompt: str, tools: Sequence[Any] = ()
+) -> list[str]:
     """What the policy reads of prompts: in the chat template, in which none can end its turn, or as they are."""
-    return tokenizer.chat(tokenizer.escaped(prompts), system_prompt) if chat_template else list(prompts)
+    return tokenizer.chat(tokenizer.escaped(prompts), system_prompt, tools=tools) if chat_template else list(prompts)
 
 
 # (query, whether a prompt fits) -> the query with as much of its prompt as fits, None if no part of it does.
@@ -68,16 +72,17 @@ def encode(
     limit: int,
     long_prompts: str,
     split: str,
+    tools: Sequence[Any] = (),
     shorten: Shorten | None = None,
 ) -> tuple[EncodedQueries, int]:
     """The queries whose prompts fit, and the number of queries that were left out.
 
     Args: chat_template, system_prompt, long_prompts: settings of task; limit: most tokens of a prompt, template included; split:
-      what messages call the queries.
+      what messages call the queries; tools: see template.
 
     Raises ValueError: prompts are too long and long_prompts is "refuse", no prompt fits, or one has no token.
     """
-    around: dict[str, Any] = dict(chat_template=chat_template, system_prompt=system_prompt)
+    around: dict[str, Any] = dict(chat_template=chat_template, system_prompt=system_prompt, tools=tools)
     queries, read = _distinct(queries, texts([query.prompt for query in queries], tokenizer, **around), split)
     ids = tokenizer.encode_all(read, begin=not chat_template)
     lengths = np.array([len(each) for each in ids], int)

@@ -58,10 +58,12 @@ class CharacterTokenizer:
     chat_template = ""
     eos_text = ""
 
-    def chat(self, prompts: Sequence[str], system: str) -> list[str]:
+    def chat(self, prompts: Sequence[str], system: str, *, tools: Sequence[Any] = ()) -> list[str]:
         return self.conversations([], setting="task.chat_template=True")
 
-    def conversations(self, asked: Sequence[Sequence[Mapping[str, str]]], *, setting: str) -> list[str]:
+    def conversations(
+        self, asked: Sequence[Sequence[Mapping[str, Any]]], *, setting: str, tools: Sequence[Any] = ()
+    ) -> list[str]:
         raise ValueError(f"{setting} needs a pretrained model: an alphabet of characters has no chat template")
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -156,14 +158,18 @@ class HuggingFaceTokenizer:
         """The source of the chat template, "" without one."""
         return self._tokenizer.get_chat_template() if self._tokenizer.chat_template else ""
 
-    def chat(self, prompts: Sequence[str], system: str) -> list[str]:
+    def chat(self, prompts: Sequence[str], system: str, *, tools: Sequence[Any] = ()) -> list[str]:
         """The chat template's texts of user messages, see conversations. system: the system message, "" for none."""
         before = [{"role": "system", "content": system}] if system else []
         asked = [[*before, {"role": "user", "content": prompt}] for prompt in prompts]
-        return self.conversations(asked, setting="task.chat_template=True")
+        return self.conversations(asked, setting="task.chat_template=True", tools=tools)
 
-    def conversations(self, asked: Sequence[Sequence[Mapping[str, str]]], *, setting: str) -> list[str]:
+    def conversations(
+        self, asked: Sequence[Sequence[Mapping[str, Any]]], *, setting: str, tools: Sequence[Any] = ()
+    ) -> list[str]:
         """The chat template's text of each list of messages {"role", "content"}, up to where the next message begins.
+
+        Args: tools: JSON schemas of the tools that it tells of.
 
         Raises ValueError, which begins with `setting`: there is no chat template, or it refuses such messages.
         """
@@ -178,7 +184,9 @@ class HuggingFaceTokenizer:
             raise ValueError(f"{setting}: the chat template of {self._folder} {NO_CHARACTER}")
         if self._date and "strftime_now" in template:
             template = _stopped_clock(self._date) + template
-        given: dict[str, Any] = dict(chat_template=template, tokenize=False, add_generation_prompt=True)
+        given: dict[str, Any] = dict(
+            chat_template=template, tokenize=False, add_generation_prompt=True, tools=list(tools) or None
+        )
         try:
             return self._tokenizer.apply_chat_template([list(messages) for messages in asked], **given)
         except Exception as error:  # a template may raise any exception

@@ -4,11 +4,14 @@ The policy's own tokens are never decoded and encoded again: they stay as they w
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from tba_jax.tasks.tools import PROBE, ToolFormat, format_of
 from tba_jax.text.tokenizers import Tokenizer
 
 # A turn of the policy in the conversation whose text tells what the template writes after one.
 _TURN = "{turn}"
+_SETTING = "task.chat_template=True"
 # Texts after which others are encoded, besides the end of sequence: some tokenizers put a space before every text that begins.
 _ANCHORS = ("\n", ".")
 
@@ -32,11 +35,24 @@ class Between:
             return self._encoded("".join(contents))
         answers = [{**message, "content": content} for message, content in zip(messages, contents, strict=True)]
         asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}, *answers]
-        (text,) = self._tokenizer.conversations([asked], setting="task.chat_template=True")
+        (text,) = self._tokenizer.conversations([asked], setting=_SETTING)
         _, found, rest = text.partition(_TURN)
         if not found:
-            raise ValueError("task.chat_template=True: the chat template leaves earlier turns out, so there can be no second one")
+            raise ValueError(f"{_SETTING}: the chat template leaves earlier turns out, so there can be no second one")
         return self._encoded(rest.removeprefix(self._tokenizer.eos_text) if after == self._tokenizer.eos_id else rest)
+
+    def tool_format(self, tools: Sequence[Any]) -> ToolFormat:
+        """How the chat template writes calls of tools. Args: tools: JSON schemas. Raises ValueError: it knows no tools."""
+        call = {"type": "function", "function": PROBE}
+        asked = {"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN, "tool_calls": [call]}
+        without, called = (
+            self._tokenizer.conversations([[*asked, {"role": "user", "content": "?"}]], setting=_SETTING, tools=given)[0]
+            for given in ((), tools)
+        )
+        names = [tool["function"]["name"] for tool in tools]
+        if missing := next((name for name in names if name not in called or name in without), None):
+            raise ValueError(f"{_SETTING}: the tokenizer's chat template does not tell of tools, such as {missing}")
+        return format_of(called.partition(_TURN)[2])
 
     def _encoded(self, text: str) -> list[int]:
         if not text:

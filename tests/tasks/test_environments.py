@@ -9,11 +9,13 @@ import pytest
 
 from tba_jax.tasks.environments import Environments
 from tba_jax.tasks.interface import Query
+from tba_jax.tasks.tools import ToolFormat
 
 # What a message asks for is what the step does.
 PLAYED = """
 import os, time
 from tba_jax.tasks.environments import EnvironmentTask
+from tba_jax.tasks.tools import ToolTask
 
 
 class Echo:
@@ -52,6 +54,32 @@ class Task(EnvironmentTask):
     def episodes(self, split):
         from tba_jax.tasks.interface import Query
         return [Query("", "a"), Query("given", "b"), Query("", "no start" if split == "heldout" else "c")]
+
+
+def calculate(expression: str) -> float:
+    \"\"\"Works out an expression.
+
+    Args:
+        expression: with + and -
+    \"\"\"
+    return eval(expression, {"__builtins__": {}})
+
+
+def grade(query, answer):
+    return float(answer.strip() == query.answer)
+
+
+class Sums(ToolTask):
+    tools = (calculate,)
+    grade = staticmethod(grade)
+
+    def episodes(self, split):
+        from tba_jax.tasks.interface import Query
+        return [Query("1+2", "3")]
+
+
+def untyped(x):
+    pass
 
 
 class Bare(EnvironmentTask):
@@ -168,6 +196,49 @@ def test_bad_settings_are_refused(user, settings):
         user.Task(**settings)
     with pytest.raises(ValueError, match="Bare must set environment to a class"):
         user.Bare()
+
+
+def test_tools_are_called_and_what_cannot_be_read_comes_back(user):
+    task = user.Sums()
+    assert task.schemas[0]["function"]["parameters"]["required"] == ["expression"]
+    task.use(ToolFormat(before="<call>", name="name", arguments="arguments"))
+    session, started = task.environments.start(task.queries("train")[0])
+    assert not started.result(60).failure
+
+    def said(message):
+        answer = step(session, message)
+        assert not answer.failure and {each["role"] for each in answer.messages} <= {"tool"}
+        return [each["content"] for each in answer.messages], answer.tool_calls, answer.errors, answer.done, answer.reward
+
+    call = '<call>{"name": "calculate", "arguments": {"expression": "%s"}}</call>'
+    assert said(call % "1+2" + call % "2-5") == (["3", "-3"], 2, 0, False, 0.0)
+    for wrong, told in (
+        (call % "1+", "error: SyntaxError"),
+        ("<call>{", "error: the call of a tool is not valid JSON"),
+        (call.replace("calculate", "search"), "error: ValueError: there is no tool 'search'; there are calculate"),
+        (call.replace("expression", "text"), "error: TypeError: missing a required argument: 'expression'"),
+    ):
+        (text,), *_, errors, done, _ = said(wrong)
+        assert text.startswith(told) and not done
+    assert errors == 4 and said(" 3 ") == ([], 5, 4, True, 1.0)
+    task.close()
+
+
+@pytest.mark.parametrize(
+    ("tools", "sentence"),
+    [
+        (["untyped"], "the tool untyped needs type hints, and a docstring"),
+        (["calculate", "calculate"], "two tools have the name 'calculate'"),
+        ([], r"Other must set tools = \(function, …\) and grade"),
+    ],
+    ids=str,
+)
+def test_tools_without_a_schema_are_refused(user, tools, sentence):
+    other = type("Other", (user.Sums,), {"tools": tuple(getattr(user, name) for name in tools)})
+    with pytest.raises(ValueError, match=sentence):
+        other()
+    with pytest.raises(ValueError, match=r"the tool '<lambda>' must have a name"):
+        type("Other", (user.Sums,), {"tools": (lambda: 3,)})()
 
 
 def test_an_environment_must_stand_at_the_top_of_a_file():
