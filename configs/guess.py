@@ -13,12 +13,15 @@ def get_config(variant: str = ""):
     c.task.prompt_length = 7
     c.task.response_length = 16
     c.task.stop_strings = ("\n",)
-    c.warm_start.steps = 300
+    c.warm_start.steps = 1000
     c.warm_start.batch_size = 64
     c.warm_start.learning_rate = 3e-3
-    c.searchers.slots = 96
+    # Few responses at a time make fresh rows.
+    c.searchers.slots = 48
+    c.searchers.conversations = 64
     c.searchers.decode_chunk = 4
     c.replay.merge_duplicates = False
+    c.replay.max_draws_per_row = 4
     c.learner.learning_rate = 1e-4
     c.learner.schedule = "linear"
     c.learner.steps = 200

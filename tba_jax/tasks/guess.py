@@ -2,19 +2,21 @@
 
 A prompt is `#0391:`, and stands for a secret letter of the first `numbers` of the alphabet. In each turn the policy writes a
 letter and a new line; the environment answers `<` if the secret comes before it in the alphabet, `>` if it comes after, `?` to
-anything else. The reward is 1 if the secret was guessed within `turns`. The teacher of the worked examples guesses at random, and
-succeeds in `turns` of `numbers` cases. Whoever halves what is left succeeds always where turns are at least log₂(numbers + 1).
+anything else. The reward is 1 if the secret was guessed within `turns`. Whoever halves what is left succeeds always where turns are
+at least log₂(numbers + 1); whoever guesses at random, in `turns` of `numbers` games. The teacher of the worked examples seldom halves
+and often guesses. A small policy imitates both, and reinforcement learning discovers that hints pay.
 """
 
 import string
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from tba_jax.tasks.environments import EnvironmentTask
 from tba_jax.tasks.interface import Query
 
+_HALVES = 0.2  # the share of the teacher's games in which it halves what is left
 CHARACTERS = string.digits + string.ascii_lowercase + "#:<>?\n"
 
 
@@ -81,9 +83,19 @@ class Guess(EnvironmentTask):
         """Games of the train split, as the teacher plays them."""
         train, examples = self._splits["train"], list[tuple[str, str]]()
         for query in (train[i] for i in rng.integers(len(train), size=count)):
-            guesses = rng.choice(list(self._letters), self.most_turns).tolist()
-            if query.answer in guesses:
-                guesses = guesses[: guesses.index(query.answer) + 1]
-            said = "".join(f"{guess}\n{hint(guess, query.answer)}" for guess in guesses[:-1])
-            examples.append((query.prompt, f"{said}{guesses[-1]}\n"))
+            guesses = self._halving(query.answer) if rng.random() < _HALVES else rng.choice(list(self._letters), self.most_turns)
+            played = ""
+            for turn, guess in enumerate(guesses, 1):
+                played += f"{guess}\n"
+                if guess == query.answer or turn == self.most_turns:
+                    break
+                played += hint(guess, query.answer)
+            examples.append((query.prompt, played))
         return examples
+
+    def _halving(self, secret: str) -> Iterator[str]:
+        low, high = 0, len(self._letters)
+        while True:
+            middle = (low + high) // 2
+            yield self._letters[middle]
+            low, high = (low, middle) if secret < self._letters[middle] else (middle + 1, high)
