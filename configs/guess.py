@@ -22,8 +22,11 @@ def get_config(variant: str = ""):
     c.searchers.decode_chunk = 4
     c.replay.merge_duplicates = False
     c.replay.max_draws_per_row = 4
-    c.learner.learning_rate = 1e-4
+    c.learner.learning_rate = 2e-4
     c.learner.schedule = "linear"
-    c.learner.steps = 200
+    c.learner.steps = 400
+    c.learner.beta_start = c.learner.beta_end = 0.05
     c.publish.keep = 5
+    # The score is of samples: the likeliest game of a policy that seldom halves is to halve.
+    c.evaluation.greedy_temperature = 1.0
     return small.shrink(c, {}) if small.is_the(variant) else c
