@@ -204,21 +204,25 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     if source := run.reader.info(writer).get("responses"):
         raise ValueError(f"{name} was not generated: its response is from {source}")
     length = int(row["response_length"])
-    steps = sorted(set(row["policy_step"][:length].tolist()))
+    drawn = trajectory.trained(rows)[0]
+    steps = sorted(set(row["policy_step"][drawn].tolist()))
     if len(steps) != 1:
         raise ValueError(f"{name} cannot be generated again: its weights were swapped midway (policy steps {steps})")
-    again = _generated(run, name, row, step=steps[0])
+    again = _generated(run, name, row, drawn, step=steps[0])
     there, here, weights = trajectory.response_tokens(rows)[0], again.tokens[0], run.config.searchers.weights
     if int(again.length[0]) != length or not np.array_equal(here[:length], there[:length]):
         first = int((here != there).argmax())
         told = f"{name} differs from token {first} on: {there[first]} there, {here[first]} here"
         return f"{told}, with searchers.weights={weights}, which its searcher may have had otherwise", False
-    gap = float(np.abs(again.policy_logprobs - rows["policy_logprobs"])[0, :length].max(initial=0.0))
+    gap = float(np.abs(again.policy_logprobs - rows["policy_logprobs"])[0, drawn].max(initial=0.0))
     return f"{name} is identical: {length} tokens; its log-probs differ by {gap:.2g} nats at most", True
 
 
-def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int) -> Any:
-    """Generates a row again with a searcher's sampler and the policy of a step."""
+def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], drawn: np.ndarray, *, step: int) -> Any:
+    """Generates a row again with a searcher's sampler and the policy of a step; what its environment said is as it was.
+
+    Args: drawn: bool[R], the tokens of the policy.
+    """
     import jax
 
     from tba_jax import sharding
@@ -233,6 +237,7 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
     gone = f"the snapshot of its policy step {step} has been removed"
     if step not in published.kept(run.layout.policies):
         raise ValueError(f"{name} cannot be generated again: {gone}")
+    given = run.contract.response_length - 1 if run.contract.turns else 0
     one = sharding.make_mesh((1, 1, 1), setting="audit", devices=jax.devices()[:1])
     scoring = Scoring(contract=run.contract, policy=policy, mesh=one, logit_megabytes=1, score_tokens=0)
     sampler = Sampler(
@@ -244,7 +249,8 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
         weights=run.config.searchers.weights,
         slots=1,
         samples=1,
-        prompt_length=int(row["prompt_length"]),
+        prompt_length=int(row["prompt_length"]) + given,
+        given_length=given,
     )
     try:
         sampler.load_step(step)
@@ -252,8 +258,17 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], *, step: int)
         raise ValueError(f"{name} cannot be generated again: {gone}") from error
     prompt = row["tokens"][: row["prompt_length"]].tolist()
     sampling = Sampling(**{field.name: row[field.name][None] for field in dataclasses.fields(Sampling)})
-    (again,) = sampler.engine.generate([Request(name=name, prompt=prompt, keys=row["key"][None], sampling=sampling)])
-    return again
+    asked: dict[str, Any] = dict(name=name, prompt=prompt, keys=row["key"][None], sampling=sampling)
+    tokens = row["tokens"][len(prompt) :][: len(drawn)]
+    begins = np.flatnonzero(trajectory.turns(drawn[None])[0]).tolist() if run.contract.turns else [0]
+    turns = [Request(**asked, beginning=tokens[:begin].tolist(), turn=begin) for begin in begins]
+    made = sampler.engine.generate(turns)
+    for begin, turn, following in zip(begins, made, [*begins[1:], None], strict=True):
+        end = begin + int(drawn[begin:following].sum())
+        if (following is not None and int(turn.length[0]) != end) or not np.array_equal(turn.tokens[0, :end], tokens[:end]):
+            return turn
+    # Each holds the log-probs of its own turn.
+    return dataclasses.replace(made[-1], policy_logprobs=np.sum([turn.policy_logprobs for turn in made], axis=0))
 
 
 def add_flags(values: flags.FlagValues) -> None:

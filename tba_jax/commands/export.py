@@ -231,7 +231,7 @@ def _table(
             found[name] = pa.StructArray.from_arrays(parts, list(shape.reward_parts)) if parts else None
         elif size:
             whole = np.full(len(P), size[0])
-            lengths = {"tokens": P + R, "key": whole, "embedding": whole}.get(name, R).clip(max=size[0])
+            lengths = {"tokens": P + R, "key": whole, "embedding": whole, "environment": whole}.get(name, R).clip(max=size[0])
             offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
             found[name] = pa.ListArray.from_arrays(offsets, rows[name][np.arange(size[0]) < lengths[:, None]])
         else:

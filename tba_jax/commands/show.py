@@ -6,6 +6,7 @@ The first lines say how many rows there are, and which step has the best held-ou
 of the text are escaped.
 """
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from tba_jax.replay.reader import LogReader
 from tba_jax.reporting.gathering import blocks
 from tba_jax.roles import results
 from tba_jax.storage import layout
+from tba_jax.text.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +57,19 @@ def show(workdir: Path, order: str, count: int) -> str:
             f"── {writers[i]}:{rows['row'][i]}  reward {rows['reward'][i]:.3f}  policy step {newest_step[i]}"
             f"{'' if rows['finished'][i] else '  (cut at the length limit)'}\n"
             f"query:    {visible(stored.tokenizer.decode(prompt))}\n"
-            f"response: {visible(stored.tokenizer.decode_continuation(prompt, response))}"
+            f"response: {_parts(stored.tokenizer, prompt, response, trajectory.trained(rows)[i])}"
         )
     return "\n\n".join(sections)
+
+
+def _parts(tokenizer: Tokenizer, prompt: list[int], response: list[int], trained: np.ndarray) -> str:
+    """The text of a response, what an environment said within ⟦ ⟧."""
+    edges = [0, *(np.flatnonzero(np.diff(trained[: len(response)])) + 1).tolist(), len(response)]
+    told = ""
+    for begin, end in itertools.pairwise(edges):
+        text = visible(tokenizer.decode_continuation([*prompt, *response[:begin]], response[begin:end]))
+        told += text if begin == end or trained[begin] else f"⟦{text}⟧"
+    return told
 
 
 def _best(run: layout.RunDir) -> str:

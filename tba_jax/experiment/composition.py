@@ -159,7 +159,7 @@ def task_class(name: str) -> Callable[..., Task]:
         if importlib.util.find_spec(package) is None:
             raise ValueError(
                 f"task.name={name!r} needs the package {package}, which is not installed; it is the extra `{extra}`: "
-                f"`make {extra}` installs it, and so does pip install -e '.[{extra}]'"
+                f"pip install -e '.[{extra}]' installs it"
             )
     return TASKS[name]
 

@@ -63,6 +63,35 @@ c.task.guess.seed = setting(0, at_least=0)
 c.task.guess.latency = setting(0.0, at_least=0)  # seconds after which the environment answers, as a slow tool would
 c.task.guess.time_limit = 60.0  # seconds of an answer, after which its response fails
 c.task.guess.concurrency = 1  # processes in which environments live, in each role that plays
+c.task.reasoning_gym = ConfigDict()
+c.task.reasoning_gym.dataset = "chain_sum"  # a name of reasoning-gym
+c.task.reasoning_gym.parameters = "{}"  # JSON of settings of the data set, such as '{"max_terms": 3}'
+c.task.reasoning_gym.prompt = "{question}\n"  # a text with {question} once
+c.task.reasoning_gym.tagged = False  # True: the answer is the text within the last <answer> </answer>; False: the whole response
+c.task.reasoning_gym.train_queries = setting(4000, at_least=1)
+c.task.reasoning_gym.heldout_queries = setting(256, at_least=1)
+c.task.reasoning_gym.seed = setting(0, at_least=0)
+c.task.reasoning_gym.time_limit = 10.0  # seconds for the score of one answer; a score that takes longer is NaN
+c.task.reasoning_gym.retries = 1  # of a score that failed
+c.task.reasoning_gym.concurrency = 2  # processes that score, in each role that scores responses
+c.task.text_arena = ConfigDict()
+c.task.text_arena.game = "GuessTheNumber-v0"  # of TextArena, for one player
+c.task.text_arena.turns = setting(10, at_least=1)  # the most turns of the policy
+c.task.text_arena.train_queries = setting(512, at_least=1)
+c.task.text_arena.heldout_queries = setting(64, at_least=1)
+c.task.text_arena.seed = setting(0, at_least=0)
+c.task.text_arena.time_limit = 60.0  # seconds of a turn of the game, after which its response fails
+c.task.text_arena.concurrency = 2  # processes in which games live, in each role that plays
+c.task.open_env = ConfigDict()
+c.task.open_env.url = ""  # of an OpenEnv server; must be set
+c.task.open_env.action = "message"  # the field of an action that holds a turn of the policy
+c.task.open_env.observation = "text"  # the field of an observation that the policy reads
+c.task.open_env.turns = setting(8, at_least=1)  # the most turns of the policy
+c.task.open_env.train_queries = setting(512, at_least=1)
+c.task.open_env.heldout_queries = setting(64, at_least=1)
+c.task.open_env.seed = setting(0, at_least=0)
+c.task.open_env.time_limit = 60.0  # seconds of an answer, after which its response fails
+c.task.open_env.concurrency = 2  # processes that speak to the server, in each role that plays
 c.task.story_sentiment = ConfigDict()
 c.task.story_sentiment.data_path = setting("", path="always")  # a JSON list of stories
 c.task.story_sentiment.opening_words = setting(12, at_least=1)

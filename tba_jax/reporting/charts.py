@@ -19,7 +19,7 @@ from tba_jax.reporting.gathering import Gathered, Role, steps_of_rows
 from tba_jax.roles.results import STDERR
 from tba_jax.storage import places
 from tba_jax.text.tokenizers import Tokenizer
-from tba_jax.trajectory import Rows, response
+from tba_jax.trajectory import Rows, response, trained, turns
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6b6b6b", "#8a6d00")
@@ -254,6 +254,7 @@ def samples(found: Gathered, indices: Sequence[int]) -> dict[int, dict[str, Any]
             "parts": [*zip(table.reader.shape.reward_parts, map(_number, rows["reward_parts"][0]), strict=True)],
             "finished": bool(rows["finished"][0]),
             "length": int(rows["response_length"][0]),
+            "turns": _turns(rows),
             "newest": int(newest[0]),
             "oldest": int(oldest[0]),
             "ratio": _number((rows["policy_logprobs"] - rows["ref_logprobs"]).sum(dtype=np.float64)),
@@ -273,6 +274,14 @@ def _tokens(rows: Rows, texts: Texts) -> dict[str, Any]:
     told = zip(texts(ids[:MOST_TOKENS].tolist()), ratios, steps, strict=False)
     found = [[text, _number(ratio, "{:.3f}"), step] for text, ratio, step in told]
     return {"tokens": found, "more": max(0, len(ids) - MOST_TOKENS)}
+
+
+def _turns(rows: Rows) -> str:
+    if "environment" not in rows:
+        return ""
+    calls, errors, seconds = rows["environment"][0].tolist()
+    count = int(turns(trained(rows)).sum())
+    return f"{count} turns, {calls:.0f} calls of tools, {errors:.0f} errors, {seconds:.1f} s of its environment"
 
 
 def _number(value: float, form: str = "{:.6g}") -> float | None:

@@ -7,8 +7,11 @@ from tba_jax.tasks.countdown import Countdown
 from tba_jax.tasks.guess import Guess
 from tba_jax.tasks.interface import Task
 from tba_jax.tasks.mathematics import GSM8K, Math
+from tba_jax.tasks.open_env import OpenEnv
+from tba_jax.tasks.reasoning_gym import ReasoningGym
 from tba_jax.tasks.red_team import RedTeam
 from tba_jax.tasks.story_sentiment import StorySentiment
+from tba_jax.tasks.text_arena import TextArena
 from tba_jax.tasks.tldr import TLDR
 
 TASKS: dict[str, Callable[..., Task]] = {
@@ -20,7 +23,15 @@ TASKS: dict[str, Callable[..., Task]] = {
     "math": Math,
     "red_team": RedTeam,
     "tldr": TLDR,
+    "reasoning_gym": ReasoningGym,
+    "text_arena": TextArena,
+    "open_env": OpenEnv,
 }
 
 # Tasks that need a package outside of requirements.txt: name -> (the package's module, the extra of pyproject.toml with it).
-EXTRAS = {"story_sentiment": ("vaderSentiment", "stories")}
+EXTRAS = {
+    "story_sentiment": ("vaderSentiment", "stories"),
+    "reasoning_gym": ("reasoning_gym", "reasoning-gym"),
+    "text_arena": ("textarena", "text-arena"),
+    "open_env": ("openenv", "open-env"),
+}

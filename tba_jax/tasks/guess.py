@@ -2,9 +2,9 @@
 
 A prompt is `#0391:`, and stands for a secret letter of the first `numbers` of the alphabet. In each turn the policy writes a
 letter and a new line; the environment answers `<` if the secret comes before it in the alphabet, `>` if it comes after, `?` to
-anything else. The reward is 1 if the secret was guessed within `turns`. Whoever halves what is left succeeds always where turns are
-at least log₂(numbers + 1); whoever guesses at random, in `turns` of `numbers` games. The teacher of the worked examples seldom halves
-and often guesses. A small policy imitates both, and reinforcement learning discovers that hints pay.
+anything else. The reward is 1 if the secret was guessed within `turns`. Whoever halves what is left succeeds always where turns
+are at least log₂(numbers + 1); whoever guesses at random, in `turns` of `numbers` games. The teacher of the worked examples
+seldom halves and often guesses. A small policy imitates both, and reinforcement learning discovers that hints pay.
 """
 
 import string

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tba_jax import trajectory
+from tba_jax.commands import audit, show
 from tba_jax.experiment import jobs
 from tba_jax.models import parameters, scoring
 from tba_jax.roles.searcher import stream
@@ -91,3 +92,14 @@ def test_training_and_evaluation_know_turns(played):
     assert all(np.isfinite(each["loss"]) for each in measured)
     report = jobs.make_evaluator(s.experiment, s.run).report(0)
     assert report["success"] >= -1 and -1 < report["sampled_reward"] < 1 and report["unscored"] == 0
+
+
+def test_a_row_is_generated_again_and_shown_turn_by_turn(played):
+    s, rows = played
+    opened = audit.open_run(s.run.root)
+    writer = next(writer for writer in opened.reader.heads() if writer.startswith("frozen-"))
+    turns = trajectory.turns(trajectory.trained(rows)).sum(axis=1)
+    for row in (int(turns.argmax()), int(turns.argmin())):
+        told, same = audit.regenerate(opened, f"{writer}:{row}")
+        assert same and "is identical" in told, told
+    assert "⟦" in show.show(s.run.root, "newest", 8)

@@ -1,6 +1,7 @@
 """A run small enough for tests: a one-layer policy with random weights on two-digit sums."""
 
 import contextlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -85,3 +86,8 @@ def everything_gone(workdir: Path, seconds: float = 5.0) -> bool:
     while processes(workdir) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not processes(workdir)
+
+
+def has(package: str) -> bool:
+    """Whether a package is installed."""
+    return importlib.util.find_spec(package) is not None

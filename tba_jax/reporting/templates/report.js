@@ -76,6 +76,7 @@
     const parts = sample.parts.length > 1 ? [sample.parts.map(function (part) { return part[0] + " " + number(part[1]); }).join(", ")] : [];
     return ["reward " + number(sample.reward)].concat(parts, [
       sample.length + " tokens" + (sample.finished ? "" : ", cut at the length limit"),
+    ], sample.turns ? [sample.turns] : [], [
       steps + (sample.mounted ? " of a mounted run" : ""),
       "Σ log π_θ/π_ref " + number(sample.ratio) + " nats", drawn]);
   }
@@ -99,6 +100,11 @@
       const tokens = add(card, "div", undefined, "tokens");
       sample.tokens.forEach(function (token) {
         const shown = add(tokens, "span", token[0], "tok");
+        if (token[2] < 0) { // nobody drew it
+          shown.classList.add("said");
+          shown.title = "of the environment: not trained on";
+          return;
+        }
         shown.style.background = colour(token);
         shown.title = "log π_θ/π_ref " + token[1] + " nats, policy step " + token[2];
       });
