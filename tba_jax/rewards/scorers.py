@@ -29,8 +29,9 @@ from tba_jax.models.hugging_face.encoders import Encoder
 from tba_jax.models.parameters import Definition, Params
 from tba_jax.programs import Program, shaped
 from tba_jax.tasks.interface import ModelUse
+from tba_jax.text.escaping import Escaper, without_rows
 from tba_jax.text.prompts import PromptTemplate
-from tba_jax.text.tokenizers import Escaper, HuggingFaceTokenizer, open_transformers, without_rows
+from tba_jax.text.tokenizers import HuggingFaceTokenizer, open_transformers
 
 log = logging.getLogger(__name__)
 

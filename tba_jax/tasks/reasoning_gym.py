@@ -37,7 +37,11 @@ def grade(query: Query, response: str) -> float:
     if answer is None:
         return 0.0
     made = _dataset(query.dataset, query.parameters, query.seed, query.size)
-    return float(made.score_answer(answer, made[query.index]))
+    entry = made[query.index]
+    try:
+        return float(made.score_answer(answer, entry))
+    except (ValueError, TypeError, ArithmeticError, LookupError, SyntaxError):  # some verifiers read right answers alone
+        return 0.0
 
 
 @functools.cache

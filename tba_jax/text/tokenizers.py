@@ -13,7 +13,7 @@ import importlib.util
 import json
 import re
 import string
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 import tokenizers
 
 from tba_jax.schemas import NO_CHARACTER, holds_surrogate
+from tba_jax.text.escaping import Escaper, any_of, broken_up, without_rows
 
 # A folder with none of these files has no tokenizer. Without the check transformers may invent an empty one from config.json.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -58,13 +59,12 @@ class CharacterTokenizer:
     chat_template = ""
     eos_text = ""
 
-    def chat(self, prompts: Sequence[str], system: str, *, tools: Sequence[Any] = ()) -> list[str]:
-        return self.conversations([], setting="task.chat_template=True")
-
     def conversations(
-        self, asked: Sequence[Sequence[Mapping[str, Any]]], *, setting: str, tools: Sequence[Any] = ()
+        self, asked: Sequence[Any], system: str = "", *, setting: str = "task.chat_template=True", tools: Sequence[Any] = ()
     ) -> list[str]:
         raise ValueError(f"{setting} needs a pretrained model: an alphabet of characters has no chat template")
+
+    chat = conversations
 
     def decode(self, ids: Sequence[int]) -> str:
         first = len(self.special_ids)
@@ -150,8 +150,8 @@ class HuggingFaceTokenizer:
 
     @property
     def eos_text(self) -> str:
-        """The spelling of the end of sequence, "" where it has none."""
-        return str(self._tokenizer.convert_ids_to_tokens(self.eos_id) or "")
+        """The spelling of the end of sequence."""
+        return str(self._tokenizer.convert_ids_to_tokens(self.eos_id))
 
     @property
     def chat_template(self) -> str:
@@ -317,85 +317,6 @@ def _byte_level(piece: str) -> bytes:
 def _digest(definition: object) -> str:
     canonical = json.dumps(definition, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.blake2b(canonical.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-class Escaper:
-    """Puts a space after the first character of every special token that a text spells.
-
-    A spelling in other characters, which the normaliser turns into those of a special token, is broken up in the same way, or
-    replaced by a space. The id of characters without a token is no special token here.
-    """
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer, *, names: Collection[str] = (), ids: Collection[int] = ()):
-        """Args: names, ids: special tokens besides the ones that the tokenizer calls special or puts around a text."""
-        # A copy without truncation, behind which nothing would be looked at.
-        self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        around = {*ids, *added, *tokenizer.encode("").ids}
-        spelled = {token for i in around if (token := tokenizer.id_to_token(i))}
-        self._names = any_of([*names, *added.values(), *spelled])
-        self._ids = frozenset(around) - {_unknown(tokenizer)}
-
-    def __call__(self, texts: Sequence[str]) -> list[str]:
-        """The texts, of which no part encodes as a special token."""
-        escaped = [broken_up(self._names, text) for text in texts]
-        left, replace = list(range(len(escaped))), False
-        while left:
-            encoded = self._tokenizer.encode_batch([escaped[i] for i in left], add_special_tokens=False)
-            changed = {i: self._without(escaped[i], each, replace=replace) for i, each in zip(left, encoded, strict=True)}
-            left, replace = [i for i, text in changed.items() if text != escaped[i]], True
-            for i in left:
-                escaped[i] = changed[i]
-        return escaped
-
-    def _without(self, text: str, encoded: tokenizers.Encoding, *, replace: bool) -> str:
-        """The text with each of its special tokens broken up or replaced by a space."""
-        places = [place for id_, place in zip(encoded.ids, encoded.offsets, strict=True) if id_ in self._ids]
-        for begin, end in reversed(places):
-            if found := text[begin:end].strip():
-                text = f"{text[:begin]}{' ' if replace or len(found) == 1 else f'{found[0]} {found[1:]}'}{text[end:]}"
-        return text
-
-
-def without_rows(tokenizer: tokenizers.Tokenizer, vocab: int, *, eos_id: int | None = None) -> list[str]:
-    """The special tokens whose ids have no row in a model's embedding of `vocab` rows: no text may encode as one of them.
-
-    Raises ValueError: a token of texts has no row, or the end of sequence `eos_id`, or a token that the tokenizer adds to texts.
-    """
-    added = tokenizer.get_added_tokens_decoder()
-    beyond = {i: name for name, i in tokenizer.get_vocab().items() if i >= vocab}
-    if any(i not in added or not added[i].special for i in beyond):
-        raise ValueError(f"the tokenizer has {max(beyond) + 1} ids, the embedding only {vocab}")
-    needed = [
-        (eos_id, "which ends responses", "eos_token in tokenizer_config.json"),
-        *((i, "which the tokenizer adds to every text", "post_processor in tokenizer.json") for i in tokenizer.encode("").ids),
-        (_unknown(tokenizer), "which stands for unknown characters", "unk_token in tokenizer.json"),
-    ]
-    for i, role, setting in needed:
-        if i is not None and i >= vocab:
-            token = f"the token {tokenizer.id_to_token(i)!r}, {role}, has id {i}"
-            raise ValueError(f"{token}, but the model's embedding has {vocab} rows: set {setting} to a token that has a row")
-    return list(beyond.values())
-
-
-def any_of(names: Sequence[str]) -> re.Pattern[str]:
-    """Finds these names, longer ones before others that they begin with."""
-    ordered = sorted(set(names), key=len, reverse=True)
-    return re.compile("|".join(re.escape(name) for name in ordered if len(name) > 1) or "(?!)")
-
-
-def broken_up(names: re.Pattern[str], text: str) -> str:
-    """The text with a space behind the first character of each of the names."""
-    return names.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
-
-
-def _unknown(tokenizer: tokenizers.Tokenizer) -> int | None:
-    """The id of characters for which the vocabulary has no token; None if every character has one."""
-    model = json.loads(tokenizer.to_str())["model"]
-    name = model.get("unk_token")
-    return model.get("unk_id") if name is None else tokenizer.token_to_id(name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -43,6 +43,11 @@ class TestReasoningGym:
         assert (found.reward == 1).all() and not found.failure
         assert (task.rewards(train, ["no"] * len(train), np.ones(len(train), bool)).reward < 1).all()
 
+    def test_what_a_verifier_cannot_read_is_wrong(self, task_of):
+        task = task_of("reasoning_gym", dataset="prime_factorization")
+        found = task.rewards(task.queries("train")[:1], ["two times three"], np.ones(1, bool))
+        assert found.reward.tolist() == [0] and not found.failure
+
     def test_an_answer_stands_within_tags(self, task_of):
         task = task_of("reasoning_gym", tagged=True)
         query = task.queries("train")[0]

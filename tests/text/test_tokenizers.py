@@ -11,7 +11,8 @@ import pytest
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from tba_jax.text.tokenizers import CharacterTokenizer, Escaper, HuggingFaceTokenizer, Tokenizer, stop_automaton
+from tba_jax.text.escaping import Escaper
+from tba_jax.text.tokenizers import CharacterTokenizer, HuggingFaceTokenizer, Tokenizer, stop_automaton
 from tests.support import tiny_checkpoints
 
 
