@@ -7,9 +7,11 @@ import time
 
 import pytest
 
+from tba_jax.experiment import composition
 from tba_jax.tasks.environments import Environments
 from tba_jax.tasks.interface import Query
 from tba_jax.tasks.tools import ToolFormat
+from tests.support import tiny_run
 
 # What a message asks for is what the step does.
 PLAYED = """
@@ -247,3 +249,22 @@ def test_an_environment_must_stand_at_the_top_of_a_file():
 
     with pytest.raises(ValueError, match=r"the environment .*Local.* must stand at the top level of a file"):
         Environments(Local, {}, time_limit=1.0, concurrency=1)
+
+
+def test_the_example_of_the_page_is_an_environment(tmp_path):
+    """docs/environments.md: its file, and the command below it."""
+    page = (tiny_run.ROOT / "docs" / "environments.md").read_text()
+    file = tmp_path / "guess.py"
+    file.write_text(page.split("```python\n")[1].split("```")[0])
+    config = tiny_run.config(
+        task__name=f"{file}:Task", task__prompt_length=10, task__response_length=24, task__stop_strings=("\n",)
+    )
+    built = composition.build(config)
+    assert built.contract.turns == 4 and len(built.queries["heldout"]) == 100
+    environments = built.task.environments
+    session, started = environments.start(built.queries["train"][7].query)
+    assert not started.result(60).failure
+    assert step(session, "x\n").messages[0]["content"] == "no, try again\n"
+    last = step(session, "7\n")
+    assert (last.done, last.reward, last.errors) == (True, 1.0, 1)
+    environments.close()
