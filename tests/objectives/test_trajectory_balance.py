@@ -36,6 +36,28 @@ def test_the_loss_equals_a_loop(form):
 
 
 @forms
+def test_tokens_of_an_environment_change_nothing(form):
+    """Rows whose tokens lie between masked ones, against the same tokens one after the other."""
+    name, settings = FORMS[form]
+    outputs, inputs = random_batch(3, 4, 9, seed=5, **settings)
+    order = np.argsort(~inputs.mask, axis=1, kind="stable")  # the real tokens of a row first, as they come
+
+    def together(x):
+        return np.take_along_axis(x, order, axis=1)
+
+    names = "mask", "ref_logprobs", "behavior_logprobs", "state_values"
+    apart = inputs.replace(**{each: together(getattr(inputs, each)) for each in names})
+    assert (np.diff(apart.mask.astype(int), axis=1) <= 0).all() and (np.diff(inputs.mask.astype(int), axis=1) > 0).any()
+    found, gradient = evaluate(name, outputs, inputs)
+    moved = outputs.replace(logprobs=together(outputs.logprobs), values=together(outputs.values))
+    expected, other = evaluate(name, moved, apart)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    for each in ("logprobs", "values"):
+        np.testing.assert_allclose(together(getattr(gradient, each)), getattr(other, each), rtol=1e-12, atol=1e-14, err_msg=each)
+        assert not getattr(gradient, each)[~inputs.mask].any()
+
+
+@forms
 def test_gradients_equal_finite_differences(form):
     """By each of the outputs, with what is detached held fixed."""
     name = FORMS[form][0]

@@ -71,7 +71,7 @@ def random_batch(seed: int = 0) -> update_lib.Batch:
 def packed_of(batch: update_lib.Batch, limits: packing.Limits, **options: Any) -> tuple[packing.Packed, packing.Plan]:
     """See packing.of_rows."""
     columns = (np.asarray(column) for column in (batch.tokens, batch.prompt_length, batch.response_length))
-    return packing.of_rows(*columns, limits=limits, **options)
+    return packing.of_rows(*columns, limits=limits, trained=batch.trained, **options)
 
 
 def make_step(
@@ -96,6 +96,8 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "learned_log_z": ({"objective": OBJECTIVES["learned_log_z"]}, "log_z_head"),
     "moving reference": ({"objective": OBJECTIVES["tba_prime"]}, ""),
     "ppo": ({"objective": OBJECTIVES["ppo"]}, "value_head"),
+    "environment": ({}, ""),
+    "environment, ppo": ({"objective": OBJECTIVES["ppo"]}, "value_head"),
 }
 
 
@@ -112,6 +114,12 @@ def batch_of(form: str) -> update_lib.Batch:
     batch = random_batch()
     if form == "moving reference":
         return dataclasses.replace(batch, moving_ref_logprobs=(0.7 * batch.ref_logprobs).astype(np.float32))
+    if form.startswith("environment"):  # whose tokens hold numbers that must not count
+        trained = np.random.default_rng(2).random((B, R)) < 0.6
+        numbers = {
+            name: np.where(trained, getattr(batch, name), np.float32(-30)) for name in ("ref_logprobs", "behavior_logprobs")
+        }
+        return dataclasses.replace(batch, trained=trained, **numbers)
     return batch
 
 
