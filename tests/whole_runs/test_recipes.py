@@ -36,7 +36,7 @@ PRETRAINED = {
 # Rewards of a model; the others differ by settings, and test_privacy runs a task of a file.
 BY_DEFAULT = ("tldr_pythia:small",)
 # Recipes that make their own policy.
-WARM_STARTED = ("countdown", "demo", "demo_baselines", "demo_tba_prime", "demo_vine_ppo")
+WARM_STARTED = ("countdown", "guess", "reasoning_gym", "demo", "demo_baselines", "demo_tba_prime", "demo_vine_ppo")
 
 
 def variants(name: str) -> list[str]:
