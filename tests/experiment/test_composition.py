@@ -104,7 +104,7 @@ def test_rewards_that_are_no_success_rates_are_refused_where_queries_are_chosen_
 
 def test_the_extra_of_a_task_is_named_before_its_model(model_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "vaderSentiment", None)
-    with pytest.raises(ValueError, match=r"story_sentiment' needs .*vaderSentiment.*`stories`: `make stories`.*\.\[stories\]'"):
+    with pytest.raises(ValueError, match=r"story_sentiment' needs .*vaderSentiment.*`stories`: pip install -e .\.\[stories\]'"):
         composition.build(story_config(model_folder, model__path="/nowhere"))
 
 
