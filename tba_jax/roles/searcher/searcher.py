@@ -137,7 +137,7 @@ class Searcher:
         """Called now and then while the searcher waits: takes up weights that have come, so that the next can be loaded, and what
         the trainer tells of its demand, which `refresh` does not look at while it loads a snapshot."""
         if self.sampler.step >= 0:
-            for _ in (self._conversations or self._engine).decode([]):
+            for _ in self._engine.decode([]):
                 pass
         if self._room is not None:
             self._room.look()
