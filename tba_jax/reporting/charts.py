@@ -54,6 +54,8 @@ _OF_TRAINER: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
 # The same of each searcher: title, what the chart tells, axis, the figure.
 _OF_SEARCHERS = (
     ("Reward of fresh rows", "Of the rows that each searcher has just sampled, trained on or not.", "reward", "reward"),
+    ("Turns that the environment could not read", "Of each fresh row, in the mean.", "turns", "environment_errors"),
+    ("Waiting for environments", "For each fresh row, while others are decoded.", "s", "environment_seconds"),
     ("Speed of the searchers", "Tokens a second of each, since its process started.", "tokens/s", "tokens_per_second"),
 )
 

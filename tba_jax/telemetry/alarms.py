@@ -156,6 +156,14 @@ RULES: dict[str, Rule] = {
         sentence="rewards fail: {unscored.sum:,.0f} of the {rows.sum:,.0f} responses of the last 8 batches have none",
         advice="the searcher's log and status say why the first failed; look at the task's models, grader and limits of time",
     ),
+    "turns_unread": Rule(
+        role="searcher",
+        needs=("turns", "turn_errors"),
+        when=lambda m, c: m.turn_errors.sum > 0.5 * m.turns.sum,
+        sentence="the environment could not read {turn_errors.sum:,.0f} of the {turns.sum:,.0f} turns of the last 8 batches",
+        advice="look at rows with show: the policy must know what a turn looks like (warm_start.steps, the prompt, a model that "
+        "was tuned to call tools)",
+    ),
     "evaluation_fails": Rule(  # an evaluation has hundreds of responses
         role="evaluator",
         points=1,

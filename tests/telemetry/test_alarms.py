@@ -24,7 +24,7 @@ HEALTHY = {
         **dict(newest_row_lag=6, skipped_steps=0, disk_free=2.0**30, checkpoint_bytes=2.0**20, logprob_gap_limit=0.1),
         **dict(logprob_gap_alarm=0.0, logprob_gap_max=0.01),
     ),
-    "searcher": dict(rows=100, finished_rows=90, unscored=0),
+    "searcher": dict(rows=100, finished_rows=90, unscored=0, turns=300, turn_errors=20),
     "evaluator": dict(rows=100, unscored=2),
 }
 
@@ -56,6 +56,7 @@ CASES: list[tuple[str, dict[str, float], dict[str, float], dict[str, Any], str]]
     ("missing_eos_reward", dict(finished_rows=6), dict(finished_rows=5), {"task__missing_eos_reward": -1.0}, "eos_reward=-1"),
     ("never_ends", dict(finished_rows=1), dict(finished_rows=0), {}, "0 of the 800 responses"),
     ("rewards_fail", dict(unscored=5), dict(unscored=6), {}, "48 of the 800 responses"),
+    ("turns_unread", dict(turn_errors=150), dict(turn_errors=151), {}, "1,208 of the 2,400 turns"),
     ("evaluation_fails", dict(unscored=5), dict(unscored=6), {}, "6 of the 100 held-out responses"),
 ]
 

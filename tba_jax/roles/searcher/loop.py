@@ -123,7 +123,10 @@ class SearchRecord:
             self._writer.table("samples", report.policy_step, report.samples.table(self._samples))
         self._batches += 1
         self.rewards.note(report)
-        counts = {"rows": report.rows, "finished_rows": round(report.finished * report.rows), "unscored": report.unscored}
+        counts: dict[str, float] = {"rows": report.rows, "unscored": report.unscored}
+        counts["finished_rows"] = round(report.finished * report.rows)
+        if told := report.environment:
+            counts |= {"turns": report.rows * told["turns"], "turn_errors": report.rows * told["errors"]}
         self._alarms.look(self._batches if step is None else step, counts)
         self._unscored += report.unscored
         self._work = report.work
