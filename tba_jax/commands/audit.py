@@ -206,6 +206,8 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
     length = int(row["response_length"])
     drawn = trajectory.trained(rows)[0]
     steps = sorted(set(row["policy_step"][drawn].tolist()))
+    if not steps:
+        raise ValueError(f"{name} has no token that the policy drew")
     if len(steps) != 1:
         raise ValueError(f"{name} cannot be generated again: its weights were swapped midway (policy steps {steps})")
     again = _generated(run, name, row, drawn, step=steps[0])
@@ -237,7 +239,7 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], drawn: np.nda
     gone = f"the snapshot of its policy step {step} has been removed"
     if step not in published.kept(run.layout.policies):
         raise ValueError(f"{name} cannot be generated again: {gone}")
-    given = run.contract.response_length - 1 if run.contract.turns else 0
+    given = run.contract.given_length if run.contract.turns else 0
     one = sharding.make_mesh((1, 1, 1), setting="audit", devices=jax.devices()[:1])
     scoring = Scoring(contract=run.contract, policy=policy, mesh=one, logit_megabytes=1, score_tokens=0)
     sampler = Sampler(

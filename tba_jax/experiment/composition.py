@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _IN_CONTRACT = ("prompt_length", "response_length", "min_response_length", "force_eos", "missing_eos_reward")
 # How names of task settings end that say where data is and how rewards are computed here. Such settings do not change what a
 # reward is, and the roles of a run need not agree on them.
-_OF_A_PLACE = ("path", "time_limit", "retries", "concurrency", "batch_rows", "latency")
+_OF_A_PLACE = ("path", "time_limit", "retries", "concurrency", "batch_rows", "url")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

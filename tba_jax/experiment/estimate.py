@@ -71,9 +71,8 @@ def memory(experiment: Experiment, devices: Mapping[str, int] | None = None) -> 
     s, samples = config.searchers, config.evaluation.batch_size
     batch = s.queries_per_batch * s.samples_per_query
     # Prompts of continuations from a state, and of later turns, hold part of a response.
-    contract = experiment.contract
-    turns = contract.response_length - 1 if contract.turns else 0
-    given, together = contract.response_length - 1 if contract.step_ends else turns, 1 if turns else s.samples_per_query
+    given, is_alone = experiment.contract.given_length, bool(experiment.contract.turns)
+    turns, together = given if is_alone else 0, 1 if is_alone else s.samples_per_query
     slots = meshes.slots_of(config)
     searcher = bytes_of.decoding("searchers", slots=slots, samples=together, batch=batch, weights=s.weights, given=given)
     evaluator = bytes_of.decoding("evaluation", slots=samples, samples=1, batch=samples, weights="full", given=turns)

@@ -54,7 +54,7 @@ def check(experiment: Any, *, role: str, devices: int | None) -> None:
         found.attempt(micro_batch_rows, config, ways=ways)
     # Slots that one way cannot divide into groups may suit as many ways as data=-1 makes.
     elif not found and (devices is not None or config[section].mesh.data != -1):
-        found.attempt(_check_slots, config, role, ways=made[0])
+        found.attempt(_check_slots, config, role, ways=made[0], alone=bool(experiment.contract.turns))
     try:
         parameters.check_divides(dict(zip(sharding.MESH_AXES, made, strict=True)), experiment.policy.model_specs)
     except ValueError as error:
@@ -135,13 +135,14 @@ def slots_of(config: Any) -> int:
     return s.slots or s.queries_per_batch * s.samples_per_query
 
 
-def _check_slots(config: Any, role: str, *, ways: int) -> None:
-    """Raises ValueError where the slots of a role that decodes cannot be divided over the data ways of its mesh."""
+def _check_slots(config: Any, role: str, *, ways: int, alone: bool) -> None:
+    """Raises ValueError where the slots of a role that decodes cannot be divided over the data ways of its mesh. Args: alone:
+    whether each sample is a request of its own."""
     s, section = config.searchers, SECTIONS[role]
     slots, samples, what = config.evaluation.batch_size, 1, f"evaluation.batch_size={config.evaluation.batch_size}"
     if role == "searcher":
-        slots, samples = slots_of(config), s.samples_per_query
-        of_batch = f" ({slots} of the {s.queries_per_batch * samples} rows of a batch)"
+        slots, samples = slots_of(config), 1 if alone else s.samples_per_query
+        of_batch = f" ({slots} of the {s.queries_per_batch * s.samples_per_query} rows of a batch)"
         what = f"searchers.slots={s.slots}{'' if s.slots else of_batch}"
     try:
         lane_sizes(slots, samples, ways, lockstep=config.schedule.mode == "interleaved", what=what)

@@ -43,7 +43,6 @@ class Conversation:
     generation: Generation
     ticket: Ticket | None = None
     answer: Future[Answer] | None = None
-    asked: float = 0.0
     turns: int = 0
     reward: float = 0.0
     tool_calls: int = 0
@@ -66,7 +65,7 @@ class Conversations:
     """The conversations that an engine and the environments of a task have. One thread uses it.
 
     Rows have at most R tokens after the prompt, those of the environment included, and most_turns turns of the policy: what is
-    longer is cut, and counts as not finished.
+    longer is cut, and counts as not finished. Attributes: most: how many may be under way.
     """
 
     def __init__(self, engine: Engine, environments: Environments, tokenizer: Tokenizer, contract: Contract, *, most: int):
@@ -74,20 +73,19 @@ class Conversations:
         conversations are to be under way at a time."""
         self._engine, self._environments, self._tokenizer, self._contract = engine, environments, tokenizer, contract
         self._between = Between(tokenizer, chat_template=bool(contract.chat_template))
-        self._most, self._open = most, list[Conversation]()
+        self.most, self._open = most, list[Conversation]()
         self._is_told = False
 
     @property
     def room(self) -> int:
         """How many more may begin."""
-        return max(0, self._most - len(self._open))
+        return max(0, self.most - len(self._open))
 
     def begin(self, query: EncodedQuery, keys: np.ndarray, sampling: Sampling) -> Conversation:
         """Begins a response. Args: keys: uint32[1, 2]; sampling: leaves [1]."""
         made = empty((1,), response_length=self._contract.response_length, pad_id=self._contract.pad_id)
         session, answer = self._environments.start(query.query)
         begun = Conversation(query=query, keys=keys, sampling=sampling, session=session, generation=made, answer=answer)
-        begun.asked = time.monotonic()
         self._open.append(begun)
         return begun
 
@@ -137,23 +135,32 @@ class Conversations:
             return
         context = [*its.query.prompt, *made.tokens[0, :begin].tolist()]
         text = self._tokenizer.decode_continuation(context, made.tokens[0, begin:end].tolist())
-        its.answer, its.asked = its.session.step(text), time.monotonic()
+        its.answer = its.session.step(text)
 
     def _take_answer(self, its: Conversation, answer: Answer) -> None:
-        its.answer, its.seconds = None, its.seconds + time.monotonic() - its.asked
+        its.answer, its.seconds = None, its.seconds + answer.seconds
         its.reward += answer.reward
         its.tool_calls, its.errors = answer.tool_calls, answer.errors
         if answer.failure:
-            its.reward, its.failure = float("nan"), answer.failure
+            self._fail(its, answer.failure)
         its.generation.finished[0] = answer.done
         if answer.failure or answer.done or its.turns == self._contract.turns or not self._next_turn(its, answer):
             its.session.close()
+
+    def _fail(self, its: Conversation, failure: str) -> bool:
+        its.reward, its.failure = float("nan"), failure
+        return False
 
     def _next_turn(self, its: Conversation, answer: Answer) -> bool:
         """Has the policy go on. Returns whether its row has room for what the environment says, and a token after it."""
         made, length = its.generation, int(its.generation.length[0])
         if length:  # what `start` says is in the prompt
-            said = self._between.encode(answer.messages, after=int(made.tokens[0, length - 1]))
+            try:
+                said = self._between.encode(answer.messages, after=int(made.tokens[0, length - 1]))
+            except ValueError as error:
+                return self._fail(its, str(error))
+            if not said:
+                return self._fail(its, "step() gave the policy nothing to read, and no end")
             if length + len(said) >= self._contract.response_length:
                 if not self._is_told:
                     told = (

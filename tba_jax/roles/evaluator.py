@@ -77,7 +77,8 @@ class Evaluator:
         self._conversations: Conversations | None = None
         if isinstance(task, HasEnvironment):
             of = self._sampler.engine, task.environments, tokenizer, contract
-            self._conversations = Conversations(*of, most=len(self._queries))
+            most = config.searchers.conversations or len(self._queries)
+            self._conversations = Conversations(*of, most=min(most, len(self._queries)))
         self.snapshots = self._sampler.snapshots
 
     def evaluate(self, step: int) -> dict[str, Any]:
@@ -234,7 +235,8 @@ class Evaluator:
 
 
 def _sampling_settings(config: Any, contract: contract_lib.Contract, queries: Sequence[EncodedQuery]) -> dict[str, Any]:
-    given = contract.response_length - 1 if contract.turns else 0  # earlier turns
+    # Evaluations value no states.
+    given = contract.given_length if contract.turns else 0
     lengths = dict(prompt_length=max(len(query.prompt) for query in queries) + given, given_length=given)
     e = config.evaluation
     return dict(weights="full", slots=e.batch_size, samples=1, swap_memory=e.swap_memory, **lengths)

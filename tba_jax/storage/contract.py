@@ -88,6 +88,11 @@ class Contract:
         )
 
     @property
+    def given_length(self) -> int:
+        """The most response tokens that a request may give: a state, or a turn, may begin before the last of R tokens."""
+        return self.response_length - 1 if self.step_ends or self.turns else 0
+
+    @property
     def has_reference(self) -> bool:
         """Whether rows hold log-probs of a reference policy."""
         return self.reference != "none"

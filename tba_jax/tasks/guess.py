@@ -74,7 +74,7 @@ class Guess(EnvironmentTask):
         queries = [Query(prompt=f"#{number:04}:", answer=str(secrets[number])) for number in chosen]
         self._splits = {"heldout": queries[:heldout_queries], "train": queries[heldout_queries:]}
         settings = dict(numbers=numbers, turns=turns, latency=latency)
-        super().__init__(settings=settings, time_limit=time_limit, concurrency=concurrency)
+        super().__init__(settings=settings, time_limit=time_limit, concurrency=concurrency, prefix="task.guess.")
 
     def episodes(self, split: str) -> Sequence[Query]:
         return self._splits[split]

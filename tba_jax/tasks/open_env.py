@@ -61,7 +61,7 @@ class OpenEnv(EnvironmentTask):
         seeds = [Query(prompt="", answer=str(seed + i)) for i in range(heldout_queries + train_queries)]
         self._splits = {"heldout": seeds[:heldout_queries], "train": seeds[heldout_queries:]}
         settings = dict(url=url, action=action, observation=observation)
-        super().__init__(settings=settings, time_limit=time_limit, concurrency=concurrency)
+        super().__init__(settings=settings, time_limit=time_limit, concurrency=concurrency, prefix="task.open_env.")
 
     def episodes(self, split: str) -> Sequence[Query]:
         return self._splits[split]

@@ -40,7 +40,7 @@ def grade(query: Query, response: str) -> float:
     entry = made[query.index]
     try:
         return float(made.score_answer(answer, entry))
-    except (ValueError, TypeError, ArithmeticError, LookupError, SyntaxError):  # some verifiers read right answers alone
+    except Exception:  # some verifiers read right answers alone
         return 0.0
 
 

@@ -48,7 +48,7 @@ class TextArena(EnvironmentTask):
         self.most_turns = turns
         seeds = [Query(prompt="", answer=str(seed + i)) for i in range(heldout_queries + train_queries)]
         self._splits = {"heldout": seeds[:heldout_queries], "train": seeds[heldout_queries:]}
-        super().__init__(settings={"game": game}, time_limit=time_limit, concurrency=concurrency)
+        super().__init__(settings={"game": game}, time_limit=time_limit, concurrency=concurrency, prefix="task.text_arena.")
 
     def episodes(self, split: str) -> Sequence[Query]:
         return self._splits[split]

@@ -52,7 +52,12 @@ class Between:
         names = [tool["function"]["name"] for tool in tools]
         if missing := next((name for name in names if name not in called or name in without), None):
             raise ValueError(f"{_SETTING}: the tokenizer's chat template does not tell of tools, such as {missing}")
-        return format_of(called.partition(_TURN)[2])
+        found = format_of(called.partition(_TURN)[2])
+        if self._tokenizer.escaped([found.before]) != [found.before]:
+            raise ValueError(
+                f"{_SETTING}: calls of tools begin with the special token {found.before}, which no response may hold"
+            )
+        return found
 
     def _encoded(self, text: str) -> list[int]:
         if not text:

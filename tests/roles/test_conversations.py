@@ -1,6 +1,7 @@
 """Responses of several turns: their tokens, their log-probs, what ends them, and that a slow environment stops no other."""
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tba_jax.models import parameters, scoring
 from tba_jax.roles.searcher import stream
 from tba_jax.tasks.guess import hint
 from tba_jax.telemetry.status import TimeAccount
+from tba_jax.text.turns import Between
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
@@ -83,6 +85,20 @@ def test_a_row_does_not_depend_on_who_shares_the_decoder(played, monkeypatch):
         found.append(frozen_runs.rows(s)[searcher.writer])
     for name in ("tokens", "policy_step", "finished", "reward"):
         np.testing.assert_array_equal(found[0][name], found[1][name], err_msg=name)
+
+
+@pytest.mark.parametrize("said", [[], ValueError("character 'É' is not in the alphabet")], ids=str)
+def test_what_cannot_be_read_fails_its_response_alone(played, monkeypatch, said):
+    s, _ = played
+    with mock.patch.object(Between, "encode", side_effect=said if isinstance(said, ValueError) else lambda *_, **__: said):
+        searcher = jobs.make_searcher(s, name="unread", account=TimeAccount())
+        searcher.refresh()
+        report = searcher.search()
+        searcher.close()
+    rows = frozen_runs.rows(s)[searcher.writer]
+    turns = trajectory.turns(trajectory.trained(rows)).sum(axis=1)
+    assert report.unscored and (turns == 1).all(), "those who do not end at once have no second turn"
+    assert report.failure == ("step() gave the policy nothing to read, and no end" if not said else str(said))
 
 
 def test_training_and_evaluation_know_turns(played):

@@ -20,6 +20,10 @@ from tba_jax.tasks.environments import EnvironmentTask
 from tba_jax.tasks.tools import ToolTask
 
 
+class Own(str):
+    pass
+
+
 class Echo:
     def __init__(self, greeting="hello"):
         self.greeting, self.tool_calls, self.errors = greeting, 0, 0
@@ -28,6 +32,8 @@ class Echo:
         if query.answer == "no start":
             raise RuntimeError("not today")
         self.heard = []
+        if query.answer == "clock":
+            return str(time.time())
         return [{"role": "system", "content": self.greeting}, f"you are {query.answer}"]
 
     def step(self, message):
@@ -42,6 +48,10 @@ class Echo:
             raise KeyError("lost")
         if name == "die":
             os._exit(9)
+        if name == "spin":
+            9**9**9**9  # holds the interpreter's lock
+        if name == "own":
+            return [{"role": Own("user"), "content": Own("mine")}], 0.0
         if name == "tool":
             self.tool_calls += 1
         if name == "return":
@@ -55,7 +65,7 @@ class Task(EnvironmentTask):
 
     def episodes(self, split):
         from tba_jax.tasks.interface import Query
-        return [Query("", "a"), Query("given", "b"), Query("", "no start" if split == "heldout" else "c")]
+        return [Query("", "a"), Query("given", "b"), Query("", "no start" if split == "heldout" else "c"), Query("", "clock")]
 
 
 def calculate(expression: str) -> float:
@@ -163,7 +173,7 @@ def test_one_that_hangs_fails_alone_and_its_worker_is_replaced(user):
     environments = Environments(user.Echo, {}, time_limit=2.0, concurrency=1)
     hanging, beside = start(environments), start(environments)
     worker = hanging._worker
-    assert "it took more than 2 s (time_limit)" in step(hanging, "hang").failure
+    assert "it took more than time_limit=2 s" in step(hanging, "hang").failure
     hanging.close()
     assert step(beside, "still").messages[0]["content"] == "still", "it lives on in the worker of the one that hangs"
     after = start(environments)
@@ -172,6 +182,22 @@ def test_one_that_hangs_fails_alone_and_its_worker_is_replaced(user):
     worker._process.wait(20)
     assert step(after, "new").messages
     environments.close()
+
+
+def test_one_that_holds_the_lock_fails_its_worker_and_nobody_waits(user):
+    environments = Environments(user.Echo, {}, time_limit=2.0, concurrency=1, prefix="task.x.")
+    spinning, *others = (start(environments) for _ in range(60))
+    begin = time.monotonic()
+    waiting = [spinning.step("spin"), *(each.step("x" * 8192) for each in others)]
+    assert time.monotonic() - begin < 1, "the pipe is full, and whoever asks does not wait for it"
+    assert {each.result(30).failure for each in waiting} == {"it took more than task.x.time_limit=2 s"}
+    assert step(start(environments), "new").messages
+    environments.close()
+
+
+def test_what_a_class_of_the_file_says_is_plain(environments):
+    (said,) = step(start(environments), "own").messages
+    assert said == {"role": "user", "content": "mine"} and {type(each) for each in said.values()} == {str}
 
 
 def test_a_worker_that_dies_fails_its_environments_and_is_replaced(user):
@@ -186,7 +212,11 @@ def test_a_worker_that_dies_fails_its_environments_and_is_replaced(user):
 
 def test_a_task_has_its_prompts_from_start(user):
     task = user.Task(settings={"greeting": "welcome"})
-    assert task.queries("train") == [Query("welcome\n\nyou are a", "a"), Query("given", "b"), Query("welcome\n\nyou are c", "c")]
+    *known, clock = task.queries("train")
+    assert known == [Query("welcome\n\nyou are a", "a"), Query("given", "b"), Query("welcome\n\nyou are c", "c")]
+    answers = [task.environments.start(query)[1].result(60) for query in (*known, clock)]
+    assert [each.failure for each in answers[:-1]] == ["", "", ""]
+    assert "start() says another thing than when it gave the prompt" in answers[-1].failure
     with pytest.raises(ValueError, match=r"the environment of Task does not start with .*no start.*RuntimeError: not today"):
         task.queries("heldout")
     task.close()

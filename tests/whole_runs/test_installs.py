@@ -81,7 +81,7 @@ def test_the_demo_begins_and_a_recipe_that_needs_an_extra_names_it(python, tmp_p
     assert done.returncode == 0 and done.stderr == "", done.stderr
     done = call(python, *dry, "--config=configs/story_sentiment.py:small")
     assert done.returncode == processes.BAD_INPUT and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "vaderSentiment" in done.stderr and "extra `stories`" in done.stderr and "make stories" in done.stderr
+    assert "vaderSentiment" in done.stderr and "extra `stories`" in done.stderr and ".[stories]" in done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import os
 import platform
 import time
@@ -180,10 +179,11 @@ class Searcher:
 
     def _ask_ahead(self, room: int, ahead: Callable[[], bool]) -> None:
         """Asks queries of the next batches. Args: room: prompts that the decoder has room for; ahead: see `advance`."""
-        # The other lanes do not run ahead of a slow one without end. Conversations are bounded by themselves.
-        most: float = self._config.searchers.queries_per_batch + self._engine.prompts
+        # The other lanes do not run ahead of a slow one without end, nor other conversations of one whose environment is slow.
+        ahead_of, samples = self._engine.prompts, self._config.searchers.samples_per_query
         if self._conversations is not None:
-            room, most = room // self._config.searchers.samples_per_query, math.inf
+            room, ahead_of = room // samples, self._conversations.most // samples
+        most = self._config.searchers.queries_per_batch + ahead_of
         for _ in range(room):
             if len(self._asked) >= most or not (self._may_ask and ahead()):
                 break
@@ -306,8 +306,7 @@ def _sampling_settings(
     config: Any, contract: contract_lib.Contract, queries: Sequence[EncodedQuery], mesh: jax.sharding.Mesh
 ) -> dict[str, Any]:
     s = config.searchers
-    # A state, or a turn, may lie before the last token of a response: all other tokens are then given.
-    given_length = contract.response_length - 1 if contract.step_ends or contract.turns else 0
+    given_length = contract.given_length
     return dict(
         weights=s.weights,
         slots=_slots(config),
