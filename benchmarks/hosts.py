@@ -128,7 +128,7 @@ def timed(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def share(folder: str, process: int, processes: int, repeats: int, there: Any, told: Any) -> None:
-    """One process. That of another than process 0 begins to look when the file is there."""
+    """One process of those that share: each but process 0 begins to look when the file is there."""
     plan, shape = (
         SharedPlan(Path(folder), process=process, processes=processes),
         RowShape(prompt_length=1024, response_length=3072, reward_parts=()),

@@ -52,7 +52,7 @@ class Conversation:
 
     @property
     def left(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the response has not ended."""
         return self.ticket is not None or self.answer is not None
 
     @property
@@ -78,7 +78,7 @@ class Conversations:
 
     @property
     def room(self) -> int:
-        """How many more may begin."""
+        """How many more conversations may begin."""
         return max(0, self.most - len(self._open))
 
     def begin(self, query: EncodedQuery, keys: np.ndarray, sampling: Sampling) -> Conversation:
@@ -178,7 +178,7 @@ class Conversations:
         return True
 
     def scores(self, ended: Sequence[Conversation]) -> Scores:
-        """The rewards of conversations. Those of responses that are cut are as reward_texts has them."""
+        """The rewards of conversations. A response that is cut has the reward that reward_texts would give it."""
         reward = np.array([each.reward for each in ended], np.float32)
         missing = self._contract.missing_eos_reward
         if missing is not None:

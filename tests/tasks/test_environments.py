@@ -74,7 +74,7 @@ def calculate(expression: str) -> float:
     Args:
         expression: with + and -
     \"\"\"
-    return eval(expression, {"__builtins__": {}})
+    return sum(map(int, expression.replace("-", "+-").split("+")))
 
 
 def grade(query, answer):
@@ -245,7 +245,7 @@ def test_tools_are_called_and_what_cannot_be_read_comes_back(user):
     call = '<call>{"name": "calculate", "arguments": {"expression": "%s"}}</call>'
     assert said(call % "1+2" + call % "2-5") == (["3", "-3"], 2, 0, False, 0.0)
     for wrong, told in (
-        (call % "1+", "error: SyntaxError"),
+        (call % "1+", "error: ValueError: invalid literal"),
         ("<call>{", "error: the call of a tool is not valid JSON"),
         (call.replace("calculate", "search"), "error: ValueError: there is no tool 'search'; there are calculate"),
         (call.replace("expression", "text"), "error: TypeError: missing a required argument: 'expression'"),
