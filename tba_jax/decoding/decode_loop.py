@@ -56,6 +56,7 @@ def prefill(
     stop_table: jax.Array | None,
     *,
     config: SlotsConfig,
+    after: bool = False,
 ) -> tuple[Prompts, Slots, Tokens]:
     """Runs prompts, draws the first token of each of their samples, and puts them into buffers whose samples have all ended.
 
@@ -63,12 +64,17 @@ def prefill(
       params: see kv_cache.unstack; the caller donates prompts and slots.
       oldest_first: int32[J, U], the buffers of each group in the order in which they were filled.
       stop_table: int32[states, V], see StopStrings; None without stop strings.
+      after: static; whether the buffers of the arrivals hold their first tokens (Arrivals.kept).
 
     Returns the new state, and the first tokens: leaves [I, K].
     """
     a, c = arrivals, config
     I, K = a.tokens.shape[0], c.places
-    logits, cache = kv_cache.prefill(parameters.module(c.graphdef, params), a.tokens, a.length)
+    model = parameters.module(c.graphdef, params)
+    if after:
+        logits, cache = kv_cache.prefill_after(model, a.tokens, a.kept, a.length, _take(prompts.cache, a, c))
+    else:
+        logits, cache = kv_cache.prefill(model, a.tokens, a.length)
     logits, given, stop_state = (jnp.repeat(x, K, axis=0) for x in (logits, a.given, a.stop_state))
     samples = jax.tree.map(lambda x: x.reshape(I * K, *x.shape[2:]), a.samples)
     drawn = _draw(logits, samples, given, stop_state, stop_table, c)
@@ -79,6 +85,18 @@ def prefill(
     waiting = slots.waiting.reshape(c.groups, c.buffers, c.places).at[group, a.buffer].set(begins, mode="drop")
     slots = dataclasses.replace(slots, waiting=waiting.reshape(slots.waiting.shape))
     return new_prompts, _fill_idle(slots, new_prompts, oldest_first, c), first
+
+
+def _take(cache: kv_cache.Cache, arrivals: Arrivals, config: SlotsConfig) -> kv_cache.Cache:
+    """The caches of the buffers that the arrivals are for, [I, G, S, H]."""
+    a, S = arrivals, config.prompt_entries
+
+    def take(whole: jax.Array) -> jax.Array:
+        sizes = (1, whole.shape[1], S, whole.shape[3])
+        each = [jax.lax.dynamic_slice(whole, (a.group[i], 0, a.buffer[i] * S, 0), sizes) for i in range(a.tokens.shape[0])]
+        return jnp.concatenate(each)
+
+    return jax.tree.map(take, cache)
 
 
 def _put(
@@ -294,7 +312,7 @@ def make_programs(config: SlotsConfig, mesh: Mesh) -> dict[str, Wrapped]:
     static = ("buffers", "window")
     return dict(
         init=program(slots_lib.init, out_shardings=(prompts, slots)),
-        prefill=program(prefill, donate_argnums=(1, 2), out_shardings=(prompts, slots, whole)),
+        prefill=program(prefill, donate_argnums=(1, 2), static_argnames="after", out_shardings=(prompts, slots, whole)),
         decode=program(decode, donate_argnums=2, static_argnames=static, out_shardings=(slots, whole)),
         rotate=jax.jit(rotate, donate_argnums=0, static_argnames="window", out_shardings=slots.own[0]),
         unstack=jax.jit(functools.partial(kv_cache.unstack, config=config.model)),

@@ -86,6 +86,7 @@ class Engine:
             together=slots_lib.heads_together(model.kv_heads, model.head_size, mesh.shape["tensor"], tiled=tiled),
         )
         self._queue: deque[Part] = deque()
+        self._parks = samples == 1 and given_length > 0
         self._in_place = swap_memory == "in_place"
         of_lane: dict[str, Any] = dict(stop_strings=stop_strings, pad_id=pad_id, lockstep=lockstep, arrivals=lane.arrivals)
         of_lane |= dict(drains=swap == "new_sequences", in_place=self._in_place)
@@ -116,7 +117,7 @@ class Engine:
 
     def programs(self, params: Params) -> dict[str, Program]:
         """Name -> the programs of a lane, see Lane.programs. Args: params: shapes of what `prepare` takes."""
-        return self._lanes[0].programs(params)
+        return self._lanes[0].programs(params, parks=self._parks)
 
     def prepare(self, params: Params, *, consume: bool = False) -> list[Params]:
         """Returns weights as `swap` takes them, one copy for each lane, on the devices; `params` with swap_memory=in_place.
@@ -196,6 +197,9 @@ class Engine:
 
     def _fill(self, lane: Lane) -> bool:
         """Puts queued prompts into the free buffers of a lane. Returns whether it may go on to take prompts, and each got one."""
+        for part in [part for part in self._queue if lane.is_open and part.parked.lane is lane]:
+            self._queue.remove(part)
+            lane.put(*part.parked.buffer, part)
         for group, buffer in lane.free():
             part = self._next_part(ahead=lane.in_use(group) > 0)
             if part is None:
@@ -205,10 +209,12 @@ class Engine:
 
     def _next_part(self, *, ahead: bool) -> Part | None:
         """The next prompt for a group of a lane, None for none. ahead: whether the group has one; empty groups come first."""
-        empty = sum(lane.empty_groups for lane in self._lanes)
-        if not self._queue or (ahead and empty):
+        empty, width = sum(lane.empty_groups for lane in self._lanes), self.config.width
+        # What another lane has parked is better waited for.
+        part = next((part for part in self._queue if part.parked.lane is None), None)
+        if part is None or (ahead and empty):
             return None
-        part, width = self._queue.popleft(), self.config.width
+        self._queue.remove(part)
         # Where groups would stay empty, they share the samples of a query.
         if part.count > width and empty > 1 + len(self._queue):
             self._queue.appendleft(Part(part.ticket, part.first + width, part.count - width))

@@ -15,7 +15,7 @@ from tba_jax.decoding import decode_loop
 from tba_jax.decoding import requests as requests_lib
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding import slots as slots_lib
-from tba_jax.decoding.requests import Part, Usage
+from tba_jax.decoding.requests import Parked, Part, Usage
 from tba_jax.decoding.slots import Arrivals, Ring, Samples, SlotsConfig, Tokens
 from tba_jax.models import kv_cache
 from tba_jax.models.parameters import Params
@@ -63,6 +63,9 @@ class Lane:
         self._filled = np.zeros((config.groups, config.buffers), bool)
         self._filled_at = np.zeros(self._filled.shape, np.int64)
         self._arrived: list[tuple[int, int]] = []
+        # What lies parked in free buffers, in the order in which it came there; and the tokens that filled buffers have kept.
+        self._parked: dict[tuple[int, int], Parked] = {}
+        self._kept: dict[tuple[int, int], int] = {}
         self._first: list[tuple[tuple[tuple[int, int], ...], Tokens]] = []
         # What the running call is to give, and the bytes that each of its steps reads.
         self._trace: Any = None
@@ -79,12 +82,12 @@ class Lane:
         self._slots: Any = None
         self._stop_table: Any = None
 
-    def programs(self, params: Params) -> dict[str, Program]:
+    def programs(self, params: Params, *, parks: bool) -> dict[str, Program]:
         """Name -> the programs of this lane: of prompts, the longest bucket, and of windows, the whole caches.
 
         The rings of the whole caches are never rotated: the next smaller window stands for the rotation.
 
-        Args: params: shapes of what `prepare` takes, on any mesh.
+        Args: params: shapes of what `prepare` takes, on any mesh; parks: whether requests come turn by turn.
         """
         c, whole = self._config, sharding_lib.replicated(self._mesh)
         stacked = jax.tree.map(lambda x: shaped(x, NamedSharding(self._mesh, x.sharding.spec)), params)
@@ -92,17 +95,20 @@ class Lane:
         prompts, slots = shaped(self._init.lower().out_info, slots_lib.shardings(c, self._mesh))
         table = None if self._stop_strings is None else shaped(self._stop_strings.next_state, whole)
         order, arrivals, number = self._oldest_first(), self._arrivals_of([], tokens=c.prompt_length), np.int32(1)
+        prefill: dict[str, Any] = dict(function=self._prefill, arguments=(weights, prompts, slots, order, arrivals, table))
         found = {
             "caches": Program(function=self._init, arguments=()),
             # One parameter after the other.
             "weights as decoded with": Program(function=self._unstack, arguments=(kv_cache.largest(stacked),)),
-            "prefill": Program(function=self._prefill, arguments=(weights, prompts, slots, order, arrivals, table)),
+            "prefill": Program(**prefill),
             "decode": Program(
                 function=self._decode,
                 arguments=(weights, prompts, slots, order, number, number, table),
                 options=dict(buffers=c.buffers, window=self._windows[-1]),
             ),
         }
+        if parks:
+            found["prefill after parked tokens"] = Program(**prefill, options=dict(after=True))
         if len(self._windows) > 1 and not c.tiled:  # a part of a ring is copied there, the whole is not
             part = dict(buffers=c.buffers, window=self._windows[-2])
             found["decode, part of a ring"] = dataclasses.replace(found["decode"], options=part)
@@ -136,6 +142,9 @@ class Lane:
             if self.incoming is None or (self._drains and self._parts):
                 return
             (weights, step), self.incoming = self.incoming, None
+        if self._drains:  # what is begun with new weights has a cache of theirs
+            for buffer in list(self._parked):
+                self._unpark(buffer)
         if self._in_place:  # each parameter into the memory that the one in use leaves
             for part in kv_cache.one_by_one(weights):
                 kv_cache.release(self._weights, part, self._config.model)
@@ -153,26 +162,39 @@ class Lane:
         return self.incoming is None
 
     def free(self) -> list[tuple[int, int]]:
-        """The free buffers (group, buffer) that may be filled; those of groups that have no part come first."""
+        """The free buffers (group, buffer) that may be filled; those of groups that have no part come first, and those where
+        something is parked last, what has been there the longest before the others."""
         if not self.is_open:
             return []
         u, j = np.nonzero(~self._filled.T)
         order = np.argsort(self._filled.sum(axis=1)[j], kind="stable")
-        return list(zip(j[order].tolist(), u[order].tolist(), strict=True))
+        found = zip(j[order].tolist(), u[order].tolist(), strict=True)
+        return [*(each for each in found if each not in self._parked), *self._parked]
 
     def put(self, group: int, buffer: int, part: Part) -> None:
-        """Fills a free buffer."""
+        """Fills a free buffer. What another conversation has parked there is lost."""
+        old = self._unpark((group, buffer))
+        self._kept[group, buffer] = old.tokens if old is not None and old is part.ticket.request.parked else 0
         self._filled[group, buffer], self._filled_at[group, buffer] = True, self._filled_at.max() + 1
         self._parts[group, buffer] = part
         self._arrived.append((group, buffer))
+
+    def _unpark(self, buffer: tuple[int, int]) -> Parked | None:
+        """Takes what is parked in a free buffer, if anything is."""
+        old = self._parked.pop(buffer, None)
+        if old is not None:
+            old.lane = None
+        return old
 
     def begin(self, *, refills: bool) -> bool:
         """Sends a chunk to the devices; `finish` fetches its tokens. Returns whether there is anything to decode.
 
         Args: refills: whether a prompt is likely to wait for a buffer that becomes free.
         """
-        for first in range(0, len(self._arrived), self._arrivals):
-            self._prefill_into(self._arrived[first : first + self._arrivals])
+        for after in (False, True):
+            arrived = [buffer for buffer in self._arrived if (self._kept[buffer] > 0) == after]
+            for first in range(0, len(arrived), self._arrivals):
+                self._prefill_into(arrived[first : first + self._arrivals], after=after)
         self._arrived = []
         if not self._parts:
             return False
@@ -234,22 +256,22 @@ class Lane:
         """How many groups hold no part and may be given one."""
         return len(self._filled) - int(np.count_nonzero(self._filled.any(axis=1)))
 
-    def _prefill_into(self, buffers: Sequence[tuple[int, int]]) -> None:
-        """One prefill call. Its first tokens are fetched once the decode call after it has been sent."""
+    def _prefill_into(self, buffers: Sequence[tuple[int, int]], *, after: bool) -> None:
+        """One prefill call, of buffers that have kept tokens (`after`) or of others. Its first tokens are fetched once the decode call after it has been sent."""
         if self._slots is None:
             self._prompts, self._slots = self._init()
             self._made = requests_lib.empty(self._status.shape, response_length=self._config.response_length, pad_id=self._pad_id)
             if self._stop_strings is not None:
                 self._stop_table = jax.device_put(self._stop_strings.next_state, sharding_lib.replicated(self._mesh))
         parts = [(buffer, self._parts[buffer]) for buffer in buffers]
-        longest = max(len(part.ticket.request.context) for _, part in parts)
+        longest = max(len(part.ticket.request.context) - self._kept[buffer] for buffer, part in parts)
         arrivals = self._arrivals_of(parts, tokens=next(bucket for bucket in self._buckets if bucket >= longest))
         self.usage.prefilled += arrivals.tokens.size
-        lengths = arrivals.length[arrivals.valid].tolist()
-        self.usage.prompt_tokens += sum(lengths)
-        self.usage.flops += requests_lib.prefill_flops(self._config.model, lengths)
+        lengths, kept = arrivals.length[arrivals.valid].tolist(), arrivals.kept[arrivals.valid].tolist()
+        self.usage.prompt_tokens += sum(lengths) - sum(kept)
+        self.usage.flops += requests_lib.prefill_flops(self._config.model, lengths, kept)
         self._prompts, self._slots, first = self._prefill(
-            self._weights, self._prompts, self._slots, self._oldest_first(), arrivals, self._stop_table
+            self._weights, self._prompts, self._slots, self._oldest_first(), arrivals, self._stop_table, after=after
         )
         for (j, u), part in parts:
             at = self._places(j, u, part)
@@ -266,6 +288,7 @@ class Lane:
             buffer=np.zeros(I, np.int32),
             valid=np.zeros(I, bool),
             tokens=np.full((I, tokens), self._pad_id, np.int32),
+            kept=np.zeros(I, np.int32),
             length=np.ones(I, np.int32),
             given=np.zeros(I, np.int32),
             stop_state=np.zeros(I, np.int32),
@@ -276,9 +299,9 @@ class Lane:
             ),
         )
         for i, (buffer, part) in enumerate(parts):
-            request, context = part.ticket.request, part.ticket.request.context
-            made.group[i], made.buffer[i], made.valid[i] = *buffer, True
-            made.tokens[i, : len(context)], made.length[i], made.given[i] = context, len(context), part.given
+            request, context, kept = part.ticket.request, part.ticket.request.context, self._kept.get(buffer, 0)
+            made.group[i], made.buffer[i], made.valid[i], made.kept[i] = *buffer, True, kept
+            made.tokens[i, : len(context) - kept], made.length[i], made.given[i] = context[kept:], len(context), part.given
             if self._stop_strings is not None:
                 made.stop_state[i] = self._stop_strings.run(request.begun)
             made.samples.key[i, : part.count] = request.keys[part.rows]
@@ -336,3 +359,6 @@ class Lane:
             part.end(self._made, at)
             self._filled[j, u] = False
             del self._parts[j, u]
+            if part.ticket.request.parked is not None:
+                parked = self._parked[j, u] = part.parked
+                parked.lane, parked.buffer, parked.tokens = self, (j, u), prompt

@@ -13,6 +13,16 @@ from tba_jax.models.config import DecoderConfig
 from tba_jax.models.parameters import Params
 
 
+@dataclasses.dataclass(eq=False)
+class Parked:
+    """Where the cache of a conversation lies between two of its turns. lane: that has it, None where it is in use, lost, or not
+    made yet; buffer: (group, buffer) there; tokens: of its context that the buffer holds."""
+
+    lane: object = None
+    buffer: tuple[int, int] = (0, 0)
+    tokens: int = 0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
     """Asks for S samples of one prompt.
@@ -22,6 +32,8 @@ class Request:
     sampling: leaves [S].
     beginning: given response tokens that all samples continue (Monte-Carlo values of a state in a response, earlier turns).
     turn: how many of the given tokens are of earlier turns, whose stop strings have ended them.
+    parked: of the conversation that a request of one sample is a turn of: its buffer stays as it is until another request needs
+      it, and the conversation's next request goes on there, with the tokens that its context has more. None: nothing is kept.
     limit: int32[S], the most response tokens of each sample, given tokens and end of sequence included; None: response_length.
     """
 
@@ -31,6 +43,7 @@ class Request:
     sampling: Sampling
     beginning: Sequence[int] = ()
     turn: int = 0
+    parked: Parked | None = None
     limit: np.ndarray | None = None
 
     @property
@@ -124,6 +137,10 @@ class Part:
     def given(self) -> int:
         return len(self.ticket.request.beginning)
 
+    @property
+    def parked(self) -> Parked:
+        return self.ticket.request.parked or Parked()
+
     def begin(self, made: Generation, at: tuple[int, slice]) -> None:
         """Copies the samples, which have given tokens alone, to the places `at` of a generation with leaves [J, X, ...]."""
         for name in _FIELDS:
@@ -168,9 +185,13 @@ def step_bytes(config: SlotsConfig, weights: int, *, buffers: int, window: int) 
     return weights + entries * 2 * m.layers * m.kv_heads * m.head_size * jnp.dtype(m.compute_dtype).itemsize
 
 
-def prefill_flops(model: DecoderConfig, prompts: Sequence[int]) -> int:
-    """FLOPs of prompts of these lengths."""
-    return sum(hardware.forward_flops(model, positions=length, logits=1) for length in prompts)
+def prefill_flops(model: DecoderConfig, prompts: Sequence[int], kept: Sequence[int]) -> int:
+    """FLOPs of prompts of these lengths, whose caches hold the first tokens, so many of each, already."""
+
+    def flops(length: int, logits: int) -> int:
+        return hardware.forward_flops(model, positions=length, logits=logits) if length else 0
+
+    return sum(flops(length, 1) - flops(old, 0) for length, old in zip(prompts, kept, strict=True))
 
 
 def decode_flops(model: DecoderConfig, *, prompt: int, drawn: np.ndarray) -> int:

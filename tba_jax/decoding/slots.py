@@ -219,14 +219,15 @@ class Trace:
 class Arrivals:
     """Prompts to be prefilled, I at a time, each into one buffer. group, buffer: int32[I]; valid: bool[I], false on padding.
 
-    tokens: int32[I, P], right-padded, P at most S; length, given: int32[I]; stop_state: int32[I], after the given tokens;
-    samples: leaves [I, K].
+    tokens: int32[I, P], right-padded, P at most S, those after the first `kept`, int32[I], which the buffer holds already;
+    length, given: int32[I]; stop_state: int32[I], after the given tokens; samples: leaves [I, K].
     """
 
     group: chex.Array
     buffer: chex.Array
     valid: chex.Array
     tokens: chex.Array
+    kept: chex.Array
     length: chex.Array
     given: chex.Array
     stop_state: chex.Array

@@ -175,6 +175,54 @@ def prefill(model: Decoder, tokens: jax.Array, length: jax.Array) -> tuple[jax.A
     return model.head()(model.final_norm(last)), tuple(cache)
 
 
+@full_precision
+def prefill_after(
+    model: Decoder, tokens: jax.Array, kept: jax.Array, length: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache]:
+    """As `prefill`, where the caches hold the keys and values of the first tokens already.
+
+    Args:
+      tokens: int32[Q, P], those after `kept`, right-padded. kept, length: int32[Q], tokens in the cache, and in all.
+      cache: per layer (keys, values) [Q, G, S, H], S at least the longest length. Entries from `kept` on are written.
+    """
+    Q, P = tokens.shape
+    c, S = model.config, cache[0][0].shape[2]
+    positions = kept[:, None] + jnp.arange(P)
+    before = jnp.arange(S) < positions[..., None]
+    local_before = before & (jnp.arange(S) > positions[..., None] - c.window)
+    tables = _rotary(positions.reshape(-1), c)
+    # Padding lies past the longest prompt, where learned positions end.
+    embedded = positions if c.positions != "learned" else jnp.minimum(positions, c.max_positions - 1)
+    x = model.embed_tokens(tokens.reshape(-1), embedded.reshape(-1))
+    new = []
+    for block, local, old in zip(model.layers, c.local_layers, cache, strict=True):
+        x, written = block(x, tables[local], _many_tokens(old, kept, local_before if local else before))
+        new.append(tuple(sharding.constrain(kv, "QGSH") for kv in written))
+    last = jnp.take_along_axis(x.reshape(Q, P, -1), (length - kept - 1)[:, None, None], axis=1)[:, 0]
+    return model.head()(model.final_norm(last)), tuple(new)
+
+
+def _many_tokens(cache: tuple[jax.Array, ...], kept: jax.Array, before: jax.Array) -> Attend:
+    """The `attend` of P new tokens in each of Q rows, which keeps the row's caches with the new tokens' keys and values.
+
+    Args: before: bool[Q, P, S], the entries that each token reads besides its own.
+    """
+    Q, P, S = before.shape
+
+    def written(old: jax.Array, new: jax.Array) -> jax.Array:
+        new = new.reshape(Q, P, *new.shape[1:]).swapaxes(1, 2)
+        room = jnp.pad(old, ((0, 0), (0, 0), (0, P), (0, 0)))  # for padding of the tokens
+        put = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1))
+        return put(room, new, kept)[:, :, :S]
+
+    def attend_new(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
+        now = written(cache[0], key), written(cache[1], value)
+        itself = key[:, :, None], value[:, :, None]
+        return attend_in_two_parts(query, now, itself, before, jnp.ones((Q * P, 1), bool)), now
+
+    return attend_new
+
+
 def _rotary(positions: jax.Array, config: DecoderConfig) -> dict[bool, Rotary]:
     """The rotary tables of local (True) and global layers, behind a barrier: else XLA would compute them in each layer again."""
     kinds = sorted(set(config.local_layers))

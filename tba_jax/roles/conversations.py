@@ -1,7 +1,8 @@
 """Responses of several turns: the decoder and the environments of a task take turns, and none of them waits for another response.
 
 A turn of the policy is a request of one sample, whose given tokens are the turns before it and what the environment said between
-them. So its cache is computed again by the prefill of its next turn, and its slot serves another response meanwhile.
+them. While the environment is asked, the cache of a turn stays parked where it is, unless another response needs its place; then
+the prefill of the next turn computes all of it again.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tba_jax.decoding.engine import Engine
-from tba_jax.decoding.requests import Generation, Request, Ticket, empty
+from tba_jax.decoding.requests import Generation, Parked, Request, Ticket, empty
 from tba_jax.decoding.sampling import Sampling
 from tba_jax.storage.contract import Contract
 from tba_jax.tasks.environments import Answer, Environments, Session
@@ -41,6 +42,7 @@ class Conversation:
     sampling: Sampling
     session: Session
     generation: Generation
+    parked: Parked = dataclasses.field(default_factory=Parked)
     ticket: Ticket | None = None
     answer: Future[Answer] | None = None
     turns: int = 0
@@ -172,7 +174,7 @@ class Conversations:
             made.tokens[0, length : length + len(said)] = said
             made.length[0] = length = length + len(said)
         its.turns += 1
-        given: dict[str, Any] = dict(beginning=made.tokens[0, :length].tolist(), turn=length)
+        given: dict[str, Any] = dict(beginning=made.tokens[0, :length].tolist(), turn=length, parked=its.parked)
         request = Request(name=its.query.name, prompt=its.query.prompt, keys=its.keys, sampling=its.sampling, **given)
         its.ticket = self._engine.submit(request)
         return True
