@@ -55,7 +55,7 @@ def show(workdir: Path, order: str, count: int) -> str:
         prompt, response = rows["tokens"][i, : rows["prompt_length"][i]].tolist(), trajectory.response(rows, i).tolist()
         sections.append(
             f"── {writers[i]}:{rows['row'][i]}  reward {rows['reward'][i]:.3f}  policy step {newest_step[i]}"
-            f"{'' if rows['finished'][i] else '  (cut at the length limit)'}\n"
+            f"{'' if rows['finished'][i] else '  (cut)'}\n"
             f"query:    {visible(stored.tokenizer.decode(prompt))}\n"
             f"response: {_parts(stored.tokenizer, prompt, response, trajectory.trained(rows)[i])}"
         )

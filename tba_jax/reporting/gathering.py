@@ -21,7 +21,7 @@ from tba_jax.telemetry import alarms as alarms_lib
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry import status as status_lib
 from tba_jax.text.tokenizers import Tokenizer
-from tba_jax.trajectory import Rows
+from tba_jax.trajectory import Rows, trained, turns
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,10 @@ MOST_ROWS, MOST_READ_BYTES, MOST_DRAWS = 2_000_000, 16 << 30, 20_000_000
 _BLOCK_BYTES, _MANY_ROWS = 8 << 20, 100_000
 _ROW_BITS = 40  # of a key, which is (number of the writer) << _ROW_BITS | row
 # key: int64, see `RowTable.name`. newest_step, oldest_step: trainer steps of the weights of the row's tokens, -1 without a token.
+# turns: of the policy; errors: turns that the environment could not read; seconds: that it took. 0 where there is none.
 FIGURES = np.dtype([
     ("key", "i8"), ("query_id", "u8"), ("reward", "f4"), ("newest_step", "i4"), ("oldest_step", "i4"), ("finished", "?"),
+    ("turns", "i4"), ("errors", "f4"), ("seconds", "f4"),
 ])  # fmt: skip
 
 
@@ -166,6 +168,9 @@ def _figures(rows: Rows, writer: int, *, own: bool) -> np.ndarray:
     for name in ("query_id", "reward", "finished"):
         found[name] = rows[name]
     found["newest_step"], found["oldest_step"] = steps_of_rows(rows) if own else (-1, -1)
+    if "environment" in rows:
+        found["turns"] = turns(trained(rows)).sum(axis=1)
+        _, found["errors"], found["seconds"] = rows["environment"].T
     return found
 
 

@@ -68,6 +68,7 @@ def page(found: Gathered, *, served: bool = False) -> str:
         "row_count": len(counts),
         "drawn_share": float((counts > 0).mean()) if len(counts) else 0.0,
         "writers": _writers(found, counts),
+        "turns": by_turns(found.table.rows),
         "served": served,
         "settings": _settings(stored["config"]),
         "contract": [(name, in_words(value)) for name, value in flatten(without_secrets(stored["contract"])).items()],
@@ -201,6 +202,18 @@ def _writers(found: Gathered, counts: Any) -> list[dict[str, str]]:
         line |= {key: in_words(info.get(key, "")).strip('"') for key in ("host", "devices")}
         lines.append((count, line))
     return [line for _, line in sorted(lines, key=lambda each: -each[0])[:100]]
+
+
+def by_turns(rows: np.ndarray) -> list[dict[str, str]]:
+    """A line for each number of turns, after which rows have ended: it tells in which turn they fail. Args: rows: FIGURES[n]."""
+    lines = []
+    for count in np.unique(rows["turns"][rows["turns"] > 0]).tolist():
+        of = rows[rows["turns"] == count]
+        reward = of["reward"][~np.isnan(of["reward"])]
+        line = {"turns": f"{count}", "rows": f"{len(of):,}", "mean reward": f"{reward.mean():.3f}" if len(reward) else ""}
+        line |= {"failed": f"{len(of) - len(reward):,}", "cut": f"{1 - of['finished'].mean():.1%}", "turns not read": f"{of['errors'].mean():.2f}"}
+        lines.append({**line, "seconds of the environment": f"{of['seconds'].mean():.2f}"})
+    return lines
 
 
 def _settings(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:

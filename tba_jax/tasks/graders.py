@@ -332,5 +332,5 @@ def find(reference: Reference) -> Any:
     with contextlib.suppress(ModuleNotFoundError):  # of a file that Python does not find by name
         module = importlib.import_module(name)
     if module is None or str(Path(getattr(module, "__file__", None) or "").resolve()) != file:
-        module = user_code.load(Path(file), f"graded_{Path(file).stem}", called="the grading function")
+        module = user_code.load(Path(file), f"graded_{Path(file).stem}", called=f"the file of {qualified}")
     return operator.attrgetter(qualified)(module)

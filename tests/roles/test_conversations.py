@@ -1,15 +1,19 @@
 """Responses of several turns: their tokens, their log-probs, what ends them, and that a slow environment stops no other."""
 
 import dataclasses
+import time
 from unittest import mock
 
 import numpy as np
 import pytest
 
 from tba_jax import trajectory
-from tba_jax.commands import audit, show
+from tba_jax.commands import append, audit, show
 from tba_jax.experiment import jobs
 from tba_jax.models import parameters, scoring
+from tba_jax.replay.reader import LogReader
+from tba_jax.reporting import page
+from tba_jax.reporting.gathering import RowTable
 from tba_jax.roles.searcher import stream
 from tba_jax.tasks.guess import hint
 from tba_jax.telemetry.status import TimeAccount
@@ -119,3 +123,36 @@ def test_a_row_is_generated_again_and_shown_turn_by_turn(played):
         told, same = audit.regenerate(opened, f"{writer}:{row}")
         assert same and "is identical" in told, told
     assert "⟦" in show.show(s.run.root, "newest", 8)
+
+
+def test_the_report_tells_in_which_turn_rows_fail(played):
+    s, rows = played
+    table = RowTable(LogReader(s.run.replay, s.experiment.contract.row_shape()), s.run.journal, [])
+    lines = page.by_turns(table.rows[table.of_writer(next(w for w in table.writers if w.startswith("frozen-")))])
+    turns = trajectory.turns(trajectory.trained(rows)).sum(axis=1)
+    assert [int(line["turns"]) for line in lines] == sorted(set(turns.tolist()))
+    for line in lines:
+        mine = turns == int(line["turns"])
+        told = dict(zip(trajectory.ENVIRONMENT, rows["environment"][mine].mean(axis=0), strict=True))
+        assert line["rows"] == f"{mine.sum()}" and line["failed"] == "0" and line["mean reward"] == f"{rows['reward'][mine].mean():.3f}"
+        assert line["cut"] == f"{1 - rows['finished'][mine].mean():.1%}" and line["turns not read"] == f"{told['errors']:.2f}"
+    broken = table.rows[:1].copy()
+    broken["turns"], broken["reward"] = 2, np.nan
+    (line,) = page.by_turns(broken)
+    assert (line["failed"], line["mean reward"]) == ("1", "")
+
+
+def test_rows_of_a_file_are_refused_where_an_environment_answers(played, tmp_path):
+    s, _ = played
+    with pytest.raises(ValueError, match="have up to 3 turns, between which an environment answers: searchers alone make them"):
+        append.append(s.run.root, str(tmp_path / "rows.jsonl"), unfit="error")
+
+
+def test_a_searcher_that_is_stopped_waits_for_no_environment(tmp_path):
+    s = frozen_runs.make(tmp_path / "run", 0, **GAME, task__guess__latency=20.0)
+    searcher = jobs.make_searcher(s, name="stopped", account=TimeAccount())
+    searcher.refresh()
+    begun = time.monotonic()
+    searcher.advance(waits=lambda: False)
+    searcher.close()
+    assert time.monotonic() - begun < 15 and not searcher.appended()

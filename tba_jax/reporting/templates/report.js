@@ -75,7 +75,7 @@
       (sample.draws > sample.steps.length ? " … (" + sample.draws + " times in all)" : "");
     const parts = sample.parts.length > 1 ? [sample.parts.map(function (part) { return part[0] + " " + number(part[1]); }).join(", ")] : [];
     return ["reward " + number(sample.reward)].concat(parts, [
-      sample.length + " tokens" + (sample.finished ? "" : ", cut at the length limit"),
+      sample.length + " tokens" + (sample.finished ? "" : ", cut"),
     ], sample.turns ? [sample.turns] : [], [
       steps + (sample.mounted ? " of a mounted run" : ""),
       "Σ log π_θ/π_ref " + number(sample.ratio) + " nats", drawn]);

@@ -71,7 +71,7 @@ class Samples:
             "answer": query.answer,
             "reward": None if math.isnan(reward) else reward,
             "finished": bool(columns["finished"][i]),
-            "tokens": int(columns["response_length"][i]),
+            "tokens": int(trajectory.trained(columns)[i].sum()),
             "policy_logprob_sum": float(columns["policy_logprobs"][i].sum()),
             "ref_logprob_sum": float(columns["ref_logprobs"][i].sum()),
             "policy_step": int(columns["policy_step"][i].max()),

@@ -36,6 +36,8 @@ from tba_jax.tasks.interface import EncodedQuery, Task
 from tba_jax.telemetry.status import TimeAccount
 from tba_jax.text.tokenizers import StopStrings, Tokenizer
 
+_LOOK_SECONDS = 1.0  # between two looks at whether environments are still waited for
+
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
@@ -199,10 +201,13 @@ class Searcher:
         searchers.reward_batches batches wait for their rewards.
 
         Args: ahead: whether the decoder may go on with queries of the next batches where it has room. waits: asked now and then
-        during that wait; False gives the batch up. Raises FloatingPointError: log-probs of the policy or the reference are not
+        during that wait, and while environments are waited for; False gives the batch up. Raises FloatingPointError: log-probs of the policy or the reference are not
         finite; names the query. Others: see `appended`.
         """
-        batch, generation = self._decode(ahead)
+        decoded = self._decode(ahead, waits)
+        if decoded is None:
+            return
+        batch, generation = decoded
         queries = [asked.query for asked in batch for _ in asked.keys]
         rows = self._rows(batch, queries, generation)
         with self._account.measure("reference"):
@@ -222,7 +227,7 @@ class Searcher:
                 values = self._value_states.begin(generation)
                 for room in self._value_states.decode(values, generation, rows["key"], queries):
                     self._ask_ahead(room, ahead)
-        decoded = DecodedBatch(
+        made = DecodedBatch(
             rows=rows,
             texts=texts,
             queries=queries,
@@ -236,7 +241,7 @@ class Searcher:
             ),
         )
         with self._account.measure("wait_rewards"):
-            self.appender.put(decoded, waits=waits)
+            self.appender.put(made, waits=waits)
 
     def appended(self, *, wait_seconds: float | None = 0.0) -> list[SearchReport]:
         """Reports of the batches that were appended since the last call. Args, Raises: see Appender.appended."""
@@ -246,8 +251,8 @@ class Searcher:
     def close(self) -> None:
         self.appender.close()
 
-    def _decode(self, ahead: Callable[[], bool]) -> tuple[list[_Asked], Generation]:
-        """The next queries_per_batch queries, and the responses to them."""
+    def _decode(self, ahead: Callable[[], bool], waits: Callable[[], bool]) -> tuple[list[_Asked], Generation] | None:
+        """The next queries_per_batch queries, and the responses to them; None where they are given up."""
         size = self._config.searchers.queries_per_batch
         status = self._account.record.status
         is_first = self._stream.taken == 0
@@ -257,8 +262,13 @@ class Searcher:
                 self._ask()
             batch = [self._asked[i] for i in range(size)]
             decoder: Any = self._conversations or self._engine
+            looked = time.monotonic()
             for room in decoder.decode([each for asked in batch for each in asked.answers]):
                 self._ask_ahead(room, ahead)
+                if self._conversations is not None and (now := time.monotonic()) > looked + _LOOK_SECONDS:
+                    if not waits():
+                        return None
+                    looked = now
             for _ in batch:
                 self._asked.popleft()
         generation = concatenate([each.generation for asked in batch for each in asked.answers])
