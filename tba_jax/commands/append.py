@@ -106,7 +106,9 @@ def _check_objective(experiment: "Experiment") -> None:
     if ends := experiment.contract.step_ends:
         raise ValueError(f"rows of this run hold values of states (task.step_ends={ends}), which searchers alone make")
     if turns := experiment.contract.turns:
-        raise ValueError(f"rows of this run have up to {turns} turns, between which an environment answers: searchers alone make them")
+        raise ValueError(
+            f"rows of this run have up to {turns} turns, between which an environment answers: searchers alone make them"
+        )
 
 
 def _read(source: str, experiment: "Experiment", unfit: str) -> tuple[list[GivenResponse], Counter[str]]:

@@ -197,9 +197,9 @@ class Engine:
 
     def _fill(self, lane: Lane) -> bool:
         """Puts queued prompts into the free buffers of a lane. Returns whether it may go on to take prompts, and each got one."""
-        for part in [part for part in self._queue if lane.is_open and part.parked.lane is lane]:
-            self._queue.remove(part)
-            lane.put(*part.parked.buffer, part)
+        for parked in [queued for queued in self._queue if lane.is_open and queued.parked.lane is lane]:
+            self._queue.remove(parked)
+            lane.put(*parked.parked.buffer, parked)
         for group, buffer in lane.free():
             part = self._next_part(ahead=lane.in_use(group) > 0)
             if part is None:

@@ -257,7 +257,8 @@ class Lane:
         return len(self._filled) - int(np.count_nonzero(self._filled.any(axis=1)))
 
     def _prefill_into(self, buffers: Sequence[tuple[int, int]], *, after: bool) -> None:
-        """One prefill call, of buffers that have kept tokens (`after`) or of others. Its first tokens are fetched once the decode call after it has been sent."""
+        """One prefill call, of buffers that have kept tokens (`after`) or of others. Its first tokens are fetched once the decode
+        call after it has been sent."""
         if self._slots is None:
             self._prompts, self._slots = self._init()
             self._made = requests_lib.empty(self._status.shape, response_length=self._config.response_length, pad_id=self._pad_id)

@@ -176,9 +176,7 @@ def prefill(model: Decoder, tokens: jax.Array, length: jax.Array) -> tuple[jax.A
 
 
 @full_precision
-def prefill_after(
-    model: Decoder, tokens: jax.Array, kept: jax.Array, length: jax.Array, cache: Cache
-) -> tuple[jax.Array, Cache]:
+def prefill_after(model: Decoder, tokens: jax.Array, kept: jax.Array, length: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
     """As `prefill`, where the caches hold the keys and values of the first tokens already.
 
     Args:

@@ -211,7 +211,11 @@ def by_turns(rows: np.ndarray) -> list[dict[str, str]]:
         of = rows[rows["turns"] == count]
         reward = of["reward"][~np.isnan(of["reward"])]
         line = {"turns": f"{count}", "rows": f"{len(of):,}", "mean reward": f"{reward.mean():.3f}" if len(reward) else ""}
-        line |= {"failed": f"{len(of) - len(reward):,}", "cut": f"{1 - of['finished'].mean():.1%}", "turns not read": f"{of['errors'].mean():.2f}"}
+        line |= {
+            "failed": f"{len(of) - len(reward):,}",
+            "cut": f"{1 - of['finished'].mean():.1%}",
+            "turns not read": f"{of['errors'].mean():.2f}",
+        }
         lines.append({**line, "seconds of the environment": f"{of['seconds'].mean():.2f}"})
     return lines
 

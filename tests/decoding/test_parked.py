@@ -1,6 +1,7 @@
 """Turns that go on from a parked cache give the rows that a whole prefill gives, and compute only what is new."""
 
 import dataclasses
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -104,3 +105,57 @@ def test_new_weights_of_sequences_that_end_by_the_old_ones_leave_nothing_parked(
     tiny.assert_same_rows(rows["new_sequences", True], rows["new_sequences", False])
     kept, new = (rows[swap, True].policy_logprobs for swap in ("at_once", "new_sequences"))
     assert np.abs(kept - new).max() > 1e-3, "the caches of old weights are read"
+
+
+@pytest.mark.slow
+def test_what_parked_turns_cost_beside_one_turn_of_as_many_tokens(capsys):
+    """Eight turns of 8 drawn tokens, with 24 of an environment between them, 16 conversations in as many slots."""
+    model = dataclasses.replace(MODEL, layers=2, width=256, heads=8, kv_heads=8, head_size=32, ffn=1024)
+    space = dataclasses.replace(tiny.SPACE, banned_tokens=(*tiny.BANNED, tiny.EOS))
+    turns, drawn, said, count = 8, 8, 24, 16
+    R, sizes = turns * (drawn + said), dict(model=model, space=space, chunk=8)
+    params = applied.random(applied.specs(model), scale=0.05, seed=3)
+    engine = tiny.make_engine(count, 1, prompt_length=64 + R, given_length=R - 1, response_length=R, **sizes)
+    whole = tiny.make_engine(count, 1, prompt_length=64, response_length=turns * drawn, **sizes)
+    rng = np.random.default_rng(3)
+    prompts = rng.integers(3, MODEL.vocab, (count, 60)).tolist()
+    requests = [tiny.make_request(each, 1, seed=seed, limit=np.array([drawn])) for seed, each in enumerate(prompts)]
+    for its in (engine, whole):
+        its.set_policy(params, 5)
+
+    def conversations(parks: bool) -> float:
+        asked = [dataclasses.replace(each, parked=Parked() if parks else None) for each in requests]
+        begun = time.perf_counter()
+        for turn in range(turns):
+            made = engine.generate(asked)
+            beginnings = [[*its.tokens[0, : its.length[0]].tolist(), *([7] * said)] for its in made]
+            given = len(beginnings[0])
+            if turn < turns - 1:
+                asked = [
+                    dataclasses.replace(each, beginning=its, turn=given, limit=np.array([given + drawn]))
+                    for each, its in zip(asked, beginnings, strict=True)
+                ]
+        return time.perf_counter() - begun
+
+    def one_turn() -> float:
+        begun = time.perf_counter()
+        whole.generate([dataclasses.replace(each, limit=np.array([turns * drawn])) for each in requests])
+        return time.perf_counter() - begun
+
+    kinds = {"parked": lambda: conversations(True), "prefilled again": lambda: conversations(False), "one turn": one_turn}
+    computed, seconds = {}, {kind: [] for kind in kinds}
+    for measured in range(6):
+        for kind, run in kinds.items():
+            before = engine.usage.prompt_tokens + whole.usage.prompt_tokens
+            took = run()
+            if measured:  # the first compiles
+                seconds[kind].append(took)
+            computed[kind] = engine.usage.prompt_tokens + whole.usage.prompt_tokens - before
+    cache = 2 * model.layers * model.kv_heads * model.head_size * 4
+    with capsys.disabled():
+        print(f"\n{cache} bytes of cache a token, {cache * (64 + R + R - 1)} a slot, parked or not")
+        for kind, took in seconds.items():
+            share = np.median(np.array(took) / np.array(seconds["one turn"]))
+            rate = turns * drawn * count / np.median(took)
+            print(f"{kind}: {computed[kind]} tokens of prefill, {rate:.0f} tokens/s, x {share:.2f} the time")
+    assert np.median(np.array(seconds["parked"]) / np.array(seconds["prefilled again"])) < 0.9

@@ -134,7 +134,11 @@ def test_the_report_tells_in_which_turn_rows_fail(played):
     for line in lines:
         mine = turns == int(line["turns"])
         told = dict(zip(trajectory.ENVIRONMENT, rows["environment"][mine].mean(axis=0), strict=True))
-        assert line["rows"] == f"{mine.sum()}" and line["failed"] == "0" and line["mean reward"] == f"{rows['reward'][mine].mean():.3f}"
+        assert (
+            line["rows"] == f"{mine.sum()}"
+            and line["failed"] == "0"
+            and line["mean reward"] == f"{rows['reward'][mine].mean():.3f}"
+        )
         assert line["cut"] == f"{1 - rows['finished'][mine].mean():.1%}" and line["turns not read"] == f"{told['errors']:.2f}"
     broken = table.rows[:1].copy()
     broken["turns"], broken["reward"] = 2, np.nan

@@ -63,7 +63,7 @@ class RewardWatch:
         limit = f"searchers.give_up_seconds={self._give_up_seconds:g}"
         if self._waited > self._give_up_seconds:
             raise NoRewards(f"{self._slow}, and none came within {limit}; raise it if rewards take so long")
-        if self._streak and not self._waiting and self._clock() - self._since > self._give_up_seconds:
+        if self._streak and self._clock() - self._since > self._give_up_seconds:
             raise NoRewards(f"{self.trouble}; nothing has had a reward for {limit}")
 
     @property
