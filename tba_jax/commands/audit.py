@@ -175,9 +175,10 @@ def rebuild_batch(run: Run, step: int) -> tuple[str, bool]:
     except ValueError as error:
         raise ValueError(f"the batch of step {step} cannot be rebuilt: {error}") from error
     same = journal.batch_hash(rows) == line["batch"]
+    trained = trajectory.trained(rows).sum(axis=1)
     listed = [
         f"{writer}:{row:<8} query {int(rows['query_id'][i]):016x}  reward {rows['reward'][i]:8.4f}  "
-        f"policy step {rows['policy_step'][i].max():6}  {rows['response_length'][i]:5} tokens"
+        f"policy step {rows['policy_step'][i].max():6}  {trained[i]:5} tokens"
         for i, (writer, row) in enumerate(ids)
     ]
     verdict = "is the one journalled" if same else f"IS NOT THE ONE JOURNALLED ({line['batch'][:16]}…)"

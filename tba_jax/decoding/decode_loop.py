@@ -89,12 +89,10 @@ def prefill(
 
 def _take(cache: kv_cache.Cache, arrivals: Arrivals, config: SlotsConfig) -> kv_cache.Cache:
     """The caches of the buffers that the arrivals are for, [I, G, S, H]."""
-    a, S = arrivals, config.prompt_entries
+    c, a = config, arrivals
 
     def take(whole: jax.Array) -> jax.Array:
-        sizes = (1, whole.shape[1], S, whole.shape[3])
-        each = [jax.lax.dynamic_slice(whole, (a.group[i], 0, a.buffer[i] * S, 0), sizes) for i in range(a.tokens.shape[0])]
-        return jnp.concatenate(each)
+        return whole.reshape(*whole.shape[:2], c.buffers, c.prompt_entries, -1)[a.group, :, a.buffer]
 
     return jax.tree.map(take, cache)
 

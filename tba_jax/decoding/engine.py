@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from tba_jax import sharding
 from tba_jax.decoding import slots as slots_lib
 from tba_jax.decoding.lane import Lane
-from tba_jax.decoding.requests import Generation, Part, Request, Ticket, Usage
+from tba_jax.decoding.requests import Generation, Parked, Part, Request, Ticket, Usage
 from tba_jax.decoding.slots import SlotsConfig
 from tba_jax.models import hardware, kv_cache
 from tba_jax.models.config import DecoderConfig, ResponseSpace
@@ -197,29 +197,38 @@ class Engine:
 
     def _fill(self, lane: Lane) -> bool:
         """Puts queued prompts into the free buffers of a lane. Returns whether it may go on to take prompts, and each got one."""
-        for parked in [queued for queued in self._queue if lane.is_open and queued.parked.lane is lane]:
-            self._queue.remove(parked)
-            lane.put(*parked.parked.buffer, parked)
+        if self._parks and lane.is_open:
+            mine = [(part, its.buffer) for part in self._queue if (its := part.parked) is not None and its.lane is lane]
+            for part, buffer in mine:
+                lane.put(*buffer, part)
+            taken = {id(part) for part, _ in mine}
+            self._queue = deque(part for part in self._queue if id(part) not in taken)
         for group, buffer in lane.free():
-            part = self._next_part(ahead=lane.in_use(group) > 0)
-            if part is None:
+            following = self._next_part(ahead=lane.in_use(group) > 0)
+            if following is None:
                 return False
-            lane.put(group, buffer, part)
+            lane.put(group, buffer, following)
         return lane.is_open
 
     def _next_part(self, *, ahead: bool) -> Part | None:
         """The next prompt for a group of a lane, None for none. ahead: whether the group has one; empty groups come first."""
         empty, width = sum(lane.empty_groups for lane in self._lanes), self.config.width
         # What another lane has parked is better waited for.
-        part = next((part for part in self._queue if part.parked.lane is None), None)
-        if part is None or (ahead and empty):
+        at = next((i for i, queued in enumerate(self._queue) if queued.parked is None), None)
+        if at is None or (ahead and empty):
             return None
-        self._queue.remove(part)
+        part = self._queue[at]
+        del self._queue[at]
         # Where groups would stay empty, they share the samples of a query.
         if part.count > width and empty > 1 + len(self._queue):
             self._queue.appendleft(Part(part.ticket, part.first + width, part.count - width))
             part = Part(part.ticket, part.first, width)
         return part
+
+    def unpark(self, parked: Parked) -> None:
+        """A conversation has ended: its buffer is as free as others."""
+        if parked.lane is not None:
+            parked.lane.unpark(parked.buffer)
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Answers these requests; nothing else may be running. Raises: as `submit` and `decode`."""

@@ -57,15 +57,16 @@ class Lane:
         self._windows = slots_lib.windows(config.own_entries, config.chunk, tiled=config.tiled)
         self._ring = Ring(self._windows, config.chunk, lockstep=lockstep)
         self._buckets = slots_lib.buckets(config.prompt_length)
+        self._short_buckets = slots_lib.short_buckets(config.prompt_length)
         # (group, buffer) -> the part in it. [J, U]: which buffers are filled, and when each was filled last, as a count of fills.
         # Then the buffers that are not prefilled yet, and the first tokens of prefilled ones, on their way from the device.
         self._parts: dict[tuple[int, int], Part] = {}
         self._filled = np.zeros((config.groups, config.buffers), bool)
         self._filled_at = np.zeros(self._filled.shape, np.int64)
         self._arrived: list[tuple[int, int]] = []
-        # What lies parked in free buffers, in the order in which it came there; and the tokens that filled buffers have kept.
+        # What lies parked in free buffers, in the order in which it came there; and [J, U]: the tokens that filled buffers kept.
         self._parked: dict[tuple[int, int], Parked] = {}
-        self._kept: dict[tuple[int, int], int] = {}
+        self._kept = np.zeros(self._filled.shape, np.int32)
         self._first: list[tuple[tuple[tuple[int, int], ...], Tokens]] = []
         # What the running call is to give, and the bytes that each of its steps reads.
         self._trace: Any = None
@@ -95,12 +96,11 @@ class Lane:
         prompts, slots = shaped(self._init.lower().out_info, slots_lib.shardings(c, self._mesh))
         table = None if self._stop_strings is None else shaped(self._stop_strings.next_state, whole)
         order, arrivals, number = self._oldest_first(), self._arrivals_of([], tokens=c.prompt_length), np.int32(1)
-        prefill: dict[str, Any] = dict(function=self._prefill, arguments=(weights, prompts, slots, order, arrivals, table))
         found = {
             "caches": Program(function=self._init, arguments=()),
             # One parameter after the other.
             "weights as decoded with": Program(function=self._unstack, arguments=(kv_cache.largest(stacked),)),
-            "prefill": Program(**prefill),
+            "prefill": Program(function=self._prefill, arguments=(weights, prompts, slots, order, arrivals, table)),
             "decode": Program(
                 function=self._decode,
                 arguments=(weights, prompts, slots, order, number, number, table),
@@ -108,7 +108,8 @@ class Lane:
             ),
         }
         if parks:
-            found["prefill after parked tokens"] = Program(**prefill, options=dict(after=True))
+            after = weights, prompts, slots, order, self._arrivals_of([], tokens=self._short_buckets[-1]), table
+            found["prefill after parked tokens"] = Program(function=self._prefill, arguments=after, options=dict(after=True))
         if len(self._windows) > 1 and not c.tiled:  # a part of a ring is copied there, the whole is not
             part = dict(buffers=c.buffers, window=self._windows[-2])
             found["decode, part of a ring"] = dataclasses.replace(found["decode"], options=part)
@@ -138,13 +139,13 @@ class Lane:
 
     def take_up(self) -> None:
         """From now on decodes with the weights that were handed over last. A lane that drains ends its running samples first."""
+        if self._drains and self.incoming is not None:  # what is begun with new weights has a cache of theirs
+            for buffer in list(self._parked):
+                self.unpark(buffer)
         with self._lock:
             if self.incoming is None or (self._drains and self._parts):
                 return
             (weights, step), self.incoming = self.incoming, None
-        if self._drains:  # what is begun with new weights has a cache of theirs
-            for buffer in list(self._parked):
-                self._unpark(buffer)
         if self._in_place:  # each parameter into the memory that the one in use leaves
             for part in kv_cache.one_by_one(weights):
                 kv_cache.release(self._weights, part, self._config.model)
@@ -173,14 +174,15 @@ class Lane:
 
     def put(self, group: int, buffer: int, part: Part) -> None:
         """Fills a free buffer. What another conversation has parked there is lost."""
-        old = self._unpark((group, buffer))
-        self._kept[group, buffer] = old.tokens if old is not None and old is part.ticket.request.parked else 0
+        request, old = part.ticket.request, self.unpark((group, buffer))
+        goes_on = old is not None and old is request.parked and len(request.context) - old.tokens <= self._short_buckets[-1]
+        self._kept[group, buffer] = old.tokens if old is not None and goes_on else 0
         self._filled[group, buffer], self._filled_at[group, buffer] = True, self._filled_at.max() + 1
         self._parts[group, buffer] = part
         self._arrived.append((group, buffer))
 
-    def _unpark(self, buffer: tuple[int, int]) -> Parked | None:
-        """Takes what is parked in a free buffer, if anything is."""
+    def unpark(self, buffer: tuple[int, int]) -> Parked | None:
+        """Lets go of what is parked in a free buffer, if anything is, and returns it."""
         old = self._parked.pop(buffer, None)
         if old is not None:
             old.lane = None
@@ -266,7 +268,8 @@ class Lane:
                 self._stop_table = jax.device_put(self._stop_strings.next_state, sharding_lib.replicated(self._mesh))
         parts = [(buffer, self._parts[buffer]) for buffer in buffers]
         longest = max(len(part.ticket.request.context) - self._kept[buffer] for buffer, part in parts)
-        arrivals = self._arrivals_of(parts, tokens=next(bucket for bucket in self._buckets if bucket >= longest))
+        buckets = self._short_buckets if after else self._buckets
+        arrivals = self._arrivals_of(parts, tokens=next(bucket for bucket in buckets if bucket >= longest))
         self.usage.prefilled += arrivals.tokens.size
         lengths, kept = arrivals.length[arrivals.valid].tolist(), arrivals.kept[arrivals.valid].tolist()
         self.usage.prompt_tokens += sum(lengths) - sum(kept)
@@ -300,7 +303,7 @@ class Lane:
             ),
         )
         for i, (buffer, part) in enumerate(parts):
-            request, context, kept = part.ticket.request, part.ticket.request.context, self._kept.get(buffer, 0)
+            request, context, kept = part.ticket.request, part.ticket.request.context, int(self._kept[buffer])
             made.group[i], made.buffer[i], made.valid[i], made.kept[i] = *buffer, True, kept
             made.tokens[i, : len(context) - kept], made.length[i], made.given[i] = context[kept:], len(context), part.given
             if self._stop_strings is not None:
@@ -360,6 +363,6 @@ class Lane:
             part.end(self._made, at)
             self._filled[j, u] = False
             del self._parts[j, u]
-            if part.ticket.request.parked is not None:
-                parked = self._parked[j, u] = part.parked
+            if (parked := part.ticket.request.parked) is not None:
+                self._parked[j, u] = parked
                 parked.lane, parked.buffer, parked.tokens = self, (j, u), prompt

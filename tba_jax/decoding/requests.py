@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,10 +16,13 @@ from tba_jax.models.parameters import Params
 
 @dataclasses.dataclass(eq=False)
 class Parked:
-    """Where the cache of a conversation lies between two of its turns. lane: that has it, None where it is in use, lost, or not
-    made yet; buffer: (group, buffer) there; tokens: of its context that the buffer holds."""
+    """Where the cache of a conversation lies between two of its turns.
 
-    lane: object = None
+    lane: the Lane whose buffer holds the cache; None while a turn is decoded, after another request took the buffer, and before
+    the first turn. buffer: (group, buffer) there. tokens: how many tokens of the conversation the buffer holds.
+    """
+
+    lane: Any = None
     buffer: tuple[int, int] = (0, 0)
     tokens: int = 0
 
@@ -32,8 +36,8 @@ class Request:
     sampling: leaves [S].
     beginning: given response tokens that all samples continue (Monte-Carlo values of a state in a response, earlier turns).
     turn: how many of the given tokens are of earlier turns, whose stop strings have ended them.
-    parked: of the conversation that a request of one sample is a turn of: its buffer stays as it is until another request needs
-      it, and the conversation's next request goes on there, with the tokens that its context has more. None: nothing is kept.
+    parked: the place of a conversation's cache, where this request of one sample is a turn of it. The buffer stays as it is until
+      another request needs it, and the conversation's next request computes what its context has more. None: nothing is kept.
     limit: int32[S], the most response tokens of each sample, given tokens and end of sequence included; None: response_length.
     """
 
@@ -138,8 +142,10 @@ class Part:
         return len(self.ticket.request.beginning)
 
     @property
-    def parked(self) -> Parked:
-        return self.ticket.request.parked or Parked()
+    def parked(self) -> Parked | None:
+        """The place of the conversation's cache, if a lane has it."""
+        its = self.ticket.request.parked
+        return its if its is not None and its.lane is not None else None
 
     def begin(self, made: Generation, at: tuple[int, slice]) -> None:
         """Copies the samples, which have given tokens alone, to the places `at` of a generation with leaves [J, X, ...]."""

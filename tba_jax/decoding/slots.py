@@ -81,6 +81,12 @@ def buckets(prompt_length: int) -> tuple[int, ...]:
     return (*sorted(length for length in shorter if _SHORTEST <= length < prompt_length), prompt_length)
 
 
+def short_buckets(prompt_length: int) -> tuple[int, ...]:
+    """Lengths at which what follows a parked turn is prefilled, ascending. A longer part is prefilled with all before it."""
+    longest = buckets(prompt_length)[0]
+    return tuple(sorted({max(longest // part, min(_SHORTEST, longest)) for part in (16, 4, 1)}))
+
+
 def in_tiles(entries: int, *, tiled: bool) -> int:
     """The entries of a cache that holds at least so many. Args: tiled: see SlotsConfig."""
     return -(-entries // _TILE) * _TILE if tiled else entries

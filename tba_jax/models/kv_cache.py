@@ -177,13 +177,15 @@ def prefill(model: Decoder, tokens: jax.Array, length: jax.Array) -> tuple[jax.A
 
 @full_precision
 def prefill_after(model: Decoder, tokens: jax.Array, kept: jax.Array, length: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-    """As `prefill`, where the caches hold the keys and values of the first tokens already.
+    """Logits float32[Q, V] as of `prefill`, and the caches, where these hold the keys and values of the first tokens already.
 
     Args:
-      tokens: int32[Q, P], those after `kept`, right-padded. kept, length: int32[Q], tokens in the cache, and in all.
+      tokens: int32[Q, P], those after the first `kept`, right-padded. kept, length: int32[Q], tokens in the cache, and in all,
+        which are more.
       cache: per layer (keys, values) [Q, G, S, H], S at least the longest length. Entries from `kept` on are written.
     """
     Q, P = tokens.shape
+    chex.assert_shape((kept, length), (Q,))
     c, S = model.config, cache[0][0].shape[2]
     positions = kept[:, None] + jnp.arange(P)
     before = jnp.arange(S) < positions[..., None]
@@ -215,8 +217,16 @@ def _many_tokens(cache: tuple[jax.Array, ...], kept: jax.Array, before: jax.Arra
 
     def attend_new(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Any]:
         now = written(cache[0], key), written(cache[1], value)
-        itself = key[:, :, None], value[:, :, None]
-        return attend_in_two_parts(query, now, itself, before, jnp.ones((Q * P, 1), bool)), now
+        by_row = [x.reshape(Q, P, *x.shape[1:]) for x in (query, key, value)]
+
+        def of_row(row: tuple[Any, ...]) -> jax.Array:
+            (query, key, value), caches, its = row
+            itself = key[:, :, None], value[:, :, None]
+            one = jax.tree.map(lambda x: x[None], caches)
+            return attend_in_two_parts(query, one, itself, its[None], jnp.ones((P, 1), bool))
+
+        # Row by row: the scores of one row alone are there at a time.
+        return jax.lax.map(of_row, (tuple(by_row), now, before)).reshape(query.shape), now
 
     return attend_new
 

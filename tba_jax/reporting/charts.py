@@ -283,7 +283,8 @@ def _turns(rows: Rows) -> str:
         return ""
     calls, errors, seconds = rows["environment"][0].tolist()
     count = int(turns(trained(rows)).sum())
-    return f"{count} turns, {calls:.0f} calls of tools, {errors:.0f} errors, {seconds:.1f} s of its environment"
+    told = f"{count} {'turn' if count == 1 else 'turns'}"
+    return f"{told}, {calls:.0f} calls of tools, {errors:.0f} errors, {seconds:.1f} s of its environment"
 
 
 def _number(value: float, form: str = "{:.6g}") -> float | None:

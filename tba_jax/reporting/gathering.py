@@ -30,7 +30,7 @@ MOST_ROWS, MOST_READ_BYTES, MOST_DRAWS = 2_000_000, 16 << 30, 20_000_000
 _BLOCK_BYTES, _MANY_ROWS = 8 << 20, 100_000
 _ROW_BITS = 40  # of a key, which is (number of the writer) << _ROW_BITS | row
 # key: int64, see `RowTable.name`. newest_step, oldest_step: trainer steps of the weights of the row's tokens, -1 without a token.
-# turns: of the policy; errors: turns that the environment could not read; seconds: that it took. 0 where there is none.
+# turns: of the policy, -1 without an environment; errors: turns that it could not read; seconds: that it took.
 FIGURES = np.dtype([
     ("key", "i8"), ("query_id", "u8"), ("reward", "f4"), ("newest_step", "i4"), ("oldest_step", "i4"), ("finished", "?"),
     ("turns", "i4"), ("errors", "f4"), ("seconds", "f4"),
@@ -164,6 +164,7 @@ class RowTable:
 
 def _figures(rows: Rows, writer: int, *, own: bool) -> np.ndarray:
     found = np.zeros(len(rows["row"]), FIGURES)
+    found["turns"] = -1
     found["key"] = writer << _ROW_BITS | rows["row"]
     for name in ("query_id", "reward", "finished"):
         found[name] = rows[name]

@@ -207,7 +207,7 @@ def _writers(found: Gathered, counts: Any) -> list[dict[str, str]]:
 def by_turns(rows: np.ndarray) -> list[dict[str, str]]:
     """A line for each number of turns, after which rows have ended: it tells in which turn they fail. Args: rows: FIGURES[n]."""
     lines = []
-    for count in np.unique(rows["turns"][rows["turns"] > 0]).tolist():
+    for count in np.unique(rows["turns"][rows["turns"] >= 0]).tolist():
         of = rows[rows["turns"] == count]
         reward = of["reward"][~np.isnan(of["reward"])]
         line = {"turns": f"{count}", "rows": f"{len(of):,}", "mean reward": f"{reward.mean():.3f}" if len(reward) else ""}

@@ -124,6 +124,9 @@ class Conversations:
                 self._take_turn(each, each.ticket)
             if each.answer is not None and each.answer.done():
                 self._take_answer(each, each.answer.result())
+        for each in self._open:
+            if not each.left:
+                self._engine.unpark(each.parked)
         self._open = [each for each in self._open if each.left]
 
     def _take_turn(self, its: Conversation, ticket: Ticket) -> None:

@@ -67,6 +67,7 @@ class Evaluator:
         self._config, self._contract, self._run = config, contract, run
         self._tokenizer, self._task, self._queries = tokenizer, task, list(queries)
         self._samples_per_query = config.evaluation.samples_per_query
+        self._told = set[str]()  # why responses had no score
         mesh = policy_mesh(config, "evaluation")
         self._peaks = policy_peaks(mesh, config)
         # tokens_per_second, computed_tokens_per_second and shares of the devices' peaks, of the last evaluation.
@@ -214,6 +215,9 @@ class Evaluator:
             scores = reward_texts(texts, generation.finished, batch, task=self._task, missing_eos_reward=missing_eos)
         else:
             scores = self._conversations.scores(conversations)
+        if scores.failure and scores.failure not in self._told:
+            self._told.add(scores.failure)
+            log.warning("a held-out response has no score: %s", scores.failure)
         drawn = (generation.policy_step >= 0).sum(axis=1)
         return [
             {

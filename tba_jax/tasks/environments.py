@@ -364,8 +364,11 @@ class EnvironmentTask(abc.ABC):
         """Args: settings: arguments of `environment`. Others, and errors: see Environments."""
         if not hasattr(type(self), "environment"):
             raise ValueError(f"{type(self).__name__} must set environment to a class with the methods start and step")
-        if self.most_turns < 1:
-            raise ValueError(f"{type(self).__name__}.most_turns={self.most_turns} must be at least 1")
+        its = type(self).environment
+        if missing := [name for name in ("start", "step") if not callable(getattr(its, name, None))]:
+            raise ValueError(f"{type(self).__name__}.environment={getattr(its, '__name__', its)!r} has no method {missing[0]}")
+        if not isinstance(self.most_turns, int) or self.most_turns < 1:
+            raise ValueError(f"{type(self).__name__}.most_turns={self.most_turns!r} must be a whole number, at least 1")
         limits: dict[str, Any] = dict(time_limit=time_limit, concurrency=concurrency, prefix=prefix)
         self.environments = Environments(type(self).environment, settings or {}, **limits)
 
@@ -385,6 +388,11 @@ class EnvironmentTask(abc.ABC):
                     if failure := (answer := started.result()).failure:
                         raise ValueError(f"the environment of {type(self).__name__} does not start with {found[i]!r}: {failure}")
                     session.close()
+                    if not answer.messages:
+                        raise ValueError(
+                            f"the environment of {type(self).__name__} gives no prompt: start() returned nothing for "
+                            f"{found[i]!r}, which has none of its own"
+                        )
                     found[i] = dataclasses.replace(found[i], prompt=_prompt(answer.messages))
         finally:
             self.environments.close()  # most processes that read prompts never play

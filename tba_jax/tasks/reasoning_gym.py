@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -82,12 +83,12 @@ class ReasoningGym(GradedTask):
         Raises ValueError: there is no such data set, it refuses its settings, or has not as many questions.
         """
         super().__init__(time_limit=time_limit, retries=retries, concurrency=concurrency)
-        import reasoning_gym
         from reasoning_gym.factory import DATASETS
 
         named = f"task.reasoning_gym.dataset={dataset!r}"
         if dataset not in DATASETS:
-            raise ValueError(f"{named} is not one of reasoning-gym {reasoning_gym.__version__}: {', '.join(sorted(DATASETS))}")
+            version = metadata.version("reasoning-gym")
+            raise ValueError(f"{named} is not one of reasoning-gym {version}: {', '.join(sorted(DATASETS))}")
         if prompt.count("{question}") != 1:
             raise ValueError(f"task.reasoning_gym.prompt={prompt[:60]!r} must hold {{question}} once")
         size = train_queries + heldout_queries

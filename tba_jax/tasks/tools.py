@@ -144,7 +144,7 @@ class ToolTask(EnvironmentTask):
 
     def __init__(self, *, time_limit: float = 60.0, concurrency: int = 2):
         """Raises ValueError: a tool has no schema, or workers could not import it. Others: see Environments."""
-        if not (self.tools and hasattr(type(self), "grade")):
+        if not (isinstance(self.tools, tuple | list) and self.tools and hasattr(type(self), "grade")):
             raise ValueError(f"{type(self).__name__} must set tools = (function, …) and grade = staticmethod(function)")
         self.schemas = schemas(self.tools)
         references = [graders.refer(tool, called="the tool") for tool in self.tools]

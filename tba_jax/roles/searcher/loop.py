@@ -30,6 +30,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 5.0, 60.0
 # Fields of a report that are metrics as they are.
 _REPORTED = ("reward", "finished", "equal_reward_groups", "policy_step", "slot_idle", "useful_token_share", "rows", "tokens")
 # Batches that have waited longer than this for their rewards are a trouble.
+_MOST_TOLD = 20  # reasons why responses have no reward, in the log
 _SLOW_SECONDS = 20.0
 
 
@@ -40,7 +41,7 @@ class RewardWatch:
         """Args: give_up_seconds: searchers.give_up_seconds."""
         self._give_up_seconds, self._clock = give_up_seconds, clock
         self._rows = self._unscored = 0
-        self._reason = ""
+        self._reason, self._told = "", set[str]()
         # Batches without a reward since the last that had some; when the first of them came; the next try.
         self._streak, self._since, self._next = 0, 0.0, 0.0
         self._waiting, self._waits_since, self._grades = 0, clock(), 0
@@ -50,6 +51,9 @@ class RewardWatch:
         self._rows, self._unscored = self._rows + report.rows, self._unscored + report.unscored
         self._waits_since = now = self._clock()
         self._reason = self._reason or report.failure
+        if report.failure and report.failure not in self._told and len(self._told) < _MOST_TOLD:
+            self._told.add(report.failure)
+            log.warning("a response has no reward: %s", report.failure)
         self._since = self._since if self._streak else now
         self._streak = 0 if report.unscored < report.rows else self._streak + 1
         self._next = now + min(FIRST_PAUSE * 2 ** min(max(self._streak - _BATCHES, 0), 99), LONGEST_PAUSE)

@@ -201,8 +201,8 @@ class Searcher:
         searchers.reward_batches batches wait for their rewards.
 
         Args: ahead: whether the decoder may go on with queries of the next batches where it has room. waits: asked now and then
-        during that wait, and while environments are waited for; False gives the batch up. Raises FloatingPointError: log-probs of
-        the policy or the reference are not finite; names the query. Others: see `appended`.
+        during that wait, and while responses of several turns are made; False gives the batch up. Raises FloatingPointError:
+        log-probs of the policy or the reference are not finite; names the query. Others: see `appended`.
         """
         decoded = self._decode(ahead, waits)
         if decoded is None:
