@@ -199,8 +199,8 @@ class Engine:
         """Puts queued prompts into the free buffers of a lane. Returns whether it may go on to take prompts, and each got one."""
         if self._parks and lane.is_open:
             mine = [(part, its.buffer) for part in self._queue if (its := part.parked) is not None and its.lane is lane]
-            for part, buffer in mine:
-                lane.put(*buffer, part)
+            for part, place in mine:
+                lane.put(*place, part)
             taken = {id(part) for part, _ in mine}
             self._queue = deque(part for part in self._queue if id(part) not in taken)
         for group, buffer in lane.free():
