@@ -41,7 +41,7 @@ _SCALAR_COLUMNS: dict[str, tuple[str, str]] = {
     ),
     "reward": ("float32", "the reward the objective sees"),
     "reward_version": ("int32", "version of the reward that scored the row"),
-    "reference_id": ("uint64", "which reference policy ref_logprobs come from, 0: none"),
+    "reference_id": ("uint64", "which reference policy ref_logprobs come from, 0: none (yet)"),
     "temperature": ("float32", "sampling temperature (0 = greedy)"),
     "top_k": ("int32", "sampling top-k (0 = off)"),
     "top_p": ("float32", "sampling top-p (1 = off)"),
@@ -98,7 +98,8 @@ class RowShape:
 #   reward_parts: float32[B, M]         what the reward was made of
 #   tokens: int32[B, T]                 prompt, response, padding
 #   ref_logprobs: float32[B, R]         nats, scoring temperature, 0 where masked
-#   policy_logprobs: float32[B, R]      nats, scoring temperature, the sampler's weights, 0 where masked
+#   policy_logprobs: float32[B, R]      nats, scoring temperature, the sampler's weights, 0 where masked, or where a server
+#                                       drew the row by another distribution
 #   behavior_logprobs: float32[B, R]    nats, the distribution that was sampled, 0 where masked
 #   policy_step: int32[B, R]            trainer step of the weights that produced each token, -1 where masked: on padding, and on
 #                                       tokens of an environment, which this alone tells apart

@@ -22,7 +22,7 @@ from tba_jax.replay.index import ReplayIndex
 from tba_jax.replay.journal import Again, RowsLost
 from tba_jax.replay.ledger import KnownGaps, Losses
 from tba_jax.replay.reader import LogReader
-from tba_jax.roles.trainer.buffer import make_index, reference_of_rows
+from tba_jax.roles.trainer.buffer import make_index, references_of_rows
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout as layout_lib
 
@@ -89,7 +89,7 @@ def _read_index(run: Run) -> ReplayIndex:
     losses = Losses(journal.read_lineage(run.layout.journal))
     removed, may_lack = _removed(run), run.config.replay.retention == "checkpoints"
     if not removed[1] or not (may_lack or removed[0]):
-        index = make_index(run.config, run.contract, reference_id=reference_of_rows(run.contract, run.layout))
+        index = make_index(run.config, run.contract, reference_ids=references_of_rows(run.config, run.contract, run.layout))
         try:
             return _replayed(run, index, losses, start=0)
         except RowsLost:
@@ -116,8 +116,8 @@ def _checkpointed_index(run: Run, losses: Losses) -> tuple[ReplayIndex, int]:
             raise ValueError(f"retention has removed rows of {run.layout.root}, and there is no checkpoint to account from")
         # The newest: a trainer at work removes the oldest, and each of them holds the whole history of counts.
         state, known = checkpoints.restore_host(steps[-1])["index"], KnownGaps(losses.until(steps[-1]))
-        reference_id = reference_of_rows(run.contract, run.layout)
-        return ReplayIndex.restore(state, run.reader, closed=run.layout.closed, reference_id=reference_id, known=known)[0], steps[
+        references = references_of_rows(run.config, run.contract, run.layout)
+        return ReplayIndex.restore(state, run.reader, closed=run.layout.closed, reference_ids=references, known=known)[0], steps[
             -1
         ]
 

@@ -57,7 +57,7 @@ def export(workdir: Path, output: Path, *, step: command_line.AskedStep, dtype: 
     step = command_line.chosen_step(run, step, called=str(workdir))
     source = load.resolve_folder(config.model.path) if config.model.path else None
     base = _adapted_checkpoint(run, config) if adapter else ""
-    write_tokenizer, token_ids = _tokenizer_files(tokenizer, source)
+    write_tokenizer, token_ids = export_lib.tokenizer_files(tokenizer, source)
     folder = published.kept(run.policies)[step]
     with _still_there(run, step, folder):
         params = snapshots.open_arrays(folder, policy.trained_specs)
@@ -97,17 +97,6 @@ def _still_there(run: layout.RunDir, step: int, folder: places.Place) -> Iterato
             if not places.exists(base / snapshots.COMMIT):
                 raise ValueError(f"the reference policy is gone: {base} holds no {snapshots.COMMIT}") from error
         raise
-
-
-def _tokenizer_files(tokenizer: Any, source: Path | None) -> tuple[Callable[[Path], None], dict[str, int]]:
-    """A function that writes the tokenizer into a folder, and the token ids for config.json, {} if `source` has its own."""
-    from tba_jax.models.hugging_face import export as export_lib
-
-    if source:
-        return functools.partial(export_lib.copy_tokenizer, source), {}
-    ids = {name: getattr(tokenizer, name) for name in ("pad_id", "bos_id", "eos_id")}
-    write = functools.partial(export_lib.write_character_tokenizer, characters=tokenizer.characters, **ids)
-    return write, {name.replace("_id", "_token_id"): token for name, token in ids.items()}
 
 
 def _adapted_checkpoint(run: layout.RunDir, config: Any) -> str:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tba_jax.decoding.engine import Engine
+from tba_jax.decoding.served import ServedEngine
 from tba_jax.decoding.requests import Generation, Request, Ticket, concatenate
 from tba_jax.decoding.sampling import Sampling
 from tba_jax.tasks.interface import EncodedQuery, Scores
@@ -124,7 +125,7 @@ class StateValues:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | ServedEngine,
         *,
         step_ends: StopStrings,
         sampling: Sampling,

@@ -114,6 +114,14 @@ _USED_WITH: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         lambda way: way == "posterior",
         ("searchers.target_success_rate", "searchers.prompt_candidates"),
     ),
+    (
+        "searchers.engine",
+        lambda engine: engine != "own",
+        tuple(
+            f"searchers.engine_{name}" for name in ("url", "python", "arguments", "folder", "start_seconds", "request_seconds")
+        ),
+    ),
+    ("searchers.engine_url", lambda url: not url, ("searchers.engine_python", "searchers.engine_arguments")),
     ("replay.merge_duplicates", bool, ("replay.merge_keep",)),
     ("replay.recent_probability", bool, ("replay.recent_window", "replay.recent_fill")),
     ("replay.recent_probability", lambda share: share < 1, ("replay.strategy",)),
@@ -284,12 +292,30 @@ def _of_searchers(config: Any) -> Iterator[str]:
             yield f"searchers.queries_per_batch={asked} is less than learner.queries={config.learner.queries}: {why}"
         if missing_eos is not None and not 0 <= missing_eos <= 1:
             yield f"task.missing_eos_reward={missing_eos} must be within [0, 1] with {posterior}, which counts successes"
+    yield from _of_engine(config)
     if mode == "interleaved":
         if config.trainer.processes > 1:
             yield f"trainer.processes={config.trainer.processes} must be 1 with schedule.mode=interleaved, which is one process"
         if evaluation.enabled and evaluation.task_devices != searchers.task_devices:
             devices = f"evaluation.task_devices={evaluation.task_devices} must be searchers.task_devices={searchers.task_devices}"
             yield f"{devices} with schedule.mode=interleaved, where both use one process' models"
+
+
+def _of_engine(config: Any) -> Iterator[str]:
+    """What an inference server is asked to be, or cannot do."""
+    s, named = config.searchers, f"searchers.engine={config.searchers.engine}"
+    if not s.scores_reference and config.learner.reference.kind == "none":
+        yield "searchers.scores_reference=False needs a reference, by which the trainer scores rows: learner.reference.kind is none"
+    if s.engine == "own":
+        return
+    if s.weights != "full":
+        yield f"searchers.weights={s.weights} is for the own decoder: {named} has settings of its own (searchers.engine_arguments)"
+    if s.swap_memory != "beside":
+        yield f"searchers.swap_memory={s.swap_memory} is for the own decoder, not for {named}"
+    if config.task.force_eos:
+        yield f"task.force_eos=True is for the own decoder: a server ({named}) gives no log-prob of an end that it did not draw"
+    if s.engine_url and not s.engine_url.startswith(("http://", "https://")):
+        yield f"searchers.engine_url={s.engine_url!r} must begin with http:// or https://"
 
 
 def _of_snapshots(config: Any) -> Iterator[str]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from tba_jax.decoding.slots import lane_sizes
 from tba_jax.experiment import meshes
 from tba_jax.experiment.composition import Experiment
-from tba_jax.learner.update import HELD_REFERENCES
+from tba_jax.learner.update import holds_reference
 from tba_jax.models import hardware, kv_cache, parameters
 from tba_jax.programs import in_words
 from tba_jax.rewards import task_models
@@ -107,7 +107,7 @@ class _Memory:
         within_layer = rows * (model.heads * T * T * 4 + T * model.ffn * self._compute * 3) // tensor
         # A moving average is float32.
         of_reference = (4 if learner.reference.kind == "ema" else self._compute) * self._trained // parts
-        held, offloaded = learner.reference.kind in HELD_REFERENCES, learner.reference.offload
+        held, offloaded = holds_reference(self._config), learner.reference.offload
         row_bytes = self._experiment.contract.row_shape().row_bytes
         return {
             "weights, gradient, update, AdamW": 5 * 4 * self._trained // parts,
@@ -254,7 +254,7 @@ def demands(experiment: Experiment, run: layout.RunDir, *, trains: bool = True) 
     c, policy, by_system = experiment.config, experiment.policy, dict[int, tuple[Path, list[Files]]]()
     size = 4 * parameters.count(policy.model_specs)
     reference = Files(f"the reference policy of {in_words(size)}", size)
-    moving, trained = c.learner.reference.kind in HELD_REFERENCES, parameters.count(policy.trained_specs)
+    moving, trained = holds_reference(c), parameters.count(policy.trained_specs)
     own = [_checkpoints(c.checkpoint, trained=trained, steps=c.learner.steps, moving_reference=moving)] if trains else []
     for folder, files in ((run.shared, [_snapshots(experiment), reference]), (run.root, own)):
         if files and isinstance(folder, Path):

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
+
 from tba_jax.experiment import checks, composition, dry_run, meshes, stored_run, topologies, training
 from tba_jax.experiment.training import Invocation, check_role, join, mistakes_end_the_role, record_of
 from tba_jax.rewards import task_models
@@ -38,6 +40,8 @@ def make_searcher(s: Invocation, *, name: str, account: TimeAccount, writer: str
 
 
 def searcher(s: Invocation) -> Job:
+    if s.config.searchers.engine != "own":
+        jax.config.update("jax_platforms", "cpu")  # the devices are the server's
     join(s, may_change_schedule=False, check=lambda: training.check_devices(s.experiment, "searcher"))
     stop = processes_lib.StopSignal(patience_seconds=s.config.searchers.stop_seconds)
 

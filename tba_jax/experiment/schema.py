@@ -225,6 +225,17 @@ c.searchers.max_updates_ahead = setting(0, at_least=0)
 # asynchronous: searchers take up the newest snapshot that is at least so many steps older than the newest published one, step 0
 # until there is one: no row is of newer weights. A multiple of publish.every_steps. 0: the newest snapshot.
 c.searchers.lag = setting(0, at_least=0)
+# What draws responses. own: the decoder of this package; vllm, sglang: an inference server, which each searcher starts with its
+# devices, or which runs at engine_url. JAX computes on the CPU in such a searcher's process.
+c.searchers.engine = setting("own", one_of=("own", "vllm", "sglang"))
+c.searchers.engine_url = setting("")  # of a server that runs, which reads weights from engine_folder; "": one is started
+c.searchers.engine_python = setting("", path="always")  # the Python of an environment that has the server; "": this one
+c.searchers.engine_arguments = ()  # further arguments of the server's command line
+c.searchers.engine_folder = setting("", path="always")  # for weights, on a disk that the server reads; "": a temporary folder
+c.searchers.engine_start_seconds = setting(900.0, above=0)  # that a start of a server may take
+c.searchers.engine_request_seconds = setting(600.0, above=0)  # that a response may take; a server that takes longer hangs
+# Whether searchers score rows by the reference. False: the trainer does, in each update that draws them, with a copy of its own.
+c.searchers.scores_reference = setting(True, fixed=True)
 c.searchers.give_up_seconds = setting(300.0, above=0)  # a searcher whose rows have had no reward for so long ends
 c.searchers.poll_seconds = setting(0.2, above=0)  # between looks at a local folder; an object store is asked every 5 s at most
 c.searchers.stop_seconds = setting(10.0, at_least=0)  # for the batch in flight after SIGTERM; then it is abandoned

@@ -40,6 +40,7 @@ from tba_jax.storage.contract import Contract
 SCORING_SHARE = {"none": 1 / 3, "dots": 1 / 3, "full": 1 / 4}
 # Values of learner.reference.kind with a reference that the trainer holds, and checkpoints.
 HELD_REFERENCES = ("reset", "ema")
+_NEVER = 1 << 62  # steps
 
 
 @flax.struct.dataclass
@@ -83,7 +84,8 @@ class LearnerConfig:
     """Static settings of an update.
 
     limits: of micro-batches; logit_bytes: the most bytes of logits at a time, over all devices; space: the run's response space;
-    remat: a name of layers.REMAT; has_reference: whether there is a reference policy, from which the distance is measured.
+    remat: a name of layers.REMAT; has_reference: whether there is a reference policy, from which the distance is measured; stored_reference: whether all rows
+      hold its log-probs.
     """
 
     policy: Policy
@@ -94,6 +96,7 @@ class LearnerConfig:
     space: scoring.ResponseSpace
     remat: str
     has_reference: bool = True
+    stored_reference: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,7 +189,7 @@ def _gradient(
         **{field.name: getattr(inputs, field.name) for field in dataclasses.fields(schedules)},
         **diagnostics(outputs.logprobs, entropy, inputs, has_reference=config.has_reference),
     }
-    if batch.moving_ref_logprobs is not None:
+    if batch.moving_ref_logprobs is not None and config.stored_reference:
         measurements["kl_to_initial"] = jnp.mean(inputs.token_sum(outputs.logprobs - batch.ref_logprobs))
     if "log_z_head" in state.params:
         measurements["learned_log_z"] = jnp.mean(log_z)
@@ -327,7 +330,8 @@ class MovingReference:
     """A reference that moves with the policy (TBA′; TBA paper, method): reset to it every ρ updates, or its moving average.
 
     Rows carry the log-probs of the initial reference, so a batch is scored again with the reference of its step. A moving average
-    is float32, since its small steps would be lost in fewer bits; a reset reference rests in the model's compute dtype.
+    is float32, since its small steps would be lost in fewer bits; a reset reference rests in the model's compute dtype. The
+    initial reference, for rows that have not its log-probs, is one that is never reset.
     """
 
     def __init__(self, config: LearnerConfig, mesh: Mesh, *, every_steps: int, decay: float, offload: bool):
@@ -380,6 +384,12 @@ class MovingReference:
         return due
 
 
+def holds_reference(config: Any) -> bool:
+    """Whether the trainer holds a reference beside the policy. Args: config: of the run."""
+    kind = config.learner.reference.kind
+    return kind in HELD_REFERENCES or (kind == "initial" and not config.searchers.scores_reference)
+
+
 def make_schedules(c: Any) -> Schedules:
     def schedule(name: str) -> Schedule:
         return optimizer.linear_then_constant(**{part: c[f"{name}_{part}"] for part in ("start", "end", "steps")})
@@ -405,7 +415,9 @@ def limits(tokens: int, *, prompt: int, response: int, queries: int, completions
     return Limits(**sizes, shares=shares, tokens=tokens // ways, ways=ways)
 
 
-def make_learner_config(c: Any, contract: Contract, policy: Policy, mesh: Mesh) -> LearnerConfig:
+def make_learner_config(
+    c: Any, contract: Contract, policy: Policy, mesh: Mesh, *, stored_reference: bool = True
+) -> LearnerConfig:
     return LearnerConfig(
         policy=policy,
         objective=OBJECTIVES[c.objective],
@@ -423,13 +435,17 @@ def make_learner_config(c: Any, contract: Contract, policy: Policy, mesh: Mesh) 
         space=contract.response_space(),
         remat=hardware.value("learner.remat", c.remat, mesh.devices.flat[0].platform),
         has_reference=contract.has_reference,
+        stored_reference=stored_reference,
     )
 
 
 def make_moving_reference(c: Any, learner_config: LearnerConfig, mesh: Mesh) -> MovingReference | None:
-    """The reference that moves with the policy; None if the reference does not move, or is not stored."""
+    """The reference that the trainer holds: one that moves with the policy, or where rows lack the initial one's log-probs, that;
+    None if rows have all that is needed."""
     r = c.reference
     moves = {"reset": (r.reset_steps, 0.0), "ema": (1, r.ema_decay)}
+    if not learner_config.stored_reference:
+        moves["initial"] = (_NEVER, 0.0)
     if r.kind not in moves:
         return None
     every_steps, decay = moves[r.kind]

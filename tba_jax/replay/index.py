@@ -78,13 +78,19 @@ class ReplayIndex(Window):
     """A window that integrates rows: which response replaces which, and what leaves when a query or the window is full."""
 
     def __init__(
-        self, *, shape: RowShape, vocab_size: int, reference_id: int | None = None, success_decay: float = 1.0, **rules: Any
+        self,
+        *,
+        shape: RowShape,
+        vocab_size: int,
+        reference_ids: Sequence[int] | None = None,
+        success_decay: float = 1.0,
+        **rules: Any,
     ):
-        """Args: reference_id: of the policy that ref_logprobs must be of, None: of any. success_decay: λ of SuccessCounts.
+        """Args: reference_ids: of the policies that ref_logprobs may be of, None: of any. success_decay: λ of SuccessCounts.
         rules: fields of Rules."""
         self.rules = Rules(**rules)
         super().__init__(shape, self.rules.capacity)
-        self.shape, self.vocab_size, self.reference_id = shape, vocab_size, reference_id
+        self.shape, self.vocab_size, self.reference_ids = shape, vocab_size, reference_ids
         self.heads: dict[str, int] = {}
         self.closed = ClosedWriters()
         # Writers that came again after they were closed -> their rows until then, which the account of these has.
@@ -176,7 +182,7 @@ class ReplayIndex(Window):
 
     def _valid(self, writer: str, rows: Rows, counts: collections.Counter[str]) -> np.ndarray:
         """int64[n], which rows are valid, ascending; the others are counted, by reason."""
-        reasons = validate_rows(rows, vocab_size=self.vocab_size, reference_id=self.reference_id)
+        reasons = validate_rows(rows, vocab_size=self.vocab_size, reference_ids=self.reference_ids)
         self.totals["rejected"] += int(np.count_nonzero(reasons))
         for i in np.flatnonzero(reasons).tolist():
             reason = REJECTIONS[reasons[i]]
@@ -368,7 +374,7 @@ class ReplayIndex(Window):
         reader: LogReader,
         *,
         closed: Path,
-        reference_id: int | None = None,
+        reference_ids: Sequence[int] | None = None,
         known: KnownGaps | None = None,
     ) -> tuple["ReplayIndex", list[Gap]]:
         """The index whose `state` this is; reads the resident rows from the log.
@@ -378,7 +384,7 @@ class ReplayIndex(Window):
         Returns the index, and new gaps: rows that were resident and cannot be read back. They are left out like the known ones.
         Raises RowsPending: storage does not answer.
         """
-        index = cls(shape=reader.shape, vocab_size=state["vocab_size"], reference_id=reference_id, **state["rules"])
+        index = cls(shape=reader.shape, vocab_size=state["vocab_size"], reference_ids=reference_ids, **state["rules"])
         index.writers, index.heads = list(state["writers"]), dict(state["heads"])
         index.closed = ClosedWriters.restore(state["closed"], closed, is_open=index.heads)
         index.reopened = dict(state["reopened"])

@@ -224,12 +224,12 @@ REJECTIONS = (
 )
 
 
-def validate_rows(rows: Rows, *, vocab_size: int, reference_id: int | None = None) -> np.ndarray:
+def validate_rows(rows: Rows, *, vocab_size: int, reference_ids: Sequence[int] | None = None) -> np.ndarray:
     """Checks the values of rows that a searcher wrote.
 
     Args: rows: of a valid schema, see `check_rows`. vocab_size: V; every token, padding included, must be in [0, V).
-    reference_id: of the policy that ref_logprobs must be of, None: of any. Returns int8[B], the first of REJECTIONS that holds; 0
-    where the row is valid.
+    reference_ids: of the policies that ref_logprobs may be of, 0 for none yet; None: of any. Returns int8[B], the first of
+    REJECTIONS that holds; 0 where the row is valid.
     """
     finite = {name: np.isfinite(rows[name]) for name in ("ref_logprobs", "policy_logprobs", "behavior_logprobs")}
     R = rows["policy_step"].shape[1]
@@ -245,7 +245,7 @@ def validate_rows(rows: Rows, *, vocab_size: int, reference_id: int | None = Non
             ~np.isfinite(rows["embedding"]).all(1) if "embedding" in rows else nothing,
             # NaN elsewhere says that a state was not valued.
             np.isinf(rows["state_values"]).any(1) | np.isnan(rows["state_values"][:, 0]) if "state_values" in rows else nothing,
-            nothing if reference_id is None else rows["reference_id"] != np.uint64(reference_id),
+            nothing if reference_ids is None else ~np.isin(rows["reference_id"], np.array(reference_ids, np.uint64)),
         ],
         axis=1,
     )

@@ -17,6 +17,7 @@ import numpy as np
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Generation, Parked, Request, Ticket, empty
 from tba_jax.decoding.sampling import Sampling
+from tba_jax.decoding.served import ServedEngine
 from tba_jax.storage.contract import Contract
 from tba_jax.tasks.environments import Answer, Environments, Session
 from tba_jax.tasks.interface import EncodedQuery, Scores
@@ -70,7 +71,9 @@ class Conversations:
     longer is cut, and counts as not finished. Attributes: most: how many may be under way.
     """
 
-    def __init__(self, engine: Engine, environments: Environments, tokenizer: Tokenizer, contract: Contract, *, most: int):
+    def __init__(
+        self, engine: Engine | ServedEngine, environments: Environments, tokenizer: Tokenizer, contract: Contract, *, most: int
+    ):
         """Args: engine: of single samples, whose given_length has room for all of a response but its last token. most: how many
         conversations are to be under way at a time."""
         self._engine, self._environments, self._tokenizer, self._contract = engine, environments, tokenizer, contract

@@ -11,6 +11,7 @@ import numpy as np
 
 from tba_jax import packing, sharding, trajectory
 from tba_jax.decoding.engine import Engine
+from tba_jax.decoding.served import ServedEngine
 from tba_jax.models import kv_cache, parameters, scoring
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
@@ -138,9 +139,9 @@ def check_finite(ref_logprobs: np.ndarray, queries: Sequence[str]) -> None:
         )
 
 
-def make_reference(how: Scoring, run: layout.RunDir) -> ReferencePolicy | NoReference:
-    """The reference of the run."""
-    return ReferencePolicy(how, run) if how.contract.has_reference else NoReference(how, run)
+def make_reference(how: Scoring, run: layout.RunDir, *, scores: bool = True) -> ReferencePolicy | NoReference:
+    """The reference of the run. Args: scores: False: the trainer scores rows by it, and these have no reference yet."""
+    return ReferencePolicy(how, run) if how.contract.has_reference and scores else NoReference(how, run)
 
 
 def automaton(texts: Sequence[str], tokenizer: Tokenizer, *, vocab: int) -> StopStrings | None:
@@ -269,9 +270,10 @@ class Sampler:
         reference: ReferencePolicy | NoReference,
         weights: str,
         swap_memory: str = "beside",
+        served: ServedEngine | None = None,
         **engine: Any,
     ):
-        """Args: reference: its mesh is the sampler's. weights: precision of the sampled weights, "full" or "int8".
+        """Args: reference: its mesh is the sampler's. served: a server that draws, in place of an Engine. weights: precision of the sampled weights, "full" or "int8".
         swap_memory: see Engine; in_place loads snapshots into host memory, and is not for adapters or rounded weights. engine:
         further arguments of Engine.
         """
@@ -279,7 +281,11 @@ class Sampler:
         self._in_place, shardings = swap_memory == "in_place", policy.trained_shardings(reference.mesh)
         if self._in_place:
             shardings = jax.tree.map(lambda x: x.with_memory_kind(sharding.PINNED_HOST), shardings)
-        self.engine = _engine(contract, reference.mesh, policy, tokenizer, weights=weights, swap_memory=swap_memory, **engine)
+        self.engine: Engine | ServedEngine
+        if served is not None:
+            self.engine = served
+        else:
+            self.engine = _engine(contract, reference.mesh, policy, tokenizer, weights=weights, swap_memory=swap_memory, **engine)
         self._snapshot: dict[str, Any] = dict(specs=policy.trained_specs, shardings=shardings, dtype=policy.snapshot_dtype)
         self._for_sampling = _for_sampling(policy, reference.mesh, weights)
         self.step = -1
@@ -320,5 +326,6 @@ class Sampler:
 
     def _hand_over(self, step: int, snapshot: Params) -> None:
         weights = snapshot if self._in_place else self._for_sampling(snapshot, self.reference.params)
-        self.engine.swap(self.engine.prepare(weights, consume=True), step)
+        prepared: Any = self.engine.prepare(weights, consume=True)
+        self.engine.swap(prepared, step)
         self.step = step

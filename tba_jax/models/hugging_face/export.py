@@ -7,6 +7,7 @@ that belong to one of them are zero in the rows of the others.
 
 import codecs
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -205,6 +206,26 @@ def write_character_tokenizer(folder: Path | str, characters: str, *, pad_id: in
     (Path(folder) / "tokenizer_config.json").write_text(
         json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
     )
+
+
+def tokenizer_files(tokenizer: Any, source: Path | None) -> tuple[Callable[[Path], None], dict[str, int]]:
+    """A function that writes the tokenizer into a folder, and the token ids for config.json, {} if `source` has its own.
+
+    Args: tokenizer: of characters, where there is no source. source: the folder that the model came from.
+    """
+    if source:
+        return functools.partial(copy_tokenizer, source), {}
+    ids = {name: getattr(tokenizer, name) for name in ("pad_id", "bos_id", "eos_id")}
+    write = functools.partial(write_character_tokenizer, characters=tokenizer.characters, **ids)
+    return write, {name.replace("_id", "_token_id"): token for name, token in ids.items()}
+
+
+def untied(config: DecoderConfig, params: Params) -> tuple[DecoderConfig, Params]:
+    """The same model with a head of its own: vLLM 0.32 takes new weights of a tied head as the embedding's alone."""
+    if not config.tied_embedding:
+        return config, params
+    head = {"lm_head": {"weight": np.asarray(params["embedding"]["weight"]).T}}
+    return dataclasses.replace(config, tied_embedding=False), params | head
 
 
 def save_adapters(

@@ -90,6 +90,7 @@ class SearchReport:
     equal_reward_groups: share of the queries whose rows all have the same reward.
     policy_step: of the weights in use when it was decoded. slot_idle: share of all slot-steps so far that gave no token.
     useful_token_share, work: of the sampler so far. environment: name -> mean over rows of `turns` and trajectory.ENVIRONMENT.
+    engine: ServedEngine.figures, {} where the searcher draws itself.
     """
 
     time: float
@@ -107,6 +108,7 @@ class SearchReport:
     work: Work = dataclasses.field(default_factory=Work)
     samples: Samples = dataclasses.field(default_factory=Samples)
     environment: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    engine: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Threads:

@@ -150,6 +150,7 @@ class SearchRecord:
             **{name: getattr(report, name) for name in _REPORTED},
             "unscored": self._unscored,
             **{f"environment_{name}": value for name, value in report.environment.items()},
+            **{f"engine_{name}": value for name, value in report.engine.items()},
         }
         self._writer.write(step, scalars | more)
 

@@ -4,9 +4,12 @@ import contextlib
 import dataclasses
 import os
 import platform
+import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,8 +19,13 @@ from tba_jax import trajectory
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.engine import Ticket
 from tba_jax.decoding.requests import Generation, Request, concatenate
+from tba_jax.decoding.served import GAP_LIMITS, ServedEngine
+from tba_jax.decoding.server_process import ServerProcess
+from tba_jax.decoding.servers import SERVERS, Server
 from tba_jax.decoding.slots import row_keys
 from tba_jax.decoding.state_values import StateValues
+from tba_jax.models.hugging_face import export, load
+from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program
 from tba_jax.replay.log import LogWriter
@@ -79,7 +87,10 @@ class Searcher:
             run,
             policy=policy,
             tokenizer=tokenizer,
-            reference=make_reference(_scoring(config, contract, policy, self.mesh), run),
+            reference=make_reference(
+                _scoring(config, contract, policy, self.mesh), run, scores=config.searchers.scores_reference
+            ),
+            served=_served(config, contract, run, policy, tokenizer, queries, self.mesh, writer),
             **_sampling_settings(config, contract, queries, self.mesh),
         )
         self._engine, self._reference = self.sampler.engine, self.sampler.reference
@@ -237,6 +248,7 @@ class Searcher:
                 policy_step=self._engine.policy_step,
                 slot_idle=self._engine.usage.idle,
                 useful_token_share=self.sampler.useful_token_share,
+                engine=self._engine.figures if isinstance(self._engine, ServedEngine) else {},
                 work=self.sampler.work,
             ),
         )
@@ -250,6 +262,8 @@ class Searcher:
 
     def close(self) -> None:
         self.appender.close()
+        if isinstance(self._engine, ServedEngine):
+            self._engine.close()
 
     def _decode(self, ahead: Callable[[], bool], waits: Callable[[], bool]) -> tuple[list[_Asked], Generation] | None:
         """The next queries_per_batch queries, and the responses to them; None where they are given up."""
@@ -330,6 +344,62 @@ def _sampling_settings(
     )
 
 
+def _served(
+    config: Any,
+    contract: contract_lib.Contract,
+    run: layout.RunDir,
+    policy: Policy,
+    tokenizer: Tokenizer,
+    queries: Sequence[EncodedQuery],
+    mesh: jax.sharding.Mesh,
+    writer: str,
+) -> ServedEngine | None:
+    """The server that draws, None where the searcher draws itself. Args: writer: see Searcher."""
+    s = config.searchers
+    if s.engine == "own":
+        return None
+    settings = _sampling_settings(config, contract, queries, mesh)
+    kind, length = SERVERS[s.engine], settings["prompt_length"] + contract.response_length
+    source = load.resolve_folder(config.model.path) if config.model.path else None
+    write_tokenizer, token_ids = export.tokenizer_files(tokenizer, source)
+
+    def write(folder: Path, params: Params) -> None:
+        model, plain = export.untied(policy.model, params)
+        export.save(folder, model, plain, dtype=policy.model.compute_dtype, token_ids=token_ids, more=[write_tokenizer])
+
+    server: Server | ServerProcess = (
+        kind(s.engine_url)
+        if s.engine_url
+        else ServerProcess(
+            kind,
+            python=s.engine_python or sys.executable,
+            arguments=s.engine_arguments,
+            dtype=policy.model.compute_dtype,
+            length=length,
+            log_file=run.logs / f"{writer}-{s.engine}.log",
+            start_seconds=s.engine_start_seconds,
+        )
+    )
+    return ServedEngine(
+        policy.model,
+        contract.response_space(),
+        mesh,
+        server=server,
+        folder=Path(s.engine_folder or tempfile.gettempdir()) / f"tba_jax-{writer}",
+        write=write,
+        slots=settings["slots"],
+        prompt_length=settings["prompt_length"],
+        response_length=contract.response_length,
+        given_length=settings["given_length"],
+        pad_id=contract.pad_id,
+        stop_texts=contract.stop_strings,
+        stop_strings=automaton(contract.stop_strings, tokenizer, vocab=policy.model.vocab),
+        request_seconds=s.engine_request_seconds,
+        give_up_seconds=s.give_up_seconds,
+        gap_limit=config.learner.logprob_gap_limit or GAP_LIMITS[policy.model.compute_dtype],
+    )
+
+
 def programs(
     config: Any,
     contract: contract_lib.Contract,
@@ -345,12 +415,16 @@ def programs(
     models = sampler.models_beside(config, task, role="searcher", section="searchers", devices=devices)
     if contract.embedding:
         models |= rewards.sentence_encoder(config.task.embedding_path, mesh, length=contract.response_length)
+    scores, how = contract.has_reference and config.searchers.scores_reference, _scoring(config, contract, policy, mesh)
+    if config.searchers.engine != "own":
+        base = policy.model_shapes(mesh, dtype=policy.model.compute_dtype)
+        return {**models.loading, **(how.programs(base, _rows_per_batch(config)) if scores else {}), **models.scoring}
     return sampler.programs(
-        _scoring(config, contract, policy, mesh),
+        how,
         models=models,
         tokenizer=tokenizer,
         rows=_rows_per_batch(config),
-        scores=contract.has_reference,
+        scores=scores,
         section="searchers",
         slots_setting="searchers.slots",
         **_sampling_settings(config, contract, queries, mesh),

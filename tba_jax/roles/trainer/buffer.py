@@ -31,21 +31,25 @@ from tba_jax.storage.places import Place
 _CAPACITIES_BEHIND = 2
 
 
-def make_index(config: Any, contract: contract_lib.Contract, *, reference_id: int | None = None) -> ReplayIndex:
-    """The empty index of a run. Args: reference_id: that its rows must have, see reference_of_rows; None: any."""
+def make_index(config: Any, contract: contract_lib.Contract, *, reference_ids: Sequence[int] | None = None) -> ReplayIndex:
+    """The empty index of a run. Args: reference_ids: that its rows may have, see references_of_rows; None: any."""
     rules = {field.name: config.replay[field.name] for field in dataclasses.fields(Rules)}
     return ReplayIndex(
         shape=contract.row_shape(),
         vocab_size=contract.model["vocab"],
-        reference_id=reference_id,
+        reference_ids=reference_ids,
         success_decay=config.replay.success_decay,
         **rules,
     )
 
 
-def reference_of_rows(contract: contract_lib.Contract, run: layout.RunDir) -> int:
-    """The reference id in the rows of a run. Raises FileNotFoundError where the run has none yet, see layout.reference_id."""
-    return int(contract.reference_of_rows(layout.reference_id(run)), 16)
+def references_of_rows(config: Any, contract: contract_lib.Contract, run: layout.RunDir) -> tuple[int, ...]:
+    """The reference ids that rows of a run may have: the run's, and 0 for none where the trainer scores rows by it.
+
+    Raises FileNotFoundError where the run has no reference yet, see layout.reference_id.
+    """
+    own = int(contract.reference_of_rows(layout.reference_id(run)), 16)
+    return (own,) if config.searchers.scores_reference else (own, int(contract_lib.NO_REFERENCE, 16))
 
 
 def make_selection(config: Any, *, recent_window: int) -> Selection:
@@ -90,8 +94,8 @@ class ReplayBuffer:
         self._mounted_runs = [layout.open_run_dir(folder) for folder in config.replay.mount]
         self.reader = LogReader(run.replay, contract.row_shape(), mounts=mounts)
         self._requests = places.RequestRate([run.replay, *mounts])
-        self._reference_id = reference_of_rows(contract, run)
-        self.index = make_index(config, contract, reference_id=self._reference_id)
+        self._reference_ids = references_of_rows(config, contract, run)
+        self.index = make_index(config, contract, reference_ids=self._reference_ids)
         # Rows that the window would not keep need not be read.
         most_behind = max(_CAPACITIES_BEHIND * config.replay.capacity, config.replay.min_rows)
         self._tail_settings: dict[str, Any] = dict(
@@ -129,7 +133,7 @@ class ReplayBuffer:
         self.reader.heads()
         known = KnownGaps(self._losses.until(step))
         self.index, self._lost = ReplayIndex.restore(
-            state["index"], self.reader, closed=self._closed_folder, reference_id=self._reference_id, known=known
+            state["index"], self.reader, closed=self._closed_folder, reference_ids=self._reference_ids, known=known
         )
         self._again = Again(self.index, self.reader, self._losses, step=step)
         self._visible = state["visible"]
@@ -289,9 +293,7 @@ class ReplayBuffer:
             return f"a token, padding included, is not below the model's vocabulary of {self.index.vocab_size} ids"
         if reason != "reference":
             return reason
-        return (
-            f"its log-probs are not of {contract_lib.reference_in_words(f'{self._reference_id:016x}')}, which is that of this run"
-        )
+        return f"its log-probs are not of {contract_lib.reference_in_words(f'{self._reference_ids[0]:016x}')}, which is that of this run"
 
     def close(self) -> None:
         """Stops the thread that reads the log."""

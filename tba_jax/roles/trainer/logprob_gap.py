@@ -154,7 +154,8 @@ class LogprobGap:
         slots = usable[index.row_step[usable] == step][:_ROWS_OF_A_STEP]
         rows = index.gather(slots)
         mask = trajectory.trained(rows)
-        whole = (np.where(mask, rows["policy_step"], step) == step).all(axis=1)
+        # A server's rows that were drawn at other temperatures have no log-probs of the policy.
+        whole = (np.where(mask, rows["policy_step"], step) == step).all(axis=1) & rows["policy_logprobs"].any(axis=1)
         return index.gather(np.resize(slots[whole], self._config.limits.full_rows)) if whole.any() else None
 
     def take(self, frozen: Params) -> dict[str, float] | None:

@@ -23,7 +23,7 @@ from tba_jax.roles.trainer import logprob_gap
 from tba_jax.roles.trainer.buffer import ReplayBuffer
 from tba_jax.roles.trainer.logprob_gap import LogprobGap, SnapshotScores
 from tba_jax.roles.trainer.publishing import Checkpointing, publisher
-from tba_jax.roles.trainer.update_program import BehaviorCheck, Placed, Refusals, UpdateProgram
+from tba_jax.roles.trainer.update_program import BehaviorCheck, Placed, Refusals, UpdateProgram, behavior_reader
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout, places
 from tba_jax.storage.lease import EpochLease
@@ -151,7 +151,10 @@ class Trainer:
         self._refusals = Refusals(skips=config.learner.non_finite == "skip", journal=run.journal)
         learner, sampler_weights = self.program.config, config.searchers.weights
         self._scores = SnapshotScores(learner, self.program.mesh, run.policies, sampler_weights=sampler_weights)
-        self._gap = LogprobGap(self._scores, learner, self.plan, limit=logprob_gap.limit(config))
+        # A server's log-probs are another program's. They are a figure, where no objective reads them.
+        is_figure = config.searchers.engine != "own" and not behavior_reader(config.learner)
+        limit = float("inf") if is_figure else logprob_gap.limit(config)
+        self._gap = LogprobGap(self._scores, learner, self.plan, limit=limit)
         self._last_gap: dict[str, float] = {}
         self._journal: journal.Journal | None = None
         # The batch of the next step, where it was prepared beside the last update.

@@ -121,10 +121,11 @@ class UpdateProgram:
         self._policy = policy
         self._resets_optimizer = c.reference.reset_optimizer
         self.rows, self.work = c.queries * c.completions, Work()
-        held = c.reference.kind in update_lib.HELD_REFERENCES
-        self._passes = hardware.passes(adapters=policy.lora is not None, held_reference=held)
+        self._passes = hardware.passes(adapters=policy.lora is not None, held_reference=update_lib.holds_reference(config))
         self.mesh = sharding.make_mesh(tuple(c.mesh.values()), setting="learner.mesh", devices=devices)
-        self.config = update_lib.make_learner_config(c, contract, policy, self.mesh)
+        self.config = update_lib.make_learner_config(
+            c, contract, policy, self.mesh, stored_reference=config.searchers.scores_reference
+        )
         self.frozen: Params = {}
         self._shapes_log = {True: ShapesLog("update"), False: ShapesLog("update in two passes")}
         self._optimizers = optimizer.make_optimizers(c)

@@ -1,0 +1,389 @@
+"""A decoder whose samples an inference server draws, with the interface of Engine: requests in, generations out.
+
+A sample is one call of the server. New weights wait until all that is under way has been drawn, since no server tells which
+weights drew a token; then the server reads them from a folder, and its log-probs of a fixed text must be those of the new weights. A
+server that is away, late or full is asked again; one that this process has started is started anew where it ended or hangs.
+"""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import logging
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from tba_jax import sharding
+from tba_jax.decoding.requests import Generation, Parked, Request, Ticket, Usage
+from tba_jax.decoding.server_process import ServerProcess
+from tba_jax.decoding.servers import Draw, Drawn, Refused, Server, Unavailable
+from tba_jax.models import kv_cache, parameters, scoring
+from tba_jax.models.config import DecoderConfig, ResponseSpace
+from tba_jax.models.parameters import Params
+from tba_jax.text.tokenizers import StopStrings
+
+log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.05
+_PROBE_TOKENS = 64
+# Nats per token that a server's log-probs may be off in the mean, by compute dtype.
+GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
+_TRIES = 3  # of a load of weights, and of starts one after the other
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds before a server that is away or full is asked again
+
+
+class WrongWeights(ValueError):
+    """The server's log-probs are not those of the weights that it was given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """Weights as the server takes them. logprobs: float32[P − 1], nats, of the probe under them."""
+
+    folder: Path
+    logprobs: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Row:
+    """A sample of a request that the server is asked, or is to be asked."""
+
+    ticket: Ticket
+    row: int
+
+
+class ServedEngine:
+    """Generates responses. One thread may call it; `prepare` and `swap` may be called from another.
+
+    Attributes: usage: since the start; its slots and bytes are not known. gap: nats per token, in the mean, between server and
+    learner on the probe, of the weights in use; NaN before the first. update_seconds: in which nothing was drawn because of new
+    weights, of the last; restarts: of the server. trouble: why the server is not asked now, "" where it is.
+    """
+
+    def __init__(
+        self,
+        model: DecoderConfig,
+        space: ResponseSpace,
+        mesh: Mesh,
+        *,
+        server: Server | ServerProcess,
+        folder: Path,
+        write: Callable[[Path, Params], None],
+        slots: int,
+        prompt_length: int,
+        response_length: int,
+        pad_id: int,
+        stop_texts: Sequence[str] = (),
+        stop_strings: StopStrings | None = None,
+        given_length: int = 0,
+        request_seconds: float = 300.0,
+        give_up_seconds: float = 300.0,
+        gap_limit: float = 1e-3,
+    ):
+        """Args:
+        server: one that runs, or how one is started. folder: for weights, which the server can read; it is emptied.
+        write: writes a Hugging Face folder of plain weights of the policy. slots: samples that the server is asked at a time.
+        request_seconds: that a sample may take; give_up_seconds: without an answer of any server.
+        gap_limit: the largest `gap` of the right weights. Others: see Engine.
+        """
+        self._model, self._space, self._slots = model, space, slots
+        self._process = server if isinstance(server, ServerProcess) else None
+        self._server = None if isinstance(server, ServerProcess) else server
+        self._folder, self._write, self._number = folder, write, 0
+        self._longest_prompt, self._longest, self._R, self._pad_id = (
+            prompt_length - given_length,
+            prompt_length,
+            response_length,
+            pad_id,
+        )
+        self._stop_texts, self._stop_strings = tuple(stop_texts), stop_strings
+        self._request_seconds, self._give_up_seconds, self._gap_limit = request_seconds, give_up_seconds, gap_limit
+        self.usage, self.policy_step, self.gap, self.update_seconds, self.restarts = Usage(), -1, float("nan"), 0.0, 0
+        self.trouble = ""
+        self._lock = threading.Lock()  # over `incoming`
+        self._incoming: tuple[Prepared, int] | None = None
+        self._in_use: Prepared | None = None
+        self._queue: deque[_Row] = deque()
+        self._asked: dict[concurrent.futures.Future[Drawn], _Row] = {}
+        self._threads = concurrent.futures.ThreadPoolExecutor(slots, thread_name_prefix="server")
+        self._pause, self._pauses_until, self._away_since = _FIRST_PAUSE, 0.0, 0.0
+        allowed = np.setdiff1d(np.arange(model.vocab), [*space.banned_tokens, space.eos_id, pad_id])
+        count = min(_PROBE_TOKENS, prompt_length + response_length - given_length - 1)
+        self._probe = np.random.default_rng(0).choice(allowed, count).astype(np.int32)
+        plain = ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
+        graphdef = kv_cache.define(model, unstacked=False).graphdef
+
+        def logprobs(params: Params) -> jax.Array:
+            its = parameters.module(graphdef, params)
+            tokens, one, rest = (jnp.asarray(x, jnp.int32) for x in (self._probe[None], [1], [count - 1]))
+            how: dict[str, Any] = dict(R=count - 1, space=plain, logit_bytes=1 << 27, remat="none")
+            return scoring.response_logprobs(its, tokens, one, rest, **how)[0][0]
+
+        self._logprobs = sharding.on_mesh(mesh, jax.jit(logprobs))
+        shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What a searcher's metrics tell of the server."""
+        return {"gap": self.gap, "update_seconds": self.update_seconds, "restarts": float(self.restarts)}
+
+    @property
+    def prompts(self) -> int:
+        """How many samples the server is asked at a time."""
+        return self._slots
+
+    @property
+    def swapped(self) -> bool:
+        """Whether the server has the weights that it was handed last."""
+        return self._incoming is None
+
+    def prepare(self, params: Params, *, consume: bool = False) -> list[Prepared]:
+        """Writes weights for `swap`. Args: params: plain weights of the policy (Policy.for_sampling); consume: see Engine."""
+        self._number += 1
+        logprobs, folder = np.asarray(self._logprobs(params), np.float64), self._folder / f"{self._number}"
+        self._write(folder, params)
+        return [Prepared(folder, logprobs)]
+
+    def swap(self, prepared: Sequence[Prepared], step: int) -> None:
+        """Hands over weights, which the server gets when all that is under way has been drawn."""
+        with self._lock:
+            self._incoming = (prepared[0], step)
+
+    def set_policy(self, params: Params, step: int) -> None:
+        """Prepares weights and hands them over, for a caller that has nothing running."""
+        self.swap(self.prepare(params), step)
+
+    def submit(self, request: Request) -> Ticket:
+        """Queues a request and returns its ticket, which `decode` takes. May be called while `decode` pauses.
+
+        Raises ValueError: the prompt is empty or too long, or the beginning leaves no room; names the limit.
+        """
+        prompt, given = len(request.prompt), len(request.beginning)
+        if not 1 <= prompt <= self._longest_prompt or prompt + given > self._longest or given >= self._R:
+            raise ValueError(
+                f"query {request.name}: {prompt} tokens of prompt and {given} of the response are not within 1 to "
+                f"{self._longest_prompt} and 0 to {min(self._longest - prompt, self._R - 1)}"
+            )
+        ticket = Ticket(request, response_length=self._R, pad_id=self._pad_id)
+        self._queue += [_Row(ticket, row) for row in range(request.samples)]
+        return ticket
+
+    def decode(self, tickets: Sequence[Ticket]) -> Iterator[int]:
+        """As Engine.decode: draws until these requests are answered, and yields how many more samples there is room for.
+
+        Raises Refused: the server gives what the run cannot have; WrongWeights: it does not take new weights; Unavailable: it has
+        been away for longer than give_up_seconds, or cannot be started.
+        """
+        if self.policy_step < 0 and self._incoming is None:
+            raise RuntimeError("the decoder has no weights yet: `swap` or `set_policy` comes first")
+        while any(ticket.left for ticket in tickets):
+            self._take_up()
+            yield max(0, self._slots - len(self._asked) - len(self._queue)) if self.swapped else 0
+            self._ask()
+            self._collect()
+        self._take_up()
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """Answers these requests; nothing else may be running. Raises: as `submit` and `decode`."""
+        tickets = [self.submit(request) for request in requests]
+        for _ in self.decode(tickets):
+            pass
+        return [ticket.generation for ticket in tickets]
+
+    def unpark(self, parked: Parked) -> None:
+        """A conversation has ended. The server keeps caches by itself."""
+
+    def close(self) -> None:
+        """Ends the server if this process has started it, and removes the weights that were written for it."""
+        if self._process is not None:
+            self._process.kill()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _ask(self) -> None:
+        """Sends what waits, as far as there is room: nothing while weights wait, or the server is away."""
+        if self._incoming is not None or time.monotonic() < self._pauses_until:
+            return
+        while self._queue and len(self._asked) < self._slots:
+            row = self._queue.popleft()
+            assert self._server is not None
+            self._asked[self._threads.submit(self._server.draw, self._draw(row), seconds=self._request_seconds)] = row
+
+    def _draw(self, row: _Row) -> Draw:
+        request, i, space = row.ticket.request, row.row, self._space
+        s, context, given = request.sampling, request.context, len(request.beginning)
+        # Turns of one conversation have one key.
+        digest = hashlib.blake2b(np.asarray(request.keys[i]).tobytes() + len(context).to_bytes(8, "little"), digest_size=4)
+        return Draw(
+            context=context,
+            limit=int(row.ticket.limit[i]) - given,
+            least=max(0, space.min_length - 1 - given),
+            temperature=float(s.temperature[i]),
+            top_k=int(s.top_k[i]),
+            top_p=float(s.top_p[i]),
+            min_p=float(s.min_p[i]),
+            seed=int.from_bytes(digest.digest(), "little") >> 1,
+            eos_id=space.eos_id,
+            banned=space.banned_tokens,
+            stop=self._stop_texts,
+        )
+
+    def _collect(self) -> None:
+        """Takes what the server has answered, and waits a little for it."""
+        if not self._asked:
+            time.sleep(_LOOK_SECONDS)
+            return
+        done, _ = concurrent.futures.wait(self._asked, timeout=_LOOK_SECONDS, return_when=concurrent.futures.FIRST_COMPLETED)
+        failures = []
+        for future in done:
+            row = self._asked.pop(future)
+            try:
+                self._take(row, future.result())
+            except Unavailable as error:
+                self._queue.appendleft(row)
+                failures.append(error)
+            else:
+                self.trouble, self._pause, self._away_since = "", _FIRST_PAUSE, 0.0
+        if failures:
+            self._mend(failures[0])
+
+    def _mend(self, error: Unavailable) -> None:
+        """The server has not answered: it is started anew where it is this process' own and ended or hangs, and asked later."""
+        self.trouble, now = str(error), time.monotonic()
+        self._away_since = self._away_since or now
+        if now - self._away_since > self._give_up_seconds:
+            raise Unavailable(
+                f"{error}; no answer has come within searchers.give_up_seconds={self._give_up_seconds:g}"
+            ) from error
+        if self._process is not None and (not self._process.is_alive or self._hangs(error)):
+            log.warning("the server is started anew: %s", error)
+            self._process.kill()  # what is asked fails at once
+            for future, row in self._asked.items():
+                concurrent.futures.wait([future])
+                self._queue.appendleft(row)
+            self._asked.clear()
+            assert self._in_use is not None
+            self._start(self._in_use)
+            return
+        log.warning("%s; it is asked again in %.1f s", error, self._pause)
+        self._pauses_until = now + self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _hangs(self, error: Unavailable) -> bool:
+        assert self._server is not None
+        try:
+            self._server.check_there()
+        except Unavailable:
+            return True
+        return isinstance(error.__cause__, TimeoutError)
+
+    def _start(self, prepared: Prepared) -> None:
+        """Starts the server, with these weights."""
+        assert self._process is not None
+        for attempt in range(_TRIES):
+            try:
+                self._server = self._process.start(prepared.folder)
+                self.gap = self._check(prepared)
+                self.restarts += self._in_use is not None
+                return
+            except (Unavailable, WrongWeights) as error:
+                if attempt == _TRIES - 1:
+                    raise
+                log.warning("%s; once more", error)
+
+    def _take_up(self) -> None:
+        """Gives the server the weights that wait, if all that is under way has been drawn."""
+        with self._lock:
+            if self._incoming is None or self._asked:
+                return
+            prepared, step = self._incoming
+        begun, server = time.monotonic(), self._server
+        for attempt in range(_TRIES):
+            try:
+                if server is None or (attempt == _TRIES - 1 and self._process is not None):
+                    self._start(prepared)
+                else:
+                    server.load(prepared.folder, seconds=self._request_seconds)
+                    self.gap = self._check(prepared)
+                break
+            except (Unavailable, WrongWeights) as error:
+                if attempt == _TRIES - 1:
+                    raise
+                log.warning("the server did not take the weights of step %d: %s; once more", step, error)
+                time.sleep(_FIRST_PAUSE)
+        with self._lock:
+            before, self._in_use, self.policy_step = self._in_use, prepared, step
+            if self._incoming == (prepared, step):
+                self._incoming = None
+        self.update_seconds = time.monotonic() - begun
+        if before is not None:
+            shutil.rmtree(before.folder, ignore_errors=True)
+
+    def _check(self, prepared: Prepared) -> float:
+        """The gap on the probe. Raises WrongWeights where it is too large, or larger than that to the weights before."""
+        assert self._server is not None
+        told = np.array(self._server.logprobs(self._probe.tolist(), seconds=self._request_seconds))
+        gap = float(np.abs(told - prepared.logprobs).mean())
+        if not gap <= self._gap_limit:
+            raise WrongWeights(
+                f"{self._server.url} gives a fixed text log-probs that are {gap:.3g} nats per token off the policy's, above "
+                f"{self._gap_limit:g}: it has another model, other weights or another precision"
+            )
+        if self._in_use is not None and self._in_use is not prepared and np.abs(told - self._in_use.logprobs).mean() < gap:
+            raise WrongWeights(f"{self._server.url} has the weights before, not those that it was given")
+        return gap
+
+    def _take(self, row: _Row, drawn: Drawn) -> None:
+        """Writes a sample into the generation of its ticket. Raises Refused where the run cannot have it."""
+        request, i, made, space = row.ticket.request, row.row, row.ticket.generation, self._space
+        given, limit = len(request.beginning), int(row.ticket.limit[i])
+        tokens, n, server = (
+            drawn.tokens,
+            len(drawn.tokens),
+            f"{self._server.url if self._server else 'the server'}, query {request.name}",
+        )
+        if drawn.context != request.context:
+            raise Refused(
+                f"{server}: it continued {len(drawn.context)} tokens that are not the {len(request.context)} it was given: it "
+                "must neither truncate prompts nor put them into a template"
+            )
+        if not 1 <= n <= limit - given or len(drawn.logprobs) != n:
+            raise Refused(
+                f"{server}: it gave {n} tokens and {len(drawn.logprobs)} log-probs, where 1 to {limit - given} were asked"
+            )
+        if wrong := [token for token in tokens if not 0 <= token < self._model.vocab or token in space.banned_tokens]:
+            raise Refused(f"{server}: token {wrong[0]} is not of the policy's {self._model.vocab}, or one of task.banned_tokens")
+        if not np.isfinite(drawn.logprobs).all():
+            raise Refused(f"{server}: log-probs are not finite")
+        ended = tokens[-1] == space.eos_id
+        if self._stop_strings is not None:
+            state = self._stop_strings.run(request.begun)
+            for last, token in enumerate(tokens):
+                state = self._stop_strings.next_state[state, token]
+                if state == self._stop_strings.accept:
+                    tokens, n, ended = tokens[: last + 1], last + 1, True
+                    break
+        if not ended and n < limit - given:
+            raise Refused(f"{server}: it ended a response after {n} of {limit - given} tokens, without an end of sequence")
+        at = slice(given, given + n)
+        behavior, s = np.minimum(np.array(drawn.logprobs[:n], np.float32), 0.0), request.sampling
+        greedy = float(s.temperature[i]) == 0
+        made.tokens[i, at], made.policy_step[i, at] = tokens, self.policy_step
+        made.behavior_logprobs[i, at] = 0.0 if greedy else behavior
+        plain = s.temperature[i] == np.float32(space.temperature) and not s.top_k[i] and s.top_p[i] == 1 and not s.min_p[i]
+        made.policy_logprobs[i, at] = behavior if plain else 0.0
+        made.length[i], made.finished[i] = given + n, ended
+        row.ticket.left -= 1
+        self.usage.useful += n
+        self.usage.slot_steps += n
+        self.usage.prompt_tokens += len(request.context)
+        self.usage.prefilled += len(request.context)

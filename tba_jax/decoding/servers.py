@@ -1,0 +1,207 @@
+"""Inference servers as decoders: what vLLM and SGLang are asked over HTTP, token ids in and token ids out.
+
+Every setting of the sampling is sent with each request, so that no default of the server or of the model's generation_config.json
+decides anything; log-probs are asked of the distribution that was sampled.
+"""
+
+import abc
+import dataclasses
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_SHORT_SECONDS = 10.0  # for what costs a server nothing
+# What a logit gets that is not to be drawn: e^−100 is nothing beside a float32's rounding. Both servers clip at it.
+_BAN = -100.0
+_FULL = (408, 425, 429, 500, 502, 503, 504)
+
+
+class Unavailable(OSError):
+    """The server is away, ended, late or full: it may be asked again."""
+
+
+class Refused(ValueError):
+    """The server answered, and its answer is no response that the run may have."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Draw:
+    """Asks for one response. context: ids; limit: most tokens; least: without an end of sequence before them.
+
+    temperature, top_k, top_p, min_p: see sampling.Sampling; seed: of this response alone. eos_id: −1 for none. banned: ids;
+    stop: strings that end the response, and are part of it.
+    """
+
+    context: Sequence[int]
+    limit: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    eos_id: int
+    banned: Sequence[int] = ()
+    least: int = 0
+    stop: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """tokens; logprobs: nats, of the distribution that was sampled; context: the ids that the server continued."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    context: list[int]
+
+
+class Server(abc.ABC):
+    """An inference server at a URL. Several threads may ask it at once. Every method raises Unavailable and Refused."""
+
+    name: str
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+    @staticmethod
+    @abc.abstractmethod
+    def command(folder: Path, *, port: int, dtype: str, length: int, seed: int) -> list[str]:
+        """Arguments of `python -m` that start a server of a Hugging Face folder. Args: length: most tokens of a sequence."""
+
+    environment: Mapping[str, str] = {}  # that it is started with
+
+    @abc.abstractmethod
+    def draw(self, draw: Draw, *, seconds: float) -> Drawn: ...
+
+    @abc.abstractmethod
+    def logprobs(self, tokens: Sequence[int], *, seconds: float) -> list[float]:
+        """Nats of each token but the first, given those before it: of the model, at temperature 1, without bans."""
+
+    @abc.abstractmethod
+    def load(self, folder: Path, *, seconds: float) -> None:
+        """Takes the weights of a folder, and forgets what it has computed by others."""
+
+    def check_there(self) -> None:
+        self._ask("GET", "/health", None, _SHORT_SECONDS)
+
+    def _ask(self, method: str, path: str, body: Any, seconds: float) -> Any:
+        """The server's answer, as JSON where it is."""
+        data = None if body is None else json.dumps(body).encode()
+        asked = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
+        try:
+            with self._open(asked, timeout=seconds) as answer:
+                content = answer.read()
+        except urllib.error.HTTPError as error:
+            told = " ".join(error.read(2000).decode(errors="replace").split())[:300]
+            sentence = f"{self.url}{path} answered {error.code}: {told or error.reason}"
+            raise (Unavailable if error.code in _FULL else Refused)(sentence) from error
+        except (OSError, http.client.HTTPException) as error:
+            why = f"did not answer within {seconds:g} s" if isinstance(error, TimeoutError) else f"is away: {error}"
+            raise Unavailable(f"{self.url}{path} {why}") from error
+        try:
+            return json.loads(content) if content.strip() else None
+        except ValueError:
+            return content.decode(errors="replace")
+
+
+class Vllm(Server):
+    """vLLM's server of the OpenAI protocol, version 0.11 and later, with VLLM_SERVER_DEV_MODE=1 for new weights."""
+
+    name = "vllm"
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+    @staticmethod
+    def command(folder: Path, *, port: int, dtype: str, length: int, seed: int) -> list[str]:
+        settings: dict[str, Any] = {"model": folder, "served-model-name": "policy", "host": "127.0.0.1", "port": port}
+        settings |= {"dtype": dtype, "max-model-len": length, "seed": seed, "generation-config": "vllm"}
+        settings |= {"logprobs-mode": "processed_logprobs"}
+        return ["vllm.entrypoints.openai.api_server", *(f"--{name}={value}" for name, value in settings.items())]
+
+    def draw(self, draw: Draw, *, seconds: float) -> Drawn:
+        d = draw
+        asked: dict[str, Any] = dict(prompt=list(d.context), max_tokens=d.limit, min_tokens=min(d.least, d.limit), seed=d.seed)
+        asked |= dict(temperature=d.temperature, top_k=d.top_k or -1, top_p=d.top_p, min_p=d.min_p, logprobs=0)
+        asked |= dict(frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0, n=1, echo=False)
+        asked |= dict(ignore_eos=True, stop_token_ids=[d.eos_id] if d.eos_id >= 0 else [], stop=list(d.stop))
+        asked |= dict(include_stop_str_in_output=True, skip_special_tokens=False, return_token_ids=True)
+        if d.banned:
+            asked["logit_bias"] = {str(token): _BAN for token in d.banned}
+        answer = self._ask("POST", "/v1/completions", asked, seconds)
+        try:
+            (choice,) = answer["choices"]
+            return Drawn(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["prompt_token_ids"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise Refused(
+                f"{self.url}/v1/completions gave no token ids and log-probs: vLLM 0.11 and later gives them by return_token_ids"
+            ) from error
+
+    def logprobs(self, tokens: Sequence[int], *, seconds: float) -> list[float]:
+        asked = dict(prompt=list(tokens), max_tokens=1, temperature=0.0, prompt_logprobs=0, return_token_ids=True)
+        answer = self._ask("POST", "/v1/completions", asked, seconds)
+        try:
+            told = answer["choices"][0]["prompt_logprobs"][1:]
+            return [float(each[str(token)]["logprob"]) for token, each in zip(tokens[1:], told, strict=True)]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise Refused(f"{self.url}/v1/completions gave no log-probs of its prompt (prompt_logprobs)") from error
+
+    def load(self, folder: Path, *, seconds: float) -> None:
+        how = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        self._ask("POST", "/collective_rpc", how, seconds)
+        self._ask("POST", "/reset_prefix_cache", {}, seconds)
+
+
+class Sglang(Server):
+    """SGLang's server, by its own protocol."""
+
+    name = "sglang"
+
+    @staticmethod
+    def command(folder: Path, *, port: int, dtype: str, length: int, seed: int) -> list[str]:
+        settings: dict[str, Any] = {"model-path": folder, "host": "127.0.0.1", "port": port, "dtype": dtype}
+        settings |= {"context-length": length, "random-seed": seed, "sampling-defaults": "openai"}
+        return ["sglang.launch_server", *(f"--{name}={value}" for name, value in settings.items())]
+
+    def draw(self, draw: Draw, *, seconds: float) -> Drawn:
+        d = draw
+        how: dict[str, Any] = dict(max_new_tokens=d.limit, min_new_tokens=min(d.least, d.limit), sampling_seed=d.seed)
+        how |= dict(temperature=d.temperature, top_k=d.top_k or -1, top_p=d.top_p, min_p=d.min_p)
+        how |= dict(frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0, n=1, no_stop_trim=True)
+        how |= dict(ignore_eos=True, stop_token_ids=[d.eos_id] if d.eos_id >= 0 else [], stop=list(d.stop))
+        how |= dict(skip_special_tokens=False, spaces_between_special_tokens=False)
+        if d.banned:
+            how["logit_bias"] = {str(token): _BAN for token in d.banned}
+        answer = self._ask(
+            "POST", "/generate", dict(input_ids=list(d.context), sampling_params=how, return_logprob=True), seconds
+        )
+        try:
+            told = answer["meta_info"]
+            logprobs, tokens = zip(*[(each[0], each[1]) for each in told["output_token_logprobs"]], strict=True)
+            if told["prompt_tokens"] != len(d.context):
+                raise Refused(f"{self.url}/generate continued {told['prompt_tokens']} of {len(d.context)} tokens")
+            return Drawn(list(tokens), list(logprobs), list(d.context))
+        except (KeyError, TypeError, IndexError) as error:
+            raise Refused(f"{self.url}/generate gave no token ids and log-probs (return_logprob)") from error
+
+    def logprobs(self, tokens: Sequence[int], *, seconds: float) -> list[float]:
+        how = dict(max_new_tokens=1, temperature=0.0)
+        asked = dict(input_ids=list(tokens), sampling_params=how, return_logprob=True, logprob_start_len=0)
+        answer = self._ask("POST", "/generate", asked, seconds)
+        try:
+            told = answer["meta_info"]["input_token_logprobs"][1:]
+            if [each[1] for each in told] != list(tokens[1:]):
+                raise Refused(f"{self.url}/generate read other tokens than it was given")
+            return [float(each[0]) for each in told]
+        except (KeyError, TypeError, IndexError) as error:
+            raise Refused(f"{self.url}/generate gave no log-probs of its prompt (logprob_start_len)") from error
+
+    def load(self, folder: Path, *, seconds: float) -> None:
+        answer = self._ask("POST", "/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True}, seconds)
+        if not (isinstance(answer, dict) and answer.get("success")):
+            raise Refused(f"{self.url}/update_weights_from_disk did not take {folder}: {str(answer)[:200]}")
+
+
+SERVERS: dict[str, type[Server]] = {"vllm": Vllm, "sglang": Sglang}

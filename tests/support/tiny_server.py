@@ -1,0 +1,143 @@
+"""A small inference server that speaks vLLM's protocol, token by token on the CPU: what faults of a server do is tested by it.
+
+python -m tests.support.tiny_server --model=FOLDER --port=P …: as vLLM's own command line; what it does not know is ignored.
+"""
+
+import functools
+import json
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tba_jax.decoding.servers import Vllm
+from tba_jax.models import decoder, parameters
+from tba_jax.models.hugging_face import load
+
+LENGTH = 128
+
+
+class TinyVllm(Vllm):
+    """Starts this module in place of vLLM."""
+
+    @staticmethod
+    def command(folder: Path, **settings: Any) -> list[str]:
+        return ["tests.support.tiny_server", *Vllm.command(folder, **settings)[1:]]
+
+
+class TinyServer(ThreadingHTTPServer):
+    """faults: name -> value: status: (code, how many answers have it); late: seconds before each answer of a completion; cut: the
+    prompt's first tokens are left out; no_ids: token ids are not told; stale: new weights are not taken; early: responses end
+    after two tokens; drawn: a token that every response begins with; temperature: replaces that of the request.
+    asked: bodies of the completions that were asked."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, port: int = 0):
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.faults: dict[str, Any] = {}
+        self.asked: list[dict[str, Any]] = []
+        self.loads = 0
+        self._lock = threading.Lock()
+        self.load(folder)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def load(self, folder: Path) -> None:
+        self.loads += 1
+        if self.faults.get("stale") and self.loads > 1:
+            return
+        config = load.read_config(folder, compute_dtype="float32")
+        on_device = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0]), decoder.define(config).specs)
+        self.params = load.load_params(folder, config, on_device)
+        self.config = config
+        self._logits = jax.jit(functools.partial(_logits, config=config))
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        """float32[len(tokens), V]."""
+        padded = np.zeros((1, LENGTH), np.int32)
+        padded[0, : len(tokens)] = tokens
+        with self._lock:
+            return np.asarray(self._logits(self.params, padded))[: len(tokens)]
+
+    def complete(self, asked: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(asked)
+        context = asked["prompt"][2:] if self.faults.get("cut") else asked["prompt"]
+        if "prompt_logprobs" in asked:
+            every = jax.nn.log_softmax(jnp.asarray(self.logits(context)))
+            told = [{str(token): {"logprob": float(every[i, token])}} for i, token in enumerate(context[1:])]
+            return {"choices": [{"prompt_logprobs": [None, *told], "prompt_token_ids": context, "token_ids": [0]}]}
+        rng, tokens, logprobs = np.random.default_rng(asked["seed"]), list[int](), list[float]()
+        bias = {int(token): value for token, value in asked.get("logit_bias", {}).items()}
+        temperature = self.faults.get("temperature", asked["temperature"])
+        while len(tokens) < asked["max_tokens"]:
+            logits = self.logits([*context, *tokens])[-1].astype(np.float64)
+            for token, value in bias.items():
+                logits[token] += value
+            if len(tokens) < asked["min_tokens"]:
+                logits[asked["stop_token_ids"]] = -np.inf
+            scaled = logits / (temperature or 1.0)
+            every = scaled - scaled.max() - np.log(np.exp(scaled - scaled.max()).sum())
+            token = int(logits.argmax()) if not temperature else int(rng.choice(len(every), p=np.exp(every)))
+            if not tokens and "drawn" in self.faults:
+                token = self.faults["drawn"]
+            tokens.append(token)
+            logprobs.append(float(every[token % len(every)]))
+            if token in asked["stop_token_ids"] or (self.faults.get("early") and len(tokens) == 2):
+                break
+        choice: dict[str, Any] = {"prompt_token_ids": context, "logprobs": {"token_logprobs": logprobs}, "token_ids": tokens}
+        if self.faults.get("no_ids"):
+            del choice["token_ids"]
+        return {"choices": [choice]}
+
+
+def _logits(params: Any, tokens: jax.Array, *, config: Any) -> jax.Array:
+    model = parameters.module(decoder.define(config).graphdef, params)
+    return model.head()(model(tokens)[0])
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: TinyServer
+
+    def do_GET(self) -> None:
+        self._answer(200, None)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "null")
+        faults = self.server.faults
+        if self.path == "/v1/completions":
+            code, left = faults.get("status", (0, 0))
+            if left:
+                faults["status"] = code, left - 1
+                self._answer(code, {"error": "busy"})
+                return
+            time.sleep(faults.get("late", 0.0))
+            self._answer(200, self.server.complete(body))
+        elif self.path == "/collective_rpc":
+            self.server.load(Path(body["kwargs"]["weights_path"]))
+            self._answer(200, {"results": [None]})
+        else:
+            self._answer(200, None)
+
+    def _answer(self, code: int, content: Any) -> None:
+        data = b"" if content is None else json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    settings = dict(each.removeprefix("--").split("=", 1) for each in sys.argv[1:] if "=" in each)
+    TinyServer(Path(settings["model"]), int(settings["port"])).serve_forever()
