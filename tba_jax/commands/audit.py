@@ -204,6 +204,8 @@ def regenerate(run: Run, name: str) -> tuple[str, bool]:
         return regenerate(next(mount for mount in mounts if folder.startswith(f"{mount.layout.shared}/")), name)
     if source := run.reader.info(writer).get("responses"):
         raise ValueError(f"{name} was not generated: its response is from {source}")
+    if (engine := run.reader.info(writer).get("engine", "own")) != "own":
+        raise ValueError(f"{name} cannot be generated again: its tokens were drawn by a server (searchers.engine={engine})")
     length = int(row["response_length"])
     drawn = trajectory.trained(rows)[0]
     steps = sorted(set(row["policy_step"][drawn].tolist()))

@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 _SHORT_SECONDS = 10.0  # for what costs a server nothing
 # What a logit gets that is not to be drawn: e^−100 is nothing beside a float32's rounding. Both servers clip at it.
@@ -72,7 +72,7 @@ class Server(abc.ABC):
     def command(folder: Path, *, port: int, dtype: str, length: int, seed: int) -> list[str]:
         """Arguments of `python -m` that start a server of a Hugging Face folder. Args: length: most tokens of a sequence."""
 
-    environment: Mapping[str, str] = {}  # that it is started with
+    environment: ClassVar[Mapping[str, str]] = {}  # that it is started with
 
     @abc.abstractmethod
     def draw(self, draw: Draw, *, seconds: float) -> Drawn: ...
@@ -112,7 +112,7 @@ class Vllm(Server):
     """vLLM's server of the OpenAI protocol, version 0.11 and later, with VLLM_SERVER_DEV_MODE=1 for new weights."""
 
     name = "vllm"
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    environment: ClassVar[Mapping[str, str]] = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
     @staticmethod
     def command(folder: Path, *, port: int, dtype: str, length: int, seed: int) -> list[str]:

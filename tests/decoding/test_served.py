@@ -69,7 +69,9 @@ def request(samples: int = 6, *, temperature: float = TEMPERATURE, **settings) -
 
 
 def scored(made: Generation, prompt) -> np.ndarray:
-    columns = trajectory.token_columns([prompt] * len(made.tokens), made.responses, prompt_length=P, response_length=R, pad_id=PAD)
+    columns = trajectory.token_columns(
+        [prompt] * len(made.tokens), made.responses, prompt_length=P, response_length=R, pad_id=PAD
+    )
     how = dict(R=R, config=MODEL, space=SPACE, logit_bytes=2**20, remat="none")
     return np.asarray(jax.jit(functools.partial(applied.response_logprobs, **how))(PARAMS, *columns.values())[0])
 
@@ -218,7 +220,9 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
     settings = dict(arguments=(), dtype="float32", length=P + R, start_seconds=60.0, log_file=tmp_path / "server.log")
     broken = make(ServerProcess(Vllm, python=sys.executable, **settings), tmp_path)
     broken.set_policy(PARAMS, 5)
-    with pytest.raises(Unavailable, match="vllm ended with code 1 before it was ready; the last lines of .*No module named 'vllm'"):
+    with pytest.raises(
+        Unavailable, match="vllm ended with code 1 before it was ready; the last lines of .*No module named 'vllm'"
+    ):
         broken.generate([request(1)])
 
 
@@ -230,10 +234,14 @@ def test_sglang_is_asked_by_its_own_protocol(monkeypatch):
 
     def answer(method, path, body, seconds):
         asked.append((method, path, body))
-        return {"text": "x", "meta_info": told} if path == "/generate" else {"success": path.startswith("/update"), "message": "no"}
+        return (
+            {"text": "x", "meta_info": told} if path == "/generate" else {"success": path.startswith("/update"), "message": "no"}
+        )
 
     monkeypatch.setattr(server, "_ask", answer)
-    draw = Draw(context=[6, 7, 8], limit=5, temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, seed=3, eos_id=2, banned=(9,), stop=("x",))
+    draw = Draw(
+        context=[6, 7, 8], limit=5, temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, seed=3, eos_id=2, banned=(9,), stop=("x",)
+    )
     drawn = server.draw(draw, seconds=1.0)
     assert (drawn.tokens, drawn.logprobs, drawn.context) == ([4, 2], [-0.5, -0.25], [6, 7, 8])
     _, path, body = asked[0]

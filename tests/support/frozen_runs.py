@@ -65,7 +65,18 @@ class SharedProgram(UpdateProgram):
     _made: ClassVar[dict[str, dict[str, Any]]] = {}
 
     def __init__(self, config, contract, policy, **options):
-        key = repr((config.learner, config.searchers.scores_reference, config.model, config.lora, config.seed, contract, jax.devices(), options))
+        key = repr(
+            (
+                config.learner,
+                config.searchers.scores_reference,
+                config.model,
+                config.lora,
+                config.seed,
+                contract,
+                jax.devices(),
+                options,
+            )
+        )
         if key not in self._made:
             super().__init__(config, contract, policy, **options)
             self._made[key] = vars(self).copy()

@@ -106,7 +106,13 @@ class Searcher:
             run.replay,
             writer,
             contract.row_shape(),
-            info=dict(host=platform.node(), pid=os.getpid(), started=time.time(), devices=str(self.mesh.devices.size)),
+            info=dict(
+                host=platform.node(),
+                pid=os.getpid(),
+                started=time.time(),
+                devices=str(self.mesh.devices.size),
+                engine=config.searchers.engine,
+            ),
         )
         self.appender = Appender(
             log,
