@@ -1,8 +1,8 @@
 """A decoder whose samples an inference server draws, with the interface of Engine: requests in, generations out.
 
 A sample is one call of the server. New weights wait until all that is under way has been drawn, since no server tells which
-weights drew a token; then the server reads them from a folder, and its log-probs of a fixed text must be those of the new weights.
-A server that is away, late or full is asked again; one that this process has started is started anew where it ended or hangs.
+weights drew a token. Then the server reads them from a folder, and its log-probs of a fixed text must be those of the new ones. A
+server that is away, late or full is asked again; one that this process has started is started anew where it ended or hangs.
 """
 
 import concurrent.futures

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tba_jax.decoding.engine import Engine
-from tba_jax.decoding.served import ServedEngine
 from tba_jax.decoding.requests import Generation, Request, Ticket, concatenate
 from tba_jax.decoding.sampling import Sampling
+from tba_jax.decoding.served import ServedEngine
 from tba_jax.tasks.interface import EncodedQuery, Scores
 from tba_jax.text.tokenizers import StopStrings
 
