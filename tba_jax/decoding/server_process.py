@@ -1,4 +1,4 @@
-"""An inference server as a child process, which is started with a Hugging Face folder and ends with its parent, even a killed one."""
+"""An inference server as a child process: started with a Hugging Face folder, it ends with its parent, even a killed one."""
 
 import logging
 import os

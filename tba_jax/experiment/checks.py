@@ -305,11 +305,11 @@ def _of_engine(config: Any) -> Iterator[str]:
     """What an inference server is asked to be, or cannot do."""
     s, named = config.searchers, f"searchers.engine={config.searchers.engine}"
     if not s.scores_reference and config.learner.reference.kind == "none":
-        yield "searchers.scores_reference=False needs a reference, by which the trainer scores rows: learner.reference.kind is none"
+        yield "searchers.scores_reference=False needs a reference, by which the trainer scores: learner.reference.kind is none"
     if s.engine == "own":
         return
     if s.weights != "full":
-        yield f"searchers.weights={s.weights} is for the own decoder: {named} has settings of its own (searchers.engine_arguments)"
+        yield f"searchers.weights={s.weights} is for the own decoder: {named} has its own settings (searchers.engine_arguments)"
     if s.swap_memory != "beside":
         yield f"searchers.swap_memory={s.swap_memory} is for the own decoder, not for {named}"
     if config.task.force_eos:

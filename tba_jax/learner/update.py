@@ -84,8 +84,8 @@ class LearnerConfig:
     """Static settings of an update.
 
     limits: of micro-batches; logit_bytes: the most bytes of logits at a time, over all devices; space: the run's response space;
-    remat: a name of layers.REMAT; has_reference: whether there is a reference policy, from which the distance is measured; stored_reference: whether all rows
-      hold its log-probs.
+    remat: a name of layers.REMAT; has_reference: whether there is a reference policy, from which the distance is measured;
+    stored_reference: whether all rows hold its log-probs.
     """
 
     policy: Policy

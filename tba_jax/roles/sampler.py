@@ -273,9 +273,9 @@ class Sampler:
         served: ServedEngine | None = None,
         **engine: Any,
     ):
-        """Args: reference: its mesh is the sampler's. served: a server that draws, in place of an Engine. weights: precision of the sampled weights, "full" or "int8".
-        swap_memory: see Engine; in_place loads snapshots into host memory, and is not for adapters or rounded weights. engine:
-        further arguments of Engine.
+        """Args: reference: its mesh is the sampler's. served: a server that draws, in place of an Engine. weights: precision of
+        the sampled weights, "full" or "int8". swap_memory: see Engine; in_place loads snapshots into host memory, and is not for
+        adapters or rounded weights. engine: further arguments of Engine.
         """
         self.snapshots, self.reference = Published(run.policies, shares=True), reference
         self._in_place, shardings = swap_memory == "in_place", policy.trained_shardings(reference.mesh)
