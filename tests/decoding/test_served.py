@@ -1,4 +1,4 @@
-"""Responses that an inference server draws: a run's own where the server does as it is asked, and one sentence where it does not."""
+"""Responses that an inference server draws: a run's where the server does as it is asked, and one sentence where it does not."""
 
 import functools
 import os
@@ -174,7 +174,7 @@ def test_a_server_that_is_full_or_late_is_asked_again_and_one_that_stays_away_gi
     tiny.assert_same_rows(made, expected)
     away = make(Vllm("http://127.0.0.1:9"), tmp_path / "away", give_up_seconds=0.3)
     away.set_policy(PARAMS, 5)
-    with pytest.raises(Unavailable, match="is away: .*refused"):
+    with pytest.raises(Unavailable, match=r"is away: .*refused"):
         away.generate([request(1)])
     late = make(Vllm(server.url), tmp_path / "late", give_up_seconds=0.3, request_seconds=1.0)
     late.set_policy(PARAMS, 5)
@@ -221,7 +221,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
     broken = make(ServerProcess(Vllm, python=sys.executable, **settings), tmp_path)
     broken.set_policy(PARAMS, 5)
     with pytest.raises(
-        Unavailable, match="vllm ended with code 1 before it was ready; the last lines of .*No module named 'vllm'"
+        Unavailable, match=r"vllm ended with code 1 before it was ready; the last lines of .*No module named 'vllm'"
     ):
         broken.generate([request(1)])
 

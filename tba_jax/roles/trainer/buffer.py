@@ -293,7 +293,8 @@ class ReplayBuffer:
             return f"a token, padding included, is not below the model's vocabulary of {self.index.vocab_size} ids"
         if reason != "reference":
             return reason
-        return f"its log-probs are not of {contract_lib.reference_in_words(f'{self._reference_ids[0]:016x}')}, which is that of this run"
+        own = contract_lib.reference_in_words(f"{self._reference_ids[0]:016x}")
+        return f"its log-probs are not of {own}, which is that of this run"
 
     def close(self) -> None:
         """Stops the thread that reads the log."""

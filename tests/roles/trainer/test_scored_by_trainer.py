@@ -1,4 +1,4 @@
-"""Rows that no searcher has scored by the reference train as others do: the trainer scores them in each update that draws them."""
+"""Rows that no searcher has scored by the reference train as others do: the trainer scores them in each update."""
 
 import jax
 import numpy as np
