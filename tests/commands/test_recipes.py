@@ -134,5 +134,6 @@ def test_a_flag_that_changes_no_setting_is_one_sentence(flag, words):
 def test_every_path_is_marked(program):
     rules = program.schema.rules
     assert {name for name in rules if name.endswith("path")} <= (marked := {name for name, rule in rules.items() if rule.path})
-    others = {"data.train", "data.heldout"} if program is recipes.SUPERVISED else {"task.name", "replay.mount"}
+    of_runs = {"task.name", "replay.mount", "searchers.engine_python", "searchers.engine_folder"}
+    others = {"data.train", "data.heldout"} if program is recipes.SUPERVISED else of_runs
     assert {name for name in marked if not name.endswith("path")} == others
