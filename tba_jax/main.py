@@ -64,6 +64,11 @@ def add_flags(values: flags.FlagValues) -> recipes.Program:
     text("init_from", "", "RUN@STEP: a new run begins from another run's policy of that step")
     what = "START:STEPS: trainer, searchers and evaluator trace these steps with jax.profiler, into DIR/profiles"
     text("profile", "", what)
+    text(
+        "serve",
+        "",
+        "PORT, or HOST:PORT: a searcher draws what clients of this OpenAI-compatible endpoint ask, see docs/engines.md",
+    )
     several("allow_change", [], "A,B: schedule settings that a resumed run may change")
     text("coordinator", "", "HOST:PORT of process 0 of a trainer of several processes; Slurm and TPU pods tell it by themselves")
     number("processes", None, "how many processes the trainer has; Slurm, Open MPI and TPU pods tell it by themselves")
@@ -124,6 +129,8 @@ def _check_name(name: str, *, role: str) -> None:
 def run(given: command_line.Given) -> int | command_line.Job:
     """Checks everything that a user's mistake can break; the job is the role's."""
     _check_name(given.name, role=given.role)
+    if given.serve and given.role != "searcher":
+        raise ValueError(f"--serve={given.serve} is for a searcher (--role=searcher), not for --role={given.role}")
     machine = _variant_for_this_machine(given) if given.for_this_machine else ""
     recipe = recipes.load(given.config + machine, given.overrides, program=recipes.BASE) if given.config else None
     from tba_jax.experiment import stored_run
@@ -215,6 +222,7 @@ def _prepare(given: command_line.Given, config: Any, folder: "layout.RunDir", *,
         init_from=init_from or "",
         world=world,
         profile=profile,
+        serve=given.serve,
     )
     full = given.dry_run == "full"
     if asked or given.compile:

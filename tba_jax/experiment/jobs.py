@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from tba_jax.experiment import checks, composition, dry_run, meshes, stored_run,
 from tba_jax.experiment.training import Invocation, check_role, join, mistakes_end_the_role, record_of
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, results, supervisor
+from tba_jax.roles.searcher.endpoint import Endpoint
 from tba_jax.roles.searcher.loop import run_searcher, wait_for_run
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.searcher.stream import writer_id
@@ -30,12 +32,16 @@ from tba_jax.telemetry.terminal import Progress
 log = logging.getLogger(__name__)
 
 Job = Callable[[], int]
+# The environment variable with the key of --serve; without it a random one is told in the log.
+SERVE_TOKEN = "TBA_JAX_SERVE_TOKEN"
 
 
-def make_searcher(s: Invocation, *, name: str, account: TimeAccount, writer: str = "") -> Searcher:
-    """Args: name: of the searcher; writer: the id of its log, "" for a new one of this name."""
+def make_searcher(
+    s: Invocation, *, name: str, account: TimeAccount, writer: str = "", endpoint: Endpoint | None = None
+) -> Searcher:
+    """Args: name: of the searcher; writer: the id of its log, "" for a new one of this name; endpoint: see Searcher."""
     e = s.experiment
-    own: dict[str, Any] = dict(queries=e.queries["train"], writer=writer or writer_id(name), account=account)
+    own: dict[str, Any] = dict(queries=e.queries["train"], writer=writer or writer_id(name), account=account, endpoint=endpoint)
     return Searcher(s.config, e.contract, s.run, policy=e.policy, tokenizer=e.tokenizer, task=e.task, **own)
 
 
@@ -56,11 +62,27 @@ def searcher(s: Invocation) -> Job:
         with _joined(here, "searcher", name=name, stop=stop) as (joined, record):
             if joined is not None:
                 account = TimeAccount(record)
-                made = make_searcher(joined, name=name, account=account, writer=writer)
+                endpoint = _endpoint(joined) if s.serve else None
+                made = make_searcher(joined, name=name, account=account, writer=writer, endpoint=endpoint)
                 run_searcher(made, joined.config, s.run, name=name, account=account, stop=stop)
         return 0
 
     return job
+
+
+def _endpoint(s: Invocation) -> Endpoint:
+    """Serves clients, and says where. Raises ValueError: the run's rows have one turn, or the address cannot be served."""
+    if not s.experiment.contract.turns:
+        raise ValueError(
+            f"--serve={s.serve}: rows of task.name={s.config.task.name} have one turn; clients need an environment's"
+        )
+    tokenizer, contract, seconds = s.experiment.tokenizer, s.experiment.contract, s.config.searchers.serve_seconds
+    token = os.environ.get(SERVE_TOKEN, "")
+    made = Endpoint(tokenizer, contract, address=s.serve, token=token, idle_seconds=seconds)
+    if not made.is_local:
+        log.warning("%s is open to whoever reaches this machine and has the key", made.url)
+    log.info("serving the policy at %s; the key is %s", made.url, f"that of {SERVE_TOKEN}" if token else made.token)
+    return made
 
 
 @contextlib.contextmanager

@@ -234,6 +234,7 @@ c.searchers.engine_arguments = ()  # further arguments of the server's command l
 c.searchers.engine_folder = setting("", path="always")  # for weights, on a disk that the server reads; "": a temporary folder
 c.searchers.engine_start_seconds = setting(900.0, above=0)  # that a start of a server may take
 c.searchers.engine_request_seconds = setting(600.0, above=0)  # that a response may take; a server that takes longer hangs
+c.searchers.serve_seconds = setting(600.0, above=0)  # that a client of --serve, or the policy, may be waited for
 # Whether searchers score rows by the reference. False: the trainer does, in each update that draws them, with a copy of its own.
 c.searchers.scores_reference = setting(True, fixed=True)
 c.searchers.give_up_seconds = setting(300.0, above=0)  # a searcher whose rows have had no reward for so long ends

@@ -37,7 +37,8 @@ _SWITCH_SECONDS = 3e-4
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Invocation:
     """What main was called with. name: of the role's metrics, "": the default. label: the first word of the run's last line.
-    arguments: the command line of main, which child processes get too. world: of the trainer's processes, as this one sees it."""
+    arguments: the command line of main, which child processes get too. world: of the trainer's processes, as this one sees it.
+    serve: PORT or HOST:PORT at which a searcher serves clients, "": at none."""
 
     experiment: composition.Experiment
     run: layout.RunDir
@@ -48,6 +49,7 @@ class Invocation:
     init_from: str = ""
     world: World = ALONE
     profile: Window | None = None
+    serve: str = ""
 
     @property
     def config(self) -> Any:

@@ -18,6 +18,7 @@ from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.requests import Generation, Parked, Request, Ticket, empty
 from tba_jax.decoding.sampling import Sampling
 from tba_jax.decoding.served import ServedEngine
+from tba_jax.roles.searcher.endpoint import Endpoint, Talk
 from tba_jax.storage.contract import Contract
 from tba_jax.tasks.environments import Answer, Environments, Session
 from tba_jax.tasks.interface import EncodedQuery, Scores
@@ -33,19 +34,20 @@ _LOOK_SECONDS = 0.002  # between two looks at environments, while nothing is to 
 class Conversation:
     """A response, as far as it has come. generation: of one row; tokens of the environment have policy_step −1.
 
-    ticket: of the turn that is being decoded; answer: what the environment is asked; neither once it has ended. turns: begun so
-    far. reward: sum so far, NaN where the environment has failed, for the reason `failure`. seconds: in which the environment
-    was waited for.
+    ticket: of the turn that is being decoded; answer: what the environment is asked; neither once it has ended. is_cut: the
+    policy goes on no more. turns: begun so far. reward: sum so far, NaN where the environment has failed, for the reason
+    `failure`. seconds: in which the environment was waited for.
     """
 
     query: EncodedQuery
     keys: np.ndarray
     sampling: Sampling
-    session: Session
+    session: Session | Talk
     generation: Generation
     parked: Parked = dataclasses.field(default_factory=Parked)
     ticket: Ticket | None = None
     answer: Future[Answer] | None = None
+    is_cut: bool = False
     turns: int = 0
     reward: float = 0.0
     tool_calls: int = 0
@@ -64,6 +66,12 @@ class Conversation:
         return self.tool_calls, self.errors, self.seconds
 
 
+class Unending:
+    """In the place of conversations that `decode` goes on until: it never ends."""
+
+    left = True
+
+
 class Conversations:
     """The conversations that an engine and the environments of a task have. One thread uses it.
 
@@ -72,7 +80,13 @@ class Conversations:
     """
 
     def __init__(
-        self, engine: Engine | ServedEngine, environments: Environments, tokenizer: Tokenizer, contract: Contract, *, most: int
+        self,
+        engine: Engine | ServedEngine,
+        environments: Environments | Endpoint,
+        tokenizer: Tokenizer,
+        contract: Contract,
+        *,
+        most: int,
     ):
         """Args: engine: of single samples, whose given_length has room for all of a response but its last token. most: how many
         conversations are to be under way at a time."""
@@ -105,7 +119,7 @@ class Conversations:
                     break
         return had
 
-    def decode(self, wanted: Sequence[Conversation]) -> Iterator[int]:
+    def decode(self, wanted: Sequence[Conversation | Unending]) -> Iterator[int]:
         """Goes on with all conversations until these have ended. Pauses and yields as Engine.decode does: how many more
         conversations may begin."""
         while any(each.left for each in wanted):
@@ -138,12 +152,15 @@ class Conversations:
         for name in ("tokens", "policy_logprobs", "behavior_logprobs", "policy_step"):
             getattr(made, name)[0, begin:end] = getattr(turn, name)[0, begin:end]
         made.length[0] = end
-        if not turn.finished[0]:  # cut: the environment is not asked about half a message
-            its.session.close()
-            return
         context = [*its.query.prompt, *made.tokens[0, :begin].tolist()]
         text = self._tokenizer.decode_continuation(context, made.tokens[0, begin:end].tolist())
-        its.answer = its.session.step(text)
+        if turn.finished[0]:
+            its.answer = its.session.step(text)
+        else:
+            self._cut(its, text)
+
+    def _cut(self, its: Conversation, text: str) -> None:
+        its.is_cut, its.answer = True, its.session.cut(text)
 
     def _take_answer(self, its: Conversation, answer: Answer) -> None:
         its.answer, its.seconds = None, its.seconds + answer.seconds
@@ -151,9 +168,14 @@ class Conversations:
         its.tool_calls, its.errors = answer.tool_calls, answer.errors
         if answer.failure:
             self._fail(its, answer.failure)
-        its.generation.finished[0] = answer.done
-        if answer.failure or answer.done or its.turns == self._contract.turns or not self._next_turn(its, answer):
+        its.generation.finished[0] = answer.done and not its.is_cut
+        if answer.failure or answer.done or its.is_cut:
             its.session.close()
+        elif its.turns == self._contract.turns or not self._next_turn(its, answer):
+            if its.failure:
+                its.session.close()
+            else:
+                self._cut(its, "")
 
     def _fail(self, its: Conversation, failure: str) -> bool:
         its.reward, its.failure = float("nan"), failure

@@ -87,6 +87,10 @@ class Session:
     def step(self, message: str) -> Future[Answer]:
         return self._worker.call(self._number, "step", message)
 
+    def cut(self, message: str) -> None:
+        """The policy goes on no more: an environment is not asked about half a message, nor for more than it may say."""
+        self.close()
+
     def close(self) -> None:
         """Nothing is called any more."""
         self._worker.end_session(self._number)

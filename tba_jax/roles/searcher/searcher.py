@@ -2,13 +2,14 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import platform
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,11 @@ from tba_jax.rewards import task_models as rewards
 from tba_jax.rewards.scorers import ResponseEmbedder
 from tba_jax.roles import sampler
 from tba_jax.roles.backpressure import Room
-from tba_jax.roles.conversations import Conversation, Conversations
+from tba_jax.roles.conversations import Conversation, Conversations, Unending
 from tba_jax.roles.sampler import Sampler, Scoring, automaton, check_finite, make_reference, policy_mesh, text_columns
 from tba_jax.roles.searcher import stream
 from tba_jax.roles.searcher.appender import Appender, DecodedBatch, SearchReport, done
+from tba_jax.roles.searcher.endpoint import Endpoint
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
 from tba_jax.tasks.environments import HasEnvironment
@@ -44,10 +46,11 @@ from tba_jax.tasks.interface import EncodedQuery, Task
 from tba_jax.telemetry.status import TimeAccount
 from tba_jax.text.tokenizers import StopStrings, Tokenizer
 
+_FLUSH_SECONDS = 5.0  # that ended conversations with clients wait for others
 _LOOK_SECONDS = 1.0  # between two looks at whether environments are still waited for
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Asked:
     """A query that is being answered: by the decoder, or in a conversation for each of its rows; and the keys and settings by
     which its rows are drawn."""
@@ -56,6 +59,10 @@ class _Asked:
     answers: Sequence[Ticket | Conversation]
     keys: np.ndarray
     sampling: sampling_lib.Sampling
+
+    @property
+    def is_open(self) -> bool:
+        return any(each.left for each in self.answers)
 
 
 class Searcher:
@@ -77,8 +84,9 @@ class Searcher:
         queries: Sequence[EncodedQuery],
         writer: str,
         account: TimeAccount,
+        endpoint: Endpoint | None = None,
     ):
-        """Args: writer: the id of its log, see stream.writer_id."""
+        """Args: writer: the id of its log, see stream.writer_id. endpoint: whose clients ask, in place of the task's queries."""
         self._config, self._contract = config, contract
         self._account = account
         self.mesh = policy_mesh(config, "searchers")
@@ -97,7 +105,10 @@ class Searcher:
         self._conversations: Conversations | None = None
         if isinstance(task, HasEnvironment):
             most = config.searchers.conversations or 4 * _slots(config)
-            self._conversations = Conversations(self._engine, task.environments, tokenizer, contract, most=most)
+            its = endpoint or task.environments
+            self._conversations = Conversations(self._engine, its, tokenizer, contract, most=most)
+        self._endpoint, self._goes_on = endpoint, Unending()
+        self._steps = self._conversations.decode([self._goes_on]) if endpoint and self._conversations else None
         self._embedder = ResponseEmbedder(config.task.embedding_path, self.mesh) if contract.embedding else None
         self.writer, self._writer_number = writer, stream.writer_number(writer)
         self._stream = stream.make(config, queries, run.policies, writer=self._writer_number)
@@ -126,6 +137,7 @@ class Searcher:
         self._jit_keys = jax.jit(row_keys)
         # Queries that the engine was asked and whose rows are not decoded yet, in the order of the stream.
         self._asked: deque[_Asked] = deque()
+        self._rows_begun = 0  # of an endpoint
         self._room = Room(run.demand, writer) if config.searchers.max_updates_ahead else None
 
     def _make_state_values(self, step_ends: StopStrings | None) -> StateValues | None:
@@ -174,7 +186,7 @@ class Searcher:
     @property
     def may_search(self) -> bool:
         """Whether there are weights, and a query that is being answered or may be asked."""
-        return self.sampler.step >= 0 and (len(self._asked) > 0 or self._may_ask)
+        return self.sampler.step >= 0 and (self._endpoint is not None or len(self._asked) > 0 or self._may_ask)
 
     @property
     def _may_ask(self) -> bool:
@@ -221,14 +233,14 @@ class Searcher:
         during that wait, and while responses of several turns are made; False gives the batch up. Raises FloatingPointError:
         log-probs of the policy or the reference are not finite; names the query. Others: see `appended`.
         """
-        decoded = self._decode(ahead, waits)
+        decoded = self._decode(ahead, waits) if self._endpoint is None else self._converse(self._endpoint, waits)
         if decoded is None:
             return
         batch, generation = decoded
         queries = [asked.query for asked in batch for _ in asked.keys]
         rows = self._rows(batch, queries, generation)
         with self._account.measure("reference"):
-            rows["ref_logprobs"] = self._reference.logprobs(rows)
+            rows["ref_logprobs"] = self._ref_logprobs(rows)
             check_finite(rows["ref_logprobs"], [query.name for query in queries])
         if self._conversations is None:
             texts, scores = self.appender.reward(generation, queries)
@@ -268,6 +280,8 @@ class Searcher:
 
     def close(self) -> None:
         self.appender.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
         if isinstance(self._engine, ServedEngine):
             self._engine.close()
 
@@ -293,6 +307,41 @@ class Searcher:
                 self._asked.popleft()
         generation = concatenate([each.generation for asked in batch for each in asked.answers])
         return batch, generation
+
+    def _converse(self, endpoint: Endpoint, waits: Callable[[], bool]) -> tuple[list[_Asked], Generation] | None:
+        """The conversations with clients that have ended, once they are as many as the rows of a batch, or the first of them has
+        waited, or the searcher stops; None where there are none."""
+        assert self._conversations is not None and self._steps is not None
+        most, looked, since = _rows_per_batch(self._config), time.monotonic(), math.inf
+        with self._account.measure("decode"):
+            while True:
+                for query in endpoint.begun():
+                    row = np.array([self._rows_begun], np.uint32)
+                    keys = np.asarray(self._jit_keys(np.uint32(self._config.seed), np.uint32(self._writer_number), row))
+                    sampling = jax.tree.map(lambda x: x[:1], self._sampling())
+                    self._asked.append(_Asked(query, [self._conversations.begin(query, keys, sampling)], keys, sampling))
+                    self._rows_begun += 1
+                next(self._steps)
+                now = time.monotonic()
+                ended = [asked for asked in self._asked if not asked.is_open]
+                since = min(since, now) if ended else math.inf
+                if len(ended) >= most or now > since + _FLUSH_SECONDS:
+                    break
+                if now > looked + _LOOK_SECONDS:
+                    if not waits():
+                        break
+                    looked = now
+        if not (batch := ended[:most]):
+            return None
+        self._asked = deque(asked for asked in self._asked if asked not in batch)
+        return batch, concatenate([each.generation for asked in batch for each in asked.answers])
+
+    def _ref_logprobs(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:
+        """float32[B, R]. A batch of an endpoint that is not full is filled up, so that no program is compiled for it."""
+        count = len(rows["tokens"])
+        missing = max(0, _rows_per_batch(self._config) - count)
+        filled = {name: np.concatenate([column, np.repeat(column[:1], missing, axis=0)]) for name, column in rows.items()}
+        return self._reference.logprobs(filled if missing else rows)[:count]
 
     def _rows(self, batch: Sequence[_Asked], queries: Sequence[EncodedQuery], generation: Generation) -> dict[str, np.ndarray]:
         """The columns that decoding gives. Args: queries: one a row."""

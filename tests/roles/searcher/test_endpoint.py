@@ -1,0 +1,174 @@
+"""Clients of an OpenAI-compatible endpoint: their conversations are rows whose tokens are those that were drawn."""
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from tba_jax import trajectory
+from tba_jax.experiment import jobs
+from tba_jax.roles.searcher.endpoint import Endpoint
+from tba_jax.telemetry.status import TimeAccount
+from tests.roles.test_conversations import GAME
+from tests.support import frozen_runs, tiny_run
+
+pytestmark = pytest.mark.usefixtures("one_device_throughout")
+
+
+class Client:
+    """Speaks to an endpoint as a client of OpenAI's protocol does."""
+
+    def __init__(self, endpoint: Endpoint, token: str | None = None):
+        self.url, self.token = endpoint.url, endpoint.token if token is None else token
+
+    def ask(self, path: str, body: object = None) -> dict:
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(urllib.request.Request(f"{self.url}{path}", data, headers), timeout=60) as answer:
+            return json.load(answer)
+
+    def chat(self, messages: list, **settings) -> dict:
+        return self.ask("/chat/completions", {"model": "policy", "messages": messages, **settings})
+
+    def refusal(self, path: str, body: object) -> tuple[int, str]:
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            self.ask(path, body)
+        return refused.value.code, json.load(refused.value)["error"]["message"]
+
+    def play(self, opening: str, answers: list[str], reward: float) -> list[dict]:
+        """A conversation: its messages."""
+        messages: list = [{"role": "user", "content": opening}]
+        for said in [*answers, None]:
+            made = self.chat(messages)
+            (choice,) = made["choices"]
+            messages.append(choice["message"])
+            if said is None or choice["finish_reason"] == "length":
+                break
+            messages.append({"role": "user", "content": said})
+        self.ask("/rewards", {"id": made["id"], "reward": reward})
+        return messages
+
+
+@pytest.fixture(scope="module")
+def s(tmp_path_factory, one_device_throughout):
+    return frozen_runs.make(tmp_path_factory.mktemp("served") / "run", 0, **GAME, task__missing_eos_reward=None)
+
+
+@pytest.fixture
+def served(s, request):
+    """The client of a searcher that searches in a thread; and a function that ends it and returns its rows."""
+    endpoint = Endpoint(s.experiment.tokenizer, s.experiment.contract, address="0", token="", idle_seconds=30.0)
+    searcher = jobs.make_searcher(s, name=f"served{len(request.node.name)}", account=TimeAccount(), endpoint=endpoint)
+    searcher.refresh()
+    ended, failures = threading.Event(), []
+
+    def search() -> None:
+        try:
+            while not ended.is_set():
+                searcher.advance(waits=lambda: not ended.is_set())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=search)
+    thread.start()
+
+    def end() -> trajectory.Rows:
+        ended.set()
+        thread.join(60)
+        searcher.appended(wait_seconds=10.0)
+        searcher.close()
+        assert not failures, failures
+        return frozen_runs.rows(s)[searcher.writer]
+
+    yield Client(endpoint), end, endpoint
+    ended.set()
+    thread.join(60)
+
+
+def test_conversations_are_rows_of_the_tokens_that_were_drawn(served, s):
+    client, end, _ = served
+    assert client.ask("/models")["data"][0]["id"] == "policy"
+    with ThreadPoolExecutor(6) as threads:
+        plays = [threads.submit(client.play, f"{'abc'[i % 3]}?\n", ["low\n", "high\n"], float(i)) for i in range(12)]
+        talks = [play.result() for play in plays]
+    rows = end()
+    # Conversations whose openings and answers are the same stand for each other, but each reward is given once.
+    assert sorted(rows["reward"].tolist()) == list(range(12)) and rows["finished"].sum() > 0
+    tokenizer, trained = s.experiment.tokenizer, trajectory.trained(rows)
+    for row, reward in enumerate(rows["reward"].astype(int).tolist()):
+        messages, tokens = talks[reward], trajectory.response(rows, row)
+        said = [message["content"] for message in messages[1:]]
+        prompt = rows["tokens"][row, : rows["prompt_length"][row]].tolist()
+        assert tokenizer.decode(prompt) == messages[0]["content"] == f"{'abc'[reward % 3]}?\n"
+        edges = np.flatnonzero(np.diff(trained[row, : len(tokens)])) + 1
+        parts = [tokenizer.decode(each.tolist()) for each in np.split(tokens, edges)]
+        parts, said = [text for text in parts if text], [text for text in said if text]
+        assert parts == said[: len(parts)], "turns and answers, byte for byte, under the mask"
+        assert len(said) - len(parts) <= (not rows["finished"][row]), "an answer that does not fit is not in the row"
+        assert trained[row, 0] and (rows["policy_step"][row][trained[row]] == 0).all()
+    assert rows["ref_logprobs"][trained].all() and not rows["ref_logprobs"][~trained].any()
+
+
+def test_a_client_that_rewrites_history_begins_anew_and_one_that_leaves_is_unscored(served, s):
+    client, end, endpoint = served
+    first = client.chat([{"role": "user", "content": "a"}])
+    assert first["choices"][0]["message"]["content"]
+    other = {"role": "assistant", "content": ""}
+    second = client.chat([{"role": "user", "content": "a"}, other, {"role": "user", "content": "c"}])
+    assert second["id"].split("-")[1] != first["id"].split("-")[1]
+    client.ask("/rewards", {"id": second["id"], "reward": 2.0})
+    endpoint._idle_seconds = 0.0
+    rows = end_when(client, end, endpoint)
+    assert sorted(np.nan_to_num(rows["reward"], nan=-5.0).tolist()) == [-5.0, 2.0]
+
+
+def end_when(client, end, endpoint):
+    for _ in range(100):
+        with endpoint.lock:
+            if not endpoint._talks:
+                break
+        time.sleep(0.1)
+    time.sleep(1.0)
+    return end()
+
+
+def test_what_is_wrong_is_one_sentence_and_no_row(served, s):
+    client, end, endpoint = served
+    hello = [{"role": "user", "content": "a\n"}]
+    for body, status, sentence in [
+        ({"messages": []}, 400, "messages must be a list of at least one message"),
+        ({"messages": [{"role": "user"}, 3]}, 400, "messages must be a list"),
+        ({"messages": hello, "stream": True}, 400, "stream=true is not served"),
+        ({"messages": hello, "n": 3}, 400, "n=3 must be 1"),
+        ({"messages": [{"role": "user", "content": "É"}]}, 400, "not in the tokenizer's alphabet"),
+        ({"messages": [{"role": "user", "content": "a" * 30}]}, 400, "task.prompt_length=7 is the most"),
+        ({"messages": [*hello, {"role": "assistant", "content": "b"}]}, 400, "the last message is the assistant's"),
+        ([], 400, "the request is not a JSON object"),
+    ]:
+        code, told = client.refusal("/chat/completions", body)
+        assert code == status and sentence in told, told
+    assert client.refusal("/completions", {"prompt": [1, 999]}) == (400, "prompt: token 999 is not of the policy's 45")
+    assert client.refusal("/rewards", {"id": "chatcmpl-77-1", "reward": 1.0})[0] == 404
+    assert client.refusal("/rewards", {"id": "chatcmpl-0-1", "reward": "much"})[0] == 400
+    assert client.refusal("/nothing", {})[0] == 404
+    assert Client(endpoint, "wrong").refusal("/chat/completions", {"messages": hello})[0] == 401
+    made = client.ask("/completions", {"prompt": [1, 13, 39]})
+    client.ask("/rewards", {"id": made["id"], "reward": 0.5})
+    code, told = client.refusal("/rewards", {"id": made["id"], "reward": 0.5})
+    assert code == 404 and "has ended" in told
+    rows = end_when(client, end, endpoint)
+    assert len(rows["reward"]) == 1 and rows["tokens"][0, :3].tolist() == [1, 13, 39]
+
+
+def test_an_address_that_cannot_be_served_and_a_task_of_one_turn_are_refused(s, tmp_path):
+    of = s.experiment.tokenizer, s.experiment.contract
+    with pytest.raises(ValueError, match=r"--serve=x:y cannot be served: .*; it must be PORT or HOST:PORT"):
+        Endpoint(*of, address="x:y", token="", idle_seconds=1.0)
+    one = tiny_run.settings(tmp_path / "one", tiny_run.config())
+    with pytest.raises(ValueError, match=r"rows of task.name=arithmetic have one turn; clients need an environment's"):
+        jobs._endpoint(jobs.dataclasses.replace(one, serve="0"))
