@@ -34,7 +34,7 @@ from tba_jax.models.hugging_face import export
 from tba_jax.models.parameters import Params
 from tba_jax.text.tokenizers import CharacterTokenizer
 
-_PYTHON = flags.DEFINE_string("python", "", "Python of an environment with vLLM.", required=True)
+_PYTHON = flags.DEFINE_string("python", None, "Python of an environment with vLLM.", required=True)
 _PAIRS = flags.DEFINE_integer("pairs", 5, "Turns of each.", lower_bound=1)
 _LAYERS = flags.DEFINE_integer("layers", 6, "Of the model.", lower_bound=1)
 _WIDTH = flags.DEFINE_integer("width", 384, "Of the model; heads have 64.", lower_bound=64)

@@ -7,7 +7,6 @@ server that is away, late or full is asked again; one that this process has star
 
 import concurrent.futures
 import dataclasses
-import hashlib
 import logging
 import shutil
 import threading
@@ -221,8 +220,6 @@ class ServedEngine:
     def _draw(self, row: _Row) -> Draw:
         request, i, space = row.ticket.request, row.row, self._space
         s, context, given = request.sampling, request.context, len(request.beginning)
-        # Turns of one conversation have one key.
-        digest = hashlib.blake2b(np.asarray(request.keys[i]).tobytes() + len(context).to_bytes(8, "little"), digest_size=4)
         return Draw(
             context=context,
             limit=int(row.ticket.limit[i]) - given,
@@ -231,7 +228,6 @@ class ServedEngine:
             top_k=int(s.top_k[i]),
             top_p=float(s.top_p[i]),
             min_p=float(s.min_p[i]),
-            seed=int.from_bytes(digest.digest(), "little") >> 1,
             eos_id=space.eos_id,
             banned=space.banned_tokens,
             stop=self._stop_texts,

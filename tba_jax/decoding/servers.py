@@ -32,8 +32,8 @@ class Refused(ValueError):
 class Draw:
     """Asks for one response. context: ids; limit: most tokens; least: without an end of sequence before them.
 
-    temperature, top_k, top_p, min_p: see sampling.Sampling; seed: of this response alone. eos_id: −1 for none. banned: ids;
-    stop: strings that end the response, and are part of it.
+    temperature, top_k, top_p, min_p: see sampling.Sampling. eos_id: −1 for none. banned: ids; stop: strings that end it, and are
+    part of it. There is no seed: vLLM draws by one generator for each seed then, which is slow, and fails on a CPU.
     """
 
     context: Sequence[int]
@@ -42,7 +42,6 @@ class Draw:
     top_k: int
     top_p: float
     min_p: float
-    seed: int
     eos_id: int
     banned: Sequence[int] = ()
     least: int = 0
@@ -123,7 +122,7 @@ class Vllm(Server):
 
     def draw(self, draw: Draw, *, seconds: float) -> Drawn:
         d = draw
-        asked: dict[str, Any] = dict(prompt=list(d.context), max_tokens=d.limit, min_tokens=min(d.least, d.limit), seed=d.seed)
+        asked: dict[str, Any] = dict(prompt=list(d.context), max_tokens=d.limit, min_tokens=min(d.least, d.limit))
         asked |= dict(temperature=d.temperature, top_k=d.top_k or -1, top_p=d.top_p, min_p=d.min_p, logprobs=0)
         asked |= dict(frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0, n=1, echo=False)
         asked |= dict(ignore_eos=True, stop_token_ids=[d.eos_id] if d.eos_id >= 0 else [], stop=list(d.stop))
@@ -167,7 +166,7 @@ class Sglang(Server):
 
     def draw(self, draw: Draw, *, seconds: float) -> Drawn:
         d = draw
-        how: dict[str, Any] = dict(max_new_tokens=d.limit, min_new_tokens=min(d.least, d.limit), sampling_seed=d.seed)
+        how: dict[str, Any] = dict(max_new_tokens=d.limit, min_new_tokens=min(d.least, d.limit))
         how |= dict(temperature=d.temperature, top_k=d.top_k or -1, top_p=d.top_p, min_p=d.min_p)
         how |= dict(frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0, n=1, no_stop_trim=True)
         how |= dict(ignore_eos=True, stop_token_ids=[d.eos_id] if d.eos_id >= 0 else [], stop=list(d.stop))

@@ -85,7 +85,7 @@ def test_rows_are_of_the_policy_and_of_the_contract(engine, server):
     last = made.tokens[np.arange(40), made.length - 1]
     np.testing.assert_array_equal(made.finished, last == EOS)
     assert 0 < made.finished.sum() < 40 and (made.length[~made.finished] == R).all()
-    assert len({tuple(row) for row in made.tokens.tolist()}) > 30, "each sample has a seed of its own"
+    assert len({tuple(row) for row in made.tokens.tolist()}) > 30, "samples differ"
     assert engine.gap < 1e-4 and engine.usage.useful == made.length.sum()
 
 
@@ -105,7 +105,7 @@ def test_a_turn_goes_on_where_the_last_ended_and_settings_are_all_sent(engine, s
     assert (made.tokens[:, :3] == given).all() and (made.policy_step[:, :3] == -1).all() and (made.length <= [8, 9]).all()
     asked = server.asked[-1]
     assert asked["prompt"] == [6, 6, 3, 8, *given] and asked["ignore_eos"] and asked["stop_token_ids"] == [EOS]
-    assert {"temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty"} <= asked.keys()
+    assert {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"} <= asked.keys()
     with pytest.raises(ValueError, match="21 tokens of prompt and 0 of the response are not within 1 to 20 and 0 to 10"):
         engine.submit(tiny.make_request([3] * 21, 1))
 
@@ -168,10 +168,10 @@ def test_what_a_run_cannot_have_is_one_sentence(engine, server, fault, sentence)
 
 def test_a_server_that_is_full_or_late_is_asked_again_and_one_that_stays_away_given_up(engine, server, tmp_path, monkeypatch):
     monkeypatch.setattr("tba_jax.decoding.served._FIRST_PAUSE", 0.05)
-    (expected,) = engine.generate([request(6)])
+    engine.generate([request(1)])
     server.faults |= {"status": (429, 5)}
     (made,) = engine.generate([request(6)])
-    tiny.assert_same_rows(made, expected)
+    np.testing.assert_allclose(made.policy_logprobs, scored(made, [6, 6, 3, 8]), atol=1e-4)
     away = make(Vllm("http://127.0.0.1:9"), tmp_path / "away", give_up_seconds=0.3)
     away.set_policy(PARAMS, 5)
     with pytest.raises(Unavailable, match=r"is away: .*refused"):
@@ -202,13 +202,13 @@ def pid_of_server(engine: ServedEngine) -> int:
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
 def test_a_server_of_its_own_is_started_anew(started, sign):
     started.set_policy(PARAMS, 5)
-    (expected,) = started.generate([request(8)])
+    started.generate([request(8)])
     ticket = started.submit(request(8))
     for number, _ in enumerate(started.decode([ticket])):
         if number == 1:
             killed = pid_of_server(started)
             os.kill(killed, sign)
-    tiny.assert_same_rows(ticket.generation, expected)
+    np.testing.assert_allclose(ticket.generation.policy_logprobs, scored(ticket.generation, [6, 6, 3, 8]), atol=1e-4)
     assert started.restarts == 1 and pid_of_server(started) != killed
     last = pid_of_server(started)
     started.close()
@@ -239,9 +239,7 @@ def test_sglang_is_asked_by_its_own_protocol(monkeypatch):
         )
 
     monkeypatch.setattr(server, "_ask", answer)
-    draw = Draw(
-        context=[6, 7, 8], limit=5, temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, seed=3, eos_id=2, banned=(9,), stop=("x",)
-    )
+    draw = Draw(context=[6, 7, 8], limit=5, temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, eos_id=2, banned=(9,), stop=("x",))
     drawn = server.draw(draw, seconds=1.0)
     assert (drawn.tokens, drawn.logprobs, drawn.context) == ([4, 2], [-0.5, -0.25], [6, 7, 8])
     _, path, body = asked[0]

@@ -75,7 +75,7 @@ class TinyServer(ThreadingHTTPServer):
             every = jax.nn.log_softmax(jnp.asarray(self.logits(context)))
             told = [{str(token): {"logprob": float(every[i, token])}} for i, token in enumerate(context[1:])]
             return {"choices": [{"prompt_logprobs": [None, *told], "prompt_token_ids": context, "token_ids": [0]}]}
-        rng, tokens, logprobs = np.random.default_rng(asked["seed"]), list[int](), list[float]()
+        rng, tokens, logprobs = np.random.default_rng(), list[int](), list[float]()
         bias = {int(token): value for token, value in asked.get("logit_bias", {}).items()}
         temperature = self.faults.get("temperature", asked["temperature"])
         while len(tokens) < asked["max_tokens"]:
