@@ -7,7 +7,10 @@ server that is away, late or full is asked again; one that this process has star
 
 import concurrent.futures
 import dataclasses
+import functools
 import logging
+import os
+import platform
 import shutil
 import threading
 import time
@@ -28,16 +31,32 @@ from tba_jax.decoding.servers import Draw, Drawn, Refused, Server, Unavailable
 from tba_jax.models import kv_cache, parameters, scoring
 from tba_jax.models.config import DecoderConfig, ResponseSpace
 from tba_jax.models.parameters import Params
+from tba_jax.run.threads import Threads
 from tba_jax.text.tokenizers import StopStrings
 
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05
 _PROBE_TOKENS = 64
+_SAME = 1e-6  # nats per token, in the mean, that log-probs of the same weights may differ by
+_WEIGHTS = "tba_jax-weights-"
 # Nats per token that a server's log-probs may be off in the mean, by compute dtype.
 GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 _TRIES = 3  # of a load of weights, and of starts one after the other
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds before a server that is away or full is asked again
+
+
+def weights_folder(root: Path) -> Path:
+    """The folder in `root` for the weights that this process has a server read."""
+    return root / f"{_WEIGHTS}{platform.node()}-{os.getpid()}"
+
+
+def _remove_weights_of_the_dead(folder: Path) -> None:
+    """Removes the folders of processes of this host that have ended without removing theirs."""
+    for other in folder.parent.glob(f"{_WEIGHTS}{platform.node()}-*"):
+        number = other.name.rpartition("-")[2]
+        if number.isdecimal() and not Path(f"/proc/{number}").exists():
+            shutil.rmtree(other, ignore_errors=True)
 
 
 class WrongWeights(ValueError):
@@ -58,6 +77,10 @@ class _Row:
 
     ticket: Ticket
     row: int
+
+
+def _is_full(error: Unavailable) -> bool:
+    return getattr(error.__cause__, "code", 0) == 429
 
 
 class ServedEngine:
@@ -89,7 +112,7 @@ class ServedEngine:
         gap_limit: float = 1e-3,
     ):
         """Args:
-        server: one that runs, or how one is started. folder: for weights, which the server can read; it is emptied.
+        server: one that runs, or how one is started. folder: for weights, which the server can read, see `weights_folder`.
         write: writes a Hugging Face folder of plain weights of the policy. slots: samples that the server is asked at a time.
         request_seconds: that a sample may take; give_up_seconds: without an answer of any server.
         gap_limit: the largest `gap` of the right weights. Others: see Engine.
@@ -111,9 +134,10 @@ class ServedEngine:
         self._lock = threading.Lock()  # over `incoming`
         self._incoming: tuple[Prepared, int] | None = None
         self._in_use: Prepared | None = None
+        self._told: np.ndarray | None = None  # the server's log-probs of the probe, when it was checked last
         self._queue: deque[_Row] = deque()
         self._asked: dict[concurrent.futures.Future[Drawn], _Row] = {}
-        self._threads = concurrent.futures.ThreadPoolExecutor(slots, thread_name_prefix="server")
+        self._threads = Threads(slots, "server")
         self._pause, self._pauses_until, self._away_since = _FIRST_PAUSE, 0.0, 0.0
         allowed = np.setdiff1d(np.arange(model.vocab), [*space.banned_tokens, space.eos_id, pad_id])
         count = min(_PROBE_TOKENS, prompt_length + response_length - given_length - 1)
@@ -128,7 +152,7 @@ class ServedEngine:
             return scoring.response_logprobs(its, tokens, one, rest, **how)[0][0]
 
         self._logprobs = sharding.on_mesh(mesh, jax.jit(logprobs))
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove_weights_of_the_dead(folder)
 
     @property
     def figures(self) -> dict[str, float]:
@@ -205,7 +229,7 @@ class ServedEngine:
         """Ends the server if this process has started it, and removes the weights that were written for it."""
         if self._process is not None:
             self._process.kill()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _ask(self) -> None:
@@ -215,7 +239,8 @@ class ServedEngine:
         while self._queue and len(self._asked) < self._slots:
             row = self._queue.popleft()
             assert self._server is not None
-            self._asked[self._threads.submit(self._server.draw, self._draw(row), seconds=self._request_seconds)] = row
+            ask = functools.partial(self._server.draw, self._draw(row), seconds=self._request_seconds)
+            self._asked[self._threads.submit(ask)] = row
 
     def _draw(self, row: _Row) -> Draw:
         request, i, space = row.ticket.request, row.row, self._space
@@ -270,6 +295,10 @@ class ServedEngine:
             assert self._in_use is not None
             self._start(self._in_use)
             return
+        if self._process is None and not _is_full(error):  # it may come back with the weights that it began with
+            with self._lock:
+                if self._incoming is None and self._in_use is not None:
+                    self._incoming = self._in_use, self.policy_step
         log.warning("%s; it is asked again in %.1f s", error, self._pause)
         self._pauses_until = now + self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
@@ -287,7 +316,7 @@ class ServedEngine:
         assert self._process is not None
         for attempt in range(_TRIES):
             try:
-                self._server = self._process.start(prepared.folder)
+                self._server, self._told = self._process.start(prepared.folder), None
                 self.gap = self._check(prepared)
                 self.restarts += self._in_use is not None
                 return
@@ -299,7 +328,7 @@ class ServedEngine:
     def _take_up(self) -> None:
         """Gives the server the weights that wait, if all that is under way has been drawn."""
         with self._lock:
-            if self._incoming is None or self._asked:
+            if self._incoming is None or self._asked or time.monotonic() < self._pauses_until:
                 return
             prepared, step = self._incoming
         begun, server = time.monotonic(), self._server
@@ -311,17 +340,25 @@ class ServedEngine:
                     server.load(prepared.folder, seconds=self._request_seconds)
                     self.gap = self._check(prepared)
                 break
-            except (Unavailable, WrongWeights) as error:
+            except Unavailable as error:
+                if self._process is None:
+                    self._mend(error)
+                    return
+                if attempt == _TRIES - 1:
+                    raise
+                log.warning("the server did not take the weights of step %d: %s; once more", step, error)
+            except WrongWeights as error:
                 if attempt == _TRIES - 1:
                     raise
                 log.warning("the server did not take the weights of step %d: %s; once more", step, error)
                 time.sleep(_FIRST_PAUSE)
+        self.trouble, self._pause, self._away_since = "", _FIRST_PAUSE, 0.0
         with self._lock:
             before, self._in_use, self.policy_step = self._in_use, prepared, step
             if self._incoming == (prepared, step):
                 self._incoming = None
         self.update_seconds = time.monotonic() - begun
-        if before is not None:
+        if before is not None and before is not prepared:
             shutil.rmtree(before.folder, ignore_errors=True)
 
     def _check(self, prepared: Prepared) -> float:
@@ -334,7 +371,12 @@ class ServedEngine:
                 f"{self._server.url} gives a fixed text log-probs that are {gap:.3g} nats per token off the policy's, above "
                 f"{self._gap_limit:g}: it has another model, other weights or another precision"
             )
-        if self._in_use is not None and self._in_use is not prepared and np.abs(told - self._in_use.logprobs).mean() < gap:
+        before, self._told = self._told, told
+        if before is None or self._in_use is None or self._in_use is prepared:
+            return gap
+        # Kernels may be further off than small updates reach: only log-probs that have not moved at all are those of before.
+        moves = np.abs(prepared.logprobs - self._in_use.logprobs).mean()
+        if moves > _SAME and np.abs(told - before).mean() < min(_SAME, moves / 10):
             raise WrongWeights(f"{self._server.url} has the weights before, not those that it was given")
         return gap
 

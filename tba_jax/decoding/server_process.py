@@ -62,6 +62,7 @@ class ServerProcess:
         command = [sys.executable, "-c", _LEASH, self._python, "-m", *its, *self._arguments]
         log.info("starting %s: %s", self._kind.name, " ".join(command[3:]))
         environment = {**os.environ, **self._kind.environment}
+        environment.pop("JAX_PLATFORMS", None)  # of this process
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(

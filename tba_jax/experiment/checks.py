@@ -314,6 +314,8 @@ def _of_engine(config: Any) -> Iterator[str]:
         yield f"searchers.swap_memory={s.swap_memory} is for the own decoder, not for {named}"
     if config.task.force_eos:
         yield f"task.force_eos=True is for the own decoder: a server ({named}) gives no log-prob of an end that it did not draw"
+    if s.engine_url and s.count > 1:
+        yield f"searchers.count={s.count} must be 1 with searchers.engine_url: each searcher gives its server weights of its own"
     if s.engine_url and not s.engine_url.startswith(("http://", "https://")):
         yield f"searchers.engine_url={s.engine_url!r} must begin with http:// or https://"
 

@@ -47,7 +47,8 @@ def make_searcher(
 
 def searcher(s: Invocation) -> Job:
     if s.config.searchers.engine != "own":
-        jax.config.update("jax_platforms", "cpu")  # the devices are the server's
+        os.environ["JAX_PLATFORMS"] = "cpu"  # the devices are the server's
+        jax.config.update("jax_platforms", "cpu")
     join(s, may_change_schedule=False, check=lambda: training.check_devices(s.experiment, "searcher"))
     stop = processes_lib.StopSignal(patience_seconds=s.config.searchers.stop_seconds)
 

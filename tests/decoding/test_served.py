@@ -15,7 +15,7 @@ import pytest
 from tba_jax import trajectory
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.requests import Generation, Request
-from tba_jax.decoding.served import ServedEngine, WrongWeights
+from tba_jax.decoding.served import ServedEngine, WrongWeights, weights_folder
 from tba_jax.decoding.server_process import ServerProcess
 from tba_jax.decoding.servers import Draw, Refused, Sglang, Unavailable, Vllm
 from tba_jax.models.hugging_face import export
@@ -134,7 +134,7 @@ def test_a_server_with_other_weights_is_not_asked(engine, server, tmp_path):
     with pytest.raises(WrongWeights, match=r"log-probs that are .* nats per token off the policy's, above 0.001"):
         engine.generate([request(1)])
     near = jax.tree.map(lambda x: x * (1 + 1e-6), PARAMS)  # too near to tell by the limit
-    lax = make(Vllm(server.url), tmp_path, gap_limit=10.0)
+    lax = make(Vllm(server.url), tmp_path / "lax", gap_limit=10.0)
     server.faults.clear()
     lax.set_policy(PARAMS, 5)
     lax.generate([request(1)])
@@ -252,3 +252,43 @@ def test_sglang_is_asked_by_its_own_protocol(monkeypatch):
     told["prompt_tokens"] = 2
     with pytest.raises(Refused, match="continued 2 of 3 tokens"):
         server.draw(draw, seconds=1.0)
+
+
+def test_weights_of_processes_that_are_gone_are_removed(server, tmp_path):
+    mine = weights_folder(tmp_path)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left, other = (mine.with_name(f"{mine.name.rpartition('-')[0]}-{number}") for number in (ended.pid, os.getppid()))
+    for folder in (left, other, tmp_path / "tba_jax-weights-elsewhere-1"):
+        folder.mkdir()
+    engine = ServedEngine(
+        MODEL,
+        SPACE,
+        tiny.make_mesh(),
+        server=Vllm(server.url),
+        folder=mine,
+        write=write,
+        slots=1,
+        prompt_length=P,
+        response_length=R,
+        pad_id=PAD,
+    )
+    engine.set_policy(PARAMS, 0)
+    engine.generate([request(1)])
+    assert {each.name for each in tmp_path.iterdir()} == {mine.name, other.name, "tba_jax-weights-elsewhere-1"}
+    engine.close()
+    assert not mine.exists()
+
+
+def test_a_server_that_comes_back_with_its_first_weights_gets_those_in_use(engine, server, folder, monkeypatch):
+    monkeypatch.setattr("tba_jax.decoding.served._FIRST_PAUSE", 0.05)
+    engine.set_policy(OTHER, 7)
+    engine.generate([request(1)])
+    server.load(folder)
+    loads, server.faults["status"] = server.loads, (502, 4)
+    (made,) = engine.generate([request(4)])
+    assert server.loads == loads + 1 and engine.gap < 1e-4 and (made.policy_step[:, 0] == 7).all()
+    columns = trajectory.token_columns([[6, 6, 3, 8]] * 4, made.responses, prompt_length=P, response_length=R, pad_id=PAD)
+    how = dict(R=R, config=MODEL, space=SPACE, logit_bytes=2**20, remat="none")
+    expected = np.asarray(jax.jit(functools.partial(applied.response_logprobs, **how))(OTHER, *columns.values())[0])
+    np.testing.assert_allclose(made.policy_logprobs, expected, atol=1e-4)

@@ -4,7 +4,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import math
-import queue
 import threading
 import time
 from collections import deque
@@ -22,13 +21,13 @@ from tba_jax.replay.log import LogWriter
 from tba_jax.rewards.task_models import response_texts, reward_texts
 from tba_jax.roles.work import Work
 from tba_jax.run import processes
+from tba_jax.run.threads import Threads
 from tba_jax.tasks.interface import CountsGrades, EncodedQuery, Scores, Task
 from tba_jax.text.tokenizers import Tokenizer
 
 # What waits for a thread: a future and the call that gives it; None ends a thread.
 T = TypeVar("T")
 
-_Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 # A batch that waits for room looks this often whether it is still to wait.
 LOOK_SECONDS = 2.0
@@ -109,34 +108,6 @@ class SearchReport:
     samples: Samples = dataclasses.field(default_factory=Samples)
     environment: Mapping[str, float] = dataclasses.field(default_factory=dict)
     engine: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-
-class Threads:
-    """Daemon threads that do calls in their order. Unlike those of an executor, they do not hold up the end of the process."""
-
-    def __init__(self, count: int, name: str):
-        self._calls, self._count = _Calls(), count
-        for number in range(count):
-            threading.Thread(target=self._do, name=f"{name}-{number}", daemon=True).start()
-
-    def submit(self, function: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._calls.put((future, function))
-        return future
-
-    def close(self) -> None:
-        """The threads end once the calls that were submitted are done."""
-        for _ in range(self._count):
-            self._calls.put(None)
-
-    def _do(self) -> None:
-        while (call := self._calls.get()) is not None:
-            future, function = call
-            try:
-                future.set_result(function())
-            except BaseException as error:  # raised where the result is asked for
-                future.set_exception(error)
-            del call, future, function  # they may hold large arrays
 
 
 def done(result: T) -> Future[T]:

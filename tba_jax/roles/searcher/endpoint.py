@@ -34,7 +34,7 @@ from tba_jax.text.turns import Between
 log = logging.getLogger(__name__)
 
 _MOST_BYTES = 16 << 20  # of a request
-_LOCAL = ("127.0.0.1", "localhost", "::1")
+_LOCAL = ("127.0.0.1", "localhost")
 
 
 class _Bad(ValueError):
@@ -59,9 +59,20 @@ class Talk:
     reward is waited for.
     """
 
-    def __init__(self, endpoint: "Endpoint", number: int, messages: list[dict[str, Any]], tool_format: ToolFormat | None):
+    def __init__(
+        self,
+        endpoint: "Endpoint",
+        number: int,
+        messages: list[dict[str, Any]],
+        *,
+        tools: Sequence[Any] | None,
+        tool_format: ToolFormat | None,
+    ):
+        """Args: tools: None where the client cannot go on."""
         self._endpoint, self.number, self.messages, self._format = endpoint, number, messages, tool_format
+        self.tools = tools
         self.turns, self.is_cut, self.since = 0, False, time.monotonic()
+        self.key = ""  # under which it waits for its client
         self.reply: Future[dict[str, Any]] | None = Future()
         self.answer: Future[Answer] | None = None
 
@@ -181,14 +192,16 @@ class Endpoint:
     def forget(self, talk: Talk) -> None:
         """Under the lock."""
         self._talks.pop(talk.number, None)
-        for waiting in self._waiting.values():
-            if talk in waiting:
-                waiting.remove(talk)
+        if talk in (waiting := self._waiting.get(talk.key, [])):
+            waiting.remove(talk)
+            if not waiting:
+                del self._waiting[talk.key]
 
     def awaits_client(self, talk: Talk) -> None:
         """Under the lock."""
-        if not talk.is_cut:
-            self._waiting.setdefault(_told(talk.messages), []).append(talk)
+        if talk.tools is not None and not talk.is_cut:
+            talk.key = _told(talk.messages, talk.tools)
+            self._waiting.setdefault(talk.key, []).append(talk)
 
     # Of clients.
 
@@ -196,9 +209,10 @@ class Endpoint:
         messages = _messages(body)
         tools = body.get("tools") or []
         last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-        reply = self._go_on(messages[: last + 1], messages[last + 1 :]) if last >= 0 else None
+        reply = self._go_on(messages[: last + 1], messages[last + 1 :], tools) if last >= 0 else None
         if reply is None:
-            reply = self._begin(messages, self._prompt(messages, tools), self._tool_format(tools))
+            how: dict[str, Any] = dict(tools=tools, tool_format=self._tool_format(tools))
+            reply = self._begin(messages, self._prompt(messages, tools), **how)
         told = self._await(reply)
         choice = {"index": 0, "message": told["message"], "finish_reason": told["finish_reason"], "logprobs": None}
         return self._completion("chat.completion", "chatcmpl", told, choice)
@@ -212,7 +226,7 @@ class Endpoint:
             ids = prompt
         else:
             raise _Bad("prompt must be a text, or a list of token ids")
-        told = self._await(self._begin([], ids, None))
+        told = self._await(self._begin([], ids, tools=None, tool_format=None))
         choice = {"index": 0, "text": told["message"]["content"], "finish_reason": told["finish_reason"], "logprobs": None}
         return self._completion("text_completion", "cmpl", told, choice)
 
@@ -231,15 +245,17 @@ class Endpoint:
             talk.answer.set_result(Answer(done=True, reward=float(reward)))
         return {"id": name, "object": "reward"}
 
-    def _go_on(self, before: Sequence[Any], said: list[dict[str, Any]]) -> "Future[dict[str, Any]] | None":
+    def _go_on(self, before: Sequence[Any], said: list[dict[str, Any]], tools: Sequence[Any]) -> "Future[dict[str, Any]] | None":
         """The reply of the conversation that these messages go on with; None where there is none."""
         if not said:
             raise _Bad("the last message is the assistant's: there is nothing to answer")
         with self.lock:
-            waiting = self._waiting.get(_told(before), [])
+            waiting = self._waiting.get(_told(before, tools), [])
             if not waiting:
                 return None
             talk = waiting.pop(0)
+            if not waiting:
+                del self._waiting[talk.key]
             assert talk.answer is not None
             talk.messages += said
             reply = talk.reply = Future()
@@ -249,7 +265,12 @@ class Endpoint:
         return reply
 
     def _begin(
-        self, messages: list[dict[str, Any]], prompt: list[int], tool_format: ToolFormat | None
+        self,
+        messages: list[dict[str, Any]],
+        prompt: list[int],
+        *,
+        tools: Sequence[Any] | None,
+        tool_format: ToolFormat | None,
     ) -> "Future[dict[str, Any]]":
         if not 1 <= len(prompt) <= self._contract.prompt_length:
             raise _Bad(f"the prompt has {len(prompt)} tokens: task.prompt_length={self._contract.prompt_length} is the most")
@@ -258,7 +279,7 @@ class Endpoint:
         with self.lock:
             if self._ended:
                 raise _Bad("the searcher has ended", 503)
-            talk = Talk(self, next(self._numbers), list(messages), tool_format)
+            talk = Talk(self, next(self._numbers), list(messages), tools=tools, tool_format=tool_format)
             self._talks[talk.number] = talk
             said = "\n\n".join(message["content"] for message in messages) or self._tokenizer.decode(prompt)
             self._begun.append(Asked(prompt=said, answer=json.dumps(prompt), talk=talk))
@@ -299,13 +320,13 @@ class Endpoint:
         return {**made, "choices": [choice]}
 
 
-def _told(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What tells conversations apart: roles, contents and calls of tools."""
+def _told(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> str:
+    """What tells conversations apart: tools, and roles, contents and calls of messages."""
     calls = [
         [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []]
         for message in messages
     ]
-    return json.dumps([[m["role"], m["content"], each] for m, each in zip(messages, calls, strict=True)])
+    return json.dumps([tools, *([m["role"], m["content"], each] for m, each in zip(messages, calls, strict=True))])
 
 
 def _check(body: Mapping[str, Any]) -> None:
@@ -351,6 +372,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")
+        if not self._has_key:
+            self.close_connection = True
+            self._answer(401, "the key is missing or wrong: it is in the searcher's log")
+            return
         if not length.isdecimal() or int(length) > _MOST_BYTES:
             self.close_connection = True
             self._answer(413, f"a request must say its length, at most {_MOST_BYTES} bytes")
@@ -364,8 +389,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._serve(routes, body)
 
     def _serve(self, routes: Mapping[str, Any], body: Any) -> None:
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(errors="replace"), self.server.endpoint.token.encode()):
+        if not self._has_key:
             self._answer(401, "the key is missing or wrong: it is in the searcher's log")
         elif self.path not in routes:
             self._answer(404, f"there is no {self.path[:100]}; there are {', '.join(routes)}")
@@ -376,8 +400,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 found = routes[self.path](body)
             except _Bad as error:
                 self._answer(error.status, str(error))
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+                self._answer(400, f"the request is not as the protocol has it: {type(error).__name__}: {error}"[:300])
             else:
                 self._write(200, found)
+
+    @property
+    def _has_key(self) -> bool:
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        return hmac.compare_digest(given.encode(errors="replace"), self.server.endpoint.token.encode())
 
     def _answer(self, status: int, told: str) -> None:
         self._write(status, {"error": {"message": told, "type": "invalid_request_error", "code": status}})

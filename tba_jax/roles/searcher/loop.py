@@ -10,10 +10,11 @@ from typing import Any
 
 import jax
 
-from tba_jax.roles.searcher.appender import SearchReport, Threads
+from tba_jax.roles.searcher.appender import SearchReport
 from tba_jax.roles.searcher.searcher import Searcher
 from tba_jax.roles.work import Work, policy_peaks
 from tba_jax.run.processes import NoRewards
+from tba_jax.run.threads import Threads
 from tba_jax.storage import contract, layout, places
 from tba_jax.telemetry import metrics
 from tba_jax.telemetry.alarms import Watch
@@ -99,8 +100,11 @@ class RewardWatch:
 class SearchRecord:
     """Writes the metrics of a searcher's batches, and shows each batch to trackers, alarms and the watch of `rewards`."""
 
-    def __init__(self, config: Any, run: layout.RunDir, name: str, *, status: Status, mesh: jax.sharding.Mesh):
-        """Args: mesh: of the policy."""
+    def __init__(
+        self, config: Any, run: layout.RunDir, name: str, *, status: Status, mesh: jax.sharding.Mesh, serves: bool = False
+    ):
+        """Args: mesh: of the policy. serves: whether clients give the rewards."""
+        self._serves = serves
         c = config.metrics
         self._writer = metrics.open_writer(config, run, name, role="searcher", status=status)
         self._samples, self._samples_every = c.samples if self._writer.shows_tables else 0, c.samples_every_batches
@@ -126,7 +130,8 @@ class SearchRecord:
         if self._samples and self._batches % self._samples_every == 0:
             self._writer.table("samples", report.policy_step, report.samples.table(self._samples))
         self._batches += 1
-        self.rewards.note(report)
+        if not self._serves:  # clients may stay away, or leave
+            self.rewards.note(report)
         counts: dict[str, float] = {"rows": report.rows, "unscored": report.unscored}
         counts["finished_rows"] = round(report.finished * report.rows)
         if told := report.environment:
@@ -171,7 +176,10 @@ def run_searcher(
     """Searches until the run has finished or `stop` says so. The batch that is being decoded is completed; batches that wait for
     their rewards have searchers.stop_seconds to get them."""
     status, profiler = account.record.status, account.record.profiler
-    record, requests = SearchRecord(config, run, name, status=status, mesh=searcher.mesh), places.RequestRate([run.shared])
+    record, requests = (
+        SearchRecord(config, run, name, status=status, mesh=searcher.mesh, serves=searcher.serves),
+        places.RequestRate([run.shared]),
+    )
     poll_seconds = places.poll_seconds([run.shared], config.searchers.poll_seconds, of_store=POLL_SECONDS_OF_STORE)
     searcher.refresh()
     status.phase("")

@@ -20,7 +20,7 @@ from tba_jax import trajectory
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.engine import Ticket
 from tba_jax.decoding.requests import Generation, Request, concatenate
-from tba_jax.decoding.served import GAP_LIMITS, ServedEngine
+from tba_jax.decoding.served import GAP_LIMITS, ServedEngine, weights_folder
 from tba_jax.decoding.server_process import ServerProcess
 from tba_jax.decoding.servers import SERVERS, Server
 from tba_jax.decoding.slots import row_keys
@@ -98,8 +98,8 @@ class Searcher:
             reference=make_reference(
                 _scoring(config, contract, policy, self.mesh), run, scores=config.searchers.scores_reference
             ),
-            served=_served(config, contract, run, policy, tokenizer, queries, self.mesh, writer),
-            **_sampling_settings(config, contract, queries, self.mesh),
+            served=_served(config, contract, run, policy, tokenizer, queries, self.mesh, writer, serves=endpoint is not None),
+            **_sampling_settings(config, contract, queries, self.mesh, serves=endpoint is not None),
         )
         self._engine, self._reference = self.sampler.engine, self.sampler.reference
         self._conversations: Conversations | None = None
@@ -278,6 +278,11 @@ class Searcher:
         with self._account.measure("wait_rewards"):
             return self.appender.appended(wait_seconds=wait_seconds)
 
+    @property
+    def serves(self) -> bool:
+        """Whether clients ask, in place of the task's queries."""
+        return self._endpoint is not None
+
     def close(self) -> None:
         self.appender.close()
         if self._endpoint is not None:
@@ -312,7 +317,7 @@ class Searcher:
         """The conversations with clients that have ended, once they are as many as the rows of a batch, or the first of them has
         waited, or the searcher stops; None where there are none."""
         assert self._conversations is not None and self._steps is not None
-        most, looked, since = _rows_per_batch(self._config), time.monotonic(), math.inf
+        most, looked, since, stops = _rows_per_batch(self._config), time.monotonic(), math.inf, False
         with self._account.measure("decode"):
             while True:
                 for query in endpoint.begun():
@@ -328,10 +333,11 @@ class Searcher:
                 if len(ended) >= most or now > since + _FLUSH_SECONDS:
                     break
                 if now > looked + _LOOK_SECONDS:
-                    if not waits():
+                    if stops := not waits():
                         break
                     looked = now
-        if not (batch := ended[:most]):
+        # At the end of the searcher, all that have ended.
+        if not (batch := ended if stops else ended[:most]):
             return None
         self._asked = deque(asked for asked in self._asked if asked not in batch)
         return batch, concatenate([each.generation for asked in batch for each in asked.answers])
@@ -382,15 +388,22 @@ def _slots(config: Any) -> int:
 
 
 def _sampling_settings(
-    config: Any, contract: contract_lib.Contract, queries: Sequence[EncodedQuery], mesh: jax.sharding.Mesh
+    config: Any,
+    contract: contract_lib.Contract,
+    queries: Sequence[EncodedQuery],
+    mesh: jax.sharding.Mesh,
+    *,
+    serves: bool = False,
 ) -> dict[str, Any]:
+    """Args: serves: whether prompts are those of clients, of which nothing is known."""
     s = config.searchers
+    longest = contract.prompt_length if serves else max(len(query.prompt) for query in queries)
     given_length = contract.given_length
     return dict(
         weights=s.weights,
         slots=_slots(config),
         samples=1 if contract.turns else s.samples_per_query,
-        prompt_length=max(len(query.prompt) for query in queries) + given_length,
+        prompt_length=longest + given_length,
         given_length=given_length,
         swap=s.swap,
         swap_memory=s.swap_memory,
@@ -408,12 +421,14 @@ def _served(
     queries: Sequence[EncodedQuery],
     mesh: jax.sharding.Mesh,
     writer: str,
+    *,
+    serves: bool,
 ) -> ServedEngine | None:
     """The server that draws, None where the searcher draws itself. Args: writer: see Searcher."""
     s = config.searchers
     if s.engine == "own":
         return None
-    settings = _sampling_settings(config, contract, queries, mesh)
+    settings = _sampling_settings(config, contract, queries, mesh, serves=serves)
     kind, length = SERVERS[s.engine], settings["prompt_length"] + contract.response_length
     source = load.resolve_folder(config.model.path) if config.model.path else None
     write_tokenizer, token_ids = export.tokenizer_files(tokenizer, source)
@@ -440,7 +455,7 @@ def _served(
         contract.response_space(),
         mesh,
         server=server,
-        folder=Path(s.engine_folder or tempfile.gettempdir()) / f"tba_jax-{writer}",
+        folder=weights_folder(Path(s.engine_folder or tempfile.gettempdir())),
         write=write,
         slots=settings["slots"],
         prompt_length=settings["prompt_length"],

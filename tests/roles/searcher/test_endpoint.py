@@ -149,6 +149,7 @@ def test_what_is_wrong_is_one_sentence_and_no_row(served, s):
         ({"messages": [{"role": "user", "content": "a" * 30}]}, 400, "task.prompt_length=7 is the most"),
         ({"messages": [*hello, {"role": "assistant", "content": "b"}]}, 400, "the last message is the assistant's"),
         ([], 400, "the request is not a JSON object"),
+        ({"messages": [*hello, {"role": "assistant", "content": "b", "tool_calls": [1]}, hello[0]]}, 400, "not as the protocol"),
     ]:
         code, told = client.refusal("/chat/completions", body)
         assert code == status and sentence in told, told
