@@ -3,7 +3,8 @@
 Command:   python -m tba_jax.main --config=configs/reasoning_gym.py --workdir=runs/gym --config.task.reasoning_gym.dataset=NAME
            Longer questions, or a pretrained model, need other lengths (task.prompt_length, task.response_length), and other
            data sets other parameters.
-Hardware:  2 CPU cores.
+Hardware:  2 CPU cores. Time: about 4 minutes, warm start included. Score: of samples 0.59 -> 0.84 (measured;
+           benchmarks/RESULTS.md).
 """
 
 from configs import base, small

@@ -340,14 +340,10 @@ class ServedEngine:
                     server.load(prepared.folder, seconds=self._request_seconds)
                     self.gap = self._check(prepared)
                 break
-            except Unavailable as error:
-                if self._process is None:
+            except (Unavailable, WrongWeights) as error:
+                if self._process is None and isinstance(error, Unavailable):
                     self._mend(error)
                     return
-                if attempt == _TRIES - 1:
-                    raise
-                log.warning("the server did not take the weights of step %d: %s; once more", step, error)
-            except WrongWeights as error:
                 if attempt == _TRIES - 1:
                     raise
                 log.warning("the server did not take the weights of step %d: %s; once more", step, error)
@@ -362,7 +358,7 @@ class ServedEngine:
             shutil.rmtree(before.folder, ignore_errors=True)
 
     def _check(self, prepared: Prepared) -> float:
-        """The gap on the probe. Raises WrongWeights where it is too large, or larger than that to the weights before."""
+        """The gap on the probe. Raises WrongWeights where it is too large, or the log-probs stayed though the weights moved."""
         assert self._server is not None
         told = np.array(self._server.logprobs(self._probe.tolist(), seconds=self._request_seconds))
         gap = float(np.abs(told - prepared.logprobs).mean())

@@ -89,7 +89,7 @@ def test_rows_are_of_the_policy_and_of_the_contract(engine, server):
     assert engine.gap < 1e-4 and engine.usage.useful == made.length.sum()
 
 
-def test_the_likeliest_response_is_the_own_decoders(engine, single):
+def test_the_likeliest_response_is_the_own_decoders(engine):
     (made,) = engine.generate([request(1, temperature=0.0)])
     own = tiny.make_engine(1, 1, prompt_length=P, response_length=R)
     own.set_policy(PARAMS, 5)

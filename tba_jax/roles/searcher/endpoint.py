@@ -156,7 +156,7 @@ class Endpoint:
         self.is_local = (host or _LOCAL[0]) in _LOCAL
         threading.Thread(target=self._server.serve_forever, name="endpoint", daemon=True).start()
 
-    # Of the searcher.
+    # The searcher calls these, in one thread.
 
     def start(self, query: Query) -> tuple[Talk, Future[Answer]]:
         """See Environments.start: what the client said is the prompt."""
@@ -203,7 +203,7 @@ class Endpoint:
             talk.key = _told(talk.messages, talk.tools)
             self._waiting.setdefault(talk.key, []).append(talk)
 
-    # Of clients.
+    # Clients call these, in threads.
 
     def chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         messages = _messages(body)
