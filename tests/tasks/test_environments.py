@@ -15,7 +15,7 @@ from tests.support import tiny_run
 
 # What a message asks for is what the step does.
 PLAYED = """
-import os, time
+import ctypes, os, time
 from tba_jax.tasks.environments import EnvironmentTask
 from tba_jax.tasks.tools import ToolTask
 
@@ -48,8 +48,8 @@ class Echo:
             raise KeyError("lost")
         if name == "die":
             os._exit(9)
-        if name == "spin":
-            9**9**9**9  # holds the interpreter's lock
+        if name == "hold":  # the interpreter's lock, which it has when the file appears
+            ctypes.PyDLL(None).system(f"touch {argument}; exec sleep 20".encode())
         if name == "own":
             return [{"role": Own("user"), "content": Own("mine")}], 0.0
         if name == "tool":
@@ -184,11 +184,15 @@ def test_one_that_hangs_fails_alone_and_its_worker_is_replaced(user):
     environments.close()
 
 
-def test_one_that_holds_the_lock_fails_its_worker_and_nobody_waits(user):
+def test_one_that_holds_the_lock_fails_its_worker_and_nobody_waits(user, tmp_path):
     environments = Environments(user.Echo, {}, time_limit=2.0, concurrency=1, prefix="task.x.")
-    spinning, *others = (start(environments) for _ in range(60))
+    holding, *others = (start(environments) for _ in range(60))
+    waiting = [holding.step(f"hold {tmp_path / 'held'}")]
+    while not (tmp_path / "held").exists():
+        assert not waiting[0].done()
+        time.sleep(0.01)
     begin = time.monotonic()
-    waiting = [spinning.step("spin"), *(each.step("x" * 8192) for each in others)]
+    waiting += [each.step("x" * 8192) for each in others]
     assert time.monotonic() - begin < 1, "the pipe is full, and whoever asks does not wait for it"
     assert {each.result(30).failure for each in waiting} == {"it took more than task.x.time_limit=2 s"}
     assert step(start(environments), "new").messages
