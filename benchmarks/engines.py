@@ -32,6 +32,7 @@ from tba_jax.models import decoder
 from tba_jax.models.config import DecoderConfig, ResponseSpace
 from tba_jax.models.hugging_face import export
 from tba_jax.models.parameters import Params
+from tba_jax.models.policy import Policy
 from tba_jax.text.tokenizers import CharacterTokenizer
 
 _PYTHON = flags.DEFINE_string("python", None, "Python of an environment with vLLM.", required=True)
@@ -75,9 +76,8 @@ def _measure(load: _Load, model: DecoderConfig, params: Params, folder: Path) ->
     mesh = sharding.make_mesh((1, 1, 1), setting="benchmark", devices=jax.devices()[:1])
     write_tokenizer, token_ids = export.tokenizer_files(_TOKENIZER, None)
 
-    def write(to: Path, weights: Params) -> None:
-        its, plain = export.untied(model, weights)
-        export.save(to, its, plain, dtype="float32", token_ids=token_ids, more=[write_tokenizer])
+    def write(to: Path, its: DecoderConfig, weights: Params) -> None:
+        export.save(to, its, weights, dtype="float32", token_ids=token_ids, more=[write_tokenizer])
 
     process = ServerProcess(
         Vllm,
@@ -89,7 +89,7 @@ def _measure(load: _Load, model: DecoderConfig, params: Params, folder: Path) ->
         start_seconds=600.0,
     )
     sizes: dict[str, Any] = dict(slots=rows, prompt_length=load.prompt, response_length=_DRAWN, pad_id=0)
-    served = ServedEngine(model, space, mesh, server=process, folder=folder / "weights", write=write, **sizes)
+    served = ServedEngine(Policy(model=model), {}, space, mesh, server=process, folder=folder / "weights", write=write, **sizes)
     engines: dict[str, ServedEngine | Engine] = {
         "vLLM": served,
         "own": Engine(model, space, mesh, samples=load.samples, lockstep=True, **sizes),

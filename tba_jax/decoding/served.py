@@ -1,8 +1,9 @@
 """A decoder whose samples an inference server draws, with the interface of Engine: requests in, generations out.
 
 A sample is one call of the server. New weights wait until all that is under way has been drawn, since no server tells which
-weights drew a token. Then the server reads them from a folder, and its log-probs of a fixed text must be those of the new ones. A
-server that is away, late or full is asked again; one that this process has started is started anew where it ended or hangs.
+weights drew a token. Then the server reads them from a folder, and its log-probs of a fixed text must be those of the new ones.
+With LoRA the server runs the policy of step 0, and the folder holds the adapters alone, where servers can have them. A server
+that is away, late or full is asked again; one that this process has started is started anew where it ended or hangs.
 """
 
 import concurrent.futures
@@ -28,9 +29,11 @@ from tba_jax import sharding
 from tba_jax.decoding.requests import Generation, Parked, Request, Ticket, Usage
 from tba_jax.decoding.server_process import ServerProcess
 from tba_jax.decoding.servers import Draw, Drawn, Refused, Server, Unavailable
-from tba_jax.models import kv_cache, parameters, scoring
+from tba_jax.models import scoring
 from tba_jax.models.config import DecoderConfig, ResponseSpace
+from tba_jax.models.hugging_face import export
 from tba_jax.models.parameters import Params
+from tba_jax.models.policy import Policy, merge_lazily
 from tba_jax.run.threads import Threads
 from tba_jax.text.tokenizers import StopStrings
 
@@ -43,6 +46,8 @@ _WEIGHTS = "tba_jax-weights-"
 # Nats per token that a server's log-probs may be off in the mean, by compute dtype.
 GAP_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 _TRIES = 3  # of a load of weights, and of starts one after the other
+_TAKES_ADAPTERS = ("llama", "mistral", "qwen2", "qwen3", "gemma3")  # architectures, in vLLM and SGLang
+_MOST_RANK = 512  # that vLLM takes
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds before a server that is away or full is asked again
 
 
@@ -57,6 +62,13 @@ def _remove_weights_of_the_dead(folder: Path) -> None:
         number = other.name.rpartition("-")[2]
         if number.isdecimal() and not Path(f"/proc/{number}").exists():
             shutil.rmtree(other, ignore_errors=True)
+
+
+def served_rank(policy: Policy) -> int:
+    """The rank of the adapters that a server loads; 0: it loads whole weights, with the adapters merged if there are some."""
+    if policy.lora is None or policy.lora.rank > _MOST_RANK or policy.model.architecture not in _TAKES_ADAPTERS:
+        return 0
+    return 0 if "lm_head" in policy.trained_specs else policy.lora.rank
 
 
 class WrongWeights(ValueError):
@@ -93,13 +105,14 @@ class ServedEngine:
 
     def __init__(
         self,
-        model: DecoderConfig,
+        policy: Policy,
+        base: Params,
         space: ResponseSpace,
         mesh: Mesh,
         *,
         server: Server | ServerProcess,
         folder: Path,
-        write: Callable[[Path, Params], None],
+        write: Callable[[Path, DecoderConfig, Params], None],
         slots: int,
         prompt_length: int,
         response_length: int,
@@ -112,12 +125,14 @@ class ServedEngine:
         gap_limit: float = 1e-3,
     ):
         """Args:
-        server: one that runs, or how one is started. folder: for weights, which the server can read, see `weights_folder`.
-        write: writes a Hugging Face folder of plain weights of the policy. slots: samples that the server is asked at a time.
+        base: weights of step 0, {} without adapters. server: one that runs, or how one is started; it takes adapters where
+        `served_rank` gives a rank. folder: for weights, which the server can read, see `weights_folder`.
+        write: writes a Hugging Face folder of a model and its plain weights. slots: samples that the server is asked at a time.
         request_seconds: that a sample may take; give_up_seconds: without an answer of any server.
         gap_limit: the largest `gap` of the right weights. Others: see Engine.
         """
-        self._model, self._space, self._slots = model, space, slots
+        self._policy, self._base, self._space, self._slots = policy, base, space, slots
+        self._rank = served_rank(policy)
         self._process = server if isinstance(server, ServerProcess) else None
         self._server = None if isinstance(server, ServerProcess) else server
         self._folder, self._write, self._number = folder, write, 0
@@ -139,14 +154,13 @@ class ServedEngine:
         self._asked: dict[concurrent.futures.Future[Drawn], _Row] = {}
         self._threads = Threads(slots, "server")
         self._pause, self._pauses_until, self._away_since = _FIRST_PAUSE, 0.0, 0.0
-        allowed = np.setdiff1d(np.arange(model.vocab), [*space.banned_tokens, space.eos_id, pad_id])
+        allowed = np.setdiff1d(np.arange(policy.model.vocab), [*space.banned_tokens, space.eos_id, pad_id])
         count = min(_PROBE_TOKENS, prompt_length + response_length - given_length - 1)
         self._probe = np.random.default_rng(0).choice(allowed, count).astype(np.int32)
         plain = ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
-        graphdef = kv_cache.define(model, unstacked=False).graphdef
 
-        def logprobs(params: Params) -> jax.Array:
-            its = parameters.module(graphdef, params)
+        def logprobs(trained: Params, base: Params) -> jax.Array:
+            its = policy.for_training(trained, base)
             tokens, one, rest = (jnp.asarray(x, jnp.int32) for x in (self._probe[None], [1], [count - 1]))
             how: dict[str, Any] = dict(R=count - 1, space=plain, logit_bytes=1 << 27, remat="none")
             return scoring.response_logprobs(its, tokens, one, rest, **how)[0][0]
@@ -169,21 +183,30 @@ class ServedEngine:
         """Whether the server has the weights that it was handed last."""
         return self._incoming is None
 
-    def prepare(self, params: Params, *, consume: bool = False) -> list[Prepared]:
-        """Writes weights for `swap`. Args: params: plain weights of the policy (Policy.for_sampling); consume: see Engine."""
+    def prepare(self, trained: Params, *, consume: bool = False) -> list[Prepared]:
+        """Writes weights for `swap`. Args: trained: what snapshots hold, adapters alone with LoRA; consume: see Engine."""
         self._number += 1
-        logprobs, folder = np.asarray(self._logprobs(params), np.float64), self._folder / f"{self._number}"
-        self._write(folder, params)
+        logprobs, folder = np.asarray(self._logprobs(trained, self._base), np.float64), self._folder / f"{self._number}"
+        model, lora = self._policy.model, self._policy.lora
+        if lora is not None and self._rank:
+            export.save_adapters(folder, model, trained, lora, base=str(self._started_from), dtype="float32")
+        else:
+            merged = trained if lora is None else merge_lazily(self._base, trained, lora)
+            self._write(folder, *export.untied(model, merged))
         return [Prepared(folder, logprobs)]
+
+    @property
+    def _started_from(self) -> Path:
+        return self._folder / "base"  # the model that adapters belong to
 
     def swap(self, prepared: Sequence[Prepared], step: int) -> None:
         """Hands over weights, which the server gets when all that is under way has been drawn."""
         with self._lock:
             self._incoming = (prepared[0], step)
 
-    def set_policy(self, params: Params, step: int) -> None:
+    def set_policy(self, trained: Params, step: int) -> None:
         """Prepares weights and hands them over, for a caller that has nothing running."""
-        self.swap(self.prepare(params), step)
+        self.swap(self.prepare(trained), step)
 
     def submit(self, request: Request) -> Ticket:
         """Queues a request and returns its ticket, which `decode` takes. May be called while `decode` pauses.
@@ -314,9 +337,13 @@ class ServedEngine:
     def _start(self, prepared: Prepared) -> None:
         """Starts the server, with these weights."""
         assert self._process is not None
+        if self._rank and not self._started_from.exists():
+            self._write(self._started_from, self._policy.model, self._base)
         for attempt in range(_TRIES):
             try:
-                self._server, self._told = self._process.start(prepared.folder), None
+                self._server, self._told = self._process.start(self._started_from if self._rank else prepared.folder), None
+                if self._rank:
+                    self._load(prepared)
                 self.gap = self._check(prepared)
                 self.restarts += self._in_use is not None
                 return
@@ -325,19 +352,26 @@ class ServedEngine:
                     raise
                 log.warning("%s; once more", error)
 
+    def _load(self, prepared: Prepared) -> None:
+        assert self._server is not None
+        if self._rank:
+            self._server.load_adapter(prepared.folder, rank=self._rank, seconds=self._request_seconds)
+        else:
+            self._server.load(prepared.folder, seconds=self._request_seconds)
+
     def _take_up(self) -> None:
         """Gives the server the weights that wait, if all that is under way has been drawn."""
         with self._lock:
             if self._incoming is None or self._asked or time.monotonic() < self._pauses_until:
                 return
             prepared, step = self._incoming
-        begun, server = time.monotonic(), self._server
+        begun = time.monotonic()
         for attempt in range(_TRIES):
             try:
-                if server is None or (attempt == _TRIES - 1 and self._process is not None):
+                if self._server is None or (attempt == _TRIES - 1 and self._process is not None):
                     self._start(prepared)
                 else:
-                    server.load(prepared.folder, seconds=self._request_seconds)
+                    self._load(prepared)
                     self.gap = self._check(prepared)
                 break
             except (Unavailable, WrongWeights) as error:
@@ -394,8 +428,10 @@ class ServedEngine:
             raise Refused(
                 f"{server}: it gave {n} tokens and {len(drawn.logprobs)} log-probs, where 1 to {limit - given} were asked"
             )
-        if wrong := [token for token in tokens if not 0 <= token < self._model.vocab or token in space.banned_tokens]:
-            raise Refused(f"{server}: token {wrong[0]} is not of the policy's {self._model.vocab}, or one of task.banned_tokens")
+        if wrong := [token for token in tokens if not 0 <= token < self._policy.model.vocab or token in space.banned_tokens]:
+            raise Refused(
+                f"{server}: token {wrong[0]} is not of the policy's {self._policy.model.vocab}, or one of task.banned_tokens"
+            )
         if not np.isfinite(drawn.logprobs).all():
             raise Refused(f"{server}: log-probs are not finite")
         ended = tokens[-1] == space.eos_id

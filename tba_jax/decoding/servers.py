@@ -5,11 +5,13 @@ decides anything; log-probs are asked of the distribution that was sampled.
 """
 
 import abc
+import contextlib
 import dataclasses
 import http.client
 import json
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -63,7 +65,7 @@ class Server(abc.ABC):
     name: str
 
     def __init__(self, url: str):
-        self.url = url.rstrip("/")
+        self.url, self._adapter = url.rstrip("/"), ""  # the name of the adapter that draws, "": the model without one
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
     @staticmethod
@@ -71,7 +73,13 @@ class Server(abc.ABC):
     def command(folder: Path, *, port: int, dtype: str, length: int, seed: int) -> list[str]:
         """Arguments of `python -m` that start a server of a Hugging Face folder. Args: length: most tokens of a sequence."""
 
+    @staticmethod
+    @abc.abstractmethod
+    def adapter_arguments(rank: int) -> list[str]:
+        """Further arguments of the command, for a server that takes adapters of this rank."""
+
     environment: ClassVar[Mapping[str, str]] = {}  # that it is started with
+    _api = ""  # what the paths of adapters begin with
 
     @abc.abstractmethod
     def draw(self, draw: Draw, *, seconds: float) -> Drawn: ...
@@ -83,6 +91,25 @@ class Server(abc.ABC):
     @abc.abstractmethod
     def load(self, folder: Path, *, seconds: float) -> None:
         """Takes the weights of a folder, and forgets what it has computed by others."""
+
+    def load_adapter(self, folder: Path, *, rank: int, seconds: float) -> None:
+        """Draws by the adapter in a folder of PEFT from now on, and drops the one before.
+
+        Each load has a new name, since servers tell cached prefixes of adapters apart by names.
+        """
+        name, before = f"adapter-{uuid.uuid4().hex}", self._adapter
+        try:
+            self._ask("POST", f"{self._api}/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, seconds)
+        except (Unavailable, Refused) as error:
+            if isinstance(error, Unavailable) and getattr(error.__cause__, "code", 0) != 500:  # vLLM refuses adapters by a 500
+                raise
+            self.check_there()
+            needs = f"the policy of step 0, started with {' '.join(self.adapter_arguments(rank))}"
+            raise Refused(f"{error}; adapters of lora.rank={rank} and lora.targets need a server of {needs}") from error
+        self._adapter = name
+        if before:
+            with contextlib.suppress(Refused):  # a server that began anew has forgotten it
+                self._ask("POST", f"{self._api}/unload_lora_adapter", {"lora_name": before}, seconds)
 
     def check_there(self) -> None:
         self._ask("GET", "/health", None, _SHORT_SECONDS)
@@ -110,8 +137,10 @@ class Server(abc.ABC):
 class Vllm(Server):
     """vLLM's server of the OpenAI protocol, version 0.11 and later, with VLLM_SERVER_DEV_MODE=1 for new weights."""
 
-    name = "vllm"
-    environment: ClassVar[Mapping[str, str]] = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    name, _api = "vllm", "/v1"
+    environment: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"), "1"
+    )
 
     @staticmethod
     def command(folder: Path, *, port: int, dtype: str, length: int, seed: int) -> list[str]:
@@ -119,6 +148,10 @@ class Vllm(Server):
         settings |= {"dtype": dtype, "max-model-len": length, "seed": seed, "generation-config": "vllm"}
         settings |= {"logprobs-mode": "processed_logprobs"}
         return ["vllm.entrypoints.openai.api_server", *(f"--{name}={value}" for name, value in settings.items())]
+
+    @staticmethod
+    def adapter_arguments(rank: int) -> list[str]:
+        return ["--enable-lora", f"--max-lora-rank={1 << max(3, (rank - 1).bit_length())}"]  # vLLM takes powers of two
 
     def draw(self, draw: Draw, *, seconds: float) -> Drawn:
         d = draw
@@ -129,7 +162,7 @@ class Vllm(Server):
         asked |= dict(include_stop_str_in_output=True, skip_special_tokens=False, return_token_ids=True)
         if d.banned:
             asked["logit_bias"] = {str(token): _BAN for token in d.banned}
-        answer = self._ask("POST", "/v1/completions", asked, seconds)
+        answer = self._complete(asked, seconds)
         try:
             (choice,) = answer["choices"]
             return Drawn(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["prompt_token_ids"])
@@ -140,12 +173,15 @@ class Vllm(Server):
 
     def logprobs(self, tokens: Sequence[int], *, seconds: float) -> list[float]:
         asked = dict(prompt=list(tokens), max_tokens=1, temperature=0.0, prompt_logprobs=0, return_token_ids=True)
-        answer = self._ask("POST", "/v1/completions", asked, seconds)
+        answer = self._complete(asked, seconds)
         try:
             told = answer["choices"][0]["prompt_logprobs"][1:]
             return [float(each[str(token)]["logprob"]) for token, each in zip(tokens[1:], told, strict=True)]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise Refused(f"{self.url}/v1/completions gave no log-probs of its prompt (prompt_logprobs)") from error
+
+    def _complete(self, asked: dict[str, Any], seconds: float) -> Any:
+        return self._ask("POST", "/v1/completions", asked | ({"model": self._adapter} if self._adapter else {}), seconds)
 
     def load(self, folder: Path, *, seconds: float) -> None:
         how = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
@@ -164,6 +200,10 @@ class Sglang(Server):
         settings |= {"context-length": length, "random-seed": seed, "sampling-defaults": "openai"}
         return ["sglang.launch_server", *(f"--{name}={value}" for name, value in settings.items())]
 
+    @staticmethod
+    def adapter_arguments(rank: int) -> list[str]:
+        return ["--enable-lora", f"--max-lora-rank={rank}", "--lora-target-modules=all"]
+
     def draw(self, draw: Draw, *, seconds: float) -> Drawn:
         d = draw
         how: dict[str, Any] = dict(max_new_tokens=d.limit, min_new_tokens=min(d.least, d.limit))
@@ -173,9 +213,7 @@ class Sglang(Server):
         how |= dict(skip_special_tokens=False, spaces_between_special_tokens=False)
         if d.banned:
             how["logit_bias"] = {str(token): _BAN for token in d.banned}
-        answer = self._ask(
-            "POST", "/generate", dict(input_ids=list(d.context), sampling_params=how, return_logprob=True), seconds
-        )
+        answer = self._generate(dict(input_ids=list(d.context), sampling_params=how, return_logprob=True), seconds)
         try:
             told = answer["meta_info"]
             logprobs, tokens = zip(*[(each[0], each[1]) for each in told["output_token_logprobs"]], strict=True)
@@ -188,7 +226,7 @@ class Sglang(Server):
     def logprobs(self, tokens: Sequence[int], *, seconds: float) -> list[float]:
         how = dict(max_new_tokens=1, temperature=0.0)
         asked = dict(input_ids=list(tokens), sampling_params=how, return_logprob=True, logprob_start_len=0)
-        answer = self._ask("POST", "/generate", asked, seconds)
+        answer = self._generate(asked, seconds)
         try:
             told = answer["meta_info"]["input_token_logprobs"][1:]
             if [each[1] for each in told] != list(tokens[1:]):
@@ -196,6 +234,9 @@ class Sglang(Server):
             return [float(each[0]) for each in told]
         except (KeyError, TypeError, IndexError) as error:
             raise Refused(f"{self.url}/generate gave no log-probs of its prompt (logprob_start_len)") from error
+
+    def _generate(self, asked: dict[str, Any], seconds: float) -> Any:
+        return self._ask("POST", "/generate", asked | ({"lora_path": self._adapter} if self._adapter else {}), seconds)
 
     def load(self, folder: Path, *, seconds: float) -> None:
         answer = self._ask("POST", "/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True}, seconds)

@@ -278,8 +278,8 @@ class Sampler:
         adapters or rounded weights. engine: further arguments of Engine.
         """
         self.snapshots, self.reference = Published(run.policies, shares=True), reference
-        self._in_place, shardings = swap_memory == "in_place", policy.trained_shardings(reference.mesh)
-        if self._in_place:
+        shardings = policy.trained_shardings(reference.mesh)
+        if swap_memory == "in_place":
             shardings = jax.tree.map(lambda x: x.with_memory_kind(sharding.PINNED_HOST), shardings)
         self.engine: Engine | ServedEngine
         if served is not None:
@@ -287,6 +287,7 @@ class Sampler:
         else:
             self.engine = _engine(contract, reference.mesh, policy, tokenizer, weights=weights, swap_memory=swap_memory, **engine)
         self._snapshot: dict[str, Any] = dict(specs=policy.trained_specs, shardings=shardings, dtype=policy.snapshot_dtype)
+        self._as_it_is = swap_memory == "in_place" or served is not None
         self._for_sampling = _for_sampling(policy, reference.mesh, weights)
         self.step = -1
 
@@ -325,7 +326,7 @@ class Sampler:
         self._hand_over(step, self.snapshots.load(step, **self._snapshot))
 
     def _hand_over(self, step: int, snapshot: Params) -> None:
-        weights = snapshot if self._in_place else self._for_sampling(snapshot, self.reference.params)
+        weights = snapshot if self._as_it_is else self._for_sampling(snapshot, self.reference.params)
         prepared: Any = self.engine.prepare(weights, consume=True)
         self.engine.swap(prepared, step)
         self.step = step

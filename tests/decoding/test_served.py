@@ -1,5 +1,6 @@
 """Responses that an inference server draws: a run's where the server does as it is asked, and one sentence where it does not."""
 
+import dataclasses
 import functools
 import os
 import signal
@@ -15,10 +16,11 @@ import pytest
 from tba_jax import trajectory
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.requests import Generation, Request
-from tba_jax.decoding.served import ServedEngine, WrongWeights, weights_folder
+from tba_jax.decoding.served import ServedEngine, WrongWeights, served_rank, weights_folder
 from tba_jax.decoding.server_process import ServerProcess
 from tba_jax.decoding.servers import Draw, Refused, Sglang, Unavailable, Vllm
 from tba_jax.models.hugging_face import export
+from tba_jax.models.policy import LoraConfig, Policy
 from tests.support import applied, tiny_server
 from tests.support import tiny_engine as tiny
 from tests.support.tiny_engine import EOS, MODEL, PAD, PARAMS, SPACE, TEMPERATURE
@@ -28,15 +30,19 @@ P, R = 20, 12
 OTHER = tiny.random_params(1)
 
 
-def write(folder: Path, params) -> None:
-    model, plain = export.untied(MODEL, params)
-    export.save(folder, model, plain, dtype="float32")
+POLICY = Policy(model=MODEL)
+ADAPTED = Policy(model=MODEL, lora=LoraConfig(rank=3, alpha=6.0, targets=("layers.attention.query",)))
+FIRST, SECOND = (applied.random(ADAPTED.trained_specs, scale=0.5, seed=seed) for seed in (2, 3))
+
+
+def write(folder: Path, model, params) -> None:
+    export.save(folder, model, params, dtype="float32")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("weights") / "first"
-    write(made, PARAMS)
+    write(made, *export.untied(MODEL, PARAMS))
     return made
 
 
@@ -50,9 +56,10 @@ def server(folder):
     made.server_close()
 
 
-def make(server, tmp_path, **changes) -> ServedEngine:
+def make(server, tmp_path, policy=POLICY, base=PARAMS, **changes) -> ServedEngine:
     settings = dict(prompt_length=P + R - 1, response_length=R, given_length=R - 1, pad_id=PAD, slots=4) | changes
-    return ServedEngine(MODEL, SPACE, tiny.make_mesh(), server=server, folder=tmp_path / "weights", write=write, **settings)
+    base, weights = base if policy.lora else {}, tmp_path / "weights"
+    return ServedEngine(policy, base, SPACE, tiny.make_mesh(), server=server, folder=weights, write=write, **settings)
 
 
 @pytest.fixture
@@ -68,12 +75,12 @@ def request(samples: int = 6, *, temperature: float = TEMPERATURE, **settings) -
     return tiny.make_request([6, 6, 3, 8], samples, **dict(sampling=sampling) | settings)
 
 
-def scored(made: Generation, prompt) -> np.ndarray:
+def scored(made: Generation, prompt, params=PARAMS) -> np.ndarray:
     columns = trajectory.token_columns(
         [prompt] * len(made.tokens), made.responses, prompt_length=P, response_length=R, pad_id=PAD
     )
     how = dict(R=R, config=MODEL, space=SPACE, logit_bytes=2**20, remat="none")
-    return np.asarray(jax.jit(functools.partial(applied.response_logprobs, **how))(PARAMS, *columns.values())[0])
+    return np.asarray(jax.jit(functools.partial(applied.response_logprobs, **how))(params, *columns.values())[0])
 
 
 def test_rows_are_of_the_policy_and_of_the_contract(engine, server):
@@ -163,7 +170,7 @@ def test_what_a_run_cannot_have_is_one_sentence(engine, server, fault, sentence)
     engine.generate([request(1)])
     server.faults |= fault
     with pytest.raises(Refused, match=sentence):
-        engine.generate([request(2)])
+        engine.generate([request(16)])
 
 
 def test_a_server_that_is_full_or_late_is_asked_again_and_one_that_stays_away_given_up(engine, server, tmp_path, monkeypatch):
@@ -184,12 +191,13 @@ def test_a_server_that_is_full_or_late_is_asked_again_and_one_that_stays_away_gi
         late.generate([request(1)])
 
 
-@pytest.fixture
-def started(tmp_path, monkeypatch):
+@pytest.fixture(params=[POLICY, ADAPTED], ids=["whole", "adapters"])
+def started(request, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(tiny_server.__file__).parents[2]))
-    settings = dict(python=sys.executable, arguments=(), dtype="float32", length=P + R, start_seconds=120.0)
-    process = ServerProcess(TinyVllm, log_file=tmp_path / "server.log", **settings)
-    made = make(process, tmp_path, request_seconds=5.0)
+    settings = dict(python=sys.executable, dtype="float32", length=P + R, start_seconds=120.0)
+    arguments = Vllm.adapter_arguments(3) if request.param.lora else ()
+    process = ServerProcess(TinyVllm, log_file=tmp_path / "server.log", arguments=arguments, **settings)
+    made = make(process, tmp_path, request.param, request_seconds=5.0)
     yield made
     made.close()
 
@@ -201,14 +209,17 @@ def pid_of_server(engine: ServedEngine) -> int:
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
 def test_a_server_of_its_own_is_started_anew(started, sign):
-    started.set_policy(PARAMS, 5)
+    adapted = started._policy.lora is not None
+    trained, weights = (SECOND, ADAPTED.merged(SECOND, PARAMS)) if adapted else (PARAMS, PARAMS)
+    started.set_policy(trained, 5)
     started.generate([request(8)])
     ticket = started.submit(request(8))
     for number, _ in enumerate(started.decode([ticket])):
         if number == 1:
             killed = pid_of_server(started)
             os.kill(killed, sign)
-    np.testing.assert_allclose(ticket.generation.policy_logprobs, scored(ticket.generation, [6, 6, 3, 8]), atol=1e-4)
+    expected = scored(ticket.generation, [6, 6, 3, 8], weights)
+    np.testing.assert_allclose(ticket.generation.policy_logprobs, expected, atol=1e-4)
     assert started.restarts == 1 and pid_of_server(started) != killed
     last = pid_of_server(started)
     started.close()
@@ -249,6 +260,14 @@ def test_sglang_is_asked_by_its_own_protocol(monkeypatch):
     assert server.logprobs([6, 7, 8], seconds=1.0) == [-1.5, -2.5]
     server.load(Path("/weights"), seconds=1.0)
     assert asked[-1][1:] == ("/update_weights_from_disk", {"model_path": "/weights", "flush_cache": True})
+    server.load_adapter(Path("/adapter"), rank=5, seconds=1.0)
+    (_, path, body), name = asked[-1], server._adapter
+    assert (path, body) == ("/load_lora_adapter", {"lora_name": name, "lora_path": "/adapter"})
+    server.logprobs([6, 7, 8], seconds=1.0)
+    assert asked[-1][2]["lora_path"] == name
+    server.load_adapter(Path("/adapter"), rank=5, seconds=1.0)
+    assert asked[-1][1:] == ("/unload_lora_adapter", {"lora_name": name}) and server._adapter != name
+    assert Sglang.adapter_arguments(5) == ["--enable-lora", "--max-lora-rank=5", "--lora-target-modules=all"]
     told["prompt_tokens"] = 2
     with pytest.raises(Refused, match="continued 2 of 3 tokens"):
         server.draw(draw, seconds=1.0)
@@ -262,7 +281,8 @@ def test_weights_of_processes_that_are_gone_are_removed(server, tmp_path):
     for folder in (left, other, tmp_path / "tba_jax-weights-elsewhere-1"):
         folder.mkdir()
     engine = ServedEngine(
-        MODEL,
+        POLICY,
+        {},
         SPACE,
         tiny.make_mesh(),
         server=Vllm(server.url),
@@ -288,7 +308,55 @@ def test_a_server_that_comes_back_with_its_first_weights_gets_those_in_use(engin
     loads, server.faults["status"] = server.loads, (502, 4)
     (made,) = engine.generate([request(4)])
     assert server.loads == loads + 1 and engine.gap < 1e-4 and (made.policy_step[:, 0] == 7).all()
-    columns = trajectory.token_columns([[6, 6, 3, 8]] * 4, made.responses, prompt_length=P, response_length=R, pad_id=PAD)
-    how = dict(R=R, config=MODEL, space=SPACE, logit_bytes=2**20, remat="none")
-    expected = np.asarray(jax.jit(functools.partial(applied.response_logprobs, **how))(OTHER, *columns.values())[0])
-    np.testing.assert_allclose(made.policy_logprobs, expected, atol=1e-4)
+    np.testing.assert_allclose(made.policy_logprobs, scored(made, [6, 6, 3, 8], OTHER), atol=1e-4)
+
+
+def test_adapters_are_loaded_under_new_names_and_asked_for(server, tmp_path):
+    server.most_rank = 8
+    engine = make(Vllm(server.url), tmp_path, ADAPTED)
+    names = []
+    for step, trained in enumerate([FIRST, SECOND]):
+        engine.set_policy(trained, step)
+        (made,) = engine.generate([request(4)])
+        np.testing.assert_allclose(made.policy_logprobs, scored(made, [6, 6, 3, 8], ADAPTED.merged(trained, PARAMS)), atol=1e-4)
+        assert engine.gap < 1e-4
+        names += server.adapters
+        assert {asked["model"] for asked in server.asked[-5:]} == {names[-1]}, "the probe and the rows are of the adapter"
+    assert len(names) == 2 and len(set(names)) == 2 and server.loads == 1, "the one before is dropped, the model stays"
+    server.adapters.clear()  # as one that began anew
+    server.faults["status"] = 502, 4
+    engine.generate([request(4)])
+    assert server.adapters and engine.gap < 1e-4
+    server.faults["stale"] = True
+    engine.set_policy(FIRST, 3)
+    with pytest.raises(WrongWeights, match="nats per token off the policy's"):
+        engine.generate([request(1)])
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("most_rank", "told"), [(2, "LoRA rank 3 is greater than max_lora_rank 2"), (None, "load_lora_adapter answered 404")]
+)
+def test_an_adapter_that_the_server_cannot_have_is_one_sentence(server, tmp_path, most_rank, told):
+    server.most_rank = most_rank
+    engine = make(Vllm(server.url), tmp_path, ADAPTED)
+    engine.set_policy(FIRST, 0)
+    with pytest.raises(Refused, match=f"{told}.*lora.rank=3 .* need a server .* --enable-lora --max-lora-rank=8"):
+        engine.generate([request(1)])
+    assert not server.asked
+    engine.close()
+
+
+def test_adapters_that_servers_cannot_have_are_merged(server, tmp_path):
+    """Those of a head, of ranks above vLLM's largest, and of architectures that have none there."""
+    lora = ADAPTED.lora
+    assert [served_rank(each) for each in (POLICY, ADAPTED)] == [0, 3]
+    assert not served_rank(Policy(model=MODEL, lora=dataclasses.replace(lora, rank=513)))
+    assert not served_rank(Policy(model=dataclasses.replace(MODEL, architecture="gpt_neox"), lora=lora))
+    model, base = export.untied(MODEL, PARAMS)
+    policy = Policy(model=model, lora=dataclasses.replace(lora, targets=("layers.*", "lm_head")))
+    engine = make(Vllm(server.url), tmp_path, policy, base)
+    engine.set_policy(applied.random(policy.trained_specs, scale=0.2), 0)
+    engine.generate([request(1)])
+    assert engine.gap < 1e-4 and server.loads == 2 and not server.adapters
+    engine.close()

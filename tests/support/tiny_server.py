@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 
 from tba_jax.decoding.servers import Vllm
 from tba_jax.models import decoder, parameters
@@ -35,15 +36,16 @@ class TinyServer(ThreadingHTTPServer):
     """faults: name -> value: status: (code, how many answers have it); late: seconds before each answer of a completion; cut: the
     prompt's first tokens are left out; no_ids: token ids are not told; stale: new weights are not taken; early: responses end
     after two tokens; drawn: a token that every response begins with; temperature: replaces that of the request.
-    asked: bodies of the completions that were asked."""
+    most_rank: of adapters; None: it takes none. asked: bodies of the completions that were asked; adapters: name -> weights with
+    the adapter merged, of those that are loaded."""
 
     daemon_threads = True
 
-    def __init__(self, folder: Path, port: int = 0):
+    def __init__(self, folder: Path, port: int = 0, most_rank: int | None = None):
         super().__init__(("127.0.0.1", port), _Handler)
         self.faults: dict[str, Any] = {}
         self.asked: list[dict[str, Any]] = []
-        self.loads = 0
+        self.loads, self.most_rank, self.adapters = 0, most_rank, dict[str, Any]()
         self._lock = threading.Lock()
         self.load(folder)
 
@@ -61,25 +63,40 @@ class TinyServer(ThreadingHTTPServer):
         self.config = config
         self._logits = jax.jit(functools.partial(_logits, config=config))
 
-    def logits(self, tokens: list[int]) -> np.ndarray:
+    def load_adapter(self, asked: dict[str, str]) -> tuple[int, Any]:
+        """As vLLM: the status and the body of the answer."""
+        name, folder = asked["lora_name"], Path(asked["lora_path"])
+        if self.most_rank is None:
+            return 404, {"detail": "Not Found"}
+        if name in self.adapters:
+            return 400, {"error": {"message": f"The lora adapter '{name}' has already been loaded."}}
+        values = json.loads((folder / "adapter_config.json").read_text())
+        if values["r"] > self.most_rank:
+            return 500, {"error": {"message": f"LoRA rank {values['r']} is greater than max_lora_rank {self.most_rank}."}}
+        tensors = safetensors.numpy.load_file(folder / "adapter_model.safetensors")
+        self.adapters[name] = self.params if self.faults.get("stale") else _merged(self.params, values, tensors)
+        return 200, None
+
+    def logits(self, tokens: list[int], params: Any) -> np.ndarray:
         """float32[len(tokens), V]."""
         padded = np.zeros((1, LENGTH), np.int32)
         padded[0, : len(tokens)] = tokens
         with self._lock:
-            return np.asarray(self._logits(self.params, padded))[: len(tokens)]
+            return np.asarray(self._logits(params, padded))[: len(tokens)]
 
     def complete(self, asked: dict[str, Any]) -> dict[str, Any]:
         self.asked.append(asked)
+        params = self.adapters[asked["model"]] if "model" in asked else self.params
         context = asked["prompt"][2:] if self.faults.get("cut") else asked["prompt"]
         if "prompt_logprobs" in asked:
-            every = jax.nn.log_softmax(jnp.asarray(self.logits(context)))
+            every = jax.nn.log_softmax(jnp.asarray(self.logits(context, params)))
             told = [{str(token): {"logprob": float(every[i, token])}} for i, token in enumerate(context[1:])]
             return {"choices": [{"prompt_logprobs": [None, *told], "prompt_token_ids": context, "token_ids": [0]}]}
         rng, tokens, logprobs = np.random.default_rng(), list[int](), list[float]()
         bias = {int(token): value for token, value in asked.get("logit_bias", {}).items()}
         temperature = self.faults.get("temperature", asked["temperature"])
         while len(tokens) < asked["max_tokens"]:
-            logits = self.logits([*context, *tokens])[-1].astype(np.float64)
+            logits = self.logits([*context, *tokens], params)[-1].astype(np.float64)
             for token, value in bias.items():
                 logits[token] += value
             if len(tokens) < asked["min_tokens"]:
@@ -104,6 +121,18 @@ def _logits(params: Any, tokens: jax.Array, *, config: Any) -> jax.Array:
     return model.head()(model(tokens)[0])
 
 
+def _merged(params: Any, values: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
+    """The weights with an adapter of PEFT whose targets are llama's query maps."""
+    of_layer = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight".format
+    weight = np.array(params["layers"]["attention"]["query"]["weight"])  # [L, D, N, H]
+    for layer in range(len(weight)):
+        update = tensors.pop(of_layer(layer, "B")) @ tensors.pop(of_layer(layer, "A"))
+        weight[layer] += values["lora_alpha"] / values["r"] * update.T.reshape(weight[layer].shape)
+    assert not tensors
+    flat = parameters.flatten(params) | {"layers.attention.query.weight": jnp.asarray(weight)}
+    return parameters.unflatten(flat)
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: TinyServer
 
@@ -124,6 +153,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/collective_rpc":
             self.server.load(Path(body["kwargs"]["weights_path"]))
             self._answer(200, {"results": [None]})
+        elif self.path == "/v1/load_lora_adapter":
+            self._answer(*self.server.load_adapter(body))
+        elif self.path == "/v1/unload_lora_adapter":
+            self._answer(200 if self.server.adapters.pop(body["lora_name"], None) else 404, None)
         else:
             self._answer(200, None)
 
@@ -140,4 +173,5 @@ class _Handler(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     settings = dict(each.removeprefix("--").split("=", 1) for each in sys.argv[1:] if "=" in each)
-    TinyServer(Path(settings["model"]), int(settings["port"])).serve_forever()
+    most_rank = settings.get("max-lora-rank")
+    TinyServer(Path(settings["model"]), int(settings["port"]), most_rank and int(most_rank)).serve_forever()

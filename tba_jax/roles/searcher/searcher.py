@@ -20,11 +20,12 @@ from tba_jax import trajectory
 from tba_jax.decoding import sampling as sampling_lib
 from tba_jax.decoding.engine import Ticket
 from tba_jax.decoding.requests import Generation, Request, concatenate
-from tba_jax.decoding.served import GAP_LIMITS, ServedEngine, weights_folder
+from tba_jax.decoding.served import GAP_LIMITS, ServedEngine, served_rank, weights_folder
 from tba_jax.decoding.server_process import ServerProcess
 from tba_jax.decoding.servers import SERVERS, Server
 from tba_jax.decoding.slots import row_keys
 from tba_jax.decoding.state_values import StateValues
+from tba_jax.models.config import DecoderConfig
 from tba_jax.models.hugging_face import export, load
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
@@ -90,15 +91,15 @@ class Searcher:
         self._config, self._contract = config, contract
         self._account = account
         self.mesh = policy_mesh(config, "searchers")
+        scoring = _scoring(config, contract, policy, self.mesh)
+        reference = make_reference(scoring, run, scores=config.searchers.scores_reference)
         self.sampler = Sampler(
             contract,
             run,
             policy=policy,
             tokenizer=tokenizer,
-            reference=make_reference(
-                _scoring(config, contract, policy, self.mesh), run, scores=config.searchers.scores_reference
-            ),
-            served=_served(config, contract, run, policy, tokenizer, queries, self.mesh, writer, serves=endpoint is not None),
+            reference=reference,
+            served=_served(config, contract, run, policy, tokenizer, queries, reference, writer, serves=endpoint is not None),
             **_sampling_settings(config, contract, queries, self.mesh, serves=endpoint is not None),
         )
         self._engine, self._reference = self.sampler.engine, self.sampler.reference
@@ -419,7 +420,7 @@ def _served(
     policy: Policy,
     tokenizer: Tokenizer,
     queries: Sequence[EncodedQuery],
-    mesh: jax.sharding.Mesh,
+    reference: sampler.ReferencePolicy | sampler.NoReference,
     writer: str,
     *,
     serves: bool,
@@ -428,14 +429,13 @@ def _served(
     s = config.searchers
     if s.engine == "own":
         return None
-    settings = _sampling_settings(config, contract, queries, mesh, serves=serves)
-    kind, length = SERVERS[s.engine], settings["prompt_length"] + contract.response_length
+    settings = _sampling_settings(config, contract, queries, reference.mesh, serves=serves)
+    kind, rank, length = SERVERS[s.engine], served_rank(policy), settings["prompt_length"] + contract.response_length
     source = load.resolve_folder(config.model.path) if config.model.path else None
     write_tokenizer, token_ids = export.tokenizer_files(tokenizer, source)
 
-    def write(folder: Path, params: Params) -> None:
-        model, plain = export.untied(policy.model, params)
-        export.save(folder, model, plain, dtype=policy.model.compute_dtype, token_ids=token_ids, more=[write_tokenizer])
+    def write(folder: Path, model: DecoderConfig, params: Params) -> None:
+        export.save(folder, model, params, dtype=policy.model.compute_dtype, token_ids=token_ids, more=[write_tokenizer])
 
     server: Server | ServerProcess = (
         kind(s.engine_url)
@@ -443,7 +443,7 @@ def _served(
         else ServerProcess(
             kind,
             python=s.engine_python or sys.executable,
-            arguments=s.engine_arguments,
+            arguments=[*(kind.adapter_arguments(rank) if rank else ()), *s.engine_arguments],
             dtype=policy.model.compute_dtype,
             length=length,
             log_file=run.logs / f"{writer}-{s.engine}.log",
@@ -451,9 +451,10 @@ def _served(
         )
     )
     return ServedEngine(
-        policy.model,
+        policy,
+        {} if policy.lora is None else reference.params,
         contract.response_space(),
-        mesh,
+        reference.mesh,
         server=server,
         folder=weights_folder(Path(s.engine_folder or tempfile.gettempdir())),
         write=write,
