@@ -79,7 +79,7 @@ class Server(abc.ABC):
         """Further arguments of the command, for a server that takes adapters of this rank."""
 
     environment: ClassVar[Mapping[str, str]] = {}  # that it is started with
-    _api = ""  # what the paths of adapters begin with
+    _api, _names_adapter = "", "model"  # what the paths of adapters begin with; the key of a request by an adapter
 
     @abc.abstractmethod
     def draw(self, draw: Draw, *, seconds: float) -> Drawn: ...
@@ -104,12 +104,23 @@ class Server(abc.ABC):
             if isinstance(error, Unavailable) and getattr(error.__cause__, "code", 0) != 500:  # vLLM refuses adapters by a 500
                 raise
             self.check_there()
-            needs = f"the policy of step 0, started with {' '.join(self.adapter_arguments(rank))}"
+            needs = f"the policy of step 0 with {' '.join(self.adapter_arguments(rank))}, see docs/engines.md"
             raise Refused(f"{error}; adapters of lora.rank={rank} and lora.targets need a server of {needs}") from error
         self._adapter = name
         if before:
             with contextlib.suppress(Refused):  # a server that began anew has forgotten it
                 self._ask("POST", f"{self._api}/unload_lora_adapter", {"lora_name": before}, seconds)
+
+    def _generate(self, path: str, asked: dict[str, Any], seconds: float) -> Any:
+        """Asks the adapter, or the model where there is none. Raises Unavailable also where a server that began anew has none."""
+        if not self._adapter:
+            return self._ask("POST", path, asked, seconds)
+        try:
+            return self._ask("POST", path, asked | {self._names_adapter: self._adapter}, seconds)
+        except Refused as error:
+            if self._adapter in str(error):
+                raise Unavailable(str(error)) from error
+            raise
 
     def check_there(self) -> None:
         self._ask("GET", "/health", None, _SHORT_SECONDS)
@@ -162,7 +173,7 @@ class Vllm(Server):
         asked |= dict(include_stop_str_in_output=True, skip_special_tokens=False, return_token_ids=True)
         if d.banned:
             asked["logit_bias"] = {str(token): _BAN for token in d.banned}
-        answer = self._complete(asked, seconds)
+        answer = self._generate("/v1/completions", asked, seconds)
         try:
             (choice,) = answer["choices"]
             return Drawn(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["prompt_token_ids"])
@@ -173,15 +184,12 @@ class Vllm(Server):
 
     def logprobs(self, tokens: Sequence[int], *, seconds: float) -> list[float]:
         asked = dict(prompt=list(tokens), max_tokens=1, temperature=0.0, prompt_logprobs=0, return_token_ids=True)
-        answer = self._complete(asked, seconds)
+        answer = self._generate("/v1/completions", asked, seconds)
         try:
             told = answer["choices"][0]["prompt_logprobs"][1:]
             return [float(each[str(token)]["logprob"]) for token, each in zip(tokens[1:], told, strict=True)]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise Refused(f"{self.url}/v1/completions gave no log-probs of its prompt (prompt_logprobs)") from error
-
-    def _complete(self, asked: dict[str, Any], seconds: float) -> Any:
-        return self._ask("POST", "/v1/completions", asked | ({"model": self._adapter} if self._adapter else {}), seconds)
 
     def load(self, folder: Path, *, seconds: float) -> None:
         how = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
@@ -192,7 +200,7 @@ class Vllm(Server):
 class Sglang(Server):
     """SGLang's server, by its own protocol."""
 
-    name = "sglang"
+    name, _names_adapter = "sglang", "lora_path"
 
     @staticmethod
     def command(folder: Path, *, port: int, dtype: str, length: int, seed: int) -> list[str]:
@@ -213,7 +221,8 @@ class Sglang(Server):
         how |= dict(skip_special_tokens=False, spaces_between_special_tokens=False)
         if d.banned:
             how["logit_bias"] = {str(token): _BAN for token in d.banned}
-        answer = self._generate(dict(input_ids=list(d.context), sampling_params=how, return_logprob=True), seconds)
+        asked = dict(input_ids=list(d.context), sampling_params=how, return_logprob=True)
+        answer = self._generate("/generate", asked, seconds)
         try:
             told = answer["meta_info"]
             logprobs, tokens = zip(*[(each[0], each[1]) for each in told["output_token_logprobs"]], strict=True)
@@ -226,7 +235,7 @@ class Sglang(Server):
     def logprobs(self, tokens: Sequence[int], *, seconds: float) -> list[float]:
         how = dict(max_new_tokens=1, temperature=0.0)
         asked = dict(input_ids=list(tokens), sampling_params=how, return_logprob=True, logprob_start_len=0)
-        answer = self._generate(asked, seconds)
+        answer = self._generate("/generate", asked, seconds)
         try:
             told = answer["meta_info"]["input_token_logprobs"][1:]
             if [each[1] for each in told] != list(tokens[1:]):
@@ -234,9 +243,6 @@ class Sglang(Server):
             return [float(each[0]) for each in told]
         except (KeyError, TypeError, IndexError) as error:
             raise Refused(f"{self.url}/generate gave no log-probs of its prompt (logprob_start_len)") from error
-
-    def _generate(self, asked: dict[str, Any], seconds: float) -> Any:
-        return self._ask("POST", "/generate", asked | ({"lora_path": self._adapter} if self._adapter else {}), seconds)
 
     def load(self, folder: Path, *, seconds: float) -> None:
         answer = self._ask("POST", "/update_weights_from_disk", {"model_path": str(folder), "flush_cache": True}, seconds)

@@ -148,6 +148,9 @@ class _Handler(BaseHTTPRequestHandler):
                 faults["status"] = code, left - 1
                 self._answer(code, {"error": "busy"})
                 return
+            if body.get("model", "") not in {"", *self.server.adapters}:
+                self._answer(404, {"error": {"message": f"The model `{body['model']}` does not exist."}})
+                return
             time.sleep(faults.get("late", 0.0))
             self._answer(200, self.server.complete(body))
         elif self.path == "/collective_rpc":
