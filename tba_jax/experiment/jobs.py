@@ -18,7 +18,7 @@ from tba_jax.rewards import task_models
 from tba_jax.roles import gpus, results, supervisor
 from tba_jax.roles.searcher.endpoint import Endpoint
 from tba_jax.roles.searcher.loop import run_searcher, wait_for_run
-from tba_jax.roles.searcher.searcher import Searcher
+from tba_jax.roles.searcher.searcher import Searcher, most_conversations
 from tba_jax.roles.searcher.stream import writer_id
 from tba_jax.run import processes as processes_lib
 from tba_jax.schemas import Mistakes, require
@@ -79,7 +79,8 @@ def _endpoint(s: Invocation) -> Endpoint:
         )
     tokenizer, contract, seconds = s.experiment.tokenizer, s.experiment.contract, s.config.searchers.serve_seconds
     token = os.environ.get(SERVE_TOKEN, "")
-    made = Endpoint(tokenizer, contract, address=s.serve, token=token, idle_seconds=seconds)
+    wanted = {"completions": s.config.learner.completions, "conversations": most_conversations(s.config)}
+    made = Endpoint(tokenizer, contract, address=s.serve, token=token, idle_seconds=seconds, wanted=wanted)
     if not made.is_local:
         log.warning("%s is open to whoever reaches this machine and has the key", made.url)
     log.info("serving the policy at %s; the key is %s", made.url, f"that of {SERVE_TOKEN}" if token else made.token)

@@ -1,12 +1,13 @@
 """An OpenAI-compatible endpoint in front of a searcher's decoder: what agents say to it becomes rows of several turns.
 
-    GET  /v1/models             one model, "policy"
+    GET  /v1/models             one model, "policy", and how many completions of a prompt and conversations at once the run wants
     POST /v1/chat/completions   messages, tools -> the policy's message
     POST /v1/completions        a prompt, a text or token ids -> the policy's response
     POST /v1/rewards            {"id": of a completion, "reward": number} -> the conversation has ended, and is a row
 
 A request whose messages begin with those of a conversation, as the endpoint gave them, goes on with it: its tokens stay as they
-were drawn, and only what is new is encoded. Any other request begins a conversation. The run decides how tokens are sampled;
+were drawn, and only what is new is encoded. Any other request begins a conversation. Requests may name a "user": one goes on with
+conversations of its own user alone. The run decides how tokens are sampled;
 temperatures and lengths of requests are not read. A conversation that nobody goes on with or rewards in time holds NaN.
 """
 
@@ -65,12 +66,12 @@ class Talk:
         number: int,
         messages: list[dict[str, Any]],
         *,
-        tools: Sequence[Any] | None,
+        of: Sequence[Any] | None,
         tool_format: ToolFormat | None,
     ):
-        """Args: tools: None where the client cannot go on."""
+        """Args: of: the tools and the user that requests name, None where the client cannot go on."""
         self._endpoint, self.number, self.messages, self._format = endpoint, number, messages, tool_format
-        self.tools = tools
+        self.of = of
         self.turns, self.is_cut, self.since = 0, False, time.monotonic()
         self.key = ""  # under which it waits for its client
         self.reply: Future[dict[str, Any]] | None = Future()
@@ -130,12 +131,22 @@ class Endpoint:
     Attributes: lock: over all conversations. url, token: what clients need.
     """
 
-    def __init__(self, tokenizer: Tokenizer, contract: Contract, *, address: str, token: str, idle_seconds: float):
-        """Args: address: PORT of this machine, or HOST:PORT; token: "": a random one; idle_seconds: that a client may take.
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        contract: Contract,
+        *,
+        address: str,
+        token: str,
+        idle_seconds: float,
+        wanted: Mapping[str, int],
+    ):
+        """Args: address: PORT of this machine, or HOST:PORT; token: "": a random one; idle_seconds: that a client may take;
+        wanted: by the run, "completions" of a prompt and "conversations" at once.
 
         Raises ValueError: the address cannot be served.
         """
-        self._tokenizer, self._contract, self._idle_seconds = tokenizer, contract, idle_seconds
+        self._tokenizer, self._contract, self._idle_seconds, self._wanted = tokenizer, contract, idle_seconds, wanted
         self._chat = bool(contract.chat_template)
         self._between = Between(tokenizer, chat_template=self._chat)
         self.lock, self.token = threading.Lock(), token or secrets.token_urlsafe(24)
@@ -199,19 +210,25 @@ class Endpoint:
 
     def awaits_client(self, talk: Talk) -> None:
         """Under the lock."""
-        if talk.tools is not None and not talk.is_cut:
-            talk.key = _told(talk.messages, talk.tools)
+        if talk.of is not None:
+            talk.key = _told(talk.messages, talk.of)
             self._waiting.setdefault(talk.key, []).append(talk)
 
     # Clients call these, in threads.
 
+    def models(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        if self._ended:
+            raise _Bad("the searcher has ended", 503)
+        return {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "tba_jax", **self._wanted}]}
+
     def chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         messages = _messages(body)
         tools = body.get("tools") or []
+        of = [tools, body.get("user")]
         last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-        reply = self._go_on(messages[: last + 1], messages[last + 1 :], tools) if last >= 0 else None
+        reply = self._go_on(messages[: last + 1], messages[last + 1 :], of) if last >= 0 else None
         if reply is None:
-            how: dict[str, Any] = dict(tools=tools, tool_format=self._tool_format(tools))
+            how: dict[str, Any] = dict(of=of, tool_format=self._tool_format(tools))
             reply = self._begin(messages, self._prompt(messages, tools), **how)
         told = self._await(reply)
         choice = {"index": 0, "message": told["message"], "finish_reason": told["finish_reason"], "logprobs": None}
@@ -226,7 +243,7 @@ class Endpoint:
             ids = prompt
         else:
             raise _Bad("prompt must be a text, or a list of token ids")
-        told = self._await(self._begin([], ids, tools=None, tool_format=None))
+        told = self._await(self._begin([], ids, of=None, tool_format=None))
         choice = {"index": 0, "text": told["message"]["content"], "finish_reason": told["finish_reason"], "logprobs": None}
         return self._completion("text_completion", "cmpl", told, choice)
 
@@ -245,15 +262,19 @@ class Endpoint:
             talk.answer.set_result(Answer(done=True, reward=float(reward)))
         return {"id": name, "object": "reward"}
 
-    def _go_on(self, before: Sequence[Any], said: list[dict[str, Any]], tools: Sequence[Any]) -> "Future[dict[str, Any]] | None":
+    def _go_on(self, before: Sequence[Any], said: list[dict[str, Any]], of: Sequence[Any]) -> "Future[dict[str, Any]] | None":
         """The reply of the conversation that these messages go on with; None where there is none."""
         if not said:
             raise _Bad("the last message is the assistant's: there is nothing to answer")
         with self.lock:
-            waiting = self._waiting.get(_told(before, tools), [])
+            waiting = self._waiting.get(_told(before, of), [])
             if not waiting:
                 return None
-            talk = waiting.pop(0)
+            talk = next((each for each in waiting if not each.is_cut), None)
+            if talk is None:
+                longest = f"context length, task.response_length={self._contract.response_length}"
+                raise _Bad(f"the conversation was cut: it has no more turns, or reached its {longest}")
+            waiting.remove(talk)
             if not waiting:
                 del self._waiting[talk.key]
             assert talk.answer is not None
@@ -269,7 +290,7 @@ class Endpoint:
         messages: list[dict[str, Any]],
         prompt: list[int],
         *,
-        tools: Sequence[Any] | None,
+        of: Sequence[Any] | None,
         tool_format: ToolFormat | None,
     ) -> "Future[dict[str, Any]]":
         if not 1 <= len(prompt) <= self._contract.prompt_length:
@@ -279,7 +300,7 @@ class Endpoint:
         with self.lock:
             if self._ended:
                 raise _Bad("the searcher has ended", 503)
-            talk = Talk(self, next(self._numbers), list(messages), tools=tools, tool_format=tool_format)
+            talk = Talk(self, next(self._numbers), list(messages), of=of, tool_format=tool_format)
             self._talks[talk.number] = talk
             said = "\n\n".join(message["content"] for message in messages) or self._tokenizer.decode(prompt)
             self._begun.append(Asked(prompt=said, answer=json.dumps(prompt), talk=talk))
@@ -320,13 +341,13 @@ class Endpoint:
         return {**made, "choices": [choice]}
 
 
-def _told(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> str:
-    """What tells conversations apart: tools, and roles, contents and calls of messages."""
+def _told(messages: Sequence[Mapping[str, Any]], of: Sequence[Any]) -> str:
+    """What tells conversations apart: tools and user, and roles, contents and calls of messages."""
     calls = [
         [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []]
         for message in messages
     ]
-    return json.dumps([tools, *([m["role"], m["content"], each] for m, each in zip(messages, calls, strict=True))])
+    return json.dumps([of, *([m["role"], m["content"], each] for m, each in zip(messages, calls, strict=True))])
 
 
 def _check(body: Mapping[str, Any]) -> None:
@@ -367,8 +388,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        model = {"id": "policy", "object": "model", "owned_by": "tba_jax"}
-        self._serve({"/v1/models": lambda _: {"object": "list", "data": [model]}}, {})
+        self._serve({"/v1/models": self.server.endpoint.models}, {})
 
     def do_POST(self) -> None:
         length = self.headers.get("Content-Length", "")

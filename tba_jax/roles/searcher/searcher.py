@@ -105,9 +105,8 @@ class Searcher:
         self._engine, self._reference = self.sampler.engine, self.sampler.reference
         self._conversations: Conversations | None = None
         if isinstance(task, HasEnvironment):
-            most = config.searchers.conversations or 4 * _slots(config)
             its = endpoint or task.environments
-            self._conversations = Conversations(self._engine, its, tokenizer, contract, most=most)
+            self._conversations = Conversations(self._engine, its, tokenizer, contract, most=most_conversations(config))
         self._endpoint, self._goes_on = endpoint, Unending()
         self._steps = self._conversations.decode([self._goes_on]) if endpoint and self._conversations else None
         self._embedder = ResponseEmbedder(config.task.embedding_path, self.mesh) if contract.embedding else None
@@ -382,6 +381,12 @@ class Searcher:
 
 def _rows_per_batch(config: Any) -> int:
     return config.searchers.queries_per_batch * config.searchers.samples_per_query
+
+
+def most_conversations(config: Any) -> int:
+    """How many responses of several turns are under way."""
+    most: int = config.searchers.conversations or 4 * _slots(config)
+    return most
 
 
 def _slots(config: Any) -> int:

@@ -1,5 +1,6 @@
 """Clients of an OpenAI-compatible endpoint: their conversations are rows whose tokens are those that were drawn."""
 
+import contextlib
 import json
 import threading
 import time
@@ -59,11 +60,13 @@ def s(tmp_path_factory, one_device_throughout):
     return frozen_runs.make(tmp_path_factory.mktemp("served") / "run", 0, **GAME, task__missing_eos_reward=None)
 
 
-@pytest.fixture
-def served(s, request):
-    """The client of a searcher that searches in a thread; and a function that ends it and returns its rows."""
-    endpoint = Endpoint(s.experiment.tokenizer, s.experiment.contract, address="0", token="", idle_seconds=30.0)
-    searcher = jobs.make_searcher(s, name=f"served{len(request.node.name)}", account=TimeAccount(), endpoint=endpoint)
+@contextlib.contextmanager
+def serving(s, name: str):
+    """The endpoint of a searcher that searches in a thread; and a function that ends it and returns its rows."""
+    wanted = {"completions": s.config.learner.completions, "conversations": 12}
+    of = s.experiment.tokenizer, s.experiment.contract
+    endpoint = Endpoint(*of, address="0", token="", idle_seconds=30.0, wanted=wanted)
+    searcher = jobs.make_searcher(s, name=name, account=TimeAccount(), endpoint=endpoint)
     searcher.refresh()
     ended, failures = threading.Event(), []
 
@@ -85,32 +88,45 @@ def served(s, request):
         assert not failures, failures
         return frozen_runs.rows(s)[searcher.writer]
 
-    yield Client(endpoint), end, endpoint
-    ended.set()
-    thread.join(60)
+    try:
+        yield endpoint, end
+    finally:
+        ended.set()
+        thread.join(60)
+
+
+@pytest.fixture
+def served(s, request):
+    with serving(s, f"served{len(request.node.name)}") as (endpoint, end):
+        yield Client(endpoint), end, endpoint
+
+
+def check_said(s, rows: trajectory.Rows, row: int, said: list[str]) -> None:
+    """A row has what was said, the prompt, turns and answers in turn, byte for byte and under its mask."""
+    tokenizer, trained, tokens = s.experiment.tokenizer, trajectory.trained(rows), trajectory.response(rows, row)
+    assert tokenizer.decode(rows["tokens"][row, : rows["prompt_length"][row]].tolist()) == said[0]
+    edges = np.flatnonzero(np.diff(trained[row, : len(tokens)])) + 1
+    parts = [tokenizer.decode(each.tolist()) for each in np.split(tokens, edges)]
+    parts, said = [text for text in parts if text], [text for text in said[1:] if text]
+    assert parts == said[: len(parts)], "turns and answers, byte for byte, under the mask"
+    assert len(said) - len(parts) <= (not rows["finished"][row]), "an answer that does not fit is not in the row"
+    assert trained[row, 0] and (rows["policy_step"][row][trained[row]] == 0).all()
 
 
 def test_conversations_are_rows_of_the_tokens_that_were_drawn(served, s):
     client, end, _ = served
-    assert client.ask("/models")["data"][0]["id"] == "policy"
+    (model,) = client.ask("/models")["data"]
+    assert (model["id"], model["completions"], model["conversations"]) == ("policy", 4, 12)
     with ThreadPoolExecutor(6) as threads:
         plays = [threads.submit(client.play, f"{'abc'[i % 3]}?\n", ["low\n", "high\n"], float(i)) for i in range(12)]
         talks = [play.result() for play in plays]
     rows = end()
     # Conversations whose openings and answers are the same stand for each other, but each reward is given once.
     assert sorted(rows["reward"].tolist()) == list(range(12)) and rows["finished"].sum() > 0
-    tokenizer, trained = s.experiment.tokenizer, trajectory.trained(rows)
+    trained = trajectory.trained(rows)
     for row, reward in enumerate(rows["reward"].astype(int).tolist()):
-        messages, tokens = talks[reward], trajectory.response(rows, row)
-        said = [message["content"] for message in messages[1:]]
-        prompt = rows["tokens"][row, : rows["prompt_length"][row]].tolist()
-        assert tokenizer.decode(prompt) == messages[0]["content"] == f"{'abc'[reward % 3]}?\n"
-        edges = np.flatnonzero(np.diff(trained[row, : len(tokens)])) + 1
-        parts = [tokenizer.decode(each.tolist()) for each in np.split(tokens, edges)]
-        parts, said = [text for text in parts if text], [text for text in said if text]
-        assert parts == said[: len(parts)], "turns and answers, byte for byte, under the mask"
-        assert len(said) - len(parts) <= (not rows["finished"][row]), "an answer that does not fit is not in the row"
-        assert trained[row, 0] and (rows["policy_step"][row][trained[row]] == 0).all()
+        check_said(s, rows, row, [message["content"] for message in talks[reward]])
+        assert talks[reward][0]["content"] == f"{'abc'[reward % 3]}?\n"
     assert rows["ref_logprobs"][trained].all() and not rows["ref_logprobs"][~trained].any()
 
 
@@ -125,6 +141,22 @@ def test_a_client_that_rewrites_history_begins_anew_and_one_that_leaves_is_unsco
     endpoint._idle_seconds = 0.0
     rows = end_when(client, end, endpoint)
     assert sorted(np.nan_to_num(rows["reward"], nan=-5.0).tolist()) == [-5.0, 2.0]
+
+
+def test_users_go_on_with_their_own_conversations_until_these_are_cut(served, s):
+    client, end, _ = served
+    opening, answer = {"role": "user", "content": "b\n"}, {"role": "user", "content": "low\n"}
+    begun = {user: client.chat([opening], user=user) for user in "xyz"}
+    for user, made in reversed(begun.items()):
+        messages, number = [opening, made["choices"][0]["message"]], made["id"].split("-")[1]
+        while made["choices"][0]["finish_reason"] != "length":
+            made = client.chat([*messages, answer], user=user)
+            messages += [answer, made["choices"][0]["message"]]
+            assert made["id"].split("-")[1] == number
+        code, told = client.refusal("/chat/completions", {"messages": [*messages, answer], "user": user})
+        assert code == 400 and "context length, task.response_length=16" in told
+        client.ask("/rewards", {"id": made["id"], "reward": float(number)})
+    assert sorted(end()["reward"].tolist()) == [0.0, 1.0, 2.0]
 
 
 def end_when(client, end, endpoint):
@@ -169,7 +201,7 @@ def test_what_is_wrong_is_one_sentence_and_no_row(served, s):
 def test_an_address_that_cannot_be_served_and_a_task_of_one_turn_are_refused(s, tmp_path):
     of = s.experiment.tokenizer, s.experiment.contract
     with pytest.raises(ValueError, match=r"--serve=x:y cannot be served: .*; it must be PORT or HOST:PORT"):
-        Endpoint(*of, address="x:y", token="", idle_seconds=1.0)
+        Endpoint(*of, address="x:y", token="", idle_seconds=1.0, wanted={})
     one = tiny_run.settings(tmp_path / "one", tiny_run.config())
     with pytest.raises(ValueError, match=r"rows of task.name=arithmetic have one turn; clients need an environment's"):
         jobs._endpoint(jobs.dataclasses.replace(one, serve="0"))
