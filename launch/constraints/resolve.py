@@ -2,7 +2,8 @@
 
 python -m launch.constraints.resolve [VERSION …]      from the root of the checkout; `make constraints` calls it
 
-A file has every package of requirements.txt and of all extras but `parity`, whose PyTorch has an environment of its own. One file
+A file has every package of requirements.txt and of all extras but `parity`, whose PyTorch has an environment of its own, and
+`verifiers`. One file
 serves the CPU and all accelerators, because pip resolves them to one set: the packages of CUDA 12, of CUDA 13 and of TPUs have
 different names, and all go with the same JAX. A constraint of a package that nobody asks for installs nothing.
 """
@@ -23,8 +24,9 @@ from typing import Any
 VERSIONS = ("3.11", "3.12", "3.13")
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
-# PyTorch comes in builds whose own packages of CUDA contradict those of JAX.
-LEFT_OUT = ("parity",)
+# PyTorch comes in builds whose own packages of CUDA contradict those of JAX. verifiers wants an mcp below 2, and would hold back
+# what the extra open-env brings.
+LEFT_OUT = ("parity", "verifiers")
 
 
 def constraints_of(version: str) -> Path:
