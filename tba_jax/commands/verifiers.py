@@ -115,26 +115,33 @@ class Player:
 
         for example in examples:
             self.begun += together
-            try:
-                await self._group(example, together)
-            except Exception as error:  # whatever an environment or a rubric raises: this group has no reward
+            found = await asyncio.gather(*(self._rollout(example) for _ in range(together)), return_exceptions=True)
+            if states := [each for each in found if not isinstance(each, BaseException)]:
+                found += await asyncio.gather(self._score(states), return_exceptions=True)
+            if failures := [each for each in found if isinstance(each, BaseException)]:
                 try:
                     await self._client.models.list()
                 except openai.OpenAIError:
                     return
-                log.warning("a rollout of example %s failed and has no reward: %s", example.get("example_id"), _reason(error))
+                for error in failures:
+                    told = "a rollout of example %s failed and has no reward: %s"
+                    log.warning(told, example.get("example_id"), _reason(error))
                 await asyncio.sleep(1.0)  # an environment that always fails fills no log
 
-    async def _group(self, example: Any, together: int) -> None:
-        """Rollouts of an example whose rewards may compare them. Each is a user of its own: the endpoint never exchanges them."""
-        environment, rubric = self._environment, self._environment.rubric
-        users = [{"user": uuid.uuid4().hex} for _ in range(together)]
-        states = await _all(*(environment.rollout(example, self._model, "policy", user) for user in users))
+    async def _rollout(self, example: Any) -> Any:
+        """Its vf.State. Each is a user of its own: the endpoint never exchanges them. Raises what the environment does."""
+        user = {"user": uuid.uuid4().hex}
+        state = await self._environment.rollout(example, self._model, "policy", user)
+        if state["error"] is not None:
+            await self._environment.rubric.cleanup(state)
+            raise state["error"]
+        return state
+
+    async def _score(self, states: list[Any]) -> None:
+        """Gives rollouts of an example their rewards, which may compare them."""
+        rubric = self._environment.rubric
+        grouped = self._environment.requires_group_rollouts
         try:
-            for state in states:
-                if state["error"] is not None:
-                    raise state["error"]
-            grouped = environment.requires_group_rollouts
             await (rubric.score_group(states) if grouped else rubric.score_rollout(states[0]))
         finally:
             await _all(*(rubric.cleanup(state) for state in states))

@@ -53,7 +53,7 @@ class Guess(vf.MultiTurnEnv):
         return [{"role": "user", "content": "low\\n" if guess < state["answer"] else "high\\n"}]
 
 
-def load_environment(file, turns=3):
+def load_environment(file, compares):
     rows = [("a?\\n", "a"), ("a?\\n", "b"), ("b?\\n", "c"), ("c?\\n", "breaks"), ("ab?\\n", "ungraded"), ("ac?\\n", "nan")]
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": q}], "answer": a} for q, a in rows])
 
@@ -70,8 +70,14 @@ def load_environment(file, turns=3):
         environment.tell(number=state["number"], won=won, said=said, answer=answer)
         return won
 
+    async def first(states) -> list[float]:
+        environment.tell(first=states[0]["number"], of=len(states))
+        return [float(state is states[0]) for state in states]
+
     rubric = vf.Rubric(funcs=[number, solved], weights=[1.0, 0.5])
-    environment = Guess(file, dataset=data, rubric=rubric, max_turns=turns)
+    if compares:
+        rubric.add_reward_func(first, weight=0.25)
+    environment = Guess(file, dataset=data, rubric=rubric, max_turns=3)
     return environment
 """
 
@@ -90,15 +96,16 @@ def start(folder, endpoint, **arguments):
     return subprocess.Popen([sys.executable, "-m", "tba_jax", "verifiers", *given], **how)
 
 
-def test_rollouts_are_rows_with_the_rewards_of_the_rubric(s, tmp_path):
+@pytest.mark.parametrize("compares", [False, True])
+def test_rollouts_are_rows_with_the_rewards_of_the_rubric(s, tmp_path, compares):
     file = tmp_path / "told.jsonl"
 
     def told(key):
         lines = file.read_text().splitlines() if file.exists() else []
         return [line for line in map(json.loads, lines) if key in line]
 
-    with serving(s, "verifiers") as (endpoint, end):
-        player = start(tmp_path, endpoint, file=str(file))
+    with serving(s, f"verifiers{compares:d}") as (endpoint, end):
+        player = start(tmp_path, endpoint, file=str(file), compares=compares)
         until = time.monotonic() + 120
         while len(told("said")) < 28 and player.poll() is None and time.monotonic() < until:
             time.sleep(0.1)
@@ -107,8 +114,11 @@ def test_rollouts_are_rows_with_the_rewards_of_the_rubric(s, tmp_path):
     assert player.returncode == 0, log
     given = int(re.search(r"the searcher at http\S+ has ended: (\d+) rollouts have a reward", out)[1])
     assert given >= len(rows["reward"]) >= 16 and np.isfinite(rows["reward"]).all()
-    games = {each["number"] + 0.5 * each["won"]: each for each in told("said")}
-    assert {each["won"] for each in games.values()} == {0.0, 1.0}
+    firsts = {each["first"]: each["of"] for each in told("first")}
+    games = {each["number"] + 0.5 * each["won"] + 0.25 * (each["number"] in firsts): each for each in told("said")}
+    assert compares == bool(firsts) and (not firsts or 1 < max(firsts.values()) <= 4), (
+        "a rubric that compares has the rollouts of an example"
+    )
     for row, reward in enumerate(rows["reward"].tolist()):
         check_said(s, rows, row, games[reward]["said"])
         assert games[reward]["answer"] in "abc", "of the rubric, for the conversation that it has read"
