@@ -109,6 +109,9 @@ def test_rollouts_are_rows_with_the_rewards_of_the_rubric(s, tmp_path, compares)
         until = time.monotonic() + 120
         while len(told("said")) < 28 and player.poll() is None and time.monotonic() < until:
             time.sleep(0.1)
+        with endpoint.lock:
+            users = [talk.of[1] for talk in endpoint._talks.values()]
+        assert users and None not in users and len(set(users)) == len(users), "no two rollouts exchange conversations"
         rows = end()
         out, log = player.communicate(timeout=60)
     assert player.returncode == 0, log
