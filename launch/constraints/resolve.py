@@ -3,8 +3,8 @@
 python -m launch.constraints.resolve [VERSION …]      from the root of the checkout; `make constraints` calls it
 
 A file has every package of requirements.txt and of all extras but `parity` and `verifiers`, which have environments of their
-own. One file serves the CPU and all accelerators, because pip resolves them to one set: the packages of CUDA 12, of CUDA 13 and of TPUs have
-different names, and all go with the same JAX. A constraint of a package that nobody asks for installs nothing.
+own. One file serves the CPU and all accelerators, because pip resolves them to one set: the packages of CUDA 12, of CUDA 13 and
+of TPUs have different names, and all go with the same JAX. A constraint of a package that nobody asks for installs nothing.
 """
 
 import json
