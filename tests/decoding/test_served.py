@@ -183,9 +183,10 @@ def test_a_server_that_is_full_or_late_is_asked_again_and_one_that_stays_away_gi
     away.set_policy(PARAMS, 5)
     with pytest.raises(Unavailable, match=r"is away: .*refused"):
         away.generate([request(1)])
-    late = make(Vllm(server.url), tmp_path / "late", give_up_seconds=0.3, request_seconds=1.0)
+    late = make(Vllm(server.url), tmp_path / "late", give_up_seconds=0.3)
     late.set_policy(PARAMS, 5)
     late.generate([request(1)])
+    monkeypatch.setattr(late, "_request_seconds", 1.0)
     server.faults |= {"late": 2.0}
     with pytest.raises(Unavailable, match=r"did not answer within 1 s; no answer has come within searchers.give_up_seconds=0.3"):
         late.generate([request(1)])
