@@ -58,6 +58,7 @@ MODEL = DecoderConfig(
     tied_embedding=False,
 )
 DECODER = decoder.define(MODEL)
+Definition = parameters.Definition[decoder.Decoder]
 
 
 # All fields are traced, so that one program serves all.
@@ -128,10 +129,10 @@ def as_rows(queries: int, copies: int, responses: jax.Array) -> tuple[jax.Array,
     return jnp.concatenate([tokens, responses], axis=1), length
 
 
-def enumerate_logprobs(params: Any, queries: int) -> jax.Array:
+def enumerate_logprobs(params: Any, queries: int, definition: Definition = DECODER) -> jax.Array:
     """log π(y_t|x, y_<t) of every response to every prompt: float32[Q, N, R], nats, 0 where masked."""
     logprobs, _ = scoring.response_logprobs(
-        parameters.module(DECODER.graphdef, params),
+        parameters.module(definition.graphdef, params),
         *as_rows(queries, N, jnp.tile(RESPONSES, (queries, 1))),
         jnp.tile(LENGTHS, queries),
         R=R,
@@ -142,15 +143,16 @@ def enumerate_logprobs(params: Any, queries: int) -> jax.Array:
     return logprobs.reshape(queries, N, R)
 
 
-@functools.partial(jax.jit, static_argnames="queries")
-def make_problem(seed: jax.Array, *, queries: int = QUERIES) -> Problem:
+@functools.partial(jax.jit, static_argnames=("queries", "model"))
+def make_problem(seed: jax.Array, *, queries: int = QUERIES, model: DecoderConfig = MODEL) -> Problem:
     """A random network, far from uniform, as π_ref; normal rewards; p* by brute force."""
+    definition = decoder.define(model)
     params_key, rewards_key = jax.random.split(jax.random.key(seed))
     # Weights of order 1/√D, so that what a position predicts depends on all before it.
-    params = jax.tree.map(lambda p: jnp.where(p == 1, p, 6 * p), DECODER.init(params_key))
+    params = jax.tree.map(lambda p: jnp.where(p == 1, p, 6 * p), definition.init(params_key))
     head = params["lm_head"]["weight"]
-    params["lm_head"]["weight"] = head / jnp.std(head) * LOGIT_SPREAD / MODEL.width**0.5
-    ref_logprobs = enumerate_logprobs(params, queries)
+    params["lm_head"]["weight"] = head / jnp.std(head) * LOGIT_SPREAD / model.width**0.5
+    ref_logprobs = enumerate_logprobs(params, queries, definition)
     rewards = BETA * REWARD_SPREAD * jax.random.normal(rewards_key, (queries, N))
     log_target = jnp.sum(ref_logprobs, axis=-1) + rewards / BETA
     log_z = jax.nn.logsumexp(log_target, axis=1)
@@ -163,9 +165,9 @@ def make_problem(seed: jax.Array, *, queries: int = QUERIES) -> Problem:
     )
 
 
-def total_variation(params: Any, problem: Problem) -> jax.Array:
+def total_variation(params: Any, problem: Problem, definition: Definition = DECODER) -> jax.Array:
     """TV(π_θ, p*) = ½ Σ_y |π_θ(y|x) − p*(y|x)|: float32[Q]."""
-    policy = jnp.exp(jnp.sum(enumerate_logprobs(params, len(problem.rewards)), axis=-1))
+    policy = jnp.exp(jnp.sum(enumerate_logprobs(params, len(problem.rewards), definition), axis=-1))
     return 0.5 * jnp.sum(jnp.abs(policy - problem.target), axis=1)
 
 
@@ -180,9 +182,9 @@ class Drawn:
     behavior_logprobs: chex.Array
 
 
-def sample(params: Any, key: jax.Array, behavior: Behavior, *, queries: int) -> Drawn:
+def sample(params: Any, key: jax.Array, behavior: Behavior, *, queries: int, definition: Definition = DECODER) -> Drawn:
     """K rows for each prompt. Each token is drawn as searchers draw it, after a pass over all tokens before it."""
-    model, rows = parameters.module(DECODER.graphdef, params), queries * K
+    model, rows = parameters.module(definition.graphdef, params), queries * K
     prompt, _ = prompts(queries, K)
 
     def alternating(pair: Any, dtype: Any) -> jax.Array:
