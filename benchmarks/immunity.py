@@ -2,13 +2,12 @@
 
     python -m benchmarks.immunity --workdir=DIR [--python=.venv-engines/bin/python] [--engines=own,int8,…] [--seeds=3]
 
-The space is that of benchmarks/posterior.py, with heads of 64 as vLLM's kernels want them. Every engine gets the learner's weights
+The space is that of benchmarks/posterior.py, with two queries and heads of 64 as vLLM's kernels want them. Every engine gets the learner's weights
 each 20 updates and draws the rows of the next 20. A run is stored in DIR when it has ended and is not made again; the table and
 DIR/immunity.png are of all that are there. Runs with vLLM need the Python of an environment that has it (make engines).
 """
 
 import dataclasses
-import functools
 import itertools
 import os
 import string
@@ -26,7 +25,7 @@ import optax
 from absl import app, flags
 
 from benchmarks import posterior, summary
-from benchmarks.posterior import EOS, PAD, QUERIES, R, Drawn, K
+from benchmarks.posterior import EOS, PAD, Drawn, K, R
 from tba_jax.decoding.server_process import ServerProcess
 from tba_jax.decoding.servers import Vllm
 from tba_jax.learner import optimizer, update
@@ -43,8 +42,9 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required
 _PYTHON = flags.DEFINE_string("python", "", "Python of an environment with vLLM, for the engine vLLM.")
 _ENGINES = flags.DEFINE_list("engines", [], "Engines to run; all by default, vLLM where there is a --python.")
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Of problem, network and rows.", lower_bound=1)
-_UPDATES = flags.DEFINE_integer("updates", 1000, "Of a run, a multiple of 20.", lower_bound=20)
+_UPDATES = flags.DEFINE_integer("updates", 2000, "Of a run, a multiple of 20.", lower_bound=20)
 
+QUERIES = 2
 SYNC = 20  # updates between two new weights of the engine
 MODEL = dataclasses.replace(posterior.MODEL, positions="rotary", heads=1, kv_heads=1, head_size=64, max_positions=16)
 DEFINITION = decoder.define(MODEL)
@@ -201,7 +201,7 @@ def _learner(arm: str, updates: int) -> tuple[Any, Any]:
 
 
 def _run(draw: Draw, start: Any, learn: Any, *, seed: int, salt: int, updates: int) -> dict[str, np.ndarray]:
-    problem = posterior.make_problem(seed, model=MODEL)
+    problem = posterior.make_problem(seed, queries=QUERIES, model=MODEL)
     state, gaps = start(problem), []
     curve = [posterior.total_variation(problem.ref_params, problem, DEFINITION)]
     for number in range(updates // SYNC):
@@ -221,15 +221,15 @@ def _file(root: Path, engine: str, arm: str, seed: int) -> Path:
 
 def _make(root: Path, engines: Sequence[str], *, seeds: int, updates: int) -> None:
     """Makes the runs that are missing."""
-    for engine, arm in itertools.product(engines, ARMS):
-        missing = [seed for seed in range(seeds) if not _file(root, engine, arm, seed).exists()]
+    for engine in engines:
+        missing = [(arm, seed) for arm in ARMS for seed in range(seeds) if not _file(root, engine, arm, seed).exists()]
         if not missing:
             continue
-        start, learn = _learner(arm, updates)
+        learners = {arm: _learner(arm, updates) for arm, _ in missing}
         with _vllm_engine() if engine == VLLM else _made(engine) as draw:
-            for seed in missing:
+            for arm, seed in missing:
                 begun, salt = time.monotonic(), int(engine == "own, again")
-                found = _run(draw, start, learn, seed=seed, salt=salt, updates=updates)
+                found = _run(draw, *learners[arm], seed=seed, salt=salt, updates=updates)
                 np.savez(_file(root, engine, arm, seed), **found)
                 seconds = time.monotonic() - begun
                 print(f"{engine}, {arm}, seed {seed}: TV to p* {found['curve'][-1]:.4f}, {seconds:.0f} s", flush=True)
@@ -247,7 +247,9 @@ def _show(root: Path, *, seeds: int) -> None:
         files = [_file(root, engine, arm, seed) for seed in range(seeds)]
         if all(file.exists() for file in files):
             found[arm, engine] = [np.load(file) for file in files]
-    summary.table("objective", "rows from", "gap, nats per token", "TV to p*", "TV to the run on own rows", "mean reward", "of p*")
+    summary.table(
+        "objective", "rows from", "gap, nats per token", "TV to p*", "TV to the run on own rows", "mean reward", "of p*"
+    )
     for (arm, engine), runs in found.items():
         own = found.get((arm, "own"), [])
         off = [np.abs(a["policy"] - b["policy"]).sum(1).mean() / 2 for a, b in zip(runs, own, strict=True)] if own else []
