@@ -2,9 +2,10 @@
 
     python -m benchmarks.immunity --workdir=DIR [--python=.venv-engines/bin/python] [--engines=own,int8,…] [--seeds=3]
 
-The space is that of benchmarks/posterior.py, with two queries and heads of 64 as vLLM's kernels want them. Every engine gets the learner's weights
-each 20 updates and draws the rows of the next 20. A run is stored in DIR when it has ended and is not made again; the table and
-DIR/immunity.png are of all that are there. Runs with vLLM need the Python of an environment that has it (make engines).
+The space is that of benchmarks/posterior.py, with two queries and heads of 64 as vLLM's kernels want them. Every engine gets
+the learner's weights each 20 updates and draws the rows of the next 20. A run is stored in DIR when it has ended and is not
+made again; the table and DIR/immunity.png are of all that are there. Runs with vLLM need the Python of an environment that has
+it (make engines).
 """
 
 import dataclasses
@@ -247,9 +248,7 @@ def _show(root: Path, *, seeds: int) -> None:
         files = [_file(root, engine, arm, seed) for seed in range(seeds)]
         if all(file.exists() for file in files):
             found[arm, engine] = [np.load(file) for file in files]
-    summary.table(
-        "objective", "rows from", "gap, nats per token", "TV to p*", "TV to the run on own rows", "mean reward", "of p*"
-    )
+    summary.table("objective", "rows from", "gap, nats per token", "TV to p*", "to the run on own rows", "mean reward", "of p*")
     for (arm, engine), runs in found.items():
         own = found.get((arm, "own"), [])
         off = [np.abs(a["policy"] - b["policy"]).sum(1).mean() / 2 for a, b in zip(runs, own, strict=True)] if own else []

@@ -134,6 +134,7 @@ class Player:
         state = await self._environment.rollout(example, self._model, "policy", user)
         if state["error"] is not None:
             await self._environment.rubric.cleanup(state)
+            await self._end(state, None)
             raise state["error"]
         return state
 
@@ -143,6 +144,9 @@ class Player:
         grouped = self._environment.requires_group_rollouts
         try:
             await (rubric.score_group(states) if grouped else rubric.score_rollout(states[0]))
+        except BaseException:
+            await _all(*(self._end(state, None) for state in states))
+            raise
         finally:
             await _all(*(rubric.cleanup(state) for state in states))
         await _all(*(self._reward(state) for state in states))
@@ -151,10 +155,16 @@ class Player:
         if not state["trajectory"]:
             raise ValueError("the policy was asked nothing")
         if not math.isfinite(state["reward"]):
+            await self._end(state, None)
             raise ValueError(f"its reward is {state['reward']}, which is not finite")
-        body = {"id": state["trajectory"][-1]["response"].id, "reward": float(state["reward"])}
-        await self._client.post("/rewards", body=body, cast_to=object)
-        self.rewards.append(body["reward"])
+        await self._end(state, float(state["reward"]))
+        self.rewards.append(float(state["reward"]))
+
+    async def _end(self, state: Any, reward: float | None) -> None:
+        """Ends its conversation. Args: reward: None for a rollout that has failed."""
+        if state["trajectory"]:
+            body = {"id": state["trajectory"][-1]["response"].id, "reward": reward}
+            await self._client.post("/rewards", body=body, cast_to=object)
 
 
 async def _all(*those: Awaitable[Any]) -> list[Any]:

@@ -191,6 +191,8 @@ def _gradient(
     }
     if batch.moving_ref_logprobs is not None and config.stored_reference:
         measurements["kl_to_initial"] = jnp.mean(inputs.token_sum(outputs.logprobs - batch.ref_logprobs))
+    if config.objective.clipped is not None:
+        measurements["ratio_clipped"] = config.objective.clipped(outputs.logprobs, inputs)
     if "log_z_head" in state.params:
         measurements["learned_log_z"] = jnp.mean(log_z)
     if outputs.values is not None:

@@ -1,6 +1,9 @@
 """The objectives by name, each with its requirements."""
 
+import math
+
 from tba_jax.objectives import policy_gradient, regression
+from tba_jax.objectives.advantages import mean_ratios, sequence_ratios, share_beyond, token_ratios
 from tba_jax.objectives.objective import (
     TEMPERATURES,
     Objective,
@@ -13,6 +16,8 @@ from tba_jax.objectives.objective import (
 from tba_jax.objectives.trajectory_balance import learned_log_z, trajectory_balance
 
 _CLIP = ("clip_low", "clip_high")
+_TOKENS_CLIPPED = share_beyond(token_ratios, lambda s: (1 - s.clip_low, 1 + s.clip_high))
+_ROWS_CLIPPED = share_beyond(sequence_ratios, lambda s: (1 - s.clip_low, 1 + s.clip_high))
 
 OBJECTIVES: dict[str, Objective] = {
     "trajectory_balance": Objective(
@@ -37,12 +42,17 @@ OBJECTIVES: dict[str, Objective] = {
         behavior_logprobs=True,
         positive_beta=True,
         full_support=True,
+        clipped=share_beyond(token_ratios, lambda s: (0.0, s.importance_clip or math.inf)),
         settings=("beta", *TEMPERATURES, "importance_clip", "log_ratio_clip", "row_divisor"),
     ),
     "reinforce": Objective(loss=policy_gradient.reinforce, reward_unit=advantage_in_rewards, settings=("beta",)),
     "rloo": Objective(loss=policy_gradient.rloo, reward_unit=advantage_in_rewards, settings=("beta",)),
     "proximal_rloo": Objective(
-        loss=policy_gradient.proximal_rloo, reward_unit=advantage_in_rewards, behavior_logprobs=True, settings=("beta", *_CLIP)
+        loss=policy_gradient.proximal_rloo,
+        reward_unit=advantage_in_rewards,
+        behavior_logprobs=True,
+        clipped=_ROWS_CLIPPED,
+        settings=("beta", *_CLIP),
     ),
     "ppo": Objective(
         loss=policy_gradient.ppo,
@@ -50,6 +60,7 @@ OBJECTIVES: dict[str, Objective] = {
         min_completions=1,
         behavior_logprobs=True,
         value_head=True,
+        clipped=_TOKENS_CLIPPED,
         settings=("beta", *_CLIP, "gae_lambda", "value_coefficient", "value_learning_rate"),
     ),
     "vine_ppo": Objective(
@@ -59,14 +70,20 @@ OBJECTIVES: dict[str, Objective] = {
         behavior_logprobs=True,
         state_values=True,
         k3=True,
+        clipped=_TOKENS_CLIPPED,
         settings=("beta", *_CLIP),
     ),
-    "grpo": Objective(
-        loss=policy_gradient.grpo, reward_unit=advantage_in_rewards, behavior_logprobs=True, k3=True, settings=("beta", *_CLIP)
-    ),
-    "dr_grpo": Objective(
-        loss=policy_gradient.dr_grpo, reward_unit=advantage_in_rewards, behavior_logprobs=True, k3=True, settings=("beta", *_CLIP)
-    ),
+    **{
+        name: Objective(
+            loss=loss,
+            reward_unit=advantage_in_rewards,
+            behavior_logprobs=True,
+            k3=True,
+            clipped=_TOKENS_CLIPPED,
+            settings=("beta", *_CLIP),
+        )
+        for name, loss in {"grpo": policy_gradient.grpo, "dr_grpo": policy_gradient.dr_grpo}.items()
+    },
     "online_dpo": Objective(loss=regression.online_dpo, reward_unit=preference, positive_beta=True, settings=("beta",)),
     "raft": Objective(loss=policy_gradient.raft, reward_unit=advantage_in_rewards, reads_reference=False),
     "icepop": Objective(
@@ -74,6 +91,7 @@ OBJECTIVES: dict[str, Objective] = {
         reward_unit=advantage_in_rewards,
         behavior_logprobs=True,
         k3=True,
+        clipped=share_beyond(token_ratios, lambda s: (s.icepop_low, s.icepop_high)),
         settings=("beta", "icepop_low", "icepop_high"),
     ),
     "gspo": Objective(
@@ -81,6 +99,7 @@ OBJECTIVES: dict[str, Objective] = {
         reward_unit=advantage_in_rewards,
         behavior_logprobs=True,
         reads_reference=False,
+        clipped=share_beyond(mean_ratios, lambda s: (1 - s.sequence_clip_low, 1 + s.sequence_clip_high)),
         settings=("sequence_clip_low", "sequence_clip_high"),
     ),
     "cispo": Objective(
@@ -88,6 +107,7 @@ OBJECTIVES: dict[str, Objective] = {
         reward_unit=advantage_in_rewards,
         behavior_logprobs=True,
         reads_reference=False,
+        clipped=share_beyond(token_ratios, lambda s: (0.0, 1 + s.clip_high)),
         settings=("clip_high",),
     ),
     "oapl": Objective(
@@ -113,6 +133,7 @@ OBJECTIVES: dict[str, Objective] = {
         positive_beta=True,
         full_support=True,
         log_z_head=True,
+        clipped=_ROWS_CLIPPED,
         settings=("beta", *_CLIP, "log_z_learning_rate"),
     ),
     "a_star_po": Objective(

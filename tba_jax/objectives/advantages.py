@@ -4,11 +4,13 @@ No advantage carries a gradient. Log ratios are clipped before the exponential: 
 gradient is 0 beyond the bound.
 """
 
+from collections.abc import Callable
+
 import chex
 import jax
 import jax.numpy as jnp
 
-from tba_jax.objectives.objective import ObjectiveInputs
+from tba_jax.objectives.objective import ObjectiveInputs, ObjectiveSettings
 
 # Added to the standard deviation of a group's rewards. Shao et al. 2024 give no value; public implementations use 1e-8 to 1e-4.
 STD_EPSILON = 1e-6
@@ -127,6 +129,24 @@ def sequence_log_ratios(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> 
 def sequence_ratios(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
     """ρ = Π_t ρ_t of each response: float32[B]."""
     return bounded_exp(sequence_log_ratios(policy_logprobs, inputs))
+
+
+def mean_ratios(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
+    """(Π_t ρ_t)^(1/|y|) of each response: float32[B]."""
+    return bounded_exp(sequence_log_ratios(policy_logprobs, inputs) / inputs.lengths())
+
+
+def share_beyond(
+    ratios: Callable[[jax.Array, ObjectiveInputs], jax.Array], bounds: Callable[[ObjectiveSettings], tuple[float, float]]
+) -> Callable[[jax.Array, ObjectiveInputs], jax.Array]:
+    """See Objective.clipped. Args: ratios: of tokens [B, R], 1 where masked, or of responses [B]; bounds: lower and upper."""
+
+    def share(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> jax.Array:
+        ratio, (low, high) = ratios(policy_logprobs, inputs), bounds(inputs.settings)
+        count = len(ratio) if ratio.ndim == 1 else jnp.maximum(jnp.sum(inputs.mask), 1)
+        return jnp.sum((ratio < low) | (ratio > high)) / count
+
+    return share
 
 
 def clipped_surrogate(ratio: jax.Array, advantage: jax.Array, *, low: float, high: float) -> jax.Array:

@@ -162,15 +162,16 @@ def preference(inputs: ObjectiveInputs) -> jax.Array:
 class Objective:
     """An objective and its requirements, which config checks and the learner read.
 
-    loss: see Loss; reward_unit: see RewardUnit, None if nobody knows it, and then gradients cannot be clipped; min_completions:
-    the smallest K; behavior_logprobs: it reads the log-probs of π_behaviour; positive_beta: it has no optimum or no gradient at
-    β = 0, which drops the KL term of other objectives; full_support: its optimum requires a sampler that can draw every response;
-    as_drawn: rows must be what π_behaviour draws by itself: none truncated, none with a forced end, none chosen by its reward,
-    none repeated; log_z_head, value_head: PolicyOutputs must have a learned log_z or values; state_values: rows must carry
-    Monte-Carlo state values; reads_reference: it reads ref_logprobs, be it in a KL term that β = 0 leaves out; k3: at β > 0 it
-    has the k3 estimate of KL(π_θ‖π_ref), which needs a π_ref that is a distribution; settings: the settings learner.* that it
-    reads (fields of ObjectiveSettings, learning rates of its heads, and the schedules `beta`, `ref_temperature`,
-    `reward_temperature`): a new run is refused that sets others.
+    loss: see Loss; reward_unit: see RewardUnit, None if nobody knows it, and then gradients cannot be clipped;
+    min_completions: the smallest K; behavior_logprobs: it reads the log-probs of π_behaviour; positive_beta: it has no optimum
+    or no gradient at β = 0, which drops the KL term of other objectives; full_support: its optimum requires a sampler that can
+    draw every response; as_drawn: rows must be what π_behaviour draws by itself: none truncated, none with a forced end, none
+    chosen by its reward, none repeated; log_z_head, value_head: PolicyOutputs must have a learned log_z or values;
+    state_values: rows must carry Monte-Carlo state values; reads_reference: it reads ref_logprobs, be it in a KL term that β =
+    0 leaves out; k3: at β > 0 it has the k3 estimate of KL(π_θ‖π_ref), which needs a π_ref that is a distribution; clipped:
+    the share, float32[], of its ratios π_θ/π_behaviour, of tokens or of rows, that are beyond its bounds, None where it bounds
+    none; settings: the settings learner.* that it reads (fields of ObjectiveSettings, learning rates of its heads, and the
+    schedules `beta`, `ref_temperature`, `reward_temperature`): a new run is refused that sets others.
     """
 
     loss: Loss
@@ -185,6 +186,7 @@ class Objective:
     state_values: bool = False
     reads_reference: bool = True
     k3: bool = False
+    clipped: Callable[[jax.Array, ObjectiveInputs], jax.Array] | None = None
     settings: tuple[str, ...] = ()
 
 
@@ -231,18 +233,16 @@ def _from_reference(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> dict
 def _off_policy(policy_logprobs: jax.Array, inputs: ObjectiveInputs) -> dict[str, jax.Array]:
     """How far π_θ is from π_behaviour, float32[] each.
 
-    ratio_mean, ratio_max: over the tokens' π_θ/π_behaviour; ratio_clipped: share of tokens whose ratio is above importance_clip.
+    ratio_mean, ratio_max: over the tokens' π_θ/π_behaviour.
     effective_sample_share: (Σ w)² / (B Σ w²) of the rows' w = Π_t π_θ/π_behaviour: 1 on-policy, 1/B if one row has all weight.
     """
     log_ratio = inputs.masked(policy_logprobs - inputs.behavior_logprobs)
     ratio = inputs.masked(jnp.exp(jnp.clip(log_ratio, -_LARGEST, _LARGEST)))
     log_weight = jnp.sum(log_ratio, axis=1)
     weight = jnp.exp(log_weight - jnp.max(log_weight))
-    clip = inputs.settings.importance_clip
     return {
         "ratio_mean": jnp.sum(ratio) / _tokens(inputs),
         "ratio_max": jnp.max(ratio),
-        "ratio_clipped": jnp.sum(ratio > clip) / _tokens(inputs) if clip else jnp.zeros(()),
         "effective_sample_share": jnp.sum(weight) ** 2 / (weight.size * jnp.sum(weight**2)),
     }
 

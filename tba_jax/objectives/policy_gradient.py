@@ -8,17 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from tba_jax.objectives.advantages import (
-    bounded_exp,
     centred,
     clipped_surrogate,
     gae,
     k3,
     leave_one_out,
+    mean_ratios,
     regularised_rewards,
     sequence_ratios,
     standardised,
     step_advantages,
-    token_log_ratios,
     token_ratios,
     token_rewards,
 )
@@ -136,8 +135,7 @@ def gspo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     GSPO: group advantages with the length-normalised probability ratio of the whole response (Zheng et al. 2025).
     A as in `grpo`. There is no KL term, as published.
     """
-    mean_log_ratio = jnp.sum(token_log_ratios(outputs.logprobs, inputs), axis=1) / inputs.lengths()
-    ratio, advantage = inputs.grouped(bounded_exp(mean_log_ratio)), standardised(inputs.grouped(inputs.reward))
+    ratio, advantage = inputs.grouped(mean_ratios(outputs.logprobs, inputs)), standardised(inputs.grouped(inputs.reward))
     s = inputs.settings
     return -jnp.mean(clipped_surrogate(ratio, advantage, low=s.sequence_clip_low, high=s.sequence_clip_high))
 

@@ -259,7 +259,7 @@ def samples(found: Gathered, indices: Sequence[int]) -> dict[int, dict[str, Any]
             "turns": _turns(rows),
             "newest": int(newest[0]),
             "oldest": int(oldest[0]),
-            "ratio": _number((rows["policy_logprobs"] - rows["ref_logprobs"]).sum(dtype=np.float64)),
+            "ratio": _number(_log_ratios(rows).sum(dtype=np.float64)),
             "steps": draws[key][:MOST_STEPS],
             "draws": len(draws[key]),
             "mounted": not table.reader.is_own(writer),
@@ -268,12 +268,16 @@ def samples(found: Gathered, indices: Sequence[int]) -> dict[int, dict[str, Any]
     return shown
 
 
+def _log_ratios(rows: Rows) -> np.ndarray:
+    """log π_θ/π_ref of the first row's tokens, nats: float32[R], NaN where no reference has scored it."""
+    return np.where(rows["reference_id"][0] == 0, np.float32(np.nan), rows["policy_logprobs"][0] - rows["ref_logprobs"][0])
+
+
 def _tokens(rows: Rows, texts: Texts) -> dict[str, Any]:
     """tokens: [text, log π_θ/π_ref in nats, policy step] each, MOST_TOKENS at most; more: how many tokens follow."""
     steps = rows["policy_step"][0].tolist()
     ids = response(rows, 0)[: len(steps)]  # a trainer refuses rows whose length is wrong
-    ratios = (rows["policy_logprobs"][0] - rows["ref_logprobs"][0]).tolist()
-    told = zip(texts(ids[:MOST_TOKENS].tolist()), ratios, steps, strict=False)
+    told = zip(texts(ids[:MOST_TOKENS].tolist()), _log_ratios(rows).tolist(), steps, strict=False)
     found = [[text, _number(ratio, "{:.3f}"), step] for text, ratio, step in told]
     return {"tokens": found, "more": max(0, len(ids) - MOST_TOKENS)}
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tba_jax.objectives import OBJECTIVES
 from tba_jax.objectives.objective import ObjectiveInputs, diagnostics
 from tests.support.objective_loops import log_targets, random_batch
 
@@ -20,7 +21,7 @@ def measure(policy: np.ndarray, inputs: ObjectiveInputs, entropy: np.ndarray | N
 
 def loop_measurements(policy: np.ndarray, inputs: ObjectiveInputs, entropy: np.ndarray) -> dict[str, float]:
     """In float64, from lists of each row's real tokens."""
-    K, clip, beta = inputs.settings.completions, inputs.settings.importance_clip, float(inputs.beta)
+    K, beta = inputs.settings.completions, float(inputs.beta)
     columns = (policy, inputs.ref_logprobs, inputs.behavior_logprobs, entropy)
     rows = [[np.float64(column[row][real]) for column in columns] for row, real in enumerate(inputs.mask)]
     ratios = np.concatenate([np.exp(p - b) for p, _, b, _ in rows])
@@ -35,7 +36,6 @@ def loop_measurements(policy: np.ndarray, inputs: ObjectiveInputs, entropy: np.n
         "kl_to_ref_k3": np.mean([np.sum(np.exp(q - p) - 1 - (q - p)) for p, q, *_ in rows]),
         "ratio_mean": ratios.mean(),
         "ratio_max": ratios.max(),
-        "ratio_clipped": np.mean((ratios > clip) & (clip > 0)),
         "effective_sample_share": weights.sum() ** 2 / (len(rows) * (weights**2).sum()),
         "log_z": log_z.mean(),
         "log_z_std": log_z.std(),
@@ -48,9 +48,9 @@ def loop_measurements(policy: np.ndarray, inputs: ObjectiveInputs, entropy: np.n
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize(("sizes", "importance_clip"), [((3, 4, 7), 1.5), ((6, 1, 5), 0.0)], ids=str)
-def test_every_measurement_equals_a_loop(sizes, importance_clip, dtype):
-    settings = dict(ref_temperature=1.7, reward_temperature=0.6, importance_clip=importance_clip)
+@pytest.mark.parametrize("sizes", [(3, 4, 7), (6, 1, 5)], ids=str)
+def test_every_measurement_equals_a_loop(sizes, dtype):
+    settings = dict(ref_temperature=1.7, reward_temperature=0.6)
     outputs, inputs = random_batch(*sizes, **settings, dtype=dtype)
     inputs.reward[: sizes[1]] = 1.0
     policy = outputs.logprobs
@@ -72,6 +72,35 @@ def test_extreme_log_ratios_stay_finite(far):
         found = measure(outputs.logprobs, inputs)
         assert np.isfinite(list(found.values())).all(), found
         assert found["kl_to_ref_k3"] >= 0
-    assert found["ratio_clipped"] == float(far < 0)
     assert 1 / 12 - 1e-4 < found["effective_sample_share"] < 1 + 1e-4
     np.testing.assert_allclose(found["kl_to_ref"], -far * inputs.mask.sum() / 12, rtol=1e-4)
+
+
+# Objective -> lower and upper bound, and what of a row's log-ratios is bounded.
+BOUNDS = {
+    "tba_prime": (0, 1.5, np.exp),
+    **dict.fromkeys(("ppo", "vine_ppo", "grpo", "dr_grpo"), (0.8, 1.3, np.exp)),
+    **dict.fromkeys(("proximal_rloo", "flowrl"), (0.8, 1.3, lambda x: [np.exp(x.sum())])),
+    "icepop": (0.7, 1.4, np.exp),
+    "gspo": (0.9, 1.1, lambda x: [np.exp(x.mean())]),
+    "cispo": (0, 1.3, np.exp),
+}
+SETTINGS = dict(importance_clip=1.5, clip_low=0.2, clip_high=0.3, icepop_low=0.7, icepop_high=1.4)
+SETTINGS |= dict(sequence_clip_low=0.1, sequence_clip_high=0.1)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_clipped_share_is_that_beyond_the_bounds_of_the_objective(name):
+    outputs, inputs = random_batch(6, 4, 7, **SETTINGS)
+    clipped = OBJECTIVES[name].clipped
+    assert (clipped is not None) == (name in BOUNDS)
+    if clipped is not None:
+        low, high, of = BOUNDS[name]
+        log_ratios = [(p - b)[real] for p, b, real in zip(outputs.logprobs, inputs.behavior_logprobs, inputs.mask, strict=True)]
+        ratios = np.concatenate([of(each) for each in log_ratios])
+        expected = np.mean((ratios < low) | (ratios > high))
+        assert 0 < expected < 1
+        np.testing.assert_allclose(jax.jit(clipped)(outputs.logprobs, inputs), expected, rtol=1e-6)
+        if name == "tba_prime":
+            unweighted = dataclasses.replace(inputs, settings=dataclasses.replace(inputs.settings, importance_clip=0.0))
+            assert float(clipped(outputs.logprobs, unweighted)) == 0

@@ -57,7 +57,7 @@ def test_a_run_leaves_what_the_readme_promises(lagging):
     assert [*published.kept(layout.policies)] == list(range(STEPS + 1))
     assert (layout.root / "progress.png").read_bytes()[:4] == b"\x89PNG"
     line = metrics.read_lines(layout.metrics("trainer"))[-1]
-    names = "loss reward kl_to_ref entropy log_z grad_norm draws_per_row buffer_rows ratio_mean ratio_max ratio_clipped"
+    names = "loss reward kl_to_ref entropy log_z grad_norm draws_per_row buffer_rows ratio_mean ratio_max"
     names += " log_z_std staleness_mean staleness_histogram steps_per_second time_update"
     assert {*names.split(), "effective_sample_share", "kl_to_ref_k3", "advantage_std", "log_weight_std"} <= set(line)
     assert line["logprob_gap_max"] < 1e-4 and line["logprob_gap_alarm"] == 0 and "kl_to_initial" not in line

@@ -78,7 +78,7 @@
       sample.length + " tokens" + (sample.finished ? "" : ", cut"),
     ], sample.turns ? [sample.turns] : [], [
       steps + (sample.mounted ? " of a mounted run" : ""),
-      "Σ log π_θ/π_ref " + number(sample.ratio) + " nats", drawn]);
+      "Σ log π_θ/π_ref " + (sample.ratio === null ? "not scored" : number(sample.ratio) + " nats"), drawn]);
   }
 
   function show() {

@@ -72,7 +72,7 @@ class Samples:
             "finished": bool(columns["finished"][i]),
             "tokens": int(trajectory.trained(columns)[i].sum()),
             "policy_logprob_sum": float(columns["policy_logprobs"][i].sum()),
-            "ref_logprob_sum": float(columns["ref_logprobs"][i].sum()),
+            "ref_logprob_sum": float(columns["ref_logprobs"][i].sum()) if columns["reference_id"][i] else None,
             "policy_step": int(columns["policy_step"][i].max()),
         }
 

@@ -3,7 +3,8 @@
     GET  /v1/models             one model, "policy", and how many completions of a prompt and conversations at once the run wants
     POST /v1/chat/completions   messages, tools -> the policy's message
     POST /v1/completions        a prompt, a text or token ids -> the policy's response
-    POST /v1/rewards            {"id": of a completion, "reward": number} -> the conversation has ended, and is a row
+    POST /v1/rewards            {"id": of a completion, "reward": number} -> the conversation has ended, and is a row; null: it
+                                failed, and its row has no reward
 
 A request whose messages begin with those of a conversation, as the endpoint gave them, goes on with it: its tokens stay as they
 were drawn, and only what is new is encoded. Any other request begins a conversation. Requests may name a "user": one goes on with
@@ -17,7 +18,6 @@ import http.server
 import itertools
 import json
 import logging
-import math
 import secrets
 import threading
 import time
@@ -249,8 +249,8 @@ class Endpoint:
 
     def reward(self, body: Mapping[str, Any]) -> dict[str, Any]:
         name, reward = body.get("id"), body.get("reward")
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward) or abs(reward) > 3e38:
-            raise _Bad(f"reward={reward!r} must be a finite number")
+        if reward is not None and (type(reward) not in (int, float) or not abs(reward) <= 3e38):
+            raise _Bad(f"reward={reward!r} must be a finite number, or null for a conversation that failed")
         number = name.rpartition("-")[0].rpartition("-")[2] if isinstance(name, str) else ""
         with self.lock:
             talk = self._talks.get(int(number)) if number.isdecimal() else None
@@ -259,7 +259,8 @@ class Endpoint:
             if talk.answer is None or talk.answer.done():
                 raise _Bad(f"id={name!r}: the policy is writing; its reward comes after its answer", 409)
             self.forget(talk)
-            talk.answer.set_result(Answer(done=True, reward=float(reward)))
+            told = dict(failure="its client gave it no reward") if reward is None else dict(done=True, reward=float(reward))
+            talk.answer.set_result(Answer(**told))
         return {"id": name, "object": "reward"}
 
     def _go_on(self, before: Sequence[Any], said: list[dict[str, Any]], of: Sequence[Any]) -> "Future[dict[str, Any]] | None":

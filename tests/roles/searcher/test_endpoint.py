@@ -138,9 +138,12 @@ def test_a_client_that_rewrites_history_begins_anew_and_one_that_leaves_is_unsco
     second = client.chat([{"role": "user", "content": "a"}, other, {"role": "user", "content": "c"}])
     assert second["id"].split("-")[1] != first["id"].split("-")[1]
     client.ask("/rewards", {"id": second["id"], "reward": 2.0})
+    failed = client.chat([{"role": "user", "content": "c"}])
+    client.ask("/rewards", {"id": failed["id"], "reward": None})
+    assert client.refusal("/rewards", {"id": failed["id"], "reward": 1.0})[0] == 404, "it has ended at once"
     endpoint._idle_seconds = 0.0
     rows = end_when(client, end, endpoint)
-    assert sorted(np.nan_to_num(rows["reward"], nan=-5.0).tolist()) == [-5.0, 2.0]
+    assert sorted(np.nan_to_num(rows["reward"], nan=-5.0).tolist()) == [-5.0, -5.0, 2.0]
 
 
 def test_users_go_on_with_their_own_conversations_until_these_are_cut(served, s):
