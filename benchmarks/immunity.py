@@ -201,7 +201,7 @@ def _learner(arm: str, updates: int) -> tuple[Any, Any]:
     return lambda problem: optimizer.init_state(policy, problem.ref_params, optimizers), learn
 
 
-def _run(draw: Draw, start: Any, learn: Any, *, seed: int, salt: int, updates: int) -> dict[str, np.ndarray]:
+def _run(draw: Draw, start: Any, learn: Any, *, seed: int, salt: int, updates: int) -> dict[str, Any]:
     problem = posterior.make_problem(seed, queries=QUERIES, model=MODEL)
     state, gaps = start(problem), []
     curve = [posterior.total_variation(problem.ref_params, problem, DEFINITION)]
@@ -262,7 +262,8 @@ def _show(root: Path, *, seeds: int) -> None:
 def _draw(path: Path, found: dict[tuple[str, str], list[Any]]) -> None:
     curves: dict[str, dict[str, list[summary.Curve]]] = {}
     for (arm, engine), runs in found.items():
-        lines = [dict(zip(range(0, SYNC * len(each["curve"]), SYNC), each["curve"].tolist(), strict=True)) for each in runs]
+        points = range(0, len(runs[0]["curve"]), 5)
+        lines: list[summary.Curve] = [{SYNC * i: float(each["curve"][i]) for i in points} for each in runs]
         curves.setdefault(arm, {})[engine] = lines
     summary.plot(path, curves, across="updates", up="total variation between π_θ and p*", log=True)
 

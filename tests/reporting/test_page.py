@@ -109,6 +109,9 @@ def test_the_worst_rows_come_with_the_steps_that_drew_them(hostile):
     drawn = {each["name"]: each["steps"] for each in data(page)["samples"] if each["steps"]}
     assert drawn == {"w0:0": [1, 2], "w0:1": [1, 2], "w0:2": [1], "w0:3": [1]}
     for each in data(page)["samples"]:
+        if each["name"] == "w0:3":
+            assert each["ratio"] is None and {ratio for _, ratio, _ in each["tokens"]} == {None}
+            continue
         assert each["ratio"] == pytest.approx(sum(ratio for _, ratio, _ in each["tokens"]), abs=0.001 * len(each["tokens"]))
 
 

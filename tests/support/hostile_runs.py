@@ -81,6 +81,8 @@ def _rows(shape: trajectory.RowShape) -> dict[str, np.ndarray]:
     rows["query_id"] = np.array([trajectory.query_id(prompt) for prompt in prompts], np.uint64)
     rows["reward"] = np.linspace(-1, 1, ROWS, dtype=np.float32)
     rows["policy_step"] = np.where(mask, np.arange(ROWS)[:, None] // 8, -1).astype(np.int32)
+    rows["reference_id"] = np.full(ROWS, 7, np.uint64)
+    rows["reference_id"][3] = 0  # it has no reference's score
     for name in ("ref_logprobs", "policy_logprobs", "behavior_logprobs"):
         rows[name] = np.where(mask, -rng.exponential(size=mask.shape), 0.0).astype(np.float32)
     return rows
