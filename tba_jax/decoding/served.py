@@ -60,7 +60,7 @@ def _remove_weights_of_the_dead(folder: Path) -> None:
     """Removes the folders of processes of this host that have ended without removing theirs."""
     for other in folder.parent.glob(f"{_WEIGHTS}{platform.node()}-*"):
         number = other.name.rpartition("-")[2]
-        if number.isdecimal() and not Path(f"/proc/{number}").exists():
+        if number == str(os.getpid()) or (number.isdecimal() and not Path(f"/proc/{number}").exists()):
             shutil.rmtree(other, ignore_errors=True)
 
 
@@ -252,6 +252,8 @@ class ServedEngine:
         """Ends the server if this process has started it, and removes the weights that were written for it."""
         if self._process is not None:
             self._process.kill()
+        elif self._server is not None:
+            self._server.drop_adapter()
         self._threads.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

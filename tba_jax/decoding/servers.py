@@ -107,9 +107,16 @@ class Server(abc.ABC):
             needs = f"the policy of step 0 with {' '.join(self.adapter_arguments(rank))}, see docs/engines.md"
             raise Refused(f"{error}; adapters of lora.rank={rank} and lora.targets need a server of {needs}") from error
         self._adapter = name
-        if before:
-            with contextlib.suppress(Refused):  # a server that began anew has forgotten it
-                self._ask("POST", f"{self._api}/unload_lora_adapter", {"lora_name": before}, seconds)
+        self._drop(before, seconds)
+
+    def drop_adapter(self) -> None:
+        """The server needs the adapter no more."""
+        self._drop(self._adapter, _SHORT_SECONDS)
+
+    def _drop(self, name: str, seconds: float) -> None:
+        if name:
+            with contextlib.suppress(Refused, Unavailable):  # a server that began anew has forgotten it
+                self._ask("POST", f"{self._api}/unload_lora_adapter", {"lora_name": name}, seconds)
 
     def _generate(self, path: str, asked: dict[str, Any], seconds: float) -> Any:
         """Asks the adapter, or the model where there is none. Raises Unavailable also where a server that began anew has none."""

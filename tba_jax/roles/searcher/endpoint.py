@@ -4,12 +4,13 @@
     POST /v1/chat/completions   messages, tools -> the policy's message
     POST /v1/completions        a prompt, a text or token ids -> the policy's response
     POST /v1/rewards            {"id": of a completion, "reward": number} -> the conversation has ended, and is a row; null: it
-                                failed, and its row has no reward
+                                failed, and its row has no reward. {"user": …, "reward": …}: of the user's last conversation;
+                                its others have failed
 
 A request whose messages begin with those of a conversation, as the endpoint gave them, goes on with it: its tokens stay as they
-were drawn, and only what is new is encoded. Any other request begins a conversation. Requests may name a "user": one goes on with
-conversations of its own user alone. The run decides how tokens are sampled;
-temperatures and lengths of requests are not read. A conversation that nobody goes on with or rewards in time holds NaN.
+were drawn, and only what is new is encoded. Any other request begins a conversation. Requests may name a "user": a request of a
+user goes on only with that user's conversations. The run decides how tokens are sampled; temperatures and lengths of requests are
+not read. A conversation that nobody goes on with or rewards in time holds NaN.
 """
 
 import dataclasses
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _MOST_BYTES = 16 << 20  # of a request
 _LOCAL = ("127.0.0.1", "localhost")
+_FAILED = Answer(failure="its client gave it no reward")
 
 
 class _Bad(ValueError):
@@ -57,7 +59,7 @@ class Talk:
     """A conversation with a client, as tasks.environments.Session. A client waits, or the policy does, or it has ended.
 
     reply: what the client waits for; answer: what the policy waits for. is_cut: the policy goes on no more, and the client's
-    reward is waited for.
+    reward is waited for. has_failed: its client has said so while the policy was writing.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Talk:
         """Args: of: the tools and the user that requests name, None where the client cannot go on."""
         self._endpoint, self.number, self.messages, self._format = endpoint, number, messages, tool_format
         self.of = of
-        self.turns, self.is_cut, self.since = 0, False, time.monotonic()
+        self.turns, self.is_cut, self.has_failed, self.since = 0, False, False, time.monotonic()
         self.key = ""  # under which it waits for its client
         self.reply: Future[dict[str, Any]] | None = Future()
         self.answer: Future[Answer] | None = None
@@ -100,11 +102,20 @@ class Talk:
             message, reason = _with_calls(message, self._format, reason)
         with self._endpoint.lock:
             self.answer, self.since = Future(), time.monotonic()
-            self.messages.append(message)
-            self.turns += 1
-            if self.reply is not None:
-                self.reply.set_result({"message": message, "finish_reason": reason, "id": f"{self.number}-{self.turns}"})
-                self.reply = None
+            if self.has_failed:
+                self.answer.set_result(_FAILED)
+                return self.answer
+            reply, self.reply = self.reply, None
+            if self.turns and self.is_cut and not text:  # the policy has no turn for what the client has said last
+                while self.messages[-1]["role"] != "assistant":
+                    self.messages.pop()
+                if reply is not None:
+                    reply.set_exception(self._endpoint.cut())
+            else:
+                self.messages.append(message)
+                self.turns += 1
+                if reply is not None:
+                    reply.set_result({"message": message, "finish_reason": reason, "id": f"{self.number}-{self.turns}"})
             self._endpoint.awaits_client(self)
             return self.answer
 
@@ -248,33 +259,51 @@ class Endpoint:
         return self._completion("text_completion", "cmpl", told, choice)
 
     def reward(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        name, reward = body.get("id"), body.get("reward")
+        reward, (kind, name) = body.get("reward"), ("id", body["id"]) if "id" in body else ("user", body.get("user"))
         if reward is not None and (type(reward) not in (int, float) or not abs(reward) <= 3e38):
             raise _Bad(f"reward={reward!r} must be a finite number, or null for a conversation that failed")
-        number = name.rpartition("-")[0].rpartition("-")[2] if isinstance(name, str) else ""
         with self.lock:
-            talk = self._talks.get(int(number)) if number.isdecimal() else None
-            if talk is None:
-                raise _Bad(f"id={name!r} names no conversation that goes on: it is not one of this endpoint, or has ended", 404)
-            if talk.answer is None or talk.answer.done():
-                raise _Bad(f"id={name!r}: the policy is writing; its reward comes after its answer", 409)
-            self.forget(talk)
-            told = dict(failure="its client gave it no reward") if reward is None else dict(done=True, reward=float(reward))
-            talk.answer.set_result(Answer(**told))
-        return {"id": name, "object": "reward"}
+            if self._ended:
+                raise _Bad("the searcher has ended", 503)
+            talks = self._named(kind, name)
+            if not talks:
+                told = "names no conversation that goes on: it is not one of this endpoint, or has ended"
+                raise _Bad(f"{kind}={name!r} {told}", 404)
+            if reward is not None and talks[-1].answer is None:
+                raise _Bad(f"{kind}={name!r}: the policy is writing; its reward comes after its answer", 409)
+            for talk in talks:
+                self.forget(talk)
+                talk.has_failed = reward is None or talk is not talks[-1]
+                if talk.answer is not None:
+                    talk.answer.set_result(_FAILED if talk.has_failed else Answer(done=True, reward=float(reward or 0)))
+        return {kind: name, "object": "reward"}
+
+    def _named(self, kind: str, name: Any) -> list[Talk]:
+        """The conversations of an id, one, or of a user, in their order."""
+        if not isinstance(name, str):
+            return []
+        if kind == "user":
+            return [talk for talk in self._talks.values() if talk.of is not None and talk.of[1] == name]
+        number = name.rpartition("-")[0].rpartition("-")[2]
+        return [self._talks[int(number)]] if number.isdecimal() and int(number) in self._talks else []
+
+    def cut(self) -> _Bad:
+        longest = f"context length, task.response_length={self._contract.response_length}"
+        return _Bad(f"the conversation was cut: it has no more turns, or reached its {longest}")
 
     def _go_on(self, before: Sequence[Any], said: list[dict[str, Any]], of: Sequence[Any]) -> "Future[dict[str, Any]] | None":
         """The reply of the conversation that these messages go on with; None where there is none."""
         if not said:
             raise _Bad("the last message is the assistant's: there is nothing to answer")
         with self.lock:
+            if self._ended:
+                raise _Bad("the searcher has ended", 503)
             waiting = self._waiting.get(_told(before, of), [])
             if not waiting:
                 return None
             talk = next((each for each in waiting if not each.is_cut), None)
             if talk is None:
-                longest = f"context length, task.response_length={self._contract.response_length}"
-                raise _Bad(f"the conversation was cut: it has no more turns, or reached its {longest}")
+                raise self.cut()
             waiting.remove(talk)
             if not waiting:
                 del self._waiting[talk.key]

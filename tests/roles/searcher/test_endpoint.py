@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,17 +37,28 @@ class Client:
     def chat(self, messages: list, **settings) -> dict:
         return self.ask("/chat/completions", {"model": "policy", "messages": messages, **settings})
 
+    def asked(self, path: str, body: object) -> tuple[int, Any]:
+        """The status, and the answer or why there is none."""
+        try:
+            return 200, self.ask(path, body)
+        except urllib.error.HTTPError as refused:
+            return refused.code, json.load(refused)["error"]["message"]
+
     def refusal(self, path: str, body: object) -> tuple[int, str]:
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            self.ask(path, body)
-        return refused.value.code, json.load(refused.value)["error"]["message"]
+        code, told = self.asked(path, body)
+        assert code != 200
+        return code, told
 
     def play(self, opening: str, answers: list[str], reward: float) -> list[dict]:
         """A conversation: its messages."""
         messages: list = [{"role": "user", "content": opening}]
         for said in [*answers, None]:
-            made = self.chat(messages)
-            (choice,) = made["choices"]
+            code, told = self.asked("/chat/completions", {"messages": messages})
+            if code != 200:  # cut
+                assert code == 400 and "context length" in told
+                messages.pop()
+                break
+            made, (choice,) = told, told["choices"]
             messages.append(choice["message"])
             if said is None or choice["finish_reason"] == "length":
                 break
@@ -148,18 +160,43 @@ def test_a_client_that_rewrites_history_begins_anew_and_one_that_leaves_is_unsco
 
 def test_users_go_on_with_their_own_conversations_until_these_are_cut(served, s):
     client, end, _ = served
+    said: dict[int, list[str]] = {}
     opening, answer = {"role": "user", "content": "b\n"}, {"role": "user", "content": "low\n"}
     begun = {user: client.chat([opening], user=user) for user in "xyz"}
     for user, made in reversed(begun.items()):
         messages, number = [opening, made["choices"][0]["message"]], made["id"].split("-")[1]
-        while made["choices"][0]["finish_reason"] != "length":
-            made = client.chat([*messages, answer], user=user)
-            messages += [answer, made["choices"][0]["message"]]
-            assert made["id"].split("-")[1] == number
-        code, told = client.refusal("/chat/completions", {"messages": [*messages, answer], "user": user})
-        assert code == 400 and "context length, task.response_length=16" in told
-        client.ask("/rewards", {"id": made["id"], "reward": float(number)})
-    assert sorted(end()["reward"].tolist()) == [0.0, 1.0, 2.0]
+        code = 0
+        while code != 400:
+            code, told = client.asked("/chat/completions", {"messages": [*messages, answer], "user": user})
+            if code == 200:
+                messages += [answer, told["choices"][0]["message"]]
+                assert told["id"].split("-")[1] == number
+        for _ in range(2):  # it is said again
+            code, told = client.refusal("/chat/completions", {"messages": [*messages, answer], "user": user})
+            assert code == 400 and "context length, task.response_length=16" in told
+        client.ask("/rewards", {"user": user, "reward": float(number)})
+        said[int(number)] = [message["content"] for message in messages]
+    rows = end()
+    assert sorted(rows["reward"].tolist()) == [0.0, 1.0, 2.0] and not rows["finished"].any()
+    for row, number in enumerate(rows["reward"].astype(int).tolist()):
+        check_said(s, rows, row, said[number])
+
+
+def test_a_reward_of_a_user_is_of_the_last_conversation_and_one_that_fails_while_the_policy_writes_ends(served, s):
+    client, end, endpoint = served
+    for content in "abc":
+        client.chat([{"role": "user", "content": content}], user="x")
+    with ThreadPoolExecutor(1) as thread:
+        body = {"messages": [{"role": "user", "content": "b"}], "user": "y"}
+        writing = thread.submit(client.asked, "/chat/completions", body)
+        while not any(talk.of[1] == "y" for talk in list(endpoint._talks.values())):
+            time.sleep(0.001)
+        client.ask("/rewards", {"user": "x", "reward": 3.0})
+        client.ask("/rewards", {"user": "y", "reward": None})
+        assert writing.result()[0] in (200, 409)
+    assert client.refusal("/rewards", {"user": "x", "reward": 3.0})[0] == 404
+    rows = end_when(client, end, endpoint)
+    assert sorted(np.nan_to_num(rows["reward"], nan=-5.0).tolist()) == [-5.0, -5.0, -5.0, 3.0]
 
 
 def end_when(client, end, endpoint):
