@@ -36,18 +36,21 @@ BASELINES: dict[str, dict[str, float]] = {
     "dr_grpo": {**_CLIP, **_beta(0.0)},  # Liu et al. 2025: no KL term
     "online_dpo": _beta(0.1),  # Rafailov et al. 2023, appendix B; Noukhovitch et al. 2024
     "raft": {},
+    "maxrl": {},
     "icepop": {"icepop_low": 0.5, "icepop_high": 5.0},  # Ling team 2025
     "gspo": {"sequence_clip_low": 3e-4, "sequence_clip_high": 4e-4},  # Zheng et al. 2025, section 5.1
     "cispo": {"clip_high": 0.2},  # the paper gives no number; public implementations have 0.2 to 4
     "oapl": {},
     "pmd_mean": _beta(0.01),  # τ in the code of Xu et al. 2026
+    "tpo": _beta(1.0),  # η of Kaddour 2026, of standardised rewards
+    "f_trajectory_balance": {"divergence_alpha": 1.0},
     "flowrl": {**_CLIP, **_beta(1 / 15)},  # the code of Zhu et al. 2025: β = 15, which is 1/β here
     "a_star_po": {},
     "asymre": {"asymre_delta": -0.1},  # Arnal et al. 2025 give the sign; the number is this project's
     "topr": {"topr_baseline": 0.5},  # right and wrong answers, worth 1 and 0, become ±1/2: Le Roux et al. 2025 have ±1
 }
 # They read no reference, Dr. GRPO because its β is 0.
-WITHOUT_REFERENCE = ("dr_grpo", "raft", "gspo", "cispo", "oapl", "pmd_mean", "asymre", "topr")
+WITHOUT_REFERENCE = ("dr_grpo", "raft", "gspo", "cispo", "oapl", "pmd_mean", "asymre", "topr", "tpo", "maxrl")
 
 
 def apply(c: Any, name: str, *, besides: Sequence[str] = ()) -> None:

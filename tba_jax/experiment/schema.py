@@ -286,9 +286,9 @@ c.replay.mount = setting((), path="always")
 
 c.learner = ConfigDict()
 # trajectory_balance (VarGrad) | learned_log_z (a head predicts log Z from the prompt) | tba_prime (token level, TBA′) |
-# reinforce | rloo | proximal_rloo | ppo (a head predicts values) | vine_ppo (Monte-Carlo values in rows) | grpo | dr_grpo |
-# online_dpo | raft | icepop | gspo | cispo | oapl | pmd_mean | flowrl (a head predicts log Z) | a_star_po | asymre | topr. What
-# each needs: tba_jax/objectives/__init__.py
+# f_trajectory_balance (of α-divergences) | reinforce | rloo | proximal_rloo | ppo (a head predicts values) | vine_ppo
+# (Monte-Carlo values in rows) | grpo | dr_grpo | online_dpo | raft | maxrl | icepop | gspo | cispo | oapl | pmd_mean | tpo |
+# flowrl (a head predicts log Z) | a_star_po | asymre | topr. What each needs: tba_jax/objectives/__init__.py
 c.learner.objective = setting("trajectory_balance", registry="objectives")
 c.learner.steps = setting(500, at_least=1)
 c.learner.queries = setting(7, at_least=1)  # Q
@@ -332,6 +332,7 @@ c.learner.icepop_high = setting(5.0, above=1)  # … or above icepop_high do not
 c.learner.gae_lambda = setting(0.95, at_least=0, at_most=1)  # ppo: λ
 c.learner.value_coefficient = setting(0.1, above=0)  # ppo: weight of the value loss beside the policy loss
 c.learner.value_learning_rate = setting(1e-4, above=0)  # of the head of ppo; its schedule is the policy's
+c.learner.divergence_alpha = setting(1.0, at_least=-2, at_most=2)  # f_trajectory_balance: 0: trajectory balance, 1 covers modes
 c.learner.asymre_delta = setting(-0.1, at_most=0)  # asymre: the baseline less the group's mean reward, in units of the reward
 c.learner.topr_baseline = 0.0  # topr: subtracted from every reward; rows below 0 are weighed by π_θ/π_behaviour
 c.learner.reference = ConfigDict()

@@ -13,7 +13,7 @@ from tba_jax.objectives.objective import (
     residual_in_nats,
     residual_in_rewards,
 )
-from tba_jax.objectives.trajectory_balance import learned_log_z, trajectory_balance
+from tba_jax.objectives.trajectory_balance import f_trajectory_balance, learned_log_z, trajectory_balance
 
 _CLIP = ("clip_low", "clip_high")
 _TOKENS_CLIPPED = share_beyond(token_ratios, lambda s: (1 - s.clip_low, 1 + s.clip_high))
@@ -26,6 +26,13 @@ OBJECTIVES: dict[str, Objective] = {
         positive_beta=True,
         full_support=True,
         settings=("beta", *TEMPERATURES),
+    ),
+    "f_trajectory_balance": Objective(
+        loss=f_trajectory_balance,
+        reward_unit=residual_in_nats,
+        positive_beta=True,
+        full_support=True,
+        settings=("beta", *TEMPERATURES, "divergence_alpha"),
     ),
     "learned_log_z": Objective(
         loss=learned_log_z,
@@ -86,6 +93,7 @@ OBJECTIVES: dict[str, Objective] = {
     },
     "online_dpo": Objective(loss=regression.online_dpo, reward_unit=preference, positive_beta=True, settings=("beta",)),
     "raft": Objective(loss=policy_gradient.raft, reward_unit=advantage_in_rewards, reads_reference=False),
+    "maxrl": Objective(loss=policy_gradient.maxrl, reward_unit=advantage_in_rewards, reads_reference=False),
     "icepop": Objective(
         loss=policy_gradient.icepop,
         reward_unit=advantage_in_rewards,
@@ -121,6 +129,14 @@ OBJECTIVES: dict[str, Objective] = {
     "pmd_mean": Objective(
         loss=regression.pmd_mean,
         reward_unit=residual_in_rewards,
+        behavior_logprobs=True,
+        positive_beta=True,
+        reads_reference=False,
+        settings=("beta",),
+    ),
+    "tpo": Objective(
+        loss=regression.tpo,
+        reward_unit=advantage_in_rewards,
         behavior_logprobs=True,
         positive_beta=True,
         reads_reference=False,

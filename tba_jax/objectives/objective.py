@@ -21,10 +21,11 @@ class ObjectiveSettings:
 
     completions: K. importance_clip: upper bound of π_θ/π_behaviour in TBA′, 0 for no importance weights. log_ratio_clip: bound
     of a token's log π_θ − log π_ref in TBA′, nats. row_divisor: what TBA′ divides the sum over a row's tokens by:
-    `response_budget` (R) or `row_length` (tokens of its prompt and response). clip_low, clip_high: ratios are clipped to
-    [1 − low, 1 + high]. sequence_clip_low, sequence_clip_high: the same for GSPO. icepop_low, icepop_high: IcePop drops tokens
-    whose ratio is outside of these bounds. gae_lambda: λ of GAE. value_coefficient: weight of PPO's value loss. asymre_delta: δ
-    of AsymRE, at most 0. topr_baseline: c of TOPR. Both are in units of the reward.
+    `response_budget` (R) or `row_length` (tokens of its prompt and response). clip_low, clip_high: ratios are clipped to [1 −
+    low, 1 + high]. sequence_clip_low, sequence_clip_high: the same for GSPO. icepop_low, icepop_high: IcePop drops tokens
+    whose ratio is outside of these bounds. gae_lambda: λ of GAE. value_coefficient: weight of PPO's value loss.
+    divergence_alpha: α of f-trajectory balance. asymre_delta: δ of AsymRE, at most 0. topr_baseline: c of TOPR. Both are in
+    units of the reward.
     """
 
     completions: int
@@ -39,6 +40,7 @@ class ObjectiveSettings:
     icepop_high: float = 5.0
     gae_lambda: float = 0.95
     value_coefficient: float = 0.1
+    divergence_alpha: float = 1.0
     asymre_delta: float = -0.1
     topr_baseline: float = 0.0
 

@@ -114,9 +114,9 @@ NEEDED: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_what_an_objective_needs_is_refused_where_it_is_missing(name):
-    any_support = name not in ("trajectory_balance", "learned_log_z", "tba_prime", "flowrl", "a_star_po")
+    any_support = name not in ("trajectory_balance", "f_trajectory_balance", "learned_log_z", "tba_prime", "flowrl", "a_star_po")
     no_beta = {"learner.beta_start": 0.0, "learner.beta_end": 0.0}
-    without_reference = ("raft", "gspo", "cispo", "oapl", "pmd_mean", "asymre", "topr")
+    without_reference = ("tpo", "maxrl", "raft", "gspo", "cispo", "oapl", "pmd_mean", "asymre", "topr")
     cases = {
         "one completion": ({"learner.completions": 1}, name in ("learned_log_z", "ppo", "vine_ppo", "topr")),
         "two completions": ({"learner.completions": 2}, True),
@@ -126,7 +126,7 @@ def test_what_an_objective_needs_is_refused_where_it_is_missing(name):
         "ends forced": ({"task.force_eos": True}, name != "a_star_po"),
         "rows drawn by reward": ({"replay.strategy": "softmax"}, name != "a_star_po"),
         "rows repeated": ({"replay.recent_fill": "repeat"}, name != "a_star_po"),
-        "no β": (no_beta, any_support and name not in ("online_dpo", "oapl", "pmd_mean")),
+        "no β": (no_beta, any_support and name not in ("online_dpo", "oapl", "pmd_mean", "tpo")),
         "a moving reference": ({"learner.reference.kind": "ema"}, name not in without_reference),
         "no reference": ({"learner.reference.kind": "none"}, name not in ("grpo", "dr_grpo", "vine_ppo", "icepop")),
     }

@@ -92,11 +92,58 @@ def test_on_policy_gradients_are_of_the_regularised_reward(form, K=3):
 
 
 @pytest.mark.parametrize("behavior", [UNIFORM, SKEWED], ids=["uniform", "skewed"])
-def test_whoever_samples_the_optimum_is_the_target(behavior):
+@pytest.mark.parametrize("form", ["trajectory_balance", *(form for form in FORMS if form.startswith("f_trajectory_balance"))])
+def test_whoever_samples_the_optimum_is_the_target(behavior, form):
     """Of full support: no gradient at p*, and some elsewhere."""
     behavior = jnp.asarray(behavior)
-    assert np.abs(expected_gradient(jnp.asarray(OPTIMUM), behavior, K=2)).max() < 1e-12
-    assert np.abs(expected_gradient(jnp.asarray(OPTIMUM).at[0].add(0.1), behavior, K=2)).max() > 1e-3
+    assert np.abs(expected_gradient(jnp.asarray(OPTIMUM), behavior, K=2, form=form)).max() < 1e-12
+    assert np.abs(expected_gradient(jnp.asarray(OPTIMUM).at[0].add(0.1), behavior, K=2, form=form)).max() > 1e-3
+
+
+@pytest.mark.parametrize("alpha", [-1.0, 1e-3, 0.5, 1.0, 2.0])
+def test_on_policy_f_trajectory_balance_follows_its_divergence(alpha):
+    """A group that has each response as often as the policy draws it: twice the gradient of the α-divergence's Rényi form."""
+    often = np.array([2, 5, 3, 9, 1])
+    group, probs = np.repeat(np.arange(5), often), often / often.sum()
+    found = group_gradient(jnp.log(probs), jnp.zeros(()), group, probs, "f_trajectory_balance", {"divergence_alpha": alpha})[0]
+
+    def divergence(theta: jax.Array) -> jax.Array:
+        logprobs, target = jax.nn.log_softmax(theta), jax.nn.log_softmax(OPTIMUM)
+        if alpha == 1:
+            return jnp.sum(jnp.exp(target) * (target - logprobs))
+        return jax.nn.logsumexp(logprobs + alpha * (target - logprobs)) / (alpha * (alpha - 1))
+
+    expected = np.asarray(jax.grad(divergence)(jnp.log(probs)))
+    assert np.abs(expected).max() > 0.05
+    np.testing.assert_allclose(found, 2 * expected, rtol=1e-6, atol=1e-9)
+
+
+def test_tpo_is_at_rest_where_the_group_has_the_tilted_distribution():
+    """p = q in a group of different responses, whatever mass the others have; a step further there is a gradient."""
+    group, mu = np.array([0, 2, 4]), np.array(SKEWED)
+    reward = REWARD[group]
+    tilt = (reward - reward.mean()) / (reward.std() + 1e-6) / BETA
+    rest = jnp.asarray(THETA).at[group].set(np.log(mu[group]) + tilt)
+    for theta, is_at_rest in ((rest, True), (rest.at[4].add(0.1), False)):
+        found = group_gradient(theta, jnp.zeros(()), jnp.asarray(group), jnp.asarray(mu), "tpo", {})[0]
+        assert (np.abs(found).max() < 1e-12) == is_at_rest
+
+
+@pytest.mark.parametrize("K", [1, 2, 4])
+def test_on_policy_maxrl_follows_the_likelihood_of_success_up_to_order_k(monkeypatch, K):
+    success = np.array([1.0, 0.0, 0.0, 1.0, 0.0])
+    monkeypatch.setitem(globals(), "REWARD", success)
+    groups = np.array(list(itertools.product(range(5), repeat=K)))
+    probs = np.asarray(jax.nn.softmax(THETA))
+    arguments = jnp.zeros(()), jnp.asarray(probs), "maxrl", {}
+    gradients = np.stack([group_gradient(jnp.asarray(THETA), arguments[0], jnp.asarray(g), *arguments[1:])[0] for g in groups])
+    found = probs[groups].prod(axis=1) @ gradients
+
+    def failures(theta: jax.Array) -> jax.Array:
+        failure = 1 - jax.nn.softmax(theta) @ success
+        return sum((failure**k / k for k in range(1, K)), jnp.zeros(()))
+
+    np.testing.assert_allclose(found, jax.grad(failures)(jnp.asarray(THETA)), rtol=1e-9, atol=1e-12)
 
 
 def test_a_truncated_sampler_alone_misses_the_target():

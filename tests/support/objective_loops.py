@@ -12,6 +12,8 @@ from tba_jax.objectives.objective import ObjectiveInputs, ObjectiveSettings, Pol
 
 # Name of the form -> name of the objective, settings.
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in OBJECTIVES} | {
+    "f_trajectory_balance, α < 0": ("f_trajectory_balance", {"divergence_alpha": -0.5}),
+    "f_trajectory_balance, α = 0": ("f_trajectory_balance", {"divergence_alpha": 0.0}),
     "tba_prime, unweighted": ("tba_prime", {"importance_clip": 0.0}),
     "tba_prime, by row": ("tba_prime", {"row_divisor": "row_length"}),
     "proximal_rloo": ("proximal_rloo", {"clip_low": 0.9, "clip_high": 2.0}),
@@ -201,11 +203,24 @@ def group_losses(name: str, rows: Sequence[Row], held: Sequence[Row], inputs: Ob
         terms = to_behavior - to_ref + reward / beta
         return (beta * to_ref - (reward - beta * np.array([log_mean_exp(terms[other]) for other in others]))) ** 2
 
+    def f_trajectory_balance() -> Any:
+        if not (alpha := s.divergence_alpha):
+            return (np.mean(target - [row.policy.sum() for row in held]) + policy - target) ** 2
+        log_z = log_mean_exp(alpha * (target - [row.policy.sum() for row in held])) / alpha
+        delta = log_z + policy - target
+        return 2 * (np.exp(-alpha * delta) + alpha * delta - 1) / alpha**2
+
+    def tpo() -> Any:
+        wanted = np.array([row.behavior.sum() for row in rows]) + standardised / beta
+        log_q, log_p = (x - np.logaddexp.reduce(x) for x in (wanted, policy))
+        return np.exp(log_q) * (log_q - log_p)
+
     def left_one_out() -> np.ndarray:
         return regularised - [regularised[other].mean() for other in others]
 
     return {
         "trajectory_balance": lambda: (np.mean(target - [row.policy.sum() for row in held]) + policy - target) ** 2,
+        "f_trajectory_balance": f_trajectory_balance,
         "learned_log_z": lambda: (np.array([row.log_z for row in rows]) + policy - target) ** 2,
         "tba_prime": tba_prime,
         "reinforce": lambda: -(regularised - regularised.mean()) * policy,
@@ -217,11 +232,13 @@ def group_losses(name: str, rows: Sequence[Row], held: Sequence[Row], inputs: Ob
         "dr_grpo": lambda: of_tokens(lambda j, row, rho: beta * k3(row) - surrogate(rho, centred[j])),
         "online_dpo": online_dpo,
         "raft": raft,
+        "maxrl": lambda: -(centred / reward.mean() if reward.mean() > 0 else np.zeros(K)) * policy,
         "icepop": lambda: of_tokens(icepop, by_length=True),
         "cispo": lambda: of_tokens(cispo),
         "gspo": gspo,
         "oapl": lambda: (beta * to_behavior - (reward - beta * log_mean_exp(reward / beta))) ** 2,
         "pmd_mean": lambda: (centred - beta * to_behavior) ** 2,
+        "tpo": tpo,
         "flowrl": flowrl,
         "a_star_po": a_star_po,
         "asymre": lambda: -(centred - s.asymre_delta) * policy,
