@@ -154,10 +154,10 @@ def _vllm_engine() -> Iterator[Draw]:
             process.kill()
 
 
-# Title -> weights, compute dtype, temperature and noise of the engine that draws; "own, again" draws other rows than "own".
+# Title -> weights, compute dtype, temperature and noise of the engine that draws; "own again" draws other rows than "own".
 ENGINES = {
     "own": ("full", "float32", 1.0, 0.0),
-    "own, again": ("full", "float32", 1.0, 0.0),
+    "own again": ("full", "float32", 1.0, 0.0),
     "bfloat16": ("full", "bfloat16", 1.0, 0.0),
     "int8": ("int8", "float32", 1.0, 0.0),
     "perturbed": ("full", "float32", 0.9, NOISE),
@@ -229,7 +229,7 @@ def _make(root: Path, engines: Sequence[str], *, seeds: int, updates: int) -> No
         learners = {arm: _learner(arm, updates) for arm, _ in missing}
         with _vllm_engine() if engine == VLLM else _made(engine) as draw:
             for arm, seed in missing:
-                begun, salt = time.monotonic(), int(engine == "own, again")
+                begun, salt = time.monotonic(), int(engine == "own again")
                 found = _run(draw, *learners[arm], seed=seed, salt=salt, updates=updates)
                 np.savez(draft := root / f"draft-{os.getpid()}.npz", **found)
                 os.replace(draft, _file(root, engine, arm, seed))

@@ -72,15 +72,18 @@ def searcher(s: Invocation) -> Job:
 
 
 def _endpoint(s: Invocation) -> Endpoint:
-    """Serves clients, and says where. Raises ValueError: the run's rows have one turn, or the address cannot be served."""
+    """Serves clients, and says where. Raises BadInput: the run's rows have one turn, or the address cannot be served."""
     if not s.experiment.contract.turns:
-        raise ValueError(
+        raise processes_lib.BadInput(
             f"--serve={s.serve}: rows of task.name={s.config.task.name} have one turn; clients need an environment's"
         )
     tokenizer, contract, seconds = s.experiment.tokenizer, s.experiment.contract, s.config.searchers.serve_seconds
     token = os.environ.get(SERVE_TOKEN, "")
     wanted = {"completions": s.config.learner.completions, "conversations": most_conversations(s.config)}
-    made = Endpoint(tokenizer, contract, address=s.serve, token=token, idle_seconds=seconds, wanted=wanted)
+    try:
+        made = Endpoint(tokenizer, contract, address=s.serve, token=token, idle_seconds=seconds, wanted=wanted)
+    except ValueError as error:
+        raise processes_lib.BadInput(str(error)) from error
     if not made.is_local:
         log.warning("%s is open to whoever reaches this machine and has the key", made.url)
     log.info("serving the policy at %s; the key is %s", made.url, f"that of {SERVE_TOKEN}" if token else made.token)

@@ -170,7 +170,7 @@ class Endpoint:
         host, _, port = address.rpartition(":")
         try:
             self._server = _Server((host or _LOCAL[0], int(port)), _Handler)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             told = getattr(error, "strerror", None) or error
             raise ValueError(f"--serve={address} cannot be served: {told}; it must be PORT or HOST:PORT") from error
         self._server.endpoint = self
@@ -259,9 +259,11 @@ class Endpoint:
         return self._completion("text_completion", "cmpl", told, choice)
 
     def reward(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        reward, (kind, name) = body.get("reward"), ("id", body["id"]) if "id" in body else ("user", body.get("user"))
+        if "reward" not in body:
+            raise _Bad("reward is missing: it must be a finite number, or null for a conversation that failed")
+        reward, (kind, name) = body["reward"], ("id", body["id"]) if "id" in body else ("user", body.get("user"))
         if reward is not None and (type(reward) not in (int, float) or not abs(reward) <= 3e38):
-            raise _Bad(f"reward={reward!r} must be a finite number, or null for a conversation that failed")
+            raise _Bad(f"reward={str(reward)[:60]} must be a finite number, or null for a conversation that failed")
         with self.lock:
             if self._ended:
                 raise _Bad("the searcher has ended", 503)
@@ -295,6 +297,11 @@ class Endpoint:
         """The reply of the conversation that these messages go on with; None where there is none."""
         if not said:
             raise _Bad("the last message is the assistant's: there is nothing to answer")
+        try:  # while the conversation still waits
+            if not self._between.encode(said, after=-1):
+                raise _Bad("the messages since the assistant's last say nothing")
+        except ValueError as error:
+            raise _Bad(str(error)) from error
         with self.lock:
             if self._ended:
                 raise _Bad("the searcher has ended", 503)
@@ -324,9 +331,13 @@ class Endpoint:
         tool_format: ToolFormat | None,
     ) -> "Future[dict[str, Any]]":
         if not 1 <= len(prompt) <= self._contract.prompt_length:
-            raise _Bad(f"the prompt has {len(prompt)} tokens: task.prompt_length={self._contract.prompt_length} is the most")
-        if max(prompt) >= self._contract.model["vocab"] or min(prompt) < 0:
-            raise _Bad(f"prompt: token {max(prompt)} is not of the policy's {self._contract.model['vocab']}")
+            told = f"the prompt has {len(prompt)} tokens: task.prompt_length={self._contract.prompt_length} is the most"
+            if any(message["role"] == "assistant" for message in messages):
+                told += "; no conversation goes on with these messages (it has ended, or had others), so that they are a prompt"
+            raise _Bad(told)
+        vocab = self._contract.model["vocab"]
+        if wrong := [token for token in prompt if not 0 <= token < vocab]:
+            raise _Bad(f"prompt: token {wrong[0]} is not of the policy's {vocab}")
         with self.lock:
             if self._ended:
                 raise _Bad("the searcher has ended", 503)
@@ -383,6 +394,8 @@ def _told(messages: Sequence[Mapping[str, Any]], of: Sequence[Any]) -> str:
 def _check(body: Mapping[str, Any]) -> None:
     if body.get("stream"):
         raise _Bad("stream=true is not served")
+    if not isinstance(body.get("tools") or [], list):
+        raise _Bad("tools must be a list of the protocol's tools")
     if body.get("n", 1) not in (1, None):
         raise _Bad(f"n={body['n']} must be 1: ask again for further samples")
 
@@ -397,7 +410,10 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            content = "".join(part.get("text", "") for part in content if isinstance(part, dict) and part.get("type") == "text")
+            texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+            if len(parts := [each for each in texts if isinstance(each, str)]) < len(content):
+                raise _Bad("a content has parts that are not texts, which the policy does not read")
+            content = "".join(parts)
         if not isinstance(message.get("role"), str) or not isinstance(content, str | None):
             raise _Bad("each message must have a role and a content, texts")
         found.append({**{key: value for key, value in message.items() if value is not None}, "content": content or ""})

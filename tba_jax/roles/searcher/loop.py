@@ -52,12 +52,16 @@ class RewardWatch:
         self._rows, self._unscored = self._rows + report.rows, self._unscored + report.unscored
         self._waits_since = now = self._clock()
         self._reason = self._reason or report.failure
-        if report.failure and report.failure not in self._told and len(self._told) < _MOST_TOLD:
-            self._told.add(report.failure)
-            log.warning("a response has no reward: %s", report.failure)
+        self.tell(report.failure)
         self._since = self._since if self._streak else now
         self._streak = 0 if report.unscored < report.rows else self._streak + 1
         self._next = now + min(FIRST_PAUSE * 2 ** min(max(self._streak - _BATCHES, 0), 99), LONGEST_PAUSE)
+
+    def tell(self, failure: str) -> None:
+        """Logs why a response has no reward, each reason once."""
+        if failure and failure not in self._told and len(self._told) < _MOST_TOLD:
+            self._told.add(failure)
+            log.warning("a response has no reward: %s", failure)
 
     def look(self, *, waiting: int, grades: int = 0) -> None:
         """Raises NoRewards where no reward has come for too long. Args: waiting: batches that wait for rewards. grades: responses
@@ -130,7 +134,9 @@ class SearchRecord:
         if self._samples and self._batches % self._samples_every == 0:
             self._writer.table("samples", report.policy_step, report.samples.table(self._samples))
         self._batches += 1
-        if not self._serves:  # clients may stay away, or leave
+        if self._serves:  # clients may stay away, or leave
+            self.rewards.tell(report.failure)
+        else:
             self.rewards.note(report)
         counts: dict[str, float] = {"rows": report.rows, "unscored": report.unscored}
         counts["finished_rows"] = round(report.finished * report.rows)

@@ -22,6 +22,9 @@ from tests.support import frozen_runs, tiny_run
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
 
+MISSING = "reward is missing: it must be a finite number, or null for a conversation that failed"
+
+
 class Client:
     """Speaks to an endpoint as a client of OpenAI's protocol does."""
 
@@ -225,6 +228,21 @@ def test_what_is_wrong_is_one_sentence_and_no_row(served, s):
     ]:
         code, told = client.refusal("/chat/completions", body)
         assert code == status and sentence in told, told
+    begun = client.chat(hello, user="stays")
+    messages = [*hello, begun["choices"][0]["message"]]
+    for content, sentence in (
+        ("É", "not in the tokenizer's alphabet"),
+        ("", "say nothing"),
+        ([{"type": "image_url"}], "not texts"),
+    ):
+        body = {"messages": [*messages, {"role": "user", "content": content}], "user": "stays"}
+        assert sentence in client.refusal("/chat/completions", body)[1]
+    assert client.asked("/chat/completions", {"messages": [*messages, hello[0]], "user": "stays"})[0] in (200, 400), "it goes on"
+    assert client.refusal("/rewards", {"user": "stays"}) == (400, MISSING)
+    client.ask("/rewards", {"user": "stays", "reward": 0.25})
+    ended = [*messages, {"role": "user", "content": "a" * 30}]
+    assert "no conversation goes on with these messages" in client.refusal("/chat/completions", {"messages": ended})[1]
+    assert client.refusal("/completions", {"prompt": [1, -1]})[1] == "prompt: token -1 is not of the policy's 45"
     assert client.refusal("/completions", {"prompt": [1, 999]}) == (400, "prompt: token 999 is not of the policy's 45")
     assert client.refusal("/rewards", {"id": "chatcmpl-77-1", "reward": 1.0})[0] == 404
     assert client.refusal("/rewards", {"id": "chatcmpl-0-1", "reward": "much"})[0] == 400
@@ -235,7 +253,8 @@ def test_what_is_wrong_is_one_sentence_and_no_row(served, s):
     code, told = client.refusal("/rewards", {"id": made["id"], "reward": 0.5})
     assert code == 404 and "has ended" in told
     rows = end_when(client, end, endpoint)
-    assert len(rows["reward"]) == 1 and rows["tokens"][0, :3].tolist() == [1, 13, 39]
+    assert sorted(rows["reward"].tolist()) == [0.25, 0.5]
+    assert rows["tokens"][rows["reward"] == 0.5][0, :3].tolist() == [1, 13, 39]
 
 
 def test_an_address_that_cannot_be_served_and_a_task_of_one_turn_are_refused(s, tmp_path):
