@@ -43,7 +43,7 @@ def call(*arguments: str, at: Path = tiny_run.ROOT, timeout: float = 600) -> sub
 def test_the_tests_have_every_extra_that_is_no_accelerators():
     extras = tomllib.loads((tiny_run.ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {extra for _, extra in EXTRAS.values()} <= extras.keys()
-    for name in extras.keys() - {"cuda12", "cuda13", "tpu", "parity", "docs", "colab"}:
+    for name in extras.keys() - {"cuda12", "cuda13", "tpu", "parity", "verifiers", "docs", "colab"}:
         assert set(extras[name]) <= set(extras["dev"]), name
 
 
