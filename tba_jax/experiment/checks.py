@@ -245,6 +245,10 @@ def _of_objective(config: Any) -> Iterator[str]:
     if kind == "ema" and config.lora.rank:
         why = "adapters, and the product of averages of A and B is not the average of A B"
         yield f"lora.rank={config.lora.rank} trains {why}: learner.reference.kind=ema needs lora.rank=0 (reset does not)"
+    if objective.given_log_z and not learner.log_z_path:
+        yield f"{named} needs learner.log_z_path, a file of log Z of the queries, which python -m tba_jax log_z makes"
+    if objective.given_log_z and kind in HELD_REFERENCES:
+        yield f"learner.reference.kind={kind} moves a reference that log Z of {named} is estimated for: leave it at initial"
     if objective.state_values and not config.task.step_ends:
         yield f"{named} needs rows with the values of the states between steps: say by task.step_ends what ends a step"
     yield from _of_rows(objective, config, named)
