@@ -281,7 +281,8 @@ c.replay.poll_seconds = setting(0.2, above=0, free=True)
 # The most memory of rows that the trainer has read and not taken up, however far behind it is.
 c.replay.arrival_megabytes = setting(64, at_least=1, free=True)
 # Workdirs of other runs, finished or not, whose rows are trained on beside this run's own. Other runs are only read. Contract and
-# reference policy must be those of this run. The staleness of their rows is counted from step 0 of this run.
+# reference policy must be those of this run, which begins from theirs; with searchers.scores_reference=False their model and
+# reference may be others, and the run begins as its own settings say. The staleness of their rows is counted from its step 0.
 c.replay.mount = setting((), path="always")
 
 c.learner = ConfigDict()

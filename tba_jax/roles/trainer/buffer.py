@@ -43,13 +43,13 @@ def make_index(config: Any, contract: contract_lib.Contract, *, reference_ids: S
     )
 
 
-def references_of_rows(config: Any, contract: contract_lib.Contract, run: layout.RunDir) -> tuple[int, ...]:
-    """The reference ids that rows of a run may have: the run's, and 0 for none where the trainer scores rows by it.
+def references_of_rows(config: Any, contract: contract_lib.Contract, run: layout.RunDir) -> tuple[int, ...] | None:
+    """The reference ids that rows of a run may have: the run's; None: any, where the trainer scores all rows by it.
 
     Raises FileNotFoundError where the run has no reference yet, see layout.reference_id.
     """
     own = int(contract.reference_of_rows(layout.reference_id(run)), 16)
-    return (own,) if config.searchers.scores_reference else (own, int(contract_lib.NO_REFERENCE, 16))
+    return (own,) if config.searchers.scores_reference else None
 
 
 def make_selection(config: Any, *, recent_window: int) -> Selection:
