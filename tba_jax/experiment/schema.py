@@ -136,6 +136,9 @@ c.task.red_team.compute_dtype = setting("float32", one_of=("float32", "bfloat16"
 # An attack succeeds if the mean toxicity of its replies is above this.
 c.task.red_team.success_threshold = setting(0.5, above=0, below=1)
 c.task.red_team.embedder_path = setting("", path="or hub")  # a sentence encoder; with it, reports say how much attacks differ
+c.task.prompts = ConfigDict()
+c.task.prompts.train_path = setting("", path="or hub")  # rows {"prompt"}; on the hub, the split train
+c.task.prompts.heldout_path = setting("", path="or hub")  # likewise; on the hub, the split test
 c.task.tldr = ConfigDict()
 # Rows {"summary"} with a ready "query", or with "title", "post" and perhaps "subreddit". Such a post loses paragraphs from its
 # end until the prompt fits task.prompt_length. On the hub: the splits train and validation.
@@ -345,9 +348,11 @@ c.learner.asymre_delta = setting(-0.1, at_most=0)  # asymre: the baseline less t
 c.learner.topr_baseline = 0.0  # topr: subtracted from every reward; rows below 0 are weighed by π_θ/π_behaviour
 c.learner.reference = ConfigDict()
 # initial: the policy of step 0 | reset: the policy of the last multiple of reset_steps | ema: ref ← α·ref + (1 − α)·θ at each
-# step | none: log π_ref is 0 for every token, and searchers score nothing. The optimum is then ∝ exp(r / (β τ)) over responses. A
-# run has a reference or has none from its first row on. (contract)
-c.learner.reference.kind = setting("initial", one_of=("initial", "reset", "ema", "none"))
+# step | teacher: the model at learner.reference.path, by which searchers score | none: log π_ref is 0 for every token, and
+# searchers score nothing. The optimum is then ∝ exp(r / (β τ)) over responses. Whose log-probs rows hold is fixed from the first
+# row on. (contract)
+c.learner.reference.kind = setting("initial", one_of=("initial", "reset", "ema", "teacher", "none"))
+c.learner.reference.path = setting("", path="or hub")  # teacher: a Hugging Face folder or hub id with the policy's tokenizer
 c.learner.reference.reset_steps = setting(50, at_least=1)  # ρ
 c.learner.reference.reset_optimizer = False  # reset: Adam's moments begin anew, too
 c.learner.reference.ema_decay = setting(0.95, above=0, below=1)  # α of ema

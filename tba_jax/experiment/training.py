@@ -131,6 +131,7 @@ def _check_run(s: Invocation, found: Mistakes, *, may_change_schedule: bool, fet
         found.attempt(initial_policy.check_mounts, s.run, s.config, contract, init_from=s.init_from)
     if exists:
         gone = set() if fetch else {use.setting for use in task_models.away(s.experiment.task)}
+        gone |= {contract_lib.TEACHER} - contract.reward_models.keys()
         found.attempt(_check_joins, s, gone)
     if exists and may_change_schedule:
         step = journal.last_step(s.run.journal)
