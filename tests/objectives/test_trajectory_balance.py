@@ -158,6 +158,18 @@ def test_in_units_of_the_reward_a_gradient_does_not_depend_on_its_temperatures(n
         np.testing.assert_allclose(other, found[0], rtol=1e-6, atol=1e-12)
 
 
+def test_a_teacher_as_the_reference_is_a_reward_of_its_log_ratio():
+    """r = log π_teacher − log π_ref at β = 1 has the target of the reference π_teacher and no reward: so is its gradient."""
+    outputs, inputs = random_batch(*SIZES, beta=1.0, seed=2)
+    teacher = random_batch(*SIZES, seed=9)[1].ref_logprobs
+    ratio = np.where(inputs.mask, teacher - inputs.ref_logprobs, 0.0).sum(axis=1)
+    by_reward = dataclasses.replace(inputs, reward=ratio)
+    by_reference = dataclasses.replace(inputs, ref_logprobs=teacher, reward=np.zeros_like(ratio))
+    found = [gradient_of("trajectory_balance", outputs, each) for each in (by_reward, by_reference)]
+    assert np.abs(found[0]).max() > 0.1
+    np.testing.assert_allclose(*found, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if not objective.positive_beta])
 def test_beta_0_leaves_the_kl_term_out(name):
     """There is a gradient, and in it no reference."""
