@@ -4,8 +4,8 @@
 
 The student has one layer of half the width and the teacher's tokenizer, and begins with supervised training on stories. The run
 is configs/distill.py. KL(student‖teacher) is the mean of Σ_t log π_student − log π_teacher over responses of the student to
-held-out openings, which a run without learning makes as rows of its log. Finished parts are kept: the command resumes where it was
-stopped.
+held-out openings, which a run without learning makes as rows of its log. Finished parts are kept: the command resumes where it
+was stopped.
 """
 
 import dataclasses
@@ -59,11 +59,18 @@ def make_student(folder: Path, teacher: Path, stories: Path, seed: int) -> Path:
     half = dataclasses.replace(half, ffn=model.ffn // 2, layer_pattern=model.layer_pattern[:1])
     read = HuggingFaceTokenizer(teacher)
     ids = {"eos_token_id": read.eos_id, "pad_token_id": read.pad_id}
-    params = jax.jit(decoder.define(half).init)(jax.random.key(seed))
-    tokenizer = functools.partial(export.copy_tokenizer, teacher)
-    export.save(folder / "random", half, params, dtype="float32", token_ids=ids, more=[tokenizer])
-    settings = {"model.path": folder / "random", "data.train": stories, "data.unfit": "skip", "training.epochs": 12}
-    settings |= {"training.learning_rate": 3e-3, "training.remat": "none", "checkpoint.every_steps": 10_000}
+    if not (folder / "random").exists():
+        params = jax.jit(decoder.define(half).init)(jax.random.key(seed))
+        tokenizer = functools.partial(export.copy_tokenizer, teacher)
+        export.save(folder / "random", half, params, dtype="float32", token_ids=ids, more=[tokenizer])
+    settings = {"model.path": folder / "random", "data.train": stories, "data.unfit": "skip", "training.epochs": 20}
+    settings |= {
+        "data.prompt_length": 16,
+        "data.response_length": 96,
+        "training.learning_rate": 3e-3,
+        "training.remat": "none",
+        "checkpoint.every_steps": 10_000,
+    }
     words = ["tba_jax", "supervised", "--config=configs/supervised.py", f"--workdir={folder / 'supervised'}"]
     side_by_side.call([*words, f"--output={folder / 'student'}"], settings, folder / "supervised.out", cores=[0, 1])
     return folder / "student"

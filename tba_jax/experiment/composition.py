@@ -120,8 +120,16 @@ def build(
         embedding=embedding,
         reward_models=dict(reward_models),
     )
-    named = dict(config=config, contract=contract, tokenizer=tokenizer, task=task, policy=policy, teacher=teacher)
-    experiment = Experiment(**named, queries=queries[0], skipped=queries[1])
+    experiment = Experiment(
+        config=config,
+        contract=contract,
+        tokenizer=tokenizer,
+        task=task,
+        policy=policy,
+        queries=queries[0],
+        skipped=queries[1],
+        teacher=teacher,
+    )
     for role in meshes.roles_of(config):
         found.attempt(meshes.check, experiment, role=role, devices=None)
     found.end()

@@ -1,5 +1,7 @@
 """Trajectory balance with a log Z of each query that was estimated before training and stays (after DISA, arXiv 2605.17295)."""
 
+import dataclasses
+
 import jax
 
 from tba_jax.objectives.objective import ObjectiveInputs, PolicyOutputs
@@ -18,4 +20,4 @@ def frozen_log_z(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     Second hand: DISA's abstract and notes on it. It fits a network to estimates of prompts and freezes that; here each query has
     its own estimate, and a query without one is refused.
     """
-    return learned_log_z(outputs.replace(log_z=jax.lax.stop_gradient(outputs.log_z)), inputs)
+    return learned_log_z(dataclasses.replace(outputs, log_z=jax.lax.stop_gradient(outputs.log_z)), inputs)

@@ -16,7 +16,8 @@ class Prompts(SplitTask):
     reward_range = (0.0, 0.0)
 
     def __init__(self, *, train_path: str, heldout_path: str):
-        """Args: files or hub data sets of rows {"prompt"}, see data.read. Raises ValueError: a row is malformed, a path is empty."""
+        """Args: files or hub data sets of rows {"prompt"}, see data.read. Raises ValueError: a row is malformed, or a
+        path is empty."""
         self._splits = {}
         for split, path in zip(SPLITS, (train_path, heldout_path), strict=True):
             setting = f"task.prompts.{split}_path"

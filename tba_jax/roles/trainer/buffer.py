@@ -291,7 +291,7 @@ class ReplayBuffer:
     def _in_words(self, reason: str) -> str:
         if reason == "tokens":
             return f"a token, padding included, is not below the model's vocabulary of {self.index.vocab_size} ids"
-        if reason != "reference":
+        if reason != "reference" or self._reference_ids is None:
             return reason
         own = contract_lib.reference_in_words(f"{self._reference_ids[0]:016x}")
         return f"its log-probs are not of {own}, which is that of this run"
