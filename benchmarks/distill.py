@@ -2,7 +2,7 @@
 
     python -m benchmarks.distill --workdir=runs/distill --data=DATA [--steps=600] [--seeds=2]
 
-The student has one layer of half the width and the teacher's tokenizer, and begins with supervised training on stories. The run
+The student is the first of the teacher's two layers, which supervised training on stories makes a language model again. The run
 is configs/distill.py. KL(student‖teacher) is the mean of Σ_t log π_student − log π_teacher over responses of the student to
 held-out openings, which a run without learning makes as rows of its log. Finished parts are kept: the command resumes where it
 was stopped.
@@ -19,8 +19,10 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import side_by_side, summary
-from tba_jax.models import decoder
+from tba_jax import sharding
+from tba_jax.models import decoder, parameters
 from tba_jax.models.hugging_face import export, load
+from tba_jax.models.policy import Policy
 from tba_jax.replay.reader import LogReader
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import layout
@@ -35,7 +37,13 @@ _SEEDS = flags.DEFINE_integer("seeds", 2, "Students.", lower_bound=1)
 RECIPE = "configs/distill.py"
 OPENING_WORDS, HELDOUT = 10, 128
 # Of a run that measures: all rows are of one policy.
-_MEASURES = {"learner.learning_rate": 1e-12, "learner.steps": 8, "evaluation.enabled": False, "schedule.mode": "interleaved"}
+_MEASURES = {
+    "learner.learning_rate": 1e-12,
+    "learner.warmup_steps": 0,
+    "learner.steps": 8,
+    "evaluation.enabled": False,
+    "schedule.mode": "interleaved",
+}
 
 
 def make_data(root: Path, stories: Path) -> dict[str, Path]:
@@ -54,23 +62,18 @@ def make_student(folder: Path, teacher: Path, stories: Path, seed: int) -> Path:
     """A Hugging Face folder, trained on stories, unless it is there."""
     if (folder / "student").exists():
         return folder / "student"
-    model = load.read_config(teacher, compute_dtype="float32", head="language_model")
-    half = dataclasses.replace(model, layers=1, width=model.width // 2, heads=model.heads // 2, kv_heads=model.kv_heads // 2)
-    half = dataclasses.replace(half, ffn=model.ffn // 2, layer_pattern=model.layer_pattern[:1])
-    read = HuggingFaceTokenizer(teacher)
-    ids = {"eos_token_id": read.eos_id, "pad_token_id": read.pad_id}
-    if not (folder / "random").exists():
-        params = jax.jit(decoder.define(half).init)(jax.random.key(seed))
-        tokenizer = functools.partial(export.copy_tokenizer, teacher)
-        export.save(folder / "random", half, params, dtype="float32", token_ids=ids, more=[tokenizer])
-    settings = {"model.path": folder / "random", "data.train": stories, "data.unfit": "skip", "training.epochs": 20}
-    settings |= {
-        "data.prompt_length": 16,
-        "data.response_length": 96,
-        "training.learning_rate": 3e-3,
-        "training.remat": "none",
-        "checkpoint.every_steps": 10_000,
-    }
+    if not (folder / "pruned").exists():
+        model = load.read_config(teacher, compute_dtype="float32", head="language_model")
+        pruned = dataclasses.replace(model, layers=1, layer_pattern=model.layer_pattern[:1])
+        mesh = sharding.make_mesh((1, 1, 1), setting="devices", devices=jax.devices()[:1])
+        whole = parameters.flatten(load.load_params(teacher, model, Policy(model=model).model_shardings(mesh)))
+        shapes = parameters.flatten(parameters.shapes(decoder.define(pruned).specs))
+        params = parameters.unflatten({name: each[: shapes[name].shape[0]] for name, each in whole.items()})
+        read, tokenizer = HuggingFaceTokenizer(teacher), functools.partial(export.copy_tokenizer, teacher)
+        ids = {"eos_token_id": read.eos_id, "pad_token_id": read.pad_id}
+        export.save(folder / "pruned", pruned, params, dtype="float32", token_ids=ids, more=[tokenizer])
+    settings = {"model.path": folder / "pruned", "data.train": stories, "data.unfit": "skip", "training.epochs": 8, "seed": seed}
+    settings |= {"data.prompt_length": 16, "data.response_length": 96, "training.learning_rate": 1e-3, "training.remat": "none"}
     words = ["tba_jax", "supervised", "--config=configs/supervised.py", f"--workdir={folder / 'supervised'}"]
     side_by_side.call([*words, f"--output={folder / 'student'}"], settings, folder / "supervised.out", cores=[0, 1])
     return folder / "student"
