@@ -76,7 +76,7 @@ class Scoring:
         )
 
     def programs(self, params: Params, rows: int) -> dict[str, Program]:
-        """Name -> the program of `ReferencePolicy.logprobs`. Args: params: shapes of the reference; rows: of one call."""
+        """Name -> the program of `Scorer.logprobs`. Args: params: shapes of the reference; rows: of one call."""
         largest = packing.empty(self.limits(rows), self.limits(rows).sequences)
         arguments = params, shaped(largest, scoring.packed_shardings(self.mesh))
         return {
@@ -84,8 +84,8 @@ class Scoring:
         }
 
 
-def _load(how: Scoring, run: layout.RunDir) -> Params:
-    """The weights of the policy that the run starts from. Raises BadInput where they are damaged."""
+def load_reference(how: Scoring, run: layout.RunDir) -> Params:
+    """The weights of the policy that the run starts from, in the compute dtype. Raises BadInput where they are damaged."""
     folder, shardings = run.reference(layout.reference_id(run)), how.policy.model_shardings(how.mesh)
     try:
         return snapshots.load(folder, how.policy.model_specs, shardings, dtype=how.policy.model.compute_dtype)
@@ -93,13 +93,14 @@ def _load(how: Scoring, run: layout.RunDir) -> Params:
         raise processes.BadInput(f"{error}. It is the policy of step 0: restore the folder from a copy of the run") from error
 
 
-class ReferencePolicy:
-    """The reference policy: `id` names it, `params` are its weights, `logprobs` scores rows with them. work: of the scoring."""
+class Scorer:
+    """Scores rows by the weights of one policy. params: these weights; work: of the scoring."""
 
-    def __init__(self, how: Scoring, run: layout.RunDir):
-        self.id, self.mesh, self.params = layout.reference_id(run), how.mesh, _load(how, run)
-        self._how, self._scorer, self.work = how, functools.cache(how.program), Work()
-        self._shapes_log = ShapesLog("scoring by the reference")
+    def __init__(self, how: Scoring, params: Params, *, called: str):
+        """Args: params: plain weights of how.policy in its compute dtype; called: what the log calls the scoring."""
+        self.mesh, self.params, self.work = how.mesh, params, Work()
+        self._how, self._scorer = how, functools.cache(how.program)
+        self._shapes_log = ShapesLog(called)
 
     def logprobs(self, rows: Mapping[str, np.ndarray], *, temperature: float | None = None) -> np.ndarray:
         """float32[B, R], nats, 0 where masked. A program is compiled for each temperature, B and number of sequences (at most 8).
@@ -117,12 +118,20 @@ class ReferencePolicy:
         return np.asarray(score(self.params, jax.device_put(packed, scoring.packed_shardings(self.mesh))))
 
 
+class ReferencePolicy(Scorer):
+    """The reference policy, by which rows are scored. id: its name."""
+
+    def __init__(self, how: Scoring, run: layout.RunDir):
+        super().__init__(how, load_reference(how, run), called="scoring by the reference")
+        self.id = layout.reference_id(run)
+
+
 class NoReference:
     """The reference of a run without one: log π_ref is 0 for every token. params: what adapters belong to, {} without them."""
 
     def __init__(self, how: Scoring, run: layout.RunDir):
         self.id, self.mesh, self.work = contract_lib.NO_REFERENCE, how.mesh, Work()
-        self.params = {} if how.policy.lora is None else _load(how, run)
+        self.params = {} if how.policy.lora is None else load_reference(how, run)
         self._response_length = how.contract.response_length
 
     def logprobs(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:
