@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,283 +32,291 @@ from tba_jax.storage import file_systems, layout
 
 log = logging.getLogger(__name__)
 
-# Effective rows below which an estimate is refused: its weights are then too few for its variance to be known.
+# Effective rows below which there is no estimate: its variance is then estimated from few rows with most of the weight.
 MIN_EFFECTIVE = 100
 _ROWS = 64  # that are scored at a time
-_LEAST_GROUPS = 32  # of which a row of the table of gradients tells, where as many are asked for
+_LEAST_GROUPS = 32  # of a size, below which larger groups are left out where more are asked for
 _BINS, _LEAST_BINS, _GROUPS_OF_BIN = 5, 3, 8  # of response lengths
 _SHOWN = 60  # characters of a prompt
-# Why a row does not count, in the order in which that is asked.
-_LEFT_OUT = ("responses of files", "not valid or without a reward", "truncated or greedy", "drawn by the steps that trained it")
-_FIGURES = np.dtype([
-    ("writer", "i4"), ("row", "i8"), ("query", "u8"), ("reward", "f8"), ("length", "i4"), ("log_weight", "f8"), ("log_ratio", "f8")
-])  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
-    """policy: STEP or FOLDER. temperature: at which it is sampled, None: the run's. rows: the newest of the log, 0: all."""
-
-    policy: str
-    temperature: float | None = None
-    rows: int = 0
-    gradients: bool = False
+# Why a row does not count, in this order.
+_LEFT_OUT = ("are responses of files", "are not valid or have no reward", "are truncated or greedy", "trained this policy")
+# Of a row: log w = log π − log μ and log p̃ − log π, nats, the latter NaN where there is no target; length: of its trained tokens.
+_KINDS = {"writer": "i4", "row": "i8", "query": "u8", "reward": "f8", "length": "i4", "log_weight": "f8", "log_ratio": "f8"}
+_FIGURES = np.dtype([*_KINDS.items()])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A run, its policy as the estimate computes it, and the weights. step: of the snapshot, -1: the policy is of a folder;
-    at: the step whose β, γ and τ count; config: of LearnerConfig; log: what audit opens of the run."""
+    """A run and the policy that is estimated.
 
-    log: audit.Run
+    run: as audit reads it; tokenizer: the run's; mesh: of one device; trained, frozen: the policy's weights, see
+    Policy.for_training; learner: LearnerConfig; schedules: of β, γ and τ, of which those of the step `at` count; step: of the
+    snapshot, -1: a folder's policy; temperature: at which it is sampled.
+    """
+
+    run: audit.Run
     tokenizer: Any
     mesh: Any
     trained: Any
     frozen: Any
     learner: Any
     schedules: Any
-    step: int
     at: int
+    step: int
     temperature: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """figures: _FIGURES[n] of the rows that count; writers: names, by number; left_out: reason -> rows."""
+    """figures: _FIGURES[n] of the rows that count; writers: names, by number; left_out: one of _LEFT_OUT -> rows."""
 
     figures: np.ndarray
     writers: list[str]
-    left_out: collections.Counter[str]
+    left_out: Mapping[str, int]
 
 
-def open_policy(workdir: Path, asked: Asked) -> Opened:
-    """Raises ValueError where there is no run or no such policy, or the policy's vocabulary is not the run's."""
+def open_policy(workdir: Path, name: str, *, temperature: float | None = None) -> Opened:
+    """Args: name: STEP or FOLDER; temperature: None: the run's sampling.temperature.
+
+    Raises ValueError where there is no run or no such policy, or the policy does not read the run's tokens.
+    """
     import jax
 
     from tba_jax import sharding
     from tba_jax.experiment import stored_run
     from tba_jax.learner import update
-    from tba_jax.roles.sampler import Scoring, load_reference
-    from tba_jax.storage import published
 
-    run, stored = audit.open_run(workdir), stored_run.read(layout.open_run_dir(workdir), called=str(workdir))
-    device, kept = jax.devices()[0], published.kept(run.layout.policies)
-    mesh = sharding.make_mesh((1, 1, 1), setting="estimate", devices=[device])
-    temperature = stored.config.sampling.temperature if asked.temperature is None else asked.temperature
+    run = audit.open_run(workdir)
+    stored = stored_run.read(run.layout, called=str(workdir))
+    config, mesh = stored.config, sharding.make_mesh((1, 1, 1), setting="estimate", devices=jax.devices()[:1])
+    temperature = config.sampling.temperature if temperature is None else temperature
     if not 0 < temperature < math.inf:
-        raise ValueError(f"--temperature={temperature} must be above 0: a greedy policy gives most rows no probability")
-    if asked.policy.isdecimal():
-        step, policy = int(asked.policy), stored.policy.on_device(device)
-        if step not in kept:
-            there = layout.listed([*kept]) if kept else "none"
-            raise ValueError(f"--policy={step} is not a kept snapshot of {workdir}; there are {there}")
-        frozen: Any = {}
-        if policy.lora is not None:
-            c = stored.config.searchers
-            sizes = dict(logit_megabytes=c.logit_megabytes, score_tokens=c.score_tokens)
-            frozen = load_reference(Scoring(contract=stored.contract, policy=policy, mesh=mesh, **sizes), run.layout)
-        try:
-            arrays = policy.trained_specs, policy.trained_shardings(mesh)
-            trained = published.Published(run.layout.policies).load(step, *arrays)
-        except FileNotFoundError as error:
-            raise ValueError(f"snapshot {step} of {workdir} is gone: the run removed it meanwhile (publish.keep)") from error
-    else:
-        step, frozen = -1, {}
-        policy, trained = _of_folder(asked.policy, stored, mesh, there=layout.listed([*kept]))
-    at, config = run.lines.last if step < 0 else step, stored.config
+        raise ValueError(f"--temperature={temperature} must be a number above 0: a greedy policy can draw few of the rows")
+    step = int(name) if name.isdecimal() else -1
+    policy, trained, frozen = (_of_folder if step < 0 else _of_step)(run, name, stored, mesh)
+    at = run.lines.last if step < 0 else step
     for _, values in stored_run.past_schedules(run.layout, after=at)[:1]:
         config = stored_run.with_settings(config, values)
     learner = update.make_learner_config(config.learner, stored.contract, policy, mesh)
-    of_run = dict(log=run, tokenizer=stored.tokenizer, mesh=mesh, learner=learner, temperature=temperature)
-    schedules = update.make_schedules(config.learner)
-    return Opened(**of_run, trained=trained, frozen=frozen, schedules=schedules, step=step, at=at)
+    return Opened(
+        run=run,
+        tokenizer=stored.tokenizer,
+        mesh=mesh,
+        trained=trained,
+        frozen=frozen,
+        learner=learner,
+        schedules=update.make_schedules(config.learner),
+        at=at,
+        step=step,
+        temperature=temperature,
+    )
 
 
-def _of_folder(name: str, stored: Any, mesh: Any, *, there: str) -> tuple[Any, Any]:
-    """Policy and float32 weights of a Hugging Face folder. Raises ValueError where it does not read the run's tokens."""
+def _scoring(run: audit.Run, policy: Any, mesh: Any) -> Any:
+    from tba_jax.roles.sampler import Scoring
+
+    sizes = {name: run.config.searchers[name] for name in ("logit_megabytes", "score_tokens")}
+    return Scoring(contract=run.contract, policy=policy, mesh=mesh, **sizes)
+
+
+def _of_step(run: audit.Run, name: str, stored: Any, mesh: Any) -> tuple[Any, Any, Any]:
+    """Policy, trained and frozen weights of a snapshot."""
+    from tba_jax.roles.sampler import load_reference
+    from tba_jax.storage.published import Published
+
+    snapshots, policy = Published(run.layout.policies), stored.policy.on_device(mesh.devices.flat[0])
+    try:
+        trained = snapshots.load(int(name), policy.trained_specs, policy.trained_shardings(mesh))
+    except FileNotFoundError as error:
+        there = layout.listed([*snapshots.kept()]) or "none"
+        raise ValueError(f"--policy={name} is not a kept snapshot of {run.layout.root}; there are {there}") from error
+    return policy, trained, {} if policy.lora is None else load_reference(_scoring(run, policy, mesh), run.layout)
+
+
+def _of_folder(run: audit.Run, name: str, stored: Any, mesh: Any) -> tuple[Any, Any, Any]:
+    """Policy, trained and frozen weights of a Hugging Face folder."""
     from tba_jax.models.hugging_face import load
     from tba_jax.models.policy import Policy
     from tba_jax.text.tokenizers import HuggingFaceTokenizer
 
-    folder = file_systems.path(name)
+    folder, ours = file_systems.path(name), stored.policy.model
     if not folder.is_dir():
-        raise ValueError(f"--policy={name} is neither a step nor a folder; the run keeps the snapshots {there}")
-    run, contract = stored.policy.model, stored.contract
-    model = load.read_config(folder, compute_dtype=run.compute_dtype, attention=run.attention, head="language_model")
-    tokenizer, told = HuggingFaceTokenizer(folder, vocab=model.vocab), f"--policy={name} cannot weigh the rows of this run: "
-    if model.vocab != run.vocab:
-        raise ValueError(f"{told}it has a vocabulary of {model.vocab} tokens, and the run's has {run.vocab}")
+        raise ValueError(f"--policy={name} is neither the number of a step nor a folder")
+    model = load.read_config(folder, compute_dtype=ours.compute_dtype, attention=ours.attention, head="language_model")
+    tokenizer, told = HuggingFaceTokenizer(folder, vocab=model.vocab), f"--policy={name} cannot score the rows of this run"
+    if model.vocab != ours.vocab:
+        raise ValueError(f"{told}: it has a vocabulary of {model.vocab} tokens, and the run's policy has {ours.vocab}")
     if (tokenizer.token_bytes(), tokenizer.eos_id) != (stored.tokenizer.token_bytes(), stored.tokenizer.eos_id):
-        raise ValueError(f"{told}its tokenizer gives other texts to the {model.vocab} token ids than the run's")
-    if (length := contract.prompt_length + contract.response_length) > model.max_positions:
-        raise ValueError(f"{told}they have up to {length} tokens, and it has {model.max_positions} positions")
+        raise ValueError(f"{told}: its tokenizer has other texts for the {model.vocab} ids than the run's")
+    if (length := run.contract.prompt_length + run.contract.response_length) > model.max_positions:
+        raise ValueError(f"{told}: they have up to {length} tokens, and it has {model.max_positions} positions")
     policy = Policy(model=model).on_device(mesh.devices.flat[0])
-    return policy, load.load_params(folder, policy.model, policy.model_shardings(mesh))
+    return policy, load.load_params(folder, policy.model, policy.model_shardings(mesh)), {}
 
 
 def newest(reader: LogReader, count: int) -> dict[str, list[range]]:
-    """Writer -> the rows of it that are among the newest `count` of the log, by the minutes of their appends; 0: all rows."""
+    """Writer -> its rows among the newest `count` of the log, by the minutes of their appends; 0: all rows."""
     heads = reader.heads()
+    begin = dict(heads) if count else dict.fromkeys(heads, 0)
     appends = sorted((append for writer in sorted(heads) for append in reader.appends(writer)), key=lambda each: each.minute)
-    begin = dict.fromkeys(heads, 0) if not count else dict(heads)
     for append in reversed(appends):
-        taken = min(count, append.stop - append.first)
-        if taken:
+        if taken := min(count, append.stop - append.first):
             begin[append.writer], count = append.stop - taken, count - taken
-    spans = {writer: [range(max(begin[writer], each.start), each.stop) for each in reader.kept(writer)] for writer in heads}
-    return {writer: [span for span in of_writer if len(span)] for writer, of_writer in spans.items()}
+    return {writer: [range(max(begin[writer], each.start), each.stop) for each in reader.kept(writer)] for writer in heads}
 
 
 def _drawn(run: audit.Run, step: int) -> dict[str, np.ndarray]:
     """Writer -> bool[head], the rows that the first `step` steps drew."""
     found = {writer: np.zeros(head, bool) for writer, head in run.reader.heads().items()}
-    for line in (each for each in run.lines if each["step"] <= step):
-        for writer, row in journal.line_ids(line):
+    for line in run.lines:
+        for writer, row in journal.line_ids(line) if line["step"] <= step else ():
             if row < len(found.get(writer, ())):
                 found[writer][row] = True
     return found
 
 
-def _reasons(rows: trajectory.Rows, writer: str, drawn: np.ndarray, *, vocab: int) -> np.ndarray:
-    """int[B]: which of _LEFT_OUT holds of a row first; len(_LEFT_OUT) where it counts. Args: drawn: see _drawn."""
-    truncated = (rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["min_p"] > 0) | ~(rows["temperature"] > 0)
-    given = np.full(len(truncated), writer.startswith(GIVEN))
-    return np.stack([given, validate_rows(rows, vocab_size=vocab) > 0, truncated, drawn[rows["row"]], ~given | given]).argmax(0)
-
-
-def _drawn_tokens(rows: trajectory.Rows, contract: contract_lib.Contract) -> np.ndarray:
-    """bool[B, R]: the tokens that a policy drew. The end that a response without one is given at token R has probability 1."""
-    mask = trajectory.trained(rows)
-    if contract.force_eos:
-        mask[:, -1] &= rows["finished"]
-    return mask
-
-
-def measure(opened: Opened, count: int) -> Measured:
-    """Scores the rows that count. Args: count: see Asked.rows."""
-    run, left_out = opened.log, collections.Counter[str]()
-    drawn, vocab, score = _drawn(run, opened.step), opened.learner.policy.model.vocab, _score_program(opened)
-    writers, found = list[str](), [np.zeros(0, _FIGURES)]
-    for writer, spans in newest(run.reader, count).items():
+def measure(opened: Opened, count: int = 0) -> Measured:
+    """Scores the rows that count among the newest `count` of the log, 0: all."""
+    reader, vocab, score = opened.run.reader, opened.learner.policy.model.vocab, _scorer(opened)
+    drawn, left_out = _drawn(opened.run, opened.step), collections.Counter[str]()
+    writers, found, scored = list[str](), [np.zeros(0, _FIGURES)], 0
+    for writer, spans in newest(reader, count).items():
         writers.append(writer)
-        for rows in _blocks(run.reader, writer, spans):
-            reasons = _reasons(rows, writer, drawn[writer], vocab=vocab)
-            left_out.update({_LEFT_OUT[i]: int((reasons == i).sum()) for i in range(len(_LEFT_OUT)) if (reasons == i).any()})
-            counts = np.flatnonzero(reasons == len(_LEFT_OUT))
-            # Rows of one query side by side share its prompt.
+        for rows in (
+            rows for span in spans for rows in blocks(reader, writer, span, lost=lambda error: log.warning("%s", error))
+        ):
+            truncated = (rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["min_p"] > 0) | ~(rows["temperature"] > 0)
+            given, odd = np.full(len(truncated), writer.startswith(GIVEN)), validate_rows(rows, vocab_size=vocab) > 0
+            reasons = np.stack([given, odd, truncated, drawn[writer][rows["row"]]])
+            left_out.update(
+                dict(zip(_LEFT_OUT, np.bincount(reasons.argmax(0)[reasons.any(0)], minlength=4).tolist(), strict=True))
+            )
+            counts = np.flatnonzero(~reasons.any(0))
+            # Rows of one query share its prompt where they are scored together.
             counts = counts[np.argsort(rows["query_id"][counts], kind="stable")]
-            for begin in range(0, len(counts), _ROWS):
-                some = counts[begin : begin + _ROWS]
-                found.append(score(trajectory_rows(rows, np.resize(some, _ROWS)), len(writers) - 1)[: len(some)])
-            log.info("%s: %d rows scored", writer, sum(map(len, found)))
+            for some in (counts[begin : begin + _ROWS] for begin in range(0, len(counts), _ROWS)):
+                filled = {name: column[np.resize(some, _ROWS)] for name, column in rows.items()}
+                found.append(score(filled, len(writers) - 1)[: len(some)])
+            log.info("%d rows scored", scored := scored + len(counts))
     return Measured(figures=np.concatenate(found), writers=writers, left_out=left_out)
 
 
-def trajectory_rows(rows: trajectory.Rows, which: np.ndarray) -> trajectory.Rows:
-    return {name: column[which] for name, column in rows.items()}
-
-
-def _blocks(reader: LogReader, writer: str, spans: list[range]) -> Iterator[trajectory.Rows]:
-    for span in spans:
-        yield from blocks(reader, writer, span, lost=lambda error: log.warning("%s", error))
-
-
-def _score_program(opened: Opened) -> Any:
-    """A function of _ROWS rows and the number of their writer: their _FIGURES."""
+def _scorer(opened: Opened) -> Callable[[trajectory.Rows, int], np.ndarray]:
+    """A function of rows and the number of their writer to their _FIGURES."""
     import jax
 
     from tba_jax import sharding
     from tba_jax.learner import update
-    from tba_jax.roles.sampler import Scorer, Scoring
+    from tba_jax.roles.sampler import Scorer
 
-    run, policy, T = opened.log, opened.learner.policy, opened.log.contract.scoring_temperature
-    c = run.config.searchers
-    sizes = dict(logit_megabytes=c.logit_megabytes, score_tokens=c.score_tokens)
-    how = Scoring(contract=run.contract, policy=policy, mesh=opened.mesh, **sizes)
-    weights = sharding.on_mesh(opened.mesh, jax.jit(functools.partial(policy.for_sampling, weights="full")))
-    scorer = Scorer(how, weights(opened.trained, opened.frozen), called="scoring by the policy")
-    inputs_of = functools.partial(update.objective_inputs, step=opened.at, schedules=opened.schedules, config=opened.learner)
-    no_target = _no_target(opened)
+    contract, policy = opened.run.contract, opened.learner.policy
+    plain = sharding.on_mesh(opened.mesh, jax.jit(functools.partial(policy.for_sampling, weights="full")))
+    weights = plain(opened.trained, opened.frozen)
+    inputs_of = _inputs_of(opened, opened.learner)
+    scorer = Scorer(_scoring(opened.run, policy, opened.mesh), weights, called="scoring by the policy")
 
     def figures(rows: trajectory.Rows, writer: int) -> np.ndarray:
-        found, mask = np.zeros(len(rows["row"]), _FIGURES), _drawn_tokens(rows, run.contract)
-        sampled = scorer.logprobs(rows, temperature=opened.temperature)
-        scored = sampled if opened.temperature == T else scorer.logprobs(rows)
+        found, drawn = np.zeros(len(rows["row"]), _FIGURES), trajectory.trained(rows)
         for name, column in {"row": "row", "query": "query_id", "reward": "reward"}.items():
             found[name] = rows[column]
-        found["writer"], found["length"] = writer, trajectory.trained(rows).sum(axis=1)
-        found["log_weight"] = np.where(mask, sampled - rows["behavior_logprobs"], 0.0).sum(axis=1, dtype=np.float64)
-        found["log_ratio"] = np.nan
-        if not no_target:
+        found["writer"], found["length"], found["log_ratio"] = writer, drawn.sum(axis=1), np.nan
+        if contract.force_eos:  # the end that a response without one gets at its last token had probability 1
+            drawn[:, -1] &= rows["finished"]
+        sampled = scorer.logprobs(rows, temperature=opened.temperature)
+        # log w = Σ_t log π − log μ
+        found["log_weight"] = np.where(drawn, sampled - rows["behavior_logprobs"], 0.0).sum(axis=1, dtype=np.float64)
+        if not _no_target(opened):
+            same = opened.temperature == contract.scoring_temperature
             inputs = inputs_of(update.batch_from_rows(rows))
-            has = rows["reference_id"] > 0
-            found["log_ratio"][has] = np.asarray(inputs.log_target() - inputs.token_sum(scored))[has]
+            log_ratio = inputs.log_target() - inputs.token_sum(sampled if same else scorer.logprobs(rows))
+            found["log_ratio"] = np.where(rows["reference_id"] > 0, np.asarray(log_ratio), np.nan)
         return found
 
     return figures
 
 
+def _inputs_of(opened: Opened, config: Any) -> Callable[..., Any]:
+    """A function of a batch to what the objective reads of it, see update.objective_inputs."""
+    import jax.numpy as jnp
+
+    from tba_jax.learner import update
+
+    of_step = dict[str, Any](step=jnp.asarray(opened.at), schedules=opened.schedules)
+    return functools.partial(update.objective_inputs, **of_step, config=config)
+
+
+def _no_reference(run: audit.Run) -> str:
+    """Why the rows do not hold log-probs of the learner's reference, "" where they do, or it has none."""
+    from tba_jax.learner.update import holds_reference
+
+    kind, scores = run.config.learner.reference.kind, run.config.searchers.scores_reference
+    setting = f"learner.reference.kind={kind}" if scores else "searchers.scores_reference=False"
+    return f"{setting}, so the rows lack the log-probs of the learner's reference" if holds_reference(run.config) else ""
+
+
 def _no_target(opened: Opened) -> str:
-    """Why rows alone do not give log p̃, "" where they do."""
-    from tba_jax.learner.update import HELD_REFERENCES
-
-    kind = opened.log.config.learner.reference.kind
-    if not opened.log.contract.has_reference or kind in HELD_REFERENCES or not opened.log.config.searchers.scores_reference:
-        scores = opened.log.config.searchers.scores_reference
-        return f"the reference of learner.reference.kind={kind}, searchers.scores_reference={scores}, is not in the rows"
-    return "" if float(opened.schedules.beta(opened.at)) > 0 else f"β is 0 at step {opened.at}"
+    """Why there is no log p̃, "" where there is."""
+    if not opened.run.contract.has_reference:
+        return "the run has no reference"
+    beta = float(opened.schedules.beta(opened.at))
+    return _no_reference(opened.run) or ("" if beta > 0 else f"β is 0 at step {opened.at}")
 
 
-def describe(workdir: Path, opened: Opened, measured: Measured, *, min_effective: int, queries: int) -> tuple[str, bool]:
+def describe(opened: Opened, measured: Measured, *, min_effective: int, queries: int) -> tuple[str, bool]:
     """The text that is printed, and whether it holds an estimate. Raises ValueError where no row counts."""
-    whose = f"step {opened.step}" if opened.step >= 0 else "the folder"
-    left_out = ", ".join(f"{count} {why}" for why, count in measured.left_out.items()) or "none"
-    if not len(measured.figures):
-        raise ValueError(f"no row of {workdir} can be weighed: the log-probs of what drew them must be known; left out: {left_out}")
-    f = measured.figures
+    f, run = measured.figures, opened.run
+    left_out = "; ".join(f"{count} {why}" for why, count in measured.left_out.items() if count) or "none"
+    if not len(f):
+        raise ValueError(f"{run.layout.root} has no row whose weight under --policy is known; of those left out, {left_out}")
     found = off_policy.estimate(f["log_weight"], f["reward"], f["query"])
+    whose = "the folder's policy" if opened.step < 0 else f"the policy of step {opened.step}"
     lines = [
-        f"policy of {whose}, as it is sampled at temperature {opened.temperature:g}, by {found.rows} rows of {found.queries} queries",
-        f"left out: {left_out}",
+        f"{whose} at temperature {opened.temperature:g}, from {found.rows} rows of {found.queries} queries; left out: {left_out}"
     ]
     if opened.step < 0:
-        lines.append("all rows count, those on which this policy may have been trained too: they would flatter it")
-    lines.append(f"mean reward of these rows:   {found.plain:.4f}")
-    if good := found.effective >= min_effective:
-        interval = f"95 % interval {found.low:.4f} to {found.high:.4f}; {found.effective:.1f} effective rows"
-        lines.append(f"mean reward of the policy:   {found.mean:.4f}, {interval}")
+        lines.append("all rows count: rows on which this policy was trained, if there are any, flatter it")
+    elif run.config.replay.mount and contract_lib.read(run.layout)["init_from"]:
+        lines.append("rows of mounted runs count: those on which the policy of --init_from was trained flatter it")
+    lines.append(f"mean reward of these rows  {found.plain:.4f}")
+    good, told = found.effective >= min_effective, f"{found.effective:.1f} effective rows (ESS)"
+    if good:
+        interval = f"95 % interval {found.low:.4f} to {found.high:.4f}"
+        lines.append(f"mean reward of the policy  {found.mean:.4f}, {interval}, from {told}")
     else:
-        lines.append(
-            f"no estimate: {found.effective:.1f} effective rows (ESS) of {found.rows} are fewer than --min_effective={min_effective}: "
-            "this policy is too far from those that drew the rows"
-        )
+        too_few = f"are fewer than --min_effective={min_effective}"
+        lines.append(f"no estimate: {told} of {found.rows} {too_few}; the policies that drew them are too different from it")
     return "\n".join([*lines, "", *_queries(opened, measured, queries)]), good
 
 
 def _queries(opened: Opened, measured: Measured, count: int) -> list[str]:
-    """Lines about the queries, those first that teach most."""
-    f = measured.figures
+    """Lines about the queries, those first whose rows are furthest from the optimum: that teach most."""
+    f, why = measured.figures, _no_target(opened)
     found = off_policy.by_query(f["query"], f["reward"], f["log_ratio"])
-    several, why = found.rows > 1, _no_target(opened)
-    lines = [f"{int((found.spread[several] > 0).sum())} of {int(several.sum())} queries with several rows have rewards that differ"]
+    several = found.rows > 1
+    lines = [
+        f"{int((found.spread[several] > 0).sum())} of {int(several.sum())} queries with several rows have rewards that differ"
+    ]
     teaches = np.where(several, found.spread if why else np.nan_to_num(found.log_weight_std, nan=-1.0), -1.0)
     first = np.argsort(-teaches, kind="stable")[:count]
     if not len(first):
         return lines
-    lines.append(f"no log_weight_std: {why}" if why else f"log_weight_std, nats, with β, γ and τ of step {opened.at}")
+    lines.append(f"log_weight_std, nats, with β, γ and τ of step {opened.at}" if not why else f"no log_weight_std: {why}")
     lines.append(f"{'rows':>6} {'reward':>8} {'spread':>8} {'log_weight_std':>15}  query")
-    ids = [(measured.writers[f["writer"][i]], int(f["row"][i])) for i in found.first[first]]
-    rows = opened.log.reader.read_ids(ids)
+    rows = opened.run.reader.read_ids(_ids(measured, found.first[first]))
     for i, g in enumerate(first):
         prompt = opened.tokenizer.decode(rows["tokens"][i, : rows["prompt_length"][i]].tolist())
-        shown = visible_line(prompt if len(prompt) <= _SHOWN else prompt[: _SHOWN - 1] + "…")
-        std = "-" if found.rows[g] < 2 or np.isnan(found.log_weight_std[g]) else f"{found.log_weight_std[g]:.3f}"
+        shown = visible_line(prompt if len(prompt) <= _SHOWN else f"{prompt[: _SHOWN - 1]}…")
+        std = f"{found.log_weight_std[g]:.3f}" if several[g] and np.isfinite(found.log_weight_std[g]) else "-"
         lines.append(f"{found.rows[g]:6} {found.mean[g]:8.3f} {found.spread[g]:8.3f} {std:>15}  {shown}")
     return lines
 
 
+def _ids(measured: Measured, which: np.ndarray) -> list[tuple[str, int]]:
+    return [(measured.writers[writer], row) for writer, row in measured.figures[which][["writer", "row"]].tolist()]
+
+
 def groups_of(query: np.ndarray, K: int, *, most: int, seed: int) -> np.ndarray:
-    """int64[n, K], n ≤ most: random disjoint groups of K rows of one query, which are numbers of rows. Args: query: [rows]."""
+    """int64[n, K], n ≤ most: random disjoint groups of K rows of one query, as numbers of rows. Args: query: [rows]."""
     rng = np.random.default_rng([seed, K])
     order = rng.permutation(len(query))
     order = order[np.argsort(query[order], kind="stable")]
@@ -318,25 +326,32 @@ def groups_of(query: np.ndarray, K: int, *, most: int, seed: int) -> np.ndarray:
 
 
 def gradients(opened: Opened, measured: Measured, count: int) -> str:
-    """The table of gradients of `count` groups of each size and of bins of lengths. Raises ValueError where rows do not give it."""
-    objective, name = opened.learner.objective, opened.log.config.learner.objective
+    """A table of the gradient's signal and noise, by sizes of groups and lengths of responses. Raises ValueError where rows alone
+    do not give it. Args: count: the most groups of a size, at least 2."""
+    objective, run = opened.learner.objective, opened.run
+    named = f"learner.objective={run.config.learner.objective}"
     if count < 2:
-        raise ValueError(f"--gradients={count} must be at least 2 groups, from which a variance can be told; 0: no gradients")
+        raise ValueError(f"--gradients={count} must be at least 2: the variance of one gradient is not known; 0 leaves it out")
     if needs := [each for each in ("log_z_head", "value_head", "state_values") if getattr(objective, each)]:
-        raise ValueError(f"--gradients: learner.objective={name} needs a {needs[0].replace('_', ' ')}, which rows alone do not give")
-    if objective.reads_reference and opened.log.contract.has_reference and (why := _no_target(opened)) and why[0] == "t":
-        raise ValueError(f"--gradients: learner.objective={name} reads the reference: {why}")
-    K, least, tables = 2, min(count, _LEAST_GROUPS), list[str]()
-    while len(groups := groups_of(measured.figures["query"], K, most=count, seed=opened.log.config.seed)) >= least:
-        if K >= objective.min_completions:
-            tables += _of_size(opened, measured, groups)
-        K *= 2
+        raise ValueError(f"--gradients={count}: {named} reads what rows alone do not give ({needs[0].replace('_', ' ')})")
+    if objective.reads_reference and (why := _no_reference(run)):
+        raise ValueError(f"--gradients={count}: {named} reads the reference, and {why}")
+    sizes = [K for power in range(1, 32) if (K := 2**power) >= objective.min_completions]
+    least, tables = min(count, _LEAST_GROUPS), list[str]()
+    for K in sizes:
+        groups = groups_of(measured.figures["query"], K, most=count, seed=run.config.seed)
+        if len(groups) < least:
+            break
+        tables += _of_size(opened, measured, groups)
     if not tables:
-        told = f"and of {K} rows of one query there are {len(groups)}"
-        raise ValueError(f"--gradients={count} needs at least {least} groups of {max(2, objective.min_completions)} rows, {told}")
-    head = f"{'rows':>5} {'lengths, tokens':>18} {'groups':>7} {'signal':>10} {'variance':>22} {'SNR':>9}"
-    unit = f"gradient of {name} on one group, squared, in units of the reward, at step {opened.at}: signal ‖E g‖², variance E ‖g − E g‖²"
-    return "\n".join([unit, head, *tables])
+        told = f"the rows that count make {len(groups)} groups of {K} rows of one query"
+        raise ValueError(f"--gradients={count} needs at least {least} groups, and {told}, the fewest for {named}")
+    return "\n".join([
+        f"gradient of {named} on one group, in units of the reward, at step {opened.at}",
+        "signal: ‖E g‖²; variance: E ‖g − E g‖², with its standard error",
+        f"{'rows':>5} {'mean lengths, tokens':>20} {'groups':>7} {'signal':>10} {'variance':>22} {'signal/variance':>16}",
+        *tables,
+    ])  # fmt: skip
 
 
 def _of_size(opened: Opened, measured: Measured, groups: np.ndarray) -> list[str]:
@@ -344,60 +359,54 @@ def _of_size(opened: Opened, measured: Measured, groups: np.ndarray) -> list[str
     import jax
 
     from tba_jax import sharding
-    from tba_jax.learner import gradient_noise as noise_lib
-    from tba_jax.learner import update
+    from tba_jax.learner import gradient_noise, update
 
     n, K = groups.shape
     settings = dataclasses.replace(opened.learner.settings, completions=K)
-    given: dict[str, Any] = dict(step=opened.at, schedules=opened.schedules)
-    given["config"] = dataclasses.replace(opened.learner, settings=settings)
-
-    def add(sums: noise_lib.Sums, trained: Any, frozen: Any, batch: update.Batch) -> noise_lib.Sums:
-        return noise_lib.add(sums, noise_lib.group_gradient(trained, frozen, batch, **given))
-
+    config = dataclasses.replace(opened.learner, settings=settings)
+    add = functools.partial(gradient_noise.add_group, inputs_of=_inputs_of(opened, config), config=config)
     step = sharding.on_mesh(opened.mesh, jax.jit(add, donate_argnums=0))
     length = measured.figures["length"][groups].mean(axis=1)
-    bins = min(_BINS, n // _GROUPS_OF_BIN)
-    total, lines = noise_lib.no_sums(opened.trained), list[str]()
+    bins = bins if (bins := min(_BINS, n // _GROUPS_OF_BIN)) >= _LEAST_BINS else 1
 
-    def line(which: np.ndarray, sums: noise_lib.Sums) -> str:
-        found, lengths = noise_lib.noise(sums, len(which)), f"{length[which].min():.1f} to {length[which].max():.1f}"
-        figures = f"{found.signal:10.3g} {f'{found.variance:.3g} ± {found.stderr:.2g}':>22} {found.ratio:9.3g}"
-        return f"{K:5} {lengths:>18} {found.groups:7} {figures}"
+    def line(which: np.ndarray, sums: gradient_noise.Sums) -> str:
+        found, lengths = gradient_noise.noise(sums, len(which)), f"{length[which].min():.1f} to {length[which].max():.1f}"
+        variance = f"{found.variance:.3g} ± {found.stderr:.2g}"
+        return f"{K:5} {lengths:>20} {found.groups:7} {found.signal:10.3g} {variance:>22} {found.ratio:16.3g}"
 
-    for which in np.array_split(np.argsort(length, kind="stable"), bins if bins >= _LEAST_BINS else 1):
-        sums = noise_lib.no_sums(opened.trained)
+    total, lines = gradient_noise.no_sums(opened.trained), list[str]()
+    for which in np.array_split(np.argsort(length, kind="stable"), bins):
+        sums = gradient_noise.no_sums(opened.trained)
         for group in groups[which]:
-            f = measured.figures[group]
-            rows = opened.log.reader.read_ids([(measured.writers[i], int(row)) for i, row in f[["writer", "row"]].tolist()])
+            rows = opened.run.reader.read_ids(_ids(measured, group))
             sums = step(sums, opened.trained, opened.frozen, update.batch_from_rows(rows))
         if not np.isfinite(float(sums.squares)):
-            raise ValueError(f"--gradients: the gradient of a group of {K} rows is not finite")
-        lines += [line(which, sums)] if bins >= _LEAST_BINS else []
+            raise ValueError(f"--gradients: the gradient of a group of {K} rows is not finite at step {opened.at}")
+        lines += [line(which, sums)] if bins > 1 else []
         total = jax.tree.map(jax.numpy.add, total, sums)
+    log.info("gradients of %d groups of %d rows", n, K)
     return [line(np.arange(n), total), *lines]
 
 
 def add_flags(values: flags.FlagValues) -> None:
     command_line.add_workdir(values)
-    flags.DEFINE_string("policy", None, "the step of a kept snapshot, or a Hugging Face folder", flag_values=values, required=True)
+    flags.DEFINE_string(
+        "policy", None, "the step of a kept snapshot, or a Hugging Face folder", required=True, flag_values=values
+    )
     flags.DEFINE_float("temperature", None, "at which it is sampled; default: sampling.temperature", flag_values=values)
-    numbers = {
-        "rows": (0, 0, "only the newest rows of the log; 0: all"),
-        "min_effective": (MIN_EFFECTIVE, 1, "effective rows (ESS) below which there is no estimate"),
-        "queries": (10, 0, "lines of the table of queries"),
-        "gradients": (0, 0, "groups of rows of each size whose gradients are compared; 0: none"),
-    }
-    for name, (default, least, told) in numbers.items():
-        flags.DEFINE_integer(name, default, told, lower_bound=least, flag_values=values)
+    flags.DEFINE_integer("rows", 0, "only the newest rows of the log; 0: all", lower_bound=0, flag_values=values)
+    least = "effective rows (ESS) below which there is no estimate"
+    flags.DEFINE_integer("min_effective", MIN_EFFECTIVE, least, lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("queries", 10, "lines of the table of queries", lower_bound=0, flag_values=values)
+    told = "compare the gradients of so many groups of rows of each size; 0: of none"
+    flags.DEFINE_integer("gradients", 0, told, lower_bound=0, flag_values=values)
 
 
 def run(given: command_line.Given) -> int:
-    """Prints the report. Returns 1 where the rows are too few for an estimate."""
-    opened = open_policy(given.workdir, Asked(policy=given.policy, temperature=given.temperature, rows=given.rows))
+    """Prints the report. Returns 1 where there are too few effective rows for an estimate."""
+    opened = open_policy(given.workdir, given.policy, temperature=given.temperature)
     measured = measure(opened, given.rows)
-    text, good = describe(given.workdir, opened, measured, min_effective=given.min_effective, queries=given.queries)
-    if given.gradients:
-        text += "\n\n" + gradients(opened, measured, given.gradients)
-    print(visible(text))
+    text, good = describe(opened, measured, min_effective=given.min_effective, queries=given.queries)
+    tables = [text, gradients(opened, measured, given.gradients)] if given.gradients else [text]
+    print(visible("\n\n".join(tables)))
     return 0 if good else 1

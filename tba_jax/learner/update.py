@@ -224,9 +224,7 @@ def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfi
     return log_z, lambda cotangent: pull_back(cotangent)[0]
 
 
-def objective_inputs(
-    batch: Batch, *, step: jax.Array | int, schedules: Schedules, config: LearnerConfig
-) -> ObjectiveInputs:
+def objective_inputs(batch: Batch, *, step: jax.Array, schedules: Schedules, config: LearnerConfig) -> ObjectiveInputs:
     """What the objective reads of a batch. Args: step: updates done before, of which β, γ and τ are functions."""
     real = jnp.arange(batch.R)[None, :] < batch.response_length[:, None]
     return ObjectiveInputs(
