@@ -146,8 +146,10 @@ def _of_folder(run: audit.Run, name: str, stored: Any, mesh: Any) -> tuple[Any, 
     tokenizer, told = HuggingFaceTokenizer(folder, vocab=model.vocab), f"--policy={name} cannot score the rows of this run"
     if model.vocab != ours.vocab:
         raise ValueError(f"{told}: it has a vocabulary of {model.vocab} tokens, and the run's policy has {ours.vocab}")
-    if (tokenizer.token_bytes(), tokenizer.eos_id) != (stored.tokenizer.token_bytes(), stored.tokenizer.eos_id):
-        raise ValueError(f"{told}: its tokenizer has other texts for the {model.vocab} ids than the run's")
+    # An export of an alphabet's tokenizer has another fingerprint.
+    texts, theirs = ([each.decode([i]) for i in range(each.vocab_size)] for each in (stored.tokenizer, tokenizer))
+    if texts != theirs or tokenizer.eos_id != stored.tokenizer.eos_id:
+        raise ValueError(f"{told}: its tokenizer has other texts for token ids, or another end of sequence, than the run's")
     if (length := run.contract.prompt_length + run.contract.response_length) > model.max_positions:
         raise ValueError(f"{told}: they have up to {length} tokens, and it has {model.max_positions} positions")
     policy = Policy(model=model).on_device(mesh.devices.flat[0])

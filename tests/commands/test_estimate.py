@@ -9,7 +9,7 @@ import pytest
 from tba_jax import trajectory
 from tba_jax.commands import audit, command_line, estimate, export
 from tests.commands.test_command_line import refusal
-from tests.support import frozen_runs, random_checkpoints, tiny_checkpoints, tiny_run
+from tests.support import frozen_runs, random_checkpoints, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_device_throughout")
 
@@ -97,8 +97,8 @@ def test_the_newest_rows_alone(untrained, tmp_path):
 def test_rows_whose_weight_is_not_known_are_left_out(untrained, tmp_path, capsys):
     shutil.copytree(untrained.run.root, tmp_path / "run")
     s = tiny_run.settings(tmp_path / "run", untrained.config)
-    frozen_runs.append_changed(s, "unscored", reward=(..., [np.nan, 1.0, np.inf, 1.0]))
-    frozen_runs.append_changed(s, "greedy", temperature=(..., [0.0, 0.7, 0.7, 0.7]), top_k=(..., [0, 0, 0, 3]))
+    frozen_runs.append_changed(s, "a-unscored", reward=(..., [np.nan, 1.0, np.inf, 1.0]))
+    frozen_runs.append_changed(s, "a-greedy", temperature=(..., [0.0, 0.7, 0.7, 0.7]), top_k=(..., [0, 0, 0, 3]))
     frozen_runs.append_changed(s, "given-1")
     _, found = measured(s.run, "0")
     left_out = {why: count for why, count in found.left_out.items() if count}
@@ -147,9 +147,12 @@ def test_other_tokens_are_refused(finished, tmp_path, capsys):
     vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
     file.write_text(json.dumps(definition))
     assert "its tokenizer has other texts" in refusal(capsys, estimate, *arguments, f"--policy={tmp_path / 'exported'}")
+    vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
+    file.write_text(json.dumps(definition))
     config = tmp_path / "exported" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 12}))
-    assert tiny_checkpoints is not None
+    said = refusal(capsys, estimate, *arguments, f"--policy={tmp_path / 'exported'}")
+    assert "they have up to 13 tokens, and it has 12 positions" in said
 
 
 def test_adapters_are_part_of_the_policy(tmp_path):
@@ -171,18 +174,21 @@ def test_adapters_are_part_of_the_policy(tmp_path):
 def test_queries_come_first_that_teach_most(untrained):
     ((_, rows),) = frozen_runs.rows(untrained).items()
     opened, found = measured(untrained.run, "0")
-    text, _ = estimate.describe(opened, found, min_effective=2, queries=2)
+    text, _ = estimate.describe(opened, found, min_effective=2, queries=100)
     beta = untrained.config.learner.beta_start
     ratio = rows["ref_logprobs"].sum(axis=1) + rows["reward"] / beta - rows["policy_logprobs"].sum(axis=1)
-    ids = np.unique(rows["query_id"])
-    stds = np.array([ratio[rows["query_id"] == each].std() for each in ids])
-    *_, first, second = text.splitlines()
-    order = np.argsort(-stds)
-    for line, g in ((first, order[0]), (second, order[1])):
-        mine = rows["query_id"] == ids[g]
-        prompt = rows["tokens"][mine][0, : rows["prompt_length"][mine][0]].tolist()
-        told = f"{mine.sum()} {rows['reward'][mine].mean():.3f} {rows['reward'][mine].std():.3f} {stds[g]:.3f}"
-        assert line.split() == [*told.split(), untrained.experiment.tokenizer.decode(prompt)]
+    ids, decode = np.unique(rows["query_id"]), untrained.experiment.tokenizer.decode
+    expected = {}
+    for each in ids:
+        mine = rows["query_id"] == each
+        prompt = decode(rows["tokens"][mine][0, : rows["prompt_length"][mine][0]].tolist())
+        expected[prompt] = [mine.sum(), rows["reward"][mine].mean(), rows["reward"][mine].std(), ratio[mine].std()]
+    *_, lines = text.partition("  query\n")
+    told = {line.split()[-1]: [float(value) for value in line.split()[:-1]] for line in lines.splitlines()}
+    assert told.keys() == expected.keys() and len(told) > 10
+    np.testing.assert_allclose([*told.values()], [expected[prompt] for prompt in told], atol=2e-3)
+    stds = [values[3] for values in told.values()]
+    assert stds == sorted(stds, reverse=True) and stds[0] > 10 > stds[-1]
     differ = sum(rows["reward"][rows["query_id"] == each].std() > 0 for each in ids)
     assert differ and f"{differ} of {len(ids)} queries with several rows have rewards that differ" in text
 
@@ -240,7 +246,7 @@ def test_mistakes_are_one_sentence(finished, tmp_path, capsys):
     def said(*flags: str) -> str:
         return refusal(capsys, estimate, f"--workdir={finished.run.root}", *flags)
 
-    assert "--policy=1 is not a kept snapshot" in said("--policy=1") and "there are 0, 2, 4, 6" in said("--policy=1")
+    assert "--policy=7 is not a kept snapshot" in (told := said("--policy=7")) and "there are 0, 1, 2, 3, 4, 5, 6" in told
     assert f"--policy={tmp_path / 'none'} is neither the number of a step nor a folder" in said(f"--policy={tmp_path / 'none'}")
     for name in ("rows", "queries", "gradients", "min_effective"):
         assert f"--{name}=-1" in said("--policy=2", f"--{name}=-1")
