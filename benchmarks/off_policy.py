@@ -3,10 +3,13 @@
 python -m benchmarks.off_policy --workdir=DIR [--responses=8192] [--steps=5,10]
 
 It makes the demo's run of 120 steps, of which every fifth snapshot is kept. For each of these it estimates the mean reward from
-the log, and finds it by fresh responses of the decoder to the training queries, in the order in which a searcher takes them. What
-is in DIR is not made again. `--steps` chooses snapshots, so that two processes can share the work.
+the log, and finds it by fresh responses of the decoder to the training queries, in the order in which a searcher takes them.
+Estimates of one run share rows, so their errors are alike: the last column has those from twentieths of the queries, which share
+none. What is in DIR is not made again. `--steps` chooses snapshots, so that two processes can share the work.
 """
 
+import dataclasses
+import functools
 import json
 import time
 from collections.abc import Sequence
@@ -26,7 +29,7 @@ _RESPONSES = flags.DEFINE_integer("responses", 8192, "Fresh responses of each po
 _STEPS = flags.DEFINE_list("steps", [], "Steps of snapshots; default: all but step 0.")
 
 SETTINGS = {"learner.steps": 120, "publish.every_steps": 5, "publish.keep": 40}
-_SLOTS = 256
+_SLOTS, _PARTS = 256, 20
 
 
 class Decoder:
@@ -83,14 +86,42 @@ def figures(workdir: Path, step: int, file: Path) -> np.ndarray:
     return np.load(file)
 
 
-def row_of(step: int, found: off_policy.Estimate, truth: dict[str, float]) -> tuple[list[str], bool, bool]:
-    """The cells of the table, whether an estimate was refused, and whether its interval holds the truth."""
-    refused = found.effective < estimate.MIN_EFFECTIVE
-    covered = found.low <= truth["mean"] <= found.high
-    told = "refused" if refused else "yes" if covered else "no"
-    interval = f"{found.low:.4f} to {found.high:.4f}"
-    cells = [f"{step}", f"{found.rows:,}", f"{found.effective:,.0f}", f"{found.mean:.4f}", interval]
-    return [*cells, f"{truth['mean']:.4f} ± {truth['stderr']:.4f}", told], refused, covered
+@dataclasses.dataclass(frozen=True)
+class Covered:
+    """Of some estimates: how many intervals hold the truth, hold it not, and how many estimates were refused."""
+
+    yes: int = 0
+    no: int = 0
+    refused: int = 0
+
+    def __add__(self, other: "Covered") -> "Covered":
+        return Covered(self.yes + other.yes, self.no + other.no, self.refused + other.refused)
+
+    def __str__(self) -> str:
+        given, refused = self.yes + self.no, f", {self.refused} refused" if self.refused else ""
+        return f"{self.yes} of {given}{refused}" if given else "refused"
+
+
+def covered(found: off_policy.Estimate, truth: float) -> Covered:
+    if found.effective < estimate.MIN_EFFECTIVE:
+        return Covered(refused=1)
+    return Covered(yes=1) if found.low <= truth <= found.high else Covered(no=1)
+
+
+def estimate_of(rows: np.ndarray) -> off_policy.Estimate:
+    return off_policy.estimate(rows["log_weight"], rows["reward"], rows["query"])
+
+
+def row_of(step: int, rows: np.ndarray, truth: dict[str, float]) -> tuple[Covered, Covered]:
+    """Prints a row of the table. Returns what was covered from all queries, and from parts of them."""
+    found, number = estimate_of(rows), np.unique(rows["query"], return_inverse=True)[1]  # ids are hashes: in no order
+    whole = covered(found, truth["mean"])
+    parts = [covered(estimate_of(rows[number % _PARTS == part]), truth["mean"]) for part in range(_PARTS)]
+    in_parts = functools.reduce(Covered.__add__, parts)
+    cells = [f"{step}", f"{found.rows:,}", f"{found.effective:,.0f}", f"{found.mean:.4f}", f"{found.low:.4f} to {found.high:.4f}"]
+    told = "refused" if whole.refused else "yes" if whole.yes else "no"
+    summary.row(*cells, f"{truth['mean']:.4f} ± {truth['stderr']:.4f}", told, str(in_parts))
+    return whole, in_parts
 
 
 def main(argv: Sequence[str]) -> None:
@@ -100,7 +131,7 @@ def main(argv: Sequence[str]) -> None:
     job = side_by_side.Job(root=root, name="run", recipe="configs/demo.py", settings=SETTINGS)
     side_by_side.run_all([job])
     steps = [int(step) for step in _STEPS.value] or [step for step in published.kept(layout.RunDir(job.workdir).policies) if step]
-    decoder, rows = None, []
+    decoder, found = None, []
     for step in steps:
         of_truth = root / f"truth-{step}-{_RESPONSES.value}.json"
         if not of_truth.exists():
@@ -108,14 +139,10 @@ def main(argv: Sequence[str]) -> None:
             rewards = decoder.rewards(step)
             facts = {"mean": float(rewards.mean()), "stderr": float(rewards.std(ddof=1) / len(rewards) ** 0.5)}
             of_truth.write_text(json.dumps(facts))
-        f = figures(job.workdir, step, root / f"figures-{step}.npy")
-        found = off_policy.estimate(f["log_weight"], f["reward"], f["query"])
-        rows.append(row_of(step, found, json.loads(of_truth.read_text())))
-    summary.table("step", "rows", "ESS", "estimate", "95 % interval", "truth ± standard error", "covered")
-    for cells, _, _ in rows:
-        summary.row(*cells)
-    given = [covered for _, refused, covered in rows if not refused]
-    print(f"\n{sum(given)} of {len(given)} intervals hold the truth; {len(rows) - len(given)} of {len(rows)} were refused")
+        found.append((step, figures(job.workdir, step, root / f"figures-{step}.npy"), json.loads(of_truth.read_text())))
+    summary.table("step", "rows", "ESS", "estimate", "95 % interval", "truth ± standard error", "covered", "from twentieths")
+    whole, in_parts = (functools.reduce(Covered.__add__, each) for each in zip(*(row_of(*each) for each in found), strict=True))
+    print(f"\nintervals that hold the truth: {whole}; from twentieths of the queries: {in_parts}")
     print(f"this call took {time.monotonic() - begin:.0f} s")
 
 

@@ -68,8 +68,8 @@ def test_a_forced_end_has_no_weight(frozen, tmp_path):
     """The end that a response without one gets is the policy's doing with probability 1, whatever its log-prob."""
     s = frozen(tmp_path / "run", batches=2, task__force_eos=True)
     ((_, rows),) = frozen_runs.rows(s).items()
-    assert (forced := ~rows["finished"]).any()
-    last = (rows["policy_logprobs"] - rows["behavior_logprobs"])[:, -1]
+    forced = ~rows["finished"]
+    assert forced[:4].any() and not forced[:4].all()
     _, found = measured(s.run, "0", temperature=2.0)
     _, same = measured(s.run, "0", temperature=1.0)
     np.testing.assert_allclose(same.figures["log_weight"], 0.0, atol=1e-4)
@@ -80,7 +80,6 @@ def test_a_forced_end_has_no_weight(frozen, tmp_path):
     before = found.figures[np.argsort(found.figures["row"])][:4]
     differs = np.abs(changed["log_weight"] - before["log_weight"]) > 1e-3
     np.testing.assert_array_equal(differs, forced[:4])
-    assert not last.any()
 
 
 def test_the_newest_rows_alone(untrained, tmp_path):
@@ -112,7 +111,7 @@ def test_too_few_effective_rows_are_no_estimate(finished, capsys):
     arguments = [f"--workdir={finished.run.root}", "--policy=2"]
     assert command_line.execute(estimate, arguments) == 1
     told = capsys.readouterr().out
-    opened, found = measured(finished.run, "2")
+    _, found = measured(finished.run, "2")
     effective = np.exp(found.figures["log_weight"]).sum() ** 2 / np.exp(2 * found.figures["log_weight"]).sum()
     assert f"no estimate: {effective:.1f} effective rows (ESS) of {len(found.figures)}" in told
     assert "fewer than --min_effective=100" in told and "mean reward of the policy" not in told

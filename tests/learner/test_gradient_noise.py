@@ -40,9 +40,7 @@ def direct_gradients(params, batch: update.Batch) -> np.ndarray:
 def test_streamed_sums_are_those_of_all_gradients():
     params, batch = tiny_updates.random_params(), tiny_updates.random_batch()
     config = tiny_updates.settings()
-    inputs_of = functools.partial(
-        update.objective_inputs, step=jnp.asarray(3), schedules=tiny_updates.schedules(), config=config
-    )
+    inputs_of = functools.partial(update.objective_inputs, step=jnp.asarray(3), schedules=tiny_updates.schedules(), config=config)
     add = jax.jit(functools.partial(gradient_noise.add_group, inputs_of=inputs_of, config=config), donate_argnums=0)
     sums = gradient_noise.no_sums(params)
     for q in range(Q):

@@ -61,7 +61,7 @@ def synthetic_log(rng: np.random.Generator, *, queries: int, rows: int) -> tuple
 
 @pytest.mark.parametrize("queries", [8, 60])
 def test_intervals_hold_the_truth_as_often_as_they_say(queries):
-    """1,500 logs: a share of 0.95 has a standard error of 0.006. """
+    """1,500 logs: a share of 0.95 has a standard error of 0.006."""
     rng, logs = np.random.default_rng(0), 1500
     covered, means = 0, []
     for _ in range(logs):
