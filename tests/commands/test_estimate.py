@@ -69,7 +69,7 @@ def test_a_forced_end_has_no_weight(frozen, tmp_path):
     s = frozen(tmp_path / "run", batches=2, task__force_eos=True)
     ((_, rows),) = frozen_runs.rows(s).items()
     forced = ~rows["finished"]
-    assert forced[:4].any() and not forced[:4].all()
+    assert forced[:4].all()
     _, found = measured(s.run, "0", temperature=2.0)
     _, same = measured(s.run, "0", temperature=1.0)
     np.testing.assert_allclose(same.figures["log_weight"], 0.0, atol=1e-4)
@@ -79,7 +79,7 @@ def test_a_forced_end_has_no_weight(frozen, tmp_path):
     changed = changed[np.argsort(changed["row"])]
     before = found.figures[np.argsort(found.figures["row"])][:4]
     differs = np.abs(changed["log_weight"] - before["log_weight"]) > 1e-3
-    np.testing.assert_array_equal(differs, forced[:4])
+    assert differs.all(), "as if the end had been drawn"
 
 
 def test_the_newest_rows_alone(untrained, tmp_path):
