@@ -49,7 +49,7 @@ class Decoder:
         scoring = Scoring(contract=contract, policy=policy, mesh=mesh, logit_megabytes=128, score_tokens=0)
         parts: dict[str, Any] = dict(policy=policy, tokenizer=experiment.tokenizer)
         parts["reference"] = make_reference(scoring, run, scores=False)
-        sizes = dict(slots=_SLOTS, samples=1, prompt_length=contract.prompt_length)
+        sizes: dict[str, Any] = dict(slots=_SLOTS, samples=1, prompt_length=contract.prompt_length)
         self.sampler = Sampler(contract, run, weights="full", **parts, **sizes)
         queries = experiment.queries["train"]
         passes = range(-(-_RESPONSES.value // len(queries)))

@@ -49,12 +49,13 @@ _FIGURES = np.dtype([*_KINDS.items()])
 class Opened:
     """A run and the policy that is estimated.
 
-    run: as audit reads it; tokenizer: the run's; mesh: of one device; trained, frozen: the policy's weights, see
-    Policy.for_training; learner: LearnerConfig; schedules: of β, γ and τ, of which those of the step `at` count; step: of the
-    snapshot, -1: a folder's policy; temperature: at which it is sampled.
+    run: as audit reads it; config: with the schedule of the step `at`; tokenizer: the run's; mesh: of one device; trained,
+    frozen: the weights, see Policy.for_training; learner: LearnerConfig; schedules: of β, γ and τ; step: of the snapshot,
+    -1: a folder's policy; temperature: at which it is sampled.
     """
 
     run: audit.Run
+    config: Any
     tokenizer: Any
     mesh: Any
     trained: Any
@@ -100,6 +101,7 @@ def open_policy(workdir: Path, name: str, *, temperature: float | None = None) -
     learner = update.make_learner_config(config.learner, stored.contract, policy, mesh)
     return Opened(
         run=run,
+        config=config,
         tokenizer=stored.tokenizer,
         mesh=mesh,
         trained=trained,
@@ -247,13 +249,13 @@ def _inputs_of(opened: Opened, config: Any) -> Callable[..., Any]:
     return functools.partial(update.objective_inputs, **of_step, config=config)
 
 
-def _no_reference(run: audit.Run) -> str:
+def _no_reference(config: Any) -> str:
     """Why the rows do not hold log-probs of the learner's reference, "" where they do, or it has none."""
     from tba_jax.learner.update import holds_reference
 
-    kind, scores = run.config.learner.reference.kind, run.config.searchers.scores_reference
+    kind, scores = config.learner.reference.kind, config.searchers.scores_reference
     setting = f"learner.reference.kind={kind}" if scores else "searchers.scores_reference=False"
-    return f"{setting}, so the rows lack the log-probs of the learner's reference" if holds_reference(run.config) else ""
+    return f"{setting}, so the rows lack the log-probs of the learner's reference" if holds_reference(config) else ""
 
 
 def _no_target(opened: Opened) -> str:
@@ -261,7 +263,7 @@ def _no_target(opened: Opened) -> str:
     if not opened.run.contract.has_reference:
         return "the run has no reference"
     beta = float(opened.schedules.beta(opened.at))
-    return _no_reference(opened.run) or ("" if beta > 0 else f"β is 0 at step {opened.at}")
+    return _no_reference(opened.config) or ("" if beta > 0 else f"β is 0 at step {opened.at}")
 
 
 def describe(opened: Opened, measured: Measured, *, min_effective: int, queries: int) -> tuple[str, bool]:
@@ -277,7 +279,7 @@ def describe(opened: Opened, measured: Measured, *, min_effective: int, queries:
     ]
     if opened.step < 0:
         lines.append("all rows count: rows on which this policy was trained, if there are any, flatter it")
-    elif run.config.replay.mount and contract_lib.read(run.layout)["init_from"]:
+    elif opened.config.replay.mount and contract_lib.read(run.layout)["init_from"]:
         lines.append("rows of mounted runs count: those on which the policy of --init_from was trained flatter it")
     lines.append(f"mean reward of these rows  {found.plain:.4f}")
     good, told = found.effective >= min_effective, f"{found.effective:.1f} effective rows (ESS)"
@@ -330,18 +332,17 @@ def groups_of(query: np.ndarray, K: int, *, most: int, seed: int) -> np.ndarray:
 def gradients(opened: Opened, measured: Measured, count: int) -> str:
     """A table of the gradient's signal and noise, by sizes of groups and lengths of responses. Raises ValueError where rows alone
     do not give it. Args: count: the most groups of a size, at least 2."""
-    objective, run = opened.learner.objective, opened.run
-    named = f"learner.objective={run.config.learner.objective}"
+    objective, named = opened.learner.objective, f"learner.objective={opened.config.learner.objective}"
     if count < 2:
         raise ValueError(f"--gradients={count} must be at least 2: the variance of one gradient is not known; 0 leaves it out")
     if needs := [each for each in ("log_z_head", "value_head", "state_values") if getattr(objective, each)]:
         raise ValueError(f"--gradients={count}: {named} reads what rows alone do not give ({needs[0].replace('_', ' ')})")
-    if objective.reads_reference and (why := _no_reference(run)):
+    if objective.reads_reference and (why := _no_reference(opened.config)):
         raise ValueError(f"--gradients={count}: {named} reads the reference, and {why}")
     sizes = [K for power in range(1, 32) if (K := 2**power) >= objective.min_completions]
     least, tables = min(count, _LEAST_GROUPS), list[str]()
     for K in sizes:
-        groups = groups_of(measured.figures["query"], K, most=count, seed=run.config.seed)
+        groups = groups_of(measured.figures["query"], K, most=count, seed=opened.config.seed)
         if len(groups) < least:
             break
         tables += _of_size(opened, measured, groups)
