@@ -192,9 +192,8 @@ def measure(opened: Opened, count: int = 0) -> Measured:
             truncated = (rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["min_p"] > 0) | ~(rows["temperature"] > 0)
             given, odd = np.full(len(truncated), writer.startswith(GIVEN)), validate_rows(rows, vocab_size=vocab) > 0
             reasons = np.stack([given, odd, truncated, drawn[writer][rows["row"]]])
-            left_out.update(
-                dict(zip(_LEFT_OUT, np.bincount(reasons.argmax(0)[reasons.any(0)], minlength=4).tolist(), strict=True))
-            )
+            counted = np.bincount(reasons.argmax(0)[reasons.any(0)], minlength=len(_LEFT_OUT))
+            left_out.update(dict(zip(_LEFT_OUT, counted.tolist(), strict=True)))
             counts = np.flatnonzero(~reasons.any(0))
             # Rows of one query share its prompt where they are scored together.
             counts = counts[np.argsort(rows["query_id"][counts], kind="stable")]
@@ -319,19 +318,11 @@ def _ids(measured: Measured, which: np.ndarray) -> list[tuple[str, int]]:
     return [(measured.writers[writer], row) for writer, row in measured.figures[which][["writer", "row"]].tolist()]
 
 
-def groups_of(query: np.ndarray, K: int, *, most: int, seed: int) -> np.ndarray:
-    """int64[n, K], n ≤ most: random disjoint groups of K rows of one query, as numbers of rows. Args: query: [rows]."""
-    rng = np.random.default_rng([seed, K])
-    order = rng.permutation(len(query))
-    order = order[np.argsort(query[order], kind="stable")]
-    _, starts, rows = np.unique(query[order], return_index=True, return_counts=True)
-    begins = np.concatenate([start + K * np.arange(n // K) for start, n in zip(starts, rows, strict=True)])
-    return order[rng.permutation(begins)[:most, None] + np.arange(K)]
-
-
 def gradients(opened: Opened, measured: Measured, count: int) -> str:
     """A table of the gradient's signal and noise, by sizes of groups and lengths of responses. Raises ValueError where rows alone
     do not give it. Args: count: the most groups of a size, at least 2."""
+    from tba_jax.learner import gradient_noise
+
     objective, named = opened.learner.objective, f"learner.objective={opened.config.learner.objective}"
     if count < 2:
         raise ValueError(f"--gradients={count} must be at least 2: the variance of one gradient is not known; 0 leaves it out")
@@ -342,7 +333,7 @@ def gradients(opened: Opened, measured: Measured, count: int) -> str:
     sizes = [K for power in range(1, 32) if (K := 2**power) >= objective.min_completions]
     least, tables = min(count, _LEAST_GROUPS), list[str]()
     for K in sizes:
-        groups = groups_of(measured.figures["query"], K, most=count, seed=opened.config.seed)
+        groups = gradient_noise.groups_of(measured.figures["query"], K, most=count, seed=opened.config.seed)
         if len(groups) < least:
             break
         tables += _of_size(opened, measured, groups)

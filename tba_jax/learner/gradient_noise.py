@@ -6,6 +6,7 @@ from collections.abc import Callable
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tba_jax.learner import update
 from tba_jax.learner.update import Batch, LearnerConfig
@@ -37,6 +38,16 @@ class Noise:
     def ratio(self) -> float:
         """signal / variance: the signal-to-noise ratio of one group, NaN where no gradient differs from another."""
         return self.signal / self.variance if self.variance else float("nan")
+
+
+def groups_of(query: np.ndarray, K: int, *, most: int, seed: int) -> np.ndarray:
+    """int64[n, K], n ≤ most: random disjoint groups of K rows of one query, as numbers of rows. Args: query: [rows]."""
+    rng = np.random.default_rng([seed, K])
+    order = rng.permutation(len(query))
+    order = order[np.argsort(query[order], kind="stable")]
+    _, starts, rows = np.unique(query[order], return_index=True, return_counts=True)
+    begins = np.concatenate([start + K * np.arange(n // K) for start, n in zip(starts, rows, strict=True)])
+    return order[rng.permutation(begins)[:most, None] + np.arange(K)]
 
 
 def no_sums(trained: Params) -> Sums:

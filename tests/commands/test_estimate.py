@@ -196,16 +196,6 @@ def test_without_a_reference_the_rewards_decide(tmp_path):
     assert "no log_weight_std: the run has no reference" in text and text.splitlines()[-1].split()[3] == "-"
 
 
-def test_groups_are_disjoint_and_of_one_query():
-    query = np.random.default_rng(0).integers(0, 5, 60)
-    for K in (2, 4, 8):
-        found = estimate.groups_of(query, K, most=1000, seed=1)
-        assert len(np.unique(found)) == found.size and len(found) == sum(n // K for n in np.bincount(query))
-        assert (query[found] == query[found][:, :1]).all()
-    assert estimate.groups_of(query, 2, most=3, seed=1).shape == (3, 2)
-    assert estimate.groups_of(query, 64, most=3, seed=1).shape == (0, 64)
-
-
 def test_gradients_are_told_by_size_and_length(untrained, capsys):
     arguments = [f"--workdir={untrained.run.root}", "--policy=0", "--min_effective=2", "--queries=0"]
     assert command_line.execute(estimate, [*arguments, "--gradients=24"]) == 0

@@ -89,3 +89,13 @@ def test_a_group_of_another_size_is_its_own_mean():
         found.append(float(sums.squares))
     np.testing.assert_allclose(found[0], found[1], rtol=1e-4)
     assert found[0] > 0
+
+
+def test_groups_are_disjoint_and_of_one_query():
+    query = np.random.default_rng(0).integers(0, 5, 60)
+    for size in (2, 4, 8):
+        found = gradient_noise.groups_of(query, size, most=1000, seed=1)
+        assert len(np.unique(found)) == found.size and len(found) == sum(n // size for n in np.bincount(query))
+        assert (query[found] == query[found][:, :1]).all()
+    assert gradient_noise.groups_of(query, 2, most=3, seed=1).shape == (3, 2)
+    assert gradient_noise.groups_of(query, 64, most=3, seed=1).shape == (0, 64)
