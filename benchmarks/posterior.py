@@ -44,6 +44,7 @@ REWARD_SPREAD, LOGIT_SPREAD = 1.4, 0.7
 BOUND = 0.03
 POINTS = 40
 MAX_DELAY = 50
+FROZEN_ROWS = 1024
 
 MODEL = DecoderConfig(
     layers=2,
@@ -109,13 +110,14 @@ NUMBER_OF_CODE[code(RESPONSES)] = np.arange(N)
 @flax.struct.dataclass
 class Problem:
     """ref_params: π_ref; ref_logprobs: float32[Q, N, R], its teacher-forced log-probs, nats; rewards: float32[Q, N];
-    target: float32[Q, N], p*; log_z: float32[Q], nats."""
+    target: float32[Q, N], p*; log_z: float32[Q], nats, and frozen_log_z: its estimate from FROZEN_ROWS draws of π_ref."""
 
     ref_params: Any
     ref_logprobs: chex.Array
     rewards: chex.Array
     target: chex.Array
     log_z: chex.Array
+    frozen_log_z: chex.Array
 
 
 def prompts(queries: int, copies: int) -> tuple[jax.Array, jax.Array]:
@@ -148,13 +150,17 @@ def make_problem(seed: jax.Array, *, queries: int = QUERIES, model: DecoderConfi
     """A random network, far from uniform, as π_ref; normal rewards; p* by brute force."""
     definition = decoder.define(model)
     params_key, rewards_key = jax.random.split(jax.random.key(seed))
+    frozen_key = jax.random.fold_in(jax.random.key(seed), 2)
     # Weights of order 1/√D, so that what a position predicts depends on all before it.
     params = jax.tree.map(lambda p: jnp.where(p == 1, p, 6 * p), definition.init(params_key))
     head = params["lm_head"]["weight"]
     params["lm_head"]["weight"] = head / jnp.std(head) * LOGIT_SPREAD / model.width**0.5
     ref_logprobs = enumerate_logprobs(params, queries, definition)
     rewards = BETA * REWARD_SPREAD * jax.random.normal(rewards_key, (queries, N))
-    log_target = jnp.sum(ref_logprobs, axis=-1) + rewards / BETA
+    log_ref = jnp.sum(ref_logprobs, axis=-1)
+    log_target = log_ref + rewards / BETA
+    drawn = jax.random.categorical(frozen_key, log_ref[:, None, :], shape=(queries, FROZEN_ROWS))
+    ratios = jnp.take_along_axis(rewards, drawn, axis=1) / BETA  # log p̃/π_ref
     log_z = jax.nn.logsumexp(log_target, axis=1)
     return Problem(
         ref_params=params,
@@ -162,6 +168,7 @@ def make_problem(seed: jax.Array, *, queries: int = QUERIES, model: DecoderConfi
         rewards=rewards,
         target=jnp.exp(log_target - log_z[:, None]),
         log_z=log_z,
+        frozen_log_z=jax.nn.logsumexp(ratios, axis=1) - jnp.log(FROZEN_ROWS),
     )
 
 
@@ -211,7 +218,7 @@ def sample(params: Any, key: jax.Array, behavior: Behavior, *, queries: int, def
     return Drawn(tokens, length, policy, behaved)
 
 
-def as_batch(rows: Drawn, problem: Problem) -> update.Batch:
+def as_batch(rows: Drawn, problem: Problem, *, gives_log_z: bool = False) -> update.Batch:
     """The rows with their rewards and reference log-probs, which are looked up."""
     queries = len(problem.rewards)
     query, number = jnp.repeat(jnp.arange(queries), K), jnp.asarray(NUMBER_OF_CODE)[code(rows.tokens)]
@@ -223,6 +230,7 @@ def as_batch(rows: Drawn, problem: Problem) -> update.Batch:
         ref_logprobs=problem.ref_logprobs[query, number],
         behavior_logprobs=rows.behavior_logprobs,
         reward=problem.rewards[query, number],
+        log_z=problem.frozen_log_z[query] if gives_log_z else None,
     )
 
 
@@ -292,7 +300,7 @@ def train(
         rows, slots = rows_for(state.params["policy"], state.step + delay), MAX_DELAY + 1
         waiting = jax.tree.map(lambda w, r: w.at[(state.step + delay) % slots].set(r), waiting, rows)
         rows = jax.tree.map(lambda w: w[state.step % slots], waiting)
-        batch = as_batch(rows, problem)
+        batch = as_batch(rows, problem, gives_log_z=OBJECTIVES[objective].given_log_z)
         packed = alone(batch.tokens, batch.prompt_length, batch.response_length, R=R)
         state, measured = update.train_step(
             state, {}, batch, packed, whole_groups=True, optimizers=optimizers, schedules=schedules, config=config
@@ -331,7 +339,8 @@ def compare(root: Path, *, steps: int = 4000, seeds: int = 3) -> None:
 # reward by its spread, and the pairs of online DPO are the best and the worst of K.
 _OTHER_OPTIMA = ("grpo", "dr_grpo", "icepop", "online_dpo")
 # On-policy p* is the optimum of the others here (of ppo but for the error of its values). No log Z head, no values of states.
-WITH_KL = ("trajectory_balance", "tba_prime", "reinforce", "rloo", "proximal_rloo", "ppo", *_OTHER_OPTIMA)
+_P_STAR = ("trajectory_balance", "f_trajectory_balance", "frozen_log_z", "gflowrl", "tba_prime", "reinforce", "rloo")
+WITH_KL = (*_P_STAR, "optimal_baseline", "proximal_rloo", "ppo", *_OTHER_OPTIMA)
 STALE = "50 updates old"
 
 

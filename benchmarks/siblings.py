@@ -4,8 +4,8 @@
 
 On uniform rows each has an optimum of its own, computed from its equation without training: an objective of groups compares a row
 with an estimate from K rows, so it regresses on the mean of that estimate given the row, which `expected_by_response` draws, and
-`regression` solves the population's problem exactly. On rows of the policy itself, or of one that follows it, only the optimum of
-a_star_po is known, p*; how far from p* the others end is printed too.
+`regression` solves the population's problem exactly. On rows of the policy itself, or of one that follows it, the optimum of some
+is known, p*; how far from p* the others end is printed too.
 """
 
 import concurrent.futures
@@ -92,7 +92,7 @@ def a_star_po(rewards: Array, log_mu: Array, log_ref: Array, *, beta: float, K: 
     return regression(log_mu, log_ref - log_mu + (rewards - values) / beta)
 
 
-def flowrl(rewards: Array, log_mu: Array, log_ref: Array, *, beta: float, K: int) -> Array:
+def flowrl_linear_z(rewards: Array, log_mu: Array, log_ref: Array, *, beta: float, K: int) -> Array:
     def standardised(others: Array, _: Array, own: float) -> Array:
         group = np.column_stack([others, np.full(len(others), own)])
         return (own - group.mean(axis=1)) / group.std(axis=1)
@@ -104,6 +104,34 @@ def flowrl(rewards: Array, log_mu: Array, log_ref: Array, *, beta: float, K: int
 
     log_z = optimize.brentq(lambda z: float(unnormalised(z).sum()) - 1, -50, 50, xtol=1e-12)
     return unnormalised(log_z)
+
+
+def tpo(rewards: Array, log_mu: Array, log_ref: Array, *, beta: float, K: int) -> Array:
+    """As K grows."""
+    del log_ref
+
+    def standardised(others: Array, _: Array, own: float) -> Array:
+        group = np.column_stack([others, np.full(len(others), own)])
+        return (own - group.mean(axis=1)) / group.std(axis=1)
+
+    scaled = expected_by_response(standardised, rewards, log_mu, log_mu, others=K - 1) / beta
+    return special.softmax(log_mu + scaled)
+
+
+def gflowrl(rewards: Array, log_mu: Array, log_ref: Array, *, beta: float, K: int) -> Array:
+    """Where no bound is met."""
+    return special.softmax(log_mu / K + (1 - 1 / K) * (log_ref + rewards / beta))
+
+
+def frozen_log_z(rewards: Array, log_mu: Array, log_ref: Array, *, beta: float, error: float) -> Array:
+    """Args: error: of log Z, nats."""
+    aim = log_ref + rewards / beta
+    return regression(log_mu, aim - special.logsumexp(aim) - error - log_mu)
+
+
+def p_star_of(rewards: Array, log_mu: Array, log_ref: Array, *, beta: float) -> Array:
+    del log_mu
+    return special.softmax(log_ref + rewards / beta)
 
 
 def asymre(rewards: Array, log_mu: Array, log_ref: Array, *, delta: float, K: int) -> Array:
@@ -128,20 +156,30 @@ def _weighted(log_mu: Array, weight: Array) -> Array:
 @dataclasses.dataclass(frozen=True)
 class Form:
     """An objective. optimum: on rows of one query: (rewards, log μ, log π_ref), float64[N] each, and `given` -> float64[N];
-    beta: β of the loss; settings: of the loss."""
+    beta: β of the loss; settings: of the loss; follows: whether p* is its optimum on rows of the policy, or of one that
+    follows it."""
 
     optimum: Callable[..., Array]
     given: dict[str, float]
     beta: float = posterior.BETA
     settings: tuple[tuple[str, float], ...] = ()
+    follows: bool = False
 
 
+_UNBOUNDED = (("clip_high", 1e6), ("flow_gap_low", 1e3), ("flow_gap_high", 1e3))
 _BETA_K = dict(beta=posterior.BETA, K=posterior.K)
 FORMS: dict[str, Form] = {
     "oapl": Form(oapl, _BETA_K),
     "pmd_mean": Form(pmd_mean, _BETA_K),
-    "a_star_po": Form(a_star_po, _BETA_K),
-    "flowrl": Form(flowrl, dict(beta=2.0, K=posterior.K), beta=2.0, settings=(("clip_low", 1.0), ("clip_high", 9.0))),
+    "a_star_po": Form(a_star_po, _BETA_K, follows=True),
+    "tpo": Form(tpo, dict(beta=2.0, K=posterior.K), beta=2.0),
+    "f_trajectory_balance": Form(p_star_of, dict(beta=posterior.BETA), follows=True),
+    "frozen_log_z": Form(p_star_of, dict(beta=posterior.BETA), follows=True),
+    "gflowrl": Form(gflowrl, _BETA_K, settings=_UNBOUNDED, follows=True),
+    "optimal_baseline": Form(p_star_of, dict(beta=posterior.BETA), follows=True),
+    "flowrl_linear_z": Form(
+        flowrl_linear_z, dict(beta=2.0, K=posterior.K), beta=2.0, settings=(("clip_low", 1.0), ("clip_high", 9.0))
+    ),
     # All advantages of AsymRE and TOPR are above 0.
     "asymre": Form(asymre, dict(delta=-3.0, K=posterior.K), settings=(("asymre_delta", -3.0),)),
     "topr": Form(topr, dict(baseline=-3.0), settings=(("topr_baseline", -3.0),)),
@@ -214,7 +252,7 @@ def compare(root: Path, *, steps: int = STEPS, seeds: int = 2) -> None:
         if rows == "uniform":
             called, target = "its own", optimum(name, seed)
         else:
-            called, target = "p*" if name == "a_star_po" else "p*, not its own", p_star(seed)
+            called, target = "p*" if FORMS[name].follows else "p*, not its own", p_star(seed)
         found, policy = train(name, rows, target, seed=seed, steps=steps)
         reward = float((policy * rewards(seed)).sum(axis=-1).mean())
         return f"{seed}", name, rows, called, f"{found[0]:.3f}", f"{found[-1]:.4f}", f"{reward:.2f}"

@@ -30,7 +30,7 @@ from tba_jax.objectives import OBJECTIVES
 from tba_jax.roles import results
 from tba_jax.storage import layout
 
-SIBLINGS = ("oapl", "pmd_mean", "flowrl", "a_star_po", "asymre", "topr")
+SIBLINGS = ("oapl", "pmd_mean", "flowrl_linear_z", "a_star_po", "asymre", "topr")
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
 _OBJECTIVES = flags.DEFINE_list(

@@ -5,8 +5,8 @@ them. Ratios to the sampler and means over a group are of rows as they were draw
 repeated or chosen by their rewards. Where an objective reads no reference, nobody scores one for it; the evaluator keeps the
 initial policy. A β belongs to the rewards of its paper: the β of RLOO and Proximal RLOO to TL;DR, the β of VinePPO, PPO and
 Online DPO to GSM8K, where a right answer is worth 1. A baseline without a β in its row keeps the β of the recipe. Trajectory
-balance and TBA′ have their own recipes. The numbers of AsymRE and TOPR are for rewards of 0 and 1: with the scores of a reward
-model, as those of TL;DR, they are to be chosen anew.
+balance and TBA′ have their own recipes, and `frozen_log_z` needs a file (learner.log_z_path). The numbers of AsymRE and TOPR are
+for rewards of 0 and 1: with the scores of a reward model, as those of TL;DR, they are to be chosen anew.
 
 OAPL and A*-PO have two temperatures in their papers, one in the value and one before the log-ratio. There is one β here, for
 which neither paper gives a number: these rows keep the recipe's.
@@ -27,6 +27,7 @@ def _beta(beta: float) -> dict[str, float]:
 BASELINES: dict[str, dict[str, float]] = {
     "reinforce": {},
     "rloo": _beta(0.03),  # Ahmadian et al. 2024, appendix C
+    "optimal_baseline": {"importance_clip": 8.0},
     "proximal_rloo": {**_CLIP, **_beta(0.05)},  # Noukhovitch et al. 2024
     # β: Noukhovitch et al. 2024; λ: Schulman et al. 2017; the coefficient: the code of Ziegler et al. 2019.
     "ppo": {**_CLIP, **_beta(0.05), "gae_lambda": 0.95, "value_coefficient": 0.1},
@@ -44,7 +45,9 @@ BASELINES: dict[str, dict[str, float]] = {
     "pmd_mean": _beta(0.01),  # τ in the code of Xu et al. 2026
     "tpo": _beta(1.0),  # η of Kaddour 2026, of standardised rewards
     "f_trajectory_balance": {"divergence_alpha": 1.0},
-    "flowrl": {**_CLIP, **_beta(1 / 15)},  # the code of Zhu et al. 2025: β = 15, which is 1/β here
+    # After arXiv 2607.13394, at its best β of 8, which is 1/β here; the bounds of the flow gap are this project's.
+    "gflowrl": {**_beta(1 / 8), "clip_high": 0.2, "flow_gap_low": 2.0, "flow_gap_high": 4.0},
+    "flowrl_linear_z": {**_CLIP, **_beta(1 / 15)},  # the code of Zhu et al. 2025: β = 15, which is 1/β here
     "a_star_po": {},
     "asymre": {"asymre_delta": -0.1},  # Arnal et al. 2025 give the sign; the number is this project's
     "topr": {"topr_baseline": 0.5},  # right and wrong answers, worth 1 and 0, become ±1/2: Le Roux et al. 2025 have ±1

@@ -33,6 +33,7 @@ from tba_jax.text.prompts import texts as prompt_texts
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.experiment.composition import Experiment
+    from tba_jax.roles.sampler import NoReference, ReferencePolicy, Scoring
     from tba_jax.tasks.interface import EncodedQuery, Scores
     from tba_jax.text.tokenizers import StopStrings
 
@@ -201,37 +202,48 @@ def _rows(run: layout.RunDir, experiment: "Experiment", given: Sequence[GivenRes
         "key": np.zeros((count, 2), np.uint32),
         **vars(sampling.constant(count, temperature=contract.scoring_temperature)),
     }
-    logprobs, initial = _initial_logprobs(run, experiment, rows)
-    rows["reference_id"] = np.full(count, int(contract.reference_of_rows(initial), 16), np.uint64)
-    rows["ref_logprobs"] = logprobs if contract.has_reference else np.zeros_like(logprobs)
+    from tba_jax.roles import gpus
+    from tba_jax.roles.sampler import ReferencePolicy, make_reference
+
+    experiment = experiment.on_device(gpus.jax_devices()[0])
+    scoring = _scoring(experiment)
+    initial = ReferencePolicy(scoring, run)
+    reference = make_reference(experiment.config, scoring, run, teacher=experiment.teacher)
+    logprobs = _logprobs(initial, experiment, rows)
+    rows["reference_id"] = np.full(count, int(reference.id, 16), np.uint64)
+    rows["ref_logprobs"] = logprobs if reference.id == initial.id else _logprobs(reference, experiment, rows)
     rows |= dict.fromkeys(("policy_logprobs", "behavior_logprobs"), logprobs)
     return rows | _scored(experiment, given, rows["finished"])
 
 
-def _initial_logprobs(run: layout.RunDir, experiment: "Experiment", rows: dict[str, np.ndarray]) -> tuple[np.ndarray, str]:
-    """float32[n, R], nats, 0 where masked: log-probs of the responses under the policy of step 0; and the id of that policy."""
+def _scoring(experiment: "Experiment") -> "Scoring":
     from tba_jax.experiment import meshes
     from tba_jax.roles import gpus
-    from tba_jax.roles.sampler import ReferencePolicy, Scoring, policy_mesh
+    from tba_jax.roles.sampler import Scoring, policy_mesh
 
-    devices, searchers = gpus.jax_devices(), experiment.config.searchers
-    meshes.check(experiment, role="searcher", devices=len(devices))
-    scoring = Scoring(
+    searchers = experiment.config.searchers
+    meshes.check(experiment, role="searcher", devices=len(gpus.jax_devices()))
+    return Scoring(
         contract=experiment.contract,
-        policy=experiment.on_device(devices[0]).policy,
+        policy=experiment.policy,
         mesh=policy_mesh(experiment.config, "searchers"),
         logit_megabytes=searchers.logit_megabytes,
         score_tokens=searchers.score_tokens,
     )
-    initial = ReferencePolicy(scoring, run)
+
+
+def _logprobs(of: "ReferencePolicy | NoReference", experiment: "Experiment", rows: dict[str, np.ndarray]) -> np.ndarray:
+    """float32[n, R], nats, 0 where masked: log-probs of the responses."""
     size, count = _rows_at_a_time(experiment), len(rows["row"])
     # The last rows are filled up: each call has as many rows.
     parts = [np.minimum(np.arange(start, start + size), count - 1) for start in range(0, count, size)]
-    found = [initial.logprobs({name: column[part] for name, column in rows.items()}) for part in parts]
+    found = [of.logprobs({name: column[part] for name, column in rows.items()}) for part in parts]
     logprobs = np.concatenate(found)[:count]
     if broken := int((~np.isfinite(logprobs).all(axis=1)).sum()):
-        raise FloatingPointError(f"{broken} responses have log-probs under the policy of step 0 that are not finite")
-    return logprobs, initial.id
+        raise FloatingPointError(
+            f"{broken} responses have log-probs under the policy of step 0, or its teacher, that are not finite"
+        )
+    return logprobs
 
 
 def _scored(experiment: "Experiment", given: Sequence[GivenResponse], finished: np.ndarray) -> dict[str, np.ndarray]:

@@ -234,7 +234,7 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], drawn: np.nda
     from tba_jax.decoding.requests import Request
     from tba_jax.decoding.sampling import Sampling
     from tba_jax.experiment import stored_run
-    from tba_jax.roles.sampler import Sampler, Scoring, make_reference
+    from tba_jax.roles.sampler import NoReference, Sampler, Scoring
     from tba_jax.storage import published
 
     stored = stored_run.read(run.layout, called=str(run.layout.shared))
@@ -250,7 +250,7 @@ def _generated(run: Run, name: str, row: Mapping[str, np.ndarray], drawn: np.nda
         run.layout,
         policy=policy,
         tokenizer=stored.tokenizer,
-        reference=make_reference(scoring, run.layout),
+        reference=NoReference(scoring, run.layout),
         weights=run.config.searchers.weights,
         slots=1,
         samples=1,

@@ -326,7 +326,7 @@ def gradients(opened: Opened, measured: Measured, count: int) -> str:
     objective, named = opened.learner.objective, f"learner.objective={opened.config.learner.objective}"
     if count < 2:
         raise ValueError(f"--gradients={count} must be at least 2: the variance of one gradient is not known; 0 leaves it out")
-    if needs := [each for each in ("log_z_head", "value_head", "state_values") if getattr(objective, each)]:
+    if needs := [each for each in ("given_log_z", "log_z_head", "value_head", "state_values") if getattr(objective, each)]:
         raise ValueError(f"--gradients={count}: {named} reads what rows alone do not give ({needs[0].replace('_', ' ')})")
     if objective.reads_reference and (why := _no_reference(opened.config)):
         raise ValueError(f"--gradients={count}: {named} reads the reference, and {why}")

@@ -105,6 +105,7 @@ _USED_WITH: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         ("learner.reference.reset_steps", "learner.reference.reset_optimizer"),
     ),
     ("learner.reference.kind", lambda kind: kind == "ema", ("learner.reference.ema_decay",)),
+    ("learner.reference.kind", lambda kind: kind == "teacher", ("learner.reference.path",)),
     ("learner.reference.kind", lambda kind: kind in HELD_REFERENCES, ("learner.reference.offload",)),
     ("schedule.mode", lambda mode: mode == "asynchronous", ("searchers.lag",)),
     ("schedule.mode", lambda mode: mode == "interleaved", ("schedule.lag", "schedule.updates_per_search")),
@@ -234,8 +235,11 @@ def _of_objective(config: Any) -> Iterator[str]:
     if learner.clip_norm and objective.reward_unit is None:
         lacks = f"{named} has no reward_unit (tba_jax/objectives/__init__.py)"
         yield f"learner.clip_norm={learner.clip_norm} is in units of the reward, and {lacks}: set it to 0"
-    if kind in HELD_REFERENCES and not objective.reads_reference:
-        yield f"learner.reference.kind={kind} moves a reference that {named} does not read: leave it at initial"
+    if kind in (*HELD_REFERENCES, "teacher") and not objective.reads_reference:
+        does = "names" if kind == "teacher" else "moves"
+        yield f"learner.reference.kind={kind} {does} a reference that {named} does not read: leave it at initial"
+    if kind == "teacher" and not config.learner.reference.path:
+        yield "learner.reference.kind=teacher needs learner.reference.path, the folder or hub id of a model"
     if kind == "none" and objective.k3 and (learner.beta_start or learner.beta_end):
         betas = f"learner.beta_start={learner.beta_start} and learner.beta_end={learner.beta_end}"
         yield f"{betas} must be 0 with learner.reference.kind=none: {named} estimates the KL from the reference"
@@ -245,6 +249,10 @@ def _of_objective(config: Any) -> Iterator[str]:
     if kind == "ema" and config.lora.rank:
         why = "adapters, and the product of averages of A and B is not the average of A B"
         yield f"lora.rank={config.lora.rank} trains {why}: learner.reference.kind=ema needs lora.rank=0 (reset does not)"
+    if objective.given_log_z and not learner.log_z_path:
+        yield f"{named} needs learner.log_z_path, a file of log Z of the queries, which python -m tba_jax log_z makes"
+    if objective.given_log_z and kind in HELD_REFERENCES:
+        yield f"learner.reference.kind={kind} moves a reference that log Z of {named} is estimated for: leave it at initial"
     if objective.state_values and not config.task.step_ends:
         yield f"{named} needs rows with the values of the states between steps: say by task.step_ends what ends a step"
     yield from _of_rows(objective, config, named)
@@ -306,6 +314,9 @@ def _of_engine(config: Any) -> Iterator[str]:
     s, named = config.searchers, f"searchers.engine={config.searchers.engine}"
     if not s.scores_reference and config.learner.reference.kind == "none":
         yield "searchers.scores_reference=False needs a reference, by which the trainer scores: learner.reference.kind is none"
+    if not s.scores_reference and config.learner.reference.kind == "teacher":
+        why = "the trainer holds copies of its own policy alone"
+        yield f"learner.reference.kind=teacher needs searchers.scores_reference=True: {why}"
     if s.engine == "own":
         return
     if s.weights != "full":

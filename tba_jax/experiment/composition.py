@@ -10,6 +10,7 @@ from typing import Any
 
 from tba_jax.experiment import checks, meshes, stored_run
 from tba_jax.models.config import FREE_FIELDS
+from tba_jax.models.hugging_face import load
 from tba_jax.models.policy import Policy
 from tba_jax.rewards import scorers, task_models
 from tba_jax.roles import evaluator
@@ -36,7 +37,8 @@ _OF_A_PLACE = ("path", "time_limit", "retries", "concurrency", "batch_rows", "ur
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What a config means. queries: split -> queries that fit; skipped: split -> number of queries left out as too long."""
+    """What a config means. queries: split -> queries that fit; skipped: split -> number of queries left out as too long. teacher:
+    the reference of searchers (learner.reference.kind=teacher); None: another one, or it was not read."""
 
     config: Any
     contract: contract_lib.Contract
@@ -45,10 +47,12 @@ class Experiment:
     policy: Policy
     queries: dict[str, prompts.EncodedQueries]
     skipped: dict[str, int]
+    teacher: Policy | None = None
 
     def on_device(self, device: Any) -> "Experiment":
         """The experiment of a role whose devices are of this kind, see Policy.on_device."""
-        return dataclasses.replace(self, policy=self.policy.on_device(device))
+        teacher = None if self.teacher is None else self.teacher.on_device(device)
+        return dataclasses.replace(self, policy=self.policy.on_device(device), teacher=teacher)
 
 
 def build(
@@ -83,8 +87,12 @@ def build(
         found.attempt(_between_turns, task, tokenizer, chat_template=c.chat_template, tools=tools)
     banned = found.attempt(banned_tokens, config.task, tokenizer, policy.model.vocab)
     queries = found.attempt(encode_queries, config, task, tokenizer, tools=tools)
+    teacher = None
     if reward_models is None:
         reward_models = found.attempt(task_models.digests, task, fetch=weights)
+        if config.learner.reference.kind == "teacher":
+            teacher, digest = found.attempt(_teacher, config, policy, tokenizer, fetch=weights) or (None, {})
+            reward_models = {**(reward_models or {}), **digest}
     found.end()
     assert template is not None and banned is not None and queries is not None and reward_models is not None
     contract = contract_lib.Contract(
@@ -104,7 +112,7 @@ def build(
         reward_version=task.reward_version,
         warm_start=config.warm_start.to_dict(),
         private_files=private_files(task),
-        reference="none" if config.learner.reference.kind == "none" else "initial",
+        reference=kind if (kind := config.learner.reference.kind) in ("none", "teacher") else "initial",
         alphabet=alphabet,
         date=date,
         banned_tokens=banned,
@@ -113,12 +121,44 @@ def build(
         reward_models=dict(reward_models),
     )
     experiment = Experiment(
-        config=config, contract=contract, tokenizer=tokenizer, task=task, policy=policy, queries=queries[0], skipped=queries[1]
+        config=config,
+        contract=contract,
+        tokenizer=tokenizer,
+        task=task,
+        policy=policy,
+        queries=queries[0],
+        skipped=queries[1],
+        teacher=teacher,
     )
     for role in meshes.roles_of(config):
         found.attempt(meshes.check, experiment, role=role, devices=None)
     found.end()
     return experiment
+
+
+def _teacher(config: Any, policy: Policy, tokenizer: Tokenizer, *, fetch: bool) -> tuple[Policy, dict[str, str]]:
+    """The policy of a teacher, and its digest for the contract, which is left out where its weights are away and not fetched.
+
+    Raises ValueError: it cannot be used, or is not of the policy's tokens.
+    """
+    path, c = config.learner.reference.path, config.task
+    called = f"{contract_lib.TEACHER}={path!r}"
+    _, model, theirs = scorers.language_model(path, setting=contract_lib.TEACHER, compute_dtype=config.model.compute_dtype)
+    model = dataclasses.replace(model, attention=config.model.attention)
+    other = (
+        f"{called} has another tokenizer than the policy: a teacher scores the policy's tokens, so both must have the same one"
+    )
+    require(theirs.fingerprint == tokenizer.fingerprint, other)
+    vocab = f"{called} has a vocabulary of {model.vocab} tokens, the policy has one of {policy.model.vocab}: they must be equal"
+    require(model.vocab == policy.model.vocab, vocab)
+    rows = f"task.prompt_length + task.response_length = {c.prompt_length + c.response_length}"
+    too_short = f"{called} has {model.max_positions} positions, fewer than {rows}"
+    require(c.prompt_length + c.response_length <= model.max_positions, too_short)
+    if not (fetch or load.holds_weights(path)):
+        return Policy(model=model), {}
+    with load.named(contract_lib.TEACHER, path):
+        load.check_weights(path, model)
+    return Policy(model=model), {contract_lib.TEACHER: scorers.digest(path)}
 
 
 def _new_date(config: Any) -> str:

@@ -188,7 +188,7 @@ def programs(
         return {**initial_policy.programs(e, run, devices=devices), **made}
     world: dict[str, Any] = dict(policy=e.policy, tokenizer=e.tokenizer, task=e.task, devices=devices)
     if role == "searcher":
-        return searcher.programs(e.config, e.contract, queries=e.queries["train"], **world)
+        return searcher.programs(e.config, e.contract, queries=e.queries["train"], teacher=e.teacher, **world)
     return evaluator.programs(e.config, e.contract, queries=composition.heldout_queries(e), **world)
 
 

@@ -146,9 +146,12 @@ class _Memory:
             rows = min(rows, max(1, tokens // (self._P + self._R)))
         scored = rows * (self._P + self._R) * model.width * self._compute * 4
         scores = section == "evaluation" or self._experiment.contract.has_reference
+        teacher = self._experiment.teacher if section == "searchers" else None
+        kept = scores and teacher is None
         scoring_bytes = scored + 2 * self._logits(rows, tensor, self._config[section].logit_megabytes)
         return {
-            "reference" if scores else "frozen weights": policy // parts if scores or self._adapters else 0,
+            "reference" if kept else "frozen weights": policy // parts if kept or self._adapters else 0,
+            "teacher": self._compute * parameters.count(teacher.model_specs) // parts if teacher else 0,
             "policies": self._policies(section, sampled) // parts,
             "KV cache": 2 * model.layers * entries * model.kv_heads * model.head_size * self._compute // tensor,
             "logits": 3 * drawn * model.vocab * 4 // tensor,

@@ -35,6 +35,11 @@ log = logging.getLogger(__name__)
 _CHECKED_EXAMPLES = 256
 
 
+def begins_as_mounts(config: Any) -> bool:
+    """Whether step 0 is the reference policy of the runs of replay.mount, whose rows hold its log-probs."""
+    return bool(config.replay.mount) and config.searchers.scores_reference
+
+
 def check(experiment: Experiment, run: layout.RunDir, *, init_from: str = "", fetch: bool = True) -> None:
     """Checks what the initial policy is yet to be made of, if this run makes it: a checkpoint, or worked examples.
 
@@ -43,7 +48,7 @@ def check(experiment: Experiment, run: layout.RunDir, *, init_from: str = "", fe
     Raises ValueError: the checkpoint is not whole, or worked examples do not fit task.prompt_length and task.response_length.
     """
     config = experiment.config
-    if init_from or config.replay.mount or places.exists(run.initial_reference):
+    if init_from or begins_as_mounts(config) or places.exists(run.initial_reference):
         return
     if not config.model.path and config.warm_start.steps:
         examples = experiment.task.worked_examples(np.random.default_rng(config.seed), _CHECKED_EXAMPLES)
@@ -65,7 +70,7 @@ def _warm_start(experiment: Experiment, devices: Sequence[jax.Device] | None = N
 def programs(experiment: Experiment, run: layout.RunDir, *, devices: Sequence[jax.Device] | None = None) -> dict[str, Program]:
     """Name -> what the warm start compiles, {} where this run has none or is past it. Args: see _warm_start."""
     config = experiment.config
-    if not config.warm_start.steps or config.model.path or config.replay.mount or places.exists(run.initial_reference):
+    if not config.warm_start.steps or config.model.path or begins_as_mounts(config) or places.exists(run.initial_reference):
         return {}
     return _warm_start(experiment, devices).programs()
 
@@ -80,8 +85,8 @@ def make(
 ) -> str:
     """Makes the policy that step 0 starts from, and returns its id.
 
-    The policy is the reference policy of the mounted runs. Without mounts it is the snapshot that --init_from named. Without
-    either it is imported, warm-started or random, as the config says.
+    Where the run begins as those that it mounts, the policy is their reference policy. Else it is the snapshot that --init_from
+    named, or it is imported, warm-started or random, as the config says.
 
     Args: experiment: with the mesh of the trainer. report: see WarmStart.train. plan: of the trainer's processes, all of which
     call this; None: this process alone.
@@ -92,7 +97,7 @@ def make(
     config, plan, status = experiment.config, plan or Plan(), status or Status(None)
     name, init_from = plan.share(lambda: [run.draft.name, contract_lib.read(run)["init_from"]])
     draft = run.draft.parent / name
-    if not config.replay.mount:
+    if not begins_as_mounts(config):
         begins = "warm start" if config.warm_start.steps else "making a random policy"
         status.phase(f"loading {source}" if (source := init_from or config.model.path) else begins)
         if plan.leads:
@@ -106,7 +111,8 @@ def make(
 
 def _adopt(draft: Path, experiment: Experiment, run: layout.RunDir, status: Status) -> str:
     """Makes the draft of the reference policy the run's, in process 0. Returns its id."""
-    if mounts := experiment.config.replay.mount:
+    if begins_as_mounts(experiment.config):
+        mounts = experiment.config.replay.mount
         status.phase(f"copying the reference policy of {mounts[0]}")
         places.make_folder(draft.parent)
         _copy_reference(mounts[0], draft)
@@ -164,6 +170,8 @@ def mend(run: layout.RunDir) -> bool:
 
 # Fields of the contract that say nothing about rows.
 _FREE_OF_ROWS = ("lora", "private_files", "date")
+# Likewise, where the trainer scores rows by its own reference: theirs may be of another policy, or there is none.
+_OF_REFERENCE = ("model", "warm_start", "reference")
 # Fields of the contract that say what weights mean.
 _OF_WEIGHTS = ("model", "tokenizer", "eos_id", "pad_id")
 
@@ -186,11 +194,15 @@ def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contrac
     """
     if not config.replay.mount:
         return
-    ours: dict[str, Any] = {k: v for k, v in contract.to_json().items() if k not in _FREE_OF_ROWS}
+    as_mounts = begins_as_mounts(config)
+    free = _FREE_OF_ROWS if as_mounts else (*_FREE_OF_ROWS, *_OF_REFERENCE)
+    ours: dict[str, Any] = {k: v for k, v in contract.to_json().items() if k not in free}
     expected = None
     with contextlib.suppress(ValueError):  # damaged: initial_policy.mend comes first
         expected = _reference_id(run)
-    if not places.exists(run.initial_reference):  # this run will begin from the reference policy of the runs that it mounts
+    if as_mounts and not places.exists(
+        run.initial_reference
+    ):  # this run will begin from the reference policy of the runs that it mounts
         ours |= {"model.path": config.model.path, "init_from": init_from}
     writers, found = dict.fromkeys(_writers(run), run.replay), Mistakes()
     owner, seen = "this run's", [os.path.realpath(str(run.shared))]
@@ -204,13 +216,15 @@ def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contrac
         seen.append(place)
         stored = contract_lib.read_run(other, called=f"replay.mount: {folder}")
         _check_rows(folder, other, stored, ours)
-        reference = _reference_id(other)
-        require(reference, f"replay.mount: {folder} has no reference policy yet: start its trainer first")
-        same = ours["reference"] == "none" or expected in (None, reference)
-        of_rows = f"rows of {folder} have log-probs of reference {reference}"
-        require(same, f"replay.mount: {of_rows}, {owner} is {expected}")
-        if expected is None:
-            expected, owner = reference, f"that of {folder}"
+        if as_mounts:
+            reference = _reference_id(other)
+            require(reference, f"replay.mount: {folder} has no reference policy yet: start its trainer first")
+            same = ours["reference"] == "none" or expected in (None, reference)
+            of_rows = f"rows of {folder} have log-probs of reference {reference}"
+            advice = "with searchers.scores_reference=False the trainer of a new run scores them by its own"
+            require(same, f"replay.mount: {of_rows}, {owner} is {expected}; {advice}")
+            if expected is None:
+                expected, owner = reference, f"that of {folder}"
         for writer in _writers(other):
             there = writers.setdefault(writer, other.replay)
             require(there == other.replay, f"replay.mount: writer {writer} has a log in {other.replay} and in {there}")

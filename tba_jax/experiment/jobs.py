@@ -42,7 +42,8 @@ def make_searcher(
     """Args: name: of the searcher; writer: the id of its log, "" for a new one of this name; endpoint: see Searcher."""
     e = s.experiment
     own: dict[str, Any] = dict(queries=e.queries["train"], writer=writer or writer_id(name), account=account, endpoint=endpoint)
-    return Searcher(s.config, e.contract, s.run, policy=e.policy, tokenizer=e.tokenizer, task=e.task, **own)
+    own |= dict(policy=e.policy, teacher=e.teacher)
+    return Searcher(s.config, e.contract, s.run, tokenizer=e.tokenizer, task=e.task, **own)
 
 
 def searcher(s: Invocation) -> Job:

@@ -136,6 +136,9 @@ c.task.red_team.compute_dtype = setting("float32", one_of=("float32", "bfloat16"
 # An attack succeeds if the mean toxicity of its replies is above this.
 c.task.red_team.success_threshold = setting(0.5, above=0, below=1)
 c.task.red_team.embedder_path = setting("", path="or hub")  # a sentence encoder; with it, reports say how much attacks differ
+c.task.prompts = ConfigDict()
+c.task.prompts.train_path = setting("", path="or hub")  # rows {"prompt"}; on the hub, the split train
+c.task.prompts.heldout_path = setting("", path="or hub")  # likewise; on the hub, the split test
 c.task.tldr = ConfigDict()
 # Rows {"summary"} with a ready "query", or with "title", "post" and perhaps "subreddit". Such a post loses paragraphs from its
 # end until the prompt fits task.prompt_length. On the hub: the splits train and validation.
@@ -281,18 +284,20 @@ c.replay.poll_seconds = setting(0.2, above=0, free=True)
 # The most memory of rows that the trainer has read and not taken up, however far behind it is.
 c.replay.arrival_megabytes = setting(64, at_least=1, free=True)
 # Workdirs of other runs, finished or not, whose rows are trained on beside this run's own. Other runs are only read. Contract and
-# reference policy must be those of this run. The staleness of their rows is counted from step 0 of this run.
+# reference policy must be those of this run, which begins from theirs; with searchers.scores_reference=False their model and
+# reference may be others, and the run begins as its own settings say. The staleness of their rows is counted from its step 0.
 c.replay.mount = setting((), path="always")
 
 c.learner = ConfigDict()
-# trajectory_balance (VarGrad) | learned_log_z (a head predicts log Z from the prompt) | tba_prime (token level, TBA′) |
-# f_trajectory_balance (of α-divergences) | reinforce | rloo | proximal_rloo | ppo (a head predicts values) | vine_ppo
-# (Monte-Carlo values in rows) | grpo | dr_grpo | online_dpo | raft | maxrl | icepop | gspo | cispo | oapl | pmd_mean | tpo |
-# flowrl (a head predicts log Z) | a_star_po | asymre | topr. What each needs: tba_jax/objectives/__init__.py
+# trajectory_balance (VarGrad) | learned_log_z (a head predicts log Z from the prompt) | frozen_log_z (of a file) | tba_prime
+# (token level, TBA′) | f_trajectory_balance (of α-divergences) | gflowrl | reinforce | rloo | optimal_baseline | proximal_rloo |
+# ppo (a head predicts values) | vine_ppo (Monte-Carlo values in rows) | grpo | dr_grpo | online_dpo | raft | maxrl | icepop |
+# gspo | cispo | oapl | pmd_mean | tpo | flowrl_linear_z (a head predicts log Z) | a_star_po | asymre | topr. What each needs:
+# tba_jax/objectives/__init__.py
 c.learner.objective = setting("trajectory_balance", registry="objectives")
 c.learner.steps = setting(500, at_least=1)
 c.learner.queries = setting(7, at_least=1)  # Q
-c.learner.completions = setting(20, at_least=1)  # K; 1 is enough for learned_log_z, ppo, vine_ppo and topr
+c.learner.completions = setting(20, at_least=1)  # K; 1 is enough for learned_log_z, frozen_log_z, ppo, vine_ppo, topr
 # Tokens of the sequences that go through the model at a time, on all devices together; at least P + R on each of the mesh's ways,
 # which then has two sequences, each as long as the longer of P and R. 0: the whole batch.
 c.learner.micro_batch_tokens = setting(0, at_least=0, free=True)
@@ -317,14 +322,20 @@ c.learner.ref_temperature_steps = setting(0, at_least=0)
 c.learner.reward_temperature_start = setting(1.0, above=0)  # τ
 c.learner.reward_temperature_end = setting(1.0, above=0)
 c.learner.reward_temperature_steps = setting(0, at_least=0)
-c.learner.log_z_learning_rate = setting(1e-2, above=0)  # of the head of learned_log_z and flowrl; schedule: the policy's
+c.learner.log_z_learning_rate = setting(1e-2, above=0)  # of the head of learned_log_z and flowrl_linear_z
+# frozen_log_z: the file of log Z of each query that `python -m tba_jax log_z` makes from the rows of a run.
+c.learner.log_z_path = setting("", path="always")
 # The objective's name stands before what it reads. On-policy, every ratio π_θ/π_behaviour is 1.
-c.learner.importance_clip = setting(8.0, above=1, or_zero=True)  # tba_prime: most that π_θ/π_behaviour counts; 0: not weighted
+c.learner.importance_clip = setting(
+    8.0, above=1, or_zero=True
+)  # tba_prime (a token's), optimal_baseline (a response's): most that π_θ/π_behaviour counts
 c.learner.log_ratio_clip = setting(10.0, above=0)  # tba_prime: most that a token's log π_θ − log π_ref counts, in nats
 # tba_prime: what the sum over a row's tokens is divided by. response_budget: R | row_length: tokens of its prompt and response
 c.learner.row_divisor = setting("response_budget", one_of=("response_budget", "row_length"))
 c.learner.clip_low = setting(0.2, above=0, at_most=1)  # proximal_rloo, ppo, vine_ppo, grpo, dr_grpo: ratio from 1 − clip_low …
-c.learner.clip_high = setting(0.2, above=0)  # … to 1 + clip_high; flowrl reads both, cispo this one
+c.learner.clip_high = setting(0.2, above=0)  # … to 1 + clip_high; flowrl_linear_z reads both, cispo and gflowrl this one
+c.learner.flow_gap_low = setting(2.0, above=0)  # gflowrl: the flow gap is clipped to −flow_gap_low …
+c.learner.flow_gap_high = setting(4.0, above=0)  # … to flow_gap_high, in nats
 c.learner.sequence_clip_low = setting(3e-4, above=0, at_most=1)  # gspo: likewise, of the response's length-normalised ratio
 c.learner.sequence_clip_high = setting(4e-4, above=0)
 c.learner.icepop_low = setting(0.5, at_least=0, below=1)  # icepop: tokens with a ratio below icepop_low …
@@ -337,9 +348,11 @@ c.learner.asymre_delta = setting(-0.1, at_most=0)  # asymre: the baseline less t
 c.learner.topr_baseline = 0.0  # topr: subtracted from every reward; rows below 0 are weighed by π_θ/π_behaviour
 c.learner.reference = ConfigDict()
 # initial: the policy of step 0 | reset: the policy of the last multiple of reset_steps | ema: ref ← α·ref + (1 − α)·θ at each
-# step | none: log π_ref is 0 for every token, and searchers score nothing. The optimum is then ∝ exp(r / (β τ)) over responses. A
-# run has a reference or has none from its first row on. (contract)
-c.learner.reference.kind = setting("initial", one_of=("initial", "reset", "ema", "none"))
+# step | teacher: the model at learner.reference.path, by which searchers score | none: log π_ref is 0 for every token, and
+# searchers score nothing. The optimum is then ∝ exp(r / (β τ)) over responses. Whose log-probs rows hold is fixed from the first
+# row on. (contract)
+c.learner.reference.kind = setting("initial", one_of=("initial", "reset", "ema", "teacher", "none"))
+c.learner.reference.path = setting("", path="or hub")  # teacher: a Hugging Face folder or hub id with the policy's tokenizer
 c.learner.reference.reset_steps = setting(50, at_least=1)  # ρ
 c.learner.reference.reset_optimizer = False  # reset: Adam's moments begin anew, too
 c.learner.reference.ema_decay = setting(0.95, above=0, below=1)  # α of ema

@@ -7,9 +7,12 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from tba_jax import trajectory
 from tba_jax.experiment import composition, estimate, initial_policy, meshes, stored_run
 from tba_jax.models import hardware
+from tba_jax.objectives import OBJECTIVES
 from tba_jax.replay import journal
+from tba_jax.replay.log_z import FrozenLogZ
 from tba_jax.rewards import task_models
 from tba_jax.roles import gpus
 from tba_jax.roles import plan as plan_lib
@@ -122,11 +125,13 @@ def _check_run(s: Invocation, found: Mistakes, *, may_change_schedule: bool, fet
     contract, exists = s.experiment.contract, places.exists(s.run.config)
     if may_change_schedule:
         found.attempt(initial_policy.check_behavior_is_known, s.run, s.config)
+        found.attempt(_check_log_z, s.experiment)
     if may_change_schedule or not exists:
         found.attempt(initial_policy.check_init_from, s.run, s.config, contract, init_from=s.init_from)
         found.attempt(initial_policy.check_mounts, s.run, s.config, contract, init_from=s.init_from)
     if exists:
         gone = set() if fetch else {use.setting for use in task_models.away(s.experiment.task)}
+        gone |= {contract_lib.TEACHER} - contract.reward_models.keys()
         found.attempt(_check_joins, s, gone)
     if exists and may_change_schedule:
         step = journal.last_step(s.run.journal)
@@ -140,6 +145,14 @@ def _check_run(s: Invocation, found: Mistakes, *, may_change_schedule: bool, fet
     for sink in dict.fromkeys(s.config.metrics.sinks):
         if sentence := missing(sink):
             log.warning("%s", sentence)
+
+
+def _check_log_z(experiment: composition.Experiment) -> None:
+    """Raises ValueError where the objective is given log Z, and not of this p̃ and of all queries."""
+    c = experiment.config.learner
+    if OBJECTIVES[c.objective].given_log_z:
+        queries = (trajectory.query_id(query.prompt) for query in experiment.queries["train"])
+        FrozenLogZ.read(c.log_z_path).check(c, queries, reward_version=experiment.contract.reward_version)
 
 
 def _check_joins(s: Invocation, gone: Collection[str]) -> None:

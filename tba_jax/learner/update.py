@@ -49,7 +49,8 @@ class Batch:
 
     ref_logprobs: log-probs under the run's initial reference. moving_ref_logprobs: log-probs under the reference of the step;
     None where the reference does not move. state_values: see ObjectiveInputs; None where rows have no column of that name.
-    trained: bool[B, R], see trajectory.trained; None where no environment answers, and all tokens of responses are trained on.
+    log_z: float32[B], nats, of the rows' queries; None where the objective is not given it. trained: bool[B, R], see
+    trajectory.trained; None where no environment answers, and all tokens of responses are trained on.
     """
 
     tokens: chex.Array
@@ -60,6 +61,7 @@ class Batch:
     reward: chex.Array
     moving_ref_logprobs: chex.Array | None = None
     state_values: chex.Array | None = None
+    log_z: chex.Array | None = None
     trained: chex.Array | None = None
 
     @property
@@ -67,13 +69,13 @@ class Batch:
         return self.ref_logprobs.shape[-1]
 
 
-def batch_from_rows(rows: trajectory.Rows) -> Batch:
+def batch_from_rows(rows: trajectory.Rows, *, log_z: np.ndarray | None = None) -> Batch:
     """The columns that an update needs, still on the host."""
-    columns = {field.name for field in dataclasses.fields(Batch)} - {"moving_ref_logprobs", "trained"}
+    columns = {field.name for field in dataclasses.fields(Batch)} - {"moving_ref_logprobs", "log_z", "trained"}
     if "state_values" not in rows:
         columns.remove("state_values")
     trained = trajectory.trained(rows) if "environment" in rows else None
-    return Batch(**{name: np.asarray(rows[name]) for name in columns}, trained=trained)
+    return Batch(**{name: np.asarray(rows[name]) for name in columns}, log_z=log_z, trained=trained)
 
 
 InputsOf = Callable[[Batch], ObjectiveInputs]
@@ -195,6 +197,8 @@ def _gradient(
         measurements["ratio_clipped"] = config.objective.clipped(outputs.logprobs, inputs)
     if "log_z_head" in state.params:
         measurements["learned_log_z"] = jnp.mean(log_z)
+    if batch.log_z is not None:
+        measurements["frozen_log_z"] = jnp.mean(log_z)
     if outputs.values is not None:
         squares = inputs.masked((outputs.values - inputs.reward[:, None]) ** 2)
         measurements["value_error"] = jnp.sqrt(jnp.sum(squares) / jnp.maximum(jnp.sum(inputs.mask), 1))
@@ -204,12 +208,13 @@ def _gradient(
 
 def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfig) -> tuple[jax.Array, Any]:
     """log Z(x) of each row's query, float32[B], and a function that maps the cotangent of log Z to the gradient
-    {"log_z_head": …}. Without a head they are zeros and {}.
+    {"log_z_head": …}. Without a head they are what the batch gives, or zeros, and {}.
     """
     K = config.settings.completions
     model = state.model(state.params, frozen)
     if model.log_z_head is None:
-        return jnp.zeros(batch.reward.shape, jnp.float32), lambda cotangent: {}
+        given = jnp.zeros(batch.reward.shape, jnp.float32) if batch.log_z is None else batch.log_z
+        return given, lambda cotangent: {}
     P = batch.tokens.shape[1] - batch.R
     prompts = batch.tokens[::K, :P], batch.prompt_length[::K]
     at_a_time = math.gcd(len(prompts[0]), max(1, config.limits.full_rows // K))

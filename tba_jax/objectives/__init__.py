@@ -4,6 +4,10 @@ import math
 
 from tba_jax.objectives import policy_gradient, regression
 from tba_jax.objectives.advantages import mean_ratios, sequence_ratios, share_beyond, token_ratios
+from tba_jax.objectives.f_trajectory_balance import f_trajectory_balance
+from tba_jax.objectives.frozen_log_z import frozen_log_z
+from tba_jax.objectives.gflowrl import gflowrl
+from tba_jax.objectives.maxrl import maxrl
 from tba_jax.objectives.objective import (
     TEMPERATURES,
     Objective,
@@ -13,7 +17,9 @@ from tba_jax.objectives.objective import (
     residual_in_nats,
     residual_in_rewards,
 )
-from tba_jax.objectives.trajectory_balance import f_trajectory_balance, learned_log_z, trajectory_balance
+from tba_jax.objectives.optimal_baseline import optimal_baseline
+from tba_jax.objectives.tpo import tpo
+from tba_jax.objectives.trajectory_balance import learned_log_z, trajectory_balance
 
 _CLIP = ("clip_low", "clip_high")
 _TOKENS_CLIPPED = share_beyond(token_ratios, lambda s: (1 - s.clip_low, 1 + s.clip_high))
@@ -43,6 +49,24 @@ OBJECTIVES: dict[str, Objective] = {
         log_z_head=True,
         settings=("beta", *TEMPERATURES, "log_z_learning_rate"),
     ),
+    "frozen_log_z": Objective(
+        loss=frozen_log_z,
+        reward_unit=residual_in_nats,
+        min_completions=1,
+        positive_beta=True,
+        full_support=True,
+        given_log_z=True,
+        settings=("beta", *TEMPERATURES, "log_z_path"),
+    ),
+    "gflowrl": Objective(
+        loss=gflowrl,
+        reward_unit=residual_in_nats,
+        behavior_logprobs=True,
+        positive_beta=True,
+        full_support=True,
+        clipped=share_beyond(sequence_ratios, lambda s: (0.0, 1 + s.clip_high)),
+        settings=("beta", *TEMPERATURES, "clip_high", "flow_gap_low", "flow_gap_high"),
+    ),
     "tba_prime": Objective(
         loss=policy_gradient.tba_prime,
         reward_unit=advantage_over_temperature,
@@ -54,6 +78,13 @@ OBJECTIVES: dict[str, Objective] = {
     ),
     "reinforce": Objective(loss=policy_gradient.reinforce, reward_unit=advantage_in_rewards, settings=("beta",)),
     "rloo": Objective(loss=policy_gradient.rloo, reward_unit=advantage_in_rewards, settings=("beta",)),
+    "optimal_baseline": Objective(
+        loss=optimal_baseline,
+        reward_unit=advantage_in_rewards,
+        behavior_logprobs=True,
+        clipped=share_beyond(sequence_ratios, lambda s: (0.0, s.importance_clip or math.inf)),
+        settings=("beta", "importance_clip"),
+    ),
     "proximal_rloo": Objective(
         loss=policy_gradient.proximal_rloo,
         reward_unit=advantage_in_rewards,
@@ -93,7 +124,7 @@ OBJECTIVES: dict[str, Objective] = {
     },
     "online_dpo": Objective(loss=regression.online_dpo, reward_unit=preference, positive_beta=True, settings=("beta",)),
     "raft": Objective(loss=policy_gradient.raft, reward_unit=advantage_in_rewards, reads_reference=False),
-    "maxrl": Objective(loss=policy_gradient.maxrl, reward_unit=advantage_in_rewards, reads_reference=False),
+    "maxrl": Objective(loss=maxrl, reward_unit=advantage_in_rewards, reads_reference=False),
     "icepop": Objective(
         loss=policy_gradient.icepop,
         reward_unit=advantage_in_rewards,
@@ -135,15 +166,15 @@ OBJECTIVES: dict[str, Objective] = {
         settings=("beta",),
     ),
     "tpo": Objective(
-        loss=regression.tpo,
+        loss=tpo,
         reward_unit=advantage_in_rewards,
         behavior_logprobs=True,
         positive_beta=True,
         reads_reference=False,
         settings=("beta",),
     ),
-    "flowrl": Objective(
-        loss=regression.flowrl,
+    "flowrl_linear_z": Objective(
+        loss=regression.flowrl_linear_z,
         reward_unit=residual_in_nats,
         behavior_logprobs=True,
         positive_beta=True,

@@ -19,13 +19,13 @@ _LARGEST = 60.0
 class ObjectiveSettings:
     """Static settings of objectives, with the defaults of experiment/schema.py.
 
-    completions: K. importance_clip: upper bound of π_θ/π_behaviour in TBA′, 0 for no importance weights. log_ratio_clip: bound
-    of a token's log π_θ − log π_ref in TBA′, nats. row_divisor: what TBA′ divides the sum over a row's tokens by:
+    completions: K. importance_clip: upper bound of π_θ/π_behaviour in TBA′, 0 for no importance weights. log_ratio_clip: bound of
+    a token's log π_θ − log π_ref in TBA′, nats. row_divisor: what TBA′ divides the sum over a row's tokens by:
     `response_budget` (R) or `row_length` (tokens of its prompt and response). clip_low, clip_high: ratios are clipped to [1 −
     low, 1 + high]. sequence_clip_low, sequence_clip_high: the same for GSPO. icepop_low, icepop_high: IcePop drops tokens
     whose ratio is outside of these bounds. gae_lambda: λ of GAE. value_coefficient: weight of PPO's value loss.
-    divergence_alpha: α of f-trajectory balance. asymre_delta: δ of AsymRE, at most 0. topr_baseline: c of TOPR. Both are in
-    units of the reward.
+    divergence_alpha: α of f-trajectory balance. flow_gap_low, flow_gap_high: bounds of GFlowRL's flow gap, nats.
+    asymre_delta: δ of AsymRE, at most 0. topr_baseline: c of TOPR. Both are in units of the reward.
     """
 
     completions: int
@@ -41,6 +41,8 @@ class ObjectiveSettings:
     gae_lambda: float = 0.95
     value_coefficient: float = 0.1
     divergence_alpha: float = 1.0
+    flow_gap_low: float = 2.0
+    flow_gap_high: float = 4.0
     asymre_delta: float = -0.1
     topr_baseline: float = 0.0
 
@@ -49,8 +51,8 @@ class ObjectiveSettings:
 class PolicyOutputs:
     """The model's outputs, through which gradients flow.
 
-    logprobs: float32[B, R], nats at the scoring temperature, 0 where masked; log_z: float32[B], nats, the learned log Z(x) of
-    each row's query, 0 if there is no log Z head; values: float32[B, R], in units of the reward, the value head's estimate for
+    logprobs: float32[B, R], nats at the scoring temperature, 0 where masked; log_z: float32[B], nats, the learned or given
+    log Z(x) of each row's query, 0 if there is none; values: float32[B, R], in units of the reward, the value head's estimate for
     the state before each token, arbitrary where masked, None if there is no value head.
     """
 
@@ -164,16 +166,17 @@ def preference(inputs: ObjectiveInputs) -> jax.Array:
 class Objective:
     """An objective and its requirements, which config checks and the learner read.
 
-    loss: see Loss; reward_unit: see RewardUnit, None if nobody knows it, and then gradients cannot be clipped;
-    min_completions: the smallest K; behavior_logprobs: it reads the log-probs of π_behaviour; positive_beta: it has no optimum
-    or no gradient at β = 0, which drops the KL term of other objectives; full_support: its optimum requires a sampler that can
-    draw every response; as_drawn: rows must be what π_behaviour draws by itself: none truncated, none with a forced end, none
-    chosen by its reward, none repeated; log_z_head, value_head: PolicyOutputs must have a learned log_z or values;
-    state_values: rows must carry Monte-Carlo state values; reads_reference: it reads ref_logprobs, be it in a KL term that β =
-    0 leaves out; k3: at β > 0 it has the k3 estimate of KL(π_θ‖π_ref), which needs a π_ref that is a distribution; clipped:
-    the share, float32[], of its ratios π_θ/π_behaviour, of tokens or of rows, that are beyond its bounds, None where it bounds
-    none; settings: the settings learner.* that it reads (fields of ObjectiveSettings, learning rates of its heads, and the
-    schedules `beta`, `ref_temperature`, `reward_temperature`): a new run is refused that sets others.
+    loss: see Loss; reward_unit: see RewardUnit, None if nobody knows it, and then gradients cannot be clipped; min_completions:
+    the smallest K; behavior_logprobs: it reads the log-probs of π_behaviour; positive_beta: it has no optimum or no gradient
+    at β = 0, which drops the KL term of other objectives; full_support: its optimum requires a sampler that can draw every
+    response; as_drawn: rows must be what π_behaviour draws by itself: none truncated, none with a forced end, none chosen by
+    its reward, none repeated; given_log_z: rows' queries have a log Z from a file; log_z_head, value_head: PolicyOutputs must
+    have a learned log_z or values; state_values: rows must carry Monte-Carlo state values; reads_reference: it reads
+    ref_logprobs, be it in a KL term that β = 0 leaves out; k3: at β > 0 it has the k3 estimate of KL(π_θ‖π_ref), which needs
+    a π_ref that is a distribution; clipped: the share, float32[], of its ratios π_θ/π_behaviour, of tokens or of rows, that
+    are beyond its bounds, None where it bounds none; settings: the settings learner.* that it reads (fields of
+    ObjectiveSettings, learning rates of its heads, `log_z_path`, and the schedules `beta`, `ref_temperature`,
+    `reward_temperature`): a new run is refused that sets others.
     """
 
     loss: Loss
@@ -183,6 +186,7 @@ class Objective:
     positive_beta: bool = False
     full_support: bool = False
     as_drawn: bool = False
+    given_log_z: bool = False
     log_z_head: bool = False
     value_head: bool = False
     state_values: bool = False

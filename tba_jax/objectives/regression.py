@@ -1,7 +1,7 @@
 """Losses that fit the policy's log-ratios to rewards, and online DPO, which fits their order.
 
-Each returns float32[]: in squared units of the reward, in squared nats per token (`flowrl`), or in nats (`online_dpo`). The
-reference of `oapl` and `pmd_mean` is the policy that drew the row, of the others π_ref of the run, fixed or moving.
+Each returns float32[]: in squared units of the reward, in squared nats per token (`flowrl_linear_z`), or in nats (`online_dpo`).
+The reference of `oapl` and `pmd_mean` is the policy that drew the row, of the others π_ref of the run, fixed or moving.
 docs/objectives.md tells how each loss differs from its paper, and how its optimum depends on who drew the rows.
 """
 
@@ -75,30 +75,15 @@ def a_star_po(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     return jnp.mean((inputs.beta * log_ratio - advantage) ** 2)
 
 
-def tpo(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
-    """L = mean_i KL( q_i ‖ p_i ) / K,  p = softmax_j( log π_θ(y_j) ),  q = softmax_j( log π_behaviour(y_j) + (r_j − r̄)/(β std) ).
-
-    Target policy optimisation (Kaddour 2026, eq. 1-3): p and q are distributions over the K rows of a query, and q is fixed. The
-    paper's loss is the cross-entropy, whose gradient is K times this one's. Its temperature η, which is 1, is β here. log π(y) is
-    a sum over the response.
-
-    Optimum, on rows of one fixed μ and as K grows: μ·exp((r − E r)/(β std))/Z. On rows of the policy itself it is the best
-    response.
-    """
-    behavior, policy = (inputs.grouped(inputs.token_sum(x)) for x in (inputs.behavior_logprobs, outputs.logprobs))
-    target = jax.nn.log_softmax(behavior + standardised(inputs.grouped(inputs.reward)) / inputs.beta)
-    return jnp.mean(jnp.exp(target) * (target - jax.nn.log_softmax(policy)))
-
-
-def flowrl(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
+def flowrl_linear_z(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     """L = mean_{i,j} w ( log Z_φ(x) + log π_θ(y|x)/|y| − r̂/β − log π_ref(y|x)/|y| )²,  r̂ = (r − r̄)/std of the group.
 
-    FlowRL: trajectory balance of mean log-probs with a learned log Z (Zhu et al. 2025).
+    FlowRL with a linear log Z: trajectory balance of mean log-probs with a learned log Z (after Zhu et al. 2025).
     w = clip( π_θ(y|x)/π_behaviour(y|x), 1 − clip_low, 1 + clip_high ), of the whole response, detached. The paper's β is 1/β.
 
     Optimum, on rows of one fixed policy of full support: π_ref·exp(|y| (r̂/β − log Z)), with the log Z at which it is a
-    distribution: it is not p*. Log Z is linear in the mean state of the prompt's tokens, through which no gradient flows; the
-    paper has a network of three layers there, and lets the gradient through.
+    distribution: it is not p*. Log Z is linear in the mean state of the prompt's tokens, through which no gradient flows. FlowRL
+    itself has a network of three layers with dropout there, and lets the gradient through.
     """
     log_ratio = inputs.token_sum(outputs.logprobs) - inputs.token_sum(inputs.ref_logprobs)
     chex.assert_equal_shape([outputs.log_z, log_ratio, inputs.reward])

@@ -257,12 +257,13 @@ def programs(
     devices: Sequence[jax.Device] | None = None,
 ) -> dict[str, Program]:
     """Name -> what an evaluator compiles on the devices of its policy. Args: devices: of the role; None: of this process."""
+    how = _scoring(config, contract, policy, policy_mesh(config, "evaluation", devices=devices))
     return sampler.programs(
-        _scoring(config, contract, policy, policy_mesh(config, "evaluation", devices=devices)),
+        how,
         models=sampler.models_beside(config, task, role="evaluator", section="evaluation", devices=devices),
         tokenizer=tokenizer,
         rows=config.evaluation.batch_size,
-        scores=True,
+        scorer=how,
         section="evaluation",
         slots_setting="evaluation.batch_size",
         **_sampling_settings(config, contract, queries),

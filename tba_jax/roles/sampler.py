@@ -13,6 +13,7 @@ from tba_jax import packing, sharding, trajectory
 from tba_jax.decoding.engine import Engine
 from tba_jax.decoding.served import ServedEngine
 from tba_jax.models import kv_cache, parameters, scoring
+from tba_jax.models.hugging_face import load
 from tba_jax.models.parameters import Params
 from tba_jax.models.policy import Policy
 from tba_jax.programs import Program, again, shaped, with_beside
@@ -47,8 +48,8 @@ def text_columns(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """How the reference scores rows on a mesh. samples: consecutive rows of one prompt. Each device scores sequences of
-    score_tokens at a time (packing.Limits.tokens), whose logits take at most logit_megabytes."""
+    """How a policy scores rows on a mesh. samples: consecutive rows of one prompt. Each device scores sequences of score_tokens
+    at a time (packing.Limits.tokens), whose logits take at most logit_megabytes."""
 
     contract: contract_lib.Contract
     policy: Policy
@@ -56,6 +57,11 @@ class Scoring:
     samples: int = 1
     logit_megabytes: int
     score_tokens: int
+
+    @property
+    def shapes(self) -> Params:
+        """The weights that score, as jax.ShapeDtypeStruct."""
+        return self.policy.model_shapes(self.mesh, dtype=self.policy.model.compute_dtype)
 
     def program(self, temperature: float) -> Any:
         """The jitted function, see scoring.program."""
@@ -94,12 +100,12 @@ def load_reference(how: Scoring, run: layout.RunDir) -> Params:
 
 
 class Scorer:
-    """Scores rows by the weights of one policy. params: these weights; work: of the scoring."""
+    """Scores rows by the weights of one policy. work: of the scoring."""
 
-    def __init__(self, how: Scoring, params: Params, *, called: str):
-        """Args: params: plain weights of how.policy in its compute dtype; called: what the log calls the scoring."""
-        self.mesh, self.params, self.work = how.mesh, params, Work()
-        self._how, self._scorer = how, functools.cache(how.program)
+    def __init__(self, how: Scoring, weights: Params, *, called: str):
+        """Args: weights: plain ones of how.policy in its compute dtype; called: what the log calls the scoring."""
+        self.mesh, self.work = how.mesh, Work()
+        self._how, self._weights, self._scorer = how, weights, functools.cache(how.program)
         self._shapes_log = ShapesLog(called)
 
     def logprobs(self, rows: Mapping[str, np.ndarray], *, temperature: float | None = None) -> np.ndarray:
@@ -115,15 +121,27 @@ class Scorer:
         responses = int(rows["response_length"].sum())
         self.work += of_plan(plan, self._how.policy.model, responses=responses, passes=1)
         score = self._scorer(self._how.contract.scoring_temperature if temperature is None else temperature)
-        return np.asarray(score(self.params, jax.device_put(packed, scoring.packed_shardings(self.mesh))))
+        return np.asarray(score(self._weights, jax.device_put(packed, scoring.packed_shardings(self.mesh))))
 
 
 class ReferencePolicy(Scorer):
-    """The reference policy, by which rows are scored. id: its name."""
+    """The policy of step 0 as the reference: `id` names it, `params` are its weights."""
 
     def __init__(self, how: Scoring, run: layout.RunDir):
-        super().__init__(how, load_reference(how, run), called="scoring by the reference")
-        self.id = layout.reference_id(run)
+        self.id, self.params = layout.reference_id(run), load_reference(how, run)
+        super().__init__(how, self.params, called="scoring by the reference")
+
+
+class Teacher(ReferencePolicy):
+    """Another model as the reference. params: what adapters of the policy belong to, {} without them."""
+
+    def __init__(self, how: Scoring, run: layout.RunDir, *, teacher: Policy, path: str):
+        """Args: how: of the policy; path: of the teacher, a Hugging Face folder or hub id."""
+        self.id = how.contract.reference_of_rows("")
+        self.params = {} if how.policy.lora is None else load_reference(how, run)
+        shardings, dtype = teacher.model_shardings(how.mesh), teacher.model.compute_dtype
+        weights = load.load_params(load.resolve_folder(path), teacher.model, shardings, dtype=dtype)
+        Scorer.__init__(self, dataclasses.replace(how, policy=teacher), weights, called="scoring by the reference")
 
 
 class NoReference:
@@ -148,9 +166,14 @@ def check_finite(ref_logprobs: np.ndarray, queries: Sequence[str]) -> None:
         )
 
 
-def make_reference(how: Scoring, run: layout.RunDir, *, scores: bool = True) -> ReferencePolicy | NoReference:
-    """The reference of the run. Args: scores: False: the trainer scores rows by it, and these have no reference yet."""
-    return ReferencePolicy(how, run) if how.contract.has_reference and scores else NoReference(how, run)
+def make_reference(config: Any, how: Scoring, run: layout.RunDir, *, teacher: Policy | None) -> ReferencePolicy | NoReference:
+    """The reference of a searcher. Where the trainer scores rows by it, these have none yet. Args: how: of the policy; teacher:
+    see Experiment."""
+    if not (how.contract.has_reference and config.searchers.scores_reference):
+        return NoReference(how, run)
+    if teacher is not None:
+        return Teacher(how, run, teacher=teacher, path=config.learner.reference.path)
+    return ReferencePolicy(how, run)
 
 
 def automaton(texts: Sequence[str], tokenizer: Tokenizer, *, vocab: int) -> StopStrings | None:
@@ -193,16 +216,19 @@ def programs(
     slots_setting: str,
     swap_memory: str,
     models: Models,
-    scores: bool,
+    scorer: Scoring | None,
     **engine: Any,
 ) -> dict[str, Program]:
     """Name -> what a role with a Sampler compiles on the devices of its policy. Nothing is loaded or allocated.
 
-    Args: how: the policy of step 0 scores, where `scores` says that it does; rows: of one call; section: of the role's settings;
-      slots_setting: which says how many responses are decoded at a time; models: on the same devices; others: see Sampler.
+    Args: how: of the policy; scorer: of the reference, None where none scores; rows: of one call; section: of the role's
+      settings; slots_setting: which says how many responses are decoded at a time; models: on the same devices; others: see
+      Sampler.
     """
     policy, mesh = how.policy, how.mesh
-    base = policy.model_shapes(mesh, dtype=policy.model.compute_dtype) if scores or policy.lora is not None else {}
+    is_own = scorer is not None and scorer.policy is policy  # step 0 scores
+    base = how.shapes if is_own or policy.lora is not None else {}
+    teacher = {} if scorer is None or is_own else scorer.shapes
     published = policy.snapshot_shapes(mesh)
     specs = kv_cache.define(policy.model, weights, unstacked=False).specs
     swap = _for_sampling(policy, mesh, weights)
@@ -210,10 +236,10 @@ def programs(
     of_lane = _engine(how.contract, mesh, policy, tokenizer, weights=weights, **engine).programs(sampled)
     in_use, prompts, slots, *_ = of_lane["decode"].arguments
     fewer = {"temporaries": (f"{section}.score_tokens", f"{section}.logit_megabytes")}
-    made = how.programs(base, rows) if scores else {}
+    made = {} if scorer is None else scorer.programs(teacher or base, rows)
     scores_rows = {name: dataclasses.replace(program, room=fewer) for name, program in made.items()}
-    weights_kept = "reference" if scores else "frozen weights"
-    parts = {**models.held, weights_kept: base, "caches": (prompts, slots), "policy in use": in_use}
+    weights_kept = "reference" if is_own else "frozen weights"
+    parts = {**models.held, weights_kept: base, "teacher": teacher, "caches": (prompts, slots), "policy in use": in_use}
     room = {**_room(section, slots_setting), **models.room}
     unstack = of_lane.pop("weights as decoded with")
     (one,) = unstack.arguments
@@ -249,7 +275,7 @@ def _room(section: str, slots_setting: str) -> dict[str, Sequence[str]]:
     return {
         "temporaries": (slots_setting, f"{section}.mesh.tensor"),
         "caches": (slots_setting, f"{section}.mesh.tensor", "task.response_length"),
-        **dict.fromkeys(("arguments", "reference", "frozen weights", "policy in use"), split),
+        **dict.fromkeys(("arguments", "reference", "teacher", "frozen weights", "policy in use"), split),
         "next policy": (f"{section}.swap_memory", *split),
     }
 

@@ -23,6 +23,8 @@ from tba_jax.storage.places import Place
 FORMAT = 8
 # The reference_id of rows without a reference policy, as 16 hex digits. No hash of weights is 0.
 NO_REFERENCE = 16 * "0"
+# The setting that names a teacher, whose digest is the reference_id of rows.
+TEACHER = "learner.reference.path"
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _ANOTHER_VERSION = "go on with the version that made the run, or begin another run in a new --workdir"
 
@@ -40,9 +42,10 @@ class Contract:
     step_ends: texts that end a step of a response, sorted; () if rows hold no values of states. chat_template: the text around a
     prompt, and a digest of the template's source; {} without one. date: YYYY-MM-DD, the day on which the run was made, which is
     today for the chat templates of the policy and of models that compute rewards. turns: the most turns of the policy in a
-    response that an environment answers; 0: there is none. reward_models: setting -> digest of the reward
-    model that it names. reference: the policy that ref_logprobs in rows come from, "initial" (that of step 0), or "none": then
-    they are 0. private_files: whether the files of the run are for their owner alone to read, see `is_private`.
+    response that an environment answers; 0: there is none. reward_models: setting -> digest of the reward model that it
+    names. reference: the policy that ref_logprobs in rows come from, "initial" (that of step 0), "teacher" (reward_models has
+    its digest), or "none": then they are 0. private_files: whether the files of the run are for their owner alone to read,
+    see `is_private`.
     """
 
     model: dict[str, Any]
@@ -99,7 +102,7 @@ class Contract:
 
     def reference_of_rows(self, initial: str) -> str:
         """16 hex digits, the reference_id of rows. Args: initial: that of the policy of step 0, see layout.reference_id."""
-        return initial if self.has_reference else NO_REFERENCE
+        return {"initial": initial, "teacher": self.reward_models.get(TEACHER, "")}.get(self.reference, NO_REFERENCE)
 
     def row_shape(self) -> trajectory.RowShape:
         """The schema of the run's rows."""

@@ -85,6 +85,11 @@ class RunDir:
         return self.root / "closed"
 
     @property
+    def log_z(self) -> Path:
+        """The file of learner.log_z_path as the run began with it."""
+        return self.root / "log_z.json"
+
+    @property
     def compilation_cache(self) -> Path:
         """Compiled programs, those of each type of CPU (processes.cpu_type) in a folder of their own."""
         return self.root / "compilation_cache"

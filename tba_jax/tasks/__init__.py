@@ -8,6 +8,7 @@ from tba_jax.tasks.guess import Guess
 from tba_jax.tasks.interface import Task
 from tba_jax.tasks.mathematics import GSM8K, Math
 from tba_jax.tasks.open_env import OpenEnv
+from tba_jax.tasks.prompts import Prompts
 from tba_jax.tasks.reasoning_gym import ReasoningGym
 from tba_jax.tasks.red_team import RedTeam
 from tba_jax.tasks.story_sentiment import StorySentiment
@@ -22,6 +23,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "gsm8k": GSM8K,
     "math": Math,
     "red_team": RedTeam,
+    "prompts": Prompts,
     "tldr": TLDR,
     "reasoning_gym": ReasoningGym,
     "text_arena": TextArena,

@@ -108,17 +108,19 @@ def test_values_that_do_not_go_together_are_refused(overrides, sentence):
 # What the base config lacks.
 NEEDED: dict[str, dict[str, object]] = {
     "vine_ppo": {"task.step_ends": (",",)},
+    "frozen_log_z": {"learner.log_z_path": "log_z.json"},
     "a_star_po": {"replay.recent_fill": "wait", "replay.merge_duplicates": False},
 }
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_what_an_objective_needs_is_refused_where_it_is_missing(name):
-    any_support = name not in ("trajectory_balance", "f_trajectory_balance", "learned_log_z", "tba_prime", "flowrl", "a_star_po")
+    of_p_star = ("trajectory_balance", "f_trajectory_balance", "learned_log_z", "frozen_log_z", "gflowrl", "tba_prime")
+    any_support = name not in (*of_p_star, "flowrl_linear_z", "a_star_po")
     no_beta = {"learner.beta_start": 0.0, "learner.beta_end": 0.0}
     without_reference = ("tpo", "maxrl", "raft", "gspo", "cispo", "oapl", "pmd_mean", "asymre", "topr")
     cases = {
-        "one completion": ({"learner.completions": 1}, name in ("learned_log_z", "ppo", "vine_ppo", "topr")),
+        "one completion": ({"learner.completions": 1}, name in ("learned_log_z", "frozen_log_z", "ppo", "vine_ppo", "topr")),
         "two completions": ({"learner.completions": 2}, True),
         "all rows truncated": ({"sampling.top_p": 0.9}, any_support),
         "all rows explored": ({"sampling.explore_top_p_probability": 1.0}, any_support),
@@ -127,7 +129,7 @@ def test_what_an_objective_needs_is_refused_where_it_is_missing(name):
         "rows drawn by reward": ({"replay.strategy": "softmax"}, name != "a_star_po"),
         "rows repeated": ({"replay.recent_fill": "repeat"}, name != "a_star_po"),
         "no β": (no_beta, any_support and name not in ("online_dpo", "oapl", "pmd_mean", "tpo")),
-        "a moving reference": ({"learner.reference.kind": "ema"}, name not in without_reference),
+        "a moving reference": ({"learner.reference.kind": "ema"}, name not in (*without_reference, "frozen_log_z")),
         "no reference": ({"learner.reference.kind": "none"}, name not in ("grpo", "dr_grpo", "vine_ppo", "icepop")),
     }
     for what, (settings, allowed) in cases.items():
@@ -173,7 +175,7 @@ def test_settings_that_would_not_be_used_are_refused_in_a_new_run(changes, used_
 
 @pytest.mark.parametrize("recipe", ["demo_baselines", "gsm8k_rho1b", "math_qwen2_5_7b", "tldr_pythia"])
 def test_a_baseline_gets_rows_as_they_were_drawn_and_no_reference_that_it_does_not_read(recipe):
-    assert set(baselines.BASELINES) == set(OBJECTIVES) - {"trajectory_balance", "learned_log_z", "tba_prime"}
+    assert set(baselines.BASELINES) == set(OBJECTIVES) - {"trajectory_balance", "learned_log_z", "frozen_log_z", "tba_prime"}
     for name in baselines.BASELINES:
         c, objective = small_recipes.config(f"{recipe}:{'410m-' if recipe == 'tldr_pythia' else ''}{name}"), OBJECTIVES[name]
         reads = objective.reads_reference and not (objective.k3 and c.learner.beta_start == c.learner.beta_end == 0)

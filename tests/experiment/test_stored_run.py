@@ -88,7 +88,7 @@ def test_past_schedules_of_steps_after_a_checkpoint(tmp_path):
     [
         ("learner.reference.kind", "initial", "ema", "its checkpoints hold another state"),
         ("learner.reference.kind", "reset", "ema", ""),
-        ("learner.objective", "learned_log_z", "flowrl", "its checkpoints hold another state"),
+        ("learner.objective", "learned_log_z", "flowrl_linear_z", "its checkpoints hold another state"),
         ("learner.objective", "grpo", "ppo", "its checkpoints hold another state"),
         ("learner.objective", "rloo", "grpo", ""),
         ("replay.capacity", 50_000, 60_000, "50000 there, 60000 here"),

@@ -80,7 +80,9 @@ def test_extreme_log_ratios_stay_finite(far):
 BOUNDS = {
     "tba_prime": (0, 1.5, np.exp),
     **dict.fromkeys(("ppo", "vine_ppo", "grpo", "dr_grpo"), (0.8, 1.3, np.exp)),
-    **dict.fromkeys(("proximal_rloo", "flowrl"), (0.8, 1.3, lambda x: [np.exp(x.sum())])),
+    **dict.fromkeys(("proximal_rloo", "flowrl_linear_z"), (0.8, 1.3, lambda x: [np.exp(x.sum())])),
+    "gflowrl": (0, 1.3, lambda x: [np.exp(x.sum())]),
+    "optimal_baseline": (0, 1.5, lambda x: [np.exp(x.sum())]),
     "icepop": (0.7, 1.4, np.exp),
     "gspo": (0.9, 1.1, lambda x: [np.exp(x.mean())]),
     "cispo": (0, 1.3, np.exp),

@@ -90,7 +90,7 @@ def test_extreme_ratios_give_finite_losses_and_gradients(form):
     name, (outputs, inputs) = FORMS[form][0], batch_of(form, dtype=np.float32)
     usual_loss, objective = evaluate(name, outputs, inputs)[0], OBJECTIVES[name]
     of_tokens = np.where(np.arange(7) % 2 == 0, 200.0, -200.0).astype(np.float32)
-    weighs = objective.behavior_logprobs and form != "tba_prime, unweighted"
+    weighs = objective.behavior_logprobs and not form.endswith(", unweighted")
     for other, reads in (("ref_logprobs", objective.reads_reference), ("behavior_logprobs", weighs)):
         for far in (of_tokens, np.float32(200.0), np.float32(-200.0)):
             loss, gradient = evaluate(name, outputs, dataclasses.replace(inputs, **{other: outputs.logprobs + far}))
@@ -125,7 +125,7 @@ def gradient_of(name: str, outputs: PolicyOutputs, inputs: ObjectiveInputs) -> n
     return evaluate(name, outputs, inputs)[1].logprobs
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "icepop", "gspo", "cispo", "online_dpo"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "icepop", "gspo", "cispo", "online_dpo", "optimal_baseline"])
 def test_a_group_of_equal_rewards_has_no_gradient(name, reward=-7.7e5):
     """Exactly, although the mean of K equal float32 is not always that number; the KL term is left out."""
     outputs, inputs = random_batch(1, 7, 5, dtype=np.float32)
@@ -136,8 +136,10 @@ def test_a_group_of_equal_rewards_has_no_gradient(name, reward=-7.7e5):
     assert loss == 0 and not gradient.logprobs.any()
 
 
-# At the reference and on-policy, what is left of a gradient is the reward; these read exp(r/β).
-@pytest.mark.parametrize("name", [x for x in OBJECTIVES if x not in ("oapl", "a_star_po", "f_trajectory_balance", "tpo")])
+# At the reference and on-policy, what is left of a gradient is the reward; these read exp(r/β), or clip r/β.
+@pytest.mark.parametrize(
+    "name", [x for x in OBJECTIVES if x not in ("oapl", "a_star_po", "f_trajectory_balance", "tpo", "gflowrl")]
+)
 def test_in_units_of_the_reward_a_gradient_does_not_depend_on_its_temperatures(name):
     outputs, inputs = random_batch(*SIZES)
     here = np.where(inputs.mask, outputs.logprobs, 0.0)
@@ -156,6 +158,18 @@ def test_in_units_of_the_reward_a_gradient_does_not_depend_on_its_temperatures(n
         np.testing.assert_allclose(other, found[0], rtol=1e-6, atol=1e-12)
 
 
+def test_a_teacher_as_the_reference_is_a_reward_of_its_log_ratio():
+    """r = log π_teacher − log π_ref at β = 1 has the target of the reference π_teacher and no reward: so is its gradient."""
+    outputs, inputs = random_batch(*SIZES, beta=1.0, seed=2)
+    teacher = random_batch(*SIZES, seed=9)[1].ref_logprobs
+    ratio = np.where(inputs.mask, teacher - inputs.ref_logprobs, 0.0).sum(axis=1)
+    by_reward = dataclasses.replace(inputs, reward=ratio)
+    by_reference = dataclasses.replace(inputs, ref_logprobs=teacher, reward=np.zeros_like(ratio))
+    found = [gradient_of("trajectory_balance", outputs, each) for each in (by_reward, by_reference)]
+    assert np.abs(found[0]).max() > 0.1
+    np.testing.assert_allclose(*found, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if not objective.positive_beta])
 def test_beta_0_leaves_the_kl_term_out(name):
     """There is a gradient, and in it no reference."""
@@ -170,9 +184,17 @@ def test_beta_0_leaves_the_kl_term_out(name):
 # Setting -> another value, which changes something wherever the setting is read.
 OTHER_VALUES: dict[str, Any] = dict(importance_clip=1.5, log_ratio_clip=0.5, row_divisor="row_length")
 OTHER_VALUES |= dict(clip_low=0.9, clip_high=3.0, sequence_clip_low=0.9, sequence_clip_high=3.0, icepop_low=0.05, icepop_high=1.1)
-OTHER_VALUES |= dict(divergence_alpha=0.4, gae_lambda=0.3, value_coefficient=0.9, asymre_delta=-0.7, topr_baseline=0.3)
+OTHER_VALUES |= dict(
+    flow_gap_low=0.1,
+    flow_gap_high=0.1,
+    divergence_alpha=0.4,
+    gae_lambda=0.3,
+    value_coefficient=0.9,
+    asymre_delta=-0.7,
+    topr_baseline=0.3,
+)
 COEFFICIENTS = ("beta", *TEMPERATURES)
-HEADS_RATES = {"log_z_learning_rate", "value_learning_rate"}  # the optimiser reads them
+HEADS_RATES = {"log_z_learning_rate", "value_learning_rate", "log_z_path"}  # the optimiser and the trainer read them
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

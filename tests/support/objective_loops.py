@@ -21,12 +21,15 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in OBJ
     "vine_ppo": ("vine_ppo", {"clip_low": 0.3, "clip_high": 0.5}),
     "grpo": ("grpo", {"clip_low": 0.3, "clip_high": 0.5}),
     "gspo": ("gspo", {"sequence_clip_low": 0.3, "sequence_clip_high": 0.2}),
-    "flowrl": ("flowrl", {"clip_low": 0.7, "clip_high": 1.5}),
+    "flowrl_linear_z": ("flowrl_linear_z", {"clip_low": 0.7, "clip_high": 1.5}),
+    "gflowrl": ("gflowrl", {"clip_high": 0.5}),
+    "gflowrl, bounds met": ("gflowrl", {"clip_high": 0.5, "flow_gap_low": 0.6, "flow_gap_high": 0.9}),
+    "optimal_baseline, unweighted": ("optimal_baseline", {"importance_clip": 0.0}),
     "asymre": ("asymre", {"asymre_delta": -0.4}),
     "topr": ("topr", {"topr_baseline": 0.2}),
 }
 # Objectives that do not compare the rows of a query.
-UNCOUPLED = ("learned_log_z", "ppo", "vine_ppo", "topr")
+UNCOUPLED = ("learned_log_z", "frozen_log_z", "ppo", "vine_ppo", "topr")
 
 
 def random_batch(
@@ -194,10 +197,20 @@ def group_losses(name: str, rows: Sequence[Row], held: Sequence[Row], inputs: Ob
         rho = bounded_exp([total / max(len(row.policy), 1) for total, row in zip(to_behavior, rows, strict=True)])
         return -clipped(rho, standardised, s.sequence_clip_low, s.sequence_clip_high)
 
-    def flowrl() -> Any:
+    def flowrl_linear_z() -> Any:
         lengths = np.array([max(len(row.policy), 1) for row in rows])
         log_z, weight = np.array([row.log_z for row in rows]), np.clip(of_held, 1 - s.clip_low, 1 + s.clip_high)
         return weight * (log_z + to_ref / lengths - standardised / beta) ** 2
+
+    def gflowrl() -> Any:
+        gap = np.array([row.behavior.sum() for row in rows]) - target
+        bounded = np.clip(gap - gap.mean(), -s.flow_gap_low, s.flow_gap_high)
+        return np.minimum(of_held, 1 + s.clip_high) * (bounded + to_behavior) ** 2
+
+    def optimal_baseline() -> Any:
+        weight = np.minimum(of_held, s.importance_clip) if s.importance_clip else np.ones(K)
+        variance = weight**2 * [max(len(row.policy), 1) for row in rows]
+        return -weight * (regularised - variance @ regularised / variance.sum()) * policy
 
     def a_star_po() -> Any:
         terms = to_behavior - to_ref + reward / beta
@@ -239,7 +252,10 @@ def group_losses(name: str, rows: Sequence[Row], held: Sequence[Row], inputs: Ob
         "oapl": lambda: (beta * to_behavior - (reward - beta * log_mean_exp(reward / beta))) ** 2,
         "pmd_mean": lambda: (centred - beta * to_behavior) ** 2,
         "tpo": tpo,
-        "flowrl": flowrl,
+        "flowrl_linear_z": flowrl_linear_z,
+        "frozen_log_z": lambda: (np.array([row.log_z for row in rows]) + policy - target) ** 2,
+        "gflowrl": gflowrl,
+        "optimal_baseline": optimal_baseline,
         "a_star_po": a_star_po,
         "asymre": lambda: -(centred - s.asymre_delta) * policy,
         "topr": lambda: -np.where(reward < s.topr_baseline, np.minimum(of_held, 1.0), 1.0) * (reward - s.topr_baseline) * policy,

@@ -115,6 +115,10 @@ REFUSALS = {
     "copied writer": ({}, "has a log in"),
     "no reference": ({}, "has no reference policy yet"),
     "other reference": ({"seed": 5}, "have log-probs of reference"),
+    "another response space": (
+        {"task__min_response_length": 2, "searchers__scores_reference": False},
+        "min_response_length: 0 there, 2",
+    ),
     "without a reference": ({"learner__reference__kind": "none"}, "learner.reference.kind: 'initial' there, 'none' here"),
     "not kept": ({}, "has replay.retention=checkpoints: its trainer may remove rows"),
     "other origin": ({}, "init_from: '' there, '/elsewhere@3' here"),

@@ -32,6 +32,7 @@ PRETRAINED = {
     "tldr_pythia:small": "reward",
     "own_task:small": "mentioned",
     "story_sentiment:small": "reward",
+    "distill:small": "reward",
 }
 # Rewards of a model; the others differ by settings, and test_privacy runs a task of a file.
 BY_DEFAULT = ("tldr_pythia:small",)

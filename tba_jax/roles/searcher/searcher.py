@@ -86,13 +86,15 @@ class Searcher:
         writer: str,
         account: TimeAccount,
         endpoint: Endpoint | None = None,
+        teacher: Policy | None = None,
     ):
-        """Args: writer: the id of its log, see stream.writer_id. endpoint: whose clients ask, in place of the task's queries."""
+        """Args: writer: the id of its log, see stream.writer_id. endpoint: whose clients ask, in place of the task's queries.
+        teacher: see Experiment."""
         self._config, self._contract = config, contract
         self._account = account
         self.mesh = policy_mesh(config, "searchers")
         scoring = _scoring(config, contract, policy, self.mesh)
-        reference = make_reference(scoring, run, scores=config.searchers.scores_reference)
+        reference = make_reference(config, scoring, run, teacher=teacher)
         self.sampler = Sampler(
             contract,
             run,
@@ -484,23 +486,26 @@ def programs(
     tokenizer: Tokenizer,
     task: Task,
     queries: Sequence[EncodedQuery],
+    teacher: Policy | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> dict[str, Program]:
-    """Name -> what a searcher compiles on the devices of its policy. Args: devices: of the role; None: of this process."""
+    """Name -> what a searcher compiles on the devices of its policy. Args: teacher: see Experiment; devices: of the role; None:
+    of this process."""
     mesh = policy_mesh(config, "searchers", devices=devices)
     models = sampler.models_beside(config, task, role="searcher", section="searchers", devices=devices)
     if contract.embedding:
         models |= rewards.sentence_encoder(config.task.embedding_path, mesh, length=contract.response_length)
     scores, how = contract.has_reference and config.searchers.scores_reference, _scoring(config, contract, policy, mesh)
+    scorer = dataclasses.replace(how, policy=teacher or policy) if scores else None
     if config.searchers.engine != "own":
-        base = policy.model_shapes(mesh, dtype=policy.model.compute_dtype)
-        return {**models.loading, **(how.programs(base, _rows_per_batch(config)) if scores else {}), **models.scoring}
+        made = {} if scorer is None else scorer.programs(scorer.shapes, _rows_per_batch(config))
+        return {**models.loading, **made, **models.scoring}
     return sampler.programs(
         how,
         models=models,
         tokenizer=tokenizer,
         rows=_rows_per_batch(config),
-        scores=scores,
+        scorer=scorer,
         section="searchers",
         slots_setting="searchers.slots",
         **_sampling_settings(config, contract, queries, mesh),

@@ -43,13 +43,13 @@ def make_index(config: Any, contract: contract_lib.Contract, *, reference_ids: S
     )
 
 
-def references_of_rows(config: Any, contract: contract_lib.Contract, run: layout.RunDir) -> tuple[int, ...]:
-    """The reference ids that rows of a run may have: the run's, and 0 for none where the trainer scores rows by it.
+def references_of_rows(config: Any, contract: contract_lib.Contract, run: layout.RunDir) -> tuple[int, ...] | None:
+    """The reference ids that rows of a run may have: the run's; None: any, where the trainer scores all rows by it.
 
     Raises FileNotFoundError where the run has no reference yet, see layout.reference_id.
     """
     own = int(contract.reference_of_rows(layout.reference_id(run)), 16)
-    return (own,) if config.searchers.scores_reference else (own, int(contract_lib.NO_REFERENCE, 16))
+    return (own,) if config.searchers.scores_reference else None
 
 
 def make_selection(config: Any, *, recent_window: int) -> Selection:
@@ -291,7 +291,7 @@ class ReplayBuffer:
     def _in_words(self, reason: str) -> str:
         if reason == "tokens":
             return f"a token, padding included, is not below the model's vocabulary of {self.index.vocab_size} ids"
-        if reason != "reference":
+        if reason != "reference" or self._reference_ids is None:
             return reason
         own = contract_lib.reference_in_words(f"{self._reference_ids[0]:016x}")
         return f"its log-probs are not of {own}, which is that of this run"

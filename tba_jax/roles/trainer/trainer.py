@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from tba_jax import trajectory
 from tba_jax.learner.optimizer import TrainState
 from tba_jax.models.policy import Policy
-from tba_jax.replay import journal, ledger
+from tba_jax.replay import journal, ledger, log_z
 from tba_jax.replay.index import ReplayIndex
 from tba_jax.roles.backpressure import DemandWriter
 from tba_jax.roles.plan import Plan
@@ -142,7 +143,11 @@ class Trainer:
         self.stops: Callable[[], bool] = lambda: False  # whether a signal asks for the end of the loop, in process 0
         self.account = TrainerAccount(record)
         self.program = UpdateProgram(config, contract, policy)
+        if self.program.log_z is not None:
+            self.program.log_z.check_reference(contract.reference_of_rows(self.reference_id))
         if lease is not None:
+            if self.program.log_z is not None:
+                log_z.keep(Path(config.learner.log_z_path), run.log_z)
             self.lease, self.buffer = lease, ReplayBuffer(config, contract, run, recent_window=publish_every_steps)
         epoch = self.plan.share(lambda: self.lease.epoch)
         self.publishing = publisher(config, run, lease, self.plan, epoch=epoch, every_steps=publish_every_steps)

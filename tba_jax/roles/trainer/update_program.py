@@ -19,6 +19,7 @@ from tba_jax.models.policy import Policy
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.programs import Program, again, shaped, with_beside
 from tba_jax.replay.log import GIVEN
+from tba_jax.replay.log_z import FrozenLogZ
 from tba_jax.roles.trainer.logprob_gap import SnapshotScores
 from tba_jax.roles.work import ShapesLog, Work, of_plan
 from tba_jax.run import processes
@@ -127,6 +128,7 @@ class UpdateProgram:
             c, contract, policy, self.mesh, stored_reference=config.searchers.scores_reference
         )
         self.frozen: Params = {}
+        self.log_z = FrozenLogZ.read(c.log_z_path) if self.config.objective.given_log_z else None
         self._shapes_log = {True: ShapesLog("update"), False: ShapesLog("update in two passes")}
         self._optimizers = optimizer.make_optimizers(c)
         self._shapes = optimizer.state_shapes(policy, self._optimizers, self.mesh)
@@ -207,7 +209,7 @@ class UpdateProgram:
 
     def programs(self, row_shape: trajectory.RowShape) -> dict[str, Program]:
         """Name -> the programs that `begin`, `dispatch` and `move_reference` call, for rows of this shape."""
-        on_host = update_lib.batch_from_rows(self._whole_rows(row_shape))
+        on_host = self._on_host(self._whole_rows(row_shape))
         batch = shaped(on_host, sharding.rows_sharding(self.mesh))
         limits, shardings = self.config.limits, scoring.packed_shardings(self.mesh)
         most = limits.shapes[-1]
@@ -232,7 +234,7 @@ class UpdateProgram:
 
     def place(self, rows: trajectory.Rows) -> Placed:
         """Packs B rows and starts their transfer to the mesh. The state is not read: this may be done beside an update."""
-        on_host = update_lib.batch_from_rows(rows)
+        on_host = self._on_host(rows)
         columns = on_host.tokens, on_host.prompt_length, on_host.response_length
         second_pass = update_lib.SCORING_SHARE[self.config.remat]
         settings: dict[str, Any] = dict(limits=self.config.limits, second_pass=second_pass, trained=on_host.trained)
@@ -241,6 +243,19 @@ class UpdateProgram:
         responses = int(on_host.response_length.sum())
         work = of_plan(plan, self._policy.model, responses=responses, passes=self._passes)
         return Placed(batch=sharding.put_rows(self.mesh, on_host), packed=packed, plan=plan, work=work)
+
+    def _on_host(self, rows: trajectory.Rows) -> update_lib.Batch:
+        """Raises BadInput where a row answers a query of which log Z is needed, and unknown."""
+        if self.log_z is None:
+            return update_lib.batch_from_rows(rows)
+        try:
+            # Rows that are only compiled for answer no query.
+            log_z = self.log_z.of(rows["query_id"]) if rows["query_id"].any() else np.zeros(self.rows, np.float32)
+        except KeyError as error:
+            raise processes.BadInput(
+                f"a row answers query {error.args[0]:016x}, of which learner.log_z_path has no log Z"
+            ) from error
+        return update_lib.batch_from_rows(rows, log_z=log_z)
 
     def is_new(self, placed: Placed) -> bool:
         """Whether no rows had this shape before."""
