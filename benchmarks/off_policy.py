@@ -39,7 +39,7 @@ class Decoder:
         import jax
 
         from tba_jax import sharding
-        from tba_jax.roles.sampler import Sampler, Scoring, make_reference
+        from tba_jax.roles.sampler import NoReference, Sampler, Scoring
         from tba_jax.roles.searcher.stream import query_order
 
         run, experiment = command_line.rebuilt(workdir, command_line.AS_IT_IS)
@@ -48,7 +48,7 @@ class Decoder:
         contract, policy = experiment.contract, experiment.policy
         scoring = Scoring(contract=contract, policy=policy, mesh=mesh, logit_megabytes=128, score_tokens=0)
         parts: dict[str, Any] = dict(policy=policy, tokenizer=experiment.tokenizer)
-        parts["reference"] = make_reference(scoring, run, scores=False)
+        parts["reference"] = NoReference(scoring, run)
         sizes: dict[str, Any] = dict(slots=_SLOTS, samples=1, prompt_length=contract.prompt_length)
         self.sampler = Sampler(contract, run, weights="full", **parts, **sizes)
         queries = experiment.queries["train"]
