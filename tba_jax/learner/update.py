@@ -178,7 +178,7 @@ def _gradient(
     config: LearnerConfig,
 ) -> optimizer.Gradient:
     batch, packed = rows
-    inputs_of = functools.partial(_inputs, step=state.step, schedules=schedules, config=config)
+    inputs_of = functools.partial(objective_inputs, step=state.step, schedules=schedules, config=config)
     log_z, pull_back_log_z = _log_z(state, frozen, batch, config)
     accumulate = _whole_groups if whole_groups else _any_split
     grads, log_z_cotangent, outputs, entropy = accumulate(state, frozen, batch, packed, log_z, inputs_of, config)
@@ -229,7 +229,8 @@ def _log_z(state: TrainState, frozen: Params, batch: Batch, config: LearnerConfi
     return log_z, lambda cotangent: pull_back(cotangent)[0]
 
 
-def _inputs(batch: Batch, *, step: jax.Array, schedules: Schedules, config: LearnerConfig) -> ObjectiveInputs:
+def objective_inputs(batch: Batch, *, step: jax.Array, schedules: Schedules, config: LearnerConfig) -> ObjectiveInputs:
+    """What the objective reads of a batch. Args: step: updates done before, of which β, γ and τ are functions."""
     real = jnp.arange(batch.R)[None, :] < batch.response_length[:, None]
     return ObjectiveInputs(
         ref_logprobs=batch.ref_logprobs if batch.moving_ref_logprobs is None else batch.moving_ref_logprobs,

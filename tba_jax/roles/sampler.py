@@ -82,7 +82,7 @@ class Scoring:
         )
 
     def programs(self, params: Params, rows: int) -> dict[str, Program]:
-        """Name -> the program of `ReferencePolicy.logprobs`. Args: params: shapes of the reference; rows: of one call."""
+        """Name -> the program of `Scorer.logprobs`. Args: params: shapes of the reference; rows: of one call."""
         largest = packing.empty(self.limits(rows), self.limits(rows).sequences)
         arguments = params, shaped(largest, scoring.packed_shardings(self.mesh))
         return {
@@ -90,8 +90,8 @@ class Scoring:
         }
 
 
-def _load(how: Scoring, run: layout.RunDir) -> Params:
-    """The weights of the policy that the run starts from. Raises BadInput where they are damaged."""
+def load_reference(how: Scoring, run: layout.RunDir) -> Params:
+    """The weights of the policy that the run starts from, in the compute dtype. Raises BadInput where they are damaged."""
     folder, shardings = run.reference(layout.reference_id(run)), how.policy.model_shardings(how.mesh)
     try:
         return snapshots.load(folder, how.policy.model_specs, shardings, dtype=how.policy.model.compute_dtype)
@@ -99,17 +99,14 @@ def _load(how: Scoring, run: layout.RunDir) -> Params:
         raise processes.BadInput(f"{error}. It is the policy of step 0: restore the folder from a copy of the run") from error
 
 
-class ReferencePolicy:
-    """The policy of step 0 as the reference: `id` names it, `params` are its weights, `logprobs` scores rows with them. work: of
-    the scoring."""
+class Scorer:
+    """Scores rows by the weights of one policy. work: of the scoring."""
 
-    def __init__(self, how: Scoring, run: layout.RunDir):
-        self.id, self.mesh, self.params = layout.reference_id(run), how.mesh, _load(how, run)
-        self._score_with(how, self.params)
-
-    def _score_with(self, how: Scoring, weights: Params) -> None:
-        self._how, self._weights, self._scorer, self.work = how, weights, functools.cache(how.program), Work()
-        self._shapes_log = ShapesLog("scoring by the reference")
+    def __init__(self, how: Scoring, weights: Params, *, called: str):
+        """Args: weights: plain ones of how.policy in its compute dtype; called: what the log calls the scoring."""
+        self.mesh, self.work = how.mesh, Work()
+        self._how, self._weights, self._scorer = how, weights, functools.cache(how.program)
+        self._shapes_log = ShapesLog(called)
 
     def logprobs(self, rows: Mapping[str, np.ndarray], *, temperature: float | None = None) -> np.ndarray:
         """float32[B, R], nats, 0 where masked. A program is compiled for each temperature, B and number of sequences (at most 8).
@@ -127,16 +124,24 @@ class ReferencePolicy:
         return np.asarray(score(self._weights, jax.device_put(packed, scoring.packed_shardings(self.mesh))))
 
 
+class ReferencePolicy(Scorer):
+    """The policy of step 0 as the reference: `id` names it, `params` are its weights."""
+
+    def __init__(self, how: Scoring, run: layout.RunDir):
+        self.id, self.params = layout.reference_id(run), load_reference(how, run)
+        super().__init__(how, self.params, called="scoring by the reference")
+
+
 class Teacher(ReferencePolicy):
     """Another model as the reference. params: what adapters of the policy belong to, {} without them."""
 
     def __init__(self, how: Scoring, run: layout.RunDir, *, teacher: Policy, path: str):
         """Args: how: of the policy; path: of the teacher, a Hugging Face folder or hub id."""
-        self.id, self.mesh = how.contract.reference_of_rows(""), how.mesh
-        self.params = {} if how.policy.lora is None else _load(how, run)
+        self.id = how.contract.reference_of_rows("")
+        self.params = {} if how.policy.lora is None else load_reference(how, run)
         shardings, dtype = teacher.model_shardings(how.mesh), teacher.model.compute_dtype
         weights = load.load_params(load.resolve_folder(path), teacher.model, shardings, dtype=dtype)
-        self._score_with(dataclasses.replace(how, policy=teacher), weights)
+        Scorer.__init__(self, dataclasses.replace(how, policy=teacher), weights, called="scoring by the reference")
 
 
 class NoReference:
@@ -144,7 +149,7 @@ class NoReference:
 
     def __init__(self, how: Scoring, run: layout.RunDir):
         self.id, self.mesh, self.work = contract_lib.NO_REFERENCE, how.mesh, Work()
-        self.params = {} if how.policy.lora is None else _load(how, run)
+        self.params = {} if how.policy.lora is None else load_reference(how, run)
         self._response_length = how.contract.response_length
 
     def logprobs(self, rows: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from tba_jax import main
-from tba_jax.commands import append, audit, command_line, evaluate, export, report, rescore, show, supervised
+from tba_jax.commands import append, audit, command_line, estimate, evaluate, export, report, rescore, show, supervised
 from tba_jax.experiment import jobs
 from tba_jax.outputs import visible
 from tba_jax.run import processes
@@ -77,7 +77,7 @@ def test_what_a_job_raises_is_no_mistake_of_the_user(capsys):
     assert ended.value.code == 1 and "Traceback" in capsys.readouterr().err
 
 
-COMMANDS = (append, audit, evaluate, export, main, report, rescore, show, supervised)
+COMMANDS = (append, audit, estimate, evaluate, export, main, report, rescore, show, supervised)
 
 
 def refusal(capsys, module, *arguments: str) -> str:
@@ -92,7 +92,7 @@ def refusal(capsys, module, *arguments: str) -> str:
 @pytest.mark.parametrize("module", COMMANDS, ids=lambda module: module.__name__)
 def test_every_command_answers_mistakes_and_help_alike(module, capsys):
     mistakes = {"--workdr=x": "'--workdr'; did you mean '--workdir'", "extra": "'extra' is no argument", "--zzz=1": "'--zzz'"}
-    required = ["--workdir=x", "--config=configs/demo.py", "--output=x", "--responses=x"]
+    required = ["--workdir=x", "--config=configs/demo.py", "--output=x", "--responses=x", "--policy=x"]
     taken = [each for each in required if f" {each.partition('=')[0]}" in (module.__doc__ or "")]
     assert all(words in refusal(capsys, module, *taken, argument) for argument, words in mistakes.items())
     assert re.search(r"--(workdir|config) needs a value: ", refusal(capsys, module))
@@ -183,6 +183,7 @@ def test_readers_execute_nothing_and_print_no_control_character(given, tmp_path,
     (objects(given.root / "replay", writer)[0].parent / "a\x1b[2J\nthe ledger balances.json").write_text("{}")
     before = frozen_runs.contents(given.root)
     readers = [(show, ["--count=40"]), (audit, []), (audit, ["--step=2"]), (audit, [f"--regenerate={writer}:3"])]
+    readers.append((estimate, ["--policy=2", "--min_effective=1"]))
     told = []
     for command, flags in [*readers, (export, [f"--output={tmp_path / 'exported'}"])]:
         assert given.call(command, *flags) == 0

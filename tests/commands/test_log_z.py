@@ -99,7 +99,7 @@ def test_a_file_of_another_target_or_of_fewer_queries_is_refused(s, tmp_path):
 
 
 def test_rows_that_give_none_are_told(s, tmp_path):
-    with pytest.raises(ValueError, match="no query of .* has --min_effective=1000 effective rows"):
+    with pytest.raises(ValueError, match=r"no query of .* has --min_effective=1000 effective rows"):
         write(s, tmp_path / "z.json", min_effective=1000.0)
     with pytest.raises(ValueError, match=r"β=0 must be above 0 \(--beta\)"):
         write(s, tmp_path / "z.json", beta=0.0)

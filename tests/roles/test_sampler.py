@@ -17,8 +17,8 @@ NONE = {"learner__reference__kind": "none"}
 @pytest.fixture
 def loads(monkeypatch) -> list[object]:
     """Grows with each load of the weights of step 0."""
-    load, found = sampler._load, list[object]()
-    monkeypatch.setattr(sampler, "_load", lambda *given: (found.append(given), load(*given))[1])
+    load, found = sampler.load_reference, list[object]()
+    monkeypatch.setattr(sampler, "load_reference", lambda *given: (found.append(given), load(*given))[1])
     return found
 
 
