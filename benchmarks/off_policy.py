@@ -1,6 +1,6 @@
 """How often the interval of `python -m tba_jax estimate` holds the true mean reward, on the demo: the table in RESULTS.md.
 
-python -m benchmarks.off_policy --workdir=DIR [--responses=8192] [--steps=5,10]
+python -m benchmarks.off_policy --workdir=DIR [--responses=8192] [--seed=1] [--steps=5,10]
 
 It makes the demo's run of 120 steps, of which every fifth snapshot is kept. For each of these it estimates the mean reward from
 the log, and finds it by fresh responses of the decoder to the training queries, in the order in which a searcher takes them.
@@ -26,6 +26,7 @@ from tba_jax.storage import layout, published
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run and the figures are kept.", required=True)
 _RESPONSES = flags.DEFINE_integer("responses", 8192, "Fresh responses of each policy.", lower_bound=4000)
+_SEED = flags.DEFINE_integer("seed", 1, "Of the run; 1 is the demo's.", lower_bound=0)
 _STEPS = flags.DEFINE_list("steps", [], "Steps of snapshots; default: all but step 0.")
 
 SETTINGS = {"learner.steps": 120, "publish.every_steps": 5, "publish.keep": 40}
@@ -128,7 +129,7 @@ def main(argv: Sequence[str]) -> None:
     del argv
     root, begin = Path(_WORKDIR.value).absolute(), time.monotonic()
     root.mkdir(parents=True, exist_ok=True)
-    job = side_by_side.Job(root=root, name="run", recipe="configs/demo.py", settings=SETTINGS)
+    job = side_by_side.Job(root=root, name="run", recipe="configs/demo.py", settings={**SETTINGS, "seed": _SEED.value})
     side_by_side.run_all([job])
     steps = [int(step) for step in _STEPS.value] or [step for step in published.kept(layout.RunDir(job.workdir).policies) if step]
     decoder, found = None, []
