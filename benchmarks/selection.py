@@ -1,9 +1,9 @@
-"""What it costs and brings to make S responses to a query where an update draws K of them: S/K of 1, 1.2, 2 and 4, the demo's sums.
+"""What S responses to a query cost and bring, of which an update draws K: S/K of 1, 1.2, 2 and 4, on the demo's sums.
 
     python -m benchmarks.selection --workdir=runs/selection [--seeds=2] [--steps=40] [--jobs=1]
 
-Every run makes the same number of updates of Q = 12 queries and K = 10 rows each from one warm start, with one learning rate and β;
-nothing is tuned for any of them. Search and training take turns in one process, so rows made are those that the settings say.
+Every run makes the same number of updates, of Q = 12 queries and K = 10 rows each, from one warm start, with one learning rate
+and β. Nothing is tuned for any of them. Search and training take turns in one process, so rows made follow from the settings.
 
 `queries`: every update has 12 new queries, as with S = K, and S/K times the rows. `rows`: as many rows are made in all as with
 S = K, for K/S of its queries: for S/K = 2 and 4 a batch of 12 queries comes before every second and fourth update, for S/K = 1.2
@@ -90,7 +90,7 @@ def measured(workdir: Path) -> dict[str, Any]:
     """The score by step, and what the rows of a run cost.
 
     made, resident, never_drawn: rows; queries: with rows in the window at the end; row_bytes: of a row in memory, log_bytes: of a
-    row on disk; tokens, seconds: of the searcher, for an update; equal_drawn: shares of groups of equal rewards.
+    row on disk; tokens, seconds: of the searcher, for an update; equal_made, equal_drawn: shares of groups of equal rewards.
     """
     run = layout.RunDir(workdir)
     lines = list(metrics.each_line(run.metrics("trainer")))
