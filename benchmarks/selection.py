@@ -25,7 +25,7 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import side_by_side, summary
-from tba_jax.replay import journal
+from tba_jax.replay import journal, log
 from tba_jax.storage import contract, layout
 from tba_jax.telemetry import metrics
 
@@ -98,7 +98,7 @@ def measured(workdir: Path) -> dict[str, Any]:
     drawn = {row for line in journal.read_lineage(run.journal) for row in journal.line_ids(line)}
     made = lines[-1]["rows_seen"]
     batches_an_update = made / batches[0]["rows"] / len(lines)
-    logs = [file for file in run.replay.glob("*/*") if file.parent.name != "writers"]
+    logs = [file for file in (workdir / "replay").glob("*/*") if file.parent.name != log.REGISTER]
     return {
         "curve": summary.curve(workdir),
         "made": made,
