@@ -50,6 +50,11 @@ class Arm(NamedTuple):
     samples: int
     draws: str
 
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """The first cells of its row in a table."""
+        return "both" if self.samples == COMPLETIONS else self.held, self.draws, f"{self.samples / COMPLETIONS:g}"
+
     def settings(self) -> dict[str, Any]:
         each, left = divmod(self.samples, COMPLETIONS)
         fewer = self.held == "rows"
@@ -123,8 +128,7 @@ def tell(found: dict[Arm, list[dict[str, Any]]]) -> None:
     for arm, runs in found.items():
         made = f"{np.mean([run['made'] for run in runs]):,.0f}"
         scores = (summary.spread([run["curve"].get(step, np.nan) for run in runs]) for step in steps[1:])
-        held = "both" if arm.samples == COMPLETIONS else arm.held
-        summary.row(held, arm.draws, f"{arm.samples / COMPLETIONS:g}", made, *scores)
+        summary.row(*arm.cells, made, *scores)
     print()
     titles = {
         "queries": ("queries", ",.0f"),
@@ -139,8 +143,7 @@ def tell(found: dict[Arm, list[dict[str, Any]]]) -> None:
     for arm, runs in found.items():
         megabytes = np.mean([run["resident"] * run["row_bytes"] for run in runs]) / 1e6
         means = (f"{np.mean([run[name] for run in runs]):{spec}}" for name, (_, spec) in titles.items())
-        held = "both" if arm.samples == COMPLETIONS else arm.held
-        summary.row(held, arm.draws, f"{arm.samples / COMPLETIONS:g}", f"{megabytes:.2f}", *means)
+        summary.row(*arm.cells, f"{megabytes:.2f}", *means)
     first = np.mean([run["curve"][steps[0]] for runs in found.values() for run in runs])
     row_bytes = next(iter(found.values()))[0]["row_bytes"]
     print(f"\nbefore: {first:.3f}; {_STEPS.value} updates, {_SEEDS.value} seeds; a row in memory: {row_bytes} bytes")
