@@ -1,6 +1,6 @@
 """On-policy distillation of TinyStories-656K into a smaller policy: KL to the teacher before and after.
 
-    python -m benchmarks.distill --workdir=runs/distill --data=DATA [--steps=600] [--seeds=2]
+    python -m benchmarks.distill --workdir=runs/distill --data=DATA [--steps=300] [--seeds=2]
 
 The student is the first of the teacher's two layers, which supervised training on stories makes a language model again. The run
 is configs/distill.py. KL(student‖teacher) is the mean of Σ_t log π_student − log π_teacher over responses of the student to
@@ -31,7 +31,7 @@ from tba_jax.text.tokenizers import HuggingFaceTokenizer
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.", required=True)
 # It holds models/TinyStories-656K and tinystories/tinystories_1000.json, a JSON list of texts.
 _DATA = flags.DEFINE_string("data", None, "Folder of the model and the stories.", required=True)
-_STEPS = flags.DEFINE_integer("steps", 600, "Updates of a run.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 300, "Updates of a run.", lower_bound=1)
 _SEEDS = flags.DEFINE_integer("seeds", 2, "Students.", lower_bound=1)
 
 RECIPE = "configs/distill.py"
@@ -40,7 +40,7 @@ OPENING_WORDS, HELDOUT = 10, 128
 _MEASURES = {
     "learner.learning_rate": 1e-12,
     "learner.warmup_steps": 0,
-    "learner.steps": 8,
+    "learner.steps": 4,
     "evaluation.enabled": False,
     "schedule.mode": "interleaved",
 }
