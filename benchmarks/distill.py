@@ -84,13 +84,13 @@ def kl(job: side_by_side.Job) -> tuple[float, float, float]:
     run = layout.open_run_dir(job.workdir)
     contract = contract_lib.of(contract_lib.read_run(run), called=str(job.workdir))
     reader = LogReader(run.replay, contract.row_shape())
-    found, tokens = [], 0
-    for writer, head in reader.heads().items():
-        rows = reader.read(writer, 0, head)
-        found.append((rows["policy_logprobs"] - rows["ref_logprobs"]).sum(axis=1))
-        tokens += int(rows["response_length"].sum())
-    each = np.concatenate(found)
-    return float(each.mean()), float(each.std() / len(each) ** 0.5), float(each.sum() / tokens)
+    ((writer, head),) = reader.heads().items()
+    rows = reader.read(writer, 0, head)
+    each = (rows["policy_logprobs"] - rows["ref_logprobs"]).sum(axis=1)
+    # As many responses to each opening, which are alike.
+    of_query = np.array([each[rows["query_id"] == query].mean() for query in np.unique(rows["query_id"])])
+    error = float(of_query.std(ddof=1) / len(of_query) ** 0.5)
+    return float(each.mean()), error, float(each.sum() / rows["response_length"].sum())
 
 
 def main(argv: Sequence[str]) -> None:

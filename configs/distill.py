@@ -15,7 +15,8 @@ def get_config(variant: str = ""):
     c.task.name = "prompts"
     c.task.prompt_length = 32
     c.task.response_length = 48
-    c.task.min_response_length = 48  # a student that may end learns to: short responses have little KL
+    # A student that may end its response learns to end early, because few tokens have little KL. So the teacher has no ends here.
+    c.task.min_response_length = 48
     c.model.path = ""  # the policy: a Hugging Face folder with the teacher's tokenizer
     c.learner.reference.kind = "teacher"
     c.learner.reference.path = "raincandy-u/TinyStories-656K"

@@ -33,7 +33,7 @@ from tba_jax.text.prompts import texts as prompt_texts
 
 if TYPE_CHECKING:  # what imports JAX is imported late: a mistyped flag is answered at once
     from tba_jax.experiment.composition import Experiment
-    from tba_jax.roles.sampler import NoReference, ReferencePolicy, Scoring
+    from tba_jax.roles.sampler import Reference, Scoring
     from tba_jax.tasks.interface import EncodedQuery, Scores
     from tba_jax.text.tokenizers import StopStrings
 
@@ -208,10 +208,12 @@ def _rows(run: layout.RunDir, experiment: "Experiment", given: Sequence[GivenRes
     experiment = experiment.on_device(gpus.jax_devices()[0])
     scoring = _scoring(experiment)
     initial = ReferencePolicy(scoring, run)
-    reference = make_reference(experiment.config, scoring, run, teacher=experiment.teacher)
-    logprobs = _logprobs(initial, experiment, rows)
-    rows["reference_id"] = np.full(count, int(reference.id, 16), np.uint64)
-    rows["ref_logprobs"] = logprobs if reference.id == initial.id else _logprobs(reference, experiment, rows)
+    logprobs, reference = _logprobs(initial, experiment, rows), contract.reference_of_rows(initial.id)
+    rows["reference_id"] = np.full(count, int(reference, 16), np.uint64)
+    rows["ref_logprobs"] = logprobs
+    if reference != initial.id:
+        other = make_reference(experiment.config, scoring, run, teacher=experiment.teacher)
+        rows["ref_logprobs"] = _logprobs(other, experiment, rows)
     rows |= dict.fromkeys(("policy_logprobs", "behavior_logprobs"), logprobs)
     return rows | _scored(experiment, given, rows["finished"])
 
@@ -232,7 +234,7 @@ def _scoring(experiment: "Experiment") -> "Scoring":
     )
 
 
-def _logprobs(of: "ReferencePolicy | NoReference", experiment: "Experiment", rows: dict[str, np.ndarray]) -> np.ndarray:
+def _logprobs(of: "Reference", experiment: "Experiment", rows: dict[str, np.ndarray]) -> np.ndarray:
     """float32[n, R], nats, 0 where masked: log-probs of the responses."""
     size, count = _rows_at_a_time(experiment), len(rows["row"])
     # The last rows are filled up: each call has as many rows.

@@ -23,9 +23,7 @@ from tba_jax import trajectory
 from tba_jax.commands import audit, command_line
 from tba_jax.outputs import visible, visible_line
 from tba_jax.replay import journal, off_policy
-from tba_jax.replay.log import GIVEN
 from tba_jax.replay.reader import LogReader
-from tba_jax.replay.window import validate_rows
 from tba_jax.reporting.gathering import blocks
 from tba_jax.storage import contract as contract_lib
 from tba_jax.storage import file_systems, layout
@@ -39,7 +37,7 @@ _LEAST_GROUPS = 32  # of a size, below which larger groups are left out where mo
 _BINS, _LEAST_BINS, _GROUPS_OF_BIN = 5, 3, 8  # of response lengths
 _SHOWN = 60  # characters of a prompt
 # Why a row does not count, in this order.
-_LEFT_OUT = ("are responses of files", "are not valid or have no reward", "are truncated or greedy", "trained this policy")
+_LEFT_OUT = (*off_policy.UNWEIGHED, "trained this policy")
 # Of a row: log w = log π − log μ and log p̃ − log π, nats, the latter NaN where there is no target; length: of its trained tokens.
 _KINDS = {"writer": "i4", "row": "i8", "query": "u8", "reward": "f8", "length": "i4", "log_weight": "f8", "log_ratio": "f8"}
 _FIGURES = np.dtype([*_KINDS.items()])
@@ -189,9 +187,7 @@ def measure(opened: Opened, count: int = 0) -> Measured:
         for rows in (
             rows for span in spans for rows in blocks(reader, writer, span, lost=lambda error: log.warning("%s", error))
         ):
-            truncated = (rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["min_p"] > 0) | ~(rows["temperature"] > 0)
-            given, odd = np.full(len(truncated), writer.startswith(GIVEN)), validate_rows(rows, vocab_size=vocab) > 0
-            reasons = np.stack([given, odd, truncated, drawn[writer][rows["row"]]])
+            reasons = np.stack([*off_policy.unweighed(rows, writer, vocab_size=vocab), drawn[writer][rows["row"]]])
             counted = np.bincount(reasons.argmax(0)[reasons.any(0)], minlength=len(_LEFT_OUT))
             left_out.update(dict(zip(_LEFT_OUT, counted.tolist(), strict=True)))
             counts = np.flatnonzero(~reasons.any(0))
@@ -223,8 +219,7 @@ def _scorer(opened: Opened) -> Callable[[trajectory.Rows, int], np.ndarray]:
         for name, column in {"row": "row", "query": "query_id", "reward": "reward"}.items():
             found[name] = rows[column]
         found["writer"], found["length"], found["log_ratio"] = writer, drawn.sum(axis=1), np.nan
-        if contract.force_eos:  # the end that a response without one gets at its last token had probability 1
-            drawn[:, -1] &= rows["finished"]
+        drawn = off_policy.by_chance(rows, force_eos=contract.force_eos)
         sampled = scorer.logprobs(rows, temperature=opened.temperature)
         # log w = Σ_t log π − log μ
         found["log_weight"] = np.where(drawn, sampled - rows["behavior_logprobs"], 0.0).sum(axis=1, dtype=np.float64)
@@ -286,8 +281,10 @@ def describe(opened: Opened, measured: Measured, *, min_effective: int, queries:
         interval = f"95 % interval {found.low:.4f} to {found.high:.4f}"
         lines.append(f"mean reward of the policy  {found.mean:.4f}, {interval}, from {told}")
     else:
+        few = found.effective > found.rows / 2
+        why = "there are too few rows" if few else "the policies that drew them are too different from it"
         too_few = f"are fewer than --min_effective={min_effective}"
-        lines.append(f"no estimate: {told} of {found.rows} {too_few}; the policies that drew them are too different from it")
+        lines.append(f"no estimate: {told} of {found.rows} {too_few}; {why}")
     return "\n".join([*lines, "", *_queries(opened, measured, queries)]), good
 
 

@@ -59,7 +59,7 @@ def prepare(config: Any, run: layout.RunDir, output: Path) -> "Plan":
     Raises ValueError: one sentence about the first thing that is wrong.
     """
     from tba_jax import sharding
-    from tba_jax.experiment import estimate
+    from tba_jax.experiment import sizes
     from tba_jax.models import decoder, hardware, parameters
     from tba_jax.models.hugging_face import load
     from tba_jax.roles import gpus
@@ -84,7 +84,7 @@ def prepare(config: Any, run: layout.RunDir, output: Path) -> "Plan":
     steps = _steps(t, len(data.train))
     if not places.exists(run.config):
         trained = parameters.count(decoder.define(model).specs)
-        estimate.check_disk(estimate.demands_of_supervised(run.root, config.checkpoint, trained=trained, steps=steps))
+        sizes.check_disk(sizes.demands_of_supervised(run.root, config.checkpoint, trained=trained, steps=steps))
     _join(run, config, data.fingerprint)
     made = dict(config=config, run=run, output=output, folder=folder, model=model, tokenizer=tokenizer, data=data)
     return tuning.Plan(**made, mesh=mesh, steps=steps, micro_rows=micro_rows)

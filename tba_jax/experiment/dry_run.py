@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from tba_jax import sharding
-from tba_jax.experiment import composition, estimate, initial_policy, meshes, topologies
+from tba_jax.experiment import composition, initial_policy, meshes, sizes, topologies
 from tba_jax.experiment.topologies import Devices
 from tba_jax.experiment.training import Invocation, check_dry_run, mistakes_end_the_role
 from tba_jax.models.hugging_face import load
@@ -27,7 +27,7 @@ ROLES = tuple(meshes.SECTIONS)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Taken:
-    """What a role takes of its devices. who: the role, or "ROLE, task" for devices of its task; parts: as in estimate.memory;
+    """What a role takes of its devices. who: the role, or "ROLE, task" for devices of its task; parts: as in sizes.memory;
     of: whose bytes these are, the devices or a program; change: part -> the settings that make it less; end: of the sentence."""
 
     who: str
@@ -40,7 +40,7 @@ class Taken:
     @property
     def size(self) -> int:
         """Bytes, of what has the limit: a device, or the machine."""
-        on_device = estimate.on_device(self.parts)
+        on_device = sizes.on_device(self.parts)
         return on_device * (self.devices.count - 1) + sum(self.parts.values()) if self.devices.on_host else on_device
 
 
@@ -90,11 +90,11 @@ def verdicts(found: Sequence[Taken], config: Any, *, about: str = "") -> list[Ve
 
 
 def judge(experiment: composition.Experiment) -> tuple[list[Verdict], dict[str, dict[str, int]]]:
-    """The verdicts on the roles on this machine by an estimate, and the estimate of their memory, see estimate.memory."""
+    """The verdicts on the roles on this machine by an estimate, and the estimate of their memory, see sizes.memory."""
     there, refused = topologies.here(experiment)
     if trains := there.get("trainer"):
         experiment = meshes.by_need(experiment, devices=trains.count, memory=None if trains.on_host else trains.limit)
-    memory = estimate.memory(experiment, {role: devices.count for role, devices in there.items()})
+    memory = sizes.memory(experiment, {role: devices.count for role, devices in there.items()})
     found = []
     for who, parts in memory.items():
         role, _, task = who.partition(", ")
@@ -115,10 +115,10 @@ def describe(experiment: composition.Experiment, run: layout.RunDir | None = Non
     found, memory = judge(experiment)
     lines = [str(verdict) for verdict in found]
     if run is not None and not places.exists(run.config):
-        for demand in estimate.demands(experiment, run):
+        for demand in sizes.demands(experiment, run):
             lines.append(f"{'disk':9}  {'fits' if demand.size <= demand.free else 'does not fit'}: {demand.numbers}")
     lines += [f"These are estimates from shapes, for this machine: {topologies.in_short()}.", ""]
-    lines += [estimate.describe_memory(memory), ""]
+    lines += [sizes.describe_memory(memory), ""]
     unchecked = ["the programs, which --compile and --topology compile", *unchecked_inputs(experiment)]
     return "\n".join([*lines, f"not checked: {'; '.join(unchecked)}", "--dry_run=full prints config and shapes as well"])
 
@@ -311,4 +311,4 @@ def compiled(s: Invocation, *, asked: Mapping[str, str], role: str, full: bool) 
 
 
 def _print(s: Invocation, *parts: str, full: bool) -> None:
-    print(visible("\n\n".join([*filter(None, parts), *([estimate.describe(s.experiment)] if full else [])])))
+    print(visible("\n\n".join([*filter(None, parts), *([sizes.describe(s.experiment)] if full else [])])))

@@ -168,9 +168,8 @@ def mend(run: layout.RunDir) -> bool:
 
 # Other runs
 
-# Fields of the contract that say nothing about rows.
-_FREE_OF_ROWS = ("lora", "private_files", "date")
-# Likewise, where the trainer scores rows by its own reference: theirs may be of another policy, or there is none.
+# Fields of the contract that say nothing about rows where the trainer scores them by its own reference: theirs may be of another
+# policy, or there is none.
 _OF_REFERENCE = ("model", "warm_start", "reference")
 # Fields of the contract that say what weights mean.
 _OF_WEIGHTS = ("model", "tokenizer", "eos_id", "pad_id")
@@ -195,14 +194,15 @@ def check_mounts(run: layout.RunDir, config: Any, contract: contract_lib.Contrac
     if not config.replay.mount:
         return
     as_mounts = begins_as_mounts(config)
-    free = _FREE_OF_ROWS if as_mounts else (*_FREE_OF_ROWS, *_OF_REFERENCE)
+    free = contract_lib.FREE_OF_ROWS if as_mounts else (*contract_lib.FREE_OF_ROWS, *_OF_REFERENCE)
     ours: dict[str, Any] = {k: v for k, v in contract.to_json().items() if k not in free}
+    if not as_mounts:
+        ours["reward_models"] = _without_teacher(ours["reward_models"])
     expected = None
     with contextlib.suppress(ValueError):  # damaged: initial_policy.mend comes first
         expected = _reference_id(run)
-    if as_mounts and not places.exists(
-        run.initial_reference
-    ):  # this run will begin from the reference policy of the runs that it mounts
+    begins_so = as_mounts and not places.exists(run.initial_reference)
+    if begins_so:  # from the reference policy of the runs that it mounts
         ours |= {"model.path": config.model.path, "init_from": init_from}
     writers, found = dict.fromkeys(_writers(run), run.replay), Mistakes()
     owner, seen = "this run's", [os.path.realpath(str(run.shared))]
@@ -242,6 +242,8 @@ def _check_rows(folder: str, other: layout.RunDir, stored: Mapping[str, Any], ou
     model = file_systems.absolute(stored["config"]["model"]["path"], or_hub=True)
     theirs: dict[str, Any] = {"model.path": model, "init_from": stored["init_from"]}
     theirs = {name: value for name, value in (theirs | stored["contract"]).items() if name in ours}
+    if "reference" not in ours:  # see _OF_REFERENCE
+        theirs["reward_models"] = _without_teacher(theirs["reward_models"])
     rescored, kept = other.rescored_commit(ours["reward_version"]), stored["config"]["replay"]["retention"]
     if places.exists(rescored):
         theirs |= {"reward_version": ours["reward_version"], "reward_parts": layout.read_json(rescored)["reward_parts"]}
@@ -255,6 +257,10 @@ def _check_rows(folder: str, other: layout.RunDir, stored: Mapping[str, Any], ou
             different.append(f"python -m tba_jax rescore --workdir={folder} scores its rows again by the task as it is now")
         told = contract_lib.in_words(different)
         raise ValueError(f"replay.mount: the rows of {folder} belong to a run of another contract; {told}")
+
+
+def _without_teacher(reward_models: Mapping[str, str]) -> dict[str, str]:
+    return {setting: digest for setting, digest in reward_models.items() if setting != contract_lib.TEACHER}
 
 
 def check_behavior_is_known(run: layout.RunDir, config: Any) -> None:

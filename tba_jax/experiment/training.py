@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from tba_jax import trajectory
-from tba_jax.experiment import composition, estimate, initial_policy, meshes, stored_run
+from tba_jax.experiment import composition, initial_policy, meshes, sizes, stored_run
 from tba_jax.models import hardware
 from tba_jax.objectives import OBJECTIVES
 from tba_jax.replay import journal
@@ -109,7 +109,7 @@ def join(s: Invocation, *, may_change_schedule: bool, check: Callable[[], None] 
     found = Mistakes()
     found.attempt(check)
     if not places.exists(s.run.config):  # a run that goes on has an alarm for its disk
-        found.attempt(estimate.check_disk, estimate.demands(s.experiment, s.run, trains=may_change_schedule))
+        found.attempt(sizes.check_disk, sizes.demands(s.experiment, s.run, trains=may_change_schedule))
     _check_run(s, found, may_change_schedule=may_change_schedule, fetch=True)
     contract_lib.join(s.run, s.config, s.experiment.contract, init_from=s.init_from)
     if may_change_schedule:
@@ -152,7 +152,7 @@ def _check_log_z(experiment: composition.Experiment) -> None:
     c = experiment.config.learner
     if OBJECTIVES[c.objective].given_log_z:
         queries = (trajectory.query_id(query.prompt) for query in experiment.queries["train"])
-        FrozenLogZ.read(c.log_z_path).check(c, queries, reward_version=experiment.contract.reward_version)
+        FrozenLogZ.read(c.log_z_path).check(c, queries, contract=experiment.contract)
 
 
 def _check_joins(s: Invocation, gone: Collection[str]) -> None:

@@ -14,8 +14,8 @@ def frozen_log_z(outputs: PolicyOutputs, inputs: ObjectiveInputs) -> jax.Array:
     The y_k are rows of a log that exists, weighed by who drew them (replay/log_z.py). The loss is that of `learned_log_z`, with
     nothing learned in log Z.
 
-    Optimum on rows of one fixed μ: p* = p̃ / Z where log Ẑ is exact; a log Ẑ that is too large by ε leaves a policy that is too
-    far from responses that μ rarely draws (benchmarks/siblings.py has the equation).
+    Optimum on rows of one fixed μ: p* = p̃ / Z where log Ẑ is exact. Where it is too small, as it is on average of few rows, the
+    responses that μ rarely draws get too little probability (benchmarks/siblings.py has the equation).
 
     Second hand: DISA's abstract and notes on it. It fits a network to estimates of prompts and freezes that; here each query has
     its own estimate, and a query without one is refused.

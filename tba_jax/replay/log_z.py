@@ -1,6 +1,7 @@
 """log Z of queries, estimated from the rows of a log that exists; the file that holds them, and what the trainer reads of it."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,21 +10,22 @@ import numpy as np
 
 from tba_jax.schemas import require
 from tba_jax.storage import layout
+from tba_jax.storage.contract import FREE_OF_ROWS, Contract, differences, in_words
 
 # By which p̃ is defined, apart from the reference.
 COEFFICIENTS = ("beta", "ref_temperature", "reward_temperature")
 
 
 @dataclasses.dataclass(frozen=True)
-class Estimate:
-    """log Ẑ(x) of a query, nats; rows: that it is of; effective: (Σ w)² / Σ w² of their weights."""
+class QueryLogZ:
+    """log_z: of a query, nats; rows: from which it is; effective: (Σ w)² / Σ w² of their weights."""
 
     log_z: float
     rows: int
     effective: float
 
 
-def estimate(log_target: np.ndarray, log_behavior: np.ndarray) -> Estimate:
+def estimate(log_target: np.ndarray, log_behavior: np.ndarray) -> QueryLogZ:
     """log Ẑ(x) = log mean_j w_j,  w = p̃(y_j|x) / μ_j(y_j|x).  Ẑ is unbiased where every μ_j has full support.
 
     Args: log_target, log_behavior: float64[n], log p̃ and log μ of the rows of one query, nats, n at least 1.
@@ -31,18 +33,18 @@ def estimate(log_target: np.ndarray, log_behavior: np.ndarray) -> Estimate:
     log_weight = log_target - log_behavior
     most = log_weight.max()
     weight = np.exp(log_weight - most)
-    return Estimate(float(most + np.log(weight.mean())), len(weight), float(weight.sum() ** 2 / (weight**2).sum()))
+    return QueryLogZ(float(most + np.log(weight.mean())), len(weight), float(weight.sum() ** 2 / (weight**2).sum()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrozenLogZ:
-    """log Z of queries by their ids. coefficients: COEFFICIENTS -> value; reference: 16 hex digits, and reward_version: of the
-    rows."""
+    """log Z of queries by their ids. coefficients: COEFFICIENTS -> value; reference: 16 hex digits, and contract: of the run
+    whose rows they are from."""
 
     log_z: Mapping[int, float]
     coefficients: Mapping[str, float]
     reference: str
-    reward_version: int
+    contract: Mapping[str, Any]
 
     @classmethod
     def read(cls, path: str) -> "FrozenLogZ":
@@ -51,32 +53,36 @@ class FrozenLogZ:
             stored = layout.read_json(Path(path))
             found = {int(query, 16): float(each["log_z"]) for query, each in stored["queries"].items()}
             of = {name: float(stored[name]) for name in COEFFICIENTS}
-            return cls(
-                log_z=found, coefficients=of, reference=str(stored["reference"]), reward_version=int(stored["reward_version"])
-            )
+            if odd := [query for query, value in found.items() if not math.isfinite(value)]:
+                raise ValueError(f"log_z of query {odd[0]:016x} is {found[odd[0]]}")
+            return cls(log_z=found, coefficients=of, reference=str(stored["reference"]), contract=dict(stored["contract"]))
         except OSError as error:
             raise ValueError(f"learner.log_z_path={path!r} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"learner.log_z_path={path!r} is no file of python -m tba_jax log_z: {error!r}") from error
 
-    def write(self, path: Path, estimates: Mapping[int, Estimate]) -> None:
+    def write(self, path: Path, estimates: Mapping[int, QueryLogZ]) -> None:
         queries = {f"{query:016x}": dataclasses.asdict(each) for query, each in estimates.items()}
-        of = dict(reference=self.reference, reward_version=self.reward_version)
+        of = dict(reference=self.reference, contract=dict(self.contract))
         layout.write_json(path, {**self.coefficients, **of, "queries": queries})
 
     def of(self, query_ids: np.ndarray) -> np.ndarray:
         """float32[B], nats, of the queries of B rows. Args: query_ids: uint64[B]. Raises KeyError for a query without one."""
         return np.array([self.log_z[query] for query in query_ids.tolist()], np.float32)
 
-    def check(self, c: Any, queries: Iterable[int], *, reward_version: int) -> None:
-        """Raises ValueError where the file is of another p̃ than section `learner` of a config, or lacks some of the queries."""
+    def check(self, c: Any, queries: Iterable[int], *, contract: Contract) -> None:
+        """Raises ValueError where the file is of another p̃ than that of a run, or lacks some of the queries. Args: c: section
+        `learner` of its config."""
         told = f"learner.log_z_path={c.log_z_path!r}"
         for name, there in self.coefficients.items():
             ends = {c[f"{name}_start"] if c[f"{name}_steps"] else c[f"{name}_end"], c[f"{name}_end"]}
             here = " to ".join(f"{value:g}" for value in sorted(ends, reverse=True))
             require(ends == {there}, f"{told} is for learner.{name}={there:g}, and this run has {here}: log Z is of one p̃")
-        version = f"{told} is of rewards of version {self.reward_version}, the task has version {reward_version}"
-        require(self.reward_version == reward_version, version)
+        theirs, ours = (
+            {k: v for k, v in of.items() if k not in (*FREE_OF_ROWS, "warm_start")} for of in (self.contract, contract.to_json())
+        )
+        different = differences(theirs, ours)
+        require(not different, f"{told} is from the rows of a run of another contract; {in_words(different)}")
         lacking: Sequence[int] = [query for query in queries if query not in self.log_z]
         first = f"{lacking[0]:016x}" if lacking else ""
         require(

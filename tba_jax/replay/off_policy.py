@@ -8,7 +8,30 @@ import dataclasses
 import numpy as np
 from scipy import special
 
+from tba_jax import trajectory
+from tba_jax.replay.log import GIVEN
+from tba_jax.replay.window import validate_rows
+from tba_jax.trajectory import Rows
+
 CONFIDENCE = 0.95
+# Why nobody can weigh a row by its behaviour, or it counts for nothing, in this order.
+UNWEIGHED = ("are responses of files", "are not valid or have no reward", "are truncated or greedy")
+
+
+def unweighed(rows: Rows, writer: str, *, vocab_size: int) -> np.ndarray:
+    """bool[3, B]: the reasons of UNWEIGHED that hold of the rows of a writer."""
+    truncated = (rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["min_p"] > 0) | ~(rows["temperature"] > 0)
+    given, odd = np.full(len(truncated), writer.startswith(GIVEN)), validate_rows(rows, vocab_size=vocab_size) > 0
+    return np.stack([given, odd, truncated])
+
+
+def by_chance(rows: Rows, *, force_eos: bool) -> np.ndarray:
+    """bool[B, R]: the tokens that the policy drew, without an end that was forced, which had probability 1. Args: force_eos: of
+    the run's contract."""
+    drawn = trajectory.trained(rows)
+    if force_eos:
+        drawn[:, -1] &= rows["finished"]
+    return drawn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ _TITLES = {
     "greedy_ref_perplexity_paper": "perplexity of greedy responses under π_ref at T = 1, per token of prompt and response",
     "sampled_ref_perplexity_paper": "perplexity of samples under π_ref at T = 1, per token of prompt and response",
 }
-_TRAJECTORY_BALANCE = ("trajectory_balance", "learned_log_z", "tba_prime")
+_TRAJECTORY_BALANCE = ("trajectory_balance", "learned_log_z", "frozen_log_z", "f_trajectory_balance", "gflowrl", "tba_prime")
 _NOT_SHOWN = ("step", "time", "queries", "seconds", "unscored")
 
 

@@ -132,16 +132,19 @@ class ReferencePolicy(Scorer):
         super().__init__(how, self.params, called="scoring by the reference")
 
 
-class Teacher(ReferencePolicy):
+class Teacher(Scorer):
     """Another model as the reference. params: what adapters of the policy belong to, {} without them."""
 
     def __init__(self, how: Scoring, run: layout.RunDir, *, teacher: Policy, path: str):
         """Args: how: of the policy; path: of the teacher, a Hugging Face folder or hub id."""
+        shardings, dtype = teacher.model_shardings(how.mesh), teacher.model.compute_dtype
+        try:
+            weights = load.load_params(load.resolve_folder(path), teacher.model, shardings, dtype=dtype)
+        except ValueError as error:  # starting again would not help
+            raise processes.BadInput(f"{contract_lib.TEACHER}={path!r}: {error}") from error
+        super().__init__(dataclasses.replace(how, policy=teacher), weights, called="scoring by the reference")
         self.id = how.contract.reference_of_rows("")
         self.params = {} if how.policy.lora is None else load_reference(how, run)
-        shardings, dtype = teacher.model_shardings(how.mesh), teacher.model.compute_dtype
-        weights = load.load_params(load.resolve_folder(path), teacher.model, shardings, dtype=dtype)
-        Scorer.__init__(self, dataclasses.replace(how, policy=teacher), weights, called="scoring by the reference")
 
 
 class NoReference:
@@ -157,6 +160,9 @@ class NoReference:
         return np.zeros((len(rows["tokens"]), self._response_length), np.float32)
 
 
+Reference = ReferencePolicy | Teacher | NoReference
+
+
 def check_finite(ref_logprobs: np.ndarray, queries: Sequence[str]) -> None:
     """Raises FloatingPointError where a row of float32[B, R] is not finite; names its query. Args: queries: names, one a row."""
     if (broken := ~np.isfinite(ref_logprobs).all(1)).any():
@@ -166,7 +172,7 @@ def check_finite(ref_logprobs: np.ndarray, queries: Sequence[str]) -> None:
         )
 
 
-def make_reference(config: Any, how: Scoring, run: layout.RunDir, *, teacher: Policy | None) -> ReferencePolicy | NoReference:
+def make_reference(config: Any, how: Scoring, run: layout.RunDir, *, teacher: Policy | None) -> Reference:
     """The reference of a searcher. Where the trainer scores rows by it, these have none yet. Args: how: of the policy; teacher:
     see Experiment."""
     if not (how.contract.has_reference and config.searchers.scores_reference):
@@ -302,7 +308,7 @@ class Sampler:
         *,
         policy: Policy,
         tokenizer: Tokenizer,
-        reference: ReferencePolicy | NoReference,
+        reference: Reference,
         weights: str,
         swap_memory: str = "beside",
         served: ServedEngine | None = None,

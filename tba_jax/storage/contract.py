@@ -158,6 +158,8 @@ _SETTINGS = {
         )
     },
 }
+# Fields of the contract that say nothing about rows.
+FREE_OF_ROWS = ("lora", "private_files", "date")
 _MOST_TOLD = 8  # fields that differ, of which a sentence tells
 _LONG = 6  # values of a list that a sentence may hold
 

@@ -53,7 +53,8 @@ def _height(m: SimpleNamespace) -> float:
 def _equal_below_best(m: SimpleNamespace, c: Any) -> bool:
     """Half of the groups are equal and not solved, or nearly all are equal and not all queries are solved."""
     equal, height = m.equal_reward_groups.mean, _height(m)
-    return c.learner.reference.kind != "teacher" and bool(equal - height > 0.5 or (equal >= 0.95 and height < 0.9))
+    is_distilled = c.learner.reference.kind == "teacher" and m.reward_low.last == m.reward_high.last  # a task without rewards
+    return not is_distilled and bool(equal - height > 0.5 or (equal >= 0.95 and height < 0.9))
 
 
 def _may_be_cut(task: Any) -> bool:

@@ -136,11 +136,13 @@ def test_gflowrl_ends_a_step_from_who_drew_the_rows(behavior, gap_bound):
     assert (np.abs(expected - mixed).max() < 1e-9) == (gap_bound > 1)
 
 
-@pytest.mark.parametrize("error", [0.0, 0.3])
+@pytest.mark.parametrize("error", [0.0, -0.3])
 def test_an_error_of_the_frozen_log_z_moves_its_optimum(error):
     log_z, mu = float(special.logsumexp(OPTIMUM)), np.array(SKEWED)
     expected = siblings.frozen_log_z(REWARD, np.log(mu), REF_LOGPROBS, beta=BETA, error=error)
-    assert (np.abs(expected - special.softmax(OPTIMUM)).max() < 1e-6) == (error == 0)
+    p_star, rare = special.softmax(OPTIMUM), int(np.argmin(mu))
+    assert (np.abs(expected - p_star).max() < 1e-6) == (error == 0)
+    assert error == 0 or expected[rare] / p_star[rare] < (expected / p_star)[mu.argmax()]
     for moved, is_optimum in ((0.0, True), (0.1, False)):
         at = jnp.log(expected).at[0].add(moved), jnp.asarray(log_z + error), jnp.asarray(mu)
         found = expected_gradients(*at, K=K, form="frozen_log_z")

@@ -5,7 +5,7 @@ import pytest
 
 from configs import red_team_gpt2, red_team_llama3_2_1b
 from tba_jax import trajectory
-from tba_jax.experiment import composition, estimate, jobs
+from tba_jax.experiment import composition, jobs, sizes
 from tba_jax.rewards import task_models
 from tba_jax.storage import layout
 from tests.support import frozen_runs, spelled_checkpoints, tiny_run
@@ -26,7 +26,7 @@ def test_a_recipe_runs_in_turn(recipe, tmp_path, one_device):
     c = recipe.get_config("small")
     c.schedule.mode = "interleaved"
     s = tiny_run.settings(tmp_path / "run", c)
-    assert {"victim", "classifier"} <= estimate.memory(s.experiment)["searcher"].keys()
+    assert {"victim", "classifier"} <= sizes.memory(s.experiment)["searcher"].keys()
     assert jobs.everything(s)() == 0
     check_run(s.run, "log_toxicity", tmp_path / "exported", c.model.path)
     report = layout.read_json(s.run.evaluations / f"{layout.step_name(STEPS)}.json")

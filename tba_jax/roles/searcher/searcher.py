@@ -427,7 +427,7 @@ def _served(
     policy: Policy,
     tokenizer: Tokenizer,
     queries: Sequence[EncodedQuery],
-    reference: sampler.ReferencePolicy | sampler.NoReference,
+    reference: sampler.Reference,
     writer: str,
     *,
     serves: bool,

@@ -144,10 +144,11 @@ class _Memory:
             sampled = policy - (self._compute - 1) * rounded
         if tokens := self._config[section].score_tokens:
             rows = min(rows, max(1, tokens // (self._P + self._R)))
-        scored = rows * (self._P + self._R) * model.width * self._compute * 4
         scores = section == "evaluation" or self._experiment.contract.has_reference
         teacher = self._experiment.teacher if section == "searchers" else None
         kept = scores and teacher is None
+        width = model.width if teacher is None else teacher.model.width
+        scored = rows * (self._P + self._R) * width * self._compute * 4
         scoring_bytes = scored + 2 * self._logits(rows, tensor, self._config[section].logit_megabytes)
         return {
             "reference" if kept else "frozen weights": policy // parts if kept or self._adapters else 0,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tba_jax.experiment import composition, dry_run, estimate, training
+from tba_jax.experiment import composition, dry_run, sizes, training
 from tba_jax.models import parameters
 from tba_jax.storage import layout
 from tests.support import tiny_run
@@ -11,7 +11,7 @@ TOO_MANY = 10**13  # steps whose snapshots no disk holds
 
 
 def memory(**changes) -> dict[str, dict[str, int]]:
-    return estimate.memory(composition.build(tiny_run.config(model__preset="llama-3.1-8b", **changes)))
+    return sizes.memory(composition.build(tiny_run.config(model__preset="llama-3.1-8b", **changes)))
 
 
 def test_weights_are_counted_as_they_are_held():
@@ -79,7 +79,7 @@ def test_snapshots_are_counted(steps, every, evaluated, keep):
     c = tiny_run.config(learner__steps=steps, publish__every_steps=every, evaluation__every_steps=evaluated, publish__keep=keep)
     published = [step for step in range(steps + 1) if step % every == 0 or step % evaluated == 0 or step == steps]
     kept = [step for step in published if step % evaluated == 0 or step == steps]
-    assert estimate.snapshot_count(c) == (min(len(published), len(kept) + keep + 1) if keep else len(published))
+    assert sizes.snapshot_count(c) == (min(len(published), len(kept) + keep + 1) if keep else len(published))
 
 
 def test_what_is_published_and_kept(tmp_path):
@@ -89,11 +89,11 @@ def test_what_is_published_and_kept(tmp_path):
     steps = dict(learner__steps=12, publish__every_steps=1, publish__dtype="bfloat16", checkpoint__every_steps=12)
     steps |= dict(publish__full_every=8)
     for kind, moments in (("initial", 3), ("ema", 4)):
-        (demand,) = estimate.demands(experiment(**steps, learner__reference__kind=kind), run)
+        (demand,) = sizes.demands(experiment(**steps, learner__reference__kind=kind), run)
         assert demand.size == (13 * 2 - 9 + 4 + 2 * 4 * moments) * weights
-    (searchers,) = estimate.demands(experiment(**steps), run, trains=False)
+    (searchers,) = sizes.demands(experiment(**steps), run, trains=False)
     assert searchers.size == (13 * 2 - 9 + 4) * weights
-    (searchers,) = estimate.demands(experiment(**(steps | dict(publish__full_every=1))), run, trains=False)
+    (searchers,) = sizes.demands(experiment(**(steps | dict(publish__full_every=1))), run, trains=False)
     assert searchers.size == (13 * 2 + 4) * weights
 
 
