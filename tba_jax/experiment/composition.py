@@ -150,7 +150,8 @@ def _teacher(config: Any, policy: Policy, tokenizer: Tokenizer, *, fetch: bool) 
     )
     require(theirs.fingerprint == tokenizer.fingerprint, other)
     vocab = f"{called} has a vocabulary of {model.vocab} tokens, the policy has one of {policy.model.vocab}: they must be equal"
-    require(model.vocab == policy.model.vocab, vocab)
+    # A preset is the shape of a dry run, beside a tokenizer that need not be its own.
+    require(model.vocab == policy.model.vocab or bool(config.model.preset), vocab)
     rows = f"task.prompt_length + task.response_length = {c.prompt_length + c.response_length}"
     too_short = f"{called} has {model.max_positions} positions, fewer than {rows}"
     require(c.prompt_length + c.response_length <= model.max_positions, too_short)

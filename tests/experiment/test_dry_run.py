@@ -42,7 +42,7 @@ GIB = 1 << 30
 def test_every_recipe_and_every_preset_is_answered(recipe, number, one_device):
     """From shapes and a tokenizer: neither weights nor a config of the policy are there. Recipes take turns with the presets."""
     made = small_recipes.config(f"{recipe}:{'small-rloo' if recipe == 'demo_baselines' else 'small'}")
-    kept = ("task.", "model.path", "learner.queries", "replay.merge")
+    kept = ("task.", "model.path", "learner.queries", "learner.reference.path", "replay.merge")
     inputs = {name: value for name, value in flatten(made.to_dict()).items() if name.startswith(kept)}
     # A tokenizer of one id a byte needs them, and every preset has positions for them.
     inputs |= {"task.prompt_length": 880, "task.response_length": 128, "learner.micro_batch_tokens": 0}
