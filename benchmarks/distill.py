@@ -36,7 +36,7 @@ _SEEDS = flags.DEFINE_integer("seeds", 2, "Students.", lower_bound=1)
 
 RECIPE = "configs/distill.py"
 OPENING_WORDS, HELDOUT = 10, 128
-# Of a run that measures: all rows are of one policy.
+# Settings of a run that measures: the policy stays the same, so that all rows are of it.
 _MEASURES = {
     "learner.learning_rate": 1e-12,
     "learner.warmup_steps": 0,
@@ -87,7 +87,7 @@ def kl(job: side_by_side.Job) -> tuple[float, float, float]:
     ((writer, head),) = reader.heads().items()
     rows = reader.read(writer, 0, head)
     each = (rows["policy_logprobs"] - rows["ref_logprobs"]).sum(axis=1)
-    # As many responses to each opening, which are alike.
+    # Responses to one opening are alike, so openings are the units; each has as many responses.
     of_query = np.array([each[rows["query_id"] == query].mean() for query in np.unique(rows["query_id"])])
     error = float(of_query.std(ddof=1) / len(of_query) ** 0.5)
     return float(each.mean()), error, float(each.sum() / rows["response_length"].sum())

@@ -5,7 +5,8 @@ python -m benchmarks.off_policy --workdir=DIR [--responses=8192] [--seed=1] [--s
 It makes the demo's run of 120 steps, of which every fifth snapshot is kept. For each of these it estimates the mean reward from
 the log, and finds it by fresh responses of the decoder to the training queries, in the order in which a searcher takes them.
 Estimates of one run share rows, so their errors are alike: the last column has those from twentieths of the queries, which share
-none. What is in DIR is not made again. `--steps` chooses snapshots, so that two processes can share the work.
+none. The run, estimates and rewards that are in DIR are not made again. `--steps` chooses snapshots, so that two processes can
+share the work.
 """
 
 import dataclasses

@@ -38,7 +38,8 @@ _BINS, _LEAST_BINS, _GROUPS_OF_BIN = 5, 3, 8  # of response lengths
 _SHOWN = 60  # characters of a prompt
 # Why a row does not count, in this order.
 _LEFT_OUT = (*off_policy.UNWEIGHED, "trained this policy")
-# Of a row: log w = log π − log μ and log p̃ − log π, nats, the latter NaN where there is no target; length: of its trained tokens.
+# log_weight: log π − log μ of a row, and log_ratio: its log p̃ − log π, nats, NaN where there is no target; length: its trained
+# tokens.
 _KINDS = {"writer": "i4", "row": "i8", "query": "u8", "reward": "f8", "length": "i4", "log_weight": "f8", "log_ratio": "f8"}
 _FIGURES = np.dtype([*_KINDS.items()])
 

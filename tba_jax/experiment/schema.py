@@ -326,9 +326,8 @@ c.learner.log_z_learning_rate = setting(1e-2, above=0)  # of the head of learned
 # frozen_log_z: the file of log Z of each query that `python -m tba_jax log_z` makes from the rows of a run.
 c.learner.log_z_path = setting("", path="always")
 # The objective's name stands before what it reads. On-policy, every ratio π_θ/π_behaviour is 1.
-c.learner.importance_clip = setting(
-    8.0, above=1, or_zero=True
-)  # tba_prime (a token's), optimal_baseline (a response's): most that π_θ/π_behaviour counts
+# tba_prime (of a token), optimal_baseline (of a response): most that π_θ/π_behaviour counts; 0: rows are not weighted by it
+c.learner.importance_clip = setting(8.0, above=1, or_zero=True)
 c.learner.log_ratio_clip = setting(10.0, above=0)  # tba_prime: most that a token's log π_θ − log π_ref counts, in nats
 # tba_prime: what the sum over a row's tokens is divided by. response_budget: R | row_length: tokens of its prompt and response
 c.learner.row_divisor = setting("response_budget", one_of=("response_budget", "row_length"))

@@ -196,6 +196,8 @@ class UpdateProgram:
         rows = {name: np.zeros((self.rows, *shape), dtype) for name, (dtype, shape) in row_shape.columns().items()}
         rows["tokens"][:, 0] = np.arange(self.rows) // self.config.settings.completions  # each query has a prompt of its own
         rows["prompt_length"][:], rows["response_length"][:] = row_shape.prompt_length, row_shape.response_length
+        if self.log_z is not None:  # any query that has one
+            rows["query_id"][:] = next(iter(self.log_z.log_z), 0)
         return rows
 
     def shapes(self) -> dict[str, Any]:
@@ -249,8 +251,7 @@ class UpdateProgram:
         if self.log_z is None:
             return update_lib.batch_from_rows(rows)
         try:
-            # Rows that are only compiled for answer no query.
-            log_z = self.log_z.of(rows["query_id"]) if rows["query_id"].any() else np.zeros(self.rows, np.float32)
+            log_z = self.log_z.of(rows["query_id"])
         except KeyError as error:
             raise processes.BadInput(
                 f"a row answers query {error.args[0]:016x}, of which learner.log_z_path has no log Z"
