@@ -2,8 +2,8 @@
 
     python -m benchmarks.objectives --workdir=runs/objectives [--only=posterior,baselines,…] [--steps=N]
 
-posterior: the distance to the exact optimum, by who produced the rows; baselines: likewise, by objective; siblings: those of
-trajectory balance, to optima of their own. Prints markdown tables; figures go to the workdir.
+posterior: the distance to the exact optimum, by who produced the rows; baselines: likewise, by objective; offline: on a fixed log;
+siblings: those of trajectory balance, to optima of their own. Prints markdown tables; figures go to the workdir.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +14,13 @@ from absl import app, flags, logging
 from benchmarks import posterior, siblings
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
-_ONLY = flags.DEFINE_list("only", [], "Parts, of posterior, baselines and siblings; all of them by default.")
-_STEPS = flags.DEFINE_integer("steps", 0, "Updates of each run; 0: posterior and siblings 4000, baselines 2000.", lower_bound=0)
+_ONLY = flags.DEFINE_list("only", [], "Parts, of posterior, baselines, offline and siblings; all of them by default.")
+_STEPS = flags.DEFINE_integer("steps", 0, "Updates of each run; 0: 4000, of baselines 2000.", lower_bound=0)
 
 PARTS: dict[str, Callable[..., None]] = {
     "posterior": posterior.compare,
     "baselines": posterior.compare_objectives,
+    "offline": posterior.compare_offline,
     "siblings": siblings.compare,
 }
 

@@ -66,11 +66,12 @@ Definition = parameters.Definition[decoder.Decoder]
 @flax.struct.dataclass
 class Behavior:
     """Who produces the rows. Even rows are drawn at the first of each pair, odd rows at the second, by the policy of `delay`
-    updates ago, at most MAX_DELAY (π_ref before)."""
+    updates ago, at most MAX_DELAY (π_ref before). log: batches that π_ref draws once and for all, in turn; 0: all are new."""
 
     temperature: tuple[float, float] = (1.0, 1.0)
     top_p: tuple[float, float] = (1.0, 1.0)
     delay: int = 0
+    log: int = 0
 
 
 # At this temperature what is left of logits is below float32's rounding: uniform over symbols and end.
@@ -292,6 +293,8 @@ def train(
     key, delay = jax.random.fold_in(jax.random.key(seed), 1), behavior.delay
 
     def rows_for(params: Any, number: jax.Array) -> Drawn:
+        offline, number = behavior.log > 0, jnp.where(behavior.log > 0, number % jnp.maximum(behavior.log, 1), number)
+        params = jax.tree.map(functools.partial(jnp.where, offline), problem.ref_params, params)
         return sample(params, jax.random.fold_in(key, number), behavior, queries=len(problem.rewards))
 
     def one_update(carry: Any, _: None) -> tuple[Any, Any]:
@@ -351,6 +354,21 @@ def compare_objectives(root: Path, *, steps: int = 2000, seeds: int = 2) -> None
     _run_all(runs, f"objective, rows {STALE}", steps=steps, seeds=seeds, path=root / "baselines" / "baselines.png")
 
 
+OFFLINE = ("trajectory_balance", "rloo", "tba_prime", "proximal_rloo", "grpo", "online_dpo")
+LOGS = (25, 250)
+
+
+def compare_offline(root: Path, *, steps: int = 4000, seeds: int = 6) -> None:
+    """Prints a table of every objective, log and seed, where π_ref has drawn all rows before; the figure goes to root/offline."""
+    compiled = {name: compile_train(steps=steps, every=max(1, steps // POINTS), objective=name) for name in OFFLINE}
+    runs = {
+        f"{name}, {log * K} rows a query": functools.partial(compiled[name], behavior=Behavior(log=log))
+        for log in LOGS
+        for name in OFFLINE
+    }
+    _run_all(runs, "objective, log of π_ref", steps=steps, seeds=seeds, path=root / "offline" / "offline.png")
+
+
 def _run_all(runs: dict[str, Any], column: str, *, steps: int, seeds: int, path: Path) -> None:
     """Prints the table of runs, called as f(problem, seed), and draws their TV over updates."""
 
@@ -370,5 +388,9 @@ def _run_all(runs: dict[str, Any], column: str, *, steps: int, seeds: int, path:
             summary.row(f"{seed}", name, f"{before:.3f}", f"{after:.4f}", f"{largest:.4f}", f"{seconds:.0f}")
             updates = np.linspace(0, steps, len(distance))
             curves[name].append(dict(zip(updates.tolist(), distance.mean(axis=1).tolist(), strict=True)))
+    print()
+    summary.table(column, "TV to p*, before", "after, mean of queries")
+    for name, of_name in curves.items():
+        summary.row(name, *(summary.spread([curve[at(curve)] for curve in of_name], ".4f") for at in (min, max)))
     path.parent.mkdir(parents=True, exist_ok=True)
     summary.plot(path, {f"{seeds} seeds": curves}, across="updates", up="total variation between π_θ and p*", log=True)

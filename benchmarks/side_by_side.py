@@ -28,8 +28,8 @@ class Job:
     """One run of tba_jax.main.
 
     root: the study's folder; name: the run's, below root; recipe: a file under configs/, with its variant; settings: leaf of the
-    config -> value; warm: the run begins from root's warm start (ensure_warm_start makes it), else as its recipe says; checkout:
-    the folder whose code runs, here by default.
+    config -> value; warm: the run begins from root's warm start (ensure_warm_start makes it), else as its recipe says; fork: a
+    finished run that this one goes on from, under its own settings; checkout: the folder whose code runs, here by default.
     """
 
     root: Path
@@ -37,6 +37,7 @@ class Job:
     recipe: str
     settings: Mapping[str, Any]
     warm: bool = False
+    fork: Path | None = None
     checkout: Path = Path()
 
     @property
@@ -119,10 +120,13 @@ def run(job: Job, *, cores: Sequence[int]) -> None:
         return
     shutil.rmtree(job.workdir, ignore_errors=True)
     job.workdir.parent.mkdir(parents=True, exist_ok=True)
-    if job.warm:
+    if job.fork is not None:
+        shutil.copytree(job.fork, job.workdir, ignore=shutil.ignore_patterns("finished.json"))
+    elif job.warm:
         begin(job.root / "warm", job.workdir)
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(job.root / "compilation_cache")}
     words, output = ["tba_jax.main", f"--config={job.recipe}", f"--workdir={job.workdir}"], Path(f"{job.workdir}.out")
+    words += [f"--allow_change={','.join(job.settings)}"] if job.fork is not None else []
     if call(words, job.settings, output, cores=cores, fine=processes.NOT_FINITE, env=environment, cwd=job.checkout):
         job.stopped.write_text(output.read_text()[-500:])
 

@@ -1,21 +1,23 @@
-"""What staleness does to each objective: equal updates on rows of a fixed age, the demo's sums, all from one warm start.
+"""What staleness does to each objective: all arms go on from one checkpoint, and each update has rows of a fixed age.
 
-    python -m benchmarks.staleness --workdir=runs/staleness [--objectives=…] [--lags=1,16,64] [--seeds=3] [--steps=200] [--jobs=0]
-    python -m benchmarks.staleness --workdir=runs/staleness --objectives=siblings
-    python -m benchmarks.staleness --workdir=runs/staleness --asynchronous --objectives=trajectory_balance --lags=2,10 --jobs=1
+    python -m benchmarks.staleness --workdir=runs/staleness [--arms=trajectory_balance,grpo@16,trajectory_balance@64@0.05,…]
+        [--lags=1,64] [--starts=3] [--seeds=2] [--steps=192] [--jobs=0]
 
-Search and training take turns in one process: the rows of an update were drawn with the weights of `lag` updates before (the
-first ones: with those of the start), and none is drawn twice. Every objective has the same learning rate, β, rows and updates;
-nothing is tuned for any of them. `siblings` stands for the siblings of trajectory balance (docs/objectives.md), each with the
-numbers of its row in configs/baselines.py, since its β or its baseline may mean another quantity. A run that is done is not made
-again, so the command resumes where it was stopped. It draws workdir/staleness.png.
+An arm is an objective, at each of --lags or at the one behind @, and β behind another @ (0.004 by default).
 
-`--asynchronous` asks how old rows are under searchers.lag: search and training at once, a snapshot each update, two searchers
-without backpressure. Each cell then also has the mean and the largest staleness of the rows drawn, and the rows made for each row
-of an update.
+From each warm start of the demo's sums, 256 updates of trajectory balance on fresh rows come first. Every arm copies that run and
+goes on with its objective: the rows of an update were drawn with the weights of `lag` updates before, so that from the first
+update on they are that old, and none is drawn twice. No update is clipped by its norm. Each arm takes the best of --rates, the
+learning rates, by the mean of its last three accuracies on a seed of its own, with as many updates. What else an objective reads
+is as its row of configs/baselines.py says; so is the β of those on whose scale 0.004 is another quantity.
+
+A run that is done is not made again, so the command resumes where it was stopped. It prints markdown tables of the held-out
+greedy accuracy, mean and standard deviation over warm starts × seeds: at the fork, the least after it, and the last. It writes
+workdir/staleness.json and draws workdir/staleness.png.
 """
 
-import itertools
+import dataclasses
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,23 +29,22 @@ from absl import app, flags
 from benchmarks import side_by_side, summary
 from configs import baselines
 from tba_jax.objectives import OBJECTIVES
-from tba_jax.roles import results
-from tba_jax.storage import layout
-
-SIBLINGS = ("oapl", "pmd_mean", "flowrl_linear_z", "a_star_po", "asymre", "topr")
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
-_OBJECTIVES = flags.DEFINE_list(
-    "objectives",
-    ["trajectory_balance", "tba_prime", "rloo", "proximal_rloo", "grpo", "dr_grpo", "online_dpo"],
-    f"Of {', '.join(OBJECTIVES)}; siblings: {', '.join(SIBLINGS)}.",
+_ARMS = flags.DEFINE_list(
+    "arms", ["trajectory_balance", "tba_prime", "grpo"], f"OBJECTIVE[@LAG[@BETA]], of {', '.join(OBJECTIVES)}."
 )
-_LAGS = flags.DEFINE_list("lags", ["1", "16", "64"], "Ages of the rows, in updates.")
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each kind, from one start.", lower_bound=1)
-_ASYNCHRONOUS = flags.DEFINE_boolean("asynchronous", False, "Search and train at once; the lags are those of searchers.lag.")
-_STEPS = flags.DEFINE_integer("steps", 200, "Updates of each run.", lower_bound=1)
+_LAGS = flags.DEFINE_list("lags", ["1", "64"], "Ages of the rows, in updates, of arms that do not say theirs.")
+_STARTS = flags.DEFINE_integer("starts", 3, "Warm starts, of the seeds 1, 2 …", lower_bound=1)
+_SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each arm from each warm start.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 192, "Updates of each arm.", lower_bound=24)
+_RATES = flags.DEFINE_list("rates", ["1e-5", "3e-5", "1e-4"], "Learning rates, of which each arm takes the best.")
 
 RECIPE = "configs/demo.py"
+FORK, FORK_RATE, BETA = 256, 5e-6, 0.004
+OTHER_SCALE = ("online_dpo", "gflowrl", "flowrl_linear_z", "tpo", "pmd_mean")
+# Of the runs that choose a learning rate, which no table has.
+OTHER_SEED = 100
 # 64 rows an update, all of them from the batch that the searcher has just appended.
 ROWS: dict[str, Any] = {
     "learner.queries": 4,
@@ -55,74 +56,106 @@ ROWS: dict[str, Any] = {
     "replay.recent_window": 1,
     "replay.merge_duplicates": False,
     "replay.recent_fill": "wait",
+    "learner.clip_norm": 0.0,
+    "learner.schedule": "constant",
+    "learner.beta_steps": 0,
+    "evaluation.batch_size": 128,
+    "publish.every_steps": 1,
 }
 
 
-def name_of(objective: str, lag: int, seed: int) -> str:
-    return f"{_STEPS.value}-updates/{objective}-lag{lag}-seed{seed}" + "-asynchronous" * _ASYNCHRONOUS.value
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    objective: str
+    lag: int
+    beta: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.objective}-lag{self.lag}-beta{self.beta:g}"
 
 
-def job(root: Path, objective: str, lag: int, seed: int) -> side_by_side.Job:
-    settings = {
-        **ROWS,
-        **side_by_side.in_turn(_STEPS.value, lag),
-        "seed": seed,
-        "learner.objective": objective,
-        "learner.beta_steps": _STEPS.value,
-        "evaluation.batch_size": 64,
-    }
-    if _ASYNCHRONOUS.value:
-        unbounded = {"searchers.count": 2, "searchers.max_updates_ahead": 0}
-        at_once = {"schedule.mode": "asynchronous", "schedule.lag": 0, "searchers.lag": lag}
-        settings |= at_once | {"publish.every_steps": 1, "metrics.every_steps": 1} | unbounded
-    if objective in SIBLINGS:
-        settings |= {f"learner.{name}": value for name, value in baselines.BASELINES[objective].items()}
-    return side_by_side.Job(root=root, name=name_of(objective, lag, seed), recipe=RECIPE, settings=settings, warm=True)
+def arms_of(texts: Sequence[str], lags: Sequence[str]) -> list[Arm]:
+    """Raises app.UsageError: an arm names no objective."""
+    found = dict[Arm, None]()
+    for text in texts:
+        objective, *rest = text.split("@")
+        if objective not in OBJECTIVES:
+            raise app.UsageError(f"--arms={text} is not among {', '.join(OBJECTIVES)}")
+        own = baselines.BASELINES[objective]["beta_start"] if objective in OTHER_SCALE else BETA
+        for lag in rest[:1] or lags:
+            found[Arm(objective, int(lag), float(rest[1]) if rest[1:] else own)] = None
+    return list(found)
 
 
-def ages(root: Path, objective: str, lag: int) -> str:
-    """What the runs of all seeds tell of the rows that they drew."""
-    told = [results.figures(layout.RunDir(root / name_of(objective, lag, seed))) for seed in range(_SEEDS.value)]
-    rows = ROWS["learner.queries"] * ROWS["learner.completions"] * _STEPS.value
-    mean = np.mean([each["mean staleness (steps)"] for each in told])
-    largest = max(each["largest staleness (steps)"] for each in told)
-    made = np.mean([each["rows seen by the trainer"] for each in told]) / rows
-    return f"; {mean:.1f} old, at most {largest:.0f}; {made:.1f} rows made a row"
+def settings(steps: int, lag: int, beta: float, rate: float | str, seed: int) -> dict[str, Any]:
+    betas = {"learner.beta_start": beta, "learner.beta_end": beta}
+    every = {"evaluation.every_steps": 16, "publish.keep": max(map(int, _LAGS.value)) + 3, "checkpoint.every_steps": FORK}
+    return {**ROWS, **side_by_side.in_turn(steps, lag), **betas, **every, "seed": seed, "learner.learning_rate": rate}
+
+
+def fork(root: Path, start: int) -> side_by_side.Job:
+    own = settings(FORK, 0, BETA, FORK_RATE, start)
+    return side_by_side.Job(root=root / f"start{start}", name=f"fork{FORK}", recipe=RECIPE, settings=own, warm=True)
+
+
+def job(root: Path, arm: Arm, start: int, seed: int, rate: str) -> side_by_side.Job:
+    own = settings(FORK + _STEPS.value, arm.lag, arm.beta, rate, seed) | {"learner.objective": arm.objective}
+    of_row = baselines.BASELINES.get(arm.objective, {}).items()
+    own |= {f"learner.{name}": value for name, value in of_row if not name.startswith("beta")}
+    own["publish.keep"] = max(own["publish.keep"], arm.lag + 3)
+    name = f"{_STEPS.value}-updates/{arm.name}-rate{rate}-seed{seed}"
+    before = fork(root, start).workdir
+    return side_by_side.Job(root=root / f"start{start}", name=name, recipe=RECIPE, settings=own, fork=before)
+
+
+def after(job: side_by_side.Job) -> summary.Curve:
+    """The accuracies from the fork on, by update."""
+    return {step: value for step, value in summary.curve(job.workdir).items() if step >= FORK}
+
+
+def score(job: side_by_side.Job) -> float:
+    """The mean of the last three accuracies; of a run that ended by numbers that are not finite 0."""
+    return 0.0 if job.stopped.exists() else float(np.mean(list(after(job).values())[-3:]))
 
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    named = [SIBLINGS if name == "siblings" else (name,) for name in _OBJECTIVES.value]
-    objectives, lags = list(dict.fromkeys(itertools.chain(*named))), [int(lag) for lag in _LAGS.value]
-    if unknown := [name for name in objectives if name not in OBJECTIVES]:
-        raise app.UsageError(f"--objectives={','.join(unknown)} is not among {', '.join(OBJECTIVES)}")
-    root = Path(_WORKDIR.value).absolute()
-    begin = time.monotonic()
-    side_by_side.ensure_warm_start(root, {}, recipe=RECIPE)
-    seeds = range(_SEEDS.value)
+    arms, root, begin = arms_of(_ARMS.value, _LAGS.value), Path(_WORKDIR.value).absolute(), time.monotonic()
+    starts = range(1, _STARTS.value + 1)
+    for number in starts:
+        side_by_side.ensure_warm_start(root / f"start{number}", {"seed": number}, recipe=RECIPE)
+    side_by_side.run_all([fork(root, number) for number in starts])
+    tries = {(arm, rate): job(root, arm, 1, OTHER_SEED, rate) for arm in arms for rate in _RATES.value}
+    side_by_side.run_all(list(tries.values()))
+    rates = {arm: max(_RATES.value, key=lambda rate, arm=arm: score(tries[arm, rate])) for arm in arms}
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
-    jobs = [job(root, objective, lag, seed) for seed in seeds for objective in objectives for lag in lags]
-    side_by_side.run_all(jobs)
-    curves = {
-        (objective, lag): [summary.curve(root / name_of(objective, lag, seed)) for seed in seeds]
-        for objective in objectives
-        for lag in lags
+    jobs = {
+        (arm, number, seed): job(root, arm, number, seed, rates[arm])
+        for seed in range(_SEEDS.value)
+        for number in starts
+        for arm in arms
     }
-    summary.table("objective", *(f"rows {lag} updates old" for lag in lags))
-    for objective in objectives:
-        cells = []
-        for lag in lags:
-            last = [curve[max(curve)] for curve in curves[objective, lag]]
-            early = sum(max(curve) < _STEPS.value for curve in curves[objective, lag])
-            cells.append(
-                summary.spread(last)
-                + (f" ({early} ended early)" if early else "")
-                + (ages(root, objective, lag) if _ASYNCHRONOUS.value else "")
-            )
-        summary.row(objective, *cells)
-    first = np.mean([curve[min(curve)] for runs in curves.values() for curve in runs])
-    print(f"\nbefore: {first:.3f}; {_STEPS.value} updates, {_SEEDS.value} seeds; this call took {time.monotonic() - begin:.0f} s")
-    panels = {f"rows {lag} update{'s' * (lag > 1)} old": {name: curves[name, lag] for name in objectives} for lag in lags}
+    side_by_side.run_all(list(jobs.values()))
+    summary.table("objective", "lag", "β", "learning rate", "at the fork", "least", "last", "the same by warm start")
+    found, panels = dict[str, Any](), dict[str, dict[str, list[summary.Curve]]]()
+    for arm in arms:
+        runs = {(number, seed): after(made) for (of, number, seed), made in jobs.items() if of == arm}
+        least, last = ([of(list(run.values())) for run in runs.values()] for of in (min, lambda values: values[-1]))
+        by_start = (summary.spread([run[max(run)] for (of, _), run in runs.items() if of == number]) for number in starts)
+        early = sum(made.stopped.exists() for (of, *_), made in jobs.items() if of == arm)
+        summary.row(
+            arm.objective, f"{arm.lag}", f"{arm.beta:g}", rates[arm], summary.spread([run[FORK] for run in runs.values()]),
+            summary.spread(least), summary.spread(last) + f" ({early} ended early)" * bool(early), ", ".join(by_start),
+        )  # fmt: skip
+        tried = {rate: score(tries[arm, rate]) for rate in _RATES.value}
+        of_runs = {f"start {number}, seed {seed}": run for (number, seed), run in runs.items()}
+        found[arm.name] = {"rate": rates[arm], "rates": tried, "runs": of_runs}
+        label = f"{arm.objective}, β {arm.beta:g}"
+        panels.setdefault(f"rows {arm.lag} updates old", {})[label] = list(runs.values())
+    print(f"\n{_STEPS.value} updates after {FORK}, {len(starts)} warm starts × {_SEEDS.value} seeds; ", end="")
+    print(f"this call took {time.monotonic() - begin:.0f} s")
+    (root / "staleness.json").write_text(json.dumps(found, indent=1))
     summary.plot(root / "staleness.png", panels, across="updates", up="held-out greedy accuracy")
 
 
