@@ -2,7 +2,7 @@
 
     python -m benchmarks.objectives --workdir=runs/objectives [--only=posterior,baselines,…] [--steps=N]
 
-posterior: the distance to the exact optimum, by who produced the rows; baselines: likewise, by objective; offline: on a fixed log;
+posterior: the distance to the exact optimum, by who produced the rows; baselines: by objective; offline: on a fixed log;
 siblings: those of trajectory balance, to optima of their own. Prints markdown tables; figures go to the workdir.
 """
 

@@ -1,19 +1,28 @@
-"""Preference tuning in small: win rate against perplexity of π_ref by objective and β, on rows that are 15 updates old.
+"""Preference tuning in small: the frontier of win rate and KL by objective, on rows that are 15 updates old.
 
-    python -m benchmarks.preference --workdir=runs/preference --data=DATA [--objectives=…] [--betas=…] [--lag=15] \\
-        [--seeds=2] [--steps=100] [--jobs=0]
+    python -m benchmarks.preference --workdir=runs/preference --data=DATA [--arms=…] [--lag=15] [--starts=3] [--seeds=2]
+        [--steps=100] [--jobs=0]
+
+An arm is OBJECTIVE@BETA, or OBJECTIVE@BETA@M: with a replay buffer, of which a share M of the batches is recent and the others
+are drawn by softmax of the reward. Learning rate, rows and updates are the same for all.
 
 The shape of the paper's TL;DR study (its Table 1 and Figure 4) at a size for two cores: TinyStories-656K continues openings of
-stories, a proxy reward model trains it, a gold one says how often it prefers a continuation to the story's own, and perplexity of
-π_ref what that costs. Both models learn preferences by sentiment (benchmarks/preference_data.py). The recipe is
-configs/tldr_pythia.py:410m but for SIZES and β; objectives share learning rate, β, rows and updates; nothing is tuned for
-one of them. Finished runs are kept, so the command resumes where it was stopped. It draws workdir/preference.png.
+stories, a proxy reward model trains it, a gold one says how often it prefers a continuation to the story's own. Both models learn
+preferences by sentiment (benchmarks/preference_data.py), for each start from stories in another order. The recipe is
+configs/tldr_pythia.py:410m but for SIZES and β; nothing is tuned for an objective. Finished runs are kept, so the command resumes
+where it was stopped.
+
+It prints markdown tables: what each arm ends at, and the win rates at a KL of 2, 5 and 10 nats, on the line through the ends of
+an objective's βs, from no KL at all (a dash: no β of a start and seed goes so far). It draws workdir/preference.png, and
+workdir/overoptimisation.png: the gold reward against the proxy's, along the runs.
 """
 
+import itertools
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import app, flags
@@ -24,10 +33,16 @@ from tba_jax.objectives import OBJECTIVES
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.", required=True)
 # It holds models/TinyStories-656K and tinystories/tinystories_1000.json, a JSON list of texts.
 _DATA = flags.DEFINE_string("data", None, "Folder of the model and the stories.", required=True)
-_OBJECTIVES = flags.DEFINE_list("objectives", ["trajectory_balance", "online_dpo", "rloo"], f"Of {', '.join(OBJECTIVES)}.")
-_BETAS = flags.DEFINE_list("betas", ["0.1", "0.4", "1.6"], "KL coefficients, constant in a run.")
+_ARMS = flags.DEFINE_list(
+    "arms",
+    [f"{objective}@{beta}" for objective in ("trajectory_balance", "rloo") for beta in (0.03, 0.1, 0.4)]
+    + [f"online_dpo@{beta}" for beta in (0.4, 1.6, 6.0)]
+    + [f"trajectory_balance@0.1@{recent}" for recent in (0.4, 0.5, 0.6)],
+    "OBJECTIVE@BETA[@M].",
+)
 _LAG = flags.DEFINE_integer("lag", 15, "Age of the rows, in updates.", lower_bound=0)
-_SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each kind; they differ in queries and draws.", lower_bound=1)
+_STARTS = flags.DEFINE_integer("starts", 3, "Pairs of reward models, each with training and held-out openings.", lower_bound=1)
+_SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each arm from each start; they differ in queries and draws.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 100, "Updates of each run.", lower_bound=20)
 
 RECIPE = "configs/tldr_pythia.py:410m"
@@ -52,8 +67,8 @@ SIZES = {
     "learner.learning_rate": 1e-3,
     "publish.dtype": "float32",
     "evaluation.queries": preference_data.HELDOUT_QUERIES,
-    "evaluation.batch_size": preference_data.HELDOUT_QUERIES,
-    "evaluation.samples_per_query": 4,
+    "evaluation.batch_size": 128,
+    "evaluation.samples_per_query": 1,
     "evaluation.greedy_temperature": 0.0,
 }
 # What is measured of a policy -> its title and format.
@@ -67,11 +82,35 @@ FIGURES = {
     "sampled_reward": ("proxy reward, samples", ".2f"),
 }
 
-# Of an objective at a β: the evaluations of each seed's run, by step.
-Runs = dict[tuple[str, float], list[list[dict[str, Any]]]]
+NATS = (2.0, 5.0, 10.0)
 
 
-def job(root: Path, objective: str, beta: float, seed: int, *, model: Path, made: preference_data.Made) -> side_by_side.Job:
+class Arm(NamedTuple):
+    """recent: share of batches of recent rows; None: every batch has the newest rows, and there is no buffer."""
+
+    objective: str
+    beta: float
+    recent: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.objective}-beta{self.beta:g}" + (f"-m{self.recent:g}" if self.recent is not None else "")
+
+    @property
+    def line(self) -> str:
+        """What its βs are joined by."""
+        return self.objective + (f", m {self.recent:g}" if self.recent is not None else "")
+
+
+def arm_of(text: str) -> Arm:
+    """Raises app.UsageError: it names no objective."""
+    objective, *numbers = text.split("@")
+    if objective not in OBJECTIVES or not 1 <= len(numbers) <= 2:
+        raise app.UsageError(f"--arms={text} must be OBJECTIVE@BETA or OBJECTIVE@BETA@M, of {', '.join(OBJECTIVES)}")
+    return Arm(objective, *map(float, numbers))
+
+
+def job(root: Path, arm: Arm, seed: int, *, model: Path, made: preference_data.Made) -> side_by_side.Job:
     settings = {
         **SIZES,
         **side_by_side.in_turn(_STEPS.value, _LAG.value),
@@ -82,58 +121,74 @@ def job(root: Path, objective: str, beta: float, seed: int, *, model: Path, made
         "task.tldr.reward_path": made.models["proxy"],
         "task.tldr.gold_path": made.models["gold"],
         "task.missing_eos_reward": made.missing_eos_reward,
-        "learner.objective": objective,
-        "learner.beta_start": beta,
-        "learner.beta_end": beta,
+        "learner.objective": arm.objective,
+        "learner.beta_start": arm.beta,
+        "learner.beta_end": arm.beta,
     }
-    name = f"{_STEPS.value}-updates-lag{_LAG.value}/{objective}-beta{beta:g}-seed{seed}"
+    if arm.recent is not None:
+        settings["replay.recent_probability"] = arm.recent
+    name = f"{_STEPS.value}-updates-lag{_LAG.value}/{arm.name}-seed{seed}"
     return side_by_side.Job(root=root, name=name, recipe=RECIPE, settings=settings)
 
 
-def plot(path: Path, runs: Runs) -> None:
-    """Win rate over perplexity of π_ref, greedy and sampled: a line for each objective, a mark for each β, means over seeds."""
-    panels: dict[str, dict[str, list[summary.Curve]]] = {}
-    for kind in ("greedy", "sampled"):
-        across, up = f"{kind}_ref_perplexity_per_response_token", f"{kind}_win_rate_ties_half"
-        reports = {("before", 0.0): [run[0] for of in runs.values() for run in of]}
-        reports |= {name: [run[-1] for run in of] for name, of in runs.items()}
-        lines: dict[str, dict[float, float]] = {}
-        for (label, _), of in reports.items():
-            x, y = (float(np.mean([report[name] for report in of])) for name in (across, up))
-            lines.setdefault(label, {})[x] = y
-        panels[kind] = {label: [line] for label, line in lines.items()}
-    summary.plot(path, panels, across=r"perplexity of $\pi_{ref}$", up="win rate under the gold model")
+def rate_at(nats: float, ends: Sequence[dict[str, Any]], rate: str) -> float:
+    """The win rate at a KL, on the line through these evaluations in the order of their KL; nan beyond it."""
+    points = sorted((max(each["kl_to_initial"], 0.0), each[rate]) for each in ends)
+    return float(np.interp(nats, *zip(*points, strict=True), right=np.nan))
 
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    objectives, betas = _OBJECTIVES.value, [float(beta) for beta in _BETAS.value]
-    if unknown := [name for name in objectives if name not in OBJECTIVES]:
-        raise app.UsageError(f"--objectives={','.join(unknown)} is not among {', '.join(OBJECTIVES)}")
+    arms = [arm_of(text) for text in _ARMS.value]
     data = Path(_DATA.value).absolute()
     model, stories = data / "models" / "TinyStories-656K", data / "tinystories" / "tinystories_1000.json"
     if missing := [str(path) for path in (model, stories) if not path.exists()]:
         raise app.UsageError(f"--data={_DATA.value} lacks {', '.join(missing)}")
-    root = Path(_WORKDIR.value).absolute()
-    begin = time.monotonic()
-    made = preference_data.make(root / "data", model=model, stories=stories)
+    root, begin = Path(_WORKDIR.value).absolute(), time.monotonic()
+    roots = [root / f"start{number}" for number in range(_STARTS.value)]
+    made = {of: preference_data.make(of / "data", model=model, stories=stories, seed=seed) for seed, of in enumerate(roots)}
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
-    kinds = [(objective, beta) for objective in objectives for beta in betas]
-    jobs = {(*kind, seed): job(root, *kind, seed, model=model, made=made) for seed in range(_SEEDS.value) for kind in kinds}
+    kinds = list(itertools.product(range(_SEEDS.value), roots))
+    jobs = {(arm, of, seed): job(of, arm, seed, model=model, made=made[of]) for seed, of in kinds for arm in arms}
     side_by_side.run_all(list(jobs.values()))
-    runs: Runs = {kind: [summary.evaluations(jobs[*kind, seed].workdir) for seed in range(_SEEDS.value)] for kind in kinds}
+    runs = {each: summary.evaluations(job.workdir) for each, job in jobs.items()}
     summary.table("objective", "β", *(title for title, _ in FIGURES.values()))
-    first = [run[0] for of_kind in runs.values() for run in of_kind]
+    first = [run[0] for run in runs.values()]
     summary.row("before", "", *(f"{np.mean([r[name] for r in first]):{spec}}" for name, (_, spec) in FIGURES.items()))
-    for (objective, beta), of_kind in runs.items():
-        early = sum(run[-1]["step"] < _STEPS.value for run in of_kind)
-        scores = (summary.spread([run[-1][name] for run in of_kind], spec) for name, (_, spec) in FIGURES.items())
-        summary.row(objective + (f" ({early} ended early)" if early else ""), f"{beta:g}", *scores)
-    made_of = f"{_STEPS.value} updates of rows that are {_LAG.value} updates old, seeds: {_SEEDS.value}"
-    print(f"\n{made_of}; this call took {time.monotonic() - begin:.0f} s")
-    for name in made.models:
-        print(f"{name} reward model: {made.pairs[name]} pairs, held-out pair accuracy {made.pair_accuracy[name]:.3f}")
-    plot(root / "preference.png", runs)
+    for arm in arms:
+        of_arm = [run for (name, *_), run in runs.items() if name == arm]
+        early = sum(run[-1]["step"] < _STEPS.value for run in of_arm)
+        scores = (summary.spread([run[-1][name] for run in of_arm], spec) for name, (_, spec) in FIGURES.items())
+        summary.row(arm.line + f" ({early} ended early)" * bool(early), f"{arm.beta:g}", *scores)
+    print()
+    summary.table("win rate of samples", *(f"at {nats:g} nats" for nats in NATS))
+    panels: dict[str, dict[str, list[summary.Curve]]] = {"greedy": {}, "sampled": {}}
+    for line in dict.fromkeys(arm.line for arm in arms):
+        of_line = [[run for (arm, *where), run in runs.items() if arm.line == line and where == [of, seed]] for seed, of in kinds]
+        ends = [[found[0][0], *(run[-1] for run in found)] for found in of_line]
+        rates = ([rate_at(nats, each, "sampled_win_rate_ties_half") for each in ends] for nats in NATS)
+        summary.row(line, *("–" if np.isnan(found).any() else summary.spread(found) for found in rates))
+        for kind, lines in panels.items():
+            nats = np.linspace(0, min(max(end["kl_to_initial"] for end in each) for each in ends), 12).tolist()
+            lines[line] = [{at: rate_at(at, each, f"{kind}_win_rate_ties_half") for at in nats} for each in ends]
+    print(
+        f"\n{_STEPS.value} updates of rows that are {_LAG.value} updates old, {len(roots)} starts × {_SEEDS.value} seeds; ",
+        end="",
+    )
+    print(f"this call took {time.monotonic() - begin:.0f} s")
+    for of, name in itertools.product(roots, preference_data.REWARD_MODELS):
+        print(f"{of.name}, {name}: {made[of].pairs[name]} pairs, held-out pair accuracy {made[of].pair_accuracy[name]:.3f}")
+    found = {f"{arm.name} {of.name} seed{seed}": run for (arm, of, seed), run in runs.items()}
+    (root / "preference.json").write_text(json.dumps(found, indent=1))
+    summary.plot(root / "preference.png", panels, across="KL, nats", up="win rate under the gold model")
+    rewards = {
+        arm.name: [
+            {each["sampled_reward"]: each["sampled_gold_reward"] for each in run}
+            for (name, *_), run in runs.items() if name == arm
+        ]
+        for arm in arms
+    }  # fmt: skip
+    summary.scatter(root / "overoptimisation.png", rewards, across="proxy reward", up="gold reward")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """What the study of preference tuning learns from, all of it made of a file of stories and a language model of stories.
 
-A query is the first sentence of a story with the space after it, its reference the rest of the first paragraph. The model itself
-continues openings, VADER's sentiment score (Hutto & Gilbert 2014) prefers the happier of two continuations, and two reward models
-learn these preferences from stories of their own: the proxy one, which trains policies, and the gold one, which measures them.
+A query is the first sentence of a story, or its first two, with the space after it; its reference is the rest of the first
+paragraph. The model itself continues openings, VADER's sentiment score (Hutto & Gilbert 2014) prefers the happier of two
+continuations, and two reward models learn these preferences from stories of their own: the proxy one, which trains policies, and
+the gold one, which measures them.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -33,17 +35,18 @@ from tba_jax.text.tokenizers import HuggingFaceTokenizer, stop_automaton
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 24, 64  # tokens; stories beyond them are left out
 STOP_STRINGS = ("\n",)  # a response ends where its paragraph does
-HELDOUT_QUERIES = 128
+HELDOUT_QUERIES = 512
+_SENTENCES = (1, 2)  # of an opening
 REWARD_MODELS = ("proxy", "gold")
-# Stories that the proxy model's pairs begin with; all other stories for training are the gold one's.
-_PROXY_STORIES = 200
+# Openings that the proxy model's pairs begin with; all others for training are the gold one's.
+_PROXY_OPENINGS = 280
 _CONTINUATIONS, _PAIRS_EACH = 16, 2  # of an opening; pairs that a continuation is the first of
 _MARGIN = 0.3  # of VADER's score, which is within [-1, 1]: pairs that are nearer are nobody's preference
 _HELDOUT_PAIRS = 0.1  # share of a model's openings
 # A response that is cut at its limit is no paragraph, whatever it says: it gets a reward that all but this share of texts exceed.
 _WORST_SHARE = 0.01
 
-_FIRST_SENTENCE = re.compile(r"(.+?[.!?][\"”']?\s)\s*(.+)")
+_SENTENCE = r".+?[.!?][\"”']?\s\s*"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,18 +62,23 @@ class Made:
     missing_eos_reward: float
 
 
-def make(folder: Path, *, model: Path, stories: Path) -> Made:
-    """Makes what is not there yet in folder. model: a Hugging Face folder; stories: a JSON list of texts."""
+def make(folder: Path, *, model: Path, stories: Path, seed: int) -> Made:
+    """Makes what is not there yet in folder. model: a Hugging Face folder; stories: a JSON list of texts; seed: of their order,
+    which says who learns from which."""
     folder.mkdir(parents=True, exist_ok=True)
     queries = {split: folder / f"queries_{split}.jsonl" for split in ("train", "heldout")}
     if not all(path.exists() for path in queries.values()):
-        rows = openings(json.loads(stories.read_bytes()), model)
+        texts = json.loads(stories.read_bytes())
+        order = np.random.default_rng(seed).permutation(len(texts))
+        rows = openings([texts[i] for i in order], model)
         _write(queries["heldout"], rows[-HELDOUT_QUERIES:])
-        _write(queries["train"], rows[:-HELDOUT_QUERIES])
+        # Not the other opening of a story whose one is held out.
+        first = rows[-HELDOUT_QUERIES]["query"]
+        _write(queries["train"], [row for row in rows[:-HELDOUT_QUERIES] if not first.startswith(row["query"])])
     if not all(_pairs(folder, name, split).exists() for name in REWARD_MODELS for split in queries):
         prompts = [row["query"] for row in _read(queries["train"])]
         continued = list(zip(prompts, continuations(prompts, model), strict=True))
-        for name, mine in zip(REWARD_MODELS, (continued[:_PROXY_STORIES], continued[_PROXY_STORIES:]), strict=True):
+        for name, mine in zip(REWARD_MODELS, (continued[:_PROXY_OPENINGS], continued[_PROXY_OPENINGS:]), strict=True):
             heldout = int(_HELDOUT_PAIRS * len(mine))
             _write(_pairs(folder, name, "train"), preferences(mine[:-heldout], seed=0))
             _write(_pairs(folder, name, "heldout"), preferences(mine[-heldout:], seed=1))
@@ -86,15 +94,15 @@ def make(folder: Path, *, model: Path, stories: Path) -> Made:
 
 
 def openings(stories: Sequence[str], model: Path) -> list[dict[str, str]]:
-    """Rows {"query", "summary"} in the stories' order, of each opening one.
+    """Rows {"query", "summary"} in the stories' order, of each opening one; openings of a story follow each other.
 
     The space belongs to the query: to this model's tokenizer it is part of the token before it, and a text that ends without one
     is at its end.
     """
     tokenizer = HuggingFaceTokenizer(model)
     rows: dict[str, dict[str, str]] = {}
-    for story in stories:
-        found = _FIRST_SENTENCE.fullmatch(story.strip().split("\n")[0].rstrip())
+    for story, sentences in itertools.product(stories, _SENTENCES):
+        found = re.fullmatch(f"((?:{_SENTENCE}){{{sentences}}})(.+)", story.strip().split("\n")[0].rstrip())
         if found is None:
             continue
         query, summary = found.groups()

@@ -64,3 +64,24 @@ def plot(path: Path, panels: Mapping[str, Mapping[str, Sequence[Curve]]], *, acr
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def scatter(path: Path, labels: Mapping[str, Sequence[Curve]], *, across: str, up: str) -> None:
+    """Draws a line for each run, of one colour for each label: {x: y} in the order in which they came."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6.0, 4.2))
+    for i, (label, runs) in enumerate(labels.items()):
+        for number, run in enumerate(runs):
+            points = dict(marker="o", markersize=2, linewidth=0.8, color=f"C{i % 10}", linestyle="--" if i > 9 else "-")
+            axis.plot(list(run), list(run.values()), label="" if number else label, **points)
+    axis.set_xlabel(across)
+    axis.set_ylabel(up)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=6)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
