@@ -132,9 +132,8 @@ def job(root: Path, arm: Arm, seed: int, *, model: Path, made: preference_data.M
 
 
 def rate_at(nats: float, ends: Sequence[dict[str, Any]], rate: str) -> float:
-    """The win rate at a KL, on the line through these evaluations in the order of their KL; nan beyond it."""
-    points = sorted((max(each["kl_to_initial"], 0.0), each[rate]) for each in ends)
-    return float(np.interp(nats, *zip(*points, strict=True), right=np.nan))
+    """The win rate at a KL, on the line through these evaluations; nan beyond it."""
+    return summary.on_line(nats, [(max(each["kl_to_initial"], 0.0), each[rate]) for each in ends])
 
 
 def main(argv: Sequence[str]) -> None:

@@ -41,6 +41,11 @@ def spread(values: Sequence[float], spec: str = ".3f") -> str:
     return f"{np.mean(values):z{spec}}" + (f" ± {np.std(values, ddof=1):{spec}}" if len(values) > 1 else "")
 
 
+def on_line(x: float, points: Sequence[tuple[float, float]]) -> float:
+    """y at x, on the line through points (x, y) in the order of their x; nan outside of it."""
+    return float(np.interp(x, *zip(*sorted(points), strict=True), left=np.nan, right=np.nan))
+
+
 def plot(path: Path, panels: Mapping[str, Mapping[str, Sequence[Curve]]], *, across: str, up: str, log: bool = False) -> None:
     """Draws a panel for each title: label -> the curves of its runs. Lines are means, bands go from the least to the largest."""
     import matplotlib
