@@ -1,10 +1,13 @@
-"""The runs of a study, several at a time, each on its own share of the machine's cores. What is done is not made again."""
+"""The runs of a study, several at a time, each on its own share of the machine's cores; the evaluation of their snapshots
+afterwards; and the choice of a learning rate. What is done is not made again."""
 
 import concurrent.futures
 import dataclasses
+import math
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,10 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from absl import flags
 
+from benchmarks import summary
+from tba_jax.roles.evaluator import PendingSteps
 from tba_jax.run import processes
-from tba_jax.storage import layout
+from tba_jax.storage import layout, places
+from tba_jax.telemetry import metrics
 
 _JOBS = flags.DEFINE_integer("jobs", 0, "Runs side by side, each on its share of the cores; 0: one a core.", lower_bound=0)
 
@@ -29,7 +36,8 @@ class Job:
 
     root: the study's folder; name: the run's, below root; recipe: a file under configs/, with its variant; settings: leaf of the
     config -> value; warm: the run begins from root's warm start (ensure_warm_start makes it), else as its recipe says; fork: a
-    finished run that this one goes on from, under its own settings; checkout: the folder whose code runs, here by default.
+    finished run that this one goes on from, under its own settings; checkout: the folder whose code runs, here by default;
+    seconds: the run is asked to stop so long after the first line of its trainer's metrics, 0: never.
     """
 
     root: Path
@@ -39,6 +47,7 @@ class Job:
     warm: bool = False
     fork: Path | None = None
     checkout: Path = Path()
+    seconds: float = 0.0
 
     @property
     def workdir(self) -> Path:
@@ -46,12 +55,27 @@ class Job:
 
     @property
     def stopped(self) -> Path:
-        """Says why the run ended early, where it met numbers that are not finite: a figure of the study, not an error of it."""
+        """Says why the run ended early, where it met numbers that are not finite, or its seconds were over: a figure of the
+        study, not an error of it."""
         return Path(f"{self.workdir}.stopped")
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of the run's processes. Runs of one root share their compiled programs, or all whose environment names a folder."""
+        return {"JAX_COMPILATION_CACHE_DIR": str(self.root / "compilation_cache")} | os.environ
 
-def run_all(jobs: Sequence[Job]) -> None:
+    def time_is_up(self) -> bool:
+        """Whether the seconds of the run are over."""
+        if not self.seconds:
+            return False
+        first = next(metrics.each_line(layout.RunDir(self.workdir).metrics("trainer")), None)
+        return first is not None and time.time() - first["time"] > self.seconds
+
+
+def run_all(jobs: Sequence[Job], *, at_a_time: int = 0) -> None:
     """Makes the runs that are not done, in their order. Output goes to <run>.out, programs that runs share are compiled once.
+
+    Args: at_a_time: 0: as --jobs says; 1: each run has the whole machine, as is fit where it is timed.
 
     Raises:
       RuntimeError: a run failed, other than by numbers that are not finite; runs that have begun are finished before.
@@ -62,14 +86,14 @@ def run_all(jobs: Sequence[Job]) -> None:
         run(job, cores=cores)
         print(f"{job.name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
-    share_cores(timed, jobs)
+    share_cores(timed, jobs, at_a_time=at_a_time)
 
 
-def share_cores(work: Callable[[T, Sequence[int]], object], items: Sequence[T]) -> None:
+def share_cores(work: Callable[[T, Sequence[int]], object], items: Sequence[T], *, at_a_time: int = 0) -> None:
     """Calls work(item, cores) for each item, side by side in threads, each with a share of the cores. Raises what a call raises,
-    once those that have begun have ended."""
+    once those that have begun have ended. Args: at_a_time: see run_all."""
     cores = sorted(os.sched_getaffinity(0))
-    at_a_time = min(_JOBS.value or len(cores), len(cores))
+    at_a_time = min(at_a_time or _JOBS.value or len(cores), len(cores))
     shares: queue.Queue[list[int]] = queue.Queue()
     for i in range(at_a_time):
         shares.put(cores[i::at_a_time])
@@ -102,14 +126,28 @@ def in_turn(steps: int, lag: int) -> dict[str, Any]:
 
 
 def call(
-    words: Sequence[str], settings: Mapping[str, Any], output: Path, *, cores: Sequence[int], fine: int = 0, **more: Any
+    words: Sequence[str],
+    settings: Mapping[str, Any],
+    output: Path,
+    *,
+    cores: Sequence[int],
+    fine: Sequence[int] = (),
+    until: Callable[[], bool] = lambda: False,
+    **more: Any,
 ) -> int:
-    """The exit code of `python -m words` with these settings, 0 or `fine`. Raises RuntimeError: another one, see output."""
+    """The exit code of `python -m words` with these settings, which is asked to stop once `until` holds: 0, or one of `fine`.
+    Raises RuntimeError: another one, see output."""
     given = [f"--config.{leaf}={value}" for leaf, value in settings.items()]
-    with open(output, "w") as file:
-        command = [*_on_cores(cores), sys.executable, "-m", *words, *given]
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, **more).returncode
-    if code not in (0, fine):
+    command = [*_on_cores(cores), sys.executable, "-m", *words, *given]
+    with open(output, "w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **more) as process:
+        asked = False
+        while process.poll() is None:
+            if not asked and until():
+                process.send_signal(signal.SIGTERM)
+                asked = True
+            time.sleep(0.2)
+        code = process.returncode
+    if code not in (0, *fine):
         raise RuntimeError(f"{' '.join(words)} ended with code {code}; see {output}")
     return code
 
@@ -124,11 +162,67 @@ def run(job: Job, *, cores: Sequence[int]) -> None:
         shutil.copytree(job.fork, job.workdir, ignore=shutil.ignore_patterns("finished.json"))
     elif job.warm:
         begin(job.root / "warm", job.workdir)
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(job.root / "compilation_cache")}
     words, output = ["tba_jax.main", f"--config={job.recipe}", f"--workdir={job.workdir}"], Path(f"{job.workdir}.out")
     words += [f"--allow_change={','.join(job.settings)}"] if job.fork is not None else []
-    if call(words, job.settings, output, cores=cores, fine=processes.NOT_FINITE, env=environment, cwd=job.checkout):
+    fine = (processes.NOT_FINITE, *[processes.STOPPED] * bool(job.seconds))
+    where: dict[str, Any] = dict(cores=cores, env=job.environment, cwd=job.checkout)
+    code = call(words, job.settings, output, fine=fine, until=job.time_is_up, **where)
+    if code == processes.STOPPED and not job.time_is_up():
+        raise RuntimeError(f"{job.name} was stopped before its time")
+    if code:
         job.stopped.write_text(output.read_text()[-500:])
+
+
+def evaluate_afterwards(jobs: Sequence[Job], settings: Mapping[str, Any] | None = None) -> None:
+    """Evaluates the kept snapshots of runs that have ended, where that is not done: multiples of evaluation.every_steps and the
+    last. Their reports are then those of a run with an evaluator beside it, which takes cores from search and training.
+
+    Args: settings: of evaluation, besides every_steps: leaf of the config -> value.
+    """
+
+    def one(job: Job, cores: Sequence[int]) -> None:
+        run = layout.RunDir(job.workdir)
+        config = layout.read_json(run.config)["config"]
+        pending = PendingSteps(run, every_steps=config["evaluation"]["every_steps"], final_step=config["learner"]["steps"])
+        if not pending():
+            return
+        words = ["tba_jax.main", f"--workdir={job.workdir}", "--role=evaluator", "--trust_task"]
+        # The evaluator of a run that was stopped would wait for more.
+        until = (lambda: False) if places.exists(run.finished) else (lambda: not pending())
+        where: dict[str, Any] = dict(cores=cores, env=job.environment, cwd=job.checkout)
+        call(words, settings or {}, Path(f"{job.workdir}.evaluated.out"), until=until, **where)
+
+    share_cores(one, jobs)
+
+
+def mean_score(workdir: Path) -> float:
+    """The held-out greedy score, mean over the evaluated steps after the first."""
+    return float(np.mean(list(summary.curve(workdir).values())[1:] or [-math.inf]))
+
+
+def chosen_rate(
+    make: Callable[[float], Job],
+    rates: Sequence[float],
+    *,
+    at_a_time: int = 0,
+    score: Callable[[Path], float] = mean_score,
+    evaluates: bool = True,
+) -> float:
+    """The learning rate of the best score: of one run for each rate, which are evaluated afterwards. A run that met numbers that
+    are not finite loses.
+
+    Args: make: the run at a rate, of a seed that the study does not use otherwise. at_a_time: see run_all. score: of a run's
+    workdir; evaluates: whether it reads evaluations.
+    """
+    jobs = {rate: make(rate) for rate in rates}
+    run_all(list(jobs.values()), at_a_time=at_a_time)
+    if evaluates:
+        evaluate_afterwards(list(jobs.values()))
+    found = {rate: score(job.workdir) if job.seconds or not job.stopped.exists() else -math.inf for rate, job in jobs.items()}
+    best = max(found, key=found.__getitem__)
+    told = ", ".join(f"{rate:g}: {value:.3f}" for rate, value in found.items())
+    print(f"{jobs[best].name}: {best:g} is the best of {told}", file=sys.stderr, flush=True)
+    return best
 
 
 def ensure_warm_start(root: Path, settings: Mapping[str, Any], *, recipe: str, checkout: Path = Path()) -> None:
