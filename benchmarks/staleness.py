@@ -38,10 +38,10 @@ _LAGS = flags.DEFINE_list("lags", ["1", "64"], "Ages of the rows, in updates, of
 _STARTS = flags.DEFINE_integer("starts", 3, "Warm starts, of the seeds 1, 2 …", lower_bound=1)
 _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each arm from each warm start.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 192, "Updates of each arm.", lower_bound=24)
-_RATES = flags.DEFINE_list("rates", ["1e-5", "3e-5", "1e-4"], "Learning rates, of which each arm takes the best.")
+_RATES = flags.DEFINE_list("rates", ["5e-6", "1.5e-5", "5e-5"], "Learning rates, of which each arm takes the best.")
 
 RECIPE = "configs/demo.py"
-FORK, FORK_RATE, BETA = 256, 5e-6, 0.004
+FORK, FORK_RATE, BETA = 256, 2.5e-6, 0.004
 OTHER_SCALE = ("online_dpo", "gflowrl", "flowrl_linear_z", "tpo", "pmd_mean")
 # Of the runs that choose a learning rate, which no table has.
 OTHER_SEED = 100
