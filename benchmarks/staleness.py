@@ -1,15 +1,16 @@
 """What staleness does to each objective: all arms go on from one checkpoint, and each update has rows of a fixed age.
 
     python -m benchmarks.staleness --workdir=runs/staleness [--arms=trajectory_balance,grpo@16,trajectory_balance@64@0.05,…]
-        [--lags=1,64] [--starts=3] [--seeds=2] [--steps=192] [--jobs=0]
+        [--lags=1,64] [--starts=3] [--seeds=2] [--steps=160] [--jobs=0]
 
 An arm is an objective, at each of --lags or at the one behind @, and β behind another @ (0.004 by default).
 
 From each warm start of the demo's sums, 256 updates of trajectory balance on fresh rows come first. Every arm copies that run and
 goes on with its objective: the rows of an update were drawn with the weights of `lag` updates before, so that from the first
-update on they are that old, and none is drawn twice. No update is clipped by its norm. Each arm takes the best of --rates, the
-learning rates, by the mean of its last three accuracies on a seed of its own, with as many updates. What else an objective reads
-is as its row of configs/baselines.py says; so is the β of those on whose scale 0.004 is another quantity.
+update on they are that old, and none is drawn twice. No update is clipped by its norm. An objective at a β takes the best of
+--rates, the learning rates: on its oldest rows, by the mean of the last three accuracies of as many updates on a seed of its own.
+What else an objective reads is as its row of configs/baselines.py says; so is the β of those on whose scale 0.004 is another
+quantity.
 
 A run that is done is not made again, so the command resumes where it was stopped. It prints markdown tables of the held-out
 greedy accuracy, mean and standard deviation over warm starts × seeds: at the fork, the least after it, and the last. It writes
@@ -37,7 +38,7 @@ _ARMS = flags.DEFINE_list(
 _LAGS = flags.DEFINE_list("lags", ["1", "64"], "Ages of the rows, in updates, of arms that do not say theirs.")
 _STARTS = flags.DEFINE_integer("starts", 3, "Warm starts, of the seeds 1, 2 …", lower_bound=1)
 _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each arm from each warm start.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 192, "Updates of each arm.", lower_bound=24)
+_STEPS = flags.DEFINE_integer("steps", 160, "Updates of each arm.", lower_bound=24)
 _RATES = flags.DEFINE_list("rates", ["5e-6", "1.5e-5", "5e-5"], "Learning rates, of which each arm takes the best.")
 
 RECIPE = "configs/demo.py"
@@ -126,9 +127,11 @@ def main(argv: Sequence[str]) -> None:
     for number in starts:
         side_by_side.ensure_warm_start(root / f"start{number}", {"seed": number}, recipe=RECIPE)
     side_by_side.run_all([fork(root, number) for number in starts])
-    tries = {(arm, rate): job(root, arm, 1, OTHER_SEED, rate) for arm in arms for rate in _RATES.value}
+    oldest = {(arm.objective, arm.beta): arm for arm in sorted(arms, key=lambda arm: arm.lag)}
+    tries = {(of, rate): job(root, arm, 1, OTHER_SEED, rate) for of, arm in oldest.items() for rate in _RATES.value}
     side_by_side.run_all(list(tries.values()))
-    rates = {arm: max(_RATES.value, key=lambda rate, arm=arm: score(tries[arm, rate])) for arm in arms}
+    tried = {of: {rate: score(tries[of, rate]) for rate in _RATES.value} for of in oldest}
+    rates = {arm: max(tried[arm.objective, arm.beta].items(), key=lambda each: each[1])[0] for arm in arms}
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
     jobs = {
         (arm, number, seed): job(root, arm, number, seed, rates[arm])
@@ -148,9 +151,8 @@ def main(argv: Sequence[str]) -> None:
             arm.objective, f"{arm.lag}", f"{arm.beta:g}", rates[arm], summary.spread([run[FORK] for run in runs.values()]),
             summary.spread(least), summary.spread(last) + f" ({early} ended early)" * bool(early), ", ".join(by_start),
         )  # fmt: skip
-        tried = {rate: score(tries[arm, rate]) for rate in _RATES.value}
         of_runs = {f"start {number}, seed {seed}": run for (number, seed), run in runs.items()}
-        found[arm.name] = {"rate": rates[arm], "rates": tried, "runs": of_runs}
+        found[arm.name] = {"rate": rates[arm], "rates": tried[arm.objective, arm.beta], "runs": of_runs}
         label = f"{arm.objective}, β {arm.beta:g}"
         panels.setdefault(f"rows {arm.lag} updates old", {})[label] = list(runs.values())
     print(f"\n{_STEPS.value} updates after {FORK}, {len(starts)} warm starts × {_SEEDS.value} seeds; ", end="")
