@@ -1,5 +1,7 @@
 """What studies print and draw of runs side by side: markdown tables, and curves with their spread over seeds."""
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,6 +25,17 @@ def evaluations(workdir: Path) -> list[dict]:
 def curve(workdir: Path) -> Curve:
     """The held-out greedy score of a run, by step."""
     return {each["step"]: each["greedy_reward"] for each in evaluations(workdir)}
+
+
+def crossing(curve: Curve, threshold: float) -> float:
+    """Where a curve first reaches the threshold, linear between its points; infinite where it never does."""
+    points = sorted(curve.items())
+    if points[0][1] >= threshold:
+        return points[0][0]
+    for (x, low), (after, high) in itertools.pairwise(points):
+        if high >= threshold:
+            return x + (after - x) * (threshold - low) / (high - low)
+    return math.inf
 
 
 def table(*columns: str) -> None:

@@ -1,0 +1,132 @@
+"""Tasks whose rewards take time and no core, as those of a judge on another machine: sums, and a space with planted modes. And
+the recipes of studies with them: --config=benchmarks/slow_tasks.py:sums and :modes.
+
+`concurrency` and names that end in `url` or `path` are no part of a run's contract, so runs of one warm start may differ in them.
+"""
+
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from configs import base, demo
+from tba_jax.tasks.arithmetic import Arithmetic
+from tba_jax.tasks.interface import Query, Scores, SplitTask
+
+LETTERS, LENGTH = "abcdefgh", 4
+# Of each letter in a worked example, whatever stands before it.
+SHARES = np.array([0.28, 0.22, 0.17, 0.12, 0.09, 0.06, 0.04, 0.02])
+# Shares of the planted texts among worked examples: 16 modes from the largest to the smallest, or one rare target.
+LARGEST, SMALLEST, RARE = 4e-3, 4e-5, 1e-4
+
+
+def seconds_of(url: str) -> float:
+    """How long a batch waits for its rewards, of a url such as sleep:2. Raises ValueError for another."""
+    scheme, _, seconds = url.partition(":")
+    if scheme != "sleep":
+        raise ValueError(f"task.custom.url={url!r} must be sleep:SECONDS")
+    return float(seconds)
+
+
+class Sums(Arithmetic):
+    """The demo's sums, whose rewards come after a while."""
+
+    def __init__(self, *, digits: int, url: str):
+        super().__init__(digits=digits, train_queries=4000, heldout_queries=256, seed=0)
+        self._seconds = seconds_of(url)
+
+    def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
+        time.sleep(self._seconds)
+        return super().rewards(queries, responses, finished)
+
+
+def planted(count: int) -> tuple[str, ...]:
+    """`count` texts of LENGTH letters, whose shares among worked examples are spaced evenly in the logarithm; 1: the rare one."""
+    texts = ["".join(letters) for letters in itertools.product(LETTERS, repeat=LENGTH)]
+    logs = np.array([sum(np.log(SHARES[LETTERS.index(letter)]) for letter in text) for text in texts])
+    order = np.random.default_rng(0).permutation(len(texts))  # texts of one share differ by the order of their letters
+    found = list[int]()
+    for share in np.geomspace(LARGEST, SMALLEST, count) if count > 1 else [RARE]:
+        gaps = np.abs(logs[order] - np.log(share))
+        gaps[np.isin(order, found)] = np.inf
+        found.append(int(order[gaps.argmin()]))
+    return tuple(texts[i] for i in found)
+
+
+class Planted(SplitTask):
+    """One prompt; a response is worth 1 if it is one of the planted texts, else 0.
+
+    Searchers start one after another. The first rewards of a process come at once, and its second wait until `concurrency`
+    processes have asked for theirs, so that all begin together. Each then leaves a file in the folder meeting_path, which holds
+    the time; so does each at its first reward of 1.
+    """
+
+    score_name = "hit"
+    alphabet = f"{LETTERS}>"
+
+    def __init__(self, *, count: int, url: str, concurrency: int, meeting_path: str):
+        self._texts, self._seconds = frozenset(planted(count)), seconds_of(url)
+        self._concurrency, self._folder, self._calls = concurrency, Path(meeting_path), 0
+        self._splits = {split: [Query(prompt=">")] for split in ("train", "heldout")}
+
+    def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
+        right = np.array([response in self._texts for response in responses]) & np.asarray(finished, bool)
+        self._calls += 1
+        if self._calls > 1:
+            self._leave("asks")
+            while len(list(self._folder.glob("asks-*"))) < self._concurrency:
+                time.sleep(0.05)
+            time.sleep(self._seconds)
+        if right.any():
+            self._leave("hits")
+        return Scores.of_one(right)
+
+    def _leave(self, what: str) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = self._folder / f"{what}-{os.getpid()}"
+        if not file.exists():
+            file.write_text(str(time.time()))
+
+    def worked_examples(self, rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
+        letters = rng.choice(list(LETTERS), size=(count, LENGTH), p=SHARES)
+        return [(">", "".join(row)) for row in letters]
+
+
+def get_config(variant: str):
+    """Variants: sums (task.custom.digits says how long they are; lengths of prompt and response follow), modes."""
+    if variant.startswith("sums"):
+        digits = int(variant[4:] or 3)
+        c = demo.get_config()
+        c.task.name = f"{__file__}:Sums"
+        c.task.custom.digits, c.task.custom.url = digits, "sleep:0"
+        c.task.prompt_length, c.task.response_length = 2 * digits + 3, 11 * digits - 1
+        c.publish.keep_seconds = 5.0
+        return c
+    if variant != "modes":
+        raise ValueError(f"the variant {variant!r} is neither sums nor modes")
+    c = base.get_config()
+    c.task.name = f"{__file__}:Planted"
+    c.task.custom.count, c.task.custom.concurrency = 16, 1
+    c.task.custom.url, c.task.custom.meeting_path = "sleep:0", "/tmp"
+    c.task.prompt_length, c.task.response_length = 2, LENGTH + 2
+    c.model.width, c.model.ffn, c.model.head_size = 64, 128, 16
+    c.warm_start.steps, c.warm_start.batch_size = 400, 512
+    # Rewards come a batch after the other from each searcher. A batch has the rows of an update.
+    c.searchers.reward_batches = 1
+    c.searchers.queries_per_batch = c.learner.queries = 1
+    c.searchers.samples_per_query = c.learner.completions = 64
+    c.replay.capacity = c.replay.capacity_per_query = 50_000
+    c.replay.recent_probability, c.replay.recent_fill = 0.5, "older"
+    c.replay.max_draws_per_row = 4
+    c.replay.merge_duplicates = False
+    c.learner.schedule, c.learner.steps, c.learner.warmup_steps = "constant", 100_000, 10
+    c.learner.beta_start = c.learner.beta_end = 0.1
+    c.learner.clip_norm = 0.0
+    c.publish.every_steps, c.publish.keep, c.publish.keep_seconds = 2, 3, 5.0
+    c.checkpoint.every_steps = 100_000
+    c.evaluation.enabled, c.evaluation.every_steps = False, 5
+    c.metrics.every_steps, c.metrics.sinks = 1, ()
+    return c
