@@ -77,22 +77,6 @@ class Arm(NamedTuple):
     variant: str = "plain"
 
 
-def target(reference: np.ndarray, beta: float = BETA) -> np.ndarray:
-    """p* of the modes: float64[modes], of their probabilities under π_ref. Rewards are 1 for modes, else 0."""
-    weighed = reference * math.exp(1 / beta)
-    return weighed / (1 - reference.sum() + weighed.sum())
-
-
-def total_variation(masses: np.ndarray, optimum: np.ndarray) -> float:
-    """½ Σ |π − p*| over the modes and all other responses together."""
-    return float(np.abs(masses - optimum).sum() + abs(masses.sum() - optimum.sum())) / 2
-
-
-def found(masses: np.ndarray, samples: int = SAMPLES) -> float:
-    """The expected number of modes among the samples."""
-    return float((1 - (1 - masses) ** samples).sum())
-
-
 def masses_of(workdir: Path) -> dict[int, np.ndarray]:
     """π(mode) of each kept snapshot, by its step, and of π_ref as step -1: float64[modes] each. Kept in workdir/masses.json."""
     file = workdir / "masses.json"
@@ -126,7 +110,7 @@ def job(root: Path, arm: Arm, start: int, seed: int, rate: float, *, called: str
         "task.custom.concurrency": arm.searchers,
         "task.custom.meeting_path": place / name / "searchers",
         "searchers.count": arm.searchers,
-        "replay.min_rows": ROWS * arm.searchers + 1,  # the first update follows the first batch after all searchers have met
+        "replay.min_rows": slow_tasks.FREE * ROWS * arm.searchers + 1,  # the first update follows when searchers have met
         "learner.objective": objective,
         "learner.beta_start": beta,
         "learner.beta_end": beta,
@@ -140,7 +124,7 @@ def measured(workdir: Path) -> dict[str, Any]:
     """What a run came to within its seconds. curve: seconds since the first update -> (TV, mass of the modes over that of p*)."""
     run, masses = layout.RunDir(workdir), masses_of(workdir)
     lines = {int(line["step"]): line for line in metrics.each_line(run.metrics("trainer"))}
-    first, optimum = min(line["time"] for line in lines.values()), target(masses[-1])
+    first, optimum = min(line["time"] for line in lines.values()), slow_tasks.target(masses[-1], BETA)
     marks = [[float(file.read_text()) for file in (workdir / "searchers").glob(f"{what}-*")] for what in ("asks", "hits")]
     begin = max(marks[0])
     taken = [step for step in masses if step in lines and lines[step]["time"] <= first + _SECONDS.value]
@@ -148,24 +132,21 @@ def measured(workdir: Path) -> dict[str, Any]:
     shares = {0.0: masses[-1].sum() / optimum.sum()}
     shares |= {lines[step]["time"] - begin: masses[step].sum() / optimum.sum() for step in taken}
     return {
-        "modes": found(last),
-        "tv": total_variation(last, optimum),
+        "modes": slow_tasks.found(last, SAMPLES),
+        "tv": slow_tasks.total_variation(last, optimum),
         "mass": float(last.sum()),
         "updates": max(taken),
         "rows": lines[max(taken)]["rows_seen"],
         "first hit": min(marks[1], default=math.inf) - begin,
         "half of p*": summary.crossing(shares, 0.5),
-        "curve": {0.0: total_variation(masses[-1], optimum)}
-        | {lines[step]["time"] - first: total_variation(masses[step], optimum) for step in taken},
-        "optimum": {"modes": found(optimum), "mass": float(optimum.sum()), "reference": float(masses[-1].sum())},
+        "curve": {0.0: slow_tasks.total_variation(masses[-1], optimum)}
+        | {lines[step]["time"] - first: slow_tasks.total_variation(masses[step], optimum) for step in taken},
+        "optimum": {
+            "modes": slow_tasks.found(optimum, SAMPLES),
+            "mass": float(optimum.sum()),
+            "reference": float(masses[-1].sum()),
+        },
     }
-
-
-def cell(values: Sequence[float], spec: str) -> str:
-    """Mean and deviation of the finite values, and how many are not."""
-    finite = [value for value in values if math.isfinite(value)]
-    missing = len(values) - len(finite)
-    return (summary.spread(finite, spec) if finite else "–") + (f" ({missing} of {len(values)} never)" if missing else "")
 
 
 def tell(figures: Mapping[Arm, Sequence[Mapping[str, Any]]], rates: Mapping[str, float]) -> None:
@@ -175,7 +156,7 @@ def tell(figures: Mapping[Arm, Sequence[Mapping[str, Any]]], rates: Mapping[str,
     )
     summary.table("objective", "learning rate", "variant", "searchers", *columns)
     for arm, runs in figures.items():
-        cells = (cell([run[name] for run in runs], spec) for name, spec in columns.items())
+        cells = (summary.spread_of_finite([run[name] for run in runs], spec) for name, spec in columns.items())
         summary.row(arm.objective, f"{rates[arm.objective]:g}", arm.variant, f"{arm.searchers}", *cells)
     optima = [run["optimum"] for run in next(iter(figures.values()))]
     told = {name: summary.spread([optimum[name] for optimum in optima], ".3g") for name in optima[0]}

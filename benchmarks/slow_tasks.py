@@ -5,6 +5,7 @@ the recipes of studies with them: --config=benchmarks/slow_tasks.py:sums and :mo
 """
 
 import itertools
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ LETTERS, LENGTH = "abcdefgh", 4
 SHARES = np.array([0.28, 0.22, 0.17, 0.12, 0.09, 0.06, 0.04, 0.02])
 # Shares of the planted texts among worked examples: 16 modes from the largest to the smallest, or one rare target.
 LARGEST, SMALLEST, RARE = 4e-3, 4e-5, 1e-4
+FREE = 2
 
 
 def seconds_of(url: str) -> float:
@@ -56,12 +58,28 @@ def planted(count: int) -> tuple[str, ...]:
     return tuple(texts[i] for i in found)
 
 
+def target(reference: np.ndarray, beta: float) -> np.ndarray:
+    """p* of the modes: float64[modes], of their probabilities under π_ref. Rewards are 1 for modes, else 0."""
+    weighed = reference * math.exp(1 / beta)
+    return weighed / (1 - reference.sum() + weighed.sum())
+
+
+def total_variation(masses: np.ndarray, optimum: np.ndarray) -> float:
+    """½ Σ |π − p*| over the modes and all other responses together."""
+    return float(np.abs(masses - optimum).sum() + abs(masses.sum() - optimum.sum())) / 2
+
+
+def found(masses: np.ndarray, samples: int) -> float:
+    """The expected number of modes among the samples."""
+    return float((1 - (1 - masses) ** samples).sum())
+
+
 class Planted(SplitTask):
     """One prompt; a response is worth 1 if it is one of the planted texts, else 0.
 
-    Searchers start one after another. The first rewards of a process come at once, and its second wait until `concurrency`
-    processes have asked for theirs, so that all begin together. Each then leaves a file in the folder meeting_path, which holds
-    the time; so does each at its first reward of 1.
+    Searchers start one after another, each once the last has done FREE batches. The rewards of so many batches of a process come
+    at once. Its next ones wait until `concurrency` processes have asked for theirs, so that all begin together. Each then leaves
+    a file in the folder meeting_path, which holds the time; so does each at its first reward of 1.
     """
 
     score_name = "hit"
@@ -75,12 +93,12 @@ class Planted(SplitTask):
     def rewards(self, queries: Sequence[Query], responses: Sequence[str], finished: np.ndarray) -> Scores:
         right = np.array([response in self._texts for response in responses]) & np.asarray(finished, bool)
         self._calls += 1
-        if self._calls > 1:
+        if self._calls > FREE:
             self._leave("asks")
             while len(list(self._folder.glob("asks-*"))) < self._concurrency:
                 time.sleep(0.05)
             time.sleep(self._seconds)
-        if right.any():
+        if right.any() and self._calls > FREE:
             self._leave("hits")
         return Scores.of_one(right)
 

@@ -54,6 +54,13 @@ def spread(values: Sequence[float], spec: str = ".3f") -> str:
     return f"{np.mean(values):z{spec}}" + (f" ± {np.std(values, ddof=1):{spec}}" if len(values) > 1 else "")
 
 
+def spread_of_finite(values: Sequence[float], spec: str = ".3f") -> str:
+    """The spread of the finite values, and how many are not."""
+    finite = [value for value in values if math.isfinite(value)]
+    missing = len(values) - len(finite)
+    return (spread(finite, spec) if finite else "–") + (f" ({missing} of {len(values)} never)" if missing else "")
+
+
 def plot(path: Path, panels: Mapping[str, Mapping[str, Sequence[Curve]]], *, across: str, up: str, log: bool = False) -> None:
     """Draws a panel for each title: label -> the curves of its runs. Lines are means, bands go from the least to the largest."""
     import matplotlib

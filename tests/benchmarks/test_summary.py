@@ -1,0 +1,15 @@
+"""Figures of curves, worked out by hand."""
+
+import math
+
+import pytest
+
+from benchmarks import summary
+
+
+def test_a_crossing_is_the_first_and_lies_between_two_points():
+    curve = {30: 0.8, 0: 0.2, 10: 0.4, 20: 0.3}
+    assert summary.crossing(curve, 0.3) == pytest.approx(5)
+    assert summary.crossing(curve, 0.6) == pytest.approx(26)
+    assert summary.crossing(curve, 0.2) == 0
+    assert summary.crossing(curve, 0.81) == math.inf
