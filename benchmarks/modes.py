@@ -1,23 +1,23 @@
 """More searchers, more modes? Real searchers whose rewards take a second a batch, for equal seconds, where p* is known exactly.
 
-    python -m benchmarks.modes --workdir=runs/modes [--searchers=1,2,4,8] [--seconds=60] [--objectives=trajectory_balance@0.1,…]
-    python -m benchmarks.modes --workdir=runs/modes --variants=plain,merged,softmax --objectives=trajectory_balance@0.1
+    python -m benchmarks.modes --workdir=runs/modes [--searchers=1,2,4,8] [--seconds=60] [--objectives=trajectory_balance,grpo@0]
+    python -m benchmarks.modes --workdir=runs/modes --variants=plain,merged,softmax --objectives=trajectory_balance
     python -m benchmarks.modes --workdir=runs/modes --part=sparse
 
-A response is four letters, and 16 planted texts are worth 1 (benchmarks/slow_tasks.py). The warm start imitates letters of
+A response is three letters, and 16 planted texts are worth 1 (benchmarks/slow_tasks.py). The warm start imitates letters of
 unequal frequency, so that planted texts have unequal probability, and scoring them gives, with r = 1 for them and 0 for the rest,
 
     p*(mode) = π_ref(mode) exp(1/β) / Z,  Z = 1 − M + M exp(1/β),  M = Σ π_ref(mode).
 
 `modes` are those found in 1,024 samples, the expectation Σ 1 − (1 − π(mode))^1024; `TV` is the total variation between the
-policy's and p*'s distribution over the modes and all else, with the p* of BETA for every objective, also for those that have β 0
-and no such optimum; `mass` is what the policy gives the modes. Nothing of this is sampled.
+policy's and p*'s distribution over the modes and all else, with one p* for every objective, also for those that have
+another β; `mass` is what the policy gives the modes. Nothing of this is sampled.
 
 A searcher decodes a batch while its last one waits for its rewards, so that n searchers make n batches a second as long as the
-cores can. Searchers begin together, and a run ends --seconds after its first update; what is measured is its newest snapshot
-then. An update draws each row at most 4 times, so more rows also mean more updates; the table says how many. The first of
---objectives (NAME@BETA) is run with every number of searchers and in every variant, the others plain with the least and the
-largest. The learning rate of each objective is one of RATES: the one of the least TV with two searchers and a seed of its own.
+cores can. Searchers begin together, and a run ends --seconds after its first update; measured is its newest snapshot then. The
+trainer has a core of its own and does not wait: half of its updates draw recent rows, half any row, uniformly or, in the variant
+softmax, by reward. The first of --objectives is run with every number of searchers and in every variant, the others with the
+least and the largest. Each objective has the learning rate of RATES with the least TV with two searchers and a seed of its own.
 
 `--part=sparse` plants one text, which π_ref draws about once in 10,000 times, and asks for the seconds until a searcher draws it
 and until the policy gives it half of p*. Runs that are done are not made again. Runs have the machine to themselves. It writes
@@ -48,33 +48,38 @@ from tba_jax.telemetry import metrics
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "merged": {"replay.merge_duplicates": True},
-    "softmax": {"replay.strategy": "softmax", "replay.inverse_temperature": 3.0},
+    "softmax": {"replay.strategy": "softmax", "replay.inverse_temperature": 6.0},
 }
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
 _PART = flags.DEFINE_enum("part", "modes", ["modes", "sparse"], "16 modes, or one rare target.")
-_OBJECTIVES = flags.DEFINE_list("objectives", ["trajectory_balance@0.1", "grpo@0", "rloo@0"], "NAME@BETA each.")
+_OBJECTIVES = flags.DEFINE_list(
+    "objectives", ["trajectory_balance", "grpo@0", "rloo@0"], "NAME, or NAME@BETA for a β of its own."
+)
 _SEARCHERS = flags.DEFINE_list("searchers", ["1", "2", "4", "8"], "Numbers of searchers.")
-_VARIANTS = flags.DEFINE_list("variants", ["plain"], f"Of {', '.join(VARIANTS)}; for the first objective.")
+_VARIANTS = flags.DEFINE_list(
+    "variants", [], f"Of {', '.join(VARIANTS)}, for the first objective; the first is also the others'."
+)
 _SECONDS = flags.DEFINE_float("seconds", 60.0, "Of each run, from its first update.", lower_bound=1.0)
 _LATENCY = flags.DEFINE_float("latency", 1.0, "Seconds that the rewards of a batch take.", lower_bound=0.0)
 _WARM_STARTS = flags.DEFINE_integer("warm_starts", 3, "Warm starts, of the seeds 1, 2 …", lower_bound=1)
 _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each arm from each warm start.", lower_bound=1)
 
 RECIPE = "benchmarks/slow_tasks.py:modes"
-BETA, SAMPLES, ROWS = 0.1, 1024, 64
+SAMPLES, ROWS = 1024, 64
 RATES = (1e-4, 3e-4, 1e-3)
-COUNTS = {"modes": 16, "sparse": 1}
+# Of each part: the planted texts, the β of p*, and the first variant.
+COUNTS, BETAS, FIRST = {"modes": 16, "sparse": 1}, {"modes": 0.2, "sparse": 0.1}, {"modes": "plain", "sparse": "softmax"}
 # Seconds between the points of a picture, and the seed of the runs that choose a learning rate.
 POINT, RATE_SEED = 5.0, 100
 
 
 class Arm(NamedTuple):
-    """objective: NAME@BETA; variant: a key of VARIANTS."""
+    """objective: NAME or NAME@BETA; variant: a key of VARIANTS."""
 
     objective: str
     searchers: int
-    variant: str = "plain"
+    variant: str
 
 
 def masses_of(workdir: Path) -> dict[int, np.ndarray]:
@@ -95,13 +100,13 @@ def masses_of(workdir: Path) -> dict[int, np.ndarray]:
         snapshots, shardings = Published(run.policies), policy.trained_shardings(mesh)
         told = {-1: score(load_reference(how, run), packed)}
         told |= {step: score(snapshots.load(step, policy.trained_specs, shardings), packed) for step in snapshots.whole()}
-        layout.write_json(file, {step: np.exp(np.sum(each, axis=1, dtype=np.float64)).tolist() for step, each in told.items()})
+        layout.write_json(file, {step: np.exp(np.asarray(each, np.float64).sum(axis=1)).tolist() for step, each in told.items()})
     return {int(step): np.array(values) for step, values in layout.read_json(file).items()}
 
 
 def job(root: Path, arm: Arm, start: int, seed: int, rate: float, *, called: str = "") -> side_by_side.Job:
     objective, _, beta = arm.objective.partition("@")
-    name = f"{called or arm.variant}-{arm.objective}-x{arm.searchers}-seed{seed}-{_SECONDS.value:g}s-rate{rate:g}"
+    name = f"{called or arm.variant}-{arm.objective}-x{arm.searchers}-seed{seed}-{_SECONDS.value:g}s-{_LATENCY.value:g}s-rate{rate:g}"
     place = root / f"start{start}"
     settings = {
         "seed": seed,
@@ -112,8 +117,8 @@ def job(root: Path, arm: Arm, start: int, seed: int, rate: float, *, called: str
         "searchers.count": arm.searchers,
         "replay.min_rows": slow_tasks.FREE * ROWS * arm.searchers + 1,  # the first update follows when searchers have met
         "learner.objective": objective,
-        "learner.beta_start": beta,
-        "learner.beta_end": beta,
+        "learner.beta_start": beta or BETAS[_PART.value],
+        "learner.beta_end": beta or BETAS[_PART.value],
         "learner.learning_rate": rate,
         **VARIANTS[arm.variant],
     }
@@ -124,7 +129,7 @@ def measured(workdir: Path) -> dict[str, Any]:
     """What a run came to within its seconds. curve: seconds since the first update -> (TV, mass of the modes over that of p*)."""
     run, masses = layout.RunDir(workdir), masses_of(workdir)
     lines = {int(line["step"]): line for line in metrics.each_line(run.metrics("trainer"))}
-    first, optimum = min(line["time"] for line in lines.values()), slow_tasks.target(masses[-1], BETA)
+    first, optimum = min(line["time"] for line in lines.values()), slow_tasks.target(masses[-1], BETAS[_PART.value])
     marks = [[float(file.read_text()) for file in (workdir / "searchers").glob(f"{what}-*")] for what in ("asks", "hits")]
     begin = max(marks[0])
     taken = [step for step in masses if step in lines and lines[step]["time"] <= first + _SECONDS.value]
@@ -161,7 +166,7 @@ def tell(figures: Mapping[Arm, Sequence[Mapping[str, Any]]], rates: Mapping[str,
     optima = [run["optimum"] for run in next(iter(figures.values()))]
     told = {name: summary.spread([optimum[name] for optimum in optima], ".3g") for name in optima[0]}
     print(
-        f"\np* has a mass of {told['mass']} and {told['modes']} modes in {SAMPLES:,} samples; π_ref a mass of {told['reference']}"
+        f"\np* has a mass of {told['mass']} and {told['modes']} modes in {SAMPLES:,} samples; mass under π_ref {told['reference']}"
     )
     print(f"{_SECONDS.value:g} s, rewards of {_LATENCY.value:g} s, {_WARM_STARTS.value} warm starts × {_SEEDS.value} seeds")
 
@@ -175,7 +180,8 @@ def sampled(curve: Mapping[float, float]) -> summary.Curve:
 def main(argv: Sequence[str]) -> None:
     del argv
     root, numbers = Path(_WORKDIR.value).absolute() / _PART.value, sorted(int(number) for number in _SEARCHERS.value)
-    if unknown := [name for name in _VARIANTS.value if name not in VARIANTS]:
+    variants = _VARIANTS.value or [FIRST[_PART.value]]
+    if unknown := [name for name in variants if name not in VARIANTS]:
         raise app.UsageError(f"--variants={','.join(unknown)} is not among {', '.join(VARIANTS)}")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(root / "compilation_cache"))
     starts = range(1, _WARM_STARTS.value + 1)
@@ -188,11 +194,11 @@ def main(argv: Sequence[str]) -> None:
 
     rates = {}
     for objective in _OBJECTIVES.value:
-        make = functools.partial(job, root, Arm(objective, 2), 1, RATE_SEED, called="rates")
+        make = functools.partial(job, root, Arm(objective, 2, variants[0]), 1, RATE_SEED, called="rates")
         rates[objective] = side_by_side.chosen_rate(make, RATES, at_a_time=1, score=tv, evaluates=False)
     main_objective, *others = _OBJECTIVES.value
-    arms = [Arm(main_objective, number, variant) for variant in _VARIANTS.value for number in numbers]
-    arms += [Arm(objective, number) for objective in others for number in sorted({numbers[0], numbers[-1]})]
+    arms = [Arm(main_objective, number, variant) for variant in variants for number in numbers]
+    arms += [Arm(objective, number, variants[0]) for objective in others for number in sorted({numbers[0], numbers[-1]})]
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
     jobs = {
         (arm, start, seed): job(root, arm, start, seed, rates[arm.objective])
@@ -207,7 +213,7 @@ def main(argv: Sequence[str]) -> None:
     (root.parent / f"{_PART.value}.json").write_text(json.dumps({", ".join(map(str, key)): run for key, run in each.items()}))
     panels: dict[str, dict[str, list[summary.Curve]]] = {}
     for arm, runs in figures.items():
-        label = f"{arm.searchers} searchers" + f", {arm.variant}" * (arm.variant != "plain")
+        label = f"{arm.searchers} searchers" + f", {arm.variant}" * (len(variants) > 1)
         panels.setdefault(arm.objective, {})[label] = [sampled(run["curve"]) for run in runs]
     summary.plot(root.parent / f"{_PART.value}.png", panels, across="seconds", up="total variation to p*")
 

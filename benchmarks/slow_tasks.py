@@ -17,11 +17,11 @@ from configs import base, demo
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.interface import Query, Scores, SplitTask
 
-LETTERS, LENGTH = "abcdefgh", 4
+LETTERS, LENGTH = "abcdefgh", 3
 # Of each letter in a worked example, whatever stands before it.
 SHARES = np.array([0.28, 0.22, 0.17, 0.12, 0.09, 0.06, 0.04, 0.02])
 # Shares of the planted texts among worked examples: 16 modes from the largest to the smallest, or one rare target.
-LARGEST, SMALLEST, RARE = 4e-3, 4e-5, 1e-4
+LARGEST, SMALLEST, RARE = 2e-2, 2e-4, 1e-4
 FREE = 2
 
 
@@ -137,11 +137,9 @@ def get_config(variant: str):
     c.searchers.queries_per_batch = c.learner.queries = 1
     c.searchers.samples_per_query = c.learner.completions = 64
     c.replay.capacity = c.replay.capacity_per_query = 50_000
-    c.replay.recent_probability, c.replay.recent_fill = 0.5, "older"
-    c.replay.max_draws_per_row = 4
+    c.replay.recent_probability, c.replay.recent_fill = 0.5, "older"  # the others are uniform over all rows
     c.replay.merge_duplicates = False
     c.learner.schedule, c.learner.steps, c.learner.warmup_steps = "constant", 100_000, 10
-    c.learner.beta_start = c.learner.beta_end = 0.1
     c.learner.clip_norm = 0.0
     c.publish.every_steps, c.publish.keep, c.publish.keep_seconds = 2, 3, 5.0
     c.checkpoint.every_steps = 100_000

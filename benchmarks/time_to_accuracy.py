@@ -64,6 +64,7 @@ _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each arm from each warm start
 
 RATES = (3e-5, 1e-4, 3e-4)
 RATE_SEED = 100
+FACTORS = ("step_seconds", "updates", "seconds")
 # 64 rows an update; in turn all of them are of the batch before it.
 ROWS: dict[str, Any] = {
     "learner.queries": 4,
@@ -156,25 +157,17 @@ def tell(found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], rates: Ma
         ends = [summary.spread([run["curve"][end(run["curve"])] for run in runs]) for end in (min, max)]
         summary.row(f"{latency} s", arm, f"{rates[arm]:g}", *cells, *ends)
     print()
-    summary.table("rewards take", "asynchronous", "in turn", "seconds an update, ratio", "× updates, ratio", "= speed-up")
-    of_pairs = [(fast, slow) for fast in _ARMS.value for slow in _ARMS.value if ARMS[slow][1] and not ARMS[fast][1]]
+    summary.table("rewards take", "slower", "faster", "seconds an update, ratio", "× updates, ratio", "= speed-up")
+    of_pairs = [(slow, fast) for fast in _ARMS.value for slow in _ARMS.value if ARMS[slow][1] and not ARMS[fast][1]]
     for latency in _LATENCIES.value:
-        for fast, slow in of_pairs:
-            both = found[latency, slow], found[latency, fast]
-            factors = (summary.spread_of_finite(ratios(*both, name), ".2f") for name in ("step_seconds", "updates", "seconds"))
-            summary.row(f"{latency} s", fast, slow, *factors)
-    print()
-    summary.table("rewards take", "arm", "seconds an update, a seed over another", "updates", "seconds to the threshold")
-    for (latency, arm), runs in found.items():
-        # Runs come seed by seed: the first half has another seed than the second, and the same warm starts.
-        half = len(runs) // _SEEDS.value
-        if _SEEDS.value > 1:
-            names = ("step_seconds", "updates", "seconds")
-            summary.row(
-                f"{latency} s",
-                arm,
-                *(summary.spread_of_finite(ratios(runs[:half], runs[half : 2 * half], name), ".2f") for name in names),
-            )
+        both = {f"{slow} | {fast}": (found[latency, slow], found[latency, fast]) for slow, fast in of_pairs}
+        # Runs come seed by seed, of the same warm starts each.
+        half = _WARM_STARTS.value
+        seeds = {arm: (found[latency, arm][:half], found[latency, arm][half : 2 * half]) for arm in _ARMS.value}
+        both |= {f"{arm}, a seed | another": of for arm, of in seeds.items() if of[1]}
+        for called, (slow, fast) in both.items():
+            factors = (summary.spread_of_finite(ratios(slow, fast, name), ".2f") for name in FACTORS)
+            summary.row(f"{latency} s", called, *factors)
     print(f"\nthreshold {_THRESHOLD.value:g}, {_STEPS.value} updates, {_WARM_STARTS.value} warm starts × {_SEEDS.value} seeds")
 
 
