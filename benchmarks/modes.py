@@ -53,13 +53,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the runs.", required=True)
 _PART = flags.DEFINE_enum("part", "modes", ["modes", "sparse"], "16 modes, or one rare target.")
-_OBJECTIVES = flags.DEFINE_list(
-    "objectives", ["trajectory_balance", "grpo@0", "rloo@0"], "NAME, or NAME@BETA for a β of its own."
-)
+_OBJECTIVES = flags.DEFINE_list("objectives", ["trajectory_balance", "grpo@0", "rloo@0"], "NAME, or NAME@BETA each.")
 _SEARCHERS = flags.DEFINE_list("searchers", ["1", "2", "4", "8"], "Numbers of searchers.")
-_VARIANTS = flags.DEFINE_list(
-    "variants", [], f"Of {', '.join(VARIANTS)}, for the first objective; the first is also the others'."
-)
+_VARIANTS = flags.DEFINE_list("variants", [], f"Of {', '.join(VARIANTS)}; the first is that of all objectives.")
 _SECONDS = flags.DEFINE_float("seconds", 60.0, "Of each run, from its first update.", lower_bound=1.0)
 _LATENCY = flags.DEFINE_float("latency", 1.0, "Seconds that the rewards of a batch take.", lower_bound=0.0)
 _WARM_STARTS = flags.DEFINE_integer("warm_starts", 3, "Warm starts, of the seeds 1, 2 …", lower_bound=1)
@@ -106,7 +102,7 @@ def masses_of(workdir: Path) -> dict[int, np.ndarray]:
 
 def job(root: Path, arm: Arm, start: int, seed: int, rate: float, *, called: str = "") -> side_by_side.Job:
     objective, _, beta = arm.objective.partition("@")
-    name = f"{called or arm.variant}-{arm.objective}-x{arm.searchers}-seed{seed}-{_SECONDS.value:g}s-{_LATENCY.value:g}s-rate{rate:g}"
+    name = f"{called or arm.variant}-{arm.objective}-x{arm.searchers}-{_LATENCY.value:g}of{_SECONDS.value:g}s-{seed}-rate{rate:g}"
     place = root / f"start{start}"
     settings = {
         "seed": seed,
@@ -165,9 +161,7 @@ def tell(figures: Mapping[Arm, Sequence[Mapping[str, Any]]], rates: Mapping[str,
         summary.row(arm.objective, f"{rates[arm.objective]:g}", arm.variant, f"{arm.searchers}", *cells)
     optima = [run["optimum"] for run in next(iter(figures.values()))]
     told = {name: summary.spread([optimum[name] for optimum in optima], ".3g") for name in optima[0]}
-    print(
-        f"\np* has a mass of {told['mass']} and {told['modes']} modes in {SAMPLES:,} samples; mass under π_ref {told['reference']}"
-    )
+    print(f"\np*: mass {told['mass']}, {told['modes']} modes in {SAMPLES:,} samples; π_ref: mass {told['reference']}")
     print(f"{_SECONDS.value:g} s, rewards of {_LATENCY.value:g} s, {_WARM_STARTS.value} warm starts × {_SEEDS.value} seeds")
 
 

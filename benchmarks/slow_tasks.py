@@ -114,35 +114,27 @@ class Planted(SplitTask):
 
 
 def get_config(variant: str):
-    """Variants: sums (task.custom.digits says how long they are; lengths of prompt and response follow), modes."""
+    """Variants: sums3, sums4 … by the digits of the numbers, from which the lengths of prompt and response follow; modes."""
     if variant.startswith("sums"):
-        digits = int(variant[4:] or 3)
-        c = demo.get_config()
-        c.task.name = f"{__file__}:Sums"
+        c, digits = demo.get_config(), int(variant[4:])
+        c.task.name, c.publish.keep_seconds = f"{__file__}:Sums", 5.0
         c.task.custom.digits, c.task.custom.url = digits, "sleep:0"
         c.task.prompt_length, c.task.response_length = 2 * digits + 3, 11 * digits - 1
-        c.publish.keep_seconds = 5.0
         return c
     if variant != "modes":
-        raise ValueError(f"the variant {variant!r} is neither sums nor modes")
+        raise ValueError(f"the variant {variant!r} is neither sums with a number of digits nor modes")
     c = base.get_config()
-    c.task.name = f"{__file__}:Planted"
-    c.task.custom.count, c.task.custom.concurrency = 16, 1
-    c.task.custom.url, c.task.custom.meeting_path = "sleep:0", "/tmp"
-    c.task.prompt_length, c.task.response_length = 2, LENGTH + 2
-    c.model.width, c.model.ffn, c.model.head_size = 64, 128, 16
-    c.warm_start.steps, c.warm_start.batch_size = 400, 512
-    # Rewards come a batch after the other from each searcher. A batch has the rows of an update.
-    c.searchers.reward_batches = 1
-    c.searchers.queries_per_batch = c.learner.queries = 1
-    c.searchers.samples_per_query = c.learner.completions = 64
-    c.replay.capacity = c.replay.capacity_per_query = 50_000
-    c.replay.recent_probability, c.replay.recent_fill = 0.5, "older"  # the others are uniform over all rows
-    c.replay.merge_duplicates = False
-    c.learner.schedule, c.learner.steps, c.learner.warmup_steps = "constant", 100_000, 10
-    c.learner.clip_norm = 0.0
-    c.publish.every_steps, c.publish.keep, c.publish.keep_seconds = 2, 3, 5.0
+    c.task.name, c.task.prompt_length, c.task.response_length = f"{__file__}:Planted", 2, LENGTH + 2
+    c.task.custom.update(count=16, concurrency=1, url="sleep:0", meeting_path="")
+    c.model.update(width=64, ffn=128, head_size=16)
+    c.warm_start.update(steps=400, batch_size=512)
+    # A batch has the rows of an update, and a searcher gets rewards for one after the other.
+    c.searchers.update(reward_batches=1, queries_per_batch=1, samples_per_query=64)
+    c.replay.update(capacity=50_000, capacity_per_query=50_000, merge_duplicates=False)
+    c.replay.update(recent_probability=0.5, recent_fill="older")  # the others are uniform over all rows
+    c.learner.update(queries=1, completions=64, steps=100_000, clip_norm=0.0)
+    c.publish.update(keep=3, keep_seconds=5.0)
     c.checkpoint.every_steps = 100_000
-    c.evaluation.enabled, c.evaluation.every_steps = False, 5
-    c.metrics.every_steps, c.metrics.sinks = 1, ()
+    c.evaluation.update(enabled=False, every_steps=5)
+    c.metrics.update(every_steps=1, sinks=())
     return c
