@@ -142,19 +142,14 @@ def measured(workdir: Path) -> dict[str, Any]:
         "half of p*": summary.crossing(shares, 0.5),
         "curve": {0.0: slow_tasks.total_variation(masses[-1], optimum)}
         | {lines[step]["time"] - first: slow_tasks.total_variation(masses[step], optimum) for step in taken},
-        "optimum": {
-            "modes": slow_tasks.found(optimum, SAMPLES),
-            "mass": float(optimum.sum()),
-            "reference": float(masses[-1].sum()),
-        },
+        "optimum": dict(modes=slow_tasks.found(optimum, SAMPLES), mass=float(optimum.sum()), reference=float(masses[-1].sum())),
     }
 
 
 def tell(figures: Mapping[Arm, Sequence[Mapping[str, Any]]], rates: Mapping[str, float]) -> None:
     columns = {"updates": ",.0f", "rows": ",.0f"}
-    columns |= (
-        {"modes": ".1f", "tv": ".3f", "mass": ".3f"} if _PART.value == "modes" else {"first hit": ".1f", "half of p*": ".1f"}
-    )
+    of_modes, of_target = {"modes": ".1f", "tv": ".3f", "mass": ".3f"}, {"first hit": ".1f", "half of p*": ".1f"}
+    columns |= of_modes if _PART.value == "modes" else of_target
     summary.table("objective", "learning rate", "variant", "searchers", *columns)
     for arm, runs in figures.items():
         cells = (summary.spread_of_finite([run[name] for run in runs], spec) for name, spec in columns.items())
@@ -182,14 +177,12 @@ def main(argv: Sequence[str]) -> None:
     for start in starts:
         settings = {"seed": start, "task.custom.count": COUNTS[_PART.value]}
         side_by_side.ensure_warm_start(root / f"start{start}", settings, recipe=RECIPE)
-
-    def tv(workdir: Path) -> float:
-        return -measured(workdir)["tv"]
-
     rates = {}
     for objective in _OBJECTIVES.value:
         make = functools.partial(job, root, Arm(objective, 2, variants[0]), 1, RATE_SEED, called="rates")
-        rates[objective] = side_by_side.chosen_rate(make, RATES, at_a_time=1, score=tv, evaluates=False)
+        rates[objective] = side_by_side.chosen_rate(
+            make, RATES, at_a_time=1, score=lambda workdir: -measured(workdir)["tv"], evaluates=False
+        )
     main_objective, *others = _OBJECTIVES.value
     arms = [Arm(main_objective, number, variant) for variant in variants for number in numbers]
     arms += [Arm(objective, number, variants[0]) for objective in others for number in sorted({numbers[0], numbers[-1]})]

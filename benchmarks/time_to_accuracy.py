@@ -88,24 +88,20 @@ def given() -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in _SET.value.split())
 
 
-def reads_reference(objective: str) -> bool:
-    """GRPO has no KL term here, its fastest form; the others have the β of trajectory balance."""
-    return objective != "grpo"
+def of_reference(objective: str) -> dict[str, Any]:
+    """GRPO has no KL term here, its fastest form, for which nobody scores a reference. The others have trajectory balance's β."""
+    return {"learner.reference.kind": "none", "learner.beta_start": 0, "learner.beta_end": 0} if objective == "grpo" else {}
 
 
 def start_of(root: Path, start: int, objective: str) -> Path:
-    """The folder of a warm start. Whether rows are scored by it is part of a run's contract, so there are two of each."""
-    return root / f"{_DIGITS.value}-digits" / f"start{start}{'' if reads_reference(objective) else '-unscored'}"
-
-
-def of_reference(objective: str) -> dict[str, Any]:
-    return {} if reads_reference(objective) else {"learner.reference.kind": "none"}
+    """The folder of a warm start. Whether rows are scored by it is part of a run's contract, so there may be two of each."""
+    return root / f"{_DIGITS.value}-digits" / f"start{start}{'-unscored' * bool(of_reference(objective))}"
 
 
 def job(root: Path, arm: str, latency: float, start: int, seed: int, rate: float) -> side_by_side.Job:
     objective, in_turn = ARMS[arm]
-    clip = {name: value for name, value in baselines.BASELINES.get(objective, {}).items() if name.startswith("clip_")}
-    without = {} if reads_reference(objective) else {"learner.beta_start": 0.0, "learner.beta_end": 0.0}
+    of_paper = baselines.BASELINES.get(objective, {})
+    clip = {f"learner.{name}": value for name, value in of_paper.items() if name.startswith("clip_")}
     how: dict[str, Any] = {"schedule.mode": "interleaved", "replay.recent_probability": 1.0, "replay.recent_window": 1}
     settings = {
         **ROWS,
@@ -116,10 +112,9 @@ def job(root: Path, arm: str, latency: float, start: int, seed: int, rate: float
         "checkpoint.every_steps": _STEPS.value,
         "publish.every_steps": 1 if in_turn else 2,
         **(how if in_turn else {}),
-        **{f"learner.{name}": value for name, value in clip.items()},
+        **clip,
         "learner.objective": objective,
         **of_reference(objective),
-        **without,
         "learner.learning_rate": rate,
         "seed": seed,
         **given(),
