@@ -62,7 +62,7 @@ _EVERY = flags.DEFINE_integer("every", 10, "Updates between snapshots that are e
 _WARM_STARTS = flags.DEFINE_integer("warm_starts", 3, "Warm starts, of the seeds 1, 2 …", lower_bound=1)
 _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of each arm from each warm start.", lower_bound=1)
 
-RATES = (3e-5, 1e-4, 3e-4)
+RATES = (1e-5, 3e-5, 1e-4)
 RATE_SEED = 100
 FACTORS = ("step_seconds", "updates", "seconds")
 # 64 rows an update; in turn all of them are of the batch before it.
