@@ -1,5 +1,7 @@
 """What studies print and draw of runs side by side: markdown tables, and curves with their spread over seeds."""
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -25,6 +27,17 @@ def curve(workdir: Path) -> Curve:
     return {each["step"]: each["greedy_reward"] for each in evaluations(workdir)}
 
 
+def crossing(curve: Curve, threshold: float) -> float:
+    """Where a curve first reaches the threshold, linear between its points; infinite where it never does."""
+    points = sorted(curve.items())
+    if points[0][1] >= threshold:
+        return points[0][0]
+    for (x, low), (after, high) in itertools.pairwise(points):
+        if high >= threshold:
+            return x + (after - x) * (threshold - low) / (high - low)
+    return math.inf
+
+
 def table(*columns: str) -> None:
     """Prints the head of a markdown table."""
     row(*columns)
@@ -44,6 +57,13 @@ def spread(values: Sequence[float], spec: str = ".3f") -> str:
 def on_line(x: float, points: Sequence[tuple[float, float]]) -> float:
     """y at x, on the line through points (x, y) in the order of their x; nan outside of it."""
     return float(np.interp(x, *zip(*sorted(points), strict=True), left=np.nan, right=np.nan))
+
+
+def spread_of_finite(values: Sequence[float], spec: str = ".3f") -> str:
+    """The spread of the finite values, and how many are not."""
+    finite = [value for value in values if math.isfinite(value)]
+    missing = len(values) - len(finite)
+    return (spread(finite, spec) if finite else "–") + (f" ({missing} of {len(values)} never)" if missing else "")
 
 
 def plot(path: Path, panels: Mapping[str, Mapping[str, Sequence[Curve]]], *, across: str, up: str, log: bool = False) -> None:
