@@ -2,13 +2,14 @@
 
 A template is an opening, one or two events and a question: its text has places for a person, a friend, a thing and numbers, and
 its solution takes two to four arithmetic steps. Every sentence occurs in training, while the sequences of held-out templates do
-not. A row is GSM8K's, {"question", "answer"}, with a line a step, `12+5=<<12+5=17>>17 pens`, and the answer after `####`.
+not. A row is GSM8K's, {"question", "answer"}: a line a step, `12+5=<<12+5=17>>17 pens`, and the answer after `####`. Supervised
+training sees hasty solutions, so that there is something to find out by trial: that it pays to write all steps.
 """
 
 import itertools
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ LENGTHS = {"prompt": 64, "response": 32}  # tokens
 TEMPLATES = {"train": 600, "heldout": 256}
 ROWS = {"train": 24_000, "heldout": 512}
 LARGEST = 40  # of all numbers of a problem
-EXAMPLES, BATCH = 11_200, 16  # of supervised training
+EXAMPLES, BATCH = 14_400, 16  # of supervised training
+OMITTED = 0.6  # share of the lines before the last calculation that its solutions leave out
 END = "<|endoftext|>"
 SHAPE: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
 SHAPE |= {
@@ -36,7 +38,6 @@ SHAPE |= {
 }
 SHAPE |= {"max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
 STEPS = (2, 3, 4)  # arithmetic steps of a problem
-
 SHE, HE = ("Ann", "Cleo", "Eve", "Ida", "Mia", "Nora"), ("Ben", "Dan", "Finn", "Gus", "Hal", "Omar")
 THINGS = ("pens", "eggs", "books", "cards", "shells", "stamps", "coins", "apples", "beads", "cups", "figs", "hats")
 
@@ -81,19 +82,16 @@ QUESTIONS = (
 Template = tuple[Sentence, ...]
 
 
-def templates(steps: int) -> Iterator[Template]:
-    """All templates with one or two events and so many arithmetic steps."""
-    for template in itertools.chain(*(itertools.product(OPENINGS, *[EVENTS] * events, QUESTIONS) for events in (1, 2))):
-        if sum(len(sentence.steps) for sentence in template) == steps:
-            yield template
-
-
 def split(seed: int) -> dict[str, list[Template]]:
     """Templates of train and held-out problems, each with about as many of 2 as of 3 and 4 steps."""
-    rng, of_length = random.Random(seed), [list(templates(steps)) for steps in STEPS]
-    for known in of_length:
+    of_length: dict[int, list[Template]] = {steps: [] for steps in STEPS}
+    for events in (1, 2):
+        for template in itertools.product(OPENINGS, *[EVENTS] * events, QUESTIONS):
+            of_length.get(sum(len(sentence.steps) for sentence in template), []).append(template)
+    rng = random.Random(seed)
+    for known in of_length.values():
         rng.shuffle(known)
-    mixed = [each for group in itertools.zip_longest(*of_length) for each in group if each]
+    mixed = [each for group in itertools.zip_longest(*of_length.values()) for each in group if each]
     return {"heldout": mixed[: TEMPLATES["heldout"]], "train": mixed[TEMPLATES["heldout"] :][: TEMPLATES["train"]]}
 
 
@@ -101,7 +99,7 @@ def _tell(sentence: Sentence, has: int, rng: random.Random) -> tuple[dict[str, i
     """Numbers of a sentence, and the calculations of its steps with their results, such as (12+5, 17); None: a result is no whole
     number within 1 and LARGEST. Factors and divisors are small."""
     small = {place for left, operation, right in sentence.steps for place in (left, right) if operation in "*/"}
-    values = {place: rng.randint(2, 6 if place in small else 12) for place in "ab"}
+    values = {place: rng.randint(2, 5 if place in small else 12) for place in "ab"}
     numbers, calculations = values | {"n": has}, []
     for left, operation, right in sentence.steps:
         of, by = numbers[left], numbers[right]
@@ -150,24 +148,26 @@ def make(folder: Path, *, seed: int = 0) -> dict[str, Path]:
     rng = random.Random(seed)
     for name, of in split(seed).items():
         files[name].write_text("".join(json.dumps(row) + "\n" for row in problems(of, ROWS[name], rng)))
-    paths = {f"{name}_path": str(files[name]) for name in ROWS}
-    task = GSM8K(**paths, prompt=base.get_config().task.gsm8k.prompt)
-    examples = task.worked_examples(np.random.default_rng(seed), ROWS["train"])
-    files["sft"].write_text("".join(json.dumps({"prompt": prompt, "response": told}) + "\n" for prompt, told in examples))
+    task = GSM8K(train_path=str(files["train"]), heldout_path=str(files["heldout"]), prompt=base.get_config().task.gsm8k.prompt)
+    texts, examples = [], []
+    for prompt, solution in task.worked_examples(np.random.default_rng(seed), ROWS["train"]):
+        *before, last, answer = solution.split("\n")
+        told = "\n".join([*(line for line in before if rng.random() >= OMITTED), last, answer])
+        texts.append(prompt + solution)
+        examples.append(json.dumps({"prompt": prompt, "response": told}) + "\n")
+    files["sft"].write_text("".join(examples))
     with outputs.folder(files["shape"]) as whole:
-        _write_shape(whole, [prompt + response for prompt, response in examples])
+        _write_shape(whole, texts)
     return files
 
 
 def _write_shape(folder: Path, texts: Sequence[str]) -> None:
     """A Hugging Face folder without weights: that of a Llama, and a byte-level tokenizer that parts numbers from spaces."""
     tokenizer = Tokenizer(models.BPE())
-    digits, pieces = pre_tokenizers.Digits(individual_digits=False), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pieces])
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=640, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
+    pieces = [pre_tokenizers.Digits(individual_digits=False), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence(pieces), decoders.ByteLevel()
+    given = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "special_tokens": [END], "show_progress": False}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=640, **given))
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
