@@ -98,10 +98,10 @@ def split(seed: int) -> dict[str, list[Template]]:
 def _tell(sentence: Sentence, has: int, rng: random.Random) -> tuple[dict[str, int], list[tuple[str, int]]] | None:
     """Numbers of a sentence, and the calculations of its steps with their results, such as (12+5, 17); None: a result is no whole
     number within 1 and LARGEST. Factors and divisors are small."""
-    small = {place for left, operation, right in sentence.steps for place in (left, right) if operation in "*/"}
+    small = {place for left, operation, right in map(tuple, sentence.steps) for place in (left, right) if operation in "*/"}
     values = {place: rng.randint(2, 5 if place in small else 12) for place in "ab"}
     numbers, calculations = values | {"n": has}, []
-    for left, operation, right in sentence.steps:
+    for left, operation, right in map(tuple, sentence.steps):
         of, by = numbers[left], numbers[right]
         result = {"+": of + by, "-": of - by, "*": of * by, "/": of // by}[operation]
         if not 1 <= result <= LARGEST or (operation == "/" and of % by):
@@ -166,8 +166,8 @@ def _write_shape(folder: Path, texts: Sequence[str]) -> None:
     tokenizer = Tokenizer(models.BPE())
     pieces = [pre_tokenizers.Digits(individual_digits=False), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence(pieces), decoders.ByteLevel()
-    given = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "special_tokens": [END], "show_progress": False}
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=640, **given))
+    begin: Any = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "special_tokens": [END]}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=640, show_progress=False, **begin))
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

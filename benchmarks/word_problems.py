@@ -102,9 +102,9 @@ def measured(root: Path, made: dict[str, Path], runs: dict[Run, dict[str, Any]])
 
 def chosen_rate(root: Path, made: dict[str, Path]) -> float:
     """Of --rates, the one with the best last score."""
-    runs = {Run("recipe", CHOICE, CHOICE, float(rate)): {} for rate in _RATES.value}
+    runs: dict[Run, dict[str, Any]] = {Run("recipe", CHOICE, CHOICE, float(rate)): {} for rate in _RATES.value}
     if len(runs) == 1:
-        return next(iter(runs)).rate
+        return float(_RATES.value[0])
     last = {f"{run.rate:g}": curve[max(curve)] for run, curve in measured(root, made, runs).items()}
     print("accuracy by learning rate, of a seed of its own:", last)
     return float(max(last, key=lambda rate: last[rate]))
@@ -118,10 +118,10 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"--steps={_STEPS.value} must be a multiple of 40, since a quarter of it is one of every k")
     root = Path(_WORKDIR.value).absolute()
     rate = chosen_rate(root, made := word_problem_data.make(root / "data"))
-    arms = {"recipe": {}} | {f"{name}={value}": own for name in _SWEEPS.value for value, own in SWEEPS[name].items()}
+    arms: dict[str, Any] = {"recipe": {}} | {f"{name}={of}": own for name in _SWEEPS.value for of, own in SWEEPS[name].items()}
     # Seed by seed, so that a study that is stopped is one of fewer seeds.
     of_recipe = [(start, 1 + seed) for seed in range(_SEEDS.value) for start in range(1, _STARTS.value + 1)]
-    runs = {Run("recipe", *each, rate): {} for each in of_recipe}
+    runs: dict[Run, dict[str, Any]] = {Run("recipe", *each, rate): {} for each in of_recipe}
     runs |= {Run(arm, *each, rate): own for each in of_recipe[:SWEEP_RUNS] for arm, own in arms.items()}
     found = measured(root, made, runs)
     curves = {arm: [curve for run, curve in found.items() if run.arm == arm] for arm in arms}
