@@ -3,7 +3,7 @@
 A template is an opening, one or two events and a question: its text has places for a person, a friend, a thing and numbers, and
 its solution takes two to four arithmetic steps. Every sentence occurs in training, while the sequences of held-out templates do
 not. A row is GSM8K's, {"question", "answer"}: a line a step, `12+5=<<12+5=17>>17 pens`, and the answer after `####`. Supervised
-training sees hasty solutions, so that there is something to find out by trial: that it pays to write all steps.
+training sees many solutions that forget the last step, so that there is something to find out by trial.
 """
 
 import itertools
@@ -22,11 +22,10 @@ from tba_jax import outputs
 from tba_jax.tasks.mathematics import GSM8K
 
 LENGTHS = {"prompt": 64, "response": 32}  # tokens
-TEMPLATES = {"train": 600, "heldout": 256}
-ROWS = {"train": 24_000, "heldout": 512}
+TEMPLATES, ROWS = {"train": 600, "heldout": 256}, {"train": 24_000, "heldout": 512}
 LARGEST = 40  # of all numbers of a problem
-EXAMPLES, BATCH = 14_400, 16  # of supervised training
-OMITTED = 0.6  # share of the lines before the last calculation that its solutions leave out
+EXAMPLES, BATCH = 13_600, 16  # of supervised training, the second at a time
+FORGOTTEN = 0.6  # share of its solutions that leave out the step of the question, where it has one
 END = "<|endoftext|>"
 SHAPE: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
 SHAPE |= {
@@ -152,7 +151,8 @@ def make(folder: Path, *, seed: int = 0) -> dict[str, Path]:
     texts, examples = [], []
     for prompt, solution in task.worked_examples(np.random.default_rng(seed), ROWS["train"]):
         *before, last, answer = solution.split("\n")
-        told = "\n".join([*(line for line in before if rng.random() >= OMITTED), last, answer])
+        forgets = last.endswith(("dollars", "bags")) and rng.random() < FORGOTTEN
+        told = "\n".join([*before, "#### " + before[-1].split("=")[1].split()[0]] if forgets else [*before, last, answer])
         texts.append(prompt + solution)
         examples.append(json.dumps({"prompt": prompt, "response": told}) + "\n")
     files["sft"].write_text("".join(examples))
