@@ -1,6 +1,6 @@
 """Small models that learn from rewards for real: SFT, then the GSM8K recipe, on word problems of held-out templates.
 
-    python -m benchmarks.word_problems --workdir=runs/words [--starts=3] [--seeds=1] [--steps=80] [--rates=3e-5,1e-4] [--jobs=0]
+    python -m benchmarks.word_problems --workdir=runs/words [--starts=3] [--seeds=1] [--steps=80] [--rates=1e-4,3e-4] [--jobs=0]
     python -m benchmarks.word_problems --workdir=runs/words --sweeps=beta,completions,samples,recent,sync,capacity,merging
 
 A start is a model with random weights that supervised training has taught (benchmarks/word_problem_data.py makes problems,
@@ -32,7 +32,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.", requi
 _STARTS = flags.DEFINE_integer("starts", 3, "Models that supervised training makes, of the seeds 1, 2 …", lower_bound=1)
 _SEEDS = flags.DEFINE_integer("seeds", 1, "Runs of the recipe from each start.", lower_bound=1)
 _SWEEPS = flags.DEFINE_list("sweeps", [], "Settings that are changed one at a time: names of SWEEPS.")
-_RATES = flags.DEFINE_list("rates", ["1e-5", "3e-5", "1e-4"], "Learning rates, of which one is chosen.")
+_RATES = flags.DEFINE_list("rates", ["3e-5", "1e-4", "3e-4"], "Learning rates, of which one is chosen.")
 _STEPS = flags.DEFINE_integer("steps", 80, "Updates of each run, a multiple of 40.", lower_bound=40)
 
 RECIPE = "configs/gsm8k_rho1b.py"
