@@ -84,8 +84,9 @@ def plot(path: Path, panels: Mapping[str, Mapping[str, Sequence[Curve]]], *, acr
         axis.set_xlabel(across)
         axis.grid(alpha=0.3)
         axis.set_yscale("log" if log else "linear")
+        if axis is axes[0][0] or list(labels) != list(next(iter(panels.values()))):
+            axis.legend(fontsize=7)
     axes[0][0].set_ylabel(up)
-    axes[0][0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
