@@ -41,6 +41,8 @@ class DecoderConfig:
       of attention and feed-forward are normalised before they are added to the residual stream (Gemma 3).
     positions: "rotary" or "learned" (an embedding of max_positions). rotary_size: how many elements of each head are rotated,
       from the first; 0: all. parallel_residual: attention and feed-forward both read the layer's input (GPT-NeoX).
+    experts: of each layer, in the place of its feed-forward; 0: there are none. Each has the width `ffn`. experts_per_token: those
+      that a token goes through. norm_top_k: the weights of a token's experts are divided by their sum.
     activation: a name of ACTIVATIONS. gated: the feed-forward is down(act(gate(x)) * up(x)), otherwise down(act(up(x))).
     qkv_bias, out_bias, ffn_bias: whether these linear maps have a bias. qk_norm: each query and key head is normalised (Qwen3).
     scaled_embedding: embeddings of tokens are multiplied by sqrt(width). query_scalar: attention scores are divided by its square
@@ -68,6 +70,9 @@ class DecoderConfig:
     rope_scaling: RopeScaling | None = None
     rotary_size: int = 0
     parallel_residual: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    norm_top_k: bool = False
     activation: str = "silu"
     gated: bool = True
     qkv_bias: bool = False
@@ -95,6 +100,13 @@ class DecoderConfig:
             raise ValueError(f"rotary_size={self.rotary_size} must be even and at most head_size={self.head_size}")
         if set(self.layer_pattern) - set("gl") or ("l" in self.layer_pattern) != (self.window > 0):
             raise ValueError(f"layer_pattern={self.layer_pattern!r} does not go with window={self.window}: local layers need one")
+        if self.experts and not (self.experts > 1 and 0 < self.experts_per_token <= self.experts):
+            raise ValueError(
+                f"experts={self.experts} must be at least 2, of which a token goes through 1 to {self.experts}, "
+                f"not experts_per_token={self.experts_per_token}"
+            )
+        if self.experts and (self.ffn_bias or not self.gated):
+            raise ValueError(f"experts={self.experts} have a gate and no bias, not gated={self.gated}, ffn_bias={self.ffn_bias}")
 
     @property
     def local_layers(self) -> tuple[bool, ...]:
@@ -104,9 +116,9 @@ class DecoderConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Letter of the axis table -> size, and also S positions and C labels."""
+        """Letter of the axis table -> size, and also S positions and C labels; f is F."""
         sizes = {"L": self.layers, "D": self.width, "N": self.heads, "G": self.kv_heads, "H": self.head_size, "F": self.ffn}
-        return sizes | {"V": self.vocab, "S": self.max_positions, "C": self.labels}
+        return sizes | {"V": self.vocab, "S": self.max_positions, "C": self.labels, "e": self.experts, "f": self.ffn}
 
     @property
     def residual_std(self) -> float:
@@ -214,6 +226,7 @@ _PYTHIA = _GPT | dict(architecture="gpt_neox", parallel_residual=True, activatio
 _LLAMA_3 = dict(architecture="llama", norm_epsilon=1e-5, rope_theta=5e5)
 _QWEN2 = dict(architecture="qwen2", rope_theta=1e6, qkv_bias=True)
 _QWEN3 = dict(architecture="qwen3", rope_theta=1e6, qk_norm=True)
+_QWEN3_MOE = _QWEN3 | dict(architecture="qwen3_moe", tied_embedding=False, experts=128, experts_per_token=8, norm_top_k=True)
 _GEMMA_3 = dict(
     architecture="gemma3_text",
     norm="offset_rms",
@@ -263,4 +276,5 @@ PRESETS: dict[str, DecoderConfig] = {
         _GEMMA_3, 34, 2560, 8, 4, 256, 10240, 262208, 131072, window=1024, rope_scaling=RopeScaling(factor=8.0)
     ),
     "qwen3-4b": _shape(_QWEN3, 36, 2560, 32, 8, 128, 9728, 151936, 40960),
+    "qwen3-30b-a3b": _shape(_QWEN3_MOE, 48, 2048, 32, 4, 128, 768, 151936, 40960),
 }
