@@ -41,8 +41,8 @@ class DecoderConfig:
       of attention and feed-forward are normalised before they are added to the residual stream (Gemma 3).
     positions: "rotary" or "learned" (an embedding of max_positions). rotary_size: how many elements of each head are rotated,
       from the first; 0: all. parallel_residual: attention and feed-forward both read the layer's input (GPT-NeoX).
-    experts: of each layer, in the place of its feed-forward; 0: there are none. Each has the width `ffn`. experts_per_token: those
-      that a token goes through. norm_top_k: the weights of a token's experts are divided by their sum.
+    experts: of each layer, in the place of its feed-forward, each of width ffn; 0: there are none. experts_per_token: those that
+      a token goes through. norm_top_k: the weights of a token's experts are divided by their sum.
     activation: a name of ACTIVATIONS. gated: the feed-forward is down(act(gate(x)) * up(x)), otherwise down(act(up(x))).
     qkv_bias, out_bias, ffn_bias: whether these linear maps have a bias. qk_norm: each query and key head is normalised (Qwen3).
     scaled_embedding: embeddings of tokens are multiplied by sqrt(width). query_scalar: attention scores are divided by its square

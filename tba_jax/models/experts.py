@@ -1,9 +1,9 @@
 """Mixtures of experts: each token goes through the k experts of a layer that its router weighs highest, however many choose one.
 
-Tokens are sorted by expert, so that the tokens of an expert are one product with its weight. No expert has a capacity: no token is
-dropped, and none waits for others. Experts are split over the mesh axis `tensor`, where the activations of a token are whole: each
-device computes its own experts for the tokens that it has already, and results are added up over the axis as those of attention
-are. So no token moves between devices.
+Tokens are sorted by expert, so that the tokens of an expert are one product with its weight. No expert has a capacity, and no
+token is dropped. Experts are split over the mesh axis `tensor`, along which each device has the whole activations of the same
+tokens: it computes its own experts for them, and results are added up over the axis, as those of attention are. An axis for
+experts alone would have to send tokens between devices.
 """
 
 import functools
@@ -133,8 +133,8 @@ def _here(
 
 
 def _block(mean: float) -> int:
-    """Places of a block, by the mean number of tokens of an expert. Half of it leaves few places empty; in smaller blocks products
-    are slow."""
+    """Places of a block, half of the mean number of tokens of an expert: larger blocks have more empty places, and products of
+    smaller ones are slow."""
     return next((size for size in (8, 16, 32, 64) if 2 * size >= mean), 128)
 
 

@@ -15,6 +15,7 @@ from tba_jax.models import attention, parameters
 from tba_jax.models.attention import Prefix
 from tba_jax.models.config import DecoderConfig, ResponseSpace
 from tba_jax.models.decoder import Decoder
+from tba_jax.models.experts import Routing
 from tba_jax.models.layers import full_precision
 from tba_jax.models.parameters import Params
 from tba_jax.packing import Packed, Sequences, summed
@@ -52,17 +53,19 @@ def response_logprobs(
 
 
 @jax.named_scope("score")
-def packed_hidden_states(model: Decoder, sequences: Sequences, *, remat: str) -> jax.Array:
-    """compute_dtype[W·M, places, D]: the hidden states that the listed response tokens are predicted from.
+def packed_hidden_states(model: Decoder, sequences: Sequences, *, remat: str) -> tuple[jax.Array, Routing | None]:
+    """compute_dtype[W·M, places, D]: the hidden states that the listed response tokens are predicted from; and how experts were
+    chosen for all tokens, of which a prompt counts once for the rows that share it; None without experts.
 
     Args: remat: see response_logprobs.
     """
     W, M, S = sequences.tokens.shape
     flat = jax.tree.map(lambda x: x.reshape(W * M, -1), sequences)
     prefix = None if sequences.prefix is None else Prefix(sequences.prefix, flat.parents)
-    hidden = model(flat.tokens, positions=flat.positions, segments=flat.segments, prefix=prefix, remat=remat)
+    where: dict[str, Any] = dict(positions=flat.positions, segments=flat.segments, prefix=prefix, counted=flat.segments > 0)
+    hidden, routing = model.routed(flat.tokens, **where, remat=remat)
     listed = jax.vmap(lambda of_way, states: of_way[states])(hidden.reshape(W, M * S, -1), sequences.states)
-    return listed.reshape(W * M, *listed.shape[2:])
+    return listed.reshape(W * M, *listed.shape[2:]), routing
 
 
 @jax.named_scope("score")
@@ -103,7 +106,7 @@ def program(
         model, (B,), logit_bytes = parameters.module(graphdef, params), packed.of_row.shape, (logit_megabytes << 20) * mesh.size
 
         def of_micro_batch(micro: Sequences, _: jax.Array) -> jax.Array:
-            hidden = packed_hidden_states(model, micro, remat="none")
+            hidden, _ = packed_hidden_states(model, micro, remat="none")
             logprobs, _ = packed_logprobs(model, hidden, micro, R=R, none=B * R, space=space, logit_bytes=logit_bytes)
             return by_row(logprobs, micro.numbers, B=B, R=R)
 
