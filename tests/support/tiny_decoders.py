@@ -28,6 +28,7 @@ CONFIGS = {
     "query and key norms": dataclasses.replace(GROUPED, qk_norm=True),
     "local and global layers": dataclasses.replace(GROUPED, layers=3, **GEMMA),
     "scaled rotary": dataclasses.replace(GROUPED, rope_scaling=SCALING),
+    "experts": dataclasses.replace(GROUPED, qk_norm=True, experts=6, experts_per_token=2, norm_top_k=True, ffn=12),
 }
 EVERYTHING = scoring.ResponseSpace(temperature=1.0, banned_tokens=(), eos_id=-1)
 
