@@ -140,7 +140,7 @@ def scored(
     """
     B, R = batch.ref_logprobs.shape
     rows = functools.partial(scoring.by_row, numbers=micro.numbers, B=B, R=R)
-    hidden, routing = scoring.packed_hidden_states(policy, micro, remat=config.remat)
+    hidden, routing = scoring.packed_hidden_states(policy, micro, remat=config.remat, none=B * R)
     limits: dict[str, Any] = dict(space=config.space, logit_bytes=config.logit_bytes)
     logprobs, entropy = scoring.packed_logprobs(policy, hidden, micro, R=R, none=B * R, **limits)
     values = None if value_head is None else rows(value_head(hidden)[..., 0])
@@ -221,11 +221,11 @@ def _gradient(
 
 def _balance(probabilities: jax.Array, routing: Routing) -> jax.Array:
     """float32[]: the load-balancing loss of Fedus et al., 2021 (arXiv:2101.03961, equations 4 to 6), the mean over layers, of the
-    tokens of the whole batch. k where experts have equal loads.
+    states of the whole batch that response tokens are predicted from. It is k where experts have equal loads.
 
-        L = e · Σ_i f_i P_i,  f_i the share of tokens that go through expert i,  P_i the mean of the router's probability of it
+        L = e · Σ_i f_i P_i,  f_i the share of states that go through expert i,  P_i the mean of the router's probability of it
 
-    Args: probabilities: float32[L, e], sums over tokens, by which it is differentiated; routing: of the batch.
+    Args: probabilities: float32[L, e], sums over states, by which it is differentiated; routing: of the batch.
     """
     L, e = probabilities.shape
     counted = jnp.maximum(routing.counted, 1)[:, None]

@@ -128,7 +128,7 @@ class Decoder(nnx.Module):
           prefix: which tokens of other sequences are read as well; with positions and segments, and not by every kernel, see
             scoring.shares_prompts. None: no others.
           remat: what the backward pass recomputes, a name of layers.REMAT.
-          counted: bool[B, T], the tokens of the Routing that is returned; None, or without experts: None is.
+          counted: [B, T], how often each token counts in the Routing; None, or without experts: there is none.
         """
         c = self.config
         B, T = tokens.shape

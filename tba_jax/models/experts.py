@@ -23,7 +23,7 @@ from tba_jax.models.layers import ACTIVATIONS, Einsum, ScalarHead
 
 @flax.struct.dataclass
 class Routing:
-    """Sums over the tokens that are counted, for each of L layers (without the axis: of one layer).
+    """Sums over the tokens that are counted, for each of L layers; one layer's are without the axis.
 
     tokens: float32[L, e], those that go through each expert; probabilities: float32[L, e], of the router's softmax; entropy:
     float32[L], nats, of that softmax; counted: float32[L], tokens.
@@ -58,7 +58,7 @@ class Experts(nnx.Module):
         self.down = ExpertMaps("tf,efD->tD", sizes, std=c.residual_std, rngs=rngs)
 
     def __call__(self, x: jax.Array, counted: jax.Array | None = None) -> tuple[jax.Array, Routing | None]:
-        """Maps x [t, D] to [t, D]. Args: counted: bool[t], the tokens of the Routing that is returned; None: none is."""
+        """Maps x [t, D] to [t, D]. Args: counted: [t], how often each token counts in the Routing; None: none."""
         probabilities = jax.nn.softmax(self.router(x), axis=-1)
         # XLA would gather the tokens of all devices to choose.
         weights, experts = sharding.by_device(self._choose, probabilities, axes=("tC",), result=("tC", "tC"))

@@ -53,19 +53,21 @@ def response_logprobs(
 
 
 @jax.named_scope("score")
-def packed_hidden_states(model: Decoder, sequences: Sequences, *, remat: str) -> tuple[jax.Array, Routing | None]:
+def packed_hidden_states(model: Decoder, sequences: Sequences, *, remat: str, none: int) -> tuple[jax.Array, Routing | None]:
     """compute_dtype[W·M, places, D]: the hidden states that the listed response tokens are predicted from; and how experts were
-    chosen for all tokens, of which a prompt counts once for the rows that share it; None without experts.
+    chosen on the way to these states, or None without experts. A state counts once for each token that is predicted from it.
 
-    Args: remat: see response_logprobs.
+    Args: remat: see response_logprobs; none: see packed_logprobs.
     """
     W, M, S = sequences.tokens.shape
     flat = jax.tree.map(lambda x: x.reshape(W * M, -1), sequences)
     prefix = None if sequences.prefix is None else Prefix(sequences.prefix, flat.parents)
-    where: dict[str, Any] = dict(positions=flat.positions, segments=flat.segments, prefix=prefix, counted=flat.segments > 0)
-    hidden, routing = model.routed(flat.tokens, **where, remat=remat)
-    listed = jax.vmap(lambda of_way, states: of_way[states])(hidden.reshape(W, M * S, -1), sequences.states)
-    return listed.reshape(W * M, *listed.shape[2:]), routing
+    states, listed = (x.reshape(W, -1) for x in (sequences.states, sequences.numbers < none))
+    counted = jax.vmap(lambda states, listed: jnp.zeros(M * S).at[states].add(listed))(states, listed).reshape(W * M, S)
+    where: dict[str, Any] = dict(positions=flat.positions, segments=flat.segments, prefix=prefix)
+    hidden, routing = model.routed(flat.tokens, **where, counted=counted, remat=remat)
+    predicting = jax.vmap(lambda of_way, states: of_way[states])(hidden.reshape(W, M * S, -1), sequences.states)
+    return predicting.reshape(W * M, *predicting.shape[2:]), routing
 
 
 @jax.named_scope("score")
@@ -106,7 +108,7 @@ def program(
         model, (B,), logit_bytes = parameters.module(graphdef, params), packed.of_row.shape, (logit_megabytes << 20) * mesh.size
 
         def of_micro_batch(micro: Sequences, _: jax.Array) -> jax.Array:
-            hidden, _ = packed_hidden_states(model, micro, remat="none")
+            hidden, _ = packed_hidden_states(model, micro, remat="none", none=B * R)
             logprobs, _ = packed_logprobs(model, hidden, micro, R=R, none=B * R, space=space, logit_bytes=logit_bytes)
             return by_row(logprobs, micro.numbers, B=B, R=R)
 
