@@ -108,7 +108,7 @@ def program(
         model, (B,), logit_bytes = parameters.module(graphdef, params), packed.of_row.shape, (logit_megabytes << 20) * mesh.size
 
         def of_micro_batch(micro: Sequences, _: jax.Array) -> jax.Array:
-            hidden, _ = packed_hidden_states(model, micro, remat="none", none=B * R)
+            hidden = packed_hidden_states(model, micro, remat="none", none=B * R)[0]
             logprobs, _ = packed_logprobs(model, hidden, micro, R=R, none=B * R, space=space, logit_bytes=logit_bytes)
             return by_row(logprobs, micro.numbers, B=B, R=R)
 

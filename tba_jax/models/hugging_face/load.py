@@ -244,7 +244,7 @@ def _load(
         stacked = len(spec.shape) - len(sources[0][1].our_axes.split())  # axes along which each tensor is one entry
         numbers = np.arange(len(sources)).reshape(spec.shape[:stacked])[index[:stacked]]
         for place, number in np.ndenumerate(numbers):
-            _fill(shard[place], sources[number], sizes, index[stacked:])
+            _fill(shard[place], sources[int(number)], sizes, index[stacked:])
         return shard
 
     return jax.make_array_from_callback(spec.shape, sharding, read_shard)
