@@ -37,14 +37,16 @@ class DecoderConfig:
     """Shape of a decoder. Letters of the axis table: L layers, N heads, G kv_heads, H head_size, D width, F ffn, V vocab.
 
     architecture: the Hugging Face model_type of its checkpoints. The other fields alone say what is computed.
-    norm: "rms", "offset_rms" (RMS norm that multiplies by 1 + scale) or "layer" (layer norm with bias). post_norms: the results
-      of attention and feed-forward are normalised before they are added to the residual stream (Gemma 3).
+    norm: "rms", "offset_rms" (RMS norm that multiplies by 1 + scale) or "layer" (layer norm with bias). norm_place: what of
+      attention and feed-forward is normalised: what they read ("before"), what they add to the residual stream ("after", OLMo 2),
+      or both ("both", Gemma 3).
     positions: "rotary" or "learned" (an embedding of max_positions). rotary_size: how many elements of each head are rotated,
       from the first; 0: all. parallel_residual: attention and feed-forward both read the layer's input (GPT-NeoX).
     experts: of each layer, in the place of its feed-forward, each of width ffn; 0: there are none. experts_per_token: those that
       a token goes through. norm_top_k: the weights of a token's experts are divided by their sum.
     activation: a name of ACTIVATIONS. gated: the feed-forward is down(act(gate(x)) * up(x)), otherwise down(act(up(x))).
-    qkv_bias, out_bias, ffn_bias: whether these linear maps have a bias. qk_norm: each query and key head is normalised (Qwen3).
+    qkv_bias, out_bias, ffn_bias: whether these linear maps have a bias. qk_norm: queries and keys are normalised,
+      each head by itself ("head", Qwen3) or all heads of a token together ("token", OLMo 2); "": they are not.
     scaled_embedding: embeddings of tokens are multiplied by sqrt(width). query_scalar: attention scores are divided by its square
       root; 0: by the square root of head_size.
     layer_pattern: a letter for each layer, repeated over the layers. "g" (global): the layer attends to all earlier tokens; "l"
@@ -78,8 +80,8 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     ffn_bias: bool = False
-    qk_norm: bool = False
-    post_norms: bool = False
+    qk_norm: str = ""
+    norm_place: str = "before"
     scaled_embedding: bool = False
     query_scalar: int = 0
     layer_pattern: str = ""
@@ -149,7 +151,7 @@ class EncoderConfig:
     qkv_bias: ClassVar[bool] = True
     out_bias: ClassVar[bool] = True
     ffn_bias: ClassVar[bool] = True
-    qk_norm: ClassVar[bool] = False
+    qk_norm: ClassVar[str] = ""
     query_scalar: ClassVar[int] = 0
     residual_std: ClassVar[float] = STD
 
@@ -225,13 +227,14 @@ _GPT2 = _GPT | dict(architecture="gpt2", positions="learned", activation="gelu_t
 _PYTHIA = _GPT | dict(architecture="gpt_neox", parallel_residual=True, activation="gelu", tied_embedding=False)
 _LLAMA_3 = dict(architecture="llama", norm_epsilon=1e-5, rope_theta=5e5)
 _QWEN2 = dict(architecture="qwen2", rope_theta=1e6, qkv_bias=True)
-_QWEN3 = dict(architecture="qwen3", rope_theta=1e6, qk_norm=True)
+_QWEN3 = dict(architecture="qwen3", rope_theta=1e6, qk_norm="head")
 _QWEN3_MOE = _QWEN3 | dict(architecture="qwen3_moe", tied_embedding=False, experts=128, experts_per_token=8, norm_top_k=True)
+_OLMO_2 = dict(architecture="olmo2", rope_theta=5e5, norm_place="after", qk_norm="token", tied_embedding=False)
 _GEMMA_3 = dict(
     architecture="gemma3_text",
     norm="offset_rms",
-    post_norms=True,
-    qk_norm=True,
+    norm_place="both",
+    qk_norm="head",
     scaled_embedding=True,
     activation="gelu_tanh",
     layer_pattern="lllllg",
@@ -276,5 +279,6 @@ PRESETS: dict[str, DecoderConfig] = {
         _GEMMA_3, 34, 2560, 8, 4, 256, 10240, 262208, 131072, window=1024, rope_scaling=RopeScaling(factor=8.0)
     ),
     "qwen3-4b": _shape(_QWEN3, 36, 2560, 32, 8, 128, 9728, 151936, 40960),
+    "olmo-2-7b": _shape(_OLMO_2, 32, 4096, 32, 32, 128, 11008, 100352, 4096),
     "qwen3-30b-a3b": _shape(_QWEN3_MOE, 48, 2048, 32, 4, 128, 768, 151936, 40960),
 }

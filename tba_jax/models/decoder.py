@@ -1,5 +1,5 @@
-"""One decoder-only transformer, of which GPT-2, GPT-NeoX, Llama, Mistral, Qwen2, Qwen3, its mixtures of experts, and Gemma 3 are
-settings."""
+"""One decoder-only transformer, of which GPT-2, GPT-NeoX, Llama, Mistral, Qwen2, Qwen3, its mixtures of experts, Gemma 3 and
+OLMo 2 are settings."""
 
 import functools
 import math
@@ -33,42 +33,48 @@ from tba_jax.models.parameters import Definition
 _UNROLLED = 8
 
 
-class Block(nnx.Module):
-    """A layer of the decoder: attention and feed-forward, each behind a norm and added to the residual stream."""
+def _normed(norm: Any, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)
 
+
+class Block(nnx.Module):
+    """A layer of the decoder: attention and feed-forward, each with norms and added to the residual stream."""
+
+    attention_norm: Any = None
     attention_post_norm: Any = None
+    feed_forward_norm: Any = None
     feed_forward_post_norm: Any = None
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         c = config
         norm = functools.partial(Norm, c.norm, "D", c.sizes, epsilon=c.norm_epsilon, rngs=rngs)
         self.parallel_residual = c.parallel_residual
-        self.attention_norm = norm()
         self.attention = Attention(c, rngs=rngs)
-        self.feed_forward_norm = norm()
         self.feed_forward = Experts(c, rngs=rngs) if c.experts else FeedForward(c, rngs=rngs)
-        if c.post_norms:
+        if c.norm_place != "after":
+            self.attention_norm, self.feed_forward_norm = norm(), norm()
+        if c.norm_place != "before":
             self.attention_post_norm, self.feed_forward_post_norm = norm(), norm()
 
     def project(self, x: jax.Array, rotary: Rotary) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Query [t, N, H], key and value [t, G, H] of the block's input x [t, D]."""
-        return self.attention.project(self.attention_norm(x), rotary)
+        return self.attention.project(_normed(self.attention_norm, x), rotary)
 
     def __call__(
         self, x: jax.Array, rotary: Rotary, attend: Attend, counted: jax.Array | None = None
     ) -> tuple[jax.Array, Any, Routing | None]:
         """Returns x [t, D] after the block, the second result of `attend`, and how experts were chosen. Args: counted: see
         Experts; without experts it is not read."""
-        attended, kept = self.attention(self.attention_norm(x), rotary, attend)
+        attended, kept = self.attention(_normed(self.attention_norm, x), rotary, attend)
         if self.parallel_residual:
             fed, routing = self._feed(x, counted)
             return x + attended + fed, kept, routing
-        x = x + (attended if self.attention_post_norm is None else self.attention_post_norm(attended))
+        x = x + _normed(self.attention_post_norm, attended)
         fed, routing = self._feed(x, counted)
-        return x + (fed if self.feed_forward_post_norm is None else self.feed_forward_post_norm(fed)), kept, routing
+        return x + _normed(self.feed_forward_post_norm, fed), kept, routing
 
     def _feed(self, x: jax.Array, counted: jax.Array | None) -> tuple[jax.Array, Routing | None]:
-        normed = self.feed_forward_norm(x)
+        normed = _normed(self.feed_forward_norm, x)
         if isinstance(self.feed_forward, Experts):
             return self.feed_forward(normed, counted)
         return self.feed_forward(normed), None

@@ -224,25 +224,25 @@ def over_rows(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 class Norm(nnx.Module):
-    """A norm over the last axis, in float32, since bfloat16 loses digits of mean and variance.
+    """A norm over the last axes, those of its scale, in float32, since bfloat16 loses digits of mean and variance.
 
     Kind "rms": y = scale · x / rms(x); "offset_rms": y = (1 + scale) · x / rms(x); "layer": y = scale · (x - mean) / std + bias.
     """
 
     bias: Any = None
 
-    def __init__(self, kind: str, axis: str, sizes: Mapping[str, int], *, epsilon: float, rngs: nnx.Rngs):
-        self.kind, self.epsilon = kind, epsilon
+    def __init__(self, kind: str, axes: str, sizes: Mapping[str, int], *, epsilon: float, rngs: nnx.Rngs):
+        self.kind, self.epsilon, self.over = kind, epsilon, tuple(range(-len(axes), 0))
         initializer = nnx.initializers.zeros_init() if kind == "offset_rms" else nnx.initializers.ones_init()
-        self.scale = parameter(axis, sizes, initializer, rngs)
+        self.scale = parameter(axes, sizes, initializer, rngs)
         if kind == "layer":
-            self.bias = parameter(axis, sizes, nnx.initializers.zeros_init(), rngs)
+            self.bias = parameter(axes, sizes, nnx.initializers.zeros_init(), rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
         if self.kind == "layer":
-            x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
+            x32 = x32 - jnp.mean(x32, axis=self.over, keepdims=True)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=self.over, keepdims=True) + self.epsilon)
 
         def weight(parameter: Any) -> jax.Array:
             """The parameter rounded to the compute dtype, as samplers hold it."""

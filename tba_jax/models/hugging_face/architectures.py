@@ -157,20 +157,23 @@ def _gated_tensors(config: DecoderConfig) -> Tensors:
     c = config
     layer = "model.layers.{layer}"
     tensors: Tensors = {"model.embed_tokens.weight": (Stored("embedding.weight", "V D", "V D"),)}
-    tensors |= files.norm(f"{layer}.input_layernorm", "layers.attention_norm")
+    if c.norm_place != "after":
+        tensors |= files.norm(f"{layer}.input_layernorm", "layers.attention_norm")
     tensors |= files.linear(f"{layer}.self_attn.q_proj", "layers.attention.query", ("(N H) D", "D N H", "(N H)"), c.qkv_bias)
     tensors |= files.linear(f"{layer}.self_attn.k_proj", "layers.attention.key", ("(G H) D", "D G H", "(G H)"), c.qkv_bias)
     tensors |= files.linear(f"{layer}.self_attn.v_proj", "layers.attention.value", ("(G H) D", "D G H", "(G H)"), c.qkv_bias)
     tensors |= files.linear(f"{layer}.self_attn.o_proj", "layers.attention.out", ("D (N H)", "N H D", "D"), c.out_bias)
     if c.qk_norm:
-        tensors |= files.norm(f"{layer}.self_attn.q_norm", "layers.attention.query_norm", "H")
-        tensors |= files.norm(f"{layer}.self_attn.k_norm", "layers.attention.key_norm", "H")
-    if c.post_norms:
-        tensors |= files.norm(f"{layer}.post_attention_layernorm", "layers.attention_post_norm")
-        tensors |= files.norm(f"{layer}.pre_feedforward_layernorm", "layers.feed_forward_norm")
-        tensors |= files.norm(f"{layer}.post_feedforward_layernorm", "layers.feed_forward_post_norm")
-    else:
+        query, key = ("(N H)", "(G H)") if c.qk_norm == "token" else ("H", "H")
+        tensors |= files.norm(f"{layer}.self_attn.q_norm", "layers.attention.query_norm", query)
+        tensors |= files.norm(f"{layer}.self_attn.k_norm", "layers.attention.key_norm", key)
+    if c.norm_place == "before":
         tensors |= files.norm(f"{layer}.post_attention_layernorm", "layers.feed_forward_norm")
+    else:
+        tensors |= files.norm(f"{layer}.post_attention_layernorm", "layers.attention_post_norm")
+        tensors |= files.norm(f"{layer}.post_feedforward_layernorm", "layers.feed_forward_post_norm")
+    if c.norm_place == "both":
+        tensors |= files.norm(f"{layer}.pre_feedforward_layernorm", "layers.feed_forward_norm")
     if c.experts:
         tensors[f"{layer}.mlp.gate.weight"] = (Stored("layers.feed_forward.router.weight", "e D", "D e"),)
         expert = f"{layer}.mlp.experts.{{expert}}"
@@ -323,7 +326,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": _gated(
         "Qwen3",
         only={"use_mrope": (False, None)},
-        fixed=dict(qk_norm=True),
+        fixed=dict(qk_norm="head"),
         keys=_gated_keys(kv_heads=32, head_size=128, max_positions=32768) | _ACTIVATION | _BIAS,
         read_more=_read_qwen,
         write_more=_write_qwen,
@@ -331,11 +334,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_moe": _gated(
         "Qwen3Moe",
         only={"use_mrope": (False, None), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
-        fixed=dict(qk_norm=True),
+        fixed=dict(qk_norm="head"),
         keys=_gated_keys(kv_heads=4, max_positions=32768) | _ACTIVATION | _BIAS | _EXPERTS,
         read_more=_read_qwen,
         write_more=_write_qwen,
         others=_fused_experts,
+    ),
+    "olmo2": _gated(
+        "Olmo2",
+        only={"layer_types": (None,), "sliding_window": (None,)},
+        fixed=dict(norm_place="after", qk_norm="token"),
+        keys=_gated_keys(max_positions=2048) | {"rms_norm_eps": Key("norm_epsilon", Settings.number, 1e-5)} | _ACTIVATION | _BIAS,
+        read_more=_read_gated,
+        write_more=_write_rotary,
     ),
     "gemma3_text": _gated(
         "Gemma3",
@@ -346,7 +357,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "use_bidirectional_attention": (False, None),
             "hidden_activation": (_GEMMA_ACTIVATION,),
         },
-        fixed=dict(activation="gelu_tanh", norm="offset_rms", post_norms=True, qk_norm=True, scaled_embedding=True),
+        fixed=dict(activation="gelu_tanh", norm="offset_rms", norm_place="both", qk_norm="head", scaled_embedding=True),
         keys=_gated_keys(kv_heads=4, head_size=256, max_positions=131072, tied=True) | _BIAS,
         read_more=_read_gemma3,
         write_more=_write_gemma3,

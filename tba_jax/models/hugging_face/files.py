@@ -76,8 +76,8 @@ def linear(name: str, path: str, axes: tuple[str, str, str], bias: bool) -> Tens
 
 def norm(name: str, path: str, axis: str = "D", *, bias: bool = False) -> Tensors:
     """The scale of a norm, and the bias of a layer norm."""
-    tensors: Tensors = {f"{name}.weight": (Stored(f"{path}.scale", axis, axis),)}
-    return tensors | ({f"{name}.bias": (Stored(f"{path}.bias", axis, axis),)} if bias else {})
+    tensors: Tensors = {f"{name}.weight": (Stored(f"{path}.scale", axis, axis.strip("()")),)}
+    return tensors | ({f"{name}.bias": (Stored(f"{path}.bias", axis, axis.strip("()")),)} if bias else {})
 
 
 def head(kind: str, tied: bool, lm_head: str) -> Tensors:

@@ -26,7 +26,16 @@ from tests.support.tiny_checkpoints import LANGUAGE_MODELS, REAL_MODELS, assert_
 REAL_GOLDEN = tiny.FIXTURES / "real_models.npz"
 # Those of make_fixtures.MODELS, which cannot be imported without torch.
 VARIANTS = (
-    *(*LANGUAGE_MODELS, "qwen2_untied", "qwen3_biased", "qwen3_moe_plain", "gpt2_relu", "gpt_neox_sequential", "llama_linear"),
+    *(
+        *LANGUAGE_MODELS,
+        "qwen2_untied",
+        "qwen3_biased",
+        "qwen3_moe_plain",
+        "olmo2_biased",
+        "gpt2_relu",
+        "gpt_neox_sequential",
+        "llama_linear",
+    ),
     *("llama_reward", "qwen3_classifier", "gpt2_classifier", "gpt_neox_reward", "gemma3_reward"),
 )
 
@@ -78,7 +87,9 @@ def test_random_models_equal_torch(torch, tmp_path, name):
         assert tiny.greedy(params, config, tokens[0], 32) == make_fixtures.greedy(model, tokens[0], 32)[0].tolist()
 
 
-@pytest.mark.parametrize("name, sizes", [("llama_untied", (1, 4, 2)), ("gpt2", (4, 2, 1)), ("qwen3_moe", (1, 4, 2))], ids=str)
+@pytest.mark.parametrize(
+    "name, sizes", [("llama_untied", (1, 4, 2)), ("gpt2", (4, 2, 1)), ("qwen3_moe", (1, 4, 2)), ("olmo2", (1, 2, 2))], ids=str
+)
 def test_every_mesh_reads_the_same_parameters(name, sizes):
     config, expected = load(path_of(name))
     _, found = load(path_of(name), sizes)

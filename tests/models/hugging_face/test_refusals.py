@@ -34,7 +34,7 @@ def refused(folder: Path, settings: dict, sentence: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama_untied", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gpt2", "gpt_neox", "bert_classifier"]
+    "name", ["llama_untied", "mistral", "qwen2", "qwen3", "qwen3_moe", "olmo2", "gemma3", "gpt2", "gpt_neox", "bert_classifier"]
 )
 def test_every_key_is_checked(tmp_path, name):
     folder = copy_of(name, tmp_path)
