@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from flax import nnx
 
 from tba_jax import sharding
+from tba_jax.experiment import topologies
 from tba_jax.models import experts, kv_cache, parameters
 from tba_jax.models.config import DecoderConfig
 from tba_jax.models.policy import LoraConfig, Policy
@@ -103,6 +105,25 @@ def test_devices_gather_weights_and_never_rows():
     assert not gathered((8, 1, 1), differentiate=False, config=MOE)
     shapes = gathered((2, 2, 2), differentiate=True, config=MOE)
     assert shapes and not [shape for shape in shapes if {16, 16 * (5 + 7 - 1)} & set(shape)], shapes
+
+
+@pytest.mark.slow
+def test_the_compiler_of_tpus_takes_experts_and_moves_no_tokens():
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("the TPU's compiler is not installed: pip install -e '.[tpu]'")
+    topologies.use_no_devices()
+    mesh = sharding.make_mesh((1, 2, 2), setting="learner.mesh", devices=topologies.devices("v5e:2x2"))
+    sizes = dict(width=256, head_size=128, ffn=128, experts=8, compute_dtype="bfloat16", attention="xla")
+    config = dataclasses.replace(MOE, **sizes)
+
+    def loss(params: dict, tokens: jax.Array) -> jax.Array:
+        return applied.hidden_states(params, tokens, config=config, remat="full").astype(jnp.float32).sum()
+
+    params = parameters.sharded_shapes(applied.specs(config), mesh, dtype="float32")
+    tokens = jax.ShapeDtypeStruct((8, 256), jnp.int32, sharding=sharding.rows_sharding(mesh))
+    lowered = sharding.on_mesh(mesh, jax.jit(jax.grad(loss))).lower(params, tokens)
+    assert "ragged_dot" in lowered.as_text()
+    assert "all-to-all(" not in lowered.compile().as_text()
 
 
 def test_a_mesh_that_does_not_divide_the_experts_is_named():
